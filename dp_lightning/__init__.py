@@ -1,0 +1,7 @@
+"""Differentially private training of vision models with PyTorch Lightning.
+
+The rooms are imported by name (``dp_lightning.privacy``, ``dp_lightning.callbacks``, ...), so that
+``import dp_lightning`` and ``dpl --help`` stay fast.
+"""
+
+__version__ = "0.1.0"
