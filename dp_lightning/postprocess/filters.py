@@ -1,0 +1,187 @@
+"""Temporal filters: estimates of the gradient from the noisy gradients of several steps.
+
+Low pass (DOPPLER, Zhang et al. 2024), g_t the privatized gradient and m_t the output:
+
+    m_t = - sum_{tau=1..n_a} a_tau m_{t-tau} + sum_{tau=0..n_b} b_tau g_{t-tau},
+
+everything before the first step being zero. Bias correction divides m_t by c_t, the response of the same
+recursion to a constant 1.
+
+Scalar Kalman filter (the filter part of DiSK, Zhang et al. 2025), with g^_t the estimate and K_t the gain:
+
+    g^_t = (1 - K_t) g^_{t-1} + K_t g_t.
+
+K is constant, or follows from the ratio Q/R of process to measurement noise:
+K = P / (P + R), then P <- (1 - K) P + Q.
+"""
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from dp_lightning.errors import ConfigurationError
+from dp_lightning.postprocess.transform import AppliesTo, Gradients, State, Transform
+
+
+class LowPass(Transform):
+    """A linear recursive filter of the privatized gradients. The default is m <- 0.9 m + 0.1 g.
+
+    An exponential average with decay beta is a = (-beta,), b = (1 - beta,).
+
+    Args:
+        a: (a_1, ..., a_{n_a}): feedback of past outputs, with the sign of the recursion above. May be empty.
+        b: (b_0, ..., b_{n_b}): weights of the present and past gradients.
+        bias_correction: divide by the filter's response to a constant 1, so that a constant gradient comes
+            out as it is from the first step on (1 - beta^t for the exponential average).
+        applies_to: see `Transform`.
+
+    Raises:
+        ConfigurationError: coefficients that are not finite, an unstable recursion (a root of
+            z^n + a_1 z^(n-1) + ... + a_n on or outside the unit circle), or b without a present gradient.
+    """
+
+    def __init__(
+        self,
+        *,
+        a: tuple[float, ...] = (-0.9,),
+        b: tuple[float, ...] = (0.1,),
+        bias_correction: bool = False,
+        applies_to: AppliesTo = "matrices",
+    ) -> None:
+        super().__init__(applies_to=applies_to)
+        if not all(math.isfinite(value) for value in (*a, *b)):
+            raise ConfigurationError(f"LowPass: a and b must be finite, got a={a}, b={b}")
+        if not b or b[0] == 0 or sum(b) == 0:
+            raise ConfigurationError(
+                "LowPass: b must start with a nonzero weight and have a nonzero sum, or the filter blocks a "
+                f"constant gradient; got b={b}"
+            )
+        if (radius := _largest_pole(a)) >= 1:
+            raise ConfigurationError(
+                f"LowPass: a={a} is unstable (largest root {radius:.3g}, must be below 1); the noise "
+                "would grow without bound. The sign is m_t = -a_1 m_{t-1} + ...: a decay of 0.9 is a=[-0.9]"
+            )
+        self.a = tuple(a)
+        self.b = tuple(b)
+        self.bias_correction = bias_correction
+
+    def update(self, gradients: Gradients, state: State) -> tuple[Gradients, State]:
+        output: Gradients = {}
+        new_state: State = {}
+        for name, gradient in gradients.items():
+            slots = state.get(name, {})
+            filtered, new_state[name] = self._recursion(gradient, slots, prefix="")
+            if self.bias_correction:
+                # The response is a number, whatever the parameter's shape: its history stays on the CPU.
+                one = torch.ones((), dtype=torch.float64)
+                response, unit_slots = self._recursion(one, slots, prefix="unit_")
+                new_state[name] |= unit_slots
+                output[name] = filtered / response.item()
+            else:
+                output[name] = filtered.clone()
+        return output, new_state
+
+    def _recursion(
+        self, value: Tensor, slots: dict[str, Tensor], *, prefix: str
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """One step of the recursion on `value`; the history is in slots output_1, ... and input_1, ..."""
+        zero = torch.zeros_like(value)
+        outputs = [slots.get(f"{prefix}output_{i}", zero) for i in range(1, len(self.a) + 1)]
+        inputs = [value, *(slots.get(f"{prefix}input_{i}", zero) for i in range(1, len(self.b)))]
+        result = zero
+        for weight, past in zip((*(-x for x in self.a), *self.b), (*outputs, *inputs), strict=True):
+            result = result + weight * past
+        # The present gradient enters the history as a copy: the caller may overwrite it.
+        new_outputs = [result, *outputs][: len(self.a)]
+        new_inputs = [value.clone(), *inputs[1:]][: len(self.b) - 1]
+        history = {f"{prefix}output_{i}": past for i, past in enumerate(new_outputs, start=1)}
+        history |= {f"{prefix}input_{i}": past for i, past in enumerate(new_inputs, start=1)}
+        return result, history
+
+
+def _largest_pole(a: Sequence[float]) -> float:
+    """The largest modulus of a root of z^n + a_1 z^(n-1) + ... + a_n, by its companion matrix."""
+    if not a:
+        return 0.0
+    companion = torch.diag(torch.ones(len(a) - 1, dtype=torch.float64), -1)
+    companion[0] = -torch.tensor(a, dtype=torch.float64)
+    return torch.linalg.eigvals(companion).abs().max().item()
+
+
+class Kalman(Transform):
+    """Scalar Kalman filter of the privatized gradients; the first estimate is the first gradient.
+
+    Starting from the first gradient is the limit of no prior knowledge, P = infinity: K_1 = 1, and then
+    P = R + Q. Give exactly one of `gain` and `process_to_measurement_ratio`.
+
+    Shanmugam et al. 2026 list kappa = 1.5, which cannot be a gain: white noise leaves the filter with
+    K / (2 - K) times its variance, three times at K = 1.5. Read as Q/R = 1.5 it gives K = 0.686, next to
+    DiSK's own 0.7.
+
+    Args:
+        gain: constant K in (0, 1].
+        process_to_measurement_ratio: Q/R, positive. The gain falls from 1 to the positive root of
+            K^2 + (Q/R) K - Q/R = 0.
+        applies_to: see `Transform`.
+
+    Raises:
+        ConfigurationError: both or neither are given, or one is outside its range.
+    """
+
+    def __init__(
+        self,
+        *,
+        gain: float | None = None,
+        process_to_measurement_ratio: float | None = None,
+        applies_to: AppliesTo = "matrices",
+    ) -> None:
+        super().__init__(applies_to=applies_to)
+        ratio = process_to_measurement_ratio
+        if (gain is None) == (ratio is None):
+            raise ConfigurationError("Kalman: give exactly one of gain and process_to_measurement_ratio")
+        if gain is not None and gain > 1:
+            raise ConfigurationError(
+                f"Kalman: gain must lie in (0, 1], got {gain}. A gain above 1 amplifies the noise (its "
+                f"variance threefold at 1.5). If {gain} is the ratio of process to measurement noise, as "
+                "kappa = 1.5 in Shanmugam et al. 2026 is read here, set process_to_measurement_ratio instead: "
+                "1.5 settles at a gain of 0.686"
+            )
+        if gain is not None and not gain > 0:
+            raise ConfigurationError(f"Kalman: gain must lie in (0, 1], got {gain}")
+        if ratio is not None and not (ratio > 0 and math.isfinite(ratio)):
+            raise ConfigurationError(
+                f"Kalman: process_to_measurement_ratio must be positive and finite, got {ratio}"
+            )
+        self.gain = gain
+        self.process_to_measurement_ratio = ratio
+
+    def update(self, gradients: Gradients, state: State) -> tuple[Gradients, State]:
+        new_state: State = {}
+        for name, gradient in gradients.items():
+            if self.gain is not None:
+                new_state[name] = self._step(gradient, state.get(name), self.gain)
+            else:
+                new_state[name] = self._step_with_variance(gradient, state.get(name))
+        return {name: slots["estimate"].clone() for name, slots in new_state.items()}, new_state
+
+    def _step_with_variance(self, gradient: Tensor, slots: dict[str, Tensor] | None) -> dict[str, Tensor]:
+        """One step with the gain of the variance recursion; `error_variance` is P in units of R."""
+        assert self.process_to_measurement_ratio is not None
+        if slots is None:
+            gain, posterior = 1.0, 1.0
+        else:
+            variance = slots["error_variance"].item()
+            gain = variance / (variance + 1)
+            posterior = (1 - gain) * variance
+        new_slots = self._step(gradient, slots, gain)
+        variance = posterior + self.process_to_measurement_ratio
+        new_slots["error_variance"] = torch.tensor(variance, dtype=torch.float64)
+        return new_slots
+
+    @staticmethod
+    def _step(gradient: Tensor, slots: dict[str, Tensor] | None, gain: float) -> dict[str, Tensor]:
+        if slots is None:
+            return {"estimate": gradient.clone()}
+        return {"estimate": (1 - gain) * slots["estimate"] + gain * gradient}
