@@ -1,0 +1,132 @@
+"""Newton-Schulz, the polar factor and the spectral norm against independent references."""
+
+import math
+
+import pytest
+import torch
+
+from dp_lightning.errors import ConfigurationError
+from dp_lightning.postprocess import as_matrix, dimension_scale, newton_schulz, polar_factor, spectral_norm
+
+SHAPES = [(64, 576), (576, 64), (10, 64), (16, 27)]
+
+
+def gaussian(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(*shape, dtype=dtype, generator=torch.Generator().manual_seed(0))
+
+
+def newton_schulz_by_singular_values(matrix: torch.Tensor) -> torch.Tensor:
+    """Five steps in float64 on the singular values alone, without the matrix iteration."""
+    u, s, vh = torch.linalg.svd(matrix.double(), full_matrices=False)
+    s = s / s.norm()
+    for _ in range(5):
+        s = 3.4445 * s - 4.7750 * s**3 + 2.0315 * s**5
+    return u * s @ vh
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(
+    # Rounding grows with the slope of the five steps, 485 at zero, times eps (1.2e-7, 2.2e-16);
+    # singular values that are not tiny see far less. Seen: 7e-7 and 2e-15.
+    ("dtype", "atol"),
+    [(torch.float32, 1e-5), (torch.float64, 1e-13)],
+)
+def test_newton_schulz_is_the_quintic_of_the_singular_values(shape, dtype, atol):
+    matrix = gaussian(*shape).to(dtype)
+    result = newton_schulz(matrix)
+    assert result.dtype == dtype
+    torch.testing.assert_close(result.double(), newton_schulz_by_singular_values(matrix), atol=atol, rtol=0)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_newton_schulz_leaves_singular_values_in_a_band_and_not_at_one(shape):
+    values = torch.linalg.svdvals(newton_schulz(gaussian(*shape)))
+    # The fixed band of the coefficients is [0.68, 1.14]; the margin allows for values still on their way.
+    assert values.min() > 0.65
+    assert values.max() < 1.2
+    assert (values - 1).abs().max() > 0.02
+
+
+def test_newton_schulz_of_gaussian_noise_points_along_the_polar_factor():
+    matrix = gaussian(64, 576)
+    x, polar = newton_schulz(matrix), polar_factor(matrix)
+    # 0.991 for this shape; 0.98 leaves room for another draw.
+    assert torch.cosine_similarity(x.flatten(), polar.flatten(), dim=0) > 0.98
+
+
+def test_newton_schulz_treats_each_matrix_of_a_batch_on_its_own():
+    batch = torch.stack([gaussian(8, 20), 1e3 * gaussian(8, 20).flip(0), torch.zeros(8, 20)])
+    each = torch.stack([newton_schulz(matrix) for matrix in batch])
+    # Batched and single products may add in another order: float32 rounding.
+    torch.testing.assert_close(newton_schulz(batch), each, atol=1e-5, rtol=0)
+
+
+def test_newton_schulz_forgets_the_scale_down_to_the_smallest_numbers():
+    matrix = gaussian(8, 20)
+    for scale in (1e-30, 1e-3, 1e30):
+        # Only the rounding of the scaled entries differs.
+        torch.testing.assert_close(newton_schulz(scale * matrix), newton_schulz(matrix), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("function", [newton_schulz, polar_factor, spectral_norm])
+def test_a_zero_matrix_gives_zero(function):
+    assert torch.equal(function(torch.zeros(4, 3)), torch.zeros_like(function(torch.ones(4, 3))))
+
+
+def test_newton_schulz_takes_its_own_coefficients():
+    # The cubic 1.5 s - 0.5 s^3 converges to one, quadratically near it; 30 steps are ample for this spectrum.
+    result = newton_schulz(gaussian(8, 20, dtype=torch.float64), steps=30, coefficients=(1.5, -0.5, 0.0))
+    torch.testing.assert_close(result, polar_factor(gaussian(8, 20, dtype=torch.float64)), atol=1e-12, rtol=0)
+
+
+@pytest.mark.parametrize("settings", [{"steps": 0}, {"coefficients": "nuon"}, {"coefficients": (1.0, 2.0)}])
+def test_newton_schulz_names_the_setting_it_refuses(settings):
+    with pytest.raises(ConfigurationError, match=next(iter(settings))):
+        newton_schulz(gaussian(2, 3), **settings)
+
+
+def test_the_polar_factor_has_orthonormal_rows_and_a_positive_semidefinite_partner():
+    matrix = gaussian(5, 9, dtype=torch.float64)
+    factor = polar_factor(matrix)
+    # float64 rounding of a few products of size ten.
+    torch.testing.assert_close(factor @ factor.mT, torch.eye(5, dtype=torch.float64), atol=1e-12, rtol=0)
+    symmetric = matrix @ factor.mT
+    torch.testing.assert_close(symmetric, symmetric.mT, atol=1e-12, rtol=0)
+    assert torch.linalg.eigvalsh(symmetric).min() > 0
+
+
+def test_the_polar_factor_leaves_null_directions_at_zero():
+    matrix = torch.outer(gaussian(5), gaussian(7))
+    values = torch.linalg.svdvals(polar_factor(matrix))
+    # float32 rounding.
+    torch.testing.assert_close(values, torch.tensor([1.0, 0, 0, 0, 0]), atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("shape", [(3, 64, 144), (3, 144, 64), (2, 2, 5, 5)])
+@pytest.mark.parametrize(
+    # The accuracy that the docstring states, times ten.
+    ("dtype", "rtol"),
+    [(torch.float32, 1e-5), (torch.float64, 1e-14)],
+)
+@pytest.mark.parametrize("scale", [1e-25, 1.0])
+def test_the_spectral_norm_is_the_largest_singular_value(shape, dtype, rtol, scale):
+    matrix = scale * gaussian(*shape).to(dtype)
+    expected = torch.linalg.svdvals(matrix.double())[..., 0]
+    torch.testing.assert_close(spectral_norm(matrix).double(), expected, rtol=rtol, atol=0)
+
+
+def test_a_convolution_kernel_is_viewed_as_out_by_everything_else():
+    kernel = gaussian(4, 3, 2, 2)
+    assert as_matrix(kernel).shape == (4, 12)
+    assert torch.equal(as_matrix(kernel)[1], kernel[1].reshape(-1))
+    with pytest.raises(ValueError, match="two or more dimensions"):
+        as_matrix(gaussian(4))
+
+
+@pytest.mark.parametrize(
+    ("shape", "scale"),
+    [((64, 64, 3, 3), 1.0), ((64, 16), 2.0), ((64, 3, 1, 1), 4.0), ((12, 4), math.sqrt(3))],
+)
+def test_the_dimension_scale_grows_with_tall_matrices_up_to_the_cap(shape, scale):
+    assert dimension_scale(shape) == pytest.approx(scale, rel=1e-12)  # two float64 operations
+    assert dimension_scale(shape, cap=1.5) == pytest.approx(min(scale, 1.5), rel=1e-12)

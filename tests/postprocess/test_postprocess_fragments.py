@@ -1,0 +1,86 @@
+"""Every fragment in configs/postprocess composes with a base configuration and is the method of its name."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from jsonargparse import ArgumentParser
+from lightning.pytorch.cli import instantiate_class
+
+from dp_lightning.callbacks.postprocess import PostProcessCallback
+
+FRAGMENTS = sorted((Path(__file__).parents[2] / "configs" / "postprocess").glob("*.yaml"))
+
+# Learning rate, optimizer and transforms per method: Shanmugam et al. 2026, table of method hyperparameters.
+TABLE = {
+    "dp_sgd": ("SGD", 0.3, 0.9, []),
+    "dp_adam": ("Adam", 1e-3, None, []),
+    "dp_adamw": ("AdamW", 1e-3, None, []),
+    "dp_muon": ("SGD", 0.02, 0.0, ["Momentum", "Orthogonalize"]),
+    "dp_muon_s": ("SGD", 0.3, 0.0, ["Momentum", "MagnitudeScale"]),
+    "disk_sgd": ("SGD", 0.01, 0.0, ["Kalman"]),
+    "disk_muon": ("SGD", 0.02, 0.0, ["Kalman", "Momentum", "Orthogonalize"]),
+    "doppler_sgd": ("SGD", 3.0, 0.0, ["LowPass"]),
+    "doppler_muon": ("SGD", 0.02, 0.0, ["LowPass", "Orthogonalize"]),
+}
+
+BASE = """
+optimizer:
+  class_path: torch.optim.SGD
+  init_args: {lr: 1.0, momentum: 0.9}
+postprocess:
+  transforms: [{class_path: Scale, init_args: {factor: 2.0}}]
+"""
+
+
+def compose(fragment: Path, base: Path):
+    """The callback and the optimizer's configuration, as LightningCLI reads them."""
+    base.write_text(BASE)
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_argument("--config", action="config")
+    parser.add_subclass_arguments(torch.optim.Optimizer, "optimizer", instantiate=False, skip={"params"})
+    parser.add_class_arguments(PostProcessCallback, "postprocess")
+    config = parser.parse_args([f"--config={base}", f"--config={fragment}"])
+    return parser.instantiate_classes(config).postprocess.chain, config.optimizer
+
+
+def test_there_is_one_fragment_per_method():
+    assert {path.stem for path in FRAGMENTS} == set(TABLE)
+
+
+@pytest.mark.parametrize("fragment", FRAGMENTS, ids=lambda path: path.stem)
+def test_a_fragment_sets_the_method_of_the_table(fragment, tmp_path):
+    name, lr, momentum, transforms = TABLE[fragment.stem]
+    chain, optimizer = compose(fragment, tmp_path / "base.yaml")
+    assert optimizer.class_path == f"torch.optim.{name}"
+    assert optimizer.init_args.lr == lr
+    assert optimizer.init_args.get("momentum") == momentum
+    on_matrices = [t for t in chain.transforms if "matrices" in t.kinds()]
+    assert [type(t).__name__ for t in on_matrices] == transforms
+
+
+@pytest.mark.parametrize(
+    "fragment", [path for path in FRAGMENTS if "adam" not in path.stem], ids=lambda path: path.stem
+)
+def test_one_dimensional_parameters_take_the_steps_of_dp_sgd(fragment, tmp_path):
+    chain, optimizer_config = compose(fragment, tmp_path / "base.yaml")
+    bias, reference = (torch.nn.Parameter(torch.zeros(3, dtype=torch.float64)) for _ in range(2))
+    optimizer = instantiate_class([bias], optimizer_config.as_dict())
+    dp_sgd = torch.optim.SGD([reference], lr=0.3, momentum=0.9)
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(10):
+        gradient = torch.randn(3, dtype=torch.float64, generator=generator)
+        bias.grad, reference.grad = chain({"bias": gradient})["bias"].clone(), gradient.clone()
+        optimizer.step()
+        dp_sgd.step()
+    # Products of the same numbers in another order, in float64.
+    torch.testing.assert_close(bias, reference, rtol=0, atol=1e-12)
+
+
+def test_disk_and_muon_carry_the_numbers_of_the_table(tmp_path):
+    kalman, momentum, orthogonalize, *_ = compose(
+        FRAGMENTS[0].with_name("disk_muon.yaml"), tmp_path / "base.yaml"
+    )[0].transforms
+    assert kalman.process_to_measurement_ratio == 1.5
+    assert (momentum.beta, momentum.kind) == (0.95, "ema_nesterov")
+    assert (orthogonalize.steps, orthogonalize.coefficients, orthogonalize.scale_cap) == (5, "muon", 4.0)

@@ -1,0 +1,54 @@
+"""Order, refusals and state of a chain."""
+
+import pytest
+import torch
+
+from dp_lightning.errors import ConfigurationError
+from dp_lightning.postprocess import Chain, Kalman, MagnitudeScale, Momentum, Orthogonalize, Scale
+
+
+def test_transforms_act_in_the_given_order():
+    matrix = torch.tensor([[3.0, 0.0], [0.0, 1.0]])
+    scaled_last = Chain([Orthogonalize(), Scale(10.0)])({"w": matrix})["w"]
+    scaled_first = Chain([Scale(10.0), Orthogonalize()])({"w": matrix})["w"]
+    # Orthogonalization forgets a scale before it; float32 rounding.
+    torch.testing.assert_close(scaled_last, 10 * scaled_first, rtol=1e-5, atol=1e-5)
+
+
+def test_an_empty_chain_returns_its_input():
+    gradient = torch.ones(2, 2)
+    assert Chain()({"w": gradient})["w"] is gradient
+
+
+@pytest.mark.parametrize(
+    ("transforms", "kind"),
+    [
+        ([Momentum(), Orthogonalize(), Momentum()], "matrices"),
+        ([Momentum(applies_to="all"), Momentum(applies_to="vectors")], "vectors"),
+        ([Momentum(), MagnitudeScale(Momentum())], "matrices"),
+    ],
+)
+def test_momentum_twice_on_one_kind_of_parameter_is_refused(transforms, kind):
+    with pytest.raises(ConfigurationError, match=f"momentum is applied twice to the {kind}"):
+        Chain(transforms)
+
+
+def test_momentum_once_on_each_kind_of_parameter_is_accepted():
+    chain = Chain([Kalman(gain=0.7), Momentum(), Momentum(applies_to="vectors")])
+    assert chain.has_momentum
+    assert not Chain([Kalman(gain=0.7)]).has_momentum
+
+
+def test_a_state_of_other_transforms_is_refused():
+    saved = Chain([Momentum()])
+    saved({"w": torch.ones(2, 2)})
+    with pytest.raises(ConfigurationError, match="resume"):
+        Chain([Kalman(gain=0.7)]).load_state_dict(saved.state_dict())
+
+
+def test_a_state_dict_is_a_snapshot():
+    chain = Chain([Momentum()])
+    chain({"w": torch.ones(2, 2)})
+    snapshot = chain.state_dict()
+    chain({"w": torch.ones(2, 2)})
+    assert torch.equal(snapshot["0.Momentum"]["w"]["momentum"], torch.ones(2, 2))
