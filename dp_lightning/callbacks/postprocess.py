@@ -37,7 +37,7 @@ class PostProcessCallback(Callback):
         if len(trainer.optimizers) > 1:
             raise ConfigurationError(
                 f"postprocess.transforms: the module has {len(trainer.optimizers)} optimizers, and every "
-                "step of one would transform all gradients; return a single optimizer from configure_optimizers"
+                "step of one would transform all gradients; return one optimizer from configure_optimizers"
             )
         groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
         if self.chain.has_momentum and any(group.get("momentum", 0) > 0 for group in groups):

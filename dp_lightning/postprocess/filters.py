@@ -145,8 +145,8 @@ class Kalman(Transform):
             raise ConfigurationError(
                 f"Kalman: gain must lie in (0, 1], got {gain}. A gain above 1 amplifies the noise (its "
                 f"variance threefold at 1.5). If {gain} is the ratio of process to measurement noise, as "
-                "kappa = 1.5 in Shanmugam et al. 2026 is read here, set process_to_measurement_ratio instead: "
-                "1.5 settles at a gain of 0.686"
+                "kappa = 1.5 in Shanmugam et al. 2026 is read here, set process_to_measurement_ratio "
+                "instead: 1.5 settles at a gain of 0.686"
             )
         if gain is not None and not gain > 0:
             raise ConfigurationError(f"Kalman: gain must lie in (0, 1], got {gain}")
