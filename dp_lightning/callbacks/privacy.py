@@ -1,0 +1,419 @@
+"""Trains any LightningModule privately: the Lightning hooks around one ``PrivateMechanism``.
+
+The way of one logical step. The loader hands out physical batches of one Poisson draw. Around each one's backward pass
+the gradient engine collects clipped per-example gradients; parameters get no ordinary gradient. On the last one the
+mechanism releases the privatized gradient into ``.grad``, before the hooks of any other callback, and the optimizer
+steps. Lightning's counters see logical steps only, because ``trainer.accumulate_grad_batches`` is set to one on the
+last physical batch and to a very large number on the others.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.utilities.types import STEP_OUTPUT
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+from torchmetrics import Metric
+
+from dp_lightning.callbacks.private_loader import (
+    PoissonBatchSampler,
+    PrivateSource,
+    original_loader,
+    private_loader,
+)
+from dp_lightning.callbacks.settings import check_optimizers, check_settings
+from dp_lightning.errors import BudgetError, ConfigurationError, ModelError
+from dp_lightning.privacy.accounting import Ledger
+from dp_lightning.privacy.clipping import ClipPlan
+from dp_lightning.privacy.gradients import GradientEngine
+from dp_lightning.privacy.mechanism import PrivateMechanism
+from dp_lightning.privacy.model_check import check_per_example
+from dp_lightning.privacy.noise import GaussianNoise
+from dp_lightning.privacy.plan import PrivacyPlan
+from dp_lightning.privacy.sampling import PhysicalBatch, PoissonSampler
+from dp_lightning.privacy.statement import PrivacyStatement
+
+# Lightning divides the loss by it; a power of two is undone without rounding.
+_ACCUMULATE = 2**30
+# Epsilon by PRV costs about a second, so it is brought up to date this many times in a run.
+_EPSILON_UPDATES = 20
+
+
+class PrivacyCallback(pl.Callback):
+    """Differentially private training on a plain Trainer.
+
+    Exactly one of ``target_epsilon`` and ``noise_multiplier`` is given. The number of logical steps T comes from the
+    trainer: ``max_steps``, or floor(``max_epochs`` * N / B). The statement is written to the log directory.
+
+    Args:
+        expected_batch_size: B, the mean number of examples in a logical batch.
+        target_epsilon: the epsilon that the whole run may spend; the noise is solved for it.
+        noise_multiplier: sigma, the noise's standard deviation over the sensitivity.
+        delta: probability with which epsilon may be exceeded; below 1/N.
+        max_grad_norm: C, the most that one example can contribute, in L2 norm.
+        clipping: one norm over all parameters, or one per layer with C / sqrt(L) each.
+        clip_factor: ``abadi`` min(1, C/norm), or ``automatic`` C/(norm + 0.01).
+        max_physical_batch_size: most examples that go through the model at once. It bounds memory and changes
+            nothing else.
+        accountant: by which epsilon is planned and shown.
+        loss_reduction: whether ``training_step`` returns the mean or the sum of the examples' losses.
+        num_train: N; None reads it from the training data set. A number that differs from the data set is refused.
+        noise_seed: makes the noise reproducible, and the run not fit for release.
+        sampling_seed: makes the Poisson draws reproducible, and the run not fit for release.
+        not_private: must be true to allow ``noise_multiplier: 0``.
+    """
+
+    def __init__(
+        self,
+        expected_batch_size: int,
+        target_epsilon: float | None = None,
+        noise_multiplier: float | None = None,
+        delta: float = 1e-5,
+        max_grad_norm: float = 1.0,
+        clipping: Literal["flat", "per_layer"] = "flat",
+        clip_factor: Literal["abadi", "automatic"] = "abadi",
+        max_physical_batch_size: int = 128,
+        accountant: Literal["prv", "rdp", "pld"] = "prv",
+        loss_reduction: Literal["mean", "sum"] = "mean",
+        num_train: int | None = None,
+        noise_seed: int | None = None,
+        sampling_seed: int | None = None,
+        not_private: bool = False,
+    ) -> None:
+        super().__init__()
+        if (target_epsilon is None) == (noise_multiplier is None):
+            raise ConfigurationError(
+                "Set exactly one of privacy.target_epsilon (the noise is solved for it) and privacy.noise_multiplier; "
+                f"they are {target_epsilon} and {noise_multiplier}."
+            )
+        if noise_multiplier == 0 and not not_private:
+            raise ConfigurationError(
+                "privacy.noise_multiplier is 0: the run would not be private. If that is what you want, set "
+                "privacy.not_private: true."
+            )
+        if not_private and noise_multiplier != 0:
+            raise ConfigurationError(
+                "privacy.not_private is true but noise is added. Remove it, or set privacy.noise_multiplier: 0."
+            )
+        if max_physical_batch_size < 1:
+            raise ConfigurationError(
+                f"privacy.max_physical_batch_size is {max_physical_batch_size}; it must be at least 1."
+            )
+        make = {"flat": ClipPlan.flat, "per_layer": ClipPlan.per_layer}
+        if clipping not in make:
+            raise ConfigurationError(f"privacy.clipping is {clipping!r}; choose 'flat' or 'per_layer'.")
+        if loss_reduction not in ("mean", "sum"):
+            raise ConfigurationError(f"privacy.loss_reduction is {loss_reduction!r}; choose 'mean' or 'sum'.")
+        self.clip_plan = make[clipping](max_grad_norm=max_grad_norm, factor=clip_factor)
+        self.expected_batch_size, self.delta, self.accountant = expected_batch_size, delta, accountant
+        self.target_epsilon, self.noise_multiplier = target_epsilon, noise_multiplier
+        self.max_physical_batch_size, self.loss_reduction = max_physical_batch_size, loss_reduction
+        self.num_train, self.noise_seed, self.sampling_seed = num_train, noise_seed, sampling_seed
+        self.ledger = Ledger()
+        self.plan: PrivacyPlan | None = None
+        self._batches: PoissonBatchSampler | None = None
+        self._engine: GradientEngine | None = None
+        self._mechanism: PrivateMechanism | None = None
+        self._batch: PhysicalBatch | None = None
+        self._epsilon = 0.0
+        self._unprotected: set[str] = set()
+        self._restored: dict[str, Any] | None = None
+
+    # Before the first step
+
+    def make_plan(self, trainer: pl.Trainer, num_train: int) -> PrivacyPlan:
+        """The public numbers of the run.
+
+        Raises:
+            ConfigurationError: when they are impossible, or the trainer does not bound the number of steps.
+        """
+        public = {
+            "num_train": num_train,
+            "expected_batch_size": self.expected_batch_size,
+            "num_steps": self._num_steps(trainer, num_train),
+            "delta": self.delta,
+            "accountant": self.accountant,
+        }
+        if self.target_epsilon is not None:
+            return PrivacyPlan.calibrate(target_epsilon=self.target_epsilon, **public)
+        assert self.noise_multiplier is not None
+        return PrivacyPlan(noise_multiplier=self.noise_multiplier, **public)
+
+    def _num_steps(self, trainer: pl.Trainer, num_train: int) -> int:
+        limits = []
+        if trainer.max_steps != -1:
+            limits.append(trainer.max_steps)
+        if trainer.max_epochs is not None and trainer.max_epochs != -1:
+            limits.append(trainer.max_epochs * num_train // max(self.expected_batch_size, 1))
+        if not limits:
+            raise ConfigurationError(
+                "The number of steps must be known before the start. Set trainer.max_epochs or trainer.max_steps."
+            )
+        return max(min(limits), 1)
+
+    def check(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Refuse settings that would break the guarantee, before any data is touched; makes the plan where N is known.
+
+        Raises:
+            ConfigurationError: naming the setting and the fix.
+            ModelError: naming the module and the fix.
+        """
+        check_settings(trainer, pl_module)
+        self._check_order(trainer)
+        if self.plan is None and self.num_train is not None:
+            self.plan = self.make_plan(trainer, self.num_train)
+
+    def _check_order(self, trainer: pl.Trainer) -> None:
+        callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+        for callback in callbacks:
+            if callback is self:
+                return
+            names = ("on_after_backward", "on_before_optimizer_step", "on_before_zero_grad")
+            if any(getattr(type(callback), name) is not getattr(pl.Callback, name) for name in names):
+                raise ConfigurationError(
+                    f"{type(callback).__name__} stands before PrivacyCallback in trainer.callbacks and acts on gradients. "
+                    "Put PrivacyCallback first, so that every other callback sees the privatized gradient."
+                )
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        if stage != "fit":
+            return
+        self.check(trainer, pl_module)
+        source = trainer.fit_loop._data_source
+        if not isinstance(source, PrivateSource):
+            trainer.fit_loop._data_source = PrivateSource(source, self._private_loader)
+
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        source = trainer.fit_loop._data_source
+        assert isinstance(source, PrivateSource)
+        if self.plan is None:
+            dataset: Any = original_loader(source.original.dataloader()).dataset
+            self.plan = self.make_plan(trainer, len(dataset))
+        self._engine = GradientEngine(pl_module)
+        trained = self._engine.parameters
+        check_optimizers(trainer, pl_module, {id(p) for p in trained.values()})
+        noise = GaussianNoise(device=pl_module.device, seed=self.noise_seed)
+        self._mechanism = PrivateMechanism(
+            trained, plan=self.plan, clip_plan=self.clip_plan, noise=noise, ledger=self.ledger
+        )
+        sampler = PoissonSampler(
+            num_train=self.plan.num_train, sample_rate=self.plan.sample_rate, seed=self.sampling_seed
+        )
+        if self._restored is not None:
+            noise.load_state_dict(self._restored["noise"])
+            sampler.load_state_dict(self._restored["sampler"])
+        self._batches = PoissonBatchSampler(
+            sampler,
+            self.plan,
+            max_physical_batch_size=self.max_physical_batch_size,
+            steps_done=lambda: self.ledger.num_steps,
+        )
+        self._require_affordable()
+        self._epsilon = self.ledger.epsilon(delta=self.delta, accountant=self.accountant)
+        trainer.print(self._announcement())
+
+    def _require_affordable(self) -> None:
+        """The steps that are still planned must fit into the budget together with those in the ledger."""
+        assert self.plan is not None
+        assert self._mechanism is not None
+        self._mechanism.require_budget()
+        if self.target_epsilon is None or self.ledger.num_steps == 0:
+            return
+        planned = Ledger()
+        planned.load_state_dict(self.ledger.state_dict())
+        planned.record(
+            noise_multiplier=self.plan.noise_multiplier,
+            sample_rate=self.plan.sample_rate,
+            count=self.plan.num_steps - self.ledger.num_steps,
+        )
+        total = planned.epsilon(delta=self.delta, accountant=self.accountant)
+        # Calibration stops within 1e-3 below the target; composing the same steps again rounds differently.
+        if total > self.target_epsilon * (1 + 1e-3):
+            raise BudgetError(
+                f"The steps taken and the steps planned would spend epsilon {total:.3f}, above privacy.target_epsilon "
+                f"{self.target_epsilon}. Plan fewer steps, or raise the target."
+            )
+
+    def _announcement(self) -> str:
+        plan = self.plan
+        assert plan is not None
+        text = (
+            f"Privacy plan: N {plan.num_train}, B {plan.expected_batch_size}, q {plan.sample_rate:.6g}, "
+            f"T {plan.num_steps} steps, sigma {plan.noise_multiplier:.4f}, sensitivity {self.clip_plan.sensitivity:g} "
+            f"({self.clip_plan.kind}, {self.clip_plan.factor}), delta {plan.delta:g}"
+        )
+        if plan.noise_multiplier == 0:
+            return text + "\nNo noise is added: this run is NOT PRIVATE."
+        text += f"\nEpsilon {plan.epsilon():.3f} by {plan.accountant.upper()} after the last step"
+        if self.noise_seed is not None or self.sampling_seed is not None:
+            text += "\nA noise or sampling seed is fixed: this run is NOT FOR RELEASE."
+        return text
+
+    def _private_loader(self, loader: DataLoader[Any]) -> DataLoader[Any]:
+        assert self.plan is not None
+        assert self._batches is not None
+        dataset: Any = loader.dataset
+        if len(dataset) != self.plan.num_train:
+            raise ConfigurationError(
+                f"The training data set has {len(dataset)} examples, but the plan was made for privacy.num_train "
+                f"{self.plan.num_train}. Remove num_train, or correct it."
+            )
+        return private_loader(loader, self._batches)
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        loader = self._live_loader(trainer)
+        engine = self._engine
+        assert engine is not None
+        count = min(2, len(loader.dataset))  # type: ignore[arg-type]
+        examples = [loader.dataset[index] for index in range(count)]
+
+        def batch_of(indices: list[int]) -> Any:
+            batch = loader.collate_fn([examples[index] for index in indices])
+            return trainer.strategy.batch_to_device(batch, dataloader_idx=0)
+
+        def loss_of(batch: Any) -> Tensor:
+            output = pl_module.training_step(batch, 0)
+            return output["loss"] if isinstance(output, Mapping) else output
+
+        metrics = [module for module in pl_module.modules() if isinstance(module, Metric)]
+        silenced = {"log": lambda *args, **kwargs: None, "log_dict": lambda *args, **kwargs: None}
+        pl_module.__dict__.update(silenced)
+        try:
+            check_per_example(
+                pl_module,
+                engine,
+                loss_of,
+                batch_of(list(range(count))),
+                [batch_of([index]) for index in range(count)],
+                loss_reduction=self.loss_reduction,
+            )
+        finally:
+            for name in silenced:
+                pl_module.__dict__.pop(name, None)
+            for metric in metrics:
+                metric.reset()
+
+    def _live_loader(self, trainer: pl.Trainer) -> DataLoader[Any]:
+        loader = trainer.train_dataloader
+        if not isinstance(loader, DataLoader) or loader.batch_sampler is not self._batches:
+            raise ConfigurationError(
+                "The training loader's sampler was replaced after PrivacyCallback had set it. Set "
+                "trainer.use_distributed_sampler: false and remove callbacks that exchange loaders."
+            )
+        return loader
+
+    # One physical batch
+
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        assert self._batches is not None
+        assert self._mechanism is not None
+        assert self._engine is not None
+        self._mechanism.require_budget()
+        self._batch = self._batches.announced.popleft()
+        trainer.accumulate_grad_batches = 1 if self._batch.last else _ACCUMULATE
+        self._engine.begin(len(self._batch.indices))
+
+    def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor) -> None:
+        assert self._batch is not None
+        assert self._engine is not None
+        factor = trainer.accumulate_grad_batches
+        if self.loss_reduction == "mean":
+            factor *= len(self._batch.indices)
+        self._engine.scale(loss, factor)
+
+    def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        batch = self._batch
+        assert batch is not None, "one backward pass per physical batch"
+        assert self._mechanism is not None
+        assert self._engine is not None
+        self._batch = None
+        self._engine.end()
+        self._mechanism.add(self._engine.contributions(), len(batch.indices), count=not batch.placeholder)
+
+    def on_before_optimizer_step(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
+    ) -> None:
+        assert self._mechanism is not None
+        assert self._engine is not None
+        if trainer.accumulate_grad_batches != 1 or self._batch is not None:
+            raise ModelError(
+                "The optimizer steps without a complete logical batch. training_step must return the loss of every "
+                "batch (never None), and nothing else may set trainer.accumulate_grad_batches."
+            )
+        for name, gradient in self._mechanism.release().items():
+            parameter = self._engine.parameters[name]
+            parameter.grad = gradient.to(parameter.dtype)
+
+    def on_train_batch_end(
+        self,
+        trainer: pl.Trainer,
+        pl_module: pl.LightningModule,
+        outputs: STEP_OUTPUT,
+        batch: Any,
+        batch_idx: int,
+    ) -> None:
+        if self._batch is not None:
+            raise ModelError("training_step returned no loss; it must return the loss of every batch.")
+        assert self.plan is not None
+        if trainer.accumulate_grad_batches != 1:
+            return
+        steps = self.ledger.num_steps
+        if steps % max(self.plan.num_steps // _EPSILON_UPDATES, 1) == 0 or steps == self.plan.num_steps:
+            self._epsilon = self.ledger.epsilon(delta=self.delta, accountant=self.accountant)
+            pl_module.log("privacy/epsilon", self._epsilon, on_step=True, on_epoch=False, batch_size=1)
+
+    # After the run
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        trainer.accumulate_grad_batches = 1
+        self._unprotected |= {
+            name for name in trainer.logged_metrics if not name.startswith(("val/", "test/", "privacy/", "time/"))
+        }
+
+    def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._close(trainer)
+
+    def on_exception(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
+    ) -> None:
+        self._close(trainer)
+
+    def _close(self, trainer: pl.Trainer) -> None:
+        """Take the hooks off the module and leave the statement, also after an error."""
+        if self._engine is not None:
+            self._engine.end()
+            self._engine.detach()
+            self._engine = None
+        trainer.accumulate_grad_batches = 1
+        self._batch = None
+        if self.plan is None or self.ledger.num_steps == 0 or not trainer.is_global_zero:
+            return
+        statement = self.statement(trainer)
+        statement.write(Path(trainer.log_dir or trainer.default_root_dir))
+        trainer.print(statement.short())
+
+    @property
+    def epsilon(self) -> float:
+        """Epsilon when it was last brought up to date, by the plan's accountant."""
+        return self._epsilon
+
+    def state_dict(self) -> dict[str, Any]:
+        if self._mechanism is None or self._batches is None:
+            return {}
+        return {
+            "ledger": self.ledger.state_dict(),
+            "noise": self._mechanism.noise.state_dict(),
+            "sampler": self._batches.sampler.state_dict(),
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        if not state_dict:
+            return
+        self.ledger.load_state_dict(state_dict["ledger"])
+        self._restored = state_dict

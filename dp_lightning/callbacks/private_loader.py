@@ -1,0 +1,99 @@
+"""Puts Poisson sampling under the training loader that the user wrote.
+
+The loader's data set, collate function and workers are kept; its sampler and batch size are replaced. The new loader
+has no length, since the number of physical batches of an epoch is random.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from lightning.pytorch.trainer.connectors.data_connector import _DataLoaderSource
+from torch.utils.data import DataLoader, IterableDataset, Sampler
+
+from dp_lightning.errors import ConfigurationError
+from dp_lightning.privacy.plan import PrivacyPlan
+from dp_lightning.privacy.sampling import PhysicalBatch, PoissonSampler, cut, epoch_end
+
+
+class PoissonBatchSampler(Sampler[list[int]]):
+    """The physical batches of one epoch, each announced in ``announced`` in the order in which it will arrive.
+
+    Args:
+        sampler: draws logical batches.
+        plan: fixes where epochs and the run end.
+        max_physical_batch_size: most examples in a physical batch.
+        steps_done: returns the number of logical steps in the ledger; the epoch goes on from there.
+    """
+
+    def __init__(
+        self,
+        sampler: PoissonSampler,
+        plan: PrivacyPlan,
+        *,
+        max_physical_batch_size: int,
+        steps_done: Callable[[], int],
+    ) -> None:
+        self.sampler, self.plan = sampler, plan
+        self.max_physical_batch_size, self.steps_done = max_physical_batch_size, steps_done
+        self.announced: deque[PhysicalBatch] = deque()
+
+    def __iter__(self) -> Iterator[list[int]]:
+        self.announced.clear()
+        start = self.steps_done()
+        end = epoch_end(
+            start,
+            num_train=self.plan.num_train,
+            expected_batch_size=self.plan.expected_batch_size,
+            num_steps=self.plan.num_steps,
+        )
+        for step in range(start, end):
+            for batch in cut(self.sampler.draw(step), self.max_physical_batch_size):
+                self.announced.append(batch)
+                yield batch.indices
+
+
+def original_loader(loader: Any) -> DataLoader[Any]:
+    """The user's loader, checked.
+
+    Raises:
+        ConfigurationError: when it is not one map-style DataLoader.
+    """
+    if not isinstance(loader, DataLoader):
+        raise ConfigurationError(
+            f"train_dataloader is a {type(loader).__name__}; private training needs one torch.utils.data.DataLoader."
+        )
+    if isinstance(loader.dataset, IterableDataset):
+        raise ConfigurationError(
+            "train_dataloader reads an IterableDataset. Poisson sampling needs a map-style data set with __len__ and "
+            "__getitem__."
+        )
+    return loader
+
+
+def private_loader(loader: DataLoader[Any], batches: PoissonBatchSampler) -> DataLoader[Any]:
+    """The user's loader with Poisson sampling instead of its sampler and batch size."""
+    return DataLoader(
+        loader.dataset,
+        batch_sampler=batches,
+        num_workers=loader.num_workers,
+        collate_fn=loader.collate_fn,
+        pin_memory=loader.pin_memory,
+        timeout=loader.timeout,
+        worker_init_fn=loader.worker_init_fn,
+        multiprocessing_context=loader.multiprocessing_context,
+        generator=loader.generator,
+        prefetch_factor=loader.prefetch_factor,
+        persistent_workers=loader.persistent_workers,
+    )
+
+
+class PrivateSource(_DataLoaderSource):
+    """Stands where the Trainer looks for the training loader, and hands out the private one."""
+
+    def __init__(self, source: _DataLoaderSource, make: Callable[[DataLoader[Any]], DataLoader[Any]]) -> None:
+        super().__init__(source.instance, source.name)
+        self.original, self._make = source, make
+
+    def dataloader(self) -> Any:
+        return self._make(original_loader(self.original.dataloader()))

@@ -1,0 +1,85 @@
+"""Leaves ``result.json`` in the log directory: what a run reached, and what it cost."""
+
+import json
+import math
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+
+from dp_lightning.callbacks.privacy import PrivacyCallback
+
+
+class RunRecord(pl.Callback):
+    """Follows ``test/accuracy`` and ``val/accuracy`` over the epochs and writes ``result.json`` at the end.
+
+    ``test_accuracy_best`` is the best over epochs. It is chosen on the test set, so it is not an estimate of accuracy
+    on new images; the file says so.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._curves: dict[str, list[float]] = {"test/accuracy": [], "val/accuracy": []}
+        self._started = 0.0
+        self._seconds = 0.0
+
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._started = time.monotonic()
+
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if trainer.sanity_checking:
+            return
+        for name, curve in self._curves.items():
+            if name in trainer.callback_metrics:
+                curve.append(float(trainer.callback_metrics[name]))
+
+    def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._write(trainer)
+
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        if self._started and any(self._curves.values()):
+            self._write(trainer)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"curves": self._curves, "seconds": self._elapsed()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._curves = {name: list(state_dict["curves"].get(name, [])) for name in self._curves}
+        self._seconds = float(state_dict["seconds"])
+
+    def _elapsed(self) -> float:
+        return self._seconds + (time.monotonic() - self._started if self._started else 0.0)
+
+    def _write(self, trainer: pl.Trainer) -> None:
+        if not trainer.is_global_zero:
+            return
+        privacy = next(
+            (callback for callback in trainer.callbacks if isinstance(callback, PrivacyCallback)),  # type: ignore[attr-defined]
+            None,
+        )
+        test, val = self._curves["test/accuracy"], self._curves["val/accuracy"]
+        result: dict[str, Any] = {
+            "test_accuracy_last": test[-1] if test else None,
+            "test_accuracy_best": max(test) if test else None,
+            "test_accuracy_best_is": "the best over epochs, chosen on the test set",
+            "val_accuracy_last": val[-1] if val else None,
+            "epochs": trainer.current_epoch,
+            "num_steps": trainer.global_step,
+            "seconds": round(self._elapsed(), 3),
+        }
+        if privacy is not None and privacy.plan is not None:
+            epsilon = privacy.ledger.epsilon(delta=privacy.delta, accountant=privacy.accountant)
+            result |= {
+                "num_steps": privacy.ledger.num_steps,
+                "num_steps_planned": privacy.plan.num_steps,
+                "epsilon": epsilon if math.isfinite(epsilon) else "inf",
+                "accountant": privacy.accountant,
+                "delta": privacy.delta,
+            }
+        folder = Path(trainer.log_dir or trainer.default_root_dir)
+        folder.mkdir(parents=True, exist_ok=True)
+        unfinished = folder / "result.json.part"
+        unfinished.write_text(json.dumps(result, indent=2) + "\n")
+        os.replace(unfinished, folder / "result.json")

@@ -1,0 +1,128 @@
+"""Trainer and module settings that would break or blur the guarantee, each refused with what to change."""
+
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch import callbacks as standard
+from torch import optim
+
+from dp_lightning.errors import ConfigurationError
+from dp_lightning.privacy.model_check import refuse_mixing_modules
+
+_REFUSED_CALLBACKS: tuple[tuple[type[pl.Callback], str], ...] = (
+    (
+        standard.GradientAccumulationScheduler,
+        "it changes the batch size. Set privacy.expected_batch_size and privacy.max_physical_batch_size instead",
+    ),
+    (standard.StochasticWeightAveraging, "it passes over the data again. Average weights without the data instead"),
+    (standard.LearningRateFinder, "it takes steps on private data that no ledger counts. Tune on public data"),
+    (standard.BatchSizeFinder, "it takes steps on private data. Set privacy.max_physical_batch_size by hand"),
+    (standard.BaseFinetuning, "it changes the trained parameters during the run. Freeze them before fit"),
+)
+
+
+def check_settings(trainer: pl.Trainer, module: pl.LightningModule) -> None:
+    """Refuse what cannot be trained privately; nothing of the data is touched.
+
+    Raises:
+        ConfigurationError: for a setting of the trainer.
+        ModelError: for a module that mixes examples.
+    """
+    _check_trainer(trainer)
+    _check_callbacks(trainer)
+    refuse_mixing_modules(module)
+    if not module.automatic_optimization:
+        raise ConfigurationError(
+            "automatic_optimization is False: the order of gradient, noise and step would not be ours. Use automatic "
+            "optimization with one optimizer."
+        )
+
+
+def _check_trainer(trainer: pl.Trainer) -> None:
+    _refuse(
+        trainer.gradient_clip_val is not None,
+        f"trainer.gradient_clip_val is {trainer.gradient_clip_val}: it would clip the noised gradient. Remove it; "
+        "per-example clipping is privacy.max_grad_norm.",
+    )
+    _refuse(
+        trainer.accumulate_grad_batches != 1,
+        f"trainer.accumulate_grad_batches is {trainer.accumulate_grad_batches}: it would change the batch size that is "
+        "accounted for. Remove it; set privacy.expected_batch_size, and privacy.max_physical_batch_size for memory.",
+    )
+    _refuse(
+        trainer.precision not in ("32-true", "64-true", "bf16-mixed"),
+        f"trainer.precision is {trainer.precision}: loss scaling or coarse noise would break the guarantee. Set it to "
+        "32-true, bf16-mixed or 64-true.",
+    )
+    _refuse(
+        trainer.world_size != 1,
+        f"trainer.devices and trainer.num_nodes make {trainer.world_size} processes: private training runs on one "
+        "device. Set trainer.devices: 1 and trainer.num_nodes: 1.",
+    )
+    _refuse(trainer.overfit_batches != 0, "trainer.overfit_batches repeats the same batch. Remove it.")
+    _refuse(trainer._detect_anomaly, "trainer.detect_anomaly stops at a step that depends on the data. Remove it.")
+    _refuse(
+        bool(getattr(trainer, "fast_dev_run", False)),
+        "trainer.fast_dev_run cuts a logical batch short. Remove it; for a short run set trainer.max_steps: 2.",
+    )
+    _refuse(
+        trainer.limit_train_batches not in (1, 1.0) or isinstance(trainer.limit_train_batches, int),
+        f"trainer.limit_train_batches is {trainer.limit_train_batches}: it cuts a logical batch short. Remove it; for a "
+        "short run set trainer.max_steps.",
+    )
+    _refuse(
+        trainer.reload_dataloaders_every_n_epochs != 0,
+        "trainer.reload_dataloaders_every_n_epochs would exchange the data set during the run. Remove it.",
+    )
+    _refuse(
+        isinstance(trainer.val_check_interval, int) or trainer.val_check_interval != 1.0,
+        f"trainer.val_check_interval is {trainer.val_check_interval}: it counts physical batches, whose number is "
+        "random. Remove it; trainer.check_val_every_n_epoch counts epochs.",
+    )
+
+
+def _check_callbacks(trainer: pl.Trainer) -> None:
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        for kind, reason in _REFUSED_CALLBACKS:
+            _refuse(
+                isinstance(callback, kind),
+                f"trainer.callbacks has {type(callback).__name__}: {reason}. Remove it.",
+            )
+        monitor = getattr(callback, "monitor", None)
+        if isinstance(callback, standard.ModelCheckpoint | standard.EarlyStopping) and monitor is not None:
+            _refuse(
+                str(monitor).startswith(("train", "unprotected")),
+                f"{type(callback).__name__}.monitor is '{monitor}': choosing by a number computed from raw training "
+                "examples lies outside the guarantee. Monitor a validation metric, such as val/accuracy.",
+            )
+
+
+def check_optimizers(trainer: pl.Trainer, module: pl.LightningModule, trained: set[int]) -> None:
+    """Refuse several optimizers, closures that run more than once, and parameters that are not the module's.
+
+    Args:
+        trainer: with its optimizers set up.
+        module: the trained module.
+        trained: ids of the parameters whose gradients are privatized.
+    """
+    _refuse(
+        len(trainer.optimizers) != 1,
+        f"configure_optimizers returns {len(trainer.optimizers)} optimizers; private training needs exactly one.",
+    )
+    optimizer: Any = trainer.optimizers[0]
+    _refuse(
+        isinstance(optimizer, optim.LBFGS),
+        "optimizer LBFGS reads the gradient several times per step. Use SGD, Adam or AdamW.",
+    )
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            _refuse(
+                parameter.requires_grad and id(parameter) not in trained,
+                "The optimizer holds a parameter that is not among the module's trained parameters, so no private "
+                "gradient exists for it. Build the optimizer from self.parameters().",
+            )
+
+
+def _refuse(condition: bool, message: str) -> None:
+    if condition:
+        raise ConfigurationError(message)

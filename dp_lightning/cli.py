@@ -1,0 +1,55 @@
+"""The ``dpl`` command. Commands are imported when they are called, so that help and light commands answer at once."""
+
+import sys
+from collections.abc import Sequence
+
+from dp_lightning import __version__
+from dp_lightning.errors import DpLightningError
+
+_HELP = f"""dp-lightning {__version__}: differentially private training of vision models
+
+usage: dpl COMMAND [options]
+
+commands:
+  fit       train privately from a configuration: dpl fit --config configs/digits.yaml
+  validate  evaluate a checkpoint on the validation split
+  test      evaluate a checkpoint on the test set
+  predict   class probabilities of a checkpoint
+  account   price a run before it starts: three of epsilon, sigma, steps and batch size give the fourth
+
+`dpl COMMAND --help` shows the options of a command. Every setting of a configuration can be overridden on the command
+line, as in `dpl fit --config configs/digits.yaml --privacy.target_epsilon 8`, and several --config files compose.
+"""
+
+_TRAINING = ("fit", "validate", "test", "predict")
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run a command; exits with 2 and one message on an error that the user can act on.
+
+    Args:
+        argv: the arguments after ``dpl``; None takes them from the command line.
+    """
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if not arguments or arguments[0] in ("-h", "--help", "help"):
+        print(_HELP, end="")
+        return
+    command = arguments[0]
+    if command in ("-V", "--version", "version"):
+        print(f"dp-lightning {__version__}")
+        return
+    try:
+        if command in _TRAINING:
+            from dp_lightning.commands.training import run
+
+            run(arguments)
+        elif command == "account":
+            from dp_lightning.commands.account import main as account
+
+            sys.exit(account(arguments[1:]))
+        else:
+            print(f"dpl: there is no command '{command}'. `dpl --help` names them all.", file=sys.stderr)
+            sys.exit(2)
+    except DpLightningError as error:
+        print(f"\ndpl {command}: error: {error}", file=sys.stderr)
+        sys.exit(2)

@@ -1,0 +1,84 @@
+"""``dpl fit | validate | test | predict``: LightningCLI with the groups ``privacy`` and ``postprocess``."""
+
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import ProgressBar
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+
+# Imported so that their classes are found by their short names in YAML.
+import dp_lightning.datamodules
+import dp_lightning.lightning_modules
+import dp_lightning.lightning_modules.schedules
+import dp_lightning.postprocess
+from dp_lightning.callbacks import PostProcessCallback, PrivacyCallback, PrivateProgressBar, RunRecord
+from dp_lightning.lightning_modules.schedules import WarmupCosine
+
+
+class TrainingCLI(LightningCLI):
+    """The command line of a private run."""
+
+    privacy: PrivacyCallback
+    postprocess: PostProcessCallback
+
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        parser.add_lightning_class_args(PrivacyCallback, "privacy")
+        parser.add_lightning_class_args(PostProcessCallback, "postprocess")
+        parser.set_defaults({"data": {"class_path": "dp_lightning.datamodules.Digits"}})
+        for name in ("num_classes", "in_channels", "image_size"):
+            parser.link_arguments(f"data.{name}", f"model.init_args.{name}", apply_on="instantiate")
+        parser.link_arguments("data.num_train", "privacy.num_train", apply_on="instantiate")
+
+    def instantiate_trainer(self, **kwargs: Any) -> pl.Trainer:
+        """The trainer with the privacy callback first, so that every other callback sees the privatized gradient."""
+        self.privacy = self._get(self.config_init, "privacy")
+        self.postprocess = self._get(self.config_init, "postprocess")
+        config: dict[str, Any] = {**self._get(self.config_init, "trainer", default={}), **kwargs}
+        given = config.get("callbacks") or []
+        given = given if isinstance(given, list) else [given]
+        ours: list[pl.Callback] = [self.privacy, self.postprocess]
+        if self.subcommand == "fit":
+            given = [*given, RunRecord()]
+            if config.get("enable_progress_bar") is not False and not any(
+                isinstance(callback, ProgressBar) for callback in given
+            ):
+                given = [*given, PrivateProgressBar()]
+        config["callbacks"] = [*ours, *given]
+        return self._instantiate_trainer(config, [])
+
+    @staticmethod
+    def configure_optimizers(
+        lightning_module: pl.LightningModule, optimizer: Any, lr_scheduler: Any = None
+    ) -> Any:
+        """Schedules step once per logical step; ``WarmupCosine`` gets its length from the privacy plan."""
+        if lr_scheduler is None:
+            return optimizer
+        if isinstance(lr_scheduler, WarmupCosine):
+            callbacks: list[pl.Callback] = lightning_module.trainer.callbacks  # type: ignore[attr-defined]
+            plan = next(c.plan for c in callbacks if isinstance(c, PrivacyCallback))
+            assert plan is not None
+            lr_scheduler.set_num_steps(plan.num_steps)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": lr_scheduler, "interval": "step"}}
+
+    def before_fit(self) -> None:
+        """Refuse wrong settings before any data is touched."""
+        self.privacy.check(self.trainer, self.model)
+        check_files = getattr(self.datamodule, "check_files", None)
+        if check_files is not None:
+            check_files()
+
+
+def run(arguments: list[str]) -> None:
+    """Run one of the four commands.
+
+    Args:
+        arguments: the command and its options.
+    """
+    TrainingCLI(
+        model_class=pl.LightningModule,
+        datamodule_class=pl.LightningDataModule,
+        subclass_mode_model=True,
+        subclass_mode_data=True,
+        args=arguments,
+        parser_kwargs={"prog": "dpl"},
+    )

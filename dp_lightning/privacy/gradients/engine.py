@@ -1,0 +1,238 @@
+"""Records what the layers see in a forward pass and what comes back in the one backward pass.
+
+While the engine records, parameters do not require gradients, so the backward pass computes the gradients of
+activations only. Each unit of the model contributes its per-example gradients as the gradient of its output arrives.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_map
+
+from dp_lightning.errors import ModelError
+from dp_lightning.privacy.gradients.contribution import Contribution, PerExample, add_up
+from dp_lightning.privacy.gradients.units import Unit, units_of
+from dp_lightning.privacy.gradients.vmapped import vmapped_gradients
+
+
+class GradientEngine:
+    """Per-example gradients of a model's trained parameters, one physical batch at a time.
+
+    Use::
+
+        with engine.record(batch_size=b):
+            loss = ...                      # mean of the b losses
+            engine.scale(loss, b)           # seeds the backward pass with b: gradients of the single losses
+            loss.backward()
+        contributions = engine.contributions()
+
+    Args:
+        model: the model; parameters that require a gradient now are the trained ones.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        if not self.parameters:
+            raise ModelError("The model has no parameter that requires a gradient: there is nothing to train.")
+        self._names = {id(p): name for name, p in self.parameters.items()}
+        self.units = units_of(model)
+        self._handles: list[Any] = []
+        for unit in self.units:
+            self._attach(unit)
+        self._batch_size = 0
+        self._listening = False
+        self._uses: Counter[str] = Counter()
+        self._whole: list[Contribution] = []
+        self._partial: list[PerExample] = []
+
+    def detach(self) -> None:
+        """Remove every hook."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    @contextmanager
+    def record(self, batch_size: int) -> Iterator[None]:
+        """Listen to one forward and one backward pass over ``batch_size`` examples."""
+        self.begin(batch_size)
+        try:
+            yield
+        finally:
+            self.end()
+
+    def begin(self, batch_size: int) -> None:
+        """Start to listen; every parameter stops to require a gradient until ``end``."""
+        self._batch_size, self._listening = batch_size, True
+        self._uses.clear()
+        self._whole, self._partial = [], []
+        for parameter in self.parameters.values():
+            parameter.requires_grad_(False)
+
+    def end(self) -> None:
+        """Stop to listen."""
+        self._listening = False
+        for parameter in self.parameters.values():
+            parameter.requires_grad_(True)
+
+    def scale(self, loss: Tensor, factor: float) -> None:
+        """Multiply the gradient that enters the backward pass at ``loss``; the forward pass is over."""
+        self._listening = False
+        if not loss.requires_grad:
+            raise ModelError(
+                "The loss does not depend on any trained parameter. Compute it from the model's output, outside of "
+                "torch.no_grad()."
+            )
+        loss.register_hook(lambda gradient: gradient * factor)
+
+    def contributions(self) -> list[Contribution]:
+        """What the physical batch contributes; every trained parameter that took part is in exactly one of them."""
+        whole, partial = self._whole, self._partial
+        self._whole, self._partial = [], []
+        if not partial:
+            return whole
+        together = partial[0]
+        for contribution in partial[1:]:
+            together = add_up(together, contribution)
+        return [*whole, together]
+
+    def _attach(self, unit: Unit) -> None:
+        if unit.kind == "broadcast":
+            self._handles.append(
+                unit.module.register_forward_pre_hook(lambda module, args: self._replace(unit))
+            )
+            self._handles.append(
+                unit.module.register_forward_hook(
+                    lambda module, args, output: self._restore(unit), always_call=True
+                )
+            )
+            return
+        self._handles.append(
+            unit.module.register_forward_hook(
+                lambda module, args, kwargs, output: self._saw(unit, args, kwargs, output), with_kwargs=True
+            )
+        )
+
+    def _saw(self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+        if not self._listening or not torch.is_grad_enabled():
+            return output
+        self._uses.update(self._names[id(p)] for p in unit.parameters.values())
+        if unit.kind == "rule":
+            inputs = args[0] if args else kwargs["input"]
+            self._check_rows(unit, inputs)
+            inputs = inputs.detach()
+            return _on_gradient(output, lambda gradient: self._rule_gradient(unit, inputs, gradient))
+        return self._watch_vmapped(unit, args, kwargs, output)
+
+    def _rule_gradient(self, unit: Unit, inputs: Tensor, gradient: Tensor) -> None:
+        names = {own: self._names[id(p)] for own, p in unit.parameters.items()}
+        with _plain_arithmetic(gradient):
+            if all(self._uses[name] == 1 for name in names.values()):
+                factored = unit.rule.factored(unit.module, inputs, gradient, names)
+                if factored is not None:
+                    self._whole.append(factored)
+                    return
+            formed = unit.rule.per_example(unit.module, inputs, gradient, frozenset(names))
+        self._keep({names[own]: value for own, value in formed.items()})
+
+    def _watch_vmapped(self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+        args, kwargs = tree_map(lambda x: x.detach() if isinstance(x, Tensor) else x, (args, kwargs))
+        for tensor in tree_flatten((args, kwargs))[0]:
+            if isinstance(tensor, Tensor):
+                self._check_rows(unit, tensor)
+                break
+        outputs = [tensor for tensor in tree_flatten(output)[0] if isinstance(tensor, Tensor)]
+        floating = [index for index, tensor in enumerate(outputs) if tensor.is_floating_point()]
+        position = iter(range(len(outputs)))
+
+        def watch(tensor: Any) -> Any:
+            if not isinstance(tensor, Tensor):
+                return tensor
+            index = next(position)
+            if index not in floating:
+                return tensor
+            # Gradients of several outputs add up, so each is pulled back as it arrives.
+            return _on_gradient(
+                tensor,
+                lambda gradient: self._vmapped_gradient(
+                    unit, args, kwargs, [gradient if i == index else None for i in range(len(outputs))]
+                ),
+            )
+
+        return tree_map(watch, output)
+
+    def _vmapped_gradient(
+        self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any], gradients: list[Tensor | None]
+    ) -> None:
+        try:
+            with torch.enable_grad(), _plain_arithmetic(next(g for g in gradients if g is not None)):
+                formed = vmapped_gradients(
+                    unit.module, args, kwargs, gradients, frozenset(unit.parameters), self._batch_size
+                )
+        except RuntimeError as error:
+            raise ModelError(
+                f"No per-example gradient can be taken at module '{unit.name}' ({type(unit.module).__name__}): "
+                f"{error}\nReplace it by layers with known rules, or freeze its parameters."
+            ) from error
+        self._keep({self._names[id(unit.parameters[own])]: value for own, value in formed.items()}, several=True)
+
+    def _replace(self, unit: Unit) -> None:
+        if not self._listening or not torch.is_grad_enabled():
+            return
+        for own, parameter in unit.parameters.items():
+            name = self._names[id(parameter)]
+            copies = parameter.detach().expand(self._batch_size, *parameter.shape[1:]).requires_grad_()
+            copies.register_hook(
+                lambda gradient, name=name: self._keep({name: gradient.unsqueeze(1)}, several=True)
+            )
+            # An instance attribute is found before the entry in _parameters.
+            unit.module.__dict__[own] = copies
+
+    def _restore(self, unit: Unit) -> None:
+        for own in unit.parameters:
+            unit.module.__dict__.pop(own, None)
+
+    def _keep(self, gradients: dict[str, Tensor], *, several: bool = False) -> None:
+        """Keep formed gradients; those of a parameter with several uses wait to be added up."""
+        if several or any(self._uses[name] > 1 for name in gradients):
+            self._partial.append(PerExample(gradients))
+        else:
+            self._whole.append(PerExample(gradients))
+
+    def _check_rows(self, unit: Unit, inputs: Tensor) -> None:
+        if inputs.dim() == 0 or inputs.shape[0] != self._batch_size:
+            raise ModelError(
+                f"Module '{unit.name}' ({type(unit.module).__name__}) got an input of shape {tuple(inputs.shape)} for "
+                f"{self._batch_size} examples. The first dimension of every layer's input must be the batch "
+                "(batch_first=True for recurrent layers), so that one example's gradient can be told from another's."
+            )
+
+
+def _on_gradient(output: Tensor, receive: Callable[[Tensor], None]) -> Tensor:
+    """Call ``receive`` with the gradient of ``output``, also where nothing before it requires one."""
+    if not output.requires_grad:
+        output = _Start.apply(output, torch.zeros((), device=output.device, requires_grad=True))
+    output.register_hook(lambda gradient: receive(gradient.detach()))
+    return output
+
+
+class _Start(torch.autograd.Function):
+    """Starts the graph at a layer whose input needs no gradient. The copy allows in-place changes of the output."""
+
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, anchor: Tensor) -> Tensor:
+        return output.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, None]:
+        return None, None
+
+
+@contextmanager
+def _plain_arithmetic(tensor: Tensor) -> Iterator[None]:
+    """The dtypes that the rules choose, also where the backward pass runs inside autocast."""
+    with torch.autocast(tensor.device.type, enabled=False):
+        yield

@@ -1,0 +1,214 @@
+"""Checks that one example's loss and gradient do not depend on the other examples of a batch.
+
+Known offenders are refused by type before the data is touched. What types cannot show is tried on the model itself
+with two examples: the batch's loss must be the mean (or sum) of the single losses, the per-example gradients of the
+batch must equal ordinary gradients of each example alone, and no buffer may change.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dp_lightning.errors import ModelError
+from dp_lightning.privacy.gradients.engine import GradientEngine
+
+_MIXING: tuple[tuple[type[nn.Module], str], ...] = (
+    (
+        nn.modules.batchnorm._NormBase,
+        "it computes statistics over the batch, so examples enter each other's gradients. Use nn.GroupNorm instead "
+        "(timm: norm_layer='groupnorm'; any model: opacus.validators.ModuleValidator.fix(model)).",
+    ),
+)
+
+# Two examples through different batch sizes agree to float32 rounding, which deep networks amplify to about 1e-4.
+_TOLERANCE = 1e-3
+
+
+def refuse_mixing_modules(model: nn.Module) -> None:
+    """Refuse layers that are known to mix examples.
+
+    Raises:
+        ModelError: with the module's name and the fix.
+    """
+    for name, module in model.named_modules():
+        if isinstance(module, nn.modules.instancenorm._InstanceNorm):
+            if module.track_running_stats:
+                raise ModelError(
+                    f"Module '{name}' ({type(module).__name__}) cannot be trained privately: its running statistics are "
+                    "computed from raw examples. Set track_running_stats=False."
+                )
+            continue
+        for kind, reason in _MIXING:
+            if isinstance(module, kind):
+                raise ModelError(
+                    f"Module '{name}' ({type(module).__name__}) cannot be trained privately: {reason}"
+                )
+
+
+def check_per_example(
+    model: nn.Module,
+    engine: GradientEngine,
+    loss_of: Callable[[Any], Tensor],
+    together: Any,
+    alone: Sequence[Any],
+    *,
+    loss_reduction: str,
+) -> None:
+    """Try the model on a few examples, together and one at a time.
+
+    Args:
+        model: the model in training mode; left as it was.
+        engine: the gradient engine attached to it.
+        loss_of: batch to scalar loss, as training computes it.
+        together: one batch of all examples.
+        alone: batches of one example each, in the same order.
+        loss_reduction: ``mean`` or ``sum``, how ``loss_of`` reduces.
+
+    Raises:
+        ModelError: naming what differs.
+    """
+    with _without_dropout(model), _kept_buffers(model), torch.random.fork_rng(devices=_cuda_devices(model)):
+        _check_losses(loss_of, together, alone, loss_reduction)
+        _check_gradients(engine, loss_of, together, alone, loss_reduction)
+
+
+def _check_losses(
+    loss_of: Callable[[Any], Tensor], together: Any, alone: Sequence[Any], loss_reduction: str
+) -> None:
+    with torch.no_grad():
+        joint = _scalar(loss_of(together))
+        again = _scalar(loss_of(together))
+        singles = [_scalar(loss_of(batch)) for batch in alone]
+    if not _close(joint, again):
+        raise ModelError(
+            "training_step gives another loss when it is called again on the same batch, so it cannot be shown that "
+            "examples do not mix. Move random augmentation to the data set's transform."
+        )
+    mean, total = sum(singles) / len(singles), sum(singles)
+    expected, other = (mean, total) if loss_reduction == "mean" else (total, mean)
+    if _close(joint, expected):
+        return
+    if _close(joint, other):
+        kind = "sum" if loss_reduction == "mean" else "mean"
+        raise ModelError(
+            f"The loss is the {kind} of the examples' losses, but privacy.loss_reduction is '{loss_reduction}'. Set "
+            f"privacy.loss_reduction to '{kind}'."
+        )
+    raise ModelError(
+        f"The loss of {len(singles)} examples together ({joint:.6g}) is not the {loss_reduction} of their losses alone "
+        f"({mean if loss_reduction == 'mean' else total:.6g}): something in training_step mixes examples, such as batch "
+        "statistics, class-weighted or masked means, mixup, or a loss that compares examples. Each example's loss must "
+        "be its own."
+    )
+
+
+def _check_gradients(
+    engine: GradientEngine,
+    loss_of: Callable[[Any], Tensor],
+    together: Any,
+    alone: Sequence[Any],
+    loss_reduction: str,
+) -> None:
+    b = len(alone)
+    with torch.enable_grad():
+        with engine.record(b):
+            loss = loss_of(together)
+            engine.scale(loss, b if loss_reduction == "mean" else 1)
+            loss.backward()
+        contributions = engine.contributions()
+        for index, batch in enumerate(alone):
+            names = list(engine.parameters)
+            expected = torch.autograd.grad(
+                loss_of(batch), [engine.parameters[name] for name in names], allow_unused=True
+            )
+            row = torch.zeros(b, device=loss.device)
+            row[index] = 1.0
+            ours = {
+                name: value
+                for contribution in contributions
+                for name, value in contribution.weighted_sum(_Same(row)).items()
+            }
+            _compare(names, expected, ours)
+
+
+class _Same(dict[str, Tensor]):
+    """The same weights for every parameter."""
+
+    def __init__(self, weights: Tensor) -> None:
+        super().__init__()
+        self._weights = weights
+
+    def __missing__(self, name: str) -> Tensor:
+        return self._weights
+
+
+def _compare(names: list[str], expected: Sequence[Tensor | None], ours: dict[str, Tensor]) -> None:
+    scale = sum(float(g.float().square().sum()) for g in expected if g is not None) ** 0.5
+    for name, gradient in zip(names, expected, strict=True):
+        mine = ours.get(name)
+        if gradient is None and mine is None:
+            continue
+        reference = torch.zeros_like(mine) if gradient is None and mine is not None else gradient
+        found = torch.zeros_like(reference) if mine is None and reference is not None else mine
+        assert reference is not None
+        assert found is not None
+        difference = float((reference.float() - found.float()).norm())
+        if not difference <= _TOLERANCE * max(scale, 1e-12):
+            raise ModelError(
+                f"The per-example gradient of parameter '{name}' differs from the gradient of the example alone (by "
+                f"{difference:.3g}, where the whole gradient is {scale:.3g} long). Either examples mix in a layer, or the "
+                "parameter is used outside of its own module's forward, such as F.linear(x, other.weight). Call the "
+                "module itself."
+            )
+
+
+def _scalar(loss: Any) -> float:
+    if not isinstance(loss, Tensor) or loss.dim() != 0:
+        raise ModelError("training_step must return the loss as a scalar tensor (or a dict with it under 'loss').")
+    return float(loss)
+
+
+def _close(a: float, b: float) -> bool:
+    return abs(a - b) <= _TOLERANCE * max(abs(a), abs(b), 1e-6)
+
+
+@contextmanager
+def _without_dropout(model: nn.Module) -> Iterator[None]:
+    """Dropout is independent noise per example; it is off during the check so that losses can be compared."""
+    dropping = [
+        module
+        for module in model.modules()
+        if module.training
+        and (isinstance(module, nn.modules.dropout._DropoutNd) or type(module).__name__ == "DropPath")
+    ]
+    for module in dropping:
+        module.eval()
+    try:
+        yield
+    finally:
+        for module in dropping:
+            module.train()
+
+
+@contextmanager
+def _kept_buffers(model: nn.Module) -> Iterator[None]:
+    """Put buffers back, and refuse a model that changes them from raw examples."""
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    yield
+    changed = []
+    for name, buffer in model.named_buffers():
+        if name in before and not torch.equal(buffer, before[name]):
+            changed.append(name)
+            buffer.copy_(before[name])
+    if changed:
+        raise ModelError(
+            f"The forward pass changes the buffer '{changed[0]}'. A buffer computed from raw examples would be saved "
+            "with the model, outside of the guarantee. Use a layer without running statistics."
+        )
+
+
+def _cuda_devices(model: nn.Module) -> list[torch.device]:
+    return list({p.device for p in model.parameters() if p.device.type == "cuda"})
