@@ -1,1 +1,20 @@
+"""Image data sets that know their classes and their number of training images before training starts."""
 
+from dp_lightning.datamodules.base import ImageDataModule
+from dp_lightning.datamodules.digits import Digits
+from dp_lightning.datamodules.folder import ImageFolder, ImageNet
+from dp_lightning.datamodules.npz import NpzImages
+from dp_lightning.datamodules.tiny_imagenet import TinyImageNet
+from dp_lightning.datamodules.torchvision_sets import CIFAR10, CIFAR100, SVHN
+
+__all__ = [
+    "CIFAR10",
+    "CIFAR100",
+    "SVHN",
+    "Digits",
+    "ImageDataModule",
+    "ImageFolder",
+    "ImageNet",
+    "NpzImages",
+    "TinyImageNet",
+]

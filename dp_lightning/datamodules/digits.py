@@ -1,0 +1,57 @@
+"""The 8x8 digits of scikit-learn (Alpaydin and Kaynak 1998): a data set that needs no download.
+
+They are the 1,797 test images of the UCI "Optical Recognition of Handwritten Digits" set and come with
+scikit-learn.
+"""
+
+from typing import Any
+
+import torch
+from sklearn.datasets import load_digits
+from sklearn.model_selection import train_test_split
+
+from dp_lightning.datamodules.base import ImageDataModule, Split, checked_labels
+from dp_lightning.datamodules.dataset import ArraySource
+
+NUM_TEST = 360
+# Public, so that everybody's test images are the same.
+SPLIT_SEED = 0
+# The pixels of the original are whole numbers from 0 to 16.
+MAX_PIXEL = 16
+
+
+class Digits(ImageDataModule):
+    """Digits: 1,437 training and 360 test images of 8x8 pixels with one channel, in 10 classes.
+
+    The split is stratified by class and always the same.
+
+    Args:
+        augment: Random crop of the training images after one pixel of padding.
+        **kwargs: The other arguments of ``ImageDataModule``.
+    """
+
+    num_classes = 10
+    in_channels = 1
+    image_size = 8
+    num_available = 1_797 - NUM_TEST
+    crop_padding = 1
+    flip = False
+
+    def __init__(self, *, augment: bool = False, **kwargs: Any) -> None:
+        super().__init__(augment=augment, **kwargs)
+
+    def check_files(self) -> None:
+        """Nothing to look for: the images are part of scikit-learn."""
+
+    def read_split(self, split: Split) -> ArraySource:
+        digits = load_digits()
+        images = torch.from_numpy(digits.images / MAX_PIXEL * 255).round().to(torch.uint8).unsqueeze(1)
+        labels = checked_labels(digits.target.tolist(), self.num_classes, "scikit-learn's digits")
+        train, test = train_test_split(
+            torch.arange(len(labels)).numpy(),
+            test_size=NUM_TEST,
+            stratify=labels.numpy(),
+            random_state=SPLIT_SEED,
+        )
+        chosen = torch.from_numpy(test if split == "test" else train)
+        return ArraySource(images[chosen], labels[chosen])

@@ -1,0 +1,194 @@
+"""Images in a tree of class folders.
+
+    root/train/<class>/*
+    root/val/<class>/*      or root/test, or both
+
+Counts come from file names; an image is opened when a batch needs it.
+"""
+
+import os
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from torchvision.datasets.folder import IMG_EXTENSIONS
+from torchvision.transforms import v2
+
+from dp_lightning.datamodules.base import ImageDataModule, Split, checked_labels
+from dp_lightning.datamodules.dataset import FileSource, Transform
+from dp_lightning.errors import ConfigurationError, DataError
+
+
+class ImageFolder(ImageDataModule):
+    """A tree of class folders. Images of any size and kind become RGB squares of ``image_size`` pixels.
+
+    The shorter side is resized to ``image_size`` and the middle is cut out. ``root/val`` is the validation
+    set and ``root/test`` the test set; where there is only ``root/val``, it is the test set. Classes are the
+    names of the folders in ``root/train``, in alphabetical order. Files directly inside a class folder with
+    an image's extension are its images.
+
+    Args:
+        root: Folder that holds ``train`` and ``val`` or ``test``.
+        image_size: Height and width of an image as the network receives it, in pixels.
+        flip: Mirror training images at random; set it to false where a mirrored image is another thing.
+        **kwargs: The arguments of ``ImageDataModule``.
+    """
+
+    in_channels = 3
+
+    def __init__(self, root: str, *, image_size: int = 64, flip: bool = True, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        if image_size < 1:
+            raise ConfigurationError(f"image_size must be at least 1 pixel, not {image_size}")
+        self.root = Path(root)
+        self.size = image_size
+        self.flip = flip
+
+    @property
+    def image_size(self) -> int:
+        return self.size
+
+    @property
+    def num_classes(self) -> int:
+        return len(self.classes)
+
+    @property
+    def num_available(self) -> int:
+        return len(self._files["train"])
+
+    @property
+    def own_splits(self) -> tuple[Split, ...]:
+        return tuple(self.split_folders)
+
+    @cached_property
+    def classes(self) -> list[str]:
+        """Names of the classes in the order of their labels."""
+        return class_names(self.split_folders["train"])
+
+    @cached_property
+    def split_folders(self) -> dict[Split, Path]:
+        """The folder of each split that the data brings."""
+        train, val, test = (self.root / name for name in ("train", "val", "test"))
+        if not train.is_dir():
+            raise DataError(
+                f"{train} is missing; set data.init_args.root to the folder that holds "
+                "train/<class>/<image files>"
+            )
+        if val.is_dir() and test.is_dir():
+            return {"train": train, "val": val, "test": test}
+        if val.is_dir():
+            return {"train": train, "test": val}
+        return {"train": train, "test": test} if test.is_dir() else {"train": train}
+
+    def check_files(self) -> None:
+        assert self._files
+
+    def read_split(self, split: Split) -> FileSource:
+        files = self._files[split]
+        labels = checked_labels(
+            [label for _, label in files], self.num_classes, str(self.split_folders[split])
+        )
+        return FileSource([path for path, _ in files], labels)
+
+    def train_transform(self) -> Transform | None:
+        augmentation = super().train_transform()
+        resize = self.eval_transform()
+        return resize if augmentation is None else v2.Compose([resize, augmentation])
+
+    def eval_transform(self) -> Transform:
+        return v2.Compose([v2.Resize(self.image_size), v2.CenterCrop(self.image_size)])
+
+    @cached_property
+    def _files(self) -> dict[Split, list[tuple[Path, int]]]:
+        """Path and label of every image by split."""
+        files: dict[Split, list[tuple[Path, int]]] = {}
+        for split, folder in self.split_folders.items():
+            names = class_names(folder)
+            if names != self.classes:
+                different = sorted(set(names) ^ set(self.classes))
+                raise DataError(
+                    f"{folder} and {self.split_folders['train']} have different class folders: "
+                    f"{', '.join(different)}"
+                )
+            files[split] = [
+                (path, label) for label, name in enumerate(names) for path in image_files(folder / name)
+            ]
+        return files
+
+
+class ImageNet(ImageFolder):
+    """ImageNet-1k (Russakovsky et al. 2015) in class folders; ``root/val`` is the test set.
+
+    Training images are random crops of 8 to 100 % of the area, resized and mirrored at random; without
+    ``augment``, and in the test set, the shorter side is resized to 256 / 224 of ``image_size`` and the
+    middle is cut out.
+
+    Args:
+        root: Folder that holds ``train`` and ``val``.
+        image_size: Height and width of an image as the network receives it, in pixels.
+        mean: Mean of each channel on the scale 0 to 1: the published constant.
+        std: Standard deviation of each channel on the same scale: the published constant.
+        **kwargs: The other arguments of ``ImageDataModule``.
+    """
+
+    def __init__(
+        self,
+        root: str,
+        *,
+        image_size: int = 224,
+        mean: tuple[float, ...] = (0.485, 0.456, 0.406),
+        std: tuple[float, ...] = (0.229, 0.224, 0.225),
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(root, image_size=image_size, mean=mean, std=std, **kwargs)
+
+    @cached_property
+    def split_folders(self) -> dict[Split, Path]:
+        # ImageNet's own test folder has no labels.
+        folders: dict[Split, Path] = {"train": self.root / "train", "test": self.root / "val"}
+        for folder in folders.values():
+            if not folder.is_dir():
+                raise DataError(
+                    f"{folder} is missing; set data.init_args.root to the folder that holds "
+                    "train/<class>/*.JPEG and val/<class>/*.JPEG"
+                )
+        return folders
+
+    def train_transform(self) -> Transform:
+        if not self.augment:
+            return self.eval_transform()
+        crop = v2.RandomResizedCrop(self.image_size)
+        return v2.Compose([crop, v2.RandomHorizontalFlip()]) if self.flip else crop
+
+    def eval_transform(self) -> Transform:
+        return v2.Compose([v2.Resize(round(self.image_size * 256 / 224)), v2.CenterCrop(self.image_size)])
+
+
+def class_names(folder: Path) -> list[str]:
+    """Names of the class folders in ``folder``, in alphabetical order; hidden folders are left out.
+
+    Raises:
+        DataError: There is none.
+    """
+    with os.scandir(folder) as entries:
+        names = sorted(entry.name for entry in entries if entry.is_dir() and not entry.name.startswith("."))
+    if not names:
+        raise DataError(f"{folder} has no class folders; each class needs a folder of its images")
+    return names
+
+
+def image_files(folder: Path) -> list[Path]:
+    """The image files directly inside ``folder``, in alphabetical order; hidden files are left out.
+
+    Raises:
+        DataError: There is none.
+    """
+    with os.scandir(folder) as entries:
+        names = sorted(
+            entry.name
+            for entry in entries
+            if entry.name.lower().endswith(IMG_EXTENSIONS) and not entry.name.startswith(".")
+        )
+    if not names:
+        raise DataError(f"{folder} holds no image files; remove the folder or fill it")
+    return [folder / name for name in names]

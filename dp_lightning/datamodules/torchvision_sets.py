@@ -1,0 +1,143 @@
+"""CIFAR-10, CIFAR-100 (Krizhevsky 2009) and SVHN (Netzer et al. 2011), read by torchvision and held in
+memory.
+
+Sizes and normalisation are the published constants of these data sets, so that a run can be planned before a
+file exists.
+"""
+
+from abc import abstractmethod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torchvision import datasets
+
+from dp_lightning.datamodules.base import ImageDataModule, Split, checked_labels
+from dp_lightning.datamodules.dataset import ArraySource
+from dp_lightning.errors import DataError
+
+
+class _TorchvisionImages(ImageDataModule):
+    """Images of 32x32 pixels in RGB that torchvision can download.
+
+    Args:
+        root: Folder that holds the files in torchvision's layout, or receives them.
+        download: Download missing files into ``root`` before the run.
+        **kwargs: The arguments of ``ImageDataModule`` except ``mean`` and ``std``, which are the published
+            constants.
+    """
+
+    published_mean: tuple[float, ...]
+    published_std: tuple[float, ...]
+    num_classes = 10
+    in_channels = 3
+    image_size = 32
+
+    def __init__(self, root: str = "data", *, download: bool = False, **kwargs: Any) -> None:
+        super().__init__(mean=self.published_mean, std=self.published_std, **kwargs)
+        self.root = Path(root)
+        self.download = download
+
+    @abstractmethod
+    def file_names(self) -> list[str]:
+        """The needed files, relative to ``root``."""
+
+    @abstractmethod
+    def open(self, split: Split, *, download: bool) -> ArraySource:
+        """Read one split with torchvision, which compares the files with their checksums."""
+
+    def check_files(self) -> None:
+        missing = [self.root / name for name in self.file_names() if not (self.root / name).is_file()]
+        if missing and not self.download:
+            raise DataError(
+                f"{missing[0]} is missing; set data.init_args.download: true, or data.init_args.root to the "
+                f"folder that holds {self.file_names()[0]}"
+            )
+
+    def prepare_data(self) -> None:
+        self.check_files()
+        if self.download and any(not (self.root / name).is_file() for name in self.file_names()):
+            for split in self.own_splits:
+                self._open(split, download=True)
+
+    def read_split(self, split: Split) -> ArraySource:
+        return self._open(split, download=False)
+
+    def _open(self, split: Split, *, download: bool) -> ArraySource:
+        try:
+            return self.open(split, download=download)
+        except (OSError, RuntimeError) as error:
+            if download:
+                raise DataError(f"the download into {self.root} failed: {error}") from error
+            raise DataError(
+                f"the files of {type(self).__name__} in {self.root} are missing or damaged ({error}); "
+                "remove them and set data.init_args.download: true"
+            ) from error
+
+
+class CIFAR10(_TorchvisionImages):
+    """CIFAR-10: 50,000 training and 10,000 test images of 32x32 pixels in 10 classes.
+
+    Args:
+        root: Folder that holds ``cifar-10-batches-py``, or receives it.
+        download: Download missing files into ``root`` before the run.
+        **kwargs: The arguments of ``ImageDataModule`` except ``mean`` and ``std``, which are the published
+            constants.
+    """
+
+    num_available = 50_000
+    published_mean = (0.4914, 0.4822, 0.4465)
+    published_std = (0.2470, 0.2435, 0.2616)
+    dataset_class = datasets.CIFAR10
+
+    def file_names(self) -> list[str]:
+        kind = self.dataset_class
+        names = [name for name, _ in (*kind.train_list, *kind.test_list)] + [kind.meta["filename"]]
+        return [f"{kind.base_folder}/{name}" for name in names]
+
+    def open(self, split: Split, *, download: bool) -> ArraySource:
+        dataset = self.dataset_class(self.root, train=split == "train", download=download)
+        images = torch.from_numpy(dataset.data).permute(0, 3, 1, 2).contiguous()
+        return ArraySource(images, checked_labels(dataset.targets, self.num_classes, str(self.root)))
+
+
+class CIFAR100(CIFAR10):
+    """CIFAR-100: 50,000 training and 10,000 test images of 32x32 pixels in 100 classes.
+
+    Args:
+        root: Folder that holds ``cifar-100-python``, or receives it.
+        download: Download missing files into ``root`` before the run.
+        **kwargs: The arguments of ``ImageDataModule`` except ``mean`` and ``std``, which are the published
+            constants.
+    """
+
+    num_classes = 100
+    published_mean = (0.5071, 0.4865, 0.4409)
+    published_std = (0.2673, 0.2564, 0.2762)
+    dataset_class = datasets.CIFAR100
+
+
+class SVHN(_TorchvisionImages):
+    """SVHN: 73,257 training and 26,032 test images of 32x32 pixels in 10 classes.
+
+    The extra images are not used. Augmentation crops only, since a mirrored digit is another shape.
+
+    Args:
+        root: Folder that holds ``train_32x32.mat`` and ``test_32x32.mat``, or receives them.
+        download: Download missing files into ``root`` before the run.
+        **kwargs: The arguments of ``ImageDataModule`` except ``mean`` and ``std``, which are the published
+            constants.
+    """
+
+    num_available = 73_257
+    published_mean = (0.4377, 0.4438, 0.4728)
+    published_std = (0.1980, 0.2010, 0.1970)
+    flip = False
+
+    def file_names(self) -> list[str]:
+        return [datasets.SVHN.split_list[split][1] for split in ("train", "test")]
+
+    def open(self, split: Split, *, download: bool) -> ArraySource:
+        dataset = datasets.SVHN(self.root, split=split, download=download)
+        images = torch.from_numpy(dataset.data).contiguous()
+        return ArraySource(images, checked_labels(dataset.labels, self.num_classes, str(self.root)))

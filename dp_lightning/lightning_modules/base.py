@@ -1,0 +1,103 @@
+"""What every image classifier shares: the loss, the metrics and their names, and a default optimizer.
+
+Nothing here knows of privacy: ``training_step`` returns the mean cross-entropy of a batch, and the privacy
+callback does the rest. The training loss is logged as ``unprotected/train_loss``, since a number computed
+from raw training examples lies outside the guarantee.
+"""
+
+from collections.abc import Mapping
+from typing import Any, cast
+
+import lightning
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torchmetrics import MeanMetric
+from torchmetrics.classification import MulticlassAccuracy
+
+from dp_lightning.errors import ConfigurationError
+
+Batch = tuple[Tensor, Tensor]
+EVALUATIONS = ("val", "test")
+
+
+class ImageClassifier(lightning.LightningModule):
+    """Trains ``model`` by cross-entropy on batches of (images (N, C, H, W), labels (N,)).
+
+    Logged: ``unprotected/train_loss`` at every step, and at the end of an evaluation ``val/loss`` and
+    ``val/accuracy``, or ``test/loss`` and ``test/accuracy``. The loaders of a validation may be one loader,
+    called ``val``, or a dict with the keys ``val`` and ``test``.
+
+    Args:
+        model: Network from images to logits (N, num_classes). It exists before the run starts, so that it can
+            be checked.
+        num_classes: Number of logits.
+    """
+
+    def __init__(self, model: nn.Module, num_classes: int) -> None:
+        super().__init__()
+        self.model = model
+        self.losses = nn.ModuleDict({name: MeanMetric() for name in EVALUATIONS})
+        self.accuracies = nn.ModuleDict(
+            {name: MulticlassAccuracy(num_classes, average="micro") for name in EVALUATIONS}
+        )
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.model(images)
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        images, labels = batch
+        loss = F.cross_entropy(self(images), labels)
+        self.log(
+            "unprotected/train_loss",
+            loss,
+            on_step=True,
+            on_epoch=False,
+            prog_bar=True,
+            batch_size=len(labels),
+        )
+        return loss
+
+    def validation_step(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> None:
+        self._evaluate(batch, self._evaluation_name(dataloader_idx))
+
+    def test_step(self, batch: Batch, batch_idx: int) -> None:
+        self._evaluate(batch, "test")
+
+    def predict_step(self, batch: Batch | Tensor, batch_idx: int) -> Tensor:
+        """Class probabilities (N, num_classes); labels in the batch are not looked at."""
+        images = batch if isinstance(batch, Tensor) else batch[0]
+        return self(images).softmax(dim=-1)
+
+    def configure_optimizers(self) -> Any:
+        """SGD of learning rate 0.3 and momentum 0.9; a configuration with ``optimizer`` replaces it."""
+        return torch.optim.SGD((p for p in self.parameters() if p.requires_grad), lr=0.3, momentum=0.9)
+
+    def _evaluation_name(self, dataloader_idx: int) -> str:
+        loaders = self.trainer.val_dataloaders
+        if isinstance(loaders, Mapping):
+            name = list(loaders)[dataloader_idx]
+            if name in EVALUATIONS:
+                return name
+            raise ConfigurationError(f"validation loaders are called 'val' and 'test', not {name!r}")
+        if isinstance(loaders, list | tuple) and len(loaders) > 1:
+            raise ConfigurationError(
+                "val_dataloader must return one loader or a dict with the keys 'val' and 'test'"
+            )
+        return "val"
+
+    def _evaluate(self, batch: Batch, name: str) -> None:
+        images, labels = batch
+        logits = self(images)
+        loss = cast(MeanMetric, self.losses[name])
+        accuracy = cast(MulticlassAccuracy, self.accuracies[name])
+        loss.update(F.cross_entropy(logits, labels), weight=len(labels))
+        accuracy.update(logits, labels)
+        self.log_dict(
+            {f"{name}/loss": loss, f"{name}/accuracy": accuracy},
+            on_step=False,
+            on_epoch=True,
+            prog_bar=True,
+            add_dataloader_idx=False,
+            batch_size=len(labels),
+        )

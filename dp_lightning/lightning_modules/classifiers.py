@@ -1,0 +1,94 @@
+"""One LightningModule for each network of ``dp_lightning.models``; the arguments are the network's."""
+
+from typing import Any, Literal
+
+from dp_lightning.lightning_modules.base import ImageClassifier
+from dp_lightning.models import ResNet18, SmallCNN, WideResNet, timm_model
+
+
+class WideResNetModule(ImageClassifier):
+    """Wide residual network WRN-``depth``-``width`` with GroupNorm, for images of 28 to 64 pixels.
+
+    Args:
+        num_classes: Number of classes, linked from the data.
+        depth: Number of convolutional layers: 10, 16, 22, 28, 40, ...
+        width: Factor on the channels 16, 32, 64 of the three groups.
+        in_channels: Channels of the images, linked from the data.
+        num_groups: Groups of every GroupNorm; it must divide 16 and 16 * ``width``.
+    """
+
+    def __init__(
+        self, num_classes: int, *, depth: int = 16, width: int = 4, in_channels: int = 3, num_groups: int = 16
+    ) -> None:
+        model = WideResNet(depth, width, num_classes, in_channels=in_channels, num_groups=num_groups)
+        super().__init__(model, num_classes)
+        self.save_hyperparameters()
+
+
+class ResNet18Module(ImageClassifier):
+    """ResNet-18 with GroupNorm.
+
+    Args:
+        num_classes: Number of classes, linked from the data.
+        stem: ``imagenet`` (7x7 convolution of stride 2 and max pooling) for images of about 224 pixels,
+            ``cifar`` (3x3 convolution of stride 1) for images of 28 to 64 pixels.
+        in_channels: Channels of the images, linked from the data.
+        num_groups: Groups of every GroupNorm; it must divide 64.
+    """
+
+    def __init__(
+        self,
+        num_classes: int,
+        *,
+        stem: Literal["imagenet", "cifar"] = "imagenet",
+        in_channels: int = 3,
+        num_groups: int = 32,
+    ) -> None:
+        model = ResNet18(num_classes, stem=stem, in_channels=in_channels, num_groups=num_groups)
+        super().__init__(model, num_classes)
+        self.save_hyperparameters()
+
+
+class SmallCNNModule(ImageClassifier):
+    """A small convolutional network for images such as the 8x8 digits.
+
+    Args:
+        num_classes: Number of classes, linked from the data.
+        in_channels: Channels of the images, linked from the data.
+        image_size: Height and width of the images in pixels, linked from the data.
+        channels: Channels of the convolutions, a multiple of 4.
+    """
+
+    def __init__(
+        self, num_classes: int, *, in_channels: int = 3, image_size: int = 8, channels: int = 16
+    ) -> None:
+        model = SmallCNN(num_classes, in_channels=in_channels, image_size=image_size, channels=channels)
+        super().__init__(model, num_classes)
+        self.save_hyperparameters()
+
+
+class TimmModule(ImageClassifier):
+    """Any network of timm's registry. Private training refuses those with BatchNorm.
+
+    Args:
+        name: Name in timm's registry, such as ``vit_tiny_patch16_224`` or ``resnet50_gn``.
+        num_classes: Number of classes, linked from the data.
+        pretrained: Start from timm's weights, downloaded when absent. They must come from public data.
+        in_channels: Channels of the images, linked from the data.
+        model_kwargs: Further arguments of the network, such as ``{img_size: 32}`` for a vision transformer.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        num_classes: int,
+        *,
+        pretrained: bool = False,
+        in_channels: int = 3,
+        model_kwargs: dict[str, Any] | None = None,
+    ) -> None:
+        model = timm_model(
+            name, num_classes, pretrained=pretrained, in_channels=in_channels, **(model_kwargs or {})
+        )
+        super().__init__(model, num_classes)
+        self.save_hyperparameters()

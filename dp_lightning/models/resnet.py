@@ -1,0 +1,57 @@
+"""ResNet-18 (He et al. 2016) with GroupNorm (Wu and He 2018), built on torchvision's network.
+
+GroupNorm's scale and shift are as many as BatchNorm's, so the parameter count is torchvision's: 11,689,512
+with the ImageNet stem and 1000 classes.
+"""
+
+from functools import partial
+from typing import Literal
+
+from torch import nn
+from torchvision.models.resnet import BasicBlock, ResNet
+
+from dp_lightning.errors import ModelError
+
+BASE_CHANNELS = 64
+
+
+class ResNet18(ResNet):
+    """ResNet-18: (N, in_channels, H, W) to logits (N, num_classes).
+
+    Args:
+        num_classes: Number of logits.
+        stem: ``imagenet`` is the 7x7 convolution of stride 2 and the max pooling of the paper, for images of
+            about 224 pixels; ``cifar`` is a 3x3 convolution of stride 1 without pooling, for images of 28 to
+            64 pixels.
+        in_channels: Channels of the images.
+        num_groups: Groups of every GroupNorm; it must divide 64.
+
+    Raises:
+        ModelError: ``stem`` is unknown or ``num_groups`` does not divide 64.
+    """
+
+    def __init__(
+        self,
+        num_classes: int,
+        *,
+        stem: Literal["imagenet", "cifar"] = "imagenet",
+        in_channels: int = 3,
+        num_groups: int = 32,
+    ) -> None:
+        if stem not in ("imagenet", "cifar"):
+            raise ModelError(f"stem must be 'imagenet' or 'cifar', not {stem!r}")
+        if num_groups < 1 or BASE_CHANNELS % num_groups:
+            raise ModelError(f"num_groups={num_groups} does not divide 64, the channels of the first layer")
+        super().__init__(
+            BasicBlock, [2, 2, 2, 2], num_classes=num_classes, norm_layer=partial(nn.GroupNorm, num_groups)
+        )
+        if stem == "cifar":
+            self.conv1 = nn.Conv2d(in_channels, BASE_CHANNELS, 3, padding=1, bias=False)
+            self.maxpool = nn.Identity()
+        else:
+            self.conv1 = nn.Conv2d(in_channels, BASE_CHANNELS, 7, stride=2, padding=3, bias=False)
+        nn.init.kaiming_normal_(self.conv1.weight, mode="fan_out", nonlinearity="relu")
+        for module in self.modules():
+            if isinstance(module, nn.ReLU):
+                # An in-place ReLU overwrites the norm's output, which hooks on the norm still need.
+                module.inplace = False
