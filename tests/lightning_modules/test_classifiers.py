@@ -1,0 +1,163 @@
+"""The classifiers under an ordinary Trainer: logged names, metrics, checkpoints."""
+
+import lightning
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from dp_lightning.datamodules import Digits
+from dp_lightning.errors import ConfigurationError
+from dp_lightning.lightning_modules import (
+    ImageClassifier,
+    ResNet18Module,
+    SmallCNNModule,
+    TimmModule,
+    WideResNetModule,
+)
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+
+
+def trainer(tmp_path, **kwargs) -> lightning.Trainer:
+    return lightning.Trainer(
+        accelerator="cpu",
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=tmp_path,
+        **{"max_epochs": 1, "enable_checkpointing": False, **kwargs},
+    )
+
+
+class Fixed(nn.Module):
+    """Logits that say the class in the image's first pixel, with a trainable scale."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        return self.scale * F.one_hot(images[:, 0, 0, 0].long(), 3).float()
+
+
+def loader(says: list[int], labels: list[int]) -> DataLoader:
+    images = torch.tensor(says, dtype=torch.float32).reshape(-1, 1, 1, 1)
+    return DataLoader(TensorDataset(images, torch.tensor(labels)), batch_size=2)
+
+
+def test_a_fit_on_digits_logs_both_evaluation_sets(tmp_path):
+    run = trainer(tmp_path, max_epochs=3)
+    run.fit(SmallCNNModule(10, in_channels=1), Digits(val_fraction=0.1, eval_batch_size=64))
+    assert set(run.callback_metrics) == {
+        "unprotected/train_loss",
+        "val/loss",
+        "val/accuracy",
+        "test/loss",
+        "test/accuracy",
+    }
+    assert run.callback_metrics["test/accuracy"] > 0.8
+
+
+def test_the_training_loss_appears_under_unprotected_only(tmp_path):
+    run = trainer(tmp_path)
+    run.fit(SmallCNNModule(10, in_channels=1), DataLoader(Digits().test_dataset, batch_size=90))
+    assert set(run.logged_metrics) == {"unprotected/train_loss"}
+
+
+def test_metrics_are_those_of_the_named_loader(tmp_path):
+    # 3 of 3 right, and 1 of 3 right with a short last batch: means over examples, not over batches.
+    val, test = loader([0, 1, 2], [0, 1, 2]), loader([0, 1, 2], [0, 0, 0])
+    module = ImageClassifier(Fixed(), 3)
+    run = trainer(tmp_path)
+    results = run.validate(module, dataloaders={"val": val, "test": test}, verbose=False)
+    merged = {name: value for result in results for name, value in result.items()}
+    assert merged["val/accuracy"] == pytest.approx(1.0)
+    assert merged["test/accuracy"] == pytest.approx(1 / 3)
+    logits = 2.0 * torch.eye(3)
+    assert merged["val/loss"] == pytest.approx(F.cross_entropy(logits, torch.arange(3)).item())
+    assert merged["test/loss"] == pytest.approx(F.cross_entropy(logits, torch.zeros(3).long()).item())
+
+
+def test_a_single_validation_loader_is_called_val(tmp_path):
+    (result,) = trainer(tmp_path).validate(
+        ImageClassifier(Fixed(), 3), dataloaders=loader([0], [0]), verbose=False
+    )
+    assert set(result) == {"val/loss", "val/accuracy"}
+
+
+def test_the_test_command_logs_under_test(tmp_path):
+    (result,) = trainer(tmp_path).test(
+        ImageClassifier(Fixed(), 3), dataloaders=loader([0], [0]), verbose=False
+    )
+    assert set(result) == {"test/loss", "test/accuracy"}
+
+
+@pytest.mark.parametrize(
+    ("loaders", "message"),
+    [
+        ({"dev": loader([0], [0])}, "called 'val' and 'test', not 'dev'"),
+        ([loader([0], [0]), loader([0], [0])], "dict with the keys"),
+    ],
+)
+def test_loaders_without_a_known_name_are_refused(tmp_path, loaders, message):
+    with pytest.raises(ConfigurationError, match=message):
+        trainer(tmp_path).validate(ImageClassifier(Fixed(), 3), dataloaders=loaders, verbose=False)
+
+
+def test_predictions_are_class_probabilities(tmp_path):
+    (probabilities,) = trainer(tmp_path).predict(ImageClassifier(Fixed(), 3), loader([0, 2], [1, 1]))
+    torch.testing.assert_close(probabilities.sum(dim=1), torch.ones(2))
+    assert probabilities.argmax(dim=1).tolist() == [0, 2]
+
+
+def test_the_training_step_returns_the_mean_loss():
+    module = ImageClassifier(Fixed(), 3)
+    images, labels = next(iter(loader([0, 1], [0, 2])))
+    module.log = lambda *args, **kwargs: None
+    loss = module.training_step((images, labels), 0)
+    alone = [F.cross_entropy(module(images[i : i + 1]), labels[i : i + 1]) for i in range(2)]
+    torch.testing.assert_close(loss, torch.stack(alone).mean())
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: WideResNetModule(5, depth=10, width=1, in_channels=1),
+        lambda: ResNet18Module(5, stem="cifar", in_channels=1),
+        lambda: SmallCNNModule(5, in_channels=1, image_size=16),
+        lambda: TimmModule(
+            "vit_tiny_patch16_224",
+            5,
+            in_channels=1,
+            model_kwargs={"img_size": 16, "patch_size": 8, "depth": 1, "embed_dim": 24},
+        ),
+    ],
+)
+def test_a_checkpoint_restores_the_module_with_weights_only(tmp_path, make):
+    module = make()
+    run = trainer(tmp_path, max_steps=1)
+    run.fit(module, DataLoader(TensorDataset(torch.randn(2, 1, 16, 16), torch.tensor([0, 4])), batch_size=2))
+    run.save_checkpoint(tmp_path / "a.ckpt")
+    restored = type(module).load_from_checkpoint(tmp_path / "a.ckpt", weights_only=True)
+    images = torch.randn(2, 1, 16, 16)
+    torch.testing.assert_close(restored.eval()(images), module.eval()(images))
+
+
+def test_metrics_add_nothing_to_the_state():
+    module = WideResNetModule(5, depth=10, width=1)
+    assert all(name.startswith("model.") for name in module.state_dict())
+
+
+def test_the_default_optimizer_leaves_frozen_parameters_alone():
+    module = SmallCNNModule(10)
+    module.model.features.requires_grad_(False)
+    (group,) = module.configure_optimizers().param_groups
+    assert {id(parameter) for parameter in group["params"]} == {
+        id(parameter) for parameter in module.model.classifier.parameters()
+    }

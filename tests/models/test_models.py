@@ -1,0 +1,123 @@
+"""The networks: sizes as published, shapes, and no mixing of examples."""
+
+import pytest
+import torch
+import torchvision
+from torch import nn
+
+from dp_lightning.errors import ConfigurationError, ModelError
+from dp_lightning.models import ResNet18, SmallCNN, WideResNet, timm_model
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+
+
+def num_parameters(model: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+NETWORKS = {
+    "wide_resnet": (lambda: WideResNet(10, 1, 7), (3, 32, 32)),
+    "wide_resnet_gray_28": (lambda: WideResNet(10, 1, 7, in_channels=1), (1, 28, 28)),
+    "wide_resnet_64": (lambda: WideResNet(10, 2, 7), (3, 64, 64)),
+    "resnet18_imagenet": (lambda: ResNet18(7), (3, 64, 64)),
+    "resnet18_cifar": (lambda: ResNet18(7, stem="cifar", in_channels=1), (1, 28, 28)),
+    "small_cnn": (lambda: SmallCNN(7), (1, 8, 8)),
+    "small_cnn_28": (lambda: SmallCNN(7, in_channels=3, image_size=28, channels=8), (3, 28, 28)),
+    "timm_vit": (
+        lambda: timm_model(
+            "vit_tiny_patch16_224", 7, in_channels=1, img_size=16, patch_size=8, depth=1, embed_dim=24
+        ),
+        (1, 16, 16),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_logits_of_one_example_do_not_depend_on_its_batch(name):
+    make, shape = NETWORKS[name]
+    model = make()
+    images = torch.randn(4, *shape)
+    with torch.no_grad():
+        together = model(images)
+        alone = torch.cat([model(image.unsqueeze(0)) for image in images])
+    assert together.shape == (4, 7)
+    # float32 convolutions of another batch size may add in another order.
+    torch.testing.assert_close(together, alone, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_no_batch_norm_and_no_in_place_activation(name):
+    for module in NETWORKS[name][0]().modules():
+        assert not isinstance(module, nn.modules.batchnorm._BatchNorm)
+        assert not getattr(module, "inplace", False)
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_every_parameter_receives_a_gradient(name):
+    make, shape = NETWORKS[name]
+    model = make()
+    model(torch.randn(2, *shape)).square().sum().backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+def test_wrn_16_4_has_the_published_number_of_parameters():
+    assert num_parameters(WideResNet(16, 4, 10)) == 2_748_890
+
+
+@pytest.mark.parametrize("num_classes", [10, 1000])
+def test_resnet18_has_torchvisions_number_of_parameters(num_classes):
+    expected = num_parameters(torchvision.models.resnet18(num_classes=num_classes))
+    assert num_parameters(ResNet18(num_classes)) == expected
+    # The stem for small images has 3x3 instead of 7x7 kernels, 64 x 3 of them.
+    assert num_parameters(ResNet18(num_classes, stem="cifar")) == expected - 64 * 3 * (49 - 9)
+
+
+def test_resnet18_keeps_the_resolution_with_the_cifar_stem():
+    images = torch.randn(1, 3, 32, 32)
+    small, large = ResNet18(10, stem="cifar"), ResNet18(10)
+    assert small.maxpool(small.conv1(images)).shape[-1] == 32
+    assert large.maxpool(large.conv1(images)).shape[-1] == 8
+
+
+def test_small_cnn_is_small():
+    assert num_parameters(SmallCNN(10)) < 30_000
+
+
+def test_initial_activations_keep_their_scale():
+    # Logits of a fresh network neither vanish nor explode: kaiming keeps the variance through the blocks.
+    logits = WideResNet(16, 2, 10)(torch.randn(16, 3, 32, 32))
+    assert 0.05 < logits.std() < 5.0
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: WideResNet(17, 4, 10), "depth must be 6n \\+ 4"),
+        (lambda: WideResNet(4, 4, 10), "depth must be 6n \\+ 4"),
+        (lambda: WideResNet(16, 0, 10), "width must be at least 1"),
+        (lambda: WideResNet(16, 4, 10, num_groups=32), "num_groups=32 does not divide a layer's 16 channels"),
+        (lambda: ResNet18(10, stem="small"), "stem must be 'imagenet' or 'cifar'"),
+        (lambda: ResNet18(10, num_groups=48), "num_groups=48 does not divide 64"),
+        (lambda: SmallCNN(10, image_size=3), "image_size must be at least"),
+        (lambda: SmallCNN(10, channels=6), "channels must be a multiple of 4"),
+    ],
+)
+def test_impossible_shapes_are_refused(make, message):
+    with pytest.raises(ModelError, match=message):
+        make()
+
+
+def test_an_unknown_timm_name_suggests_close_ones():
+    with pytest.raises(ConfigurationError, match=r"no model 'resnet5_gn'; did you mean resnet50_gn"):
+        timm_model("resnet5_gn", 10)
+    with pytest.raises(ConfigurationError, match=r"timm.list_models\(\) lists"):
+        timm_model("?????????", 10)
+
+
+def test_a_wrong_timm_argument_is_named():
+    with pytest.raises(ConfigurationError, match="could not build 'resnet10t'.*'hue'"):
+        timm_model("resnet10t", 10, hue=3)
