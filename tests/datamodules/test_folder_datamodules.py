@@ -1,0 +1,222 @@
+"""Images in folders: ImageFolder, ImageNet and Tiny ImageNet on small trees."""
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torchvision.transforms import v2
+
+from dp_lightning.datamodules import ImageFolder, ImageNet, TinyImageNet
+from dp_lightning.errors import ConfigurationError, DataError
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+
+
+def write_image(path, size=(12, 12), mode="RGB", level=100) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pixels = np.full((size[1], size[0]), level, dtype=np.uint8)
+    Image.fromarray(pixels).convert(mode).save(path)
+
+
+def write_tree(root, splits=("train", "val"), classes=("cat", "dog"), num=3) -> str:
+    for split in splits:
+        for name in classes:
+            for index in range(num):
+                write_image(root / split / name / f"{index}.png")
+    return str(root)
+
+
+def test_counts_come_from_file_names(tmp_path, monkeypatch):
+    root = write_tree(tmp_path, classes=("cat", "dog", "newt"), num=4)
+    (tmp_path / "train" / "cat" / "notes.txt").write_text("no image")
+    (tmp_path / "train" / "cat" / "._0.png").write_text("a hidden file")
+    monkeypatch.setattr(Image, "open", lambda *args, **kwargs: pytest.fail("opened an image"))
+    data = ImageFolder(root, val_fraction=0.25)
+    data.check_files()
+    assert (data.num_train, data.num_val, data.num_classes) == (9, 3, 3)
+    assert (data.in_channels, data.image_size) == (3, 64)
+
+
+@pytest.mark.parametrize(
+    ("folders", "names"),
+    [
+        (("train",), []),
+        (("train", "val"), ["test"]),
+        (("train", "test"), ["test"]),
+        (("train", "val", "test"), ["val", "test"]),
+    ],
+)
+def test_the_evaluation_sets_are_looked_up(tmp_path, folders, names):
+    data = ImageFolder(write_tree(tmp_path, splits=folders))
+    assert list(data.val_dataloader()) == names
+
+
+def test_a_single_val_folder_is_the_test_set(tmp_path):
+    data = ImageFolder(write_tree(tmp_path, splits=("train", "val")))
+    data.setup("test")
+    assert all("/val/" in path for path in data.test_dataset.source.paths)
+
+
+def test_images_of_any_size_and_kind_become_rgb_squares(tmp_path):
+    root = write_tree(tmp_path)
+    write_image(tmp_path / "val" / "cat" / "gray.png", size=(30, 20), mode="L")
+    write_image(tmp_path / "val" / "cat" / "palette.gif.png", size=(5, 9), mode="P")
+    write_image(tmp_path / "val" / "dog" / "alpha.png", size=(64, 40), mode="RGBA")
+    write_image(tmp_path / "val" / "dog" / "print.jpg", size=(64, 40), mode="CMYK")
+    for augment in (True, False):
+        data = ImageFolder(root, image_size=16, augment=augment)
+        (batch,) = data.test_dataloader()
+        assert batch[0].shape == (10, 3, 16, 16)
+        assert sorted(batch[1].tolist()) == [0] * 5 + [1] * 5
+        (batch,) = data.train_dataloader()
+        assert batch[0].shape == (6, 3, 16, 16)
+
+
+def test_pixels_and_labels_survive(tmp_path):
+    write_image(tmp_path / "train" / "a" / "0.png", level=0)
+    write_image(tmp_path / "train" / "b" / "0.png", level=255)
+    data = ImageFolder(str(tmp_path), image_size=12, augment=False)
+    pairs = [(image.unique().tolist(), label) for image, label in data.train_dataset]
+    assert pairs == [([-1.0], 0), ([1.0], 1)]
+
+
+def test_a_truncated_image_is_named_when_it_is_read(tmp_path):
+    root = write_tree(tmp_path)
+    broken = tmp_path / "val" / "dog" / "1.png"
+    broken.write_bytes(broken.read_bytes()[:40])
+    data = ImageFolder(root)
+    data.setup("fit")
+    with pytest.raises(DataError, match=r"val/dog/1.png cannot be read as an image") as caught:
+        list(data.test_dataloader())
+    assert str(broken) in str(caught.value)
+
+
+def test_a_truncated_image_is_named_from_a_worker_process_too(tmp_path):
+    root = write_tree(tmp_path)
+    (tmp_path / "val" / "dog" / "1.png").write_bytes(b"")
+    with pytest.raises(DataError, match=r"val/dog/1.png cannot be read as an image"):
+        list(ImageFolder(root, num_workers=1).test_dataloader())
+
+
+def test_an_empty_class_folder_is_named(tmp_path):
+    root = write_tree(tmp_path)
+    (tmp_path / "train" / "eel").mkdir()
+    (tmp_path / "val" / "eel").mkdir()
+    with pytest.raises(DataError, match=r"train/eel holds no image files"):
+        ImageFolder(root).check_files()
+
+
+def test_class_folders_that_differ_are_named(tmp_path):
+    root = write_tree(tmp_path)
+    write_image(tmp_path / "val" / "eel" / "0.png")
+    with pytest.raises(DataError, match=r"different class folders: eel"):
+        ImageFolder(root).check_files()
+
+
+def test_a_missing_root_says_what_to_set(tmp_path):
+    data = ImageFolder(str(tmp_path / "nowhere"))
+    for access in (lambda: data.num_train, lambda: data.num_classes, data.check_files, data.setup):
+        with pytest.raises(DataError, match=r"nowhere/train is missing; set data.init_args.root"):
+            access()
+
+
+def test_a_train_folder_without_classes_is_named(tmp_path):
+    write_image(tmp_path / "train" / "0.png")
+    with pytest.raises(DataError, match="train has no class folders"):
+        ImageFolder(str(tmp_path)).check_files()
+
+
+def test_an_impossible_size_is_refused(tmp_path):
+    with pytest.raises(ConfigurationError, match="image_size must be at least 1"):
+        ImageFolder(str(tmp_path), image_size=0)
+
+
+def test_imagenet_uses_val_as_the_test_set_and_ignores_the_unlabelled_test_folder(tmp_path):
+    root = write_tree(tmp_path)
+    write_image(tmp_path / "test" / "ILSVRC2012_test_1.JPEG")
+    data = ImageNet(root, num_workers=0)
+    data.setup()
+    assert (data.num_train, data.num_classes, data.image_size) == (6, 2, 224)
+    assert list(data.val_dataloader()) == ["test"]
+    (images, _), *_ = data.train_dataloader()
+    assert images.shape == (6, 3, 224, 224)
+    (images, _), *_ = data.test_dataloader()
+    assert images.shape == (6, 3, 224, 224)
+
+
+def test_imagenet_transforms_are_the_usual_ones(tmp_path):
+    data = ImageNet(str(tmp_path))
+    resize, crop = data.eval_transform().transforms
+    assert (resize.size, crop.size) == ([256], (224, 224))
+    random_crop, flip = data.train_transform().transforms
+    assert isinstance(random_crop, v2.RandomResizedCrop)
+    assert isinstance(flip, v2.RandomHorizontalFlip)
+
+
+def test_imagenet_without_val_is_named(tmp_path):
+    with pytest.raises(DataError, match=r"val is missing; set data.init_args.root"):
+        ImageNet(write_tree(tmp_path, splits=("train",))).check_files()
+
+
+def write_tiny(root, wnids=("n02", "n01"), num=3) -> str:
+    (root / "wnids.txt").write_text("".join(f"{wnid}\n" for wnid in wnids))
+    annotations = []
+    for label, wnid in enumerate(wnids):
+        for index in range(num):
+            write_image(root / "train" / wnid / "images" / f"{wnid}_{index}.JPEG", size=(64, 64), mode="L")
+        write_image(root / "val" / "images" / f"val_{label}.JPEG", size=(64, 64))
+        annotations.append(f"val_{label}.JPEG\t{wnid}\t0\t0\t62\t62\n")
+    (root / "val" / "val_annotations.txt").write_text("".join(reversed(annotations)))
+    return str(root)
+
+
+def test_tiny_imagenet_reads_its_own_layout(tmp_path):
+    data = TinyImageNet(write_tiny(tmp_path), val_fraction=1 / 3)
+    data.setup()
+    assert (data.num_train, data.num_val, data.num_classes) == (4, 2, 2)
+    assert (data.in_channels, data.image_size) == (3, 64)
+    # Labels follow wnids.txt, which is not in alphabetical order.
+    (images, labels), *_ = data.test_dataloader()
+    assert images.shape == (2, 3, 64, 64)
+    names = [path.rsplit("/", 1)[1] for path in data.test_dataset.source.paths]
+    assert dict(zip(names, labels.tolist(), strict=True)) == {"val_0.JPEG": 0, "val_1.JPEG": 1}
+    (images, _), *_ = data.train_dataloader()
+    assert images.shape == (4, 3, 64, 64)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda root: (root / "wnids.txt").unlink(), r"wnids.txt is missing; unpack tiny-imagenet-200.zip"),
+        (lambda root: (root / "wnids.txt").write_text("\n"), "wnids.txt names no class"),
+        (lambda root: (root / "wnids.txt").write_text("n02\nn01\nn03\n"), "train/n03/images is missing"),
+        (lambda root: (root / "train/n01").rename(root / "train/n09"), "train/n01/images is missing"),
+        (lambda root: (root / "val/val_annotations.txt").unlink(), "val_annotations.txt is missing"),
+        (lambda root: (root / "val/images").rename(root / "val/pictures"), "val/images is missing"),
+        (lambda root: (root / "val/images/val_1.JPEG").unlink(), "val/images/val_1.JPEG is missing"),
+        (
+            lambda root: (root / "val/val_annotations.txt").write_text("val_0.JPEG\tn77\n"),
+            "line 1: 'n77' is not in wnids.txt",
+        ),
+        (
+            lambda root: (root / "val/val_annotations.txt").write_text("val_0.JPEG"),
+            "line 1: '' is not in wnids.txt",
+        ),
+    ],
+)
+def test_a_damaged_tiny_imagenet_is_named_before_training(tmp_path, spoil, message):
+    root = write_tiny(tmp_path)
+    spoil(tmp_path)
+    with pytest.raises(DataError, match=message):
+        TinyImageNet(root).check_files()
+
+
+def test_an_image_of_another_size_is_named(tmp_path):
+    root = write_tiny(tmp_path)
+    write_image(tmp_path / "val" / "images" / "val_0.JPEG", size=(32, 64))
+    with pytest.raises(DataError, match=r"val_0.JPEG has shape \(3, 64, 32\)"):
+        list(TinyImageNet(root).test_dataloader())

@@ -1,0 +1,179 @@
+"""What every image data module shares, shown on Digits and on small arrays."""
+
+import numpy as np
+import pytest
+import torch
+from sklearn.datasets import load_digits
+from torch.utils.data import DataLoader
+from torchvision.transforms import v2
+
+from dp_lightning.datamodules import Digits, NpzImages
+from dp_lightning.datamodules.dataset import ArraySource, ImageDataset
+from dp_lightning.errors import ConfigurationError, DataError
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+
+
+def images_of(dataset) -> torch.Tensor:
+    return torch.stack([image for image, _ in dataset.__getitems__(range(len(dataset)))])
+
+
+def test_digits_are_scikit_learns_images_split_once():
+    data = Digits()
+    data.setup("fit")
+    train, test = data.train_dataset, data.test_dataset
+    assert (len(train), len(test)) == (data.num_train, 360) == (1437, 360)
+    assert (data.num_classes, data.in_channels, data.image_size) == (10, 1, 8)
+    ours = torch.cat([images_of(train), images_of(test)]).flatten(1)
+    theirs = torch.from_numpy(load_digits().data).float() / 16 * 2 - 1
+    # Rounding to whole uint8 values moves a pixel by at most half of 1/255 of the range of 2.
+    order = lambda x: x[np.lexsort(x.numpy().round(1).T)]  # noqa: E731
+    torch.testing.assert_close(order(ours), order(theirs), rtol=0, atol=1.01 / 255)
+
+
+def test_digits_test_classes_are_balanced():
+    counts = torch.bincount(Digits().test_dataset.labels)
+    assert counts.min() >= 34
+    assert counts.max() <= 38
+
+
+def test_validation_split_is_disjoint_complete_and_repeatable():
+    data, again = Digits(val_fraction=0.2), Digits(val_fraction=0.2)
+    train, val = data.train_dataset.indices, data.val_dataset.indices
+    assert set(train.tolist()).isdisjoint(val.tolist())
+    assert sorted([*train.tolist(), *val.tolist()]) == list(range(1437))
+    assert torch.equal(train, again.train_dataset.indices)
+    assert not torch.equal(train, Digits(val_fraction=0.2, split_seed=1).train_dataset.indices)
+    assert data.num_train == len(data.train_dataset) == 1437 - 287
+    assert len(data.val_dataset) == data.num_val == 287
+
+
+def test_the_split_does_not_move_the_global_generator():
+    state = torch.get_rng_state()
+    assert len(Digits(val_fraction=0.2).train_dataset) == 1150
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "names"),
+    [
+        ({}, ["test"]),
+        ({"val_fraction": 0.1}, ["val", "test"]),
+        ({"val_fraction": 0.1, "test_every_epoch": False}, ["val"]),
+        ({"test_every_epoch": False}, []),
+    ],
+)
+def test_validation_loaders_are_named(arguments, names):
+    loaders = Digits(**arguments).val_dataloader()
+    assert list(loaders) == names
+
+
+def test_loaders_have_the_stated_batch_size_and_values():
+    data = Digits(eval_batch_size=100)
+    data.setup("test")
+    for loader in (data.test_dataloader(), data.predict_dataloader(), data.val_dataloader()["test"]):
+        images, labels = next(iter(loader))
+        assert images.shape == (100, 1, 8, 8)
+        assert images.dtype == torch.float32
+        assert labels.dtype == torch.int64
+        assert images.min() == -1.0
+        assert images.max() == 1.0
+
+
+def test_training_loader_is_shuffled_and_complete():
+    data = Digits(eval_batch_size=500)
+    labels = torch.cat([labels for _, labels in data.train_dataloader()])
+    assert not torch.equal(labels, data.train_dataset.labels)
+    assert torch.equal(labels.bincount(), data.train_dataset.labels.bincount())
+
+
+def test_worker_processes_give_the_same_images():
+    data = Digits(num_workers=1, eval_batch_size=360)
+    (batch,) = data.test_dataloader()
+    torch.testing.assert_close(batch[0], images_of(data.test_dataset))
+
+
+def arrays(num: int = 6, size: int = 8) -> ImageDataset:
+    images = torch.randint(1, 255, (num, 3, size, size), dtype=torch.uint8)
+    normalize = v2.Compose([v2.ToDtype(torch.float32, scale=True), v2.Normalize((0.5,), (0.5,))])
+    transform = v2.Compose([v2.RandomCrop(size, padding=4), v2.RandomHorizontalFlip()])
+    return ImageDataset(ArraySource(images, torch.arange(num)), torch.arange(num), transform, normalize)
+
+
+def test_a_batched_fetch_takes_any_indices_and_collates():
+    dataset = arrays()
+    assert dataset.__getitems__([]) == []
+    pairs = dataset.__getitems__([5, 0, 5])
+    assert [label for _, label in pairs] == [5, 0, 5]
+    assert all(type(label) is int for _, label in pairs)
+    images, labels = next(iter(DataLoader(dataset, batch_sampler=[[4, 1]])))
+    assert images.shape == (2, 3, 8, 8)
+    assert labels.tolist() == [4, 1]
+
+
+def test_crop_and_flip_are_drawn_for_each_image_by_itself():
+    # The same image 64 times in one batch: 81 crops times 2 flips, so that few of the 64 results are equal.
+    pairs = arrays().__getitems__([0] * 64)
+    assert len({tuple(image.flatten().tolist()) for image, _ in pairs}) > 40
+
+
+def test_augmented_images_are_shifted_or_mirrored_originals():
+    dataset = arrays(num=1)
+    original = dataset.source.images[0]
+    padded = v2.functional.pad(original, [4])
+    shifts = [padded[:, y : y + 8, x : x + 8] for y in range(9) for x in range(9)]
+    candidates = dataset.normalize(torch.stack([*shifts, *(shift.flip(-1) for shift in shifts)]))
+    for image, _ in dataset.__getitems__([0] * 20):
+        assert (candidates == image).flatten(1).all(dim=1).any()
+
+
+def test_evaluation_and_validation_images_are_not_augmented(tmp_path):
+    images = np.random.default_rng(0).integers(0, 255, (20, 8, 8, 3), dtype=np.uint8)
+    labels = np.arange(20) % 2
+    np.savez(tmp_path / "a.npz", train_images=images, train_labels=labels)
+    data = NpzImages(str(tmp_path / "a.npz"), val_fraction=0.5)
+    first, second = images_of(data.val_dataset), images_of(data.val_dataset)
+    torch.testing.assert_close(first, second, rtol=0, atol=0)
+    expected = torch.from_numpy(images).permute(0, 3, 1, 2)[data.val_dataset.indices].float() / 255 * 2 - 1
+    torch.testing.assert_close(first, expected)
+
+
+def test_mean_and_std_normalise_each_channel(tmp_path):
+    images = np.full((4, 8, 8, 3), 51, dtype=np.uint8)
+    np.savez(tmp_path / "a.npz", train_images=images, train_labels=np.array([0, 1, 0, 1]))
+    mean, std = (0.1, 0.2, 0.3), (0.5, 1.0, 0.1)
+    data = NpzImages(str(tmp_path / "a.npz"), mean=mean, std=std, augment=False)
+    image, _ = data.train_dataset[0]
+    torch.testing.assert_close(image[:, 0, 0], (0.2 - torch.tensor(mean)) / torch.tensor(std))
+    with pytest.raises(ConfigurationError, match="mean has 2 numbers for 3 channels"):
+        NpzImages(str(tmp_path / "a.npz"), mean=(0.1, 0.2)).train_dataset  # noqa: B018
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"val_fraction": 1.0}, "val_fraction must lie in"),
+        ({"val_fraction": -0.1}, "val_fraction must lie in"),
+        ({"eval_batch_size": 0}, "eval_batch_size must be at least 1"),
+        ({"num_workers": -1}, "num_workers must be at least 0"),
+        ({"std": (0.0,)}, "std above 0"),
+    ],
+)
+def test_settings_out_of_range_are_refused(arguments, message):
+    with pytest.raises(ConfigurationError, match=message):
+        Digits(**arguments)
+
+
+def test_a_validation_split_without_images_is_refused():
+    with pytest.raises(ConfigurationError, match="leaves an empty part"):
+        Digits(val_fraction=1e-4).num_train  # noqa: B018
+
+
+def test_fewer_images_than_announced_are_an_error(monkeypatch):
+    monkeypatch.setattr(Digits, "num_available", 1500)
+    with pytest.raises(DataError, match="holds 1437 training images where 1500 were announced"):
+        Digits().setup("fit")

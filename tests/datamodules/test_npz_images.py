@@ -1,0 +1,159 @@
+"""Images in an .npz file: what is read, and the message for each malformed file."""
+
+import numpy as np
+import pytest
+import torch
+
+from dp_lightning.datamodules import NpzImages
+from dp_lightning.errors import ConfigurationError, DataError
+
+RNG = np.random.default_rng(0)
+
+
+def images(num: int, *shape: int) -> np.ndarray:
+    return RNG.integers(0, 255, (num, *(shape or (8, 8))), dtype=np.uint8)
+
+
+def labels(num: int) -> np.ndarray:
+    return (np.arange(num) % 3).reshape(-1, 1)
+
+
+def write(tmp_path, **arrays) -> str:
+    contents = {"train_images": images(9), "train_labels": labels(9)} | arrays
+    path = tmp_path / "data.npz"
+    np.savez_compressed(path, **{key: value for key, value in contents.items() if value is not None})
+    return str(path)
+
+
+def test_shapes_and_splits_come_from_the_file(tmp_path):
+    path = write(
+        tmp_path,
+        train_images=images(9, 8, 8, 3),
+        val_images=images(4, 8, 8, 3),
+        val_labels=labels(4),
+        test_images=images(5, 8, 8, 3),
+        test_labels=labels(5).reshape(-1),
+    )
+    data = NpzImages(path)
+    assert (data.num_train, data.num_classes, data.in_channels, data.image_size) == (9, 3, 3, 8)
+    data.setup()
+    assert len(data.train_dataset) == 9
+    assert {name: len(loader.dataset) for name, loader in data.val_dataloader().items()} == {
+        "val": 4,
+        "test": 5,
+    }
+
+
+def test_only_headers_are_read_before_training(tmp_path, monkeypatch):
+    data = NpzImages(write(tmp_path), num_classes=3)
+    monkeypatch.setattr(np, "load", lambda *args, **kwargs: pytest.fail("read an array"))
+    data.check_files()
+    assert (data.num_train, data.num_classes, data.in_channels, data.image_size) == (9, 3, 1, 8)
+
+
+def test_items_are_the_files_images(tmp_path):
+    path = write(tmp_path)
+    with np.load(path) as arrays:
+        expected = torch.from_numpy(arrays["train_images"]).float() / 255 * 2 - 1
+    data = NpzImages(path, augment=False)
+    image, label = data.train_dataset[4]
+    torch.testing.assert_close(image[0], expected[4])
+    assert label == 1
+
+
+def test_without_evaluation_images_there_is_nothing_to_evaluate(tmp_path):
+    data = NpzImages(write(tmp_path))
+    data.setup("fit")
+    assert data.val_dataloader() == []
+    with pytest.raises(DataError, match="no test set"):
+        data.test_dataloader()
+
+
+def test_a_second_validation_split_is_refused(tmp_path):
+    path = write(tmp_path, val_images=images(4), val_labels=labels(4))
+    with pytest.raises(ConfigurationError, match="its own validation set; set val_fraction to 0"):
+        NpzImages(path, val_fraction=0.1).num_train  # noqa: B018
+
+
+def test_mirroring_can_be_turned_off(tmp_path):
+    left = np.zeros((3, 8, 8), dtype=np.uint8)
+    left[:, :, 0] = 255
+    data = NpzImages(write(tmp_path, train_images=left, train_labels=labels(3)), flip=False)
+    data.crop_padding = 0
+    for image, _ in data.train_dataset.__getitems__([0] * 20):
+        assert image[0, 0, 0] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("arrays", "message"),
+    [
+        ({"train_labels": None}, "the array train_labels is missing; the file has train_images"),
+        ({"train_images": None}, "the array train_images is missing"),
+        ({"test_images": images(3)}, "the array test_labels is missing"),
+        ({"val_labels": labels(3)}, "the array val_images is missing"),
+        ({"train_images": images(9).astype(np.float32)}, "train_images must be uint8, not float32"),
+        ({"train_images": images(9, 8)}, "train_images must have shape"),
+        ({"train_images": images(9, 3, 8, 8)}, "train_images must have shape"),
+        ({"train_images": images(9, 8, 6)}, "train_images must be square, not 8x6"),
+        ({"train_images": images(0), "train_labels": labels(0)}, "train_images holds no images"),
+        ({"train_labels": labels(8)}, "train_images has 9 images, but train_labels has 8 labels"),
+        ({"train_labels": labels(9).astype(float)}, "train_labels must be integers, not float64"),
+        ({"train_labels": np.zeros((9, 14), dtype=int)}, "train_labels has 14 labels per image"),
+        ({"train_labels": np.array(3)}, r"train_labels must have shape \(N,\) or \(N, 1\)"),
+        ({"test_images": images(3, 6, 6), "test_labels": labels(3)}, r"test_images are \(6, 6\), but"),
+    ],
+)
+def test_malformed_arrays_are_named_before_training(tmp_path, arrays, message):
+    path = write(tmp_path, **arrays)
+    with pytest.raises(DataError, match=message) as caught:
+        NpzImages(path).check_files()
+    assert path in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("arrays", "num_classes", "message"),
+    [
+        ({"train_labels": labels(9) - 1}, None, "train_labels has label -1; with 2 classes"),
+        ({}, 2, "train_labels has label 2; with 2 classes they must be 0 to 1"),
+        ({"test_images": images(3), "test_labels": labels(3) + 1}, None, "test_labels has label 3"),
+    ],
+)
+def test_labels_out_of_range_are_named(tmp_path, arrays, num_classes, message):
+    path = write(tmp_path, **arrays)
+    with pytest.raises(DataError, match=message) as caught:
+        NpzImages(path, num_classes=num_classes).setup("fit")
+    assert path in str(caught.value)
+
+
+def test_a_missing_file_says_what_to_set(tmp_path):
+    data = NpzImages(str(tmp_path / "nothing.npz"))
+    for access in (lambda: data.num_train, lambda: data.num_classes, data.check_files, data.setup):
+        with pytest.raises(DataError, match=r"nothing.npz is missing; set data.init_args.path"):
+            access()
+
+
+@pytest.mark.parametrize("kept", [0, 10, 200, -60])
+def test_a_truncated_file_is_named(tmp_path, kept):
+    path = tmp_path / "data.npz"
+    write(tmp_path, train_images=images(40))
+    path.write_bytes(path.read_bytes()[:kept])
+    with pytest.raises(DataError, match=r"data.npz is no complete .npz file"):
+        NpzImages(str(path)).setup("fit")
+
+
+def test_damage_inside_an_array_is_found_when_it_is_read(tmp_path):
+    path = tmp_path / "data.npz"
+    write(tmp_path, train_images=images(60, 16, 16), train_labels=labels(60))
+    content = bytearray(path.read_bytes())
+    content[4000:4050] = bytes(50)
+    path.write_bytes(bytes(content))
+    data = NpzImages(str(path), num_classes=3)
+    assert data.num_train == 60
+    with pytest.raises(DataError, match=r"data.npz is no complete .npz file"):
+        data.setup("fit")
+
+
+def test_pickled_arrays_are_refused(tmp_path):
+    path = write(tmp_path, train_labels=np.array([{}] * 9, dtype=object))
+    with pytest.raises(DataError, match="train_labels must be integers, not object"):
+        NpzImages(path).check_files()
