@@ -1,0 +1,252 @@
+"""Three accountants agree with each other and with the exact Gaussian; a ledger cannot be forged or shrunk."""
+
+import io
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy.optimize import brentq
+from scipy.stats import norm
+
+from dp_lightning.errors import BudgetError, ConfigurationError, DpLightningError
+from dp_lightning.privacy import accounting
+from dp_lightning.privacy.accounting import ACCOUNTANTS, Ledger, compose, compose_all, epsilon
+
+
+def gaussian_epsilon(sigma: float, delta: float) -> float:
+    """Exact epsilon of one Gaussian mechanism of sensitivity 1 (Balle and Wang 2018, Theorem 8)."""
+
+    def excess(eps: float) -> float:
+        a, b = 1 / (2 * sigma), eps * sigma
+        return norm.cdf(a - b) - math.exp(eps) * norm.cdf(-a - b) - delta
+
+    return brentq(excess, 0, 500)
+
+
+@pytest.mark.parametrize(("sigma", "num_steps"), [(1.0, 1), (10.0, 100), (30.0, 100)])
+@pytest.mark.parametrize("accountant", ACCOUNTANTS)
+def test_without_sampling_every_accountant_bounds_the_exact_gaussian(
+    sigma: float, num_steps: int, accountant: str
+) -> None:
+    """T steps of noise sigma are one step of noise sigma / sqrt(T)."""
+    exact = gaussian_epsilon(sigma / math.sqrt(num_steps), 1e-5)
+    bound = epsilon(
+        noise_multiplier=sigma, sample_rate=1.0, num_steps=num_steps, delta=1e-5, accountant=accountant
+    )
+    # RDP's conversion loses up to about 10 %; PRV adds its error margin of 0.01, PLD less.
+    slack = 0.1 * exact if accountant == "rdp" else 0.011
+    assert exact - 1e-6 <= bound <= exact + slack
+
+
+@pytest.mark.parametrize(
+    ("sigma", "rate", "steps", "delta"),
+    [
+        (0.85, 256 / 50_000, 9765, 1e-5),
+        (0.3, 0.01, 1000, 1e-5),
+        (1.0, 0.01, 1000, 1e-9),
+        (3.25, 0.16384, 305, 1e-5),
+        (0.8, 0.9, 3, 1e-5),
+        (20.0, 0.01, 100_000, 1e-6),
+    ],
+)
+def test_prv_and_pld_agree_and_rdp_is_above_both(sigma: float, rate: float, steps: int, delta: float) -> None:
+    prv, rdp, pld = compose_all([(sigma, rate, steps)], delta=delta).values()
+    # PRV reports the upper end of an interval of half width 0.01; it must not fall below the pessimistic PLD.
+    assert pld - 1e-3 <= prv <= pld + 0.02
+    assert max(prv, pld) <= rdp
+
+
+def test_different_kinds_of_steps_compose_in_any_order() -> None:
+    runs = [(1.0, 0.01, 300), (2.0, 0.02, 701)]
+    for accountant in ACCOUNTANTS:
+        both = compose(runs, delta=1e-5, accountant=accountant)
+        assert both == pytest.approx(compose(runs[::-1], delta=1e-5, accountant=accountant), abs=1e-6)
+        assert both > compose(runs[:1], delta=1e-5, accountant=accountant)
+    prv, _, pld = compose_all(runs, delta=1e-5).values()
+    assert pld - 1e-3 <= prv <= pld + 0.02
+
+
+def test_a_split_run_spends_as_much_as_a_whole_one() -> None:
+    whole = compose([(1.0, 0.01, 1000)], delta=1e-5)
+    assert compose([(1.0, 0.01, 400), (1.0, 0.01, 600)], delta=1e-5) == whole
+
+
+@pytest.mark.parametrize("accountant", ACCOUNTANTS)
+def test_no_steps_cost_nothing_and_no_noise_costs_everything(accountant: str) -> None:
+    spent = {"sample_rate": 0.1, "delta": 1e-5, "accountant": accountant}
+    assert epsilon(noise_multiplier=1.0, num_steps=0, **spent) == 0
+    assert epsilon(noise_multiplier=0.0, num_steps=0, **spent) == 0
+    assert epsilon(noise_multiplier=0.0, num_steps=1, **spent) == math.inf
+
+
+@pytest.mark.parametrize("accountant", ACCOUNTANTS)
+@pytest.mark.parametrize(
+    ("sigma", "rate", "steps", "delta"),
+    [
+        (1e-200, 0.1, 10, 1e-5),  # sigma squared is zero in float64
+        (1e-6, 0.01, 10, 1e-5),
+        (0.05, 0.01, 1000, 1e-5),  # an epsilon of thousands, a grid of 10^9 points
+        (1e12, 0.01, 100, 1e-5),
+        (1.0, 1e-300, 3, 1e-5),
+        (1.0, 1 - 1e-12, 3, 1e-5),
+        (1.0, 0.01, 2**53, 1e-5),
+        (1.0, 0.01, 1000, 1e-300),
+        (1.0, 0.01, 10, 0.9),
+    ],
+)
+def test_extreme_values_give_a_number_capped_by_rdp(
+    accountant: str, sigma: float, rate: float, steps: int, delta: float
+) -> None:
+    value = compose([(sigma, rate, steps)], delta=delta, accountant=accountant)
+    assert 0 <= value <= compose([(sigma, rate, steps)], delta=delta, accountant="rdp")
+
+
+def test_prv_gives_way_to_rdp_where_its_fft_is_inexact() -> None:
+    """At delta 1e-12 and 1000 steps Opacus' PRV reports 3.913 where the pessimistic PLD has 3.916."""
+    run = [(1.0, 0.01, 1000)]
+    assert compose(run, delta=1e-12, accountant="prv") == compose(run, delta=1e-12, accountant="rdp")
+
+
+def test_an_order_whose_series_fails_never_lowers_epsilon(monkeypatch: pytest.MonkeyPatch) -> None:
+    import opacus.accountants.analysis.rdp as opacus_rdp
+
+    monkeypatch.setattr(opacus_rdp, "compute_rdp", lambda **_: math.nan)
+    assert compose([(1.0, 0.01, 10)], delta=1e-5, accountant="rdp") == math.inf
+
+
+@pytest.mark.parametrize("accountant", ACCOUNTANTS)
+def test_epsilon_falls_with_noise_and_grows_with_steps_and_rate(accountant: str) -> None:
+    def spent(sigma: float = 1.0, rate: float = 0.01, steps: int = 100) -> float:
+        return compose([(sigma, rate, steps)], delta=1e-5, accountant=accountant)
+
+    by_noise = [spent(sigma=s) for s in (0.2, 0.5, 1.0, 1.01, 2.0, 10.0, 100.0)]
+    by_steps = [spent(steps=n) for n in (1, 10, 100, 101, 1000)]
+    by_rate = [spent(rate=q) for q in (0.001, 0.01, 0.0101, 1.0)]
+    assert by_noise == sorted(by_noise, reverse=True)
+    assert by_steps == sorted(by_steps)
+    assert by_rate == sorted(by_rate)
+
+
+def test_pld_is_optional(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(accounting, "pld_installed", lambda: False)
+    assert compose_all([(1.0, 0.01, 10)], delta=1e-5)["pld"] is None
+    with pytest.raises(ConfigurationError, match=r"pip install 'dp-lightning\[pld\]'"):
+        compose([(1.0, 0.01, 10)], delta=1e-5, accountant="pld")
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"noise_multiplier": math.nan},
+        {"noise_multiplier": -1.0},
+        {"noise_multiplier": math.inf},
+        {"sample_rate": 0.0},
+        {"sample_rate": 1.5},
+        {"num_steps": -50},
+        {"num_steps": 2.5},
+        {"delta": 0.0},
+        {"delta": 1.0},
+        {"delta": math.nan},
+        {"accountant": "gdp"},
+    ],
+)
+def test_values_outside_their_range_are_refused(wrong: dict) -> None:
+    right = {"noise_multiplier": 1.0, "sample_rate": 0.1, "num_steps": 1, "delta": 1e-5, "accountant": "rdp"}
+    name = "steps" if "num_steps" in wrong else next(iter(wrong))
+    with pytest.raises(ConfigurationError, match=name):
+        epsilon(**{**right, **wrong})
+
+
+def filled(*kinds: tuple[float, float, int]) -> Ledger:
+    ledger = Ledger()
+    for sigma, rate, count in kinds:
+        for _ in range(count):
+            ledger.record(noise_multiplier=sigma, sample_rate=rate)
+    return ledger
+
+
+def test_ledger_counts_steps_in_runs() -> None:
+    ledger = filled((1.0, 0.1, 3), (2.0, 0.1, 1), (1.0, 0.1, 2))
+    assert ledger.runs == ((1.0, 0.1, 3), (2.0, 0.1, 1), (1.0, 0.1, 2))
+    assert ledger.num_steps == 6
+    expected = compose([(1.0, 0.1, 5), (2.0, 0.1, 1)], delta=1e-5)
+    assert ledger.epsilon(delta=1e-5) == ledger.epsilons(delta=1e-5)["prv"] == expected
+
+
+def test_ledger_survives_a_weights_only_checkpoint() -> None:
+    ledger, file = filled((1.0, 0.1, 3), (2.0, 0.2, 1)), io.BytesIO()
+    torch.save(ledger.state_dict(), file)
+    file.seek(0)
+    restored = filled((1.0, 0.1, 2))
+    restored.load_state_dict(torch.load(file, weights_only=True))
+    assert restored.runs == ledger.runs
+    restored.record(noise_multiplier=2.0, sample_rate=0.2)
+    assert ledger.num_steps == 4, "the restored ledger is a copy"
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        {"runs": []},
+        {"runs": [[1.0, 0.1, 2]]},
+        {"runs": [[50.0, 0.1, 1000]]},  # more steps, but not the ones taken
+    ],
+)
+def test_ledger_never_forgets(state: dict) -> None:
+    ledger = filled((1.0, 0.1, 3))
+    with pytest.raises(BudgetError, match="forget"):
+        ledger.load_state_dict(state)
+    assert ledger.runs == ((1.0, 0.1, 3),)
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        [1.0, 0.1, -50],
+        [1.0, 0.1, 0],
+        [1.0, 0.1, 2.0],
+        [1.0, 0.1, True],
+        [1.0, 0.1, 10**400],
+        [math.nan, 0.1, 1],
+        [math.inf, 0.1, 1],
+        [-1.0, 0.1, 1],
+        ["1.0", 0.1, 1],
+        [1.0, 0.0, 1],
+        [1.0, math.nan, 1],
+        [1.0, 1.01, 1],
+        [1.0, None, 1],
+        [1.0, 0.1],
+        [1.0, 0.1, 1, 1],
+        "abc",
+        None,
+    ],
+)
+def test_forged_runs_are_refused(run: object) -> None:
+    with pytest.raises(ConfigurationError, match="malformed"):
+        Ledger().load_state_dict({"runs": [[1.0, 0.1, 1], run]})
+
+
+@pytest.mark.parametrize("state", [None, [], {}, {"runs": None}, {"runs": {}}, {"runs": [], "extra": 1}])
+def test_forged_states_are_refused(state: object) -> None:
+    with pytest.raises(ConfigurationError, match="malformed"):
+        Ledger().load_state_dict(state)
+
+
+scalars = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=3))
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.one_of(scalars, st.lists(scalars, min_size=2, max_size=4)), max_size=3))
+def test_any_state_is_refused_or_holds_valid_steps(runs: list) -> None:
+    ledger = Ledger()
+    try:
+        ledger.load_state_dict({"runs": runs})
+    except DpLightningError:
+        assert ledger.num_steps == 0
+    else:
+        for sigma, rate, count in ledger.runs:
+            assert 0 <= sigma < math.inf
+            assert 0 < rate <= 1
+            assert count >= 1
