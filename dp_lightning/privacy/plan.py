@@ -1,0 +1,183 @@
+"""The public numbers of a private run, fixed before it starts, and the noise that a privacy budget asks for.
+
+With N training examples, an expected batch of B, T logical steps and noise multiplier sigma, every step
+draws each example with probability q = B/N and adds N(0, sigma^2 S^2 I) to a sum of sensitivity S. The plan
+knows epsilon(sigma, q, T, delta); calibration finds the smallest sigma with epsilon <= target. q is the
+quotient B/N itself, never one over the length of a loader.
+"""
+
+import functools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from scipy.optimize import brentq
+
+from dp_lightning.errors import ConfigurationError
+from dp_lightning.privacy.accounting import (
+    check_accountant,
+    check_count,
+    check_delta,
+    check_noise_multiplier,
+    compose_all,
+    epsilon,
+)
+
+# Relative width of the interval in which calibration places the noise multiplier.
+_TOLERANCE = 1e-4
+_LARGEST_NOISE_MULTIPLIER = 1e6
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrivacyPlan:
+    """What a run has promised to do; none of it depends on the data.
+
+    Args:
+        num_train: N, the number of training examples.
+        expected_batch_size: B, the expected number of examples in a logical batch, over all ranks.
+        num_steps: T, the number of logical optimizer steps.
+        noise_multiplier: sigma, noise standard deviation over sensitivity; 0 means no privacy.
+        delta: below 1/num_train.
+        accountant: the one that the plan is held to, "prv", "rdp" or "pld".
+        target_epsilon: the budget, where there is one.
+        neighboring_relation: only "add_or_remove_one".
+
+    Raises:
+        ConfigurationError: a value is outside its range; the message names it.
+    """
+
+    num_train: int
+    expected_batch_size: int
+    num_steps: int
+    noise_multiplier: float
+    delta: float
+    accountant: str = "prv"
+    target_epsilon: float | None = None
+    neighboring_relation: str = "add_or_remove_one"
+
+    def __post_init__(self) -> None:
+        check_count("num_train", self.num_train)
+        check_count("expected_batch_size", self.expected_batch_size)
+        check_count("num_steps", self.num_steps)
+        if self.expected_batch_size > self.num_train:
+            raise ConfigurationError(
+                f"expected_batch_size must be at most num_train = {self.num_train}; got "
+                f"{self.expected_batch_size}."
+            )
+        check_noise_multiplier(self.noise_multiplier)
+        check_delta(self.delta)
+        if self.delta >= 1 / self.num_train:
+            raise ConfigurationError(
+                f"delta must be below 1/num_train = {1 / self.num_train:.3g}; got {self.delta:g}. "
+                "At 1/num_train, publishing one whole example would count as private."
+            )
+        check_accountant(self.accountant)
+        if self.target_epsilon is not None:
+            _check_target(self.target_epsilon)
+        if self.neighboring_relation != "add_or_remove_one":
+            raise ConfigurationError(
+                "neighboring_relation must be 'add_or_remove_one', the only one accounted for; "
+                f"got {self.neighboring_relation!r}."
+            )
+
+    @classmethod
+    def calibrate(
+        cls,
+        *,
+        target_epsilon: float,
+        delta: float,
+        num_train: int,
+        expected_batch_size: int,
+        num_steps: int,
+        accountant: str = "prv",
+    ) -> "PrivacyPlan":
+        """The plan with the smallest noise multiplier, to 1e-4, whose epsilon is at most `target_epsilon`.
+
+        Raises:
+            ConfigurationError: a value is outside its range, or no noise multiplier below 1e6 reaches the
+                target.
+        """
+        _check_target(target_epsilon)
+
+        def plan(noise_multiplier: float) -> PrivacyPlan:
+            return cls(
+                num_train=num_train,
+                expected_batch_size=expected_batch_size,
+                num_steps=num_steps,
+                noise_multiplier=noise_multiplier,
+                delta=delta,
+                accountant=accountant,
+                target_epsilon=target_epsilon,
+            )
+
+        plan(1.0)  # names a wrong setting before the search starts
+
+        # The Renyi bound is cheap and never below the others, so its solution starts their search from above.
+        start = _smallest_noise(lambda sigma: plan(sigma).epsilon("rdp"), target_epsilon, start=1.0)
+        if accountant == "rdp":
+            return plan(start)
+        return plan(_smallest_noise(lambda sigma: plan(sigma).epsilon(), target_epsilon, start=start))
+
+    @property
+    def sample_rate(self) -> float:
+        """q, the probability with which a step draws each example."""
+        return self.expected_batch_size / self.num_train
+
+    def epsilon(self, accountant: str | None = None, num_steps: int | None = None) -> float:
+        """Epsilon after `num_steps` steps (all by default), by `accountant` (the plan's by default)."""
+        return epsilon(
+            noise_multiplier=self.noise_multiplier,
+            sample_rate=self.sample_rate,
+            num_steps=self.num_steps if num_steps is None else num_steps,
+            delta=self.delta,
+            accountant=self.accountant if accountant is None else accountant,
+        )
+
+    def epsilons(self) -> dict[str, float | None]:
+        """Epsilon of the whole plan by "prv", "rdp" and "pld"; None for "pld" where it is not installed."""
+        return compose_all([(self.noise_multiplier, self.sample_rate, self.num_steps)], delta=self.delta)
+
+    def noise_norm(self, *, num_parameters: int, sensitivity: float) -> float:
+        """Root mean square norm of the noise in one privatized gradient, sigma * S * sqrt(d) / B.
+
+        Args:
+            num_parameters: d, the number of trained parameters.
+            sensitivity: S, the L2 sensitivity of the clipped sum; C under flat clipping.
+        """
+        return self.noise_multiplier * sensitivity * math.sqrt(num_parameters) / self.expected_batch_size
+
+
+def _check_target(target_epsilon: float) -> None:
+    is_number = isinstance(target_epsilon, int | float) and not isinstance(target_epsilon, bool)
+    if not is_number or not 0 < target_epsilon < math.inf:
+        raise ConfigurationError(f"target_epsilon must be a finite number above 0; got {target_epsilon!r}.")
+
+
+def _smallest_noise(spent: Callable[[float], float], target: float, *, start: float) -> float:
+    """The smallest sigma with spent(sigma) <= target, to `_TOLERANCE`, on the side that meets the target."""
+    spent = functools.cache(spent)  # the search asks again at the ends of its interval
+    high = start
+    while spent(high) > target:
+        if high >= _LARGEST_NOISE_MULTIPLIER:
+            raise ConfigurationError(
+                f"target_epsilon = {target:g} cannot be reached: at noise_multiplier = {high:g} epsilon is "
+                f"still {spent(high):.3g}. Raise target_epsilon or delta, or take fewer steps."
+            )
+        high = min(2 * high, _LARGEST_NOISE_MULTIPLIER)
+    # The exact accountants need 5 to 10 % less noise than Renyi DP, so the first guess below mostly ends
+    # the search.
+    low = 0.85 * high
+    while spent(low) <= target:
+        high, low = low, 0.85 * low
+
+    def excess(log_sigma: float) -> float:
+        # log epsilon is almost linear in log sigma; the cap keeps an infinite epsilon out of the
+        # interpolation.
+        return min(50.0, math.log(max(spent(math.exp(log_sigma)), 1e-300) / target))
+
+    root = brentq(excess, math.log(low), math.log(high), xtol=_TOLERANCE / 4)
+    sigma = math.exp(root)
+    # The root has an error of its own; step up until the target is met.
+    while sigma < high and spent(sigma) > target:
+        sigma *= 1 + _TOLERANCE / 2
+    return min(sigma, high)

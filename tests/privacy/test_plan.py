@@ -1,0 +1,161 @@
+"""The plan reproduces the paper's two tables of noise multipliers, and calibration never exceeds its target."""
+
+import dataclasses
+import math
+import time
+
+import pytest
+
+from dp_lightning.errors import ConfigurationError
+from dp_lightning.privacy import accounting
+from dp_lightning.privacy.accounting import ACCOUNTANTS, epsilon
+from dp_lightning.privacy.plan import PrivacyPlan
+
+BATCH_SIZES = (256, 512, 1024, 2048, 4096, 8192)
+# Noise multipliers of tab:privacy_params for epsilon 4, delta 1e-5, 50 epochs, by number of training examples.
+PRIVACY_PARAMS = {
+    50_000: (0.85, 1.04, 1.32, 1.74, 2.35, 3.25),  # CIFAR-10 and CIFAR-100
+    73_257: (0.77, 0.92, 1.15, 1.48, 1.99, 2.71),  # SVHN
+    100_000: (0.72, 0.85, 1.04, 1.32, 1.74, 2.35),  # Tiny-ImageNet
+}
+# tab:snr: batch size, noise multiplier, norm of the noise.
+SNR = ((256, 0.88, 5.71), (512, 1.08, 3.50), (1024, 1.38, 2.23), (2048, 1.83, 1.48), (4096, 2.49, 1.01))
+WRN_16_4_PARAMETERS = 2_748_890
+
+SETTINGS = {"num_train": 50_000, "expected_batch_size": 512, "num_steps": 1000, "delta": 1e-5}
+PLAN = PrivacyPlan(**SETTINGS, noise_multiplier=1.0)
+
+
+@pytest.mark.parametrize(
+    ("num_train", "batch_size", "published"),
+    [(n, b, sigma) for n, row in PRIVACY_PARAMS.items() for b, sigma in zip(BATCH_SIZES, row, strict=True)],
+)
+def test_table_of_privacy_parameters_is_prv(num_train: int, batch_size: int, published: float) -> None:
+    """The noise that spends epsilon 4 lies within 0.01 of the published one, with q = B/N and T = floor(50 N/B)."""
+
+    def spent(sigma: float) -> float:
+        return epsilon(
+            noise_multiplier=sigma,
+            sample_rate=batch_size / num_train,
+            num_steps=50 * num_train // batch_size,
+            delta=1e-5,
+            accountant="prv",
+        )
+
+    assert spent(published + 0.01) <= 4 < spent(published - 0.01)
+
+
+@pytest.mark.parametrize(("batch_size", "sigma", "noise_norm"), SNR)
+def test_table_of_signal_to_noise_is_rdp(batch_size: int, sigma: float, noise_norm: float) -> None:
+    plan = PrivacyPlan.calibrate(
+        target_epsilon=4.0,
+        delta=1e-5,
+        num_train=50_000,
+        expected_batch_size=batch_size,
+        num_steps=50 * (50_000 // batch_size),
+        accountant="rdp",
+    )
+    assert plan.noise_multiplier == pytest.approx(sigma, abs=0.01)
+    # The table rounds the norm to 0.01 after an unrounded sigma.
+    norm = plan.noise_norm(num_parameters=WRN_16_4_PARAMETERS, sensitivity=1.0)
+    assert norm == pytest.approx(noise_norm, abs=0.012)
+
+
+def test_noise_norm_is_proportional_to_sensitivity() -> None:
+    assert PLAN.noise_norm(num_parameters=4, sensitivity=3.0) == pytest.approx(1.0 * 3.0 * 2.0 / 512)
+
+
+@pytest.mark.parametrize("accountant", ACCOUNTANTS)
+@pytest.mark.parametrize(
+    ("target", "batch_size", "num_steps"),
+    [(0.1, 256, 500), (1.0, 50_000, 1), (8.0, 1024, 400), (60.0, 64, 100)],
+)
+def test_calibration_meets_its_target_and_barely(
+    accountant: str, target: float, batch_size: int, num_steps: int
+) -> None:
+    plan = PrivacyPlan.calibrate(
+        target_epsilon=target,
+        delta=1e-5,
+        num_train=50_000,
+        expected_batch_size=batch_size,
+        num_steps=num_steps,
+        accountant=accountant,
+    )
+    assert plan.epsilon() <= target
+    assert plan.target_epsilon == target
+    less_noise = dataclasses.replace(plan, noise_multiplier=plan.noise_multiplier * (1 - 2e-4))
+    assert less_noise.epsilon() > target
+
+
+def test_calibration_is_quick() -> None:
+    started = time.process_time()
+    PrivacyPlan.calibrate(target_epsilon=4.0, **{**SETTINGS, "num_steps": 4882})
+    assert time.process_time() - started < 15, "takes about 1.5 s on one core"
+
+
+def test_calibration_names_a_target_out_of_reach() -> None:
+    with pytest.raises(ConfigurationError, match="target_epsilon = 1e-06 cannot be reached"):
+        PrivacyPlan.calibrate(target_epsilon=1e-6, **SETTINGS, accountant="rdp")
+
+
+@pytest.mark.parametrize("target", [0.0, -1.0, math.inf, math.nan, "4"])
+def test_calibration_refuses_a_target_that_is_not_positive_and_finite(target: object) -> None:
+    with pytest.raises(ConfigurationError, match="target_epsilon"):
+        PrivacyPlan.calibrate(target_epsilon=target, **SETTINGS)
+
+
+def test_sample_rate_is_the_quotient_for_every_batch_size() -> None:
+    """Opacus takes one over the loader's length instead: 4096 of 50,000 becomes 3846 or 4166."""
+    for batch_size in range(1, 50_001, 97):
+        plan = dataclasses.replace(PLAN, expected_batch_size=batch_size)
+        assert plan.sample_rate == batch_size / 50_000
+        assert plan.sample_rate * 50_000 == pytest.approx(batch_size, rel=1e-15)
+
+
+def test_epsilon_takes_an_accountant_and_a_number_of_steps() -> None:
+    assert PLAN.epsilon() == PLAN.epsilon("prv", 1000) == PLAN.epsilons()["prv"]
+    assert PLAN.epsilon(num_steps=0) == 0
+    assert PLAN.epsilon(num_steps=10) < PLAN.epsilon()
+    assert PLAN.epsilon("rdp") == PLAN.epsilons()["rdp"] > PLAN.epsilon()
+    assert list(PLAN.epsilons()) == ["prv", "rdp", "pld"]
+
+
+def test_epsilons_without_dp_accounting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(accounting, "pld_installed", lambda: False)
+    assert PLAN.epsilons()["pld"] is None
+    with pytest.raises(ConfigurationError, match="pip install"):
+        dataclasses.replace(PLAN, accountant="pld")
+
+
+def test_plan_is_frozen_and_keyword_only() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        PLAN.noise_multiplier = 0.0
+    with pytest.raises(TypeError):
+        PrivacyPlan(50_000, 512, 1000, 1.0, 1e-5)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"delta": 0.0}, "delta"),
+        ({"delta": 1.0}, "delta"),
+        ({"delta": 2e-5}, r"delta must be below 1/num_train = 2e-05"),
+        ({"expected_batch_size": 0}, "expected_batch_size"),
+        ({"expected_batch_size": 50_001}, "expected_batch_size must be at most num_train = 50000"),
+        ({"expected_batch_size": 512.0}, "expected_batch_size"),
+        ({"num_steps": 0}, "num_steps"),
+        ({"num_steps": 10.5}, "num_steps"),
+        ({"num_steps": True}, "num_steps"),
+        ({"num_train": 0}, "num_train"),
+        ({"noise_multiplier": -0.1}, "noise_multiplier"),
+        ({"noise_multiplier": math.nan}, "noise_multiplier"),
+        ({"noise_multiplier": math.inf}, "noise_multiplier"),
+        ({"noise_multiplier": None}, "noise_multiplier"),
+        ({"accountant": "gdp"}, "accountant"),
+        ({"target_epsilon": 0.0}, "target_epsilon"),
+        ({"neighboring_relation": "replace_one"}, "neighboring_relation"),
+    ],
+)
+def test_settings_that_break_the_guarantee_are_refused(wrong: dict, message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        dataclasses.replace(PLAN, **wrong)
