@@ -119,5 +119,5 @@ def test_an_unknown_timm_name_suggests_close_ones():
 
 
 def test_a_wrong_timm_argument_is_named():
-    with pytest.raises(ConfigurationError, match="could not build 'resnet10t'.*'hue'"):
+    with pytest.raises(ConfigurationError, match=r"could not build 'resnet10t'.*'hue'"):
         timm_model("resnet10t", 10, hue=3)
