@@ -8,6 +8,7 @@ last physical batch and to a very large number on the others.
 """
 
 from collections.abc import Mapping
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,6 +20,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 from torchmetrics import Metric
 
+from dp_lightning.callbacks.postprocess import PostProcessCallback
 from dp_lightning.callbacks.private_loader import (
     PoissonBatchSampler,
     PrivateSource,
@@ -27,7 +29,7 @@ from dp_lightning.callbacks.private_loader import (
 )
 from dp_lightning.callbacks.settings import check_optimizers, check_settings
 from dp_lightning.errors import BudgetError, ConfigurationError, ModelError
-from dp_lightning.privacy.accounting import Ledger
+from dp_lightning.privacy.accounting import Ledger, compose
 from dp_lightning.privacy.clipping import ClipPlan
 from dp_lightning.privacy.gradients import GradientEngine
 from dp_lightning.privacy.mechanism import PrivateMechanism
@@ -36,11 +38,12 @@ from dp_lightning.privacy.noise import GaussianNoise
 from dp_lightning.privacy.plan import PrivacyPlan
 from dp_lightning.privacy.sampling import PhysicalBatch, PoissonSampler
 from dp_lightning.privacy.statement import PrivacyStatement
+from dp_lightning.privacy.statement import PrivacyStatement
 
 # Lightning divides the loss by it; a power of two is undone without rounding.
 _ACCUMULATE = 2**30
 # Epsilon by PRV costs about a second, so it is brought up to date this many times in a run.
-_EPSILON_UPDATES = 20
+_EPSILON_UPDATES = 10
 
 
 class PrivacyCallback(pl.Callback):
@@ -120,6 +123,7 @@ class PrivacyCallback(pl.Callback):
         self._mechanism: PrivateMechanism | None = None
         self._batch: PhysicalBatch | None = None
         self._epsilon = 0.0
+        self.planned_epsilon = 0.0
         self._unprotected: set[str] = set()
         self._restored: dict[str, Any] | None = None
 
@@ -214,6 +218,7 @@ class PrivacyCallback(pl.Callback):
         )
         self._require_affordable()
         self._epsilon = self.ledger.epsilon(delta=self.delta, accountant=self.accountant)
+        self.planned_epsilon = self.plan.epsilon()
         trainer.print(self._announcement())
 
     def _require_affordable(self) -> None:
@@ -223,14 +228,9 @@ class PrivacyCallback(pl.Callback):
         self._mechanism.require_budget()
         if self.target_epsilon is None or self.ledger.num_steps == 0:
             return
-        planned = Ledger()
-        planned.load_state_dict(self.ledger.state_dict())
-        planned.record(
-            noise_multiplier=self.plan.noise_multiplier,
-            sample_rate=self.plan.sample_rate,
-            count=self.plan.num_steps - self.ledger.num_steps,
-        )
-        total = planned.epsilon(delta=self.delta, accountant=self.accountant)
+        remaining = self.plan.num_steps - self.ledger.num_steps
+        runs = [*self.ledger.runs, (self.plan.noise_multiplier, self.plan.sample_rate, remaining)]
+        total = compose(runs, delta=self.delta, accountant=self.accountant)
         # Calibration stops within 1e-3 below the target; composing the same steps again rounds differently.
         if total > self.target_epsilon * (1 + 1e-3):
             raise BudgetError(
@@ -248,7 +248,7 @@ class PrivacyCallback(pl.Callback):
         )
         if plan.noise_multiplier == 0:
             return text + "\nNo noise is added: this run is NOT PRIVATE."
-        text += f"\nEpsilon {plan.epsilon():.3f} by {plan.accountant.upper()} after the last step"
+        text += f"\nEpsilon {self.planned_epsilon:.3f} by {plan.accountant.upper()} after the last step"
         if self.noise_seed is not None or self.sampling_seed is not None:
             text += "\nA noise or sampling seed is fixed: this run is NOT FOR RELEASE."
         return text
@@ -398,6 +398,23 @@ class PrivacyCallback(pl.Callback):
         statement.write(Path(trainer.log_dir or trainer.default_root_dir))
         trainer.print(statement.short())
 
+    def statement(self, trainer: pl.Trainer) -> PrivacyStatement:
+        """The privacy statement of the steps taken so far."""
+        assert self.plan is not None
+        return PrivacyStatement(
+            plan=self.plan,
+            ledger=self.ledger,
+            clipping=self.clip_plan.describe(),
+            sensitivity=self.clip_plan.sensitivity,
+            sampler="Poisson, each example independently with probability q in every logical step",
+            unprotected=tuple(sorted(self._unprotected)),
+            fixed_noise_seed=self.noise_seed is not None,
+            fixed_sampling_seed=self.sampling_seed is not None,
+            private=self.plan.noise_multiplier > 0,
+            postprocessing=_postprocessing(trainer),
+            versions={name: version(name) for name in ("dp-lightning", "torch", "lightning", "opacus")},
+        )
+
     @property
     def epsilon(self) -> float:
         """Epsilon when it was last brought up to date, by the plan's accountant."""
@@ -417,3 +434,14 @@ class PrivacyCallback(pl.Callback):
             return
         self.ledger.load_state_dict(state_dict["ledger"])
         self._restored = state_dict
+
+
+def _postprocessing(trainer: pl.Trainer) -> str:
+    callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    names = [
+        type(transform).__name__
+        for callback in callbacks
+        if isinstance(callback, PostProcessCallback)
+        for transform in callback.chain.transforms
+    ]
+    return ", then ".join(names) or "none"

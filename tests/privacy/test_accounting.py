@@ -1,4 +1,4 @@
-"""Three accountants agree with each other and with the exact Gaussian; a ledger cannot be forged or shrunk."""
+"""Accountants agree with each other and the exact Gaussian; a ledger cannot be forged or shrunk."""
 
 import io
 import math

@@ -1,4 +1,4 @@
-"""The plan reproduces the paper's two tables of noise multipliers, and calibration never exceeds its target."""
+"""The plan reproduces the paper's two tables of noise; calibration never exceeds its target."""
 
 import dataclasses
 import math
@@ -12,7 +12,7 @@ from dp_lightning.privacy.accounting import ACCOUNTANTS, epsilon
 from dp_lightning.privacy.plan import PrivacyPlan
 
 BATCH_SIZES = (256, 512, 1024, 2048, 4096, 8192)
-# Noise multipliers of tab:privacy_params for epsilon 4, delta 1e-5, 50 epochs, by number of training examples.
+# Noise multipliers of tab:privacy_params: epsilon 4, delta 1e-5, 50 epochs, by number of training examples.
 PRIVACY_PARAMS = {
     50_000: (0.85, 1.04, 1.32, 1.74, 2.35, 3.25),  # CIFAR-10 and CIFAR-100
     73_257: (0.77, 0.92, 1.15, 1.48, 1.99, 2.71),  # SVHN
@@ -31,7 +31,7 @@ PLAN = PrivacyPlan(**SETTINGS, noise_multiplier=1.0)
     [(n, b, sigma) for n, row in PRIVACY_PARAMS.items() for b, sigma in zip(BATCH_SIZES, row, strict=True)],
 )
 def test_table_of_privacy_parameters_is_prv(num_train: int, batch_size: int, published: float) -> None:
-    """The noise that spends epsilon 4 lies within 0.01 of the published one, with q = B/N and T = floor(50 N/B)."""
+    """Epsilon 4 needs the published noise, to 0.01, with q = B/N and T = floor(50 N/B)."""
 
     def spent(sigma: float) -> float:
         return epsilon(

@@ -50,6 +50,11 @@ class ClippedSum:
         Returns:
             (b, L) float32 norms before clipping, one column per group.
         """
+        # Autocast would take the products below in bfloat16, and the sum would no longer be what was measured.
+        with torch.autocast(self._bounds.device.type, enabled=False):
+            return self._add(contributions, batch_size, count=count)
+
+    def _add(self, contributions: Sequence[Contribution], batch_size: int, *, count: bool) -> Tensor:
         squared = self._bounds.new_zeros(len(self._bounds), batch_size)
         for contribution in contributions:
             for name, values in contribution.squared_norms().items():

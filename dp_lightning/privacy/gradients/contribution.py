@@ -35,8 +35,7 @@ class PerExample(Contribution):
 
     def squared_norms(self) -> dict[str, Tensor]:
         return {
-            name: torch.linalg.vector_norm(gradient.flatten(1), dim=1, dtype=torch.float32).square()
-            for name, gradient in self.gradients.items()
+            name: _norms(gradient.flatten(1)).square() for name, gradient in self.gradients.items()
         }
 
     def discard(self, rows: Tensor) -> None:
@@ -48,6 +47,12 @@ class PerExample(Contribution):
             name: (weights[name] @ gradient.flatten(1).float()).view(gradient.shape[1:])
             for name, gradient in self.gradients.items()
         }
+
+
+def _norms(rows: Tensor) -> Tensor:
+    """(b,) float32 norms of the rows, added up in float32 at least."""
+    dtype = torch.promote_types(rows.dtype, torch.float32)
+    return torch.linalg.vector_norm(rows, dim=1, dtype=dtype).float()
 
 
 def add_up(first: PerExample, second: PerExample) -> PerExample:

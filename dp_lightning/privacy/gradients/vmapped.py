@@ -1,9 +1,11 @@
-"""Any other module: the vmapped vector-Jacobian product of that module alone.
+"""Any other module: the vector-Jacobian product of that module alone, example by example.
 
 The module runs again on each example by itself, so that its per-example gradients are exact whatever it does inside,
-as long as it treats the first dimension of its inputs as the batch.
+as long as it treats the first dimension of its inputs as the batch. The examples are vmapped; a module that vmap cannot
+run (recurrent layers change tensors in place) takes them one after the other.
 """
 
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -59,4 +61,17 @@ def vmapped_gradients(
         )
         return pullback(cotangents)[0]
 
-    return torch.func.vmap(one_example, randomness="error")(rows, gradients)
+    try:
+        return torch.func.vmap(one_example, randomness="error")(rows, gradients)
+    except RuntimeError as error:
+        if "random" in str(error):
+            raise
+        warnings.warn(
+            f"{type(module).__name__} cannot be vmapped, so its examples are taken one after the other, which is slow.",
+            stacklevel=2,
+        )
+    singles = [
+        one_example([row[i] for row in rows], tuple(gradient[i] for gradient in gradients))
+        for i in range(batch_size)
+    ]
+    return {name: torch.stack([single[name] for single in singles]) for name in singles[0]}

@@ -1,0 +1,233 @@
+"""The privacy statement of a run: what is guaranteed, with which numbers, and what is not.
+
+Epsilon comes from the ledger, the steps that were really taken, and not from the plan. The statement claims
+(epsilon, delta)-differential privacy (Dwork et al. 2006) of the sequence of privatized gradients, and by
+post-processing of the weights computed from it. It names every number that was released beside them, and
+says "not for release" whenever a condition of the theorem does not hold, such as a noise seed that is
+written down.
+"""
+
+import json
+import math
+import os
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from dp_lightning.privacy.accounting import Ledger
+from dp_lightning.privacy.plan import PrivacyPlan
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrivacyStatement:
+    """A snapshot of a run's guarantee.
+
+    Args:
+        plan: the public numbers that the run was started with.
+        ledger: the steps taken so far; copied, so that later steps do not change this statement.
+        clipping: the clip plan in plain values (groups, norms, factor).
+        sensitivity: L2 sensitivity of the clipped sum under the stated neighbours.
+        sampler: how batches were drawn, in words.
+        unit_of_privacy: what one neighbour adds or removes.
+        unprotected: log tags of everything computed from raw training examples.
+        fixed_noise_seed: the noise came from a seed that the user chose.
+        fixed_sampling_seed: the batches came from a seed that the user chose.
+        private: False for a run without the mechanism; its epsilon is infinite.
+        postprocessing: what was done to the privatized gradient, in words.
+        versions: package name to version.
+    """
+
+    plan: PrivacyPlan
+    ledger: Ledger
+    clipping: dict[str, Any]
+    sensitivity: float
+    sampler: str
+    unit_of_privacy: str = "one training example"
+    unprotected: tuple[str, ...] = ()
+    fixed_noise_seed: bool = False
+    fixed_sampling_seed: bool = False
+    private: bool = True
+    postprocessing: str = "none"
+    versions: dict[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        copy = Ledger()
+        copy.load_state_dict(self.ledger.state_dict())
+        object.__setattr__(self, "ledger", copy)
+
+    @cached_property
+    def epsilon(self) -> dict[str, float | None]:
+        """Epsilon of the steps taken, by every accountant; infinite where the run is not private."""
+        if not self.private:
+            return {"prv": math.inf, "rdp": math.inf, "pld": math.inf}
+        return self.ledger.epsilons(delta=self.plan.delta)
+
+    @property
+    def _spent(self) -> float:
+        spent = self.epsilon[self.plan.accountant]
+        return math.inf if spent is None else spent
+
+    @cached_property
+    def release(self) -> str:
+        """ "ok", or "not for release: " and every reason."""
+        spent = self._spent
+        target = self.plan.target_epsilon
+        planned = (float(self.plan.noise_multiplier), self.plan.sample_rate)
+        reasons = []
+        if math.isinf(spent):
+            reasons.append("not private: epsilon is infinite")
+        elif target is not None and spent > target:
+            reasons.append(f"epsilon {spent:.4g} exceeds its target of {target:g}")
+        if any((sigma, q) != planned for sigma, q, _ in self.ledger.runs):
+            reasons.append("some steps were taken with another noise multiplier or sample rate than planned")
+        if self.fixed_noise_seed:
+            reasons.append("the noise seed was fixed, and whoever knows it can subtract the noise")
+        if self.fixed_sampling_seed:
+            reasons.append(
+                "the sampling seed was fixed, and whoever knows it knows which steps used an example"
+            )
+        return f"not for release: {'; '.join(reasons)}" if reasons else "ok"
+
+    def to_dict(self) -> dict[str, Any]:
+        """The statement in values that JSON can hold; an infinite number is the string "inf"."""
+        return _plain(
+            {
+                "epsilon": self.epsilon,
+                "delta": self.plan.delta,
+                "neighboring_relation": self.plan.neighboring_relation,
+                "unit_of_privacy": self.unit_of_privacy,
+                "private": not math.isinf(self._spent),
+                "release": self.release,
+                "accountant": self.plan.accountant,
+                "target_epsilon": self.plan.target_epsilon,
+                "sample_rate": self.plan.sample_rate,
+                "num_steps": self.ledger.num_steps,
+                "num_steps_planned": self.plan.num_steps,
+                "expected_batch_size": self.plan.expected_batch_size,
+                "num_train": self.plan.num_train,
+                "noise_multiplier": self.plan.noise_multiplier,
+                "clipping": self.clipping,
+                "sensitivity": self.sensitivity,
+                "sampler": self.sampler,
+                "postprocessing": self.postprocessing,
+                "unprotected": list(self.unprotected),
+                "fixed_noise_seed": self.fixed_noise_seed,
+                "fixed_sampling_seed": self.fixed_sampling_seed,
+                "versions": self.versions,
+            }
+        )
+
+    def short(self) -> str:
+        """Two or three lines for the screen."""
+        plan, steps = self.plan, f"{self.ledger.num_steps} of {self.plan.num_steps} steps"
+        spent = self._spent
+        if math.isinf(spent):
+            return f"NOT PRIVATE: epsilon is infinite ({steps}).\nRelease: {self.release}"
+        lines = [
+            f"({spent:.4g}, {plan.delta:g})-DP by {plan.accountant.upper()}, add or remove "
+            f"{self.unit_of_privacy}, {steps}",
+            f"noise multiplier {plan.noise_multiplier:.4g}, sample rate {plan.sample_rate:.4g}, "
+            f"sensitivity {self.sensitivity:.4g}; outside the guarantee: "
+            f"{', '.join(self.unprotected) or 'no logged value'}",
+        ]
+        return "\n".join(lines if self.release == "ok" else [*lines, f"Release: {self.release}"])
+
+    def to_markdown(self) -> str:
+        """The statement for a reader: the guarantee, its numbers, what it does not cover."""
+        facts = self.to_dict()
+        epsilons = ", ".join(
+            f"{name.upper()} {'not installed' if value is None else _show(value)}"
+            for name, value in facts["epsilon"].items()
+        )
+        rows = {
+            "epsilon": epsilons,
+            "target epsilon": "none" if facts["target_epsilon"] is None else _show(facts["target_epsilon"]),
+            "delta": _show(facts["delta"]),
+            "neighbouring data sets": f"add or remove {self.unit_of_privacy}",
+            "training examples": facts["num_train"],
+            "expected batch size": facts["expected_batch_size"],
+            "sample rate": _show(facts["sample_rate"]),
+            "sampler": self.sampler,
+            "steps": f"{facts['num_steps']} of {facts['num_steps_planned']} planned",
+            "noise multiplier": _show(facts["noise_multiplier"]),
+            "clipping": ", ".join(f"{key}: {_show(value)}" for key, value in facts["clipping"].items()),
+            "sensitivity": _show(facts["sensitivity"]),
+            "post-processing": self.postprocessing,
+            "noise seed": "fixed by the user" if self.fixed_noise_seed else "operating system's entropy",
+            "sampling seed": "fixed by the user"
+            if self.fixed_sampling_seed
+            else "operating system's entropy",
+            "versions": ", ".join(f"{name} {version}" for name, version in facts["versions"].items()),
+        }
+        table = "\n".join(
+            f"| {name} | {str(value).replace('|', chr(92) + '|')} |" for name, value in rows.items()
+        )
+        outside = "\n".join(f"- {text}" for text in self._not_covered())
+        return (
+            f"# Privacy statement\n\nRelease: {facts['release']}.\n\n## Guarantee\n\n{self._guarantee()}\n\n"
+            f"## Numbers\n\n| | |\n| --- | --- |\n{table}\n\n## What the guarantee does not "
+            f"cover\n\n{outside}\n"
+        )
+
+    def write(self, directory: str | Path) -> tuple[Path, Path]:
+        """Write privacy_statement.json and privacy_statement.md into `directory`, each in one step."""
+        folder = Path(directory)
+        folder.mkdir(parents=True, exist_ok=True)
+        as_json = json.dumps(self.to_dict(), indent=2, allow_nan=False) + "\n"
+        paths = folder / "privacy_statement.json", folder / "privacy_statement.md"
+        for path, text in zip(paths, (as_json, self.to_markdown()), strict=True):
+            temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+            temporary.write_text(text, encoding="utf-8")
+            os.replace(temporary, path)
+        return paths
+
+    def _guarantee(self) -> str:
+        spent = self._spent
+        if math.isinf(spent):
+            return "None. This run is not private: its weights may reveal any training example."
+        return (
+            f"The sequence of {self.ledger.num_steps} privatized gradients is ({spent:.4g}, "
+            f"{self.plan.delta:g})-differentially private, by the {self.plan.accountant.upper()} "
+            f"accountant's upper bound, for data sets that differ by adding or removing "
+            f"{self.unit_of_privacy}. The model's weights are computed from these gradients and from "
+            "public values alone, so the guarantee holds for them too (post-processing).\n\nIt rests on "
+            "Poisson sampling: every step draws each example independently with the sample rate below, "
+            "and the draw stays secret. Each example's contribution to a step has an L2 norm of at most "
+            "the sensitivity, and Gaussian noise of standard deviation noise multiplier times sensitivity "
+            "is added once to the sum."
+        )
+
+    def _not_covered(self) -> list[str]:
+        tags = ", ".join(f"`{tag}`" for tag in self.unprotected)
+        logged = (
+            f"Values computed from raw training examples and logged without noise: {tags}. Releasing them "
+            "is outside the guarantee."
+            if tags
+            else "Values computed from raw training examples: none were logged by this run."
+        )
+        return [
+            logged,
+            "Hyperparameter search: other runs on the same data spend their own epsilon, and so does "
+            "choosing among them.",
+            "The choice of an epoch by its score on test or validation data: that data is not protected, "
+            "and the best test score is not an unbiased one.",
+            "Floating-point arithmetic: the theorem is about real numbers, and Gaussian noise in floating "
+            "point has gaps that an attacker may use (Mironov 2012).",
+            "Facts that are public here: the number of training examples, the settings of the run, the "
+            "model's architecture.",
+        ]
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if isinstance(value, float) and math.isinf(value):
+        return "inf" if value > 0 else "-inf"
+    return value
+
+
+def _show(value: Any) -> str:
+    return f"{value:.6g}" if isinstance(value, float) else str(value)

@@ -1,0 +1,36 @@
+"""A float64 loop over single examples: the reference for everything that the gradient engine does."""
+
+import copy
+
+import torch
+from torch.nn import functional as F
+
+
+def clipped_sum_by_loop(model, inputs, targets, clip_plan, loss_fn=F.cross_entropy):
+    """Sums and (B, L) norms in float64, one example at a time, by ordinary autograd."""
+    model = copy.deepcopy(model).double()
+    parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    groups = clip_plan.groups(parameters)
+    bounds = clip_plan.bounds(groups)
+    sums = {name: torch.zeros_like(p) for name, p in parameters.items()}
+    norms = []
+    for x, y in zip(inputs, targets, strict=True):
+        loss = loss_fn(model(x[None].double()), y[None])
+        gradients = dict(
+            zip(parameters, torch.autograd.grad(loss, list(parameters.values())), strict=True)
+        )
+        row = []
+        for names, bound in zip(groups.values(), bounds, strict=True):
+            norm = torch.sqrt(sum(gradients[name].square().sum() for name in names))
+            factor = min(1.0, bound / norm) if clip_plan.factor == "abadi" else bound / (norm + 0.01)
+            for name in names:
+                sums[name] += factor * gradients[name]
+            row.append(norm)
+        norms.append(torch.stack(row))
+    return sums, torch.stack(norms)
+
+
+def relative_error(sums, reference):
+    """L2 distance of all parameters together over the reference's L2 norm."""
+    difference = sum((sums[name].double() - reference[name]).square().sum() for name in reference)
+    return float((difference / sum(r.square().sum() for r in reference.values())).sqrt())

@@ -1,0 +1,105 @@
+"""What one example can do to the sum: at most the declared sensitivity, whatever the example is."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from dp_lightning.errors import ConfigurationError
+from dp_lightning.models import SmallCNN
+from dp_lightning.privacy import ClipPlan, clipped_gradient_sum
+
+PLANS = [
+    ClipPlan.flat(max_grad_norm=0.5),
+    ClipPlan.flat(max_grad_norm=2.0, factor="automatic"),
+    ClipPlan.per_layer(max_grad_norm=1.5),
+    ClipPlan.per_layer(max_grad_norm=1.0, factor="automatic"),
+]
+# Float32 rounding of a sum of a few clipped gradients.
+ROUNDING = 1e-5
+
+
+def distance(a, b):
+    return float(torch.sqrt(sum((a[name].double() - b[name].double()).square().sum() for name in a)))
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=lambda plan: f"{plan.kind}-{plan.factor}")
+@pytest.mark.parametrize("scale", [1e-30, 1e-3, 1.0, 1e3, 1e6, 1e15])
+def test_an_extreme_example_moves_the_sum_by_at_most_the_sensitivity(plan, scale):
+    torch.manual_seed(0)
+    model = SmallCNN(10, in_channels=1, image_size=8)
+    x, y = torch.randn(6, 1, 8, 8), torch.randint(10, (6,))
+    x[5] *= scale
+    without, _ = clipped_gradient_sum(model, F.cross_entropy, x[:5], y[:5], clip_plan=plan)
+    with_it, _ = clipped_gradient_sum(model, F.cross_entropy, x, y, clip_plan=plan)
+    assert distance(with_it, without) <= plan.sensitivity * (1 + ROUNDING)
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=lambda plan: f"{plan.kind}-{plan.factor}")
+def test_adversarial_gradients_attain_the_sensitivity(plan):
+    """Every layer's gradient is long, so each group is at its bound: the declared number is not merely an upper bound."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 8), nn.Linear(8, 3))
+
+    def loss(output, target):
+        return 1e4 * (output - target).sum(1).mean()
+
+    sums, _ = clipped_gradient_sum(model, loss, torch.ones(1, 4), torch.zeros(1, 3), clip_plan=plan)
+    norm = distance(sums, {name: torch.zeros_like(value) for name, value in sums.items()})
+    assert norm == pytest.approx(plan.sensitivity, rel=1e-4)
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=lambda plan: f"{plan.kind}-{plan.factor}")
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 1e20, 1e38])
+def test_a_non_finite_gradient_contributes_zero(plan, value):
+    torch.manual_seed(0)
+    model = SmallCNN(10, in_channels=1, image_size=8)
+    x, y = torch.randn(6, 1, 8, 8), torch.randint(10, (6,))
+    bad = x.clone()
+    bad[2, 0, 3, 3] = value
+    rest = torch.tensor([0, 1, 3, 4, 5])
+    sums, norms = clipped_gradient_sum(model, F.cross_entropy, bad, y, clip_plan=plan)
+    expected, _ = clipped_gradient_sum(model, F.cross_entropy, x[rest], y[rest], clip_plan=plan)
+    assert all(total.isfinite().all() for total in sums.values())
+    if math.isfinite(value):
+        # A huge but finite pixel may still have a finite gradient; then it is clipped like any other.
+        assert distance(sums, expected) <= plan.sensitivity * (1 + ROUNDING)
+    else:
+        assert not norms[2].isfinite().all()
+        assert distance(sums, expected) <= 1e-5
+
+
+def test_a_gradient_too_long_for_float32_contributes_zero():
+    model = nn.Linear(1, 1, bias=False)
+
+    def loss(output, target):
+        return (output * target).mean()
+
+    sums, _ = clipped_gradient_sum(
+        model, loss, torch.tensor([[1e25], [2.0]]), torch.tensor([[1.0], [1.0]]), clip_plan=ClipPlan.flat()
+    )
+    torch.testing.assert_close(sums["weight"], torch.tensor([[1.0]]))
+
+
+def test_per_layer_bounds_share_the_norm():
+    plan = ClipPlan.per_layer(max_grad_norm=2.0)
+    assert plan.bounds(["a", "b", "c", "d"]) == [1.0] * 4
+    assert plan.sensitivity == 2.0
+    given = ClipPlan.per_layer(max_grad_norm={"a": 3.0, "b": 4.0})
+    assert given.bounds(["b", "a"]) == [4.0, 3.0]
+    assert given.sensitivity == 5.0
+
+
+def test_bounds_for_other_layers_are_refused():
+    with pytest.raises(ConfigurationError, match="fc"):
+        ClipPlan.per_layer(max_grad_norm={"fc": 1.0}).bounds(["conv"])
+
+
+@pytest.mark.parametrize("norm", [0.0, -1.0, math.nan, math.inf])
+def test_impossible_bounds_are_refused(norm):
+    with pytest.raises(ConfigurationError, match="max_grad_norm"):
+        ClipPlan.flat(max_grad_norm=norm)
+    with pytest.raises(ConfigurationError, match="max_grad_norm"):
+        ClipPlan.per_layer(max_grad_norm={"a": norm})

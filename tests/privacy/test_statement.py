@@ -1,0 +1,166 @@
+"""A statement is true: epsilon is that of the steps taken, and what is not covered is named."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from dp_lightning.privacy.accounting import Ledger, epsilon
+from dp_lightning.privacy.plan import PrivacyPlan
+from dp_lightning.privacy.statement import PrivacyStatement
+
+KEYS = {
+    "epsilon",
+    "delta",
+    "neighboring_relation",
+    "unit_of_privacy",
+    "private",
+    "release",
+    "accountant",
+    "target_epsilon",
+    "sample_rate",
+    "num_steps",
+    "num_steps_planned",
+    "expected_batch_size",
+    "num_train",
+    "noise_multiplier",
+    "clipping",
+    "sensitivity",
+    "sampler",
+    "postprocessing",
+    "unprotected",
+    "fixed_noise_seed",
+    "fixed_sampling_seed",
+    "versions",
+}
+
+
+def statement(
+    *, steps: int = 3, noise_multiplier: float = 1.0, target: float | None = None, **facts: object
+) -> PrivacyStatement:
+    plan = PrivacyPlan(
+        num_train=1000,
+        expected_batch_size=10,
+        num_steps=20,
+        noise_multiplier=noise_multiplier,
+        delta=1e-5,
+        target_epsilon=target,
+    )
+    ledger = Ledger()
+    for _ in range(steps):
+        ledger.record(noise_multiplier=noise_multiplier, sample_rate=plan.sample_rate)
+    given = {
+        "clipping": {"kind": "flat", "max_grad_norm": 1.0},
+        "sensitivity": 1.0,
+        "sampler": "Poisson",
+        "versions": {"torch": "2.14.1"},
+        **facts,
+    }
+    return PrivacyStatement(plan=plan, ledger=ledger, **given)
+
+
+def test_epsilon_is_that_of_the_steps_taken() -> None:
+    facts = statement(steps=3).to_dict()
+    expected = epsilon(noise_multiplier=1.0, sample_rate=0.01, num_steps=3, delta=1e-5)
+    assert facts["epsilon"]["prv"] == expected
+    assert (facts["num_steps"], facts["num_steps_planned"]) == (3, 20)
+    assert facts["release"] == "ok"
+    assert statement(steps=0).to_dict()["epsilon"]["prv"] == 0
+
+
+def test_keys_and_types_are_those_of_the_schema() -> None:
+    facts = json.loads(json.dumps(statement(unprotected=("unprotected/loss",)).to_dict(), allow_nan=False))
+    assert set(facts) == KEYS
+    assert set(facts["epsilon"]) == {"prv", "rdp", "pld"}
+    assert facts["unprotected"] == ["unprotected/loss"]
+    assert facts["neighboring_relation"] == "add_or_remove_one"
+    assert facts["unit_of_privacy"] == "one training example"
+    assert facts["sample_rate"] == 0.01
+    assert facts["private"] is True
+
+
+@pytest.mark.parametrize(
+    "run", [{"noise_multiplier": 0.0}, {"private": False}, {"private": False, "steps": 0}]
+)
+def test_a_run_without_noise_is_not_private(run: dict) -> None:
+    result = statement(**run)
+    facts = result.to_dict()
+    assert facts["epsilon"] == {"prv": "inf", "rdp": "inf", "pld": "inf"}
+    assert facts["private"] is False
+    assert facts["release"].startswith("not for release: not private")
+    assert result.short().startswith("NOT PRIVATE")
+    assert "None. This run is not private" in result.to_markdown()
+    assert "differentially private" not in result.to_markdown()
+
+
+@pytest.mark.parametrize(
+    ("facts", "reason"),
+    [
+        ({"fixed_noise_seed": True}, "noise seed was fixed"),
+        ({"fixed_sampling_seed": True}, "sampling seed was fixed"),
+        ({"target": 1e-3}, "exceeds its target"),
+    ],
+)
+def test_a_broken_condition_is_not_for_release(facts: dict, reason: str) -> None:
+    result = statement(**facts)
+    assert result.release.startswith("not for release: ")
+    for text in (result.release, result.short(), result.to_markdown()):
+        assert reason in text
+
+
+def test_steps_other_than_planned_are_not_for_release() -> None:
+    planned = statement()
+    ledger = Ledger()
+    ledger.record(noise_multiplier=0.5, sample_rate=0.01)
+    other = PrivacyStatement(
+        plan=planned.plan, ledger=ledger, clipping={}, sensitivity=1.0, sampler="Poisson"
+    )
+    assert "another noise multiplier" in other.release
+
+
+def test_a_statement_does_not_change_with_later_steps() -> None:
+    ledger = Ledger()
+    ledger.record(noise_multiplier=1.0, sample_rate=0.01)
+    frozen = PrivacyStatement(
+        plan=statement().plan, ledger=ledger, clipping={}, sensitivity=1.0, sampler="Poisson"
+    )
+    ledger.record(noise_multiplier=1.0, sample_rate=0.01)
+    assert frozen.to_dict()["num_steps"] == 1
+
+
+def test_markdown_says_what_is_covered_and_what_is_not() -> None:
+    text = statement(unprotected=("unprotected/loss", "unprotected/clip_fraction")).to_markdown()
+    for phrase in (
+        "differentially private",
+        "adding or removing one training example",
+        "Poisson sampling",
+        "3 of 20 planned",
+        "`unprotected/loss`, `unprotected/clip_fraction`",
+        "Hyperparameter search",
+        "Mironov 2012",
+        "test or validation data",
+    ):
+        assert phrase in text
+
+
+def test_short_fits_the_screen() -> None:
+    lines = statement().short().splitlines()
+    assert len(lines) == 2
+    assert "3 of 20 steps" in lines[0]
+    assert "1e-05" in lines[0]
+    assert 2 <= len(statement(fixed_noise_seed=True).short().splitlines()) <= 3
+
+
+def test_write_replaces_both_files_and_leaves_nothing_else(tmp_path: Path) -> None:
+    folder = tmp_path / "run" / "version_0"
+    statement(steps=1).write(folder)
+    as_json, as_markdown = statement(steps=2, clipping={"norms": (1.0, math.inf)}).write(folder)
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "privacy_statement.json",
+        "privacy_statement.md",
+    ]
+    facts = json.loads(as_json.read_text())
+    assert facts["num_steps"] == 2
+    assert facts["clipping"] == {"norms": [1.0, "inf"]}
+    assert as_markdown.read_text().startswith("# Privacy statement\n\nRelease: ok.")
