@@ -1,0 +1,205 @@
+"""`dpl account`: the privacy budget on paper. Of epsilon, noise, steps and batch size, three give the fourth.
+
+With q = B/N, epsilon(sigma, q, T, delta) falls in sigma and grows in T and in B. The command therefore
+solves for the smallest noise multiplier, the largest number of steps or the largest expected batch size
+within epsilon, or for epsilon itself. E epochs mean T = floor(E N / B) steps.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from dp_lightning.errors import ConfigurationError, DpLightningError
+
+if TYPE_CHECKING:
+    from dp_lightning.privacy.plan import PrivacyPlan
+
+_MOST_STEPS = 2**30
+
+
+def main(argv: list[str]) -> int:
+    """Solve for the missing quantity and print it; the status is 0, or 2 on an error named on stderr."""
+    try:
+        arguments = _parser().parse_args(argv)
+    except SystemExit as stop:
+        return int(stop.code or 0)
+    try:
+        plan = _solve(arguments)
+        epsilons = plan.epsilons()
+    except DpLightningError as error:
+        print(f"dpl account: {error}", file=sys.stderr)
+        return 2
+    print(json.dumps(_as_dict(plan, epsilons)) if arguments.json else _table(plan, epsilons))
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="dpl account",
+        allow_abbrev=False,
+        description="Give exactly three of: epsilon, noise multiplier, steps or epochs, batch size. "
+        "The fourth is solved for.",
+    )
+    add = parser.add_argument
+    add("--epsilon", "--target-epsilon", "--target_epsilon", type=float, help="the privacy budget")
+    add(
+        "--noise-multiplier",
+        "--noise_multiplier",
+        type=float,
+        help="noise standard deviation over sensitivity",
+    )
+    length = parser.add_mutually_exclusive_group()
+    length.add_argument("--steps", "--num-steps", "--num_steps", type=int, help="logical optimizer steps")
+    length.add_argument("--epochs", type=int, help="steps as epochs, floor(epochs * num_train / batch_size)")
+    add(
+        "--batch-size",
+        "--batch_size",
+        "--expected-batch-size",
+        "--expected_batch_size",
+        type=int,
+        help="expected batch size, over all devices",
+    )
+    add("--num-train", "--num_train", type=int, required=True, help="number of training examples")
+    add("--delta", type=float, required=True, help="below 1/num_train")
+    add(
+        "--accountant",
+        choices=("prv", "rdp", "pld"),
+        default="prv",
+        help="the one solved with (default: prv)",
+    )
+    add("--json", action="store_true", help="print one JSON object")
+    return parser
+
+
+def _solve(arguments: argparse.Namespace) -> "PrivacyPlan":
+    from dp_lightning.privacy.accounting import check_count
+    from dp_lightning.privacy.plan import PrivacyPlan
+
+    length = arguments.steps if arguments.steps is not None else arguments.epochs
+    given = {
+        "--epsilon": arguments.epsilon,
+        "--noise-multiplier": arguments.noise_multiplier,
+        "--steps or --epochs": length,
+        "--batch-size": arguments.batch_size,
+    }
+    missing = [name for name, value in given.items() if value is None]
+    if len(missing) != 1:
+        present = [name for name in given if name not in missing]
+        raise ConfigurationError(
+            f"give exactly three of {', '.join(given)}; the fourth is solved for. "
+            f"Given: {', '.join(present) or 'none'}."
+        )
+    num_train = arguments.num_train
+    check_count("num_train", num_train)
+    for name in ("steps", "epochs", "batch_size"):
+        if getattr(arguments, name) is not None:
+            check_count(name, getattr(arguments, name))
+
+    def num_steps(batch_size: int) -> int:
+        steps = arguments.steps if arguments.epochs is None else arguments.epochs * num_train // batch_size
+        return max(1, steps)
+
+    def plan(*, steps: int, batch_size: int) -> PrivacyPlan:
+        return PrivacyPlan(
+            num_train=num_train,
+            expected_batch_size=batch_size,
+            num_steps=steps,
+            noise_multiplier=arguments.noise_multiplier,
+            delta=arguments.delta,
+            accountant=arguments.accountant,
+            target_epsilon=arguments.epsilon,
+        )
+
+    def fits(steps: int, batch_size: int) -> bool:
+        candidate = plan(steps=steps, batch_size=batch_size)
+        # The Renyi bound is cheap and caps the others, so it settles the candidates that are well inside.
+        return candidate.epsilon("rdp") <= arguments.epsilon or candidate.epsilon() <= arguments.epsilon
+
+    if missing == ["--noise-multiplier"]:
+        return PrivacyPlan.calibrate(
+            target_epsilon=arguments.epsilon,
+            delta=arguments.delta,
+            num_train=num_train,
+            expected_batch_size=arguments.batch_size,
+            num_steps=num_steps(arguments.batch_size),
+            accountant=arguments.accountant,
+        )
+    if missing == ["--epsilon"]:
+        return plan(steps=num_steps(arguments.batch_size), batch_size=arguments.batch_size)
+    if missing == ["--steps or --epochs"]:
+        steps = _largest(lambda steps: fits(steps, arguments.batch_size), 1, _MOST_STEPS)
+        if steps is None:
+            raise ConfigurationError(f"one step already spends more than epsilon = {arguments.epsilon:g}.")
+        return plan(steps=steps, batch_size=arguments.batch_size)
+    if arguments.steps is not None:
+        batch_size = _largest(lambda size: fits(arguments.steps, size), 1, num_train)
+    else:
+        batch_size = _largest_batch_of_epochs(fits, arguments.epochs * num_train, num_train)
+    if batch_size is None:
+        raise ConfigurationError(
+            f"no batch size stays within epsilon = {arguments.epsilon:g}: raise --noise-multiplier."
+        )
+    return plan(steps=num_steps(batch_size), batch_size=batch_size)
+
+
+def _largest(fits: Callable[[int], bool], low: int, high: int) -> int | None:
+    """The largest integer in [low, high] that fits, given that all below it do; None where `low` does not."""
+    if not fits(low):
+        return None
+    step = 1
+    while low + step <= high and fits(low + step):
+        low, step = low + step, 2 * step
+    high = min(high, low + step - 1)
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle - 1)
+    return low
+
+
+def _largest_batch_of_epochs(fits: Callable[[int, int], bool], examples: int, num_train: int) -> int | None:
+    """The largest B <= num_train that fits with floor(examples / B) steps.
+
+    The steps fall as B grows, so epsilon rises in B only while the steps stay the same. The first B of
+    every such stretch is searched before the stretch that it opens.
+    """
+
+    def first_of_stretch(batch_size: int) -> int:
+        return examples // (examples // batch_size + 1) + 1
+
+    def opens(batch_size: int) -> bool:
+        start = first_of_stretch(batch_size)
+        return fits(examples // start, start)
+
+    inside = _largest(opens, 1, num_train)
+    if inside is None:
+        return None
+    steps = examples // inside
+    start = first_of_stretch(inside)
+    return _largest(lambda size: fits(steps, size), start, min(num_train, examples // steps))
+
+
+def _as_dict(plan: "PrivacyPlan", epsilons: dict[str, float | None]) -> dict[str, object]:
+    return {
+        "noise_multiplier": plan.noise_multiplier,
+        "sample_rate": plan.sample_rate,
+        "num_steps": plan.num_steps,
+        "delta": plan.delta,
+        "epsilon": {name: "inf" if value == float("inf") else value for name, value in epsilons.items()},
+        "expected_batch_size": plan.expected_batch_size,
+        "num_train": plan.num_train,
+    }
+
+
+def _table(plan: "PrivacyPlan", epsilons: dict[str, float | None]) -> str:
+    rows = [
+        ("noise multiplier", f"{plan.noise_multiplier:.4f}"),
+        ("sample rate", f"{plan.sample_rate:.6g} ({plan.expected_batch_size} of {plan.num_train})"),
+        ("steps", f"{plan.num_steps} ({plan.num_steps * plan.sample_rate:.4g} epochs)"),
+        ("delta", f"{plan.delta:g}"),
+    ]
+    for name, value in epsilons.items():
+        shown = "not installed (pip install 'dp-lightning[pld]')" if value is None else f"{value:.4f}"
+        rows.append((f"epsilon, {name.upper()}", shown))
+    return "\n".join(f"{name:<18}{value}" for name, value in rows)

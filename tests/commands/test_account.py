@@ -1,0 +1,160 @@
+"""`dpl account` solves for the fourth quantity, and the answer holds when it is put back in."""
+
+import json
+import math
+import subprocess
+import sys
+
+import pytest
+
+from dp_lightning.commands.account import _largest_batch_of_epochs, main
+from dp_lightning.privacy import accounting
+from dp_lightning.privacy.accounting import epsilon
+
+DATA = ["--num-train", "1000", "--delta", "1e-5"]
+
+
+def answer(capsys: pytest.CaptureFixture, options: str) -> dict:
+    assert main([*DATA, "--json", *options.split()]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 1
+    return json.loads(lines[0])
+
+
+def refusal(capsys: pytest.CaptureFixture, options: str) -> str:
+    assert main([*DATA, *options.split()]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    return captured.err
+
+
+def spent(batch_size: int, steps: int, sigma: float, accountant: str = "prv") -> float:
+    return epsilon(
+        noise_multiplier=sigma,
+        sample_rate=batch_size / 1000,
+        num_steps=steps,
+        delta=1e-5,
+        accountant=accountant,
+    )
+
+
+def test_epsilon_of_a_run(capsys: pytest.CaptureFixture) -> None:
+    result = answer(capsys, "--noise-multiplier 1 --steps 50 --batch-size 20")
+    assert result == {
+        "noise_multiplier": 1.0,
+        "sample_rate": 0.02,
+        "num_steps": 50,
+        "delta": 1e-5,
+        "epsilon": {name: spent(20, 50, 1.0, name) for name in ("prv", "rdp", "pld")},
+        "expected_batch_size": 20,
+        "num_train": 1000,
+    }
+
+
+def test_noise_for_a_budget_and_epochs(capsys: pytest.CaptureFixture) -> None:
+    result = answer(capsys, "--epsilon 2 --epochs 3 --batch-size 70")
+    assert result["num_steps"] == 3 * 1000 // 70
+    assert result["epsilon"]["prv"] <= 2 < spent(70, result["num_steps"], result["noise_multiplier"] * 0.999)
+
+
+@pytest.mark.parametrize("accountant", ["prv", "rdp"])
+def test_most_steps_within_a_budget(capsys: pytest.CaptureFixture, accountant: str) -> None:
+    result = answer(capsys, f"--epsilon 2 --noise-multiplier 1 --batch-size 20 --accountant {accountant}")
+    steps = result["num_steps"]
+    assert spent(20, steps, 1.0, accountant) <= 2 < spent(20, steps + 1, 1.0, accountant)
+
+
+def test_largest_batch_within_a_budget_and_steps(capsys: pytest.CaptureFixture) -> None:
+    result = answer(capsys, "--epsilon 2 --noise-multiplier 1 --steps 50")
+    size = result["expected_batch_size"]
+    assert spent(size, 50, 1.0) <= 2 < spent(size + 1, 50, 1.0)
+
+
+def test_largest_batch_within_a_budget_and_epochs(capsys: pytest.CaptureFixture) -> None:
+    result = answer(capsys, "--epsilon 2 --noise-multiplier 1 --epochs 3")
+    size = result["expected_batch_size"]
+    assert result["num_steps"] == 3 * 1000 // size
+    assert spent(size, 3 * 1000 // size, 1.0) <= 2 < spent(size + 1, 3 * 1000 // (size + 1), 1.0)
+
+
+@pytest.mark.parametrize("epochs", [1, 3, 50])
+@pytest.mark.parametrize("budget", [2.0, 30.0, 100.0, 700.0, 1e4])
+def test_search_over_batches_finds_the_largest_of_all(epochs: int, budget: float) -> None:
+    """Steps fall as the batch grows. Every size is tried, with the cheap B sqrt(T) for epsilon."""
+
+    def fits(steps: int, size: int) -> bool:
+        return steps > 0 and size * math.sqrt(steps) <= budget
+
+    every = [size for size in range(1, 1001) if fits(epochs * 1000 // size, size)]
+    assert _largest_batch_of_epochs(fits, epochs * 1000, 1000) == max(every, default=None)
+
+
+def test_underscores_and_aliases_mean_the_same(capsys: pytest.CaptureFixture) -> None:
+    dashes = answer(capsys, "--epsilon 2 --steps 5 --batch-size 20 --accountant rdp")
+    assert answer(capsys, "--target_epsilon 2 --steps 5 --batch_size 20 --accountant rdp") == dashes
+    assert (
+        answer(capsys, "--target-epsilon 2 --num_steps 5 --expected_batch_size 20 --accountant rdp") == dashes
+    )
+    assert main(["--num_train", "1000", "--delta", "1e-5", "--noise_multiplier", "0", "--steps", "1"]) == 2
+
+
+def test_table_names_every_number(capsys: pytest.CaptureFixture) -> None:
+    assert main([*DATA, "--noise-multiplier", "1", "--epochs", "1", "--batch-size", "20"]) == 0
+    text = capsys.readouterr().out
+    for label in ("noise multiplier", "sample rate", "steps", "delta", "PRV", "RDP", "PLD"):
+        assert label in text
+
+
+def test_without_dp_accounting_pld_is_null(
+    capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(accounting, "pld_installed", lambda: False)
+    run = "--noise-multiplier 1 --steps 5 --batch-size 20"
+    assert answer(capsys, run)["epsilon"]["pld"] is None
+    assert "pip install 'dp-lightning[pld]'" in refusal(capsys, run + " --accountant pld")
+
+
+def test_no_noise_is_written_as_inf(capsys: pytest.CaptureFixture) -> None:
+    assert answer(capsys, "--noise-multiplier 0 --steps 5 --batch-size 20")["epsilon"]["prv"] == "inf"
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        (
+            "--epsilon 2",
+            "give exactly three of --epsilon, --noise-multiplier, --steps or --epochs, --batch-size",
+        ),
+        ("--epsilon 2 --noise-multiplier 1 --steps 5 --batch-size 20", "give exactly three of"),
+        ("", "Given: none"),
+        ("--noise-multiplier 1 --steps 5 --epochs 5 --batch-size 20", "not allowed with"),
+        ("--noise-multiplier 1 --steps 0 --batch-size 20", "steps"),
+        ("--noise-multiplier 1 --steps 5 --batch-size 2000", "expected_batch_size"),
+        ("--noise-multiplier 1 --steps 5 --batch-size 0", "batch_size"),
+        ("--noise-multiplier -1 --steps 5 --batch-size 20", "noise_multiplier"),
+        ("--noise-multiplier 1 --steps 5 --batch-size 20 --delta 0.5", "delta must be below 1/num_train"),
+        ("--epsilon 0 --steps 5 --batch-size 20", "target_epsilon"),
+        ("--epsilon nan --noise-multiplier 1 --batch-size 20", "target_epsilon"),
+        ("--epsilon 0.1 --noise-multiplier 0.1 --batch-size 500", "one step already spends more"),
+        ("--epsilon 0.1 --noise-multiplier 0.1 --steps 500", "no batch size stays within"),
+        ("--epsilon 0.1 --noise-multiplier 0.1 --epochs 500", "no batch size stays within"),
+        ("--eps 2 --steps 5 --batch-size 20", "unrecognized arguments"),
+        ("--noise-multiplier 1 --steps 5 --batch-size 20 --accountant gdp", "accountant"),
+    ],
+)
+def test_errors_go_to_stderr_with_status_2(capsys: pytest.CaptureFixture, options: str, named: str) -> None:
+    assert named in refusal(capsys, options)
+
+
+def test_neither_lightning_nor_torchvision_is_imported() -> None:
+    script = (
+        "import sys\n"
+        "from dp_lightning.commands.account import main\n"
+        "before = 'torch' in sys.modules\n"
+        "argv = '--num-train 9 --delta 1e-5 --noise-multiplier 1 --steps 2 --batch-size 1'\n"
+        "assert main(argv.split()) == 0\n"
+        "heavy = {'lightning', 'pytorch_lightning', 'torchvision'} & set(sys.modules)\n"
+        "assert not before, 'torch is imported before it is needed'\n"
+        "assert not heavy, heavy\n"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, timeout=120)
