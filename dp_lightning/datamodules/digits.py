@@ -23,9 +23,12 @@ MAX_PIXEL = 16
 class Digits(ImageDataModule):
     """Digits: 1,437 training and 360 test images of 8x8 pixels with one channel, in 10 classes.
 
-    The split is stratified by class and always the same.
+    The split is stratified by class and always the same. The default mean and standard deviation are those of
+    this public data set.
 
     Args:
+        mean: Mean of the pixels on the scale 0 to 1.
+        std: Standard deviation of the pixels on the same scale.
         augment: Random crop of the training images after one pixel of padding.
         **kwargs: The other arguments of ``ImageDataModule``.
     """
@@ -37,8 +40,15 @@ class Digits(ImageDataModule):
     crop_padding = 1
     flip = False
 
-    def __init__(self, *, augment: bool = False, **kwargs: Any) -> None:
-        super().__init__(augment=augment, **kwargs)
+    def __init__(
+        self,
+        *,
+        mean: tuple[float, ...] = (0.305,),
+        std: tuple[float, ...] = (0.376,),
+        augment: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(mean=mean, std=std, augment=augment, **kwargs)
 
     def check_files(self) -> None:
         """Nothing to look for: the images are part of scikit-learn."""

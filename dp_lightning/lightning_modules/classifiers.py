@@ -56,7 +56,7 @@ class SmallCNNModule(ImageClassifier):
         num_classes: Number of classes, linked from the data.
         in_channels: Channels of the images, linked from the data.
         image_size: Height and width of the images in pixels, linked from the data.
-        channels: Channels of the convolutions, a multiple of 4.
+        channels: Channels of each convolution, a multiple of 4.
     """
 
     def __init__(

@@ -23,7 +23,7 @@ def images_of(dataset) -> torch.Tensor:
 
 
 def test_digits_are_scikit_learns_images_split_once():
-    data = Digits()
+    data = Digits(mean=(0.5,), std=(0.5,))
     data.setup("fit")
     train, test = data.train_dataset, data.test_dataset
     assert (len(train), len(test)) == (data.num_train, 360) == (1437, 360)
@@ -33,6 +33,13 @@ def test_digits_are_scikit_learns_images_split_once():
     # Rounding to whole uint8 values moves a pixel by at most half of 1/255 of the range of 2.
     order = lambda x: x[np.lexsort(x.numpy().round(1).T)]  # noqa: E731
     torch.testing.assert_close(order(ours), order(theirs), rtol=0, atol=1.01 / 255)
+
+
+def test_digits_are_normalised_by_default():
+    images = images_of(Digits().train_dataset)
+    # The constants have three digits.
+    assert abs(images.mean()) < 0.01
+    assert abs(images.std() - 1) < 0.01
 
 
 def test_digits_test_classes_are_balanced():
@@ -73,7 +80,7 @@ def test_validation_loaders_are_named(arguments, names):
 
 
 def test_loaders_have_the_stated_batch_size_and_values():
-    data = Digits(eval_batch_size=100)
+    data = Digits(eval_batch_size=100, mean=(0.5,), std=(0.5,))
     data.setup("test")
     for loader in (data.test_dataloader(), data.predict_dataloader(), data.val_dataloader()["test"]):
         images, labels = next(iter(loader))

@@ -102,7 +102,7 @@ def test_initial_activations_keep_their_scale():
         (lambda: WideResNet(16, 4, 10, num_groups=32), "num_groups=32 does not divide a layer's 16 channels"),
         (lambda: ResNet18(10, stem="small"), "stem must be 'imagenet' or 'cifar'"),
         (lambda: ResNet18(10, num_groups=48), "num_groups=48 does not divide 64"),
-        (lambda: SmallCNN(10, image_size=3), "image_size must be at least"),
+        (lambda: SmallCNN(10, image_size=3), "image_size must be at least 4"),
         (lambda: SmallCNN(10, channels=6), "channels must be a multiple of 4"),
     ],
 )
