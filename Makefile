@@ -1,0 +1,48 @@
+# `make quickstart` and `make test` each set up everything they need, in .venv, and run. They need Python 3.11 or
+# newer and a network connection for the first installation; another interpreter is `make test PYTHON=python3.12`.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+RUNS := runs/quickstart
+
+.PHONY: help install quickstart lint test clean
+
+help:
+	@echo "make quickstart  train a small network privately on scikit-learn's digits and write its privacy statement"
+	@echo "make test        run the linters and the tests"
+	@echo "make lint        run the linters alone"
+	@echo "make clean       remove $(VENV)"
+
+install: $(INSTALLED)
+
+$(INSTALLED): pyproject.toml constraints.txt
+	@command -v $(PYTHON) > /dev/null || { \
+		echo "There is no '$(PYTHON)' here. Install Python 3.11 or newer, or name it: make PYTHON=/path/to/python"; \
+		exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+		echo "'$(PYTHON)' is `$(PYTHON) --version`; Python 3.11 or newer is needed."; \
+		echo "Name another one: make PYTHON=python3.12"; \
+		exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -c constraints.txt -e '.[dev,pld]'
+	@touch $(INSTALLED)
+
+quickstart: $(INSTALLED)
+	$(BIN)/dpl fit --config configs/digits.yaml --trainer.default_root_dir $(RUNS)
+	@echo
+	@echo "The privacy statement: `ls -td $(RUNS)/lightning_logs/version_* | head -n 1`/privacy_statement.md"
+	@echo "The accuracy:          `ls -td $(RUNS)/lightning_logs/version_* | head -n 1`/result.json"
+
+lint: $(INSTALLED)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+test: lint
+	$(BIN)/python -m pytest
+
+clean:
+	rm -rf $(VENV)
