@@ -1,0 +1,147 @@
+"""What the README and docs show works: code runs, commands parse, output is what the command prints."""
+
+import contextlib
+import re
+import shlex
+import warnings
+from pathlib import Path
+
+import numpy as np
+import pytest
+from lightning.pytorch import LightningDataModule, LightningModule
+from PIL import Image
+
+from dp_lightning.callbacks.settings import check_settings
+from dp_lightning.cli import main
+from dp_lightning.commands.training import TrainingCLI
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text()
+DOCUMENTS = ("README.md", "docs/reproduction.md", "docs/sharp_edges.md", "docs/notation.md")
+
+
+def blocks(language: str, text: str = README) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+
+
+def commands() -> list[str]:
+    return [line for block in blocks("bash") for line in block.splitlines()]
+
+
+def dpl_lines() -> list[str]:
+    """Every `dpl` line, those inside `docker run` included."""
+    lines = [line for line in commands() if line.startswith("dpl ")]
+    return lines + ["dpl " + line.split(" dp-lightning ")[1] for line in commands() if "docker run" in line]
+
+
+TRAINING = sorted({line for line in dpl_lines() if line.split()[1] in ("fit", "test")})
+PRICED = re.findall(
+    r"^\$ (dpl account.*)\n((?:[^$`].*\n)+)", (ROOT / "docs/reproduction.md").read_text(), re.M
+)
+PRICED += zip([line for line in commands() if line.startswith("dpl account")], blocks("text"), strict=True)
+
+
+@pytest.fixture
+def workplace(tmp_path, monkeypatch):
+    """A folder with everything that the README's commands expect to find."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "configs").symlink_to(ROOT / "configs")
+    for folder in ("train/cat", "train/dog", "test/cat", "test/dog"):
+        (tmp_path / "photos" / folder).mkdir(parents=True)
+        Image.new("RGB", (40, 50)).save(tmp_path / "photos" / folder / "0.png")
+    np.savez(
+        "images.npz", train_images=np.zeros((4, 28, 28, 3), np.uint8), train_labels=np.array([0, 1, 2, 1])
+    )
+    for block in blocks("yaml"):
+        name = block.splitlines()[0].removeprefix("# ")
+        assert name.endswith(".yaml"), "a yaml block starts with its file name"
+        Path(name).write_text(block)
+    return tmp_path
+
+
+def instantiate(arguments: list[str]) -> TrainingCLI:
+    """Everything that the command builds before it starts to train."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # about arguments given from Python
+        return TrainingCLI(
+            model_class=LightningModule,
+            datamodule_class=LightningDataModule,
+            subclass_mode_model=True,
+            subclass_mode_data=True,
+            args=arguments,
+            run=False,
+        )
+
+
+@pytest.mark.parametrize("line", TRAINING)
+def test_a_training_command_builds_its_run_from_allowed_settings(line, workplace):
+    arguments = shlex.split(line.replace("$PWD", str(workplace)))[2:]
+    if "--ckpt_path" in arguments:
+        # The configuration of an earlier run: any complete one serves, and the checkpoint is not opened here.
+        position = arguments.index("--ckpt_path")
+        assert arguments[position + 1].endswith(".ckpt")
+        arguments = ["--config", "configs/wrn16_cifar10.yaml", *arguments[position + 2 :]]
+    cli = instantiate(arguments)
+    check_settings(cli.trainer, cli.model)
+    assert cli.privacy.num_train == cli.datamodule.num_train
+
+
+def test_the_fragment_shown_is_the_method_it_names(workplace):
+    lines = [line for line in TRAINING if "postprocess/dp_muon.yaml" in line]
+    cli = instantiate(shlex.split(lines[0])[2:])
+    assert "Orthogonalize" in [type(transform).__name__ for transform in cli.postprocess.chain.transforms]
+
+
+@pytest.mark.parametrize(("line", "shown"), PRICED, ids=[line for line, _ in PRICED])
+def test_account_prints_what_is_shown(line, shown, capsys):
+    with contextlib.suppress(SystemExit):
+        main(shlex.split(line)[1:])
+    assert capsys.readouterr().out == shown
+
+
+def test_there_is_something_to_check():
+    assert len(TRAINING) >= 7
+    assert len(PRICED) == 4
+    assert len(blocks("python")) == 1
+
+
+@pytest.mark.parametrize("code", blocks("python"), ids=["own-module"])
+def test_python_code_runs_as_shown(code, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Lightning's advice about workers and logging
+        exec(compile(code, "README.md", "exec"), {"__name__": "readme"})
+    assert "0.0001)-DP by PRV, add or remove one training example" in capsys.readouterr().out
+    assert list(tmp_path.glob("lightning_logs/version_0/privacy_statement.md"))
+
+
+def test_make_commands_are_targets_of_the_makefile():
+    makefile = (ROOT / "Makefile").read_text()
+    for line in commands():
+        if line.startswith("make "):
+            assert re.search(rf"^{line.split()[1]}:", makefile, re.MULTILINE), line
+
+
+def test_every_configuration_is_in_the_table_and_no_other():
+    listed = set(re.findall(r"^\| `(configs/[^`]+)`", README, re.MULTILINE))
+    assert listed == {str(path.relative_to(ROOT)) for path in (ROOT / "configs").rglob("*.yaml")}
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_links_lead_to_files(document):
+    text = (ROOT / document).read_text()
+    for target in re.findall(r"\]\(([^)#:]+)\)", text):
+        assert ((ROOT / document).parent / target).exists(), target
+    for path in re.findall(r"`((?:dp_lightning|tests|configs|docker)/[\w/]+\.(?:py|yaml))`", text):
+        assert (ROOT / path).is_file(), path
+
+
+def test_names_in_the_notation_exist():
+    """Every name stands in the source of its file, and a class's attribute in the class's file."""
+    rows = re.findall(r"^\|.*\| (`[^|]+`) \| `([^|]+)` \|$", (ROOT / "docs/notation.md").read_text(), re.M)
+    assert len(rows) > 20
+    for names, path in rows:
+        source = (ROOT / path).read_text()
+        for name in re.findall(r"`([^`]+)`", names):
+            for part in name.split("."):
+                assert re.search(rf"\b{part}\b", source), f"{name} in {path}"
