@@ -231,8 +231,7 @@ class PrivacyCallback(pl.Callback):
         remaining = self.plan.num_steps - self.ledger.num_steps
         runs = [*self.ledger.runs, (self.plan.noise_multiplier, self.plan.sample_rate, remaining)]
         total = compose(runs, delta=self.delta, accountant=self.accountant)
-        # Calibration stops within 1e-3 below the target; composing the same steps again rounds differently.
-        if total > self.target_epsilon * (1 + 1e-3):
+        if total > self.target_epsilon:
             raise BudgetError(
                 f"The steps taken and the steps planned would spend epsilon {total:.3f}, above privacy.target_epsilon "
                 f"{self.target_epsilon}. Plan fewer steps, or raise the target."

@@ -1,0 +1,419 @@
+"""A plain LightningModule on a plain Trainer trains privately, and the run is what the plan says."""
+
+import json
+import math
+
+import lightning.pytorch as pl
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+from dp_lightning.callbacks import PostProcessCallback, PrivacyCallback, RunRecord
+from dp_lightning.errors import BudgetError, ConfigurationError, ModelError
+from dp_lightning.postprocess import Momentum
+from dp_lightning.privacy import ClipPlan, PoissonSampler, clipped_gradient_sum
+
+N, CLASSES = 60, 3
+
+
+def examples(n=N, seed=0):
+    """Three classes that a linear model tells apart."""
+    generator = torch.Generator().manual_seed(seed)
+    y = torch.arange(n) % CLASSES
+    x = torch.randn(n, 5, generator=generator) + 2.5 * F.one_hot(y, 5)
+    return TensorDataset(x, y)
+
+
+class Plain(pl.LightningModule):
+    """Knows nothing of privacy."""
+
+    def __init__(self, net=None, lr=0.5):
+        super().__init__()
+        self.net = net or nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, CLASSES))
+        self.lr = lr
+
+    def training_step(self, batch, batch_idx):
+        loss = F.cross_entropy(self.net(batch[0]), batch[1])
+        self.log("train_loss", loss)
+        return loss
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=self.lr)
+
+
+def loader(dataset=None, **kwargs):
+    return DataLoader(dataset or examples(), batch_size=7, shuffle=True, **kwargs)
+
+
+def trainer(tmp_path, *callbacks, **kwargs):
+    defaults = {
+        "max_epochs": 3,
+        "accelerator": "cpu",
+        "devices": 1,
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "default_root_dir": str(tmp_path),
+    }
+    return pl.Trainer(callbacks=list(callbacks), **{**defaults, **kwargs})
+
+
+def privacy(**kwargs):
+    return PrivacyCallback(**{"expected_batch_size": 20, "noise_multiplier": 1.0, "delta": 1e-3, **kwargs})
+
+
+def without_noise(**kwargs):
+    return privacy(**{"noise_multiplier": 0.0, "not_private": True, "sampling_seed": 5, **kwargs})
+
+
+def parameters_after(tmp_path, callback, *others, module=None, dataset=None, **kwargs):
+    torch.manual_seed(0)
+    module = module or Plain()
+    trainer(tmp_path, callback, *others, **kwargs).fit(module, loader(dataset))
+    return torch.cat([p.detach().flatten() for p in module.parameters()])
+
+
+def test_a_plain_module_trains_and_reaches_high_accuracy(tmp_path):
+    torch.manual_seed(0)
+    module, data = Plain(lr=2.0), examples(600)
+    callback = privacy(expected_batch_size=200, noise_multiplier=None, target_epsilon=8.0)
+    trainer(tmp_path, callback, max_epochs=20).fit(module, loader(data))
+    x, y = examples(600, seed=1).tensors
+    assert float((module.net(x).argmax(1) == y).float().mean()) > 0.85
+    assert callback.ledger.num_steps == 60
+    assert callback.ledger.epsilon(delta=1e-3) <= 8.0
+    statement = json.loads((tmp_path / "privacy_statement.json").read_text())
+    assert statement["num_steps"] == statement["num_steps_planned"] == 60
+    assert statement["epsilon"]["prv"] == pytest.approx(8.0, abs=0.05)
+    assert statement["sample_rate"] == 200 / 600
+    assert statement["release"] == "ok"
+    assert statement["unprotected"] == ["train_loss"]
+    assert (tmp_path / "privacy_statement.md").exists()
+
+
+def test_one_run_equals_a_hand_written_loop_over_the_same_draws(tmp_path):
+    found = parameters_after(tmp_path, without_noise(max_physical_batch_size=6))
+    torch.manual_seed(0)
+    module, (x, y) = Plain(), examples().tensors
+    sampler = PoissonSampler(num_train=N, sample_rate=20 / N, seed=5)
+    for step in range(9):
+        rows = torch.from_numpy(sampler.draw(step))
+        sums, _ = clipped_gradient_sum(
+            module.net, F.cross_entropy, x[rows], y[rows], clip_plan=ClipPlan.flat(max_grad_norm=1.0)
+        )
+        with torch.no_grad():
+            for name, p in module.net.named_parameters():
+                p -= 0.5 * sums[name] / 20
+    expected = torch.cat([p.detach().flatten() for p in module.parameters()])
+    # The order of float32 additions differs.
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("size", [1, 4, 7, 1000])
+def test_the_physical_batch_size_does_not_change_the_result(tmp_path, size):
+    expected = parameters_after(tmp_path, without_noise(max_physical_batch_size=20))
+    found = parameters_after(tmp_path, without_noise(max_physical_batch_size=size))
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
+
+
+class Watch(Callback):
+    """What another callback sees."""
+
+    def __init__(self):
+        self.raw, self.privatized, self.global_steps, self.rates = [], [], [], []
+
+    def on_after_backward(self, trainer, pl_module):
+        self.raw += [p.grad for p in pl_module.parameters() if p.grad is not None]
+
+    def on_before_optimizer_step(self, trainer, pl_module, optimizer):
+        self.privatized.append(torch.cat([p.grad.flatten() for p in pl_module.parameters()]))
+        self.rates.append(optimizer.param_groups[0]["lr"])
+        self.global_steps.append(trainer.global_step)
+
+
+def test_raw_gradients_never_reach_grad_and_counters_count_logical_steps(tmp_path):
+    class Scheduled(Plain):
+        def configure_optimizers(self):
+            optimizer = torch.optim.SGD(self.parameters(), lr=1.0)
+            schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 / (step + 1))
+            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    watch = Watch()
+    callback = privacy(max_physical_batch_size=3, noise_multiplier=50.0)
+    run = trainer(tmp_path, callback, watch)
+    run.fit(Scheduled(), loader())
+    # Only an earlier step's privatized gradient may still stand there.
+    assert all(float(gradient.norm()) > 1.0 for gradient in watch.raw if gradient.numel() > 10)
+    assert watch.global_steps == list(range(9))
+    assert watch.rates == pytest.approx([1.0 / (step + 1) for step in range(9)])
+    assert run.global_step == 9
+    assert callback.ledger.num_steps == 9
+    # sigma C / B = 2.5 per coordinate, where the clipped signal is at most 1 in all.
+    spread = torch.stack(watch.privatized).std()
+    assert 2.2 < float(spread) < 2.8
+
+
+@pytest.mark.parametrize("epochs", [1, 4])
+def test_the_ledger_equals_the_plan(tmp_path, epochs):
+    callback = privacy(expected_batch_size=7)
+    trainer(tmp_path, callback, max_epochs=epochs).fit(Plain(), loader())
+    assert callback.plan is not None
+    assert callback.plan.num_steps == epochs * N // 7
+    assert callback.ledger.runs == ((1.0, 7 / N, epochs * N // 7),)
+
+
+def test_max_steps_bounds_the_plan_and_cuts_the_last_epoch(tmp_path):
+    callback = privacy()
+    run = trainer(tmp_path, callback, max_epochs=None, max_steps=5)
+    run.fit(Plain(), loader())
+    assert callback.plan.num_steps == run.global_step == callback.ledger.num_steps == 5
+
+
+def test_empty_draws_still_make_steps_with_noise_and_ledger_entries(tmp_path, monkeypatch):
+    monkeypatch.setattr(PoissonSampler, "draw", lambda self, step: np.array([], dtype=np.int64))
+    watch = Watch()
+    callback = privacy(noise_multiplier=2.0)
+    before = Plain()
+    trainer(tmp_path, callback, watch).fit(before, loader())
+    assert callback.ledger.num_steps == 9
+    assert len(watch.privatized) == 9
+    # Nothing but noise: sigma C / B = 0.1 per coordinate.
+    assert float(torch.stack(watch.privatized).std()) == pytest.approx(0.1, rel=0.1)
+
+
+def test_empty_draws_without_noise_change_nothing(tmp_path, monkeypatch):
+    monkeypatch.setattr(PoissonSampler, "draw", lambda self, step: np.array([], dtype=np.int64))
+    torch.manual_seed(0)
+    start = torch.cat([p.detach().flatten() for p in Plain().parameters()])
+    assert torch.equal(parameters_after(tmp_path, without_noise()), start)
+
+
+def test_a_rare_example_set_takes_every_step(tmp_path):
+    callback = privacy(expected_batch_size=1)
+    trainer(tmp_path, callback, max_epochs=1).fit(Plain(), loader())
+    assert callback.ledger.num_steps == N
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_non_finite_example_changes_nothing(tmp_path, value):
+    data = examples()
+    data.tensors[0][31] = value
+    found = parameters_after(tmp_path, without_noise(max_physical_batch_size=5), dataset=data)
+
+    class Without(PoissonSampler):
+        def draw(self, step):
+            rows = super().draw(step)
+            return rows[rows != 31]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("dp_lightning.callbacks.privacy.PoissonSampler", Without)
+        expected = parameters_after(tmp_path, without_noise(max_physical_batch_size=5))
+    assert found.isfinite().all()
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
+
+
+def test_overwhelming_noise_learns_nothing(tmp_path):
+    torch.manual_seed(0)
+    x, y = examples(600, seed=1).tensors
+    accuracies = []
+    for _ in range(5):
+        module = Plain(lr=2.0)
+        trainer(tmp_path, privacy(expected_batch_size=200, noise_multiplier=1000.0), max_epochs=5).fit(
+            module, loader(examples(600))
+        )
+        accuracies.append(float((module.net(x).argmax(1) == y).float().mean()))
+    # Chance is 1/3; a random linear map of separable classes may still match some of them.
+    assert np.mean(accuracies) < 0.6
+
+
+def test_two_runs_of_one_configuration_differ_and_fixed_seeds_repeat(tmp_path):
+    assert not torch.equal(parameters_after(tmp_path, privacy()), parameters_after(tmp_path, privacy()))
+    seeds = {"noise_seed": 1, "sampling_seed": 2}
+    first = parameters_after(tmp_path, privacy(**seeds))
+    assert torch.equal(first, parameters_after(tmp_path, privacy(**seeds)))
+    statement = json.loads((tmp_path / "privacy_statement.json").read_text())
+    assert statement["fixed_noise_seed"]
+    assert statement["fixed_sampling_seed"]
+    assert statement["release"].startswith("not for release")
+
+
+def test_a_run_without_noise_says_so(tmp_path):
+    parameters_after(tmp_path, without_noise())
+    statement = json.loads((tmp_path / "privacy_statement.json").read_text())
+    assert statement["epsilon"]["prv"] == "inf"
+    assert not statement["private"]
+
+
+def test_a_second_fit_is_refused_when_the_budget_is_spent(tmp_path):
+    callback = privacy()
+    trainer(tmp_path, callback).fit(Plain(), loader())
+    with pytest.raises(BudgetError, match="9"):
+        trainer(tmp_path, callback).fit(Plain(), loader())
+    assert callback.ledger.num_steps == 9
+
+
+def test_post_processing_sees_the_privatized_gradient_and_its_state_is_saved(tmp_path):
+    torch.manual_seed(0)
+    chain = PostProcessCallback([Momentum(0.9, applies_to="all")])
+    checkpoint = ModelCheckpoint(dirpath=tmp_path, filename="run")
+    run = trainer(tmp_path, without_noise(), chain, checkpoint, enable_checkpointing=True)
+    module = Plain()
+    run.fit(module, loader())
+    found = torch.cat([p.detach().flatten() for p in module.parameters()])
+
+    class WithMomentum(Plain):
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=self.lr, momentum=0.9)
+
+    torch.manual_seed(0)
+    expected = parameters_after(tmp_path, without_noise(), module=WithMomentum())
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
+    saved = torch.load(tmp_path / "run.ckpt", weights_only=True)["callbacks"]
+    assert any("Momentum" in str(state) for state in saved.values())
+
+
+def test_a_resumed_run_goes_on_and_never_reports_less(tmp_path):
+    # The next epoch's draws may not repeat: without seeds they come from a fresh key.
+    checkpoint = ModelCheckpoint(dirpath=tmp_path, filename="half")
+    first = privacy(target_epsilon=5.0, noise_multiplier=None)
+    run = trainer(tmp_path, first, checkpoint, enable_checkpointing=True, max_epochs=6)
+    module = Plain()
+
+    class Stop(Callback):
+        def on_train_epoch_end(self, trainer, pl_module):
+            trainer.should_stop = trainer.current_epoch == 2
+
+    run.callbacks.append(Stop())
+    run.fit(module, loader())
+    assert first.ledger.num_steps == 9
+    spent = first.ledger.epsilon(delta=1e-3)
+    second = privacy(target_epsilon=5.0, noise_multiplier=None)
+    again = trainer(tmp_path, second, max_epochs=6)
+    again.fit(Plain(), loader(), ckpt_path=tmp_path / "half.ckpt", weights_only=True)
+    assert second.ledger.num_steps == again.global_step == 18
+    assert spent < second.ledger.epsilon(delta=1e-3) <= 5.0
+    third = privacy(target_epsilon=0.5, noise_multiplier=None)
+    with pytest.raises(BudgetError, match="target_epsilon"):
+        trainer(tmp_path, third, max_epochs=6).fit(
+            Plain(), loader(), ckpt_path=tmp_path / "half.ckpt", weights_only=True
+        )
+
+
+def test_num_train_must_be_the_data_sets(tmp_path):
+    with pytest.raises(ConfigurationError, match="num_train"):
+        trainer(tmp_path, privacy(num_train=100)).fit(Plain(), loader())
+
+
+REFUSED_TRAINERS = {
+    "gradient_clip_val": {"gradient_clip_val": 1.0},
+    "accumulate_grad_batches": {"accumulate_grad_batches": 2},
+    "precision": {"precision": "bf16-true"},
+    "overfit_batches": {"overfit_batches": 1},
+    "detect_anomaly": {"detect_anomaly": True},
+    "fast_dev_run": {"fast_dev_run": True},
+    "limit_train_batches": {"limit_train_batches": 3},
+    "reload_dataloaders_every_n_epochs": {"reload_dataloaders_every_n_epochs": 1},
+    "val_check_interval": {"val_check_interval": 5},
+    "max_epochs": {"max_epochs": -1},
+}
+
+
+@pytest.mark.parametrize("setting", REFUSED_TRAINERS)
+def test_settings_that_would_break_the_guarantee_are_refused_by_name(tmp_path, setting):
+    with pytest.raises(ConfigurationError, match=setting):
+        trainer(tmp_path, privacy(), **REFUSED_TRAINERS[setting]).fit(Plain(), loader())
+
+
+@pytest.mark.parametrize(
+    "callback",
+    [
+        pl.callbacks.StochasticWeightAveraging(0.1),
+        pl.callbacks.GradientAccumulationScheduler({0: 2}),
+        pl.callbacks.LearningRateFinder(),
+        pl.callbacks.BatchSizeFinder(),
+    ],
+    ids=lambda callback: type(callback).__name__,
+)
+def test_callbacks_that_would_break_the_guarantee_are_refused_by_name(tmp_path, callback):
+    with pytest.raises(ConfigurationError, match=type(callback).__name__):
+        trainer(tmp_path, privacy(), callback).fit(Plain(), loader())
+
+
+def test_choosing_by_a_training_metric_is_refused(tmp_path):
+    with pytest.raises(ConfigurationError, match="monitor"):
+        trainer(
+            tmp_path, privacy(), ModelCheckpoint(monitor="train_loss"), enable_checkpointing=True
+        ).fit(Plain(), loader())
+
+
+def test_a_callback_that_would_see_gradients_first_is_refused(tmp_path):
+    with pytest.raises(ConfigurationError, match="PrivacyCallback first"):
+        trainer(tmp_path, Watch(), privacy()).fit(Plain(), loader())
+
+
+def test_batch_norm_is_refused_by_name(tmp_path):
+    net = nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.Linear(8, CLASSES))
+    with pytest.raises(ModelError, match=r"net\.1"):
+        trainer(tmp_path, privacy()).fit(Plain(net), loader())
+
+
+def test_a_step_without_a_loss_is_refused(tmp_path):
+    class Skips(Plain):
+        calls = 0
+
+        def training_step(self, batch, batch_idx):
+            self.calls += 1
+            # The first calls are the check of the model.
+            return super().training_step(batch, batch_idx) if self.calls < 9 else None
+
+    with pytest.raises(ModelError, match="loss"):
+        trainer(tmp_path, privacy()).fit(Skips(), loader())
+
+
+def test_manual_optimization_and_two_optimizers_are_refused(tmp_path):
+    class Manual(Plain):
+        def __init__(self):
+            super().__init__()
+            self.automatic_optimization = False
+
+    with pytest.raises(ConfigurationError, match="automatic_optimization"):
+        trainer(tmp_path, privacy()).fit(Manual(), loader())
+
+
+def test_impossible_privacy_settings_are_refused():
+    with pytest.raises(ConfigurationError, match="exactly one"):
+        PrivacyCallback(expected_batch_size=10)
+    with pytest.raises(ConfigurationError, match="exactly one"):
+        PrivacyCallback(expected_batch_size=10, target_epsilon=1.0, noise_multiplier=1.0)
+    with pytest.raises(ConfigurationError, match="not_private"):
+        PrivacyCallback(expected_batch_size=10, noise_multiplier=0.0)
+    with pytest.raises(ConfigurationError, match="not_private"):
+        PrivacyCallback(expected_batch_size=10, noise_multiplier=1.0, not_private=True)
+    with pytest.raises(ConfigurationError, match="max_physical_batch_size"):
+        PrivacyCallback(expected_batch_size=10, noise_multiplier=1.0, max_physical_batch_size=0)
+
+
+@pytest.mark.parametrize(("kwargs", "name"), [({"delta": 0.1}, "delta"), ({"expected_batch_size": 61}, "batch_size")])
+def test_impossible_plans_are_refused_before_the_first_step(tmp_path, kwargs, name):
+    with pytest.raises(ConfigurationError, match=name):
+        trainer(tmp_path, privacy(**kwargs)).fit(Plain(), loader())
+
+
+def test_the_result_file_names_the_best_for_what_it_is(tmp_path):
+    class Evaluated(Plain):
+        def validation_step(self, batch, batch_idx):
+            self.log("test/accuracy", (self.net(batch[0]).argmax(1) == batch[1]).float().mean())
+
+    run = trainer(tmp_path, privacy(), RunRecord())
+    run.fit(Evaluated(), loader(), DataLoader(examples(30, seed=1), batch_size=30))
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert result["num_steps"] == 9
+    assert 0 <= result["test_accuracy_last"] <= result["test_accuracy_best"] <= 1
+    assert "chosen on the test set" in result["test_accuracy_best_is"]
+    assert result["epsilon"] > 0
+    assert result["seconds"] > 0

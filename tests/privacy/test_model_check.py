@@ -1,0 +1,124 @@
+"""One example, one contribution: what the check of the model refuses."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from dp_lightning.errors import ModelError
+from dp_lightning.privacy import GradientEngine
+from dp_lightning.privacy.model_check import check_per_example, refuse_mixing_modules
+
+
+def check(model, loss_of=None, *, reduction="mean"):
+    torch.manual_seed(0)
+    x, y = torch.randn(2, 6), torch.tensor([0, 2])
+
+    def default(batch):
+        return F.cross_entropy(model(batch[0]), batch[1])
+
+    engine = GradientEngine(model)
+    try:
+        check_per_example(
+            model,
+            engine,
+            loss_of or default,
+            (x, y),
+            [(x[i : i + 1], y[i : i + 1]) for i in range(2)],
+            loss_reduction=reduction,
+        )
+    finally:
+        engine.detach()
+
+
+def mlp():
+    return nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Dropout(0.5), nn.Linear(8, 3))
+
+
+def test_an_ordinary_network_with_dropout_passes_and_keeps_its_mode():
+    model = mlp()
+    check(model)
+    assert model[2].training
+    assert all(p.grad is None and p.requires_grad for p in model.parameters())
+
+
+class BatchMean(nn.Module):
+    def forward(self, x):
+        return x - x.mean(0)
+
+
+class HiddenUse(nn.Module):
+    """The weight of one layer is used a second time through a function."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(6, 6)
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, x):
+        return self.head(F.linear(torch.tanh(self.inner(x)), self.inner.weight))
+
+
+class RunningMean(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(6))
+
+    def forward(self, x):
+        self.mean.mul_(0.9).add_(x.detach().mean(0))
+        return x
+
+
+def test_statistics_of_the_batch_are_refused():
+    with pytest.raises(ModelError, match="mixes examples"):
+        check(nn.Sequential(BatchMean(), mlp()))
+
+
+def test_a_weight_used_outside_of_its_module_is_refused_by_name():
+    with pytest.raises(ModelError, match=r"inner\.weight"):
+        check(HiddenUse())
+
+
+def test_a_buffer_computed_from_examples_is_refused_by_name():
+    model = nn.Sequential(RunningMean(), mlp())
+    with pytest.raises(ModelError, match=r"0\.mean"):
+        check(model)
+    assert not model[0].mean.any()
+
+
+def test_a_class_weighted_mean_is_refused():
+    model = mlp()
+    weight = torch.tensor([1.0, 1.0, 5.0])
+    with pytest.raises(ModelError, match="class-weighted"):
+        check(model, lambda batch: F.cross_entropy(model(batch[0]), batch[1], weight=weight))
+
+
+@pytest.mark.parametrize(("reduction", "declared"), [("sum", "mean"), ("mean", "sum")])
+def test_a_wrong_loss_reduction_is_refused_with_the_fix(reduction, declared):
+    model = mlp()
+
+    def loss(batch):
+        return F.cross_entropy(model(batch[0]), batch[1], reduction=reduction)
+
+    with pytest.raises(ModelError, match=f"Set privacy.loss_reduction to '{reduction}'"):
+        check(model, loss, reduction=declared)
+    check(model, loss, reduction=reduction)
+
+
+def test_a_random_training_step_is_refused():
+    model = mlp()
+    with pytest.raises(ModelError, match="another loss"):
+        check(model, lambda batch: F.cross_entropy(model(batch[0] * torch.rand(1)), batch[1]))
+
+
+@pytest.mark.parametrize(
+    "layer", [nn.BatchNorm1d(6), nn.BatchNorm2d(6), nn.SyncBatchNorm(6), nn.InstanceNorm2d(6, track_running_stats=True)]
+)
+def test_layers_that_mix_examples_are_refused_by_name_with_the_fix(layer):
+    model = nn.Sequential(nn.Linear(6, 6), layer)
+    with pytest.raises(ModelError, match=r"Module '1' \(.*(GroupNorm|track_running_stats)"):
+        refuse_mixing_modules(model)
+
+
+def test_instance_norm_without_running_statistics_is_allowed():
+    refuse_mixing_modules(nn.Sequential(nn.InstanceNorm2d(6, affine=True), nn.GroupNorm(2, 6), nn.LayerNorm(6)))

@@ -1,0 +1,94 @@
+"""Poisson sampling: independent inclusions, numbered draws, empty draws, physical batches."""
+
+import math
+
+import numpy as np
+import pytest
+
+from dp_lightning.errors import ConfigurationError
+from dp_lightning.privacy import PoissonSampler
+from dp_lightning.privacy.sampling import cut, epoch_end
+
+
+def inclusions(draws=2000, num_train=200, q=0.1, **kwargs):
+    sampler = PoissonSampler(num_train=num_train, sample_rate=q, **kwargs)
+    table = np.zeros((draws, num_train))
+    for step in range(draws):
+        table[step, sampler.draw(step)] = 1
+    return table
+
+
+def test_batch_sizes_have_the_poisson_mean_and_variance():
+    sizes = inclusions().sum(1)
+    mean, variance = 20.0, 200 * 0.1 * 0.9
+    # Five standard errors of a mean and of a variance.
+    assert abs(sizes.mean() - mean) < 5 * math.sqrt(variance / 2000)
+    assert abs(sizes.var() / variance - 1) < 5 * math.sqrt(2 / 2000)
+
+
+def test_inclusions_are_independent_across_examples_and_steps():
+    table = inclusions()
+    counts = table.sum(0)
+    assert np.abs(counts - 200).max() < 5.5 * math.sqrt(2000 * 0.09)
+    across = np.corrcoef(table.T) - np.eye(200)
+    assert np.abs(across).max() < 6 / math.sqrt(2000)
+    after = np.corrcoef(table[:-1].ravel(), table[1:].ravel())[0, 1]
+    assert abs(after) < 5 / math.sqrt(table.size)
+
+
+def test_two_runs_draw_differently_and_a_seed_repeats():
+    def draws(**kwargs):
+        sampler = PoissonSampler(num_train=1000, sample_rate=0.5, **kwargs)
+        return np.concatenate([sampler.draw(step) for step in range(3)]).tolist()
+
+    assert draws() != draws()
+    assert draws(seed=1) == draws(seed=1)
+    assert draws(seed=1) != draws(seed=2)
+
+
+def test_draws_are_numbered():
+    sampler = PoissonSampler(num_train=1000, sample_rate=0.5)
+    first = sampler.draw(7).tolist()
+    sampler.draw(8)
+    assert sampler.draw(7).tolist() == first
+    assert sampler.draw(8).tolist() != first
+
+
+def test_a_checkpoint_of_another_seed_is_refused_and_a_secret_key_is_not_written():
+    secret = PoissonSampler(num_train=10, sample_rate=0.5)
+    assert secret.state_dict() == {"seed": None}
+    with pytest.raises(ConfigurationError, match="sampling_seed"):
+        PoissonSampler(num_train=10, sample_rate=0.5, seed=1).load_state_dict(secret.state_dict())
+
+
+@pytest.mark.parametrize("size", [1, 2, 5, 6, 100])
+@pytest.mark.parametrize("count", [1, 5, 6, 11])
+def test_physical_batches_hold_each_example_once_and_end_once(count, size):
+    batches = list(cut(np.arange(count) * 3, size))
+    assert [i for batch in batches for i in batch.indices] == [3 * i for i in range(count)]
+    assert all(1 <= len(batch.indices) <= size for batch in batches)
+    assert [batch.last for batch in batches] == [False] * (len(batches) - 1) + [True]
+    assert not any(batch.placeholder for batch in batches)
+
+
+def test_an_empty_draw_is_one_placeholder():
+    (batch,) = cut(np.array([], dtype=np.int64), 4)
+    assert batch.placeholder
+    assert batch.last
+    assert len(batch.indices) == 1
+
+
+@pytest.mark.parametrize(("num_train", "b", "epochs"), [(50_000, 1024, 50), (1437, 256, 7), (10, 10, 3), (100, 7, 4)])
+def test_epochs_have_the_planned_number_of_steps_together(num_train, b, epochs):
+    num_steps = epochs * num_train // b
+    step, ends = 0, []
+    while step < num_steps:
+        step = epoch_end(step, num_train=num_train, expected_batch_size=b, num_steps=num_steps)
+        ends.append(step)
+    assert ends == [(e + 1) * num_train // b for e in range(epochs)]
+    assert ends[-1] == num_steps
+
+
+def test_the_epoch_goes_on_where_the_ledger_stands():
+    assert epoch_end(100, num_train=50_000, expected_batch_size=1024, num_steps=2441) == 146
+    assert epoch_end(2430, num_train=50_000, expected_batch_size=1024, num_steps=2435) == 2435
