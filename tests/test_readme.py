@@ -35,9 +35,7 @@ def dpl_lines() -> list[str]:
 
 
 TRAINING = sorted({line for line in dpl_lines() if line.split()[1] in ("fit", "test")})
-PRICED = re.findall(
-    r"^\$ (dpl account.*)\n((?:[^$`].*\n)+)", (ROOT / "docs/reproduction.md").read_text(), re.M
-)
+PRICED = re.findall(r"^\$ (dpl account.*)\n((?:[^$`].*\n)+)", (ROOT / "docs/reproduction.md").read_text(), re.M)
 PRICED += zip([line for line in commands() if line.startswith("dpl account")], blocks("text"), strict=True)
 
 
@@ -49,9 +47,7 @@ def workplace(tmp_path, monkeypatch):
     for folder in ("train/cat", "train/dog", "test/cat", "test/dog"):
         (tmp_path / "photos" / folder).mkdir(parents=True)
         Image.new("RGB", (40, 50)).save(tmp_path / "photos" / folder / "0.png")
-    np.savez(
-        "images.npz", train_images=np.zeros((4, 28, 28, 3), np.uint8), train_labels=np.array([0, 1, 2, 1])
-    )
+    np.savez("images.npz", train_images=np.zeros((4, 28, 28, 3), np.uint8), train_labels=np.array([0, 1, 2, 1]))
     for block in blocks("yaml"):
         name = block.splitlines()[0].removeprefix("# ")
         assert name.endswith(".yaml"), "a yaml block starts with its file name"

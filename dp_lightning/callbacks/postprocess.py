@@ -47,9 +47,7 @@ class PostProcessCallback(Callback):
             )
 
     @torch.no_grad()
-    def on_before_optimizer_step(
-        self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer
-    ) -> None:
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         gradients = {
             name: parameter.grad
             for name, parameter in pl_module.named_parameters()

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import lightning.pytorch as pl
-import torch
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor
 from torch.optim import Optimizer
@@ -38,11 +37,10 @@ from dp_lightning.privacy.noise import GaussianNoise
 from dp_lightning.privacy.plan import PrivacyPlan
 from dp_lightning.privacy.sampling import PhysicalBatch, PoissonSampler
 from dp_lightning.privacy.statement import PrivacyStatement
-from dp_lightning.privacy.statement import PrivacyStatement
 
 # Lightning divides the loss by it; a power of two is undone without rounding.
 _ACCUMULATE = 2**30
-# Epsilon by PRV costs about a second, so it is brought up to date this many times in a run.
+# Epsilon by PRV can cost a second, so it is brought up to date this many times in a run.
 _EPSILON_UPDATES = 10
 
 
@@ -122,8 +120,9 @@ class PrivacyCallback(pl.Callback):
         self._engine: GradientEngine | None = None
         self._mechanism: PrivateMechanism | None = None
         self._batch: PhysicalBatch | None = None
-        self._epsilon = 0.0
-        self.planned_epsilon = 0.0
+        #: Epsilon when it was last brought up to date, and of the whole plan.
+        self.epsilon, self.planned_epsilon = 0.0, 0.0
+        self._epsilon_steps = 0
         self._unprotected: set[str] = set()
         self._restored: dict[str, Any] | None = None
 
@@ -135,7 +134,7 @@ class PrivacyCallback(pl.Callback):
         Raises:
             ConfigurationError: when they are impossible, or the trainer does not bound the number of steps.
         """
-        public = {
+        public: dict[str, Any] = {
             "num_train": num_train,
             "expected_batch_size": self.expected_batch_size,
             "num_steps": self._num_steps(trainer, num_train),
@@ -217,7 +216,7 @@ class PrivacyCallback(pl.Callback):
             steps_done=lambda: self.ledger.num_steps,
         )
         self._require_affordable()
-        self._epsilon = self.ledger.epsilon(delta=self.delta, accountant=self.accountant)
+        self.spent()
         self.planned_epsilon = self.plan.epsilon()
         trainer.print(self._announcement())
 
@@ -276,7 +275,8 @@ class PrivacyCallback(pl.Callback):
 
         def loss_of(batch: Any) -> Tensor:
             output = pl_module.training_step(batch, 0)
-            return output["loss"] if isinstance(output, Mapping) else output
+            loss: Any = output["loss"] if isinstance(output, Mapping) else output
+            return loss
 
         metrics = [module for module in pl_module.modules() if isinstance(module, Metric)]
         silenced = {"log": lambda *args, **kwargs: None, "log_dict": lambda *args, **kwargs: None}
@@ -360,27 +360,30 @@ class PrivacyCallback(pl.Callback):
         if self._batch is not None:
             raise ModelError("training_step returned no loss; it must return the loss of every batch.")
         assert self.plan is not None
+        self._note_logged(trainer)
         if trainer.accumulate_grad_batches != 1:
             return
         steps = self.ledger.num_steps
         if steps % max(self.plan.num_steps // _EPSILON_UPDATES, 1) == 0 or steps == self.plan.num_steps:
-            self._epsilon = self.ledger.epsilon(delta=self.delta, accountant=self.accountant)
-            pl_module.log("privacy/epsilon", self._epsilon, on_step=True, on_epoch=False, batch_size=1)
+            pl_module.log("privacy/epsilon", self.spent(), on_step=True, on_epoch=False, batch_size=1)
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._note_logged(trainer)
+
+    def _note_logged(self, trainer: pl.Trainer) -> None:
+        """Every value logged while training may come from raw examples; the statement names them all."""
+        results = trainer.fit_loop.epoch_loop._results
+        self._unprotected |= {result.meta.name for result in results.values()} - {"privacy/epsilon"}
 
     # After the run
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         trainer.accumulate_grad_batches = 1
-        self._unprotected |= {
-            name for name in trainer.logged_metrics if not name.startswith(("val/", "test/", "privacy/", "time/"))
-        }
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._close(trainer)
 
-    def on_exception(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
-    ) -> None:
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         self._close(trainer)
 
     def _close(self, trainer: pl.Trainer) -> None:
@@ -414,10 +417,25 @@ class PrivacyCallback(pl.Callback):
             versions={name: version(name) for name in ("dp-lightning", "torch", "lightning", "opacus")},
         )
 
-    @property
-    def epsilon(self) -> float:
-        """Epsilon when it was last brought up to date, by the plan's accountant."""
-        return self._epsilon
+    def spent(self) -> float:
+        """Epsilon of the steps in the ledger, by the plan's accountant."""
+        if self._epsilon_steps != self.ledger.num_steps:
+            self.epsilon = self.ledger.epsilon(delta=self.delta, accountant=self.accountant)
+            self._epsilon_steps = self.ledger.num_steps
+        return self.epsilon
+
+    def on_save_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """Lightning counts physical batches, whose number follows the draws; the checkpoint counts logical steps."""
+        loop = checkpoint.get("loops", {}).get("fit_loop", {})
+        counters = [loop.get("epoch_loop.batch_progress")]
+        optimizer = loop.get("epoch_loop.automatic_optimization.optim_progress", {}).get("optimizer", {})
+        counters += [optimizer.get("zero_grad")]
+        for counter in counters:
+            for part in ("total", "current"):
+                if counter is not None and part in counter:
+                    counter[part] = dict.fromkeys(counter[part], self.ledger.num_steps)
 
     def state_dict(self) -> dict[str, Any]:
         if self._mechanism is None or self._batches is None:

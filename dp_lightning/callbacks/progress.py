@@ -31,9 +31,7 @@ class PrivateProgressBar(TQDMProgressBar):
         self.train_progress_bar.set_description(f"Epoch {trainer.current_epoch}")
         return None
 
-    def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any
-    ) -> None:
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
         privacy = self._privacy(trainer)
         if privacy is None or privacy.plan is None:
             return super().on_train_batch_end(trainer, pl_module, *args)

@@ -38,6 +38,19 @@ def check_settings(trainer: pl.Trainer, module: pl.LightningModule) -> None:
         )
 
 
+def check_precision(precision: object) -> None:
+    """Refuse loss scaling (16-mixed) and coarse parameters and noise (16-true, bf16-true).
+
+    Args:
+        precision: the trainer's setting, before Lightning maps 16-mixed to bf16-mixed on a CPU.
+    """
+    _refuse(
+        str(precision) not in ("None", "32", "32-true", "64", "64-true", "bf16", "bf16-mixed"),
+        f"trainer.precision is {precision}: loss scaling or coarse noise would break the guarantee. Set it to 32-true, "
+        "bf16-mixed or 64-true.",
+    )
+
+
 def _check_trainer(trainer: pl.Trainer) -> None:
     _refuse(
         trainer.gradient_clip_val is not None,
@@ -49,17 +62,14 @@ def _check_trainer(trainer: pl.Trainer) -> None:
         f"trainer.accumulate_grad_batches is {trainer.accumulate_grad_batches}: it would change the batch size that is "
         "accounted for. Remove it; set privacy.expected_batch_size, and privacy.max_physical_batch_size for memory.",
     )
-    _refuse(
-        trainer.precision not in ("32-true", "64-true", "bf16-mixed"),
-        f"trainer.precision is {trainer.precision}: loss scaling or coarse noise would break the guarantee. Set it to "
-        "32-true, bf16-mixed or 64-true.",
-    )
+    check_precision(trainer.precision)
     _refuse(
         trainer.world_size != 1,
         f"trainer.devices and trainer.num_nodes make {trainer.world_size} processes: private training runs on one "
         "device. Set trainer.devices: 1 and trainer.num_nodes: 1.",
     )
-    _refuse(trainer.overfit_batches != 0, "trainer.overfit_batches repeats the same batch. Remove it.")
+    settings: Any = trainer
+    _refuse(settings.overfit_batches != 0, "trainer.overfit_batches repeats the same batch. Remove it.")
     _refuse(trainer._detect_anomaly, "trainer.detect_anomaly stops at a step that depends on the data. Remove it.")
     _refuse(
         bool(getattr(trainer, "fast_dev_run", False)),
@@ -71,7 +81,7 @@ def _check_trainer(trainer: pl.Trainer) -> None:
         "short run set trainer.max_steps.",
     )
     _refuse(
-        trainer.reload_dataloaders_every_n_epochs != 0,
+        settings.reload_dataloaders_every_n_epochs != 0,
         "trainer.reload_dataloaders_every_n_epochs would exchange the data set during the run. Remove it.",
     )
     _refuse(

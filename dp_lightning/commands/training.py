@@ -7,11 +7,14 @@ from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 
 # Imported so that their classes are found by their short names in YAML.
-import dp_lightning.datamodules
-import dp_lightning.lightning_modules
-import dp_lightning.lightning_modules.schedules
-import dp_lightning.postprocess
-from dp_lightning.callbacks import PostProcessCallback, PrivacyCallback, PrivateProgressBar, RunRecord
+from dp_lightning.callbacks import (
+    PostProcessCallback,
+    PredictionFile,
+    PrivacyCallback,
+    PrivateProgressBar,
+    RunRecord,
+)
+from dp_lightning.callbacks.settings import check_precision
 from dp_lightning.lightning_modules.schedules import WarmupCosine
 
 
@@ -29,6 +32,14 @@ class TrainingCLI(LightningCLI):
             parser.link_arguments(f"data.{name}", f"model.init_args.{name}", apply_on="instantiate")
         parser.link_arguments("data.num_train", "privacy.num_train", apply_on="instantiate")
 
+    def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
+        self.config = parser.parse_args(args)
+
+    def before_instantiate_classes(self) -> None:
+        """Refuse a precision here: on a CPU Lightning would turn 16-mixed into another one in silence."""
+        if self.subcommand == "fit":
+            check_precision(self.config.fit.trainer.precision)
+
     def instantiate_trainer(self, **kwargs: Any) -> pl.Trainer:
         """The trainer with the privacy callback first, so that every other callback sees the privatized gradient."""
         self.privacy = self._get(self.config_init, "privacy")
@@ -37,8 +48,10 @@ class TrainingCLI(LightningCLI):
         given = config.get("callbacks") or []
         given = given if isinstance(given, list) else [given]
         ours: list[pl.Callback] = [self.privacy, self.postprocess]
+        given = [*given, RunRecord()]
+        if self.subcommand == "predict":
+            given = [*given, PredictionFile()]
         if self.subcommand == "fit":
-            given = [*given, RunRecord()]
             if config.get("enable_progress_bar") is not False and not any(
                 isinstance(callback, ProgressBar) for callback in given
             ):
@@ -47,9 +60,7 @@ class TrainingCLI(LightningCLI):
         return self._instantiate_trainer(config, [])
 
     @staticmethod
-    def configure_optimizers(
-        lightning_module: pl.LightningModule, optimizer: Any, lr_scheduler: Any = None
-    ) -> Any:
+    def configure_optimizers(lightning_module: pl.LightningModule, optimizer: Any, lr_scheduler: Any = None) -> Any:
         """Schedules step once per logical step; ``WarmupCosine`` gets its length from the privacy plan."""
         if lr_scheduler is None:
             return optimizer

@@ -78,9 +78,7 @@ def open_rgb(path: str) -> Image.Image:
         with Image.open(path) as image:
             return image.convert("RGB")
     except (OSError, SyntaxError, ValueError, struct.error, Image.DecompressionBombError) as error:
-        raise DataError(
-            f"{path} cannot be read as an image ({error}); replace the file or remove it"
-        ) from error
+        raise DataError(f"{path} cannot be read as an image ({error}); replace the file or remove it") from error
 
 
 class ImageDataset(Dataset[tuple[Tensor, int]]):
@@ -93,9 +91,7 @@ class ImageDataset(Dataset[tuple[Tensor, int]]):
         normalize: Applied to a uint8 batch (n, C, H, W); returns float32.
     """
 
-    def __init__(
-        self, source: ImageSource, indices: Tensor, transform: Transform | None, normalize: Transform
-    ) -> None:
+    def __init__(self, source: ImageSource, indices: Tensor, transform: Transform | None, normalize: Transform) -> None:
         self.source = source
         self.indices = indices
         self.transform = transform

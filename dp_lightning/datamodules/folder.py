@@ -71,8 +71,7 @@ class ImageFolder(ImageDataModule):
         train, val, test = (self.root / name for name in ("train", "val", "test"))
         if not train.is_dir():
             raise DataError(
-                f"{train} is missing; set data.init_args.root to the folder that holds "
-                "train/<class>/<image files>"
+                f"{train} is missing; set data.init_args.root to the folder that holds train/<class>/<image files>"
             )
         if val.is_dir() and test.is_dir():
             return {"train": train, "val": val, "test": test}
@@ -85,9 +84,7 @@ class ImageFolder(ImageDataModule):
 
     def read_split(self, split: Split) -> FileSource:
         files = self._files[split]
-        labels = checked_labels(
-            [label for _, label in files], self.num_classes, str(self.split_folders[split])
-        )
+        labels = checked_labels([label for _, label in files], self.num_classes, str(self.split_folders[split]))
         return FileSource([path for path, _ in files], labels)
 
     def train_transform(self) -> Transform | None:
@@ -107,12 +104,9 @@ class ImageFolder(ImageDataModule):
             if names != self.classes:
                 different = sorted(set(names) ^ set(self.classes))
                 raise DataError(
-                    f"{folder} and {self.split_folders['train']} have different class folders: "
-                    f"{', '.join(different)}"
+                    f"{folder} and {self.split_folders['train']} have different class folders: {', '.join(different)}"
                 )
-            files[split] = [
-                (path, label) for label, name in enumerate(names) for path in image_files(folder / name)
-            ]
+            files[split] = [(path, label) for label, name in enumerate(names) for path in image_files(folder / name)]
         return files
 
 

@@ -43,9 +43,7 @@ class NpzImages(ImageDataModule):
         **kwargs: The arguments of ``ImageDataModule``.
     """
 
-    def __init__(
-        self, path: str, *, num_classes: int | None = None, flip: bool = True, **kwargs: Any
-    ) -> None:
+    def __init__(self, path: str, *, num_classes: int | None = None, flip: bool = True, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self.path = Path(path)
         self.given_num_classes = num_classes
@@ -104,17 +102,13 @@ class NpzImages(ImageDataModule):
         for split in SPLITS:
             shape = headers.get(f"{split}_images", headers["train_images"]).shape
             if shape[1:] != train[1:]:
-                raise DataError(
-                    f"{self.path}: {split}_images are {shape[1:]}, but train_images are {train[1:]}"
-                )
+                raise DataError(f"{self.path}: {split}_images are {shape[1:]}, but train_images are {train[1:]}")
         return headers
 
     def _check_pair(self, headers: dict[str, Header], split: Split) -> None:
         for key in (f"{split}_images", f"{split}_labels"):
             if key not in headers:
-                raise DataError(
-                    f"{self.path}: the array {key} is missing; the file has {', '.join(sorted(headers))}"
-                )
+                raise DataError(f"{self.path}: the array {key} is missing; the file has {', '.join(sorted(headers))}")
         images, labels = headers[f"{split}_images"], headers[f"{split}_labels"]
         if images.dtype != np.uint8:
             raise DataError(f"{self.path}: {split}_images must be uint8, not {images.dtype}")
@@ -124,9 +118,7 @@ class NpzImages(ImageDataModule):
                 f"not {images.shape}"
             )
         if images.shape[1] != images.shape[2]:
-            raise DataError(
-                f"{self.path}: {split}_images must be square, not {images.shape[1]}x{images.shape[2]}"
-            )
+            raise DataError(f"{self.path}: {split}_images must be square, not {images.shape[1]}x{images.shape[2]}")
         if images.shape[0] == 0:
             raise DataError(f"{self.path}: {split}_images holds no images")
         if labels.dtype.kind not in "iu":

@@ -81,9 +81,7 @@ class ImageClassifier(lightning.LightningModule):
                 return name
             raise ConfigurationError(f"validation loaders are called 'val' and 'test', not {name!r}")
         if isinstance(loaders, list | tuple) and len(loaders) > 1:
-            raise ConfigurationError(
-                "val_dataloader must return one loader or a dict with the keys 'val' and 'test'"
-            )
+            raise ConfigurationError("val_dataloader must return one loader or a dict with the keys 'val' and 'test'")
         return "val"
 
     def _evaluate(self, batch: Batch, name: str) -> None:

@@ -59,9 +59,7 @@ class SmallCNNModule(ImageClassifier):
         channels: Channels of each convolution, a multiple of 4.
     """
 
-    def __init__(
-        self, num_classes: int, *, in_channels: int = 3, image_size: int = 8, channels: int = 16
-    ) -> None:
+    def __init__(self, num_classes: int, *, in_channels: int = 3, image_size: int = 8, channels: int = 16) -> None:
         model = SmallCNN(num_classes, in_channels=in_channels, image_size=image_size, channels=channels)
         super().__init__(model, num_classes)
         self.save_hyperparameters()
@@ -87,8 +85,6 @@ class TimmModule(ImageClassifier):
         in_channels: int = 3,
         model_kwargs: dict[str, Any] | None = None,
     ) -> None:
-        model = timm_model(
-            name, num_classes, pretrained=pretrained, in_channels=in_channels, **(model_kwargs or {})
-        )
+        model = timm_model(name, num_classes, pretrained=pretrained, in_channels=in_channels, **(model_kwargs or {}))
         super().__init__(model, num_classes)
         self.save_hyperparameters()

@@ -20,13 +20,9 @@ class WarmupCosine(LRScheduler):
         num_steps: T, logical steps; None takes it from the privacy plan (``dpl`` does so).
     """
 
-    def __init__(
-        self, optimizer: Optimizer, warmup_fraction: float = 0.05, num_steps: int | None = None
-    ) -> None:
+    def __init__(self, optimizer: Optimizer, warmup_fraction: float = 0.05, num_steps: int | None = None) -> None:
         if not 0 <= warmup_fraction < 1:
-            raise ConfigurationError(
-                f"lr_scheduler.warmup_fraction is {warmup_fraction}; choose from 0 to below 1."
-            )
+            raise ConfigurationError(f"lr_scheduler.warmup_fraction is {warmup_fraction}; choose from 0 to below 1.")
         self.warmup_fraction, self.num_steps = warmup_fraction, num_steps
         super().__init__(optimizer)
 
@@ -51,5 +47,5 @@ class WarmupCosine(LRScheduler):
         if self.num_steps is None:
             if self.last_epoch > 0:
                 raise ConfigurationError("lr_scheduler.num_steps is not set and no privacy plan gives it.")
-            return list(self.base_lrs)
-        return [base * self.factor(self.last_epoch) for base in self.base_lrs]
+            return [float(base) for base in self.base_lrs]
+        return [float(base) * self.factor(self.last_epoch) for base in self.base_lrs]

@@ -36,12 +36,8 @@ def timm_model(
         hint = f"did you mean {', '.join(close)}?" if close else "timm.list_models() lists the names"
         raise ConfigurationError(f"timm has no model {name!r}; {hint}")
     try:
-        return timm.create_model(
-            name, pretrained=pretrained, num_classes=num_classes, in_chans=in_channels, **kwargs
-        )
+        return timm.create_model(name, pretrained=pretrained, num_classes=num_classes, in_chans=in_channels, **kwargs)
     except (TypeError, RuntimeError, ValueError, AssertionError) as error:
         raise ConfigurationError(f"timm could not build {name!r}: {error}") from error
     except OSError as error:
-        raise ConfigurationError(
-            f"the pretrained weights of {name!r} could not be loaded: {error}"
-        ) from error
+        raise ConfigurationError(f"the pretrained weights of {name!r} could not be loaded: {error}") from error

@@ -29,9 +29,7 @@ class SmallCNN(nn.Module):
     With the defaults and 10 classes it has 5,050 parameters.
     """
 
-    def __init__(
-        self, num_classes: int, *, in_channels: int = 1, image_size: int = 8, channels: int = 16
-    ) -> None:
+    def __init__(self, num_classes: int, *, in_channels: int = 1, image_size: int = 8, channels: int = 16) -> None:
         super().__init__()
         if image_size < 4:
             raise ModelError(f"image_size must be at least 4 pixels, not {image_size}")

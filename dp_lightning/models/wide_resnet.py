@@ -24,9 +24,7 @@ def group_norm(num_groups: int, channels: int) -> nn.GroupNorm:
         ModelError: ``num_groups`` does not divide ``channels``.
     """
     if num_groups < 1 or channels % num_groups:
-        raise ModelError(
-            f"num_groups={num_groups} does not divide a layer's {channels} channels; choose a divisor"
-        )
+        raise ModelError(f"num_groups={num_groups} does not divide a layer's {channels} channels; choose a divisor")
     return nn.GroupNorm(num_groups, channels)
 
 
@@ -66,9 +64,7 @@ class WideResNet(nn.Module):
     ``WideResNet(16, 4, 10)`` has 2,748,890 parameters.
     """
 
-    def __init__(
-        self, depth: int, width: int, num_classes: int, *, in_channels: int = 3, num_groups: int = 16
-    ) -> None:
+    def __init__(self, depth: int, width: int, num_classes: int, *, in_channels: int = 3, num_groups: int = 16) -> None:
         super().__init__()
         if depth < 10 or (depth - 4) % 6:
             raise ModelError(f"depth must be 6n + 4 (10, 16, 22, 28, 34, 40, ...), not {depth}")
@@ -81,9 +77,7 @@ class WideResNet(nn.Module):
         for out_channels, first_stride in ((16 * width, 1), (32 * width, 2), (64 * width, 2)):
             for index in range(blocks_per_group):
                 stride = first_stride if index == 0 else 1
-                blocks.append(
-                    PreActivationBlock(channels, out_channels, stride=stride, num_groups=num_groups)
-                )
+                blocks.append(PreActivationBlock(channels, out_channels, stride=stride, num_groups=num_groups))
                 channels = out_channels
         self.blocks = nn.Sequential(*blocks)
         self.norm = group_norm(num_groups, channels)

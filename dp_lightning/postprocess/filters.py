@@ -83,9 +83,7 @@ class LowPass(Transform):
                 output[name] = filtered.clone()
         return output, new_state
 
-    def _recursion(
-        self, value: Tensor, slots: dict[str, Tensor], *, prefix: str
-    ) -> tuple[Tensor, dict[str, Tensor]]:
+    def _recursion(self, value: Tensor, slots: dict[str, Tensor], *, prefix: str) -> tuple[Tensor, dict[str, Tensor]]:
         """One step of the recursion on `value`; the history is in slots output_1, ... and input_1, ..."""
         zero = torch.zeros_like(value)
         outputs = [slots.get(f"{prefix}output_{i}", zero) for i in range(1, len(self.a) + 1)]
@@ -151,9 +149,7 @@ class Kalman(Transform):
         if gain is not None and not gain > 0:
             raise ConfigurationError(f"Kalman: gain must lie in (0, 1], got {gain}")
         if ratio is not None and not (ratio > 0 and math.isfinite(ratio)):
-            raise ConfigurationError(
-                f"Kalman: process_to_measurement_ratio must be positive and finite, got {ratio}"
-            )
+            raise ConfigurationError(f"Kalman: process_to_measurement_ratio must be positive and finite, got {ratio}")
         self.gain = gain
         self.process_to_measurement_ratio = ratio
 

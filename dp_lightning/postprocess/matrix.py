@@ -48,7 +48,7 @@ def newton_schulz(matrix: Tensor, *, steps: int = 5, coefficients: str | Coeffic
     With the "muon" coefficients this does **not** converge to the polar factor U V^T, however many steps it
     takes: after five steps the singular values of a well-conditioned matrix lie in about [0.68, 1.14] and go
     on moving in that band. Singular values far below the largest grow by at most 3.4445 per step, 485-fold
-    in five, and may be left below it: a square Gaussian matrix of 64 x 64 ends in about [0.3, 1.2]. Use
+    in five, and may be left below it: a square Gaussian matrix of 64 x 64 may end in [0.1, 1.2]. Use
     `polar_factor` where the exact value matters. The result does not depend on the scale of the input.
 
     Args:

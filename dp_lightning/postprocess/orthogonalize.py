@@ -32,9 +32,7 @@ class Orthogonalize(Transform):
         ConfigurationError: a setting outside its range.
     """
 
-    def __init__(
-        self, *, steps: int = 5, coefficients: Coefficients | str = "muon", scale_cap: float = 4.0
-    ) -> None:
+    def __init__(self, *, steps: int = 5, coefficients: Coefficients | str = "muon", scale_cap: float = 4.0) -> None:
         super().__init__(applies_to="matrices")
         check_newton_schulz(steps, coefficients)
         if not scale_cap > 0:

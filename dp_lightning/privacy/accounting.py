@@ -175,14 +175,8 @@ class Ledger:
             ConfigurationError: the state is not one that `state_dict` can have written.
             BudgetError: the state lacks steps that this ledger has recorded.
         """
-        if (
-            not isinstance(state, dict)
-            or set(state) != {"runs"}
-            or not isinstance(state["runs"], list | tuple)
-        ):
-            raise ConfigurationError(
-                "The saved ledger is malformed: it must hold the one key 'runs', a list."
-            )
+        if not isinstance(state, dict) or set(state) != {"runs"} or not isinstance(state["runs"], list | tuple):
+            raise ConfigurationError("The saved ledger is malformed: it must hold the one key 'runs', a list.")
         loaded = Ledger()
         for run in state["runs"]:
             if not isinstance(run, list | tuple) or len(run) != 3:

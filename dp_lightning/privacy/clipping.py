@@ -52,9 +52,7 @@ class ClipPlan:
         return cls(kind="flat", factor=factor, max_grad_norm=float(max_grad_norm))
 
     @classmethod
-    def per_layer(
-        cls, *, max_grad_norm: float | Mapping[str, float] = 1.0, factor: str = "abadi"
-    ) -> "ClipPlan":
+    def per_layer(cls, *, max_grad_norm: float | Mapping[str, float] = 1.0, factor: str = "abadi") -> "ClipPlan":
         """One norm per layer.
 
         Args:
@@ -121,7 +119,5 @@ class ClipPlan:
             "kind": self.kind,
             "factor": self.factor,
             "max_grad_norm": self.max_grad_norm,
-            "layer_max_grad_norms": None
-            if self.layer_max_grad_norms is None
-            else dict(self.layer_max_grad_norms),
+            "layer_max_grad_norms": None if self.layer_max_grad_norms is None else dict(self.layer_max_grad_norms),
         }

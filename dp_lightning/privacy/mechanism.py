@@ -79,9 +79,7 @@ class PrivateMechanism:
         under-reports.
         """
         self.require_budget()
-        self.ledger.record(
-            noise_multiplier=self.plan.noise_multiplier, sample_rate=self.plan.sample_rate
-        )
+        self.ledger.record(noise_multiplier=self.plan.noise_multiplier, sample_rate=self.plan.sample_rate)
         released = {
             name: self.noise.add_to(total, self.noise_standard_deviation).div_(self.plan.expected_batch_size)
             for name, total in self._sum.sums.items()

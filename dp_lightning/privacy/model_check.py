@@ -37,15 +37,13 @@ def refuse_mixing_modules(model: nn.Module) -> None:
         if isinstance(module, nn.modules.instancenorm._InstanceNorm):
             if module.track_running_stats:
                 raise ModelError(
-                    f"Module '{name}' ({type(module).__name__}) cannot be trained privately: its running statistics are "
-                    "computed from raw examples. Set track_running_stats=False."
+                    f"Module '{name}' ({type(module).__name__}) cannot be trained privately: its running statistics "
+                    "are computed from raw examples. Set track_running_stats=False."
                 )
             continue
         for kind, reason in _MIXING:
             if isinstance(module, kind):
-                raise ModelError(
-                    f"Module '{name}' ({type(module).__name__}) cannot be trained privately: {reason}"
-                )
+                raise ModelError(f"Module '{name}' ({type(module).__name__}) cannot be trained privately: {reason}")
 
 
 def check_per_example(
@@ -75,9 +73,7 @@ def check_per_example(
         _check_gradients(engine, loss_of, together, alone, loss_reduction)
 
 
-def _check_losses(
-    loss_of: Callable[[Any], Tensor], together: Any, alone: Sequence[Any], loss_reduction: str
-) -> None:
+def _check_losses(loss_of: Callable[[Any], Tensor], together: Any, alone: Sequence[Any], loss_reduction: str) -> None:
     with torch.no_grad():
         joint = _scalar(loss_of(together))
         again = _scalar(loss_of(together))
@@ -99,8 +95,8 @@ def _check_losses(
         )
     raise ModelError(
         f"The loss of {len(singles)} examples together ({joint:.6g}) is not the {loss_reduction} of their losses alone "
-        f"({mean if loss_reduction == 'mean' else total:.6g}): something in training_step mixes examples, such as batch "
-        "statistics, class-weighted or masked means, mixup, or a loss that compares examples. Each example's loss must "
+        f"({mean if loss_reduction == 'mean' else total:.6g}): something in training_step mixes examples, such as "
+        "batch statistics, class-weighted or masked means, mixup, or a loss that compares examples. Each example's loss must "
         "be its own."
     )
 
@@ -159,8 +155,8 @@ def _compare(names: list[str], expected: Sequence[Tensor | None], ours: dict[str
         if not difference <= _TOLERANCE * max(scale, 1e-12):
             raise ModelError(
                 f"The per-example gradient of parameter '{name}' differs from the gradient of the example alone (by "
-                f"{difference:.3g}, where the whole gradient is {scale:.3g} long). Either examples mix in a layer, or the "
-                "parameter is used outside of its own module's forward, such as F.linear(x, other.weight). Call the "
+                f"{difference:.3g}, where the whole gradient is {scale:.3g} long). Either examples mix in a layer, or "
+                "the parameter is used outside of its own module's forward, such as F.linear(x, other.weight). Call the "
                 "module itself."
             )
 

@@ -61,8 +61,7 @@ class PrivacyPlan:
         check_count("num_steps", self.num_steps)
         if self.expected_batch_size > self.num_train:
             raise ConfigurationError(
-                f"expected_batch_size must be at most num_train = {self.num_train}; got "
-                f"{self.expected_batch_size}."
+                f"expected_batch_size must be at most num_train = {self.num_train}; got {self.expected_batch_size}."
             )
         check_noise_multiplier(self.noise_multiplier)
         check_delta(self.delta)

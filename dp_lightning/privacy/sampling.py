@@ -75,8 +75,9 @@ class PoissonSampler:
 
 def _key(seed: int | None) -> npt.NDArray[np.uint64]:
     if seed is not None:
-        return np.random.SeedSequence(seed).generate_state(2, np.uint64)
-    return np.array([secrets.randbits(64), secrets.randbits(64)], dtype=np.uint64)
+        return np.random.SeedSequence(seed).generate_state(2, np.uint64).astype(np.uint64)
+    words = [secrets.randbits(64), secrets.randbits(64)]
+    return np.array(words, dtype=np.uint64)
 
 
 def cut(indices: npt.NDArray[np.int64], max_physical_batch_size: int) -> Iterator[PhysicalBatch]:

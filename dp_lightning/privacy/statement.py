@@ -84,9 +84,7 @@ class PrivacyStatement:
         if self.fixed_noise_seed:
             reasons.append("the noise seed was fixed, and whoever knows it can subtract the noise")
         if self.fixed_sampling_seed:
-            reasons.append(
-                "the sampling seed was fixed, and whoever knows it knows which steps used an example"
-            )
+            reasons.append("the sampling seed was fixed, and whoever knows it knows which steps used an example")
         return f"not for release: {'; '.join(reasons)}" if reasons else "ok"
 
     def to_dict(self) -> dict[str, Any]:
@@ -155,14 +153,10 @@ class PrivacyStatement:
             "sensitivity": _show(facts["sensitivity"]),
             "post-processing": self.postprocessing,
             "noise seed": "fixed by the user" if self.fixed_noise_seed else "operating system's entropy",
-            "sampling seed": "fixed by the user"
-            if self.fixed_sampling_seed
-            else "operating system's entropy",
+            "sampling seed": "fixed by the user" if self.fixed_sampling_seed else "operating system's entropy",
             "versions": ", ".join(f"{name} {version}" for name, version in facts["versions"].items()),
         }
-        table = "\n".join(
-            f"| {name} | {str(value).replace('|', chr(92) + '|')} |" for name, value in rows.items()
-        )
+        table = "\n".join(f"| {name} | {str(value).replace('|', chr(92) + '|')} |" for name, value in rows.items())
         outside = "\n".join(f"- {text}" for text in self._not_covered())
         return (
             f"# Privacy statement\n\nRelease: {facts['release']}.\n\n## Guarantee\n\n{self._guarantee()}\n\n"

@@ -64,7 +64,9 @@ def trainer(tmp_path, *callbacks, **kwargs):
 
 
 def privacy(**kwargs):
-    return PrivacyCallback(**{"expected_batch_size": 20, "noise_multiplier": 1.0, "delta": 1e-3, **kwargs})
+    # RDP is the cheapest accountant; the accountants have tests of their own.
+    defaults = {"expected_batch_size": 20, "noise_multiplier": 1.0, "delta": 1e-3, "accountant": "rdp"}
+    return PrivacyCallback(**{**defaults, **kwargs})
 
 
 def without_noise(**kwargs):
@@ -81,7 +83,7 @@ def parameters_after(tmp_path, callback, *others, module=None, dataset=None, **k
 def test_a_plain_module_trains_and_reaches_high_accuracy(tmp_path):
     torch.manual_seed(0)
     module, data = Plain(lr=2.0), examples(600)
-    callback = privacy(expected_batch_size=200, noise_multiplier=None, target_epsilon=8.0)
+    callback = privacy(expected_batch_size=200, noise_multiplier=None, target_epsilon=8.0, accountant="prv")
     trainer(tmp_path, callback, max_epochs=20).fit(module, loader(data))
     x, y = examples(600, seed=1).tensors
     assert float((module.net(x).argmax(1) == y).float().mean()) > 0.85
@@ -304,6 +306,16 @@ def test_a_resumed_run_goes_on_and_never_reports_less(tmp_path):
         )
 
 
+def test_a_checkpoint_does_not_count_physical_batches(tmp_path):
+    def progress(size):
+        checkpoint = ModelCheckpoint(dirpath=tmp_path, filename=f"size{size}")
+        callback = without_noise(max_physical_batch_size=size)
+        parameters_after(tmp_path, callback, checkpoint, enable_checkpointing=True)
+        return torch.load(tmp_path / f"size{size}.ckpt", weights_only=True)["loops"]["fit_loop"]
+
+    assert progress(2) == progress(100)
+
+
 def test_num_train_must_be_the_data_sets(tmp_path):
     with pytest.raises(ConfigurationError, match="num_train"):
         trainer(tmp_path, privacy(num_train=100)).fit(Plain(), loader())
@@ -340,15 +352,21 @@ def test_settings_that_would_break_the_guarantee_are_refused_by_name(tmp_path, s
     ids=lambda callback: type(callback).__name__,
 )
 def test_callbacks_that_would_break_the_guarantee_are_refused_by_name(tmp_path, callback):
+    class WithLoader(Plain):
+        batch_size = 7
+
+        def train_dataloader(self):
+            return loader()
+
     with pytest.raises(ConfigurationError, match=type(callback).__name__):
-        trainer(tmp_path, privacy(), callback).fit(Plain(), loader())
+        trainer(tmp_path, privacy(), callback).fit(WithLoader())
 
 
 def test_choosing_by_a_training_metric_is_refused(tmp_path):
     with pytest.raises(ConfigurationError, match="monitor"):
-        trainer(
-            tmp_path, privacy(), ModelCheckpoint(monitor="train_loss"), enable_checkpointing=True
-        ).fit(Plain(), loader())
+        trainer(tmp_path, privacy(), ModelCheckpoint(monitor="train_loss"), enable_checkpointing=True).fit(
+            Plain(), loader()
+        )
 
 
 def test_a_callback_that_would_see_gradients_first_is_refused(tmp_path):

@@ -92,9 +92,7 @@ def test_search_over_batches_finds_the_largest_of_all(epochs: int, budget: float
 def test_underscores_and_aliases_mean_the_same(capsys: pytest.CaptureFixture) -> None:
     dashes = answer(capsys, "--epsilon 2 --steps 5 --batch-size 20 --accountant rdp")
     assert answer(capsys, "--target_epsilon 2 --steps 5 --batch_size 20 --accountant rdp") == dashes
-    assert (
-        answer(capsys, "--target-epsilon 2 --num_steps 5 --expected_batch_size 20 --accountant rdp") == dashes
-    )
+    assert answer(capsys, "--target-epsilon 2 --num_steps 5 --expected_batch_size 20 --accountant rdp") == dashes
     assert main(["--num_train", "1000", "--delta", "1e-5", "--noise_multiplier", "0", "--steps", "1"]) == 2
 
 
@@ -105,9 +103,7 @@ def test_table_names_every_number(capsys: pytest.CaptureFixture) -> None:
         assert label in text
 
 
-def test_without_dp_accounting_pld_is_null(
-    capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_dp_accounting_pld_is_null(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(accounting, "pld_installed", lambda: False)
     run = "--noise-multiplier 1 --steps 5 --batch-size 20"
     assert answer(capsys, run)["epsilon"]["pld"] is None

@@ -85,16 +85,12 @@ def test_metrics_are_those_of_the_named_loader(tmp_path):
 
 
 def test_a_single_validation_loader_is_called_val(tmp_path):
-    (result,) = trainer(tmp_path).validate(
-        ImageClassifier(Fixed(), 3), dataloaders=loader([0], [0]), verbose=False
-    )
+    (result,) = trainer(tmp_path).validate(ImageClassifier(Fixed(), 3), dataloaders=loader([0], [0]), verbose=False)
     assert set(result) == {"val/loss", "val/accuracy"}
 
 
 def test_the_test_command_logs_under_test(tmp_path):
-    (result,) = trainer(tmp_path).test(
-        ImageClassifier(Fixed(), 3), dataloaders=loader([0], [0]), verbose=False
-    )
+    (result,) = trainer(tmp_path).test(ImageClassifier(Fixed(), 3), dataloaders=loader([0], [0]), verbose=False)
     assert set(result) == {"test/loss", "test/accuracy"}
 
 

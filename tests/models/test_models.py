@@ -28,9 +28,7 @@ NETWORKS = {
     "small_cnn": (lambda: SmallCNN(7), (1, 8, 8)),
     "small_cnn_28": (lambda: SmallCNN(7, in_channels=3, image_size=28, channels=8), (3, 28, 28)),
     "timm_vit": (
-        lambda: timm_model(
-            "vit_tiny_patch16_224", 7, in_channels=1, img_size=16, patch_size=8, depth=1, embed_dim=24
-        ),
+        lambda: timm_model("vit_tiny_patch16_224", 7, in_channels=1, img_size=16, patch_size=8, depth=1, embed_dim=24),
         (1, 16, 16),
     ),
 }

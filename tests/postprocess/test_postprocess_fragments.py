@@ -78,9 +78,9 @@ def test_one_dimensional_parameters_take_the_steps_of_dp_sgd(fragment, tmp_path)
 
 
 def test_disk_and_muon_carry_the_numbers_of_the_table(tmp_path):
-    kalman, momentum, orthogonalize, *_ = compose(
-        FRAGMENTS[0].with_name("disk_muon.yaml"), tmp_path / "base.yaml"
-    )[0].transforms
+    kalman, momentum, orthogonalize, *_ = compose(FRAGMENTS[0].with_name("disk_muon.yaml"), tmp_path / "base.yaml")[
+        0
+    ].transforms
     assert kalman.process_to_measurement_ratio == 1.5
     assert (momentum.beta, momentum.kind) == (0.95, "ema_nesterov")
     assert (orthogonalize.steps, orthogonalize.coefficients, orthogonalize.scale_cap) == (5, "muon", 4.0)

@@ -22,9 +22,7 @@ def gradients(steps: int, *shape: int, dtype: torch.dtype = torch.float64) -> li
     return [torch.randn(*shape, dtype=dtype, generator=generator) for _ in range(steps)]
 
 
-def descend(
-    optimizer_class: type, sequence: list[Tensor], transforms: list, **settings: object
-) -> list[Tensor]:
+def descend(optimizer_class: type, sequence: list[Tensor], transforms: list, **settings: object) -> list[Tensor]:
     """The iterates from zero of an optimizer that is fed a fixed sequence of gradients through a chain."""
     weight = torch.nn.Parameter(torch.zeros_like(sequence[0]))
     optimizer = optimizer_class([weight], **settings)
@@ -146,9 +144,7 @@ def test_the_kalman_gain_starts_at_one_and_settles_at_0_686_for_a_noise_ratio_of
 
 def test_a_constant_kalman_gain_is_used_from_the_second_step_on():
     # float64 rounding, magnified by the quotient.
-    assert kalman_gains(Kalman(gain=0.7, applies_to="all"), 4) == pytest.approx(
-        [1.0, 0.7, 0.7, 0.7], abs=1e-9
-    )
+    assert kalman_gains(Kalman(gain=0.7, applies_to="all"), 4) == pytest.approx([1.0, 0.7, 0.7, 0.7], abs=1e-9)
 
 
 def test_scale_gives_vectors_a_learning_rate_of_their_own():
@@ -188,7 +184,5 @@ def test_a_setting_out_of_range_is_refused_by_name(build, message):
 
 
 def test_a_kalman_gain_above_one_is_refused_with_what_to_set_instead():
-    with pytest.raises(
-        ConfigurationError, match=r"amplifies the noise.*process_to_measurement_ratio.*0\.686"
-    ):
+    with pytest.raises(ConfigurationError, match=r"amplifies the noise.*process_to_measurement_ratio.*0\.686"):
         Kalman(gain=1.5)

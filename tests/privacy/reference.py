@@ -16,9 +16,7 @@ def clipped_sum_by_loop(model, inputs, targets, clip_plan, loss_fn=F.cross_entro
     norms = []
     for x, y in zip(inputs, targets, strict=True):
         loss = loss_fn(model(x[None].double()), y[None])
-        gradients = dict(
-            zip(parameters, torch.autograd.grad(loss, list(parameters.values())), strict=True)
-        )
+        gradients = dict(zip(parameters, torch.autograd.grad(loss, list(parameters.values())), strict=True))
         row = []
         for names, bound in zip(groups.values(), bounds, strict=True):
             norm = torch.sqrt(sum(gradients[name].square().sum() for name in names))

@@ -32,9 +32,7 @@ def test_without_sampling_every_accountant_bounds_the_exact_gaussian(
 ) -> None:
     """T steps of noise sigma are one step of noise sigma / sqrt(T)."""
     exact = gaussian_epsilon(sigma / math.sqrt(num_steps), 1e-5)
-    bound = epsilon(
-        noise_multiplier=sigma, sample_rate=1.0, num_steps=num_steps, delta=1e-5, accountant=accountant
-    )
+    bound = epsilon(noise_multiplier=sigma, sample_rate=1.0, num_steps=num_steps, delta=1e-5, accountant=accountant)
     # RDP's conversion loses up to about 10 %; PRV adds its error margin of 0.01, PLD less.
     slack = 0.1 * exact if accountant == "rdp" else 0.011
     assert exact - 1e-6 <= bound <= exact + slack

@@ -24,9 +24,7 @@ MODELS = {
     "small-cnn": (lambda: SmallCNN(10, in_channels=1, image_size=8), (1, 8, 8)),
     "vit": (lambda: timm.create_model("vit_tiny_patch16_224", img_size=32, depth=3, num_classes=10), (3, 32, 32)),
     "vit-layer-scale": (
-        lambda: timm.create_model(
-            "vit_tiny_patch16_224", img_size=32, depth=2, num_classes=10, init_values=0.1
-        ),
+        lambda: timm.create_model("vit_tiny_patch16_224", img_size=32, depth=2, num_classes=10, init_values=0.1),
         (3, 32, 32),
     ),
 }

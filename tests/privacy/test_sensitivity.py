@@ -39,7 +39,7 @@ def test_an_extreme_example_moves_the_sum_by_at_most_the_sensitivity(plan, scale
 
 @pytest.mark.parametrize("plan", PLANS, ids=lambda plan: f"{plan.kind}-{plan.factor}")
 def test_adversarial_gradients_attain_the_sensitivity(plan):
-    """Every layer's gradient is long, so each group is at its bound: the declared number is not merely an upper bound."""
+    """Every layer's gradient is long, so each group is at its bound: the declared number is tight."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 8), nn.Linear(8, 3))
 

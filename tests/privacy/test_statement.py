@@ -80,9 +80,7 @@ def test_keys_and_types_are_those_of_the_schema() -> None:
     assert facts["private"] is True
 
 
-@pytest.mark.parametrize(
-    "run", [{"noise_multiplier": 0.0}, {"private": False}, {"private": False, "steps": 0}]
-)
+@pytest.mark.parametrize("run", [{"noise_multiplier": 0.0}, {"private": False}, {"private": False, "steps": 0}])
 def test_a_run_without_noise_is_not_private(run: dict) -> None:
     result = statement(**run)
     facts = result.to_dict()
@@ -113,18 +111,14 @@ def test_steps_other_than_planned_are_not_for_release() -> None:
     planned = statement()
     ledger = Ledger()
     ledger.record(noise_multiplier=0.5, sample_rate=0.01)
-    other = PrivacyStatement(
-        plan=planned.plan, ledger=ledger, clipping={}, sensitivity=1.0, sampler="Poisson"
-    )
+    other = PrivacyStatement(plan=planned.plan, ledger=ledger, clipping={}, sensitivity=1.0, sampler="Poisson")
     assert "another noise multiplier" in other.release
 
 
 def test_a_statement_does_not_change_with_later_steps() -> None:
     ledger = Ledger()
     ledger.record(noise_multiplier=1.0, sample_rate=0.01)
-    frozen = PrivacyStatement(
-        plan=statement().plan, ledger=ledger, clipping={}, sensitivity=1.0, sampler="Poisson"
-    )
+    frozen = PrivacyStatement(plan=statement().plan, ledger=ledger, clipping={}, sensitivity=1.0, sampler="Poisson")
     ledger.record(noise_multiplier=1.0, sample_rate=0.01)
     assert frozen.to_dict()["num_steps"] == 1
 

@@ -34,9 +34,7 @@ class PerExample(Contribution):
         self.gradients = gradients
 
     def squared_norms(self) -> dict[str, Tensor]:
-        return {
-            name: _norms(gradient.flatten(1)).square() for name, gradient in self.gradients.items()
-        }
+        return {name: _norms(gradient.flatten(1)).square() for name, gradient in self.gradients.items()}
 
     def discard(self, rows: Tensor) -> None:
         for name, gradient in self.gradients.items():

@@ -135,9 +135,7 @@ class _Factored(Contribution):
             weighted = self.g * weights[name][:, None, None, None]
             if own == "weight":
                 shape = self.g.new_empty(self.conv.weight.shape)
-                sums[name] = _weight_gradient(
-                    self.conv, self.x, weighted, self.padding, weight=shape, groups=1
-                )
+                sums[name] = _weight_gradient(self.conv, self.x, weighted, self.padding, weight=shape, groups=1)
             else:
                 sums[name] = weighted.sum((0, 2, 3))
         return sums

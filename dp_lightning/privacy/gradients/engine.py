@@ -101,13 +101,9 @@ class GradientEngine:
 
     def _attach(self, unit: Unit) -> None:
         if unit.kind == "broadcast":
+            self._handles.append(unit.module.register_forward_pre_hook(lambda module, args: self._replace(unit)))
             self._handles.append(
-                unit.module.register_forward_pre_hook(lambda module, args: self._replace(unit))
-            )
-            self._handles.append(
-                unit.module.register_forward_hook(
-                    lambda module, args, output: self._restore(unit), always_call=True
-                )
+                unit.module.register_forward_hook(lambda module, args, output: self._restore(unit), always_call=True)
             )
             return
         self._handles.append(
@@ -185,9 +181,7 @@ class GradientEngine:
         for own, parameter in unit.parameters.items():
             name = self._names[id(parameter)]
             copies = parameter.detach().expand(self._batch_size, *parameter.shape[1:]).requires_grad_()
-            copies.register_hook(
-                lambda gradient, name=name: self._keep({name: gradient.unsqueeze(1)}, several=True)
-            )
+            copies.register_hook(lambda gradient, name=name: self._keep({name: gradient.unsqueeze(1)}, several=True))
             # An instance attribute is found before the entry in _parameters.
             unit.module.__dict__[own] = copies
 

@@ -1,4 +1,4 @@
-"""Affine normalisation layers that work within one example: grad gamma_i = sum of g_i * x_hat_i, grad beta_i = sum of g_i."""
+"""Normalisation within one example: grad gamma_i is the sum of g_i * x_hat_i, grad beta_i the sum of g_i."""
 
 from collections.abc import Mapping
 from typing import cast
@@ -20,18 +20,14 @@ class GroupNormRule:
         x = inputs.to(dtype).contiguous().view(1, b * channels, -1)
         g = grad_output.to(dtype).contiguous().view(1, b * channels, -1)
         size, groups = x.shape[2], b * norm.num_groups
-        _, mean, rstd = torch.native_group_norm(
-            x, None, None, 1, b * channels, size, groups, norm.eps
-        )
+        _, mean, rstd = torch.native_group_norm(x, None, None, 1, b * channels, size, groups, norm.eps)
         _, gamma, beta = torch.ops.aten.native_group_norm_backward(
             g, x, mean, rstd, None, 1, b * channels, size, groups, [False, True, True]
         )
         gradients = {"weight": gamma.view(b, channels), "bias": beta.view(b, channels)}
         return {name: gradients[name] for name in wanted}
 
-    def factored(
-        self, module: nn.Module, inputs: Tensor, grad_output: Tensor, names: Mapping[str, str]
-    ) -> None:
+    def factored(self, module: nn.Module, inputs: Tensor, grad_output: Tensor, names: Mapping[str, str]) -> None:
         return None
 
 
@@ -51,9 +47,7 @@ class LayerNormRule:
             gradients["bias"] = _sum(grad_output.float(), dims)
         return gradients
 
-    def factored(
-        self, module: nn.Module, inputs: Tensor, grad_output: Tensor, names: Mapping[str, str]
-    ) -> None:
+    def factored(self, module: nn.Module, inputs: Tensor, grad_output: Tensor, names: Mapping[str, str]) -> None:
         return None
 
 

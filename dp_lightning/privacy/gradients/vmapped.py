@@ -45,8 +45,7 @@ def vmapped_gradients(
     def one_example(example: list[Tensor], grads: tuple[Tensor, ...]) -> dict[str, Tensor]:
         values = iter(example)
         mine = [
-            next(values).unsqueeze(0) if is_batched else leaf
-            for leaf, is_batched in zip(leaves, batched, strict=True)
+            next(values).unsqueeze(0) if is_batched else leaf for leaf, is_batched in zip(leaves, batched, strict=True)
         ]
         my_args, my_kwargs = tree_unflatten(mine, spec)
 
@@ -55,10 +54,8 @@ def vmapped_gradients(
             tensors = [leaf for leaf in tree_flatten(output)[0] if isinstance(leaf, Tensor)]
             return tuple(tensors[index] for index in used)
 
-        outputs, pullback = torch.func.vjp(run, trained)
-        cotangents = tuple(
-            grad.unsqueeze(0).to(output.dtype) for grad, output in zip(grads, outputs, strict=True)
-        )
+        outputs, pullback, *_ = torch.func.vjp(run, trained)
+        cotangents = tuple(grad.unsqueeze(0).to(output.dtype) for grad, output in zip(grads, outputs, strict=True))
         return pullback(cotangents)[0]
 
     try:
@@ -71,7 +68,6 @@ def vmapped_gradients(
             stacklevel=2,
         )
     singles = [
-        one_example([row[i] for row in rows], tuple(gradient[i] for gradient in gradients))
-        for i in range(batch_size)
+        one_example([row[i] for row in rows], tuple(gradient[i] for gradient in gradients)) for i in range(batch_size)
     ]
     return {name: torch.stack([single[name] for single in singles]) for name in singles[0]}

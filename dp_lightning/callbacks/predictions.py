@@ -1,0 +1,34 @@
+"""Writes what ``dpl predict`` computes."""
+
+import csv
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import BasePredictionWriter
+
+
+class PredictionFile(BasePredictionWriter):
+    """``predictions.csv`` in the log directory: position of the image, class, and the probability of every class."""
+
+    def __init__(self) -> None:
+        super().__init__(write_interval="epoch")
+
+    def write_on_epoch_end(
+        self,
+        trainer: pl.Trainer,
+        pl_module: pl.LightningModule,
+        predictions: Sequence[Any],
+        batch_indices: Sequence[Any],
+    ) -> None:
+        probabilities = torch.cat(list(predictions)).float().cpu()
+        path = Path(trainer.log_dir or trainer.default_root_dir) / "predictions.csv"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("w", newline="") as file:
+            writer = csv.writer(file)
+            writer.writerow(["index", "class", *(f"p{k}" for k in range(probabilities.shape[1]))])
+            for index, row in enumerate(probabilities):
+                writer.writerow([index, int(row.argmax()), *(f"{p:.6g}" for p in row.tolist())])
+        trainer.print(f"Predictions are in {path}.")
