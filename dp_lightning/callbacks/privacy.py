@@ -178,8 +178,8 @@ class PrivacyCallback(pl.Callback):
             names = ("on_after_backward", "on_before_optimizer_step", "on_before_zero_grad")
             if any(getattr(type(callback), name) is not getattr(pl.Callback, name) for name in names):
                 raise ConfigurationError(
-                    f"{type(callback).__name__} stands before PrivacyCallback in trainer.callbacks and acts on gradients. "
-                    "Put PrivacyCallback first, so that every other callback sees the privatized gradient."
+                    f"{type(callback).__name__} stands before PrivacyCallback in trainer.callbacks and acts on "
+                    "gradients. Put PrivacyCallback first, so that every other callback sees the privatized gradient."
                 )
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:

@@ -77,8 +77,8 @@ def _check_trainer(trainer: pl.Trainer) -> None:
     )
     _refuse(
         trainer.limit_train_batches not in (1, 1.0) or isinstance(trainer.limit_train_batches, int),
-        f"trainer.limit_train_batches is {trainer.limit_train_batches}: it cuts a logical batch short. Remove it; for a "
-        "short run set trainer.max_steps.",
+        f"trainer.limit_train_batches is {trainer.limit_train_batches}: it cuts a logical batch short. Remove it; for "
+        "a short run set trainer.max_steps.",
     )
     _refuse(
         settings.reload_dataloaders_every_n_epochs != 0,

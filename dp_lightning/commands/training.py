@@ -51,11 +51,9 @@ class TrainingCLI(LightningCLI):
         given = [*given, RunRecord()]
         if self.subcommand == "predict":
             given = [*given, PredictionFile()]
-        if self.subcommand == "fit":
-            if config.get("enable_progress_bar") is not False and not any(
-                isinstance(callback, ProgressBar) for callback in given
-            ):
-                given = [*given, PrivateProgressBar()]
+        wants_bar = self.subcommand == "fit" and config.get("enable_progress_bar") is not False
+        if wants_bar and not any(isinstance(callback, ProgressBar) for callback in given):
+            given = [*given, PrivateProgressBar()]
         config["callbacks"] = [*ours, *given]
         return self._instantiate_trainer(config, [])
 

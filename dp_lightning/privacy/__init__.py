@@ -1,4 +1,4 @@
-"""The private mechanism: sampling, clipped gradients, noise, accounting, and the statement. Knows nothing of Lightning."""
+"""The private mechanism: sampling, clipped gradients, noise, accounting and the statement, without Lightning."""
 
 from dp_lightning.privacy.accounting import Ledger
 from dp_lightning.privacy.clipping import ClipPlan

@@ -96,8 +96,8 @@ def _check_losses(loss_of: Callable[[Any], Tensor], together: Any, alone: Sequen
     raise ModelError(
         f"The loss of {len(singles)} examples together ({joint:.6g}) is not the {loss_reduction} of their losses alone "
         f"({mean if loss_reduction == 'mean' else total:.6g}): something in training_step mixes examples, such as "
-        "batch statistics, class-weighted or masked means, mixup, or a loss that compares examples. Each example's loss must "
-        "be its own."
+        "batch statistics, class-weighted or masked means, mixup, or a loss that compares examples. Each example's "
+        "loss must be its own."
     )
 
 
@@ -156,8 +156,8 @@ def _compare(names: list[str], expected: Sequence[Tensor | None], ours: dict[str
             raise ModelError(
                 f"The per-example gradient of parameter '{name}' differs from the gradient of the example alone (by "
                 f"{difference:.3g}, where the whole gradient is {scale:.3g} long). Either examples mix in a layer, or "
-                "the parameter is used outside of its own module's forward, such as F.linear(x, other.weight). Call the "
-                "module itself."
+                "the parameter is used outside of its own module's forward, such as F.linear(x, other.weight). Call "
+                "the module itself."
             )
 
 

@@ -1,4 +1,4 @@
-"""What one physical batch contributes to the gradients of some parameters, kept per example until the norms are known."""
+"""What one physical batch contributes to some parameters, kept per example until the norms are known."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping

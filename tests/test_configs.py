@@ -1,0 +1,92 @@
+"""Every YAML file in ``configs/`` is parsed and instantiated, alone or composed with a run."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from dp_lightning.callbacks import PostProcessCallback, PrivacyCallback
+from dp_lightning.commands.training import TrainingCLI
+from dp_lightning.lightning_modules import WideResNetModule
+
+CONFIGS = Path(__file__).parents[1] / "configs"
+RUNS = sorted(CONFIGS.glob("*.yaml"))
+FRAGMENTS = sorted((CONFIGS / "postprocess").glob("*.yaml"))
+N = {"cifar10": 50_000, "cifar100": 50_000, "svhn": 73_257, "tiny_imagenet": 200 * 20, "digits": 1437}
+
+
+def instantiate(*arguments):
+    """The command line up to, and without, ``fit``."""
+
+    class Instantiated(TrainingCLI):
+        def _run_subcommand(self, subcommand):
+            pass
+
+    return Instantiated(
+        model_class=None, datamodule_class=None, subclass_mode_model=True, subclass_mode_data=True, args=list(arguments)
+    )
+
+
+@pytest.fixture
+def tiny_imagenet(tmp_path):
+    """The layout of Tiny-ImageNet with empty files, 20 for each class: enough to count them."""
+    words = [f"n{k:08d}" for k in range(200)]
+    (tmp_path / "wnids.txt").write_text("\n".join(words))
+    for word in words:
+        folder = tmp_path / "train" / word / "images"
+        folder.mkdir(parents=True)
+        for i in range(20):
+            (folder / f"{word}_{i}.JPEG").touch()
+    (tmp_path / "val" / "images").mkdir(parents=True)
+    (tmp_path / "val" / "images" / "val_0.JPEG").touch()
+    (tmp_path / "val" / "val_annotations.txt").write_text(f"val_0.JPEG\t{words[0]}\t0\t0\t1\t1\n")
+    return tmp_path
+
+
+@pytest.mark.parametrize("path", RUNS, ids=lambda path: path.stem)
+def test_every_run_instantiates_and_plans_for_its_data(path, request, tmp_path):
+    arguments = ["fit", "--config", str(path), "--trainer.accelerator", "cpu"]
+    if "tiny_imagenet" in path.stem:
+        root = request.getfixturevalue("tiny_imagenet")
+        arguments += ["--data.init_args.root", str(root)]
+    cli = instantiate(*arguments, "--trainer.default_root_dir", str(tmp_path))
+    data = path.stem.split("_", 1)[-1]
+    assert cli.privacy.num_train == cli.datamodule.num_train == N[data]
+    assert cli.model.hparams.num_classes == cli.datamodule.num_classes
+    assert isinstance(cli.trainer.callbacks[0], PrivacyCallback)
+    assert isinstance(cli.trainer.callbacks[1], PostProcessCallback)
+    cli.privacy.accountant = "rdp"  # the cheapest; calibration itself is tested elsewhere
+    cli.privacy.check(cli.trainer, cli.model)
+    plan = cli.privacy.plan
+    assert plan.num_steps == cli.trainer.max_epochs * plan.num_train // plan.expected_batch_size
+    assert plan.epsilon() <= cli.privacy.target_epsilon
+
+
+@pytest.mark.parametrize("path", FRAGMENTS, ids=lambda path: path.stem)
+def test_every_fragment_composes_with_a_run(path, tmp_path):
+    cli = instantiate(
+        "fit",
+        *("--config", str(CONFIGS / "wrn16_cifar10.yaml"), "--config", str(path)),
+        *("--trainer.accelerator", "cpu", "--trainer.default_root_dir", str(tmp_path)),
+    )
+    fragment = yaml.safe_load(path.read_text())
+    names = [entry["class_path"] for entry in fragment["postprocess"]["transforms"] or []]
+    assert [type(transform).__name__ for transform in cli.postprocess.chain.transforms] == names
+    optimizer = cli.model.configure_optimizers.__func__.keywords["optimizer"]
+    assert type(optimizer).__name__ == fragment["optimizer"]["class_path"].rpartition(".")[2]
+    for key, value in fragment["optimizer"]["init_args"].items():
+        found = optimizer.param_groups[0][key if key != "lr" else "initial_lr"]
+        assert found == (tuple(value) if isinstance(value, list) else value)
+    assert isinstance(cli.model, WideResNetModule)
+
+
+def test_settings_are_overridden_on_the_command_line(tmp_path):
+    cli = instantiate(
+        *("fit", "--config", str(CONFIGS / "digits.yaml"), "--trainer.default_root_dir", str(tmp_path)),
+        *("--privacy.target_epsilon", "8", "--privacy.clipping", "per_layer", "--optimizer.init_args.lr", "0.7"),
+        *("--data.init_args.val_fraction", "0.1", "--trainer.max_steps", "3"),
+    )
+    assert cli.privacy.target_epsilon == 8
+    assert cli.privacy.clip_plan.kind == "per_layer"
+    assert cli.privacy.num_train == cli.datamodule.num_train == 1437 - 144
+    assert cli.trainer.max_steps == 3
