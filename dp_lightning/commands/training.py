@@ -1,5 +1,6 @@
 """``dpl fit | validate | test | predict``: LightningCLI with the groups ``privacy`` and ``postprocess``."""
 
+import warnings
 from typing import Any
 
 import lightning.pytorch as pl
@@ -15,6 +16,7 @@ from dp_lightning.callbacks import (
     RunRecord,
 )
 from dp_lightning.callbacks.settings import check_precision
+from dp_lightning.commands.parser import StrictParser
 from dp_lightning.lightning_modules.schedules import WarmupCosine
 
 
@@ -83,11 +85,16 @@ def run(arguments: list[str]) -> None:
     Args:
         arguments: the command and its options.
     """
+    # The classifiers' own optimizer serves plain Trainers; that the configuration's replaces it is no news.
+    warnings.filterwarnings("ignore", message=".*will be overridden by `TrainingCLI")
+    # Lightning 2.6 on torch 2.14; nothing that a user can act on.
+    warnings.filterwarnings("ignore", message=".*treespec, LeafSpec")
     TrainingCLI(
         model_class=pl.LightningModule,
         datamodule_class=pl.LightningDataModule,
         subclass_mode_model=True,
         subclass_mode_data=True,
         args=arguments,
+        parser_class=StrictParser,
         parser_kwargs={"prog": "dpl"},
     )

@@ -1,0 +1,37 @@
+"""The parser of the training commands: no abbreviations, and one message for a setting that does not parse."""
+
+import difflib
+import re
+from typing import Any, NoReturn
+
+from lightning.pytorch.cli import LightningArgumentParser
+
+from dp_lightning.errors import ConfigurationError
+
+
+class StrictParser(LightningArgumentParser):
+    """Refuses abbreviated and unknown settings, and names the nearest known one."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **{**kwargs, "allow_abbrev": False})
+
+    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
+        """Raise the message instead of printing the usage of some hundred settings.
+
+        Raises:
+            ConfigurationError: always.
+        """
+        unknown = re.search(r"unrecognized arguments: --([\w.]+)", message) or re.search(
+            r"does not accept option '([\w.]+)'", message
+        )
+        hint = ""
+        if unknown is not None:
+            near = difflib.get_close_matches(unknown[1], self._known(), n=1, cutoff=0.8)
+            hint = f". Did you mean {near[0]}?" if near else ""
+        raise ConfigurationError(f"{message.strip()}{hint}") from ex
+
+    def _known(self) -> set[str]:
+        """Settings of this parser and of its commands."""
+        commands = [action.choices.values() for action in self._actions if isinstance(action.choices, dict)]
+        parsers = [self, *(parser for choices in commands for parser in choices)]
+        return {option.removeprefix("--") for parser in parsers for option in parser._option_string_actions}

@@ -1,0 +1,169 @@
+"""The ``dpl`` command: help, wrong settings, and a run from one YAML file to a statement."""
+
+import csv
+import json
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from dp_lightning.cli import main
+from dp_lightning.datamodules import Digits
+
+ROOT = Path(__file__).parents[1]
+DIGITS = str(ROOT / "configs" / "digits.yaml")
+COMMANDS = ("fit", "validate", "test", "predict", "account")
+
+
+def python(*arguments, **kwargs):
+    return subprocess.run(
+        [sys.executable, *arguments], capture_output=True, text=True, cwd=ROOT, timeout=120, check=False, **kwargs
+    )
+
+
+@pytest.mark.parametrize("start", [["-m", "dp_lightning.cli"], ["cli.py"]], ids=["module", "checkout"])
+def test_help_names_all_commands(start):
+    code = ["-c", "from dp_lightning.cli import main; main(['--help'])"] if start[0] == "-m" else [*start, "--help"]
+    shown = python(*code)
+    assert shown.returncode == 0
+    assert all(f"\n  {command} " in shown.stdout for command in COMMANDS)
+
+
+def test_help_imports_neither_torch_nor_lightning():
+    code = (
+        "import sys; from dp_lightning.cli import main; main(['--help']);"
+        "assert not {'torch', 'lightning', 'opacus', 'numpy'} & set(sys.modules)"
+    )
+    started = time.monotonic()
+    assert python("-c", code).returncode == 0
+    # Not a measurement: importing torch alone takes longer than this on a slow machine.
+    assert time.monotonic() - started < 10
+
+
+def test_an_unknown_command_is_refused(capsys):
+    with pytest.raises(SystemExit) as exit_:
+        main(["fitt"])
+    assert exit_.value.code == 2
+    assert "'fitt'" in capsys.readouterr().err
+
+
+WRONG = {
+    "misspelt": (["--privacy.target_epsilonn", "3"], r"target_epsilonn.*Did you mean privacy.target_epsilon\?"),
+    "abbreviated": (["--privacy.target_eps", "3"], "unrecognized arguments: --privacy.target_eps"),
+    "unknown": (["--wandb", "1"], "unrecognized arguments: --wandb"),
+    "batch_norm": (["--model", "TimmModule", "--model.init_args.name", "resnet18"], "model.bn1.*GroupNorm"),
+    "clip": (["--trainer.gradient_clip_val", "1.0"], "trainer.gradient_clip_val.*privacy.max_grad_norm"),
+    "accumulate": (["--trainer.accumulate_grad_batches", "2"], "accumulate_grad_batches.*privacy.expected_batch_size"),
+    "precision": (["--trainer.precision", "16-mixed"], "trainer.precision is 16-mixed.*bf16-mixed"),
+    "delta": (["--privacy.delta", "0.001"], "delta must be below 1/num_train"),
+    "batch": (["--privacy.expected_batch_size", "2000"], "expected_batch_size must be at most num_train = 1437"),
+    "folder": (["--data", "ImageFolder", "--data.init_args.root", "/nowhere"], "/nowhere/train is missing"),
+    "download": (
+        ["--data", "CIFAR10", "--data.init_args.root", "/nowhere", "--privacy.delta", "1e-5"],
+        "/nowhere.*missing.*download: true",
+    ),
+    "both": (["--privacy.noise_multiplier", "1"], "exactly one of privacy.target_epsilon"),
+    "no_noise": (
+        ["--privacy.noise_multiplier", "0", "--privacy.target_epsilon", "null"],
+        "privacy.not_private: true",
+    ),
+    "endless": (["--trainer.max_epochs=-1"], "trainer.max_epochs or trainer.max_steps"),
+    "choice": (["--privacy.clipping", "layerwise"], "privacy.clipping"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_setting_ends_with_one_message_before_data_is_touched(name, capsys, monkeypatch, tmp_path):
+    arguments, message = WRONG[name]
+    touched = []
+    monkeypatch.setattr(Digits, "read_split", lambda self, split: touched.append(split))
+    with pytest.raises(SystemExit) as exit_:
+        main(["fit", "--config", DIGITS, "--trainer.default_root_dir", str(tmp_path), *arguments])
+    assert exit_.value.code == 2
+    error = capsys.readouterr().err
+    assert error.count("error:") == 1
+    text = error[error.index("error:") :]
+    assert "Traceback" not in text
+    assert re.search(message, text, flags=re.DOTALL), text
+    assert not touched
+    assert not list(tmp_path.rglob("*.json"))
+
+
+def test_a_misspelt_key_in_the_file_is_refused(tmp_path, capsys):
+    config = yaml.safe_load(Path(DIGITS).read_text())
+    config["privacy"]["target_epsilonn"] = config["privacy"].pop("target_epsilon")
+    path = tmp_path / "run.yaml"
+    path.write_text(yaml.safe_dump(config))
+    with pytest.raises(SystemExit):
+        main(["fit", "--config", str(path)])
+    assert "Did you mean privacy.target_epsilon?" in capsys.readouterr().err
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """A short run of the quick start with DP-Muon composed, and its log directory."""
+    root = tmp_path_factory.mktemp("run")
+    main(
+        [
+            *("fit", "--config", DIGITS, "--config", str(ROOT / "configs" / "postprocess" / "dp_muon.yaml")),
+            *("--privacy.expected_batch_size", "100", "--privacy.max_physical_batch_size", "40"),
+            *("--privacy.accountant", "rdp", "--trainer.max_epochs", "2", "--trainer.log_every_n_steps", "1"),
+            *("--data.init_args.val_fraction", "0.1", "--trainer.default_root_dir", str(root)),
+            *("--trainer.accelerator", "cpu", "--trainer.enable_model_summary", "false"),
+        ]
+    )
+    (folder,) = (root / "lightning_logs").iterdir()
+    return folder
+
+
+def test_a_run_leaves_everything_behind(finished):
+    result = json.loads((finished / "result.json").read_text())
+    statement = json.loads((finished / "privacy_statement.json").read_text())
+    assert result["num_steps"] == statement["num_steps"] == 2 * 1293 // 100
+    assert statement["num_train"] == 1437 - 144
+    assert 0 < result["epsilon"] == statement["epsilon"]["rdp"] <= 3.0
+    assert {"test_accuracy_last", "test_accuracy_best", "seconds", "val_accuracy_last"} <= set(result)
+    assert statement["postprocessing"] == "Momentum, then Orthogonalize, then Momentum, then Scale"
+    assert statement["unprotected"] == ["unprotected/train_loss"]
+    assert "epsilon" in (finished / "privacy_statement.md").read_text().lower()
+    assert list(finished.glob("events.out.tfevents.*"))
+    config = yaml.safe_load((finished / "config.yaml").read_text())
+    assert config["privacy"]["expected_batch_size"] == 100
+    (checkpoint,) = (finished / "checkpoints").glob("*.ckpt")
+    saved = torch.load(checkpoint, weights_only=True)
+    assert saved["global_step"] == result["num_steps"]
+
+
+def test_the_curves_are_in_tensorboard(finished):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(finished))
+    events.Reload()
+    tags = set(events.Tags()["scalars"])
+    assert {"test/accuracy", "test/loss", "val/accuracy", "unprotected/train_loss", "privacy/epsilon"} <= tags
+    spent = [event.value for event in events.Scalars("privacy/epsilon")]
+    assert spent == sorted(spent)
+
+
+@pytest.mark.parametrize("command", ["validate", "test", "predict"])
+def test_a_finished_run_is_evaluated_from_its_own_configuration(finished, command, tmp_path, capsys):
+    (checkpoint,) = (finished / "checkpoints").glob("*.ckpt")
+    main(
+        [
+            *(command, "--config", str(finished / "config.yaml"), "--ckpt_path", str(checkpoint)),
+            *("--trainer.default_root_dir", str(tmp_path), "--trainer.logger", "false"),
+        ]
+    )
+    if command == "test":
+        result = json.loads((finished / "result.json").read_text())
+        shown = re.search(r"test/accuracy[^\d]+([\d.]+)", capsys.readouterr().out)
+        assert float(shown[1]) == pytest.approx(result["test_accuracy_last"])
+    if command == "predict":
+        rows = list(csv.DictReader((tmp_path / "predictions.csv").open()))
+        assert len(rows) == 360
+        assert sum(float(rows[0][f"p{k}"]) for k in range(10)) == pytest.approx(1.0, abs=1e-4)
