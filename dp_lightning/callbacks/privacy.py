@@ -13,9 +13,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 import lightning.pytorch as pl
+import torch
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader
 from torchmetrics import Metric
 
@@ -23,10 +25,9 @@ from dp_lightning.callbacks.postprocess import PostProcessCallback
 from dp_lightning.callbacks.private_loader import (
     PoissonBatchSampler,
     PrivateSource,
-    original_loader,
     private_loader,
 )
-from dp_lightning.callbacks.settings import check_optimizers, check_settings
+from dp_lightning.callbacks.settings import check_monitors, check_optimizers, check_settings
 from dp_lightning.errors import BudgetError, ConfigurationError, ModelError
 from dp_lightning.privacy.accounting import Ledger, compose
 from dp_lightning.privacy.clipping import ClipPlan
@@ -40,6 +41,8 @@ from dp_lightning.privacy.statement import PrivacyStatement
 
 # Lightning divides the loss by it; a power of two is undone without rounding.
 _ACCUMULATE = 2**30
+# Examples on which the model is tried before the first step.
+_CHECKED_EXAMPLES = 8
 # Epsilon by PRV can cost a second, so it is brought up to date this many times in a run.
 _EPSILON_UPDATES = 10
 
@@ -120,6 +123,7 @@ class PrivacyCallback(pl.Callback):
         self._engine: GradientEngine | None = None
         self._mechanism: PrivateMechanism | None = None
         self._batch: PhysicalBatch | None = None
+        self._trained: set[int] = set()
         #: Epsilon when it was last brought up to date, and of the whole plan.
         self.epsilon, self.planned_epsilon = 0.0, 0.0
         self._epsilon_steps = 0
@@ -194,11 +198,12 @@ class PrivacyCallback(pl.Callback):
         source = trainer.fit_loop._data_source
         assert isinstance(source, PrivateSource)
         if self.plan is None:
-            dataset: Any = original_loader(source.original.dataloader()).dataset
+            dataset: Any = source.users().dataset
             self.plan = self.make_plan(trainer, len(dataset))
         self._engine = GradientEngine(pl_module)
         trained = self._engine.parameters
-        check_optimizers(trainer, pl_module, {id(p) for p in trained.values()})
+        self._trained = {id(p) for p in trained.values()}
+        check_optimizers(trainer, pl_module, self._trained)
         noise = GaussianNoise(device=pl_module.device, seed=self.noise_seed)
         self._mechanism = PrivateMechanism(
             trained, plan=self.plan, clip_plan=self.clip_plan, noise=noise, ledger=self.ledger
@@ -266,11 +271,13 @@ class PrivacyCallback(pl.Callback):
         loader = self._live_loader(trainer)
         engine = self._engine
         assert engine is not None
-        count = min(2, len(loader.dataset))  # type: ignore[arg-type]
-        examples = [loader.dataset[index] for index in range(count)]
+        dataset: Any = loader.dataset
+        # Spread out, since data sets are often sorted by class and a class weight shows only between classes.
+        count = min(_CHECKED_EXAMPLES, len(dataset))
+        examples = [_made_up(dataset[k * len(dataset) // count]) for k in range(count)]
 
-        def batch_of(indices: list[int]) -> Any:
-            batch = loader.collate_fn([examples[index] for index in indices])
+        def batch_of(chosen: list[Any]) -> Any:
+            batch = trainer.precision_plugin.convert_input(loader.collate_fn(chosen))
             return trainer.strategy.batch_to_device(batch, dataloader_idx=0)
 
         def loss_of(batch: Any) -> Tensor:
@@ -286,8 +293,10 @@ class PrivacyCallback(pl.Callback):
                 pl_module,
                 engine,
                 loss_of,
-                batch_of(list(range(count))),
-                [batch_of([index]) for index in range(count)],
+                batch_of(examples),
+                [batch_of([example]) for example in examples],
+                few=batch_of(examples[:2]),
+                few_count=min(2, count),
                 loss_reduction=self.loss_reduction,
             )
         finally:
@@ -345,6 +354,13 @@ class PrivacyCallback(pl.Callback):
                 "The optimizer steps without a complete logical batch. training_step must return the loss of every "
                 "batch (never None), and nothing else may set trainer.accumulate_grad_batches."
             )
+        for group in optimizer.param_groups:
+            for raw in group["params"]:
+                if raw.grad is not None and id(raw) not in self._trained:
+                    raise ModelError(
+                        f"A parameter of shape {tuple(raw.shape)} that was frozen when training started has a raw "
+                        "gradient. Which parameters are trained must not change during a private run."
+                    )
         for name, gradient in self._mechanism.release().items():
             parameter = self._engine.parameters[name]
             parameter.grad = gradient.to(parameter.dtype)
@@ -373,7 +389,10 @@ class PrivacyCallback(pl.Callback):
     def _note_logged(self, trainer: pl.Trainer) -> None:
         """Every value logged while training may come from raw examples; the statement names them all."""
         results = trainer.fit_loop.epoch_loop._results
-        self._unprotected |= {result.meta.name for result in results.values()} - {"privacy/epsilon"}
+        found = {result.meta.name for result in results.values()} - {"privacy/epsilon"} - self._unprotected
+        if found:
+            self._unprotected |= found
+            check_monitors(trainer, self._unprotected)
 
     # After the run
 
@@ -451,6 +470,22 @@ class PrivacyCallback(pl.Callback):
             return
         self.ledger.load_state_dict(state_dict["ledger"])
         self._restored = state_dict
+
+
+def _made_up(example: Any) -> Any:
+    """The example with its floating-point tensors replaced by numbers between 0 and 1.
+
+    Whether a run starts then hardly depends on private data, and an example that is not finite cannot prevent it.
+    """
+    generator = torch.Generator().manual_seed(0)
+    return tree_map(
+        lambda leaf: (
+            torch.rand(leaf.shape, generator=generator, dtype=leaf.dtype)
+            if isinstance(leaf, Tensor) and leaf.is_floating_point()
+            else leaf
+        ),
+        example,
+    )
 
 
 def _postprocessing(trainer: pl.Trainer) -> str:

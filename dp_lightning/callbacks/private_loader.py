@@ -9,7 +9,14 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from lightning.pytorch.trainer.connectors.data_connector import _DataLoaderSource
-from torch.utils.data import DataLoader, IterableDataset, Sampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+)
 
 from dp_lightning.errors import ConfigurationError
 from dp_lightning.privacy.plan import PrivacyPlan
@@ -68,6 +75,14 @@ def original_loader(loader: Any) -> DataLoader[Any]:
             "train_dataloader reads an IterableDataset. Poisson sampling needs a map-style data set with __len__ and "
             "__getitem__."
         )
+    ordinary = isinstance(loader.sampler, RandomSampler) and not loader.sampler.replacement
+    if type(loader.batch_sampler) is not BatchSampler or not (
+        ordinary or isinstance(loader.sampler, SequentialSampler)
+    ):
+        raise ConfigurationError(
+            f"train_dataloader has a sampler of its own ({type(loader.sampler).__name__}), which Poisson sampling "
+            "replaces. Remove it; for a subset of the data use torch.utils.data.Subset."
+        )
     return loader
 
 
@@ -93,7 +108,11 @@ class PrivateSource(_DataLoaderSource):
 
     def __init__(self, source: _DataLoaderSource, make: Callable[[DataLoader[Any]], DataLoader[Any]]) -> None:
         super().__init__(source.instance, source.name)
-        self.original, self._make = source, make
+        self._make = make
+
+    def users(self) -> DataLoader[Any]:
+        """The loader that the user wrote."""
+        return original_loader(super().dataloader())
 
     def dataloader(self) -> Any:
-        return self._make(original_loader(self.original.dataloader()))
+        return self._make(self.users())

@@ -98,13 +98,28 @@ def _check_callbacks(trainer: pl.Trainer) -> None:
                 isinstance(callback, kind),
                 f"trainer.callbacks has {type(callback).__name__}: {reason}. Remove it.",
             )
-        monitor = getattr(callback, "monitor", None)
-        if isinstance(callback, standard.ModelCheckpoint | standard.EarlyStopping) and monitor is not None:
-            _refuse(
-                str(monitor).startswith(("train", "unprotected")),
-                f"{type(callback).__name__}.monitor is '{monitor}': choosing by a number computed from raw training "
-                "examples lies outside the guarantee. Monitor a validation metric, such as val/accuracy.",
-            )
+
+
+def check_monitors(trainer: pl.Trainer, unprotected: set[str]) -> None:
+    """Refuse to choose checkpoints, learning rates or the end of the run by numbers computed from raw examples.
+
+    Args:
+        trainer: with its schedules set up.
+        unprotected: names of the values that were logged while training.
+    """
+    monitors = [
+        (type(callback).__name__, callback.monitor)
+        for callback in trainer.callbacks  # type: ignore[attr-defined]
+        if isinstance(callback, standard.ModelCheckpoint | standard.EarlyStopping)
+    ]
+    monitors += [(type(config.scheduler).__name__, config.monitor) for config in trainer.lr_scheduler_configs]
+    for name, monitor in monitors:
+        raw = monitor is not None and (monitor in unprotected or str(monitor).startswith(("train", "unprotected")))
+        _refuse(
+            raw,
+            f"{name}.monitor is '{monitor}': choosing by a number computed from raw training examples lies outside the "
+            "guarantee. Monitor a validation metric, such as val/accuracy.",
+        )
 
 
 def check_optimizers(trainer: pl.Trainer, module: pl.LightningModule, trained: set[int]) -> None:
@@ -115,6 +130,7 @@ def check_optimizers(trainer: pl.Trainer, module: pl.LightningModule, trained: s
         module: the trained module.
         trained: ids of the parameters whose gradients are privatized.
     """
+    check_monitors(trainer, set())
     _refuse(
         len(trainer.optimizers) != 1,
         f"configure_optimizers returns {len(trainer.optimizers)} optimizers; private training needs exactly one.",

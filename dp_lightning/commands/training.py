@@ -5,7 +5,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import ProgressBar
-from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, ReduceLROnPlateau
 
 # Imported so that their classes are found by their short names in YAML.
 from dp_lightning.callbacks import (
@@ -69,6 +69,9 @@ class TrainingCLI(LightningCLI):
             plan = next(c.plan for c in callbacks if isinstance(c, PrivacyCallback))
             assert plan is not None
             lr_scheduler.set_num_steps(plan.num_steps)
+        if isinstance(lr_scheduler, ReduceLROnPlateau):
+            plateau = {"scheduler": lr_scheduler, "monitor": lr_scheduler.monitor}
+            return {"optimizer": optimizer, "lr_scheduler": plateau}
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": lr_scheduler, "interval": "step"}}
 
     def before_fit(self) -> None:

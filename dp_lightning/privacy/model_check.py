@@ -1,10 +1,11 @@
 """Checks that one example's loss and gradient do not depend on the other examples of a batch.
 
 Known offenders are refused by type before the data is touched. What types cannot show is tried on the model itself
-with two examples: the batch's loss must be the mean (or sum) of the single losses, the per-example gradients of the
+with a few examples: the batch's loss must be the mean (or sum) of the single losses, the per-example gradients of the
 batch must equal ordinary gradients of each example alone, and no buffer may change.
 """
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -53,9 +54,11 @@ def check_per_example(
     together: Any,
     alone: Sequence[Any],
     *,
+    few: Any,
+    few_count: int,
     loss_reduction: str,
 ) -> None:
-    """Try the model on a few examples, together and one at a time.
+    """Try the model on some examples, together and one at a time.
 
     Args:
         model: the model in training mode; left as it was.
@@ -63,6 +66,8 @@ def check_per_example(
         loss_of: batch to scalar loss, as training computes it.
         together: one batch of all examples.
         alone: batches of one example each, in the same order.
+        few: one batch of the first ``few_count`` of them, for the gradients, which take more memory than losses.
+        few_count: how many.
         loss_reduction: ``mean`` or ``sum``, how ``loss_of`` reduces.
 
     Raises:
@@ -70,7 +75,7 @@ def check_per_example(
     """
     with _without_dropout(model), _kept_buffers(model), torch.random.fork_rng(devices=_cuda_devices(model)):
         _check_losses(loss_of, together, alone, loss_reduction)
-        _check_gradients(engine, loss_of, together, alone, loss_reduction)
+        _check_gradients(engine, loss_of, few, alone[:few_count], loss_reduction)
 
 
 def _check_losses(loss_of: Callable[[Any], Tensor], together: Any, alone: Sequence[Any], loss_reduction: str) -> None:
@@ -78,6 +83,11 @@ def _check_losses(loss_of: Callable[[Any], Tensor], together: Any, alone: Sequen
         joint = _scalar(loss_of(together))
         again = _scalar(loss_of(together))
         singles = [_scalar(loss_of(batch)) for batch in alone]
+    if not all(math.isfinite(loss) for loss in (joint, again, *singles)):
+        raise ModelError(
+            "training_step gives a loss that is not finite for inputs between 0 and 1, so it cannot be shown that "
+            "examples do not mix. Start from parameters for which the loss is finite."
+        )
     if not _close(joint, again):
         raise ModelError(
             "training_step gives another loss when it is called again on the same batch, so it cannot be shown that "

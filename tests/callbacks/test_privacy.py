@@ -435,3 +435,68 @@ def test_the_result_file_names_the_best_for_what_it_is(tmp_path):
     assert "chosen on the test set" in result["test_accuracy_best_is"]
     assert result["epsilon"] > 0
     assert result["seconds"] > 0
+
+
+def test_choosing_by_any_value_logged_while_training_is_refused(tmp_path):
+    class Renamed(Plain):
+        def training_step(self, batch, batch_idx):
+            loss = F.cross_entropy(self.net(batch[0]), batch[1])
+            self.log("score", loss, on_epoch=True)
+            return loss
+
+    stop = pl.callbacks.EarlyStopping("score", check_on_train_epoch_end=True)
+    with pytest.raises(ConfigurationError, match=r"EarlyStopping.monitor is 'score'"):
+        trainer(tmp_path, privacy(), stop).fit(Renamed(), loader())
+
+
+def test_a_class_weight_is_found_in_data_sorted_by_class(tmp_path):
+    class Weighted(Plain):
+        def training_step(self, batch, batch_idx):
+            return F.cross_entropy(self.net(batch[0]), batch[1], weight=torch.tensor([1.0, 1.0, 9.0]))
+
+    x, y = examples().tensors
+    order = y.argsort()
+    with pytest.raises(ModelError, match="class-weighted"):
+        trainer(tmp_path, privacy()).fit(Weighted(), loader(TensorDataset(x[order], y[order])))
+
+
+def test_a_non_finite_first_example_does_not_stop_the_run(tmp_path):
+    data = examples()
+    data.tensors[0][0] = math.nan
+    assert parameters_after(tmp_path, privacy(), dataset=data).isfinite().all()
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "64-true"])
+def test_allowed_precisions_train(tmp_path, precision):
+    found = parameters_after(tmp_path, without_noise(), precision=precision)
+    expected = parameters_after(tmp_path, without_noise())
+    # bfloat16 keeps 8 bits.
+    torch.testing.assert_close(found.float(), expected, rtol=0, atol=2e-2 if precision == "bf16-mixed" else 1e-5)
+
+
+def test_a_parameter_unfrozen_during_the_run_is_refused(tmp_path):
+    class Unfreeze(Callback):
+        def on_train_epoch_start(self, trainer, pl_module):
+            pl_module.net[0].weight.requires_grad_(trainer.current_epoch == 1)
+
+    module = Plain()
+    module.net[0].weight.requires_grad_(False)
+    with pytest.raises(ModelError, match="frozen when training started"):
+        trainer(tmp_path, privacy(), Unfreeze()).fit(module, loader())
+
+
+def test_a_sampler_of_the_users_own_is_refused(tmp_path):
+    weighted = torch.utils.data.WeightedRandomSampler(torch.ones(N), N)
+    with pytest.raises(ConfigurationError, match="WeightedRandomSampler"):
+        trainer(tmp_path, privacy()).fit(Plain(), DataLoader(examples(), sampler=weighted, batch_size=7))
+
+
+def test_worker_processes_deliver_the_same_batches(tmp_path):
+    torch.manual_seed(0)
+    module = Plain()
+    trainer(tmp_path, without_noise(max_physical_batch_size=6)).fit(
+        module, loader(num_workers=2, persistent_workers=True)
+    )
+    found = torch.cat([p.detach().flatten() for p in module.parameters()])
+    expected = parameters_after(tmp_path, without_noise(max_physical_batch_size=6))
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)

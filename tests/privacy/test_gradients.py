@@ -251,3 +251,21 @@ def test_a_recurrent_layer_trains_by_fallback():
     sums, _ = clipped_gradient_sum(model, F.cross_entropy, x, y, clip_plan=plan)
     expected, _ = clipped_sum_by_loop(model, x, y, plan)
     assert relative_error(sums, expected) < TOLERANCE
+
+
+def test_an_input_changed_in_place_after_use_is_refused_by_name():
+    class Changes(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.Linear(3, 3)
+
+        def forward(self, x):
+            x = x * 1.0
+            y = self.inner(x)
+            x.mul_(2.0)
+            return y
+
+    with pytest.raises(ModelError, match=r"inner.*in place"):
+        clipped_gradient_sum(
+            Changes(), F.cross_entropy, torch.randn(4, 3), torch.zeros(4, dtype=torch.long), clip_plan=ClipPlan.flat()
+        )

@@ -25,6 +25,8 @@ def check(model, loss_of=None, *, reduction="mean"):
             loss_of or default,
             (x, y),
             [(x[i : i + 1], y[i : i + 1]) for i in range(2)],
+            few=(x, y),
+            few_count=2,
             loss_reduction=reduction,
         )
     finally:

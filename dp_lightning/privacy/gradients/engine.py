@@ -120,7 +120,17 @@ class GradientEngine:
             inputs = args[0] if args else kwargs["input"]
             self._check_rows(unit, inputs)
             inputs = inputs.detach()
-            return _on_gradient(output, lambda gradient: self._rule_gradient(unit, inputs, gradient))
+            version = inputs._version
+
+            def receive(gradient: Tensor) -> None:
+                if inputs._version != version:
+                    raise ModelError(
+                        f"The input of module '{unit.name}' ({type(unit.module).__name__}) is changed in place "
+                        "after the module has seen it, so its gradient is lost. Use the operation that makes a new tensor."
+                    )
+                self._rule_gradient(unit, inputs, gradient)
+
+            return _on_gradient(output, receive)
         return self._watch_vmapped(unit, args, kwargs, output)
 
     def _rule_gradient(self, unit: Unit, inputs: Tensor, gradient: Tensor) -> None:
