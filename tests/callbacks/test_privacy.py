@@ -306,6 +306,19 @@ def test_a_resumed_run_goes_on_and_never_reports_less(tmp_path):
         )
 
 
+@pytest.mark.parametrize("step", [2, 4, 6, 7])
+def test_a_run_resumed_within_an_epoch_equals_one_that_was_not_interrupted(tmp_path, step):
+    whole = parameters_after(tmp_path, without_noise(max_physical_batch_size=6))
+    checkpoint = ModelCheckpoint(dirpath=tmp_path, filename="{step}", every_n_train_steps=1, save_top_k=-1)
+    parameters_after(tmp_path, without_noise(max_physical_batch_size=6), checkpoint, enable_checkpointing=True)
+    callback, module = without_noise(max_physical_batch_size=6), Plain()
+    again = trainer(tmp_path, callback)
+    again.fit(module, loader(), ckpt_path=tmp_path / f"step={step}.ckpt", weights_only=True)
+    assert callback.ledger.num_steps == again.global_step == 9
+    found = torch.cat([p.detach().flatten() for p in module.parameters()])
+    assert torch.equal(found, whole)
+
+
 def test_a_checkpoint_does_not_count_physical_batches(tmp_path):
     def progress(size):
         checkpoint = ModelCheckpoint(dirpath=tmp_path, filename=f"size{size}")

@@ -126,7 +126,7 @@ class GradientEngine:
                 if inputs._version != version:
                     raise ModelError(
                         f"The input of module '{unit.name}' ({type(unit.module).__name__}) is changed in place "
-                        "after the module has seen it, so its gradient is lost. Use an operation that makes a new tensor."
+                        "after the module has seen it, so its gradient is lost. Use an operation that makes a new one."
                     )
                 self._rule_gradient(unit, inputs, gradient)
 
