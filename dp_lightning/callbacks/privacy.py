@@ -7,20 +7,18 @@ steps. Lightning's counters see logical steps only, because ``trainer.accumulate
 last physical batch and to a very large number on the others.
 """
 
-from collections.abc import Mapping
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal
 
 import lightning.pytorch as pl
-import torch
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader
-from torchmetrics import Metric
 
+from dp_lightning.callbacks.loop_state import count_logical_steps
+from dp_lightning.callbacks.model_trial import try_model
 from dp_lightning.callbacks.postprocess import PostProcessCallback
 from dp_lightning.callbacks.private_loader import (
     PoissonBatchSampler,
@@ -33,7 +31,6 @@ from dp_lightning.privacy.accounting import Ledger, compose
 from dp_lightning.privacy.clipping import ClipPlan
 from dp_lightning.privacy.gradients import GradientEngine
 from dp_lightning.privacy.mechanism import PrivateMechanism
-from dp_lightning.privacy.model_check import check_per_example
 from dp_lightning.privacy.noise import GaussianNoise
 from dp_lightning.privacy.plan import PrivacyPlan
 from dp_lightning.privacy.sampling import PhysicalBatch, PoissonSampler
@@ -41,8 +38,6 @@ from dp_lightning.privacy.statement import PrivacyStatement
 
 # Lightning divides the loss by it; a power of two is undone without rounding.
 _ACCUMULATE = 2**30
-# Examples on which the model is tried before the first step.
-_CHECKED_EXAMPLES = 8
 # Epsilon by PRV can cost a second, so it is brought up to date this many times in a run.
 _EPSILON_UPDATES = 10
 
@@ -268,42 +263,8 @@ class PrivacyCallback(pl.Callback):
         return private_loader(loader, self._batches)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        loader = self._live_loader(trainer)
-        engine = self._engine
-        assert engine is not None
-        dataset: Any = loader.dataset
-        # Spread out, since data sets are often sorted by class and a class weight shows only between classes.
-        count = min(_CHECKED_EXAMPLES, len(dataset))
-        examples = [_made_up(dataset[k * len(dataset) // count]) for k in range(count)]
-
-        def batch_of(chosen: list[Any]) -> Any:
-            batch = trainer.precision_plugin.convert_input(loader.collate_fn(chosen))
-            return trainer.strategy.batch_to_device(batch, dataloader_idx=0)
-
-        def loss_of(batch: Any) -> Tensor:
-            output = pl_module.training_step(batch, 0)
-            loss: Any = output["loss"] if isinstance(output, Mapping) else output
-            return loss
-
-        metrics = [module for module in pl_module.modules() if isinstance(module, Metric)]
-        silenced = {"log": lambda *args, **kwargs: None, "log_dict": lambda *args, **kwargs: None}
-        pl_module.__dict__.update(silenced)
-        try:
-            check_per_example(
-                pl_module,
-                engine,
-                loss_of,
-                batch_of(examples),
-                [batch_of([example]) for example in examples],
-                few=batch_of(examples[:2]),
-                few_count=min(2, count),
-                loss_reduction=self.loss_reduction,
-            )
-        finally:
-            for name in silenced:
-                pl_module.__dict__.pop(name, None)
-            for metric in metrics:
-                metric.reset()
+        assert self._engine is not None
+        try_model(trainer, pl_module, self._engine, self._live_loader(trainer), loss_reduction=self.loss_reduction)
 
     def _live_loader(self, trainer: pl.Trainer) -> DataLoader[Any]:
         loader = trainer.train_dataloader
@@ -446,15 +407,7 @@ class PrivacyCallback(pl.Callback):
     def on_save_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Lightning counts physical batches, whose number follows the draws; the checkpoint counts logical steps."""
-        loop = checkpoint.get("loops", {}).get("fit_loop", {})
-        counters = [loop.get("epoch_loop.batch_progress")]
-        optimizer = loop.get("epoch_loop.automatic_optimization.optim_progress", {}).get("optimizer", {})
-        counters += [optimizer.get("zero_grad")]
-        for counter in counters:
-            for part in ("total", "current"):
-                if counter is not None and part in counter:
-                    counter[part] = dict.fromkeys(counter[part], self.ledger.num_steps)
+        count_logical_steps(checkpoint, self.ledger.num_steps)
 
     def state_dict(self) -> dict[str, Any]:
         if self._mechanism is None or self._batches is None:
@@ -470,22 +423,6 @@ class PrivacyCallback(pl.Callback):
             return
         self.ledger.load_state_dict(state_dict["ledger"])
         self._restored = state_dict
-
-
-def _made_up(example: Any) -> Any:
-    """The example with its floating-point tensors replaced by numbers between 0 and 1.
-
-    Whether a run starts then hardly depends on private data, and an example that is not finite cannot prevent it.
-    """
-    generator = torch.Generator().manual_seed(0)
-    return tree_map(
-        lambda leaf: (
-            torch.rand(leaf.shape, generator=generator, dtype=leaf.dtype)
-            if isinstance(leaf, Tensor) and leaf.is_floating_point()
-            else leaf
-        ),
-        example,
-    )
 
 
 def _postprocessing(trainer: pl.Trainer) -> str:

@@ -1,0 +1,80 @@
+"""Tries a LightningModule's own ``training_step`` on a few examples before the first step of a run."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+from torch.utils.data import DataLoader
+from torchmetrics import Metric
+
+from dp_lightning.privacy.gradients import GradientEngine
+from dp_lightning.privacy.model_check import check_per_example
+
+_EXAMPLES = 8
+
+
+def try_model(
+    trainer: pl.Trainer,
+    module: pl.LightningModule,
+    engine: GradientEngine,
+    loader: DataLoader[Any],
+    *,
+    loss_reduction: str,
+) -> None:
+    """Check that an example's loss and gradient do not depend on the batch around it; nothing is logged.
+
+    Raises:
+        ModelError: naming what differs.
+    """
+    dataset: Any = loader.dataset
+    # Spread out, since data sets are often sorted by class and a class weight shows only between classes.
+    count = min(_EXAMPLES, len(dataset))
+    examples = [_made_up(dataset[k * len(dataset) // count]) for k in range(count)]
+
+    def batch_of(chosen: list[Any]) -> Any:
+        batch = trainer.precision_plugin.convert_input(loader.collate_fn(chosen))
+        return trainer.strategy.batch_to_device(batch, dataloader_idx=0)
+
+    def loss_of(batch: Any) -> Tensor:
+        output = module.training_step(batch, 0)
+        loss: Any = output["loss"] if isinstance(output, Mapping) else output
+        return loss
+
+    silenced = {"log": lambda *args, **kwargs: None, "log_dict": lambda *args, **kwargs: None}
+    module.__dict__.update(silenced)
+    try:
+        check_per_example(
+            module,
+            engine,
+            loss_of,
+            batch_of(examples),
+            [batch_of([example]) for example in examples],
+            few=batch_of(examples[:2]),
+            few_count=min(2, count),
+            loss_reduction=loss_reduction,
+        )
+    finally:
+        for name in silenced:
+            module.__dict__.pop(name, None)
+        for metric in module.modules():
+            if isinstance(metric, Metric):
+                metric.reset()
+
+
+def _made_up(example: Any) -> Any:
+    """The example with its floating-point tensors replaced by numbers between 0 and 1.
+
+    Whether a run starts then hardly depends on private data, and an example that is not finite cannot prevent it.
+    """
+    generator = torch.Generator().manual_seed(0)
+    return tree_map(
+        lambda leaf: (
+            torch.rand(leaf.shape, generator=generator, dtype=leaf.dtype)
+            if isinstance(leaf, Tensor) and leaf.is_floating_point()
+            else leaf
+        ),
+        example,
+    )
