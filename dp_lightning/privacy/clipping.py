@@ -115,9 +115,7 @@ class ClipPlan:
 
     def describe(self) -> dict[str, object]:
         """The plan in plain values, for the privacy statement."""
-        return {
-            "kind": self.kind,
-            "factor": self.factor,
-            "max_grad_norm": self.max_grad_norm,
-            "layer_max_grad_norms": None if self.layer_max_grad_norms is None else dict(self.layer_max_grad_norms),
-        }
+        plan: dict[str, object] = {"kind": self.kind, "factor": self.factor, "max_grad_norm": self.max_grad_norm}
+        if self.layer_max_grad_norms is not None:
+            plan["layer_max_grad_norms"] = dict(self.layer_max_grad_norms)
+        return plan
