@@ -73,6 +73,9 @@ WRONG = {
         "privacy.not_private: true",
     ),
     "endless": (["--trainer.max_epochs=-1"], "trainer.max_epochs or trainer.max_steps"),
+    "class": (["--model", "SmalCNNModule"], r"no class 'SmalCNNModule'.*Did you mean SmallCNNModule\?"),
+    "checkpoint": (["--ckpt_path", "nothere.ckpt"], "ckpt_path nothere.ckpt is not a file"),
+    "no_epochs": (["--trainer.max_epochs", "0"], "max_epochs.*at least one"),
     "choice": (["--privacy.clipping", "layerwise"], "privacy.clipping"),
 }
 

@@ -1,5 +1,6 @@
 """Tries a LightningModule's own ``training_step`` on a few examples before the first step of a run."""
 
+import inspect
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch.utils.data import DataLoader
 from torchmetrics import Metric
 
 from dp_lightning.privacy.gradients import GradientEngine
-from dp_lightning.privacy.model_check import check_per_example
+from dp_lightning.privacy.model_check import check_per_example, refuse_randomness
 
 _EXAMPLES = 8
 
@@ -32,14 +33,17 @@ def try_model(
     dataset: Any = loader.dataset
     # Spread out, since data sets are often sorted by class and a class weight shows only between classes.
     count = min(_EXAMPLES, len(dataset))
-    examples = [_made_up(dataset[k * len(dataset) // count]) for k in range(count)]
+    generator = torch.Generator().manual_seed(0)
+    examples = [_made_up(dataset[k * len(dataset) // count], generator) for k in range(count)]
 
     def batch_of(chosen: list[Any]) -> Any:
-        batch = trainer.precision_plugin.convert_input(loader.collate_fn(chosen))
-        return trainer.strategy.batch_to_device(batch, dataloader_idx=0)
+        with refuse_randomness("collate_fn or a batch transfer hook"):
+            batch = trainer.precision_plugin.convert_input(loader.collate_fn(chosen))
+            return trainer.strategy.batch_to_device(batch, dataloader_idx=0)
 
     def loss_of(batch: Any) -> Tensor:
-        output = module.training_step(batch, 0)
+        takes_index = len(inspect.signature(module.training_step).parameters) > 1
+        output = module.training_step(batch, 0) if takes_index else module.training_step(batch)
         loss: Any = output["loss"] if isinstance(output, Mapping) else output
         return loss
 
@@ -64,12 +68,11 @@ def try_model(
                 metric.reset()
 
 
-def _made_up(example: Any) -> Any:
+def _made_up(example: Any, generator: torch.Generator) -> Any:
     """The example with its floating-point tensors replaced by numbers between 0 and 1.
 
     Whether a run starts then hardly depends on private data, and an example that is not finite cannot prevent it.
     """
-    generator = torch.Generator().manual_seed(0)
     return tree_map(
         lambda leaf: (
             torch.rand(leaf.shape, generator=generator, dtype=leaf.dtype)

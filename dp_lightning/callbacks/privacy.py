@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import lightning.pytorch as pl
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor
 from torch.optim import Optimizer
@@ -119,9 +120,12 @@ class PrivacyCallback(pl.Callback):
         self._mechanism: PrivateMechanism | None = None
         self._batch: PhysicalBatch | None = None
         self._trained: set[int] = set()
-        #: Epsilon when it was last brought up to date, and of the whole plan.
-        self.epsilon, self.planned_epsilon = 0.0, 0.0
-        self._epsilon_steps = 0
+        self._versions: dict[str, int] = {}
+        self._steps_before = self._steps_at_start = 0
+        #: Epsilon that is not exceeded before the next update, and epsilon after the last step.
+        self.epsilon_bound, self.planned_epsilon = 0.0, 0.0
+        self._epsilons: dict[int, float] = {}
+        self._milestone = 0
         self._unprotected: set[str] = set()
         self._restored: dict[str, Any] | None = None
 
@@ -155,7 +159,11 @@ class PrivacyCallback(pl.Callback):
             raise ConfigurationError(
                 "The number of steps must be known before the start. Set trainer.max_epochs or trainer.max_steps."
             )
-        return max(min(limits), 1)
+        if min(limits) < 1:
+            raise ConfigurationError(
+                "trainer.max_epochs and trainer.max_steps leave no step to take; set at least one epoch or step."
+            )
+        return min(limits)
 
     def check(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Refuse settings that would break the guarantee, before any data is touched; makes the plan where N is known.
@@ -192,6 +200,7 @@ class PrivacyCallback(pl.Callback):
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         source = trainer.fit_loop._data_source
         assert isinstance(source, PrivateSource)
+        self._steps_at_start = self.ledger.num_steps
         if self.plan is None:
             dataset: Any = source.users().dataset
             self.plan = self.make_plan(trainer, len(dataset))
@@ -216,8 +225,8 @@ class PrivacyCallback(pl.Callback):
             steps_done=lambda: self.ledger.num_steps,
         )
         self._require_affordable()
-        self.spent()
-        self.planned_epsilon = self.plan.epsilon()
+        self.planned_epsilon = self._epsilon_at(self.plan.num_steps)
+        self._look_ahead()
         trainer.print(self._announcement())
 
     def _require_affordable(self) -> None:
@@ -227,9 +236,7 @@ class PrivacyCallback(pl.Callback):
         self._mechanism.require_budget()
         if self.target_epsilon is None or self.ledger.num_steps == 0:
             return
-        remaining = self.plan.num_steps - self.ledger.num_steps
-        runs = [*self.ledger.runs, (self.plan.noise_multiplier, self.plan.sample_rate, remaining)]
-        total = compose(runs, delta=self.delta, accountant=self.accountant)
+        total = self._epsilon_at(self.plan.num_steps)
         if total > self.target_epsilon:
             raise BudgetError(
                 f"The steps taken and the steps planned would spend epsilon {total:.3f}, above privacy.target_epsilon "
@@ -283,9 +290,12 @@ class PrivacyCallback(pl.Callback):
         assert self._batches is not None
         assert self._mechanism is not None
         assert self._engine is not None
-        self._mechanism.require_budget()
         self._batch = self._batches.announced.popleft()
+        if self._batch.first:
+            self._mechanism.begin()
+            self._steps_before = self.ledger.num_steps
         trainer.accumulate_grad_batches = 1 if self._batch.last else _ACCUMULATE
+        self._versions = self._tensor_versions(pl_module)
         self._engine.begin(len(self._batch.indices))
 
     def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor) -> None:
@@ -298,12 +308,25 @@ class PrivacyCallback(pl.Callback):
 
     def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         batch = self._batch
-        assert batch is not None, "one backward pass per physical batch"
         assert self._mechanism is not None
         assert self._engine is not None
+        if batch is None:
+            raise ModelError("There is more than one backward pass in a batch; a private step needs exactly one.")
+        for name, count in self._tensor_versions(pl_module).items():
+            if count != self._versions.get(name, count):
+                raise ModelError(
+                    f"'{name}' is changed while an example's gradient is computed. A parameter or buffer computed from "
+                    "raw examples would be saved with the model, outside of the guarantee."
+                )
         self._batch = None
         self._engine.end()
         self._mechanism.add(self._engine.contributions(), len(batch.indices), count=not batch.placeholder)
+
+    @staticmethod
+    def _tensor_versions(module: pl.LightningModule) -> dict[str, int]:
+        """How often each parameter and buffer was changed in place."""
+        tensors = (*module.named_parameters(), *module.named_buffers())
+        return {name: tensor._version for name, tensor in tensors if not tensor.is_inference()}
 
     def on_before_optimizer_step(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
@@ -341,11 +364,26 @@ class PrivacyCallback(pl.Callback):
         if trainer.accumulate_grad_batches != 1:
             return
         steps = self.ledger.num_steps
-        if steps % max(self.plan.num_steps // _EPSILON_UPDATES, 1) == 0 or steps == self.plan.num_steps:
+        if steps != self._steps_before + 1:
+            raise ModelError(
+                "A logical batch ended without an optimizer step. Do not skip steps in optimizer_step: each one is "
+                "in the plan, and skipping changes what the ledger says."
+            )
+        if steps == self._milestone:
             pl_module.log("privacy/epsilon", self.spent(), on_step=True, on_epoch=False, batch_size=1)
+            self._look_ahead()
+
+    def _look_ahead(self) -> None:
+        """Bring the shown epsilon up to that of the next milestone, so that it is never too small in between."""
+        assert self.plan is not None
+        interval = max(self.plan.num_steps // _EPSILON_UPDATES, 1)
+        self._milestone = min(self.ledger.num_steps + interval, self.plan.num_steps)
+        self.epsilon_bound = self._epsilon_at(self._milestone)
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._note_logged(trainer)
+        if self._engine is not None:
+            self._engine.end()
 
     def _note_logged(self, trainer: pl.Trainer) -> None:
         """Every value logged while training may come from raw examples; the statement names them all."""
@@ -374,7 +412,7 @@ class PrivacyCallback(pl.Callback):
             self._engine = None
         trainer.accumulate_grad_batches = 1
         self._batch = None
-        if self.plan is None or self.ledger.num_steps == 0 or not trainer.is_global_zero:
+        if self.plan is None or self.ledger.num_steps == self._steps_at_start or not trainer.is_global_zero:
             return
         statement = self.statement(trainer)
         statement.write(Path(trainer.log_dir or trainer.default_root_dir))
@@ -399,15 +437,41 @@ class PrivacyCallback(pl.Callback):
 
     def spent(self) -> float:
         """Epsilon of the steps in the ledger, by the plan's accountant."""
-        if self._epsilon_steps != self.ledger.num_steps:
-            self.epsilon = self.ledger.epsilon(delta=self.delta, accountant=self.accountant)
-            self._epsilon_steps = self.ledger.num_steps
-        return self.epsilon
+        return self._epsilon_at(self.ledger.num_steps)
+
+    def _epsilon_at(self, steps: int) -> float:
+        """Epsilon once the ledger holds ``steps``, which are at least those it holds now."""
+        if steps not in self._epsilons:
+            more = steps - self.ledger.num_steps
+            runs = list(self.ledger.runs)
+            if more:
+                assert self.plan is not None
+                runs.append((self.plan.noise_multiplier, self.plan.sample_rate, more))
+            self._epsilons[steps] = compose(runs, delta=self.delta, accountant=self.accountant)
+        return self._epsilons[steps]
 
     def on_save_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
         count_logical_steps(checkpoint, self.ledger.num_steps)
+
+    def on_load_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """Refuse to train on from steps that no ledger counts."""
+        saved = checkpoint.get("callbacks", {}).get(self.state_key) or {}
+        counted = sum(run[2] for run in saved.get("ledger", {}).get("runs", []))
+        if trainer.state.fn == TrainerFn.FITTING and checkpoint.get("global_step", 0) > counted:
+            raise ConfigurationError(
+                f"The checkpoint has taken {checkpoint['global_step']} steps and its ledger holds {counted}: what the "
+                "other steps spent is unknown. Resume from a checkpoint of a private run, or load its weights into a "
+                "new run if they come from public data."
+            )
+
+    @property
+    def state_key(self) -> str:
+        """The same for subclasses, so that their checkpoints keep the ledger."""
+        return "PrivacyCallback"
 
     def state_dict(self) -> dict[str, Any]:
         if self._mechanism is None or self._batches is None:
@@ -416,12 +480,15 @@ class PrivacyCallback(pl.Callback):
             "ledger": self.ledger.state_dict(),
             "noise": self._mechanism.noise.state_dict(),
             "sampler": self._batches.sampler.state_dict(),
+            "unprotected": sorted(self._unprotected),
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         if not state_dict:
             return
         self.ledger.load_state_dict(state_dict["ledger"])
+        self._epsilons.clear()
+        self._unprotected |= set(state_dict["unprotected"])
         self._restored = state_dict
 
 

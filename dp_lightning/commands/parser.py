@@ -5,8 +5,12 @@ import re
 from typing import Any, NoReturn
 
 from lightning.pytorch.cli import LightningArgumentParser
+from torch import optim
 
+from dp_lightning import datamodules, lightning_modules, postprocess
 from dp_lightning.errors import ConfigurationError
+
+_ROOMS = (datamodules, lightning_modules, postprocess, optim)
 
 
 class StrictParser(LightningArgumentParser):
@@ -25,6 +29,14 @@ class StrictParser(LightningArgumentParser):
             r"does not accept option '([\w.]+)'", message
         )
         hint = ""
+        class_name = re.search(r"Expected a dot import path string: (\w+)", message)
+        if class_name is not None:
+            known = {key for room in _ROOMS for key in getattr(room, "__all__", dir(room)) if key[0].isupper()}
+            near = difflib.get_close_matches(class_name[1], known, n=1, cutoff=0.6)
+            raise ConfigurationError(
+                f"There is no class '{class_name[1]}' for this setting. Give a short name of ours or torch's, or the "
+                f"whole path, package.module.Class.{f' Did you mean {near[0]}?' if near else ''}"
+            ) from ex
         if unknown is not None:
             near = difflib.get_close_matches(unknown[1], self._known(), n=1, cutoff=0.8)
             hint = f". Did you mean {near[0]}?" if near else ""

@@ -1,6 +1,7 @@
 """``dpl fit | validate | test | predict``: LightningCLI with the groups ``privacy`` and ``postprocess``."""
 
 import warnings
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -17,6 +18,7 @@ from dp_lightning.callbacks import (
 )
 from dp_lightning.callbacks.settings import check_precision
 from dp_lightning.commands.parser import StrictParser
+from dp_lightning.errors import ConfigurationError
 from dp_lightning.lightning_modules.schedules import WarmupCosine
 
 
@@ -41,6 +43,9 @@ class TrainingCLI(LightningCLI):
         """Refuse a precision here: on a CPU Lightning would turn 16-mixed into another one in silence."""
         if self.subcommand == "fit":
             check_precision(self.config.fit.trainer.precision)
+        path = self._get(self.config, "ckpt_path")
+        if path is not None and path not in ("best", "last", "hpc", "registry") and not Path(path).is_file():
+            raise ConfigurationError(f"ckpt_path {path} is not a file; give the path of a checkpoint.")
 
     def instantiate_trainer(self, **kwargs: Any) -> pl.Trainer:
         """The trainer with the privacy callback first, so that every other callback sees the privatized gradient."""

@@ -53,7 +53,11 @@ class NpzImages(ImageDataModule):
     def num_classes(self) -> int:
         if self.given_num_classes is not None:
             return self.given_num_classes
-        return int(self._read("train_labels").max()) + 1
+        labels = self._read("train_labels")
+        if labels.size == 0 or labels.min() < 0:
+            found = f"has label {labels.min()}" if labels.size else "is empty"
+            raise DataError(f"train_labels {found}; classes are numbered from 0: correct it in {self.path}")
+        return int(labels.max()) + 1
 
     @property
     def in_channels(self) -> int:

@@ -55,7 +55,7 @@ class PrivateMechanism:
         return self.plan.noise_multiplier * self.clip_plan.sensitivity
 
     def require_budget(self) -> None:
-        """Called before the first backward pass of a logical step.
+        """Refuse a step beyond the plan.
 
         Raises:
             BudgetError: when the plan's steps are all taken.
@@ -66,6 +66,15 @@ class PrivateMechanism:
                 f"{self.ledger.num_steps} are taken. To train longer, plan more steps before the start "
                 "(trainer.max_epochs or trainer.max_steps)."
             )
+
+    def begin(self) -> None:
+        """Start a logical batch; what an abandoned one has left is dropped, so that no draw enters two releases.
+
+        Raises:
+            BudgetError: when the plan's steps are all taken.
+        """
+        self.require_budget()
+        self._sum.reset()
 
     def add(self, contributions: Sequence[Contribution], batch_size: int, *, count: bool = True) -> Tensor:
         """Add a physical batch; returns the norms as ``ClippedSum.add`` does, which are not private."""

@@ -6,10 +6,12 @@ batch must equal ordinary gradients of each example alone, and no buffer may cha
 """
 
 import math
+import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -73,13 +75,42 @@ def check_per_example(
     Raises:
         ModelError: naming what differs.
     """
-    with _without_dropout(model), _kept_buffers(model), torch.random.fork_rng(devices=_cuda_devices(model)):
+    with (
+        _without_dropout(model),
+        _kept_state(model),
+        torch.enable_grad(),
+        torch.random.fork_rng(devices=_cuda_devices(model)),
+    ):
         _check_losses(loss_of, together, alone, loss_reduction)
         _check_gradients(engine, loss_of, few, alone[:few_count], loss_reduction)
 
 
+@contextmanager
+def refuse_randomness(what: str) -> Iterator[None]:
+    """Refuse code that draws random numbers: what it does once need not be what it does in the next batch.
+
+    Raises:
+        ModelError: naming ``what``.
+    """
+    before = _random_states()
+    yield
+    if before != _random_states():
+        raise ModelError(
+            f"{what} draws random numbers, so it cannot be shown that examples never mix in it. Move random "
+            "augmentation to the data set's transform, where it sees one example."
+        )
+
+
+def _random_states() -> list[object]:
+    """States of the generators of torch, numpy and Python."""
+    kind, keys, *rest = np.random.get_state()
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+    torch_states = [state.tolist() for state in (torch.get_rng_state(), *cuda)]
+    return [random.getstate(), kind, np.asarray(keys).tolist(), rest, torch_states]
+
+
 def _check_losses(loss_of: Callable[[Any], Tensor], together: Any, alone: Sequence[Any], loss_reduction: str) -> None:
-    with torch.no_grad():
+    with refuse_randomness("training_step"):
         joint = _scalar(loss_of(together))
         again = _scalar(loss_of(together))
         singles = [_scalar(loss_of(batch)) for batch in alone]
@@ -91,7 +122,7 @@ def _check_losses(loss_of: Callable[[Any], Tensor], together: Any, alone: Sequen
     if not _close(joint, again):
         raise ModelError(
             "training_step gives another loss when it is called again on the same batch, so it cannot be shown that "
-            "examples do not mix. Move random augmentation to the data set's transform."
+            "examples do not mix. Its loss may depend on the batch and on nothing that changes between calls."
         )
     mean, total = sum(singles) / len(singles), sum(singles)
     expected, other = (mean, total) if loss_reduction == "mean" else (total, mean)
@@ -200,20 +231,26 @@ def _without_dropout(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def _kept_buffers(model: nn.Module) -> Iterator[None]:
-    """Put buffers back, and refuse a model that changes them from raw examples."""
-    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+def _kept_state(model: nn.Module) -> Iterator[None]:
+    """Put buffers and parameters back, and refuse a model that changes them from raw examples."""
+    before = {name: tensor.detach().clone() for name, tensor in _state(model)}
     yield
     changed = []
-    for name, buffer in model.named_buffers():
-        if name in before and not torch.equal(buffer, before[name]):
-            changed.append(name)
-            buffer.copy_(before[name])
+    with torch.no_grad():
+        for name, tensor in _state(model):
+            if name in before and not torch.equal(tensor, before[name]):
+                changed.append(name)
+                tensor.copy_(before[name])
     if changed:
         raise ModelError(
-            f"The forward pass changes the buffer '{changed[0]}'. A buffer computed from raw examples would be saved "
-            "with the model, outside of the guarantee. Use a layer without running statistics."
+            f"The forward pass changes '{changed[0]}'. A buffer or parameter computed from raw examples would be saved "
+            "with the model, outside of the guarantee. Use a layer without running statistics (and no max_norm)."
         )
+
+
+def _state(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from model.named_buffers()
+    yield from model.named_parameters()
 
 
 def _cuda_devices(model: nn.Module) -> list[torch.device]:

@@ -22,11 +22,13 @@ class PhysicalBatch:
 
     Attributes:
         indices: positions in the training set. A logical batch without examples is one placeholder example.
+        first: whether the logical batch begins here.
         last: whether the logical batch ends here.
         placeholder: whether the example only stands in, so that it must contribute zero.
     """
 
     indices: list[int]
+    first: bool
     last: bool
     placeholder: bool = False
 
@@ -83,11 +85,11 @@ def _key(seed: int | None) -> npt.NDArray[np.uint64]:
 def cut(indices: npt.NDArray[np.int64], max_physical_batch_size: int) -> Iterator[PhysicalBatch]:
     """One logical batch as physical batches of at most ``max_physical_batch_size``; an empty one as a placeholder."""
     if len(indices) == 0:
-        yield PhysicalBatch([0], last=True, placeholder=True)
+        yield PhysicalBatch([0], first=True, last=True, placeholder=True)
         return
     for start in range(0, len(indices), max_physical_batch_size):
         end = start + max_physical_batch_size
-        yield PhysicalBatch(indices[start:end].tolist(), last=end >= len(indices))
+        yield PhysicalBatch(indices[start:end].tolist(), first=start == 0, last=end >= len(indices))
 
 
 def epoch_end(step: int, *, num_train: int, expected_batch_size: int, num_steps: int) -> int:

@@ -513,3 +513,172 @@ def test_worker_processes_deliver_the_same_batches(tmp_path):
     found = torch.cat([p.detach().flatten() for p in module.parameters()])
     expected = parameters_after(tmp_path, without_noise(max_physical_batch_size=6))
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
+
+
+class OneLoudExample(Plain):
+    """Only the first example has a gradient, and it is far longer than C."""
+
+    def training_step(self, batch, batch_idx):
+        loud = (batch[0][:, 0] > 50).float()
+        return (1e4 * loud * F.cross_entropy(self.net(batch[0] / 100), batch[1], reduction="none")).mean()
+
+
+def loud_examples():
+    x, y = examples().tensors
+    x = x.clone()
+    x[0] = 100.0
+    return TensorDataset(x, y)
+
+
+class MeasuredRelease(Callback):
+    """Norms of the sums before noise, from releases without noise."""
+
+    def __init__(self):
+        self.norms = []
+
+    def on_before_optimizer_step(self, trainer, pl_module, optimizer):
+        total = torch.cat([p.grad.flatten() for p in pl_module.parameters()])
+        self.norms.append(float(total.norm()) * N)
+
+
+def everyone(**kwargs):
+    return without_noise(expected_batch_size=N, **kwargs)
+
+
+def norms_of_releases(tmp_path, module, size, **kwargs):
+    measured = MeasuredRelease()
+    trainer(tmp_path, everyone(max_physical_batch_size=size), measured, **kwargs).fit(module, loader(loud_examples()))
+    return measured.norms
+
+
+def test_one_example_contributes_exactly_its_bound(tmp_path):
+    assert norms_of_releases(tmp_path, OneLoudExample(), 7) == pytest.approx([1.0] * 3, rel=1e-5)
+
+
+def test_an_abandoned_logical_batch_is_dropped(tmp_path):
+    class LeavesEpoch(OneLoudExample):
+        def on_train_batch_start(self, batch, batch_idx):
+            return -1 if self.trainer.current_epoch < 2 and batch_idx == 3 else None
+
+    norms = norms_of_releases(tmp_path, LeavesEpoch(), 7, max_epochs=4)
+    assert norms == pytest.approx([1.0] * len(norms), rel=1e-5)
+    assert norms
+
+
+def test_a_skipped_optimizer_step_is_refused(tmp_path):
+    class Skips(Plain):
+        def optimizer_step(self, epoch, batch_idx, optimizer, optimizer_closure):
+            optimizer_closure()
+
+    with pytest.raises(ModelError, match=r"without an optimizer step|without a complete"):
+        trainer(tmp_path, privacy()).fit(Skips(), loader())
+
+
+@pytest.mark.parametrize("size", [1, 100])
+def test_gradients_taken_inside_training_step_do_not_count(tmp_path, size):
+    class Saliency(OneLoudExample):
+        def training_step(self, batch, batch_idx):
+            x = batch[0].clone().requires_grad_()
+            loss = super().training_step((x, batch[1]), batch_idx)
+            for _ in range(8):
+                torch.autograd.grad(loss, x, retain_graph=True)
+            return loss
+
+    assert norms_of_releases(tmp_path, Saliency(), size) == pytest.approx([1.0] * 3, rel=1e-5)
+
+
+def test_a_second_backward_pass_is_refused(tmp_path):
+    class Twice(Plain):
+        def backward(self, loss):
+            loss.backward(retain_graph=True)
+            loss.backward()
+
+    with pytest.raises(ModelError, match="more than one"):
+        trainer(tmp_path, privacy()).fit(Twice(), loader())
+
+
+def test_identical_examples_do_not_hide_statistics_of_the_batch(tmp_path):
+    class Centred(Plain):
+        def training_step(self, batch, batch_idx):
+            return super().training_step((batch[0] - batch[0].mean(0), batch[1]), batch_idx)
+
+    with pytest.raises(ModelError, match="mixes examples"):
+        trainer(tmp_path, privacy()).fit(Centred(), loader(TensorDataset(torch.zeros(N, 5), torch.zeros(N).long())))
+
+
+def test_random_mixing_in_collation_is_refused(tmp_path):
+    def collate(rows):
+        x, y = torch.utils.data.default_collate(rows)
+        return (x + x.flip(0) if torch.rand(()) < 0.5 else x), y
+
+    with pytest.raises(ModelError, match="collate_fn"):
+        trainer(tmp_path, privacy()).fit(Plain(), loader(collate_fn=collate))
+
+
+def test_a_frozen_parameter_that_the_forward_pass_writes_is_refused(tmp_path):
+    class Centre(nn.Module):
+        def __init__(self, start):
+            super().__init__()
+            self.start = start
+            self.calls = 0
+            self.centre = nn.Parameter(torch.zeros(5), requires_grad=False)
+
+        def forward(self, x):
+            self.calls += 1
+            if self.calls > self.start:
+                with torch.no_grad():
+                    self.centre.copy_(x.mean(0))
+            return x
+
+    for start in (0, 30):  # found by the check of the model, or in the batch where it begins
+        with pytest.raises(ModelError, match="centre"):
+            trainer(tmp_path, privacy(max_physical_batch_size=5), max_epochs=9).fit(
+                Plain(nn.Sequential(Centre(start), nn.Linear(5, CLASSES))), loader()
+            )
+
+
+def test_a_checkpoint_whose_steps_no_ledger_counts_is_refused(tmp_path):
+    checkpoint = ModelCheckpoint(dirpath=tmp_path, filename="plain")
+    trainer(tmp_path, checkpoint, enable_checkpointing=True, max_epochs=1).fit(Plain(), loader())
+    with pytest.raises(ConfigurationError, match="ledger holds 0"):
+        trainer(tmp_path, privacy()).fit(Plain(), loader(), ckpt_path=tmp_path / "plain.ckpt", weights_only=True)
+
+
+def test_a_subclass_and_the_names_of_logged_values_survive_a_resume(tmp_path):
+    class Own(PrivacyCallback):
+        pass
+
+    checkpoint = ModelCheckpoint(dirpath=tmp_path, filename="half", every_n_train_steps=4)
+    run = trainer(tmp_path, privacy(), checkpoint, enable_checkpointing=True, max_epochs=3)
+    run.fit(Plain(), loader())
+    again = Own(expected_batch_size=20, noise_multiplier=1.0, delta=1e-3, accountant="rdp")
+
+    class Silent(Plain):
+        def training_step(self, batch, batch_idx):
+            return F.cross_entropy(self.net(batch[0]), batch[1])
+
+    resumed = trainer(tmp_path, again)
+    resumed.fit(Silent(), loader(), ckpt_path=checkpoint.best_model_path, weights_only=True)
+    assert again.ledger.num_steps == 9
+    assert again.statement(resumed).unprotected == ("train_loss",)
+
+
+def test_the_shown_epsilon_is_never_below_what_is_spent(tmp_path):
+    class Shown(Callback):
+        def on_train_batch_end(self, trainer, pl_module, *args):
+            callback = trainer.callbacks[0]
+            shown.append(callback.epsilon_bound - callback.ledger.epsilon(delta=1e-3, accountant="rdp"))
+
+    shown = []
+    trainer(tmp_path, privacy(expected_batch_size=2), Shown(), max_epochs=1).fit(Plain(), loader())
+    assert len(shown) >= 30
+    assert min(shown) >= -1e-9
+
+
+def test_a_refused_fit_leaves_no_statement(tmp_path):
+    callback = privacy()
+    trainer(tmp_path, callback).fit(Plain(), loader())
+    (tmp_path / "privacy_statement.json").unlink()
+    with pytest.raises(BudgetError):
+        trainer(tmp_path, callback).fit(Plain(), loader())
+    assert not (tmp_path / "privacy_statement.json").exists()

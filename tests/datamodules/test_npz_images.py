@@ -113,7 +113,7 @@ def test_malformed_arrays_are_named_before_training(tmp_path, arrays, message):
 @pytest.mark.parametrize(
     ("arrays", "num_classes", "message"),
     [
-        ({"train_labels": labels(9) - 1}, None, "train_labels has label -1; with 2 classes"),
+        ({"train_labels": labels(9) - 1}, None, "train_labels has label -1; classes are numbered from 0"),
         ({}, 2, "train_labels has label 2; with 2 classes they must be 0 to 1"),
         ({"test_images": images(3), "test_labels": labels(3) + 1}, None, "test_labels has label 3"),
     ],

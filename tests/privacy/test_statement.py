@@ -25,6 +25,7 @@ KEYS = {
     "expected_batch_size",
     "num_train",
     "noise_multiplier",
+    "ledger",
     "clipping",
     "sensitivity",
     "sampler",
@@ -107,12 +108,15 @@ def test_a_broken_condition_is_not_for_release(facts: dict, reason: str) -> None
         assert reason in text
 
 
-def test_steps_other_than_planned_are_not_for_release() -> None:
+def test_steps_other_than_planned_are_counted_and_named() -> None:
     planned = statement()
     ledger = Ledger()
     ledger.record(noise_multiplier=0.5, sample_rate=0.01)
+    ledger.record(noise_multiplier=3.0, sample_rate=0.02)
     other = PrivacyStatement(plan=planned.plan, ledger=ledger, clipping={}, sensitivity=1.0, sampler="Poisson")
-    assert "another noise multiplier" in other.release
+    assert other.epsilon["prv"] == ledger.epsilon(delta=planned.plan.delta)
+    assert other.to_dict()["ledger"] == [[0.5, 0.01, 1], [3.0, 0.02, 1]]
+    assert "1 steps with noise multiplier 0.5, sample rate 0.01; 1 steps with noise multiplier 3" in other.to_markdown()
 
 
 def test_a_statement_does_not_change_with_later_steps() -> None:

@@ -55,9 +55,12 @@ class ClippedSum:
             return self._add(contributions, batch_size, count=count)
 
     def _add(self, contributions: Sequence[Contribution], batch_size: int, *, count: bool) -> Tensor:
+        seen: set[str] = set()
         squared = self._bounds.new_zeros(len(self._bounds), batch_size)
         for contribution in contributions:
             for name, values in contribution.squared_norms().items():
+                assert name not in seen, "a parameter's contributions add up before the norm is taken"
+                seen.add(name)
                 squared[self._group_of[name]] += values
         norms = squared.sqrt().T
         if not count:

@@ -44,7 +44,7 @@ class GradientEngine:
         for unit in self.units:
             self._attach(unit)
         self._batch_size = 0
-        self._listening = False
+        self._listening = self._receiving = False
         self._uses: Counter[str] = Counter()
         self._whole: list[Contribution] = []
         self._partial: list[PerExample] = []
@@ -66,7 +66,7 @@ class GradientEngine:
 
     def begin(self, batch_size: int) -> None:
         """Start to listen; every parameter stops to require a gradient until ``end``."""
-        self._batch_size, self._listening = batch_size, True
+        self._batch_size, self._listening, self._receiving = batch_size, True, False
         self._uses.clear()
         self._whole, self._partial = [], []
         for parameter in self.parameters.values():
@@ -74,13 +74,13 @@ class GradientEngine:
 
     def end(self) -> None:
         """Stop to listen."""
-        self._listening = False
+        self._listening = self._receiving = False
         for parameter in self.parameters.values():
             parameter.requires_grad_(True)
 
     def scale(self, loss: Tensor, factor: float) -> None:
         """Multiply the gradient that enters the backward pass at ``loss``; the forward pass is over."""
-        self._listening = False
+        self._listening, self._receiving = False, True
         if not loss.requires_grad:
             raise ModelError(
                 "The loss does not depend on any trained parameter. Compute it from the model's output, outside of "
@@ -130,8 +130,29 @@ class GradientEngine:
                     )
                 self._rule_gradient(unit, inputs, gradient)
 
-            return _on_gradient(output, receive)
+            return _on_gradient(output, self._once(unit, receive))
         return self._watch_vmapped(unit, args, kwargs, output)
+
+    def _once(self, unit: Unit, receive: Callable[[Tensor], None]) -> Callable[[Tensor], None]:
+        """Take the gradient of the one backward pass that ``scale`` has announced, and refuse a second one.
+
+        Gradients that a training step takes for its own ends, such as a saliency map, come earlier and are passed by.
+        """
+        received = False
+
+        def take(gradient: Tensor) -> None:
+            nonlocal received
+            if not self._receiving:
+                return
+            if received:
+                raise ModelError(
+                    f"Module '{unit.name}' ({type(unit.module).__name__}) got a gradient twice: there is more than one "
+                    "backward pass in a batch. A private step needs exactly one."
+                )
+            received = True
+            receive(gradient)
+
+        return take
 
     def _rule_gradient(self, unit: Unit, inputs: Tensor, gradient: Tensor) -> None:
         names = {own: self._names[id(p)] for own, p in unit.parameters.items()}
@@ -163,8 +184,11 @@ class GradientEngine:
             # Gradients of several outputs add up, so each is pulled back as it arrives.
             return _on_gradient(
                 tensor,
-                lambda gradient: self._vmapped_gradient(
-                    unit, args, kwargs, [gradient if i == index else None for i in range(len(outputs))]
+                self._once(
+                    unit,
+                    lambda gradient: self._vmapped_gradient(
+                        unit, args, kwargs, [gradient if i == index else None for i in range(len(outputs))]
+                    ),
                 ),
             )
 
@@ -191,7 +215,11 @@ class GradientEngine:
         for own, parameter in unit.parameters.items():
             name = self._names[id(parameter)]
             copies = parameter.detach().expand(self._batch_size, *parameter.shape[1:]).requires_grad_()
-            copies.register_hook(lambda gradient, name=name: self._keep({name: gradient.unsqueeze(1)}, several=True))
+
+            def receive(gradient: Tensor, name: str = name) -> None:
+                self._keep({name: gradient.detach().unsqueeze(1)}, several=True)
+
+            copies.register_hook(self._once(unit, receive))
             # An instance attribute is found before the entry in _parameters.
             unit.module.__dict__[own] = copies
 
