@@ -50,5 +50,5 @@ class PrivateProgressBar(TQDMProgressBar):
         privacy = self._privacy(trainer)
         if privacy is not None and privacy.plan is not None and privacy.plan.noise_multiplier > 0:
             allowed = privacy.target_epsilon or privacy.planned_epsilon
-            metrics["epsilon"] = f"<= {privacy.epsilon_bound:.2f} of {allowed:.2f}"
+            metrics["epsilon at most"] = f"{privacy.epsilon_bound:.2f} of {allowed:.2f}"
         return metrics
