@@ -114,7 +114,11 @@ def check_monitors(trainer: pl.Trainer, unprotected: set[str]) -> None:
     ]
     monitors += [(type(config.scheduler).__name__, config.monitor) for config in trainer.lr_scheduler_configs]
     for name, monitor in monitors:
-        raw = monitor is not None and (monitor in unprotected or str(monitor).startswith(("train", "unprotected")))
+        # Lightning adds these to the name of a value that is logged by step and by epoch.
+        logged = str(monitor).removesuffix("_step").removesuffix("_epoch")
+        raw = monitor is not None and (
+            bool({monitor, logged} & unprotected) or str(monitor).startswith(("train", "unprotected"))
+        )
         _refuse(
             raw,
             f"{name}.monitor is '{monitor}': choosing by a number computed from raw training examples lies outside the "

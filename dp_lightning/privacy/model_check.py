@@ -31,12 +31,17 @@ _TOLERANCE = 1e-3
 
 
 def refuse_mixing_modules(model: nn.Module) -> None:
-    """Refuse layers that are known to mix examples.
+    """Refuse layers that are known to mix examples, and compiled modules.
 
     Raises:
         ModelError: with the module's name and the fix.
     """
     for name, module in model.named_modules():
+        if type(module).__name__ == "OptimizedModule" or module._compiled_call_impl is not None:
+            raise ModelError(
+                f"Module '{name}' is compiled: compiled code does not show what its layers see, so no "
+                "per-example gradient can be taken. Train the module without torch.compile."
+            )
         if isinstance(module, nn.modules.instancenorm._InstanceNorm):
             if module.track_running_stats:
                 raise ModelError(
@@ -205,7 +210,7 @@ def _compare(names: list[str], expected: Sequence[Tensor | None], ours: dict[str
 def _scalar(loss: Any) -> float:
     if not isinstance(loss, Tensor) or loss.dim() != 0:
         raise ModelError("training_step must return the loss as a scalar tensor (or a dict with it under 'loss').")
-    return float(loss)
+    return float(loss.detach())
 
 
 def _close(a: float, b: float) -> bool:

@@ -454,12 +454,29 @@ def test_choosing_by_any_value_logged_while_training_is_refused(tmp_path):
     class Renamed(Plain):
         def training_step(self, batch, batch_idx):
             loss = F.cross_entropy(self.net(batch[0]), batch[1])
+            self.log("score", loss, on_step=True, on_epoch=True)
+            return loss
+
+    for monitor in ("score", "score_epoch"):
+        stop = pl.callbacks.EarlyStopping(monitor, check_on_train_epoch_end=True)
+        with pytest.raises(ConfigurationError, match=f"EarlyStopping.monitor is '{monitor}'"):
+            trainer(tmp_path, privacy(), stop).fit(Renamed(), loader())
+
+
+def test_a_learning_rate_by_a_training_metric_is_refused(tmp_path):
+    class Plateau(Plain):
+        def training_step(self, batch, batch_idx):
+            loss = F.cross_entropy(self.net(batch[0]), batch[1])
             self.log("score", loss, on_epoch=True)
             return loss
 
-    stop = pl.callbacks.EarlyStopping("score", check_on_train_epoch_end=True)
-    with pytest.raises(ConfigurationError, match=r"EarlyStopping.monitor is 'score'"):
-        trainer(tmp_path, privacy(), stop).fit(Renamed(), loader())
+        def configure_optimizers(self):
+            optimizer = torch.optim.SGD(self.parameters(), lr=1.0)
+            schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "monitor": "score_epoch"}}
+
+    with pytest.raises(ConfigurationError, match=r"ReduceLROnPlateau.monitor"):
+        trainer(tmp_path, privacy()).fit(Plateau(), loader())
 
 
 def test_a_class_weight_is_found_in_data_sorted_by_class(tmp_path):

@@ -124,3 +124,11 @@ def test_layers_that_mix_examples_are_refused_by_name_with_the_fix(layer):
 
 def test_instance_norm_without_running_statistics_is_allowed():
     refuse_mixing_modules(nn.Sequential(nn.InstanceNorm2d(6, affine=True), nn.GroupNorm(2, 6), nn.LayerNorm(6)))
+
+
+def test_compiled_modules_are_refused():
+    compiled = nn.Linear(6, 6)
+    compiled.compile()
+    for model in (nn.Sequential(torch.compile(nn.Linear(6, 6))), nn.Sequential(compiled)):
+        with pytest.raises(ModelError, match=r"Module '0' is compiled.*without torch.compile"):
+            refuse_mixing_modules(model)
