@@ -65,6 +65,11 @@ class PrivacyCallback(pl.Callback):
         noise_seed: makes the noise reproducible, and the run not fit for release.
         sampling_seed: makes the Poisson draws reproducible, and the run not fit for release.
         not_private: must be true to allow ``noise_multiplier: 0``.
+
+    Raises:
+        ConfigurationError: naming the setting and the fix; from the constructor, and when ``fit`` starts.
+        ModelError: naming the module that mixes examples or whose per-example gradient cannot be taken.
+        BudgetError: when a step would spend more than was planned.
     """
 
     def __init__(
@@ -207,7 +212,7 @@ class PrivacyCallback(pl.Callback):
         self._engine = GradientEngine(pl_module)
         trained = self._engine.parameters
         self._trained = {id(p) for p in trained.values()}
-        check_optimizers(trainer, pl_module, self._trained)
+        check_optimizers(trainer, self._trained)
         noise = GaussianNoise(device=pl_module.device, seed=self.noise_seed)
         self._mechanism = PrivateMechanism(
             trained, plan=self.plan, clip_plan=self.clip_plan, noise=noise, ledger=self.ledger

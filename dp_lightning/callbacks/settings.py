@@ -126,12 +126,11 @@ def check_monitors(trainer: pl.Trainer, unprotected: set[str]) -> None:
         )
 
 
-def check_optimizers(trainer: pl.Trainer, module: pl.LightningModule, trained: set[int]) -> None:
+def check_optimizers(trainer: pl.Trainer, trained: set[int]) -> None:
     """Refuse several optimizers, closures that run more than once, and parameters that are not the module's.
 
     Args:
         trainer: with its optimizers set up.
-        module: the trained module.
         trained: ids of the parameters whose gradients are privatized.
     """
     check_monitors(trainer, set())

@@ -10,6 +10,7 @@ from torch import optim
 from dp_lightning import datamodules, lightning_modules, postprocess
 from dp_lightning.errors import ConfigurationError
 
+# Imported, their classes are also found by their short names in YAML.
 _ROOMS = (datamodules, lightning_modules, postprocess, optim)
 
 

@@ -8,7 +8,6 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, ReduceLROnPlateau
 
-# Imported so that their classes are found by their short names in YAML.
 from dp_lightning.callbacks import (
     PostProcessCallback,
     PredictionFile,

@@ -2,7 +2,8 @@
 
 Known offenders are refused by type before the data is touched. What types cannot show is tried on the model itself
 with a few examples: the batch's loss must be the mean (or sum) of the single losses, the per-example gradients of the
-batch must equal ordinary gradients of each example alone, and no buffer may change.
+batch must equal ordinary gradients of each example alone, no buffer or parameter may change, and nothing but dropout
+may draw random numbers.
 """
 
 import math
@@ -17,14 +18,6 @@ from torch import Tensor, nn
 
 from dp_lightning.errors import ModelError
 from dp_lightning.privacy.gradients.engine import GradientEngine
-
-_MIXING: tuple[tuple[type[nn.Module], str], ...] = (
-    (
-        nn.modules.batchnorm._NormBase,
-        "it computes statistics over the batch, so examples enter each other's gradients. Use nn.GroupNorm instead "
-        "(timm: norm_layer='groupnorm'; any model: opacus.validators.ModuleValidator.fix(model)).",
-    ),
-)
 
 # Two examples through different batch sizes agree to float32 rounding, which deep networks amplify to about 1e-4.
 _TOLERANCE = 1e-3
@@ -49,9 +42,12 @@ def refuse_mixing_modules(model: nn.Module) -> None:
                     "are computed from raw examples. Set track_running_stats=False."
                 )
             continue
-        for kind, reason in _MIXING:
-            if isinstance(module, kind):
-                raise ModelError(f"Module '{name}' ({type(module).__name__}) cannot be trained privately: {reason}")
+        if isinstance(module, nn.modules.batchnorm._NormBase):
+            raise ModelError(
+                f"Module '{name}' ({type(module).__name__}) cannot be trained privately: it computes statistics "
+                "over the batch, so examples enter each other's gradients. Use nn.GroupNorm instead (timm: "
+                "norm_layer='groupnorm'; any model: opacus.validators.ModuleValidator.fix(model))."
+            )
 
 
 def check_per_example(

@@ -206,8 +206,8 @@ class PrivacyStatement:
             logged,
             "Hyperparameter search: other runs on the same data spend their own epsilon, and so does "
             "choosing among them.",
-            "The choice of an epoch by its score on test or validation data: that data is not protected, "
-            "and the best test score is not an unbiased one.",
+            "The choice of an epoch or a learning rate by a score on test or validation data: that data is "
+            "not protected, and the best test score is not an unbiased one.",
             "Floating-point arithmetic: the theorem is about real numbers, and Gaussian noise in floating "
             "point has gaps that an attacker may use (Mironov 2012).",
             "Facts that are public here: the number of training examples, the settings of the run, the "

@@ -11,7 +11,8 @@ class Contribution(ABC):
     """Per-example gradients of a few parameters for the b examples of a physical batch.
 
     First the norms are read, then one weighted sum over the examples is taken. Norms and sums are float32. What is
-    summed is exactly what was measured: the same rounded values enter ``squared_norms`` and ``weighted_sum``.
+    summed is what was measured: the same rounded values enter ``squared_norms`` and ``weighted_sum``, or a bound of the
+    difference is part of the norm.
     """
 
     @abstractmethod
