@@ -301,7 +301,8 @@ class PrivacyCallback(pl.Callback):
             self._steps_before = self.ledger.num_steps
         trainer.accumulate_grad_batches = 1 if self._batch.last else _ACCUMULATE
         self._versions = self._tensor_versions(pl_module)
-        self._engine.begin(len(self._batch.indices))
+        self._mechanism.begin_batch(len(self._batch.indices), count=not self._batch.placeholder)
+        self._engine.begin(len(self._batch.indices), self._mechanism.take)
 
     def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor) -> None:
         assert self._batch is not None
@@ -324,8 +325,9 @@ class PrivacyCallback(pl.Callback):
                     "raw examples would be saved with the model, outside of the guarantee."
                 )
         self._batch = None
+        self._engine.finish()
         self._engine.end()
-        self._mechanism.add(self._engine.contributions(), len(batch.indices), count=not batch.placeholder)
+        self._mechanism.end_batch()
 
     @staticmethod
     def _tensor_versions(module: pl.LightningModule) -> dict[str, int]:

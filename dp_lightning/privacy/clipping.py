@@ -104,14 +104,14 @@ class ClipPlan:
         """Scale of each example's gradient in each group.
 
         Args:
-            norms: (b, L) float32 norms; rows with a non-finite entry get zeros.
+            norms: (b, L) float32 norms; one that is not finite gives its group's factor zero.
             bounds: (L,) float32, the C_l.
         """
         if self.factor == "abadi":
             factors = (bounds / norms.clamp_min(torch.finfo(norms.dtype).tiny)).clamp_max(1.0)
         else:
             factors = bounds / (norms + AUTOMATIC_STABILITY)
-        return torch.where(norms.isfinite().all(dim=1, keepdim=True), factors, torch.zeros_like(factors))
+        return torch.where(norms.isfinite(), factors, torch.zeros_like(factors))
 
     def describe(self) -> dict[str, object]:
         """The plan in plain values, for the privacy statement."""

@@ -12,7 +12,7 @@ differ by adding or removing one example. The ledger counts the releases, and it
 all of them together. Everything computed from the releases alone is post-processing.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -76,9 +76,17 @@ class PrivateMechanism:
         self.require_budget()
         self._sum.reset()
 
-    def add(self, contributions: Sequence[Contribution], batch_size: int, *, count: bool = True) -> Tensor:
-        """Add a physical batch; returns the norms as ``ClippedSum.add`` does, which are not private."""
-        return self._sum.add(contributions, batch_size, count=count)
+    def begin_batch(self, batch_size: int, *, count: bool = True) -> None:
+        """Start a physical batch; without ``count`` its examples contribute zero."""
+        self._sum.begin(batch_size, count=count)
+
+    def take(self, contribution: Contribution) -> None:
+        """Take what the physical batch contributes to some parameters."""
+        self._sum.take(contribution)
+
+    def end_batch(self) -> Tensor:
+        """End the physical batch; returns the norms as ``ClippedSum.end`` does, which are not private."""
+        return self._sum.end()
 
     @torch.no_grad()
     def release(self) -> dict[str, Tensor]:

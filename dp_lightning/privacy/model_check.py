@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from dp_lightning.errors import ModelError
+from dp_lightning.privacy.gradients.contribution import Contribution, Weights
 from dp_lightning.privacy.gradients.engine import GradientEngine
 
 # Two examples through different batch sizes agree to float32 rounding, which deep networks amplify to about 1e-4.
@@ -152,11 +153,16 @@ def _check_gradients(
 ) -> None:
     b = len(alone)
     with torch.enable_grad():
-        with engine.record(b):
+        contributions: list[Contribution] = []
+
+        def keep(contribution: Contribution) -> None:
+            contribution.measure()
+            contributions.append(contribution)
+
+        with engine.record(b, keep):
             loss = loss_of(together)
             engine.scale(loss, b if loss_reduction == "mean" else 1)
             loss.backward()
-        contributions = engine.contributions()
         for index, batch in enumerate(alone):
             names = list(engine.parameters)
             expected = torch.autograd.grad(
@@ -164,23 +170,11 @@ def _check_gradients(
             )
             row = torch.zeros(b, device=loss.device)
             row[index] = 1.0
-            ours = {
-                name: value
-                for contribution in contributions
-                for name, value in contribution.weighted_sum(_Same(row)).items()
-            }
+            ours = {}
+            for contribution in contributions:
+                weights = Weights(dict.fromkeys(contribution.names, row), torch.zeros_like(row, dtype=torch.bool))
+                ours.update(contribution.weighted_sum(weights))
             _compare(names, expected, ours)
-
-
-class _Same(dict[str, Tensor]):
-    """The same weights for every parameter."""
-
-    def __init__(self, weights: Tensor) -> None:
-        super().__init__()
-        self._weights = weights
-
-    def __missing__(self, name: str) -> Tensor:
-        return self._weights
 
 
 def _compare(names: list[str], expected: Sequence[Tensor | None], ours: dict[str, Tensor]) -> None:

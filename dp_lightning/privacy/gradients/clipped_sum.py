@@ -9,7 +9,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 from dp_lightning.errors import ConfigurationError
 from dp_lightning.privacy.clipping import ClipPlan
-from dp_lightning.privacy.gradients.contribution import Contribution
+from dp_lightning.privacy.gradients.contribution import Contribution, Weights
 from dp_lightning.privacy.gradients.engine import GradientEngine
 
 
@@ -28,7 +28,8 @@ class ClippedSum:
         self.clip_plan = clip_plan
         groups = clip_plan.groups(parameters)
         self.labels = list(groups)
-        self._group_of = {name: index for index, names in enumerate(groups.values()) for name in names}
+        self._members = list(groups.values())
+        self._group_of = {name: index for index, names in enumerate(self._members) for name in names}
         device = next(iter(parameters.values())).device
         self._bounds = torch.tensor(clip_plan.bounds(groups), dtype=torch.float32, device=device)
         self.sums = {name: torch.zeros_like(p, dtype=torch.float32) for name, p in parameters.items()}
@@ -38,54 +39,68 @@ class ClippedSum:
         for total in self.sums.values():
             total.zero_()
 
-    @torch.no_grad()
-    def add(self, contributions: Sequence[Contribution], batch_size: int, *, count: bool = True) -> Tensor:
-        """Add one physical batch.
+    def begin(self, batch_size: int, *, count: bool = True) -> None:
+        """Start a physical batch of ``batch_size`` examples; without ``count`` they contribute zero."""
+        self._count = count
+        self._squared = self._bounds.new_zeros(len(self._bounds), batch_size)
+        self._kept: list[Contribution] = []
+        self._seen: set[str] = set()
 
-        Args:
-            contributions: from ``GradientEngine.contributions``.
-            batch_size: number of examples b.
-            count: false for a placeholder that must contribute zero.
+    @torch.no_grad()
+    def take(self, contribution: Contribution) -> None:
+        """Take what the physical batch contributes to some parameters, each of them in one contribution.
+
+        Where these are all parameters of their groups, they are clipped and added at once and nothing is kept.
+        """
+        assert not self._seen & set(contribution.names), "a parameter's contributions add up before the norm is taken"
+        self._seen.update(contribution.names)
+        groups = {self._group_of[name] for name in contribution.names}
+        complete = all(set(self._members[group]) <= set(contribution.names) for group in groups)
+        # Autocast would take the products in bfloat16, and the sum would no longer be what was measured.
+        with torch.autocast(self._bounds.device.type, enabled=False):
+            if complete and self._count:
+                self._add(contribution.stream(self._weigh))
+                return
+            contribution.measure()
+            self._note(slice(None), contribution.squared_norms())
+        self._kept.append(contribution)
+
+    @torch.no_grad()
+    def end(self) -> Tensor:
+        """End the physical batch.
 
         Returns:
             (b, L) float32 norms before clipping, one column per group.
         """
-        # Autocast would take the products below in bfloat16, and the sum would no longer be what was measured.
-        with torch.autocast(self._bounds.device.type, enabled=False):
-            return self._add(contributions, batch_size, count=count)
+        if self._count:
+            with torch.autocast(self._bounds.device.type, enabled=False):
+                for contribution in self._kept:
+                    self._add(contribution.weighted_sum(self._weights(slice(None), contribution.names)))
+        self._kept = []
+        return self._squared.sqrt().T
 
-    def _add(self, contributions: Sequence[Contribution], batch_size: int, *, count: bool) -> Tensor:
-        seen: set[str] = set()
-        squared = self._bounds.new_zeros(len(self._bounds), batch_size)
-        for contribution in contributions:
-            for name, values in contribution.squared_norms().items():
-                assert name not in seen, "a parameter's contributions add up before the norm is taken"
-                seen.add(name)
-                squared[self._group_of[name]] += values
-        norms = squared.sqrt().T
-        if not count:
-            return norms
-        factors = self.clip_plan.factors(norms, self._bounds).T.contiguous()
-        unusable = ~norms.isfinite().all(dim=1)
-        discard = bool(unusable.any())
-        for contribution in contributions:
-            if discard:
-                contribution.discard(unusable)
-            weights = _ByGroup(factors, self._group_of)
-            for name, value in contribution.weighted_sum(weights).items():
-                self.sums[name] += value
-        return norms
+    def _note(self, rows: slice, squared: Mapping[str, Tensor]) -> None:
+        for name, values in squared.items():
+            self._squared[self._group_of[name], rows] += values
 
+    def _weigh(self, rows: slice, squared: Mapping[str, Tensor]) -> Weights:
+        self._note(rows, squared)
+        return self._weights(rows, tuple(squared))
 
-class _ByGroup(dict[str, Tensor]):
-    """Weights of the examples by parameter name."""
+    def _weights(self, rows: slice, names: Sequence[str]) -> Weights:
+        groups = sorted({self._group_of[name] for name in names})
+        first, last = groups[0], groups[-1] + 1
+        norms = self._squared[first:last, rows].sqrt()
+        factors = self.clip_plan.factors(norms.T, self._bounds[first:last]).T.contiguous()
+        unusable = ~norms.isfinite()
+        return Weights(
+            {name: factors[self._group_of[name] - first] for name in names},
+            unusable[0] if len(groups) == 1 else unusable[[group - first for group in groups]].any(dim=0),
+        )
 
-    def __init__(self, factors: Tensor, group_of: Mapping[str, int]) -> None:
-        super().__init__()
-        self._factors, self._group_of_name = factors, group_of
-
-    def __missing__(self, name: str) -> Tensor:
-        return self._factors[self._group_of_name[name]]
+    def _add(self, sums: Mapping[str, Tensor]) -> None:
+        for name, value in sums.items():
+            self.sums[name] += value
 
 
 def clipped_gradient_sum(
@@ -127,11 +142,12 @@ def clipped_gradient_sum(
             piece = slice(start, min(start + (max_physical_batch_size or size), size))
             mine, wanted = _cut(inputs, piece), _cut(targets, piece)
             b = piece.stop - piece.start
-            with engine.record(b):
+            total.begin(b)
+            with engine.record(b, total.take):
                 loss = loss_fn(model(mine), wanted)
                 engine.scale(loss, 1.0 if loss.dim() else b)
                 loss.backward(torch.ones_like(loss) if loss.dim() else None)
-                norms.append(total.add(engine.contributions(), b))
+            norms.append(total.end())
     finally:
         engine.detach()
     joined = torch.cat(norms)

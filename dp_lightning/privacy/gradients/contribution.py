@@ -1,57 +1,107 @@
-"""What one physical batch contributes to some parameters, kept per example until the norms are known."""
+"""What one physical batch contributes to the parameters of one unit, per example until the weights are known."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 
+class Weights(NamedTuple):
+    """The factor of each example, by parameter name, and the examples whose gradient is not finite."""
+
+    factors: Mapping[str, Tensor]  # (r,) float32; zero where the gradient is not finite
+    unusable: Tensor  # (r,) bool
+
+
+Weigh = Callable[[slice, Mapping[str, Tensor]], Weights]
+"""From squared norms, parameter name to (r,) float32, of a range of r examples, to their weights."""
+
+
 class Contribution(ABC):
     """Per-example gradients of a few parameters for the b examples of a physical batch.
 
-    First the norms are read, then one weighted sum over the examples is taken. Norms and sums are float32. What is
-    summed is what was measured: the same rounded values enter ``squared_norms`` and ``weighted_sum``, or a bound of the
-    difference is part of the norm.
+    Either the norms are read first and one weighted sum over the examples is taken later (``measure``,
+    ``squared_norms``, ``weighted_sum``), or both at once where the norms of these parameters decide alone (``stream``).
+    Norms and sums are float32. What is summed is what was measured: the same rounded values enter both, or a bound of
+    the difference is part of the norm.
     """
+
+    way: str
+    """How the gradients are taken, in a few words."""
+
+    @property
+    @abstractmethod
+    def names(self) -> tuple[str, ...]:
+        """The parameters."""
+
+    @abstractmethod
+    def formed(self) -> "PerExample":
+        """The gradients themselves."""
+
+    @abstractmethod
+    def measure(self) -> None:
+        """Do now what the norms need, while the tensors are fresh in the cache."""
 
     @abstractmethod
     def squared_norms(self) -> dict[str, Tensor]:
-        """Parameter name to (b,) float32 squared L2 norms."""
+        """Parameter name to (b,) float32 squared L2 norms; after ``measure``."""
 
     @abstractmethod
-    def discard(self, rows: Tensor) -> None:
-        """Zero the examples where ``rows``, (b,) bool, is true: a zero weight does not, since 0 * nan is nan."""
+    def weighted_sum(self, weights: Weights) -> dict[str, Tensor]:
+        """Sum over i of factors[name][i] * gradient_i, float32, for each name; after ``measure``."""
 
-    @abstractmethod
-    def weighted_sum(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Sum over i of weights[name][i] * gradient_i, float32, for each name; weights are (b,) float32."""
+    def stream(self, weigh: Weigh) -> dict[str, Tensor]:
+        """Norms, weights and weighted sum in one go, with nothing kept."""
+        self.measure()
+        return self.weighted_sum(weigh(slice(None), self.squared_norms()))
 
 
 class PerExample(Contribution):
     """Per-example gradients that exist as tensors of shape (b, *parameter.shape)."""
 
-    def __init__(self, gradients: dict[str, Tensor]) -> None:
-        self.gradients = gradients
+    def __init__(self, gradients: dict[str, Tensor], way: str) -> None:
+        self.gradients, self.way = gradients, way
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(self.gradients)
+
+    def formed(self) -> "PerExample":
+        return self
+
+    def measure(self) -> None:
+        return None
 
     def squared_norms(self) -> dict[str, Tensor]:
-        return {name: _norms(gradient.flatten(1)).square() for name, gradient in self.gradients.items()}
+        return {name: squared_norms(gradient) for name, gradient in self.gradients.items()}
 
-    def discard(self, rows: Tensor) -> None:
-        for name, gradient in self.gradients.items():
-            self.gradients[name] = gradient.masked_fill(rows.view(-1, *[1] * (gradient.dim() - 1)), 0.0)
-
-    def weighted_sum(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def weighted_sum(self, weights: Weights) -> dict[str, Tensor]:
         return {
-            name: (weights[name] @ gradient.flatten(1).float()).view(gradient.shape[1:])
+            name: weighted_rows(gradient, weights.factors[name], weights.unusable).view(gradient.shape[1:])
             for name, gradient in self.gradients.items()
         }
 
 
-def _norms(rows: Tensor) -> Tensor:
-    """(b,) float32 norms of the rows, added up in float32 at least."""
+def squared_norms(rows: Tensor) -> Tensor:
+    """(b,) float32 squared norms of the rows (b, ...), added up in float32 at least."""
     dtype = torch.promote_types(rows.dtype, torch.float32)
-    return torch.linalg.vector_norm(rows, dim=1, dtype=dtype).float()
+    return torch.linalg.vector_norm(rows.flatten(1), dim=1, dtype=dtype).square().float()
+
+
+def weighted_rows(rows: Tensor, weights: Tensor, unusable: Tensor) -> Tensor:
+    """Sum over i of weights[i] * rows[i], (b, ...) to flat float32, without the rows where ``unusable``."""
+    matrix = without(rows, unusable).flatten(1)
+    return weights @ matrix.float()
+
+
+def without(rows: Tensor, unusable: Tensor) -> Tensor:
+    """``rows`` with zeros where ``unusable``: a zero weight does not discard a row, since 0 * nan is nan."""
+    # Looking is cheaper than copying on a CPU; on a GPU it would wait for the device.
+    if unusable.device.type == "cpu" and not bool(unusable.any()):
+        return rows
+    return rows.masked_fill(unusable.view(-1, *[1] * (rows.dim() - 1)), 0.0)
 
 
 def add_up(first: PerExample, second: PerExample) -> PerExample:
@@ -59,4 +109,4 @@ def add_up(first: PerExample, second: PerExample) -> PerExample:
     gradients = dict(first.gradients)
     for name, gradient in second.gradients.items():
         gradients[name] = gradients[name] + gradient if name in gradients else gradient
-    return PerExample(gradients)
+    return PerExample(gradients, first.way)

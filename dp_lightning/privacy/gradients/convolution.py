@@ -1,17 +1,16 @@
-"""Convolutions in one, two and three dimensions, with stride, padding, dilation and groups.
+"""Convolutions and transposed convolutions in one, two and three dimensions.
 
-Two exact ways, chosen by size:
+As a product over output positions: p_t is the patch of the padded input under the kernel. A transposed convolution is
+the gradient of a convolution, so its weight's gradient is that of the convolution with input and output gradient
+exchanged.
 
-* formed: the weight gradients of all examples are one grouped convolution with the batch folded into the groups;
-* factored: with patches P_i (positions x inputs) and output gradients g_i (positions x outputs) the weight gradient is
-  g_i^T P_i, and ||g_i^T P_i||^2 is the sum of the entrywise product of the Gram matrices P_i P_i^T and g_i g_i^T
-  (Goodfellow 2015; Bu et al. 2022). For stride 1 the Gram matrix of the patches is the sum of k^2 shifted windows of
-  the Gram matrix of the padded input over its positions, so that no patch is ever formed. Terms of both signs cancel
-  in that sum, so it is taken in float64. The weighted sum is the ordinary weight gradient of the weighted output
-  gradients, in float32; a bound of its rounding error is added to the norm.
+For stride 1 the Gram matrix of the patches is a sum of shifted windows of the Gram matrix of the input over its
+positions, one for each place in the kernel, so that no patch is ever formed. The windows are added up one dimension
+after the other: k + k instead of k^2 for a kernel of k x k.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from math import prod
 from typing import cast
 
 import torch
@@ -19,131 +18,163 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.modules.conv import _ConvNd
 
-from dp_lightning.privacy.gradients.contribution import Contribution
-
-# Factored costs two Gram matrices of T x T for T positions, formed costs a gradient per example; measured on
-# WRN-16-4 the ways meet near T^2 = half of the weight's size. Below a quarter of it factored is clearly faster.
-_FACTORED_BELOW = 0.25
-# Rounding of the float32 weighted sum, relative to the sum over positions of |g_t| |P_t|: eight float32 epsilons.
-_ROUNDING = 8 * torch.finfo(torch.float32).eps
+from dp_lightning.privacy.gradients.contribution import Contribution, without
+from dp_lightning.privacy.gradients.products import Factors, Product, Size, float32_products
+from dp_lightning.privacy.gradients.ways import product_dtype
 
 
 class ConvolutionRule:
-    """Rule of ``nn.Conv1d``, ``nn.Conv2d`` and ``nn.Conv3d`` with zero padding, and of their other padding modes."""
+    """Rule of ``nn.Conv1d``, ``nn.Conv2d`` and ``nn.Conv3d``, in every padding mode."""
 
-    def per_example(
-        self, module: nn.Module, inputs: Tensor, grad_output: Tensor, wanted: frozenset[str]
-    ) -> dict[str, Tensor]:
-        conv = cast(_ConvNd, module)
-        gradients = {}
-        if "weight" in wanted:
-            x, padding = _padded(conv, inputs.to(grad_output.dtype))
-            b, (outputs, *kernel) = x.shape[0], conv.weight.shape
-            folded = _weight_gradient(
-                conv,
-                x.reshape(1, -1, *x.shape[2:]),
-                grad_output.reshape(1, -1, *grad_output.shape[2:]),
-                padding,
-                weight=grad_output.new_empty(b * outputs, *kernel),
-                groups=b * conv.groups,
-            )
-            gradients["weight"] = folded.view(b, *conv.weight.shape)
-        if "bias" in wanted:
-            gradients["bias"] = grad_output.flatten(2).sum(2)
-        return gradients
-
-    def factored(
+    def contribution(
         self, module: nn.Module, inputs: Tensor, grad_output: Tensor, names: Mapping[str, str]
-    ) -> Contribution | None:
-        conv = cast(_ConvNd, module)
-        positions = grad_output[0, 0].numel()
-        if "weight" not in names or not isinstance(conv, nn.Conv2d) or conv.groups != 1:
-            return None
-        # On a GPU convolutions may run in TF32, so the sum would not be what was measured.
-        if inputs.device.type != "cpu" or positions**2 > _FACTORED_BELOW * conv.weight.numel():
-            return None
-        x, padding = _padded(conv, inputs.float())
-        return _Factored(conv, names, x, grad_output.float(), padding)
+    ) -> Contribution:
+        return Product(Patches(cast(_ConvNd, module), inputs, grad_output), names)
 
 
-def _padded(conv: _ConvNd, x: Tensor) -> tuple[Tensor, tuple[int, ...]]:
-    """The input and the symmetric zero padding that is left to apply to it."""
-    if conv.padding_mode == "zeros" and not isinstance(conv.padding, str):
-        return x, tuple(conv.padding)
-    mode = "constant" if conv.padding_mode == "zeros" else conv.padding_mode
-    return F.pad(x, conv._reversed_padding_repeated_twice, mode=mode), (0,) * len(conv.kernel_size)
+class TransposedConvolutionRule:
+    """Rule of ``nn.ConvTranspose1d``, ``nn.ConvTranspose2d`` and ``nn.ConvTranspose3d``."""
+
+    def contribution(
+        self, module: nn.Module, inputs: Tensor, grad_output: Tensor, names: Mapping[str, str]
+    ) -> Contribution:
+        return Product(_TransposedPatches(cast(_ConvNd, module), inputs, grad_output), names)
 
 
-def _weight_gradient(
-    conv: _ConvNd, x: Tensor, g: Tensor, padding: tuple[int, ...], *, weight: Tensor, groups: int
-) -> Tensor:
-    """The sum over the leading dimension of the weight gradients; ``weight`` lends its shape alone."""
-    return torch.ops.aten.convolution_backward(
-        g,
-        x,
-        weight,
-        None,
-        conv.stride,
-        padding,
-        conv.dilation,
-        False,
-        [0] * len(padding),
-        groups,
-        [False, True, False],
-    )[1]
+class Patches(Factors):
+    """G are the output gradients and P the patches of the input.
+
+    Args:
+        conv: the module, for its geometry.
+        image: (b, channels, ...), what the kernel moves over.
+        values: (b, outputs, ...), one for each place of the kernel.
+    """
+
+    def __init__(self, conv: _ConvNd, image: Tensor, values: Tensor) -> None:
+        self._conv, self._image, self._values = conv, image, values
+        self.batch_size, self.device = len(image), image.device
+        self.dtype = product_dtype(self._grad_output.dtype, image.device)
+        groups, positions = conv.groups, values[0, 0].numel()
+        inputs, seen = conv.weight[0].numel(), image[0].numel() + values[0].numel()
+        self._windows = self._has_windows()
+        gram = image[0, 0].numel() ** 2 * image.shape[1] if self._windows else positions**2 * inputs * groups
+        outputs = values.shape[1] // groups
+        self.size = Size(groups=groups, positions=positions, outputs=outputs, inputs=inputs, gram=gram, seen=seen)
+        self._channels_last = _is_channels_last(image)
+
+    @property
+    def _grad_output(self) -> Tensor:
+        return self._values
+
+    def _has_windows(self) -> bool:
+        conv = self._conv
+        return isinstance(conv, nn.Conv2d) and conv.groups == 1 and conv.stride == (1, 1)
+
+    def left(self, rows: slice) -> Tensor:
+        values, groups = self._values[rows].to(self.dtype), self._conv.groups
+        if _is_channels_last(values):
+            return values.movedim(1, -1).flatten(1, -2).unflatten(2, (groups, -1)).transpose(1, 2)
+        return values.flatten(2).unflatten(1, (groups, -1)).mT
+
+    def right(self, rows: slice) -> Tensor:
+        conv, spatial = self._conv, self._values.shape[2:]
+        x = _padded(conv, self._image[rows].to(self.dtype))
+        groups, channels = conv.groups, x.shape[1] // conv.groups
+        x = x.movedim(1, -1).contiguous().movedim(-1, 1) if self._channels_last else x.contiguous()
+        batch, channel, *steps = x.stride()
+        places = [step * dilation for step, dilation in zip(steps, conv.dilation, strict=True)]
+        moves = [step * stride for step, stride in zip(steps, conv.stride, strict=True)]
+        if self._channels_last:
+            size = (len(x), groups, *spatial, *conv.kernel_size, channels)
+            stride = (batch, channels * channel, *moves, *places, channel)
+            return x.as_strided(size, stride).reshape(len(x), groups, prod(spatial), -1)
+        size = (len(x), groups, channels, *conv.kernel_size, *spatial)
+        stride = (batch, channels * channel, channel, *places, *moves)
+        return x.as_strided(size, stride).reshape(len(x), groups, -1, prod(spatial)).mT
+
+    def right_gram(self, rows: slice) -> Tensor:
+        if not self._windows:
+            return super().right_gram(rows)
+        conv, (height, width) = self._conv, self._values.shape[2:]
+        zeros = conv.padding_mode == "zeros"
+        x = self._image[rows].double()
+        x = x if zeros else _padded(conv, x)
+        flat = x.movedim(1, -1).flatten(1, 2) if self._channels_last else x.flatten(2).mT
+        gram = (flat @ flat.mT).view(len(x), *x.shape[2:], *x.shape[2:])
+        if zeros:
+            # Zeros around the image are zeros around its Gram matrix, in both positions.
+            left, right, top, bottom = conv._reversed_padding_repeated_twice
+            gram = F.pad(gram, (left, right, top, bottom, left, right, top, bottom))
+        (di, dj), (ki, kj) = conv.dilation, conv.kernel_size
+        gram = _added(gram[:, :, j * dj : j * dj + width, :, j * dj : j * dj + width] for j in range(kj))
+        gram = _added(gram[:, i * di : i * di + height, :, i * di : i * di + height] for i in range(ki))
+        return gram.reshape(len(x), 1, height * width, height * width)
+
+    def bias(self, rows: slice) -> Tensor:
+        dtype = torch.promote_types(self.dtype, torch.float32)
+        return self._grad_output[rows].flatten(2).sum(2, dtype=dtype)
+
+    def weight(self, gradients: Tensor) -> Tensor:
+        conv = self._conv
+        rows = gradients.flatten(1, 2)
+        if self._channels_last:
+            return rows.unflatten(2, (*conv.kernel_size, -1)).movedim(-1, 2)
+        return rows.unflatten(2, (-1, *conv.kernel_size))
+
+    def let_go(self) -> None:
+        del self._image, self._values
+
+    def total(self, weights: Tensor, unusable: Tensor) -> Tensor:
+        weights = weights.view(-1, *[1] * (self._values.dim() - 1))
+        return self._weight_gradient(
+            without(self._image.float(), unusable), without(self._values.float() * weights, unusable)
+        )
+
+    def _weight_gradient(self, image: Tensor, values: Tensor) -> Tensor:
+        conv = self._conv
+        simple = conv.padding_mode == "zeros" and not isinstance(conv.padding, str)
+        with float32_products(image.device):
+            return torch.ops.aten.convolution_backward(
+                values,
+                image if simple else _padded(conv, image),
+                image.new_empty(conv.weight.shape),
+                None,
+                conv.stride,
+                conv.padding if simple else [0] * len(conv.stride),
+                conv.dilation,
+                False,
+                [0] * len(conv.stride),
+                conv.groups,
+                [False, True, False],
+            )[1]
 
 
-class _Factored(Contribution):
-    """Gradients g_i^T P_i of a 2-d convolution, by Gram matrices over positions."""
+class _TransposedPatches(Patches):
+    """G are the inputs and P the patches of the output gradient."""
 
-    def __init__(
-        self, conv: nn.Conv2d, names: Mapping[str, str], x: Tensor, g: Tensor, padding: tuple[int, ...]
-    ) -> None:
-        self.conv, self.names, self.x, self.g, self.padding = conv, names, x, g, padding
+    def __init__(self, conv: _ConvNd, inputs: Tensor, grad_output: Tensor) -> None:
+        super().__init__(conv, grad_output, inputs)
 
-    def squared_norms(self) -> dict[str, Tensor]:
-        flat = self.g.double().flatten(2)
-        gram = torch.bmm(flat.transpose(1, 2), flat)  # (b, T, T)
-        patches = self._patch_gram()
-        diagonals = gram.diagonal(dim1=1, dim2=2) * patches.diagonal(dim1=1, dim2=2)
-        rounding = _ROUNDING * diagonals.clamp_min(0.0).sqrt().sum(1)
-        squared = gram.mul_(patches).sum((1, 2)).clamp_min(0.0)
-        norms = {"weight": (squared + rounding.square()).float()}
-        if "bias" in self.names:
-            norms["bias"] = self.g.sum((2, 3)).square().sum(1)
-        return {name: norms[own] for own, name in self.names.items()}
+    @property
+    def _grad_output(self) -> Tensor:
+        return self._image
 
-    def _patch_gram(self) -> Tensor:
-        """(b, T, T) inner products of the patches under the kernel, float64."""
-        conv = self.conv
-        height, width = self.g.shape[2:]
-        if conv.stride != (1, 1):
-            patches = F.unfold(
-                self.x.double(), conv.kernel_size, dilation=conv.dilation, padding=self.padding, stride=conv.stride
-            )
-            return torch.bmm(patches.transpose(1, 2), patches)
-        x = F.pad(self.x.double(), (self.padding[1], self.padding[1], self.padding[0], self.padding[0]))
-        flat = x.flatten(2)
-        gram = torch.bmm(flat.transpose(1, 2), flat).view(x.shape[0], *x.shape[2:], *x.shape[2:])
-        total = gram.new_zeros(x.shape[0], height, width, height, width)
-        for i in range(conv.kernel_size[0]):
-            rows = slice(i * conv.dilation[0], i * conv.dilation[0] + height)
-            for j in range(conv.kernel_size[1]):
-                columns = slice(j * conv.dilation[1], j * conv.dilation[1] + width)
-                total += gram[:, rows, columns, rows, columns]
-        return total.view(x.shape[0], height * width, height * width)
 
-    def discard(self, rows: Tensor) -> None:
-        rows = rows[:, None, None, None]
-        self.x, self.g = self.x.masked_fill(rows, 0.0), self.g.masked_fill(rows, 0.0)
+def _added(tensors: Iterator[Tensor]) -> Tensor:
+    total = next(tensors).clone()
+    for tensor in tensors:
+        total += tensor
+    return total
 
-    def weighted_sum(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        sums = {}
-        for own, name in self.names.items():
-            weighted = self.g * weights[name][:, None, None, None]
-            if own == "weight":
-                shape = self.g.new_empty(self.conv.weight.shape)
-                sums[name] = _weight_gradient(self.conv, self.x, weighted, self.padding, weight=shape, groups=1)
-            else:
-                sums[name] = weighted.sum((0, 2, 3))
-        return sums
+
+def _is_channels_last(x: Tensor) -> bool:
+    if x.dim() not in (4, 5) or x.is_contiguous():
+        return False
+    return x.is_contiguous(memory_format=torch.channels_last if x.dim() == 4 else torch.channels_last_3d)
+
+
+def _padded(conv: _ConvNd, x: Tensor) -> Tensor:
+    padding = conv._reversed_padding_repeated_twice
+    if not any(padding):
+        return x
+    return F.pad(x, padding, mode="constant" if conv.padding_mode == "zeros" else conv.padding_mode)

@@ -24,11 +24,10 @@ class GradientEngine:
 
     Use::
 
-        with engine.record(batch_size=b):
+        with engine.record(b, take):        # take is called with each contribution
             loss = ...                      # mean of the b losses
             engine.scale(loss, b)           # seeds the backward pass with b: gradients of the single losses
             loss.backward()
-        contributions = engine.contributions()
 
     Args:
         model: the model; parameters that require a gradient now are the trained ones.
@@ -46,7 +45,7 @@ class GradientEngine:
         self._batch_size = 0
         self._listening = self._receiving = False
         self._uses: Counter[str] = Counter()
-        self._whole: list[Contribution] = []
+        self._take: Callable[[Contribution], None] | None = None
         self._partial: list[PerExample] = []
 
     def detach(self) -> None:
@@ -56,25 +55,41 @@ class GradientEngine:
         self._handles.clear()
 
     @contextmanager
-    def record(self, batch_size: int) -> Iterator[None]:
-        """Listen to one forward and one backward pass over ``batch_size`` examples."""
-        self.begin(batch_size)
+    def record(self, batch_size: int, take: Callable[[Contribution], None]) -> Iterator[None]:
+        """Listen to one forward and one backward pass; see ``begin``."""
+        self.begin(batch_size, take)
         try:
             yield
+            self.finish()
         finally:
             self.end()
 
-    def begin(self, batch_size: int) -> None:
-        """Start to listen; every parameter stops to require a gradient until ``end``."""
-        self._batch_size, self._listening, self._receiving = batch_size, True, False
+    def begin(self, batch_size: int, take: Callable[[Contribution], None]) -> None:
+        """Start to listen; every parameter stops to require a gradient until ``end``.
+
+        Args:
+            batch_size: number of examples b.
+            take: called with each contribution as its gradient arrives; no parameter is in two of them.
+        """
+        self._batch_size, self._take, self._listening, self._receiving = batch_size, take, True, False
         self._uses.clear()
-        self._whole, self._partial = [], []
+        self._partial = []
         for parameter in self.parameters.values():
             parameter.requires_grad_(False)
+
+    def finish(self) -> None:
+        """After the backward pass: hand over the parameters with several uses, whose contributions add up."""
+        partial, self._partial = self._partial, []
+        if partial:
+            together = partial[0]
+            for contribution in partial[1:]:
+                together = add_up(together, contribution)
+            self._hand_over(together)
 
     def end(self) -> None:
         """Stop to listen."""
         self._listening = self._receiving = False
+        self._take, self._partial = None, []
         for parameter in self.parameters.values():
             parameter.requires_grad_(True)
 
@@ -88,16 +103,10 @@ class GradientEngine:
             )
         loss.register_hook(lambda gradient: gradient * factor)
 
-    def contributions(self) -> list[Contribution]:
-        """What the physical batch contributes; every trained parameter that took part is in exactly one of them."""
-        whole, partial = self._whole, self._partial
-        self._whole, self._partial = [], []
-        if not partial:
-            return whole
-        together = partial[0]
-        for contribution in partial[1:]:
-            together = add_up(together, contribution)
-        return [*whole, together]
+    def _hand_over(self, contribution: Contribution) -> None:
+        take = self._take
+        assert take is not None
+        take(contribution)
 
     def _attach(self, unit: Unit) -> None:
         if unit.kind == "broadcast":
@@ -138,32 +147,31 @@ class GradientEngine:
 
         Gradients that a training step takes for its own ends, such as a saliency map, come earlier and are passed by.
         """
-        received = False
+        waiting: Callable[[Tensor], None] | None = receive
 
         def take(gradient: Tensor) -> None:
-            nonlocal received
+            nonlocal waiting
             if not self._receiving:
                 return
-            if received:
+            if waiting is None:
                 raise ModelError(
                     f"Module '{unit.name}' ({type(unit.module).__name__}) got a gradient twice: there is more than one "
                     "backward pass in a batch. A private step needs exactly one."
                 )
-            received = True
-            receive(gradient)
+            # The graph outlives the backward pass, and with it this function: let go of what the module has seen.
+            receive_now, waiting = waiting, None
+            receive_now(gradient)
 
         return take
 
     def _rule_gradient(self, unit: Unit, inputs: Tensor, gradient: Tensor) -> None:
         names = {own: self._names[id(p)] for own, p in unit.parameters.items()}
         with _plain_arithmetic(gradient):
+            contribution = unit.rule.contribution(unit.module, inputs, gradient, names)
             if all(self._uses[name] == 1 for name in names.values()):
-                factored = unit.rule.factored(unit.module, inputs, gradient, names)
-                if factored is not None:
-                    self._whole.append(factored)
-                    return
-            formed = unit.rule.per_example(unit.module, inputs, gradient, frozenset(names))
-        self._keep({names[own]: value for own, value in formed.items()})
+                self._hand_over(contribution)
+            else:
+                self._partial.append(contribution.formed())
 
     def _watch_vmapped(self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         args, kwargs = tree_map(lambda x: x.detach() if isinstance(x, Tensor) else x, (args, kwargs))
@@ -207,7 +215,7 @@ class GradientEngine:
                 f"No per-example gradient can be taken at module '{unit.name}' ({type(unit.module).__name__}): "
                 f"{error}\nReplace it by layers with known rules, or freeze its parameters."
             ) from error
-        self._keep({self._names[id(unit.parameters[own])]: value for own, value in formed.items()}, several=True)
+        self._keep({self._names[id(unit.parameters[own])]: value for own, value in formed.items()}, "vmapped")
 
     def _replace(self, unit: Unit) -> None:
         if not self._listening or not torch.is_grad_enabled():
@@ -217,7 +225,7 @@ class GradientEngine:
             copies = parameter.detach().expand(self._batch_size, *parameter.shape[1:]).requires_grad_()
 
             def receive(gradient: Tensor, name: str = name) -> None:
-                self._keep({name: gradient.detach().unsqueeze(1)}, several=True)
+                self._keep({name: gradient.detach().unsqueeze(1)}, "one copy per example")
 
             copies.register_hook(self._once(unit, receive))
             # An instance attribute is found before the entry in _parameters.
@@ -227,12 +235,8 @@ class GradientEngine:
         for own in unit.parameters:
             unit.module.__dict__.pop(own, None)
 
-    def _keep(self, gradients: dict[str, Tensor], *, several: bool = False) -> None:
-        """Keep formed gradients; those of a parameter with several uses wait to be added up."""
-        if several or any(self._uses[name] > 1 for name in gradients):
-            self._partial.append(PerExample(gradients))
-        else:
-            self._whole.append(PerExample(gradients))
+    def _keep(self, gradients: dict[str, Tensor], way: str) -> None:
+        self._partial.append(PerExample(gradients, way))
 
     def _check_rows(self, unit: Unit, inputs: Tensor) -> None:
         if inputs.dim() == 0 or inputs.shape[0] != self._batch_size:

@@ -1,61 +1,53 @@
-"""Linear layers: grad W_i = sum over tokens t of g_it x_it^T, on any leading dimensions after the batch.
-
-With one token the gradient is a rank-one product, so its norm is ||g_i|| ||x_i|| and no gradient needs to be formed.
-"""
+"""Linear layers: grad W_i = sum over tokens t of g_it x_it^T, on any leading dimensions after the batch."""
 
 from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
 
-from dp_lightning.privacy.gradients.contribution import Contribution
+from dp_lightning.privacy.gradients.contribution import Contribution, without
+from dp_lightning.privacy.gradients.products import Factors, Product, Size, float32_products
+from dp_lightning.privacy.gradients.ways import product_dtype
 
 
 class LinearRule:
     """Rule of ``nn.Linear``."""
 
-    def per_example(
-        self, module: nn.Module, inputs: Tensor, grad_output: Tensor, wanted: frozenset[str]
-    ) -> dict[str, Tensor]:
-        x, g = _tokens(inputs).to(grad_output.dtype), _tokens(grad_output)
-        gradients = {}
-        if "weight" in wanted:
-            gradients["weight"] = torch.bmm(g.transpose(1, 2), x)
-        if "bias" in wanted:
-            gradients["bias"] = g.sum(1)
-        return gradients
-
-    def factored(
+    def contribution(
         self, module: nn.Module, inputs: Tensor, grad_output: Tensor, names: Mapping[str, str]
-    ) -> Contribution | None:
-        # On a GPU products may run in TF32, so the sum would not be what was measured.
-        if inputs.dim() != 2 or inputs.device.type != "cpu":
-            return None
-        return _RankOne(names, inputs.float(), grad_output.float())
+    ) -> Contribution:
+        return Product(_Tokens(inputs, grad_output), names)
 
 
-def _tokens(tensor: Tensor) -> Tensor:
-    """(b, ..., d) as (b, t, d)."""
-    return tensor.reshape(tensor.shape[0], -1, tensor.shape[-1])
+class _Tokens(Factors):
+    """G and P are the output gradients and the inputs as they are."""
 
+    def __init__(self, inputs: Tensor, grad_output: Tensor) -> None:
+        self._x = inputs.reshape(inputs.shape[0], -1, inputs.shape[-1])  # (b, t, in)
+        self._g = grad_output.reshape(inputs.shape[0], -1, grad_output.shape[-1])  # (b, t, out)
+        self.batch_size, self.device = len(inputs), inputs.device
+        self.dtype = product_dtype(grad_output.dtype, inputs.device)
+        t, inner, outer = *self._x.shape[1:], self._g.shape[2]
+        self.size = Size(
+            groups=1, positions=t, outputs=outer, inputs=inner, gram=t * t * inner, seen=t * (inner + outer)
+        )
 
-class _RankOne(Contribution):
-    """Gradients g_i x_i^T and g_i of a linear layer that saw one vector per example."""
+    def left(self, rows: slice) -> Tensor:
+        return self._g[rows].to(self.dtype).unsqueeze(1)
 
-    def __init__(self, names: Mapping[str, str], x: Tensor, g: Tensor) -> None:
-        self.names, self.x, self.g = names, x, g  # names: own name to model name; x: (b, in); g: (b, out)
+    def right(self, rows: slice) -> Tensor:
+        return self._x[rows].to(self.dtype).unsqueeze(1)
 
-    def squared_norms(self) -> dict[str, Tensor]:
-        g = self.g.square().sum(1)
-        norms = {"weight": g * self.x.square().sum(1), "bias": g}
-        return {name: norms[own] for own, name in self.names.items()}
+    def bias(self, rows: slice) -> Tensor:
+        return self._g[rows].sum(1, dtype=torch.promote_types(self.dtype, torch.float32))
 
-    def discard(self, rows: Tensor) -> None:
-        self.x, self.g = self.x.masked_fill(rows[:, None], 0.0), self.g.masked_fill(rows[:, None], 0.0)
+    def weight(self, gradients: Tensor) -> Tensor:
+        return gradients[:, 0]
 
-    def weighted_sum(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        sums = {}
-        for own, name in self.names.items():
-            weight = weights[name]
-            sums[name] = (self.g * weight[:, None]).T @ self.x if own == "weight" else weight @ self.g
-        return sums
+    def let_go(self) -> None:
+        del self._x, self._g
+
+    def total(self, weights: Tensor, unusable: Tensor) -> Tensor:
+        g = without(self._g.float() * weights[:, None, None], unusable).flatten(0, 1)
+        with float32_products(g.device):
+            return g.T @ without(self._x.float(), unusable).flatten(0, 1)

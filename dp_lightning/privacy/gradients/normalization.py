@@ -1,56 +1,96 @@
-"""Normalisation within one example: grad gamma_i is the sum of g_i * x_hat_i, grad beta_i the sum of g_i."""
+"""Normalisation within one example: grad gamma_i is the sum of g_i * x_hat_i, grad beta_i the sum of g_i.
 
-from collections.abc import Mapping
-from typing import cast
+The sums run over all that shares an entry of gamma: the positions of a channel, or the tokens.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-
-class GroupNormRule:
-    """Rule of ``nn.GroupNorm``: the batch is folded into the groups of one fused backward call."""
-
-    def per_example(
-        self, module: nn.Module, inputs: Tensor, grad_output: Tensor, wanted: frozenset[str]
-    ) -> dict[str, Tensor]:
-        norm = cast(nn.GroupNorm, module)
-        b, channels = inputs.shape[:2]
-        dtype = torch.promote_types(inputs.dtype, grad_output.dtype)
-        x = inputs.to(dtype).contiguous().view(1, b * channels, -1)
-        g = grad_output.to(dtype).contiguous().view(1, b * channels, -1)
-        size, groups = x.shape[2], b * norm.num_groups
-        _, mean, rstd = torch.native_group_norm(x, None, None, 1, b * channels, size, groups, norm.eps)
-        _, gamma, beta = torch.ops.aten.native_group_norm_backward(
-            g, x, mean, rstd, None, 1, b * channels, size, groups, [False, True, True]
-        )
-        gradients = {"weight": gamma.view(b, channels), "bias": beta.view(b, channels)}
-        return {name: gradients[name] for name in wanted}
-
-    def factored(self, module: nn.Module, inputs: Tensor, grad_output: Tensor, names: Mapping[str, str]) -> None:
-        return None
+from dp_lightning.privacy.gradients.contribution import Contribution, PerExample
 
 
-class LayerNormRule:
-    """Rule of ``nn.LayerNorm``: sums over the dimensions between the batch and the normalised shape."""
+class Normalize(Protocol):
+    """The module's own normalisation without scale and shift."""
 
-    def per_example(
-        self, module: nn.Module, inputs: Tensor, grad_output: Tensor, wanted: frozenset[str]
-    ) -> dict[str, Tensor]:
-        norm = cast(nn.LayerNorm, module)
-        dims = tuple(range(1, inputs.dim() - len(norm.normalized_shape)))
-        gradients = {}
-        if "weight" in wanted:
-            normalized = F.layer_norm(inputs.float(), norm.normalized_shape, eps=norm.eps)
-            gradients["weight"] = _sum(grad_output * normalized, dims)
-        if "bias" in wanted:
-            gradients["bias"] = _sum(grad_output.float(), dims)
-        return gradients
+    def __call__(self, module: nn.Module, inputs: Tensor) -> Tensor: ...
 
-    def factored(self, module: nn.Module, inputs: Tensor, grad_output: Tensor, names: Mapping[str, str]) -> None:
-        return None
+
+class ChannelNormRule:
+    """Rule of norms whose scale and shift belong to dimension 1: GroupNorm and InstanceNorm.
+
+    Args:
+        normalize: from the module and its input (b, channels, ...) to the normalised input.
+    """
+
+    def __init__(self, normalize: Normalize) -> None:
+        self._normalize = normalize
+
+    def contribution(
+        self, module: nn.Module, inputs: Tensor, grad_output: Tensor, names: Mapping[str, str]
+    ) -> Contribution:
+        dims = tuple(range(2, inputs.dim()))
+        return _sums(inputs, grad_output, names, dims, lambda x: self._normalize(module, x))
+
+
+class LastDimensionsNormRule:
+    """Rule of norms whose scale and shift belong to the last dimensions: LayerNorm and RMSNorm.
+
+    Args:
+        normalize: from the module and its input (b, ..., *shape of the scale) to the normalised input.
+    """
+
+    def __init__(self, normalize: Normalize) -> None:
+        self._normalize = normalize
+
+    def contribution(
+        self, module: nn.Module, inputs: Tensor, grad_output: Tensor, names: Mapping[str, str]
+    ) -> Contribution:
+        dims = tuple(range(1, inputs.dim() - module.get_parameter("weight").dim()))
+        return _sums(inputs, grad_output, names, dims, lambda x: self._normalize(module, x))
+
+
+def _sums(
+    inputs: Tensor,
+    grad_output: Tensor,
+    names: Mapping[str, str],
+    dims: tuple[int, ...],
+    normalize: Callable[[Tensor], Tensor],
+) -> Contribution:
+    g = grad_output.to(torch.promote_types(grad_output.dtype, torch.float32))
+    gradients = {}
+    if "weight" in names:
+        gradients[names["weight"]] = _sum(g * normalize(inputs.to(g.dtype)), dims)
+    if "bias" in names:
+        gradients[names["bias"]] = _sum(g, dims)
+    return PerExample(gradients, "by rule")
 
 
 def _sum(tensor: Tensor, dims: tuple[int, ...]) -> Tensor:
     """``tensor.sum(())`` would sum everything."""
     return tensor.sum(dims) if dims else tensor
+
+
+def group_norm(module: nn.Module, inputs: Tensor) -> Tensor:
+    """Normalised over groups of channels."""
+    assert isinstance(module, nn.GroupNorm)
+    return F.group_norm(inputs, module.num_groups, eps=module.eps)
+
+
+def instance_norm(module: nn.Module, inputs: Tensor) -> Tensor:
+    """Normalised over the positions of each channel."""
+    return F.group_norm(inputs, inputs.shape[1], eps=float(module.eps))  # type: ignore[arg-type]
+
+
+def layer_norm(module: nn.Module, inputs: Tensor) -> Tensor:
+    """Normalised over the last dimensions."""
+    return F.layer_norm(inputs, module.get_parameter("weight").shape, eps=float(module.eps))  # type: ignore[arg-type]
+
+
+def rms_norm(module: nn.Module, inputs: Tensor) -> Tensor:
+    """Divided by the root of the mean square over the last dimensions."""
+    eps: float | None = module.eps  # type: ignore[assignment]
+    return F.rms_norm(inputs, module.get_parameter("weight").shape, eps=eps)

@@ -9,23 +9,17 @@ from dp_lightning.privacy.gradients.contribution import Contribution
 
 
 class Rule(Protocol):
-    """One kind of layer. ``names`` maps the layer's own parameter names to names in the whole model."""
+    """One kind of layer."""
 
-    def per_example(
-        self, module: nn.Module, inputs: Tensor, grad_output: Tensor, wanted: frozenset[str]
-    ) -> dict[str, Tensor]:
-        """Gradients (b, *parameter.shape) of the parameters in ``wanted``.
+    def contribution(
+        self, module: nn.Module, inputs: Tensor, grad_output: Tensor, names: Mapping[str, str]
+    ) -> Contribution:
+        """The per-example gradients of the parameters in ``names``.
 
         Args:
             module: the layer.
             inputs: what the layer saw, (b, ...).
             grad_output: the loss's gradient with respect to what the layer returned, (b, ...).
-            wanted: the layer's own names of its trained parameters.
+            names: the layer's own names of its trained parameters to their names in the whole model.
         """
-        ...
-
-    def factored(
-        self, module: nn.Module, inputs: Tensor, grad_output: Tensor, names: Mapping[str, str]
-    ) -> Contribution | None:
-        """The same gradients left as factors where that is cheaper than forming them, else None."""
         ...

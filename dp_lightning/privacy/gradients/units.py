@@ -10,9 +10,16 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from dp_lightning.privacy.gradients.convolution import ConvolutionRule
+from dp_lightning.privacy.gradients.convolution import ConvolutionRule, TransposedConvolutionRule
 from dp_lightning.privacy.gradients.linear import LinearRule
-from dp_lightning.privacy.gradients.normalization import GroupNormRule, LayerNormRule
+from dp_lightning.privacy.gradients.normalization import (
+    ChannelNormRule,
+    LastDimensionsNormRule,
+    group_norm,
+    instance_norm,
+    layer_norm,
+    rms_norm,
+)
 from dp_lightning.privacy.gradients.rule import Rule
 
 RULES: dict[type[nn.Module], Rule] = {
@@ -20,8 +27,15 @@ RULES: dict[type[nn.Module], Rule] = {
     nn.Conv1d: ConvolutionRule(),
     nn.Conv2d: ConvolutionRule(),
     nn.Conv3d: ConvolutionRule(),
-    nn.GroupNorm: GroupNormRule(),
-    nn.LayerNorm: LayerNormRule(),
+    nn.ConvTranspose1d: TransposedConvolutionRule(),
+    nn.ConvTranspose2d: TransposedConvolutionRule(),
+    nn.ConvTranspose3d: TransposedConvolutionRule(),
+    nn.GroupNorm: ChannelNormRule(group_norm),
+    nn.InstanceNorm1d: ChannelNormRule(instance_norm),
+    nn.InstanceNorm2d: ChannelNormRule(instance_norm),
+    nn.InstanceNorm3d: ChannelNormRule(instance_norm),
+    nn.LayerNorm: LastDimensionsNormRule(layer_norm),
+    nn.RMSNorm: LastDimensionsNormRule(rms_norm),
 }
 
 

@@ -1,0 +1,204 @@
+"""Time and peak memory of one training step, by model, number type and way, against the ordinary step.
+
+Every way and memory format has a process of its own, so that its peak memory is its own. The processes take their steps
+in turn, one at a time, so that a machine that becomes slower becomes slower for all of them. A way's figures are those of
+its faster memory format; its ratio is its median time over the median time of the ordinary step in that step's faster
+format. Run ``python benchmarks/step.py --help``.
+"""
+
+import argparse
+import json
+import multiprocessing
+import platform
+import statistics
+import sys
+import time
+from datetime import date
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, NamedTuple
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+FORMATS = ("contiguous", "channels_last")
+
+
+class Job(NamedTuple):
+    """What one process measures."""
+
+    model: str
+    dtype: str
+    way: str
+    memory_format: str
+    batch_size: int
+    device: str
+    threads: int
+
+
+def work(job: Job, parent: Connection) -> None:
+    """Take a step whenever the parent asks for one; answer with seconds and peak memory in MiB so far."""
+    import torch
+    import training_steps
+
+    torch.set_num_threads(job.threads)
+    build, shape, _ = training_steps.MODELS[job.model]
+    torch.manual_seed(0)
+    try:
+        with training_steps.quiet():
+            before = resident_mib()
+            memory_format = getattr(torch, f"{job.memory_format}_format", None) or getattr(torch, job.memory_format)
+            model = build().to(job.device).to(memory_format=memory_format).train()
+            images = torch.randn(job.batch_size, *shape, device=job.device).to(memory_format=memory_format)
+            labels = torch.randint(10, (job.batch_size,), device=job.device)
+            step = training_steps.WAYS[job.way](model, training_steps.autocast_to(job.device, job.dtype))
+            while parent.recv():
+                start = time.perf_counter()
+                step(images, labels)
+                if job.device == "cuda":
+                    torch.cuda.synchronize()
+                seconds = time.perf_counter() - start
+                peak = torch.cuda.max_memory_allocated() / 2**20 if job.device == "cuda" else peak_mib() - before
+                parent.send((seconds, peak))
+    except Exception as error:  # the table names what a way cannot do
+        parent.send(f"{type(error).__name__}: {error}".splitlines()[0][:200])
+
+
+def resident_mib() -> float:
+    """Memory of this process now."""
+    return _status("VmRSS")
+
+
+def peak_mib() -> float:
+    """Most memory of this process so far."""
+    return _status("VmHWM")
+
+
+def _status(key: str) -> float:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(key)) / 1024
+
+
+def measure(jobs: list[Job], *, warmup: int, rounds: int) -> list[dict[str, Any]]:
+    """Take steps in turn; a row per job with ``seconds`` (median), ``peak_mib``, or ``error``."""
+    context = multiprocessing.get_context("spawn")
+    rows: list[dict[str, Any]] = []
+    running = []
+    for job in jobs:
+        ours, theirs = context.Pipe()
+        process = context.Process(target=work, args=(job, theirs), daemon=True)
+        process.start()
+        theirs.close()
+        row: dict[str, Any] = {**job._asdict(), "times": []}
+        rows.append(row)
+        running.append((row, ours, process))
+    for turn in range(warmup + rounds):
+        for row, pipe, _ in running:
+            if "error" in row:
+                continue
+            try:
+                pipe.send(True)
+                answer = pipe.recv()
+            except (EOFError, BrokenPipeError):
+                answer = "the process died; it may have run out of memory"
+            if isinstance(answer, str):
+                row["error"] = answer
+                continue
+            if turn >= warmup:
+                row["times"].append(answer[0])
+            row["peak_mib"] = round(answer[1])
+    for row, pipe, process in running:
+        if "error" not in row:
+            row["seconds"] = statistics.median(row["times"])
+            pipe.send(False)
+        process.join()
+    return rows
+
+
+def summarize(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The faster memory format of each way, with its ratios to the ordinary step's faster format."""
+    best: dict[str, dict[str, Any]] = {}
+    for row in rows:
+        current = best.get(row["way"])
+        if current is None or row.get("seconds", float("inf")) < current.get("seconds", float("inf")):
+            best[row["way"]] = row
+    ordinary = best["ordinary"]
+    for row in best.values():
+        if "error" not in row and "error" not in ordinary:
+            row["time_ratio"] = row["seconds"] / ordinary["seconds"]
+            row["memory_ratio"] = row["peak_mib"] / ordinary["peak_mib"]
+    return list(best.values())
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """Markdown."""
+    lines = [
+        "| model | type | batch | way | format | ms | time ratio | MiB | memory ratio |",
+        "| --- | --- | ---: | --- | --- | ---: | ---: | ---: | ---: |",
+    ]
+    for row in rows:
+        head = f"| {row['model']} | {row['dtype']} | {row['batch_size']} | {row['way']} | "
+        if "error" in row:
+            lines.append(head + f"| {row['error']} | | | |")
+        else:
+            lines.append(
+                head + f"{row['memory_format'].replace('_', '-')} | {row['seconds'] * 1e3:.0f} | "
+                f"{row['time_ratio']:.2f} | {row['peak_mib']} | {row['memory_ratio']:.2f} |"
+            )
+    return "\n".join(lines)
+
+
+def hardware(device: str, threads: int) -> str:
+    """The machine in a line."""
+    import torch
+
+    if device == "cuda":
+        name = torch.cuda.get_device_name()
+    else:
+        cpu = [
+            line.split(":")[1].strip()
+            for line in Path("/proc/cpuinfo").read_text().splitlines()
+            if "model name" in line
+        ]
+        capability = torch.backends.cpu.get_cpu_capability()
+        name = f"{cpu[0] if cpu else platform.processor()}, {threads} threads, {capability}"
+    return f"{name}, torch {torch.__version__}, {date.today()}"
+
+
+def main() -> None:
+    """Measure and print."""
+    import torch
+    import training_steps
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", default=list(training_steps.MODELS), choices=training_steps.MODELS)
+    parser.add_argument("--types", nargs="+", default=["fp32", "bf16"], choices=["fp32", "bf16"])
+    parser.add_argument("--ways", nargs="+", default=list(training_steps.WAYS), choices=training_steps.WAYS)
+    parser.add_argument("--formats", nargs="+", default=list(FORMATS), choices=FORMATS)
+    parser.add_argument("--batch-size", type=int, help="physical batch size (default: by model and device)")
+    parser.add_argument("--warmup", type=int, default=2, help="steps before those that count (default 2)")
+    parser.add_argument("--rounds", type=int, default=7, help="steps that count (default 7)")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="CPU threads")
+    parser.add_argument("--json", type=Path, help="also write all rows to this file")
+    options = parser.parse_args()
+    ways = ["ordinary", *(way for way in options.ways if way != "ordinary")]
+    machine = hardware(device, options.threads)
+    print(machine, flush=True)
+    every: list[dict[str, Any]] = []
+    for model in options.models:
+        for dtype in options.types:
+            size = options.batch_size or training_steps.MODELS[model][2][device]
+            jobs = [
+                Job(model, dtype, way, memory_format, size, device, options.threads)
+                for way in ways
+                for memory_format in options.formats
+            ]
+            rows = measure(jobs, warmup=options.warmup, rounds=options.rounds)
+            every += rows
+            print("\n" + table(summarize(rows)), flush=True)
+            if options.json:
+                options.json.write_text(json.dumps({"machine": machine, "rows": every}, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,143 @@
+"""The ways to take a training step that ``step.py`` compares: from a model to a function that takes one step.
+
+A step is the forward pass, the backward pass and, where the way is private, the clipped sum of the per-example gradients.
+Noise and the optimizer's step cost the same in every way and are left out.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import timm
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from dp_lightning.models import ResNet18, WideResNet
+from dp_lightning.privacy import ClipPlan, GradientEngine
+from dp_lightning.privacy.gradients.clipped_sum import ClippedSum
+
+Step = Callable[[Tensor, Tensor], None]
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, int, int], dict[str, int]]] = {
+    # builder, shape of an image, physical batch size by device
+    "wrn16-4": (lambda: WideResNet(16, 4, 10), (3, 32, 32), {"cpu": 64, "cuda": 512}),
+    "wrn28-10": (lambda: WideResNet(28, 10, 10), (3, 32, 32), {"cpu": 16, "cuda": 512}),
+    "resnet18": (lambda: ResNet18(10, stem="cifar"), (3, 32, 32), {"cpu": 64, "cuda": 512}),
+    "resnet18-224": (lambda: ResNet18(1000, stem="imagenet"), (3, 224, 224), {"cpu": 16, "cuda": 128}),
+    "vit-s16": (
+        lambda: timm.create_model("vit_small_patch16_224", num_classes=1000),
+        (3, 224, 224),
+        {"cpu": 8, "cuda": 128},
+    ),
+}
+
+
+def ordinary(model: nn.Module, autocast: Callable[[], Any]) -> Step:
+    """The step without privacy."""
+
+    def step(images: Tensor, labels: Tensor) -> None:
+        model.zero_grad(set_to_none=True)
+        with autocast():
+            loss = F.cross_entropy(model(images), labels)
+        loss.backward()
+
+    return step
+
+
+def ours(plan: ClipPlan) -> Callable[[nn.Module, Callable[[], Any]], Step]:
+    """This project's gradient engine."""
+
+    def make(model: nn.Module, autocast: Callable[[], Any]) -> Step:
+        engine = GradientEngine(model)
+        total = ClippedSum(engine.parameters, plan)
+
+        def step(images: Tensor, labels: Tensor) -> None:
+            total.reset()
+            total.begin(len(images))
+            with engine.record(len(images), total.take):
+                with autocast():
+                    loss = F.cross_entropy(model(images), labels)
+                engine.scale(loss, len(images))
+                loss.backward()
+            total.end()
+
+        return step
+
+    return make
+
+
+def opacus(mode: str) -> Callable[[nn.Module, Callable[[], Any]], Step]:
+    """Opacus with per-example gradients: ``hooks`` or ``functorch``."""
+
+    def make(model: nn.Module, autocast: Callable[[], Any]) -> Step:
+        from opacus.grad_sample.utils import wrap_model
+        from opacus.optimizers import DPOptimizer
+
+        wrapped = wrap_model(model, grad_sample_mode=mode)
+        optimizer = DPOptimizer(
+            torch.optim.SGD(wrapped.parameters(), lr=0.1),
+            noise_multiplier=0.0,
+            max_grad_norm=1.0,
+            expected_batch_size=1,
+        )
+
+        def step(images: Tensor, labels: Tensor) -> None:
+            optimizer.zero_grad(set_to_none=True)
+            with autocast():
+                loss = F.cross_entropy(wrapped(images), labels)
+            loss.backward()
+            optimizer.clip_and_accumulate()
+
+        return step
+
+    return make
+
+
+def opacus_ghost(model: nn.Module, autocast: Callable[[], Any]) -> Step:
+    """Opacus' ghost clipping: two backward passes."""
+    from opacus.grad_sample import GradSampleModuleFastGradientClipping
+    from opacus.optimizers import DPOptimizerFastGradientClipping
+    from opacus.utils.fast_gradient_clipping_utils import DPLossFastGradientClipping
+
+    wrapped = GradSampleModuleFastGradientClipping(model, max_grad_norm=1.0, use_ghost_clipping=True)
+    optimizer = DPOptimizerFastGradientClipping(
+        torch.optim.SGD(wrapped.parameters(), lr=0.1), noise_multiplier=0.0, max_grad_norm=1.0, expected_batch_size=1
+    )
+    criterion = DPLossFastGradientClipping(wrapped, optimizer, nn.CrossEntropyLoss(), loss_reduction="mean")
+
+    def step(images: Tensor, labels: Tensor) -> None:
+        optimizer.zero_grad(set_to_none=True)
+        with autocast():
+            loss = criterion(wrapped(images), labels)
+        loss.backward()
+        optimizer.accumulate()
+
+    return step
+
+
+WAYS: dict[str, Callable[[nn.Module, Callable[[], Any]], Step]] = {
+    "ordinary": ordinary,
+    "ours flat": ours(ClipPlan.flat()),
+    "ours per-layer": ours(ClipPlan.per_layer()),
+    "Opacus hooks": opacus("hooks"),
+    "Opacus functorch": opacus("functorch"),
+    "Opacus ghost": opacus_ghost,
+}
+
+
+def autocast_to(device: str, dtype: str) -> Callable[[], Any]:
+    """The context of the forward pass."""
+    if dtype == "fp32":
+        return nullcontext
+    return lambda: torch.autocast(device, torch.bfloat16)
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Opacus' warnings about hooks and secure mode are no part of the table."""
+    import warnings
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield

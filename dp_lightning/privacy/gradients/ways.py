@@ -1,0 +1,64 @@
+"""Which of the exact ways of ``products`` is the cheapest for a layer, by its sizes alone.
+
+The choice depends on nothing that is measured while the program runs, so two runs take the same way and round alike.
+Costs are counted in float32 multiplications of a matrix product, relative to the ordinary weight gradient, which every
+way but ``formed`` takes as well. ``docs/performance.md`` has the times that the constants come from.
+"""
+
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from dp_lightning.privacy.gradients.products import Size
+
+# A gradient that is formed is written once and read twice, for its norm and for the sum.
+_PER_KEPT_NUMBER = 26
+_PER_CACHED_NUMBER = 10
+# A float64 multiplication takes the time of two; the passes over a Gram matrix that are no products, that of 600.
+_DOUBLE = 2
+_PER_GRAM_NUMBER = 600
+# Kept gradients may take this many times the memory of what the layer has seen and returned.
+_MEMORY = 3
+# Numbers in flight while gradients are formed: what the caches hold on a CPU; enough for large products on a GPU.
+_CACHED_PER_THREAD = 2**20
+_CACHED_ON_GPU = 2**27
+
+
+def kept_way(size: "Size", device: torch.device) -> str:
+    """The way for a layer whose factors are known later than its norms."""
+    gram = _gram(size)
+    if size.weight <= _MEMORY * size.seen and _PER_KEPT_NUMBER * size.weight <= gram:
+        return "formed"
+    return "Gram" if gram <= size.product or size.positions == 1 else "formed twice"
+
+
+def streamed_way(size: "Size", device: torch.device) -> str:
+    """The way for a layer whose own norm decides."""
+    return "Gram" if _gram(size) < _PER_CACHED_NUMBER * size.weight else "formed"
+
+
+def examples_at_a_time(numbers: int, device: torch.device) -> int:
+    """How many examples to take at a time when each has ``numbers`` intermediate results."""
+    if device.type != "cpu":
+        return max(_CACHED_ON_GPU // max(numbers, 1), 1)
+    threads = torch.get_num_threads()
+    # A multiple of the threads, so that each has examples of its own.
+    return max(_CACHED_PER_THREAD // max(numbers, 1), 1) * threads
+
+
+def product_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """The type in which products of tensors of ``dtype`` are fast; float32 at least where 16 bits are emulated."""
+    if dtype in (torch.bfloat16, torch.float16) and device.type == "cpu" and not _cpu_has_bfloat16():
+        return torch.float32
+    return dtype
+
+
+def _gram(size: "Size") -> int:
+    """Cost of the norms by Gram matrices; no patch overlaps where there is one position."""
+    pairs = size.groups * size.positions**2
+    return _DOUBLE * (size.gram + pairs * size.outputs) + _PER_GRAM_NUMBER * pairs
+
+
+def _cpu_has_bfloat16() -> bool:
+    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
