@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from dp_lightning.errors import ModelError
 from dp_lightning.privacy.gradients.contribution import Contribution, Weights
 from dp_lightning.privacy.gradients.engine import GradientEngine
+from dp_lightning.privacy.gradients.workspace import Workspace
 
 # Two examples through different batch sizes agree to float32 rounding, which deep networks amplify to about 1e-4.
 _TOLERANCE = 1e-3
@@ -154,9 +155,10 @@ def _check_gradients(
     b = len(alone)
     with torch.enable_grad():
         contributions: list[Contribution] = []
+        workspace = Workspace()
 
         def keep(contribution: Contribution) -> None:
-            contribution.measure()
+            contribution.measure(workspace)
             contributions.append(contribution)
 
         with engine.record(b, keep):

@@ -11,6 +11,7 @@ from dp_lightning.errors import ConfigurationError
 from dp_lightning.privacy.clipping import ClipPlan
 from dp_lightning.privacy.gradients.contribution import Contribution, Weights
 from dp_lightning.privacy.gradients.engine import GradientEngine
+from dp_lightning.privacy.gradients.workspace import Workspace
 
 
 class ClippedSum:
@@ -31,6 +32,7 @@ class ClippedSum:
         self._members = list(groups.values())
         self._group_of = {name: index for index, names in enumerate(self._members) for name in names}
         device = next(iter(parameters.values())).device
+        self._workspace = Workspace()
         self._bounds = torch.tensor(clip_plan.bounds(groups), dtype=torch.float32, device=device)
         self.sums = {name: torch.zeros_like(p, dtype=torch.float32) for name, p in parameters.items()}
 
@@ -44,6 +46,7 @@ class ClippedSum:
         self._count = count
         self._squared = self._bounds.new_zeros(len(self._bounds), batch_size)
         self._kept: list[Contribution] = []
+        self._workspace.reset()
         self._seen: set[str] = set()
 
     @torch.no_grad()
@@ -59,9 +62,9 @@ class ClippedSum:
         # Autocast would take the products in bfloat16, and the sum would no longer be what was measured.
         with torch.autocast(self._bounds.device.type, enabled=False):
             if complete and self._count:
-                self._add(contribution.stream(self._weigh))
+                self._add(contribution.stream(self._weigh, self._workspace))
                 return
-            contribution.measure()
+            contribution.measure(self._workspace)
             self._note(slice(None), contribution.squared_norms())
         self._kept.append(contribution)
 

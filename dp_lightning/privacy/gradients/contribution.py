@@ -7,6 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from dp_lightning.privacy.gradients.workspace import Workspace
+
 
 class Weights(NamedTuple):
     """The factor of each example, by parameter name, and the examples whose gradient is not finite."""
@@ -38,11 +40,11 @@ class Contribution(ABC):
 
     @abstractmethod
     def formed(self) -> "PerExample":
-        """The gradients themselves."""
+        """The gradients themselves, in memory of their own."""
 
     @abstractmethod
-    def measure(self) -> None:
-        """Do now what the norms need, while the tensors are fresh in the cache."""
+    def measure(self, workspace: Workspace) -> None:
+        """Do now what the norms need, while the tensors are fresh in the cache; keep what the sum needs."""
 
     @abstractmethod
     def squared_norms(self) -> dict[str, Tensor]:
@@ -52,9 +54,9 @@ class Contribution(ABC):
     def weighted_sum(self, weights: Weights) -> dict[str, Tensor]:
         """Sum over i of factors[name][i] * gradient_i, float32, for each name; after ``measure``."""
 
-    def stream(self, weigh: Weigh) -> dict[str, Tensor]:
+    def stream(self, weigh: Weigh, workspace: Workspace) -> dict[str, Tensor]:
         """Norms, weights and weighted sum in one go, with nothing kept."""
-        self.measure()
+        self.measure(workspace)
         return self.weighted_sum(weigh(slice(None), self.squared_norms()))
 
 
@@ -71,7 +73,7 @@ class PerExample(Contribution):
     def formed(self) -> "PerExample":
         return self
 
-    def measure(self) -> None:
+    def measure(self, workspace: Workspace) -> None:
         return None
 
     def squared_norms(self) -> dict[str, Tensor]:
@@ -92,8 +94,7 @@ def squared_norms(rows: Tensor) -> Tensor:
 
 def weighted_rows(rows: Tensor, weights: Tensor, unusable: Tensor) -> Tensor:
     """Sum over i of weights[i] * rows[i], (b, ...) to flat float32, without the rows where ``unusable``."""
-    matrix = without(rows, unusable).flatten(1)
-    return weights @ matrix.float()
+    return weights @ without(rows, unusable).flatten(1).float()
 
 
 def without(rows: Tensor, unusable: Tensor) -> Tensor:

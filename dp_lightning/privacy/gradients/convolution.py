@@ -20,7 +20,7 @@ from torch.nn.modules.conv import _ConvNd
 
 from dp_lightning.privacy.gradients.contribution import Contribution, without
 from dp_lightning.privacy.gradients.products import Factors, Product, Size, float32_products
-from dp_lightning.privacy.gradients.ways import product_dtype
+from dp_lightning.privacy.gradients.ways import product_dtype, products_are_as_fast
 
 
 class ConvolutionRule:
@@ -57,7 +57,9 @@ class Patches(Factors):
         groups, positions = conv.groups, values[0, 0].numel()
         inputs, seen = conv.weight[0].numel(), image[0].numel() + values[0].numel()
         self._windows = self._has_windows()
-        gram = image[0, 0].numel() ** 2 * image.shape[1] if self._windows else positions**2 * inputs * groups
+        # Without windows each patch is formed and widened to float64 besides.
+        patches = (positions**2 + 40 * positions) * inputs * groups
+        gram = image[0, 0].numel() ** 2 * image.shape[1] if self._windows else patches
         outputs = values.shape[1] // groups
         self.size = Size(groups=groups, positions=positions, outputs=outputs, inputs=inputs, gram=gram, seen=seen)
         self._channels_last = _is_channels_last(image)
@@ -125,10 +127,10 @@ class Patches(Factors):
         del self._image, self._values
 
     def total(self, weights: Tensor, unusable: Tensor) -> Tensor:
-        weights = weights.view(-1, *[1] * (self._values.dim() - 1))
-        return self._weight_gradient(
-            without(self._image.float(), unusable), without(self._values.float() * weights, unusable)
-        )
+        if products_are_as_fast(self.device):
+            return super().total(weights, unusable)
+        values = self._values.float() * weights.view(-1, *[1] * (self._values.dim() - 1))
+        return self._weight_gradient(without(self._image.float(), unusable), without(values, unusable))
 
     def _weight_gradient(self, image: Tensor, values: Tensor) -> Tensor:
         conv = self._conv

@@ -5,8 +5,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from dp_lightning.privacy.gradients.contribution import Contribution, without
-from dp_lightning.privacy.gradients.products import Factors, Product, Size, float32_products
+from dp_lightning.privacy.gradients.contribution import Contribution
+from dp_lightning.privacy.gradients.products import Factors, Product, Size
 from dp_lightning.privacy.gradients.ways import product_dtype
 
 
@@ -46,8 +46,3 @@ class _Tokens(Factors):
 
     def let_go(self) -> None:
         del self._x, self._g
-
-    def total(self, weights: Tensor, unusable: Tensor) -> Tensor:
-        g = without(self._g.float() * weights[:, None, None], unusable).flatten(0, 1)
-        with float32_products(g.device):
-            return g.T @ without(self._x.float(), unusable).flatten(0, 1)

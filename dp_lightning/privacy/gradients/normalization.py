@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from dp_lightning.privacy.gradients.contribution import Contribution, PerExample
+from dp_lightning.privacy.gradients.ways import examples_at_a_time
 
 
 class Normalize(Protocol):
@@ -60,13 +61,15 @@ def _sums(
     dims: tuple[int, ...],
     normalize: Callable[[Tensor], Tensor],
 ) -> Contribution:
-    g = grad_output.to(torch.promote_types(grad_output.dtype, torch.float32))
-    gradients = {}
-    if "weight" in names:
-        gradients[names["weight"]] = _sum(g * normalize(inputs.to(g.dtype)), dims)
-    if "bias" in names:
-        gradients[names["bias"]] = _sum(g, dims)
-    return PerExample(gradients, "by rule")
+    gradients: dict[str, list[Tensor]] = {own: [] for own in names}
+    step = examples_at_a_time(3 * inputs[0].numel(), inputs.device)
+    for x, g in zip(inputs.split(step), grad_output.split(step), strict=True):
+        g = g.to(torch.promote_types(g.dtype, torch.float32))
+        if "weight" in names:
+            gradients["weight"].append(_sum(g * normalize(x.to(g.dtype)), dims))
+        if "bias" in names:
+            gradients["bias"].append(_sum(g, dims))
+    return PerExample({name: torch.cat(gradients[own]) for own, name in names.items()}, "by rule")
 
 
 def _sum(tensor: Tensor, dims: tuple[int, ...]) -> Tensor:

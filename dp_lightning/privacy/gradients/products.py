@@ -15,7 +15,7 @@ norms and the weighted sum over examples:
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -29,8 +29,10 @@ from dp_lightning.privacy.gradients.contribution import (
     Weights,
     squared_norms,
     weighted_rows,
+    without,
 )
 from dp_lightning.privacy.gradients.ways import examples_at_a_time, kept_way, streamed_way
+from dp_lightning.privacy.gradients.workspace import Workspace
 
 # Rounding of the float32 weighted sum, relative to the sum over positions of |g_t| |p_t|: eight float32 epsilons.
 _ROUNDING = 8 * torch.finfo(torch.float32).eps
@@ -90,9 +92,29 @@ class Factors(ABC):
     def let_go(self) -> None:
         """Drop the tensors; ``size`` and ``weight`` stay usable."""
 
-    @abstractmethod
     def total(self, weights: Tensor, unusable: Tensor) -> Tensor:
-        """The sum over i of weights[i] G_i^T P_i in the weight's shape, float32, in one product."""
+        """The sum over i of weights[i] G_i^T P_i in the weight's shape, float32."""
+        size = self.size
+        total = torch.zeros(size.groups, size.outputs, size.inputs, device=self.device)
+        with float32_products(self.device):
+            for rows in self.ranges():
+                left = without(self.left(rows).float() * weights[rows, None, None, None], unusable[rows])
+                right = without(self.right(rows).float(), unusable[rows])
+                # (groups, r * positions, ...): one product adds up positions and examples.
+                left, right = left.transpose(0, 1).flatten(1, 2), right.transpose(0, 1).flatten(1, 2)
+                total.baddbmm_(left.mT, right)
+        return self.weight(total.unsqueeze(0))[0]
+
+    def ranges(self, numbers: int | None = None) -> Iterator[slice]:
+        """Ranges of examples of which the intermediate results, ``numbers`` each, fit into the cache.
+
+        Without ``numbers``, the patches and gradients count.
+        """
+        if numbers is None:
+            numbers = self.size.groups * self.size.positions * self.size.inputs + self.size.weight
+        step = examples_at_a_time(numbers, self.device)
+        for start in range(0, self.batch_size, step):
+            yield slice(start, min(start + step, self.batch_size))
 
 
 @contextmanager
@@ -129,12 +151,12 @@ class Product(Contribution):
         gradients = {}
         everything = slice(0, self._factors.batch_size)
         if "weight" in self._names:
-            gradients[self._names["weight"]] = self._factors.weight(self._form_all())
+            gradients[self._names["weight"]] = self._factors.weight(self._form_all(torch.empty))
         if "bias" in self._names:
             gradients[self._names["bias"]] = self._factors.bias(everything)
         return PerExample(gradients, self.way)
 
-    def measure(self) -> None:
+    def measure(self, workspace: Workspace) -> None:
         factors, everything = self._factors, slice(0, self._factors.batch_size)
         if "bias" in self._names:
             self._bias = factors.bias(everything)
@@ -145,13 +167,12 @@ class Product(Contribution):
         self.way = kept_way(factors.size, factors.device)
         pieces = []
         if self.way == "Gram":
-            pieces = [self._gram_norms(rows) for rows in self._ranges(2 * factors.size.positions**2)]
+            pieces = [self._gram_norms(rows) for rows in self._factors.ranges(2 * factors.size.positions**2)]
         elif self.way == "formed":
-            self._gradients = self._form_all(pieces)
+            self._gradients = self._form_all(workspace.keep, pieces)
             factors.let_go()
         else:
-            buffer = self._buffer(self._step())
-            pieces = [squared_norms(self._form(rows, buffer)) for rows in self._ranges()]
+            pieces = self._formed_norms(workspace)
         self._norms["weight"] = torch.cat(pieces)
 
     def squared_norms(self) -> dict[str, Tensor]:
@@ -171,53 +192,53 @@ class Product(Contribution):
                 sums[name] = self._factors.total(factors, weights.unusable)
         return sums
 
-    def stream(self, weigh: Weigh) -> dict[str, Tensor]:
+    def stream(self, weigh: Weigh, workspace: Workspace) -> dict[str, Tensor]:
         size = self._factors.size
         if "weight" not in self._names or streamed_way(size, self._factors.device) == "Gram":
-            return super().stream(weigh)
+            return super().stream(weigh, workspace)
         self.way = "formed and used up"
-        own_names = self._names
-        buffer = self._buffer(self._step())
-        total = torch.zeros(size.weight, dtype=torch.float32, device=self._factors.device)
-        bias_total = torch.zeros(0)
-        for rows in self._ranges():
-            gradients = self._form(rows, buffer)
-            norms = {own_names["weight"]: squared_norms(gradients)}
-            if "bias" in own_names:
-                bias = self._factors.bias(rows)
-                norms[own_names["bias"]] = squared_norms(bias)
+        weight, bias = self._names["weight"], self._names.get("bias")
+        total, bias_total = torch.zeros(size.weight, device=self._factors.device), None
+        for rows in self._factors.ranges():
+            gradients = self._form(rows, self._empty(workspace.scratch, rows.stop - rows.start))
+            norms = {weight: squared_norms(gradients)}
+            if bias is not None:
+                bias_rows = self._factors.bias(rows)
+                norms[bias] = squared_norms(bias_rows)
             weights = weigh(rows, norms)
-            total += weighted_rows(gradients, weights.factors[own_names["weight"]], weights.unusable)
-            if "bias" in own_names:
-                piece = weighted_rows(bias, weights.factors[own_names["bias"]], weights.unusable)
-                bias_total = bias_total + piece if bias_total.numel() else piece
-        sums = {own_names["weight"]: self._factors.weight(total.view(1, size.groups, size.outputs, size.inputs))[0]}
-        if "bias" in own_names:
-            sums[own_names["bias"]] = bias_total
+            total.addmv_(without(gradients, weights.unusable).flatten(1).float().T, weights.factors[weight])
+            if bias is not None:
+                piece = weighted_rows(bias_rows, weights.factors[bias], weights.unusable)
+                bias_total = piece if bias_total is None else bias_total + piece
+        sums = {weight: self._factors.weight(total.view(1, size.groups, size.outputs, size.inputs))[0]}
+        if bias is not None and bias_total is not None:
+            sums[bias] = bias_total
         return sums
 
-    def _form(self, rows: slice, buffer: Tensor) -> Tensor:
-        """(r, groups, outputs, inputs), in ``buffer``."""
-        left, right = self._factors.left(rows), self._factors.right(rows)
-        r, out = left.shape[0], buffer[: left.shape[0]]
-        if left.shape[1] == 1:
-            torch.bmm(left[:, 0].mT, right[:, 0], out=out[:, 0])
-        else:
-            flat = out.view(r * out.shape[1], *out.shape[2:])
-            torch.bmm(left.flatten(0, 1).mT, right.flatten(0, 1), out=flat)
+    def _form(self, rows: slice, out: Tensor) -> Tensor:
+        """(r, groups, outputs, inputs), written to ``out``."""
+        left, right = self._factors.left(rows).flatten(0, 1), self._factors.right(rows).flatten(0, 1)
+        torch.bmm(left.mT, right, out=out.flatten(0, 1))
         return out
 
-    def _form_all(self, norms: list[Tensor] | None = None) -> Tensor:
-        gradients = self._buffer(self._factors.batch_size)
-        for rows in self._ranges():
+    def _form_all(self, empty: Callable[..., Tensor], norms: list[Tensor] | None = None) -> Tensor:
+        gradients = self._empty(empty, self._factors.batch_size)
+        for rows in self._factors.ranges():
             formed = self._form(rows, gradients[rows])
             if norms is not None:
                 norms.append(squared_norms(formed))
         return gradients
 
-    def _buffer(self, rows: int) -> Tensor:
+    def _formed_norms(self, workspace: Workspace) -> list[Tensor]:
+        return [
+            squared_norms(self._form(rows, self._empty(workspace.scratch, rows.stop - rows.start)))
+            for rows in self._factors.ranges()
+        ]
+
+    def _empty(self, empty: Callable[..., Tensor], rows: int) -> Tensor:
         size, factors = self._factors.size, self._factors
-        return torch.empty(rows, size.groups, size.outputs, size.inputs, dtype=factors.dtype, device=factors.device)
+        shape = (rows, size.groups, size.outputs, size.inputs)
+        return empty(shape, dtype=factors.dtype, device=factors.device)
 
     def _gram_norms(self, rows: slice) -> Tensor:
         left = self._factors.left(rows).double()
@@ -226,14 +247,3 @@ class Product(Contribution):
         rounding = _ROUNDING * diagonals.clamp_min(0.0).sqrt().sum((1, 2))
         squared = torch.linalg.vecdot(gram.flatten(1), patches.flatten(1)).clamp_min(0.0)
         return (squared + rounding.square()).float()
-
-    def _step(self) -> int:
-        size = self._factors.size
-        numbers = size.groups * size.positions * size.inputs + size.weight
-        return min(self._factors.batch_size, examples_at_a_time(numbers, self._factors.device))
-
-    def _ranges(self, numbers: int | None = None) -> Iterator[slice]:
-        """Ranges of examples whose intermediate results fit into the cache."""
-        step = self._step() if numbers is None else examples_at_a_time(numbers, self._factors.device)
-        for start in range(0, self._factors.batch_size, step):
-            yield slice(start, min(start + step, self._factors.batch_size))

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 # A gradient that is formed is written once and read twice, for its norm and for the sum.
 _PER_KEPT_NUMBER = 26
-_PER_CACHED_NUMBER = 10
+_PER_CACHED_NUMBER = 12
 # A float64 multiplication takes the time of two; the passes over a Gram matrix that are no products, that of 600.
 _DOUBLE = 2
 _PER_GRAM_NUMBER = 600
@@ -52,6 +52,14 @@ def product_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
     if dtype in (torch.bfloat16, torch.float16) and device.type == "cpu" and not _cpu_has_bfloat16():
         return torch.float32
     return dtype
+
+
+def products_are_as_fast(device: torch.device) -> bool:
+    """Whether a product of patches is as fast as the ordinary weight gradient of a convolution.
+
+    Below AVX-512 the library of convolutions has no better arithmetic than that of matrix products.
+    """
+    return device.type == "cpu" and torch.backends.cpu.get_cpu_capability() in ("DEFAULT", "AVX2")
 
 
 def _gram(size: "Size") -> int:
