@@ -97,14 +97,34 @@ LAYERS = {
     "conv-depthwise": (lambda: nn.Conv2d(4, 8, 3, groups=4), (4, 7, 7)),
     "conv1d": (lambda: nn.Conv1d(4, 6, 3, stride=2, padding=1), (4, 11)),
     "conv3d": (lambda: nn.Conv3d(2, 3, 2, dilation=2), (2, 5, 5, 5)),
-    "transposed-by-fallback": (lambda: nn.ConvTranspose2d(4, 3, 3, stride=2), (4, 5, 5)),
+    "transposed1d": (lambda: nn.ConvTranspose1d(4, 6, 3, stride=2, output_padding=1, groups=2), (4, 5)),
+    "transposed2d": (lambda: nn.ConvTranspose2d(4, 3, 3, stride=2, padding=1), (4, 5, 5)),
+    "transposed2d-dilated": (lambda: nn.ConvTranspose2d(4, 3, 2, dilation=2, bias=False), (4, 5, 4)),
+    "transposed3d": (lambda: nn.ConvTranspose3d(2, 3, 2, stride=2), (2, 3, 2, 3)),
     "linear": (lambda: nn.Linear(7, 5), (7,)),
     "linear-tokens": (lambda: nn.Linear(7, 5), (2, 3, 7)),
     "linear-without-bias": (lambda: nn.Linear(7, 5, bias=False), (7,)),
     "group-norm": (lambda: nn.GroupNorm(2, 6), (6, 5, 5)),
     "layer-norm": (lambda: nn.LayerNorm((3, 4)), (5, 3, 4)),
     "layer-norm-no-tokens": (lambda: nn.LayerNorm(8), (8,)),
-    "instance-norm-by-fallback": (lambda: nn.InstanceNorm2d(4, affine=True), (4, 5, 5)),
+    "instance-norm1d": (lambda: nn.InstanceNorm1d(4, affine=True), (4, 7)),
+    "instance-norm2d": (lambda: nn.InstanceNorm2d(4, affine=True), (4, 5, 5)),
+    "instance-norm3d": (lambda: nn.InstanceNorm3d(2, affine=True), (2, 3, 4, 3)),
+    "rms-norm": (lambda: nn.RMSNorm(8), (3, 8)),
+    "rms-norm-two-dimensions": (lambda: nn.RMSNorm((3, 4), eps=1e-3), (2, 3, 4)),
+    "timm-layer-norm": (lambda: timm.layers.LayerNorm(8), (3, 8)),
+    "timm-layer-norm-2d": (lambda: timm.layers.LayerNorm2d(6), (6, 4, 3)),
+    "timm-group-norm": (lambda: timm.layers.GroupNorm(6, 2), (6, 4, 3)),
+    "timm-group-norm-1": (lambda: timm.layers.GroupNorm1(6), (6, 4, 3)),
+    "timm-rms-norm": (lambda: timm.layers.RmsNorm(8), (3, 8)),
+    "layer-scale": (lambda: timm.layers.LayerScale(8, init_values=0.3), (3, 8)),
+    "layer-scale-2d": (lambda: timm.layers.LayerScale2d(4, init_values=0.3), (4, 3, 5)),
+    "standardized-conv": (lambda: timm.layers.StdConv2d(4, 6, 3, stride=2, bias=True), (4, 7, 7)),
+    "scaled-standardized-conv": (lambda: timm.layers.ScaledStdConv2d(4, 6, 3, gamma=1.7, gain_init=0.8), (4, 5, 5)),
+    "scaled-standardized-conv-groups": (lambda: timm.layers.ScaledStdConv2d(4, 6, 3, groups=2), (4, 5, 5)),
+    "scaled-standardized-conv-wide": (lambda: timm.layers.ScaledStdConv2d(32, 48, 3), (32, 2, 2)),
+    "timm-attention": (lambda: timm.layers.Attention(8, num_heads=2, qkv_bias=True), (5, 8)),
+    "timm-attention-pool": (lambda: timm.layers.AttentionPoolLatent(8, num_heads=2), (5, 8)),
     "prelu-by-fallback": (lambda: nn.PReLU(4), (4, 5)),
     "embedding-of-attention-by-fallback": (
         lambda: nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True),
@@ -113,13 +133,21 @@ LAYERS = {
 }
 
 
-@pytest.mark.parametrize("bound", [0.1, 1e3])
+@pytest.mark.parametrize("plan", ["flat-tight", "flat-loose", "per-layer-abadi"])
+@pytest.mark.parametrize("channels_last", [False, True])
 @pytest.mark.parametrize("name", LAYERS)
-def test_every_layer_kind_equals_the_loop(name, bound):
+def test_every_layer_kind_equals_the_loop(name, channels_last, plan):
     torch.manual_seed(0)
     make, shape = LAYERS[name]
+    plan = {"flat-tight": ClipPlan.flat(max_grad_norm=0.1), "flat-loose": ClipPlan.flat(max_grad_norm=1e3)}.get(
+        plan, PLANS["per-layer-abadi"]
+    )
+    if channels_last and len(shape) < 3:
+        pytest.skip("channels-last needs two spatial dimensions")
     generator = torch.Generator().manual_seed(2)
     x = torch.randn(5, *shape, generator=generator)
+    if channels_last:
+        x = x.movedim(1, -1).contiguous().movedim(-1, 1)
     layer = make()
     model = nn.Sequential(layer, nn.Tanh(), nn.Flatten())
     y = torch.randn(model(x).shape, generator=generator)
@@ -127,7 +155,6 @@ def test_every_layer_kind_equals_the_loop(name, bound):
     def loss(output, target):
         return (output - target).square().sum(1).mean()
 
-    plan = ClipPlan.flat(max_grad_norm=bound)
     sums, _ = clipped_gradient_sum(model, loss, x, y, clip_plan=plan)
     expected, _ = clipped_sum_by_loop(model, x, y.double(), plan, loss)
     assert relative_error(sums, expected) < TOLERANCE

@@ -114,6 +114,7 @@ def clipped_gradient_sum(
     *,
     clip_plan: ClipPlan,
     max_physical_batch_size: int | None = None,
+    explain: bool = False,
 ) -> tuple[dict[str, Tensor], Tensor]:
     """Clipped sum of the per-example gradients of ``loss_fn(model(inputs), targets)``.
 
@@ -125,6 +126,7 @@ def clipped_gradient_sum(
         clip_plan: how examples are clipped.
         max_physical_batch_size: most examples in one forward and backward pass; None takes all at once. It changes
             the memory needed and nothing else.
+        explain: print how the gradients of each module are taken.
 
     Returns:
         ``sums``: parameter name to float32 tensor of the parameter's shape, the sum over i of clip(grad l_i).
@@ -153,6 +155,8 @@ def clipped_gradient_sum(
             norms.append(total.end())
     finally:
         engine.detach()
+    if explain:
+        print(engine.explanation())
     joined = torch.cat(norms)
     return total.sums, joined[:, 0] if clip_plan.kind == "flat" else joined
 

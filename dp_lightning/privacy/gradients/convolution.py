@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from torch.nn.modules.conv import _ConvNd
 
 from dp_lightning.privacy.gradients.contribution import Contribution, without
-from dp_lightning.privacy.gradients.products import Factors, Product, Size, float32_products
+from dp_lightning.privacy.gradients.products import Factors, Product, Size
 from dp_lightning.privacy.gradients.ways import product_dtype, products_are_as_fast
 
 
@@ -72,15 +72,15 @@ class Patches(Factors):
         conv = self._conv
         return isinstance(conv, nn.Conv2d) and conv.groups == 1 and conv.stride == (1, 1)
 
-    def left(self, rows: slice) -> Tensor:
-        values, groups = self._values[rows].to(self.dtype), self._conv.groups
+    def left(self, rows: slice, dtype: torch.dtype) -> Tensor:
+        values, groups = self._values[rows].to(dtype), self._conv.groups
         if _is_channels_last(values):
             return values.movedim(1, -1).flatten(1, -2).unflatten(2, (groups, -1)).transpose(1, 2)
         return values.flatten(2).unflatten(1, (groups, -1)).mT
 
-    def right(self, rows: slice) -> Tensor:
+    def right(self, rows: slice, dtype: torch.dtype) -> Tensor:
         conv, spatial = self._conv, self._values.shape[2:]
-        x = _padded(conv, self._image[rows].to(self.dtype))
+        x = _padded(conv, self._image[rows].to(dtype))
         groups, channels = conv.groups, x.shape[1] // conv.groups
         x = x.movedim(1, -1).contiguous().movedim(-1, 1) if self._channels_last else x.contiguous()
         batch, channel, *steps = x.stride()
@@ -126,29 +126,32 @@ class Patches(Factors):
     def let_go(self) -> None:
         del self._image, self._values
 
+    def rows_of(self, weight: Tensor) -> Tensor:
+        """(*weight.shape) as (groups, outputs, inputs), the inverse of ``weight``."""
+        weight = weight.movedim(1, -1) if self._channels_last else weight
+        return weight.reshape(self.size.groups, self.size.outputs, self.size.inputs)
+
     def total(self, weights: Tensor, unusable: Tensor) -> Tensor:
         if products_are_as_fast(self.device):
             return super().total(weights, unusable)
-        values = self._values.float() * weights.view(-1, *[1] * (self._values.dim() - 1))
-        return self._weight_gradient(without(self._image.float(), unusable), without(values, unusable))
-
-    def _weight_gradient(self, image: Tensor, values: Tensor) -> Tensor:
         conv = self._conv
+        values = without(self._values.float() * weights.view(-1, *[1] * (self._values.dim() - 1)), unusable)
+        image = without(self._image.float(), unusable)
         simple = conv.padding_mode == "zeros" and not isinstance(conv.padding, str)
-        with float32_products(image.device):
-            return torch.ops.aten.convolution_backward(
-                values,
-                image if simple else _padded(conv, image),
-                image.new_empty(conv.weight.shape),
-                None,
-                conv.stride,
-                conv.padding if simple else [0] * len(conv.stride),
-                conv.dilation,
-                False,
-                [0] * len(conv.stride),
-                conv.groups,
-                [False, True, False],
-            )[1]
+        total = torch.ops.aten.convolution_backward(
+            values,
+            image if simple else _padded(conv, image),
+            image.new_empty(conv.weight.shape),
+            None,
+            conv.stride,
+            conv.padding if simple else [0] * len(conv.stride),
+            conv.dilation,
+            False,
+            [0] * len(conv.stride),
+            conv.groups,
+            [False, True, False],
+        )[1]
+        return self.rows_of(total)
 
 
 class _TransposedPatches(Patches):

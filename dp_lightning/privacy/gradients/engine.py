@@ -4,6 +4,7 @@ While the engine records, parameters do not require gradients, so the backward p
 activations only. Each unit of the model contributes its per-example gradients as the gradient of its output arrives.
 """
 
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -11,9 +12,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_map
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from dp_lightning.errors import ModelError
+from dp_lightning.privacy.gradients.broadcast import copies_of, per_example, stand_in
 from dp_lightning.privacy.gradients.contribution import Contribution, PerExample, add_up
 from dp_lightning.privacy.gradients.units import Unit, units_of
 from dp_lightning.privacy.gradients.vmapped import vmapped_gradients
@@ -39,9 +41,11 @@ class GradientEngine:
             raise ModelError("The model has no parameter that requires a gradient: there is nothing to train.")
         self._names = {id(p): name for name, p in self.parameters.items()}
         self.units = units_of(model)
+        _warn_of_fallback(self.units)
         self._handles: list[Any] = []
         for unit in self.units:
             self._attach(unit)
+        self.ways: dict[str, str] = {}
         self._batch_size = 0
         self._listening = self._receiving = False
         self._uses: Counter[str] = Counter()
@@ -53,6 +57,15 @@ class GradientEngine:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+
+    def explanation(self) -> str:
+        """A line per module: its name, its type, and how its gradients were taken in the last physical batch."""
+        rows = [
+            (unit.name or "(model)", type(unit.module).__name__, self.ways.get(unit.name, "not used"))
+            for unit in self.units
+        ]
+        widths = [max(len(row[column]) for row in rows) for column in range(2)]
+        return "\n".join(f"{name:<{widths[0]}}  {kind:<{widths[1]}}  {way}" for name, kind, way in rows)
 
     @contextmanager
     def record(self, batch_size: int, take: Callable[[Contribution], None]) -> Iterator[None]:
@@ -122,25 +135,28 @@ class GradientEngine:
         )
 
     def _saw(self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-        if not self._listening or not torch.is_grad_enabled():
+        if not (self._listening or self._receiving) or not torch.is_grad_enabled():
             return output
+        leaves, spec = tree_flatten((args, kwargs))
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        self._check_rows(unit, tensors)
+        seen = _Seen(unit, tensors)
+        if self._receiving:
+            # Activation checkpointing runs the forward pass again. It has to save the same tensors as the first time.
+            return tree_map(lambda leaf: _started(leaf) if isinstance(leaf, Tensor) else leaf, output)
         self._uses.update(self._names[id(p)] for p in unit.parameters.values())
         if unit.kind == "rule":
-            inputs = args[0] if args else kwargs["input"]
-            self._check_rows(unit, inputs)
-            inputs = inputs.detach()
-            version = inputs._version
+            return _on_gradient(
+                output, self._once(unit, lambda gradient: self._rule_gradient(unit, seen.tensors()[0], gradient))
+            )
 
-            def receive(gradient: Tensor) -> None:
-                if inputs._version != version:
-                    raise ModelError(
-                        f"The input of module '{unit.name}' ({type(unit.module).__name__}) is changed in place "
-                        "after the module has seen it, so its gradient is lost. Use an operation that makes a new one."
-                    )
-                self._rule_gradient(unit, inputs, gradient)
+        def call() -> tuple[tuple[Any, ...], dict[str, Any]]:
+            values = iter(seen.tensors())
+            return tree_unflatten([next(values) if isinstance(leaf, Tensor) else leaf for leaf in rest], spec)
 
-            return _on_gradient(output, self._once(unit, receive))
-        return self._watch_vmapped(unit, args, kwargs, output)
+        # Without the tensors themselves, which ``seen`` has.
+        rest = [leaf.new_empty(0) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        return self._watch_vmapped(unit, call, output)
 
     def _once(self, unit: Unit, receive: Callable[[Tensor], None]) -> Callable[[Tensor], None]:
         """Take the gradient of the one backward pass that ``scale`` has announced, and refuse a second one.
@@ -172,13 +188,11 @@ class GradientEngine:
                 self._hand_over(contribution)
             else:
                 self._partial.append(contribution.formed())
+        self.ways[unit.name] = contribution.way
 
-    def _watch_vmapped(self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-        args, kwargs = tree_map(lambda x: x.detach() if isinstance(x, Tensor) else x, (args, kwargs))
-        for tensor in tree_flatten((args, kwargs))[0]:
-            if isinstance(tensor, Tensor):
-                self._check_rows(unit, tensor)
-                break
+    def _watch_vmapped(
+        self, unit: Unit, call: Callable[[], tuple[tuple[Any, ...], dict[str, Any]]], output: Any
+    ) -> Any:
         outputs = [tensor for tensor in tree_flatten(output)[0] if isinstance(tensor, Tensor)]
         floating = [index for index, tensor in enumerate(outputs) if tensor.is_floating_point()]
         position = iter(range(len(outputs)))
@@ -195,7 +209,7 @@ class GradientEngine:
                 self._once(
                     unit,
                     lambda gradient: self._vmapped_gradient(
-                        unit, args, kwargs, [gradient if i == index else None for i in range(len(outputs))]
+                        unit, call, [gradient if i == index else None for i in range(len(outputs))]
                     ),
                 ),
             )
@@ -203,8 +217,13 @@ class GradientEngine:
         return tree_map(watch, output)
 
     def _vmapped_gradient(
-        self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any], gradients: list[Tensor | None]
+        self,
+        unit: Unit,
+        call: Callable[[], tuple[tuple[Any, ...], dict[str, Any]]],
+        gradients: list[Tensor | None],
     ) -> None:
+        args, kwargs = call()
+        self._receiving = False  # the module runs again, and its hooks with it
         try:
             with torch.enable_grad(), _plain_arithmetic(next(g for g in gradients if g is not None)):
                 formed = vmapped_gradients(
@@ -215,44 +234,108 @@ class GradientEngine:
                 f"No per-example gradient can be taken at module '{unit.name}' ({type(unit.module).__name__}): "
                 f"{error}\nReplace it by layers with known rules, or freeze its parameters."
             ) from error
-        self._keep({self._names[id(unit.parameters[own])]: value for own, value in formed.items()}, "vmapped")
+        finally:
+            self._receiving = True
+        self._keep(unit, {self._names[id(unit.parameters[own])]: value for own, value in formed.items()}, "vmapped")
 
     def _replace(self, unit: Unit) -> None:
-        if not self._listening or not torch.is_grad_enabled():
+        if not (self._listening or self._receiving) or not torch.is_grad_enabled():
             return
         for own, parameter in unit.parameters.items():
-            name = self._names[id(parameter)]
-            copies = parameter.detach().expand(self._batch_size, *parameter.shape[1:]).requires_grad_()
-
-            def receive(gradient: Tensor, name: str = name) -> None:
-                self._keep({name: gradient.detach().unsqueeze(1)}, "one copy per example")
-
-            copies.register_hook(self._once(unit, receive))
+            copies = copies_of(parameter, self._batch_size)
+            if self._listening:
+                self._watch_copies(unit, parameter, copies)
             # An instance attribute is found before the entry in _parameters.
-            unit.module.__dict__[own] = copies
+            unit.module.__dict__[own] = stand_in(parameter, copies)
+
+    def _watch_copies(self, unit: Unit, parameter: nn.Parameter, copies: Tensor) -> None:
+        name = self._names[id(parameter)]
+
+        def receive(gradient: Tensor) -> None:
+            self._keep(unit, {name: per_example(parameter, gradient.detach())}, "one copy per example")
+
+        copies.register_hook(self._once(unit, receive))
 
     def _restore(self, unit: Unit) -> None:
         for own in unit.parameters:
             unit.module.__dict__.pop(own, None)
 
-    def _keep(self, gradients: dict[str, Tensor], way: str) -> None:
+    def _keep(self, unit: Unit, gradients: dict[str, Tensor], way: str) -> None:
+        self.ways[unit.name] = way
         self._partial.append(PerExample(gradients, way))
 
-    def _check_rows(self, unit: Unit, inputs: Tensor) -> None:
-        if inputs.dim() == 0 or inputs.shape[0] != self._batch_size:
+    def _check_rows(self, unit: Unit, tensors: list[Tensor]) -> None:
+        first = tensors[0] if tensors else None
+        if first is None or first.dim() == 0 or first.shape[0] != self._batch_size:
             raise ModelError(
-                f"Module '{unit.name}' ({type(unit.module).__name__}) got an input of shape {tuple(inputs.shape)} for "
-                f"{self._batch_size} examples. The first dimension of every layer's input must be the batch "
-                "(batch_first=True for recurrent layers), so that one example's gradient can be told from another's."
+                f"Module '{unit.name}' ({type(unit.module).__name__}) got an input of shape "
+                f"{None if first is None else tuple(first.shape)} for {self._batch_size} examples. The first dimension "
+                "of every layer's input must be the batch (batch_first=True for recurrent layers), so that one "
+                "example's gradient can be told from another's."
             )
+
+
+def _warn_of_fallback(units: list[Unit]) -> None:
+    """One warning that names what has no rule."""
+    slow = [f"'{unit.name}' ({type(unit.module).__name__})" for unit in units if unit.kind == "vmapped"]
+    if slow:
+        names = ", ".join(slow[:5]) + (f" and {len(slow) - 5} more" if len(slow) > 5 else "")
+        warnings.warn(
+            f"No gradient rule for {names}: the per-example gradients there are taken by vmap, which runs the module "
+            "again. They are exact, but slower and larger.",
+            stacklevel=3,
+        )
+
+
+class _Seen:
+    """What a module has seen, saved as autograd saves tensors: checkpointing and offloading apply to it."""
+
+    def __init__(self, unit: Unit, tensors: list[Tensor]) -> None:
+        self._unit = unit
+        anchor = torch.zeros((), device=tensors[0].device, requires_grad=True)
+        self._node: Any = _Save.apply(anchor, *(tensor.detach() for tensor in tensors)).grad_fn
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """The tensors.
+
+        Raises:
+            ModelError: when one of them was changed in place.
+        """
+        try:
+            return self._node.saved_tensors
+        except RuntimeError as error:
+            if "inplace operation" not in str(error):
+                raise
+            raise ModelError(
+                f"The input of module '{self._unit.name}' ({type(self._unit.module).__name__}) is changed in place "
+                "after the module has seen it, so its gradient is lost. Use an operation that makes a new one."
+            ) from error
+
+
+class _Save(torch.autograd.Function):
+    """A node of the graph that saves tensors and leads nowhere."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, *tensors: Tensor) -> Tensor:
+        ctx.save_for_backward(*tensors)
+        return anchor.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, ...]:
+        return (None,) * (1 + len(ctx.needs_input_grad[1:]))
 
 
 def _on_gradient(output: Tensor, receive: Callable[[Tensor], None]) -> Tensor:
     """Call ``receive`` with the gradient of ``output``, also where nothing before it requires one."""
-    if not output.requires_grad:
-        output = _Start.apply(output, torch.zeros((), device=output.device, requires_grad=True))
+    output = _started(output)
     output.register_hook(lambda gradient: receive(gradient.detach()))
     return output
+
+
+def _started(output: Tensor) -> Tensor:
+    if output.requires_grad or not output.is_floating_point():
+        return output
+    return _Start.apply(output, torch.zeros((), device=output.device, requires_grad=True))
 
 
 class _Start(torch.autograd.Function):

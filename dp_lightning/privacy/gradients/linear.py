@@ -32,11 +32,11 @@ class _Tokens(Factors):
             groups=1, positions=t, outputs=outer, inputs=inner, gram=t * t * inner, seen=t * (inner + outer)
         )
 
-    def left(self, rows: slice) -> Tensor:
-        return self._g[rows].to(self.dtype).unsqueeze(1)
+    def left(self, rows: slice, dtype: torch.dtype) -> Tensor:
+        return self._g[rows].to(dtype).unsqueeze(1)
 
-    def right(self, rows: slice) -> Tensor:
-        return self._x[rows].to(self.dtype).unsqueeze(1)
+    def right(self, rows: slice, dtype: torch.dtype) -> Tensor:
+        return self._x[rows].to(dtype).unsqueeze(1)
 
     def bias(self, rows: slice) -> Tensor:
         return self._g[rows].sum(1, dtype=torch.promote_types(self.dtype, torch.float32))

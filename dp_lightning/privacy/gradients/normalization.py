@@ -1,6 +1,7 @@
 """Normalisation within one example: grad gamma_i is the sum of g_i * x_hat_i, grad beta_i the sum of g_i.
 
-The sums run over all that shares an entry of gamma: the positions of a channel, or the tokens.
+The sums run over all that shares an entry of gamma: the positions of a channel, or the tokens. A scale alone is the same
+with x in the place of x_hat.
 """
 
 from collections.abc import Callable, Mapping
@@ -25,16 +26,17 @@ class ChannelNormRule:
 
     Args:
         normalize: from the module and its input (b, channels, ...) to the normalised input.
+        scale: the module's name of gamma.
     """
 
-    def __init__(self, normalize: Normalize) -> None:
-        self._normalize = normalize
+    def __init__(self, normalize: Normalize, *, scale: str = "weight") -> None:
+        self._normalize, self._scale = normalize, scale
 
     def contribution(
         self, module: nn.Module, inputs: Tensor, grad_output: Tensor, names: Mapping[str, str]
     ) -> Contribution:
         dims = tuple(range(2, inputs.dim()))
-        return _sums(inputs, grad_output, names, dims, lambda x: self._normalize(module, x))
+        return _sums(inputs, grad_output, names, dims, self._scale, lambda x: self._normalize(module, x))
 
 
 class LastDimensionsNormRule:
@@ -42,16 +44,17 @@ class LastDimensionsNormRule:
 
     Args:
         normalize: from the module and its input (b, ..., *shape of the scale) to the normalised input.
+        scale: the module's name of gamma.
     """
 
-    def __init__(self, normalize: Normalize) -> None:
-        self._normalize = normalize
+    def __init__(self, normalize: Normalize, *, scale: str = "weight") -> None:
+        self._normalize, self._scale = normalize, scale
 
     def contribution(
         self, module: nn.Module, inputs: Tensor, grad_output: Tensor, names: Mapping[str, str]
     ) -> Contribution:
-        dims = tuple(range(1, inputs.dim() - module.get_parameter("weight").dim()))
-        return _sums(inputs, grad_output, names, dims, lambda x: self._normalize(module, x))
+        dims = tuple(range(1, inputs.dim() - module.get_parameter(self._scale).dim()))
+        return _sums(inputs, grad_output, names, dims, self._scale, lambda x: self._normalize(module, x))
 
 
 def _sums(
@@ -59,14 +62,15 @@ def _sums(
     grad_output: Tensor,
     names: Mapping[str, str],
     dims: tuple[int, ...],
+    scale: str,
     normalize: Callable[[Tensor], Tensor],
 ) -> Contribution:
     gradients: dict[str, list[Tensor]] = {own: [] for own in names}
     step = examples_at_a_time(3 * inputs[0].numel(), inputs.device)
     for x, g in zip(inputs.split(step), grad_output.split(step), strict=True):
         g = g.to(torch.promote_types(g.dtype, torch.float32))
-        if "weight" in names:
-            gradients["weight"].append(_sum(g * normalize(x.to(g.dtype)), dims))
+        if scale in names:
+            gradients[scale].append(_sum(g * normalize(x.to(g.dtype)), dims))
         if "bias" in names:
             gradients["bias"].append(_sum(g, dims))
     return PerExample({name: torch.cat(gradients[own]) for own, name in names.items()}, "by rule")
@@ -97,3 +101,13 @@ def rms_norm(module: nn.Module, inputs: Tensor) -> Tensor:
     """Divided by the root of the mean square over the last dimensions."""
     eps: float | None = module.eps  # type: ignore[assignment]
     return F.rms_norm(inputs, module.get_parameter("weight").shape, eps=eps)
+
+
+def channels_layer_norm(module: nn.Module, inputs: Tensor) -> Tensor:
+    """Normalised over the channels, dimension 1, at each position."""
+    return layer_norm(module, inputs.movedim(1, -1)).movedim(-1, 1)
+
+
+def identity(module: nn.Module, inputs: Tensor) -> Tensor:
+    """Not normalised: the module is a scale alone."""
+    return inputs

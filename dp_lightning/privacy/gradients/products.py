@@ -8,10 +8,12 @@ norms and the weighted sum over examples:
   Either each gradient is used up at once, where its norm decides alone, or all of them are kept until the norm over all
   layers is known.
 * Gram: ||G_i^T P_i||^2 is the sum of the entrywise product of the Gram matrices G_i G_i^T and P_i P_i^T (Goodfellow
-  2015; Bu et al. 2022), and the weighted sum is the ordinary weight gradient of the weighted output gradients. Terms of
-  both signs cancel in the norm, so it is taken in float64. The weighted sum is float32; a bound of its rounding
-  error is added to the norm.
+  2015; Bu et al. 2022), and the weighted sum is one product over all examples. Terms of both signs cancel in the norm,
+  so it is taken in float64.
 * formed twice: for the norm, and again, all at once and weighted, for the sum.
+
+In the last two the sum is not rounded as the norm was. A bound of the sum's float32 rounding is added to the norm, so
+that an example whose gradient cancels cannot contribute what was not measured.
 """
 
 from abc import ABC, abstractmethod
@@ -64,20 +66,20 @@ class Factors(ABC):
 
     batch_size: int
     size: Size
-    dtype: torch.dtype
+    dtype: torch.dtype  # in which the gradients are formed
     device: torch.device
 
     @abstractmethod
-    def left(self, rows: slice) -> Tensor:
+    def left(self, rows: slice, dtype: torch.dtype) -> Tensor:
         """G: (r, groups, positions, outputs)."""
 
     @abstractmethod
-    def right(self, rows: slice) -> Tensor:
+    def right(self, rows: slice, dtype: torch.dtype) -> Tensor:
         """P: (r, groups, positions, inputs)."""
 
     def right_gram(self, rows: slice) -> Tensor:
         """P P^T: (r, groups, positions, positions) float64."""
-        right = self.right(rows).double()
+        right = self.right(rows, torch.float64)
         return right @ right.mT
 
     @abstractmethod
@@ -92,18 +94,29 @@ class Factors(ABC):
     def let_go(self) -> None:
         """Drop the tensors; ``size`` and ``weight`` stay usable."""
 
+    @property
+    def stretch(self) -> Tensor | None:
+        """None where G_i^T P_i is the weight's gradient; else the most, in L2 norm, that ``pull_back`` lengthens it."""
+        return None
+
+    def pull_back(self, gradients: Tensor) -> dict[str, Tensor]:
+        """From the gradients of what multiplies P, (r, groups, outputs, inputs), to those of the parameters.
+
+        The weight's are written over ``gradients``; those of other parameters are returned by own name, (r, ...).
+        """
+        return {}
+
     def total(self, weights: Tensor, unusable: Tensor) -> Tensor:
-        """The sum over i of weights[i] G_i^T P_i in the weight's shape, float32."""
+        """The sum over i of weights[i] G_i^T P_i: (groups, outputs, inputs), float32."""
         size = self.size
         total = torch.zeros(size.groups, size.outputs, size.inputs, device=self.device)
-        with float32_products(self.device):
-            for rows in self.ranges():
-                left = without(self.left(rows).float() * weights[rows, None, None, None], unusable[rows])
-                right = without(self.right(rows).float(), unusable[rows])
-                # (groups, r * positions, ...): one product adds up positions and examples.
-                left, right = left.transpose(0, 1).flatten(1, 2), right.transpose(0, 1).flatten(1, 2)
-                total.baddbmm_(left.mT, right)
-        return self.weight(total.unsqueeze(0))[0]
+        for rows in self.ranges():
+            left = without(self.left(rows, torch.float32) * weights[rows, None, None, None], unusable[rows])
+            right = without(self.right(rows, torch.float32), unusable[rows])
+            # (groups, r * positions, ...): one product adds up positions and examples.
+            left, right = left.transpose(0, 1).flatten(1, 2), right.transpose(0, 1).flatten(1, 2)
+            total.baddbmm_(left.mT, right)
+        return total
 
     def ranges(self, numbers: int | None = None) -> Iterator[slice]:
         """Ranges of examples of which the intermediate results, ``numbers`` each, fit into the cache.
@@ -133,115 +146,140 @@ def float32_products(device: torch.device) -> Iterator[None]:
 
 
 class Product(Contribution):
-    """Per-example gradients of a layer with a weight, and a bias perhaps."""
+    """Per-example gradients of a layer's weight, and of a bias and others that belong to it."""
 
     def __init__(self, factors: Factors, names: Mapping[str, str]) -> None:
         self._factors, self._names = factors, names
-        self.way = ""
-        self._gradients: Tensor | None = None
+        self.way = "formed"
+        self._kept: Tensor | None = None  # (b, groups, outputs, inputs)
+        self._others: dict[str, Tensor] = {}  # own name to (b, ...)
         self._norms: dict[str, Tensor] = {}
-        self._bias: Tensor | None = None
 
     @property
     def names(self) -> tuple[str, ...]:
         return tuple(self._names.values())
 
+    @property
+    def _only_bias(self) -> bool:
+        return set(self._names) == {"bias"}
+
     def formed(self) -> PerExample:
-        self.way = "formed"
-        gradients = {}
-        everything = slice(0, self._factors.batch_size)
-        if "weight" in self._names:
-            gradients[self._names["weight"]] = self._factors.weight(self._form_all(torch.empty))
-        if "bias" in self._names:
-            gradients[self._names["bias"]] = self._factors.bias(everything)
-        return PerExample(gradients, self.way)
+        self._measure_formed(torch.empty)
+        gradients = dict(self._others)
+        if self._kept is not None:
+            gradients["weight"] = self._factors.weight(self._kept)
+        return PerExample({name: gradients[own] for own, name in self._names.items()}, self.way)
 
     def measure(self, workspace: Workspace) -> None:
-        factors, everything = self._factors, slice(0, self._factors.batch_size)
-        if "bias" in self._names:
-            self._bias = factors.bias(everything)
-            self._norms["bias"] = squared_norms(self._bias)
-        if "weight" not in self._names:
-            self.way = "formed"
-            return
-        self.way = kept_way(factors.size, factors.device)
-        pieces = []
+        factors = self._factors
+        if not self._only_bias:
+            self.way = kept_way(factors.size, gram=factors.stretch is None)
         if self.way == "Gram":
-            pieces = [self._gram_norms(rows) for rows in self._factors.ranges(2 * factors.size.positions**2)]
-        elif self.way == "formed":
-            self._gradients = self._form_all(workspace.keep, pieces)
-            factors.let_go()
+            self._norms["weight"] = torch.cat([self._gram_norms(rows) for rows in self._gram_ranges()])
+            self._hold([self._bias(slice(None))])
+        elif self.way == "formed twice":
+            self._measure_twice(workspace)
         else:
-            pieces = self._formed_norms(workspace)
-        self._norms["weight"] = torch.cat(pieces)
+            self._measure_formed(workspace.keep)
+            factors.let_go()
 
     def squared_norms(self) -> dict[str, Tensor]:
-        return {self._names[own]: norms for own, norms in self._norms.items()}
+        return {name: self._norms[own] for own, name in self._names.items()}
 
     def weighted_sum(self, weights: Weights) -> dict[str, Tensor]:
         sums = {}
         for own, name in self._names.items():
             factors = weights.factors[name]
-            if own == "bias":
-                assert self._bias is not None
-                sums[name] = weighted_rows(self._bias, factors, weights.unusable)
-            elif self._gradients is not None:
-                total = weighted_rows(self._gradients, factors, weights.unusable)
-                sums[name] = self._factors.weight(total.view(1, *self._gradients.shape[1:]))[0]
+            if own != "weight":
+                rows = self._others[own]
+                sums[name] = weighted_rows(rows, factors, weights.unusable).view(rows.shape[1:])
+                continue
+            if self._kept is not None:
+                total = weighted_rows(self._kept, factors, weights.unusable).view(1, *self._kept.shape[1:])
             else:
-                sums[name] = self._factors.total(factors, weights.unusable)
+                with float32_products(self._factors.device):
+                    total = self._factors.total(factors, weights.unusable).unsqueeze(0)
+                self._factors.pull_back(total)
+            sums[name] = self._factors.weight(total)[0]
         return sums
 
     def stream(self, weigh: Weigh, workspace: Workspace) -> dict[str, Tensor]:
-        size = self._factors.size
-        if "weight" not in self._names or streamed_way(size, self._factors.device) == "Gram":
+        factors = self._factors
+        if self._only_bias or streamed_way(factors.size, gram=factors.stretch is None) == "Gram":
             return super().stream(weigh, workspace)
         self.way = "formed and used up"
-        weight, bias = self._names["weight"], self._names.get("bias")
-        total, bias_total = torch.zeros(size.weight, device=self._factors.device), None
-        for rows in self._factors.ranges():
-            gradients = self._form(rows, self._empty(workspace.scratch, rows.stop - rows.start))
-            norms = {weight: squared_norms(gradients)}
-            if bias is not None:
-                bias_rows = self._factors.bias(rows)
-                norms[bias] = squared_norms(bias_rows)
+        totals: dict[str, Tensor] = {}
+        for rows in factors.ranges():
+            pieces = self._form(rows, self._empty(workspace.scratch, rows.stop - rows.start, factors.dtype))
+            norms = {self._names[own]: squared_norms(piece) for own, piece in pieces.items()}
             weights = weigh(rows, norms)
-            total.addmv_(without(gradients, weights.unusable).flatten(1).float().T, weights.factors[weight])
-            if bias is not None:
-                piece = weighted_rows(bias_rows, weights.factors[bias], weights.unusable)
-                bias_total = piece if bias_total is None else bias_total + piece
-        sums = {weight: self._factors.weight(total.view(1, size.groups, size.outputs, size.inputs))[0]}
-        if bias is not None and bias_total is not None:
-            sums[bias] = bias_total
-        return sums
+            for own, piece in pieces.items():
+                if own not in totals:
+                    totals[own] = torch.zeros(piece.shape[1:], device=piece.device)
+                usable = without(piece, weights.unusable).flatten(1).float()
+                totals[own].view(-1).addmv_(usable.T, weights.factors[self._names[own]])
+        if "weight" in totals:
+            totals["weight"] = factors.weight(totals["weight"].unsqueeze(0))[0]
+        return {name: totals[own] for own, name in self._names.items()}
 
-    def _form(self, rows: slice, out: Tensor) -> Tensor:
-        """(r, groups, outputs, inputs), written to ``out``."""
-        left, right = self._factors.left(rows).flatten(0, 1), self._factors.right(rows).flatten(0, 1)
+    def _form(self, rows: slice, out: Tensor) -> dict[str, Tensor]:
+        """Own name to gradients; the weight's are (r, groups, outputs, inputs), written to ``out``."""
+        left = self._factors.left(rows, out.dtype).flatten(0, 1)
+        right = self._factors.right(rows, out.dtype).flatten(0, 1)
         torch.bmm(left.mT, right, out=out.flatten(0, 1))
-        return out
+        gradients = {**self._factors.pull_back(out), "weight": out, **self._bias(rows)}
+        return {own: gradients[own] for own in self._names}
 
-    def _form_all(self, empty: Callable[..., Tensor], norms: list[Tensor] | None = None) -> Tensor:
-        gradients = self._empty(empty, self._factors.batch_size)
+    def _bias(self, rows: slice) -> dict[str, Tensor]:
+        return {"bias": self._factors.bias(rows)} if "bias" in self._names else {}
+
+    def _hold(self, pieces: list[dict[str, Tensor]]) -> None:
+        """Keep the gradients of the parameters beside the weight, and their norms."""
+        for own in pieces[0]:
+            if own != "weight":
+                self._others[own] = torch.cat([piece[own] for piece in pieces])
+                self._norms[own] = squared_norms(self._others[own])
+
+    def _measure_formed(self, empty: Callable[..., Tensor]) -> None:
+        if self._only_bias:
+            self._hold([self._bias(slice(None))])
+            return
+        kept = self._empty(empty, self._factors.batch_size, self._factors.dtype)
+        pieces, norms = [], []
         for rows in self._factors.ranges():
-            formed = self._form(rows, gradients[rows])
-            if norms is not None:
-                norms.append(squared_norms(formed))
-        return gradients
+            pieces.append(self._form(rows, kept[rows]))
+            norms.append(squared_norms(kept[rows]))
+        self._hold(pieces)
+        self._kept, self._norms["weight"] = kept, torch.cat(norms)
 
-    def _formed_norms(self, workspace: Workspace) -> list[Tensor]:
-        return [
-            squared_norms(self._form(rows, self._empty(workspace.scratch, rows.stop - rows.start)))
-            for rows in self._factors.ranges()
-        ]
+    def _measure_twice(self, workspace: Workspace) -> None:
+        pieces, norms = [], []
+        # In float32 as the sum is, whatever the type of the factors.
+        dtype = torch.promote_types(self._factors.dtype, torch.float32)
+        for rows in self._factors.ranges():
+            out = self._empty(workspace.scratch, rows.stop - rows.start, dtype)
+            with float32_products(out.device):
+                pieces.append(self._form(rows, out))
+            norms.append(squared_norms(out) + self._rounding(rows).square())
+        self._hold(pieces)
+        self._norms["weight"] = torch.cat(norms)
 
-    def _empty(self, empty: Callable[..., Tensor], rows: int) -> Tensor:
-        size, factors = self._factors.size, self._factors
-        shape = (rows, size.groups, size.outputs, size.inputs)
-        return empty(shape, dtype=factors.dtype, device=factors.device)
+    def _empty(self, empty: Callable[..., Tensor], rows: int, dtype: torch.dtype) -> Tensor:
+        size = self._factors.size
+        return empty((rows, size.groups, size.outputs, size.inputs), dtype=dtype, device=self._factors.device)
+
+    def _rounding(self, rows: slice) -> Tensor:
+        """(r,) bound of the rounding of these examples in the weighted sum, for a weight of one."""
+        left, right = self._factors.left(rows, torch.float32), self._factors.right(rows, torch.float32)
+        rounding = _ROUNDING * (left.norm(dim=3) * right.norm(dim=3)).sum((1, 2))
+        return rounding if self._factors.stretch is None else rounding * self._factors.stretch
+
+    def _gram_ranges(self) -> Iterator[slice]:
+        size = self._factors.size
+        return self._factors.ranges(2 * size.groups * size.positions**2)
 
     def _gram_norms(self, rows: slice) -> Tensor:
-        left = self._factors.left(rows).double()
+        left = self._factors.left(rows, torch.float64)
         gram, patches = left @ left.mT, self._factors.right_gram(rows)
         diagonals = gram.diagonal(dim1=2, dim2=3) * patches.diagonal(dim1=2, dim2=3)
         rounding = _ROUNDING * diagonals.clamp_min(0.0).sqrt().sum((1, 2))

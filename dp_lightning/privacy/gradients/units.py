@@ -1,26 +1,30 @@
 """Cuts a model into units: the modules at which per-example gradients are taken, and how at each.
 
 * ``rule``: a layer that a rule of ours knows. Types are matched exactly, since a subclass may compute something else.
-* ``broadcast``: a module with inner modules and a parameter of leading size 1 of its own (``cls_token``,
-  ``pos_embed``). While it runs, the parameter is replaced by one copy per example.
+* ``broadcast``: a module with inner modules and parameters of its own of which copies can stand in (``broadcast``).
 * ``vmapped``: any other module with parameters of its own, together with everything inside it.
 """
 
 from dataclasses import dataclass
 
-from torch import Tensor, nn
+from torch import nn
 
+from dp_lightning.privacy.gradients.broadcast import takes_copies
 from dp_lightning.privacy.gradients.convolution import ConvolutionRule, TransposedConvolutionRule
+from dp_lightning.privacy.gradients.embedding import EmbeddingRule
 from dp_lightning.privacy.gradients.linear import LinearRule
 from dp_lightning.privacy.gradients.normalization import (
     ChannelNormRule,
     LastDimensionsNormRule,
+    channels_layer_norm,
     group_norm,
+    identity,
     instance_norm,
     layer_norm,
     rms_norm,
 )
 from dp_lightning.privacy.gradients.rule import Rule
+from dp_lightning.privacy.gradients.standardized import StandardizedConvolutionRule
 
 RULES: dict[type[nn.Module], Rule] = {
     nn.Linear: LinearRule(),
@@ -30,12 +34,29 @@ RULES: dict[type[nn.Module], Rule] = {
     nn.ConvTranspose1d: TransposedConvolutionRule(),
     nn.ConvTranspose2d: TransposedConvolutionRule(),
     nn.ConvTranspose3d: TransposedConvolutionRule(),
+    nn.Embedding: EmbeddingRule(),
     nn.GroupNorm: ChannelNormRule(group_norm),
     nn.InstanceNorm1d: ChannelNormRule(instance_norm),
     nn.InstanceNorm2d: ChannelNormRule(instance_norm),
     nn.InstanceNorm3d: ChannelNormRule(instance_norm),
     nn.LayerNorm: LastDimensionsNormRule(layer_norm),
     nn.RMSNorm: LastDimensionsNormRule(rms_norm),
+}
+
+# By name, so that this package need not import those that define them.
+NAMED_RULES: dict[str, Rule] = {
+    "timm.layers.layer_scale.LayerScale": LastDimensionsNormRule(identity, scale="gamma"),
+    "timm.layers.layer_scale.LayerScale2d": ChannelNormRule(identity, scale="gamma"),
+    "timm.layers.norm.GroupNorm": ChannelNormRule(group_norm),
+    "timm.layers.norm.GroupNorm1": ChannelNormRule(group_norm),
+    "timm.layers.norm.LayerNorm": LastDimensionsNormRule(layer_norm),
+    "timm.layers.norm.LayerNormFp32": LastDimensionsNormRule(layer_norm),
+    "timm.layers.norm.LayerNorm2d": ChannelNormRule(channels_layer_norm),
+    "timm.layers.norm.LayerNorm2dFp32": ChannelNormRule(channels_layer_norm),
+    "timm.layers.norm.RmsNorm": LastDimensionsNormRule(rms_norm),
+    "timm.layers.std_conv.ScaledStdConv2d": StandardizedConvolutionRule(),
+    "timm.layers.std_conv.StdConv2d": StandardizedConvolutionRule(),
+    "torchvision.models.convnext.LayerNorm2d": ChannelNormRule(channels_layer_norm),
 }
 
 
@@ -50,7 +71,16 @@ class Unit:
 
     @property
     def rule(self) -> Rule:
-        return RULES[type(self.module)]
+        """The rule of a unit of kind ``rule``."""
+        rule = rule_of(self.module)
+        assert rule is not None
+        return rule
+
+
+def rule_of(module: nn.Module) -> Rule | None:
+    """The rule of the module's type, if there is one."""
+    kind = type(module)
+    return RULES.get(kind) or NAMED_RULES.get(f"{kind.__module__}.{kind.__qualname__}")
 
 
 def units_of(model: nn.Module) -> list[Unit]:
@@ -61,16 +91,12 @@ def units_of(model: nn.Module) -> list[Unit]:
 def _walk(name: str, module: nn.Module) -> list[Unit]:
     own = {key: p for key, p in module._parameters.items() if p is not None and p.requires_grad}
     inner = [(key, child) for key, child in module.named_children() if any(True for _ in child.parameters())]
-    if own and type(module) in RULES and set(own) <= {"weight", "bias"}:
+    if own and not inner and rule_of(module) is not None and set(own) <= {"weight", "bias", "gain", "gamma"}:
         return [Unit(name, module, "rule", own)]
-    if own and not (inner and all(_leading_one(p) for p in own.values())):
+    if own and not (inner and takes_copies(module, own)):
         everything = {key: p for key, p in module.named_parameters() if p.requires_grad}
         return [Unit(name, module, "vmapped", everything)]
     units = [Unit(name, module, "broadcast", own)] if own else []
     for key, child in inner:
         units += _walk(f"{name}.{key}" if name else key, child)
     return units
-
-
-def _leading_one(parameter: Tensor) -> bool:
-    return parameter.dim() > 1 and parameter.shape[0] == 1

@@ -2,7 +2,7 @@
 
 The choice depends on nothing that is measured while the program runs, so two runs take the same way and round alike.
 Costs are counted in float32 multiplications of a matrix product, relative to the ordinary weight gradient, which every
-way but ``formed`` takes as well. ``docs/performance.md`` has the times that the constants come from.
+way but ``formed`` takes as well. ``docs/performance.md`` explains the constants.
 """
 
 from typing import TYPE_CHECKING
@@ -25,26 +25,25 @@ _CACHED_PER_THREAD = 2**20
 _CACHED_ON_GPU = 2**27
 
 
-def kept_way(size: "Size", device: torch.device) -> str:
-    """The way for a layer whose factors are known later than its norms."""
-    gram = _gram(size)
-    if size.weight <= _MEMORY * size.seen and _PER_KEPT_NUMBER * size.weight <= gram:
+def kept_way(size: "Size", *, gram: bool) -> str:
+    """The way for a layer whose factors are known later than its norms; ``gram`` tells whether Gram is possible."""
+    cost = _gram(size)
+    if size.weight <= _MEMORY * size.seen and (not gram or _PER_KEPT_NUMBER * size.weight <= cost):
         return "formed"
-    return "Gram" if gram <= size.product or size.positions == 1 else "formed twice"
+    return "Gram" if gram and (cost <= size.product or size.positions == 1) else "formed twice"
 
 
-def streamed_way(size: "Size", device: torch.device) -> str:
+def streamed_way(size: "Size", *, gram: bool) -> str:
     """The way for a layer whose own norm decides."""
-    return "Gram" if _gram(size) < _PER_CACHED_NUMBER * size.weight else "formed"
+    return "Gram" if gram and _gram(size) < _PER_CACHED_NUMBER * size.weight else "formed"
 
 
 def examples_at_a_time(numbers: int, device: torch.device) -> int:
     """How many examples to take at a time when each has ``numbers`` intermediate results."""
     if device.type != "cpu":
         return max(_CACHED_ON_GPU // max(numbers, 1), 1)
-    threads = torch.get_num_threads()
     # A multiple of the threads, so that each has examples of its own.
-    return max(_CACHED_PER_THREAD // max(numbers, 1), 1) * threads
+    return max(_CACHED_PER_THREAD // max(numbers, 1), 1) * torch.get_num_threads()
 
 
 def product_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
@@ -63,7 +62,7 @@ def products_are_as_fast(device: torch.device) -> bool:
 
 
 def _gram(size: "Size") -> int:
-    """Cost of the norms by Gram matrices; no patch overlaps where there is one position."""
+    """Cost of the norms by Gram matrices."""
     pairs = size.groups * size.positions**2
     return _DOUBLE * (size.gram + pairs * size.outputs) + _PER_GRAM_NUMBER * pairs
 

@@ -1,0 +1,74 @@
+"""Embeddings: grad W_i has, in the row of each index, the sum of the output gradients where the index occurs.
+
+An example touches at most as many rows as it has indices. They are added up in one slot per distinct index, so nothing
+of the table's size exists per example, and the norm is that of what is summed.
+"""
+
+from collections.abc import Mapping
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from dp_lightning.errors import ModelError
+from dp_lightning.privacy.gradients.contribution import (
+    Contribution,
+    PerExample,
+    Weights,
+    squared_norms,
+    without,
+)
+from dp_lightning.privacy.gradients.workspace import Workspace
+
+
+class EmbeddingRule:
+    """Rule of ``nn.Embedding``."""
+
+    def contribution(
+        self, module: nn.Module, inputs: Tensor, grad_output: Tensor, names: Mapping[str, str]
+    ) -> Contribution:
+        embedding = cast(nn.Embedding, module)
+        if embedding.scale_grad_by_freq or embedding.max_norm is not None:
+            raise ModelError(
+                "An nn.Embedding with scale_grad_by_freq or max_norm looks at the whole batch, or changes its weight in "
+                "the forward pass. Leave both out."
+            )
+        indices = inputs.flatten(1)
+        rows = grad_output.reshape(*indices.shape, -1)
+        rows = rows.to(torch.promote_types(rows.dtype, torch.float32))
+        if embedding.padding_idx is not None:
+            rows = rows.masked_fill((indices == embedding.padding_idx).unsqueeze(2), 0.0)
+        return _Rows(names["weight"], indices, rows, embedding.num_embeddings)
+
+
+class _Rows(Contribution):
+    """Gradients that are zero but in a few rows of the weight."""
+
+    def __init__(self, name: str, indices: Tensor, rows: Tensor, num_embeddings: int) -> None:
+        """``indices``: (b, t); ``rows``: (b, t, features)."""
+        self._name, self._indices, self._num_embeddings = name, indices, num_embeddings
+        # The slot of an index is the first position where it occurs.
+        slots = (indices.unsqueeze(2) == indices.unsqueeze(1)).int().argmax(dim=2)
+        self._slots = torch.zeros_like(rows).scatter_add_(1, slots.unsqueeze(2).expand_as(rows), rows)
+        self.way = "rows"
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (self._name,)
+
+    def formed(self) -> PerExample:
+        b, _, features = self._slots.shape
+        full = self._slots.new_zeros(b, self._num_embeddings, features)
+        full.scatter_add_(1, self._indices.unsqueeze(2).expand_as(self._slots), self._slots)
+        return PerExample({self._name: full}, self.way)
+
+    def measure(self, workspace: Workspace) -> None:
+        return None
+
+    def squared_norms(self) -> dict[str, Tensor]:
+        return {self._name: squared_norms(self._slots)}
+
+    def weighted_sum(self, weights: Weights) -> dict[str, Tensor]:
+        slots = without(self._slots, weights.unusable).float() * weights.factors[self._name][:, None, None]
+        total = torch.zeros(self._num_embeddings, slots.shape[2], device=slots.device)
+        return {self._name: total.index_add_(0, self._indices.flatten(), slots.flatten(0, 1))}
