@@ -1,7 +1,7 @@
 """Time and peak memory of one training step, by model, number type and way, against the ordinary step.
 
-Every way and memory format has a process of its own, so that its peak memory is its own. The processes take their
-in turn, one at a time, so that a machine that becomes slower becomes slower for all of them. A way's figures are those of
+Every way and memory format has a process of its own, so that its peak memory is its own. The processes take steps in
+turn, one at a time, so that a machine that becomes slower becomes slower for all of them. A way's figures are those of
 its faster memory format; its ratio is its median time over the median time of the ordinary step in that step's faster
 format. Run ``python benchmarks/step.py --help``.
 """

@@ -1,7 +1,7 @@
 """The ways to take a training step that ``step.py`` compares: from a model to a function that takes one step.
 
-A step is the forward pass, the backward pass and, where the way is private, the clipped sum of the per-example gradients.
-Noise and the optimizer's step cost the same in every way and are left out.
+A step is the forward pass, the backward pass and, where the way is private, the clipped sum of the per-example
+gradients. Noise and the optimizer's step cost the same in every way and are left out.
 """
 
 from collections.abc import Callable, Iterator

@@ -30,7 +30,7 @@ class EmbeddingRule:
         embedding = cast(nn.Embedding, module)
         if embedding.scale_grad_by_freq or embedding.max_norm is not None:
             raise ModelError(
-                "An nn.Embedding with scale_grad_by_freq or max_norm looks at the whole batch, or changes its weight in "
+                "nn.Embedding with scale_grad_by_freq or max_norm looks at the whole batch, or changes its weight in "
                 "the forward pass. Leave both out."
             )
         indices = inputs.flatten(1)

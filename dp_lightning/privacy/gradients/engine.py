@@ -142,6 +142,11 @@ class GradientEngine:
         self._check_rows(unit, tensors)
         seen = _Seen(unit, tensors)
         if self._receiving:
+            if not all(self._uses[self._names[id(p)]] for p in unit.parameters.values()):
+                raise ModelError(
+                    f"Module '{unit.name}' ({type(unit.module).__name__}) runs for the first time in the backward "
+                    "pass, so its gradients cannot be told by example. Checkpoint activations with use_reentrant=False."
+                )
             # Activation checkpointing runs the forward pass again. It has to save the same tensors as the first time.
             return tree_map(lambda leaf: _started(leaf) if isinstance(leaf, Tensor) else leaf, output)
         self._uses.update(self._names[id(p)] for p in unit.parameters.values())

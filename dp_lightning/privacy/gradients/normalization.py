@@ -1,16 +1,17 @@
 """Normalisation within one example: grad gamma_i is the sum of g_i * x_hat_i, grad beta_i the sum of g_i.
 
-The sums run over all that shares an entry of gamma: the positions of a channel, or the tokens. A scale alone is the same
-with x in the place of x_hat.
+The sums run over all that shares an entry of gamma: the positions of a channel, or the tokens. A scale alone is the
+same with x in the place of x_hat.
 """
 
 from collections.abc import Callable, Mapping
-from typing import Protocol
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from dp_lightning.errors import ModelError
 from dp_lightning.privacy.gradients.contribution import Contribution, PerExample
 from dp_lightning.privacy.gradients.ways import examples_at_a_time
 
@@ -55,6 +56,25 @@ class LastDimensionsNormRule:
     ) -> Contribution:
         dims = tuple(range(1, inputs.dim() - module.get_parameter(self._scale).dim()))
         return _sums(inputs, grad_output, names, dims, self._scale, lambda x: self._normalize(module, x))
+
+
+class ActivatedGroupNormRule:
+    """Rule of a GroupNorm that ends in an activation ``act``, such as timm's ``GroupNormAct``."""
+
+    def contribution(
+        self, module: nn.Module, inputs: Tensor, grad_output: Tensor, names: Mapping[str, str]
+    ) -> Contribution:
+        norm, act = cast(nn.GroupNorm, module), cast(nn.Module, module.act)
+        if not isinstance(module.drop, nn.Identity):
+            raise ModelError(
+                f"A {type(module).__name__} with dropout inside is not supported. Put the dropout behind it."
+            )
+        seen = F.group_norm(inputs.to(grad_output.dtype), norm.num_groups, norm.weight, norm.bias, norm.eps)
+        seen = seen.detach().requires_grad_()
+        with torch.enable_grad():
+            # The activation may work in place, which a leaf forbids.
+            (gradient,) = torch.autograd.grad(act(seen.clone()), seen, grad_output)
+        return ChannelNormRule(group_norm).contribution(module, inputs, gradient, names)
 
 
 def _sums(

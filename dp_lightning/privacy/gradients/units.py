@@ -14,6 +14,7 @@ from dp_lightning.privacy.gradients.convolution import ConvolutionRule, Transpos
 from dp_lightning.privacy.gradients.embedding import EmbeddingRule
 from dp_lightning.privacy.gradients.linear import LinearRule
 from dp_lightning.privacy.gradients.normalization import (
+    ActivatedGroupNormRule,
     ChannelNormRule,
     LastDimensionsNormRule,
     channels_layer_norm,
@@ -54,6 +55,8 @@ NAMED_RULES: dict[str, Rule] = {
     "timm.layers.norm.LayerNorm2d": ChannelNormRule(channels_layer_norm),
     "timm.layers.norm.LayerNorm2dFp32": ChannelNormRule(channels_layer_norm),
     "timm.layers.norm.RmsNorm": LastDimensionsNormRule(rms_norm),
+    "timm.layers.norm_act.GroupNorm1Act": ActivatedGroupNormRule(),
+    "timm.layers.norm_act.GroupNormAct": ActivatedGroupNormRule(),
     "timm.layers.std_conv.ScaledStdConv2d": StandardizedConvolutionRule(),
     "timm.layers.std_conv.StdConv2d": StandardizedConvolutionRule(),
     "torchvision.models.convnext.LayerNorm2d": ChannelNormRule(channels_layer_norm),

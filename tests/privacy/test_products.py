@@ -1,0 +1,139 @@
+"""Convolutions and linear layers: every way gives the loop's clipped sum, over random shapes."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from reference import clipped_sum_by_loop, relative_error
+from torch import nn
+
+from dp_lightning.privacy import ClipPlan, clipped_gradient_sum
+from dp_lightning.privacy.gradients import products
+
+CONVOLUTIONS = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
+TRANSPOSED = {1: nn.ConvTranspose1d, 2: nn.ConvTranspose2d, 3: nn.ConvTranspose3d}
+# The tests' networks end in a tanh: rounding of the forward pass alone gives a few 1e-7.
+TOLERANCE = 1e-5
+
+
+def squared_error(output, target):
+    return (output.flatten(1) - target).square().sum(1).mean()
+
+
+def check(layer, x, plan, ways):
+    """The clipped sum of ``layer`` equals the loop when every layer takes the ways given."""
+    model = nn.Sequential(layer, nn.Tanh())
+    y = torch.randn(len(x), model(x)[0].numel(), generator=torch.Generator().manual_seed(1))
+    with pytest.MonkeyPatch.context() as patch:
+        # Gram only where it is possible.
+        patch.setattr(products, "kept_way", lambda size, *, gram: ways if gram or ways != "Gram" else "formed twice")
+        patch.setattr(products, "streamed_way", lambda size, *, gram: ways if gram else "formed")
+        sums, norms = clipped_gradient_sum(model, squared_error, x, y, clip_plan=plan)
+    expected, expected_norms = clipped_sum_by_loop(model, x, y.double(), plan, squared_error)
+    assert relative_error(sums, expected) < TOLERANCE
+    torch.testing.assert_close(norms.double(), expected_norms.view_as(norms), rtol=TOLERANCE, atol=1e-6)
+
+
+PLANS = st.sampled_from([ClipPlan.flat(max_grad_norm=0.3), ClipPlan.per_layer(max_grad_norm=0.3, factor="automatic")])
+WAYS = st.sampled_from(["formed", "Gram", "formed twice"])
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.data())
+def test_every_way_of_a_convolution_equals_the_loop(data):
+    dims = data.draw(st.integers(1, 3), "dimensions")
+    groups = data.draw(st.sampled_from([1, 1, 1, 2, 3]), "groups")
+    kernel = data.draw(st.tuples(*[st.integers(1, 3)] * dims), "kernel")
+    stride = data.draw(st.tuples(*[st.integers(1, 2)] * dims), "stride")
+    dilation = data.draw(st.tuples(*[st.integers(1, 2)] * dims), "dilation")
+    same = data.draw(st.booleans(), "same") and stride == (1,) * dims
+    padding = "same" if same else data.draw(st.tuples(*[st.integers(0, 2)] * dims), "padding")
+    mode = data.draw(st.sampled_from(["zeros", "zeros", "reflect", "replicate", "circular"]), "mode")
+    # Reflection needs images larger than the padding.
+    image = data.draw(st.tuples(*[st.integers(5, 7)] * dims), "image")
+    torch.manual_seed(data.draw(st.integers(0, 2**16), "seed"))
+    layer = CONVOLUTIONS[dims](
+        groups * data.draw(st.integers(1, 3), "inputs"),
+        groups * data.draw(st.integers(1, 3), "outputs"),
+        kernel,
+        stride=stride,
+        padding=padding,
+        dilation=dilation,
+        groups=groups,
+        bias=data.draw(st.booleans(), "bias"),
+        padding_mode=mode,
+    )
+    x = torch.randn(data.draw(st.integers(1, 4), "batch"), layer.in_channels, *image)
+    if data.draw(st.booleans(), "channels last"):
+        x = x.movedim(1, -1).contiguous().movedim(-1, 1)
+    check(layer, x, data.draw(PLANS, "plan"), data.draw(WAYS, "way"))
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.data())
+def test_every_way_of_a_transposed_convolution_equals_the_loop(data):
+    dims = data.draw(st.integers(1, 3), "dimensions")
+    groups = data.draw(st.sampled_from([1, 1, 2]), "groups")
+    stride = data.draw(st.tuples(*[st.integers(1, 3)] * dims), "stride")
+    kernel = data.draw(st.tuples(*[st.integers(2, 3)] * dims), "kernel")
+    torch.manual_seed(data.draw(st.integers(0, 2**16), "seed"))
+    layer = TRANSPOSED[dims](
+        groups * data.draw(st.integers(1, 3), "inputs"),
+        groups * data.draw(st.integers(1, 3), "outputs"),
+        kernel,
+        stride=stride,
+        padding=data.draw(st.integers(0, 1), "padding"),
+        output_padding=data.draw(st.tuples(*[st.integers(0, s - 1) for s in stride]), "output padding"),
+        dilation=data.draw(st.sampled_from([1, 3]), "dilation"),
+        groups=groups,
+        bias=data.draw(st.booleans(), "bias"),
+    )
+    x = torch.randn(data.draw(st.integers(1, 3), "batch"), layer.in_channels, *[3] * dims)
+    if data.draw(st.booleans(), "channels last"):
+        x = x.movedim(1, -1).contiguous().movedim(-1, 1)
+    check(layer, x, data.draw(PLANS, "plan"), data.draw(WAYS, "way"))
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_every_way_of_a_linear_layer_equals_the_loop(data):
+    torch.manual_seed(data.draw(st.integers(0, 2**16), "seed"))
+    layer = nn.Linear(data.draw(st.integers(1, 9)), data.draw(st.integers(1, 9)), bias=data.draw(st.booleans()))
+    tokens = data.draw(st.lists(st.integers(1, 4), max_size=2), "tokens")
+    x = torch.randn(data.draw(st.integers(1, 5), "batch"), *tokens, layer.in_features)
+    check(layer, x, data.draw(PLANS, "plan"), data.draw(WAYS, "way"))
+
+
+@pytest.mark.parametrize("way", ["formed", "Gram", "formed twice"])
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_the_ways_agree_when_examples_come_in_several_ranges(monkeypatch, way, channels_last):
+    # Two examples at a time, and a last range of one.
+    monkeypatch.setattr(products, "examples_at_a_time", lambda numbers, device: 2)
+    torch.manual_seed(0)
+    x = torch.randn(5, 6, 5, 5)
+    if channels_last:
+        x = x.contiguous(memory_format=torch.channels_last)
+    for plan in (ClipPlan.flat(max_grad_norm=0.2), ClipPlan.per_layer(max_grad_norm=0.2)):
+        check(nn.Conv2d(6, 8, 3, padding=1), x, plan, way)
+        check(nn.Conv2d(6, 8, 3, stride=2, groups=2), x, plan, way)
+
+
+@pytest.mark.parametrize("plan", [ClipPlan.flat(max_grad_norm=1e-3), ClipPlan.per_layer(max_grad_norm=1e-3)])
+@pytest.mark.parametrize("way", ["formed", "Gram", "formed twice"])
+def test_a_gradient_that_cancels_contributes_no_more_than_the_bound(monkeypatch, way, plan):
+    """An almost constant image of scale 1e4 under a loss whose gradient sums to almost nothing."""
+    monkeypatch.setattr(products, "kept_way", lambda size, *, gram: way)
+    monkeypatch.setattr(products, "streamed_way", lambda size, *, gram: way)
+    torch.manual_seed(0)
+    layer = nn.Conv2d(8, 8, 3, bias=False)
+    x = 1e4 + 1e-3 * torch.randn(1, 8, 9, 9)
+    direction = torch.randn(1, 8, 7, 7)
+    direction -= direction.mean((2, 3), keepdim=True)
+    direction *= 100
+
+    def loss(output, target):
+        return (output * target).sum((1, 2, 3)).mean()
+
+    sums, _ = clipped_gradient_sum(layer, loss, x, direction, clip_plan=plan)
+    # In exact arithmetic the norm is about 1e4 times smaller than the terms that cancel.
+    assert float(sums["weight"].double().norm()) <= plan.sensitivity * (1 + 1e-3)
