@@ -94,6 +94,17 @@ class Patches(Factors):
         stride = (batch, channels * channel, channel, *places, *moves)
         return x.as_strided(size, stride).reshape(len(x), groups, -1, prod(spatial)).mT
 
+    def form(self, rows: slice, out: Tensor) -> None:
+        conv = self._conv
+        if conv.groups == 1 or self._image.shape[1] != conv.groups:
+            super().form(rows, out)
+            return
+        # One channel per group: a product with one row or column each. One convolution with the batch folded into the
+        # groups has less to copy.
+        image, values = self._image[rows].to(out.dtype), self._values[rows].to(out.dtype)
+        gradients = _weight_gradient(conv, _folded(image), _folded(values), batch_size=len(image))
+        out.copy_(gradients.view_as(out))
+
     def right_gram(self, rows: slice) -> Tensor:
         if not self._windows:
             return super().right_gram(rows)
@@ -134,24 +145,9 @@ class Patches(Factors):
     def total(self, weights: Tensor, unusable: Tensor) -> Tensor:
         if products_are_as_fast(self.device):
             return super().total(weights, unusable)
-        conv = self._conv
         values = without(self._values.float() * weights.view(-1, *[1] * (self._values.dim() - 1)), unusable)
         image = without(self._image.float(), unusable)
-        simple = conv.padding_mode == "zeros" and not isinstance(conv.padding, str)
-        total = torch.ops.aten.convolution_backward(
-            values,
-            image if simple else _padded(conv, image),
-            image.new_empty(conv.weight.shape),
-            None,
-            conv.stride,
-            conv.padding if simple else [0] * len(conv.stride),
-            conv.dilation,
-            False,
-            [0] * len(conv.stride),
-            conv.groups,
-            [False, True, False],
-        )[1]
-        return self.rows_of(total)
+        return self.rows_of(_weight_gradient(self._conv, image, values))
 
 
 class _TransposedPatches(Patches):
@@ -176,6 +172,30 @@ def _is_channels_last(x: Tensor) -> bool:
     if x.dim() not in (4, 5) or x.is_contiguous():
         return False
     return x.is_contiguous(memory_format=torch.channels_last if x.dim() == 4 else torch.channels_last_3d)
+
+
+def _folded(x: Tensor) -> Tensor:
+    """(b, channels, ...) as (1, b * channels, ...)."""
+    return x.reshape(1, -1, *x.shape[2:])
+
+
+def _weight_gradient(conv: _ConvNd, image: Tensor, values: Tensor, batch_size: int = 1) -> Tensor:
+    """Summed over dimension 0; ``batch_size`` of them where that many examples are folded into the channels."""
+    simple = conv.padding_mode == "zeros" and not isinstance(conv.padding, str)
+    outputs, *rest = conv.weight.shape
+    return torch.ops.aten.convolution_backward(
+        values,
+        image if simple else _padded(conv, image),
+        image.new_empty(batch_size * outputs, *rest),
+        None,
+        conv.stride,
+        conv.padding if simple else [0] * len(conv.stride),
+        conv.dilation,
+        False,
+        [0] * len(conv.stride),
+        batch_size * conv.groups,
+        [False, True, False],
+    )[1]
 
 
 def _padded(conv: _ConvNd, x: Tensor) -> Tensor:

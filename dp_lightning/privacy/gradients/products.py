@@ -77,6 +77,11 @@ class Factors(ABC):
     def right(self, rows: slice, dtype: torch.dtype) -> Tensor:
         """P: (r, groups, positions, inputs)."""
 
+    def form(self, rows: slice, out: Tensor) -> None:
+        """Write G_i^T P_i, (r, groups, outputs, inputs), to ``out``, in its type."""
+        left, right = self.left(rows, out.dtype).flatten(0, 1), self.right(rows, out.dtype).flatten(0, 1)
+        torch.bmm(left.mT, right, out=out.flatten(0, 1))
+
     def right_gram(self, rows: slice) -> Tensor:
         """P P^T: (r, groups, positions, positions) float64."""
         right = self.right(rows, torch.float64)
@@ -224,9 +229,7 @@ class Product(Contribution):
 
     def _form(self, rows: slice, out: Tensor) -> dict[str, Tensor]:
         """Own name to gradients; the weight's are (r, groups, outputs, inputs), written to ``out``."""
-        left = self._factors.left(rows, out.dtype).flatten(0, 1)
-        right = self._factors.right(rows, out.dtype).flatten(0, 1)
-        torch.bmm(left.mT, right, out=out.flatten(0, 1))
+        self._factors.form(rows, out)
         gradients = {**self._factors.pull_back(out), "weight": out, **self._bias(rows)}
         return {own: gradients[own] for own in self._names}
 
