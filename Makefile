@@ -7,12 +7,13 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 RUNS := runs/quickstart
 
-.PHONY: help install quickstart lint test clean
+.PHONY: help install quickstart lint test bench clean
 
 help:
 	@echo "make quickstart  train a small network privately on scikit-learn's digits and write its privacy statement"
 	@echo "make test        run the linters and the tests"
 	@echo "make lint        run the linters alone"
+	@echo "make bench       time one training step against the ordinary one and Opacus, by model (an hour or more on a CPU)"
 	@echo "make clean       remove $(VENV)"
 
 install: $(INSTALLED)
@@ -43,6 +44,9 @@ lint: $(INSTALLED)
 
 test: lint
 	$(BIN)/python -m pytest
+
+bench: $(INSTALLED)
+	$(BIN)/python benchmarks/step.py --json runs/bench.json
 
 clean:
 	rm -rf $(VENV)

@@ -171,7 +171,9 @@ def main() -> None:
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="+", default=list(training_steps.MODELS), choices=training_steps.MODELS)
+    parser.add_argument(
+        "--models", nargs="+", default=list(training_steps.DEFAULT_MODELS), choices=training_steps.MODELS
+    )
     parser.add_argument("--types", nargs="+", default=["fp32", "bf16"], choices=["fp32", "bf16"])
     parser.add_argument("--ways", nargs="+", default=list(training_steps.WAYS), choices=training_steps.WAYS)
     parser.add_argument("--formats", nargs="+", default=list(FORMATS), choices=FORMATS)

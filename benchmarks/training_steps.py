@@ -6,25 +6,29 @@ gradients. Noise and the optimizer's step cost the same in every way and are lef
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from types import MethodType
 from typing import Any
 
 import timm
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torchvision.models.resnet import BasicBlock
 
-from dp_lightning.models import ResNet18, WideResNet
+from dp_lightning.models import ResNet18, SmallCNN, WideResNet
 from dp_lightning.privacy import ClipPlan, GradientEngine
 from dp_lightning.privacy.gradients.clipped_sum import ClippedSum
 
 Step = Callable[[Tensor, Tensor], None]
 
+DEFAULT_MODELS = ("wrn16-4", "wrn28-10", "resnet18", "vit-s16")
 MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, int, int], dict[str, int]]] = {
     # builder, shape of an image, physical batch size by device
     "wrn16-4": (lambda: WideResNet(16, 4, 10), (3, 32, 32), {"cpu": 64, "cuda": 512}),
     "wrn28-10": (lambda: WideResNet(28, 10, 10), (3, 32, 32), {"cpu": 16, "cuda": 512}),
     "resnet18": (lambda: ResNet18(10, stem="cifar"), (3, 32, 32), {"cpu": 64, "cuda": 512}),
     "resnet18-224": (lambda: ResNet18(1000, stem="imagenet"), (3, 224, 224), {"cpu": 16, "cuda": 128}),
+    "small-cnn": (lambda: SmallCNN(10, in_channels=1), (1, 8, 8), {"cpu": 64, "cuda": 512}),
     "vit-s16": (
         lambda: timm.create_model("vit_small_patch16_224", num_classes=1000),
         (3, 224, 224),
@@ -67,6 +71,20 @@ def ours(plan: ClipPlan) -> Callable[[nn.Module, Callable[[], Any]], Step]:
     return make
 
 
+def prepared_for_opacus(model: nn.Module) -> nn.Module:
+    """Opacus' backward hooks forbid the in-place addition in torchvision's residual blocks."""
+    for block in model.modules():
+        if isinstance(block, BasicBlock):
+            block.forward = MethodType(_add_out_of_place, block)  # type: ignore[method-assign]
+    return model
+
+
+def _add_out_of_place(block: BasicBlock, x: Tensor) -> Tensor:
+    identity = x if block.downsample is None else block.downsample(x)
+    inner = block.relu(block.bn1(block.conv1(x)))
+    return block.relu(block.bn2(block.conv2(inner)) + identity)
+
+
 def opacus(mode: str) -> Callable[[nn.Module, Callable[[], Any]], Step]:
     """Opacus with per-example gradients: ``hooks`` or ``functorch``."""
 
@@ -74,7 +92,7 @@ def opacus(mode: str) -> Callable[[nn.Module, Callable[[], Any]], Step]:
         from opacus.grad_sample.utils import wrap_model
         from opacus.optimizers import DPOptimizer
 
-        wrapped = wrap_model(model, grad_sample_mode=mode)
+        wrapped = wrap_model(prepared_for_opacus(model), grad_sample_mode=mode)
         optimizer = DPOptimizer(
             torch.optim.SGD(wrapped.parameters(), lr=0.1),
             noise_multiplier=0.0,
@@ -100,7 +118,9 @@ def opacus_ghost(model: nn.Module, autocast: Callable[[], Any]) -> Step:
     from opacus.optimizers import DPOptimizerFastGradientClipping
     from opacus.utils.fast_gradient_clipping_utils import DPLossFastGradientClipping
 
-    wrapped = GradSampleModuleFastGradientClipping(model, max_grad_norm=1.0, use_ghost_clipping=True)
+    wrapped = GradSampleModuleFastGradientClipping(
+        prepared_for_opacus(model), max_grad_norm=1.0, use_ghost_clipping=True
+    )
     optimizer = DPOptimizerFastGradientClipping(
         torch.optim.SGD(wrapped.parameters(), lr=0.1), noise_multiplier=0.0, max_grad_norm=1.0, expected_batch_size=1
     )

@@ -42,6 +42,11 @@ class ImageClassifier(lightning.LightningModule):
             {name: MulticlassAccuracy(num_classes, average="micro") for name in EVALUATIONS}
         )
 
+    def setup(self, stage: str) -> None:
+        # On a CPU convolutions and norms are faster with the channels last; on a GPU GroupNorm copies such images.
+        if self.trainer.strategy.root_device.type == "cpu":
+            self.model.to(memory_format=torch.channels_last)
+
     def forward(self, images: Tensor) -> Tensor:
         return self.model(images)
 

@@ -9,6 +9,7 @@ from torch import nn
 
 from dp_lightning.privacy import ClipPlan, clipped_gradient_sum
 from dp_lightning.privacy.gradients import products
+from dp_lightning.privacy.gradients.workspace import Workspace
 
 CONVOLUTIONS = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
 TRANSPOSED = {1: nn.ConvTranspose1d, 2: nn.ConvTranspose2d, 3: nn.ConvTranspose3d}
@@ -137,3 +138,64 @@ def test_a_gradient_that_cancels_contributes_no_more_than_the_bound(monkeypatch,
     sums, _ = clipped_gradient_sum(layer, loss, x, direction, clip_plan=plan)
     # In exact arithmetic the norm is about 1e4 times smaller than the terms that cancel.
     assert float(sums["weight"].double().norm()) <= plan.sensitivity * (1 + 1e-3)
+
+
+def test_memory_of_gradients_that_are_used_up_is_used_again():
+    workspace = Workspace()
+    first = workspace.scratch((4, 3), torch.float32, torch.device("cpu"))
+    assert workspace.scratch((2, 5), torch.float32, torch.device("cpu")).data_ptr() == first.data_ptr()
+    assert workspace.scratch((9, 3), torch.float64, torch.device("cpu")).shape == (9, 3)
+
+
+def test_a_logical_batch_needs_the_memory_of_one_physical_batch():
+    """The workspace does not grow with the number of physical batches, nor is anything kept between them."""
+    import gc
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Tanh(), nn.Flatten(), nn.Linear(8 * 36, 4))
+    x, y = torch.randn(64, 3, 8, 8), torch.randint(4, (64,))
+
+    def alive(examples):
+        counts = []
+
+        def loss(output, target):
+            gc.collect()
+            counts.append(sum(1 for o in gc.get_objects() if isinstance(o, torch.Tensor)))
+            return nn.functional.cross_entropy(output, target)
+
+        clipped_gradient_sum(
+            model, loss, x[:examples], y[:examples], clip_plan=ClipPlan.flat(), max_physical_batch_size=8
+        )
+        return counts
+
+    counts = alive(64)
+    # Each earlier batch leaves its norms, a tensor and its view; a graph would leave tens.
+    assert counts[-1] - counts[1] <= 2 * (len(counts) - 2)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("plan", [ClipPlan.flat(), ClipPlan.per_layer()], ids=["flat", "per-layer"])
+def test_nothing_waits_for_the_gpu_inside_a_physical_batch(plan):
+    from dp_lightning.models import WideResNet
+
+    model = WideResNet(10, 2, 10).cuda()
+    x, y = torch.randn(8, 3, 32, 32, device="cuda"), torch.randint(10, (8,), device="cuda")
+    clipped_gradient_sum(model, nn.functional.cross_entropy, x, y, clip_plan=plan)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        clipped_gradient_sum(model, nn.functional.cross_entropy, x, y, clip_plan=plan)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("way", ["formed", "Gram", "formed twice"])
+def test_every_way_equals_the_loop_on_a_gpu(monkeypatch, way):
+    monkeypatch.setattr(products, "kept_way", lambda size, *, gram: way)
+    torch.manual_seed(0)
+    layer, plan = nn.Conv2d(16, 32, 3, padding=1), ClipPlan.flat(max_grad_norm=0.1)
+    x, y = torch.randn(4, 16, 9, 9), torch.randn(4, 32 * 81)
+    expected, _ = clipped_sum_by_loop(layer, x, y.double(), plan, squared_error)
+    with torch.backends.cudnn.flags(allow_tf32=False):
+        sums, _ = clipped_gradient_sum(layer.cuda(), squared_error, x.cuda(), y.cuda(), clip_plan=plan)
+    assert relative_error({name: value.cpu() for name, value in sums.items()}, expected) < TOLERANCE

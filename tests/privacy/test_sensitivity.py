@@ -9,7 +9,8 @@ from torch.nn import functional as F
 
 from dp_lightning.errors import ConfigurationError
 from dp_lightning.models import SmallCNN
-from dp_lightning.privacy import ClipPlan, clipped_gradient_sum
+from dp_lightning.privacy import ClipPlan, GradientEngine, clipped_gradient_sum
+from dp_lightning.privacy.gradients.clipped_sum import ClippedSum
 
 PLANS = [
     ClipPlan.flat(max_grad_norm=0.5),
@@ -133,3 +134,46 @@ def test_a_gradient_of_rounding_errors_alone_does_not_exceed_the_sensitivity(see
 
     sums, _ = clipped_gradient_sum(model, loss, image, coefficients, clip_plan=ClipPlan.flat(max_grad_norm=1e-3))
     assert float(sums["weight"].double().norm()) <= 1e-3 * (1 + 1e-4)
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=lambda plan: f"{plan.kind}-{plan.factor}")
+def test_examples_that_are_not_finite_are_counted(plan):
+    model = nn.Sequential(nn.Linear(2, 4), nn.Linear(4, 3))
+    x = torch.randn(5, 2)
+    x[1, 0], x[4, 1] = math.nan, math.inf
+    engine = GradientEngine(model)
+    total = ClippedSum(engine.parameters, plan)
+    for piece in (slice(0, 3), slice(3, 5)):
+        rows = x[piece]
+        total.begin(len(rows))
+        with engine.record(len(rows), total.take):
+            loss = F.cross_entropy(model(rows), torch.zeros(len(rows), dtype=torch.long))
+            engine.scale(loss, len(rows))
+            loss.backward()
+        total.end()
+    assert int(total.discarded) == 2
+    total.reset()
+    assert int(total.discarded) == 0
+
+
+@pytest.mark.parametrize("plan", [ClipPlan.per_layer(max_grad_norm=1.0), ClipPlan.flat(max_grad_norm=1.0)])
+def test_a_layer_whose_gradient_is_not_finite_contributes_zero_whatever_the_others_do(plan):
+    """The first layer's gradient overflows, the last one's does not: flat clipping drops both, per-layer one."""
+
+    class Explodes(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.last = nn.Linear(2, 2), nn.Linear(2, 3)
+
+        def forward(self, x):
+            inner = self.first(x)
+            # A finite value with an infinite derivative.
+            return self.last(inner + torch.sqrt(inner - inner.detach()))
+
+    sums, norms = clipped_gradient_sum(
+        Explodes(), F.cross_entropy, torch.randn(3, 2), torch.tensor([0, 1, 2]), clip_plan=plan
+    )
+    assert not norms.isfinite().all()
+    assert not sums["first.weight"].any()
+    assert bool(sums["last.weight"].any()) == (plan.kind == "per_layer")
+    assert float(torch.cat([value.flatten() for value in sums.values()]).norm()) <= 3 * plan.sensitivity

@@ -18,7 +18,7 @@ class ClippedSum:
     """Float32 buffers that collect the clipped gradients of a logical batch.
 
     Formal guarantee: one example moves the buffers, taken together, by at most ``clip_plan.sensitivity`` in L2 norm
-    (float32 rounding aside). An example whose gradient is not finite contributes zero.
+    (float32 rounding aside). A group of an example's gradient that is not finite contributes zero.
 
     Args:
         parameters: trained parameters by name; their order fixes the order of the groups.
@@ -34,19 +34,21 @@ class ClippedSum:
         device = next(iter(parameters.values())).device
         self._workspace = Workspace()
         self._bounds = torch.tensor(clip_plan.bounds(groups), dtype=torch.float32, device=device)
+        self.discarded = torch.zeros((), dtype=torch.int64, device=device)
+        """How many examples of the logical batch have a gradient that is not finite."""
         self.sums = {name: torch.zeros_like(p, dtype=torch.float32) for name, p in parameters.items()}
 
     def reset(self) -> None:
         """Start a new logical batch."""
         for total in self.sums.values():
             total.zero_()
+        self.discarded.zero_()
 
     def begin(self, batch_size: int, *, count: bool = True) -> None:
         """Start a physical batch of ``batch_size`` examples; without ``count`` they contribute zero."""
         self._count = count
         self._squared = self._bounds.new_zeros(len(self._bounds), batch_size)
         self._kept: list[Contribution] = []
-        self._workspace.reset()
         self._seen: set[str] = set()
 
     @torch.no_grad()
@@ -79,6 +81,7 @@ class ClippedSum:
             with torch.autocast(self._bounds.device.type, enabled=False):
                 for contribution in self._kept:
                     self._add(contribution.weighted_sum(self._weights(slice(None), contribution.names)))
+            self.discarded += (~self._squared.isfinite()).any(dim=0).sum()
         self._kept = []
         return self._squared.sqrt().T
 

@@ -9,6 +9,8 @@ from torch import Tensor
 
 from dp_lightning.privacy.gradients.workspace import Workspace
 
+_WIDENED_ROWS = 8
+
 
 class Weights(NamedTuple):
     """The factor of each example, by parameter name, and the examples whose gradient is not finite."""
@@ -94,7 +96,14 @@ def squared_norms(rows: Tensor) -> Tensor:
 
 def weighted_rows(rows: Tensor, weights: Tensor, unusable: Tensor) -> Tensor:
     """Sum over i of weights[i] * rows[i], (b, ...) to flat float32, without the rows where ``unusable``."""
-    return weights @ without(rows, unusable).flatten(1).float()
+    matrix = without(rows, unusable).flatten(1)
+    if matrix.dtype == torch.float32:
+        return weights @ matrix
+    # In pieces, so that a copy in float32 never exists as a whole.
+    total = torch.zeros(matrix.shape[1], device=matrix.device)
+    for piece, factors in zip(matrix.split(_WIDENED_ROWS), weights.split(_WIDENED_ROWS), strict=True):
+        total.addmv_(piece.float().T, factors)
+    return total
 
 
 def without(rows: Tensor, unusable: Tensor) -> Tensor:

@@ -156,7 +156,7 @@ class Product(Contribution):
     def __init__(self, factors: Factors, names: Mapping[str, str]) -> None:
         self._factors, self._names = factors, names
         self.way = "formed"
-        self._kept: Tensor | None = None  # (b, groups, outputs, inputs)
+        self._kept: list[Tensor] = []  # (r, groups, outputs, inputs) each, b rows in all
         self._others: dict[str, Tensor] = {}  # own name to (b, ...)
         self._norms: dict[str, Tensor] = {}
 
@@ -169,10 +169,10 @@ class Product(Contribution):
         return set(self._names) == {"bias"}
 
     def formed(self) -> PerExample:
-        self._measure_formed(torch.empty)
+        self._measure_formed()
         gradients = dict(self._others)
-        if self._kept is not None:
-            gradients["weight"] = self._factors.weight(self._kept)
+        if self._kept:
+            gradients["weight"] = self._factors.weight(torch.cat(self._kept))
         return PerExample({name: gradients[own] for own, name in self._names.items()}, self.way)
 
     def measure(self, workspace: Workspace) -> None:
@@ -185,7 +185,7 @@ class Product(Contribution):
         elif self.way == "formed twice":
             self._measure_twice(workspace)
         else:
-            self._measure_formed(workspace.keep)
+            self._measure_formed()
             factors.let_go()
 
     def squared_norms(self) -> dict[str, Tensor]:
@@ -199,8 +199,8 @@ class Product(Contribution):
                 rows = self._others[own]
                 sums[name] = weighted_rows(rows, factors, weights.unusable).view(rows.shape[1:])
                 continue
-            if self._kept is not None:
-                total = weighted_rows(self._kept, factors, weights.unusable).view(1, *self._kept.shape[1:])
+            if self._kept:
+                total = self._weighted_kept(factors, weights.unusable).unsqueeze(0)
             else:
                 with float32_products(self._factors.device):
                     total = self._factors.total(factors, weights.unusable).unsqueeze(0)
@@ -243,17 +243,27 @@ class Product(Contribution):
                 self._others[own] = torch.cat([piece[own] for piece in pieces])
                 self._norms[own] = squared_norms(self._others[own])
 
-    def _measure_formed(self, empty: Callable[..., Tensor]) -> None:
+    def _measure_formed(self) -> None:
         if self._only_bias:
             self._hold([self._bias(slice(None))])
             return
-        kept = self._empty(empty, self._factors.batch_size, self._factors.dtype)
         pieces, norms = [], []
         for rows in self._factors.ranges():
-            pieces.append(self._form(rows, kept[rows]))
-            norms.append(squared_norms(kept[rows]))
+            # Small pieces of memory: they fit where activations have just been freed. Fresh memory is slow.
+            self._kept.append(self._empty(torch.empty, rows.stop - rows.start, self._factors.dtype))
+            pieces.append(self._form(rows, self._kept[-1]))
+            norms.append(squared_norms(self._kept[-1]))
         self._hold(pieces)
-        self._kept, self._norms["weight"] = kept, torch.cat(norms)
+        self._norms["weight"] = torch.cat(norms)
+
+    def _weighted_kept(self, weights: Tensor, unusable: Tensor) -> Tensor:
+        total = torch.zeros(self._kept[0].shape[1:], device=weights.device)
+        start = 0
+        for piece in self._kept:
+            rows = slice(start, start + len(piece))
+            total.view(-1).addmv_(without(piece, unusable[rows]).flatten(1).float().T, weights[rows])
+            start = rows.stop
+        return total
 
     def _measure_twice(self, workspace: Workspace) -> None:
         pieces, norms = [], []
