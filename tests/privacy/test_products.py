@@ -31,7 +31,10 @@ def check(layer, x, plan, ways):
         patch.setattr(products, "streamed_way", lambda size, *, gram: ways if gram else "formed")
         sums, norms = clipped_gradient_sum(model, squared_error, x, y, clip_plan=plan)
     expected, expected_norms = clipped_sum_by_loop(model, x, y.double(), plan, squared_error)
-    assert relative_error(sums, expected) < TOLERANCE
+    # Clipped gradients of two examples may cancel: then the error is measured against the bound.
+    difference = torch.cat([(sums[name].double() - value).flatten() for name, value in expected.items()])
+    length = torch.cat([value.flatten() for value in expected.values()]).norm()
+    assert float(difference.norm()) < TOLERANCE * max(float(length), plan.sensitivity)
     torch.testing.assert_close(norms.double(), expected_norms.view_as(norms), rtol=TOLERANCE, atol=1e-6)
 
 
@@ -39,7 +42,7 @@ PLANS = st.sampled_from([ClipPlan.flat(max_grad_norm=0.3), ClipPlan.per_layer(ma
 WAYS = st.sampled_from(["formed", "Gram", "formed twice"])
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150, deadline=None, derandomize=True)
 @given(st.data())
 def test_every_way_of_a_convolution_equals_the_loop(data):
     dims = data.draw(st.integers(1, 3), "dimensions")
@@ -70,7 +73,7 @@ def test_every_way_of_a_convolution_equals_the_loop(data):
     check(layer, x, data.draw(PLANS, "plan"), data.draw(WAYS, "way"))
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80, deadline=None, derandomize=True)
 @given(st.data())
 def test_every_way_of_a_transposed_convolution_equals_the_loop(data):
     dims = data.draw(st.integers(1, 3), "dimensions")
@@ -95,7 +98,7 @@ def test_every_way_of_a_transposed_convolution_equals_the_loop(data):
     check(layer, x, data.draw(PLANS, "plan"), data.draw(WAYS, "way"))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60, deadline=None, derandomize=True)
 @given(st.data())
 def test_every_way_of_a_linear_layer_equals_the_loop(data):
     torch.manual_seed(data.draw(st.integers(0, 2**16), "seed"))
