@@ -8,7 +8,7 @@ from reference import clipped_sum_by_loop, relative_error
 from torch import nn
 
 from dp_lightning.privacy import ClipPlan, clipped_gradient_sum
-from dp_lightning.privacy.gradients import products
+from dp_lightning.privacy.gradients import convolution, products
 from dp_lightning.privacy.gradients.workspace import Workspace
 
 CONVOLUTIONS = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
@@ -21,14 +21,19 @@ def squared_error(output, target):
     return (output.flatten(1) - target).square().sum(1).mean()
 
 
-def check(layer, x, plan, ways):
-    """The clipped sum of ``layer`` equals the loop when every layer takes the ways given."""
+def check(layer, x, plan, ways, *, by_products=True):
+    """The clipped sum of ``layer`` equals the loop when every layer takes the ways given.
+
+    ``by_products``: weighted sums as on processors where a product is as fast as the ordinary weight gradient, or not.
+    """
     model = nn.Sequential(layer, nn.Tanh())
     y = torch.randn(len(x), model(x)[0].numel(), generator=torch.Generator().manual_seed(1))
     with pytest.MonkeyPatch.context() as patch:
         # Gram only where it is possible.
         patch.setattr(products, "kept_way", lambda size, *, gram: ways if gram or ways != "Gram" else "formed twice")
         patch.setattr(products, "streamed_way", lambda size, *, gram: ways if gram else "formed")
+        patch.setattr(convolution, "products_are_as_fast", lambda device: by_products)
+        patch.setattr(convolution, "formed_by_products", lambda size, dtype, device: by_products)
         sums, norms = clipped_gradient_sum(model, squared_error, x, y, clip_plan=plan)
     expected, expected_norms = clipped_sum_by_loop(model, x, y.double(), plan, squared_error)
     # Clipped gradients of two examples may cancel: then the error is measured against the bound.
@@ -70,7 +75,7 @@ def test_every_way_of_a_convolution_equals_the_loop(data):
     x = torch.randn(data.draw(st.integers(1, 4), "batch"), layer.in_channels, *image)
     if data.draw(st.booleans(), "channels last"):
         x = x.movedim(1, -1).contiguous().movedim(-1, 1)
-    check(layer, x, data.draw(PLANS, "plan"), data.draw(WAYS, "way"))
+    check(layer, x, data.draw(PLANS, "plan"), data.draw(WAYS, "way"), by_products=data.draw(st.booleans(), "products"))
 
 
 @settings(max_examples=80, deadline=None, derandomize=True)
@@ -95,7 +100,7 @@ def test_every_way_of_a_transposed_convolution_equals_the_loop(data):
     x = torch.randn(data.draw(st.integers(1, 3), "batch"), layer.in_channels, *[3] * dims)
     if data.draw(st.booleans(), "channels last"):
         x = x.movedim(1, -1).contiguous().movedim(-1, 1)
-    check(layer, x, data.draw(PLANS, "plan"), data.draw(WAYS, "way"))
+    check(layer, x, data.draw(PLANS, "plan"), data.draw(WAYS, "way"), by_products=data.draw(st.booleans(), "products"))
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
@@ -105,7 +110,7 @@ def test_every_way_of_a_linear_layer_equals_the_loop(data):
     layer = nn.Linear(data.draw(st.integers(1, 9)), data.draw(st.integers(1, 9)), bias=data.draw(st.booleans()))
     tokens = data.draw(st.lists(st.integers(1, 4), max_size=2), "tokens")
     x = torch.randn(data.draw(st.integers(1, 5), "batch"), *tokens, layer.in_features)
-    check(layer, x, data.draw(PLANS, "plan"), data.draw(WAYS, "way"))
+    check(layer, x, data.draw(PLANS, "plan"), data.draw(WAYS, "way"), by_products=data.draw(st.booleans(), "products"))
 
 
 @pytest.mark.parametrize("way", ["formed", "Gram", "formed twice"])

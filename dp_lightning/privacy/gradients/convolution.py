@@ -4,12 +4,14 @@ As a product over output positions: p_t is the patch of the padded input under t
 the gradient of a convolution, so its weight's gradient is that of the convolution with input and output gradient
 exchanged.
 
-For stride 1 the Gram matrix of the patches is a sum of shifted windows of the Gram matrix of the input over its
-positions, one for each place in the kernel, so that no patch is ever formed. The windows are added up one dimension
-after the other: k + k instead of k^2 for a kernel of k x k.
+The Gram matrix of the patches is a sum of shifted windows of the Gram matrix of the input over its positions, one for
+each place in the kernel, so that no patch is ever formed. The windows are added up one dimension after the other: k + k
+instead of k^2 for a kernel of k x k. With stride s a place in the kernel meets every s-th position only, so there are
+s x s Gram matrices of a part of the positions each.
 """
 
 from collections.abc import Iterator, Mapping
+from itertools import product
 from math import prod
 from typing import cast
 
@@ -19,8 +21,8 @@ from torch.nn import functional as F
 from torch.nn.modules.conv import _ConvNd
 
 from dp_lightning.privacy.gradients.contribution import Contribution, without
-from dp_lightning.privacy.gradients.products import Factors, Product, Size
-from dp_lightning.privacy.gradients.ways import product_dtype, products_are_as_fast
+from dp_lightning.privacy.gradients.products import Empty, Factors, Product, Size
+from dp_lightning.privacy.gradients.ways import formed_by_products, product_dtype, products_are_as_fast
 
 
 class ConvolutionRule:
@@ -57,9 +59,12 @@ class Patches(Factors):
         groups, positions = conv.groups, values[0, 0].numel()
         inputs, seen = conv.weight[0].numel(), image[0].numel() + values[0].numel()
         self._windows = self._has_windows()
-        # Without windows each patch is formed and widened to float64 besides.
-        patches = (positions**2 + 40 * positions) * inputs * groups
-        gram = image[0, 0].numel() ** 2 * image.shape[1] if self._windows else patches
+        if self._windows:
+            # Every stride-th position in each dimension, stride * stride times.
+            gram = image[0, 0].numel() ** 2 // prod(conv.stride) * image.shape[1]
+        else:
+            # Each patch is formed and widened to float64 besides.
+            gram = (positions**2 + 40 * positions) * inputs * groups
         outputs = values.shape[1] // groups
         self.size = Size(groups=groups, positions=positions, outputs=outputs, inputs=inputs, gram=gram, seen=seen)
         self._channels_last = _is_channels_last(image)
@@ -70,7 +75,7 @@ class Patches(Factors):
 
     def _has_windows(self) -> bool:
         conv = self._conv
-        return isinstance(conv, nn.Conv2d) and conv.groups == 1 and conv.stride == (1, 1)
+        return isinstance(conv, nn.Conv2d) and conv.groups == 1
 
     def left(self, rows: slice, dtype: torch.dtype) -> Tensor:
         values, groups = self._values[rows].to(dtype), self._conv.groups
@@ -94,34 +99,40 @@ class Patches(Factors):
         stride = (batch, channels * channel, channel, *places, *moves)
         return x.as_strided(size, stride).reshape(len(x), groups, -1, prod(spatial)).mT
 
-    def form(self, rows: slice, out: Tensor) -> None:
+    def form(self, rows: slice, dtype: torch.dtype, empty: Empty) -> Tensor:
         conv = self._conv
-        if conv.groups == 1 or self._image.shape[1] != conv.groups:
-            super().form(rows, out)
-            return
-        # One channel per group: a product with one row or column each. One convolution with the batch folded into the
-        # groups has less to copy.
-        image, values = self._image[rows].to(out.dtype), self._values[rows].to(out.dtype)
+        depthwise = conv.groups > 1 and self._image.shape[1] == conv.groups
+        has_patches = prod(conv.kernel_size) > 1
+        if not depthwise and (not has_patches or formed_by_products(self.size, dtype, self.device)):
+            return super().form(rows, dtype, empty)
+        # One convolution with the examples folded into the groups forms no patches.
+        image, values = self._image[rows].to(dtype), self._values[rows].to(dtype)
         gradients = _weight_gradient(conv, _folded(image), _folded(values), batch_size=len(image))
-        out.copy_(gradients.view_as(out))
+        return self.rows_of(gradients.unflatten(0, (len(image), -1)))
 
     def right_gram(self, rows: slice) -> Tensor:
         if not self._windows:
             return super().right_gram(rows)
         conv, (height, width) = self._conv, self._values.shape[2:]
-        zeros = conv.padding_mode == "zeros"
-        x = self._image[rows].double()
-        x = x if zeros else _padded(conv, x)
-        flat = x.movedim(1, -1).flatten(1, 2) if self._channels_last else x.flatten(2).mT
-        gram = (flat @ flat.mT).view(len(x), *x.shape[2:], *x.shape[2:])
-        if zeros:
+        x, (left, _, top, _) = self._image[rows].double(), conv._reversed_padding_repeated_twice
+        if conv.padding_mode != "zeros":
+            x, left, top = _padded(conv, x), 0, 0
+        down = _shifts(conv.kernel_size[0], conv.stride[0], conv.dilation[0], top)
+        across = _shifts(conv.kernel_size[1], conv.stride[1], conv.dilation[1], left)
+        total = x.new_zeros(len(x), height, width, height, width)
+        for (i, downs), (j, acrosses) in product(down.items(), across.items()):
+            part = x[:, :, i :: conv.stride[0], j :: conv.stride[1]]
+            flat = part.movedim(1, -1).flatten(1, 2) if self._channels_last else part.flatten(2).mT
+            gram = (flat @ flat.mT).view(len(x), *part.shape[2:], *part.shape[2:])
             # Zeros around the image are zeros around its Gram matrix, in both positions.
-            left, right, top, bottom = conv._reversed_padding_repeated_twice
-            gram = F.pad(gram, (left, right, top, bottom, left, right, top, bottom))
-        (di, dj), (ki, kj) = conv.dilation, conv.kernel_size
-        gram = _added(gram[:, :, j * dj : j * dj + width, :, j * dj : j * dj + width] for j in range(kj))
-        gram = _added(gram[:, i * di : i * di + height, :, i * di : i * di + height] for i in range(ki))
-        return gram.reshape(len(x), 1, height * width, height * width)
+            above, below = _margins(downs, height, part.shape[2])
+            before, after = _margins(acrosses, width, part.shape[3])
+            gram = F.pad(gram, (before, after, above, below, before, after, above, below))
+            starts = [before + shift for shift in acrosses]
+            gram = _added(gram[:, :, start : start + width, :, start : start + width] for start in starts)
+            for start in (above + shift for shift in downs):
+                total += gram[:, start : start + height, :, start : start + height]
+        return total.view(len(x), 1, height * width, height * width)
 
     def bias(self, rows: slice) -> Tensor:
         dtype = torch.promote_types(self.dtype, torch.float32)
@@ -138,9 +149,10 @@ class Patches(Factors):
         del self._image, self._values
 
     def rows_of(self, weight: Tensor) -> Tensor:
-        """(*weight.shape) as (groups, outputs, inputs), the inverse of ``weight``."""
-        weight = weight.movedim(1, -1) if self._channels_last else weight
-        return weight.reshape(self.size.groups, self.size.outputs, self.size.inputs)
+        """(..., *weight.shape) as (..., groups, outputs, inputs), the inverse of ``weight``."""
+        dims = self._conv.weight.dim()
+        weight = weight.movedim(1 - dims, -1) if self._channels_last else weight
+        return weight.flatten(1 - dims).unflatten(-2, (self.size.groups, self.size.outputs))
 
     def total(self, weights: Tensor, unusable: Tensor) -> Tensor:
         if products_are_as_fast(self.device):
@@ -161,6 +173,23 @@ class _TransposedPatches(Patches):
         return self._image
 
 
+def _shifts(kernel: int, stride: int, dilation: int, padding: int) -> dict[int, list[int]]:
+    """For one dimension: the first of every ``stride``-th input positions to the shifts at which the kernel meets them.
+
+    Output position t meets input position (t + shift) * stride + first; outside of the input are zeros.
+    """
+    shifts: dict[int, list[int]] = {}
+    for place in range(kernel):
+        shift, first = divmod(place * dilation - padding, stride)
+        shifts.setdefault(first, []).append(shift)
+    return shifts
+
+
+def _margins(shifts: list[int], positions: int, size: int) -> tuple[int, int]:
+    """Zeros needed before and after ``size`` inputs for windows of ``positions`` at ``shifts``."""
+    return max(-min(shifts), 0), max(max(shifts) + positions - size, 0)
+
+
 def _added(tensors: Iterator[Tensor]) -> Tensor:
     total = next(tensors).clone()
     for tensor in tensors:
@@ -175,7 +204,9 @@ def _is_channels_last(x: Tensor) -> bool:
 
 
 def _folded(x: Tensor) -> Tensor:
-    """(b, channels, ...) as (1, b * channels, ...)."""
+    """(b, channels, ...) as (1, b * channels, ...), in the same memory format."""
+    if _is_channels_last(x):
+        return x.movedim((0, 1), (-2, -1)).flatten(-2).unsqueeze(0).movedim(-1, 1)
     return x.reshape(1, -1, *x.shape[2:])
 
 
@@ -183,10 +214,13 @@ def _weight_gradient(conv: _ConvNd, image: Tensor, values: Tensor, batch_size: i
     """Summed over dimension 0; ``batch_size`` of them where that many examples are folded into the channels."""
     simple = conv.padding_mode == "zeros" and not isinstance(conv.padding, str)
     outputs, *rest = conv.weight.shape
+    weight = image.new_empty(batch_size * outputs, *rest)
+    if _is_channels_last(image):
+        weight = image.new_empty(batch_size * outputs, *rest[1:], rest[0]).movedim(-1, 1)
     return torch.ops.aten.convolution_backward(
         values,
         image if simple else _padded(conv, image),
-        image.new_empty(batch_size * outputs, *rest),
+        weight,
         None,
         conv.stride,
         conv.padding if simple else [0] * len(conv.stride),

@@ -39,6 +39,9 @@ from dp_lightning.privacy.gradients.workspace import Workspace
 # Rounding of the float32 weighted sum, relative to the sum over positions of |g_t| |p_t|: eight float32 epsilons.
 _ROUNDING = 8 * torch.finfo(torch.float32).eps
 
+Empty = Callable[..., Tensor]
+"""As ``torch.empty``, with ``dtype`` and ``device``."""
+
 
 @dataclass(frozen=True)
 class Size:
@@ -77,10 +80,13 @@ class Factors(ABC):
     def right(self, rows: slice, dtype: torch.dtype) -> Tensor:
         """P: (r, groups, positions, inputs)."""
 
-    def form(self, rows: slice, out: Tensor) -> None:
-        """Write G_i^T P_i, (r, groups, outputs, inputs), to ``out``, in its type."""
-        left, right = self.left(rows, out.dtype).flatten(0, 1), self.right(rows, out.dtype).flatten(0, 1)
+    def form(self, rows: slice, dtype: torch.dtype, empty: Empty) -> Tensor:
+        """G_i^T P_i: (r, groups, outputs, inputs) of type ``dtype``, in memory of its own or of ``empty``."""
+        size = self.size
+        out = empty((rows.stop - rows.start, size.groups, size.outputs, size.inputs), dtype=dtype, device=self.device)
+        left, right = self.left(rows, dtype).flatten(0, 1), self.right(rows, dtype).flatten(0, 1)
         torch.bmm(left.mT, right, out=out.flatten(0, 1))
+        return out
 
     def right_gram(self, rows: slice) -> Tensor:
         """P P^T: (r, groups, positions, positions) float64."""
@@ -215,7 +221,8 @@ class Product(Contribution):
         self.way = "formed and used up"
         totals: dict[str, Tensor] = {}
         for rows in factors.ranges():
-            pieces = self._form(rows, self._empty(workspace.scratch, rows.stop - rows.start, factors.dtype))
+            weight, others = self._form(rows, factors.dtype, workspace.scratch)
+            pieces = {**others, "weight": weight} if "weight" in self._names else others
             norms = {self._names[own]: squared_norms(piece) for own, piece in pieces.items()}
             weights = weigh(rows, norms)
             for own, piece in pieces.items():
@@ -227,11 +234,11 @@ class Product(Contribution):
             totals["weight"] = factors.weight(totals["weight"].unsqueeze(0))[0]
         return {name: totals[own] for own, name in self._names.items()}
 
-    def _form(self, rows: slice, out: Tensor) -> dict[str, Tensor]:
-        """Own name to gradients; the weight's are (r, groups, outputs, inputs), written to ``out``."""
-        self._factors.form(rows, out)
-        gradients = {**self._factors.pull_back(out), "weight": out, **self._bias(rows)}
-        return {own: gradients[own] for own in self._names}
+    def _form(self, rows: slice, dtype: torch.dtype, empty: Empty) -> tuple[Tensor, dict[str, Tensor]]:
+        """The weight's gradients, (r, groups, outputs, inputs), and by own name those of the others that are wanted."""
+        weight = self._factors.form(rows, dtype, empty)
+        others = {**self._factors.pull_back(weight), **self._bias(rows)}
+        return weight, {own: gradient for own, gradient in others.items() if own in self._names}
 
     def _bias(self, rows: slice) -> dict[str, Tensor]:
         return {"bias": self._factors.bias(rows)} if "bias" in self._names else {}
@@ -239,9 +246,8 @@ class Product(Contribution):
     def _hold(self, pieces: list[dict[str, Tensor]]) -> None:
         """Keep the gradients of the parameters beside the weight, and their norms."""
         for own in pieces[0]:
-            if own != "weight":
-                self._others[own] = torch.cat([piece[own] for piece in pieces])
-                self._norms[own] = squared_norms(self._others[own])
+            self._others[own] = torch.cat([piece[own] for piece in pieces])
+            self._norms[own] = squared_norms(self._others[own])
 
     def _measure_formed(self) -> None:
         if self._only_bias:
@@ -250,11 +256,14 @@ class Product(Contribution):
         pieces, norms = [], []
         for rows in self._factors.ranges():
             # Small pieces of memory: they fit where activations have just been freed. Fresh memory is slow.
-            self._kept.append(self._empty(torch.empty, rows.stop - rows.start, self._factors.dtype))
-            pieces.append(self._form(rows, self._kept[-1]))
-            norms.append(squared_norms(self._kept[-1]))
+            weight, others = self._form(rows, self._factors.dtype, torch.empty)
+            pieces.append(others)
+            if "weight" in self._names:
+                self._kept.append(weight)
+                norms.append(squared_norms(weight))
         self._hold(pieces)
-        self._norms["weight"] = torch.cat(norms)
+        if norms:
+            self._norms["weight"] = torch.cat(norms)
 
     def _weighted_kept(self, weights: Tensor, unusable: Tensor) -> Tensor:
         total = torch.zeros(self._kept[0].shape[1:], device=weights.device)
@@ -270,16 +279,12 @@ class Product(Contribution):
         # In float32 as the sum is, whatever the type of the factors.
         dtype = torch.promote_types(self._factors.dtype, torch.float32)
         for rows in self._factors.ranges():
-            out = self._empty(workspace.scratch, rows.stop - rows.start, dtype)
-            with float32_products(out.device):
-                pieces.append(self._form(rows, out))
-            norms.append(squared_norms(out) + self._rounding(rows).square())
+            with float32_products(self._factors.device):
+                weight, others = self._form(rows, dtype, workspace.scratch)
+            pieces.append(others)
+            norms.append(squared_norms(weight) + self._rounding(rows).square())
         self._hold(pieces)
         self._norms["weight"] = torch.cat(norms)
-
-    def _empty(self, empty: Callable[..., Tensor], rows: int, dtype: torch.dtype) -> Tensor:
-        size = self._factors.size
-        return empty((rows, size.groups, size.outputs, size.inputs), dtype=dtype, device=self._factors.device)
 
     def _rounding(self, rows: slice) -> Tensor:
         """(r,) bound of the rounding of these examples in the weighted sum, for a weight of one."""
@@ -289,7 +294,8 @@ class Product(Contribution):
 
     def _gram_ranges(self) -> Iterator[slice]:
         size = self._factors.size
-        return self._factors.ranges(2 * size.groups * size.positions**2)
+        # Two Gram matrices and what they are taken of, in float64.
+        return self._factors.ranges(2 * (2 * size.groups * size.positions**2 + size.seen))
 
     def _gram_norms(self, rows: slice) -> Tensor:
         left = self._factors.left(rows, torch.float64)

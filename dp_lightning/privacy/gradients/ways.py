@@ -20,6 +20,7 @@ _DOUBLE = 2
 _PER_GRAM_NUMBER = 600
 # Kept gradients may take this many times the memory of what the layer has seen and returned.
 _MEMORY = 3
+_FEW_POSITIONS = 128
 # Numbers in flight while gradients are formed: what the caches hold on a CPU; enough for large products on a GPU.
 _CACHED_PER_THREAD = 2**20
 _CACHED_ON_GPU = 2**27
@@ -59,6 +60,14 @@ def products_are_as_fast(device: torch.device) -> bool:
     Below AVX-512 the library of convolutions has no better arithmetic than that of matrix products.
     """
     return device.type == "cpu" and torch.backends.cpu.get_cpu_capability() in ("DEFAULT", "AVX2")
+
+
+def formed_by_products(size: "Size", dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether to form a convolution's per-example gradients by products of patches, or by one grouped convolution."""
+    if device.type != "cpu" or dtype != torch.float32 or products_are_as_fast(device):
+        return True
+    # With few positions the convolution spends its time on the order of the weight's numbers.
+    return size.positions < _FEW_POSITIONS
 
 
 def _gram(size: "Size") -> int:
