@@ -100,15 +100,30 @@ class Patches(Factors):
         return x.as_strided(size, stride).reshape(len(x), groups, -1, prod(spatial)).mT
 
     def form(self, rows: slice, dtype: torch.dtype, empty: Empty) -> Tensor:
+        if self._forms_patches(dtype):
+            return super().form(rows, dtype, empty)
+        image, values = _folded(self._image[rows].to(dtype)), _folded(self._values[rows].to(dtype))
+        gradients = _weight_gradient(self._conv, image, values, batch_size=rows.stop - rows.start)
+        return self.rows_of(gradients.unflatten(0, (rows.stop - rows.start, -1)))
+
+    def forming(self, dtype: torch.dtype) -> int:
+        # Without patches, the folded factors, and the gradient in two orders.
+        return super().forming(dtype) if self._forms_patches(dtype) else 2 * (self.size.seen + self.size.weight)
+
+    def _forms_patches(self, dtype: torch.dtype) -> bool:
+        """Or one convolution with the examples folded into the groups."""
         conv = self._conv
         depthwise = conv.groups > 1 and self._image.shape[1] == conv.groups
-        has_patches = prod(conv.kernel_size) > 1
-        if not depthwise and (not has_patches or formed_by_products(self.size, dtype, self.device)):
-            return super().form(rows, dtype, empty)
-        # One convolution with the examples folded into the groups forms no patches.
-        image, values = self._image[rows].to(dtype), self._values[rows].to(dtype)
-        gradients = _weight_gradient(conv, _folded(image), _folded(values), batch_size=len(image))
-        return self.rows_of(gradients.unflatten(0, (len(image), -1)))
+        one_by_one = prod(conv.kernel_size) == 1
+        return not depthwise and (one_by_one or formed_by_products(self.size, dtype, self.device))
+
+    def right_norms(self, rows: slice) -> Tensor:
+        conv, x = self._conv, _padded(self._conv, self._image[rows].float())
+        squares = x.square().unflatten(1, (conv.groups, -1)).sum(2).flatten(0, 1).unsqueeze(1)
+        ones = squares.new_ones(1, 1, *conv.kernel_size)
+        zero = [0] * len(conv.stride)
+        sums = torch.convolution(squares, ones, None, conv.stride, zero, conv.dilation, False, zero, 1)
+        return sums.flatten(1).unflatten(0, (len(x), conv.groups)).sqrt()
 
     def right_gram(self, rows: slice) -> Tensor:
         if not self._windows:

@@ -4,7 +4,7 @@ The sums run over all that shares an entry of gamma: the positions of a channel,
 same with x in the place of x_hat.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Protocol, cast
 
 import torch
@@ -17,45 +17,38 @@ from dp_lightning.privacy.gradients.ways import examples_at_a_time
 
 
 class Normalize(Protocol):
-    """The module's own normalisation without scale and shift."""
+    """The module's own normalisation without scale and shift, in memory of its own."""
 
     def __call__(self, module: nn.Module, inputs: Tensor) -> Tensor: ...
 
 
-class ChannelNormRule:
-    """Rule of norms whose scale and shift belong to dimension 1: GroupNorm and InstanceNorm.
+class NormRule:
+    """Rule of norms with a scale and a shift, and of a scale alone.
 
     Args:
-        normalize: from the module and its input (b, channels, ...) to the normalised input.
+        normalize: from the module and its input (b, ...) to the normalised input.
+        channels: whether scale and shift belong to dimension 1 (GroupNorm, InstanceNorm), or to the last dimensions,
+            which have the scale's shape (LayerNorm, RMSNorm).
         scale: the module's name of gamma.
     """
 
-    def __init__(self, normalize: Normalize, *, scale: str = "weight") -> None:
-        self._normalize, self._scale = normalize, scale
+    def __init__(self, normalize: Normalize, *, channels: bool, scale: str = "weight") -> None:
+        self._normalize, self._channels, self._scale = normalize, channels, scale
 
     def contribution(
         self, module: nn.Module, inputs: Tensor, grad_output: Tensor, names: Mapping[str, str]
     ) -> Contribution:
-        dims = tuple(range(2, inputs.dim()))
-        return _sums(inputs, grad_output, names, dims, self._scale, lambda x: self._normalize(module, x))
-
-
-class LastDimensionsNormRule:
-    """Rule of norms whose scale and shift belong to the last dimensions: LayerNorm and RMSNorm.
-
-    Args:
-        normalize: from the module and its input (b, ..., *shape of the scale) to the normalised input.
-        scale: the module's name of gamma.
-    """
-
-    def __init__(self, normalize: Normalize, *, scale: str = "weight") -> None:
-        self._normalize, self._scale = normalize, scale
-
-    def contribution(
-        self, module: nn.Module, inputs: Tensor, grad_output: Tensor, names: Mapping[str, str]
-    ) -> Contribution:
-        dims = tuple(range(1, inputs.dim() - module.get_parameter(self._scale).dim()))
-        return _sums(inputs, grad_output, names, dims, self._scale, lambda x: self._normalize(module, x))
+        last = inputs.dim() if self._channels else inputs.dim() - module.get_parameter(self._scale).dim()
+        dims = tuple(range(2 if self._channels else 1, last))
+        gradients: dict[str, list[Tensor]] = {own: [] for own in names}
+        step = examples_at_a_time(3 * inputs[0].numel(), inputs.device)
+        for x, g in zip(inputs.split(step), grad_output.split(step), strict=True):
+            g = g.to(torch.promote_types(g.dtype, torch.float32))
+            if self._scale in names:
+                gradients[self._scale].append(_sum(self._normalize(module, x.to(g.dtype)).mul_(g), dims))
+            if "bias" in names:
+                gradients["bias"].append(_sum(g, dims))
+        return PerExample({name: torch.cat(gradients[own]) for own, name in names.items()}, "by rule")
 
 
 class ActivatedGroupNormRule:
@@ -74,26 +67,7 @@ class ActivatedGroupNormRule:
         with torch.enable_grad():
             # The activation may work in place, which a leaf forbids.
             (gradient,) = torch.autograd.grad(act(seen.clone()), seen, grad_output)
-        return ChannelNormRule(group_norm).contribution(module, inputs, gradient, names)
-
-
-def _sums(
-    inputs: Tensor,
-    grad_output: Tensor,
-    names: Mapping[str, str],
-    dims: tuple[int, ...],
-    scale: str,
-    normalize: Callable[[Tensor], Tensor],
-) -> Contribution:
-    gradients: dict[str, list[Tensor]] = {own: [] for own in names}
-    step = examples_at_a_time(3 * inputs[0].numel(), inputs.device)
-    for x, g in zip(inputs.split(step), grad_output.split(step), strict=True):
-        g = g.to(torch.promote_types(g.dtype, torch.float32))
-        if scale in names:
-            gradients[scale].append(_sum(g * normalize(x.to(g.dtype)), dims))
-        if "bias" in names:
-            gradients["bias"].append(_sum(g, dims))
-    return PerExample({name: torch.cat(gradients[own]) for own, name in names.items()}, "by rule")
+        return NormRule(group_norm, channels=True).contribution(module, inputs, gradient, names)
 
 
 def _sum(tensor: Tensor, dims: tuple[int, ...]) -> Tensor:
@@ -130,4 +104,4 @@ def channels_layer_norm(module: nn.Module, inputs: Tensor) -> Tensor:
 
 def identity(module: nn.Module, inputs: Tensor) -> Tensor:
     """Not normalised: the module is a scale alone."""
-    return inputs
+    return inputs.clone()

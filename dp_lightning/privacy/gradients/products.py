@@ -59,6 +59,11 @@ class Size:
         return self.groups * self.outputs * self.inputs
 
     @property
+    def patches(self) -> int:
+        """Numbers in P."""
+        return self.groups * self.positions * self.inputs
+
+    @property
     def product(self) -> int:
         """Multiplications for the gradient."""
         return self.positions * self.weight
@@ -87,6 +92,14 @@ class Factors(ABC):
         left, right = self.left(rows, dtype).flatten(0, 1), self.right(rows, dtype).flatten(0, 1)
         torch.bmm(left.mT, right, out=out.flatten(0, 1))
         return out
+
+    def forming(self, dtype: torch.dtype) -> int:
+        """Intermediate results of ``form`` for one example."""
+        return self.size.patches + self.size.weight
+
+    def right_norms(self, rows: slice) -> Tensor:
+        """L2 norms of the rows of P: (r, groups, positions) float32."""
+        return self.right(rows, torch.float32).norm(dim=3)
 
     def right_gram(self, rows: slice) -> Tensor:
         """P P^T: (r, groups, positions, positions) float64."""
@@ -121,7 +134,7 @@ class Factors(ABC):
         """The sum over i of weights[i] G_i^T P_i: (groups, outputs, inputs), float32."""
         size = self.size
         total = torch.zeros(size.groups, size.outputs, size.inputs, device=self.device)
-        for rows in self.ranges():
+        for rows in self.ranges(size.patches + size.weight):
             left = without(self.left(rows, torch.float32) * weights[rows, None, None, None], unusable[rows])
             right = without(self.right(rows, torch.float32), unusable[rows])
             # (groups, r * positions, ...): one product adds up positions and examples.
@@ -129,13 +142,8 @@ class Factors(ABC):
             total.baddbmm_(left.mT, right)
         return total
 
-    def ranges(self, numbers: int | None = None) -> Iterator[slice]:
-        """Ranges of examples of which the intermediate results, ``numbers`` each, fit into the cache.
-
-        Without ``numbers``, the patches and gradients count.
-        """
-        if numbers is None:
-            numbers = self.size.groups * self.size.positions * self.size.inputs + self.size.weight
+    def ranges(self, numbers: int) -> Iterator[slice]:
+        """Ranges of examples of which the intermediate results, ``numbers`` each, fit into the cache."""
         step = examples_at_a_time(numbers, self.device)
         for start in range(0, self.batch_size, step):
             yield slice(start, min(start + step, self.batch_size))
@@ -220,7 +228,7 @@ class Product(Contribution):
             return super().stream(weigh, workspace)
         self.way = "formed and used up"
         totals: dict[str, Tensor] = {}
-        for rows in factors.ranges():
+        for rows in factors.ranges(factors.forming(factors.dtype)):
             weight, others = self._form(rows, factors.dtype, workspace.scratch)
             pieces = {**others, "weight": weight} if "weight" in self._names else others
             norms = {self._names[own]: squared_norms(piece) for own, piece in pieces.items()}
@@ -253,10 +261,10 @@ class Product(Contribution):
         if self._only_bias:
             self._hold([self._bias(slice(None))])
             return
-        pieces, norms = [], []
-        for rows in self._factors.ranges():
+        factors, pieces, norms = self._factors, [], []
+        for rows in factors.ranges(factors.forming(factors.dtype)):
             # Small pieces of memory: they fit where activations have just been freed. Fresh memory is slow.
-            weight, others = self._form(rows, self._factors.dtype, torch.empty)
+            weight, others = self._form(rows, factors.dtype, torch.empty)
             pieces.append(others)
             if "weight" in self._names:
                 self._kept.append(weight)
@@ -275,11 +283,11 @@ class Product(Contribution):
         return total
 
     def _measure_twice(self, workspace: Workspace) -> None:
-        pieces, norms = [], []
+        factors, pieces, norms = self._factors, [], []
         # In float32 as the sum is, whatever the type of the factors.
-        dtype = torch.promote_types(self._factors.dtype, torch.float32)
-        for rows in self._factors.ranges():
-            with float32_products(self._factors.device):
+        dtype = torch.promote_types(factors.dtype, torch.float32)
+        for rows in factors.ranges(factors.forming(dtype)):
+            with float32_products(factors.device):
                 weight, others = self._form(rows, dtype, workspace.scratch)
             pieces.append(others)
             norms.append(squared_norms(weight) + self._rounding(rows).square())
@@ -288,8 +296,8 @@ class Product(Contribution):
 
     def _rounding(self, rows: slice) -> Tensor:
         """(r,) bound of the rounding of these examples in the weighted sum, for a weight of one."""
-        left, right = self._factors.left(rows, torch.float32), self._factors.right(rows, torch.float32)
-        rounding = _ROUNDING * (left.norm(dim=3) * right.norm(dim=3)).sum((1, 2))
+        left = self._factors.left(rows, torch.float32).norm(dim=3)
+        rounding = _ROUNDING * (left * self._factors.right_norms(rows)).sum((1, 2))
         return rounding if self._factors.stretch is None else rounding * self._factors.stretch
 
     def _gram_ranges(self) -> Iterator[slice]:

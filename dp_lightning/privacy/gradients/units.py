@@ -15,8 +15,7 @@ from dp_lightning.privacy.gradients.embedding import EmbeddingRule
 from dp_lightning.privacy.gradients.linear import LinearRule
 from dp_lightning.privacy.gradients.normalization import (
     ActivatedGroupNormRule,
-    ChannelNormRule,
-    LastDimensionsNormRule,
+    NormRule,
     channels_layer_norm,
     group_norm,
     identity,
@@ -36,30 +35,30 @@ RULES: dict[type[nn.Module], Rule] = {
     nn.ConvTranspose2d: TransposedConvolutionRule(),
     nn.ConvTranspose3d: TransposedConvolutionRule(),
     nn.Embedding: EmbeddingRule(),
-    nn.GroupNorm: ChannelNormRule(group_norm),
-    nn.InstanceNorm1d: ChannelNormRule(instance_norm),
-    nn.InstanceNorm2d: ChannelNormRule(instance_norm),
-    nn.InstanceNorm3d: ChannelNormRule(instance_norm),
-    nn.LayerNorm: LastDimensionsNormRule(layer_norm),
-    nn.RMSNorm: LastDimensionsNormRule(rms_norm),
+    nn.GroupNorm: NormRule(group_norm, channels=True),
+    nn.InstanceNorm1d: NormRule(instance_norm, channels=True),
+    nn.InstanceNorm2d: NormRule(instance_norm, channels=True),
+    nn.InstanceNorm3d: NormRule(instance_norm, channels=True),
+    nn.LayerNorm: NormRule(layer_norm, channels=False),
+    nn.RMSNorm: NormRule(rms_norm, channels=False),
 }
 
 # By name, so that this package need not import those that define them.
 NAMED_RULES: dict[str, Rule] = {
-    "timm.layers.layer_scale.LayerScale": LastDimensionsNormRule(identity, scale="gamma"),
-    "timm.layers.layer_scale.LayerScale2d": ChannelNormRule(identity, scale="gamma"),
-    "timm.layers.norm.GroupNorm": ChannelNormRule(group_norm),
-    "timm.layers.norm.GroupNorm1": ChannelNormRule(group_norm),
-    "timm.layers.norm.LayerNorm": LastDimensionsNormRule(layer_norm),
-    "timm.layers.norm.LayerNormFp32": LastDimensionsNormRule(layer_norm),
-    "timm.layers.norm.LayerNorm2d": ChannelNormRule(channels_layer_norm),
-    "timm.layers.norm.LayerNorm2dFp32": ChannelNormRule(channels_layer_norm),
-    "timm.layers.norm.RmsNorm": LastDimensionsNormRule(rms_norm),
+    "timm.layers.layer_scale.LayerScale": NormRule(identity, channels=False, scale="gamma"),
+    "timm.layers.layer_scale.LayerScale2d": NormRule(identity, channels=True, scale="gamma"),
+    "timm.layers.norm.GroupNorm": NormRule(group_norm, channels=True),
+    "timm.layers.norm.GroupNorm1": NormRule(group_norm, channels=True),
+    "timm.layers.norm.LayerNorm": NormRule(layer_norm, channels=False),
+    "timm.layers.norm.LayerNormFp32": NormRule(layer_norm, channels=False),
+    "timm.layers.norm.LayerNorm2d": NormRule(channels_layer_norm, channels=True),
+    "timm.layers.norm.LayerNorm2dFp32": NormRule(channels_layer_norm, channels=True),
+    "timm.layers.norm.RmsNorm": NormRule(rms_norm, channels=False),
     "timm.layers.norm_act.GroupNorm1Act": ActivatedGroupNormRule(),
     "timm.layers.norm_act.GroupNormAct": ActivatedGroupNormRule(),
     "timm.layers.std_conv.ScaledStdConv2d": StandardizedConvolutionRule(),
     "timm.layers.std_conv.StdConv2d": StandardizedConvolutionRule(),
-    "torchvision.models.convnext.LayerNorm2d": ChannelNormRule(channels_layer_norm),
+    "torchvision.models.convnext.LayerNorm2d": NormRule(channels_layer_norm, channels=True),
 }
 
 

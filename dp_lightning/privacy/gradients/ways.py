@@ -20,7 +20,7 @@ _DOUBLE = 2
 _PER_GRAM_NUMBER = 600
 # Kept gradients may take this many times the memory of what the layer has seen and returned.
 _MEMORY = 3
-_FEW_POSITIONS = 128
+_FEW_POSITIONS = 64
 # Numbers in flight while gradients are formed: what the caches hold on a CPU; enough for large products on a GPU.
 _CACHED_PER_THREAD = 2**20
 _CACHED_ON_GPU = 2**27
