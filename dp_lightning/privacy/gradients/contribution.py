@@ -83,7 +83,7 @@ class PerExample(Contribution):
 
     def weighted_sum(self, weights: Weights) -> dict[str, Tensor]:
         return {
-            name: weighted_rows(gradient, weights.factors[name], weights.unusable).view(gradient.shape[1:])
+            name: weighted_rows(gradient, weights.factors[name], weights.unusable)
             for name, gradient in self.gradients.items()
         }
 
@@ -95,15 +95,18 @@ def squared_norms(rows: Tensor) -> Tensor:
 
 
 def weighted_rows(rows: Tensor, weights: Tensor, unusable: Tensor) -> Tensor:
-    """Sum over i of weights[i] * rows[i], (b, ...) to flat float32, without the rows where ``unusable``."""
-    matrix = without(rows, unusable).flatten(1)
-    if matrix.dtype == torch.float32:
-        return weights @ matrix
+    """Sum over i of weights[i] * rows[i], float32, without the rows (b, ...) where ``unusable``."""
+    total = torch.zeros(rows.shape[1:], device=rows.device)
     # In pieces, so that a copy in float32 never exists as a whole.
-    total = torch.zeros(matrix.shape[1], device=matrix.device)
-    for piece, factors in zip(matrix.split(_WIDENED_ROWS), weights.split(_WIDENED_ROWS), strict=True):
-        total.addmv_(piece.float().T, factors)
+    step = max(len(rows), 1) if rows.dtype == torch.float32 else _WIDENED_ROWS
+    for piece in zip(rows.split(step), weights.split(step), unusable.split(step), strict=True):
+        add_weighted(total, *piece)
     return total
+
+
+def add_weighted(total: Tensor, rows: Tensor, weights: Tensor, unusable: Tensor) -> None:
+    """Add ``weighted_rows`` of a few rows to the float32 ``total``."""
+    total.view(-1).addmv_(without(rows, unusable).flatten(1).float().T, weights)
 
 
 def without(rows: Tensor, unusable: Tensor) -> Tensor:

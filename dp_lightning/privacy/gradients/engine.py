@@ -97,7 +97,8 @@ class GradientEngine:
             together = partial[0]
             for contribution in partial[1:]:
                 together = add_up(together, contribution)
-            self._hand_over(together)
+            assert self._take is not None
+            self._take(together)
 
     def end(self) -> None:
         """Stop to listen."""
@@ -115,11 +116,6 @@ class GradientEngine:
                 "torch.no_grad()."
             )
         loss.register_hook(lambda gradient: gradient * factor)
-
-    def _hand_over(self, contribution: Contribution) -> None:
-        take = self._take
-        assert take is not None
-        take(contribution)
 
     def _attach(self, unit: Unit) -> None:
         if unit.kind == "broadcast":
@@ -190,7 +186,8 @@ class GradientEngine:
         with _plain_arithmetic(gradient):
             contribution = unit.rule.contribution(unit.module, inputs, gradient, names)
             if all(self._uses[name] == 1 for name in names.values()):
-                self._hand_over(contribution)
+                assert self._take is not None
+                self._take(contribution)
             else:
                 self._partial.append(contribution.formed())
         self.ways[unit.name] = contribution.way

@@ -29,6 +29,7 @@ from dp_lightning.privacy.gradients.contribution import (
     PerExample,
     Weigh,
     Weights,
+    add_weighted,
     squared_norms,
     weighted_rows,
     without,
@@ -210,8 +211,7 @@ class Product(Contribution):
         for own, name in self._names.items():
             factors = weights.factors[name]
             if own != "weight":
-                rows = self._others[own]
-                sums[name] = weighted_rows(rows, factors, weights.unusable).view(rows.shape[1:])
+                sums[name] = weighted_rows(self._others[own], factors, weights.unusable)
                 continue
             if self._kept:
                 total = self._weighted_kept(factors, weights.unusable).unsqueeze(0)
@@ -236,8 +236,7 @@ class Product(Contribution):
             for own, piece in pieces.items():
                 if own not in totals:
                     totals[own] = torch.zeros(piece.shape[1:], device=piece.device)
-                usable = without(piece, weights.unusable).flatten(1).float()
-                totals[own].view(-1).addmv_(usable.T, weights.factors[self._names[own]])
+                add_weighted(totals[own], piece, weights.factors[self._names[own]], weights.unusable)
         if "weight" in totals:
             totals["weight"] = factors.weight(totals["weight"].unsqueeze(0))[0]
         return {name: totals[own] for own, name in self._names.items()}
@@ -275,11 +274,9 @@ class Product(Contribution):
 
     def _weighted_kept(self, weights: Tensor, unusable: Tensor) -> Tensor:
         total = torch.zeros(self._kept[0].shape[1:], device=weights.device)
-        start = 0
-        for piece in self._kept:
-            rows = slice(start, start + len(piece))
-            total.view(-1).addmv_(without(piece, unusable[rows]).flatten(1).float().T, weights[rows])
-            start = rows.stop
+        sizes = [len(piece) for piece in self._kept]
+        for piece in zip(self._kept, weights.split(sizes), unusable.split(sizes), strict=True):
+            add_weighted(total, *piece)
         return total
 
     def _measure_twice(self, workspace: Workspace) -> None:
