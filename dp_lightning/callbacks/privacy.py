@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 import lightning.pytorch as pl
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor
 from torch.optim import Optimizer
@@ -132,6 +133,7 @@ class PrivacyCallback(pl.Callback):
         self._epsilons: dict[int, float] = {}
         self._milestone = 0
         self._unprotected: set[str] = set()
+        self._non_finite: Tensor | int = 0
         self._restored: dict[str, Any] | None = None
 
     # Before the first step
@@ -352,6 +354,7 @@ class PrivacyCallback(pl.Callback):
                         f"A parameter of shape {tuple(raw.shape)} that was frozen when training started has a raw "
                         "gradient. Which parameters are trained must not change during a private run."
                     )
+        self._non_finite = self._non_finite + self._mechanism.discarded
         for name, gradient in self._mechanism.release().items():
             parameter = self._engine.parameters[name]
             parameter.grad = gradient.to(parameter.dtype)
@@ -388,9 +391,20 @@ class PrivacyCallback(pl.Callback):
         self.epsilon_bound = self._epsilon_at(self._milestone)
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._report_non_finite(trainer, pl_module)
         self._note_logged(trainer)
         if self._engine is not None:
             self._engine.end()
+
+    def _report_non_finite(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        # Read once per epoch: reading waits for the device.
+        count, self._non_finite = int(self._non_finite), 0
+        if count:
+            pl_module.log("unprotected/non_finite_gradients", float(count), on_step=False, on_epoch=True)
+            rank_zero_warn(
+                f"Examples with a gradient that is not finite in epoch {trainer.current_epoch}: {count}. What is not "
+                "finite contributed nothing. Look for an overflow: a learning rate or a loss that is too large."
+            )
 
     def _note_logged(self, trainer: pl.Trainer) -> None:
         """Every value logged while training may come from raw examples; the statement names them all."""

@@ -88,6 +88,11 @@ class PrivateMechanism:
         """End the physical batch; returns the norms as ``ClippedSum.end`` does, which are not private."""
         return self._sum.end()
 
+    @property
+    def discarded(self) -> Tensor:
+        """How many examples of the logical batch have a gradient that is not finite; not private."""
+        return self._sum.discarded
+
     @torch.no_grad()
     def release(self) -> dict[str, Tensor]:
         """Privatized gradients by parameter name, float32; ends the logical step.

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 
 import lightning.pytorch as pl
 import numpy as np
@@ -490,10 +491,17 @@ def test_a_class_weight_is_found_in_data_sorted_by_class(tmp_path):
         trainer(tmp_path, privacy()).fit(Weighted(), loader(TensorDataset(x[order], y[order])))
 
 
-def test_a_non_finite_first_example_does_not_stop_the_run(tmp_path):
+def test_a_non_finite_example_does_not_stop_the_run_and_is_reported(tmp_path):
     data = examples()
-    data.tensors[0][0] = math.nan
-    assert parameters_after(tmp_path, privacy(), dataset=data).isfinite().all()
+    data.tensors[0][:2] = math.nan
+    callback = without_noise()
+    with pytest.warns(UserWarning, match=r"not finite in epoch \d: \d") as warned:
+        assert parameters_after(tmp_path, callback, dataset=data).isfinite().all()
+    found = [re.search(r"not finite in epoch \d: (\d)", str(warning.message)) for warning in warned]
+    reported = sum(int(match[1]) for match in found if match)
+    sampler = PoissonSampler(num_train=N, sample_rate=20 / N, seed=5)
+    assert reported == sum(int((sampler.draw(step) < 2).sum()) for step in range(9)) > 0
+    assert "unprotected/non_finite_gradients" in callback.statement(trainer(tmp_path)).unprotected
 
 
 @pytest.mark.parametrize("precision", ["bf16-mixed", "64-true"])
