@@ -13,6 +13,7 @@ import platform
 import statistics
 import sys
 import time
+from collections.abc import Sequence
 from datetime import date
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -164,12 +165,11 @@ def hardware(device: str, threads: int) -> str:
     return f"{name}, torch {torch.__version__}, {date.today()}"
 
 
-def main() -> None:
-    """Measure and print."""
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """The options of the command line."""
     import torch
     import training_steps
 
-    device = "cuda" if torch.cuda.is_available() else "cpu"
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "--models", nargs="+", default=list(training_steps.DEFAULT_MODELS), choices=training_steps.MODELS
@@ -182,7 +182,16 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7, help="steps that count (default 7)")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="CPU threads")
     parser.add_argument("--json", type=Path, help="also write all rows to this file")
-    options = parser.parse_args()
+    return parser.parse_args(arguments)
+
+
+def main() -> None:
+    """Measure and print."""
+    import torch
+    import training_steps
+
+    options = parse()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
     ways = ["ordinary", *(way for way in options.ways if way != "ordinary")]
     machine = hardware(device, options.threads)
     print(machine, flush=True)

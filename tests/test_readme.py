@@ -8,16 +8,21 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from lightning.pytorch import LightningDataModule, LightningModule
 from PIL import Image
+from torch.nn import functional as F
 
 from dp_lightning.callbacks.settings import check_settings
 from dp_lightning.cli import main
 from dp_lightning.commands.training import TrainingCLI
+from dp_lightning.models import WideResNet
+from dp_lightning.privacy import ClipPlan, clipped_gradient_sum
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
-DOCUMENTS = ("README.md", "docs/reproduction.md", "docs/sharp_edges.md", "docs/notation.md")
+DOCUMENTS = ("README.md", "docs/reproduction.md", "docs/sharp_edges.md", "docs/notation.md", "docs/performance.md")
+PERFORMANCE = (ROOT / "docs/performance.md").read_text()
 
 
 def blocks(language: str, text: str = README) -> list[str]:
@@ -116,6 +121,28 @@ def test_make_commands_are_targets_of_the_makefile():
     for line in commands():
         if line.startswith("make "):
             assert re.search(rf"^{line.split()[1]}:", makefile, re.MULTILINE), line
+
+
+def test_benchmark_commands_are_accepted(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    import step
+
+    lines = re.findall(r"python benchmarks/step\.py[^`\n]*", PERFORMANCE)
+    assert len(lines) >= 2
+    for line in lines:
+        step.parse(shlex.split(line)[2:])
+    assert "benchmarks/step.py" in (ROOT / "Makefile").read_text()
+
+
+def test_the_ways_shown_are_those_of_the_model(capsys):
+    model = WideResNet(16, 4, 10).to(memory_format=torch.channels_last)
+    images = torch.randn(1, 3, 32, 32).contiguous(memory_format=torch.channels_last)
+    clipped_gradient_sum(
+        model, F.cross_entropy, images, torch.tensor([3]), clip_plan=ClipPlan.flat(max_grad_norm=1.0), explain=True
+    )
+    printed = [line.split(maxsplit=2) for line in capsys.readouterr().out.splitlines() if "GroupNorm" not in line]
+    (shown,) = blocks("text", PERFORMANCE)
+    assert [line.split(maxsplit=2) for line in shown.splitlines()] == printed
 
 
 def test_every_configuration_is_in_the_table_and_no_other():

@@ -1,6 +1,7 @@
 """Convolutions and linear layers: every way gives the loop's clipped sum, over random shapes."""
 
 import pytest
+import timm
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -146,6 +147,33 @@ def test_a_gradient_that_cancels_contributes_no_more_than_the_bound(monkeypatch,
     sums, _ = clipped_gradient_sum(layer, loss, x, direction, clip_plan=plan)
     # In exact arithmetic the norm is about 1e4 times smaller than the terms that cancel.
     assert float(sums["weight"].double().norm()) <= plan.sensitivity * (1 + 1e-3)
+
+
+@pytest.mark.parametrize("way", ["Gram", "formed twice"])
+def test_where_the_sum_is_rounded_anew_the_norm_holds_a_bound_of_its_rounding(monkeypatch, way):
+    """Two positions whose terms cancel: what is left of the norm is the bound of the sum's rounding."""
+    monkeypatch.setattr(products, "kept_way", lambda size, *, gram: way if gram else "formed twice")
+    monkeypatch.setattr(products, "streamed_way", lambda size, *, gram: "Gram")  # which measures as when kept
+    torch.manual_seed(0)
+    patch, output_gradient = torch.randn(6), torch.randn(5)
+    rounding = 8 * torch.finfo(torch.float32).eps * 2 * float(patch.norm() * output_gradient.norm())
+
+    def loss(output, target):
+        return (output * target).flatten(1).sum(1).mean()
+
+    def norm(layer, x, target):
+        _, norms = clipped_gradient_sum(layer, loss, x, target, clip_plan=ClipPlan.flat(max_grad_norm=1.0))
+        return float(norms)
+
+    tokens, target = torch.stack([patch, patch])[None], torch.stack([output_gradient, -output_gradient])[None]
+    assert norm(nn.Linear(6, 5, bias=False), tokens, target) == pytest.approx(rounding, rel=1e-3)
+
+    # One row of the weight per output, with its scale: the bound grows with what the scale lengthens.
+    conv = timm.layers.ScaledStdConv2d(6, 5, 1, bias=False, gamma=3.0)
+    conv.gain.requires_grad_(False)
+    slope = conv.gain.flatten() * conv.scale / (conv.weight.flatten(1).var(1, correction=0) + conv.eps).sqrt()
+    x, target = tokens.mT.unsqueeze(3).contiguous(), target.mT.unsqueeze(3).contiguous()
+    assert norm(conv, x, target) == pytest.approx(rounding * float(slope.abs().max()), rel=1e-3)
 
 
 def test_memory_of_gradients_that_are_used_up_is_used_again():
