@@ -10,41 +10,22 @@ instead of k^2 for a kernel of k x k. With stride s a place in the kernel meets 
 s x s Gram matrices of a part of the positions each.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from itertools import product
 from math import prod
-from typing import cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.modules.conv import _ConvNd
 
-from dp_lightning.privacy.gradients.contribution import Contribution, without
-from dp_lightning.privacy.gradients.products import Empty, Factors, Product, Size
-from dp_lightning.privacy.gradients.ways import formed_by_products, product_dtype, products_are_as_fast
-
-
-class ConvolutionRule:
-    """Rule of ``nn.Conv1d``, ``nn.Conv2d`` and ``nn.Conv3d``, in every padding mode."""
-
-    def contribution(
-        self, module: nn.Module, inputs: Tensor, grad_output: Tensor, names: Mapping[str, str]
-    ) -> Contribution:
-        return Product(Patches(cast(_ConvNd, module), inputs, grad_output), names)
-
-
-class TransposedConvolutionRule:
-    """Rule of ``nn.ConvTranspose1d``, ``nn.ConvTranspose2d`` and ``nn.ConvTranspose3d``."""
-
-    def contribution(
-        self, module: nn.Module, inputs: Tensor, grad_output: Tensor, names: Mapping[str, str]
-    ) -> Contribution:
-        return Product(_TransposedPatches(cast(_ConvNd, module), inputs, grad_output), names)
+from dp_lightning.privacy.gradients.contribution import without
+from dp_lightning.privacy.gradients.products import Empty, Factors
+from dp_lightning.privacy.gradients.ways import Size, formed_by_products, product_dtype, products_are_as_fast
 
 
 class Patches(Factors):
-    """G are the output gradients and P the patches of the input.
+    """Of convolutions in every padding mode: G are the output gradients and P the patches of the input.
 
     Args:
         conv: the module, for its geometry.
@@ -177,8 +158,8 @@ class Patches(Factors):
         return self.rows_of(_weight_gradient(self._conv, image, values))
 
 
-class _TransposedPatches(Patches):
-    """G are the inputs and P the patches of the output gradient."""
+class TransposedPatches(Patches):
+    """Of ``nn.ConvTranspose1d``, 2d and 3d: G are the inputs and P the patches of the output gradient."""
 
     def __init__(self, conv: _ConvNd, inputs: Tensor, grad_output: Tensor) -> None:
         super().__init__(conv, grad_output, inputs)

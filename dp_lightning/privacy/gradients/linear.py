@@ -1,28 +1,16 @@
 """Linear layers: grad W_i = sum over tokens t of g_it x_it^T, on any leading dimensions after the batch."""
 
-from collections.abc import Mapping
-
 import torch
 from torch import Tensor, nn
 
-from dp_lightning.privacy.gradients.contribution import Contribution
-from dp_lightning.privacy.gradients.products import Factors, Product, Size
-from dp_lightning.privacy.gradients.ways import product_dtype
+from dp_lightning.privacy.gradients.products import Factors
+from dp_lightning.privacy.gradients.ways import Size, product_dtype
 
 
-class LinearRule:
-    """Rule of ``nn.Linear``."""
+class Tokens(Factors):
+    """Of ``nn.Linear``: G and P are the output gradients and the inputs as they are."""
 
-    def contribution(
-        self, module: nn.Module, inputs: Tensor, grad_output: Tensor, names: Mapping[str, str]
-    ) -> Contribution:
-        return Product(_Tokens(inputs, grad_output), names)
-
-
-class _Tokens(Factors):
-    """G and P are the output gradients and the inputs as they are."""
-
-    def __init__(self, inputs: Tensor, grad_output: Tensor) -> None:
+    def __init__(self, linear: nn.Linear, inputs: Tensor, grad_output: Tensor) -> None:
         self._x = inputs.reshape(inputs.shape[0], -1, inputs.shape[-1])  # (b, t, in)
         self._g = grad_output.reshape(inputs.shape[0], -1, grad_output.shape[-1])  # (b, t, out)
         self.batch_size, self.device = len(inputs), inputs.device

@@ -19,10 +19,10 @@ that an example whose gradient cancels cannot contribute what was not measured.
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from dp_lightning.privacy.gradients.contribution import (
     Contribution,
@@ -34,7 +34,7 @@ from dp_lightning.privacy.gradients.contribution import (
     weighted_rows,
     without,
 )
-from dp_lightning.privacy.gradients.ways import examples_at_a_time, kept_way, streamed_way
+from dp_lightning.privacy.gradients.ways import Size, examples_at_a_time, kept_way, streamed_way
 from dp_lightning.privacy.gradients.workspace import Workspace
 
 # Rounding of the float32 weighted sum, relative to the sum over positions of |g_t| |p_t|: eight float32 epsilons.
@@ -42,32 +42,6 @@ _ROUNDING = 8 * torch.finfo(torch.float32).eps
 
 Empty = Callable[..., Tensor]
 """As ``torch.empty``, with ``dtype`` and ``device``."""
-
-
-@dataclass(frozen=True)
-class Size:
-    """Sizes of one example's factors; the weight is (groups * outputs, inputs) as a matrix."""
-
-    groups: int
-    positions: int
-    outputs: int  # of one group
-    inputs: int  # of one group
-    gram: int  # multiplications for the Gram matrix of P, of all groups
-    seen: int  # numbers that the layer has seen and returned
-
-    @property
-    def weight(self) -> int:
-        return self.groups * self.outputs * self.inputs
-
-    @property
-    def patches(self) -> int:
-        """Numbers in P."""
-        return self.groups * self.positions * self.inputs
-
-    @property
-    def product(self) -> int:
-        """Multiplications for the gradient."""
-        return self.positions * self.weight
 
 
 class Factors(ABC):
@@ -309,3 +283,19 @@ class Product(Contribution):
         rounding = _ROUNDING * diagonals.clamp_min(0.0).sqrt().sum((1, 2))
         squared = torch.linalg.vecdot(gram.flatten(1), patches.flatten(1)).clamp_min(0.0)
         return (squared + rounding.square()).float()
+
+
+class ProductRule:
+    """Rule of layers whose gradients are products.
+
+    Args:
+        factors: from the layer, its input and its output gradient, (b, ...) both.
+    """
+
+    def __init__(self, factors: Callable[[Any, Tensor, Tensor], Factors]) -> None:
+        self._factors = factors
+
+    def contribution(
+        self, module: nn.Module, inputs: Tensor, grad_output: Tensor, names: Mapping[str, str]
+    ) -> Contribution:
+        return Product(self._factors(module, inputs, grad_output), names)

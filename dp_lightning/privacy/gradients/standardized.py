@@ -8,29 +8,17 @@ back to
     grad gain = scale * sum(a * w_hat).
 """
 
-from collections.abc import Mapping
 from typing import cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.modules.conv import _ConvNd
 
-from dp_lightning.privacy.gradients.contribution import Contribution
 from dp_lightning.privacy.gradients.convolution import Patches
-from dp_lightning.privacy.gradients.products import Product
 
 
-class StandardizedConvolutionRule:
-    """Rule of timm's ``StdConv2d`` and ``ScaledStdConv2d``, with fixed padding."""
-
-    def contribution(
-        self, module: nn.Module, inputs: Tensor, grad_output: Tensor, names: Mapping[str, str]
-    ) -> Contribution:
-        return Product(_StandardizedPatches(cast(_ConvNd, module), inputs, grad_output), names)
-
-
-class _StandardizedPatches(Patches):
-    """G and P of the convolution, with the way back to the parameters."""
+class StandardizedPatches(Patches):
+    """Of timm's ``StdConv2d`` and ``ScaledStdConv2d``, with fixed padding: with the way back to the parameters."""
 
     def __init__(self, conv: _ConvNd, inputs: Tensor, grad_output: Tensor) -> None:
         super().__init__(conv, inputs, grad_output)

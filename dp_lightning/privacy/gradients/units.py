@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from torch import nn
 
 from dp_lightning.privacy.gradients.broadcast import takes_copies
-from dp_lightning.privacy.gradients.convolution import ConvolutionRule, TransposedConvolutionRule
+from dp_lightning.privacy.gradients.convolution import Patches, TransposedPatches
 from dp_lightning.privacy.gradients.embedding import EmbeddingRule
-from dp_lightning.privacy.gradients.linear import LinearRule
+from dp_lightning.privacy.gradients.linear import Tokens
 from dp_lightning.privacy.gradients.normalization import (
     ActivatedGroupNormRule,
     NormRule,
@@ -23,17 +23,18 @@ from dp_lightning.privacy.gradients.normalization import (
     layer_norm,
     rms_norm,
 )
+from dp_lightning.privacy.gradients.products import ProductRule
 from dp_lightning.privacy.gradients.rule import Rule
-from dp_lightning.privacy.gradients.standardized import StandardizedConvolutionRule
+from dp_lightning.privacy.gradients.standardized import StandardizedPatches
 
 RULES: dict[type[nn.Module], Rule] = {
-    nn.Linear: LinearRule(),
-    nn.Conv1d: ConvolutionRule(),
-    nn.Conv2d: ConvolutionRule(),
-    nn.Conv3d: ConvolutionRule(),
-    nn.ConvTranspose1d: TransposedConvolutionRule(),
-    nn.ConvTranspose2d: TransposedConvolutionRule(),
-    nn.ConvTranspose3d: TransposedConvolutionRule(),
+    nn.Linear: ProductRule(Tokens),
+    nn.Conv1d: ProductRule(Patches),
+    nn.Conv2d: ProductRule(Patches),
+    nn.Conv3d: ProductRule(Patches),
+    nn.ConvTranspose1d: ProductRule(TransposedPatches),
+    nn.ConvTranspose2d: ProductRule(TransposedPatches),
+    nn.ConvTranspose3d: ProductRule(TransposedPatches),
     nn.Embedding: EmbeddingRule(),
     nn.GroupNorm: NormRule(group_norm, channels=True),
     nn.InstanceNorm1d: NormRule(instance_norm, channels=True),
@@ -56,8 +57,8 @@ NAMED_RULES: dict[str, Rule] = {
     "timm.layers.norm.RmsNorm": NormRule(rms_norm, channels=False),
     "timm.layers.norm_act.GroupNorm1Act": ActivatedGroupNormRule(),
     "timm.layers.norm_act.GroupNormAct": ActivatedGroupNormRule(),
-    "timm.layers.std_conv.ScaledStdConv2d": StandardizedConvolutionRule(),
-    "timm.layers.std_conv.StdConv2d": StandardizedConvolutionRule(),
+    "timm.layers.std_conv.ScaledStdConv2d": ProductRule(StandardizedPatches),
+    "timm.layers.std_conv.StdConv2d": ProductRule(StandardizedPatches),
     "torchvision.models.convnext.LayerNorm2d": NormRule(channels_layer_norm, channels=True),
 }
 

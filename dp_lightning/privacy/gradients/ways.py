@@ -1,16 +1,14 @@
-"""Which of the exact ways of ``products`` is the cheapest for a layer, by its sizes alone.
+"""Which of the exact ways of ``products`` is the cheapest for a layer.
 
-The choice depends on nothing that is measured while the program runs, so two runs take the same way and round alike.
+The choice depends on sizes, types and the kind of processor, on nothing that is measured while the program runs: two
+runs on one machine take the same way and round alike.
 Costs are counted in float32 multiplications of a matrix product, relative to the ordinary weight gradient, which every
 way but ``formed`` takes as well. ``docs/performance.md`` explains the constants.
 """
 
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
 
 import torch
-
-if TYPE_CHECKING:
-    from dp_lightning.privacy.gradients.products import Size
 
 # A gradient that is formed is written once and read twice, for its norm and for the sum.
 _PER_KEPT_NUMBER = 26
@@ -20,13 +18,40 @@ _DOUBLE = 2
 _PER_GRAM_NUMBER = 600
 # Kept gradients may take this many times the memory of what the layer has seen and returned.
 _MEMORY = 3
+# With fewer positions a grouped convolution spends its time on putting the weight's numbers in order.
 _FEW_POSITIONS = 64
 # Numbers in flight while gradients are formed: what the caches hold on a CPU; enough for large products on a GPU.
 _CACHED_PER_THREAD = 2**20
 _CACHED_ON_GPU = 2**27
 
 
-def kept_way(size: "Size", *, gram: bool) -> str:
+@dataclass(frozen=True)
+class Size:
+    """Sizes of one example's factors; the weight is (groups * outputs, inputs) as a matrix."""
+
+    groups: int
+    positions: int
+    outputs: int  # of one group
+    inputs: int  # of one group
+    gram: int  # multiplications for the Gram matrix of P, of all groups
+    seen: int  # numbers that the layer has seen and returned
+
+    @property
+    def weight(self) -> int:
+        return self.groups * self.outputs * self.inputs
+
+    @property
+    def patches(self) -> int:
+        """Numbers in P."""
+        return self.groups * self.positions * self.inputs
+
+    @property
+    def product(self) -> int:
+        """Multiplications for the gradient."""
+        return self.positions * self.weight
+
+
+def kept_way(size: Size, *, gram: bool) -> str:
     """The way for a layer whose factors are known later than its norms; ``gram`` tells whether Gram is possible."""
     cost = _gram(size)
     if size.weight <= _MEMORY * size.seen and (not gram or _PER_KEPT_NUMBER * size.weight <= cost):
@@ -34,7 +59,7 @@ def kept_way(size: "Size", *, gram: bool) -> str:
     return "Gram" if gram and (cost <= size.product or size.positions == 1) else "formed twice"
 
 
-def streamed_way(size: "Size", *, gram: bool) -> str:
+def streamed_way(size: Size, *, gram: bool) -> str:
     """The way for a layer whose own norm decides."""
     return "Gram" if gram and _gram(size) < _PER_CACHED_NUMBER * size.weight else "formed"
 
@@ -62,15 +87,14 @@ def products_are_as_fast(device: torch.device) -> bool:
     return device.type == "cpu" and torch.backends.cpu.get_cpu_capability() in ("DEFAULT", "AVX2")
 
 
-def formed_by_products(size: "Size", dtype: torch.dtype, device: torch.device) -> bool:
+def formed_by_products(size: Size, dtype: torch.dtype, device: torch.device) -> bool:
     """Whether to form a convolution's per-example gradients by products of patches, or by one grouped convolution."""
     if device.type != "cpu" or dtype != torch.float32 or products_are_as_fast(device):
         return True
-    # With few positions the convolution spends its time on the order of the weight's numbers.
     return size.positions < _FEW_POSITIONS
 
 
-def _gram(size: "Size") -> int:
+def _gram(size: Size) -> int:
     """Cost of the norms by Gram matrices."""
     pairs = size.groups * size.positions**2
     return _DOUBLE * (size.gram + pairs * size.outputs) + _PER_GRAM_NUMBER * pairs
