@@ -128,6 +128,22 @@ def test_the_ways_agree_when_examples_come_in_several_ranges(monkeypatch, way, c
         check(nn.Conv2d(6, 8, 3, stride=2, groups=2), x, plan, way)
 
 
+@pytest.mark.parametrize(
+    ("layer", "shape"),
+    [
+        (nn.Conv1d(3, 6, 3, padding="same"), (5, 3, 9)),
+        (nn.Conv2d(4, 6, 3, 2, 1, 2, groups=2, padding_mode="reflect"), (5, 4, 9, 8)),
+        (nn.Conv3d(3, 6, (1, 3, 2), 1, 1), (2, 3, 5, 4, 5)),
+    ],
+)
+def test_norms_of_patches_are_taken_without_patches(layer, shape):
+    torch.manual_seed(0)
+    x = torch.randn(shape)
+    patches = convolution.Patches(layer, x, torch.randn_like(layer(x)))
+    rows = slice(0, 2)
+    torch.testing.assert_close(patches.right_norms(rows), patches.right(rows, torch.float32).norm(dim=3))
+
+
 @pytest.mark.parametrize("plan", [ClipPlan.flat(max_grad_norm=1e-3), ClipPlan.per_layer(max_grad_norm=1e-3)])
 @pytest.mark.parametrize("way", ["formed", "Gram", "formed twice"])
 def test_a_gradient_that_cancels_contributes_no_more_than_the_bound(monkeypatch, way, plan):
