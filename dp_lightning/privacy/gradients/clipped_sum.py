@@ -1,5 +1,6 @@
 """The clipped sum of per-example gradients: sum over i of clip(grad l_i), in float32, in any number of pieces."""
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -138,8 +139,12 @@ def clipped_gradient_sum(
 
     Raises:
         ModelError: when a module's per-example gradients cannot be taken; the message names it.
+        ConfigurationError: when the tensors have different numbers of examples.
+
+    Whether the model treats its examples apart, and uses its parameters in the modules that they belong to, is not
+    checked here. A training run checks it (``dp_lightning.privacy.model_check``).
     """
-    size = _rows(inputs)
+    size = _rows(inputs, targets)
     if max_physical_batch_size is not None and max_physical_batch_size < 1:
         raise ConfigurationError(f"max_physical_batch_size is {max_physical_batch_size}; it must be at least 1.")
     engine = GradientEngine(model)
@@ -158,6 +163,12 @@ def clipped_gradient_sum(
             norms.append(total.end())
     finally:
         engine.detach()
+    if unused := engine.unused() if size else []:
+        warnings.warn(
+            f"The modules of {', '.join(unused)} did not run, so these parameters get no gradient. A parameter has to "
+            "be used by calling the module that it belongs to.",
+            stacklevel=2,
+        )
     if explain:
         print(engine.explanation())
     joined = torch.cat(norms)
@@ -168,5 +179,13 @@ def _cut(tree: Any, piece: slice) -> Any:
     return tree_map(lambda leaf: leaf[piece] if isinstance(leaf, Tensor) else leaf, tree)
 
 
-def _rows(tree: Any) -> int:
-    return next(leaf.shape[0] for leaf in tree_flatten(tree)[0] if isinstance(leaf, Tensor))
+def _rows(*trees: Any) -> int:
+    tensors = [leaf for leaf in tree_flatten(trees)[0] if isinstance(leaf, Tensor)]
+    sizes = {tensor.shape[0] if tensor.dim() else None for tensor in tensors}
+    if len(sizes) != 1 or None in sizes:
+        shapes = ", ".join(str(tuple(tensor.shape)) for tensor in tensors) or "none"
+        raise ConfigurationError(
+            f"The tensors in inputs and targets have the shapes {shapes}. "
+            "The first dimension of each must be the batch."
+        )
+    return int(sizes.pop())  # type: ignore[arg-type]

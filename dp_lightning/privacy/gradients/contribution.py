@@ -96,7 +96,7 @@ def squared_norms(rows: Tensor) -> Tensor:
 
 def weighted_rows(rows: Tensor, weights: Tensor, unusable: Tensor) -> Tensor:
     """Sum over i of weights[i] * rows[i], float32, without the rows (b, ...) where ``unusable``."""
-    total = torch.zeros(rows.shape[1:], device=rows.device)
+    total = torch.zeros(rows.shape[1:], dtype=torch.float32, device=rows.device)
     # In pieces, so that a copy in float32 never exists as a whole.
     step = max(len(rows), 1) if rows.dtype == torch.float32 else _WIDENED_ROWS
     for piece in zip(rows.split(step), weights.split(step), unusable.split(step), strict=True):

@@ -110,7 +110,7 @@ class Patches(Factors):
         if not self._windows:
             return super().right_gram(rows)
         conv, (height, width) = self._conv, self._values.shape[2:]
-        x, (left, _, top, _) = self._image[rows].double(), conv._reversed_padding_repeated_twice
+        x, (left, _, top, _) = self._image[rows].double(), _padding(conv)
         if conv.padding_mode != "zeros":
             x, left, top = _padded(conv, x), 0, 0
         down = _shifts(conv.kernel_size[0], conv.stride[0], conv.dilation[0], top)
@@ -228,8 +228,20 @@ def _weight_gradient(conv: _ConvNd, image: Tensor, values: Tensor, batch_size: i
     )[1]
 
 
+def _padding(conv: _ConvNd) -> list[int]:
+    """What the forward pass adds before and after the last dimension, the one before it, and so on."""
+    if conv.padding_mode != "zeros":
+        return list(conv._reversed_padding_repeated_twice)
+    if conv.padding == "valid":
+        return [0] * 2 * len(conv.stride)
+    if isinstance(conv.padding, str):
+        sums = [dilation * (kernel - 1) for dilation, kernel in zip(conv.dilation, conv.kernel_size, strict=True)]
+        return [side for total in reversed(sums) for side in (total // 2, total - total // 2)]
+    return [side for side in reversed(conv.padding) for _ in range(2)]
+
+
 def _padded(conv: _ConvNd, x: Tensor) -> Tensor:
-    padding = conv._reversed_padding_repeated_twice
+    padding = _padding(conv)
     if not any(padding):
         return x
     return F.pad(x, padding, mode="constant" if conv.padding_mode == "zeros" else conv.padding_mode)

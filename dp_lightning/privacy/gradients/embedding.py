@@ -33,7 +33,7 @@ class EmbeddingRule:
                 "nn.Embedding with scale_grad_by_freq or max_norm looks at the whole batch, or changes its weight in "
                 "the forward pass. Leave both out."
             )
-        indices = inputs.flatten(1)
+        indices = inputs.reshape(len(inputs), -1)
         rows = grad_output.reshape(*indices.shape, -1)
         rows = rows.to(torch.promote_types(rows.dtype, torch.float32))
         if embedding.padding_idx is not None:
@@ -46,9 +46,13 @@ class _Rows(Contribution):
 
     def __init__(self, name: str, indices: Tensor, rows: Tensor, num_embeddings: int) -> None:
         """``indices``: (b, t); ``rows``: (b, t, features)."""
-        self._name, self._indices, self._num_embeddings = name, indices, num_embeddings
-        # The slot of an index is the first position where it occurs.
-        slots = (indices.unsqueeze(2) == indices.unsqueeze(1)).int().argmax(dim=2)
+        self._name, self._num_embeddings = name, num_embeddings
+        # A slot per distinct index, in the order of the indices.
+        ordered, positions = indices.sort(dim=1)
+        slots = torch.zeros_like(indices)
+        slots[:, 1:] = (ordered[:, 1:] != ordered[:, :-1]).cumsum(dim=1)
+        self._indices = torch.zeros_like(indices).scatter_(1, slots, ordered)  # of each slot; 0 where it is empty
+        slots = torch.empty_like(slots).scatter_(1, positions, slots)
         self._slots = torch.zeros_like(rows).scatter_add_(1, slots.unsqueeze(2).expand_as(rows), rows)
         self.way = "rows"
 
@@ -70,5 +74,5 @@ class _Rows(Contribution):
 
     def weighted_sum(self, weights: Weights) -> dict[str, Tensor]:
         slots = without(self._slots, weights.unusable).float() * weights.factors[self._name][:, None, None]
-        total = torch.zeros(self._num_embeddings, slots.shape[2], device=slots.device)
+        total = torch.zeros(self._num_embeddings, slots.shape[2], dtype=torch.float32, device=slots.device)
         return {self._name: total.index_add_(0, self._indices.flatten(), slots.flatten(0, 1))}

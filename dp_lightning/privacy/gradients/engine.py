@@ -58,6 +58,10 @@ class GradientEngine:
             handle.remove()
         self._handles.clear()
 
+    def unused(self) -> list[str]:
+        """Trained parameters whose modules did not run in the last physical batch."""
+        return [name for name in self.parameters if not self._uses[name]]
+
     def explanation(self) -> str:
         """A line per module: its name, its type, and how its gradients were taken in the last physical batch."""
         rows = [
@@ -126,7 +130,9 @@ class GradientEngine:
             return
         self._handles.append(
             unit.module.register_forward_hook(
-                lambda module, args, kwargs, output: self._saw(unit, args, kwargs, output), with_kwargs=True
+                lambda module, args, kwargs, output: self._saw(unit, args, kwargs, output),
+                with_kwargs=True,
+                prepend=True,  # what the module returned, before another hook changes it
             )
         )
 
@@ -231,7 +237,7 @@ class GradientEngine:
                 formed = vmapped_gradients(
                     unit.module, args, kwargs, gradients, frozenset(unit.parameters), self._batch_size
                 )
-        except RuntimeError as error:
+        except (RuntimeError, ValueError) as error:
             raise ModelError(
                 f"No per-example gradient can be taken at module '{unit.name}' ({type(unit.module).__name__}): "
                 f"{error}\nReplace it by layers with known rules, or freeze its parameters."
@@ -246,6 +252,7 @@ class GradientEngine:
         for own, parameter in unit.parameters.items():
             copies = copies_of(parameter, self._batch_size)
             if self._listening:
+                self._uses[self._names[id(parameter)]] += 1
                 self._watch_copies(unit, parameter, copies)
             # An instance attribute is found before the entry in _parameters.
             unit.module.__dict__[own] = stand_in(parameter, copies)

@@ -83,6 +83,11 @@ def group_norm(module: nn.Module, inputs: Tensor) -> Tensor:
 
 def instance_norm(module: nn.Module, inputs: Tensor) -> Tensor:
     """Normalised over the positions of each channel."""
+    if module.track_running_stats and not module.training:
+        raise ModelError(
+            f"{type(module).__name__} with track_running_stats=True normalises by other examples' statistics while "
+            "evaluating. Set track_running_stats=False."
+        )
     return F.group_norm(inputs, inputs.shape[1], eps=float(module.eps))  # type: ignore[arg-type]
 
 

@@ -12,8 +12,8 @@ norms and the weighted sum over examples:
   so it is taken in float64.
 * formed twice: for the norm, and again, all at once and weighted, for the sum.
 
-In the last two the sum is not rounded as the norm was. A bound of the sum's float32 rounding is added to the norm, so
-that an example whose gradient cancels cannot contribute what was not measured.
+In the last two the sum is not rounded as the norm was. A bound of the float32 rounding of an example's part of the sum
+is added to its norm, so that an example whose gradient cancels cannot contribute what was not measured.
 """
 
 from abc import ABC, abstractmethod
@@ -37,11 +37,17 @@ from dp_lightning.privacy.gradients.contribution import (
 from dp_lightning.privacy.gradients.ways import Size, examples_at_a_time, kept_way, streamed_way
 from dp_lightning.privacy.gradients.workspace import Workspace
 
-# Rounding of the float32 weighted sum, relative to the sum over positions of |g_t| |p_t|: eight float32 epsilons.
-_ROUNDING = 8 * torch.finfo(torch.float32).eps
-
 Empty = Callable[..., Tensor]
 """As ``torch.empty``, with ``dtype`` and ``device``."""
+
+
+def rounding_per_term(positions: int) -> float:
+    """Bound of the rounding of a float32 sum over ``positions``, relative to the sum over t of |g_t| |p_t|.
+
+    A product and an addition round by half an epsilon each, and every addition rounds a partial sum of at most that
+    size (Higham 2002, section 3.1): ``positions`` epsilons, twice, since other examples' terms may come in between.
+    """
+    return (2 * positions + 8) * torch.finfo(torch.float32).eps
 
 
 class Factors(ABC):
@@ -108,7 +114,7 @@ class Factors(ABC):
     def total(self, weights: Tensor, unusable: Tensor) -> Tensor:
         """The sum over i of weights[i] G_i^T P_i: (groups, outputs, inputs), float32."""
         size = self.size
-        total = torch.zeros(size.groups, size.outputs, size.inputs, device=self.device)
+        total = torch.zeros(size.groups, size.outputs, size.inputs, dtype=torch.float32, device=self.device)
         for rows in self.ranges(size.patches + size.weight):
             left = without(self.left(rows, torch.float32) * weights[rows, None, None, None], unusable[rows])
             right = without(self.right(rows, torch.float32), unusable[rows])
@@ -125,18 +131,19 @@ class Factors(ABC):
 
 
 @contextmanager
-def float32_products(device: torch.device) -> Iterator[None]:
-    """No TF32 on a GPU: its rounding of 2^-11 is not in the bound of the float32 sum's error."""
-    if device.type != "cuda":
+def float32_products() -> Iterator[None]:
+    """No TF32 and no bfloat16 inside products of float32: their rounding is not in the bound of the sum's error."""
+    torch_backends: Any = torch.backends
+    cuda, cudnn, mkldnn = torch_backends.cuda, torch_backends.cudnn, torch_backends.mkldnn
+    backends = [cuda.matmul, cudnn.conv, mkldnn.matmul, mkldnn.conv]
+    before = [backend.fp32_precision for backend in backends]
+    try:
+        for backend in backends:
+            backend.fp32_precision = "ieee"
         yield
-        return
-    before = torch.backends.cuda.matmul.allow_tf32
-    with torch.backends.cudnn.flags(allow_tf32=False):
-        torch.backends.cuda.matmul.allow_tf32 = False
-        try:
-            yield
-        finally:
-            torch.backends.cuda.matmul.allow_tf32 = before
+    finally:
+        for backend, precision in zip(backends, before, strict=True):
+            backend.fp32_precision = precision
 
 
 class Product(Contribution):
@@ -190,7 +197,7 @@ class Product(Contribution):
             if self._kept:
                 total = self._weighted_kept(factors, weights.unusable).unsqueeze(0)
             else:
-                with float32_products(self._factors.device):
+                with float32_products():
                     total = self._factors.total(factors, weights.unusable).unsqueeze(0)
                 self._factors.pull_back(total)
             sums[name] = self._factors.weight(total)[0]
@@ -209,7 +216,7 @@ class Product(Contribution):
             weights = weigh(rows, norms)
             for own, piece in pieces.items():
                 if own not in totals:
-                    totals[own] = torch.zeros(piece.shape[1:], device=piece.device)
+                    totals[own] = torch.zeros(piece.shape[1:], dtype=torch.float32, device=piece.device)
                 add_weighted(totals[own], piece, weights.factors[self._names[own]], weights.unusable)
         if "weight" in totals:
             totals["weight"] = factors.weight(totals["weight"].unsqueeze(0))[0]
@@ -247,7 +254,7 @@ class Product(Contribution):
             self._norms["weight"] = torch.cat(norms)
 
     def _weighted_kept(self, weights: Tensor, unusable: Tensor) -> Tensor:
-        total = torch.zeros(self._kept[0].shape[1:], device=weights.device)
+        total = torch.zeros(self._kept[0].shape[1:], dtype=torch.float32, device=weights.device)
         sizes = [len(piece) for piece in self._kept]
         for piece in zip(self._kept, weights.split(sizes), unusable.split(sizes), strict=True):
             add_weighted(total, *piece)
@@ -258,7 +265,7 @@ class Product(Contribution):
         # In float32 as the sum is, whatever the type of the factors.
         dtype = torch.promote_types(factors.dtype, torch.float32)
         for rows in factors.ranges(factors.forming(dtype)):
-            with float32_products(factors.device):
+            with float32_products():
                 weight, others = self._form(rows, dtype, workspace.scratch)
             pieces.append(others)
             norms.append(squared_norms(weight) + self._rounding(rows).square())
@@ -267,9 +274,10 @@ class Product(Contribution):
 
     def _rounding(self, rows: slice) -> Tensor:
         """(r,) bound of the rounding of these examples in the weighted sum, for a weight of one."""
-        left = self._factors.left(rows, torch.float32).norm(dim=3)
-        rounding = _ROUNDING * (left * self._factors.right_norms(rows)).sum((1, 2))
-        return rounding if self._factors.stretch is None else rounding * self._factors.stretch
+        factors = self._factors
+        terms = factors.left(rows, torch.float32).norm(dim=3) * factors.right_norms(rows)
+        rounding = rounding_per_term(factors.size.positions) * terms.sum((1, 2))
+        return rounding if factors.stretch is None else rounding * factors.stretch
 
     def _gram_ranges(self) -> Iterator[slice]:
         size = self._factors.size
@@ -280,7 +288,7 @@ class Product(Contribution):
         left = self._factors.left(rows, torch.float64)
         gram, patches = left @ left.mT, self._factors.right_gram(rows)
         diagonals = gram.diagonal(dim1=2, dim2=3) * patches.diagonal(dim1=2, dim2=3)
-        rounding = _ROUNDING * diagonals.clamp_min(0.0).sqrt().sum((1, 2))
+        rounding = rounding_per_term(self._factors.size.positions) * diagonals.clamp_min(0.0).sqrt().sum((1, 2))
         squared = torch.linalg.vecdot(gram.flatten(1), patches.flatten(1)).clamp_min(0.0)
         return (squared + rounding.square()).float()
 

@@ -7,8 +7,11 @@
 
 from dataclasses import dataclass
 
+import torch
 from torch import nn
+from torch.nn.modules.conv import _ConvTransposeNd
 
+from dp_lightning.errors import ModelError
 from dp_lightning.privacy.gradients.broadcast import takes_copies
 from dp_lightning.privacy.gradients.convolution import Patches, TransposedPatches
 from dp_lightning.privacy.gradients.embedding import EmbeddingRule
@@ -82,24 +85,41 @@ class Unit:
 
 def rule_of(module: nn.Module) -> Rule | None:
     """The rule of the module's type, if there is one."""
+    if isinstance(module, _ConvTransposeNd) and any(
+        extra >= stride for extra, stride in zip(module.output_padding, module.stride, strict=True)
+    ):
+        return None  # more positions than the convolution that it is the gradient of has
     kind = type(module)
     return RULES.get(kind) or NAMED_RULES.get(f"{kind.__module__}.{kind.__qualname__}")
 
 
 def units_of(model: nn.Module) -> list[Unit]:
-    """Every trained parameter of the model belongs to at least one unit; to several where it is shared."""
-    return list(_walk("", model))
+    """Every trained parameter of the model belongs to at least one unit; to several where it is shared.
+
+    Raises:
+        ModelError: for a module that cannot be watched.
+    """
+    return list(_walk("", model, set()))
 
 
-def _walk(name: str, module: nn.Module) -> list[Unit]:
+def _walk(name: str, module: nn.Module, walked: set[int]) -> list[Unit]:
+    if id(module) in walked:
+        return []  # stands in the model twice; its calls are watched wherever they come from
+    walked.add(id(module))
+    everything = {key: p for key, p in module.named_parameters() if p.requires_grad}
+    if everything and isinstance(module, torch.jit.ScriptModule):
+        raise ModelError(
+            f"'{name}' is a ScriptModule, whose layers cannot be watched. Use the module before scripting."
+        )
     own = {key: p for key, p in module._parameters.items() if p is not None and p.requires_grad}
     inner = [(key, child) for key, child in module.named_children() if any(True for _ in child.parameters())]
     if own and not inner and rule_of(module) is not None and set(own) <= {"weight", "bias", "gain", "gamma"}:
         return [Unit(name, module, "rule", own)]
-    if own and not (inner and takes_copies(module, own)):
-        everything = {key: p for key, p in module.named_parameters() if p.requires_grad}
+    # Attention of torch uses the parameters of a layer inside without calling it.
+    whole = (bool(own) and not (inner and takes_copies(module, own))) or isinstance(module, nn.MultiheadAttention)
+    if everything and whole:
         return [Unit(name, module, "vmapped", everything)]
     units = [Unit(name, module, "broadcast", own)] if own else []
     for key, child in inner:
-        units += _walk(f"{name}.{key}" if name else key, child)
+        units += _walk(f"{name}.{key}" if name else key, child, walked)
     return units

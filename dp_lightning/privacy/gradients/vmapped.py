@@ -1,17 +1,21 @@
 """Any other module: the vector-Jacobian product of that module alone, example by example.
 
 The module runs again on each example by itself, so that its per-example gradients are exact whatever it does inside,
-as long as it treats the first dimension of its inputs as the batch. The examples are vmapped; a module that vmap cannot
+as long as it treats the first dimension of its inputs as the batch. That is checked: the gradients by example have to
+add up to that of the batch. The examples are vmapped; a module that vmap cannot
 run (recurrent layers change tensors in place) takes them one after the other.
 """
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
+
+# Relative rounding of 16-bit gradients, with room to add up.
+_TOLERANCE = {torch.bfloat16: 5e-2, torch.float16: 1e-2}
 
 
 def vmapped_gradients(
@@ -32,6 +36,9 @@ def vmapped_gradients(
             does not depend on one.
         wanted: names of the trained parameters.
         batch_size: number of examples b.
+
+    Raises:
+        RuntimeError, ValueError: when the module draws random numbers, or does not treat its examples apart.
     """
     state = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     trained = {name: state[name].detach() for name in wanted}
@@ -42,11 +49,10 @@ def vmapped_gradients(
     used = [index for index, gradient in enumerate(grad_outputs) if gradient is not None]
     gradients = tuple(gradient for gradient in grad_outputs if gradient is not None)
 
-    def one_example(example: list[Tensor], grads: tuple[Tensor, ...]) -> dict[str, Tensor]:
-        values = iter(example)
-        mine = [
-            next(values).unsqueeze(0) if is_batched else leaf for leaf, is_batched in zip(leaves, batched, strict=True)
-        ]
+    def pull_back(rows: list[Tensor], cotangents: tuple[Tensor, ...]) -> dict[str, Tensor]:
+        """Gradients of ``trained``, added up over the examples in ``rows``."""
+        values = iter(rows)
+        mine = [next(values) if is_batched else leaf for leaf, is_batched in zip(leaves, batched, strict=True)]
         my_args, my_kwargs = tree_unflatten(mine, spec)
 
         def run(parameters: dict[str, Tensor]) -> tuple[Tensor, ...]:
@@ -55,9 +61,19 @@ def vmapped_gradients(
             return tuple(tensors[index] for index in used)
 
         outputs, pullback, *_ = torch.func.vjp(run, trained)
-        cotangents = tuple(grad.unsqueeze(0).to(output.dtype) for grad, output in zip(grads, outputs, strict=True))
-        return pullback(cotangents)[0]
+        return pullback(tuple(g.to(output.dtype) for g, output in zip(cotangents, outputs, strict=True)))[0]
 
+    def one_example(example: list[Tensor], cotangents: tuple[Tensor, ...]) -> dict[str, Tensor]:
+        return pull_back([row.unsqueeze(0) for row in example], tuple(g.unsqueeze(0) for g in cotangents))
+
+    found = _by_example(module, one_example, rows, gradients)
+    _check_sum(found, pull_back(rows, gradients))
+    return found
+
+
+def _by_example(
+    module: nn.Module, one_example: Callable[..., dict[str, Tensor]], rows: list[Tensor], gradients: tuple[Tensor, ...]
+) -> dict[str, Tensor]:
     try:
         return torch.func.vmap(one_example, randomness="error")(rows, gradients)
     except RuntimeError as error:
@@ -68,6 +84,20 @@ def vmapped_gradients(
             stacklevel=2,
         )
     singles = [
-        one_example([row[i] for row in rows], tuple(gradient[i] for gradient in gradients)) for i in range(batch_size)
+        one_example([row[i] for row in rows], tuple(gradient[i] for gradient in gradients))
+        for i in range(len(gradients[0]))
     ]
     return {name: torch.stack([single[name] for single in singles]) for name in singles[0]}
+
+
+def _check_sum(found: dict[str, Tensor], total: dict[str, Tensor]) -> None:
+    """Refuse gradients by example that do not add up to the gradient of the batch."""
+    for name, gradients in found.items():
+        sizes = gradients.flatten(1).norm(dim=1).sum()
+        error = (gradients.sum(0) - total[name]).norm()
+        # Not true where an example is not finite.
+        if error > _TOLERANCE.get(gradients.dtype, 1e-3) * sizes:
+            raise ValueError(
+                f"the gradients of '{name}' by example do not add up to that of the batch. The module draws random "
+                "numbers, mixes examples, or gets a tensor whose first dimension has the batch's size by chance."
+            )

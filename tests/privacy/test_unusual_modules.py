@@ -1,0 +1,210 @@
+"""Modules that stand, or are used, where the gradient engine might not expect it: right, or refused by name."""
+
+import pytest
+import torch
+from reference import clipped_sum_by_loop, relative_error
+from torch import nn
+from torch.nn import functional as F
+
+from dp_lightning.errors import ConfigurationError, ModelError
+from dp_lightning.privacy import ClipPlan, clipped_gradient_sum
+
+PLANS = [ClipPlan.flat(max_grad_norm=0.5), ClipPlan.per_layer(max_grad_norm=0.5)]
+
+
+def squares(output, target):
+    return output.square().flatten(1).sum(1).mean()
+
+
+def check(model, x, plan):
+    sums, norms = clipped_gradient_sum(model, squares, x, torch.zeros(len(x)), clip_plan=plan)
+    expected, expected_norms = clipped_sum_by_loop(model, x, torch.zeros(len(x)), plan, squares)
+    assert relative_error(sums, expected) < 1e-5
+    expected_norms = expected_norms[:, 0] if plan.kind == "flat" else expected_norms
+    torch.testing.assert_close(norms.double(), expected_norms, rtol=1e-5, atol=0)
+
+
+class Tied(nn.Module):
+    """A parameter of the module that is also a layer's weight."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(6, 1)
+        self.shift = self.inner.weight
+
+    def forward(self, x):
+        return self.inner(x + self.shift)
+
+
+class Attention(nn.Module):
+    """Trains what the attention of torch uses without calling it."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.MultiheadAttention(6, 2, batch_first=True)
+        self.inner.in_proj_weight.requires_grad_(False)
+        self.inner.in_proj_bias.requires_grad_(False)
+
+    def forward(self, x):
+        return self.inner(x, x, x)[0]
+
+
+def twice():
+    layer = nn.Linear(6, 6)
+    return nn.Sequential(nn.Sequential(layer, nn.Tanh()), nn.Sequential(nn.Tanh(), layer))
+
+
+def hooked():
+    model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 2))
+    model[0].register_forward_hook(lambda module, args, output: output * 3)
+    return model
+
+
+def repadded(before, after):
+    conv = nn.Conv2d(2, 3, 3, padding=before)
+    conv.padding = after
+    return conv
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=["flat", "per-layer"])
+@pytest.mark.parametrize(
+    ("build", "shape"),
+    [
+        (twice, (6,)),
+        (hooked, (6,)),
+        (Tied, (6,)),
+        (Attention, (4, 6)),
+        (lambda: repadded(0, (1, 2)), (2, 6, 6)),
+        (lambda: repadded(1, (0, 0)), (2, 6, 6)),
+        (lambda: nn.ConvTranspose1d(4, 6, 4, stride=1, padding=1, dilation=3, output_padding=2), (4, 20)),
+    ],
+    ids=["one module at two places", "a hook", "tied", "attention", "more padding", "less padding", "output padding"],
+)
+@pytest.mark.filterwarnings("ignore:No gradient rule")
+def test_the_clipped_sum_equals_the_loop(build, shape, plan):
+    torch.manual_seed(0)
+    check(build(), torch.randn(5, *shape), plan)
+
+
+def test_labels_without_a_second_dimension_are_embedded():
+    torch.manual_seed(0)
+    embedding, labels = nn.Embedding(7, 4), torch.tensor([3, 0, 3, 6])
+    sums, norms = clipped_gradient_sum(
+        embedding, squares, labels, torch.zeros(4), clip_plan=ClipPlan.flat(max_grad_norm=1e9)
+    )
+    squares(embedding(labels), None).mul(4).backward()
+    torch.testing.assert_close(sums["weight"], embedding.weight.grad)
+    torch.testing.assert_close(norms, 2 * embedding(labels).norm(dim=1))
+
+
+def test_the_sums_are_float32_whatever_the_default():
+    torch.set_default_dtype(torch.float64)
+    try:
+        model = nn.Sequential(nn.Conv1d(2, 3, 3), nn.GroupNorm(1, 3), nn.Flatten(), nn.Linear(12, 2))
+        for plan in PLANS:
+            check(model, torch.randn(4, 2, 6), plan)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+class Scaled(nn.Module):
+    """Without a rule, and called with a tensor that does not belong to the examples."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8, 8))
+
+    def forward(self, x, scale):
+        return F.linear(x * scale, self.weight)
+
+
+class WithScale(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = Scaled()
+        self.register_buffer("scale", torch.arange(8.0))
+
+    def forward(self, x):
+        return self.inner(x, self.scale)
+
+
+class Drops(nn.Module):
+    """Cannot be vmapped, since it changes a tensor in place, and draws random numbers."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(6, 6))
+        self.drop = nn.Dropout(0.5)
+
+    def forward(self, x):
+        out = torch.zeros(x.shape)
+        out[:, 0] = x[:, 0] @ self.weight
+        return self.drop(out)
+
+
+class LastState(nn.Module):
+    """The batch is not the first dimension of what the inner module returns."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.LSTM(6, 6, batch_first=True)
+
+    def forward(self, x):
+        return self.inner(x)[1][0][0]
+
+
+@pytest.mark.filterwarnings("ignore:No gradient rule", "ignore:.*cannot be vmapped")
+@pytest.mark.parametrize(
+    ("build", "shape", "size", "message"),
+    [
+        (WithScale, (8,), 8, "'inner'.*do not add up"),
+        (Drops, (3, 6), 5, "do not add up"),
+        (LastState, (3, 6), 5, "'inner'"),
+        (lambda: nn.Sequential(nn.LSTM(6, 6)), (5, 6), 5, "'0'"),
+        (lambda: nn.InstanceNorm2d(3, affine=True, track_running_stats=True).eval(), (3, 4, 4), 5, "track_running"),
+    ],
+)
+def test_what_cannot_be_told_by_example_is_refused_by_name(build, shape, size, message):
+    torch.manual_seed(0)
+    model = build()
+    loss = (lambda output, target: squares(output[0], target)) if isinstance(model, nn.Sequential) else squares
+    with pytest.raises(ModelError, match=message):
+        clipped_gradient_sum(model, loss, torch.randn(size, *shape), torch.zeros(size), clip_plan=ClipPlan.flat())
+
+
+@pytest.mark.filterwarnings("ignore:No gradient rule")
+def test_a_tensor_for_all_examples_is_passed_whole():
+    torch.manual_seed(0)
+    check(WithScale(), torch.randn(5, 8), PLANS[0])
+
+
+@pytest.mark.filterwarnings("ignore:No gradient rule")
+def test_an_example_that_is_not_finite_is_no_reason_to_refuse_the_batch():
+    torch.manual_seed(0)
+    x = torch.randn(5, 8)
+    x[2] = torch.nan
+    sums, norms = clipped_gradient_sum(WithScale(), squares, x, torch.zeros(5), clip_plan=PLANS[0])
+    assert sums["inner.weight"].isfinite().all()
+    assert norms.isnan().tolist() == [False, False, True, False, False]
+
+
+def test_a_parameter_that_is_used_without_its_module_is_named():
+    class Outside(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner, self.last = nn.Linear(6, 6), nn.Linear(6, 2)
+
+        def forward(self, x):
+            return self.last(F.linear(x, self.inner.weight))
+
+    with pytest.warns(UserWarning, match=r"inner\.weight, inner\.bias did not run"):
+        clipped_gradient_sum(Outside(), squares, torch.randn(4, 6), torch.zeros(4), clip_plan=ClipPlan.flat())
+
+
+@pytest.mark.parametrize(
+    ("inputs", "targets"),
+    [(torch.zeros(4, 6), torch.zeros(1)), (torch.tensor(1.0), torch.zeros(1)), ([], None)],
+)
+def test_tensors_of_different_numbers_of_examples_are_refused(inputs, targets):
+    with pytest.raises(ConfigurationError, match="first dimension of each must be the batch"):
+        clipped_gradient_sum(nn.Linear(6, 2), squares, inputs, targets, clip_plan=ClipPlan.flat())
