@@ -193,6 +193,8 @@ def main() -> None:
     options = parse()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     ways = ["ordinary", *(way for way in options.ways if way != "ordinary")]
+    if options.json:
+        options.json.parent.mkdir(parents=True, exist_ok=True)
     machine = hardware(device, options.threads)
     print(machine, flush=True)
     every: list[dict[str, Any]] = []

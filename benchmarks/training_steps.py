@@ -11,6 +11,10 @@ from typing import Any
 
 import timm
 import torch
+from opacus.grad_sample import GradSampleModuleFastGradientClipping
+from opacus.grad_sample.utils import wrap_model
+from opacus.optimizers import DPOptimizer, DPOptimizerFastGradientClipping
+from opacus.utils.fast_gradient_clipping_utils import DPLossFastGradientClipping
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torchvision.models.resnet import BasicBlock
@@ -89,9 +93,6 @@ def opacus(mode: str) -> Callable[[nn.Module, Callable[[], Any]], Step]:
     """Opacus with per-example gradients: ``hooks`` or ``functorch``."""
 
     def make(model: nn.Module, autocast: Callable[[], Any]) -> Step:
-        from opacus.grad_sample.utils import wrap_model
-        from opacus.optimizers import DPOptimizer
-
         wrapped = wrap_model(prepared_for_opacus(model), grad_sample_mode=mode)
         optimizer = DPOptimizer(
             torch.optim.SGD(wrapped.parameters(), lr=0.1),
@@ -114,10 +115,6 @@ def opacus(mode: str) -> Callable[[nn.Module, Callable[[], Any]], Step]:
 
 def opacus_ghost(model: nn.Module, autocast: Callable[[], Any]) -> Step:
     """Opacus' ghost clipping: two backward passes."""
-    from opacus.grad_sample import GradSampleModuleFastGradientClipping
-    from opacus.optimizers import DPOptimizerFastGradientClipping
-    from opacus.utils.fast_gradient_clipping_utils import DPLossFastGradientClipping
-
     wrapped = GradSampleModuleFastGradientClipping(
         prepared_for_opacus(model), max_grad_norm=1.0, use_ghost_clipping=True
     )

@@ -10,6 +10,7 @@ from torch import nn
 
 from dp_lightning.privacy import ClipPlan, clipped_gradient_sum
 from dp_lightning.privacy.gradients import convolution, products
+from dp_lightning.privacy.gradients.contribution import Contribution
 from dp_lightning.privacy.gradients.linear import Tokens
 from dp_lightning.privacy.gradients.workspace import Workspace
 
@@ -150,7 +151,7 @@ def test_norms_of_patches_are_taken_without_patches(layer, shape):
 def test_terms_that_round_all_in_one_direction_do_not_exceed_the_bound(monkeypatch, way, positions):
     """After a large first term, every small one rounds up; the last one takes away what exact arithmetic has."""
     monkeypatch.setattr(products, "kept_way", lambda size, *, gram: way)
-    monkeypatch.setattr(products, "streamed_way", lambda size, *, gram: "Gram")
+    monkeypatch.setattr(products.Product, "stream", Contribution.stream)  # measures as when kept
     layer, x, g = nn.Linear(300, 300, bias=False), torch.zeros(1, positions, 300), torch.zeros(positions)
     x[0, :, 0] = 1
     g[0], g[1:-1] = 1.75, 0.51 * torch.finfo(torch.float32).eps
@@ -166,7 +167,6 @@ def test_terms_that_round_all_in_one_direction_do_not_exceed_the_bound(monkeypat
 @pytest.mark.parametrize("cancellation", [1e2, 1e3])
 def test_the_gram_norm_is_exact_where_terms_cancel(monkeypatch, cancellation):
     monkeypatch.setattr(products, "streamed_way", lambda size, *, gram: "Gram")
-    monkeypatch.setattr(products, "kept_way", lambda size, *, gram: "Gram")
     torch.manual_seed(0)
     layer = nn.Conv2d(8, 8, 3, bias=False)
     x, target = cancellation + torch.randn(3, 8, 9, 9), torch.randn(3, 8, 7, 7)
@@ -229,6 +229,8 @@ def test_products_behind_a_bound_of_float32_rounding_are_in_float32(monkeypatch,
 def test_a_gradient_that_cancels_contributes_no_more_than_the_bound(monkeypatch, way, plan):
     """An almost constant image of scale 1e4 under a loss whose gradient sums to almost nothing."""
     monkeypatch.setattr(products, "kept_way", lambda size, *, gram: way)
+    if plan.kind == "flat":
+        monkeypatch.setattr(products.Product, "stream", Contribution.stream)  # measures as when kept
     monkeypatch.setattr(products, "streamed_way", lambda size, *, gram: way)
     torch.manual_seed(0)
     layer = nn.Conv2d(8, 8, 3, bias=False)
@@ -249,7 +251,7 @@ def test_a_gradient_that_cancels_contributes_no_more_than_the_bound(monkeypatch,
 def test_where_the_sum_is_rounded_anew_the_norm_holds_a_bound_of_its_rounding(monkeypatch, way):
     """Two positions whose terms cancel: what is left of the norm is the bound of the sum's rounding."""
     monkeypatch.setattr(products, "kept_way", lambda size, *, gram: way if gram else "formed twice")
-    monkeypatch.setattr(products, "streamed_way", lambda size, *, gram: "Gram")  # which measures as when kept
+    monkeypatch.setattr(products.Product, "stream", Contribution.stream)  # measures as when kept
     torch.manual_seed(0)
     patch, output_gradient = torch.randn(6), torch.randn(5)
     rounding = 12 * torch.finfo(torch.float32).eps * 2 * float(patch.norm() * output_gradient.norm())

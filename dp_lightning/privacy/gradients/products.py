@@ -176,8 +176,7 @@ class Product(Contribution):
         if not self._only_bias:
             self.way = kept_way(factors.size, gram=factors.stretch is None)
         if self.way == "Gram":
-            self._norms["weight"] = torch.cat([self._gram_norms(rows) for rows in self._gram_ranges()])
-            self._hold([self._bias(slice(None))])
+            self._measure_gram()
         elif self.way == "formed twice":
             self._measure_twice(workspace)
         else:
@@ -205,8 +204,12 @@ class Product(Contribution):
 
     def stream(self, weigh: Weigh, workspace: Workspace) -> dict[str, Tensor]:
         factors = self._factors
-        if self._only_bias or streamed_way(factors.size, gram=factors.stretch is None) == "Gram":
+        if self._only_bias:
             return super().stream(weigh, workspace)
+        if streamed_way(factors.size, gram=factors.stretch is None) == "Gram":
+            self.way = "Gram"
+            self._measure_gram()
+            return self.weighted_sum(weigh(slice(None), self.squared_norms()))
         self.way = "formed and used up"
         totals: dict[str, Tensor] = {}
         for rows in factors.ranges(factors.forming(factors.dtype)):
@@ -259,6 +262,10 @@ class Product(Contribution):
         for piece in zip(self._kept, weights.split(sizes), unusable.split(sizes), strict=True):
             add_weighted(total, *piece)
         return total
+
+    def _measure_gram(self) -> None:
+        self._norms["weight"] = torch.cat([self._gram_norms(rows) for rows in self._gram_ranges()])
+        self._hold([self._bias(slice(None))])
 
     def _measure_twice(self, workspace: Workspace) -> None:
         factors, pieces, norms = self._factors, [], []
