@@ -49,6 +49,27 @@ class Attention(nn.Module):
         return self.inner(x, x, x)[0]
 
 
+class Inside(nn.Module):
+    """Without a rule as a whole; a layer of it is called from outside too."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.layer, self.scale = layer, nn.Parameter(torch.randn(6))
+
+    def forward(self, x):
+        return self.layer(x * self.scale)
+
+
+class Around(nn.Module):
+    def __init__(self):
+        super().__init__()
+        layer = nn.Linear(6, 6)
+        self.inner, self.layer = Inside(layer), layer
+
+    def forward(self, x):
+        return self.layer(self.inner(x).tanh())
+
+
 def twice():
     layer = nn.Linear(6, 6)
     return nn.Sequential(nn.Sequential(layer, nn.Tanh()), nn.Sequential(nn.Tanh(), layer))
@@ -74,11 +95,21 @@ def repadded(before, after):
         (hooked, (6,)),
         (Tied, (6,)),
         (Attention, (4, 6)),
+        (Around, (6,)),
         (lambda: repadded(0, (1, 2)), (2, 6, 6)),
         (lambda: repadded(1, (0, 0)), (2, 6, 6)),
         (lambda: nn.ConvTranspose1d(4, 6, 4, stride=1, padding=1, dilation=3, output_padding=2), (4, 20)),
     ],
-    ids=["one module at two places", "a hook", "tied", "attention", "more padding", "less padding", "output padding"],
+    ids=[
+        "one module at two places",
+        "a hook",
+        "tied",
+        "attention",
+        "inside",
+        "more padding",
+        "less padding",
+        "output padding",
+    ],
 )
 @pytest.mark.filterwarnings("ignore:No gradient rule")
 def test_the_clipped_sum_equals_the_loop(build, shape, plan):

@@ -46,7 +46,7 @@ class GradientEngine:
         for unit in self.units:
             self._attach(unit)
         self.ways: dict[str, str] = {}
-        self._batch_size = 0
+        self._batch_size = self._depth = 0
         self._listening = self._receiving = False
         self._uses: Counter[str] = Counter()
         self._take: Callable[[Contribution], None] | None = None
@@ -89,6 +89,7 @@ class GradientEngine:
             take: called with each contribution as its gradient arrives; no parameter is in two of them.
         """
         self._batch_size, self._take, self._listening, self._receiving = batch_size, take, True, False
+        self._depth = 0
         self._uses.clear()
         self._partial = []
         for parameter in self.parameters.values():
@@ -128,6 +129,11 @@ class GradientEngine:
                 unit.module.register_forward_hook(lambda module, args, output: self._restore(unit), always_call=True)
             )
             return
+        if unit.kind == "vmapped":
+            self._handles.append(unit.module.register_forward_pre_hook(lambda module, args: self._enter(1)))
+            self._handles.append(
+                unit.module.register_forward_hook(lambda module, args, output: self._enter(-1), always_call=True)
+            )
         self._handles.append(
             unit.module.register_forward_hook(
                 lambda module, args, kwargs, output: self._saw(unit, args, kwargs, output),
@@ -136,8 +142,14 @@ class GradientEngine:
             )
         )
 
+    def _enter(self, step: int) -> None:
+        """Count how many vmapped modules run: what runs inside of one is a part of it, wherever else it stands."""
+        self._depth += step
+
     def _saw(self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         if not (self._listening or self._receiving) or not torch.is_grad_enabled():
+            return output
+        if self._depth > (1 if unit.kind == "vmapped" else 0):
             return output
         leaves, spec = tree_flatten((args, kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
