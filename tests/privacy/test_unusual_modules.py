@@ -60,10 +60,20 @@ class Inside(nn.Module):
         return self.layer(x * self.scale)
 
 
-class Around(nn.Module):
+class Shifted(nn.Module):
+    """With a parameter of its own, of which copies stand in."""
+
     def __init__(self):
         super().__init__()
-        layer = nn.Linear(6, 6)
+        self.linear, self.shift = nn.Linear(6, 6), nn.Parameter(torch.randn(1, 6))
+
+    def forward(self, x):
+        return self.linear(x) + self.shift
+
+
+class Around(nn.Module):
+    def __init__(self, layer):
+        super().__init__()
         self.inner, self.layer = Inside(layer), layer
 
     def forward(self, x):
@@ -95,10 +105,11 @@ def repadded(before, after):
         (hooked, (6,)),
         (Tied, (6,)),
         (Attention, (4, 6)),
-        (Around, (6,)),
+        (lambda: Around(nn.Linear(6, 6)), (6,)),
+        (lambda: Around(Shifted()), (6,)),
         (lambda: repadded(0, (1, 2)), (2, 6, 6)),
         (lambda: repadded(1, (0, 0)), (2, 6, 6)),
-        (lambda: nn.ConvTranspose1d(4, 6, 4, stride=1, padding=1, dilation=3, output_padding=2), (4, 20)),
+        (lambda: nn.ConvTranspose1d(4, 6, 4, stride=1, padding=1, dilation=3, output_padding=2), (4, 70)),
     ],
     ids=[
         "one module at two places",
@@ -106,6 +117,7 @@ def repadded(before, after):
         "tied",
         "attention",
         "inside",
+        "inside with copies",
         "more padding",
         "less padding",
         "output padding",

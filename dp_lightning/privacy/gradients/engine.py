@@ -259,7 +259,7 @@ class GradientEngine:
         self._keep(unit, {self._names[id(unit.parameters[own])]: value for own, value in formed.items()}, "vmapped")
 
     def _replace(self, unit: Unit) -> None:
-        if not (self._listening or self._receiving) or not torch.is_grad_enabled():
+        if self._depth or not (self._listening or self._receiving) or not torch.is_grad_enabled():
             return
         for own, parameter in unit.parameters.items():
             copies = copies_of(parameter, self._batch_size)
