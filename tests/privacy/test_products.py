@@ -50,6 +50,13 @@ PLANS = st.sampled_from([ClipPlan.flat(max_grad_norm=0.3), ClipPlan.per_layer(ma
 WAYS = st.sampled_from(["formed", "Gram", "formed twice"])
 
 
+def check_as_drawn(data, layer, x):
+    """``check`` in a memory format, under a plan and by ways that hypothesis draws."""
+    if data.draw(st.booleans(), "channels last"):
+        x = x.movedim(1, -1).contiguous().movedim(-1, 1)
+    check(layer, x, data.draw(PLANS, "plan"), data.draw(WAYS, "way"), by_products=data.draw(st.booleans(), "products"))
+
+
 @settings(max_examples=150, deadline=None, derandomize=True)
 @given(st.data())
 def test_every_way_of_a_convolution_equals_the_loop(data):
@@ -76,9 +83,7 @@ def test_every_way_of_a_convolution_equals_the_loop(data):
         padding_mode=mode,
     )
     x = torch.randn(data.draw(st.integers(1, 4), "batch"), layer.in_channels, *image)
-    if data.draw(st.booleans(), "channels last"):
-        x = x.movedim(1, -1).contiguous().movedim(-1, 1)
-    check(layer, x, data.draw(PLANS, "plan"), data.draw(WAYS, "way"), by_products=data.draw(st.booleans(), "products"))
+    check_as_drawn(data, layer, x)
 
 
 @settings(max_examples=80, deadline=None, derandomize=True)
@@ -101,9 +106,7 @@ def test_every_way_of_a_transposed_convolution_equals_the_loop(data):
         bias=data.draw(st.booleans(), "bias"),
     )
     x = torch.randn(data.draw(st.integers(1, 3), "batch"), layer.in_channels, *[3] * dims)
-    if data.draw(st.booleans(), "channels last"):
-        x = x.movedim(1, -1).contiguous().movedim(-1, 1)
-    check(layer, x, data.draw(PLANS, "plan"), data.draw(WAYS, "way"), by_products=data.draw(st.booleans(), "products"))
+    check_as_drawn(data, layer, x)
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
@@ -113,7 +116,7 @@ def test_every_way_of_a_linear_layer_equals_the_loop(data):
     layer = nn.Linear(data.draw(st.integers(1, 9)), data.draw(st.integers(1, 9)), bias=data.draw(st.booleans()))
     tokens = data.draw(st.lists(st.integers(1, 4), max_size=2), "tokens")
     x = torch.randn(data.draw(st.integers(1, 5), "batch"), *tokens, layer.in_features)
-    check(layer, x, data.draw(PLANS, "plan"), data.draw(WAYS, "way"), by_products=data.draw(st.booleans(), "products"))
+    check_as_drawn(data, layer, x)
 
 
 @pytest.mark.parametrize("way", ["formed", "Gram", "formed twice"])

@@ -39,7 +39,7 @@ class Patches(Factors):
         self.dtype = product_dtype(self._grad_output.dtype, image.device)
         groups, positions = conv.groups, values[0, 0].numel()
         inputs, seen = conv.weight[0].numel(), image[0].numel() + values[0].numel()
-        self._windows = self._has_windows()
+        self._windows = isinstance(conv, nn.Conv2d) and groups == 1
         if self._windows:
             # Every stride-th position in each dimension, stride * stride times.
             gram = image[0, 0].numel() ** 2 // prod(conv.stride) * image.shape[1]
@@ -53,10 +53,6 @@ class Patches(Factors):
     @property
     def _grad_output(self) -> Tensor:
         return self._values
-
-    def _has_windows(self) -> bool:
-        conv = self._conv
-        return isinstance(conv, nn.Conv2d) and conv.groups == 1
 
     def left(self, rows: slice, dtype: torch.dtype) -> Tensor:
         values, groups = self._values[rows].to(dtype), self._conv.groups
@@ -210,9 +206,10 @@ def _weight_gradient(conv: _ConvNd, image: Tensor, values: Tensor, batch_size: i
     """Summed over dimension 0; ``batch_size`` of them where that many examples are folded into the channels."""
     simple = conv.padding_mode == "zeros" and not isinstance(conv.padding, str)
     outputs, *rest = conv.weight.shape
-    weight = image.new_empty(batch_size * outputs, *rest)
     if _is_channels_last(image):
         weight = image.new_empty(batch_size * outputs, *rest[1:], rest[0]).movedim(-1, 1)
+    else:
+        weight = image.new_empty(batch_size * outputs, *rest)
     return torch.ops.aten.convolution_backward(
         values,
         image if simple else _padded(conv, image),

@@ -4,7 +4,7 @@ Linear layers and convolutions are of this form: g_it is the gradient of the lay
 pixel), p_it what the weight multiplied there (the token, the patch under the kernel). There are three exact ways to the
 norms and the weighted sum over examples:
 
-* formed: G_i^T P_i by a matrix product, a few examples at a time, so that patches and gradients stay in the cache.
+* formed: G_i^T P_i for a few examples at a time, so that patches and gradients stay in the cache.
   Either each gradient is used up at once, where its norm decides alone, or all of them are kept until the norm over all
   layers is known.
 * Gram: ||G_i^T P_i||^2 is the sum of the entrywise product of the Gram matrices G_i G_i^T and P_i P_i^T (Goodfellow
@@ -45,7 +45,8 @@ def rounding_per_term(positions: int) -> float:
     """Bound of the rounding of a float32 sum over ``positions``, relative to the sum over t of |g_t| |p_t|.
 
     A product and an addition round by half an epsilon each, and every addition rounds a partial sum of at most that
-    size (Higham 2002, section 3.1): ``positions`` epsilons, twice, since other examples' terms may come in between.
+    size (Higham 2002, section 3.1): an example's own terms need (``positions`` + 1) / 2 epsilons. Four times that
+    leaves room for other examples' terms that are added in between.
     """
     return (2 * positions + 8) * torch.finfo(torch.float32).eps
 
@@ -271,11 +272,11 @@ class Product(Contribution):
         factors, pieces, norms = self._factors, [], []
         # In float32 as the sum is, whatever the type of the factors.
         dtype = torch.promote_types(factors.dtype, torch.float32)
-        for rows in factors.ranges(factors.forming(dtype)):
-            with float32_products():
+        with float32_products():
+            for rows in factors.ranges(factors.forming(dtype)):
                 weight, others = self._form(rows, dtype, workspace.scratch)
-            pieces.append(others)
-            norms.append(squared_norms(weight) + self._rounding(rows).square())
+                pieces.append(others)
+                norms.append(squared_norms(weight) + self._rounding(rows).square())
         self._hold(pieces)
         self._norms["weight"] = torch.cat(norms)
 

@@ -2,8 +2,8 @@
 
 The module runs again on each example by itself, so that its per-example gradients are exact whatever it does inside,
 as long as it treats the first dimension of its inputs as the batch. That is checked: the gradients by example have to
-add up to that of the batch. The examples are vmapped; a module that vmap cannot
-run (recurrent layers change tensors in place) takes them one after the other.
+add up to that of the batch. The examples are vmapped; a module that vmap cannot run (recurrent layers change tensors in
+place) takes them one after the other.
 """
 
 import warnings

@@ -1,9 +1,9 @@
 """Which of the exact ways of ``products`` is the cheapest for a layer.
 
-The choice depends on sizes, types and the kind of processor, on nothing that is measured while the program runs: two
-runs on one machine take the same way and round alike.
-Costs are counted in float32 multiplications of a matrix product, relative to the ordinary weight gradient, which every
-way but ``formed`` takes as well. ``docs/performance.md`` explains the constants.
+The choice depends on sizes, types, the kind of processor and the number of threads, on nothing that is measured while
+the program runs: two runs on one machine take the same way and round alike. Costs are counted in float32
+multiplications of a matrix product, relative to the ordinary weight gradient, which every way but ``formed`` takes as
+well. ``docs/performance.md`` explains the ways.
 """
 
 from dataclasses import dataclass
