@@ -41,7 +41,11 @@ def work(job: Job, parent: Connection) -> None:
     import torch
     import training_steps
 
+    from dp_lightning.commands.memory import keep_freed_memory
+
     torch.set_num_threads(job.threads)
+    if job.device == "cpu":
+        keep_freed_memory()
     build, shape, _ = training_steps.MODELS[job.model]
     torch.manual_seed(0)
     try:

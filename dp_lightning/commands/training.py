@@ -16,6 +16,7 @@ from dp_lightning.callbacks import (
     RunRecord,
 )
 from dp_lightning.callbacks.settings import check_precision
+from dp_lightning.commands.memory import keep_freed_memory
 from dp_lightning.commands.parser import StrictParser
 from dp_lightning.errors import ConfigurationError
 from dp_lightning.lightning_modules.schedules import WarmupCosine
@@ -81,6 +82,8 @@ class TrainingCLI(LightningCLI):
     def before_fit(self) -> None:
         """Refuse wrong settings before any data is touched."""
         self.privacy.check(self.trainer, self.model)
+        if self.trainer.strategy.root_device.type == "cpu":
+            keep_freed_memory()
         check_files = getattr(self.datamodule, "check_files", None)
         if check_files is not None:
             check_files()

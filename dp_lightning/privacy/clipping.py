@@ -14,7 +14,6 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from dp_lightning.errors import ConfigurationError
@@ -104,14 +103,13 @@ class ClipPlan:
         """Scale of each example's gradient in each group.
 
         Args:
-            norms: (b, L) float32 norms; one that is not finite gives its group's factor zero.
-            bounds: (L,) float32, the C_l.
+            norms: (b, L) float32 norms, or (b,) of one group; one that is not finite gives the factor zero.
+            bounds: (L,) float32, the C_l, or () of one group.
         """
-        if self.factor == "abadi":
-            factors = (bounds / norms.clamp_min(torch.finfo(norms.dtype).tiny)).clamp_max(1.0)
-        else:
-            factors = bounds / (norms + AUTOMATIC_STABILITY)
-        return torch.where(norms.isfinite(), factors, torch.zeros_like(factors))
+        abadi = self.factor == "abadi"
+        factors = (bounds / norms).clamp_max_(1.0) if abadi else bounds / (norms + AUTOMATIC_STABILITY)
+        # An infinite norm has given zero already.
+        return factors.nan_to_num_(nan=0.0)
 
     def describe(self) -> dict[str, object]:
         """The plan in plain values, for the privacy statement."""

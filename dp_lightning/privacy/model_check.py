@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from dp_lightning.errors import ModelError
-from dp_lightning.privacy.gradients.contribution import Contribution, Weights
+from dp_lightning.privacy.gradients.contribution import Contribution
 from dp_lightning.privacy.gradients.engine import GradientEngine
 from dp_lightning.privacy.gradients.workspace import Workspace
 
@@ -174,8 +174,7 @@ def _check_gradients(
             row[index] = 1.0
             ours = {}
             for contribution in contributions:
-                weights = Weights(dict.fromkeys(contribution.names, row), torch.zeros_like(row, dtype=torch.bool))
-                ours.update(contribution.weighted_sum(weights))
+                ours.update(contribution.weighted_sum(dict.fromkeys(contribution.names, row)))
             _compare(names, expected, ours)
 
 

@@ -34,7 +34,7 @@ def check(layer, x, plan, ways, *, by_products=True):
     with pytest.MonkeyPatch.context() as patch:
         # Gram only where it is possible.
         patch.setattr(products, "kept_way", lambda size, *, gram: ways if gram or ways != "Gram" else "formed twice")
-        patch.setattr(products, "streamed_way", lambda size, *, gram: ways if gram else "formed")
+        patch.setattr(products, "streamed_way", lambda size, *, gram, by_products: ways if gram else "formed")
         patch.setattr(convolution, "products_are_as_fast", lambda device: by_products)
         patch.setattr(convolution, "formed_by_products", lambda size, dtype, device: by_products)
         sums, norms = clipped_gradient_sum(model, squared_error, x, y, clip_plan=plan)
@@ -169,7 +169,7 @@ def test_terms_that_round_all_in_one_direction_do_not_exceed_the_bound(monkeypat
 
 @pytest.mark.parametrize("cancellation", [1e2, 1e3])
 def test_the_gram_norm_is_exact_where_terms_cancel(monkeypatch, cancellation):
-    monkeypatch.setattr(products, "streamed_way", lambda size, *, gram: "Gram")
+    monkeypatch.setattr(products, "streamed_way", lambda size, *, gram, by_products: "Gram")
     torch.manual_seed(0)
     layer = nn.Conv2d(8, 8, 3, bias=False)
     x, target = cancellation + torch.randn(3, 8, 9, 9), torch.randn(3, 8, 7, 7)
@@ -234,7 +234,7 @@ def test_a_gradient_that_cancels_contributes_no_more_than_the_bound(monkeypatch,
     monkeypatch.setattr(products, "kept_way", lambda size, *, gram: way)
     if plan.kind == "flat":
         monkeypatch.setattr(products.Product, "stream", Contribution.stream)  # measures as when kept
-    monkeypatch.setattr(products, "streamed_way", lambda size, *, gram: way)
+    monkeypatch.setattr(products, "streamed_way", lambda size, *, gram, by_products: way)
     torch.manual_seed(0)
     layer = nn.Conv2d(8, 8, 3, bias=False)
     x = 1e4 + 1e-3 * torch.randn(1, 8, 9, 9)

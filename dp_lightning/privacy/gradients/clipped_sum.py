@@ -34,7 +34,7 @@ class ClippedSum:
         self._group_of = {name: index for index, names in enumerate(self._members) for name in names}
         device = next(iter(parameters.values())).device
         self._workspace = Workspace()
-        self._bounds = torch.tensor(clip_plan.bounds(groups), dtype=torch.float32, device=device)
+        self._bounds = torch.tensor(clip_plan.bounds(groups), dtype=torch.float32, device=device).unbind()
         self.discarded = torch.zeros((), dtype=torch.int64, device=device)
         """How many examples of the logical batch have a gradient that is not finite."""
         self.sums = {name: torch.zeros_like(p, dtype=torch.float32) for name, p in parameters.items()}
@@ -48,7 +48,7 @@ class ClippedSum:
     def begin(self, batch_size: int, *, count: bool = True) -> None:
         """Start a physical batch of ``batch_size`` examples; without ``count`` they contribute zero."""
         self._count = count
-        self._squared = self._bounds.new_zeros(len(self._bounds), batch_size)
+        self._squared = [bound.new_zeros(batch_size) for bound in self._bounds]
         self._kept: list[Contribution] = []
         self._seen: set[str] = set()
 
@@ -63,7 +63,7 @@ class ClippedSum:
         groups = {self._group_of[name] for name in contribution.names}
         complete = all(set(self._members[group]) <= set(contribution.names) for group in groups)
         # Autocast would take the products in bfloat16, and the sum would no longer be what was measured.
-        with torch.autocast(self._bounds.device.type, enabled=False):
+        with torch.autocast(self.discarded.device.type, enabled=False):
             if complete and self._count:
                 self._add(contribution.stream(self._weigh, self._workspace))
                 return
@@ -78,32 +78,30 @@ class ClippedSum:
         Returns:
             (b, L) float32 norms before clipping, one column per group.
         """
+        squared = torch.stack(self._squared, dim=1)
         if self._count:
-            with torch.autocast(self._bounds.device.type, enabled=False):
+            weights = self._weights(slice(None), [name for kept in self._kept for name in kept.names])
+            with torch.autocast(squared.device.type, enabled=False):
                 for contribution in self._kept:
-                    self._add(contribution.weighted_sum(self._weights(slice(None), contribution.names)))
-            self.discarded += (~self._squared.isfinite()).any(dim=0).sum()
+                    self._add(contribution.weighted_sum(weights))
+            self.discarded += (~squared.isfinite()).any(dim=1).sum()
         self._kept = []
-        return self._squared.sqrt().T
+        return squared.sqrt()
 
     def _note(self, rows: slice, squared: Mapping[str, Tensor]) -> None:
         for name, values in squared.items():
-            self._squared[self._group_of[name], rows] += values
+            self._squared[self._group_of[name]][rows].add_(values)
 
     def _weigh(self, rows: slice, squared: Mapping[str, Tensor]) -> Weights:
         self._note(rows, squared)
         return self._weights(rows, tuple(squared))
 
     def _weights(self, rows: slice, names: Sequence[str]) -> Weights:
-        groups = sorted({self._group_of[name] for name in names})
-        first, last = groups[0], groups[-1] + 1
-        norms = self._squared[first:last, rows].sqrt()
-        factors = self.clip_plan.factors(norms.T, self._bounds[first:last]).T.contiguous()
-        unusable = ~norms.isfinite()
-        return Weights(
-            {name: factors[self._group_of[name] - first] for name in names},
-            unusable[0] if len(groups) == 1 else unusable[[group - first for group in groups]].any(dim=0),
-        )
+        factors = {
+            group: self.clip_plan.factors(self._squared[group][rows].sqrt(), self._bounds[group])
+            for group in {self._group_of[name] for name in names}
+        }
+        return {name: factors[self._group_of[name]] for name in names}
 
     def _add(self, sums: Mapping[str, Tensor]) -> None:
         for name, value in sums.items():

@@ -2,7 +2,6 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,12 +11,8 @@ from dp_lightning.privacy.gradients.workspace import Workspace
 _WIDENED_ROWS = 8
 
 
-class Weights(NamedTuple):
-    """The factor of each example, by parameter name, and the examples whose gradient is not finite."""
-
-    factors: Mapping[str, Tensor]  # (r,) float32; zero where the gradient is not finite
-    unusable: Tensor  # (r,) bool
-
+Weights = Mapping[str, Tensor]
+"""Parameter name to the factor of each example, (r,) float32; zero where the gradient is not finite."""
 
 Weigh = Callable[[slice, Mapping[str, Tensor]], Weights]
 """From squared norms, parameter name to (r,) float32, of a range of r examples, to their weights."""
@@ -54,7 +49,7 @@ class Contribution(ABC):
 
     @abstractmethod
     def weighted_sum(self, weights: Weights) -> dict[str, Tensor]:
-        """Sum over i of factors[name][i] * gradient_i, float32, for each name; after ``measure``."""
+        """Sum over i of weights[name][i] * gradient_i, float32, for each name; after ``measure``."""
 
     def stream(self, weigh: Weigh, workspace: Workspace) -> dict[str, Tensor]:
         """Norms, weights and weighted sum in one go, with nothing kept."""
@@ -82,10 +77,7 @@ class PerExample(Contribution):
         return {name: squared_norms(gradient) for name, gradient in self.gradients.items()}
 
     def weighted_sum(self, weights: Weights) -> dict[str, Tensor]:
-        return {
-            name: weighted_rows(gradient, weights.factors[name], weights.unusable)
-            for name, gradient in self.gradients.items()
-        }
+        return {name: weighted_rows(gradient, weights[name]) for name, gradient in self.gradients.items()}
 
 
 def squared_norms(rows: Tensor) -> Tensor:
@@ -94,27 +86,28 @@ def squared_norms(rows: Tensor) -> Tensor:
     return torch.linalg.vector_norm(rows.flatten(1), dim=1, dtype=dtype).square().float()
 
 
-def weighted_rows(rows: Tensor, weights: Tensor, unusable: Tensor) -> Tensor:
-    """Sum over i of weights[i] * rows[i], float32, without the rows (b, ...) where ``unusable``."""
+def weighted_rows(rows: Tensor, weights: Tensor) -> Tensor:
+    """Sum over i of weights[i] * rows[i], float32, without the rows (b, ...) whose weight is zero."""
+    if rows.dtype == torch.float32:
+        return (without(rows, weights).flatten(1).T @ weights).view(rows.shape[1:])
     total = torch.zeros(rows.shape[1:], dtype=torch.float32, device=rows.device)
     # In pieces, so that a copy in float32 never exists as a whole.
-    step = max(len(rows), 1) if rows.dtype == torch.float32 else _WIDENED_ROWS
-    for piece in zip(rows.split(step), weights.split(step), unusable.split(step), strict=True):
+    for piece in zip(rows.split(_WIDENED_ROWS), weights.split(_WIDENED_ROWS), strict=True):
         add_weighted(total, *piece)
     return total
 
 
-def add_weighted(total: Tensor, rows: Tensor, weights: Tensor, unusable: Tensor) -> None:
+def add_weighted(total: Tensor, rows: Tensor, weights: Tensor) -> None:
     """Add ``weighted_rows`` of a few rows to the float32 ``total``."""
-    total.view(-1).addmv_(without(rows, unusable).flatten(1).float().T, weights)
+    total.view(-1).addmv_(without(rows, weights).flatten(1).float().T, weights)
 
 
-def without(rows: Tensor, unusable: Tensor) -> Tensor:
-    """``rows`` with zeros where ``unusable``: a zero weight does not discard a row, since 0 * nan is nan."""
+def without(rows: Tensor, weights: Tensor) -> Tensor:
+    """``rows`` (r, ...) with zeros where the weight is zero, which alone does not discard a row: 0 * nan is nan."""
     # Looking is cheaper than copying on a CPU; on a GPU it would wait for the device.
-    if unusable.device.type == "cpu" and not bool(unusable.any()):
+    if weights.device.type == "cpu" and bool(weights.all()):
         return rows
-    return rows.masked_fill(unusable.view(-1, *[1] * (rows.dim() - 1)), 0.0)
+    return rows.masked_fill((weights == 0).view(-1, *[1] * (rows.dim() - 1)), 0.0)
 
 
 def add_up(first: PerExample, second: PerExample) -> PerExample:

@@ -77,22 +77,21 @@ class Patches(Factors):
         return x.as_strided(size, stride).reshape(len(x), groups, -1, prod(spatial)).mT
 
     def form(self, rows: slice, dtype: torch.dtype, empty: Empty) -> Tensor:
-        if self._forms_patches(dtype):
+        if self.by_products(dtype):
             return super().form(rows, dtype, empty)
         image, values = _folded(self._image[rows].to(dtype)), _folded(self._values[rows].to(dtype))
         gradients = _weight_gradient(self._conv, image, values, batch_size=rows.stop - rows.start)
         return self.rows_of(gradients.unflatten(0, (rows.stop - rows.start, -1)))
 
-    def forming(self, dtype: torch.dtype) -> int:
-        # Without patches, the folded factors, and the gradient in two orders.
-        return super().forming(dtype) if self._forms_patches(dtype) else 2 * (self.size.seen + self.size.weight)
-
-    def _forms_patches(self, dtype: torch.dtype) -> bool:
-        """Or one convolution with the examples folded into the groups."""
+    def by_products(self, dtype: torch.dtype) -> bool:
         conv = self._conv
         depthwise = conv.groups > 1 and self._image.shape[1] == conv.groups
         one_by_one = prod(conv.kernel_size) == 1
         return not depthwise and (one_by_one or formed_by_products(self.size, dtype, self.device))
+
+    def forming(self, dtype: torch.dtype) -> int:
+        # Without patches, the folded factors, and the gradient in two orders.
+        return super().forming(dtype) if self.by_products(dtype) else 2 * (self.size.seen + self.size.weight)
 
     def right_norms(self, rows: slice) -> Tensor:
         conv, x = self._conv, _padded(self._conv, self._image[rows].float())
@@ -146,11 +145,11 @@ class Patches(Factors):
         weight = weight.movedim(1 - dims, -1) if self._channels_last else weight
         return weight.flatten(1 - dims).unflatten(-2, (self.size.groups, self.size.outputs))
 
-    def total(self, weights: Tensor, unusable: Tensor) -> Tensor:
+    def total(self, weights: Tensor) -> Tensor:
         if products_are_as_fast(self.device):
-            return super().total(weights, unusable)
-        values = without(self._values.float() * weights.view(-1, *[1] * (self._values.dim() - 1)), unusable)
-        image = without(self._image.float(), unusable)
+            return super().total(weights)
+        values = without(self._values.float(), weights) * weights.view(-1, *[1] * (self._values.dim() - 1))
+        image = without(self._image.float(), weights)
         return self.rows_of(_weight_gradient(self._conv, image, values))
 
 

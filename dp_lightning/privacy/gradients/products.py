@@ -75,6 +75,10 @@ class Factors(ABC):
         torch.bmm(left.mT, right, out=out.flatten(0, 1))
         return out
 
+    def by_products(self, dtype: torch.dtype) -> bool:
+        """Whether ``form`` multiplies matrices, or folds the examples into the groups of one convolution."""
+        return True
+
     def forming(self, dtype: torch.dtype) -> int:
         """Intermediate results of ``form`` for one example."""
         return self.size.patches + self.size.weight
@@ -112,13 +116,13 @@ class Factors(ABC):
         """
         return {}
 
-    def total(self, weights: Tensor, unusable: Tensor) -> Tensor:
+    def total(self, weights: Tensor) -> Tensor:
         """The sum over i of weights[i] G_i^T P_i: (groups, outputs, inputs), float32."""
         size = self.size
         total = torch.zeros(size.groups, size.outputs, size.inputs, dtype=torch.float32, device=self.device)
         for rows in self.ranges(size.patches + size.weight):
-            left = without(self.left(rows, torch.float32) * weights[rows, None, None, None], unusable[rows])
-            right = without(self.right(rows, torch.float32), unusable[rows])
+            left = without(self.left(rows, torch.float32), weights[rows]) * weights[rows, None, None, None]
+            right = without(self.right(rows, torch.float32), weights[rows])
             # (groups, r * positions, ...): one product adds up positions and examples.
             left, right = left.transpose(0, 1).flatten(1, 2), right.transpose(0, 1).flatten(1, 2)
             total.baddbmm_(left.mT, right)
@@ -190,15 +194,14 @@ class Product(Contribution):
     def weighted_sum(self, weights: Weights) -> dict[str, Tensor]:
         sums = {}
         for own, name in self._names.items():
-            factors = weights.factors[name]
             if own != "weight":
-                sums[name] = weighted_rows(self._others[own], factors, weights.unusable)
+                sums[name] = weighted_rows(self._others[own], weights[name])
                 continue
             if self._kept:
-                total = self._weighted_kept(factors, weights.unusable).unsqueeze(0)
+                total = self._weighted_kept(weights[name]).unsqueeze(0)
             else:
                 with float32_products():
-                    total = self._factors.total(factors, weights.unusable).unsqueeze(0)
+                    total = self._factors.total(weights[name]).unsqueeze(0)
                 self._factors.pull_back(total)
             sums[name] = self._factors.weight(total)[0]
         return sums
@@ -207,7 +210,8 @@ class Product(Contribution):
         factors = self._factors
         if self._only_bias:
             return super().stream(weigh, workspace)
-        if streamed_way(factors.size, gram=factors.stretch is None) == "Gram":
+        by_products = factors.by_products(factors.dtype)
+        if streamed_way(factors.size, gram=factors.stretch is None, by_products=by_products) == "Gram":
             self.way = "Gram"
             self._measure_gram()
             return self.weighted_sum(weigh(slice(None), self.squared_norms()))
@@ -221,7 +225,7 @@ class Product(Contribution):
             for own, piece in pieces.items():
                 if own not in totals:
                     totals[own] = torch.zeros(piece.shape[1:], dtype=torch.float32, device=piece.device)
-                add_weighted(totals[own], piece, weights.factors[self._names[own]], weights.unusable)
+                add_weighted(totals[own], piece, weights[self._names[own]])
         if "weight" in totals:
             totals["weight"] = factors.weight(totals["weight"].unsqueeze(0))[0]
         return {name: totals[own] for own, name in self._names.items()}
@@ -257,11 +261,10 @@ class Product(Contribution):
         if norms:
             self._norms["weight"] = torch.cat(norms)
 
-    def _weighted_kept(self, weights: Tensor, unusable: Tensor) -> Tensor:
+    def _weighted_kept(self, weights: Tensor) -> Tensor:
         total = torch.zeros(self._kept[0].shape[1:], dtype=torch.float32, device=weights.device)
-        sizes = [len(piece) for piece in self._kept]
-        for piece in zip(self._kept, weights.split(sizes), unusable.split(sizes), strict=True):
-            add_weighted(total, *piece)
+        for piece, factors in zip(self._kept, weights.split([len(piece) for piece in self._kept]), strict=True):
+            add_weighted(total, piece, factors)
         return total
 
     def _measure_gram(self) -> None:

@@ -10,9 +10,11 @@ from dataclasses import dataclass
 
 import torch
 
-# A gradient that is formed is written once and read twice, for its norm and for the sum.
+# A gradient that is formed is written once and read twice, for its norm and for the sum. The library of convolutions
+# also puts the numbers of a folded one in order.
 _PER_KEPT_NUMBER = 26
 _PER_CACHED_NUMBER = 12
+_PER_FOLDED_NUMBER = 60
 # A float64 multiplication takes the time of two; the passes over a Gram matrix that are no products, that of 600.
 _DOUBLE = 2
 _PER_GRAM_NUMBER = 600
@@ -59,9 +61,10 @@ def kept_way(size: Size, *, gram: bool) -> str:
     return "Gram" if gram and (cost <= size.product or size.positions == 1) else "formed twice"
 
 
-def streamed_way(size: Size, *, gram: bool) -> str:
-    """The way for a layer whose own norm decides."""
-    return "Gram" if gram and _gram(size) < _PER_CACHED_NUMBER * size.weight else "formed"
+def streamed_way(size: Size, *, gram: bool, by_products: bool) -> str:
+    """The way for a layer whose own norm decides; ``by_products`` tells how its gradients are formed."""
+    per_number = _PER_CACHED_NUMBER if by_products else _PER_FOLDED_NUMBER
+    return "Gram" if gram and _gram(size) < per_number * size.weight else "formed"
 
 
 def examples_at_a_time(numbers: int, device: torch.device) -> int:
