@@ -34,6 +34,7 @@ class Job(NamedTuple):
     batch_size: int
     device: str
     threads: int
+    memory: str
 
 
 def work(job: Job, parent: Connection) -> None:
@@ -44,7 +45,7 @@ def work(job: Job, parent: Connection) -> None:
     from dp_lightning.commands.memory import keep_freed_memory
 
     torch.set_num_threads(job.threads)
-    if job.device == "cpu":
+    if job.device == "cpu" and job.memory == "kept":
         keep_freed_memory()
     build, shape, _ = training_steps.MODELS[job.model]
     torch.manual_seed(0)
@@ -185,6 +186,13 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--warmup", type=int, default=2, help="steps before those that count (default 2)")
     parser.add_argument("--rounds", type=int, default=7, help="steps that count (default 7)")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="CPU threads")
+    parser.add_argument(
+        "--memory",
+        default="kept",
+        choices=["kept", "returned"],
+        help="on a CPU, whether freed memory is kept for the next step, as dpl does, or returned to the system, as the "
+        "C library does unless told otherwise (default kept)",
+    )
     parser.add_argument("--json", type=Path, help="also write all rows to this file")
     return parser.parse_args(arguments)
 
@@ -206,7 +214,7 @@ def main() -> None:
         for dtype in options.types:
             size = options.batch_size or training_steps.MODELS[model][2][device]
             jobs = [
-                Job(model, dtype, way, memory_format, size, device, options.threads)
+                Job(model, dtype, way, memory_format, size, device, options.threads, options.memory)
                 for way in ways
                 for memory_format in options.formats
             ]
