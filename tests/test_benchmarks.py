@@ -48,6 +48,13 @@ def test_ratios_are_to_the_ordinary_steps_faster_format(step):
     assert "RuntimeError: no" in text
 
 
+@pytest.mark.parametrize("option", ["--rounds", "--threads", "--batch-size"])
+def test_numbers_below_one_are_refused(step, option, capsys):
+    with pytest.raises(SystemExit):
+        step.parse([option, "0"])
+    assert f"argument {option}: 0 is below 1" in capsys.readouterr().err
+
+
 def test_a_small_run_prints_a_table_and_writes_every_row(tmp_path):
     out = tmp_path / "rows.json"
     arguments = [

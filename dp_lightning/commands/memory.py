@@ -20,7 +20,7 @@ def keep_freed_memory() -> bool:
 
     Returns:
         Whether it was told. Not where the C library is another one, and not where the environment sets one of these
-        limits (``MALLOC_TRIM_THRESHOLD_`` and its like, see mallopt(3), or ``GLIBC_TUNABLES``).
+        limits (``MALLOC_TRIM_THRESHOLD_`` and its like, see mallopt(3), or ``glibc.malloc`` in ``GLIBC_TUNABLES``).
     """
     if platform.libc_ver()[0] != "glibc":
         return False

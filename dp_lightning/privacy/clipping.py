@@ -20,6 +20,8 @@ from dp_lightning.errors import ConfigurationError
 
 # Bu et al. 2023 use 0.01: small against a norm of one, and it keeps the factor of a vanishing gradient finite.
 AUTOMATIC_STABILITY = 0.01
+# Factors of gradients up to 1.8e19 are normal float32 numbers then, and squares of small ones do not vanish.
+_SMALLEST, _LARGEST = 1e-12, 1e12
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,8 +29,8 @@ class ClipPlan:
     """The groups, the bound of each group and the clip factor; made by ``flat`` and ``per_layer``.
 
     Formal guarantee: for every example, with a finite gradient or not, the scaled gradient that enters the sum has an
-    L2 norm of at most ``sensitivity``, up to the rounding of float32 (relative 1e-6). An example whose norm is not
-    finite, or overflows float32 when squared (above 1.8e19), has factor zero.
+    L2 norm of at most ``sensitivity``. An example whose norm is not finite, or overflows float32 when squared (above
+    1.8e19), has factor zero.
     """
 
     kind: str
@@ -42,8 +44,11 @@ class ClipPlan:
         if self.factor not in ("abadi", "automatic"):
             raise ConfigurationError(f"clip_factor is {self.factor!r}; choose 'abadi' or 'automatic'.")
         bounds = [self.max_grad_norm, *(bound for _, bound in self.layer_max_grad_norms or ())]
-        if not all(math.isfinite(bound) and bound > 0 for bound in bounds):
-            raise ConfigurationError(f"max_grad_norm is {bounds}; it must be a finite number above 0.")
+        if not all(_SMALLEST <= bound <= _LARGEST for bound in bounds):
+            raise ConfigurationError(
+                f"max_grad_norm is {', '.join(f'{bound:g}' for bound in bounds)}; it must be a number from "
+                f"{_SMALLEST:g} to {_LARGEST:g}, where float32 arithmetic keeps the bound."
+            )
 
     @classmethod
     def flat(cls, *, max_grad_norm: float = 1.0, factor: str = "abadi") -> "ClipPlan":
@@ -103,8 +108,8 @@ class ClipPlan:
         """Scale of each example's gradient in each group.
 
         Args:
-            norms: (b, L) float32 norms, or (b,) of one group; one that is not finite gives the factor zero.
-            bounds: (L,) float32, the C_l, or () of one group.
+            norms: (b, L) norms, or (b,) of one group; one that is not finite gives the factor zero.
+            bounds: (L,), the C_l, or () of one group.
         """
         abadi = self.factor == "abadi"
         factors = (bounds / norms).clamp_max_(1.0) if abadi else bounds / (norms + AUTOMATIC_STABILITY)

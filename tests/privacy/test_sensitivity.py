@@ -98,7 +98,7 @@ def test_bounds_for_other_layers_are_refused():
         ClipPlan.per_layer(max_grad_norm={"fc": 1.0}).bounds(["conv"])
 
 
-@pytest.mark.parametrize("norm", [0.0, -1.0, math.nan, math.inf])
+@pytest.mark.parametrize("norm", [0.0, -1.0, math.nan, math.inf, 1e-13, 1e13])
 def test_impossible_bounds_are_refused(norm):
     with pytest.raises(ConfigurationError, match="max_grad_norm"):
         ClipPlan.flat(max_grad_norm=norm)
@@ -177,3 +177,60 @@ def test_a_layer_whose_gradient_is_not_finite_contributes_zero_whatever_the_othe
     assert not sums["first.weight"].any()
     assert bool(sums["last.weight"].any()) == (plan.kind == "per_layer")
     assert float(torch.cat([value.flatten() for value in sums.values()]).norm()) <= 3 * plan.sensitivity
+
+
+LONG = {
+    "linear of one token": (lambda: nn.Linear(1024, 1024, bias=False), (1, 1024)),
+    "linear of many tokens": (lambda: nn.Linear(768, 1536, bias=False), (197, 768)),
+    "convolution": (lambda: nn.Conv2d(128, 128, 3, padding=1, bias=False), (128, 16, 16)),
+    "convolution at few positions": (lambda: nn.Conv2d(128, 128, 3, padding=1, bias=False), (128, 4, 4)),
+    "scale and shift": (lambda: nn.LayerNorm([64, 32, 32]), (64, 32, 32)),
+    "embedding": (lambda: nn.Embedding(4096, 512), (4096,)),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("plan", [ClipPlan.flat(), ClipPlan.per_layer()], ids=["flat", "per-layer"])
+@pytest.mark.parametrize("kind", LONG)
+def test_a_long_gradient_does_not_exceed_the_sensitivity(kind, plan, dtype):
+    """Equal numbers round all in one direction: a float32 sum of their squares is too small by a thousandth."""
+    torch.manual_seed(0)
+    make, shape = LONG[kind]
+    layer = make()
+    for value in (1.425, 0.7, 3.3, None):
+        x = torch.randn(1, *shape) if value is None else torch.full((1, *shape), value)
+        if kind == "embedding":
+            x = torch.arange(4096).unsqueeze(0)
+        slope = (torch.randn if value is None else torch.ones)(1, *layer(x).shape[1:]) * (value or 1.0) * 10.0
+
+        def loss(output, target):
+            return (output.float() * target).sum()
+
+        with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
+            sums, _ = clipped_gradient_sum(layer, loss, x, slope, clip_plan=plan)
+        norm = math.sqrt(sum(float(total.double().square().sum()) for total in sums.values()))
+        assert 0.999 * plan.sensitivity <= norm <= plan.sensitivity
+
+
+def test_a_factor_that_overflows_the_gradient_leaves_the_example_out():
+    """The factor of 'automatic' can be large, and a finite norm does not make every finite factor safe."""
+    linear, x, slope = nn.Linear(2048, 64, bias=False), torch.full((2, 2048), 5e-40), torch.zeros(2, 64)
+    slope[0, 0] = 1e37
+    x[1], slope[1] = 1.0, 1.0
+    plan = ClipPlan.flat(max_grad_norm=10.0, factor="automatic")
+    sums, _ = clipped_gradient_sum(linear, lambda y, t: (y * t).sum(1), x, slope, clip_plan=plan)
+    alone, _ = clipped_gradient_sum(linear, lambda y, t: (y * t).sum(1), x[1:], slope[1:], clip_plan=plan)
+    torch.testing.assert_close(sums["weight"], alone["weight"])
+
+
+def test_in_float64_a_factor_beyond_float32_keeps_the_bound():
+    linear, x, slope = (
+        nn.Linear(2048, 64, bias=False).double(),
+        torch.full((1, 2048), 1e-40).double(),
+        torch.zeros(1, 64),
+    )
+    slope = slope.double()
+    slope[0, 0] = 1e39
+    sums, norms = clipped_gradient_sum(linear, lambda y, t: (y * t).sum(1), x, slope, clip_plan=ClipPlan.flat())
+    assert float(norms) == pytest.approx(0.1 * 2048**0.5, rel=1e-4)
+    assert 0.999 <= float(sums["weight"].double().norm()) <= 1.0

@@ -14,12 +14,16 @@ from dp_lightning.privacy.gradients.contribution import Contribution, Weights
 from dp_lightning.privacy.gradients.engine import GradientEngine
 from dp_lightning.privacy.gradients.workspace import Workspace
 
+# Of a bound, relative: squared norms are known to 1e-6, and five more roundings to 6e-8 follow.
+_ROOM = 2.0**-19
+
 
 class ClippedSum:
     """Float32 buffers that collect the clipped gradients of a logical batch.
 
-    Formal guarantee: one example moves the buffers, taken together, by at most ``clip_plan.sensitivity`` in L2 norm
-    (float32 rounding aside). A group of an example's gradient that is not finite contributes zero.
+    Formal guarantee: one example contributes at most ``clip_plan.sensitivity`` in L2 norm, the rounding of its norm and
+    of its contribution included; where contributions are added up, the float32 sum is rounded once more. A group of an
+    example's gradient that is not finite, or whose squared norm overflows float32, contributes zero.
 
     Args:
         parameters: trained parameters by name; their order fixes the order of the groups.
@@ -34,7 +38,9 @@ class ClippedSum:
         self._group_of = {name: index for index, names in enumerate(self._members) for name in names}
         device = next(iter(parameters.values())).device
         self._workspace = Workspace()
-        self._bounds = torch.tensor(clip_plan.bounds(groups), dtype=torch.float32, device=device).unbind()
+        # A little less, for the rounding of norms and factors.
+        bounds = [bound * (1 - _ROOM) for bound in clip_plan.bounds(groups)]
+        self._bounds = torch.tensor(bounds, dtype=torch.float32, device=device).unbind()
         self.discarded = torch.zeros((), dtype=torch.int64, device=device)
         """How many examples of the logical batch have a gradient that is not finite."""
         self.sums = {name: torch.zeros_like(p, dtype=torch.float32) for name, p in parameters.items()}
@@ -48,7 +54,7 @@ class ClippedSum:
     def begin(self, batch_size: int, *, count: bool = True) -> None:
         """Start a physical batch of ``batch_size`` examples; without ``count`` they contribute zero."""
         self._count = count
-        self._squared = [bound.new_zeros(batch_size) for bound in self._bounds]
+        self._squared = [bound.new_zeros(batch_size, dtype=torch.float64) for bound in self._bounds]
         self._kept: list[Contribution] = []
         self._seen: set[str] = set()
 
@@ -78,7 +84,7 @@ class ClippedSum:
         Returns:
             (b, L) float32 norms before clipping, one column per group.
         """
-        squared = torch.stack(self._squared, dim=1)
+        squared = torch.stack(self._squared, dim=1).float()
         if self._count:
             weights = self._weights(slice(None), [name for kept in self._kept for name in kept.names])
             with torch.autocast(squared.device.type, enabled=False):
@@ -98,7 +104,7 @@ class ClippedSum:
 
     def _weights(self, rows: slice, names: Sequence[str]) -> Weights:
         factors = {
-            group: self.clip_plan.factors(self._squared[group][rows].sqrt(), self._bounds[group])
+            group: self.clip_plan.factors(self._squared[group][rows].float().sqrt(), self._bounds[group])
             for group in {self._group_of[name] for name in names}
         }
         return {name: factors[self._group_of[name]] for name in names}

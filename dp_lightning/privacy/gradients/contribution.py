@@ -9,13 +9,15 @@ from torch import Tensor
 from dp_lightning.privacy.gradients.workspace import Workspace
 
 _WIDENED_ROWS = 8
+# Squares are added up in float32 over pieces of this length and in float64 from there on.
+_PIECE = 256
 
 
 Weights = Mapping[str, Tensor]
 """Parameter name to the factor of each example, (r,) float32; zero where the gradient is not finite."""
 
 Weigh = Callable[[slice, Mapping[str, Tensor]], Weights]
-"""From squared norms, parameter name to (r,) float32, of a range of r examples, to their weights."""
+"""From squared norms, parameter name to (r,) float64, of a range of r examples, to their weights."""
 
 
 class Contribution(ABC):
@@ -23,8 +25,8 @@ class Contribution(ABC):
 
     Either the norms are read first and one weighted sum over the examples is taken later (``measure``,
     ``squared_norms``, ``weighted_sum``), or both at once where the norms of these parameters decide alone (``stream``).
-    Norms and sums are float32. What is summed is what was measured: the same rounded values enter both, or a bound of
-    the difference is part of the norm.
+    Sums are float32. What is summed is what was measured: the same rounded values enter both, or a bound of the
+    difference is part of the norm.
     """
 
     way: str
@@ -45,7 +47,7 @@ class Contribution(ABC):
 
     @abstractmethod
     def squared_norms(self) -> dict[str, Tensor]:
-        """Parameter name to (b,) float32 squared L2 norms; after ``measure``."""
+        """Parameter name to (b,) float64 squared L2 norms; after ``measure``."""
 
     @abstractmethod
     def weighted_sum(self, weights: Weights) -> dict[str, Tensor]:
@@ -81,9 +83,17 @@ class PerExample(Contribution):
 
 
 def squared_norms(rows: Tensor) -> Tensor:
-    """(b,) float32 squared norms of the rows (b, ...), added up in float32 at least."""
-    dtype = torch.promote_types(rows.dtype, torch.float32)
-    return torch.linalg.vector_norm(rows.flatten(1), dim=1, dtype=dtype).square().float()
+    """(b,) float64 squared norms of the rows (b, ...), to a relative 1e-6.
+
+    A float32 sum over a whole row of a million numbers can be too small by a thousandth.
+    """
+    rows = rows.flatten(1)
+    whole = rows.shape[1] // _PIECE * _PIECE
+    if rows.dtype == torch.float64 or whole < 4 * _PIECE:
+        return torch.linalg.vector_norm(rows, dim=1, dtype=torch.float64).square()
+    pieces = torch.linalg.vector_norm(rows[:, :whole].unflatten(1, (-1, _PIECE)), dim=2, dtype=torch.float32)
+    squares = pieces.double().square_().sum(1)
+    return squares if whole == rows.shape[1] else squares + squared_norms(rows[:, whole:])
 
 
 def weighted_rows(rows: Tensor, weights: Tensor) -> Tensor:
@@ -100,6 +110,15 @@ def weighted_rows(rows: Tensor, weights: Tensor) -> Tensor:
 def add_weighted(total: Tensor, rows: Tensor, weights: Tensor) -> None:
     """Add ``weighted_rows`` of a few rows to the float32 ``total``."""
     total.view(-1).addmv_(without(rows, weights).flatten(1).float().T, weights)
+
+
+def scaled(rows: Tensor, weights: Tensor) -> Tensor:
+    """(r, ...) weights[i] * rows[i], and zeros for all of a row that this takes out of the type's range."""
+    products = without(rows, weights) * weights.view(-1, *[1] * (rows.dim() - 1)).to(rows.dtype)
+    # Weights of at most one cannot do that.
+    if weights.device.type == "cpu" and not bool((weights > 1).any()):
+        return products
+    return without(products, products.flatten(1).isfinite().all(dim=1).to(weights.dtype))
 
 
 def without(rows: Tensor, weights: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.modules.conv import _ConvNd
 
-from dp_lightning.privacy.gradients.contribution import without
+from dp_lightning.privacy.gradients.contribution import scaled, without
 from dp_lightning.privacy.gradients.products import Empty, Factors
 from dp_lightning.privacy.gradients.ways import Size, formed_by_products, product_dtype, products_are_as_fast
 
@@ -148,9 +148,9 @@ class Patches(Factors):
     def total(self, weights: Tensor) -> Tensor:
         if products_are_as_fast(self.device):
             return super().total(weights)
-        values = without(self._values.float(), weights) * weights.view(-1, *[1] * (self._values.dim() - 1))
-        image = without(self._image.float(), weights)
-        return self.rows_of(_weight_gradient(self._conv, image, values))
+        dtype = torch.promote_types(self.dtype, torch.float32)
+        values, image = scaled(self._values.to(dtype), weights), without(self._image.to(dtype), weights)
+        return self.rows_of(_weight_gradient(self._conv, image, values)).float()
 
 
 class TransposedPatches(Patches):

@@ -15,8 +15,8 @@ from dp_lightning.privacy.gradients.contribution import (
     Contribution,
     PerExample,
     Weights,
+    scaled,
     squared_norms,
-    without,
 )
 from dp_lightning.privacy.gradients.workspace import Workspace
 
@@ -73,6 +73,6 @@ class _Rows(Contribution):
         return {self._name: squared_norms(self._slots)}
 
     def weighted_sum(self, weights: Weights) -> dict[str, Tensor]:
-        slots = without(self._slots, weights[self._name]).float() * weights[self._name][:, None, None]
+        slots = scaled(self._slots, weights[self._name]).float()
         total = torch.zeros(self._num_embeddings, slots.shape[2], dtype=torch.float32, device=slots.device)
         return {self._name: total.index_add_(0, self._indices.flatten(), slots.flatten(0, 1))}

@@ -30,6 +30,7 @@ from dp_lightning.privacy.gradients.contribution import (
     Weigh,
     Weights,
     add_weighted,
+    scaled,
     squared_norms,
     weighted_rows,
     without,
@@ -118,15 +119,15 @@ class Factors(ABC):
 
     def total(self, weights: Tensor) -> Tensor:
         """The sum over i of weights[i] G_i^T P_i: (groups, outputs, inputs), float32."""
-        size = self.size
-        total = torch.zeros(size.groups, size.outputs, size.inputs, dtype=torch.float32, device=self.device)
+        size, dtype = self.size, torch.promote_types(self.dtype, torch.float32)
+        total = torch.zeros(size.groups, size.outputs, size.inputs, dtype=dtype, device=self.device)
         for rows in self.ranges(size.patches + size.weight):
-            left = without(self.left(rows, torch.float32), weights[rows]) * weights[rows, None, None, None]
-            right = without(self.right(rows, torch.float32), weights[rows])
+            left = scaled(self.left(rows, dtype), weights[rows])
+            right = without(self.right(rows, dtype), weights[rows])
             # (groups, r * positions, ...): one product adds up positions and examples.
             left, right = left.transpose(0, 1).flatten(1, 2), right.transpose(0, 1).flatten(1, 2)
             total.baddbmm_(left.mT, right)
-        return total
+        return total.float()
 
     def ranges(self, numbers: int) -> Iterator[slice]:
         """Ranges of examples of which the intermediate results, ``numbers`` each, fit into the cache."""
@@ -279,7 +280,7 @@ class Product(Contribution):
             for rows in factors.ranges(factors.forming(dtype)):
                 weight, others = self._form(rows, dtype, workspace.scratch)
                 pieces.append(others)
-                norms.append(squared_norms(weight) + self._rounding(rows).square())
+                norms.append(squared_norms(weight) + self._rounding(rows).double().square())
         self._hold(pieces)
         self._norms["weight"] = torch.cat(norms)
 
@@ -301,7 +302,7 @@ class Product(Contribution):
         diagonals = gram.diagonal(dim1=2, dim2=3) * patches.diagonal(dim1=2, dim2=3)
         rounding = rounding_per_term(self._factors.size.positions) * diagonals.clamp_min(0.0).sqrt().sum((1, 2))
         squared = torch.linalg.vecdot(gram.flatten(1), patches.flatten(1)).clamp_min(0.0)
-        return (squared + rounding.square()).float()
+        return squared + rounding.square()
 
 
 class ProductRule:
