@@ -1,9 +1,17 @@
 """Lightning callbacks: private training, post-processing of the privatized gradient, progress and results."""
 
+from dp_lightning.callbacks.interruption import Interruption
 from dp_lightning.callbacks.postprocess import PostProcessCallback
 from dp_lightning.callbacks.predictions import PredictionFile
 from dp_lightning.callbacks.privacy import PrivacyCallback
 from dp_lightning.callbacks.progress import PrivateProgressBar
 from dp_lightning.callbacks.run_record import RunRecord
 
-__all__ = ["PostProcessCallback", "PredictionFile", "PrivacyCallback", "PrivateProgressBar", "RunRecord"]
+__all__ = [
+    "Interruption",
+    "PostProcessCallback",
+    "PredictionFile",
+    "PrivacyCallback",
+    "PrivateProgressBar",
+    "RunRecord",
+]

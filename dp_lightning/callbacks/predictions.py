@@ -9,12 +9,22 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import BasePredictionWriter
 
+from dp_lightning.errors import ConfigurationError
+
 
 class PredictionFile(BasePredictionWriter):
     """``predictions.csv`` in the log directory: position of the image, class, and the probability of every class."""
 
     def __init__(self) -> None:
         super().__init__(write_interval="epoch")
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        super().setup(trainer, pl_module, stage)
+        if trainer.world_size > 1:
+            raise ConfigurationError(
+                f"trainer.devices and trainer.num_nodes make {trainer.world_size} processes, and each would see a part "
+                "of the images. Set trainer.devices: 1 and trainer.num_nodes: 1 to predict."
+            )
 
     def write_on_epoch_end(
         self,

@@ -7,11 +7,14 @@ steps. Lightning's counters see logical steps only, because ``trainer.accumulate
 last physical batch and to a very large number on the others.
 """
 
+import secrets
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal
 
 import lightning.pytorch as pl
+import torch
+from lightning.fabric.plugins.io import TorchCheckpointIO
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch.utilities.types import STEP_OUTPUT
@@ -28,15 +31,18 @@ from dp_lightning.callbacks.private_loader import (
     private_loader,
 )
 from dp_lightning.callbacks.settings import check_monitors, check_optimizers, check_settings
-from dp_lightning.errors import BudgetError, ConfigurationError, ModelError
+from dp_lightning.errors import BudgetError, ConfigurationError, DataError, ModelError
 from dp_lightning.privacy.accounting import Ledger, compose
 from dp_lightning.privacy.clipping import ClipPlan
 from dp_lightning.privacy.gradients import GradientEngine
+from dp_lightning.privacy.journal import Journal
 from dp_lightning.privacy.mechanism import PrivateMechanism
 from dp_lightning.privacy.noise import GaussianNoise
 from dp_lightning.privacy.plan import PrivacyPlan
-from dp_lightning.privacy.sampling import PhysicalBatch, PoissonSampler
+from dp_lightning.privacy.ranks import Ranks
+from dp_lightning.privacy.sampling import PhysicalBatch, PoissonSampler, sampling_key
 from dp_lightning.privacy.statement import PrivacyStatement
+from dp_lightning.strategies.checkpoint_io import PrivateCheckpointIO
 
 # Lightning divides the loss by it; a power of two is undone without rounding.
 _ACCUMULATE = 2**30
@@ -128,6 +134,9 @@ class PrivacyCallback(pl.Callback):
         self._trained: set[int] = set()
         self._versions: dict[str, int] = {}
         self._steps_before = self._steps_at_start = 0
+        self._folder = Path()
+        self._run = secrets.token_hex(8)
+        self._journal: Journal | None = None
         #: Epsilon that is not exceeded before the next update, and epsilon after the last step.
         self.epsilon_bound, self.planned_epsilon = 0.0, 0.0
         self._epsilons: dict[int, float] = {}
@@ -135,6 +144,8 @@ class PrivacyCallback(pl.Callback):
         self._unprotected: set[str] = set()
         self._non_finite: Tensor | int = 0
         self._restored: dict[str, Any] | None = None
+        #: Set on one rank to ask all of them to stop after a step; and whether some rank asked before the last step.
+        self.stop_requested, self.stopping = False, False
 
     # Before the first step
 
@@ -197,6 +208,8 @@ class PrivacyCallback(pl.Callback):
                 )
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        if type(trainer.strategy.checkpoint_io) is TorchCheckpointIO:
+            trainer.strategy.checkpoint_io = PrivateCheckpointIO(self._journal_beside)
         if stage != "fit":
             return
         self.check(trainer, pl_module)
@@ -207,6 +220,9 @@ class PrivacyCallback(pl.Callback):
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         source = trainer.fit_loop._data_source
         assert isinstance(source, PrivateSource)
+        # Asked now and by every rank: Lightning asks rank 0 for it, which may be alone at the end.
+        self._folder = Path(trainer.log_dir or trainer.default_root_dir)
+        self._open_journal(trainer)
         self._steps_at_start = self.ledger.num_steps
         if self.plan is None:
             dataset: Any = source.users().dataset
@@ -215,12 +231,21 @@ class PrivacyCallback(pl.Callback):
         trained = self._engine.parameters
         self._trained = {id(p) for p in trained.values()}
         check_optimizers(trainer, self._trained)
+        ranks = Ranks(trainer.global_rank, trainer.world_size)
+        # One key for all ranks, and one plan: a solver may round differently on another kind of processor.
+        self.plan, key = trainer.strategy.broadcast((self.plan, sampling_key(self.sampling_seed)))
         noise = GaussianNoise(device=pl_module.device, seed=self.noise_seed)
         self._mechanism = PrivateMechanism(
-            trained, plan=self.plan, clip_plan=self.clip_plan, noise=noise, ledger=self.ledger
+            trained,
+            plan=self.plan,
+            clip_plan=self.clip_plan,
+            noise=noise,
+            ledger=self.ledger,
+            ranks=ranks,
+            journal=self._journal,
         )
         sampler = PoissonSampler(
-            num_train=self.plan.num_train, sample_rate=self.plan.sample_rate, seed=self.sampling_seed
+            num_train=self.plan.num_train, sample_rate=self.plan.sample_rate, seed=self.sampling_seed, key=key
         )
         if self._restored is not None:
             noise.load_state_dict(self._restored["noise"])
@@ -230,11 +255,35 @@ class PrivacyCallback(pl.Callback):
             self.plan,
             max_physical_batch_size=self.max_physical_batch_size,
             steps_done=lambda: self.ledger.num_steps,
+            ranks=ranks,
         )
         self._require_affordable()
         self.planned_epsilon = self._epsilon_at(self.plan.num_steps)
         self._look_ahead()
         trainer.print(self._announcement())
+
+    def _open_journal(self, trainer: pl.Trainer) -> None:
+        """Count the steps that ran after the checkpoint, and record the coming ones beside it."""
+        self.stop_requested = self.stopping = False
+        self._run = trainer.strategy.broadcast(self._run)
+        if trainer.is_global_zero:
+            self._journal = self._journal or Journal(self._run)
+            if self._restored is not None and trainer.ckpt_path is not None:
+                folder = Path(trainer.ckpt_path).parent
+                recorded = self._journal.read(folder)
+                if recorded is None:
+                    raise DataError(
+                        f"{self._journal.path(folder)} is missing, so it is unknown how many steps ran after the "
+                        "checkpoint. Copy the journal together with the checkpoints of its folder."
+                    )
+                self.ledger.load_state_dict(recorded.state_dict())
+            self._journal.add_folder(self._folder, self.ledger)
+        self.ledger.load_state_dict(trainer.strategy.broadcast(self.ledger.state_dict()))
+        self._epsilons.clear()
+
+    def _journal_beside(self, folder: Path) -> None:
+        if self._journal is not None:
+            self._journal.add_folder(folder, self.ledger)
 
     def _require_affordable(self) -> None:
         """The steps that are still planned must fit into the budget together with those in the ledger."""
@@ -355,7 +404,9 @@ class PrivacyCallback(pl.Callback):
                         "gradient. Which parameters are trained must not change during a private run."
                     )
         self._non_finite = self._non_finite + self._mechanism.discarded
-        for name, gradient in self._mechanism.release().items():
+        released = self._mechanism.release(stop=self.stop_requested)
+        self.stopping = released.stop
+        for name, gradient in released.gradients.items():
             parameter = self._engine.parameters[name]
             parameter.grad = gradient.to(parameter.dtype)
 
@@ -395,10 +446,14 @@ class PrivacyCallback(pl.Callback):
         self._note_logged(trainer)
         if self._engine is not None:
             self._engine.end()
+        if self.plan is not None and self.ledger.num_steps >= self.plan.num_steps:
+            # Where steps were lost in a crash, Lightning's own counters would go on without any.
+            trainer.should_stop = True
 
     def _report_non_finite(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        # Read once per epoch: reading waits for the device.
-        count, self._non_finite = int(self._non_finite), 0
+        # Read once per epoch: reading waits for the device, and for the other ranks.
+        found = torch.as_tensor(self._non_finite, device=pl_module.device)
+        count, self._non_finite = int(trainer.strategy.reduce(found, reduce_op="sum")), 0
         if count:
             pl_module.log("unprotected/non_finite_gradients", float(count), on_step=False, on_epoch=True)
             rank_zero_warn(
@@ -436,7 +491,7 @@ class PrivacyCallback(pl.Callback):
         if self.plan is None or self.ledger.num_steps == self._steps_at_start or not trainer.is_global_zero:
             return
         statement = self.statement(trainer)
-        statement.write(Path(trainer.log_dir or trainer.default_root_dir))
+        statement.write(self._folder)
         trainer.print(statement.short())
 
     def statement(self, trainer: pl.Trainer) -> PrivacyStatement:
@@ -498,6 +553,7 @@ class PrivacyCallback(pl.Callback):
         if self._mechanism is None or self._batches is None:
             return {}
         return {
+            "run": self._run,
             "ledger": self.ledger.state_dict(),
             "noise": self._mechanism.noise.state_dict(),
             "sampler": self._batches.sampler.state_dict(),
@@ -507,6 +563,7 @@ class PrivacyCallback(pl.Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         if not state_dict:
             return
+        self._run = state_dict["run"]
         self.ledger.load_state_dict(state_dict["ledger"])
         self._epsilons.clear()
         self._unprotected |= set(state_dict["unprotected"])

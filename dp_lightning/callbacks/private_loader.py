@@ -12,6 +12,7 @@ from lightning.pytorch.trainer.connectors.data_connector import _DataLoaderSourc
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
+    DistributedSampler,
     IterableDataset,
     RandomSampler,
     Sampler,
@@ -20,6 +21,7 @@ from torch.utils.data import (
 
 from dp_lightning.errors import ConfigurationError
 from dp_lightning.privacy.plan import PrivacyPlan
+from dp_lightning.privacy.ranks import Ranks
 from dp_lightning.privacy.sampling import PhysicalBatch, PoissonSampler, cut, epoch_end
 
 
@@ -31,6 +33,7 @@ class PoissonBatchSampler(Sampler[list[int]]):
         plan: fixes where epochs and the run end.
         max_physical_batch_size: most examples in a physical batch.
         steps_done: returns the number of logical steps in the ledger; the epoch goes on from there.
+        ranks: the processes to which each logical batch is dealt out; this one's share comes from here.
     """
 
     def __init__(
@@ -40,8 +43,9 @@ class PoissonBatchSampler(Sampler[list[int]]):
         *,
         max_physical_batch_size: int,
         steps_done: Callable[[], int],
+        ranks: Ranks,
     ) -> None:
-        self.sampler, self.plan = sampler, plan
+        self.sampler, self.plan, self.ranks = sampler, plan, ranks
         self.max_physical_batch_size, self.steps_done = max_physical_batch_size, steps_done
         self.announced: deque[PhysicalBatch] = deque()
 
@@ -55,7 +59,8 @@ class PoissonBatchSampler(Sampler[list[int]]):
             num_steps=self.plan.num_steps,
         )
         for step in range(start, end):
-            for batch in cut(self.sampler.draw(step), self.max_physical_batch_size):
+            draw, ranks = self.sampler.draw(step), self.ranks
+            for batch in cut(draw, self.max_physical_batch_size, rank=ranks.rank, num_ranks=ranks.size):
                 self.announced.append(batch)
                 yield batch.indices
 
@@ -88,7 +93,7 @@ def original_loader(loader: Any) -> DataLoader[Any]:
 
 def private_loader(loader: DataLoader[Any], batches: PoissonBatchSampler) -> DataLoader[Any]:
     """The user's loader with Poisson sampling instead of its sampler and batch size."""
-    return DataLoader(
+    private: DataLoader[Any] = DataLoader(
         loader.dataset,
         batch_sampler=batches,
         num_workers=loader.num_workers,
@@ -101,6 +106,12 @@ def private_loader(loader: DataLoader[Any], batches: PoissonBatchSampler) -> Dat
         prefetch_factor=loader.prefetch_factor,
         persistent_workers=loader.persistent_workers,
     )
+    # Lightning gives every loader of a distributed run a sampler of its own, except where it finds this one. What is
+    # read comes from the batch sampler.
+    ranks = batches.ranks
+    dealt: Any = DistributedSampler(loader.dataset, num_replicas=ranks.size, rank=ranks.rank)
+    object.__setattr__(private, "sampler", dealt)
+    return private
 
 
 class PrivateSource(_DataLoaderSource):

@@ -24,9 +24,12 @@ class RunRecord(pl.Callback):
         self._curves: dict[str, list[float]] = {"test/accuracy": [], "val/accuracy": []}
         self._started = 0.0
         self._seconds = 0.0
+        self._folder = Path()
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._started = time.monotonic()
+        # Asked now and by every rank: Lightning asks rank 0 for it, which may be alone at the end.
+        self._folder = Path(trainer.log_dir or trainer.default_root_dir)
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if trainer.sanity_checking:
@@ -78,8 +81,7 @@ class RunRecord(pl.Callback):
                 "accountant": privacy.accountant,
                 "delta": privacy.delta,
             }
-        folder = Path(trainer.log_dir or trainer.default_root_dir)
-        folder.mkdir(parents=True, exist_ok=True)
-        unfinished = folder / "result.json.part"
+        self._folder.mkdir(parents=True, exist_ok=True)
+        unfinished = self._folder / "result.json.part"
         unfinished.write_text(json.dumps(result, indent=2) + "\n")
-        os.replace(unfinished, folder / "result.json")
+        os.replace(unfinished, self._folder / "result.json")

@@ -4,10 +4,12 @@ from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch import callbacks as standard
+from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import optim
 
 from dp_lightning.errors import ConfigurationError
 from dp_lightning.privacy.model_check import refuse_mixing_modules
+from dp_lightning.strategies.private import NAME, PrivateStrategy
 
 _REFUSED_CALLBACKS: tuple[tuple[type[pl.Callback], str], ...] = (
     (
@@ -63,10 +65,11 @@ def _check_trainer(trainer: pl.Trainer) -> None:
         "accounted for. Remove it; set privacy.expected_batch_size, and privacy.max_physical_batch_size for memory.",
     )
     check_precision(trainer.precision)
+    strategy = type(trainer.strategy)
     _refuse(
-        trainer.world_size != 1,
-        f"trainer.devices and trainer.num_nodes make {trainer.world_size} processes: private training runs on one "
-        "device. Set trainer.devices: 1 and trainer.num_nodes: 1.",
+        not issubclass(strategy, SingleDeviceStrategy | PrivateStrategy),
+        f"trainer.strategy is {strategy.__name__}: it would average the raw gradients of its processes, or cut the "
+        f"model into pieces. Set trainer.strategy: {NAME}.",
     )
     settings: Any = trainer
     _refuse(settings.overfit_batches != 0, "trainer.overfit_batches repeats the same batch. Remove it.")

@@ -7,8 +7,11 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, ReduceLROnPlateau
+from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.trainer.connectors.accelerator_connector import _AcceleratorConnector
 
 from dp_lightning.callbacks import (
+    Interruption,
     PostProcessCallback,
     PredictionFile,
     PrivacyCallback,
@@ -18,8 +21,10 @@ from dp_lightning.callbacks import (
 from dp_lightning.callbacks.settings import check_precision
 from dp_lightning.commands.memory import keep_freed_memory
 from dp_lightning.commands.parser import StrictParser
+from dp_lightning.commands.resume import checkpoint_to_resume
 from dp_lightning.errors import ConfigurationError
 from dp_lightning.lightning_modules.schedules import WarmupCosine
+from dp_lightning.strategies.private import NAME as PRIVATE_STRATEGY
 
 
 class TrainingCLI(LightningCLI):
@@ -52,10 +57,14 @@ class TrainingCLI(LightningCLI):
         self.privacy = self._get(self.config_init, "privacy")
         self.postprocess = self._get(self.config_init, "postprocess")
         config: dict[str, Any] = {**self._get(self.config_init, "trainer", default={}), **kwargs}
+        if self.subcommand == "fit" and config.get("strategy") == "auto" and _wants_processes(config):
+            config["strategy"] = PRIVATE_STRATEGY
         given = config.get("callbacks") or []
         given = given if isinstance(given, list) else [given]
         ours: list[pl.Callback] = [self.privacy, self.postprocess]
         given = [*given, RunRecord()]
+        if self.subcommand == "fit":
+            given = [*given, Interruption()]
         if self.subcommand == "predict":
             given = [*given, PredictionFile()]
         wants_bar = self.subcommand == "fit" and config.get("enable_progress_bar") is not False
@@ -82,11 +91,18 @@ class TrainingCLI(LightningCLI):
     def before_fit(self) -> None:
         """Refuse wrong settings before any data is touched."""
         self.privacy.check(self.trainer, self.model)
+        self.config_init.fit.ckpt_path = checkpoint_to_resume(self.trainer, self.config_init.fit.ckpt_path)
         if self.trainer.strategy.root_device.type == "cpu":
             keep_freed_memory()
         check_files = getattr(self.datamodule, "check_files", None)
         if check_files is not None:
             check_files()
+
+
+def _wants_processes(config: dict[str, Any]) -> bool:
+    """Whether Lightning would start one process per device for these settings, here and now."""
+    asked = {name: config[name] for name in ("accelerator", "devices", "num_nodes", "plugins") if name in config}
+    return isinstance(_AcceleratorConnector(**asked).strategy, DDPStrategy)
 
 
 def run(arguments: list[str]) -> None:

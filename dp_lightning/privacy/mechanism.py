@@ -10,20 +10,35 @@ is a constant of the plan, and the step is released whatever the draw is, the em
 a Poisson-subsampled Gaussian mechanism with noise multiplier sigma and sampling probability q, for neighbours that
 differ by adding or removing one example. The ledger counts the releases, and its accountants give (epsilon, delta) for
 all of them together. Everything computed from the releases alone is post-processing.
+
+Several ranks take one step together: S is one draw, dealt out to them; each rank sums its share, rank 0 adds the noise
+to its own sum, and one collective adds up the sums. What is released is the same on every rank, bit for bit.
 """
 
 from collections.abc import Mapping
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from dp_lightning.errors import BudgetError
+from dp_lightning.errors import BudgetError, DpLightningError
 from dp_lightning.privacy.accounting import Ledger
 from dp_lightning.privacy.clipping import ClipPlan
 from dp_lightning.privacy.gradients.clipped_sum import ClippedSum
 from dp_lightning.privacy.gradients.contribution import Contribution
+from dp_lightning.privacy.journal import Journal
 from dp_lightning.privacy.noise import GaussianNoise
 from dp_lightning.privacy.plan import PrivacyPlan
+from dp_lightning.privacy.ranks import Ranks
+
+
+class Release(NamedTuple):
+    """What one logical step gives out."""
+
+    gradients: dict[str, Tensor]
+    """Privatized gradients by parameter name, float32."""
+    stop: bool
+    """Whether some rank asked to stop after this step."""
 
 
 class PrivateMechanism:
@@ -35,6 +50,8 @@ class PrivateMechanism:
         clip_plan: how examples are clipped.
         noise: the source of noise, on the parameters' device.
         ledger: where each release is recorded.
+        ranks: the processes that take each step together.
+        journal: where each release is brought to disk before it is made, on rank 0.
     """
 
     def __init__(
@@ -45,8 +62,11 @@ class PrivateMechanism:
         clip_plan: ClipPlan,
         noise: GaussianNoise,
         ledger: Ledger,
+        ranks: Ranks | None = None,
+        journal: Journal | None = None,
     ) -> None:
         self.plan, self.clip_plan, self.noise, self.ledger = plan, clip_plan, noise, ledger
+        self.ranks, self.journal = ranks or Ranks(), journal
         self._sum = ClippedSum(parameters, clip_plan)
 
     @property
@@ -94,17 +114,37 @@ class PrivateMechanism:
         return self._sum.discarded
 
     @torch.no_grad()
-    def release(self) -> dict[str, Tensor]:
-        """Privatized gradients by parameter name, float32; ends the logical step.
+    def release(self, *, stop: bool = False) -> Release:
+        """Privatize the logical batch; ends the logical step. Every rank has to call it.
 
         The step is recorded before anything is returned, so that an interruption over-reports rather than
         under-reports.
+
+        Args:
+            stop: whether this rank asks all ranks to stop after this step.
         """
         self.require_budget()
-        self.ledger.record(noise_multiplier=self.plan.noise_multiplier, sample_rate=self.plan.sample_rate)
-        released = {
-            name: self.noise.add_to(total, self.noise_standard_deviation).div_(self.plan.expected_batch_size)
-            for name, total in self._sum.sums.items()
-        }
+        step = {"noise_multiplier": self.plan.noise_multiplier, "sample_rate": self.plan.sample_rate}
+        if self.journal is not None:
+            self.journal.record(**step)
+        self.ledger.record(**step)
+        total = self._sum.flat
+        if self.ranks.rank == 0:
+            total = self.noise.add_to(total, self.noise_standard_deviation)
+        if self.ranks.size > 1:
+            total, stop = self._over_ranks(total, stop)
         self._sum.reset()
-        return released
+        return Release(self._sum.views(total.div_(self.plan.expected_batch_size)), stop)
+
+    def _over_ranks(self, total: Tensor, stop: bool) -> tuple[Tensor, bool]:
+        """The sum over ranks, noised once, and whether one of them asks to stop."""
+        marks = total.new_tensor([float(self.ranks.rank == 0), float(stop)])
+        total = torch.cat([total, marks])
+        self.ranks.add_up(total)
+        noised, stopping = total[-2:].tolist()
+        if noised != 1:
+            raise DpLightningError(
+                f"{noised:g} of {self.ranks.size} ranks added noise, and exactly one has to: the processes do not "
+                "agree on their ranks. Start all of them by the same launcher, and only once."
+            )
+        return total[:-2], stopping > 0

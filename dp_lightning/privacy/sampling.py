@@ -1,8 +1,9 @@
 """Poisson sampling: in each logical step every example takes part with probability q, independently of the others.
 
-One draw is made per logical step and then cut into physical batches; the draws of several smaller batches added
-together would be another mechanism. Draws are numbered: draw t is a function of a secret key and of t alone, so that a
-loader may prepare draws ahead, and what counts as used is only what the ledger has recorded.
+One draw is made per logical step, the same on every rank, and then dealt out to the ranks and cut into physical
+batches; the draws of several smaller batches added together would be another mechanism. Draws are numbered: draw t is a
+function of a secret key and of t alone, so that a loader may prepare draws ahead, and what counts as used is only what
+the ledger has recorded.
 """
 
 import secrets
@@ -15,15 +16,18 @@ import numpy.typing as npt
 
 from dp_lightning.errors import ConfigurationError
 
+Key = tuple[int, int]
+"""128 bits from which all draws of a run follow."""
+
 
 @dataclass(frozen=True)
 class PhysicalBatch:
     """A piece of a logical batch that goes through the model at once.
 
     Attributes:
-        indices: positions in the training set. A logical batch without examples is one placeholder example.
-        first: whether the logical batch begins here.
-        last: whether the logical batch ends here.
+        indices: positions in the training set. A piece without examples is one placeholder example.
+        first: whether the rank's share of the logical batch begins here.
+        last: whether it ends here.
         placeholder: whether the example only stands in, so that it must contribute zero.
     """
 
@@ -45,11 +49,12 @@ class PoissonSampler:
         sample_rate: q in (0, 1].
         seed: None takes a secret key from the operating system. A number makes the draws reproducible, and the run
             not fit for release.
+        key: as ``sampling_key(seed)`` returned it on one rank, so that all ranks have the same; None makes one.
     """
 
-    def __init__(self, *, num_train: int, sample_rate: float, seed: int | None = None) -> None:
+    def __init__(self, *, num_train: int, sample_rate: float, seed: int | None = None, key: Key | None = None) -> None:
         self.num_train, self.sample_rate, self.seed = num_train, sample_rate, seed
-        self._key = _key(seed)
+        self._key = np.array(sampling_key(seed) if key is None else key, dtype=np.uint64)
 
     def draw(self, step: int) -> npt.NDArray[np.int64]:
         """Sorted positions of the examples of logical step ``step``."""
@@ -75,21 +80,31 @@ class PoissonSampler:
             )
 
 
-def _key(seed: int | None) -> npt.NDArray[np.uint64]:
-    if seed is not None:
-        return np.random.SeedSequence(seed).generate_state(2, np.uint64).astype(np.uint64)
-    words = [secrets.randbits(64), secrets.randbits(64)]
-    return np.array(words, dtype=np.uint64)
+def sampling_key(seed: int | None) -> Key:
+    """A secret key from the operating system, or the one of ``seed``."""
+    if seed is None:
+        return secrets.randbits(64), secrets.randbits(64)
+    first, second = np.random.SeedSequence(seed).generate_state(2, np.uint64).tolist()
+    return first, second
 
 
-def cut(indices: npt.NDArray[np.int64], max_physical_batch_size: int) -> Iterator[PhysicalBatch]:
-    """One logical batch as physical batches of at most ``max_physical_batch_size``; an empty one as a placeholder."""
-    if len(indices) == 0:
-        yield PhysicalBatch([0], first=True, last=True, placeholder=True)
-        return
-    for start in range(0, len(indices), max_physical_batch_size):
-        end = start + max_physical_batch_size
-        yield PhysicalBatch(indices[start:end].tolist(), first=start == 0, last=end >= len(indices))
+def cut(
+    indices: npt.NDArray[np.int64], max_physical_batch_size: int, *, rank: int = 0, num_ranks: int = 1
+) -> Iterator[PhysicalBatch]:
+    """A rank's share of one logical batch, as physical batches of at most ``max_physical_batch_size``.
+
+    Every rank gets the same number of physical batches, about equally large, so that ranks can act together in each of
+    them. A piece without examples is a placeholder.
+    """
+    largest_share = -(-len(indices) // num_ranks)
+    count = max(-(-largest_share // max_physical_batch_size), 1)
+    for number, piece in enumerate(np.array_split(indices[rank::num_ranks], count)):
+        yield PhysicalBatch(
+            piece.tolist() or [0],
+            first=number == 0,
+            last=number == count - 1,
+            placeholder=len(piece) == 0,
+        )
 
 
 def epoch_end(step: int, *, num_train: int, expected_batch_size: int, num_steps: int) -> int:

@@ -295,23 +295,38 @@ def test_a_resumed_run_goes_on_and_never_reports_less(tmp_path):
     run.fit(module, loader())
     assert first.ledger.num_steps == 9
     spent = first.ledger.epsilon(delta=1e-3)
-    second = privacy(target_epsilon=5.0, noise_multiplier=None)
-    again = trainer(tmp_path, second, max_epochs=6)
-    again.fit(Plain(), loader(), ckpt_path=tmp_path / "half.ckpt", weights_only=True)
-    assert second.ledger.num_steps == again.global_step == 18
-    assert spent < second.ledger.epsilon(delta=1e-3) <= 5.0
-    third = privacy(target_epsilon=0.5, noise_multiplier=None)
+
+    def resume(target_epsilon):
+        callback = privacy(target_epsilon=target_epsilon, noise_multiplier=None)
+        again = trainer(tmp_path, callback, max_epochs=6)
+        again.fit(Plain(), loader(), ckpt_path=tmp_path / "half.ckpt", weights_only=True)
+        assert again.global_step == 18
+        return callback.ledger
+
     with pytest.raises(BudgetError, match="target_epsilon"):
-        trainer(tmp_path, third, max_epochs=6).fit(
-            Plain(), loader(), ckpt_path=tmp_path / "half.ckpt", weights_only=True
-        )
+        resume(0.5)
+    ledger = resume(5.0)
+    assert ledger.num_steps == 18
+    assert spent < ledger.epsilon(delta=1e-3) <= 5.0
+    # Once more from the same checkpoint: the journal beside it knows that the steps have been taken.
+    with pytest.raises(BudgetError, match="budget is spent"):
+        resume(5.0)
 
 
 @pytest.mark.parametrize("step", [2, 4, 6, 7])
 def test_a_run_resumed_within_an_epoch_equals_one_that_was_not_interrupted(tmp_path, step):
     whole = parameters_after(tmp_path, without_noise(max_physical_batch_size=6))
-    checkpoint = ModelCheckpoint(dirpath=tmp_path, filename="{step}", every_n_train_steps=1, save_top_k=-1)
-    parameters_after(tmp_path, without_noise(max_physical_batch_size=6), checkpoint, enable_checkpointing=True)
+    checkpoint = ModelCheckpoint(dirpath=tmp_path, filename="{step}", every_n_train_steps=1)
+
+    class Stop(Callback):
+        def on_train_batch_start(self, trainer, *args):
+            if trainer.global_step == step:
+                raise RuntimeError("stopped")
+
+    with pytest.raises(RuntimeError, match="stopped"):
+        parameters_after(
+            tmp_path, without_noise(max_physical_batch_size=6), checkpoint, Stop(), enable_checkpointing=True
+        )
     callback, module = without_noise(max_physical_batch_size=6), Plain()
     again = trainer(tmp_path, callback)
     again.fit(module, loader(), ckpt_path=tmp_path / f"step={step}.ckpt", weights_only=True)
@@ -682,9 +697,9 @@ def test_a_subclass_and_the_names_of_logged_values_survive_a_resume(tmp_path):
         def training_step(self, batch, batch_idx):
             return F.cross_entropy(self.net(batch[0]), batch[1])
 
-    resumed = trainer(tmp_path, again)
+    resumed = trainer(tmp_path, again, max_epochs=4)
     resumed.fit(Silent(), loader(), ckpt_path=checkpoint.best_model_path, weights_only=True)
-    assert again.ledger.num_steps == 9
+    assert again.ledger.num_steps == 12
     assert again.statement(resumed).unprotected == ("train_loss",)
 
 

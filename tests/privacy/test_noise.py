@@ -44,7 +44,7 @@ def mechanism(clip_plan, *, noise_multiplier=1.5, expected_batch_size=50, num_st
     ],
 )
 def test_noise_is_normal_with_sigma_times_sensitivity_over_b(clip_plan):
-    released = mechanism(clip_plan).release()["weight"]
+    released = mechanism(clip_plan).release().gradients["weight"]
     expected = 1.5 * clip_plan.sensitivity / 50
     assert released.dtype == torch.float32
     assert looks_normal(released, expected)
@@ -60,7 +60,11 @@ def test_the_check_of_the_distribution_can_fail():
 def test_successive_and_separate_noise_is_uncorrelated():
     first = mechanism(ClipPlan.flat())
     second = mechanism(ClipPlan.flat())
-    draws = [first.release()["weight"], first.release()["weight"], second.release()["weight"]]
+    draws = [
+        first.release().gradients["weight"],
+        first.release().gradients["weight"],
+        second.release().gradients["weight"],
+    ]
     correlation = np.corrcoef(torch.stack(draws).numpy()) - np.eye(3)
     # Five standard errors of a correlation of independent values.
     assert np.abs(correlation).max() < 5 / math.sqrt(SIZE)
@@ -101,9 +105,9 @@ def test_a_fixed_seed_goes_on_after_a_checkpoint_and_a_secret_one_starts_anew():
 def test_the_sum_is_divided_by_the_expected_batch_size(b):
     private = mechanism(ClipPlan.flat(), noise_multiplier=0.0, expected_batch_size=b, size=4)
     private._sum.sums["weight"] += 3.0
-    torch.testing.assert_close(private.release()["weight"], torch.full((4,), 3.0 / b))
+    torch.testing.assert_close(private.release().gradients["weight"], torch.full((4,), 3.0 / b))
     # The next step starts from zero.
-    torch.testing.assert_close(private.release()["weight"], torch.zeros(4))
+    torch.testing.assert_close(private.release().gradients["weight"], torch.zeros(4))
 
 
 def test_every_release_is_in_the_ledger_and_none_follows_the_last():

@@ -43,12 +43,25 @@ class ClippedSum:
         self._bounds = torch.tensor(bounds, dtype=torch.float32, device=device).unbind()
         self.discarded = torch.zeros((), dtype=torch.int64, device=device)
         """How many examples of the logical batch have a gradient that is not finite."""
-        self.sums = {name: torch.zeros_like(p, dtype=torch.float32) for name, p in parameters.items()}
+        # Dense, also where a parameter is a view of a larger tensor.
+        self._places = {
+            name: (p.shape, torch.empty_like(p, device="meta").stride(), p.numel()) for name, p in parameters.items()
+        }
+        self.flat = torch.zeros(sum(p.numel() for p in parameters.values()), dtype=torch.float32, device=device)
+        """All sums in one tensor, in the order of the parameters."""
+        self.sums = self.views(self.flat)
+
+    def views(self, flat: Tensor) -> dict[str, Tensor]:
+        """The parts of a tensor like ``flat`` by parameter name, in the parameter's shape and memory format."""
+        parts = flat.split([numel for _, _, numel in self._places.values()])
+        return {
+            name: part.as_strided(shape, stride)
+            for (name, (shape, stride, _)), part in zip(self._places.items(), parts, strict=True)
+        }
 
     def reset(self) -> None:
         """Start a new logical batch."""
-        for total in self.sums.values():
-            total.zero_()
+        self.flat.zero_()
         self.discarded.zero_()
 
     def begin(self, batch_size: int, *, count: bool = True) -> None:

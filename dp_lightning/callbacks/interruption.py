@@ -1,0 +1,113 @@
+"""Stops a run in order on SIGTERM, SIGINT and SLURM's requeue signal: after a logical step, with a checkpoint.
+
+A signal is only noted. At the end of the step the ranks learn of it together, by the same collective that adds up their
+sums; then all of them save one checkpoint and leave. A second SIGINT stops at once, as Ctrl-C does everywhere.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import threading
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+
+from dp_lightning.callbacks.privacy import PrivacyCallback
+
+_REQUEUE = signal.SIGUSR1
+
+
+class Interruption(pl.Callback):
+    """Ends ``fit`` with exit code 143 on SIGTERM and on SLURM's requeue signal, and 130 on SIGINT, at a step's end.
+
+    The checkpoint ``interrupted-step=<n>.ckpt`` stands beside those of the first ``ModelCheckpoint``. A SLURM job that
+    is sent SIGUSR1 (``#SBATCH --signal=USR1@90``) is put back into the queue.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._signal: int | None = None
+        self._before: dict[int, Any] = {}
+
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            return  # signals are the main thread's affair
+        self._signal, privacy = None, _privacy(trainer)
+        if (mark := _mark(trainer)) is not None and trainer.is_global_zero:
+            mark.parent.mkdir(parents=True, exist_ok=True)
+            mark.write_text(json.dumps({"folder": str(_folder(trainer))}))
+
+        def note(number: int, frame: FrameType | None) -> None:
+            if self._signal is not None and number == signal.SIGINT:
+                raise KeyboardInterrupt
+            self._signal = number
+            privacy.stop_requested = True
+
+        for number in (signal.SIGTERM, signal.SIGINT, *((_REQUEUE,) if _slurm_job() else ())):
+            self._before[number] = signal.signal(number, note)
+
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
+        privacy = _privacy(trainer)
+        if not privacy.stopping:
+            return
+        number = self._signal or signal.SIGTERM
+        path = _folder(trainer) / f"interrupted-step={trainer.global_step}.ckpt"
+        trainer.save_checkpoint(path)
+        rank_zero_info(
+            f"\nStopped by {signal.Signals(number).name} after step {privacy.ledger.num_steps}. "
+            f"To go on: --ckpt_path {path}"
+        )
+        if number == _REQUEUE and trainer.is_global_zero:
+            _requeue()
+        # Lightning kills the other processes that it has started when one of them fails.
+        started_by_us = not trainer.is_global_zero and getattr(trainer.strategy.launcher, "procs", None) is not None
+        external = trainer._accelerator_connector.cluster_environment.creates_processes_externally
+        raise SystemExit(0 if started_by_us and not external else 130 if number == signal.SIGINT else 143)
+
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        while self._before:
+            signal.signal(*self._before.popitem())
+
+
+def _privacy(trainer: pl.Trainer) -> PrivacyCallback:
+    callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    return next(callback for callback in callbacks if isinstance(callback, PrivacyCallback))
+
+
+def _folder(trainer: pl.Trainer) -> Path:
+    for callback in trainer.checkpoint_callbacks:
+        if isinstance(callback, ModelCheckpoint) and callback.dirpath:
+            return Path(callback.dirpath)
+    return Path(trainer.log_dir or trainer.default_root_dir) / "checkpoints"
+
+
+def job_folder(trainer: pl.Trainer) -> Path | None:
+    """Where an earlier start of this SLURM job has left its checkpoints; None outside of SLURM and at the first."""
+    mark = _mark(trainer)
+    return Path(json.loads(mark.read_text())["folder"]) if mark is not None and mark.is_file() else None
+
+
+def _mark(trainer: pl.Trainer) -> Path | None:
+    job = _slurm_job()
+    return Path(trainer.default_root_dir) / f".dpl_slurm_job_{job}.json" if job else None
+
+
+def _slurm_job() -> str | None:
+    """The id by which this job is put back into the queue; None outside of SLURM."""
+    array = os.environ.get("SLURM_ARRAY_JOB_ID")
+    return f"{array}_{os.environ['SLURM_ARRAY_TASK_ID']}" if array else os.environ.get("SLURM_JOB_ID")
+
+
+def _requeue() -> None:
+    job = _slurm_job()
+    assert job is not None
+    try:
+        subprocess.run(["scontrol", "requeue", job], check=True, capture_output=True, text=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        reason = getattr(error, "stderr", "") or str(error)
+        rank_zero_warn(f"Job {job} could not be put back into the queue: {reason.strip()}. Requeue it by hand.")

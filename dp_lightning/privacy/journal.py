@@ -1,0 +1,143 @@
+"""The journal of a run: one line per logical step, on disk before the step's result is used.
+
+A checkpoint holds the ledger as it stood when the checkpoint was written. Steps that ran after it and were lost in a
+crash have been spent all the same, and only the journal knows them. One stands in every folder that holds a
+checkpoint of the run; each only ever grows, and names the others.
+"""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from dp_lightning.errors import DataError
+from dp_lightning.privacy.accounting import Ledger
+
+
+class Journal:
+    """Records the steps of one run in all folders that it was given.
+
+    Args:
+        run: name of the run, part of the files' names.
+    """
+
+    def __init__(self, run: str) -> None:
+        self.run = run
+        self._files: list[Path] = []
+
+    def path(self, folder: Path) -> Path:
+        """Where the journal stands in a folder."""
+        return folder.resolve() / f"privacy_journal_{self.run}.jsonl"
+
+    def read(self, folder: Path) -> Ledger | None:
+        """The steps in the journal that stands in ``folder``; None where there is none.
+
+        From now on steps are recorded there, and in the journals that it names as far as they still exist.
+
+        Raises:
+            DataError: when it cannot be read or written.
+        """
+        path = self.path(folder)
+        if not path.is_file():
+            return None
+        entries = _entries(path)
+        ledger = Ledger()
+        for entry in entries:
+            if "folder" not in entry:
+                ledger.record(noise_multiplier=entry["noise_multiplier"], sample_rate=entry["sample_rate"])
+        for known in (path, *(self.path(Path(entry["folder"])) for entry in entries if "folder" in entry)):
+            if known.is_file() and known not in self._files:
+                if known.read_bytes()[-1:] not in (b"", b"\n"):
+                    _append(known, b"\n")
+                self._files.append(known)
+        return ledger
+
+    def add_folder(self, folder: Path, ledger: Ledger) -> None:
+        """Keep a journal in ``folder`` too, with all steps so far; it gets its name when it is complete.
+
+        Raises:
+            DataError: when it cannot be written.
+        """
+        path = self.path(folder)
+        if path in self._files:
+            return
+        lines = [_step(sigma, q) for sigma, q, count in ledger.runs for _ in range(count)]
+        lines += [_line({"folder": str(known.parent)}) for known in self._files]
+        unfinished = path.with_name(f".{path.name}.part")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            unfinished.write_bytes(b"".join(lines))
+            os.replace(unfinished, path)
+        except OSError as error:
+            raise _not_written(path, error) from error
+        self._append(_line({"folder": str(path.parent)}))
+        self._files.append(path)
+
+    def record(self, *, noise_multiplier: float, sample_rate: float) -> None:
+        """Write one step to disk, in every folder.
+
+        Raises:
+            DataError: when one of them cannot be written; the step must not be released.
+        """
+        self._append(_step(noise_multiplier, sample_rate))
+
+    def _append(self, line: bytes) -> None:
+        for path in self._files:
+            _append(path, line)
+
+
+def _append(path: Path, line: bytes) -> None:
+    try:
+        # Never a new file: that one would lack the earlier steps.
+        descriptor = os.open(path, os.O_WRONLY | os.O_APPEND)
+        try:
+            if os.write(descriptor, line) != len(line):
+                raise OSError("the disk is full")
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        raise _not_written(path, error) from error
+
+
+def _step(noise_multiplier: float, sample_rate: float) -> bytes:
+    return _line({"noise_multiplier": noise_multiplier, "sample_rate": sample_rate})
+
+
+def _line(entry: dict[str, Any]) -> bytes:
+    return json.dumps(entry).encode() + b"\n"
+
+
+def _entries(path: Path) -> list[dict[str, Any]]:
+    """The lines; one that a power failure has cut short counts as a step like its neighbour."""
+    entries = [_entry(line) for line in path.read_bytes().split(b"\n") if line]
+    steps = [entry for entry in entries if entry is not None and "folder" not in entry]
+    if None in entries and not steps:
+        raise DataError(
+            f"The journal of steps {path} cannot be read, so it is unknown how many steps ran after the checkpoint. "
+            "Restore the file from a copy."
+        )
+    found: list[dict[str, Any]] = []
+    like = steps[0] if steps else {}
+    for entry in entries:
+        if entry is not None and "folder" not in entry:
+            like = entry
+        found.append(like if entry is None else entry)
+    return found
+
+
+def _entry(line: bytes) -> dict[str, Any] | None:
+    try:
+        entry = json.loads(line)
+        if "folder" in entry:
+            return {"folder": str(entry["folder"])}
+        return {name: float(entry[name]) for name in ("noise_multiplier", "sample_rate")}
+    except (ValueError, TypeError, KeyError):
+        return None
+
+
+def _not_written(path: Path, error: OSError) -> DataError:
+    return DataError(
+        f"The journal of steps {path} cannot be written ({error.strerror or error}), and a step that is not recorded "
+        "must not be taken. Free some space, or choose another folder (trainer.default_root_dir)."
+    )

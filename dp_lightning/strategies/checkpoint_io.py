@@ -1,0 +1,113 @@
+"""Checkpoints that are whole or absent, and that are read without running code.
+
+A checkpoint is written under another name in its own folder, brought to disk, and renamed: whoever finds a file with a
+checkpoint's name finds all of it. When it is read, the checksums of its parts are compared first.
+"""
+
+import os
+import pickle
+import zipfile
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.fabric.plugins.io import TorchCheckpointIO
+
+from dp_lightning.errors import DataError
+
+
+class PrivateCheckpointIO(TorchCheckpointIO):
+    """Writes and reads checkpoints on a local file system.
+
+    Args:
+        before_save: called with the folder before a checkpoint appears in it.
+    """
+
+    def __init__(self, before_save: Callable[[Path], None] | None = None) -> None:
+        super().__init__()
+        self._before_save = before_save
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
+        """Write all of it, or leave what was there.
+
+        Raises:
+            DataError: when it cannot be written.
+        """
+        target = _local(path)
+        if self._before_save is not None:
+            self._before_save(target.parent)
+        unfinished = target.with_name(f".{target.name}.part")
+        try:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            with unfinished.open("wb") as file:
+                torch.save(checkpoint, file)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(unfinished, target)
+            _sync_folder(target.parent)
+        except (OSError, RuntimeError) as error:
+            # torch reports a full disk as a RuntimeError.
+            with suppress(OSError):
+                unfinished.unlink()
+            raise DataError(
+                f"The checkpoint {target} cannot be written ({str(error).splitlines()[0]}). Earlier checkpoints are as "
+                "they were. Free some space, or choose another folder, and resume from the newest one."
+            ) from error
+
+    def load_checkpoint(
+        self, path: Any, map_location: Any | None = lambda storage, _: storage, weights_only: bool | None = True
+    ) -> dict[str, Any]:
+        """Read a whole checkpoint; never by running code that it holds.
+
+        Raises:
+            DataError: when it is missing, damaged or foreign; the message names the newest intact one beside it.
+        """
+        source = _local(path)
+        problem = damage(source)
+        if problem is None:
+            try:
+                loaded: dict[str, Any] = torch.load(source, map_location=map_location, weights_only=True)
+            except (OSError, RuntimeError, pickle.UnpicklingError, EOFError, KeyError, ValueError) as error:
+                problem = f"it cannot be loaded without running code ({str(error).splitlines()[0]})"
+            else:
+                if isinstance(loaded, dict):
+                    return loaded
+                problem = f"it holds a {type(loaded).__name__}"
+        others = [path for path in source.parent.glob("*.ckpt") if path != source]
+        intact = newest_intact(others)
+        hint = f"The newest intact one beside it is {intact}." if intact else "There is no intact one beside it."
+        raise DataError(f"{source} is not a usable checkpoint: {problem}. {hint}")
+
+
+def damage(path: Path) -> str | None:
+    """What is wrong with the file, as far as its checksums tell; None for nothing."""
+    try:
+        with zipfile.ZipFile(path) as file:
+            broken = file.testzip()
+    except FileNotFoundError:
+        return "there is no such file"
+    except (OSError, zipfile.BadZipFile, EOFError, NotImplementedError, ValueError) as error:
+        return f"it is truncated or not a checkpoint ({error})"
+    return None if broken is None else f"its part {broken} is damaged"
+
+
+def newest_intact(checkpoints: Iterable[Path]) -> Path | None:
+    """The newest of these checkpoints whose checksums hold."""
+    files = sorted(checkpoints, key=lambda path: path.stat().st_mtime, reverse=True)
+    return next((path for path in files if damage(path) is None), None)
+
+
+def _local(path: Any) -> Path:
+    if "://" in str(path):
+        raise DataError(f"Checkpoints are kept on a local or mounted file system; {path} is not on one.")
+    return Path(path)
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

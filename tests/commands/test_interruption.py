@@ -1,0 +1,105 @@
+"""Signals and crashes: a run ends in order, comes back, and never says less than it spent."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+def start(folder, *arguments, devices=1):
+    command = [sys.executable, str(ROOT / "cli.py"), "fit", "--config", str(ROOT / "configs" / "digits.yaml")]
+    settings = ["--trainer.accelerator", "cpu", "--trainer.devices", str(devices), "--trainer.max_epochs", "40"]
+    quiet = ["--trainer.enable_progress_bar", "false", "--privacy.accountant", "rdp"]
+    return subprocess.Popen(
+        [*command, *settings, *quiet, "--trainer.default_root_dir", str(folder), *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        cwd=folder,
+    )
+
+
+def steps_in_journal(folder):
+    journals = sorted(folder.glob("lightning_logs/*/privacy_journal_*.jsonl"))
+    return journals[-1].read_text().count("noise_multiplier") if journals else 0
+
+
+def wait_for_steps(run, folder, count):
+    deadline = time.monotonic() + 120
+    while steps_in_journal(folder) < count:
+        assert run.poll() is None, run.stdout.read()
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def end(run):
+    output, _ = run.communicate(timeout=120)
+    return run.returncode, output
+
+
+def statement(folder):
+    newest = max(folder.glob("lightning_logs/*/privacy_statement.json"), key=lambda path: path.stat().st_mtime)
+    return json.loads(newest.read_text())
+
+
+def newest_step(folder, version):
+    checkpoints = folder.glob(f"lightning_logs/{version}/checkpoints/*.ckpt")
+    return max(int(path.stem.rpartition("=")[2]) for path in checkpoints)
+
+
+@pytest.mark.slow  # two starts of Lightning with up to two processes
+@pytest.mark.parametrize(("number", "code", "devices"), [(signal.SIGTERM, 143, 2), (signal.SIGINT, 130, 1)])
+def test_a_signal_loses_no_step_and_the_run_goes_on(tmp_path, number, code, devices):
+    run = start(tmp_path, devices=devices)
+    wait_for_steps(run, tmp_path, 7)
+    run.send_signal(number)
+    returned, output = end(run)
+    assert returned == code, output
+    (checkpoint,) = tmp_path.glob("lightning_logs/version_0/checkpoints/interrupted-step=*.ckpt")
+    taken = steps_in_journal(tmp_path)
+    assert checkpoint.name == f"interrupted-step={taken}.ckpt"
+    assert statement(tmp_path)["num_steps"] == taken < 112
+    returned, output = end(start(tmp_path, "--ckpt_path", "last", devices=devices))
+    assert returned == 0, output
+    found = statement(tmp_path)
+    assert found["num_steps"] == found["num_steps_planned"] == 112
+    assert found["epsilon"]["rdp"] <= 3.0
+
+
+@pytest.mark.slow  # two starts of Lightning
+def test_steps_lost_in_a_crash_count_as_spent(tmp_path):
+    run = start(tmp_path, "--trainer.callbacks", "ModelCheckpoint", "--trainer.callbacks.every_n_epochs", "4")
+    # The first checkpoint stands after step 11, the next one after step 22.
+    wait_for_steps(run, tmp_path, 14)
+    os.kill(run.pid, signal.SIGKILL)
+    end(run)
+    taken = steps_in_journal(tmp_path)
+    saved = newest_step(tmp_path, "version_0")
+    assert saved < taken
+    returned, output = end(start(tmp_path, "--ckpt_path", "last"))
+    assert returned == 0, output
+    found = statement(tmp_path)
+    assert found["num_steps"] == 112
+    assert found["epsilon"]["rdp"] <= 3.0
+    # The optimizer has taken fewer steps than were spent.
+    assert newest_step(tmp_path, "version_1") == 112 - (taken - saved)
+
+
+@pytest.mark.slow  # Lightning with two processes
+def test_a_rank_that_dies_ends_the_run_with_an_error(tmp_path):
+    run = start(tmp_path, devices=2)
+    wait_for_steps(run, tmp_path, 4)
+    children = Path(f"/proc/{run.pid}/task/{run.pid}/children").read_text().split()
+    ranks = [child for child in children if b"cli.py" in Path(f"/proc/{child}/cmdline").read_bytes()]
+    os.kill(int(ranks[0]), signal.SIGKILL)
+    started = time.monotonic()
+    run.communicate(timeout=120)
+    assert run.returncode != 0
+    assert time.monotonic() - started < 60

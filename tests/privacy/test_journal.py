@@ -1,0 +1,104 @@
+"""The journal of steps: nothing is released that it does not hold, and nothing that it holds is lost."""
+
+import pytest
+import torch
+
+from dp_lightning.errors import DataError
+from dp_lightning.privacy import ClipPlan, GaussianNoise, Ledger, PrivacyPlan, PrivateMechanism
+from dp_lightning.privacy.journal import Journal
+
+STEP = {"noise_multiplier": 1.5, "sample_rate": 0.25}
+
+
+def journal(folder, steps=0):
+    found = Journal("run")
+    found.add_folder(folder, Ledger())
+    for _ in range(steps):
+        found.record(**STEP)
+    return found
+
+
+def read(folder):
+    return Journal("run").read(folder)
+
+
+def test_steps_are_read_as_they_were_recorded(tmp_path):
+    first = journal(tmp_path, 3)
+    first.record(noise_multiplier=0.1 + 0.2, sample_rate=1 / 3)
+    assert read(tmp_path).runs == ((1.5, 0.25, 3), (0.1 + 0.2, 1 / 3, 1))
+    assert Journal("another").read(tmp_path) is None
+
+
+@pytest.mark.parametrize("cut", [1, 2, 10, 40])
+def test_a_line_cut_short_counts_as_a_step_and_later_ones_stay_whole(tmp_path, cut):
+    path = journal(tmp_path, 3).path(tmp_path)
+    path.write_bytes(path.read_bytes()[:-cut])
+    again = Journal("run")
+    assert again.read(tmp_path).runs == ((1.5, 0.25, 3),)
+    again.record(noise_multiplier=2.0, sample_rate=0.5)
+    assert read(tmp_path).runs == ((1.5, 0.25, 3), (2.0, 0.5, 1))
+
+
+@pytest.mark.parametrize("damage", [b"\0" * 30, b"nonsense", b'{"noise_multiplier": "x"}', b"[1, 2]", b"5"])
+def test_a_damaged_line_counts_as_a_step(tmp_path, damage):
+    path = journal(tmp_path, 4).path(tmp_path)
+    lines = path.read_bytes().splitlines()
+    for place in (0, 2, 3):
+        path.write_bytes(b"\n".join([*lines[:place], damage, *lines[place + 1 :], b""]))
+        assert read(tmp_path).runs == ((1.5, 0.25, 4),)
+    path.write_bytes(damage + b"\n")
+    with pytest.raises(DataError, match="unknown how many steps"):
+        read(tmp_path)
+
+
+def test_every_folder_gets_every_step(tmp_path):
+    first, second, third = tmp_path / "a", tmp_path / "b", tmp_path / "c"
+    ledger = Ledger()
+    one = Journal("run")
+    one.add_folder(first, ledger)
+    for folder in (None, second, third):
+        if folder is not None:
+            one.add_folder(folder, ledger)
+        one.record(**STEP)
+        ledger.record(**STEP)
+    assert [read(folder).num_steps for folder in (first, second, third)] == [3, 3, 3]
+    # Who goes on from one of them tells the others.
+    again = Journal("run")
+    again.read(second)
+    again.record(**STEP)
+    assert [read(folder).num_steps for folder in (first, second, third)] == [4, 4, 4]
+
+
+def mechanism(folder):
+    plan = PrivacyPlan(num_train=10, expected_batch_size=5, num_steps=4, noise_multiplier=1.0, delta=1e-3)
+    steps = journal(folder)
+    return steps, PrivateMechanism(
+        {"weight": torch.zeros(3)},
+        plan=plan,
+        clip_plan=ClipPlan.flat(),
+        noise=GaussianNoise(),
+        ledger=Ledger(),
+        journal=steps,
+    )
+
+
+def test_a_release_is_in_the_journal(tmp_path):
+    _, private = mechanism(tmp_path)
+    for _ in range(2):
+        private.release()
+    assert read(tmp_path).runs == private.ledger.runs == ((1.0, 0.5, 2),)
+
+
+@pytest.mark.parametrize("fault", ["full", "gone"])
+def test_a_step_that_cannot_be_recorded_is_not_released(tmp_path, fault):
+    steps, private = mechanism(tmp_path)
+    private.release()
+    path = steps.path(tmp_path)
+    path.unlink()
+    if fault == "full":
+        path.symlink_to("/dev/full")
+    with pytest.raises(DataError, match=r"cannot be written.*must not be taken"):
+        private.release()
+    assert private.ledger.num_steps == 1
+    with pytest.raises(DataError, match="cannot be written"):
+        steps.add_folder(path / "below a file", private.ledger)

@@ -1,0 +1,94 @@
+"""A private run for the tests, started as a program of its own so that it can have several ranks.
+
+``python run_ranks.py '{"folder": ..., "devices": 2, ...}'`` leaves ``rank0.pt``, ``rank1.pt``, ... in the folder.
+"""
+
+import hashlib
+import json
+import sys
+from pathlib import Path
+
+import lightning.pytorch as pl
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+from dp_lightning.callbacks import PrivacyCallback
+
+
+class Net(pl.LightningModule):
+    def __init__(self, lr):
+        super().__init__()
+        self.net = nn.Sequential(nn.Conv2d(1, 4, 3), nn.GroupNorm(2, 4), nn.Flatten(), nn.Linear(144, 10))
+        self.lr = lr
+
+    def training_step(self, batch, batch_idx):
+        loss = F.cross_entropy(self.net(batch[0]), batch[1])
+        # A collective in each physical batch: ranks with different numbers of them would wait for ever.
+        self.log("loss", loss, sync_dist=True, on_step=True)
+        return loss
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=self.lr)
+
+
+class Notes(pl.Callback):
+    """What this rank saw."""
+
+    def __init__(self):
+        self.hashes, self.sizes, self.size = [], [], 0
+
+    def on_train_batch_start(self, trainer, module, batch, batch_idx):
+        privacy = trainer.callbacks[0]
+        self.size += 0 if privacy._batch.placeholder else len(batch[0])
+
+    def on_train_batch_end(self, trainer, module, *args):
+        if trainer.accumulate_grad_batches == 1:
+            state = b"".join(p.detach().contiguous().numpy().tobytes() for p in module.parameters())
+            self.hashes.append(hashlib.sha256(state).hexdigest())
+            self.sizes.append(self.size)
+            self.size = 0
+
+
+def examples(count):
+    generator = torch.Generator().manual_seed(0)
+    images = torch.randn(count, 1, 8, 8, generator=generator)
+    return TensorDataset(images, torch.randint(10, (count,), generator=generator))
+
+
+def main(settings):
+    folder = Path(settings["folder"])
+    # Another seed on each rank: only the broadcast at the start makes their parameters equal.
+    ranks = settings.get("devices", 1)
+    notes = Notes()
+    privacy = PrivacyCallback(**{"delta": 1e-3, "accountant": "rdp", **settings["privacy"]})
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=ranks,
+        strategy="dp_ddp" if ranks > 1 else "auto",
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=folder,
+        callbacks=[privacy, notes],
+        **settings["trainer"],
+    )
+    torch.manual_seed(settings.get("seed", 0) + trainer.global_rank)
+    module = Net(settings.get("lr", 0.1))
+    trainer.fit(module, DataLoader(examples(settings.get("num_train", 60)), batch_size=7, shuffle=True))
+    torch.save(
+        {
+            "parameters": dict(module.state_dict()),
+            "hashes": notes.hashes,
+            "sizes": notes.sizes,
+            "steps": privacy.ledger.num_steps,
+            "global_step": trainer.global_step,
+        },
+        folder / f"rank{trainer.global_rank}.pt",
+    )
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]))

@@ -1,0 +1,116 @@
+"""Checkpoints are whole or absent, and damaged ones are told from intact ones."""
+
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from dp_lightning.errors import DataError
+from dp_lightning.strategies.checkpoint_io import PrivateCheckpointIO
+
+SCRIPT = Path(__file__).parent / "save_until_killed.py"
+
+
+def save(path, value):
+    PrivateCheckpointIO().save_checkpoint({"weights": torch.full((1000,), float(value)), "step": value}, path)
+    return path
+
+
+def load(path):
+    return PrivateCheckpointIO().load_checkpoint(path)
+
+
+def test_what_was_saved_is_loaded_and_nothing_else_is_left(tmp_path):
+    told = []
+    path = tmp_path / "below" / "one.ckpt"
+    PrivateCheckpointIO(told.append).save_checkpoint({"weights": torch.arange(5)}, path)
+    assert torch.equal(load(path)["weights"], torch.arange(5))
+    assert told == [path.parent]
+    assert [file.name for file in path.parent.iterdir()] == ["one.ckpt"]
+
+
+class Runs:
+    def __reduce__(self):
+        return os.mkdir, ("ran",)
+
+
+def test_no_code_is_run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    torch.save({"weights": Runs()}, "foreign.ckpt")
+    with pytest.raises(DataError, match=r"without running code.*There is no intact one"):
+        load("foreign.ckpt")
+    assert not Path("ran").exists()
+
+
+def test_a_truncated_file_is_refused_and_the_newest_intact_one_named(tmp_path):
+    save(tmp_path / "old.ckpt", 1)
+    os.utime(tmp_path / "old.ckpt", (1, 1))
+    save(tmp_path / "good.ckpt", 2)
+    content = save(tmp_path / "last.ckpt", 3).read_bytes()
+    for length in (0, 1, 100, len(content) // 2, len(content) - 1):
+        (tmp_path / "last.ckpt").write_bytes(content[:length])
+        with pytest.raises(
+            DataError, match=r"last.ckpt is not a usable checkpoint.*newest intact one beside it is .*good.ckpt"
+        ):
+            load(tmp_path / "last.ckpt")
+
+
+def test_a_flipped_bit_is_never_loaded(tmp_path):
+    path = save(tmp_path / "one.ckpt", 3)
+    content, draw, refused = path.read_bytes(), random.Random(0), 0
+    for place in [*draw.sample(range(len(content)), 300), content.index(torch.full((1,), 3.0).numpy().tobytes()) + 2]:
+        flipped = bytearray(content)
+        flipped[place] ^= 1 << draw.randrange(8)
+        path.write_bytes(flipped)
+        try:
+            found = load(path)
+        except DataError:
+            refused += 1
+        else:  # in the padding between the parts
+            assert found["step"] == 3
+            assert torch.equal(found["weights"], torch.full((1000,), 3.0))
+    assert refused > 200
+
+
+def test_a_full_disk_leaves_the_earlier_checkpoint(tmp_path):
+    path = save(tmp_path / "one.ckpt", 1)
+    (tmp_path / ".one.ckpt.part").symlink_to("/dev/full")
+    with pytest.raises(DataError, match=r"one.ckpt cannot be written.*Earlier checkpoints are as they were"):
+        save(path, 2)
+    assert load(path)["step"] == 1
+    assert [file.name for file in tmp_path.iterdir()] == ["one.ckpt"]
+
+
+@pytest.mark.parametrize("folder", ["a file", "read-only"])
+def test_a_folder_that_cannot_be_written_is_named(tmp_path, folder):
+    place = tmp_path / folder
+    if folder == "a file":
+        place.write_text("")
+    else:
+        place.mkdir(mode=0o500)
+        if os.access(place, os.W_OK):
+            pytest.skip("this user may write everywhere")
+    with pytest.raises(DataError, match=r"one.ckpt cannot be written"):
+        save(place / "one.ckpt", 1)
+
+
+@pytest.mark.parametrize("temporary", ["same", "other"])
+def test_a_process_killed_while_it_writes_leaves_whole_checkpoints(tmp_path, temporary):
+    folder = tmp_path / "checkpoints"
+    folder.mkdir()
+    if temporary == "other" and not os.path.isdir("/dev/shm"):
+        pytest.skip("there is no second file system")
+    shown = subprocess.run(
+        [sys.executable, str(SCRIPT), str(folder), "100"],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+        env={**os.environ, "TMPDIR": str(tmp_path) if temporary == "same" else "/dev/shm"},
+    )
+    assert shown.returncode == 0, shown.stderr[-2000:]
+    assert shown.stdout.strip() == "3"

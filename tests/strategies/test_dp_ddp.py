@@ -1,0 +1,187 @@
+"""Several processes take one private step: the same model as one process makes, with noise added once."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import lightning.pytorch as pl
+import numpy as np
+import pytest
+import torch
+import torch.multiprocessing
+from torch import nn
+
+from dp_lightning.callbacks import PredictionFile, PrivacyCallback
+from dp_lightning.errors import ConfigurationError, DpLightningError
+from dp_lightning.privacy import ClipPlan, GaussianNoise, Ledger, PrivacyPlan, PrivateMechanism
+from dp_lightning.privacy.ranks import Ranks
+from dp_lightning.privacy.sampling import PoissonSampler, cut, sampling_key
+
+SCRIPT = Path(__file__).parent / "run_ranks.py"
+STEPS = 20
+
+
+def fit(folder, devices, *, privacy=None, **settings):
+    """Each rank's notes of one run of ``run_ranks.py``."""
+    defaults = {
+        "expected_batch_size": 12,
+        "noise_multiplier": 0.0,
+        "not_private": True,
+        "sampling_seed": 5,
+        "max_physical_batch_size": 4,
+    }
+    given = {
+        "folder": str(folder),
+        "devices": devices,
+        "privacy": {**defaults, **(privacy or {})},
+        "trainer": {"max_steps": STEPS},
+        **settings,
+    }
+    shown = subprocess.run(
+        [sys.executable, str(SCRIPT), json.dumps(given)], capture_output=True, text=True, timeout=280, check=False
+    )
+    assert shown.returncode == 0, shown.stderr[-3000:]
+    return [torch.load(folder / f"rank{rank}.pt", weights_only=True) for rank in range(devices)]
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    return fit(tmp_path_factory.mktemp("alone"), 1)[0]
+
+
+@pytest.mark.parametrize("devices", [2, 4])
+def test_without_noise_ranks_end_where_one_process_ends(tmp_path, alone, devices):
+    ranks = fit(tmp_path, devices)
+    assert all(rank["steps"] == rank["global_step"] == STEPS for rank in ranks)
+    # One draw in each step, dealt out.
+    assert [sum(sizes) for sizes in zip(*(rank["sizes"] for rank in ranks), strict=True)] == alone["sizes"]
+    assert all(rank["hashes"] == ranks[0]["hashes"] for rank in ranks)
+    for name, value in alone["parameters"].items():
+        # The sum over examples is rounded in another order; twenty steps carry that on.
+        torch.testing.assert_close(ranks[0]["parameters"][name], value, rtol=1e-5, atol=1e-6)
+
+
+def test_with_noise_ranks_are_equal_bit_for_bit_after_every_step(tmp_path):
+    first, second = fit(tmp_path, 2, privacy={"noise_multiplier": 1.0, "not_private": False, "sampling_seed": None})
+    assert len(first["hashes"]) == len(set(first["hashes"])) == STEPS
+    assert first["hashes"] == second["hashes"]
+
+
+def test_empty_shares_and_empty_draws_take_part(tmp_path):
+    ranks = fit(tmp_path, 2, privacy={"expected_batch_size": 1}, num_train=50, trainer={"max_steps": 60})
+    sizes = np.array([rank["sizes"] for rank in ranks])
+    assert sizes.shape == (2, 60)
+    assert (sizes.sum(axis=0) == 0).any()
+    assert ((sizes == 0).any(axis=0) & (sizes.sum(axis=0) > 0)).any()
+    assert ranks[0]["hashes"] == ranks[1]["hashes"]
+    assert [rank["steps"] for rank in ranks] == [60, 60]
+
+
+@pytest.mark.parametrize("seed", [None, 3])
+@pytest.mark.parametrize("num_ranks", [1, 2, 4, 8])
+def test_the_global_batch_size_is_that_of_poisson_sampling_for_any_number_of_ranks(num_ranks, seed):
+    num_train, q, steps = 1000, 0.05, 2000
+    key = sampling_key(seed)  # broadcast by rank 0
+    samplers = [PoissonSampler(num_train=num_train, sample_rate=q, seed=seed, key=key) for _ in range(num_ranks)]
+    sizes = []
+    for step in range(steps):
+        shares = [
+            [
+                i
+                for batch in cut(sampler.draw(step), 8, rank=rank, num_ranks=num_ranks)
+                if not batch.placeholder
+                for i in batch.indices
+            ]
+            for rank, sampler in enumerate(samplers)
+        ]
+        together = [i for share in shares for i in share]
+        assert len(set(together)) == len(together)
+        sizes.append(len(together))
+    mean, variance = num_train * q, num_train * q * (1 - q)
+    assert abs(np.mean(sizes) - mean) < 4 * (variance / steps) ** 0.5
+    assert 0.9 <= np.var(sizes) / variance <= 1.1
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 8])
+@pytest.mark.parametrize("count", [0, 1, 2, 7, 8, 9, 40, 41])
+@pytest.mark.parametrize("size", [1, 3, 5])
+def test_every_rank_gets_as_many_physical_batches(num_ranks, count, size):
+    shares = [list(cut(np.arange(count), size, rank=rank, num_ranks=num_ranks)) for rank in range(num_ranks)]
+    assert len({len(share) for share in shares}) == 1
+    real = [i for share in shares for batch in share if not batch.placeholder for i in batch.indices]
+    assert sorted(real) == list(range(count))
+    for share in shares:
+        assert all(1 <= len(batch.indices) <= size for batch in share)
+        assert [batch.first for batch in share] == [True] + [False] * (len(share) - 1)
+        assert [batch.last for batch in share] == [False] * (len(share) - 1) + [True]
+
+
+PLAN = PrivacyPlan(num_train=1000, expected_batch_size=50, num_steps=100, noise_multiplier=0.7, delta=1e-4)
+
+
+def release(rank, size, folder, claimed):
+    """One step of a mechanism without gradients: the noise alone, times B. Runs in a process of its own."""
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=size)
+    mechanism = PrivateMechanism(
+        {"weight": torch.zeros(500, 1000)},
+        plan=PLAN,
+        clip_plan=ClipPlan.flat(max_grad_norm=3.0),
+        noise=GaussianNoise(),
+        ledger=Ledger(),
+        ranks=Ranks(rank if claimed is None else claimed, size),
+    )
+    mechanism.begin()
+    try:
+        released = mechanism.release(stop=rank == size - 1)
+    except DpLightningError as error:
+        result = str(error)
+    else:
+        result = {"noise": released.gradients["weight"] * 50, "stop": released.stop}
+    torch.save(result, f"{folder}/{rank}.pt")
+    torch.distributed.destroy_process_group()
+
+
+def releases(folder, size, claimed=None):
+    torch.multiprocessing.spawn(release, (size, str(folder), claimed), nprocs=size)
+    return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(size)]
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_the_noise_on_the_sum_is_that_of_the_plan_for_any_number_of_ranks(tmp_path, size):
+    results = releases(tmp_path, size)
+    noise = results[0]["noise"]
+    # 500,000 draws: the standard deviation is known to 0.1 %.
+    assert float(noise.std()) == pytest.approx(0.7 * 3.0, rel=0.005)
+    assert abs(float(noise.mean())) < 5 * 2.1 / 500_000**0.5
+    assert all(torch.equal(result["noise"], noise) for result in results)
+    assert all(result["stop"] for result in results)
+
+
+@pytest.mark.parametrize("claimed", [0, 1])
+def test_noise_that_is_added_twice_or_not_at_all_is_refused(tmp_path, claimed):
+    for result in releases(tmp_path, 2, claimed):
+        assert "ranks added noise, and exactly one has to" in result
+
+
+class Tiny(pl.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Linear(2, 2)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "ddp_find_unused_parameters_true", "fsdp"])
+def test_other_strategies_are_refused_with_the_fix(strategy):
+    if strategy == "fsdp" and not torch.cuda.is_available():
+        pytest.skip("Lightning refuses FSDP without a GPU")
+    callback = PrivacyCallback(expected_batch_size=2, noise_multiplier=1.0)
+    trainer = pl.Trainer(accelerator="cpu", devices=2, strategy=strategy, logger=False, callbacks=[callback])
+    with pytest.raises(ConfigurationError, match="average the raw gradients"):
+        callback.check(trainer, Tiny())
+
+
+def test_predictions_of_several_processes_are_refused():
+    trainer = pl.Trainer(accelerator="cpu", devices=2, strategy="ddp", logger=False)
+    with pytest.raises(ConfigurationError, match=r"trainer.devices: 1"):
+        PredictionFile().setup(trainer, Tiny(), "predict")
