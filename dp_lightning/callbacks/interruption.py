@@ -34,7 +34,8 @@ class Interruption(pl.Callback):
         self._signal: int | None = None
         self._before: dict[int, Any] = {}
 
-    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        # After Lightning has set its own handlers: that of SIGTERM runs a collective wherever a rank happens to be.
         if threading.current_thread() is not threading.main_thread():
             return  # signals are the main thread's affair
         self._signal, privacy = None, _privacy(trainer)

@@ -57,7 +57,8 @@ class TrainingCLI(LightningCLI):
         self.privacy = self._get(self.config_init, "privacy")
         self.postprocess = self._get(self.config_init, "postprocess")
         config: dict[str, Any] = {**self._get(self.config_init, "trainer", default={}), **kwargs}
-        if self.subcommand == "fit" and config.get("strategy") == "auto" and _wants_processes(config):
+        trains = self.subcommand in ("fit", None)
+        if trains and config.get("strategy") == "auto" and _wants_processes(config):
             config["strategy"] = PRIVATE_STRATEGY
         given = config.get("callbacks") or []
         given = given if isinstance(given, list) else [given]
