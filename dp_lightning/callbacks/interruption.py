@@ -18,6 +18,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from dp_lightning.callbacks.privacy import PrivacyCallback
+from dp_lightning.files import replacing
 
 _REQUEUE = signal.SIGUSR1
 
@@ -40,8 +41,8 @@ class Interruption(pl.Callback):
             return  # signals are the main thread's affair
         self._signal, privacy = None, _privacy(trainer)
         if (mark := _mark(trainer)) is not None and trainer.is_global_zero:
-            mark.parent.mkdir(parents=True, exist_ok=True)
-            mark.write_text(json.dumps({"folder": str(_folder(trainer))}))
+            with replacing(mark) as file:
+                file.write(json.dumps({"folder": str(_folder(trainer))}).encode())
 
         def note(number: int, frame: FrameType | None) -> None:
             if self._signal is not None and number == signal.SIGINT:
@@ -65,10 +66,10 @@ class Interruption(pl.Callback):
         )
         if number == _REQUEUE and trainer.is_global_zero:
             _requeue()
-        # Lightning kills the other processes that it has started when one of them fails.
-        started_by_us = not trainer.is_global_zero and getattr(trainer.strategy.launcher, "procs", None) is not None
         external = trainer._accelerator_connector.cluster_environment.creates_processes_externally
-        raise SystemExit(0 if started_by_us and not external else 130 if number == signal.SIGINT else 143)
+        if trainer.local_rank > 0 and not external:
+            raise SystemExit(0)  # where Lightning has started a process that fails, it kills the others
+        raise SystemExit(130 if number == signal.SIGINT else 143)
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         while self._before:

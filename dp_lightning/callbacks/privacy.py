@@ -249,6 +249,9 @@ class PrivacyCallback(pl.Callback):
         )
         if self._restored is not None:
             noise.load_state_dict(self._restored["noise"])
+            saved = sum(run[2] for run in self._restored["ledger"]["runs"])
+            if self.noise_seed is not None:
+                self._mechanism.skip_noise(self.ledger.num_steps - saved)
             sampler.load_state_dict(self._restored["sampler"])
         self._batches = PoissonBatchSampler(
             sampler,

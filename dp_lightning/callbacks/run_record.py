@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 import time
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import lightning.pytorch as pl
 
 from dp_lightning.callbacks.privacy import PrivacyCallback
+from dp_lightning.files import replacing
 
 
 class RunRecord(pl.Callback):
@@ -81,7 +81,5 @@ class RunRecord(pl.Callback):
                 "accountant": privacy.accountant,
                 "delta": privacy.delta,
             }
-        self._folder.mkdir(parents=True, exist_ok=True)
-        unfinished = self._folder / "result.json.part"
-        unfinished.write_text(json.dumps(result, indent=2) + "\n")
-        os.replace(unfinished, self._folder / "result.json")
+        with replacing(self._folder / "result.json") as file:
+            file.write((json.dumps(result, indent=2) + "\n").encode())

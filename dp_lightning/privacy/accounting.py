@@ -150,7 +150,12 @@ class Ledger:
     @property
     def num_steps(self) -> int:
         """The number of logical steps recorded."""
-        return sum(count for _, _, count in self._runs)
+        return self.totals.total()
+
+    @property
+    def totals(self) -> Counter[tuple[float, float]]:
+        """How many steps were taken with each ``(noise_multiplier, sample_rate)``."""
+        return _totals(self._runs)
 
     def record(self, *, noise_multiplier: float, sample_rate: float) -> None:
         """Add one logical step. Raises ConfigurationError for values outside their ranges."""
@@ -185,7 +190,7 @@ class Ledger:
                 loaded._append(_check_run(*run))
             except ConfigurationError as error:
                 raise ConfigurationError(f"The saved ledger is malformed: {error}") from None
-        before, after = _totals(self._runs), _totals(loaded._runs)
+        before, after = self.totals, loaded.totals
         if any(count > after[kind] for kind, count in before.items()):
             raise BudgetError(
                 f"The saved ledger holds {loaded.num_steps} steps and lacks some of the {self.num_steps} "

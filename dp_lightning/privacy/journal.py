@@ -7,11 +7,16 @@ checkpoint of the run; each only ever grows, and names the others.
 
 import json
 import os
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 from dp_lightning.errors import DataError
+from dp_lightning.files import replacing
 from dp_lightning.privacy.accounting import Ledger
+
+_NAMES = ("noise_multiplier", "sample_rate")
+_Step = tuple[float, float]
 
 
 class Journal:
@@ -30,48 +35,50 @@ class Journal:
         return folder.resolve() / f"privacy_journal_{self.run}.jsonl"
 
     def read(self, folder: Path) -> Ledger | None:
-        """The steps in the journal that stands in ``folder``; None where there is none.
+        """The steps in the journal that stands in ``folder`` and in those that it names; None where there is none.
 
-        From now on steps are recorded there, and in the journals that it names as far as they still exist.
+        From now on steps are recorded in all of them. Where they differ, a step that any of them holds counts.
+
+        Raises:
+            DataError: when one cannot be read or written.
+        """
+        path = self.path(folder)
+        if not path.is_file():
+            return None
+        named = [self.path(Path(entry["folder"])) for entry in _entries(path) if "folder" in entry]
+        steps: Counter[_Step] = Counter()
+        for known in dict.fromkeys([path, *named]):
+            if known.is_file():
+                # Elementwise the larger count: they share their history.
+                steps |= _steps(known)
+                self._take(known)
+        ledger = Ledger()
+        ledger.load_state_dict({"runs": [[*step, count] for step, count in steps.items()]})
+        return ledger
+
+    def add_folder(self, folder: Path, ledger: Ledger) -> None:
+        """Keep a journal in ``folder`` too, with all steps so far; one that stands there gets those that it lacks.
 
         Raises:
             DataError: when it cannot be read or written.
         """
         path = self.path(folder)
-        if not path.is_file():
-            return None
-        entries = _entries(path)
-        ledger = Ledger()
-        for entry in entries:
-            if "folder" not in entry:
-                ledger.record(noise_multiplier=entry["noise_multiplier"], sample_rate=entry["sample_rate"])
-        for known in (path, *(self.path(Path(entry["folder"])) for entry in entries if "folder" in entry)):
-            if known.is_file() and known not in self._files:
-                if known.read_bytes()[-1:] not in (b"", b"\n"):
-                    _append(known, b"\n")
-                self._files.append(known)
-        return ledger
-
-    def add_folder(self, folder: Path, ledger: Ledger) -> None:
-        """Keep a journal in ``folder`` too, with all steps so far; it gets its name when it is complete.
-
-        Raises:
-            DataError: when it cannot be written.
-        """
-        path = self.path(folder)
         if path in self._files:
             return
-        lines = [_step(sigma, q) for sigma, q, count in ledger.runs for _ in range(count)]
+        lacking = ledger.totals - _steps(path) if path.is_file() else ledger.totals
+        lines = [_line(dict(zip(_NAMES, step, strict=True))) for step in lacking.elements()]
         lines += [_line({"folder": str(known.parent)}) for known in self._files]
-        unfinished = path.with_name(f".{path.name}.part")
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            unfinished.write_bytes(b"".join(lines))
-            os.replace(unfinished, path)
-        except OSError as error:
-            raise _not_written(path, error) from error
+        if not path.is_file():
+            try:
+                with replacing(path) as file:
+                    file.writelines(lines)
+            except OSError as error:
+                raise _not_written(path, error) from error
+            lines = []
         self._append(_line({"folder": str(path.parent)}))
-        self._files.append(path)
+        self._take(path)
+        if lines:
+            _append(path, b"".join(lines))
 
     def record(self, *, noise_multiplier: float, sample_rate: float) -> None:
         """Write one step to disk, in every folder.
@@ -79,7 +86,14 @@ class Journal:
         Raises:
             DataError: when one of them cannot be written; the step must not be released.
         """
-        self._append(_step(noise_multiplier, sample_rate))
+        self._append(_line(dict(zip(_NAMES, (noise_multiplier, sample_rate), strict=True))))
+
+    def _take(self, path: Path) -> None:
+        """Record in this journal from now on; a line that was cut short stays a line of its own."""
+        if path not in self._files:
+            if path.read_bytes()[-1:] not in (b"", b"\n"):
+                _append(path, b"\n")
+            self._files.append(path)
 
     def _append(self, line: bytes) -> None:
         for path in self._files:
@@ -100,12 +114,13 @@ def _append(path: Path, line: bytes) -> None:
         raise _not_written(path, error) from error
 
 
-def _step(noise_multiplier: float, sample_rate: float) -> bytes:
-    return _line({"noise_multiplier": noise_multiplier, "sample_rate": sample_rate})
-
-
 def _line(entry: dict[str, Any]) -> bytes:
     return json.dumps(entry).encode() + b"\n"
+
+
+def _steps(path: Path) -> Counter[_Step]:
+    steps = [entry for entry in _entries(path) if "folder" not in entry]
+    return Counter((entry["noise_multiplier"], entry["sample_rate"]) for entry in steps)
 
 
 def _entries(path: Path) -> list[dict[str, Any]]:
@@ -131,7 +146,7 @@ def _entry(line: bytes) -> dict[str, Any] | None:
         entry = json.loads(line)
         if "folder" in entry:
             return {"folder": str(entry["folder"])}
-        return {name: float(entry[name]) for name in ("noise_multiplier", "sample_rate")}
+        return {name: float(entry[name]) for name in _NAMES}
     except (ValueError, TypeError, KeyError):
         return None
 

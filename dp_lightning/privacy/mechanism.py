@@ -113,6 +113,10 @@ class PrivateMechanism:
         """How many examples of the logical batch have a gradient that is not finite; not private."""
         return self._sum.discarded
 
+    def skip_noise(self, steps: int) -> None:
+        """Pass by the noise of steps that were taken and lost, so that a fixed seed does not give it again."""
+        self.noise.skip(self._sum.flat.shape, steps)
+
     @torch.no_grad()
     def release(self, *, stop: bool = False) -> Release:
         """Privatize the logical batch; ends the logical step. Every rank has to call it.
@@ -128,23 +132,22 @@ class PrivateMechanism:
         if self.journal is not None:
             self.journal.record(**step)
         self.ledger.record(**step)
-        total = self._sum.flat
-        if self.ranks.rank == 0:
+        total, noised = self._sum.flat, self.ranks.rank == 0
+        if noised:
             total = self.noise.add_to(total, self.noise_standard_deviation)
         if self.ranks.size > 1:
-            total, stop = self._over_ranks(total, stop)
+            total, stop = self._over_ranks(total, noised=noised, stop=stop)
         self._sum.reset()
         return Release(self._sum.views(total.div_(self.plan.expected_batch_size)), stop)
 
-    def _over_ranks(self, total: Tensor, stop: bool) -> tuple[Tensor, bool]:
-        """The sum over ranks, noised once, and whether one of them asks to stop."""
-        marks = total.new_tensor([float(self.ranks.rank == 0), float(stop)])
-        total = torch.cat([total, marks])
+    def _over_ranks(self, total: Tensor, *, noised: bool, stop: bool) -> tuple[Tensor, bool]:
+        """The sum over ranks, in which one has added noise, and whether one of them asks to stop."""
+        total = torch.cat([total, total.new_tensor([float(noised), float(stop)])])
         self.ranks.add_up(total)
-        noised, stopping = total[-2:].tolist()
-        if noised != 1:
+        with_noise, stopping = total[-2:].tolist()
+        if with_noise != 1:
             raise DpLightningError(
-                f"{noised:g} of {self.ranks.size} ranks added noise, and exactly one has to: the processes do not "
+                f"{with_noise:g} of {self.ranks.size} ranks added noise, and exactly one has to: the processes do not "
                 "agree on their ranks. Start all of them by the same launcher, and only once."
             )
         return total[:-2], stopping > 0

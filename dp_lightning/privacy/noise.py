@@ -5,6 +5,7 @@ proofs ignore (Mironov 2012; Jin et al. 2021); the guarantee is that of the idea
 """
 
 import secrets
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -34,6 +35,11 @@ class GaussianNoise:
             return tensor.to(torch.float32, copy=True)
         noise = torch.randn(tensor.shape, generator=self._generator, device=tensor.device, dtype=torch.float32)
         return noise.mul_(standard_deviation).add_(tensor)
+
+    def skip(self, shape: Sequence[int], count: int) -> None:
+        """Pass by ``count`` draws of this shape, so that a reproducible generator does not give them again."""
+        for _ in range(count):
+            torch.randn(shape, generator=self._generator, device=self._generator.device, dtype=torch.float32)
 
     def state_dict(self) -> dict[str, Any]:
         """The generator's state where the noise is reproducible; a secret state is never written."""

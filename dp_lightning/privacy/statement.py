@@ -9,12 +9,12 @@ written down.
 
 import json
 import math
-import os
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from dp_lightning.files import replacing
 from dp_lightning.privacy.accounting import Ledger
 from dp_lightning.privacy.plan import PrivacyPlan
 
@@ -169,13 +169,11 @@ class PrivacyStatement:
     def write(self, directory: str | Path) -> tuple[Path, Path]:
         """Write privacy_statement.json and privacy_statement.md into `directory`, each in one step."""
         folder = Path(directory)
-        folder.mkdir(parents=True, exist_ok=True)
         as_json = json.dumps(self.to_dict(), indent=2, allow_nan=False) + "\n"
         paths = folder / "privacy_statement.json", folder / "privacy_statement.md"
         for path, text in zip(paths, (as_json, self.to_markdown()), strict=True):
-            temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-            temporary.write_text(text, encoding="utf-8")
-            os.replace(temporary, path)
+            with replacing(path) as file:
+                file.write(text.encode())
         return paths
 
     def _guarantee(self) -> str:

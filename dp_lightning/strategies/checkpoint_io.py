@@ -1,14 +1,12 @@
 """Checkpoints that are whole or absent, and that are read without running code.
 
-A checkpoint is written under another name in its own folder, brought to disk, and renamed: whoever finds a file with a
-checkpoint's name finds all of it. When it is read, the checksums of its parts are compared first.
+Whoever finds a file with a checkpoint's name finds all of it. When it is read, the checksums of its parts are compared
+first.
 """
 
-import os
 import pickle
 import zipfile
 from collections.abc import Callable, Iterable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +14,7 @@ import torch
 from lightning.fabric.plugins.io import TorchCheckpointIO
 
 from dp_lightning.errors import DataError
+from dp_lightning.files import replacing
 
 
 class PrivateCheckpointIO(TorchCheckpointIO):
@@ -38,19 +37,11 @@ class PrivateCheckpointIO(TorchCheckpointIO):
         target = _local(path)
         if self._before_save is not None:
             self._before_save(target.parent)
-        unfinished = target.with_name(f".{target.name}.part")
         try:
-            target.parent.mkdir(parents=True, exist_ok=True)
-            with unfinished.open("wb") as file:
+            with replacing(target) as file:
                 torch.save(checkpoint, file)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(unfinished, target)
-            _sync_folder(target.parent)
         except (OSError, RuntimeError) as error:
             # torch reports a full disk as a RuntimeError.
-            with suppress(OSError):
-                unfinished.unlink()
             raise DataError(
                 f"The checkpoint {target} cannot be written ({str(error).splitlines()[0]}). Earlier checkpoints are as "
                 "they were. Free some space, or choose another folder, and resume from the newest one."
@@ -103,11 +94,3 @@ def _local(path: Any) -> Path:
     if "://" in str(path):
         raise DataError(f"Checkpoints are kept on a local or mounted file system; {path} is not on one.")
     return Path(path)
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from dp_lightning.callbacks import PostProcessCallback, PrivacyCallback, RunRecord
 from dp_lightning.errors import BudgetError, ConfigurationError, ModelError
 from dp_lightning.postprocess import Momentum
-from dp_lightning.privacy import ClipPlan, PoissonSampler, clipped_gradient_sum
+from dp_lightning.privacy import ClipPlan, GaussianNoise, PoissonSampler, clipped_gradient_sum
 
 N, CLASSES = 60, 3
 
@@ -333,6 +333,30 @@ def test_a_run_resumed_within_an_epoch_equals_one_that_was_not_interrupted(tmp_p
     assert callback.ledger.num_steps == again.global_step == 9
     found = torch.cat([p.detach().flatten() for p in module.parameters()])
     assert torch.equal(found, whole)
+
+
+@pytest.mark.parametrize("seed", [None, 7])
+def test_noise_of_lost_steps_is_not_drawn_again(tmp_path, monkeypatch, seed):
+    states, add_to = [], GaussianNoise.add_to
+
+    def noted(noise, *args):
+        states.append(bytes(noise._generator.get_state().numpy()))
+        return add_to(noise, *args)
+
+    monkeypatch.setattr(GaussianNoise, "add_to", noted)
+
+    class Stop(Callback):
+        def on_train_batch_start(self, trainer, *args):
+            if trainer.global_step == 6:
+                raise RuntimeError("stopped")
+
+    checkpoint = ModelCheckpoint(dirpath=tmp_path, filename="four", every_n_train_steps=4)
+    with pytest.raises(RuntimeError, match="stopped"):
+        parameters_after(tmp_path, privacy(noise_seed=seed), checkpoint, Stop(), enable_checkpointing=True)
+    again = privacy(noise_seed=seed)
+    trainer(tmp_path, again).fit(Plain(), loader(), ckpt_path=tmp_path / "four.ckpt", weights_only=True)
+    # Six steps, of which two are lost, and three that are left.
+    assert again.ledger.num_steps == len(set(states)) == len(states) == 9
 
 
 def test_a_checkpoint_does_not_count_physical_batches(tmp_path):

@@ -69,6 +69,35 @@ def test_every_folder_gets_every_step(tmp_path):
     assert [read(folder).num_steps for folder in (first, second, third)] == [4, 4, 4]
 
 
+def test_a_journal_that_stands_there_is_never_shortened(tmp_path):
+    """Folders that were copied, so that they do not know of each other."""
+    first, second = tmp_path / "a", tmp_path / "b"
+    journal(first, 5)
+    journal(second, 2)
+    short, ledger = Journal("run"), Ledger()
+    ledger.record(**STEP)
+    short.add_folder(first, ledger)
+    assert read(first).num_steps == 5
+    for _ in range(3):
+        ledger.record(**STEP)
+        ledger.record(noise_multiplier=2.0, sample_rate=0.5)
+    longer = Journal("run")
+    longer.add_folder(second, ledger)
+    assert sorted(read(second).runs) == [(1.5, 0.25, 4), (2.0, 0.5, 3)]
+
+
+def test_a_step_that_only_a_named_journal_holds_counts(tmp_path):
+    first, second = tmp_path / "a", tmp_path / "b"
+    one, ledger = Journal("run"), Ledger()
+    one.add_folder(first, ledger)
+    one.add_folder(second, ledger)
+    one.record(**STEP)
+    # Killed between the two files, or gone on from a copy of one of them.
+    path = one.path(first)
+    path.write_bytes(path.read_bytes() + b'{"noise_multiplier": 1.5, "sample_rate": 0.25}\n')
+    assert read(first).num_steps == read(second).num_steps == 2
+
+
 def mechanism(folder):
     plan = PrivacyPlan(num_train=10, expected_batch_size=5, num_steps=4, noise_multiplier=1.0, delta=1e-3)
     steps = journal(folder)

@@ -1,6 +1,7 @@
 """Whole models: the clipped sum equals the loop, and equals Opacus' hooks on what both know."""
 
 import warnings
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -15,6 +16,7 @@ from torchvision.models import convnext_tiny
 from dp_lightning.errors import ModelError
 from dp_lightning.models import SmallCNN, WideResNet
 from dp_lightning.privacy import ClipPlan, clipped_gradient_sum
+from dp_lightning.privacy.gradients.clipped_sum import _ROOM
 
 FLAT, PER_LAYER = ClipPlan.flat(max_grad_norm=0.5), ClipPlan.per_layer(max_grad_norm=0.5)
 
@@ -141,8 +143,9 @@ def test_embeddings_add_up_repeated_indices_and_skip_padding(plan):
     x = torch.tensor([[[1, 1], [2, 3]], [[2, 2], [2, 2]], [[6, 5], [4, 6]]])
     y = torch.tensor([0, 3, 9])
     sums, norms = clipped_gradient_sum(model, F.cross_entropy, x, y, clip_plan=plan)
-    expected, expected_norms = loop(model, x, y, plan)
-    assert relative_error(sums, expected) < 3e-6  # the bound is kept with 2e-6 to spare
+    # The bound is kept with some room for rounding.
+    expected, expected_norms = loop(model, x, y, replace(plan, max_grad_norm=plan.max_grad_norm * (1 - _ROOM)))
+    assert relative_error(sums, expected) < 1e-6
     torch.testing.assert_close(norms.double(), expected_norms.view_as(norms), rtol=1e-5, atol=1e-7)
 
 

@@ -113,16 +113,19 @@ def add_weighted(total: Tensor, rows: Tensor, weights: Tensor) -> None:
 
 
 def scaled(rows: Tensor, weights: Tensor) -> Tensor:
-    """(r, ...) weights[i] * rows[i], and zeros for all of a row that this takes out of the type's range."""
-    products = without(rows, weights) * weights.view(-1, *[1] * (rows.dim() - 1)).to(rows.dtype)
-    # Weights of at most one cannot do that.
-    if weights.device.type == "cpu" and not bool((weights > 1).any()):
+    """(r, ...) weights[i] * rows[i], and zeros for all of a row where that is not finite.
+
+    A large weight can take numbers out of the type's range; a weight of zero stands for a row that may hold anything.
+    """
+    products = rows * weights.view(-1, *[1] * (rows.dim() - 1)).to(rows.dtype)
+    # Looking at the weights is cheaper than at the products on a CPU; on a GPU it would wait for the device.
+    if weights.device.type == "cpu" and bool(((weights > 0) & (weights <= 1)).all()):
         return products
-    return without(products, products.flatten(1).isfinite().all(dim=1).to(weights.dtype))
+    return without(products, products.flatten(1).isfinite().all(dim=1))
 
 
 def without(rows: Tensor, weights: Tensor) -> Tensor:
-    """``rows`` (r, ...) with zeros where the weight is zero, which alone does not discard a row: 0 * nan is nan."""
+    """``rows`` (r, ...) with zeros where the weight (r,) is zero or False; a product does not do: 0 * nan is nan."""
     # Looking is cheaper than copying on a CPU; on a GPU it would wait for the device.
     if weights.device.type == "cpu" and bool(weights.all()):
         return rows
