@@ -33,16 +33,19 @@ class Interruption(pl.Callback):
     def __init__(self) -> None:
         super().__init__()
         self._signal: int | None = None
+        self._folder = Path()
         self._before: dict[int, Any] = {}
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        # After Lightning has set its own handlers: that of SIGTERM runs a collective wherever a rank happens to be.
-        if threading.current_thread() is not threading.main_thread():
-            return  # signals are the main thread's affair
         self._signal, privacy = None, _privacy(trainer)
+        # Asked by every rank: without a ModelCheckpoint it takes a collective.
+        self._folder = _folder(trainer)
         if (mark := _mark(trainer)) is not None and trainer.is_global_zero:
             with replacing(mark) as file:
-                file.write(json.dumps({"folder": str(_folder(trainer))}).encode())
+                file.write(json.dumps({"folder": str(self._folder)}).encode())
+
+        if threading.current_thread() is not threading.main_thread():
+            return  # signals are the main thread's affair
 
         def note(number: int, frame: FrameType | None) -> None:
             if self._signal is not None and number == signal.SIGINT:
@@ -50,6 +53,7 @@ class Interruption(pl.Callback):
             self._signal = number
             privacy.stop_requested = True
 
+        # Lightning has set its own handlers by now: that of SIGTERM runs a collective wherever a rank happens to be.
         for number in (signal.SIGTERM, signal.SIGINT, *((_REQUEUE,) if _slurm_job() else ())):
             self._before[number] = signal.signal(number, note)
 
@@ -58,7 +62,7 @@ class Interruption(pl.Callback):
         if not privacy.stopping:
             return
         number = self._signal or signal.SIGTERM
-        path = _folder(trainer) / f"interrupted-step={trainer.global_step}.ckpt"
+        path = self._folder / f"interrupted-step={trainer.global_step}.ckpt"
         trainer.save_checkpoint(path)
         rank_zero_info(
             f"\nStopped by {signal.Signals(number).name} after step {privacy.ledger.num_steps}. "
