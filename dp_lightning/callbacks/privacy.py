@@ -7,7 +7,7 @@ steps. Lightning's counters see logical steps only, because ``trainer.accumulate
 last physical batch and to a very large number on the others.
 """
 
-import secrets
+from collections.abc import Mapping
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal
@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
+from dp_lightning.callbacks.budget import Budget
 from dp_lightning.callbacks.loop_state import count_logical_steps
 from dp_lightning.callbacks.model_trial import try_model
 from dp_lightning.callbacks.postprocess import PostProcessCallback
@@ -30,24 +31,23 @@ from dp_lightning.callbacks.private_loader import (
     PrivateSource,
     private_loader,
 )
+from dp_lightning.callbacks.run_journal import RunJournal
 from dp_lightning.callbacks.settings import check_monitors, check_optimizers, check_settings
-from dp_lightning.errors import BudgetError, ConfigurationError, DataError, ModelError
-from dp_lightning.privacy.accounting import Ledger, compose
+from dp_lightning.errors import ConfigurationError, DpLightningError, ModelError
+from dp_lightning.privacy.accounting import Ledger
 from dp_lightning.privacy.clipping import ClipPlan
 from dp_lightning.privacy.gradients import GradientEngine
-from dp_lightning.privacy.journal import Journal
 from dp_lightning.privacy.mechanism import PrivateMechanism
 from dp_lightning.privacy.noise import GaussianNoise
 from dp_lightning.privacy.plan import PrivacyPlan
-from dp_lightning.privacy.ranks import Ranks
 from dp_lightning.privacy.sampling import PhysicalBatch, PoissonSampler, sampling_key
 from dp_lightning.privacy.statement import PrivacyStatement
-from dp_lightning.strategies.checkpoint_io import PrivateCheckpointIO
+from dp_lightning.ranks import Ranks
+from dp_lightning.strategies.checkpoint_io import PrivateCheckpointIO, fingerprint
+from dp_lightning.strategies.private import trainer_ranks
 
 # Lightning divides the loss by it; a power of two is undone without rounding.
 _ACCUMULATE = 2**30
-# Epsilon by PRV can cost a second, so it is brought up to date this many times in a run.
-_EPSILON_UPDATES = 10
 
 
 class PrivacyCallback(pl.Callback):
@@ -97,20 +97,14 @@ class PrivacyCallback(pl.Callback):
         not_private: bool = False,
     ) -> None:
         super().__init__()
-        if (target_epsilon is None) == (noise_multiplier is None):
-            raise ConfigurationError(
-                "Set exactly one of privacy.target_epsilon (the noise is solved for it) and privacy.noise_multiplier; "
-                f"they are {target_epsilon} and {noise_multiplier}."
-            )
-        if noise_multiplier == 0 and not not_private:
-            raise ConfigurationError(
-                "privacy.noise_multiplier is 0: the run would not be private. If that is what you want, set "
-                "privacy.not_private: true."
-            )
-        if not_private and noise_multiplier != 0:
-            raise ConfigurationError(
-                "privacy.not_private is true but noise is added. Remove it, or set privacy.noise_multiplier: 0."
-            )
+        self.budget = Budget(
+            expected_batch_size=expected_batch_size,
+            target_epsilon=target_epsilon,
+            noise_multiplier=noise_multiplier,
+            delta=delta,
+            accountant=accountant,
+            not_private=not_private,
+        )
         if max_physical_batch_size < 1:
             raise ConfigurationError(
                 f"privacy.max_physical_batch_size is {max_physical_batch_size}; it must be at least 1."
@@ -121,12 +115,8 @@ class PrivacyCallback(pl.Callback):
         if loss_reduction not in ("mean", "sum"):
             raise ConfigurationError(f"privacy.loss_reduction is {loss_reduction!r}; choose 'mean' or 'sum'.")
         self.clip_plan = make[clipping](max_grad_norm=max_grad_norm, factor=clip_factor)
-        self.expected_batch_size, self.delta, self.accountant = expected_batch_size, delta, accountant
-        self.target_epsilon, self.noise_multiplier = target_epsilon, noise_multiplier
         self.max_physical_batch_size, self.loss_reduction = max_physical_batch_size, loss_reduction
         self.num_train, self.noise_seed, self.sampling_seed = num_train, noise_seed, sampling_seed
-        self.ledger = Ledger()
-        self.plan: PrivacyPlan | None = None
         self._batches: PoissonBatchSampler | None = None
         self._engine: GradientEngine | None = None
         self._mechanism: PrivateMechanism | None = None
@@ -135,12 +125,8 @@ class PrivacyCallback(pl.Callback):
         self._versions: dict[str, int] = {}
         self._steps_before = self._steps_at_start = 0
         self._folder = Path()
-        self._run = secrets.token_hex(8)
-        self._journal: Journal | None = None
-        #: Epsilon that is not exceeded before the next update, and epsilon after the last step.
-        self.epsilon_bound, self.planned_epsilon = 0.0, 0.0
-        self._epsilons: dict[int, float] = {}
-        self._milestone = 0
+        self._record = RunJournal()
+        self._ranks = Ranks()
         self._unprotected: set[str] = set()
         self._non_finite: Tensor | int = 0
         self._restored: dict[str, Any] | None = None
@@ -149,39 +135,15 @@ class PrivacyCallback(pl.Callback):
 
     # Before the first step
 
-    def make_plan(self, trainer: pl.Trainer, num_train: int) -> PrivacyPlan:
-        """The public numbers of the run.
+    @property
+    def plan(self) -> PrivacyPlan | None:
+        """The public numbers of the run; None before they are known."""
+        return self.budget.plan
 
-        Raises:
-            ConfigurationError: when they are impossible, or the trainer does not bound the number of steps.
-        """
-        public: dict[str, Any] = {
-            "num_train": num_train,
-            "expected_batch_size": self.expected_batch_size,
-            "num_steps": self._num_steps(trainer, num_train),
-            "delta": self.delta,
-            "accountant": self.accountant,
-        }
-        if self.target_epsilon is not None:
-            return PrivacyPlan.calibrate(target_epsilon=self.target_epsilon, **public)
-        assert self.noise_multiplier is not None
-        return PrivacyPlan(noise_multiplier=self.noise_multiplier, **public)
-
-    def _num_steps(self, trainer: pl.Trainer, num_train: int) -> int:
-        limits = []
-        if trainer.max_steps != -1:
-            limits.append(trainer.max_steps)
-        if trainer.max_epochs is not None and trainer.max_epochs != -1:
-            limits.append(trainer.max_epochs * num_train // max(self.expected_batch_size, 1))
-        if not limits:
-            raise ConfigurationError(
-                "The number of steps must be known before the start. Set trainer.max_epochs or trainer.max_steps."
-            )
-        if min(limits) < 1:
-            raise ConfigurationError(
-                "trainer.max_epochs and trainer.max_steps leave no step to take; set at least one epoch or step."
-            )
-        return min(limits)
+    @property
+    def ledger(self) -> Ledger:
+        """The steps taken so far, those of earlier parts of the run included."""
+        return self.budget.ledger
 
     def check(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Refuse settings that would break the guarantee, before any data is touched; makes the plan where N is known.
@@ -193,7 +155,7 @@ class PrivacyCallback(pl.Callback):
         check_settings(trainer, pl_module)
         self._check_order(trainer)
         if self.plan is None and self.num_train is not None:
-            self.plan = self.make_plan(trainer, self.num_train)
+            self.budget.make_plan(trainer, self.num_train)
 
     def _check_order(self, trainer: pl.Trainer) -> None:
         callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
@@ -208,11 +170,12 @@ class PrivacyCallback(pl.Callback):
                 )
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        if stage == "fit":
+            self.check(trainer, pl_module)
         if type(trainer.strategy.checkpoint_io) is TorchCheckpointIO:
-            trainer.strategy.checkpoint_io = PrivateCheckpointIO(self._journal_beside)
+            trainer.strategy.checkpoint_io = PrivateCheckpointIO(self._record.beside)
         if stage != "fit":
             return
-        self.check(trainer, pl_module)
         source = trainer.fit_loop._data_source
         if not isinstance(source, PrivateSource):
             trainer.fit_loop._data_source = PrivateSource(source, self._private_loader)
@@ -222,18 +185,22 @@ class PrivacyCallback(pl.Callback):
         assert isinstance(source, PrivateSource)
         # Asked now and by every rank: Lightning asks rank 0 for it, which may be alone at the end.
         self._folder = Path(trainer.log_dir or trainer.default_root_dir)
-        self._open_journal(trainer)
+        self._ranks = trainer_ranks(trainer)
+        self.stop_requested = self.stopping = False
+        self._require_one_checkpoint(trainer)
+        self._record.open(trainer, self._folder, self.ledger, goes_on=self._restored is not None)
         self._steps_at_start = self.ledger.num_steps
-        if self.plan is None:
+        if self.plan is None or self._restored is not None:
             dataset: Any = source.users().dataset
-            self.plan = self.make_plan(trainer, len(dataset))
+            earlier = None if self._restored is None else PrivacyPlan(**self._restored["plan"])
+            self.budget.make_plan(trainer, len(dataset) if self.num_train is None else self.num_train, earlier=earlier)
         self._engine = GradientEngine(pl_module)
         trained = self._engine.parameters
         self._trained = {id(p) for p in trained.values()}
         check_optimizers(trainer, self._trained)
-        ranks = Ranks(trainer.global_rank, trainer.world_size)
         # One key for all ranks, and one plan: a solver may round differently on another kind of processor.
-        self.plan, key = trainer.strategy.broadcast((self.plan, sampling_key(self.sampling_seed)))
+        self.budget.plan, key = trainer.strategy.broadcast((self.plan, sampling_key(self.sampling_seed)))
+        assert self.plan is not None
         noise = GaussianNoise(device=pl_module.device, seed=self.noise_seed)
         self._mechanism = PrivateMechanism(
             trained,
@@ -241,8 +208,8 @@ class PrivacyCallback(pl.Callback):
             clip_plan=self.clip_plan,
             noise=noise,
             ledger=self.ledger,
-            ranks=ranks,
-            journal=self._journal,
+            ranks=self._ranks,
+            journal=self._record.journal,
         )
         sampler = PoissonSampler(
             num_train=self.plan.num_train, sample_rate=self.plan.sample_rate, seed=self.sampling_seed, key=key
@@ -258,48 +225,19 @@ class PrivacyCallback(pl.Callback):
             self.plan,
             max_physical_batch_size=self.max_physical_batch_size,
             steps_done=lambda: self.ledger.num_steps,
-            ranks=ranks,
+            ranks=self._ranks,
         )
-        self._require_affordable()
-        self.planned_epsilon = self._epsilon_at(self.plan.num_steps)
-        self._look_ahead()
+        self._mechanism.require_budget()
+        self.budget.require_affordable()
+        self.budget.look_ahead()
         trainer.print(self._announcement())
 
-    def _open_journal(self, trainer: pl.Trainer) -> None:
-        """Count the steps that ran after the checkpoint, and record the coming ones beside it."""
-        self.stop_requested = self.stopping = False
-        self._run = trainer.strategy.broadcast(self._run)
-        if trainer.is_global_zero:
-            self._journal = self._journal or Journal(self._run)
-            if self._restored is not None and trainer.ckpt_path is not None:
-                folder = Path(trainer.ckpt_path).parent
-                recorded = self._journal.read(folder)
-                if recorded is None:
-                    raise DataError(
-                        f"{self._journal.path(folder)} is missing, so it is unknown how many steps ran after the "
-                        "checkpoint. Copy the journal together with the checkpoints of its folder."
-                    )
-                self.ledger.load_state_dict(recorded.state_dict())
-            self._journal.add_folder(self._folder, self.ledger)
-        self.ledger.load_state_dict(trainer.strategy.broadcast(self.ledger.state_dict()))
-        self._epsilons.clear()
-
-    def _journal_beside(self, folder: Path) -> None:
-        if self._journal is not None:
-            self._journal.add_folder(folder, self.ledger)
-
-    def _require_affordable(self) -> None:
-        """The steps that are still planned must fit into the budget together with those in the ledger."""
-        assert self.plan is not None
-        assert self._mechanism is not None
-        self._mechanism.require_budget()
-        if self.target_epsilon is None or self.ledger.num_steps == 0:
-            return
-        total = self._epsilon_at(self.plan.num_steps)
-        if total > self.target_epsilon:
-            raise BudgetError(
-                f"The steps taken and the steps planned would spend epsilon {total:.3f}, above privacy.target_epsilon "
-                f"{self.target_epsilon}. Plan fewer steps, or raise the target."
+    def _require_one_checkpoint(self, trainer: pl.Trainer) -> None:
+        mark = 0 if trainer.ckpt_path is None else fingerprint(Path(trainer.ckpt_path))
+        if self._ranks.differing({"checkpoint": torch.tensor(mark, device=trainer.strategy.root_device)}):
+            raise ConfigurationError(
+                f"The ranks go on from different checkpoints; rank {self._ranks.rank} from {trainer.ckpt_path}. Give "
+                "ckpt_path a file that every node sees, and start all of them with the same settings."
             )
 
     def _announcement(self) -> str:
@@ -312,7 +250,7 @@ class PrivacyCallback(pl.Callback):
         )
         if plan.noise_multiplier == 0:
             return text + "\nNo noise is added: this run is NOT PRIVATE."
-        text += f"\nEpsilon {self.planned_epsilon:.3f} by {plan.accountant.upper()} after the last step"
+        text += f"\nEpsilon {self.budget.planned:.3f} by {plan.accountant.upper()} after the last step"
         if self.noise_seed is not None or self.sampling_seed is not None:
             text += "\nA noise or sampling seed is fixed: this run is NOT FOR RELEASE."
         return text
@@ -433,25 +371,27 @@ class PrivacyCallback(pl.Callback):
                 "A logical batch ended without an optimizer step. Do not skip steps in optimizer_step: each one is "
                 "in the plan, and skipping changes what the ledger says."
             )
-        if steps == self._milestone:
-            pl_module.log("privacy/epsilon", self.spent(), on_step=True, on_epoch=False, batch_size=1)
-            self._look_ahead()
-
-    def _look_ahead(self) -> None:
-        """Bring the shown epsilon up to that of the next milestone, so that it is never too small in between."""
-        assert self.plan is not None
-        interval = max(self.plan.num_steps // _EPSILON_UPDATES, 1)
-        self._milestone = min(self.ledger.num_steps + interval, self.plan.num_steps)
-        self.epsilon_bound = self._epsilon_at(self._milestone)
+        if steps == self.budget.milestone:
+            pl_module.log("privacy/epsilon", self.budget.spent(), on_step=True, on_epoch=False, batch_size=1)
+            self.budget.look_ahead()
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._report_non_finite(trainer, pl_module)
         self._note_logged(trainer)
         if self._engine is not None:
             self._engine.end()
+            self._require_equal_replicas(self._engine.parameters)
         if self.plan is not None and self.ledger.num_steps >= self.plan.num_steps:
             # Where steps were lost in a crash, Lightning's own counters would go on without any.
             trainer.should_stop = True
+
+    def _require_equal_replicas(self, parameters: Mapping[str, Tensor]) -> None:
+        if differing := self._ranks.differing(parameters):
+            raise DpLightningError(
+                f"The ranks' parameters are no longer the same: {', '.join(differing[:3])}. Something after the "
+                "private step differs between them, such as a callback, an optimizer or a kind of processor. Resume "
+                "from the newest checkpoint once it is mended."
+            )
 
     def _report_non_finite(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         # Read once per epoch: reading waits for the device, and for the other ranks.
@@ -511,23 +451,11 @@ class PrivacyCallback(pl.Callback):
             fixed_sampling_seed=self.sampling_seed is not None,
             private=self.plan.noise_multiplier > 0,
             postprocessing=_postprocessing(trainer),
+            earlier_targets=tuple(self.budget.earlier_targets),
+            lost_steps=self.ledger.num_steps - trainer.global_step,
+            num_ranks=self._ranks.size,
             versions={name: version(name) for name in ("dp-lightning", "torch", "lightning", "opacus")},
         )
-
-    def spent(self) -> float:
-        """Epsilon of the steps in the ledger, by the plan's accountant."""
-        return self._epsilon_at(self.ledger.num_steps)
-
-    def _epsilon_at(self, steps: int) -> float:
-        """Epsilon once the ledger holds ``steps``, which are at least those it holds now."""
-        if steps not in self._epsilons:
-            more = steps - self.ledger.num_steps
-            runs = list(self.ledger.runs)
-            if more:
-                assert self.plan is not None
-                runs.append((self.plan.noise_multiplier, self.plan.sample_rate, more))
-            self._epsilons[steps] = compose(runs, delta=self.delta, accountant=self.accountant)
-        return self._epsilons[steps]
 
     def on_save_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
@@ -538,9 +466,17 @@ class PrivacyCallback(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
         """Refuse to train on from steps that no ledger counts."""
+        if trainer.state.fn != TrainerFn.FITTING:
+            return
+        name = Path(trainer.ckpt_path or "").name
+        if name.startswith("hpc_ckpt_"):
+            raise ConfigurationError(
+                f"Under SLURM Lightning goes on from any hpc_ckpt_*.ckpt in trainer.default_root_dir, and {name} may "
+                "be another job's. Move it away for a new run, or give it another name and pass it as ckpt_path."
+            )
         saved = checkpoint.get("callbacks", {}).get(self.state_key) or {}
         counted = sum(run[2] for run in saved.get("ledger", {}).get("runs", []))
-        if trainer.state.fn == TrainerFn.FITTING and checkpoint.get("global_step", 0) > counted:
+        if checkpoint.get("global_step", 0) > counted:
             raise ConfigurationError(
                 f"The checkpoint has taken {checkpoint['global_step']} steps and its ledger holds {counted}: what the "
                 "other steps spent is unknown. Resume from a checkpoint of a private run, or load its weights into a "
@@ -556,8 +492,8 @@ class PrivacyCallback(pl.Callback):
         if self._mechanism is None or self._batches is None:
             return {}
         return {
-            "run": self._run,
-            "ledger": self.ledger.state_dict(),
+            "run": self._record.run,
+            **self.budget.state_dict(),
             "noise": self._mechanism.noise.state_dict(),
             "sampler": self._batches.sampler.state_dict(),
             "unprotected": sorted(self._unprotected),
@@ -566,9 +502,8 @@ class PrivacyCallback(pl.Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         if not state_dict:
             return
-        self._run = state_dict["run"]
-        self.ledger.load_state_dict(state_dict["ledger"])
-        self._epsilons.clear()
+        self._record.run = state_dict["run"]
+        self.budget.load_state_dict(state_dict)
         self._unprotected |= set(state_dict["unprotected"])
         self._restored = state_dict
 

@@ -21,8 +21,8 @@ from torch.utils.data import (
 
 from dp_lightning.errors import ConfigurationError
 from dp_lightning.privacy.plan import PrivacyPlan
-from dp_lightning.privacy.ranks import Ranks
 from dp_lightning.privacy.sampling import PhysicalBatch, PoissonSampler, cut, epoch_end
+from dp_lightning.ranks import Ranks
 
 
 class PoissonBatchSampler(Sampler[list[int]]):

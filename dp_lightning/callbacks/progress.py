@@ -49,6 +49,6 @@ class PrivateProgressBar(TQDMProgressBar):
         metrics.pop("v_num", None)
         privacy = self._privacy(trainer)
         if privacy is not None and privacy.plan is not None and privacy.plan.noise_multiplier > 0:
-            allowed = privacy.target_epsilon or privacy.planned_epsilon
-            metrics["epsilon at most"] = f"{privacy.epsilon_bound:.2f} of {allowed:.2f}"
+            allowed = privacy.budget.target_epsilon or privacy.budget.planned
+            metrics["epsilon at most"] = f"{privacy.budget.bound:.2f} of {allowed:.2f}"
         return metrics

@@ -73,13 +73,13 @@ class RunRecord(pl.Callback):
             "seconds": round(self._elapsed(), 3),
         }
         if privacy is not None and privacy.plan is not None:
-            epsilon = privacy.spent()
+            epsilon = privacy.budget.spent()
             result |= {
                 "num_steps": privacy.ledger.num_steps,
                 "num_steps_planned": privacy.plan.num_steps,
                 "epsilon": epsilon if math.isfinite(epsilon) else "inf",
-                "accountant": privacy.accountant,
-                "delta": privacy.delta,
+                "accountant": privacy.budget.accountant,
+                "delta": privacy.budget.delta,
             }
         with replacing(self._folder / "result.json") as file:
             file.write((json.dumps(result, indent=2) + "\n").encode())

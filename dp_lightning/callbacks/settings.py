@@ -3,12 +3,14 @@
 from typing import Any
 
 import lightning.pytorch as pl
+from lightning.fabric.plugins.io import TorchCheckpointIO
 from lightning.pytorch import callbacks as standard
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import optim
 
 from dp_lightning.errors import ConfigurationError
 from dp_lightning.privacy.model_check import refuse_mixing_modules
+from dp_lightning.strategies.checkpoint_io import PrivateCheckpointIO
 from dp_lightning.strategies.private import NAME, PrivateStrategy
 
 _REFUSED_CALLBACKS: tuple[tuple[type[pl.Callback], str], ...] = (
@@ -70,6 +72,12 @@ def _check_trainer(trainer: pl.Trainer) -> None:
         not issubclass(strategy, SingleDeviceStrategy | PrivateStrategy),
         f"trainer.strategy is {strategy.__name__}: it would average the raw gradients of its processes, or cut the "
         f"model into pieces. Set trainer.strategy: {NAME}.",
+    )
+    writer = type(trainer.strategy.checkpoint_io)
+    _refuse(
+        writer not in (TorchCheckpointIO, PrivateCheckpointIO),
+        f"trainer.plugins has {writer.__name__}: its checkpoints would have no journal of steps beside them, so that "
+        "no run could go on from them. Remove it; checkpoints are written whole and checked when they are read.",
     )
     settings: Any = trainer
     _refuse(settings.overfit_batches != 0, "trainer.overfit_batches repeats the same batch. Remove it.")

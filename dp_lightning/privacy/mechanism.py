@@ -29,7 +29,7 @@ from dp_lightning.privacy.gradients.contribution import Contribution
 from dp_lightning.privacy.journal import Journal
 from dp_lightning.privacy.noise import GaussianNoise
 from dp_lightning.privacy.plan import PrivacyPlan
-from dp_lightning.privacy.ranks import Ranks
+from dp_lightning.ranks import Ranks
 
 
 class Release(NamedTuple):

@@ -8,17 +8,19 @@ quotient B/N itself, never one over the length of a loader.
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from scipy.optimize import brentq
 
-from dp_lightning.errors import ConfigurationError
+from dp_lightning.errors import BudgetError, ConfigurationError
 from dp_lightning.privacy.accounting import (
+    Run,
     check_accountant,
     check_count,
     check_delta,
     check_noise_multiplier,
+    compose,
     compose_all,
     epsilon,
 )
@@ -89,12 +91,19 @@ class PrivacyPlan:
         expected_batch_size: int,
         num_steps: int,
         accountant: str = "prv",
+        taken: Sequence[Run] = (),
     ) -> "PrivacyPlan":
         """The plan with the smallest noise multiplier, to 1e-4, whose epsilon is at most `target_epsilon`.
+
+        Args:
+            target_epsilon, delta, num_train, expected_batch_size, num_steps, accountant: as in the plan.
+            taken: steps of the ``num_steps`` that were taken with other noise. The noise is then that of the
+                steps which are left, so that all of them together meet the target.
 
         Raises:
             ConfigurationError: a value is outside its range, or no noise multiplier below 1e6 reaches the
                 target.
+            BudgetError: the steps taken leave no step, or have spent the target.
         """
         _check_target(target_epsilon)
 
@@ -109,13 +118,28 @@ class PrivacyPlan:
                 target_epsilon=target_epsilon,
             )
 
-        plan(1.0)  # names a wrong setting before the search starts
+        first = plan(1.0)  # names a wrong setting before the search starts
+        steps = num_steps - sum(count for _, _, count in taken)
+        if steps < 1:
+            raise BudgetError(f"num_steps is {num_steps} and {num_steps - steps} are taken already. Plan more steps.")
+        spent_already = compose(taken, delta=delta, accountant=accountant)
+        if spent_already >= target_epsilon:
+            raise BudgetError(
+                f"The {num_steps - steps} steps taken have spent epsilon {spent_already:.4g} by {accountant.upper()}, "
+                f"and target_epsilon is {target_epsilon:g}: no further step can be taken. Raise the target."
+            )
 
+        def total(noise_multiplier: float, by: str = accountant) -> float:
+            runs = [*taken, (noise_multiplier, first.sample_rate, steps)]
+            return compose(runs, delta=delta, accountant=by)
+
+        if taken and accountant != "rdp":
+            return plan(_smallest_noise(total, target_epsilon, start=1.0))
         # The Renyi bound is cheap and never below the others, so its solution starts their search from above.
-        start = _smallest_noise(lambda sigma: plan(sigma).epsilon("rdp"), target_epsilon, start=1.0)
+        start = _smallest_noise(lambda sigma: total(sigma, "rdp"), target_epsilon, start=1.0)
         if accountant == "rdp":
             return plan(start)
-        return plan(_smallest_noise(lambda sigma: plan(sigma).epsilon(), target_epsilon, start=start))
+        return plan(_smallest_noise(total, target_epsilon, start=start))
 
     @property
     def sample_rate(self) -> float:

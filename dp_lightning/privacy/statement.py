@@ -35,6 +35,9 @@ class PrivacyStatement:
         fixed_sampling_seed: the batches came from a seed that the user chose.
         private: False for a run without the mechanism; its epsilon is infinite.
         postprocessing: what was done to the privatized gradient, in words.
+        earlier_targets: targets that the run had before, each with the number of steps after which it was exchanged.
+        lost_steps: steps of the ledger that an interruption has lost: they are spent, and not in the weights.
+        num_ranks: processes that took the latest steps together.
         versions: package name to version.
     """
 
@@ -49,6 +52,9 @@ class PrivacyStatement:
     fixed_sampling_seed: bool = False
     private: bool = True
     postprocessing: str = "none"
+    earlier_targets: tuple[tuple[float | None, int], ...] = ()
+    lost_steps: int = 0
+    num_ranks: int = 1
     versions: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -96,9 +102,14 @@ class PrivacyStatement:
                 "release": self.release,
                 "accountant": self.plan.accountant,
                 "target_epsilon": self.plan.target_epsilon,
+                "earlier_targets": [
+                    {"target_epsilon": target, "until_step": steps} for target, steps in self.earlier_targets
+                ],
                 "sample_rate": self.plan.sample_rate,
                 "num_steps": self.ledger.num_steps,
                 "num_steps_planned": self.plan.num_steps,
+                "lost_steps": self.lost_steps,
+                "num_ranks": self.num_ranks,
                 "expected_batch_size": self.plan.expected_batch_size,
                 "num_train": self.plan.num_train,
                 "noise_multiplier": self.plan.noise_multiplier,
@@ -138,14 +149,21 @@ class PrivacyStatement:
         )
         rows = {
             "epsilon": epsilons,
-            "target epsilon": "none" if facts["target_epsilon"] is None else _show(facts["target_epsilon"]),
+            "target epsilon": "; ".join(
+                [
+                    _target(facts["target_epsilon"]),
+                    *(f"{_target(target)} until step {steps}" for target, steps in self.earlier_targets),
+                ]
+            ),
             "delta": _show(facts["delta"]),
             "neighbouring data sets": f"add or remove {self.unit_of_privacy}",
             "training examples": facts["num_train"],
             "expected batch size": facts["expected_batch_size"],
             "sample rate": _show(facts["sample_rate"]),
             "sampler": self.sampler,
-            "steps": f"{facts['num_steps']} of {facts['num_steps_planned']} planned",
+            "steps": f"{facts['num_steps']} of {facts['num_steps_planned']} planned"
+            + (f"; {self.lost_steps} of them were lost in interruptions" if self.lost_steps else ""),
+            "processes": self.num_ranks,
             "noise multiplier": _show(facts["noise_multiplier"]),
             "ledger": "; ".join(
                 f"{count} steps with noise multiplier {_show(sigma)}, sample rate {_show(q)}"
@@ -200,8 +218,17 @@ class PrivacyStatement:
             if tags
             else "Values computed from raw training examples: none were logged by this run."
         )
+        changed = (
+            [
+                "Numbers chosen during the run: the noise was changed after some steps. The theorem composes steps "
+                "whose noise does not depend on what earlier steps have released."
+            ]
+            if len(self.ledger.totals) > 1
+            else []
+        )
         return [
             logged,
+            *changed,
             "Hyperparameter search: other runs on the same data spend their own epsilon, and so does "
             "choosing among them.",
             "The choice of an epoch or a learning rate by a score on test or validation data: that data is "
@@ -221,6 +248,10 @@ def _plain(value: Any) -> Any:
     if isinstance(value, float) and math.isinf(value):
         return "inf" if value > 0 else "-inf"
     return value
+
+
+def _target(value: float | None) -> str:
+    return "none" if value is None else _show(value)
 
 
 def _show(value: Any) -> str:

@@ -4,6 +4,7 @@ Whoever finds a file with a checkpoint's name finds all of it. When it is read, 
 first.
 """
 
+import hashlib
 import pickle
 import zipfile
 from collections.abc import Callable, Iterable
@@ -82,6 +83,20 @@ def damage(path: Path) -> str | None:
     except (OSError, zipfile.BadZipFile, EOFError, NotImplementedError, ValueError) as error:
         return f"it is truncated or not a checkpoint ({error})"
     return None if broken is None else f"its part {broken} is damaged"
+
+
+def fingerprint(path: Path) -> int:
+    """A number that differs between checkpoints of different content, from their checksums.
+
+    Raises:
+        DataError: when the file is not a checkpoint.
+    """
+    try:
+        with zipfile.ZipFile(path) as file:
+            sums = [(part.filename, part.CRC) for part in file.infolist()]
+    except (OSError, zipfile.BadZipFile) as error:
+        raise DataError(f"{path} is not a usable checkpoint: {error}.") from error
+    return int.from_bytes(hashlib.sha256(repr(sums).encode()).digest()[:7])
 
 
 def newest_intact(checkpoints: Iterable[Path]) -> Path | None:

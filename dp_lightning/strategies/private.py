@@ -6,8 +6,11 @@ What is left for the strategy is to start the processes, to let them begin with 
 module as it is.
 """
 
+import lightning.pytorch as pl
 import torch.distributed
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
+
+from dp_lightning.ranks import Ranks
 
 NAME = "dp_ddp"
 
@@ -25,6 +28,11 @@ class PrivateStrategy(DDPStrategy):
             same = tensor.detach().contiguous()
             torch.distributed.broadcast(same, src=0)
             tensor.detach().copy_(same)
+
+
+def trainer_ranks(trainer: pl.Trainer) -> Ranks:
+    """The processes of a trainer's run."""
+    return Ranks(trainer.global_rank, trainer.world_size)
 
 
 StrategyRegistry.register(NAME, PrivateStrategy, description="Private training on several devices")

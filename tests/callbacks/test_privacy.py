@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from plain_run import CLASSES, N, Plain, examples, loader, parameters_after, privacy, trainer, without_noise
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
@@ -16,69 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from dp_lightning.callbacks import PostProcessCallback, PrivacyCallback, RunRecord
 from dp_lightning.errors import BudgetError, ConfigurationError, ModelError
 from dp_lightning.postprocess import Momentum
-from dp_lightning.privacy import ClipPlan, GaussianNoise, PoissonSampler, clipped_gradient_sum
-
-N, CLASSES = 60, 3
-
-
-def examples(n=N, seed=0):
-    """Three classes that a linear model tells apart."""
-    generator = torch.Generator().manual_seed(seed)
-    y = torch.arange(n) % CLASSES
-    x = torch.randn(n, 5, generator=generator) + 2.5 * F.one_hot(y, 5)
-    return TensorDataset(x, y)
-
-
-class Plain(pl.LightningModule):
-    """Knows nothing of privacy."""
-
-    def __init__(self, net=None, lr=0.5):
-        super().__init__()
-        self.net = net or nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, CLASSES))
-        self.lr = lr
-
-    def training_step(self, batch, batch_idx):
-        loss = F.cross_entropy(self.net(batch[0]), batch[1])
-        self.log("train_loss", loss)
-        return loss
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=self.lr)
-
-
-def loader(dataset=None, **kwargs):
-    return DataLoader(dataset or examples(), batch_size=7, shuffle=True, **kwargs)
-
-
-def trainer(tmp_path, *callbacks, **kwargs):
-    defaults = {
-        "max_epochs": 3,
-        "accelerator": "cpu",
-        "devices": 1,
-        "logger": False,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-        "default_root_dir": str(tmp_path),
-    }
-    return pl.Trainer(callbacks=list(callbacks), **{**defaults, **kwargs})
-
-
-def privacy(**kwargs):
-    # RDP is the cheapest accountant; the accountants have tests of their own.
-    defaults = {"expected_batch_size": 20, "noise_multiplier": 1.0, "delta": 1e-3, "accountant": "rdp"}
-    return PrivacyCallback(**{**defaults, **kwargs})
-
-
-def without_noise(**kwargs):
-    return privacy(**{"noise_multiplier": 0.0, "not_private": True, "sampling_seed": 5, **kwargs})
-
-
-def parameters_after(tmp_path, callback, *others, module=None, dataset=None, **kwargs):
-    torch.manual_seed(0)
-    module = module or Plain()
-    trainer(tmp_path, callback, *others, **kwargs).fit(module, loader(dataset))
-    return torch.cat([p.detach().flatten() for p in module.parameters()])
+from dp_lightning.privacy import ClipPlan, PoissonSampler, clipped_gradient_sum
 
 
 def test_a_plain_module_trains_and_reaches_high_accuracy(tmp_path):
@@ -278,85 +217,6 @@ def test_post_processing_sees_the_privatized_gradient_and_its_state_is_saved(tmp
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
     saved = torch.load(tmp_path / "run.ckpt", weights_only=True)["callbacks"]
     assert any("Momentum" in str(state) for state in saved.values())
-
-
-def test_a_resumed_run_goes_on_and_never_reports_less(tmp_path):
-    # The next epoch's draws may not repeat: without seeds they come from a fresh key.
-    checkpoint = ModelCheckpoint(dirpath=tmp_path, filename="half")
-    first = privacy(target_epsilon=5.0, noise_multiplier=None)
-    run = trainer(tmp_path, first, checkpoint, enable_checkpointing=True, max_epochs=6)
-    module = Plain()
-
-    class Stop(Callback):
-        def on_train_epoch_end(self, trainer, pl_module):
-            trainer.should_stop = trainer.current_epoch == 2
-
-    run.callbacks.append(Stop())
-    run.fit(module, loader())
-    assert first.ledger.num_steps == 9
-    spent = first.ledger.epsilon(delta=1e-3)
-
-    def resume(target_epsilon):
-        callback = privacy(target_epsilon=target_epsilon, noise_multiplier=None)
-        again = trainer(tmp_path, callback, max_epochs=6)
-        again.fit(Plain(), loader(), ckpt_path=tmp_path / "half.ckpt", weights_only=True)
-        assert again.global_step == 18
-        return callback.ledger
-
-    with pytest.raises(BudgetError, match="target_epsilon"):
-        resume(0.5)
-    ledger = resume(5.0)
-    assert ledger.num_steps == 18
-    assert spent < ledger.epsilon(delta=1e-3) <= 5.0
-    # Once more from the same checkpoint: the journal beside it knows that the steps have been taken.
-    with pytest.raises(BudgetError, match="budget is spent"):
-        resume(5.0)
-
-
-@pytest.mark.parametrize("step", [2, 4, 6, 7])
-def test_a_run_resumed_within_an_epoch_equals_one_that_was_not_interrupted(tmp_path, step):
-    whole = parameters_after(tmp_path, without_noise(max_physical_batch_size=6))
-    checkpoint = ModelCheckpoint(dirpath=tmp_path, filename="{step}", every_n_train_steps=1)
-
-    class Stop(Callback):
-        def on_train_batch_start(self, trainer, *args):
-            if trainer.global_step == step:
-                raise RuntimeError("stopped")
-
-    with pytest.raises(RuntimeError, match="stopped"):
-        parameters_after(
-            tmp_path, without_noise(max_physical_batch_size=6), checkpoint, Stop(), enable_checkpointing=True
-        )
-    callback, module = without_noise(max_physical_batch_size=6), Plain()
-    again = trainer(tmp_path, callback)
-    again.fit(module, loader(), ckpt_path=tmp_path / f"step={step}.ckpt", weights_only=True)
-    assert callback.ledger.num_steps == again.global_step == 9
-    found = torch.cat([p.detach().flatten() for p in module.parameters()])
-    assert torch.equal(found, whole)
-
-
-@pytest.mark.parametrize("seed", [None, 7])
-def test_noise_of_lost_steps_is_not_drawn_again(tmp_path, monkeypatch, seed):
-    states, add_to = [], GaussianNoise.add_to
-
-    def noted(noise, *args):
-        states.append(bytes(noise._generator.get_state().numpy()))
-        return add_to(noise, *args)
-
-    monkeypatch.setattr(GaussianNoise, "add_to", noted)
-
-    class Stop(Callback):
-        def on_train_batch_start(self, trainer, *args):
-            if trainer.global_step == 6:
-                raise RuntimeError("stopped")
-
-    checkpoint = ModelCheckpoint(dirpath=tmp_path, filename="four", every_n_train_steps=4)
-    with pytest.raises(RuntimeError, match="stopped"):
-        parameters_after(tmp_path, privacy(noise_seed=seed), checkpoint, Stop(), enable_checkpointing=True)
-    again = privacy(noise_seed=seed)
-    trainer(tmp_path, again).fit(Plain(), loader(), ckpt_path=tmp_path / "four.ckpt", weights_only=True)
-    # Six steps, of which two are lost, and three that are left.
-    assert again.ledger.num_steps == len(set(states)) == len(states) == 9
 
 
 def test_a_checkpoint_does_not_count_physical_batches(tmp_path):
@@ -701,37 +561,11 @@ def test_a_frozen_parameter_that_the_forward_pass_writes_is_refused(tmp_path):
             )
 
 
-def test_a_checkpoint_whose_steps_no_ledger_counts_is_refused(tmp_path):
-    checkpoint = ModelCheckpoint(dirpath=tmp_path, filename="plain")
-    trainer(tmp_path, checkpoint, enable_checkpointing=True, max_epochs=1).fit(Plain(), loader())
-    with pytest.raises(ConfigurationError, match="ledger holds 0"):
-        trainer(tmp_path, privacy()).fit(Plain(), loader(), ckpt_path=tmp_path / "plain.ckpt", weights_only=True)
-
-
-def test_a_subclass_and_the_names_of_logged_values_survive_a_resume(tmp_path):
-    class Own(PrivacyCallback):
-        pass
-
-    checkpoint = ModelCheckpoint(dirpath=tmp_path, filename="half", every_n_train_steps=4)
-    run = trainer(tmp_path, privacy(), checkpoint, enable_checkpointing=True, max_epochs=3)
-    run.fit(Plain(), loader())
-    again = Own(expected_batch_size=20, noise_multiplier=1.0, delta=1e-3, accountant="rdp")
-
-    class Silent(Plain):
-        def training_step(self, batch, batch_idx):
-            return F.cross_entropy(self.net(batch[0]), batch[1])
-
-    resumed = trainer(tmp_path, again, max_epochs=4)
-    resumed.fit(Silent(), loader(), ckpt_path=checkpoint.best_model_path, weights_only=True)
-    assert again.ledger.num_steps == 12
-    assert again.statement(resumed).unprotected == ("train_loss",)
-
-
 def test_the_shown_epsilon_is_never_below_what_is_spent(tmp_path):
     class Shown(Callback):
         def on_train_batch_end(self, trainer, pl_module, *args):
             callback = trainer.callbacks[0]
-            shown.append(callback.epsilon_bound - callback.ledger.epsilon(delta=1e-3, accountant="rdp"))
+            shown.append(callback.budget.bound - callback.ledger.epsilon(delta=1e-3, accountant="rdp"))
 
     shown = []
     trainer(tmp_path, privacy(expected_batch_size=2), Shown(), max_epochs=1).fit(Plain(), loader())

@@ -1,5 +1,6 @@
 """A statement is true: epsilon is that of the steps taken, and what is not covered is named."""
 
+import dataclasses
 import json
 import math
 from pathlib import Path
@@ -30,6 +31,9 @@ KEYS = {
     "sensitivity",
     "sampler",
     "postprocessing",
+    "earlier_targets",
+    "lost_steps",
+    "num_ranks",
     "unprotected",
     "fixed_noise_seed",
     "fixed_sampling_seed",
@@ -162,3 +166,27 @@ def test_write_replaces_both_files_and_leaves_nothing_else(tmp_path: Path) -> No
     assert facts["num_steps"] == 2
     assert facts["clipping"] == {"norms": [1.0, "inf"]}
     assert as_markdown.read_text().startswith("# Privacy statement\n\nRelease: ok.")
+
+
+def test_it_says_what_changed_during_the_run() -> None:
+    plain = statement()
+    assert "until step" not in plain.to_markdown()
+    assert "lost" not in plain.to_markdown()
+    assert "noise was changed" not in plain.to_markdown()
+    ledger = Ledger()
+    ledger.record(noise_multiplier=2.0, sample_rate=0.01)
+    ledger.record(noise_multiplier=1.0, sample_rate=0.01)
+    changed = dataclasses.replace(
+        statement(target=4.0), ledger=ledger, earlier_targets=((2.0, 1), (None, 2)), lost_steps=3, num_ranks=8
+    )
+    text = changed.to_markdown()
+    assert "| target epsilon | 4; 2 until step 1; none until step 2 |" in text
+    assert "3 of them were lost in interruptions" in text
+    assert "| processes | 8 |" in text
+    assert "the noise was changed after some steps" in text
+    facts = changed.to_dict()
+    assert facts["earlier_targets"] == [
+        {"target_epsilon": 2.0, "until_step": 1},
+        {"target_epsilon": None, "until_step": 2},
+    ]
+    assert (facts["lost_steps"], facts["num_ranks"]) == (3, 8)

@@ -5,6 +5,7 @@
 
 import hashlib
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -75,7 +76,7 @@ def main(settings):
         callbacks=[privacy, notes],
         **settings["trainer"],
     )
-    torch.manual_seed(settings.get("seed", 0) + trainer.global_rank)
+    torch.manual_seed(settings.get("seed", 0) + int(os.environ.get("LOCAL_RANK", 0)))
     module = Net(settings.get("lr", 0.1))
     trainer.fit(module, DataLoader(examples(settings.get("num_train", 60)), batch_size=7, shuffle=True))
     torch.save(

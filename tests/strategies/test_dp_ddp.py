@@ -15,8 +15,8 @@ from torch import nn
 from dp_lightning.callbacks import PredictionFile, PrivacyCallback
 from dp_lightning.errors import ConfigurationError, DpLightningError
 from dp_lightning.privacy import ClipPlan, GaussianNoise, Ledger, PrivacyPlan, PrivateMechanism
-from dp_lightning.privacy.ranks import Ranks
 from dp_lightning.privacy.sampling import PoissonSampler, cut, sampling_key
+from dp_lightning.ranks import Ranks
 
 SCRIPT = Path(__file__).parent / "run_ranks.py"
 STEPS = 20

@@ -1,0 +1,162 @@
+"""What a run may spend, what it has spent, and what it will have spent at its end."""
+
+from dataclasses import asdict, replace
+from typing import Any
+
+import lightning.pytorch as pl
+
+from dp_lightning.errors import BudgetError, ConfigurationError
+from dp_lightning.privacy.accounting import Ledger, Run, compose
+from dp_lightning.privacy.plan import PrivacyPlan
+
+# Epsilon by PRV can cost a second, so it is brought up to date this many times in a run.
+_EPSILON_UPDATES = 10
+
+
+class Budget:
+    """Makes the plan of a run, and reads epsilon from its ledger.
+
+    Args:
+        expected_batch_size, target_epsilon, noise_multiplier, delta, accountant, not_private: settings of
+            ``PrivacyCallback``.
+
+    Raises:
+        ConfigurationError: for settings that contradict each other.
+    """
+
+    def __init__(
+        self,
+        *,
+        expected_batch_size: int,
+        target_epsilon: float | None,
+        noise_multiplier: float | None,
+        delta: float,
+        accountant: str,
+        not_private: bool,
+    ) -> None:
+        if (target_epsilon is None) == (noise_multiplier is None):
+            raise ConfigurationError(
+                "Set exactly one of privacy.target_epsilon (the noise is solved for it) and privacy.noise_multiplier; "
+                f"they are {target_epsilon} and {noise_multiplier}."
+            )
+        if noise_multiplier == 0 and not not_private:
+            raise ConfigurationError(
+                "privacy.noise_multiplier is 0: the run would not be private. If that is what you want, set "
+                "privacy.not_private: true."
+            )
+        if not_private and noise_multiplier != 0:
+            raise ConfigurationError(
+                "privacy.not_private is true but noise is added. Remove it, or set privacy.noise_multiplier: 0."
+            )
+        self.expected_batch_size, self.delta, self.accountant = expected_batch_size, delta, accountant
+        self.target_epsilon, self.noise_multiplier = target_epsilon, noise_multiplier
+        self.ledger = Ledger()
+        self.plan: PrivacyPlan | None = None
+        #: Targets that the run had before, each with the number of steps after which it was exchanged.
+        self.earlier_targets: list[tuple[float | None, int]] = []
+        #: Epsilon that is not exceeded before the next update, and epsilon after the last step.
+        self.bound, self.planned = 0.0, 0.0
+        self.milestone = 0
+        self._epsilons: dict[tuple[Run, ...], float] = {}
+
+    def make_plan(self, trainer: pl.Trainer, num_train: int, *, earlier: PrivacyPlan | None = None) -> None:
+        """Set ``plan``, the public numbers of the run.
+
+        A run that goes on with the settings of its ``earlier`` plan keeps its noise. With other settings the noise of
+        the steps that are left is solved for, so that they and those in the ledger together meet the target.
+
+        Raises:
+            ConfigurationError: when the numbers are impossible, or the trainer does not bound the number of steps.
+            BudgetError: when nothing is left to spend.
+        """
+        plan = PrivacyPlan(
+            num_train=num_train,
+            expected_batch_size=self.expected_batch_size,
+            num_steps=self._num_steps(trainer, num_train),
+            noise_multiplier=1.0 if self.noise_multiplier is None else self.noise_multiplier,
+            delta=self.delta,
+            accountant=self.accountant,
+            target_epsilon=self.target_epsilon,
+        )
+        if earlier is not None:
+            if earlier.num_train != num_train:
+                raise ConfigurationError(
+                    f"The checkpoint's run trained on {earlier.num_train} examples, and there are {num_train} now. Its "
+                    "epsilon holds for one data set: resume with that one, or start a new run."
+                )
+            if earlier.target_epsilon != self.target_epsilon:
+                self.earlier_targets.append((earlier.target_epsilon, self.ledger.num_steps))
+        if self.target_epsilon is not None:
+            if earlier is not None and replace(earlier, noise_multiplier=1.0) == plan:
+                plan = earlier
+            else:
+                settings = asdict(plan)
+                del settings["noise_multiplier"], settings["neighboring_relation"]
+                plan = PrivacyPlan.calibrate(**settings, taken=self.ledger.runs)
+        self.plan = plan
+
+    def _num_steps(self, trainer: pl.Trainer, num_train: int) -> int:
+        limits = []
+        if trainer.max_steps != -1:
+            limits.append(trainer.max_steps)
+        if trainer.max_epochs is not None and trainer.max_epochs != -1:
+            limits.append(trainer.max_epochs * num_train // max(self.expected_batch_size, 1))
+        if not limits:
+            raise ConfigurationError(
+                "The number of steps must be known before the start. Set trainer.max_epochs or trainer.max_steps."
+            )
+        if min(limits) < 1:
+            raise ConfigurationError(
+                "trainer.max_epochs and trainer.max_steps leave no step to take; set at least one epoch or step."
+            )
+        return min(limits)
+
+    def require_affordable(self) -> None:
+        """The steps that are still planned must fit into the target together with those in the ledger.
+
+        Raises:
+            BudgetError: when they do not.
+        """
+        assert self.plan is not None
+        self.planned = self.at(self.plan.num_steps)
+        if self.target_epsilon is not None and self.planned > self.target_epsilon:
+            raise BudgetError(
+                f"The steps taken and the steps planned would spend epsilon {self.planned:.3f}, above "
+                f"privacy.target_epsilon {self.target_epsilon}. Plan fewer steps, or raise the target."
+            )
+
+    def look_ahead(self) -> None:
+        """Bring ``bound`` up to epsilon at the next milestone, so that it is never too small in between."""
+        assert self.plan is not None
+        interval = max(self.plan.num_steps // _EPSILON_UPDATES, 1)
+        self.milestone = min(self.ledger.num_steps + interval, self.plan.num_steps)
+        self.bound = self.at(self.milestone)
+
+    def spent(self) -> float:
+        """Epsilon of the steps in the ledger, by the plan's accountant."""
+        return self.at(self.ledger.num_steps)
+
+    def at(self, num_steps: int) -> float:
+        """Epsilon once the ledger holds ``num_steps``, which are at least those it holds now."""
+        totals = self.ledger.totals
+        if more := num_steps - totals.total():
+            assert self.plan is not None
+            totals[self.plan.noise_multiplier, self.plan.sample_rate] += more
+        runs = tuple((*kind, count) for kind, count in sorted(totals.items()))
+        if runs not in self._epsilons:
+            self._epsilons[runs] = compose(runs, delta=self.delta, accountant=self.accountant)
+        return self._epsilons[runs]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Ledger, plan and earlier targets in plain values."""
+        assert self.plan is not None
+        return {
+            "ledger": self.ledger.state_dict(),
+            "plan": asdict(self.plan),
+            "earlier_targets": [list(pair) for pair in self.earlier_targets],
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take the ledger and the earlier targets; the plan is made anew, with the saved one as ``earlier``."""
+        self.ledger.load_state_dict(state["ledger"])
+        self.earlier_targets = [(target, steps) for target, steps in state["earlier_targets"]]

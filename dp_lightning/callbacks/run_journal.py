@@ -1,0 +1,57 @@
+"""The journal of one run: in its log folder and beside every checkpoint, written by rank 0."""
+
+import secrets
+from pathlib import Path
+
+import lightning.pytorch as pl
+
+from dp_lightning.errors import DataError
+from dp_lightning.privacy.accounting import Ledger
+from dp_lightning.privacy.journal import Journal
+
+
+class RunJournal:
+    """Knows the run's name and where its journals stand.
+
+    Attributes:
+        run: name of the run; a run that goes on keeps it.
+        journal: on rank 0 after ``open``; None on other ranks.
+    """
+
+    def __init__(self) -> None:
+        self.run = secrets.token_hex(8)
+        self.journal: Journal | None = None
+        self._ledger = Ledger()
+
+    def open(self, trainer: pl.Trainer, folder: Path, ledger: Ledger, *, goes_on: bool) -> None:
+        """Count the steps that ran after the checkpoint, on every rank, and record the coming ones.
+
+        Args:
+            trainer: whose ``ckpt_path`` is the checkpoint.
+            folder: where a journal is kept, besides those beside checkpoints.
+            ledger: gets the steps of the journal.
+            goes_on: whether a checkpoint of a private run was loaded.
+
+        Raises:
+            DataError: when the checkpoint's journal is missing, or one cannot be read or written.
+        """
+        self._ledger = ledger
+        self.run = trainer.strategy.broadcast(self.run)
+        if trainer.is_global_zero:
+            self.journal = self.journal or Journal(self.run)
+            if goes_on and trainer.ckpt_path is not None:
+                beside = Path(trainer.ckpt_path).parent
+                recorded = self.journal.read(beside)
+                if recorded is None:
+                    raise DataError(
+                        f"{self.journal.path(beside)} is missing, so it is unknown how many steps ran after the "
+                        "checkpoint. Copy the journal together with the checkpoints of its folder."
+                    )
+                ledger.load_state_dict(recorded.state_dict())
+            self.journal.add_folder(folder, ledger)
+        ledger.load_state_dict(trainer.strategy.broadcast(ledger.state_dict()))
+
+    def beside(self, folder: Path) -> None:
+        """Keep a journal in a folder to which a checkpoint is about to be written."""
+        if self.journal is not None:
+            self.journal.add_folder(folder, self._ledger)

@@ -1,0 +1,72 @@
+"""The processes that train together, and what they do as one."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed
+from torch import Tensor
+
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """This process among those that train together; they are the default process group of torch.distributed.
+
+    Args:
+        rank: number of this process.
+        size: number of processes.
+        operations_per_byte: floating-point operations that a process does in the time in which one byte of its result
+            reaches all the others. What takes more than that is worth dealing out.
+    """
+
+    rank: int = 0
+    size: int = 1
+    operations_per_byte: float = 0.0
+
+    def add_up(self, tensor: Tensor) -> None:
+        """Replace ``tensor`` by its sum over ranks, which is the same on each of them bit for bit."""
+        if self.size > 1:
+            torch.distributed.all_reduce(tensor)
+
+    def gather(self, mine: Sequence[Tensor], like: Sequence[Sequence[Tensor]]) -> list[list[Tensor]]:
+        """What each rank has computed, on every rank.
+
+        Args:
+            mine: this rank's results.
+            like: for each rank, tensors of the shapes of its results; all of one dtype and on one device.
+        """
+        longest = max(sum(tensor.numel() for tensor in tensors) for tensors in like)
+        sample = next(tensor for tensors in like for tensor in tensors)
+        sent = sample.new_zeros(longest)
+        if mine:
+            flat = torch.cat([tensor.reshape(-1) for tensor in mine])
+            sent[: flat.numel()] = flat
+        received = [torch.empty_like(sent) for _ in like]
+        torch.distributed.all_gather(received, sent)
+        results = []
+        for tensors, flat in zip(like, received, strict=True):
+            sizes = [tensor.numel() for tensor in tensors]
+            pieces = flat[: sum(sizes)].split(sizes)
+            results.append([piece.view(tensor.shape) for piece, tensor in zip(pieces, tensors, strict=True)])
+        return results
+
+    def differing(self, tensors: Mapping[str, Tensor]) -> list[str]:
+        """Names of the tensors that are not the same on every rank; every rank has to call it.
+
+        It compares the sums of their bits, so tensors that differ in several places may be missed with probability
+        2^-32 or so.
+        """
+        if self.size == 1 or not tensors:
+            return []
+        sums = torch.stack([_sum_of_bits(tensor) for tensor in tensors.values()])
+        extremes = torch.stack([sums, -sums])
+        torch.distributed.all_reduce(extremes, op=torch.distributed.ReduceOp.MAX)
+        unequal = (extremes[0] != -extremes[1]).tolist()
+        return [name for name, differs in zip(tensors, unequal, strict=True) if differs]
+
+
+def _sum_of_bits(tensor: Tensor) -> Tensor:
+    flat = tensor.detach().contiguous().reshape(-1)
+    return flat.view(_BITS[flat.element_size()]).sum(dtype=torch.int64)

@@ -1,0 +1,71 @@
+"""A small plain LightningModule on a plain Trainer, for the tests of the callback."""
+
+import lightning.pytorch as pl
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+from dp_lightning.callbacks import PrivacyCallback
+
+N, CLASSES = 60, 3
+
+
+def examples(n=N, seed=0):
+    """Three classes that a linear model tells apart."""
+    generator = torch.Generator().manual_seed(seed)
+    y = torch.arange(n) % CLASSES
+    x = torch.randn(n, 5, generator=generator) + 2.5 * F.one_hot(y, 5)
+    return TensorDataset(x, y)
+
+
+class Plain(pl.LightningModule):
+    """Knows nothing of privacy."""
+
+    def __init__(self, net=None, lr=0.5):
+        super().__init__()
+        self.net = net or nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, CLASSES))
+        self.lr = lr
+
+    def training_step(self, batch, batch_idx):
+        loss = F.cross_entropy(self.net(batch[0]), batch[1])
+        self.log("train_loss", loss)
+        return loss
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=self.lr)
+
+
+def loader(dataset=None, **kwargs):
+    return DataLoader(dataset or examples(), batch_size=7, shuffle=True, **kwargs)
+
+
+def trainer(tmp_path, *callbacks, **kwargs):
+    defaults = {
+        "max_epochs": 3,
+        "accelerator": "cpu",
+        "devices": 1,
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "default_root_dir": str(tmp_path),
+    }
+    return pl.Trainer(callbacks=list(callbacks), **{**defaults, **kwargs})
+
+
+def privacy(**kwargs):
+    # RDP is the cheapest accountant; the accountants have tests of their own.
+    defaults = {"expected_batch_size": 20, "noise_multiplier": 1.0, "delta": 1e-3, "accountant": "rdp"}
+    return PrivacyCallback(**{**defaults, **kwargs})
+
+
+def without_noise(**kwargs):
+    return privacy(**{"noise_multiplier": 0.0, "not_private": True, "sampling_seed": 5, **kwargs})
+
+
+def parameters_after(tmp_path, callback, *others, module=None, dataset=None, **kwargs):
+    torch.manual_seed(0)
+    module = module or Plain()
+    trainer(tmp_path, callback, *others, **kwargs).fit(module, loader(dataset))
+    return torch.cat([p.detach().flatten() for p in module.parameters()])

@@ -1,0 +1,261 @@
+"""A run that comes back: from its checkpoint, with what the journal knows, within its budget."""
+
+import json
+
+import pytest
+import torch
+from lightning.fabric.plugins.environments import LightningEnvironment, SLURMEnvironment
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.plugins.io import AsyncCheckpointIO
+from plain_run import N, Plain, examples, loader, parameters_after, privacy, trainer, without_noise
+from torch.nn import functional as F
+
+from dp_lightning.callbacks import PrivacyCallback
+from dp_lightning.errors import BudgetError, ConfigurationError, DataError
+from dp_lightning.privacy import GaussianNoise, PrivacyPlan
+
+
+def test_a_resumed_run_goes_on_and_never_reports_less(tmp_path):
+    # The next epoch's draws may not repeat: without seeds they come from a fresh key.
+    checkpoint = ModelCheckpoint(dirpath=tmp_path, filename="half")
+    first = privacy(target_epsilon=5.0, noise_multiplier=None)
+    run = trainer(tmp_path, first, checkpoint, enable_checkpointing=True, max_epochs=6)
+    module = Plain()
+
+    class Stop(Callback):
+        def on_train_epoch_end(self, trainer, pl_module):
+            trainer.should_stop = trainer.current_epoch == 2
+
+    run.callbacks.append(Stop())
+    run.fit(module, loader())
+    assert first.ledger.num_steps == 9
+    spent = first.ledger.epsilon(delta=1e-3)
+
+    def resume(target_epsilon):
+        callback = privacy(target_epsilon=target_epsilon, noise_multiplier=None)
+        again = trainer(tmp_path, callback, max_epochs=6)
+        again.fit(Plain(), loader(), ckpt_path=tmp_path / "half.ckpt", weights_only=True)
+        assert again.global_step == 18
+        return callback.ledger
+
+    with pytest.raises(BudgetError, match="target_epsilon"):
+        resume(0.5)
+    ledger = resume(5.0)
+    assert ledger.num_steps == 18
+    assert spent < ledger.epsilon(delta=1e-3) <= 5.0
+    # Once more from the same checkpoint: the journal beside it knows that the steps have been taken.
+    with pytest.raises(BudgetError, match="budget is spent"):
+        resume(5.0)
+
+
+@pytest.mark.parametrize("step", [2, 4, 6, 7])
+def test_a_run_resumed_within_an_epoch_equals_one_that_was_not_interrupted(tmp_path, step):
+    whole = parameters_after(tmp_path, without_noise(max_physical_batch_size=6))
+    checkpoint = ModelCheckpoint(dirpath=tmp_path, filename="{step}", every_n_train_steps=1)
+
+    class Stop(Callback):
+        def on_train_batch_start(self, trainer, *args):
+            if trainer.global_step == step:
+                raise RuntimeError("stopped")
+
+    with pytest.raises(RuntimeError, match="stopped"):
+        parameters_after(
+            tmp_path, without_noise(max_physical_batch_size=6), checkpoint, Stop(), enable_checkpointing=True
+        )
+    callback, module = without_noise(max_physical_batch_size=6), Plain()
+    again = trainer(tmp_path, callback)
+    again.fit(module, loader(), ckpt_path=tmp_path / f"step={step}.ckpt", weights_only=True)
+    assert callback.ledger.num_steps == again.global_step == 9
+    found = torch.cat([p.detach().flatten() for p in module.parameters()])
+    assert torch.equal(found, whole)
+
+
+@pytest.mark.parametrize("seed", [None, 7])
+def test_noise_of_lost_steps_is_not_drawn_again(tmp_path, monkeypatch, seed):
+    states, add_to = [], GaussianNoise.add_to
+
+    def noted(noise, *args):
+        states.append(bytes(noise._generator.get_state().numpy()))
+        return add_to(noise, *args)
+
+    monkeypatch.setattr(GaussianNoise, "add_to", noted)
+
+    class Stop(Callback):
+        def on_train_batch_start(self, trainer, *args):
+            if trainer.global_step == 6:
+                raise RuntimeError("stopped")
+
+    checkpoint = ModelCheckpoint(dirpath=tmp_path, filename="four", every_n_train_steps=4)
+    with pytest.raises(RuntimeError, match="stopped"):
+        parameters_after(tmp_path, privacy(noise_seed=seed), checkpoint, Stop(), enable_checkpointing=True)
+    again = privacy(noise_seed=seed)
+    trainer(tmp_path, again).fit(Plain(), loader(), ckpt_path=tmp_path / "four.ckpt", weights_only=True)
+    # Six steps, of which two are lost, and three that are left.
+    assert again.ledger.num_steps == len(set(states)) == len(states) == 9
+
+
+def test_a_checkpoint_whose_steps_no_ledger_counts_is_refused(tmp_path):
+    checkpoint = ModelCheckpoint(dirpath=tmp_path, filename="plain")
+    trainer(tmp_path, checkpoint, enable_checkpointing=True, max_epochs=1).fit(Plain(), loader())
+    with pytest.raises(ConfigurationError, match="ledger holds 0"):
+        trainer(tmp_path, privacy()).fit(Plain(), loader(), ckpt_path=tmp_path / "plain.ckpt", weights_only=True)
+
+
+def test_a_subclass_and_the_names_of_logged_values_survive_a_resume(tmp_path):
+    class Own(PrivacyCallback):
+        pass
+
+    checkpoint = ModelCheckpoint(dirpath=tmp_path, filename="half", every_n_train_steps=4)
+    run = trainer(tmp_path, privacy(), checkpoint, enable_checkpointing=True, max_epochs=3)
+    run.fit(Plain(), loader())
+    again = Own(expected_batch_size=20, noise_multiplier=1.0, delta=1e-3, accountant="rdp")
+
+    class Silent(Plain):
+        def training_step(self, batch, batch_idx):
+            return F.cross_entropy(self.net(batch[0]), batch[1])
+
+    resumed = trainer(tmp_path, again, max_epochs=4)
+    resumed.fit(Silent(), loader(), ckpt_path=checkpoint.best_model_path, weights_only=True)
+    assert again.ledger.num_steps == 12
+    assert again.statement(resumed).unprotected == ("train_loss",)
+
+
+class Stop(Callback):
+    """Ends a run as a crash does, before the step after ``step``."""
+
+    def __init__(self, step):
+        self.step = step
+
+    def on_train_batch_start(self, trainer, *args):
+        if trainer.global_step == self.step:
+            raise RuntimeError("stopped")
+
+
+def crash(folder, callback, *, saved, stopped, checkpoints=None, **kwargs):
+    """A run of 9 steps (3 epochs) with a checkpoint after each ``saved`` steps that ends after ``stopped``."""
+    writer = ModelCheckpoint(dirpath=checkpoints or folder, filename="{step}", every_n_train_steps=saved, save_top_k=-1)
+    with pytest.raises(RuntimeError, match="stopped"):
+        parameters_after(folder, callback, writer, Stop(stopped), enable_checkpointing=True, **kwargs)
+
+
+def resume(folder, callback, checkpoint, **kwargs):
+    run = trainer(folder, callback, **kwargs)
+    run.fit(Plain(), loader(), ckpt_path=checkpoint, weights_only=True)
+    return run
+
+
+def test_a_checkpoint_in_a_folder_of_its_own_has_its_journal(tmp_path):
+    crash(tmp_path / "logs", privacy(), saved=4, stopped=6, checkpoints=tmp_path / "elsewhere")
+    (tmp_path / "logs").rename(tmp_path / "gone")
+    again = privacy()
+    run = resume(tmp_path / "new", again, tmp_path / "elsewhere" / "step=4.ckpt")
+    # Steps five and six are lost and spent.
+    assert (again.ledger.num_steps, run.global_step) == (9, 7)
+    facts = json.loads((tmp_path / "new" / "privacy_statement.json").read_text())
+    assert (facts["num_steps"], facts["lost_steps"]) == (9, 2)
+
+
+def test_a_checkpoint_without_its_journal_is_refused(tmp_path):
+    crash(tmp_path, privacy(), saved=4, stopped=6)
+    for path in tmp_path.glob("privacy_journal_*"):
+        path.unlink()
+    with pytest.raises(DataError, match="unknown how many steps ran"):
+        resume(tmp_path, privacy(), tmp_path / "step=4.ckpt")
+
+
+@pytest.mark.timeout(60)
+def test_a_run_with_lost_steps_ends_with_its_plan(tmp_path):
+    """Lightning's own counter never reaches max_steps; the run has to end without it."""
+    crash(tmp_path, privacy(), saved=4, stopped=6, max_epochs=-1, max_steps=9)
+    again = privacy()
+    run = resume(tmp_path, again, tmp_path / "step=4.ckpt", max_epochs=-1, max_steps=9)
+    assert (again.ledger.num_steps, run.global_step) == (9, 7)
+
+
+def budgeted(target, **kwargs):
+    return privacy(target_epsilon=target, noise_multiplier=None, **kwargs)
+
+
+@pytest.fixture
+def interrupted(tmp_path):
+    """Five of nine steps at epsilon 5, without a loss; the checkpoint and what is spent."""
+    first = budgeted(5.0)
+    crash(tmp_path, first, saved=5, stopped=5)
+    return tmp_path / "step=5.ckpt", first.budget.spent(), first.plan.noise_multiplier
+
+
+def test_a_target_below_what_is_spent_is_refused(tmp_path, interrupted):
+    checkpoint, spent, _ = interrupted
+    for target in (0.5 * spent, 0.999 * spent):
+        with pytest.raises(BudgetError, match=r"steps taken have spent epsilon .* Raise the target"):
+            resume(tmp_path, budgeted(target), checkpoint)
+
+
+@pytest.mark.parametrize("accountant", ["rdp", "prv"])
+@pytest.mark.parametrize("target", [4.5, 8.0])
+def test_another_target_changes_the_noise_of_the_steps_that_are_left(tmp_path, interrupted, target, accountant):
+    checkpoint, _, sigma = interrupted
+    again = budgeted(target, accountant=accountant)
+    resume(tmp_path, again, checkpoint)
+    (_, _, before), (changed, _, after) = again.ledger.runs
+    assert (before, after) == (5, 4)
+    if accountant == "rdp":
+        assert (changed > sigma) == (target == 4.5)
+    epsilon = again.ledger.epsilon(delta=1e-3, accountant=accountant)
+    # The whole of the new target, and not more.
+    assert 0.99 * target < epsilon <= target
+    facts = json.loads((tmp_path / "privacy_statement.json").read_text())
+    assert facts["target_epsilon"] == target
+    assert facts["earlier_targets"] == [{"target_epsilon": 5.0, "until_step": 5}]
+    assert facts["release"] == "ok"
+
+
+def test_the_same_target_keeps_the_noise(tmp_path, interrupted, monkeypatch):
+    checkpoint, _, sigma = interrupted
+
+    def solver_that_rounds_differently(**settings):
+        settings.pop("taken")
+        return PrivacyPlan(noise_multiplier=sigma * 1.0001, **settings)
+
+    monkeypatch.setattr(PrivacyPlan, "calibrate", solver_that_rounds_differently)
+    again = budgeted(5.0)
+    resume(tmp_path, again, checkpoint)
+    assert again.ledger.runs == ((sigma, 20 / N, 9),)
+
+
+def test_fewer_steps_get_less_noise_and_none_left_is_refused(tmp_path, interrupted):
+    checkpoint, _, sigma = interrupted
+    again = budgeted(5.0)
+    with pytest.raises(BudgetError, match="num_steps is 3 and 5 are taken"):
+        resume(tmp_path, again, checkpoint, max_epochs=1)
+    again = budgeted(5.0)
+    resume(tmp_path, again, checkpoint, max_epochs=2)
+    assert again.ledger.num_steps == 6
+    assert again.ledger.runs[1][0] < sigma
+    assert 4.95 < again.ledger.epsilon(delta=1e-3, accountant="rdp") <= 5.0
+
+
+def test_another_data_set_is_refused(tmp_path, interrupted):
+    checkpoint, *_ = interrupted
+    run = trainer(tmp_path, budgeted(5.0))
+    with pytest.raises(ConfigurationError, match="trained on 60 examples, and there are 61 now"):
+        run.fit(Plain(), loader(examples(61)), ckpt_path=checkpoint, weights_only=True)
+
+
+def test_lightnings_own_pick_up_of_another_jobs_checkpoint_is_refused(tmp_path, monkeypatch):
+    crash(tmp_path / "other", privacy(), saved=4, stopped=6)
+    (tmp_path / "other" / "step=4.ckpt").rename(tmp_path / "hpc_ckpt_1.ckpt")
+    for path in (tmp_path / "other").glob("privacy_journal_*"):
+        path.rename(tmp_path / path.name)
+    monkeypatch.setenv("SLURM_NTASKS", "1")
+    monkeypatch.setenv("SLURM_JOB_NAME", "train")
+    monkeypatch.setattr(SLURMEnvironment, "detect", staticmethod(lambda: True))
+    run = trainer(tmp_path, privacy(), plugins=[LightningEnvironment()])
+    with pytest.raises(ConfigurationError, match="may be another job's"):
+        run.fit(Plain(), loader())
+
+
+def test_checkpoints_that_have_no_journal_are_refused(tmp_path):
+    run = trainer(tmp_path, privacy(), plugins=[AsyncCheckpointIO()])
+    with pytest.raises(ConfigurationError, match="AsyncCheckpointIO"):
+        run.fit(Plain(), loader())
