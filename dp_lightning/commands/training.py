@@ -6,7 +6,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import ProgressBar
-from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, ReduceLROnPlateau
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, ReduceLROnPlateau, SaveConfigCallback
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.connectors.accelerator_connector import _AcceleratorConnector
 
@@ -92,7 +92,12 @@ class TrainingCLI(LightningCLI):
     def before_fit(self) -> None:
         """Refuse wrong settings before any data is touched."""
         self.privacy.check(self.trainer, self.model)
-        self.config_init.fit.ckpt_path = checkpoint_to_resume(self.trainer, self.config_init.fit.ckpt_path)
+        path = checkpoint_to_resume(self.trainer, self.config_init.fit.ckpt_path)
+        self.config_init.fit.ckpt_path = path
+        for callback in self.trainer.callbacks:  # type: ignore[attr-defined]
+            if isinstance(callback, SaveConfigCallback) and path is not None:
+                # A SLURM job that goes on has the log folder that it had before.
+                callback.overwrite = True
         if self.trainer.strategy.root_device.type == "cpu":
             keep_freed_memory()
         check_files = getattr(self.datamodule, "check_files", None)

@@ -92,6 +92,21 @@ def test_steps_lost_in_a_crash_count_as_spent(tmp_path):
     assert newest_step(tmp_path, "version_1") == 112 - (taken - saved)
 
 
+@pytest.mark.slow  # many starts of Lightning
+@pytest.mark.parametrize(("ranks", "kills", "noise_seed"), [(1, 50, None), (2, 50, None), (1, 15, 3)])
+def test_kills_at_random_moments_lose_little_and_never_repeat_noise(tmp_path, ranks, kills, noise_seed):
+    settings = {"folder": str(tmp_path), "ranks": ranks, "kills": kills, "noise_seed": noise_seed}
+    script = Path(__file__).parent / "run_until_killed.py"
+    shown = subprocess.run(
+        [sys.executable, str(script), json.dumps(settings)], capture_output=True, text=True, timeout=280, check=False
+    )
+    assert shown.returncode == 0, shown.stderr[-3000:]
+    found = json.loads(shown.stdout.splitlines()[-1])
+    # The kills came while it trained.
+    assert found["at_the_last_kill"] > 2 * kills
+    assert found["lost"] > 0
+
+
 @pytest.mark.slow  # Lightning with two processes
 def test_a_rank_that_dies_ends_the_run_with_an_error(tmp_path):
     run = start(tmp_path, devices=2)

@@ -21,7 +21,9 @@ from dp_lightning.callbacks import PrivacyCallback
 class Net(pl.LightningModule):
     def __init__(self, lr):
         super().__init__()
-        self.net = nn.Sequential(nn.Conv2d(1, 4, 3), nn.GroupNorm(2, 4), nn.Flatten(), nn.Linear(144, 10))
+        net = nn.Sequential(nn.Conv2d(1, 4, 3), nn.GroupNorm(2, 4), nn.Conv2d(4, 4, 3), nn.Flatten(), nn.Linear(64, 10))
+        # A weight that is not contiguous has to reach the other ranks too.
+        self.net = net.to(memory_format=torch.channels_last)
         self.lr = lr
 
     def training_step(self, batch, batch_idx):
