@@ -170,7 +170,8 @@ def hardware(device: str, threads: int) -> str:
     return f"{name}, torch {torch.__version__}, {date.today()}"
 
 
-def _positive(text: str) -> int:
+def positive(text: str) -> int:
+    """A count from the command line."""
     number = int(text)
     if number < 1:
         raise argparse.ArgumentTypeError(f"{text} is below 1")
@@ -189,10 +190,10 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--types", nargs="+", default=["fp32", "bf16"], choices=["fp32", "bf16"])
     parser.add_argument("--ways", nargs="+", default=list(training_steps.WAYS), choices=training_steps.WAYS)
     parser.add_argument("--formats", nargs="+", default=list(FORMATS), choices=FORMATS)
-    parser.add_argument("--batch-size", type=_positive, help="physical batch size (default: by model and device)")
+    parser.add_argument("--batch-size", type=positive, help="physical batch size (default: by model and device)")
     parser.add_argument("--warmup", type=int, default=2, help="steps before those that count (default 2)")
-    parser.add_argument("--rounds", type=_positive, default=7, help="steps that count (default 7)")
-    parser.add_argument("--threads", type=_positive, default=torch.get_num_threads(), help="CPU threads")
+    parser.add_argument("--rounds", type=positive, default=7, help="steps that count (default 7)")
+    parser.add_argument("--threads", type=positive, default=torch.get_num_threads(), help="CPU threads")
     parser.add_argument(
         "--memory",
         default="kept",

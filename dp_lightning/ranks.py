@@ -17,13 +17,15 @@ class Ranks:
     Args:
         rank: number of this process.
         size: number of processes.
-        operations_per_byte: floating-point operations that a process does in the time in which one byte of its result
-            reaches all the others. What takes more than that is worth dealing out.
+        operations_per_byte: floating-point operations that a process does in the time in which one byte is gathered.
+            Work that takes more than its result's bytes is worth dealing out.
+        operations_per_call: the same for the time that a collective takes beside its bytes.
     """
 
     rank: int = 0
     size: int = 1
     operations_per_byte: float = 0.0
+    operations_per_call: float = 0.0
 
     def add_up(self, tensor: Tensor) -> None:
         """Replace ``tensor`` by its sum over ranks, which is the same on each of them bit for bit."""

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from dp_lightning.errors import ConfigurationError
 from dp_lightning.postprocess import Chain, Transform
+from dp_lightning.strategies.private import trainer_ranks
 
 
 class PostProcessCallback(Callback):
@@ -32,6 +33,7 @@ class PostProcessCallback(Callback):
         self.chain = Chain(transforms or ())
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.chain.ranks = trainer_ranks(trainer)
         if not self.chain.transforms:
             return
         if len(trainer.optimizers) > 1:

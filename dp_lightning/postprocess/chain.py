@@ -6,7 +6,9 @@ import torch
 from torch import Tensor
 
 from dp_lightning.errors import ConfigurationError
+from dp_lightning.postprocess.sharing import apply_on_ranks
 from dp_lightning.postprocess.transform import Gradients, State, Transform
+from dp_lightning.ranks import Ranks
 
 
 class Chain:
@@ -14,13 +16,15 @@ class Chain:
 
     Args:
         transforms: applied from the first to the last. An empty chain returns its input.
+        ranks: the processes that hold the same gradients and call the chain together.
 
     Raises:
         ConfigurationError: two transforms with momentum select the same kind of parameter.
     """
 
-    def __init__(self, transforms: Sequence[Transform] = ()) -> None:
+    def __init__(self, transforms: Sequence[Transform] = (), *, ranks: Ranks | None = None) -> None:
         self.transforms = tuple(transforms)
+        self.ranks = ranks or Ranks()
         for kind in ("matrices", "vectors"):
             if sum(transform.has_momentum and kind in transform.kinds() for transform in self.transforms) > 1:
                 raise ConfigurationError(
@@ -47,7 +51,7 @@ class Chain:
         """
         result = dict(gradients)
         for i, transform in enumerate(self.transforms):
-            result, self._states[i] = transform.apply(result, self._states[i])
+            result, self._states[i] = apply_on_ranks(transform, result, self._states[i], self.ranks)
         return result
 
     def state_dict(self) -> dict[str, State]:

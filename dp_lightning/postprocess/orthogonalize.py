@@ -7,6 +7,8 @@ where M is the m x n input of the transform (a momentum, usually), NS5 five Newt
 the largest singular value. NS5 forgets the scale of M; the second form puts it back.
 """
 
+import torch
+
 from dp_lightning.errors import ConfigurationError
 from dp_lightning.postprocess.matrix import (
     Coefficients,
@@ -41,6 +43,13 @@ class Orthogonalize(Transform):
         self.coefficients = coefficients
         self.scale_cap = scale_cap
 
+    def cost(self, shape: torch.Size) -> float:
+        if len(shape) < 2:
+            return 0.0
+        short, long = _sides(shape)
+        # Two products with the short side twice, one with it three times.
+        return self.steps * (4.0 * short**2 * long + 2.0 * short**3)
+
     def update(self, gradients: Gradients, state: State) -> tuple[Gradients, State]:
         factors = map_same_shape(
             lambda batch: (
@@ -74,7 +83,20 @@ class MagnitudeScale(Transform):
         self.transform = transform
         self.has_momentum = transform.has_momentum
 
+    def cost(self, shape: torch.Size) -> float:
+        inner = self.transform.cost(shape)
+        if not inner:
+            return 0.0
+        short, long = _sides(shape)
+        # A Gram matrix and its eigenvalues (Golub and Van Loan, 8.3: 4/3 n^3).
+        return inner + 2.0 * short**2 * long + 4 / 3 * short**3
+
     def update(self, gradients: Gradients, state: State) -> tuple[Gradients, State]:
         norms = map_same_shape(spectral_norm, gradients)
         output, new_state = self.transform.update(gradients, state)
         return {name: norms[name] * value for name, value in output.items()}, new_state
+
+
+def _sides(shape: torch.Size) -> tuple[int, int]:
+    rows, columns = shape[0], shape[1:].numel()
+    return min(rows, columns), max(rows, columns)

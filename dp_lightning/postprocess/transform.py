@@ -11,6 +11,7 @@ tensors. It starts empty, and a parameter that it does not hold yet starts its o
 from abc import ABC, abstractmethod
 from typing import Literal
 
+import torch
 from torch import Tensor
 
 from dp_lightning.errors import ConfigurationError
@@ -52,6 +53,14 @@ class Transform(ABC):
             may share memory with `gradients` or with each other: the caller may overwrite a gradient in
             place.
         """
+
+    def cost(self, shape: torch.Size) -> float:
+        """Floating-point operations for one parameter of this shape, where they may be dealt out to ranks.
+
+        That needs a parameter's output to depend on its gradient alone, without state. 0, the default, has every
+        rank compute every parameter.
+        """
+        return 0.0
 
     def apply(self, gradients: Gradients, state: State) -> tuple[Gradients, State]:
         """`update` on the parameters that `applies_to` selects; the others are passed on as they are."""

@@ -105,6 +105,23 @@ def test_each_parameter_keeps_its_history_when_another_is_absent(transform):
     assert torch.isfinite(actual["tall"]).all()
 
 
+def test_what_ranks_may_deal_out_keeps_no_state(transform):
+    chain = Chain([transform])
+    chain(draw(0))
+    (state,) = chain.state_dict().values()
+    assert not [name for name in state if transform.cost(torch.Size(SHAPES[name])) > 0]
+
+
+@pytest.mark.parametrize("name", ["orthogonalize", "magnitude_scale"])
+def test_what_ranks_may_deal_out_depends_on_its_own_gradient_alone(name):
+    transform, gradients = TRANSFORMS[name](), draw(0)
+    together = Chain([transform])(gradients)
+    for parameter, shape in SHAPES.items():
+        assert (transform.cost(torch.Size(shape)) > 0) == (len(shape) > 1)
+        alone = Chain([transform])({parameter: gradients[parameter]})
+        torch.testing.assert_close(alone[parameter], together[parameter], atol=1e-5, rtol=1e-5)
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_a_state_loaded_on_the_cpu_follows_the_gradients_to_their_device(transform):
     chain, reference = Chain([transform]), Chain([transform])

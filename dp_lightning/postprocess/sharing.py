@@ -1,0 +1,56 @@
+"""Deals the parameters of an expensive transform out to ranks, so that each one's result is computed once.
+
+The privatized gradient is the same on every rank, so without this every rank computes the same result. Which way is
+taken depends on shapes alone, so all ranks take the same one.
+"""
+
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from dp_lightning.postprocess.transform import Gradients, State, Transform
+from dp_lightning.ranks import Ranks
+
+
+def apply_on_ranks(transform: Transform, gradients: Gradients, state: State, ranks: Ranks) -> tuple[Gradients, State]:
+    """``transform.apply``, with the work dealt out to ``ranks`` where that is faster; every rank has to call it.
+
+    Returns:
+        What ``transform.apply`` returns, the same bits on every rank. Next to the result without ranks it may be
+        rounded differently, since matrices of one shape are then computed in smaller batches.
+    """
+    owners = _owners(transform, gradients, ranks)
+    if not owners:
+        return transform.apply(gradients, state)
+    mine = {name: value for name, value in gradients.items() if owners.get(name, ranks.rank) == ranks.rank}
+    computed, state = transform.apply(mine, state)
+    shares = [[name for name, owner in owners.items() if owner == rank] for rank in range(ranks.size)]
+    gathered = ranks.gather(
+        [computed[name] for name in shares[ranks.rank]], like=[[gradients[name] for name in names] for names in shares]
+    )
+    for names, values in zip(shares, gathered, strict=True):
+        computed.update(zip(names, values, strict=True))
+    return {name: computed[name] for name in gradients}, state
+
+
+def _owners(transform: Transform, gradients: Mapping[str, Tensor], ranks: Ranks) -> dict[str, int]:
+    """The rank that computes each parameter worth dealing out; empty where every rank should compute all of them."""
+    if ranks.size == 1:
+        return {}
+    sizes = {name: value.numel() * value.element_size() for name, value in gradients.items()}
+    costs = {name: transform.cost(value.shape) for name, value in gradients.items()}
+    spared = 1 - 1 / ranks.size
+    worth = [name for name in gradients if spared * costs[name] > ranks.operations_per_byte * sizes[name]]
+    if len({(gradients[name].dtype, gradients[name].device) for name in worth}) != 1:
+        return {}
+    loads, sent = [0.0] * ranks.size, [0] * ranks.size
+    owners = {}
+    # The longest first, each to whoever has least to do (Graham 1969).
+    for name in sorted(worth, key=lambda name: -costs[name]):
+        owner = loads.index(min(loads))
+        owners[name] = owner
+        loads[owner] += costs[name]
+        sent[owner] += sizes[name]
+    gain = sum(loads) - max(loads)
+    price = ranks.operations_per_byte * ranks.size * max(sent) + ranks.operations_per_call
+    return owners if gain > price else {}
