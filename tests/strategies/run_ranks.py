@@ -15,7 +15,9 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from dp_lightning.callbacks import PrivacyCallback
+from dp_lightning.callbacks import PostProcessCallback, PrivacyCallback
+from dp_lightning.postprocess import Momentum, Orthogonalize
+from dp_lightning.strategies import private
 
 
 class Net(pl.LightningModule):
@@ -54,6 +56,27 @@ class Notes(pl.Callback):
             self.size = 0
 
 
+class Drift(pl.Callback):
+    """Makes one rank differ from the others in the last bits of one number."""
+
+    def on_train_batch_end(self, trainer, module, *args):
+        if trainer.global_rank == 1:
+            with torch.no_grad():
+                module.net[-1].bias[0].add_(1e-6)
+
+
+class Owned(Orthogonalize):
+    """Notes which matrices this rank orthogonalizes."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def update(self, gradients, state):
+        self.names.append(sorted(gradients))
+        return super().update(gradients, state)
+
+
 def examples(count):
     generator = torch.Generator().manual_seed(0)
     images = torch.randn(count, 1, 8, 8, generator=generator)
@@ -65,6 +88,12 @@ def main(settings):
     # Another seed on each rank: only the broadcast at the start makes their parameters equal.
     ranks = settings.get("devices", 1)
     notes = Notes()
+    owned, others = Owned(), []
+    if settings.get("deal_out"):
+        private._CPU = (1e-9, 0.0)
+        others.append(PostProcessCallback([Momentum(0.9), owned]))
+    if settings.get("drift"):
+        others.append(Drift())
     privacy = PrivacyCallback(**{"delta": 1e-3, "accountant": "rdp", **settings["privacy"]})
     trainer = pl.Trainer(
         accelerator="cpu",
@@ -75,17 +104,23 @@ def main(settings):
         enable_progress_bar=False,
         enable_model_summary=False,
         default_root_dir=folder,
-        callbacks=[privacy, notes],
+        callbacks=[privacy, *others, notes],
         **settings["trainer"],
     )
     torch.manual_seed(settings.get("seed", 0) + int(os.environ.get("LOCAL_RANK", 0)))
     module = Net(settings.get("lr", 0.1))
-    trainer.fit(module, DataLoader(examples(settings.get("num_train", 60)), batch_size=7, shuffle=True))
+    loader = DataLoader(examples(settings.get("num_train", 60)), batch_size=7, shuffle=True)
+    paths = settings.get("ckpt_paths")
+    path = paths[int(os.environ.get("LOCAL_RANK", 0))] if paths else None
+    trainer.fit(module, loader, ckpt_path=path, weights_only=True)
+    if "save" in settings:
+        trainer.save_checkpoint(settings["save"])
     torch.save(
         {
             "parameters": dict(module.state_dict()),
             "hashes": notes.hashes,
             "sizes": notes.sizes,
+            "owned": owned.names,
             "steps": privacy.ledger.num_steps,
             "global_step": trainer.global_step,
         },

@@ -22,8 +22,8 @@ SCRIPT = Path(__file__).parent / "run_ranks.py"
 STEPS = 20
 
 
-def fit(folder, devices, *, privacy=None, **settings):
-    """Each rank's notes of one run of ``run_ranks.py``."""
+def start(folder, devices, *, privacy=None, **settings):
+    """One run of ``run_ranks.py``."""
     defaults = {
         "expected_batch_size": 12,
         "noise_multiplier": 0.0,
@@ -38,9 +38,14 @@ def fit(folder, devices, *, privacy=None, **settings):
         "trainer": {"max_steps": STEPS},
         **settings,
     }
-    shown = subprocess.run(
+    return subprocess.run(
         [sys.executable, str(SCRIPT), json.dumps(given)], capture_output=True, text=True, timeout=280, check=False
     )
+
+
+def fit(folder, devices, **settings):
+    """Each rank's notes of one run."""
+    shown = start(folder, devices, **settings)
     assert shown.returncode == 0, shown.stderr[-3000:]
     return [torch.load(folder / f"rank{rank}.pt", weights_only=True) for rank in range(devices)]
 
@@ -66,6 +71,39 @@ def test_with_noise_ranks_are_equal_bit_for_bit_after_every_step(tmp_path):
     first, second = fit(tmp_path, 2, privacy={"noise_multiplier": 1.0, "not_private": False, "sampling_seed": None})
     assert len(first["hashes"]) == len(set(first["hashes"])) == STEPS
     assert first["hashes"] == second["hashes"]
+
+
+def test_matrices_are_dealt_out_and_every_rank_steps_alike(tmp_path):
+    alone, shared = tmp_path / "alone", tmp_path / "shared"
+    alone.mkdir()
+    shared.mkdir()
+    (one,) = fit(alone, 1, deal_out=True)
+    first, second = fit(shared, 2, deal_out=True)
+    assert first["hashes"] == second["hashes"]
+    for name, value in one["parameters"].items():
+        torch.testing.assert_close(first["parameters"][name], value, rtol=1e-3, atol=1e-3)
+    for whole, left, right in zip(one["owned"], first["owned"], second["owned"], strict=True):
+        assert sorted(left + right) == whole
+        assert left
+        assert right
+
+
+def test_replicas_that_drift_apart_are_found_at_the_end_of_an_epoch(tmp_path):
+    shown = start(tmp_path, 2, drift=True)
+    assert shown.returncode != 0
+    assert "parameters are no longer the same: net.4.bias" in shown.stderr
+
+
+def test_ranks_that_go_on_from_different_checkpoints_are_refused(tmp_path):
+    paths = [str(tmp_path / name / "end.ckpt") for name in ("a", "b")]
+    for path in paths:
+        Path(path).parent.mkdir()
+        fit(Path(path).parent, 1, trainer={"max_steps": 2}, save=path)
+    shown = start(tmp_path, 2, ckpt_paths=paths)
+    assert shown.returncode != 0
+    assert "go on from different checkpoints" in shown.stderr
+    found = fit(tmp_path, 2, ckpt_paths=[paths[0], paths[0]])
+    assert [rank["steps"] for rank in found] == [STEPS, STEPS]
 
 
 def test_empty_shares_and_empty_draws_take_part(tmp_path):
