@@ -8,9 +8,11 @@ import yaml
 from dp_lightning.callbacks import PostProcessCallback, PrivacyCallback
 from dp_lightning.commands.training import TrainingCLI
 from dp_lightning.lightning_modules import WideResNetModule
+from dp_lightning.strategies.private import PrivateStrategy
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 RUNS = sorted(CONFIGS.glob("*.yaml"))
+CLUSTERS = sorted((CONFIGS / "clusters").glob("*.yaml"))
 FRAGMENTS = sorted((CONFIGS / "postprocess").glob("*.yaml"))
 N = {"cifar10": 50_000, "cifar100": 50_000, "svhn": 73_257, "tiny_imagenet": 200 * 20, "digits": 1437}
 
@@ -55,11 +57,11 @@ def test_every_run_instantiates_and_plans_for_its_data(path, request, tmp_path):
     assert cli.model.hparams.num_classes == cli.datamodule.num_classes
     assert isinstance(cli.trainer.callbacks[0], PrivacyCallback)
     assert isinstance(cli.trainer.callbacks[1], PostProcessCallback)
-    cli.privacy.accountant = "rdp"  # the cheapest; calibration itself is tested elsewhere
+    cli.privacy.budget.accountant = "rdp"  # the cheapest; calibration itself is tested elsewhere
     cli.privacy.check(cli.trainer, cli.model)
     plan = cli.privacy.plan
     assert plan.num_steps == cli.trainer.max_epochs * plan.num_train // plan.expected_batch_size
-    assert plan.epsilon() <= cli.privacy.target_epsilon
+    assert plan.epsilon() <= cli.privacy.budget.target_epsilon
 
 
 @pytest.mark.parametrize("path", FRAGMENTS, ids=lambda path: path.stem)
@@ -80,13 +82,28 @@ def test_every_fragment_composes_with_a_run(path, tmp_path):
     assert isinstance(cli.model, WideResNetModule)
 
 
+@pytest.mark.parametrize("path", CLUSTERS, ids=lambda path: path.stem)
+def test_every_cluster_composes_with_a_run_and_saves_often(path, tmp_path):
+    cli = instantiate(
+        *("fit", "--config", str(CONFIGS / "digits.yaml"), "--config", str(path)),
+        *("--trainer.accelerator", "cpu", "--trainer.devices", "2", "--trainer.num_nodes", "1"),
+        *("--trainer.default_root_dir", str(tmp_path)),
+    )
+    assert isinstance(cli.trainer.strategy, PrivateStrategy)
+    by_epoch, by_steps = cli.trainer.checkpoint_callbacks
+    # The second one alone would leave out the last steps.
+    assert by_epoch._every_n_epochs == 1
+    assert by_steps._every_n_train_steps == 25
+    cli.privacy.check(cli.trainer, cli.model)
+
+
 def test_settings_are_overridden_on_the_command_line(tmp_path):
     cli = instantiate(
         *("fit", "--config", str(CONFIGS / "digits.yaml"), "--trainer.default_root_dir", str(tmp_path)),
         *("--privacy.target_epsilon", "8", "--privacy.clipping", "per_layer", "--optimizer.init_args.lr", "0.7"),
         *("--data.init_args.val_fraction", "0.1", "--trainer.max_steps", "3"),
     )
-    assert cli.privacy.target_epsilon == 8
+    assert cli.privacy.budget.target_epsilon == 8
     assert cli.privacy.clip_plan.kind == "per_layer"
     assert cli.privacy.num_train == cli.datamodule.num_train == 1437 - 144
     assert cli.trainer.max_steps == 3

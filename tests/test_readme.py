@@ -21,7 +21,8 @@ from dp_lightning.privacy import ClipPlan, clipped_gradient_sum
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
-DOCUMENTS = ("README.md", "docs/reproduction.md", "docs/sharp_edges.md", "docs/notation.md", "docs/performance.md")
+DOCUMENTS = ("README.md", *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md"))))
+CLUSTERS = (ROOT / "docs/clusters.md").read_text()
 PERFORMANCE = (ROOT / "docs/performance.md").read_text()
 
 
@@ -85,6 +86,26 @@ def test_a_training_command_builds_its_run_from_allowed_settings(line, workplace
     cli = instantiate(arguments)
     check_settings(cli.trainer, cli.model)
     assert cli.privacy.num_train == cli.datamodule.num_train
+
+
+@pytest.mark.parametrize("line", "".join(blocks("bash", CLUSTERS)).splitlines())
+def test_a_command_for_a_cluster_builds_its_run(line, workplace):
+    """Each has the arguments of ``dpl fit`` at its end; the devices are exchanged for one that is here."""
+    start = shlex.split(line)[0]
+    assert start in ("dpl", "docker", "torchrun", "sbatch") or (ROOT / start).stat().st_mode & 0o100
+    arguments = "--config" + line.replace("$PWD", str(workplace)).split("--config", 1)[1]
+    here = ["--trainer.accelerator", "cpu", "--trainer.devices", "1", "--trainer.num_nodes", "1"]
+    cli = instantiate([*shlex.split(arguments), *here])
+    check_settings(cli.trainer, cli.model)
+
+
+def test_the_timeout_shown_is_the_strategys(workplace):
+    (block,) = blocks("yaml", CLUSTERS)
+    Path("timeout.yaml").write_text(block)
+    cli = instantiate(
+        ["--config", "configs/digits.yaml", "--config", "timeout.yaml", *("--trainer.accelerator", "cpu")]
+    )
+    assert cli.trainer.strategy._timeout.total_seconds() == 300
 
 
 def test_the_fragment_shown_is_the_method_it_names(workplace):
@@ -155,7 +176,7 @@ def test_links_lead_to_files(document):
     text = (ROOT / document).read_text()
     for target in re.findall(r"\]\(([^)#:]+)\)", text):
         assert ((ROOT / document).parent / target).exists(), target
-    for path in re.findall(r"`((?:dp_lightning|tests|configs|docker)/[\w/]+\.(?:py|yaml))`", text):
+    for path in re.findall(r"`((?:dp_lightning|tests|configs|docker|benchmarks)/[\w/]+\.(?:py|yaml|sh|sbatch))`", text):
         assert (ROOT / path).is_file(), path
 
 

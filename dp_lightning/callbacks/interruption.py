@@ -68,8 +68,12 @@ class Interruption(pl.Callback):
             f"\nStopped by {signal.Signals(number).name} after step {privacy.ledger.num_steps}. "
             f"To go on: --ckpt_path {path}"
         )
-        if number == _REQUEUE and trainer.is_global_zero:
-            _requeue()
+        if trainer.is_global_zero:
+            privacy.leave_statement(trainer)
+            if number == _REQUEUE:
+                _requeue()
+        # A launcher may kill the others once the first has left.
+        trainer.strategy.barrier("interruption")
         external = trainer._accelerator_connector.cluster_environment.creates_processes_externally
         if trainer.local_rank > 0 and not external:
             raise SystemExit(0)  # where Lightning has started a process that fails, it kills the others

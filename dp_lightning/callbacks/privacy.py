@@ -123,7 +123,7 @@ class PrivacyCallback(pl.Callback):
         self._batch: PhysicalBatch | None = None
         self._trained: set[int] = set()
         self._versions: dict[str, int] = {}
-        self._steps_before = self._steps_at_start = 0
+        self._steps_before = self._stated = 0
         self._folder = Path()
         self._record = RunJournal()
         self._ranks = Ranks()
@@ -189,7 +189,7 @@ class PrivacyCallback(pl.Callback):
         self.stop_requested = self.stopping = False
         self._require_one_checkpoint(trainer)
         self._record.open(trainer, self._folder, self.ledger, goes_on=self._restored is not None)
-        self._steps_at_start = self.ledger.num_steps
+        self._stated = self.ledger.num_steps
         if self.plan is None or self._restored is not None:
             dataset: Any = source.users().dataset
             earlier = None if self._restored is None else PrivacyPlan(**self._restored["plan"])
@@ -431,8 +431,14 @@ class PrivacyCallback(pl.Callback):
             self._engine = None
         trainer.accumulate_grad_batches = 1
         self._batch = None
-        if self.plan is None or self.ledger.num_steps == self._steps_at_start or not trainer.is_global_zero:
+        if trainer.is_global_zero:
+            self.leave_statement(trainer)
+
+    def leave_statement(self, trainer: pl.Trainer) -> None:
+        """Write the privacy statement to the log folder and show it, unless no step was taken."""
+        if self.plan is None or self.ledger.num_steps == self._stated:
             return
+        self._stated = self.ledger.num_steps
         statement = self.statement(trainer)
         statement.write(self._folder)
         trainer.print(statement.short())

@@ -66,7 +66,8 @@ def test_a_signal_loses_no_step_and_the_run_goes_on(tmp_path, number, code, devi
     taken = steps_in_journal(tmp_path)
     assert checkpoint.name == f"interrupted-step={taken}.ckpt"
     assert statement(tmp_path)["num_steps"] == taken < 112
-    returned, output = end(start(tmp_path, "--ckpt_path", "last", devices=devices))
+    # On one device, whatever it was before.
+    returned, output = end(start(tmp_path, "--ckpt_path", "last"))
     assert returned == 0, output
     found = statement(tmp_path)
     assert found["num_steps"] == found["num_steps_planned"] == 112

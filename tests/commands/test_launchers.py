@@ -12,9 +12,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-FIT = [str(ROOT / "cli.py"), "fit", "--config", str(ROOT / "configs" / "digits.yaml")]
-SETTINGS = [
-    *("--trainer.accelerator", "cpu", "--trainer.devices", "1", "--trainer.num_nodes", "2"),
+FIT = [
+    *("--config", str(ROOT / "configs" / "digits.yaml"), "--trainer.accelerator", "cpu"),
     *("--trainer.max_epochs", "40", "--trainer.enable_progress_bar", "false", "--privacy.accountant", "rdp"),
 ]
 
@@ -74,22 +73,47 @@ def statement(folder):
     return json.loads(newest.read_text())
 
 
-def torchrun(folder, *arguments):
-    meeting = ["--master-addr", "127.0.0.1", "--master-port", str(free_port())]
-    launch = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1", *meeting]
+def tool(folder, name, text):
+    """A program that stands in for one that is not here."""
+    path = folder / "bin" / name
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(text)
+    path.chmod(0o755)
+
+
+def with_tools(folder):
+    places = [str(folder / "bin"), str(Path(sys.executable).parent), os.environ["PATH"]]
+    return {"PATH": os.pathsep.join(places)}
+
+
+# Runs what the container would run, here and on a CPU.
+DOCKER = r"""#!/usr/bin/env bash
+while [ "$1" != --entrypoint ]; do shift; done
+program=$2
+shift 3
+arguments=()
+for argument in "$@"; do
+  case $argument in gpu) argument=1 ;; auto) argument=1 ;; /runs) argument=$PWD ;; esac
+  arguments+=("$argument")
+done
+exec "$program" "${arguments[@]}"
+"""
+
+
+def on_two_nodes(folder, *arguments):
+    tool(folder, "docker", DOCKER)
+    script = [str(ROOT / "docker" / "node.sh")]
+    environment = {**with_tools(folder), "PORT": str(free_port())}
     return Nodes(
         folder,
-        [
-            [*launch, "--node-rank", str(node), *FIT, *SETTINGS, "--trainer.default_root_dir", str(folder), *arguments]
-            for node in range(2)
-        ],
-        [{}, {}],
+        [[*script, str(node), "2", "127.0.0.1", *FIT, *arguments] for node in range(2)],
+        [environment, environment],
     )
 
 
 @pytest.mark.slow  # two starts of Lightning with two processes
 def test_torchrun_trains_on_two_nodes_and_resumes(tmp_path):
-    nodes = torchrun(tmp_path)
+    nodes = on_two_nodes(tmp_path)
     nodes.wait_for_steps(7)
     # One node is told to stop; the others learn of it.
     nodes.processes[1].send_signal(signal.SIGTERM)
@@ -99,7 +123,7 @@ def test_torchrun_trains_on_two_nodes_and_resumes(tmp_path):
     taken = steps_in_journals(tmp_path)
     assert checkpoint.name == f"interrupted-step={taken}.ckpt"
     assert taken < 112
-    nodes = torchrun(tmp_path, "--ckpt_path", "last")
+    nodes = on_two_nodes(tmp_path, "--ckpt_path", "last")
     assert nodes.end() == [0, 0], nodes.said()
     found = statement(tmp_path)
     assert found["num_steps"] == found["num_steps_planned"] == 112
@@ -107,51 +131,57 @@ def test_torchrun_trains_on_two_nodes_and_resumes(tmp_path):
     assert found["epsilon"]["rdp"] <= 3.0
 
 
-def srun(folder, job, *arguments):
-    """What srun gives the two tasks of a job; a scontrol that notes what it is asked."""
-    tools = folder / "bin"
-    tools.mkdir(exist_ok=True)
-    scontrol = tools / "scontrol"
-    scontrol.write_text(f'#!/bin/sh\necho "$@" >> {folder}/scontrol.txt\n')
-    scontrol.chmod(0o755)
-    port = str(free_port())
-    environments = [
-        {
-            "PATH": f"{tools}{os.pathsep}{os.environ['PATH']}",
-            "SLURM_JOB_ID": job,
-            "SLURM_JOB_NAME": "train",
-            "SLURM_NTASKS": "2",
-            "SLURM_NTASKS_PER_NODE": "1",
-            "SLURM_NNODES": "2",
-            "SLURM_NODELIST": "127.0.0.1",
-            "SLURM_PROCID": str(task),
-            "SLURM_NODEID": str(task),
-            "SLURM_LOCALID": "0",
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": port,
-        }
-        for task in range(2)
-    ]
-    command = [sys.executable, *FIT, *SETTINGS, "--trainer.default_root_dir", str(folder), *arguments]
-    return Nodes(folder, [command, command], environments)
+# Starts the tasks with what the real one gives them, passes signals on, and kills the others when one fails.
+SRUN = """#!{python}
+import os, signal, subprocess, sys, time
+assert sys.argv[1] == "--kill-on-bad-exit=1"
+tasks = []
+for task in map(str, range(2)):
+    place = dict(SLURM_PROCID=task, SLURM_NODEID=task, SLURM_LOCALID="0", SLURM_NTASKS="2")
+    tasks.append(subprocess.Popen(sys.argv[2:], env=os.environ | place))
+signal.signal(signal.SIGUSR1, lambda number, frame: [task.send_signal(number) for task in tasks])
+while any(task.poll() is None for task in tasks):
+    if any(task.poll() for task in tasks):
+        [task.kill() for task in tasks]
+    time.sleep(0.01)
+sys.exit(max(task.returncode % 256 for task in tasks))
+"""
+
+
+def slurm(folder, job, *arguments):
+    """A job as sbatch starts it, with a scontrol that notes what it is asked."""
+    tool(folder, "srun", SRUN.format(python=sys.executable))
+    tool(folder, "scontrol", f'#!/bin/sh\necho "$@" >> {folder}/scontrol.txt\n')
+    environment = {
+        **with_tools(folder),
+        "SLURM_JOB_ID": job,
+        "SLURM_JOB_NAME": "dpl",
+        "SLURM_NTASKS_PER_NODE": "1",
+        "SLURM_NNODES": "2",
+        "SLURM_NODELIST": "127.0.0.1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+    }
+    script = ["bash", str(ROOT / "docker" / "slurm.sbatch"), *FIT, "--trainer.default_root_dir", str(folder)]
+    return Nodes(folder, [[*script, *arguments]], [environment])
 
 
 @pytest.mark.slow  # three starts of Lightning with two processes
 def test_a_slurm_job_is_requeued_and_goes_on_by_itself_and_another_job_does_not(tmp_path):
-    nodes = srun(tmp_path, "77")
+    nodes = slurm(tmp_path, "77")
     nodes.wait_for_steps(7)
-    for process in nodes.processes:
-        process.send_signal(signal.SIGUSR1)
-    assert nodes.end() == [143, 143], nodes.said()
+    nodes.processes[0].send_signal(signal.SIGUSR1)
+    # The first task that leaves has the other one killed: by then everything must have been done.
+    assert nodes.end() in ([143], [247]), nodes.said()
     assert (tmp_path / "scontrol.txt").read_text() == "requeue 77\n"
     taken = steps_in_journals(tmp_path)
     assert statement(tmp_path)["num_steps"] == taken < 112
     # Another job in the same folder is a run of its own.
-    other = srun(tmp_path, "78", "--trainer.max_epochs", "2")
-    assert other.end() == [0, 0], other.said()
+    other = slurm(tmp_path, "78", "--trainer.max_epochs", "2")
+    assert other.end() == [0], other.said()
     assert statement(tmp_path)["num_steps"] == 5
-    nodes = srun(tmp_path, "77")
-    assert nodes.end() == [0, 0], nodes.said()
+    nodes = slurm(tmp_path, "77")
+    assert nodes.end() == [0], nodes.said()
     found = statement(tmp_path)
     assert (found["num_steps"], found["lost_steps"], found["num_ranks"]) == (112, 0, 2)
     assert f"interrupted-step={taken}.ckpt" in nodes.said()
