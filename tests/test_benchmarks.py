@@ -80,3 +80,16 @@ def test_a_small_run_prints_a_table_and_writes_every_row(tmp_path):
     rows = json.loads(out.read_text())["rows"]
     assert [row["way"] for row in rows] == ["ordinary", "ours flat", "ours per-layer", "Opacus hooks", "Opacus ghost"]
     assert all(len(row["times"]) == 2 and row["seconds"] > 0 and row["peak_mib"] > 0 for row in rows)
+
+
+def test_a_small_run_of_several_ranks_prints_every_part(tmp_path):
+    out = tmp_path / "times.json"
+    arguments = ["--model", "small-cnn", "--batch-size", "4", "--rounds", "2", "--warmup", "0", "--json", str(out)]
+    shown = subprocess.run(
+        [sys.executable, str(BENCHMARKS / "ranks.py"), *arguments], capture_output=True, text=True, check=True
+    ).stdout
+    times = json.loads(out.read_text())["times"]
+    assert {len(values) for values in times.values()} == {2}
+    for name in times:
+        assert f"| {name} | " in shown
+    assert "operations in the time of a gathered byte" in shown

@@ -146,12 +146,14 @@ def test_make_commands_are_targets_of_the_makefile():
 
 def test_benchmark_commands_are_accepted(monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    import ranks
     import step
 
-    lines = re.findall(r"python benchmarks/step\.py[^`\n]*", PERFORMANCE)
-    assert len(lines) >= 2
-    for line in lines:
-        step.parse(shlex.split(line)[2:])
+    for benchmark, least in ((step, 2), (ranks, 3)):
+        lines = re.findall(rf"python benchmarks/{benchmark.__name__}\.py[^`\n]*", PERFORMANCE)
+        assert len(lines) >= least
+        for line in lines:
+            benchmark.parse(shlex.split(line)[2:])
     assert "benchmarks/step.py" in (ROOT / "Makefile").read_text()
 
 
