@@ -7,6 +7,7 @@ import lightning.pytorch as pl
 
 from dp_lightning.errors import BudgetError, ConfigurationError
 from dp_lightning.privacy.accounting import Ledger, Run, compose
+from dp_lightning.privacy.clipping import ClipPlan
 from dp_lightning.privacy.plan import PrivacyPlan
 
 # Epsilon by PRV can cost a second, so it is brought up to date this many times in a run.
@@ -124,6 +125,22 @@ class Budget:
                 f"The steps taken and the steps planned would spend epsilon {self.planned:.3f}, above "
                 f"privacy.target_epsilon {self.target_epsilon}. Plan fewer steps, or raise the target."
             )
+
+    def announcement(self, clip_plan: ClipPlan, *, fixed_seed: bool) -> str:
+        """The plan in a few lines, for the start of a run."""
+        plan = self.plan
+        assert plan is not None
+        text = (
+            f"Privacy plan: N {plan.num_train}, B {plan.expected_batch_size}, q {plan.sample_rate:.6g}, "
+            f"T {plan.num_steps} steps, sigma {plan.noise_multiplier:.4f}, sensitivity {clip_plan.sensitivity:g} "
+            f"({clip_plan.kind}, {clip_plan.factor}), delta {plan.delta:g}"
+        )
+        if self.ledger.num_steps:
+            text += f"\n{self.ledger.num_steps} of the steps are taken, with epsilon {self.spent():.3f}"
+        if plan.noise_multiplier == 0:
+            return text + "\nNo noise is added: this run is NOT PRIVATE."
+        text += f"\nEpsilon {self.planned:.3f} by {plan.accountant.upper()} after the last step"
+        return text + ("\nA noise or sampling seed is fixed: this run is NOT FOR RELEASE." if fixed_seed else "")
 
     def look_ahead(self) -> None:
         """Bring ``bound`` up to epsilon at the next milestone, so that it is never too small in between."""

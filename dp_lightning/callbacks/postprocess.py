@@ -63,3 +63,15 @@ class PostProcessCallback(Callback):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.chain.load_state_dict(state_dict)
+
+
+def describe_chains(trainer: Trainer) -> str:
+    """What a trainer's callbacks do to the privatized gradient, in words."""
+    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    names = [
+        type(transform).__name__
+        for callback in callbacks
+        if isinstance(callback, PostProcessCallback)
+        for transform in callback.chain.transforms
+    ]
+    return ", then ".join(names) or "none"

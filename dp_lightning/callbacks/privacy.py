@@ -13,26 +13,30 @@ from pathlib import Path
 from typing import Any, Literal
 
 import lightning.pytorch as pl
-import torch
 from lightning.fabric.plugins.io import TorchCheckpointIO
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from dp_lightning.callbacks.budget import Budget
-from dp_lightning.callbacks.loop_state import count_logical_steps
+from dp_lightning.callbacks.checkpoints import (
+    count_logical_steps,
+    require_counted_steps,
+    require_one_checkpoint,
+    saved_steps,
+)
 from dp_lightning.callbacks.model_trial import try_model
-from dp_lightning.callbacks.postprocess import PostProcessCallback
+from dp_lightning.callbacks.postprocess import describe_chains
 from dp_lightning.callbacks.private_loader import (
     PoissonBatchSampler,
     PrivateSource,
     private_loader,
 )
 from dp_lightning.callbacks.run_journal import RunJournal
-from dp_lightning.callbacks.settings import check_monitors, check_optimizers, check_settings
+from dp_lightning.callbacks.settings import check_optimizers, check_order, check_settings
+from dp_lightning.callbacks.unprotected import Unprotected
 from dp_lightning.errors import ConfigurationError, DpLightningError, ModelError
 from dp_lightning.privacy.accounting import Ledger
 from dp_lightning.privacy.clipping import ClipPlan
@@ -43,7 +47,7 @@ from dp_lightning.privacy.plan import PrivacyPlan
 from dp_lightning.privacy.sampling import PhysicalBatch, PoissonSampler, sampling_key
 from dp_lightning.privacy.statement import PrivacyStatement
 from dp_lightning.ranks import Ranks
-from dp_lightning.strategies.checkpoint_io import PrivateCheckpointIO, fingerprint
+from dp_lightning.strategies.checkpoint_io import PrivateCheckpointIO
 from dp_lightning.strategies.private import trainer_ranks
 
 # Lightning divides the loss by it; a power of two is undone without rounding.
@@ -127,8 +131,7 @@ class PrivacyCallback(pl.Callback):
         self._folder = Path()
         self._record = RunJournal()
         self._ranks = Ranks()
-        self._unprotected: set[str] = set()
-        self._non_finite: Tensor | int = 0
+        self._unprotected = Unprotected()
         self._restored: dict[str, Any] | None = None
         #: Set on one rank to ask all of them to stop after a step; and whether some rank asked before the last step.
         self.stop_requested, self.stopping = False, False
@@ -153,21 +156,9 @@ class PrivacyCallback(pl.Callback):
             ModelError: naming the module and the fix.
         """
         check_settings(trainer, pl_module)
-        self._check_order(trainer)
+        check_order(trainer, self)
         if self.plan is None and self.num_train is not None:
             self.budget.make_plan(trainer, self.num_train)
-
-    def _check_order(self, trainer: pl.Trainer) -> None:
-        callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
-        for callback in callbacks:
-            if callback is self:
-                return
-            names = ("on_after_backward", "on_before_optimizer_step", "on_before_zero_grad")
-            if any(getattr(type(callback), name) is not getattr(pl.Callback, name) for name in names):
-                raise ConfigurationError(
-                    f"{type(callback).__name__} stands before PrivacyCallback in trainer.callbacks and acts on "
-                    "gradients. Put PrivacyCallback first, so that every other callback sees the privatized gradient."
-                )
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         if stage == "fit":
@@ -187,7 +178,7 @@ class PrivacyCallback(pl.Callback):
         self._folder = Path(trainer.log_dir or trainer.default_root_dir)
         self._ranks = trainer_ranks(trainer)
         self.stop_requested = self.stopping = False
-        self._require_one_checkpoint(trainer)
+        require_one_checkpoint(trainer, self._ranks)
         self._record.open(trainer, self._folder, self.ledger, goes_on=self._restored is not None)
         self._stated = self.ledger.num_steps
         if self.plan is None or self._restored is not None:
@@ -216,9 +207,8 @@ class PrivacyCallback(pl.Callback):
         )
         if self._restored is not None:
             noise.load_state_dict(self._restored["noise"])
-            saved = sum(run[2] for run in self._restored["ledger"]["runs"])
             if self.noise_seed is not None:
-                self._mechanism.skip_noise(self.ledger.num_steps - saved)
+                self._mechanism.skip_noise(self.ledger.num_steps - saved_steps(self._restored))
             sampler.load_state_dict(self._restored["sampler"])
         self._batches = PoissonBatchSampler(
             sampler,
@@ -230,30 +220,8 @@ class PrivacyCallback(pl.Callback):
         self._mechanism.require_budget()
         self.budget.require_affordable()
         self.budget.look_ahead()
-        trainer.print(self._announcement())
-
-    def _require_one_checkpoint(self, trainer: pl.Trainer) -> None:
-        mark = 0 if trainer.ckpt_path is None else fingerprint(Path(trainer.ckpt_path))
-        if self._ranks.differing({"checkpoint": torch.tensor(mark, device=trainer.strategy.root_device)}):
-            raise ConfigurationError(
-                f"The ranks go on from different checkpoints; rank {self._ranks.rank} from {trainer.ckpt_path}. Give "
-                "ckpt_path a file that every node sees, and start all of them with the same settings."
-            )
-
-    def _announcement(self) -> str:
-        plan = self.plan
-        assert plan is not None
-        text = (
-            f"Privacy plan: N {plan.num_train}, B {plan.expected_batch_size}, q {plan.sample_rate:.6g}, "
-            f"T {plan.num_steps} steps, sigma {plan.noise_multiplier:.4f}, sensitivity {self.clip_plan.sensitivity:g} "
-            f"({self.clip_plan.kind}, {self.clip_plan.factor}), delta {plan.delta:g}"
-        )
-        if plan.noise_multiplier == 0:
-            return text + "\nNo noise is added: this run is NOT PRIVATE."
-        text += f"\nEpsilon {self.budget.planned:.3f} by {plan.accountant.upper()} after the last step"
-        if self.noise_seed is not None or self.sampling_seed is not None:
-            text += "\nA noise or sampling seed is fixed: this run is NOT FOR RELEASE."
-        return text
+        fixed_seed = self.noise_seed is not None or self.sampling_seed is not None
+        trainer.print(self.budget.announcement(self.clip_plan, fixed_seed=fixed_seed))
 
     def _private_loader(self, loader: DataLoader[Any]) -> DataLoader[Any]:
         assert self.plan is not None
@@ -344,7 +312,7 @@ class PrivacyCallback(pl.Callback):
                         f"A parameter of shape {tuple(raw.shape)} that was frozen when training started has a raw "
                         "gradient. Which parameters are trained must not change during a private run."
                     )
-        self._non_finite = self._non_finite + self._mechanism.discarded
+        self._unprotected.add_non_finite(self._mechanism.discarded)
         released = self._mechanism.release(stop=self.stop_requested)
         self.stopping = released.stop
         for name, gradient in released.gradients.items():
@@ -362,7 +330,7 @@ class PrivacyCallback(pl.Callback):
         if self._batch is not None:
             raise ModelError("training_step returned no loss; it must return the loss of every batch.")
         assert self.plan is not None
-        self._note_logged(trainer)
+        self._unprotected.note_logged(trainer)
         if trainer.accumulate_grad_batches != 1:
             return
         steps = self.ledger.num_steps
@@ -376,8 +344,8 @@ class PrivacyCallback(pl.Callback):
             self.budget.look_ahead()
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._report_non_finite(trainer, pl_module)
-        self._note_logged(trainer)
+        self._unprotected.report_non_finite(trainer, pl_module)
+        self._unprotected.note_logged(trainer)
         if self._engine is not None:
             self._engine.end()
             self._require_equal_replicas(self._engine.parameters)
@@ -392,25 +360,6 @@ class PrivacyCallback(pl.Callback):
                 "private step differs between them, such as a callback, an optimizer or a kind of processor. Resume "
                 "from the newest checkpoint once it is mended."
             )
-
-    def _report_non_finite(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        # Read once per epoch: reading waits for the device, and for the other ranks.
-        found = torch.as_tensor(self._non_finite, device=pl_module.device)
-        count, self._non_finite = int(trainer.strategy.reduce(found, reduce_op="sum")), 0
-        if count:
-            pl_module.log("unprotected/non_finite_gradients", float(count), on_step=False, on_epoch=True)
-            rank_zero_warn(
-                f"Examples with a gradient that is not finite in epoch {trainer.current_epoch}: {count}. What is not "
-                "finite contributed nothing. Look for an overflow: a learning rate or a loss that is too large."
-            )
-
-    def _note_logged(self, trainer: pl.Trainer) -> None:
-        """Every value logged while training may come from raw examples; the statement names them all."""
-        results = trainer.fit_loop.epoch_loop._results
-        found = {result.meta.name for result in results.values()} - {"privacy/epsilon"} - self._unprotected
-        if found:
-            self._unprotected |= found
-            check_monitors(trainer, self._unprotected)
 
     # After the run
 
@@ -452,11 +401,11 @@ class PrivacyCallback(pl.Callback):
             clipping=self.clip_plan.describe(),
             sensitivity=self.clip_plan.sensitivity,
             sampler="Poisson, each example independently with probability q in every logical step",
-            unprotected=tuple(sorted(self._unprotected)),
+            unprotected=tuple(sorted(self._unprotected.names)),
             fixed_noise_seed=self.noise_seed is not None,
             fixed_sampling_seed=self.sampling_seed is not None,
             private=self.plan.noise_multiplier > 0,
-            postprocessing=_postprocessing(trainer),
+            postprocessing=describe_chains(trainer),
             earlier_targets=tuple(self.budget.earlier_targets),
             lost_steps=self.ledger.num_steps - trainer.global_step,
             num_ranks=self._ranks.size,
@@ -471,23 +420,9 @@ class PrivacyCallback(pl.Callback):
     def on_load_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Refuse to train on from steps that no ledger counts."""
-        if trainer.state.fn != TrainerFn.FITTING:
-            return
-        name = Path(trainer.ckpt_path or "").name
-        if name.startswith("hpc_ckpt_"):
-            raise ConfigurationError(
-                f"Under SLURM Lightning goes on from any hpc_ckpt_*.ckpt in trainer.default_root_dir, and {name} may "
-                "be another job's. Move it away for a new run, or give it another name and pass it as ckpt_path."
-            )
-        saved = checkpoint.get("callbacks", {}).get(self.state_key) or {}
-        counted = sum(run[2] for run in saved.get("ledger", {}).get("runs", []))
-        if checkpoint.get("global_step", 0) > counted:
-            raise ConfigurationError(
-                f"The checkpoint has taken {checkpoint['global_step']} steps and its ledger holds {counted}: what the "
-                "other steps spent is unknown. Resume from a checkpoint of a private run, or load its weights into a "
-                "new run if they come from public data."
-            )
+        if trainer.state.fn == TrainerFn.FITTING:
+            saved = checkpoint.get("callbacks", {}).get(self.state_key) or {}
+            require_counted_steps(trainer, checkpoint, saved)
 
     @property
     def state_key(self) -> str:
@@ -502,7 +437,7 @@ class PrivacyCallback(pl.Callback):
             **self.budget.state_dict(),
             "noise": self._mechanism.noise.state_dict(),
             "sampler": self._batches.sampler.state_dict(),
-            "unprotected": sorted(self._unprotected),
+            "unprotected": sorted(self._unprotected.names),
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -510,16 +445,5 @@ class PrivacyCallback(pl.Callback):
             return
         self._record.run = state_dict["run"]
         self.budget.load_state_dict(state_dict)
-        self._unprotected |= set(state_dict["unprotected"])
+        self._unprotected.names |= set(state_dict["unprotected"])
         self._restored = state_dict
-
-
-def _postprocessing(trainer: pl.Trainer) -> str:
-    callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
-    names = [
-        type(transform).__name__
-        for callback in callbacks
-        if isinstance(callback, PostProcessCallback)
-        for transform in callback.chain.transforms
-    ]
-    return ", then ".join(names) or "none"

@@ -42,6 +42,23 @@ def check_settings(trainer: pl.Trainer, module: pl.LightningModule) -> None:
         )
 
 
+def check_order(trainer: pl.Trainer, privacy: pl.Callback) -> None:
+    """Refuse callbacks that act on gradients before they are privatized.
+
+    Raises:
+        ConfigurationError: naming the callback.
+    """
+    names = ("on_after_backward", "on_before_optimizer_step", "on_before_zero_grad")
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if callback is privacy:
+            return
+        _refuse(
+            any(getattr(type(callback), name) is not getattr(pl.Callback, name) for name in names),
+            f"{type(callback).__name__} stands before PrivacyCallback in trainer.callbacks and acts on gradients. Put "
+            "PrivacyCallback first, so that every other callback sees the privatized gradient.",
+        )
+
+
 def check_precision(precision: object) -> None:
     """Refuse loss scaling (16-mixed) and coarse parameters and noise (16-true, bf16-true).
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dp_lightning.errors import ConfigurationError
+from dp_lightning.privacy.seeds import require_same_seed
 
 
 class GaussianNoise:
@@ -52,10 +52,6 @@ class GaussianNoise:
         Raises:
             ConfigurationError: when the checkpoint's seed is another one.
         """
-        if state["seed"] != self.seed:
-            raise ConfigurationError(
-                f"privacy.noise_seed is {self.seed}, the checkpoint was made with {state['seed']}. Set it to the "
-                "checkpoint's value."
-            )
+        require_same_seed("noise_seed", self.seed, state["seed"])
         if self.seed is not None:
             self._generator.set_state(state["generator"])

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from dp_lightning.errors import ConfigurationError
+from dp_lightning.privacy.seeds import require_same_seed
 
 Key = tuple[int, int]
 """128 bits from which all draws of a run follow."""
@@ -73,11 +73,7 @@ class PoissonSampler:
         Raises:
             ConfigurationError: when the checkpoint's seed is another one.
         """
-        if state["seed"] != self.seed:
-            raise ConfigurationError(
-                f"privacy.sampling_seed is {self.seed}, the checkpoint was made with {state['seed']}. Set it to the "
-                "checkpoint's value."
-            )
+        require_same_seed("sampling_seed", self.seed, state["seed"])
 
 
 def sampling_key(seed: int | None) -> Key:

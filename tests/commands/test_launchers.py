@@ -149,9 +149,9 @@ sys.exit(max(task.returncode % 256 for task in tasks))
 
 
 def slurm(folder, job, *arguments):
-    """A job as sbatch starts it, with a scontrol that notes what it is asked."""
+    """A job as sbatch starts it, with a slow scontrol that notes what it is asked."""
     tool(folder, "srun", SRUN.format(python=sys.executable))
-    tool(folder, "scontrol", f'#!/bin/sh\necho "$@" >> {folder}/scontrol.txt\n')
+    tool(folder, "scontrol", f'#!/bin/sh\nsleep 2\necho "$@" >> {folder}/scontrol.txt\n')
     environment = {
         **with_tools(folder),
         "SLURM_JOB_ID": job,
