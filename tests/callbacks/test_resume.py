@@ -10,8 +10,9 @@ from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from plain_run import N, Plain, examples, loader, parameters_after, privacy, trainer, without_noise
 from torch.nn import functional as F
 
-from dp_lightning.callbacks import PrivacyCallback
+from dp_lightning.callbacks import PostProcessCallback, PrivacyCallback
 from dp_lightning.errors import BudgetError, ConfigurationError, DataError
+from dp_lightning.postprocess import LowPass, MagnitudeScale, Orthogonalize
 from dp_lightning.privacy import GaussianNoise, PrivacyPlan
 
 
@@ -48,22 +49,42 @@ def test_a_resumed_run_goes_on_and_never_reports_less(tmp_path):
         resume(5.0)
 
 
+class Stop(Callback):
+    """Ends a run as a crash does, before the step after ``step``."""
+
+    def __init__(self, step):
+        self.step = step
+
+    def on_train_batch_start(self, trainer, *args):
+        if trainer.global_step == self.step:
+            raise RuntimeError("stopped")
+
+
+class Scheduled(Plain):
+    """An optimizer and a schedule with state of their own; always the same start."""
+
+    def __init__(self):
+        torch.manual_seed(0)
+        super().__init__()
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.Adam(self.parameters(), lr=0.05)
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.7)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
 @pytest.mark.parametrize("step", [2, 4, 6, 7])
 def test_a_run_resumed_within_an_epoch_equals_one_that_was_not_interrupted(tmp_path, step):
-    whole = parameters_after(tmp_path, without_noise(max_physical_batch_size=6))
-    checkpoint = ModelCheckpoint(dirpath=tmp_path, filename="{step}", every_n_train_steps=1)
+    def callbacks():
+        filters = PostProcessCallback([LowPass(bias_correction=True), MagnitudeScale(Orthogonalize())])
+        return without_noise(max_physical_batch_size=6), filters
 
-    class Stop(Callback):
-        def on_train_batch_start(self, trainer, *args):
-            if trainer.global_step == step:
-                raise RuntimeError("stopped")
-
+    whole = parameters_after(tmp_path, *callbacks(), module=Scheduled())
+    checkpoint = ModelCheckpoint(dirpath=tmp_path, filename="{step}", every_n_train_steps=1, save_top_k=-1)
     with pytest.raises(RuntimeError, match="stopped"):
-        parameters_after(
-            tmp_path, without_noise(max_physical_batch_size=6), checkpoint, Stop(), enable_checkpointing=True
-        )
-    callback, module = without_noise(max_physical_batch_size=6), Plain()
-    again = trainer(tmp_path, callback)
+        parameters_after(tmp_path, *callbacks(), checkpoint, Stop(step), module=Scheduled(), enable_checkpointing=True)
+    (callback, filters), module = callbacks(), Scheduled()
+    again = trainer(tmp_path, callback, filters)
     again.fit(module, loader(), ckpt_path=tmp_path / f"step={step}.ckpt", weights_only=True)
     assert callback.ledger.num_steps == again.global_step == 9
     found = torch.cat([p.detach().flatten() for p in module.parameters()])
@@ -80,14 +101,9 @@ def test_noise_of_lost_steps_is_not_drawn_again(tmp_path, monkeypatch, seed):
 
     monkeypatch.setattr(GaussianNoise, "add_to", noted)
 
-    class Stop(Callback):
-        def on_train_batch_start(self, trainer, *args):
-            if trainer.global_step == 6:
-                raise RuntimeError("stopped")
-
     checkpoint = ModelCheckpoint(dirpath=tmp_path, filename="four", every_n_train_steps=4)
     with pytest.raises(RuntimeError, match="stopped"):
-        parameters_after(tmp_path, privacy(noise_seed=seed), checkpoint, Stop(), enable_checkpointing=True)
+        parameters_after(tmp_path, privacy(noise_seed=seed), checkpoint, Stop(6), enable_checkpointing=True)
     again = privacy(noise_seed=seed)
     trainer(tmp_path, again).fit(Plain(), loader(), ckpt_path=tmp_path / "four.ckpt", weights_only=True)
     # Six steps, of which two are lost, and three that are left.
@@ -118,17 +134,6 @@ def test_a_subclass_and_the_names_of_logged_values_survive_a_resume(tmp_path):
     resumed.fit(Silent(), loader(), ckpt_path=checkpoint.best_model_path, weights_only=True)
     assert again.ledger.num_steps == 12
     assert again.statement(resumed).unprotected == ("train_loss",)
-
-
-class Stop(Callback):
-    """Ends a run as a crash does, before the step after ``step``."""
-
-    def __init__(self, step):
-        self.step = step
-
-    def on_train_batch_start(self, trainer, *args):
-        if trainer.global_step == self.step:
-            raise RuntimeError("stopped")
 
 
 def crash(folder, callback, *, saved, stopped, checkpoints=None, **kwargs):

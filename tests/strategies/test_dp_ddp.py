@@ -88,6 +88,19 @@ def test_matrices_are_dealt_out_and_every_rank_steps_alike(tmp_path):
         assert right
 
 
+def test_two_ranks_that_go_on_end_where_two_that_were_not_stopped_end(tmp_path):
+    names = [tmp_path / name for name in ("whole", "first", "second")]
+    for name in names:
+        name.mkdir()
+    whole, first, second = names
+    uninterrupted = fit(whole, 2, deal_out=True)
+    checkpoint = str(first / "eight.ckpt")
+    fit(first, 2, deal_out=True, trainer={"max_steps": 8}, save=checkpoint)
+    went_on = fit(second, 2, deal_out=True, ckpt_paths=[checkpoint, checkpoint])
+    for rank in range(2):
+        assert went_on[rank]["hashes"] == uninterrupted[rank]["hashes"][8:]
+
+
 def test_replicas_that_drift_apart_are_found_at_the_end_of_an_epoch(tmp_path):
     shown = start(tmp_path, 2, drift=True)
     assert shown.returncode != 0
