@@ -63,7 +63,7 @@ class Interruption(pl.Callback):
             return
         number = self._signal or signal.SIGTERM
         path = self._folder / f"interrupted-step={trainer.global_step}.ckpt"
-        trainer.save_checkpoint(path)
+        trainer.save_checkpoint(path, weights_only=False)
         rank_zero_info(
             f"\nStopped by {signal.Signals(number).name} after step {privacy.ledger.num_steps}. "
             f"To go on: --ckpt_path {path}"
