@@ -27,7 +27,7 @@ from dp_lightning.callbacks import PrivacyCallback
 from dp_lightning.commands.resume import checkpoint_to_resume
 from dp_lightning.privacy import GaussianNoise
 
-INTERVAL, STEPS, TARGET = 5, 2500, 4.0
+INTERVAL, STEPS, TARGET = 5, 1000, 4.0
 
 
 class Net(pl.LightningModule):
@@ -148,12 +148,13 @@ def main(settings):
         children = start(folder, settings)
         early = kill > 0 and draw.random() < 0.15
         deadline = time.monotonic() + 60
-        # Mostly somewhere in training, now and then before the first step.
-        while not early and (max(recorded(folder), default=0) < held + 1 + (kill == 0) * INTERVAL):
+        # Mostly somewhere in training, now and then before the first step; the first time after a checkpoint.
+        steps = held + draw.randint(1, 12) + (kill == 0) * INTERVAL
+        while not early and max(recorded(folder), default=0) < steps:
             assert time.monotonic() < deadline, output(folder)
             assert not any(os.waitpid(child, os.WNOHANG)[0] for child in children), output(folder)
             time.sleep(0.002)
-        time.sleep(draw.uniform(0, 0.3 if early else 0.1))
+        time.sleep(draw.uniform(0, 0.3 if early else 0.01))
         draw.shuffle(children)
         for child in children:
             os.kill(child, signal.SIGKILL)
