@@ -4,6 +4,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 import lightning.pytorch as pl
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from dp_lightning.errors import BudgetError, ConfigurationError
 from dp_lightning.privacy.accounting import Ledger, Run, compose
@@ -85,6 +86,11 @@ class Budget:
                     f"The checkpoint's run trained on {earlier.num_train} examples, and there are {num_train} now. Its "
                     "epsilon holds for one data set: resume with that one, or start a new run."
                 )
+            if earlier.expected_batch_size != self.expected_batch_size:
+                raise ConfigurationError(
+                    f"The checkpoint's run has privacy.expected_batch_size {earlier.expected_batch_size}, and it is "
+                    f"{self.expected_batch_size} now; epochs and steps are counted by it. Set it to the run's value."
+                )
             if earlier.target_epsilon != self.target_epsilon:
                 self.earlier_targets.append((earlier.target_epsilon, self.ledger.num_steps))
         if self.target_epsilon is not None:
@@ -94,6 +100,12 @@ class Budget:
                 settings = asdict(plan)
                 del settings["noise_multiplier"], settings["neighboring_relation"]
                 plan = PrivacyPlan.calibrate(**settings, taken=self.ledger.runs)
+            if earlier is not None and plan.noise_multiplier > 2 * earlier.noise_multiplier > 0:
+                rank_zero_warn(
+                    f"To meet privacy.target_epsilon {self.target_epsilon} the steps that are left need a noise "
+                    f"multiplier of {plan.noise_multiplier:.4g}, after {earlier.noise_multiplier:.4g} so far. They "
+                    "will teach the model little: raise the target, or stop here."
+                )
         self.plan = plan
 
     def _num_steps(self, trainer: pl.Trainer, num_train: int) -> int:

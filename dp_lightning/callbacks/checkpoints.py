@@ -4,7 +4,6 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
-import torch
 
 from dp_lightning.errors import ConfigurationError
 from dp_lightning.ranks import Ranks
@@ -63,8 +62,8 @@ def require_one_checkpoint(trainer: pl.Trainer, ranks: Ranks) -> None:
     Raises:
         ConfigurationError: on every rank, where they do not.
     """
-    mark = 0 if trainer.ckpt_path is None else fingerprint(Path(trainer.ckpt_path))
-    if ranks.differing({"checkpoint": torch.tensor(mark, device=trainer.strategy.root_device)}):
+    mark = None if trainer.ckpt_path is None else fingerprint(Path(trainer.ckpt_path))
+    if ranks.differing_facts({"checkpoint": mark}, trainer.strategy.root_device):
         raise ConfigurationError(
             f"The ranks go on from different checkpoints; rank {ranks.rank} from {trainer.ckpt_path}. Give ckpt_path "
             "a file that every node sees, and start all of them with the same settings."

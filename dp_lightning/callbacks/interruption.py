@@ -11,7 +11,7 @@ import subprocess
 import threading
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -36,14 +36,24 @@ class Interruption(pl.Callback):
         self._folder = Path()
         self._before: dict[int, Any] = {}
 
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._signal, privacy = None, _privacy(trainer)
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._signal = None
         # Asked by every rank: without a ModelCheckpoint it takes a collective.
         self._folder = _folder(trainer)
         if (mark := _mark(trainer)) is not None and trainer.is_global_zero:
             with replacing(mark) as file:
-                file.write(json.dumps({"folder": str(self._folder)}).encode())
+                file.write(json.dumps({"folder": str(self._folder), "run": _privacy(trainer).run}).encode())
 
+    # Lightning has set its own handlers by then: that of SIGTERM runs a collective wherever a rank happens to be.
+    def on_sanity_check_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._set_handlers(trainer)
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if not self._before:
+            self._set_handlers(trainer)
+
+    def _set_handlers(self, trainer: pl.Trainer) -> None:
+        privacy = _privacy(trainer)
         if threading.current_thread() is not threading.main_thread():
             return  # signals are the main thread's affair
 
@@ -53,8 +63,7 @@ class Interruption(pl.Callback):
             self._signal = number
             privacy.stop_requested = True
 
-        # Lightning has set its own handlers by now: that of SIGTERM runs a collective wherever a rank happens to be.
-        for number in (signal.SIGTERM, signal.SIGINT, *((_REQUEUE,) if _slurm_job() else ())):
+        for number in (signal.SIGTERM, signal.SIGINT, *((_REQUEUE,) if slurm_job() else ())):
             self._before[number] = signal.signal(number, note)
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
@@ -96,25 +105,37 @@ def _folder(trainer: pl.Trainer) -> Path:
     return Path(trainer.log_dir or trainer.default_root_dir) / "checkpoints"
 
 
-def job_folder(trainer: pl.Trainer) -> Path | None:
-    """Where an earlier start of this SLURM job has left its checkpoints; None outside of SLURM and at the first."""
+class EarlierStart(NamedTuple):
+    """What an earlier start of a SLURM job has noted."""
+
+    folder: Path
+    """Where its checkpoints stand."""
+    run: str
+    """Name of its run."""
+
+
+def earlier_start(trainer: pl.Trainer) -> EarlierStart | None:
+    """The note of an earlier start of this SLURM job; None outside of SLURM and at the first."""
     mark = _mark(trainer)
-    return Path(json.loads(mark.read_text())["folder"]) if mark is not None and mark.is_file() else None
+    if mark is None or not mark.is_file():
+        return None
+    note = json.loads(mark.read_text())
+    return EarlierStart(Path(note["folder"]), note["run"])
 
 
 def _mark(trainer: pl.Trainer) -> Path | None:
-    job = _slurm_job()
+    job = slurm_job()
     return Path(trainer.default_root_dir) / f".dpl_slurm_job_{job}.json" if job else None
 
 
-def _slurm_job() -> str | None:
+def slurm_job() -> str | None:
     """The id by which this job is put back into the queue; None outside of SLURM."""
     array = os.environ.get("SLURM_ARRAY_JOB_ID")
     return f"{array}_{os.environ['SLURM_ARRAY_TASK_ID']}" if array else os.environ.get("SLURM_JOB_ID")
 
 
 def _requeue() -> None:
-    job = _slurm_job()
+    job = slurm_job()
     assert job is not None
     try:
         subprocess.run(["scontrol", "requeue", job], check=True, capture_output=True, text=True)

@@ -7,7 +7,6 @@ steps. Lightning's counters see logical steps only, because ``trainer.accumulate
 last physical batch and to a very large number on the others.
 """
 
-from collections.abc import Mapping
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal
@@ -15,11 +14,13 @@ from typing import Any, Literal
 import lightning.pytorch as pl
 from lightning.fabric.plugins.io import TorchCheckpointIO
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
+from dp_lightning.callbacks.agreement import require_equal_replicas, require_same_data, require_same_settings
 from dp_lightning.callbacks.budget import Budget
 from dp_lightning.callbacks.checkpoints import (
     count_logical_steps,
@@ -37,7 +38,7 @@ from dp_lightning.callbacks.private_loader import (
 from dp_lightning.callbacks.run_journal import RunJournal
 from dp_lightning.callbacks.settings import check_optimizers, check_order, check_settings
 from dp_lightning.callbacks.unprotected import Unprotected
-from dp_lightning.errors import ConfigurationError, DpLightningError, ModelError
+from dp_lightning.errors import ConfigurationError, ModelError
 from dp_lightning.privacy.accounting import Ledger
 from dp_lightning.privacy.clipping import ClipPlan
 from dp_lightning.privacy.gradients import GradientEngine
@@ -144,6 +145,11 @@ class PrivacyCallback(pl.Callback):
         return self.budget.plan
 
     @property
+    def run(self) -> str:
+        """Name of the run; one that goes on keeps it."""
+        return self._record.run
+
+    @property
     def ledger(self) -> Ledger:
         """The steps taken so far, those of earlier parts of the run included."""
         return self.budget.ledger
@@ -179,6 +185,7 @@ class PrivacyCallback(pl.Callback):
         self._ranks = trainer_ranks(trainer)
         self.stop_requested = self.stopping = False
         require_one_checkpoint(trainer, self._ranks)
+        require_same_settings(self._settings(), self._ranks, trainer.strategy.root_device)
         self._record.open(trainer, self._folder, self.ledger, goes_on=self._restored is not None)
         self._stated = self.ledger.num_steps
         if self.plan is None or self._restored is not None:
@@ -207,9 +214,10 @@ class PrivacyCallback(pl.Callback):
         )
         if self._restored is not None:
             noise.load_state_dict(self._restored["noise"])
-            if self.noise_seed is not None:
-                self._mechanism.skip_noise(self.ledger.num_steps - saved_steps(self._restored))
             sampler.load_state_dict(self._restored["sampler"])
+        if self.noise_seed is not None:
+            # Of steps that were lost, or taken by an earlier fit.
+            self._mechanism.skip_noise(self.ledger.num_steps - saved_steps(self._restored or {}))
         self._batches = PoissonBatchSampler(
             sampler,
             self.plan,
@@ -222,6 +230,16 @@ class PrivacyCallback(pl.Callback):
         self.budget.look_ahead()
         fixed_seed = self.noise_seed is not None or self.sampling_seed is not None
         trainer.print(self.budget.announcement(self.clip_plan, fixed_seed=fixed_seed))
+
+    def _settings(self) -> dict[str, object]:
+        """What ranks need to have in common; the plan and the sampling key come from rank 0."""
+        return {
+            "privacy.max_grad_norm, clipping or clip_factor": (self.clip_plan.describe(), self.clip_plan.sensitivity),
+            "privacy.expected_batch_size": self.budget.expected_batch_size,
+            "privacy.max_physical_batch_size": self.max_physical_batch_size,
+            "privacy.loss_reduction": self.loss_reduction,
+            "privacy.noise_seed": self.noise_seed,
+        }
 
     def _private_loader(self, loader: DataLoader[Any]) -> DataLoader[Any]:
         assert self.plan is not None
@@ -236,7 +254,9 @@ class PrivacyCallback(pl.Callback):
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         assert self._engine is not None
-        try_model(trainer, pl_module, self._engine, self._live_loader(trainer), loss_reduction=self.loss_reduction)
+        loader = self._live_loader(trainer)
+        require_same_data(loader.dataset, self._ranks, trainer.strategy.root_device)
+        try_model(trainer, pl_module, self._engine, loader, loss_reduction=self.loss_reduction)
 
     def _live_loader(self, trainer: pl.Trainer) -> DataLoader[Any]:
         loader = trainer.train_dataloader
@@ -348,18 +368,10 @@ class PrivacyCallback(pl.Callback):
         self._unprotected.note_logged(trainer)
         if self._engine is not None:
             self._engine.end()
-            self._require_equal_replicas(self._engine.parameters)
+            require_equal_replicas(pl_module, self._ranks)
         if self.plan is not None and self.ledger.num_steps >= self.plan.num_steps:
             # Where steps were lost in a crash, Lightning's own counters would go on without any.
             trainer.should_stop = True
-
-    def _require_equal_replicas(self, parameters: Mapping[str, Tensor]) -> None:
-        if differing := self._ranks.differing(parameters):
-            raise DpLightningError(
-                f"The ranks' parameters are no longer the same: {', '.join(differing[:3])}. Something after the "
-                "private step differs between them, such as a callback, an optimizer or a kind of processor. Resume "
-                "from the newest checkpoint once it is mended."
-            )
 
     # After the run
 
@@ -370,7 +382,11 @@ class PrivacyCallback(pl.Callback):
         self._close(trainer)
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        self._close(trainer)
+        try:
+            self._close(trainer)
+        except OSError as error:
+            # The exception itself matters more, and the journal has the steps.
+            rank_zero_warn(f"The privacy statement could not be written: {error}")
 
     def _close(self, trainer: pl.Trainer) -> None:
         """Take the hooks off the module and leave the statement, also after an error."""
@@ -393,8 +409,13 @@ class PrivacyCallback(pl.Callback):
         trainer.print(statement.short())
 
     def statement(self, trainer: pl.Trainer) -> PrivacyStatement:
-        """The privacy statement of the steps taken so far."""
-        assert self.plan is not None
+        """The privacy statement of the steps taken so far.
+
+        Raises:
+            ConfigurationError: before the first fit.
+        """
+        if self.plan is None:
+            raise ConfigurationError("There is no statement before trainer.fit has made the privacy plan.")
         return PrivacyStatement(
             plan=self.plan,
             ledger=self.ledger,
@@ -431,7 +452,8 @@ class PrivacyCallback(pl.Callback):
 
     def state_dict(self) -> dict[str, Any]:
         if self._mechanism is None or self._batches is None:
-            return {}
+            # Before a fit: what was loaded, so that a checkpoint that is saved again keeps its ledger.
+            return self._restored or {}
         return {
             "run": self._record.run,
             **self.budget.state_dict(),
@@ -446,4 +468,4 @@ class PrivacyCallback(pl.Callback):
         self._record.run = state_dict["run"]
         self.budget.load_state_dict(state_dict)
         self._unprotected.names |= set(state_dict["unprotected"])
-        self._restored = state_dict
+        self._restored, self._stated = state_dict, self.ledger.num_steps

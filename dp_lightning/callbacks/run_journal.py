@@ -5,7 +5,7 @@ from pathlib import Path
 
 import lightning.pytorch as pl
 
-from dp_lightning.errors import DataError
+from dp_lightning.errors import DataError, DpLightningError
 from dp_lightning.privacy.accounting import Ledger
 from dp_lightning.privacy.journal import Journal
 
@@ -47,7 +47,13 @@ class RunJournal:
                         f"{self.journal.path(beside)} is missing, so it is unknown how many steps ran after the "
                         "checkpoint. Copy the journal together with the checkpoints of its folder."
                     )
-                ledger.load_state_dict(recorded.state_dict())
+                try:
+                    ledger.load_state_dict(recorded.state_dict())
+                except DpLightningError as error:
+                    raise DataError(
+                        f"{self.journal.path(beside)} does not hold the {ledger.num_steps} steps of the checkpoint "
+                        "beside it. Restore the file from a copy."
+                    ) from error
             self.journal.add_folder(folder, ledger)
         ledger.load_state_dict(trainer.strategy.broadcast(ledger.state_dict()))
 

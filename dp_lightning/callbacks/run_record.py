@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from dp_lightning.callbacks.privacy import PrivacyCallback
 from dp_lightning.files import replacing
@@ -43,7 +44,10 @@ class RunRecord(pl.Callback):
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         if self._started and any(self._curves.values()):
-            self._write(trainer)
+            try:
+                self._write(trainer)
+            except OSError as error:
+                rank_zero_warn(f"result.json could not be written: {error}")
 
     def state_dict(self) -> dict[str, Any]:
         return {"curves": self._curves, "seconds": self._elapsed()}

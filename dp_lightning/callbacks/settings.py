@@ -1,8 +1,10 @@
 """Trainer and module settings that would break or blur the guarantee, each refused with what to change."""
 
+import os
 from typing import Any
 
 import lightning.pytorch as pl
+from lightning.fabric.plugins.environments import SLURMEnvironment, TorchElasticEnvironment
 from lightning.fabric.plugins.io import TorchCheckpointIO
 from lightning.pytorch import callbacks as standard
 from lightning.pytorch.strategies import SingleDeviceStrategy
@@ -89,6 +91,17 @@ def _check_trainer(trainer: pl.Trainer) -> None:
         not issubclass(strategy, SingleDeviceStrategy | PrivateStrategy),
         f"trainer.strategy is {strategy.__name__}: it would average the raw gradients of its processes, or cut the "
         f"model into pieces. Set trainer.strategy: {NAME}.",
+    )
+    _refuse(
+        isinstance(trainer.strategy, PrivateStrategy) and trainer.strategy._start_method != "popen",
+        "trainer.strategy starts its processes by fork or spawn: what they spend would be lost with them. Leave "
+        "start_method out, and run a script rather than a notebook.",
+    )
+    started = started_processes()
+    _refuse(
+        started is not None and started != trainer.num_nodes * trainer.num_devices,
+        f"{started} processes were started, and trainer.num_nodes {trainer.num_nodes} x trainer.devices "
+        f"{trainer.num_devices} are configured: each would train a model of its own on the same data. Make them agree.",
     )
     writer = type(trainer.strategy.checkpoint_io)
     _refuse(
@@ -178,6 +191,15 @@ def check_optimizers(trainer: pl.Trainer, trained: set[int]) -> None:
                 "The optimizer holds a parameter that is not among the module's trained parameters, so no private "
                 "gradient exists for it. Build the optimizer from self.parameters().",
             )
+
+
+def started_processes() -> int | None:
+    """How many processes torchrun or srun has started; None where neither did."""
+    if TorchElasticEnvironment.detect():
+        return int(os.environ["WORLD_SIZE"])
+    if SLURMEnvironment.detect():
+        return int(os.environ["SLURM_NTASKS"])
+    return None
 
 
 def _refuse(condition: bool, message: str) -> None:

@@ -3,11 +3,12 @@
 from pathlib import Path
 
 import lightning.pytorch as pl
+import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from dp_lightning.callbacks.interruption import job_folder
+from dp_lightning.callbacks.interruption import earlier_start
 from dp_lightning.errors import ConfigurationError
-from dp_lightning.strategies.checkpoint_io import newest_intact
+from dp_lightning.strategies.checkpoint_io import damage, newest_intact
 
 
 def checkpoint_to_resume(trainer: pl.Trainer, asked: str | None) -> str | None:
@@ -16,24 +17,39 @@ def checkpoint_to_resume(trainer: pl.Trainer, asked: str | None) -> str | None:
     Args:
         trainer: before its run.
         asked: the setting ``ckpt_path``. ``last`` is the newest intact checkpoint where runs of this configuration
-            leave theirs. None is a new run; but a SLURM job that was put back into the queue goes on from its own.
+            leave theirs. None is a new run. A SLURM job that was put back into the queue goes on from its own newest
+            one, whatever was asked when it was submitted.
 
     Raises:
         ConfigurationError: when ``last`` is asked for and there is none.
     """
+    earlier = earlier_start(trainer)
+    if earlier is not None:
+        own = (path for path in earlier.folder.glob("*.ckpt") if _run_of(path) == earlier.run)
+        found = newest_intact(own)
+        if found is not None:
+            return str(found)
     if asked is None:
-        folder = job_folder(trainer)
-        return _newest([folder]) if folder is not None else None
+        return None
     if asked != "last":
         return asked
     folders = _folders(trainer)
-    found = _newest(folders)
+    found = newest_intact(path for folder in folders for path in folder.glob("*.ckpt"))
     if found is None:
         raise ConfigurationError(
             f"ckpt_path is 'last', and there is no intact checkpoint in {', '.join(map(str, folders))}. "
             "Leave it out to start a new run, or give the path of a checkpoint."
         )
-    return found
+    return str(found)
+
+
+def _run_of(path: Path) -> str | None:
+    """Name of the private run that has written the checkpoint; None where there is none."""
+    if damage(path) is not None:
+        return None
+    saved = torch.load(path, weights_only=True, mmap=True, map_location="cpu")
+    name = saved.get("callbacks", {}).get("PrivacyCallback", {}).get("run")
+    return name if isinstance(name, str) else None
 
 
 def _folders(trainer: pl.Trainer) -> list[Path]:
@@ -47,8 +63,3 @@ def _folders(trainer: pl.Trainer) -> list[Path]:
     roots = [Path(root) for logger in trainer.loggers if (root := getattr(logger, "root_dir", logger.save_dir))]
     found = [folder for root in roots for folder in sorted(root.glob("*/checkpoints"))]
     return [*found, Path(trainer.default_root_dir) / "checkpoints"]
-
-
-def _newest(folders: list[Path]) -> str | None:
-    found = newest_intact(path for folder in folders for path in folder.glob("*.ckpt"))
-    return str(found) if found is not None else None

@@ -18,6 +18,7 @@ from dp_lightning.callbacks import (
     PrivateProgressBar,
     RunRecord,
 )
+from dp_lightning.callbacks.interruption import slurm_job
 from dp_lightning.callbacks.settings import check_precision
 from dp_lightning.commands.memory import keep_freed_memory
 from dp_lightning.commands.parser import StrictParser
@@ -95,8 +96,8 @@ class TrainingCLI(LightningCLI):
         path = checkpoint_to_resume(self.trainer, self.config_init.fit.ckpt_path)
         self.config_init.fit.ckpt_path = path
         for callback in self.trainer.callbacks:  # type: ignore[attr-defined]
-            if isinstance(callback, SaveConfigCallback) and path is not None:
-                # A SLURM job that goes on has the log folder that it had before.
+            if isinstance(callback, SaveConfigCallback) and (path is not None or slurm_job() is not None):
+                # A SLURM job that starts again has the log folder that it had before.
                 callback.overwrite = True
         if self.trainer.strategy.root_device.type == "cpu":
             keep_freed_memory()

@@ -1,6 +1,7 @@
 """Learning-rate schedules that count logical steps."""
 
 import math
+from typing import Any
 
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -33,6 +34,10 @@ class WarmupCosine(LRScheduler):
             for group, lr in zip(self.optimizer.param_groups, self.get_lr(), strict=True):
                 group["lr"] = lr
             self._last_lr = [group["lr"] for group in self.optimizer.param_groups]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Without T, which belongs to the plan of the run that goes on."""
+        return {key: value for key, value in super().state_dict().items() if key != "num_steps"}
 
     def factor(self, step: int) -> float:
         """The factor of the learning rate at logical step ``step``, counted from 0."""

@@ -28,7 +28,7 @@ class Journal:
 
     def __init__(self, run: str) -> None:
         self.run = run
-        self._files: list[Path] = []
+        self._files: dict[Path, int] = {}  # with the bytes that each holds
 
     def path(self, folder: Path) -> Path:
         """Where the journal stands in a folder."""
@@ -78,7 +78,7 @@ class Journal:
         self._append(_line({"folder": str(path.parent)}))
         self._take(path)
         if lines:
-            _append(path, b"".join(lines))
+            self._files[path] += _append(path, b"".join(lines))
 
     def record(self, *, noise_multiplier: float, sample_rate: float) -> None:
         """Write one step to disk, in every folder.
@@ -93,14 +93,20 @@ class Journal:
         if path not in self._files:
             if path.read_bytes()[-1:] not in (b"", b"\n"):
                 _append(path, b"\n")
-            self._files.append(path)
+            self._files[path] = path.stat().st_size
 
     def _append(self, line: bytes) -> None:
-        for path in self._files:
-            _append(path, line)
+        for path, held in self._files.items():
+            if path.is_file() and path.stat().st_size != held:
+                raise DataError(
+                    f"The journal of steps {path} was changed by another process. Two processes must not go on with "
+                    "the same run at once: stop one of them, and resume from the newest checkpoint."
+                )
+            self._files[path] += _append(path, line)
 
 
-def _append(path: Path, line: bytes) -> None:
+def _append(path: Path, line: bytes) -> int:
+    """Bring a line to disk; returns how many bytes were added."""
     try:
         # Never a new file: that one would lack the earlier steps.
         descriptor = os.open(path, os.O_WRONLY | os.O_APPEND)
@@ -108,6 +114,7 @@ def _append(path: Path, line: bytes) -> None:
             if os.write(descriptor, line) != len(line):
                 raise OSError("the disk is full")
             os.fsync(descriptor)
+            return len(line)
         finally:
             os.close(descriptor)
     except OSError as error:

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 from dp_lightning.callbacks import PostProcessCallback, PrivacyCallback
 from dp_lightning.errors import BudgetError, ConfigurationError, DataError
+from dp_lightning.lightning_modules.schedules import WarmupCosine
 from dp_lightning.postprocess import LowPass, MagnitudeScale, Orthogonalize
 from dp_lightning.privacy import GaussianNoise, PrivacyPlan
 
@@ -165,7 +166,53 @@ def test_a_checkpoint_without_its_journal_is_refused(tmp_path):
     for path in tmp_path.glob("privacy_journal_*"):
         path.unlink()
     with pytest.raises(DataError, match="unknown how many steps ran"):
+        resume(tmp_path / "new", privacy(), tmp_path / "step=4.ckpt")
+    assert not (tmp_path / "new" / "privacy_statement.json").exists()
+
+
+def test_a_journal_with_too_few_steps_is_refused_by_name(tmp_path):
+    crash(tmp_path, privacy(), saved=4, stopped=6)
+    (path,) = tmp_path.glob("privacy_journal_*")
+    path.write_text("".join(path.read_text().splitlines(keepends=True)[:3]))
+    with pytest.raises(DataError, match=rf"{path.name} does not hold the 4 steps"):
         resume(tmp_path, privacy(), tmp_path / "step=4.ckpt")
+
+
+def test_a_checkpoint_that_is_saved_again_keeps_its_ledger(tmp_path):
+    crash(tmp_path, privacy(), saved=4, stopped=4)
+
+    class Validated(Plain):
+        def validation_step(self, batch, batch_idx):
+            pass
+
+    callback = privacy()
+    run = trainer(tmp_path, callback)
+    run.validate(Validated(), loader(), ckpt_path=tmp_path / "step=4.ckpt", weights_only=True)
+    run.save_checkpoint(tmp_path / "copy.ckpt")
+    again = privacy()
+    resume(tmp_path, again, tmp_path / "copy.ckpt")
+    # The weights hold four steps already.
+    assert again.ledger.num_steps == 9
+    assert again.statement(run).lost_steps == 9 - run.global_step
+
+
+def test_a_second_fit_with_a_fixed_seed_draws_other_noise(tmp_path, monkeypatch):
+    states, add_to = [], GaussianNoise.add_to
+
+    def noted(noise, *args):
+        states.append(bytes(noise._generator.get_state().numpy()))
+        return add_to(noise, *args)
+
+    monkeypatch.setattr(GaussianNoise, "add_to", noted)
+
+    class Ends(Callback):
+        def on_train_epoch_end(self, trainer, pl_module):
+            trainer.should_stop = True
+
+    callback, module = privacy(noise_seed=3), Plain()
+    trainer(tmp_path, callback, Ends()).fit(module, loader())
+    trainer(tmp_path, callback).fit(module, loader())
+    assert len(states) == len(set(states)) == callback.ledger.num_steps == 9
 
 
 @pytest.mark.timeout(60)
@@ -238,6 +285,37 @@ def test_fewer_steps_get_less_noise_and_none_left_is_refused(tmp_path, interrupt
     assert again.ledger.num_steps == 6
     assert again.ledger.runs[1][0] < sigma
     assert 4.95 < again.ledger.epsilon(delta=1e-3, accountant="rdp") <= 5.0
+
+
+def test_a_target_that_is_almost_spent_is_warned_of(tmp_path, interrupted):
+    checkpoint, spent, _ = interrupted
+    with pytest.warns(UserWarning, match="They will teach the model little"):
+        resume(tmp_path, budgeted(1.02 * spent), checkpoint)
+
+
+def test_another_batch_size_is_refused(tmp_path, interrupted):
+    checkpoint, *_ = interrupted
+    with pytest.raises(ConfigurationError, match="expected_batch_size 20, and it is 10 now"):
+        resume(tmp_path, budgeted(5.0, expected_batch_size=10), checkpoint)
+
+
+def test_more_steps_lengthen_the_schedule():
+    def schedule(num_steps):
+        parameter = torch.nn.Parameter(torch.zeros(1))
+        return WarmupCosine(torch.optim.SGD([parameter], lr=1.0), num_steps=num_steps)
+
+    first, longer = schedule(10), schedule(20)
+    for _ in range(10):
+        first.optimizer.step()
+        first.step()
+    longer.load_state_dict(first.state_dict())
+    assert longer.factor(longer.last_epoch) > 0.4
+
+
+def test_there_is_no_statement_before_a_fit(tmp_path):
+    callback = privacy()
+    with pytest.raises(ConfigurationError, match=r"before trainer\.fit"):
+        callback.statement(trainer(tmp_path, callback))
 
 
 def test_another_data_set_is_refused(tmp_path, interrupted):

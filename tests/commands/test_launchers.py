@@ -168,6 +168,13 @@ def slurm(folder, job, *arguments):
 
 @pytest.mark.slow  # three starts of Lightning with two processes
 def test_a_slurm_job_is_requeued_and_goes_on_by_itself_and_another_job_does_not(tmp_path):
+    # A start that dies before its first checkpoint is no hindrance to the next one.
+    nodes = slurm(tmp_path, "77", "--trainer.callbacks", "ModelCheckpoint", "--trainer.callbacks.every_n_epochs", "99")
+    nodes.wait_for_steps(1)
+    os.killpg(nodes.processes[0].pid, signal.SIGKILL)
+    nodes.end()
+    for path in tmp_path.glob("**/privacy_journal_*.jsonl"):
+        path.unlink()
     nodes = slurm(tmp_path, "77")
     nodes.wait_for_steps(7)
     nodes.processes[0].send_signal(signal.SIGUSR1)

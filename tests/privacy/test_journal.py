@@ -131,3 +131,14 @@ def test_a_step_that_cannot_be_recorded_is_not_released(tmp_path, fault):
     assert private.ledger.num_steps == 1
     with pytest.raises(DataError, match="cannot be written"):
         steps.add_folder(path / "below a file", private.ledger)
+
+
+def test_two_processes_do_not_record_the_same_run(tmp_path):
+    first = journal(tmp_path, 2)
+    second = Journal("run")
+    second.read(tmp_path)
+    second.record(**STEP)
+    with pytest.raises(DataError, match="changed by another process"):
+        first.record(**STEP)
+    second.record(**STEP)
+    assert read(tmp_path).num_steps == 4

@@ -25,6 +25,7 @@ class Net(pl.LightningModule):
         super().__init__()
         net = nn.Sequential(nn.Conv2d(1, 4, 3), nn.GroupNorm(2, 4), nn.Conv2d(4, 4, 3), nn.Flatten(), nn.Linear(64, 10))
         # A weight that is not contiguous has to reach the other ranks too.
+        self.register_buffer("scale", torch.ones(2))
         self.net = net.to(memory_format=torch.channels_last)
         self.lr = lr
 
@@ -57,12 +58,15 @@ class Notes(pl.Callback):
 
 
 class Drift(pl.Callback):
-    """Makes one rank differ from the others in the last bits of one number."""
+    """Makes one rank differ from the others in the last bits of one number, or in a buffer."""
+
+    def __init__(self, where):
+        self.where = where
 
     def on_train_batch_end(self, trainer, module, *args):
         if trainer.global_rank == 1:
             with torch.no_grad():
-                module.net[-1].bias[0].add_(1e-6)
+                {"parameter": module.net[-1].bias, "buffer": module.scale}[self.where][0].add_(1e-6)
 
 
 class Owned(Orthogonalize):
@@ -93,8 +97,10 @@ def main(settings):
         private._CPU = (1e-9, 0.0)
         others.append(PostProcessCallback([Momentum(0.9), owned]))
     if settings.get("drift"):
-        others.append(Drift())
-    privacy = PrivacyCallback(**{"delta": 1e-3, "accountant": "rdp", **settings["privacy"]})
+        others.append(Drift(settings["drift"]))
+    place = int(os.environ.get("LOCAL_RANK", 0))
+    by_rank = {name: values[place] for name, values in settings.get("privacy_by_rank", {}).items()}
+    privacy = PrivacyCallback(**{"delta": 1e-3, "accountant": "rdp", **settings["privacy"], **by_rank})
     trainer = pl.Trainer(
         accelerator="cpu",
         devices=ranks,
@@ -107,11 +113,14 @@ def main(settings):
         callbacks=[privacy, *others, notes],
         **settings["trainer"],
     )
-    torch.manual_seed(settings.get("seed", 0) + int(os.environ.get("LOCAL_RANK", 0)))
+    torch.manual_seed(settings.get("seed", 0) + place)
     module = Net(settings.get("lr", 0.1))
-    loader = DataLoader(examples(settings.get("num_train", 60)), batch_size=7, shuffle=True)
+    dataset = examples(settings.get("num_train", 60))
+    if settings.get("own_split"):
+        dataset = torch.utils.data.random_split(dataset, [50, 10])[0]
+    loader = DataLoader(dataset, batch_size=7, shuffle=True)
     paths = settings.get("ckpt_paths")
-    path = paths[int(os.environ.get("LOCAL_RANK", 0))] if paths else None
+    path = paths[place] if paths else None
     trainer.fit(module, loader, ckpt_path=path, weights_only=True)
     if "save" in settings:
         trainer.save_checkpoint(settings["save"])

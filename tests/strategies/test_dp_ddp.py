@@ -16,7 +16,8 @@ from dp_lightning.callbacks import PredictionFile, PrivacyCallback
 from dp_lightning.errors import ConfigurationError, DpLightningError
 from dp_lightning.privacy import ClipPlan, GaussianNoise, Ledger, PrivacyPlan, PrivateMechanism
 from dp_lightning.privacy.sampling import PoissonSampler, cut, sampling_key
-from dp_lightning.ranks import Ranks
+from dp_lightning.ranks import Ranks, _checksums
+from dp_lightning.strategies.private import PrivateStrategy
 
 SCRIPT = Path(__file__).parent / "run_ranks.py"
 STEPS = 20
@@ -101,10 +102,49 @@ def test_two_ranks_that_go_on_end_where_two_that_were_not_stopped_end(tmp_path):
         assert went_on[rank]["hashes"] == uninterrupted[rank]["hashes"][8:]
 
 
-def test_replicas_that_drift_apart_are_found_at_the_end_of_an_epoch(tmp_path):
-    shown = start(tmp_path, 2, drift=True)
+@pytest.mark.parametrize(("where", "name"), [("parameter", "net.4.bias"), ("buffer", "scale")])
+def test_replicas_that_drift_apart_are_found_at_the_end_of_an_epoch(tmp_path, where, name):
+    shown = start(tmp_path, 2, drift=where)
     assert shown.returncode != 0
-    assert "parameters are no longer the same: net.4.bias" in shown.stderr
+    assert f"models are no longer the same: {name}." in shown.stderr
+
+
+def test_an_exchange_of_two_numbers_is_a_difference():
+    tensor = torch.randn(100)
+    exchanged = tensor[torch.randperm(100)]
+    assert not torch.equal(_checksums(tensor), _checksums(exchanged))
+    assert torch.equal(_checksums(tensor), _checksums(tensor.clone()))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"privacy_by_rank": {"max_grad_norm": [1.0, 10.0]}}, "different settings: privacy.max_grad_norm"),
+        ({"own_split": True}, "different training sets"),
+    ],
+)
+def test_ranks_that_do_not_agree_are_refused(tmp_path, settings, message):
+    shown = start(tmp_path, 2, **settings)
+    assert shown.returncode != 0
+    assert message in shown.stderr
+    assert not list(tmp_path.glob("rank*.pt"))
+
+
+def test_processes_that_would_train_alone_are_refused(tmp_path, monkeypatch):
+    callback = PrivacyCallback(expected_batch_size=2, noise_multiplier=1.0)
+    alone = pl.Trainer(accelerator="cpu", devices=1, logger=False, callbacks=[callback])
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "run")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ConfigurationError, match="2 processes were started"):
+        callback.check(alone, Tiny())
+
+
+def test_forked_processes_are_refused():
+    callback = PrivacyCallback(expected_batch_size=2, noise_multiplier=1.0)
+    strategy = PrivateStrategy(start_method="fork")
+    trainer = pl.Trainer(accelerator="cpu", devices=2, strategy=strategy, logger=False, callbacks=[callback])
+    with pytest.raises(ConfigurationError, match="fork or spawn"):
+        callback.check(trainer, Tiny())
 
 
 def test_ranks_that_go_on_from_different_checkpoints_are_refused(tmp_path):

@@ -1,0 +1,83 @@
+"""What all ranks must have in common for one private step: settings, training set, and the model that comes of it."""
+
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+from torch.utils.data import Dataset, Subset
+
+from dp_lightning.errors import ConfigurationError, DpLightningError
+from dp_lightning.ranks import Ranks
+
+_EXAMPLES = 64
+
+
+def require_same_settings(settings: dict[str, object], ranks: Ranks, device: torch.device) -> None:
+    """Every rank clips and samples by the same settings; every rank has to call it.
+
+    Args:
+        settings: by the names that users know.
+        ranks: the processes.
+        device: of this rank.
+
+    Raises:
+        ConfigurationError: on every rank, naming the settings that differ.
+    """
+    if differing := ranks.differing_facts(settings, device):
+        raise ConfigurationError(
+            f"The ranks have different settings: {', '.join(differing)} (on rank {ranks.rank}: "
+            f"{', '.join(str(settings[name]) for name in differing)}). Start all of them with the same configuration."
+        )
+
+
+def require_same_data(dataset: Dataset[Any], ranks: Ranks, device: torch.device) -> None:
+    """Every rank has the same training set in the same order, as far as labels and subsets tell.
+
+    An example that stands at another place on another rank could enter one step twice. Images are not compared, since
+    random augmentation makes them differ.
+
+    Raises:
+        ConfigurationError: on every rank.
+    """
+    if ranks.size == 1:
+        return
+    sized: Any = dataset
+    places = range(0, len(sized), max(len(sized) // _EXAMPLES, 1))
+    facts = {"training set": ([_whole_numbers(sized[place]) for place in places], _indices(dataset))}
+    if ranks.differing_facts(facts, device):
+        raise ConfigurationError(
+            "The ranks have different training sets, or the same one in another order, so an example could enter a "
+            "step twice. Make splits and orders with a fixed seed (generator=torch.Generator().manual_seed(0))."
+        )
+
+
+def require_equal_replicas(module: pl.LightningModule, ranks: Ranks) -> None:
+    """Parameters and buffers are the same on every rank; every rank has to call it.
+
+    Raises:
+        DpLightningError: on every rank, naming what differs.
+    """
+    if differing := ranks.differing({**dict(module.named_parameters()), **dict(module.named_buffers())}):
+        raise DpLightningError(
+            f"The ranks' models are no longer the same: {', '.join(differing[:3])}. Something after the private step "
+            "differs between them, such as a callback, an optimizer, a buffer or a kind of processor. Resume from the "
+            "newest checkpoint once it is mended."
+        )
+
+
+def _whole_numbers(example: Any) -> list[object]:
+    """Labels and the like; images as bytes are left out, since augmentation may act on them too."""
+    found: list[object] = []
+    for leaf in tree_leaves(example):
+        if isinstance(leaf, Tensor):
+            if not leaf.is_floating_point() and leaf.numel() == 1:
+                found.append(int(leaf))
+        elif isinstance(leaf, int | str):
+            found.append(leaf)
+    return found
+
+
+def _indices(dataset: Dataset[Any]) -> list[object]:
+    return [*map(int, dataset.indices), *_indices(dataset.dataset)] if isinstance(dataset, Subset) else []
