@@ -55,6 +55,7 @@ class RunJournal:
                         "beside it. Restore the file from a copy."
                     ) from error
             self.journal.add_folder(folder, ledger)
+            ledger.load_state_dict(self.journal.ledger.state_dict())
         ledger.load_state_dict(trainer.strategy.broadcast(ledger.state_dict()))
 
     def beside(self, folder: Path) -> None:

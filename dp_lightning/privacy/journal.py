@@ -7,6 +7,7 @@ checkpoint of the run; each only ever grows, and names the others.
 
 import json
 import os
+import secrets
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,8 @@ from dp_lightning.privacy.accounting import Ledger
 
 _NAMES = ("noise_multiplier", "sample_rate")
 _Step = tuple[float, float]
+_Steps = dict[str, _Step]
+"""Steps by their ids, which tell apart those that several journals share from those that only one of them holds."""
 
 
 class Journal:
@@ -29,6 +32,15 @@ class Journal:
     def __init__(self, run: str) -> None:
         self.run = run
         self._files: dict[Path, int] = {}  # with the bytes that each holds
+        self._steps: _Steps = {}
+
+    @property
+    def ledger(self) -> Ledger:
+        """Every step that one of the journals holds."""
+        ledger = Ledger()
+        totals = Counter(self._steps.values())
+        ledger.load_state_dict({"runs": [[*step, count] for step, count in totals.items()]})
+        return ledger
 
     def path(self, folder: Path) -> Path:
         """Where the journal stands in a folder."""
@@ -37,7 +49,7 @@ class Journal:
     def read(self, folder: Path) -> Ledger | None:
         """The steps in the journal that stands in ``folder`` and in those that it names; None where there is none.
 
-        From now on steps are recorded in all of them. Where they differ, a step that any of them holds counts.
+        From now on steps are recorded in all of them. A step that any of them holds counts.
 
         Raises:
             DataError: when one cannot be read or written.
@@ -46,15 +58,10 @@ class Journal:
         if not path.is_file():
             return None
         named = [self.path(Path(entry["folder"])) for entry in _entries(path) if "folder" in entry]
-        steps: Counter[_Step] = Counter()
         for known in dict.fromkeys([path, *named]):
             if known.is_file():
-                # Elementwise the larger count: they share their history.
-                steps |= _steps(known)
                 self._take(known)
-        ledger = Ledger()
-        ledger.load_state_dict({"runs": [[*step, count] for step, count in steps.items()]})
-        return ledger
+        return self.ledger
 
     def add_folder(self, folder: Path, ledger: Ledger) -> None:
         """Keep a journal in ``folder`` too, with all steps so far; one that stands there gets those that it lacks.
@@ -65,8 +72,11 @@ class Journal:
         path = self.path(folder)
         if path in self._files:
             return
-        lacking = ledger.totals - _steps(path) if path.is_file() else ledger.totals
-        lines = [_line(dict(zip(_NAMES, step, strict=True))) for step in lacking.elements()]
+        held = _steps(path) if path.is_file() else {}
+        self._steps |= held
+        for step in (ledger.totals - Counter(self._steps.values())).elements():
+            self._steps[secrets.token_hex(8)] = step
+        lines = [_step_line(name, step) for name, step in self._steps.items() if name not in held]
         lines += [_line({"folder": str(known.parent)}) for known in self._files]
         if not path.is_file():
             try:
@@ -86,11 +96,14 @@ class Journal:
         Raises:
             DataError: when one of them cannot be written; the step must not be released.
         """
-        self._append(_line(dict(zip(_NAMES, (noise_multiplier, sample_rate), strict=True))))
+        name, step = secrets.token_hex(8), (noise_multiplier, sample_rate)
+        self._append(_step_line(name, step))
+        self._steps[name] = step
 
     def _take(self, path: Path) -> None:
-        """Record in this journal from now on; a line that was cut short stays a line of its own."""
+        """Count its steps and record in it from now on; a line that was cut short stays a line of its own."""
         if path not in self._files:
+            self._steps |= _steps(path)
             if path.read_bytes()[-1:] not in (b"", b"\n"):
                 _append(path, b"\n")
             self._files[path] = path.stat().st_size
@@ -125,9 +138,13 @@ def _line(entry: dict[str, Any]) -> bytes:
     return json.dumps(entry).encode() + b"\n"
 
 
-def _steps(path: Path) -> Counter[_Step]:
+def _step_line(name: str, step: _Step) -> bytes:
+    return _line({"step": name, **dict(zip(_NAMES, step, strict=True))})
+
+
+def _steps(path: Path) -> _Steps:
     steps = [entry for entry in _entries(path) if "folder" not in entry]
-    return Counter((entry["noise_multiplier"], entry["sample_rate"]) for entry in steps)
+    return {entry["step"]: (entry["noise_multiplier"], entry["sample_rate"]) for entry in steps}
 
 
 def _entries(path: Path) -> list[dict[str, Any]]:
@@ -144,7 +161,7 @@ def _entries(path: Path) -> list[dict[str, Any]]:
     for entry in entries:
         if entry is not None and "folder" not in entry:
             like = entry
-        found.append(like if entry is None else entry)
+        found.append({**like, "step": f"{path} {len(found)}"} if entry is None else entry)
     return found
 
 
@@ -153,7 +170,7 @@ def _entry(line: bytes) -> dict[str, Any] | None:
         entry = json.loads(line)
         if "folder" in entry:
             return {"folder": str(entry["folder"])}
-        return {name: float(entry[name]) for name in _NAMES}
+        return {"step": str(entry["step"]), **{name: float(entry[name]) for name in _NAMES}}
     except (ValueError, TypeError, KeyError):
         return None
 
