@@ -4,7 +4,26 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import BinaryIO
+
+from dp_lightning.errors import ConfigurationError
+
+
+def require_writable(folder: Path, setting: str) -> None:
+    """Find out now, rather than after the first step, that nothing can be written to ``folder``; makes it.
+
+    Raises:
+        ConfigurationError: naming the setting.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise ConfigurationError(
+            f"{setting} is {folder}, and nothing can be written there ({error.strerror}). Choose another folder."
+        ) from error
 
 
 @contextmanager

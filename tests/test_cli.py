@@ -76,6 +76,7 @@ WRONG = {
     "class": (["--model", "SmalCNNModule"], r"no class 'SmalCNNModule'.*Did you mean SmallCNNModule\?"),
     "checkpoint": (["--ckpt_path", "nothere.ckpt"], "ckpt_path nothere.ckpt is not a file"),
     "no_epochs": (["--trainer.max_epochs", "0"], "max_epochs.*at least one"),
+    "unwritable": (["--trainer.default_root_dir", "/dev/null/runs"], "trainer.default_root_dir is /dev/null/runs"),
     "choice": (["--privacy.clipping", "layerwise"], "privacy.clipping"),
 }
 

@@ -1,5 +1,6 @@
 """What all ranks must have in common for one private step: settings, training set, and the model that comes of it."""
 
+from numbers import Integral
 from typing import Any
 
 import lightning.pytorch as pl
@@ -74,7 +75,9 @@ def _whole_numbers(example: Any) -> list[object]:
         if isinstance(leaf, Tensor):
             if not leaf.is_floating_point() and leaf.numel() == 1:
                 found.append(int(leaf))
-        elif isinstance(leaf, int | str):
+        elif isinstance(leaf, Integral):
+            found.append(int(leaf))
+        elif isinstance(leaf, str):
             found.append(leaf)
     return found
 

@@ -24,6 +24,7 @@ from dp_lightning.commands.memory import keep_freed_memory
 from dp_lightning.commands.parser import StrictParser
 from dp_lightning.commands.resume import checkpoint_to_resume
 from dp_lightning.errors import ConfigurationError
+from dp_lightning.files import require_writable
 from dp_lightning.lightning_modules.schedules import WarmupCosine
 from dp_lightning.strategies.private import NAME as PRIVATE_STRATEGY
 
@@ -93,6 +94,7 @@ class TrainingCLI(LightningCLI):
     def before_fit(self) -> None:
         """Refuse wrong settings before any data is touched."""
         self.privacy.check(self.trainer, self.model)
+        require_writable(Path(self.trainer.default_root_dir), "trainer.default_root_dir")
         path = checkpoint_to_resume(self.trainer, self.config_init.fit.ckpt_path)
         self.config_init.fit.ckpt_path = path
         for callback in self.trainer.callbacks:  # type: ignore[attr-defined]
