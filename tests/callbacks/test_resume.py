@@ -166,7 +166,7 @@ def test_a_checkpoint_without_its_journal_is_refused(tmp_path):
     for path in tmp_path.glob("privacy_journal_*"):
         path.unlink()
     with pytest.raises(DataError, match="unknown how many steps ran"):
-        resume(tmp_path / "new", privacy(), tmp_path / "step=4.ckpt")
+        resume(tmp_path / "new", privacy(num_train=N), tmp_path / "step=4.ckpt")
     assert not (tmp_path / "new" / "privacy_statement.json").exists()
 
 
@@ -190,10 +190,9 @@ def test_a_checkpoint_that_is_saved_again_keeps_its_ledger(tmp_path):
     run.validate(Validated(), loader(), ckpt_path=tmp_path / "step=4.ckpt", weights_only=True)
     run.save_checkpoint(tmp_path / "copy.ckpt")
     again = privacy()
-    resume(tmp_path, again, tmp_path / "copy.ckpt")
-    # The weights hold four steps already.
-    assert again.ledger.num_steps == 9
-    assert again.statement(run).lost_steps == 9 - run.global_step
+    went_on = resume(tmp_path, again, tmp_path / "copy.ckpt")
+    # The weights hold four steps already, whatever Lightning counts.
+    assert (again.ledger.num_steps, went_on.global_step) == (9, 5)
 
 
 def test_a_second_fit_with_a_fixed_seed_draws_other_noise(tmp_path, monkeypatch):
