@@ -242,8 +242,7 @@ def test_a_target_below_what_is_spent_is_refused(tmp_path, interrupted):
             resume(tmp_path, budgeted(target), checkpoint)
 
 
-@pytest.mark.parametrize("accountant", ["rdp", "prv"])
-@pytest.mark.parametrize("target", [4.5, 8.0])
+@pytest.mark.parametrize(("target", "accountant"), [(4.5, "rdp"), (8.0, "rdp"), (8.0, "prv")])
 def test_another_target_changes_the_noise_of_the_steps_that_are_left(tmp_path, interrupted, target, accountant):
     checkpoint, _, sigma = interrupted
     again = budgeted(target, accountant=accountant)

@@ -23,6 +23,7 @@ def start(folder, *arguments, devices=1):
         stderr=subprocess.STDOUT,
         text=True,
         cwd=folder,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
 
 
