@@ -8,7 +8,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from dp_lightning.callbacks.interruption import earlier_start
 from dp_lightning.errors import ConfigurationError
-from dp_lightning.strategies.checkpoint_io import damage, newest_intact
+from dp_lightning.strategies.checkpoint_io import newest_intact
 
 
 def checkpoint_to_resume(trainer: pl.Trainer, asked: str | None) -> str | None:
@@ -25,8 +25,8 @@ def checkpoint_to_resume(trainer: pl.Trainer, asked: str | None) -> str | None:
     """
     earlier = earlier_start(trainer)
     if earlier is not None:
-        own = (path for path in earlier.folder.glob("*.ckpt") if _run_of(path) == earlier.run)
-        found = newest_intact(own)
+        run = earlier.run
+        found = newest_intact(earlier.folder.glob("*.ckpt"), lambda path: _run_of(path) == run)
         if found is not None:
             return str(found)
     if asked is None:
@@ -44,9 +44,7 @@ def checkpoint_to_resume(trainer: pl.Trainer, asked: str | None) -> str | None:
 
 
 def _run_of(path: Path) -> str | None:
-    """Name of the private run that has written the checkpoint; None where there is none."""
-    if damage(path) is not None:
-        return None
+    """Name of the private run that has written an intact checkpoint; None where there is none."""
     saved = torch.load(path, weights_only=True, mmap=True, map_location="cpu")
     name = saved.get("callbacks", {}).get("PrivacyCallback", {}).get("run")
     return name if isinstance(name, str) else None

@@ -99,10 +99,10 @@ def fingerprint(path: Path) -> int:
     return int.from_bytes(hashlib.sha256(repr(sums).encode()).digest()[:7])
 
 
-def newest_intact(checkpoints: Iterable[Path]) -> Path | None:
-    """The newest of these checkpoints whose checksums hold."""
+def newest_intact(checkpoints: Iterable[Path], accept: Callable[[Path], bool] = lambda path: True) -> Path | None:
+    """The newest of these checkpoints whose checksums hold and that ``accept`` takes; older ones are not read."""
     files = sorted(checkpoints, key=lambda path: path.stat().st_mtime, reverse=True)
-    return next((path for path in files if damage(path) is None), None)
+    return next((path for path in files if damage(path) is None and accept(path)), None)
 
 
 def _local(path: Any) -> Path:
