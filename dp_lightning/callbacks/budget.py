@@ -91,7 +91,8 @@ class Budget:
                     f"The checkpoint's run has privacy.expected_batch_size {earlier.expected_batch_size}, and it is "
                     f"{self.expected_batch_size} now; epochs and steps are counted by it. Set it to the run's value."
                 )
-            if earlier.target_epsilon != self.target_epsilon:
+            noted = [target for target, _ in self.earlier_targets[-1:]] == [earlier.target_epsilon]
+            if earlier.target_epsilon != self.target_epsilon and not noted:
                 self.earlier_targets.append((earlier.target_epsilon, self.ledger.num_steps))
         if self.target_epsilon is not None:
             if earlier is not None and replace(earlier, noise_multiplier=1.0) == plan:

@@ -3,12 +3,11 @@
 from pathlib import Path
 
 import lightning.pytorch as pl
-import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from dp_lightning.callbacks.interruption import earlier_start
-from dp_lightning.errors import ConfigurationError
-from dp_lightning.strategies.checkpoint_io import newest_intact
+from dp_lightning.errors import ConfigurationError, DataError
+from dp_lightning.strategies.checkpoint_io import PrivateCheckpointIO, newest_intact
 
 
 def checkpoint_to_resume(trainer: pl.Trainer, asked: str | None) -> str | None:
@@ -44,8 +43,11 @@ def checkpoint_to_resume(trainer: pl.Trainer, asked: str | None) -> str | None:
 
 
 def _run_of(path: Path) -> str | None:
-    """Name of the private run that has written an intact checkpoint; None where there is none."""
-    saved = torch.load(path, weights_only=True, mmap=True, map_location="cpu")
+    """Name of the private run that has written a checkpoint; None for a file of another kind."""
+    try:
+        saved = PrivateCheckpointIO().load_checkpoint(path)
+    except DataError:
+        return None
     name = saved.get("callbacks", {}).get("PrivacyCallback", {}).get("run")
     return name if isinstance(name, str) else None
 

@@ -226,22 +226,30 @@ def _check_run(noise_multiplier: float, sample_rate: float, count: int) -> Run:
 
 def _rdp_epsilon(runs: Sequence[Run], delta: float) -> float:
     """min over a of R(a) + log(1 - 1/a) - (log delta + log a)/(a-1), R summed over steps (Balle 2020)."""
-    from opacus.accountants.analysis.rdp import compute_rdp
-
     best = math.inf
-    for order in _ORDERS:
-        total = 0.0
-        for sigma, q, count in runs:
-            try:
-                divergence = float(compute_rdp(q=q, noise_multiplier=sigma, steps=1, orders=float(order)))
-            except (ArithmeticError, ValueError):
-                divergence = math.nan
-            # Rounding can leave a divergence of zero slightly negative. Where the series of this order
-            # cannot be summed in float64, the other orders bound epsilon without it.
-            total += math.inf if math.isnan(divergence) else count * max(0.0, divergence)
+    steps = [(count, _divergences(sigma, q)) for sigma, q, count in runs]
+    for place, order in enumerate(_ORDERS):
+        total = sum(count * divergences[place] for count, divergences in steps)
         bound = total + math.log1p(-1 / order) - (math.log(delta) + math.log(order)) / (order - 1)
         best = min(best, bound)
     return float(max(0.0, best))
+
+
+@functools.lru_cache(maxsize=1024)
+def _divergences(sigma: float, q: float) -> tuple[float, ...]:
+    """The Renyi divergence R(a) of one step at each of ``_ORDERS``."""
+    from opacus.accountants.analysis.rdp import compute_rdp
+
+    found = []
+    for order in _ORDERS:
+        try:
+            divergence = float(compute_rdp(q=q, noise_multiplier=sigma, steps=1, orders=float(order)))
+        except (ArithmeticError, ValueError):
+            divergence = math.nan
+        # Rounding can leave a divergence of zero slightly negative. Where the series of this order cannot be
+        # summed in float64, the other orders bound epsilon without it.
+        found.append(math.inf if math.isnan(divergence) else max(0.0, divergence))
+    return tuple(found)
 
 
 def _prv_epsilon(runs: Sequence[Run], delta: float, rdp_bound: float) -> float:

@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import zipfile
 
 import pytest
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
@@ -56,5 +57,7 @@ def test_a_job_goes_on_from_its_own_run_whatever_else_was_asked(tmp_path, monkey
     (tmp_path / ".dpl_slurm_job_7.json").write_text(json.dumps({"folder": str(shared), "run": run}))
     assert checkpoint_to_resume(now, None) == checkpoint_to_resume(now, str(theirs)) == str(mine)
     mine.unlink()
+    with zipfile.ZipFile(shared / "foreign.ckpt", "w") as foreign:
+        foreign.writestr("notes.txt", "not a checkpoint")
     assert checkpoint_to_resume(now, None) is None
     assert checkpoint_to_resume(now, str(theirs)) == str(theirs)

@@ -260,6 +260,15 @@ def test_another_target_changes_the_noise_of_the_steps_that_are_left(tmp_path, i
     assert facts["release"] == "ok"
 
 
+def test_a_second_fit_after_another_target_does_not_exchange_it_again(tmp_path, interrupted):
+    checkpoint, *_ = interrupted
+    again = budgeted(8.0)
+    resume(tmp_path, again, checkpoint)
+    with pytest.raises(BudgetError):
+        parameters_after(tmp_path, again)
+    assert again.budget.earlier_targets == [(5.0, 5)]
+
+
 def test_the_same_target_keeps_the_noise(tmp_path, interrupted, monkeypatch):
     checkpoint, _, sigma = interrupted
 

@@ -1,12 +1,7 @@
-"""A private run for the tests, started as a program of its own so that it can have several ranks.
-
-``python run_ranks.py '{"folder": ..., "devices": 2, ...}'`` leaves ``rank0.pt``, ``rank1.pt``, ... in the folder.
-"""
+"""A private run of one rank, for the tests: ``main({"folder": ..., "devices": 2, ...})`` leaves ``rank0.pt`` or so."""
 
 import hashlib
-import json
 import os
-import sys
 from pathlib import Path
 
 import lightning.pytorch as pl
@@ -135,7 +130,3 @@ def main(settings):
         },
         folder / f"rank{trainer.global_rank}.pt",
     )
-
-
-if __name__ == "__main__":
-    main(json.loads(sys.argv[1]))

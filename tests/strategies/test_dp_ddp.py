@@ -1,31 +1,27 @@
 """Several processes take one private step: the same model as one process makes, with noise added once."""
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
-import torch.multiprocessing
+from run_ranks import main
+from run_release import release
+from started_ranks import run_on_ranks
 from torch import nn
 
 from dp_lightning.callbacks import PredictionFile, PrivacyCallback
-from dp_lightning.errors import ConfigurationError, DpLightningError
-from dp_lightning.privacy import ClipPlan, GaussianNoise, Ledger, PrivacyPlan, PrivateMechanism
+from dp_lightning.errors import ConfigurationError
 from dp_lightning.privacy.sampling import PoissonSampler, cut, sampling_key
-from dp_lightning.ranks import Ranks, _checksums
+from dp_lightning.ranks import _checksums
 from dp_lightning.strategies.private import PrivateStrategy
 
-SCRIPT = Path(__file__).parent / "run_ranks.py"
 STEPS = 20
 
 
 def start(folder, devices, *, privacy=None, **settings):
-    """One run of ``run_ranks.py``."""
+    """One run."""
     defaults = {
         "expected_batch_size": 12,
         "noise_multiplier": 0.0,
@@ -40,20 +36,13 @@ def start(folder, devices, *, privacy=None, **settings):
         "trainer": {"max_steps": STEPS},
         **settings,
     }
-    return subprocess.run(
-        [sys.executable, str(SCRIPT), json.dumps(given)],
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
+    return run_on_ranks(main, folder, devices, given)
 
 
 def fit(folder, devices, **settings):
     """Each rank's notes of one run."""
     shown = start(folder, devices, **settings)
-    assert shown.returncode == 0, shown.stderr[-3000:]
+    assert not any(shown.codes), shown.stderr[-3000:]
     return [torch.load(folder / f"rank{rank}.pt", weights_only=True) for rank in range(devices)]
 
 
@@ -108,7 +97,7 @@ def test_two_ranks_that_go_on_end_where_two_that_were_not_stopped_end(tmp_path, 
 @pytest.mark.parametrize(("where", "name"), [("parameter", "net.4.bias"), ("buffer", "scale")])
 def test_replicas_that_drift_apart_are_found_at_the_end_of_an_epoch(tmp_path, where, name):
     shown = start(tmp_path, 2, drift=where)
-    assert shown.returncode != 0
+    assert all(shown.codes)
     assert f"models are no longer the same: {name}." in shown.stderr
 
 
@@ -128,7 +117,7 @@ def test_an_exchange_of_two_numbers_is_a_difference():
 )
 def test_ranks_that_do_not_agree_are_refused(tmp_path, settings, message):
     shown = start(tmp_path, 2, **settings)
-    assert shown.returncode != 0
+    assert all(shown.codes)
     assert message in shown.stderr
     assert not list(tmp_path.glob("rank*.pt"))
 
@@ -156,7 +145,7 @@ def test_ranks_that_go_on_from_different_checkpoints_are_refused(tmp_path):
         Path(path).parent.mkdir()
         fit(Path(path).parent, 1, trainer={"max_steps": 2}, save=path)
     shown = start(tmp_path, 2, ckpt_paths=paths)
-    assert shown.returncode != 0
+    assert all(shown.codes)
     assert "go on from different checkpoints" in shown.stderr
 
 
@@ -209,34 +198,9 @@ def test_every_rank_gets_as_many_physical_batches(num_ranks, count, size):
         assert [batch.last for batch in share] == [False] * (len(share) - 1) + [True]
 
 
-PLAN = PrivacyPlan(num_train=1000, expected_batch_size=50, num_steps=100, noise_multiplier=0.7, delta=1e-4)
-
-
-def release(rank, size, folder, claimed):
-    """One step of a mechanism without gradients: the noise alone, times B. Runs in a process of its own."""
-    torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=size)
-    mechanism = PrivateMechanism(
-        {"weight": torch.zeros(500, 1000)},
-        plan=PLAN,
-        clip_plan=ClipPlan.flat(max_grad_norm=3.0),
-        noise=GaussianNoise(),
-        ledger=Ledger(),
-        ranks=Ranks(rank if claimed is None else claimed, size),
-    )
-    mechanism.begin()
-    try:
-        released = mechanism.release(stop=rank == size - 1)
-    except DpLightningError as error:
-        result = str(error)
-    else:
-        result = {"noise": released.gradients["weight"] * 50, "stop": released.stop}
-    torch.save(result, f"{folder}/{rank}.pt")
-    torch.distributed.destroy_process_group()
-
-
 def releases(folder, size, claimed=None):
-    torch.multiprocessing.spawn(release, (size, str(folder), claimed), nprocs=size)
+    ended = run_on_ranks(release, folder, size, size, str(folder), claimed)
+    assert not any(ended.codes), ended.stderr
     return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(size)]
 
 
