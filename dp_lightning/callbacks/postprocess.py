@@ -1,8 +1,8 @@
 """The Lightning hook that applies a chain of transforms to the privatized gradients.
 
 It acts in `on_before_optimizer_step`, where each parameter's `.grad` holds the privatized gradient, provided
-that the callback that privatizes stands before it in `Trainer(callbacks=[...])`. It reads and writes `.grad`
-and nothing else.
+that the callback that privatizes stands before it in `Trainer(callbacks=[...])`. It reads and writes `.grad`, and asks
+`PrivacyCallback` for the level of the noise in it, which is public.
 """
 
 from typing import Any
@@ -11,6 +11,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch.optim import Optimizer
 
+from dp_lightning.callbacks.privacy import PrivacyCallback
 from dp_lightning.errors import ConfigurationError
 from dp_lightning.postprocess import Chain, Transform
 from dp_lightning.strategies.private import trainer_ranks
@@ -26,16 +27,24 @@ class PostProcessCallback(Callback):
 
     Raises:
         ConfigurationError: momentum is applied twice to the same parameters. When training starts: an
-            optimizer with momentum beside a transform with momentum, or more than one optimizer.
+            optimizer with momentum beside a transform with momentum, more than one optimizer, or what `Chain.check`
+            refuses.
     """
 
     def __init__(self, transforms: list[Transform] | None = None) -> None:
         self.chain = Chain(transforms or ())
+        self._privacy: PrivacyCallback | None = None
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.chain.ranks = trainer_ranks(trainer)
         if not self.chain.transforms:
             return
+        callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+        self._privacy = next((callback for callback in callbacks if isinstance(callback, PrivacyCallback)), None)
+        if self._privacy is not None:
+            self._privacy.postprocessing += [type(transform).__name__ for transform in self.chain.transforms]
+        shapes = {name: p.shape for name, p in pl_module.named_parameters() if p.requires_grad}
+        self.chain.check(shapes, noise=self._noise())
         if len(trainer.optimizers) > 1:
             raise ConfigurationError(
                 f"postprocess.transforms: the module has {len(trainer.optimizers)} optimizers, and every "
@@ -55,23 +64,14 @@ class PostProcessCallback(Callback):
             for name, parameter in pl_module.named_parameters()
             if parameter.requires_grad and parameter.grad is not None
         }
-        for name, transformed in self.chain(gradients).items():
+        for name, transformed in self.chain(gradients, noise=self._noise()).items():
             gradients[name].copy_(transformed)
+
+    def _noise(self) -> float | None:
+        return None if self._privacy is None else self._privacy.noise_level
 
     def state_dict(self) -> dict[str, Any]:
         return self.chain.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.chain.load_state_dict(state_dict)
-
-
-def describe_chains(trainer: Trainer) -> str:
-    """What a trainer's callbacks do to the privatized gradient, in words."""
-    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
-    names = [
-        type(transform).__name__
-        for callback in callbacks
-        if isinstance(callback, PostProcessCallback)
-        for transform in callback.chain.transforms
-    ]
-    return ", then ".join(names) or "none"

@@ -29,7 +29,6 @@ from dp_lightning.callbacks.checkpoints import (
     saved_steps,
 )
 from dp_lightning.callbacks.model_trial import try_model
-from dp_lightning.callbacks.postprocess import describe_chains
 from dp_lightning.callbacks.private_loader import (
     PoissonBatchSampler,
     PrivateSource,
@@ -134,6 +133,8 @@ class PrivacyCallback(pl.Callback):
         self._ranks = Ranks()
         self._unprotected = Unprotected()
         self._restored: dict[str, Any] | None = None
+        #: What acts on the privatized gradient, in words; `PostProcessCallback` adds to it when ``fit`` starts.
+        self.postprocessing: list[str] = []
         #: Set on one rank to ask all of them to stop after a step; and whether some rank asked before the last step.
         self.stop_requested, self.stopping = False, False
 
@@ -143,6 +144,12 @@ class PrivacyCallback(pl.Callback):
     def plan(self) -> PrivacyPlan | None:
         """The public numbers of the run; None before they are known."""
         return self.budget.plan
+
+    @property
+    def noise_level(self) -> float:
+        """Standard deviation of the noise in each entry of the privatized gradient, sigma S / B, during a fit."""
+        assert self._mechanism is not None
+        return self._mechanism.noise_standard_deviation / self._mechanism.plan.expected_batch_size
 
     @property
     def run(self) -> str:
@@ -184,6 +191,7 @@ class PrivacyCallback(pl.Callback):
         self._folder = Path(trainer.log_dir or trainer.default_root_dir)
         self._ranks = trainer_ranks(trainer)
         self.stop_requested = self.stopping = False
+        self.postprocessing = []
         require_one_checkpoint(trainer, self._ranks)
         require_same_settings(self._settings(), self._ranks, trainer.strategy.root_device)
         self._record.open(trainer, self._folder, self.ledger, goes_on=self._restored is not None)
@@ -426,7 +434,7 @@ class PrivacyCallback(pl.Callback):
             fixed_noise_seed=self.noise_seed is not None,
             fixed_sampling_seed=self.sampling_seed is not None,
             private=self.plan.noise_multiplier > 0,
-            postprocessing=describe_chains(trainer),
+            postprocessing=", then ".join(self.postprocessing) or "none",
             earlier_targets=tuple(self.budget.earlier_targets),
             lost_steps=self.ledger.num_steps - trainer.global_step,
             num_ranks=self._ranks.size,

@@ -1,13 +1,15 @@
 """A sequence of transforms together with its state: what a training step calls and a checkpoint keeps."""
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from dp_lightning.errors import ConfigurationError
+from dp_lightning.postprocess.noise import NoiseTracker
 from dp_lightning.postprocess.sharing import apply_on_ranks
-from dp_lightning.postprocess.transform import Gradients, State, Transform
+from dp_lightning.postprocess.transform import Gradients, Noise, State, Transform
 from dp_lightning.ranks import Ranks
 
 
@@ -18,58 +20,107 @@ class Chain:
         transforms: applied from the first to the last. An empty chain returns its input.
         ranks: the processes that hold the same gradients and call the chain together.
 
+    Attributes:
+        noise: standard deviation of the noise in each entry of what the last call returned, by parameter name; None
+            where a transform that is not linear has acted.
+
     Raises:
-        ConfigurationError: two transforms with momentum select the same kind of parameter.
+        ConfigurationError: two transforms with momentum select the same kind of parameter, whatever its name.
     """
 
     def __init__(self, transforms: Sequence[Transform] = (), *, ranks: Ranks | None = None) -> None:
         self.transforms = tuple(transforms)
         self.ranks = ranks or Ranks()
+        self.noise: Noise = {}
+        everywhere = [t for t in self.transforms if t.has_momentum and t.include is None and not t.exclude]
         for kind in ("matrices", "vectors"):
-            if sum(transform.has_momentum and kind in transform.kinds() for transform in self.transforms) > 1:
-                raise ConfigurationError(
-                    f"transforms: momentum is applied twice to the {kind}; keep one Momentum for them, or "
-                    "let applies_to of the two name different parameters"
-                )
+            if sum(kind in transform.kinds() for transform in everywhere) > 1:
+                raise _two_momenta(f"the {kind}")
         self._states: list[State] = [{} for _ in self.transforms]
+        self._tracker = NoiseTracker(self.transforms)
 
     @property
     def has_momentum(self) -> bool:
         """Whether any transform of the chain adds momentum."""
         return any(transform.has_momentum for transform in self.transforms)
 
+    def check(self, shapes: Mapping[str, torch.Size], *, noise: float | None) -> None:
+        """Refuse what cannot work for these parameters, before the first step.
+
+        Args:
+            shapes: of the trained parameters, by name.
+            noise: as `__call__` will get it.
+
+        Raises:
+            ConfigurationError: a pattern matches no parameter, momentum is applied twice to one, or a transform needs
+                to know the noise where it is not known.
+        """
+        levels = NoiseTracker(self.transforms).step(shapes, noise)
+        with_momentum: dict[str, Transform] = {}
+        for transform, level in zip(self.transforms, levels, strict=False):
+            title = type(transform).__name__
+            if unmatched := transform.unmatched(shapes):
+                raise ConfigurationError(
+                    f"{title}: no trained parameter's name matches {', '.join(unmatched)}. The names are such as "
+                    f"{', '.join(list(shapes)[:4])}"
+                )
+            for name in (name for name, shape in shapes.items() if transform.selects(name, len(shape))):
+                if transform.has_momentum and with_momentum.setdefault(name, transform) is not transform:
+                    raise _two_momenta(name)
+                if transform.needs_noise and level[name] is None:
+                    raise ConfigurationError(
+                        f"{title} needs the noise of the privatized gradient, and for {name} it is not known here. "
+                        + (
+                            "Train with PrivacyCallback"
+                            if noise is None
+                            else f"Put {title} before the transforms that are not linear, such as Orthogonalize"
+                        )
+                    )
+
     @torch.no_grad()
-    def __call__(self, gradients: Mapping[str, Tensor]) -> Gradients:
+    def __call__(self, gradients: Mapping[str, Tensor], *, noise: float | None = None) -> Gradients:
         """Transform the privatized gradients of one step and advance the state by it.
 
         Args:
             gradients: parameter name to gradient, in the parameter's shape. They are not changed.
+            noise: standard deviation of the noise in each of their entries, sigma S / B; None where it is not known.
 
         Returns:
             The transformed gradients, with the same names, shapes, dtypes and devices. A gradient that no
             transform selects is the input tensor itself.
         """
         result = dict(gradients)
+        levels = self._tracker.step({name: gradient.shape for name, gradient in gradients.items()}, noise)
         for i, transform in enumerate(self.transforms):
-            result, self._states[i] = apply_on_ranks(transform, result, self._states[i], self.ranks)
+            result, self._states[i] = apply_on_ranks(transform, result, self._states[i], levels[i], self.ranks)
+        self.noise = levels[-1]
         return result
 
-    def state_dict(self) -> dict[str, State]:
-        """The state of each transform under its position and class: nested dictionaries of tensors."""
-        return dict(zip(self._keys(), self._states, strict=True))
+    def state_dict(self) -> dict[str, Any]:
+        """The state of each transform under its position and class, and that of the noise: nested dictionaries."""
+        return {"transforms": dict(zip(self._keys(), self._states, strict=True)), "noise": self._tracker.state_dict()}
 
-    def load_state_dict(self, state_dict: Mapping[str, State]) -> None:
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Continue from `state_dict`.
 
         Raises:
             ConfigurationError: it was saved by a chain of other transforms.
         """
-        if list(state_dict) != self._keys():
+        saved = state_dict["transforms"]
+        if list(saved) != self._keys():
             raise ConfigurationError(
-                f"transforms: the saved state belongs to {list(state_dict)}, the configuration has "
+                f"transforms: the saved state belongs to {list(saved)}, the configuration has "
                 f"{self._keys()}; resume with the transforms that the run was started with"
             )
-        self._states = [dict(state) for state in state_dict.values()]
+        self._states = [dict(state) for state in saved.values()]
+        self._tracker.load_state_dict(state_dict["noise"])
 
     def _keys(self) -> list[str]:
         return [f"{i}.{type(transform).__name__}" for i, transform in enumerate(self.transforms)]
+
+
+def _two_momenta(where: str) -> ConfigurationError:
+    return ConfigurationError(
+        f"transforms: momentum is applied twice to {where}; keep one Momentum for them, or let applies_to, include "
+        "and exclude of the two name different parameters"
+    )

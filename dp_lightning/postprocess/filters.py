@@ -17,15 +17,17 @@ K = P / (P + R), then P <- (1 - K) P + Q.
 
 import math
 from collections.abc import Sequence
+from typing import Unpack
 
 import torch
 from torch import Tensor
 
 from dp_lightning.errors import ConfigurationError
-from dp_lightning.postprocess.transform import AppliesTo, Gradients, State, Transform
+from dp_lightning.postprocess.linear import LinearTransform, Slots
+from dp_lightning.postprocess.transform import AppliesTo, Where
 
 
-class LowPass(Transform):
+class LowPass(LinearTransform):
     """A linear recursive filter of the privatized gradients. The default is m <- 0.9 m + 0.1 g.
 
     An exponential average with decay beta is a = (-beta,), b = (1 - beta,).
@@ -35,12 +37,14 @@ class LowPass(Transform):
         b: (b_0, ..., b_{n_b}): weights of the present and past gradients.
         bias_correction: divide by the filter's response to a constant 1, so that a constant gradient comes
             out as it is from the first step on (1 - beta^t for the exponential average).
-        applies_to: see `Transform`.
+        applies_to, where: see `Transform`.
 
     Raises:
         ConfigurationError: coefficients that are not finite, an unstable recursion (a root of
             z^n + a_1 z^(n-1) + ... + a_n on or outside the unit circle), or b without a present gradient.
     """
+
+    has_memory = True
 
     def __init__(
         self,
@@ -49,8 +53,9 @@ class LowPass(Transform):
         b: tuple[float, ...] = (0.1,),
         bias_correction: bool = False,
         applies_to: AppliesTo = "matrices",
+        **where: Unpack[Where],
     ) -> None:
-        super().__init__(applies_to=applies_to)
+        super().__init__(applies_to=applies_to, **where)
         if not all(math.isfinite(value) for value in (*a, *b)):
             raise ConfigurationError(f"LowPass: a and b must be finite, got a={a}, b={b}")
         if not b or b[0] == 0 or sum(b) == 0:
@@ -67,23 +72,15 @@ class LowPass(Transform):
         self.b = tuple(b)
         self.bias_correction = bias_correction
 
-    def update(self, gradients: Gradients, state: State) -> tuple[Gradients, State]:
-        output: Gradients = {}
-        new_state: State = {}
-        for name, gradient in gradients.items():
-            slots = state.get(name, {})
-            filtered, new_state[name] = self._recursion(gradient, slots, prefix="")
-            if self.bias_correction:
-                # The response is a number, whatever the parameter's shape: its history stays on the CPU.
-                one = torch.ones((), dtype=torch.float64)
-                response, unit_slots = self._recursion(one, slots, prefix="unit_")
-                new_state[name] |= unit_slots
-                output[name] = filtered / response.item()
-            else:
-                output[name] = filtered.clone()
-        return output, new_state
+    def step(self, value: Tensor, slots: Slots, *, noise: float | None, shape: torch.Size) -> tuple[Tensor, Slots]:
+        filtered, new_slots = self._recursion(value, slots, prefix="")
+        if not self.bias_correction:
+            return filtered.clone(), new_slots
+        # The response is a number, whatever the parameter's shape: its history stays on the CPU.
+        response, unit_slots = self._recursion(torch.ones((), dtype=torch.float64), slots, prefix="unit_")
+        return filtered / response.item(), new_slots | unit_slots
 
-    def _recursion(self, value: Tensor, slots: dict[str, Tensor], *, prefix: str) -> tuple[Tensor, dict[str, Tensor]]:
+    def _recursion(self, value: Tensor, slots: Slots, *, prefix: str) -> tuple[Tensor, Slots]:
         """One step of the recursion on `value`; the history is in slots output_1, ... and input_1, ..."""
         zero = torch.zeros_like(value)
         outputs = [slots.get(f"{prefix}output_{i}", zero) for i in range(1, len(self.a) + 1)]
@@ -108,7 +105,7 @@ def _largest_pole(a: Sequence[float]) -> float:
     return torch.linalg.eigvals(companion).abs().max().item()
 
 
-class Kalman(Transform):
+class Kalman(LinearTransform):
     """Scalar Kalman filter of the privatized gradients; the first estimate is the first gradient.
 
     Starting from the first gradient is the limit of no prior knowledge, P = infinity: K_1 = 1, and then
@@ -122,11 +119,13 @@ class Kalman(Transform):
         gain: constant K in (0, 1].
         process_to_measurement_ratio: Q/R, positive. The gain falls from 1 to the positive root of
             K^2 + (Q/R) K - Q/R = 0.
-        applies_to: see `Transform`.
+        applies_to, where: see `Transform`.
 
     Raises:
         ConfigurationError: both or neither are given, or one is outside its range.
     """
+
+    has_memory = True
 
     def __init__(
         self,
@@ -134,8 +133,9 @@ class Kalman(Transform):
         gain: float | None = None,
         process_to_measurement_ratio: float | None = None,
         applies_to: AppliesTo = "matrices",
+        **where: Unpack[Where],
     ) -> None:
-        super().__init__(applies_to=applies_to)
+        super().__init__(applies_to=applies_to, **where)
         ratio = process_to_measurement_ratio
         if (gain is None) == (ratio is None):
             raise ConfigurationError("Kalman: give exactly one of gain and process_to_measurement_ratio")
@@ -153,31 +153,18 @@ class Kalman(Transform):
         self.gain = gain
         self.process_to_measurement_ratio = ratio
 
-    def update(self, gradients: Gradients, state: State) -> tuple[Gradients, State]:
-        new_state: State = {}
-        for name, gradient in gradients.items():
-            if self.gain is not None:
-                new_state[name] = self._step(gradient, state.get(name), self.gain)
-            else:
-                new_state[name] = self._step_with_variance(gradient, state.get(name))
-        return {name: slots["estimate"].clone() for name, slots in new_state.items()}, new_state
-
-    def _step_with_variance(self, gradient: Tensor, slots: dict[str, Tensor] | None) -> dict[str, Tensor]:
-        """One step with the gain of the variance recursion; `error_variance` is P in units of R."""
-        assert self.process_to_measurement_ratio is not None
-        if slots is None:
-            gain, posterior = 1.0, 1.0
+    def step(self, value: Tensor, slots: Slots, *, noise: float | None, shape: torch.Size) -> tuple[Tensor, Slots]:
+        ratio = self.process_to_measurement_ratio
+        if ratio is None:
+            assert self.gain is not None
+            gain, variances = self.gain, {}
         else:
-            variance = slots["error_variance"].item()
-            gain = variance / (variance + 1)
-            posterior = (1 - gain) * variance
-        new_slots = self._step(gradient, slots, gain)
-        variance = posterior + self.process_to_measurement_ratio
-        new_slots["error_variance"] = torch.tensor(variance, dtype=torch.float64)
-        return new_slots
-
-    @staticmethod
-    def _step(gradient: Tensor, slots: dict[str, Tensor] | None, gain: float) -> dict[str, Tensor]:
-        if slots is None:
-            return {"estimate": gradient.clone()}
-        return {"estimate": (1 - gain) * slots["estimate"] + gain * gradient}
+            # P in units of R.
+            gain = posterior = 1.0
+            if slots:
+                variance = slots["error_variance"].item()
+                gain = variance / (variance + 1)
+                posterior = (1 - gain) * variance
+            variances = {"error_variance": torch.tensor(posterior + ratio, dtype=torch.float64)}
+        estimate = (1 - gain) * slots["estimate"] + gain * value if slots else value.clone()
+        return estimate.clone(), {"estimate": estimate, **variances}

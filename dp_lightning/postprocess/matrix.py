@@ -1,11 +1,4 @@
-"""Functions of matrices that the orthogonalizing transforms are made of.
-
-Newton-Schulz orthogonalization (Jordan et al. 2024, "Muon") starts from X = M / ||M||_F and repeats
-
-    X <- a X + b (X X^T) X + c (X X^T)^2 X,
-
-which maps each singular value s of X to a s + b s^3 + c s^5 and leaves the singular vectors alone. The exact
-polar factor U V^T of M = U S V^T stands beside it as the reference.
+"""Functions of matrices: views, norms, the polar factor, and functions of the singular values.
 
 All functions work on batches: the last two dimensions are the matrix. Half-precision input is computed in
 float32 and returned in its own dtype; float32 and float64 are kept.
@@ -17,13 +10,6 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
-
-from dp_lightning.errors import ConfigurationError
-
-Coefficients = tuple[float, float, float]
-
-# Jordan et al. 2024: a steep slope at zero (3.4445), bought with a fixed point that is not 1.
-PRESETS: dict[str, Coefficients] = {"muon": (3.4445, -4.7750, 2.0315)}
 
 
 def as_matrix(tensor: Tensor) -> Tensor:
@@ -42,71 +28,107 @@ def dimension_scale(shape: Sequence[int], *, cap: float = 4.0) -> float:
     return min(cap, math.sqrt(max(1.0, m / max(1, n))))
 
 
-def newton_schulz(matrix: Tensor, *, steps: int = 5, coefficients: str | Coefficients = "muon") -> Tensor:
-    """Push all singular values of each matrix towards one by the quintic Newton-Schulz iteration.
-
-    With the "muon" coefficients this does **not** converge to the polar factor U V^T, however many steps it
-    takes: after five steps the singular values of a well-conditioned matrix lie in about [0.68, 1.14] and go
-    on moving in that band. Singular values far below the largest grow by at most 3.4445 per step, 485-fold
-    in five, and may be left below it: a square Gaussian matrix of 64 x 64 may end in [0.1, 1.2]. Use
-    `polar_factor` where the exact value matters. The result does not depend on the scale of the input.
-
-    Args:
-        matrix: (..., m, n). A zero matrix gives a zero matrix.
-        steps: number of iterations, at least 1.
-        coefficients: (a, b, c), or the name of a preset: "muon" is (3.4445, -4.7750, 2.0315).
-
-    Returns:
-        (..., m, n), the dtype of `matrix`.
-
-    Raises:
-        ConfigurationError: `steps` below 1, or coefficients that are neither a preset nor three finite
-            numbers.
-    """
-    a, b, c = check_newton_schulz(steps, coefficients)
-    x = _unit_range(_at_least_float32(matrix))
-    transposed = x.shape[-2] > x.shape[-1]
-    if transposed:
-        x = x.mT
-    x = x / _nonzero(torch.linalg.matrix_norm(x, keepdim=True))
-    for _ in range(steps):
-        gram = x @ x.mT
-        x = a * x + (b * gram + c * (gram @ gram)) @ x
-    return (x.mT if transposed else x).to(matrix.dtype)
-
-
 def polar_factor(matrix: Tensor) -> Tensor:
     """The exact polar factor U V^T of each matrix (..., m, n), by a singular value decomposition.
 
     Directions whose singular value is zero to rounding stay zero, so a zero matrix gives a zero matrix.
     """
-    u, s, vh = torch.linalg.svd(_at_least_float32(matrix), full_matrices=False)
+    u, s, vh = torch.linalg.svd(at_least_float32(matrix), full_matrices=False)
     # The usual threshold of a numerical rank (Golub and Van Loan, 5.5).
     threshold = max(matrix.shape[-2:]) * torch.finfo(s.dtype).eps * s[..., :1]
     return ((u * (s > threshold).to(u.dtype).unsqueeze(-2)) @ vh).to(matrix.dtype)
 
 
-def spectral_norm(matrix: Tensor) -> Tensor:
-    """The largest singular value of each matrix: (..., m, n) to (...).
+def singular_values(matrix: Tensor) -> Tensor:
+    """All singular values of each matrix in ascending order, (..., m, n) to (..., min(m, n)).
 
-    It is the root of the largest eigenvalue of the smaller Gram matrix, all eigenvalues of which are
-    computed: no power iteration and no tolerance to choose. Squaring costs accuracy for small singular values
-    and none for the largest: the relative error is about 1e-6 in float32 and 1e-15 in float64.
+    They are the roots of the eigenvalues of the smaller Gram matrix. Squaring costs accuracy for small singular
+    values and none for the largest, whose relative error is about 1e-6 in float32 and 1e-15 in float64.
     """
-    x = _at_least_float32(matrix)
-    largest = _nonzero(x.abs().amax((-2, -1)))
-    x = x / largest[..., None, None]
+    x = at_least_float32(matrix)
+    largest = nonzero(x.abs().amax((-2, -1), keepdim=True))
+    x = x / largest
     gram = x @ x.mT if x.shape[-2] <= x.shape[-1] else x.mT @ x
-    eigenvalue = torch.linalg.eigvalsh(gram)[..., -1]
-    return (largest * eigenvalue.clamp_min(0).sqrt()).to(matrix.dtype)
+    return (largest.squeeze(-1) * torch.linalg.eigvalsh(gram).clamp_min(0).sqrt()).to(matrix.dtype)
 
 
-def map_same_shape(function: Callable[[Tensor], Tensor], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def spectral_norm(matrix: Tensor) -> Tensor:
+    """The largest singular value of each matrix: (..., m, n) to (...). See `singular_values`."""
+    return singular_values(matrix)[..., -1]
+
+
+def power_iteration(matrix: Tensor, vector: Tensor | None = None, *, steps: int = 2) -> tuple[Tensor, Tensor, Tensor]:
+    """The largest singular value of each matrix from below, by power iteration on M^T M (Golub and Van Loan, 8.2).
+
+    Warm-started with the vector of a matrix that was close to this one, two steps are mostly enough. The value is
+    ||M v|| for a unit vector v, so it is never above sigma_1, and some singular value s of M satisfies
+    |s^2 - value^2| <= residual. Whether that one is sigma_1 is **not** guaranteed: it is where v is not almost
+    orthogonal to the first singular vector and steps are many.
+
+    Args:
+        matrix: (..., m, n).
+        vector: (..., n), from an earlier call; None starts from a fixed pseudo-random vector.
+        steps: products with M^T M, at least 1.
+
+    Returns:
+        The value (...), the vector (..., n) to start from the next time, and the residual (...) in the units of the
+        value squared.
+    """
+    x = at_least_float32(matrix)
+    largest = nonzero(x.abs().amax((-2, -1)))
+    x = x / largest[..., None, None]
+    if vector is None:
+        start = torch.randn(x.shape[-1], generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+        vector = start.to(x).expand(*x.shape[:-2], -1)
+    v = vector.to(x.dtype).unsqueeze(-1)
+    v = v / nonzero(torch.linalg.vector_norm(v, dim=-2, keepdim=True))
+    for _ in range(steps):
+        image = x.mT @ (x @ v)
+        v = image / nonzero(torch.linalg.vector_norm(image, dim=-2, keepdim=True))
+    forward = x @ v
+    squared = forward.square().sum((-2, -1))
+    residual = torch.linalg.vector_norm(x.mT @ forward - squared[..., None, None] * v, dim=(-2, -1))
+    value = largest * squared.sqrt()
+    return value.to(matrix.dtype), v.squeeze(-1), (largest.square() * residual).to(matrix.dtype)
+
+
+def map_singular_values(matrix: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
+    """U f(S) V^T for each matrix U S V^T, by the eigenvectors of the smaller Gram matrix and one product.
+
+    Cheaper than a singular value decomposition. Squaring costs accuracy for small singular values: those below
+    3e-4 sigma_1 in float32 (1e-8 in float64) are taken for zero, and f(0) for zero.
+
+    Args:
+        matrix: (..., m, n).
+        function: singular values (..., min(m, n)), in ascending order, to new ones of the same shape.
+
+    Returns:
+        (..., m, n), the dtype of `matrix`.
+    """
+    x = at_least_float32(matrix)
+    largest = nonzero(x.abs().amax((-2, -1), keepdim=True))
+    x = x / largest
+    wide = x.shape[-2] <= x.shape[-1]
+    squares, vectors = torch.linalg.eigh(x @ x.mT if wide else x.mT @ x)
+    floor = torch.finfo(x.dtype).eps * squares[..., -1:].clamp_min(0)
+    values = squares.clamp_min(0).sqrt()
+    present = squares > floor
+    factors = function(values * largest.squeeze(-1)) / torch.where(present, values, 1.0)
+    scaled = vectors * torch.where(present, factors, 0.0).unsqueeze(-2)
+    result = scaled @ (vectors.mT @ x) if wide else (x @ scaled) @ vectors.mT
+    return result.to(matrix.dtype)
+
+
+def map_same_shape(
+    function: Callable[..., Tensor], tensors: Mapping[str, Tensor], *numbers: Mapping[str, float]
+) -> dict[str, Tensor]:
     """Apply a batched matrix function to tensors viewed as matrices; same shapes go through as one batch.
 
     Args:
-        function: (k, m, n) to (k, ...), treating each of the k matrices on its own.
+        function: (k, m, n), and for each of `numbers` a (k,) tensor, to (k, ...), treating each of the k matrices
+            on its own.
         tensors: parameters of two or more dimensions, by name.
+        numbers: one for each of the names.
 
     Returns:
         For each name its slice of the function's result (still in matrix form).
@@ -117,34 +139,22 @@ def map_same_shape(function: Callable[[Tensor], Tensor], tensors: Mapping[str, T
     results: dict[str, Tensor] = {}
     for names in groups.values():
         batch = torch.stack([as_matrix(tensors[name]) for name in names])
-        results.update(zip(names, function(batch).unbind(), strict=True))
+        dtype = at_least_float32(batch).dtype
+        columns = [torch.tensor([of[name] for name in names], dtype=dtype).to(batch.device) for of in numbers]
+        results.update(zip(names, function(batch, *columns).unbind(), strict=True))
     return results
 
 
-def check_newton_schulz(steps: int, coefficients: str | Coefficients) -> Coefficients:
-    """The coefficients as numbers; raises `ConfigurationError` for settings Newton-Schulz cannot use."""
-    if steps < 1:
-        raise ConfigurationError(f"steps must be at least 1, got {steps}")
-    if isinstance(coefficients, str):
-        if coefficients not in PRESETS:
-            raise ConfigurationError(
-                f"coefficients must be one of {sorted(PRESETS)} or (a, b, c), got {coefficients!r}"
-            )
-        return PRESETS[coefficients]
-    if len(coefficients) != 3 or not all(math.isfinite(value) for value in coefficients):
-        raise ConfigurationError(f"coefficients must be three finite numbers (a, b, c), got {coefficients}")
-    a, b, c = coefficients
-    return a, b, c
-
-
-def _at_least_float32(matrix: Tensor) -> Tensor:
+def at_least_float32(matrix: Tensor) -> Tensor:
+    """The matrix, in float32 where it is in half precision."""
     return matrix.float() if matrix.dtype in (torch.float16, torch.bfloat16) else matrix
 
 
-def _unit_range(matrix: Tensor) -> Tensor:
+def unit_range(matrix: Tensor) -> Tensor:
     """Divide each matrix by its largest entry, so that no norm of it can overflow or underflow."""
-    return matrix / _nonzero(matrix.abs().amax((-2, -1), keepdim=True))
+    return matrix / nonzero(matrix.abs().amax((-2, -1), keepdim=True))
 
 
-def _nonzero(value: Tensor) -> Tensor:
+def nonzero(value: Tensor) -> Tensor:
+    """The value, or the smallest normal number where that is larger: a divisor."""
     return value.clamp_min(torch.finfo(value.dtype).tiny)

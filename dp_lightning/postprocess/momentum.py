@@ -11,27 +11,29 @@ Exponential average with Nesterov's look-ahead, as in Muon (Jordan et al. 2024):
 Both start from M = 0. G is the privatized gradient.
 """
 
-from typing import Literal
+from typing import Literal, Unpack
 
 import torch
+from torch import Tensor
 
 from dp_lightning.errors import ConfigurationError
-from dp_lightning.postprocess.transform import AppliesTo, Gradients, State, Transform
+from dp_lightning.postprocess.linear import LinearTransform, Slots
+from dp_lightning.postprocess.transform import AppliesTo, Where
 
 
-class Momentum(Transform):
+class Momentum(LinearTransform):
     """Momentum on the privatized gradient.
 
     Args:
         beta: decay in [0, 1).
         kind: "heavy_ball" (Polyak 1964) or "ema_nesterov" (Jordan et al. 2024).
-        applies_to: see `Transform`.
+        applies_to, where: see `Transform`.
 
     Raises:
         ConfigurationError: `beta` outside [0, 1), or an unknown `kind`.
     """
 
-    has_momentum = True
+    has_momentum = has_memory = True
 
     def __init__(
         self,
@@ -39,8 +41,9 @@ class Momentum(Transform):
         *,
         kind: Literal["heavy_ball", "ema_nesterov"] = "heavy_ball",
         applies_to: AppliesTo = "matrices",
+        **where: Unpack[Where],
     ) -> None:
-        super().__init__(applies_to=applies_to)
+        super().__init__(applies_to=applies_to, **where)
         if not 0 <= beta < 1:
             raise ConfigurationError(f"Momentum: beta must lie in [0, 1), got {beta}")
         if kind not in ("heavy_ball", "ema_nesterov"):
@@ -48,16 +51,10 @@ class Momentum(Transform):
         self.beta = beta
         self.kind = kind
 
-    def update(self, gradients: Gradients, state: State) -> tuple[Gradients, State]:
-        output: Gradients = {}
-        new_state: State = {}
-        for name, gradient in gradients.items():
-            previous = state[name]["momentum"] if name in state else torch.zeros_like(gradient)
-            if self.kind == "heavy_ball":
-                momentum = self.beta * previous + gradient
-                output[name] = momentum.clone()
-            else:
-                momentum = self.beta * previous + (1 - self.beta) * gradient
-                output[name] = (1 - self.beta) * gradient + self.beta * momentum
-            new_state[name] = {"momentum": momentum}
-        return output, new_state
+    def step(self, value: Tensor, slots: Slots, *, noise: float | None, shape: torch.Size) -> tuple[Tensor, Slots]:
+        previous = slots["momentum"] if slots else torch.zeros_like(value)
+        if self.kind == "heavy_ball":
+            momentum = self.beta * previous + value
+            return momentum.clone(), {"momentum": momentum}
+        momentum = self.beta * previous + (1 - self.beta) * value
+        return (1 - self.beta) * value + self.beta * momentum, {"momentum": momentum}

@@ -7,18 +7,24 @@ where M is the m x n input of the transform (a momentum, usually), NS5 five Newt
 the largest singular value. NS5 forgets the scale of M; the second form puts it back.
 """
 
+from typing import Literal, Unpack
+
 import torch
+from torch import Tensor
 
 from dp_lightning.errors import ConfigurationError
 from dp_lightning.postprocess.matrix import (
-    Coefficients,
-    check_newton_schulz,
+    as_matrix,
     dimension_scale,
     map_same_shape,
-    newton_schulz,
+    polar_factor,
+    power_iteration,
     spectral_norm,
 )
-from dp_lightning.postprocess.transform import Gradients, State, Transform
+from dp_lightning.postprocess.newton_schulz import Coefficients, check_newton_schulz, newton_schulz
+from dp_lightning.postprocess.transform import Gradients, Noise, State, Transform, Where
+
+_POWER_STEPS = 2
 
 
 class Orthogonalize(Transform):
@@ -26,77 +32,113 @@ class Orthogonalize(Transform):
 
     Args:
         steps: Newton-Schulz steps, at least 1.
-        coefficients: see `newton_schulz`.
+        coefficients: "muon", "polar_express" or (a, b, c), see `newton_schulz`; "exact" takes the polar factor by a
+            singular value decomposition instead.
         scale_cap: upper bound of the dimension scale, positive. Infinity removes it, as in Muon (Jordan et
             al. 2024).
+        precision: of the products. "bfloat16" is faster on GPUs and right to about 1 %.
+        where: see `Transform`.
 
     Raises:
         ConfigurationError: a setting outside its range.
     """
 
-    def __init__(self, *, steps: int = 5, coefficients: Coefficients | str = "muon", scale_cap: float = 4.0) -> None:
-        super().__init__(applies_to="matrices")
-        check_newton_schulz(steps, coefficients)
+    def __init__(
+        self,
+        *,
+        steps: int = 5,
+        coefficients: Coefficients | str = "muon",
+        scale_cap: float = 4.0,
+        precision: Literal["float32", "bfloat16"] = "float32",
+        **where: Unpack[Where],
+    ) -> None:
+        super().__init__(applies_to="matrices", **where)
+        if coefficients != "exact":
+            check_newton_schulz(steps, coefficients)
+        if precision not in ("float32", "bfloat16"):
+            raise ConfigurationError(f"Orthogonalize: precision must be 'float32' or 'bfloat16', got {precision!r}")
         if not scale_cap > 0:
             raise ConfigurationError(f"Orthogonalize: scale_cap must be positive, got {scale_cap}")
         self.steps = steps
         self.coefficients = coefficients
         self.scale_cap = scale_cap
+        self.precision = precision
 
     def cost(self, shape: torch.Size) -> float:
         if len(shape) < 2:
             return 0.0
-        short, long = _sides(shape)
+        short, long = sides(shape)
         # Two products with the short side twice, one with it three times.
         return self.steps * (4.0 * short**2 * long + 2.0 * short**3)
 
-    def update(self, gradients: Gradients, state: State) -> tuple[Gradients, State]:
-        factors = map_same_shape(
-            lambda batch: (
-                dimension_scale(batch.shape[1:], cap=self.scale_cap)
-                * newton_schulz(batch, steps=self.steps, coefficients=self.coefficients)
-            ),
-            gradients,
-        )
+    def update(self, gradients: Gradients, state: State, noise: Noise) -> tuple[Gradients, State]:
+        def scaled_factor(batch: Tensor) -> Tensor:
+            return dimension_scale(batch.shape[1:], cap=self.scale_cap) * self._factor(batch)
+
+        factors = map_same_shape(scaled_factor, gradients)
         return {name: factors[name].reshape(gradient.shape) for name, gradient in gradients.items()}, {}
+
+    def _factor(self, batch: Tensor) -> Tensor:
+        if self.coefficients == "exact":
+            return polar_factor(batch)
+        dtype = torch.bfloat16 if self.precision == "bfloat16" else None
+        return newton_schulz(batch, steps=self.steps, coefficients=self.coefficients, dtype=dtype)
 
 
 class MagnitudeScale(Transform):
     """sigma_1(M) times another transform of M: keeps the magnitude that an orthogonalization forgets.
 
-    `MagnitudeScale(Orthogonalize())` is DP-Muon-S after its momentum. Applies to matrices.
+    `MagnitudeScale(Orthogonalize())` is DP-Muon-S after its momentum. Applies to the matrices that the other transform
+    selects.
 
     Args:
         transform: a transform of matrices; it and sigma_1 receive the same input M.
+        method: how sigma_1 is found. "exact" by all eigenvalues of the smaller Gram matrix. "power" by two power
+            iterations that start where those of the step before ended: from below, within 3 % where one direction
+            leads, and within 10 % for noise alone.
 
     Raises:
-        ConfigurationError: `transform` also selects parameters that are not matrices.
+        ConfigurationError: `transform` also selects parameters that are not matrices, or `method` is unknown.
     """
 
-    def __init__(self, transform: Transform) -> None:
-        super().__init__(applies_to="matrices")
+    def __init__(self, transform: Transform, *, method: Literal["exact", "power"] = "exact") -> None:
+        super().__init__(applies_to="matrices", include=transform.include, exclude=transform.exclude)
         if transform.applies_to != "matrices":
             raise ConfigurationError(
                 "MagnitudeScale: transform must apply to 'matrices', because only a matrix has a spectral "
                 f"norm; it applies to {transform.applies_to!r}"
             )
+        if method not in ("exact", "power"):
+            raise ConfigurationError(f"MagnitudeScale: method must be 'exact' or 'power', got {method!r}")
         self.transform = transform
+        self.method = method
         self.has_momentum = transform.has_momentum
+        self.has_memory = transform.has_memory or method == "power"
+        self.needs_noise = transform.needs_noise
 
     def cost(self, shape: torch.Size) -> float:
         inner = self.transform.cost(shape)
-        if not inner:
+        if not inner or self.has_memory:
             return 0.0
-        short, long = _sides(shape)
+        short, long = sides(shape)
         # A Gram matrix and its eigenvalues (Golub and Van Loan, 8.3: 4/3 n^3).
         return inner + 2.0 * short**2 * long + 4 / 3 * short**3
 
-    def update(self, gradients: Gradients, state: State) -> tuple[Gradients, State]:
-        norms = map_same_shape(spectral_norm, gradients)
-        output, new_state = self.transform.update(gradients, state)
-        return {name: norms[name] * value for name, value in output.items()}, new_state
+    def update(self, gradients: Gradients, state: State, noise: Noise) -> tuple[Gradients, State]:
+        output, inner_state = self.transform.update(gradients, state, noise)
+        if self.method == "exact":
+            norms = map_same_shape(spectral_norm, gradients)
+            return {name: norms[name] * value for name, value in output.items()}, inner_state
+        new_state: State = {}
+        for name, gradient in gradients.items():
+            start = state.get(name, {}).get("direction")
+            norm, vector, _ = power_iteration(as_matrix(gradient), start, steps=_POWER_STEPS)
+            output[name] = norm * output[name]
+            new_state[name] = {**inner_state.get(name, {}), "direction": vector}
+        return output, new_state
 
 
-def _sides(shape: torch.Size) -> tuple[int, int]:
+def sides(shape: torch.Size) -> tuple[int, int]:
+    """The shorter and the longer side of a parameter viewed as a matrix."""
     rows, columns = shape[0], shape[1:].numel()
     return min(rows, columns), max(rows, columns)

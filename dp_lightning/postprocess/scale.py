@@ -5,27 +5,32 @@ optimizer's learning rate: f = 0.3 / lr gives them 0.3, under every schedule.
 """
 
 import math
+from typing import Unpack
+
+import torch
+from torch import Tensor
 
 from dp_lightning.errors import ConfigurationError
-from dp_lightning.postprocess.transform import AppliesTo, Gradients, State, Transform
+from dp_lightning.postprocess.linear import LinearTransform, Slots
+from dp_lightning.postprocess.transform import AppliesTo, Where
 
 
-class Scale(Transform):
+class Scale(LinearTransform):
     """Multiply the gradient by a constant.
 
     Args:
         factor: positive and finite.
-        applies_to: see `Transform`.
+        applies_to, where: see `Transform`.
 
     Raises:
         ConfigurationError: `factor` is not positive and finite.
     """
 
-    def __init__(self, factor: float, *, applies_to: AppliesTo = "matrices") -> None:
-        super().__init__(applies_to=applies_to)
+    def __init__(self, factor: float, *, applies_to: AppliesTo = "matrices", **where: Unpack[Where]) -> None:
+        super().__init__(applies_to=applies_to, **where)
         if not (factor > 0 and math.isfinite(factor)):
             raise ConfigurationError(f"Scale: factor must be positive and finite, got {factor}")
         self.factor = factor
 
-    def update(self, gradients: Gradients, state: State) -> tuple[Gradients, State]:
-        return {name: self.factor * gradient for name, gradient in gradients.items()}, {}
+    def step(self, value: Tensor, slots: Slots, *, noise: float | None, shape: torch.Size) -> tuple[Tensor, Slots]:
+        return self.factor * value, {}

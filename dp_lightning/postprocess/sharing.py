@@ -8,11 +8,13 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from dp_lightning.postprocess.transform import Gradients, State, Transform
+from dp_lightning.postprocess.transform import Gradients, Noise, State, Transform
 from dp_lightning.ranks import Ranks
 
 
-def apply_on_ranks(transform: Transform, gradients: Gradients, state: State, ranks: Ranks) -> tuple[Gradients, State]:
+def apply_on_ranks(
+    transform: Transform, gradients: Gradients, state: State, noise: Noise, ranks: Ranks
+) -> tuple[Gradients, State]:
     """``transform.apply``, with the work dealt out to ``ranks`` where that is faster; every rank has to call it.
 
     Returns:
@@ -21,9 +23,9 @@ def apply_on_ranks(transform: Transform, gradients: Gradients, state: State, ran
     """
     owners = _owners(transform, gradients, ranks)
     if not owners:
-        return transform.apply(gradients, state)
+        return transform.apply(gradients, state, noise)
     mine = {name: value for name, value in gradients.items() if owners.get(name, ranks.rank) == ranks.rank}
-    computed, state = transform.apply(mine, state)
+    computed, state = transform.apply(mine, state, noise)
     shares = [[name for name, owner in owners.items() if owner == rank] for rank in range(ranks.size)]
     gathered = ranks.gather(
         [computed[name] for name in shares[ranks.rank]], like=[[gradients[name] for name in names] for names in shares]
@@ -38,9 +40,10 @@ def _owners(transform: Transform, gradients: Mapping[str, Tensor], ranks: Ranks)
     if ranks.size == 1:
         return {}
     sizes = {name: value.numel() * value.element_size() for name, value in gradients.items()}
-    costs = {name: transform.cost(value.shape) for name, value in gradients.items()}
+    chosen = [name for name, value in gradients.items() if transform.selects(name, value.ndim)]
+    costs = {name: transform.cost(gradients[name].shape) for name in chosen}
     spared = 1 - 1 / ranks.size
-    worth = [name for name in gradients if spared * costs[name] > ranks.operations_per_byte * sizes[name]]
+    worth = [name for name in chosen if spared * costs[name] > ranks.operations_per_byte * sizes[name]]
     if len({(gradients[name].dtype, gradients[name].device) for name in worth}) != 1:
         return {}
     loads, sent = [0.0] * ranks.size, [0] * ranks.size

@@ -9,7 +9,9 @@ tensors. It starts empty, and a parameter that it does not hold yet starts its o
 """
 
 from abc import ABC, abstractmethod
-from typing import Literal
+from collections.abc import Iterable, Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import Literal, TypedDict
 
 import torch
 from torch import Tensor
@@ -19,6 +21,17 @@ from dp_lightning.errors import ConfigurationError
 AppliesTo = Literal["matrices", "vectors", "all"]
 Gradients = dict[str, Tensor]
 State = dict[str, dict[str, Tensor]]
+Noise = Mapping[str, float | None]
+"""The standard deviation of the noise in each entry of a gradient, by parameter name; None where it is not known."""
+
+
+class Where(TypedDict, total=False):
+    """Which parameters a transform acts on, by patterns such as ``model.fc.*``."""
+
+    include: Sequence[str] | None
+    """Only parameters whose name matches one of them; None for all."""
+    exclude: Sequence[str] | None
+    """No parameter whose name matches one of them."""
 
 
 class Transform(ABC):
@@ -27,26 +40,44 @@ class Transform(ABC):
     Args:
         applies_to: "matrices" are the parameters with two or more dimensions, viewed as (out, everything
             else); "vectors" are the others; "all" is both. Other parameters pass through untouched.
+        include: patterns of parameter names, with the wildcards * and ?; None is every name.
+        exclude: patterns of names that are left out.
 
     Raises:
         ConfigurationError: `applies_to` is none of the three.
     """
 
-    #: Whether the transform adds momentum. `Chain` refuses two of them on one kind of parameter.
+    #: Whether the transform adds momentum. `Chain` refuses two of them on one parameter.
     has_momentum: bool = False
+    #: Whether the output depends on earlier steps.
+    has_memory: bool = False
+    #: Whether the transform has to know the noise of its input.
+    needs_noise: bool = False
 
-    def __init__(self, *, applies_to: AppliesTo = "matrices") -> None:
+    def __init__(
+        self,
+        *,
+        applies_to: AppliesTo = "matrices",
+        include: Sequence[str] | None = None,
+        exclude: Sequence[str] | None = None,
+    ) -> None:
         if applies_to not in ("matrices", "vectors", "all"):
             raise ConfigurationError(f"applies_to must be 'matrices', 'vectors' or 'all', got {applies_to!r}")
+        for name, patterns in (("include", include), ("exclude", exclude)):
+            if isinstance(patterns, str):
+                raise ConfigurationError(f"{name} must be a list of patterns: ['{patterns}']")
         self.applies_to = applies_to
+        self.include = None if include is None else tuple(include)
+        self.exclude = tuple(exclude or ())
 
     @abstractmethod
-    def update(self, gradients: Gradients, state: State) -> tuple[Gradients, State]:
+    def update(self, gradients: Gradients, state: State, noise: Noise) -> tuple[Gradients, State]:
         """Transform the selected gradients.
 
         Args:
             gradients: the selected gradients, by parameter name. They must not be changed in place.
             state: what this transform returned at the step before, for some or all of these names.
+            noise: of these gradients.
 
         Returns:
             The new gradients, in the same shapes and dtypes, and the new state of these parameters. Neither
@@ -62,19 +93,28 @@ class Transform(ABC):
         """
         return 0.0
 
-    def apply(self, gradients: Gradients, state: State) -> tuple[Gradients, State]:
-        """`update` on the parameters that `applies_to` selects; the others are passed on as they are."""
-        selected = {name: gradient for name, gradient in gradients.items() if self._selects(gradient)}
+    def apply(self, gradients: Gradients, state: State, noise: Noise) -> tuple[Gradients, State]:
+        """`update` on the parameters that are selected; the others are passed on as they are."""
+        selected = {name: gradient for name, gradient in gradients.items() if self.selects(name, gradient.ndim)}
         present = {name: _on_device_of(selected[name], state[name]) for name in selected if name in state}
-        updated, new_state = self.update(selected, present)
+        updated, new_state = self.update(selected, present, noise)
         return {**gradients, **updated}, {**state, **new_state}
 
     def kinds(self) -> set[str]:
         """The kinds of parameter that this transform selects: "matrices", "vectors" or both."""
         return {"matrices", "vectors"} if self.applies_to == "all" else {self.applies_to}
 
-    def _selects(self, gradient: Tensor) -> bool:
-        return ("matrices" if gradient.ndim >= 2 else "vectors") in self.kinds()
+    def selects(self, name: str, ndim: int) -> bool:
+        """Whether the transform acts on the parameter of this name and number of dimensions."""
+        included = self.include is None or any(fnmatchcase(name, pattern) for pattern in self.include)
+        excluded = any(fnmatchcase(name, pattern) for pattern in self.exclude)
+        return included and not excluded and ("matrices" if ndim >= 2 else "vectors") in self.kinds()
+
+    def unmatched(self, names: Iterable[str]) -> list[str]:
+        """The patterns that no parameter's name matches."""
+        names = list(names)
+        patterns = (*(self.include or ()), *self.exclude)
+        return [pattern for pattern in patterns if not any(fnmatchcase(name, pattern) for name in names)]
 
 
 def _on_device_of(gradient: Tensor, slots: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -35,9 +35,9 @@ def apply(rank, size, folder):
     computed = []
     update = Orthogonalize.update
 
-    def noted(self, chosen, state):
+    def noted(self, chosen, state, noise):
         computed.append(sorted(chosen))
-        return update(self, chosen, state)
+        return update(self, chosen, state, noise)
 
     Orthogonalize.update = noted
     # A rank that computed everything by itself would show it here.

@@ -51,4 +51,4 @@ def test_a_state_dict_is_a_snapshot():
     chain({"w": torch.ones(2, 2)})
     snapshot = chain.state_dict()
     chain({"w": torch.ones(2, 2)})
-    assert torch.equal(snapshot["0.Momentum"]["w"]["momentum"], torch.ones(2, 2))
+    assert torch.equal(snapshot["transforms"]["0.Momentum"]["w"]["momentum"], torch.ones(2, 2))

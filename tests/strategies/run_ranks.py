@@ -71,9 +71,9 @@ class Owned(Orthogonalize):
         super().__init__()
         self.names = []
 
-    def update(self, gradients, state):
+    def update(self, gradients, state, noise):
         self.names.append(sorted(gradients))
-        return super().update(gradients, state)
+        return super().update(gradients, state, noise)
 
 
 def examples(count):

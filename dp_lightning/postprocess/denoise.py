@@ -1,0 +1,193 @@
+"""Transforms that use what is known of the noise: which singular values of a matrix are signal, and how large it is.
+
+All see a matrix Y = X + noise * Z, whose noise level the chain knows, and leave the singular vectors of Y alone:
+
+- `SpectralShrinkage` gives each singular value the size that brings the matrix closest to X (Gavish and Donoho 2017);
+- `GatedOrthogonalize` sets those above the noise to one and the others to zero;
+- `SelectiveOrthogonalize` orthogonalizes a matrix whose signal shows, and lets another transform act on one where not.
+"""
+
+from collections.abc import Mapping
+from typing import Literal, Unpack
+
+import torch
+from torch import Tensor
+
+from dp_lightning.errors import ConfigurationError
+from dp_lightning.postprocess.matrix import dimension_scale, map_same_shape, map_singular_values, singular_values
+from dp_lightning.postprocess.normalize import NoiseNormalize, Normalize
+from dp_lightning.postprocess.orthogonalize import Orthogonalize, sides
+from dp_lightning.postprocess.spectrum import Loss, noise_edge, shrunk_values, signal_values
+from dp_lightning.postprocess.transform import Gradients, Noise, State, Transform, Where
+
+
+class SpectralShrinkage(Transform):
+    """The estimate of the noiseless matrix that shrinks singular values best. Applies to matrices.
+
+    It is best among functions of the singular values, for large matrices of low rank. A matrix with no singular value
+    above the noise becomes zero. A signal of many weak directions lies below the noise, and is lost with it.
+
+    Args:
+        loss: the norm in which the error is smallest.
+        where: see `Transform`.
+
+    Raises:
+        ConfigurationError: `loss` is none of the three.
+    """
+
+    needs_noise = True
+
+    def __init__(self, *, loss: Loss = "frobenius", **where: Unpack[Where]) -> None:
+        super().__init__(applies_to="matrices", **where)
+        if loss not in ("frobenius", "operator", "nuclear"):
+            raise ConfigurationError(
+                f"SpectralShrinkage: loss must be 'frobenius', 'operator' or 'nuclear', got {loss!r}"
+            )
+        self.loss = loss
+
+    def cost(self, shape: torch.Size) -> float:
+        return _eigenvectors_cost(shape)
+
+    def update(self, gradients: Gradients, state: State, noise: Noise) -> tuple[Gradients, State]:
+        def shrunk(batch: Tensor, level: Tensor) -> Tensor:
+            rows, columns = batch.shape[1:]
+            return map_singular_values(
+                batch, lambda values: shrunk_values(values, rows, columns, level, loss=self.loss)
+            )
+
+        estimates = map_same_shape(shrunk, gradients, _levels("SpectralShrinkage", gradients, noise))
+        return {name: estimates[name].reshape(gradient.shape) for name, gradient in gradients.items()}, {}
+
+
+class GatedOrthogonalize(Transform):
+    """The polar factor of the singular directions above the noise, times the dimension scale. Applies to matrices.
+
+    Direction i of Y = sum_i s_i u_i v_i^T takes part where s_i is above `noise_edge`, which noise alone passes once in
+    a hundred matrices. The Frobenius norm is the root of the number of directions times the dimension scale: put
+    `Normalize` behind it for the norm that `Orthogonalize` gives.
+
+    Args:
+        scale_cap: upper bound of the dimension scale.
+        fallback: without memory; acts on a matrix that has no such direction. None is `Normalize(norm=1)`, a step as
+            long as that along a single direction.
+        where: see `Transform`.
+
+    Raises:
+        ConfigurationError: a setting that cannot be used.
+    """
+
+    needs_noise = True
+
+    def __init__(self, *, scale_cap: float = 4.0, fallback: Transform | None = None, **where: Unpack[Where]) -> None:
+        super().__init__(applies_to="matrices", **where)
+        if not scale_cap > 0:
+            raise ConfigurationError(f"GatedOrthogonalize: scale_cap must be positive, got {scale_cap}")
+        self.scale_cap = scale_cap
+        self.fallback = _without_memory("GatedOrthogonalize: fallback", fallback or Normalize(norm=1.0))
+
+    def cost(self, shape: torch.Size) -> float:
+        return _eigenvectors_cost(shape)
+
+    def update(self, gradients: Gradients, state: State, noise: Noise) -> tuple[Gradients, State]:
+        def gated(batch: Tensor, level: Tensor) -> Tensor:
+            shape = batch.shape[1:]
+            edge = level.unsqueeze(-1) * noise_edge(*shape)
+            scale = dimension_scale(shape, cap=self.scale_cap)
+            return map_singular_values(batch, lambda values: scale * (values > edge).to(values.dtype))
+
+        levels = _levels("GatedOrthogonalize", gradients, noise)
+        factors = map_same_shape(gated, gradients, levels)
+        empty = {name: gradients[name] for name, factor in factors.items() if not factor.any()}
+        fallback, _ = self.fallback.update(empty, {}, noise)
+        return {
+            name: fallback[name] if name in fallback else factors[name].reshape(gradient.shape)
+            for name, gradient in gradients.items()
+        }, {}
+
+
+class SelectiveOrthogonalize(Transform):
+    """Orthogonalize the matrices whose signal shows above the noise, and let the others take linear steps.
+
+    Args:
+        threshold: when a matrix is orthogonalized. "detection": its largest singular value is above `noise_edge`, so
+            its first direction carries signal (the spiked-matrix threshold, (m n)^(1/4)). "recovery": the gap between
+            the two largest singular values of the signal is above noise * (sqrt(m) + sqrt(n)), so its first direction
+            is recovered (Wedin's bound, B* in Shanmugam et al. 2026); this asks for more.
+        orthogonalize: without memory; acts on these matrices. None is `Orthogonalize()`.
+        otherwise: without memory; acts on the others. None is `NoiseNormalize()`, the step of DP-SGD at the same size
+            as that of an orthogonalized matrix of noise.
+        where: see `Transform`.
+
+    Raises:
+        ConfigurationError: a setting that cannot be used.
+    """
+
+    needs_noise = True
+
+    def __init__(
+        self,
+        *,
+        threshold: Literal["detection", "recovery"] = "detection",
+        orthogonalize: Transform | None = None,
+        otherwise: Transform | None = None,
+        **where: Unpack[Where],
+    ) -> None:
+        super().__init__(applies_to="matrices", **where)
+        if threshold not in ("detection", "recovery"):
+            raise ConfigurationError(
+                f"SelectiveOrthogonalize: threshold must be 'detection' or 'recovery', got {threshold!r}"
+            )
+        self.threshold = threshold
+        self.orthogonalize = _without_memory("SelectiveOrthogonalize: orthogonalize", orthogonalize or Orthogonalize())
+        self.otherwise = _without_memory("SelectiveOrthogonalize: otherwise", otherwise or NoiseNormalize())
+
+    def cost(self, shape: torch.Size) -> float:
+        return _eigenvectors_cost(shape) + self.orthogonalize.cost(shape)
+
+    def update(self, gradients: Gradients, state: State, noise: Noise) -> tuple[Gradients, State]:
+        levels = _levels("SelectiveOrthogonalize", gradients, noise)
+        shows = map_same_shape(self._shows, gradients, levels)
+        above = {name: gradient for name, gradient in gradients.items() if bool(shows[name])}
+        below = {name: gradient for name, gradient in gradients.items() if name not in above}
+        orthogonal, _ = self.orthogonalize.update(above, {}, noise)
+        others, _ = self.otherwise.update(below, {}, noise)
+        return {name: orthogonal[name] if name in orthogonal else others[name] for name in gradients}, {}
+
+    def _shows(self, batch: Tensor, level: Tensor) -> Tensor:
+        rows, columns = batch.shape[1:]
+        values = singular_values(batch)
+        if self.threshold == "detection":
+            return values[:, -1] >= level * noise_edge(rows, columns)
+        signal = signal_values(values, rows, columns, level)
+        second = signal[:, -2] if signal.shape[1] > 1 else 0.0
+        return signal[:, -1] - second >= level * (rows**0.5 + columns**0.5)
+
+
+def _levels(title: str, gradients: Gradients, noise: Noise) -> Mapping[str, float]:
+    levels: dict[str, float] = {}
+    for name in gradients:
+        level = noise.get(name)
+        if level is None:
+            raise ConfigurationError(
+                f"{title} needs the noise of the privatized gradient, and for {name} it is not known. Train with "
+                "PrivacyCallback, and put it before the transforms that are not linear"
+            )
+        levels[name] = level
+    return levels
+
+
+def _without_memory(title: str, transform: Transform) -> Transform:
+    if transform.has_memory or transform.applies_to != "matrices" or transform.include or transform.exclude:
+        raise ConfigurationError(
+            f"{title} must be a transform of matrices without memory, include and exclude: which matrices it gets "
+            f"changes from step to step. {type(transform).__name__} is not one"
+        )
+    return transform
+
+
+def _eigenvectors_cost(shape: torch.Size) -> float:
+    if len(shape) < 2:
+        return 0.0
+    short, long = sides(shape)
+    # A Gram matrix, its eigenvectors (Golub and Van Loan, 8.3: 9 n^3) and two products.
+    return 6.0 * short**2 * long + 9.0 * short**3

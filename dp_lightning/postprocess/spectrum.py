@@ -1,0 +1,84 @@
+"""What is known about the singular values of a signal in Gaussian noise of known level.
+
+Y = X + noise * Z is an m x n matrix with m <= n, Z has independent standard normal entries and X has low rank. Without
+signal the singular values of Y fill the bulk noise * [sqrt(n) - sqrt(m), sqrt(n) + sqrt(m)]. A singular value x of X
+above noise * (m n)^(1/4) shows above the bulk as noise * sqrt(n) * y with
+
+    y^2 = (z + 1/z) (z + beta/z),   z = x / (noise * sqrt(n)),   beta = m / n,
+
+and smaller ones cannot be told from noise (Benaych-Georges and Nadakuditi 2012). All of this is the limit of large
+matrices; at the sizes of convolutions it holds to a few per cent.
+"""
+
+import math
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+Loss = Literal["frobenius", "operator", "nuclear"]
+
+# 99 % quantile of the Tracy-Widom distribution for real matrices (Bejan 2005).
+_TRACY_WIDOM_99 = 2.0234
+
+
+def noise_edge(rows: int, columns: int) -> float:
+    """The singular value that the largest one of standard normal noise exceeds once in a hundred draws.
+
+    sqrt(mu + 2.02 s) with mu = (sqrt(n - 1) + sqrt(m))^2 and s = (sqrt(n - 1) + sqrt(m)) (1 / sqrt(n - 1) + 1 /
+    sqrt(m))^(1/3): Johnstone 2001. It approaches sqrt(m) + sqrt(n) from above.
+    """
+    a, b = math.sqrt(max(max(rows, columns) - 1, 1)), math.sqrt(min(rows, columns))
+    return math.sqrt((a + b) ** 2 + _TRACY_WIDOM_99 * (a + b) * (1 / a + 1 / b) ** (1 / 3))
+
+
+def signal_values(values: Tensor, rows: int, columns: int, noise: Tensor) -> Tensor:
+    """The singular values of X behind those of Y; zero where they cannot be told from noise.
+
+    It is also the best shrinker in operator norm (Gavish and Donoho 2017, their equation 6).
+
+    Args:
+        values: singular values of Y, (..., r).
+        rows, columns: of Y.
+        noise: the level, (...). Where it is zero the values are returned as they are.
+    """
+    y, beta, scale = _normalized(values, rows, columns, noise)
+    return torch.where(scale > 0, scale * _signal(y, beta), values)
+
+
+def shrunk_values(values: Tensor, rows: int, columns: int, noise: Tensor, *, loss: Loss) -> Tensor:
+    """The best singular values for an estimate of X with the singular vectors of Y (Gavish and Donoho 2017).
+
+    With z as above, for y above the edge 1 + sqrt(beta) and zero below it:
+
+        frobenius: sqrt((y^2 - beta - 1)^2 - 4 beta) / y,
+        operator:  z,
+        nuclear:   max(0, z^4 - beta - sqrt(beta) z y) / (z^2 y).
+
+    Args:
+        values, rows, columns, noise: see `signal_values`.
+        loss: the norm in which the error is smallest in the limit of large matrices.
+    """
+    y, beta, scale = _normalized(values, rows, columns, noise)
+    z = _signal(y, beta)
+    if loss == "operator":
+        return torch.where(scale > 0, scale * z, values)
+    above = z > 0
+    y, z = torch.where(above, y, 1.0), torch.where(above, z, 1.0)
+    if loss == "frobenius":
+        shrunk = ((y.square() - beta - 1).square() - 4 * beta).clamp_min(0).sqrt() / y
+    else:
+        shrunk = (z**4 - beta - math.sqrt(beta) * z * y).clamp_min(0) / (z.square() * y)
+    return torch.where(scale > 0, scale * torch.where(above, shrunk, 0.0), values)
+
+
+def _normalized(values: Tensor, rows: int, columns: int, noise: Tensor) -> tuple[Tensor, float, Tensor]:
+    short, long = min(rows, columns), max(rows, columns)
+    scale = noise.unsqueeze(-1) * math.sqrt(long)
+    return values / scale, short / long, scale
+
+
+def _signal(y: Tensor, beta: float) -> Tensor:
+    inner = y.square() - beta - 1
+    z = ((inner + (inner.square() - 4 * beta).clamp_min(0).sqrt()) / 2).clamp_min(0).sqrt()
+    return torch.where(y > 1 + math.sqrt(beta), z, 0.0)

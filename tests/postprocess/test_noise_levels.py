@@ -1,0 +1,186 @@
+"""The noise level that a chain states against what is measured, and against closed forms."""
+
+import io
+import math
+
+import pytest
+import torch
+
+from dp_lightning.errors import ConfigurationError
+from dp_lightning.postprocess import (
+    Chain,
+    GatedOrthogonalize,
+    Kalman,
+    LowPass,
+    Momentum,
+    NoiseNormalize,
+    NoiseTracker,
+    Normalize,
+    Orthogonalize,
+    Scale,
+    SpectralShrinkage,
+)
+
+CHAINS = {
+    "none": [],
+    "scale": lambda: [Scale(3.0)],
+    "heavy_ball": lambda: [Momentum(0.9)],
+    "ema_nesterov": lambda: [Momentum(0.95, kind="ema_nesterov")],
+    "low_pass": lambda: [LowPass()],
+    "low_pass_corrected": lambda: [LowPass(bias_correction=True)],
+    "second_order": lambda: [LowPass(a=(-1.2, 0.4), b=(0.1, 0.06, 0.04), bias_correction=True)],
+    "moving_average": lambda: [LowPass(a=(), b=(0.5, 0.3, 0.2))],
+    "kalman_gain": lambda: [Kalman(gain=0.3)],
+    "kalman_ratio": lambda: [Kalman(process_to_measurement_ratio=0.05)],
+    "noise_normalize": lambda: [NoiseNormalize()],
+    "filter_and_momentum": lambda: [
+        Kalman(process_to_measurement_ratio=1.5),
+        Momentum(0.95, kind="ema_nesterov"),
+        Scale(0.5),
+    ],
+    "three_with_memory": lambda: [LowPass(a=(-1.2, 0.4), b=(0.1, 0.1)), Kalman(gain=0.5), Momentum(0.9)],
+    "normalize_before_momentum": lambda: [LowPass(bias_correction=True), NoiseNormalize(norm=2.0), Momentum(0.9)],
+}
+STATED = (1, 2, 10, 500)
+SIGMA = 0.7
+
+
+def make(name):
+    return Chain(CHAINS[name]() if CHAINS[name] else [])
+
+
+@pytest.mark.parametrize("name", CHAINS)
+def test_the_stated_noise_is_the_measured_one(name):
+    chain = make(name)
+    generator = torch.Generator().manual_seed(0)
+    for step in range(1, 501):
+        # 200,000 entries: the standard deviation is known to 0.16 %.
+        noise = SIGMA * torch.randn(200, 1000, generator=generator)
+        result = chain({"w": noise}, noise=SIGMA)["w"]
+        if step in STATED:
+            assert chain.noise["w"] == pytest.approx(float(result.std()), rel=0.01), step
+
+
+@pytest.mark.parametrize("name", CHAINS)
+def test_the_stated_noise_is_exact(name):
+    """Each step's noise in a coordinate of its own: the length of the output is its standard deviation."""
+    steps = 300
+    chain, written_out = make(name), make(name)
+    for step in range(steps):
+        # A run that goes on after a change of its plan has another noise.
+        sigma = SIGMA if step < 20 else 1.3
+        impulse = torch.zeros(steps, 1, dtype=torch.float64)
+        impulse[step] = sigma
+        # NoiseNormalize divides by the norm of a parameter of this shape in both.
+        traced = written_out({"w": impulse}, noise=sigma)["w"]
+        chain({"w": torch.zeros(steps, 1)}, noise=sigma)
+        assert chain.noise["w"] == pytest.approx(float(traced.norm()), rel=1e-9), step
+
+
+@pytest.mark.parametrize(
+    ("transform", "variance"),
+    [
+        (Momentum(0.9), lambda t: (1 - 0.81**t) / (1 - 0.81)),
+        (LowPass(bias_correction=True), lambda t: 0.01 * (1 - 0.81**t) / (1 - 0.81) / (1 - 0.9**t) ** 2),
+        # The first estimate is the first gradient; then K / (2 - K) in the limit.
+        (Kalman(gain=0.5), lambda t: 0.25**t * 4 + (1 - 0.25 ** (t - 1)) / 3),
+    ],
+)
+def test_the_noise_of_the_usual_filters_in_closed_form(transform, variance):
+    chain = Chain([transform])
+    for step in range(1, 40):
+        chain({"w": torch.zeros(2, 2)}, noise=SIGMA)
+        assert chain.noise["w"] == pytest.approx(SIGMA * math.sqrt(variance(step)), rel=1e-12)
+
+
+def test_a_kalman_gain_of_one_and_a_half_would_treble_the_variance():
+    """What the refusal of such a gain says, by the tracker itself."""
+    transform = Kalman(gain=0.5)
+    transform.gain = 1.5
+    chain = Chain([transform])
+    for _ in range(200):
+        chain({"w": torch.zeros(2, 2)}, noise=1.0)
+    assert chain.noise["w"] ** 2 == pytest.approx(3.0, rel=1e-6)
+
+
+def test_each_parameter_has_the_noise_of_its_own_history():
+    chain = Chain([Momentum(0.9, exclude=["head.*"]), Scale(2.0, applies_to="vectors")])
+    both = {"body.w": torch.zeros(3, 3), "late.w": torch.zeros(3, 3), "head.w": torch.zeros(3, 3), "b": torch.zeros(3)}
+    for step in range(5):
+        given = {name: value for name, value in both.items() if name != "late.w" or step >= 3}
+        chain(given, noise=1.0)
+    assert chain.noise["body.w"] ** 2 == pytest.approx(sum(0.81**k for k in range(5)))
+    assert chain.noise["late.w"] ** 2 == pytest.approx(sum(0.81**k for k in range(2)))
+    assert chain.noise["head.w"] == 1.0
+    assert chain.noise["b"] == 2.0
+
+
+def test_behind_a_transform_that_is_not_linear_the_noise_is_not_known():
+    chain = Chain([Orthogonalize(include=["a"]), Scale(2.0)])
+    chain({"a": torch.ones(2, 2), "b": torch.ones(2, 2)}, noise=1.0)
+    assert chain.noise == {"a": None, "b": 2.0}
+    chain({"a": torch.ones(2, 2)})
+    assert chain.noise == {"a": None}
+
+
+@pytest.mark.parametrize("name", CHAINS)
+def test_the_noise_continues_from_a_saved_state(name):
+    first, second = make(name), make(name)
+    for _ in range(7):
+        first({"w": torch.zeros(2, 3), "v": torch.zeros(4, 3)}, noise=SIGMA)
+    file = io.BytesIO()
+    torch.save(first.state_dict(), file)
+    file.seek(0)
+    second.load_state_dict(torch.load(file, weights_only=True))
+    for _ in range(3):
+        for chain in (first, second):
+            chain({"w": torch.zeros(2, 3), "v": torch.zeros(4, 3)}, noise=SIGMA)
+        assert first.noise == second.noise
+
+
+def test_the_cost_of_following_the_noise_does_not_grow():
+    chain = make("three_with_memory")
+    for _ in range(50):
+        chain({f"w{i}": torch.zeros(3, 3) for i in range(20)}, noise=1.0)
+    slots = [own for state in chain.state_dict()["noise"] for own in state["w7"].values()]
+    # Four vectors, in the space that they span.
+    assert len(slots) == 5
+    assert {slot.shape for slot in slots} == {(5,)}
+
+
+def test_parameters_alike_are_followed_once(monkeypatch):
+    calls = []
+    follow = NoiseTracker._follow
+    monkeypatch.setattr(NoiseTracker, "_follow", lambda self, *args: calls.append(1) or follow(self, *args))
+    chain = make("three_with_memory")
+    for _ in range(3):
+        chain({**{f"w{i}": torch.zeros(3, 3) for i in range(20)}, "b": torch.zeros(3)}, noise=1.0)
+    assert len(calls) == 6
+
+
+SHAPES = {"net.weight": torch.Size((4, 5)), "net.bias": torch.Size((4,))}
+
+
+@pytest.mark.parametrize(
+    ("transforms", "noise", "message"),
+    [
+        ([Orthogonalize(), SpectralShrinkage()], 1.0, "SpectralShrinkage needs the noise .* before the transforms"),
+        ([Normalize(), NoiseNormalize()], 1.0, "before the transforms that are not linear"),
+        ([GatedOrthogonalize()], None, "Train with PrivacyCallback"),
+        ([NoiseNormalize()], 0.0, "NoiseNormalize divides by the norm of the noise"),
+        ([Orthogonalize(include=["net.wight"])], 1.0, r"matches net\.wight\. The names are such as net\.weight"),
+        ([Momentum(include=["net.*"]), Momentum()], 1.0, r"applied twice to net\.weight"),
+    ],
+)
+def test_what_cannot_work_is_refused_before_the_first_step(transforms, noise, message):
+    with pytest.raises(ConfigurationError, match=message):
+        Chain(transforms).check(SHAPES, noise=noise)
+
+
+def test_what_can_work_is_accepted():
+    chain = Chain(
+        [Momentum(include=["net.weight"]), Momentum(exclude=["net.weight"], applies_to="all"), NoiseNormalize()]
+    )
+    chain.check(SHAPES, noise=1.0)
+    chain.check(SHAPES, noise=0.5)
+    assert chain.state_dict()["noise"] == [{}, {}, {}]
