@@ -2,7 +2,7 @@
 
 All see a matrix Y = X + noise * Z, whose noise level the chain knows, and leave the singular vectors of Y alone:
 
-- `SpectralShrinkage` gives each singular value the size that brings the matrix closest to X (Gavish and Donoho 2017);
+- `SpectralShrinkage` gives each singular value the size that brings the matrix closest to X;
 - `GatedOrthogonalize` sets those above the noise to one and the others to zero;
 - `SelectiveOrthogonalize` orthogonalizes a matrix whose signal shows, and lets another transform act on one where not.
 """
@@ -22,10 +22,11 @@ from dp_lightning.postprocess.transform import Gradients, Noise, State, Transfor
 
 
 class SpectralShrinkage(Transform):
-    """The estimate of the noiseless matrix that shrinks singular values best. Applies to matrices.
+    """The estimate of the noiseless matrix that shrinks singular values best (Gavish and Donoho 2017, Leeb 2022).
 
-    It is best among functions of the singular values, for large matrices of low rank. A matrix with no singular value
-    above the noise becomes zero. A signal of many weak directions lies below the noise, and is lost with it.
+    Applies to matrices. It is best among functions of the singular values, for large matrices of low rank. A matrix
+    with no singular value above the noise becomes zero. A signal of many weak directions lies below the noise, and is
+    lost with it.
 
     Args:
         loss: the norm in which the error is smallest.

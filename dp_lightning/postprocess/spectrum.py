@@ -35,8 +35,6 @@ def noise_edge(rows: int, columns: int) -> float:
 def signal_values(values: Tensor, rows: int, columns: int, noise: Tensor) -> Tensor:
     """The singular values of X behind those of Y; zero where they cannot be told from noise.
 
-    It is also the best shrinker in operator norm (Gavish and Donoho 2017, their equation 6).
-
     Args:
         values: singular values of Y, (..., r).
         rows, columns: of Y.
@@ -47,13 +45,17 @@ def signal_values(values: Tensor, rows: int, columns: int, noise: Tensor) -> Ten
 
 
 def shrunk_values(values: Tensor, rows: int, columns: int, noise: Tensor, *, loss: Loss) -> Tensor:
-    """The best singular values for an estimate of X with the singular vectors of Y (Gavish and Donoho 2017).
+    """The best singular values for an estimate of X with the singular vectors of Y.
 
     With z as above, for y above the edge 1 + sqrt(beta) and zero below it:
 
-        frobenius: sqrt((y^2 - beta - 1)^2 - 4 beta) / y,
-        operator:  z,
-        nuclear:   max(0, z^4 - beta - sqrt(beta) z y) / (z^2 y).
+        frobenius: sqrt((y^2 - beta - 1)^2 - 4 beta) / y                (Gavish and Donoho 2017),
+        nuclear:   max(0, z^4 - beta - sqrt(beta) z y) / (z^2 y)        (the same),
+        operator:  z sqrt((z^2 + beta) / (z^2 + 1))                     (Leeb 2022).
+
+    Let c and d be the cosines between the singular vectors of Y and those of X. The error is then a 2 x 2 matrix, and
+    its norms are smallest at z c d, z (c d - sqrt(1 - c^2) sqrt(1 - d^2)) and z min(c, d) / max(c, d). For the
+    operator norm Gavish and Donoho give z, which is the last of these for square matrices only.
 
     Args:
         values, rows, columns, noise: see `signal_values`.
@@ -61,12 +63,12 @@ def shrunk_values(values: Tensor, rows: int, columns: int, noise: Tensor, *, los
     """
     y, beta, scale = _normalized(values, rows, columns, noise)
     z = _signal(y, beta)
-    if loss == "operator":
-        return torch.where(scale > 0, scale * z, values)
     above = z > 0
     y, z = torch.where(above, y, 1.0), torch.where(above, z, 1.0)
     if loss == "frobenius":
         shrunk = ((y.square() - beta - 1).square() - 4 * beta).clamp_min(0).sqrt() / y
+    elif loss == "operator":
+        shrunk = z * ((z.square() + beta) / (z.square() + 1)).sqrt()
     else:
         shrunk = (z**4 - beta - math.sqrt(beta) * z * y).clamp_min(0) / (z.square() * y)
     return torch.where(scale > 0, scale * torch.where(above, shrunk, 0.0), values)

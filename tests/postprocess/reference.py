@@ -165,7 +165,7 @@ def signal(s, m, n, level):
 
 
 def shrinkage(loss):
-    """The size that the cosines between the singular vectors of signal and data ask for (Gavish and Donoho 2017)."""
+    """The size that the cosines between the singular vectors of signal and data ask for."""
 
     def method(gradients, noise):
         x = matrix(gradients[-1])
@@ -181,7 +181,11 @@ def shrinkage(loss):
             left = math.sqrt((z**4 - beta) / (z**4 + beta * z**2))
             right = math.sqrt((z**4 - beta) / (z**4 + z**2))
             sines = math.sqrt((1 - left**2) * (1 - right**2))
-            best = {"frobenius": left * right, "operator": 1.0, "nuclear": max(0.0, left * right - sines)}
+            best = {
+                "frobenius": left * right,
+                "operator": min(left, right) / max(left, right),
+                "nuclear": max(0.0, left * right - sines),
+            }
             shrunk.append(unit * z * best[loss])
         return (u * torch.tensor(shrunk, dtype=torch.float64) @ vh).view_as(gradients[-1])
 

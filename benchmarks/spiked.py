@@ -1,0 +1,99 @@
+"""What post-processing makes of a low-rank signal in noise: ``python benchmarks/spiked.py``.
+
+A signal X of rank 1 to 5 with equal singular values x is planted in Gaussian noise, at the matrix shapes of WRN-16-4. x
+is given in units of the detection threshold noise * (m n)^(1/4), below which no method can tell the direction from
+noise; Wedin's condition for recovery, noise * (sqrt(m) + sqrt(n)), lies 2.0 to 2.7 such units up.
+
+Printed per shape and strength, as means over draws:
+
+- the cosine between each update and the polar factor of X;
+- the squared error of the shrunk matrix over ||X||^2, beside the closed form in the limit of large matrices (Gavish and
+  Donoho 2017).
+"""
+
+import argparse
+import json
+import math
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from dp_lightning.postprocess import Chain, GatedOrthogonalize, Orthogonalize, SpectralShrinkage, polar_factor
+
+SHAPES = [(16, 27), (64, 144), (64, 576), (128, 576), (128, 1152), (256, 1152), (256, 2304), (10, 256)]
+STRENGTHS = [0.5, 0.8, 1.2, 1.5, 2.0, 3.0, 5.0, 10.0]
+UPDATES = {
+    "none": [],
+    "Newton-Schulz": [Orthogonalize()],
+    "polar express": [Orthogonalize(coefficients="polar_express")],
+    "gated": [GatedOrthogonalize()],
+    "shrunk": [SpectralShrinkage()],
+}
+
+
+def planted(rows: int, columns: int, rank: int, strength: float, generator: torch.Generator) -> Tensor:
+    """A signal whose singular values are all ``strength`` times the detection threshold of unit noise."""
+    left = torch.linalg.qr(torch.randn(rows, rank, generator=generator, dtype=torch.float64)).Q
+    right = torch.linalg.qr(torch.randn(columns, rank, generator=generator, dtype=torch.float64)).Q
+    return strength * (rows * columns) ** 0.25 * left @ right.T
+
+
+def closed_form(rows: int, columns: int, strength: float) -> float:
+    """Squared error over ||X||^2 of the best shrinkage of singular values: 1 - cos^2 cos^2 of the two angles."""
+    if strength <= 1:
+        return 1.0
+    beta = min(rows, columns) / max(rows, columns)
+    z2 = strength**2 * math.sqrt(beta)
+    left, right = (z2**2 - beta) / (z2**2 + beta * z2), (z2**2 - beta) / (z2**2 + z2)
+    return 1 - left * right
+
+
+def cosine(first: Tensor, second: Tensor) -> float:
+    """Between two matrices as vectors; 0 where one is zero."""
+    return float(torch.nn.functional.cosine_similarity(first.flatten(), second.flatten(), dim=0))
+
+
+def measure(rows: int, columns: int, rank: int, strength: float, draws: int) -> dict[str, float]:
+    """Means over draws of the cosine of each update, and of the error of the shrunk matrix."""
+    generator = torch.Generator().manual_seed(0)
+    totals = dict.fromkeys([*UPDATES, "error"], 0.0)
+    for _ in range(draws):
+        signal = planted(rows, columns, rank, strength, generator)
+        noisy = signal + torch.randn(rows, columns, generator=generator, dtype=torch.float64)
+        clean = polar_factor(signal)
+        for name, transforms in UPDATES.items():
+            update = Chain(transforms)({"w": noisy.float()}, noise=1.0)["w"].double()
+            totals[name] += cosine(update, clean)
+            if name == "shrunk":
+                totals["error"] += float((update - signal).square().sum() / signal.square().sum())
+    return {name: total / draws for name, total in totals.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--draws", type=int, default=20)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 5])
+    parser.add_argument("--json", type=Path, help="write every number here too")
+    options = parser.parse_args()
+    rows = []
+    print("| shape | rank | x / threshold | " + " | ".join(UPDATES) + " | error | closed form |")
+    print("| --- " * (5 + len(UPDATES)) + "|")
+    for shape in SHAPES:
+        for rank in options.ranks:
+            for strength in STRENGTHS:
+                found = measure(*shape, rank, strength, options.draws)
+                expected = closed_form(*shape, strength)
+                rows.append({"shape": shape, "rank": rank, "strength": strength, **found, "closed form": expected})
+                cosines = " | ".join(f"{found[name]:.2f}" for name in UPDATES)
+                print(
+                    f"| {shape[0]} x {shape[1]} | {rank} | {strength:g} | {cosines} | {found['error']:.3f} | "
+                    f"{expected:.3f} |",
+                    flush=True,
+                )
+    if options.json:
+        options.json.write_text(json.dumps({"rows": rows}, indent=1))
+
+
+if __name__ == "__main__":
+    main()
