@@ -1,10 +1,10 @@
-"""Trains the methods of post-processing side by side, each with its learning rate tuned: ``python benchmarks/methods.py``.
+"""Trains the methods of post-processing side by side, each with its learning rate tuned.
 
 Every method starts from three learning rates, a factor of three apart, and goes on in the better direction while the
 best is at the edge, up to five in all. The rate is chosen by validation accuracy, and is then run with more seeds. What
-is compared is the test accuracy after the last step. One-dimensional parameters take the same steps of DP-SGD with every
-method. Each run is one ``dpl fit`` in a folder of its own; a run that is finished is not repeated, so the script can be
-stopped and started again.
+is compared is the test accuracy after the last step. One-dimensional parameters take the same steps of DP-SGD with
+every method. Each run is one ``dpl fit`` in a folder of its own; a run that is finished is not repeated, so the script
+can be stopped and started again. Run ``python benchmarks/methods.py --help``.
 """
 
 import argparse
@@ -154,7 +154,7 @@ def main() -> None:
     options = parser.parse_args()
     cells = [(method, batch_size) for batch_size in options.batch_sizes for method in options.methods]
     with ThreadPoolExecutor(options.jobs) as pool:
-        rows = list(pool.map(lambda cell: tune(*cell, options), cells))
+        rows = list(pool.map(lambda cell: tune(cell[0], cell[1], options), cells))
     (options.out / "table.json").write_text(json.dumps(rows, indent=1))
     print("\n| B | method | lr | rates tried | test accuracy, mean | each seed |")
     print("| --- " * 6 + "|")
