@@ -1,7 +1,8 @@
 """Tries a LightningModule's own ``training_step`` on a few examples before the first step of a run."""
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import lightning.pytorch as pl
@@ -41,31 +42,42 @@ def try_model(
             batch = trainer.precision_plugin.convert_input(loader.collate_fn(chosen))
             return trainer.strategy.batch_to_device(batch, dataloader_idx=0)
 
-    def loss_of(batch: Any) -> Tensor:
-        takes_index = len(inspect.signature(module.training_step).parameters) > 1
-        output = module.training_step(batch, 0) if takes_index else module.training_step(batch)
-        loss: Any = output["loss"] if isinstance(output, Mapping) else output
-        return loss
-
-    silenced = {"log": lambda *args, **kwargs: None, "log_dict": lambda *args, **kwargs: None}
-    module.__dict__.update(silenced)
     try:
-        check_per_example(
-            module,
-            engine,
-            loss_of,
-            batch_of(examples),
-            [batch_of([example]) for example in examples],
-            few=batch_of(examples[:2]),
-            few_count=min(2, count),
-            loss_reduction=loss_reduction,
-        )
+        with silent(module):
+            check_per_example(
+                module,
+                engine,
+                lambda batch: training_loss(module, batch, 0),
+                batch_of(examples),
+                [batch_of([example]) for example in examples],
+                few=batch_of(examples[:2]),
+                few_count=min(2, count),
+                loss_reduction=loss_reduction,
+            )
     finally:
-        for name in silenced:
-            module.__dict__.pop(name, None)
         for metric in module.modules():
             if isinstance(metric, Metric):
                 metric.reset()
+
+
+def training_loss(module: pl.LightningModule, batch: Any, batch_idx: int) -> Tensor:
+    """The loss of the module's own ``training_step``."""
+    takes_index = len(inspect.signature(module.training_step).parameters) > 1
+    output = module.training_step(batch, batch_idx) if takes_index else module.training_step(batch)
+    loss: Any = output["loss"] if isinstance(output, Mapping) else output
+    return loss
+
+
+@contextmanager
+def silent(module: pl.LightningModule) -> Iterator[None]:
+    """Nothing that the module logs is kept."""
+    silenced = {"log": lambda *args, **kwargs: None, "log_dict": lambda *args, **kwargs: None}
+    module.__dict__.update(silenced)
+    try:
+        yield
+    finally:
+        for name in silenced:
+            module.__dict__.pop(name, None)
 
 
 def _made_up(example: Any, generator: torch.Generator) -> Any:

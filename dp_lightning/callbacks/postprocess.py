@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from dp_lightning.callbacks.privacy import PrivacyCallback
 from dp_lightning.errors import ConfigurationError
-from dp_lightning.postprocess import Chain, Transform
+from dp_lightning.postprocess import Chain, Kalman, Transform
 from dp_lightning.strategies.private import trainer_ranks
 
 
@@ -43,6 +43,7 @@ class PostProcessCallback(Callback):
         self._privacy = next((callback for callback in callbacks if isinstance(callback, PrivacyCallback)), None)
         if self._privacy is not None:
             self._privacy.postprocessing += [type(transform).__name__ for transform in self.chain.transforms]
+            self._check_disk(self._privacy)
         shapes = {name: p.shape for name, p in pl_module.named_parameters() if p.requires_grad}
         self.chain.check(shapes, noise=self._noise())
         if len(trainer.optimizers) > 1:
@@ -66,6 +67,17 @@ class PostProcessCallback(Callback):
         }
         for name, transformed in self.chain(gradients, noise=self._noise()).items():
             gradients[name].copy_(transformed)
+
+    def _check_disk(self, privacy: PrivacyCallback) -> None:
+        """DiSK takes its gradients for one filter; behind another it would be neither."""
+        if privacy.disk is None:
+            return
+        first = self.chain.transforms[0]
+        if not isinstance(first, Kalman) or first.gain != privacy.disk.gain or first.applies_to != "all":
+            raise ConfigurationError(
+                f"privacy.disk has gain {privacy.disk.gain:g}: the first of postprocess.transforms must be its filter, "
+                f"Kalman with gain {privacy.disk.gain:g} and applies_to: all"
+            )
 
     def _noise(self) -> float | None:
         return None if self._privacy is None else self._privacy.noise_level

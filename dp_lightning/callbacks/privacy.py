@@ -28,6 +28,7 @@ from dp_lightning.callbacks.checkpoints import (
     require_one_checkpoint,
     saved_steps,
 )
+from dp_lightning.callbacks.example_gradients import ExampleGradients
 from dp_lightning.callbacks.model_trial import try_model
 from dp_lightning.callbacks.private_loader import (
     PoissonBatchSampler,
@@ -40,7 +41,7 @@ from dp_lightning.callbacks.unprotected import Unprotected
 from dp_lightning.errors import ConfigurationError, ModelError
 from dp_lightning.privacy.accounting import Ledger
 from dp_lightning.privacy.clipping import ClipPlan
-from dp_lightning.privacy.gradients import GradientEngine
+from dp_lightning.privacy.disk import DiSK
 from dp_lightning.privacy.mechanism import PrivateMechanism
 from dp_lightning.privacy.noise import GaussianNoise
 from dp_lightning.privacy.plan import PrivacyPlan
@@ -76,6 +77,8 @@ class PrivacyCallback(pl.Callback):
         noise_seed: makes the noise reproducible, and the run not fit for release.
         sampling_seed: makes the Poisson draws reproducible, and the run not fit for release.
         not_private: must be true to allow ``noise_multiplier: 0``.
+        disk: takes each example's gradient where DiSK does (Zhang et al. 2025); its filter is `Kalman` in the
+            post-processing. None is the gradient at the parameters.
 
     Raises:
         ConfigurationError: naming the setting and the fix; from the constructor, and when ``fit`` starts.
@@ -99,6 +102,7 @@ class PrivacyCallback(pl.Callback):
         noise_seed: int | None = None,
         sampling_seed: int | None = None,
         not_private: bool = False,
+        disk: DiSK | None = None,
     ) -> None:
         super().__init__()
         self.budget = Budget(
@@ -121,12 +125,12 @@ class PrivacyCallback(pl.Callback):
         self.clip_plan = make[clipping](max_grad_norm=max_grad_norm, factor=clip_factor)
         self.max_physical_batch_size, self.loss_reduction = max_physical_batch_size, loss_reduction
         self.num_train, self.noise_seed, self.sampling_seed = num_train, noise_seed, sampling_seed
+        self.disk = disk
         self._batches: PoissonBatchSampler | None = None
-        self._engine: GradientEngine | None = None
+        self._gradients: ExampleGradients | None = None
         self._mechanism: PrivateMechanism | None = None
         self._batch: PhysicalBatch | None = None
         self._trained: set[int] = set()
-        self._versions: dict[str, int] = {}
         self._steps_before = self._stated = 0
         self._folder = Path()
         self._record = RunJournal()
@@ -200,8 +204,8 @@ class PrivacyCallback(pl.Callback):
             dataset: Any = source.users().dataset
             earlier = None if self._restored is None else PrivacyPlan(**self._restored["plan"])
             self.budget.make_plan(trainer, len(dataset) if self.num_train is None else self.num_train, earlier=earlier)
-        self._engine = GradientEngine(pl_module)
-        trained = self._engine.parameters
+        self._gradients = ExampleGradients(pl_module, loss_reduction=self.loss_reduction, disk=self.disk)
+        trained = self._gradients.parameters
         self._trained = {id(p) for p in trained.values()}
         check_optimizers(trainer, self._trained)
         # One key for all ranks, and one plan: a solver may round differently on another kind of processor.
@@ -222,6 +226,7 @@ class PrivacyCallback(pl.Callback):
         )
         if self._restored is not None:
             noise.load_state_dict(self._restored["noise"])
+            self._gradients.load_state_dict(self._restored["disk"])
             sampler.load_state_dict(self._restored["sampler"])
         if self.noise_seed is not None:
             # Of steps that were lost, or taken by an earlier fit.
@@ -247,6 +252,7 @@ class PrivacyCallback(pl.Callback):
             "privacy.max_physical_batch_size": self.max_physical_batch_size,
             "privacy.loss_reduction": self.loss_reduction,
             "privacy.noise_seed": self.noise_seed,
+            "privacy.disk": self.disk,
         }
 
     def _private_loader(self, loader: DataLoader[Any]) -> DataLoader[Any]:
@@ -261,10 +267,15 @@ class PrivacyCallback(pl.Callback):
         return private_loader(loader, self._batches)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        assert self._engine is not None
+        assert self._gradients is not None
+        if self.disk is not None and "Kalman" not in self.postprocessing:
+            raise ConfigurationError(
+                f"privacy.disk needs its filter: put Kalman with gain {self.disk.gain:g} and applies_to: all first "
+                "into the transforms of PostProcessCallback."
+            )
         loader = self._live_loader(trainer)
         require_same_data(loader.dataset, self._ranks, trainer.strategy.root_device)
-        try_model(trainer, pl_module, self._engine, loader, loss_reduction=self.loss_reduction)
+        try_model(trainer, pl_module, self._gradients.engine, loader, loss_reduction=self.loss_reduction)
 
     def _live_loader(self, trainer: pl.Trainer) -> DataLoader[Any]:
         loader = trainer.train_dataloader
@@ -282,52 +293,34 @@ class PrivacyCallback(pl.Callback):
     ) -> None:
         assert self._batches is not None
         assert self._mechanism is not None
-        assert self._engine is not None
+        assert self._gradients is not None
         self._batch = self._batches.announced.popleft()
         if self._batch.first:
             self._mechanism.begin()
             self._steps_before = self.ledger.num_steps
         trainer.accumulate_grad_batches = 1 if self._batch.last else _ACCUMULATE
-        self._versions = self._tensor_versions(pl_module)
-        self._mechanism.begin_batch(len(self._batch.indices), count=not self._batch.placeholder)
-        self._engine.begin(len(self._batch.indices), self._mechanism.take)
+        size = len(self._batch.indices)
+        self._mechanism.begin_batch(size, count=not self._batch.placeholder)
+        self._gradients.begin(batch, batch_idx, size=size, first=self._batch.first, take=self._mechanism.take)
 
     def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor) -> None:
-        assert self._batch is not None
-        assert self._engine is not None
-        factor = trainer.accumulate_grad_batches
-        if self.loss_reduction == "mean":
-            factor *= len(self._batch.indices)
-        self._engine.scale(loss, factor)
+        assert self._gradients is not None
+        self._gradients.scale(loss, trainer.accumulate_grad_batches)
 
     def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        batch = self._batch
         assert self._mechanism is not None
-        assert self._engine is not None
-        if batch is None:
+        assert self._gradients is not None
+        if self._batch is None:
             raise ModelError("There is more than one backward pass in a batch; a private step needs exactly one.")
-        for name, count in self._tensor_versions(pl_module).items():
-            if count != self._versions.get(name, count):
-                raise ModelError(
-                    f"'{name}' is changed while an example's gradient is computed. A parameter or buffer computed from "
-                    "raw examples would be saved with the model, outside of the guarantee."
-                )
+        self._gradients.finish(trainer)
         self._batch = None
-        self._engine.finish()
-        self._engine.end()
         self._mechanism.end_batch()
-
-    @staticmethod
-    def _tensor_versions(module: pl.LightningModule) -> dict[str, int]:
-        """How often each parameter and buffer was changed in place."""
-        tensors = (*module.named_parameters(), *module.named_buffers())
-        return {name: tensor._version for name, tensor in tensors if not tensor.is_inference()}
 
     def on_before_optimizer_step(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
     ) -> None:
         assert self._mechanism is not None
-        assert self._engine is not None
+        assert self._gradients is not None
         if trainer.accumulate_grad_batches != 1 or self._batch is not None:
             raise ModelError(
                 "The optimizer steps without a complete logical batch. training_step must return the loss of every "
@@ -344,7 +337,7 @@ class PrivacyCallback(pl.Callback):
         released = self._mechanism.release(stop=self.stop_requested)
         self.stopping = released.stop
         for name, gradient in released.gradients.items():
-            parameter = self._engine.parameters[name]
+            parameter = self._gradients.parameters[name]
             parameter.grad = gradient.to(parameter.dtype)
 
     def on_train_batch_end(
@@ -374,8 +367,8 @@ class PrivacyCallback(pl.Callback):
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._unprotected.report_non_finite(trainer, pl_module)
         self._unprotected.note_logged(trainer)
-        if self._engine is not None:
-            self._engine.end()
+        if self._gradients is not None:
+            self._gradients.end()
             require_equal_replicas(pl_module, self._ranks)
         if self.plan is not None and self.ledger.num_steps >= self.plan.num_steps:
             # Where steps were lost in a crash, Lightning's own counters would go on without any.
@@ -398,10 +391,8 @@ class PrivacyCallback(pl.Callback):
 
     def _close(self, trainer: pl.Trainer) -> None:
         """Take the hooks off the module and leave the statement, also after an error."""
-        if self._engine is not None:
-            self._engine.end()
-            self._engine.detach()
-            self._engine = None
+        if self._gradients is not None:
+            self._gradients.close()
         trainer.accumulate_grad_batches = 1
         self._batch = None
         if trainer.is_global_zero:
@@ -467,6 +458,7 @@ class PrivacyCallback(pl.Callback):
             **self.budget.state_dict(),
             "noise": self._mechanism.noise.state_dict(),
             "sampler": self._batches.sampler.state_dict(),
+            "disk": {} if self._gradients is None else self._gradients.state_dict(),
             "unprotected": sorted(self._unprotected.names),
         }
 

@@ -47,6 +47,7 @@ class GradientEngine:
             self._attach(unit)
         self.ways: dict[str, str] = {}
         self._batch_size = self._depth = 0
+        self._passes = 1
         self._listening = self._receiving = False
         self._uses: Counter[str] = Counter()
         self._take: Callable[[Contribution], None] | None = None
@@ -81,19 +82,25 @@ class GradientEngine:
         finally:
             self.end()
 
-    def begin(self, batch_size: int, take: Callable[[Contribution], None]) -> None:
+    def begin(self, batch_size: int, take: Callable[[Contribution], None], *, passes: int = 1) -> None:
         """Start to listen; every parameter stops to require a gradient until ``end``.
 
         Args:
             batch_size: number of examples b.
             take: called with each contribution as its gradient arrives; no parameter is in two of them.
+            passes: how many forward and backward passes there will be over the same examples, each after ``again``.
+                An example's gradients of all passes add up before the norm is taken.
         """
-        self._batch_size, self._take, self._listening, self._receiving = batch_size, take, True, False
-        self._depth = 0
+        self._batch_size, self._take, self._passes = batch_size, take, passes
         self._uses.clear()
         self._partial = []
+        self.again()
         for parameter in self.parameters.values():
             parameter.requires_grad_(False)
+
+    def again(self) -> None:
+        """Listen to another forward pass over the same examples."""
+        self._listening, self._receiving, self._depth = True, False, 0
 
     def finish(self) -> None:
         """After the backward pass: hand over the parameters with several uses, whose contributions add up."""
@@ -203,7 +210,7 @@ class GradientEngine:
         names = {own: self._names[id(p)] for own, p in unit.parameters.items()}
         with _plain_arithmetic(gradient):
             contribution = unit.rule.contribution(unit.module, inputs, gradient, names)
-            if all(self._uses[name] == 1 for name in names.values()):
+            if self._passes == 1 and all(self._uses[name] == 1 for name in names.values()):
                 assert self._take is not None
                 self._take(contribution)
             else:

@@ -1,0 +1,102 @@
+"""The gradient side of DiSK (Zhang et al. 2025): where each example's gradient is taken.
+
+DiSK is a Kalman filter whose prediction follows the parameters. With x_t the parameters, d = x_t - x_{t-1} their last
+step, kappa the gain and gamma the length of a finite difference, each example's gradient is replaced before it is
+clipped by
+
+    c grad f(x_t + gamma d) + (1 - c) grad f(x_t),    c = (1 - kappa) / (kappa gamma),
+
+and the privatized gradient goes through the filter g <- (1 - kappa) g + kappa g~, which is
+`dp_lightning.postprocess.Kalman`. With gamma = (1 - kappa) / kappa, c is 1 and one gradient at the extrapolated point
+is enough. x_t and d are releases of earlier steps, and one example is still clipped once: the sensitivity is that of
+DP-SGD.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dp_lightning.errors import ConfigurationError
+
+
+@dataclass(frozen=True)
+class DiSK:
+    """Settings.
+
+    Args:
+        gain: kappa in (0, 1), that of the `Kalman` filter behind it.
+        gamma: positive; None is (1 - gain) / gain, which takes one gradient per example instead of two.
+
+    Raises:
+        ConfigurationError: a value is outside its range.
+    """
+
+    gain: float
+    gamma: float | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 < self.gain < 1:
+            raise ConfigurationError(
+                f"privacy.disk.gain must lie between 0 and 1, got {self.gain}. A gain above 1 amplifies the noise, and "
+                "1 is DP-SGD"
+            )
+        if self.gamma is not None and not 0 < self.gamma < float("inf"):
+            raise ConfigurationError(f"privacy.disk.gamma must be positive and finite, got {self.gamma}")
+
+    @property
+    def length(self) -> float:
+        """gamma."""
+        return (1 - self.gain) / self.gain if self.gamma is None else self.gamma
+
+    @property
+    def weight(self) -> float:
+        """c, the weight of the gradient at the extrapolated point; the other one has 1 - c."""
+        return 1.0 if self.gamma is None else (1 - self.gain) / (self.gain * self.gamma)
+
+
+class Extrapolation:
+    """Moves parameters along their last step and back.
+
+    Args:
+        parameters: the trained parameters, by name; changed in place by `away` and `back`.
+        length: gamma.
+    """
+
+    def __init__(self, parameters: Mapping[str, Tensor], length: float) -> None:
+        self._parameters, self._length = dict(parameters), length
+        self._here: dict[str, Tensor] = {}
+        self._shift: dict[str, Tensor] = {}
+        self._is_away = False
+
+    @torch.no_grad()
+    def advance(self) -> None:
+        """Start a step at the parameters as they are now."""
+        here = {name: parameter.detach().clone() for name, parameter in self._parameters.items()}
+        if self._here:
+            self._shift = {name: self._length * (value - self._here[name]) for name, value in here.items()}
+        self._here = here
+
+    @torch.no_grad()
+    def away(self) -> None:
+        """To x_t + gamma d; the first step has no d."""
+        self._is_away = True
+        for name, shift in self._shift.items():
+            self._parameters[name].add_(shift)
+
+    @torch.no_grad()
+    def back(self) -> None:
+        """To x_t, bit for bit."""
+        if self._is_away:
+            self._is_away = False
+            for name, value in self._here.items():
+                self._parameters[name].copy_(value)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """x_t of the last step that was started, by name."""
+        return dict(self._here)
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Continue from `state_dict`."""
+        self._here = {name: value.to(self._parameters[name]) for name, value in state.items()}
