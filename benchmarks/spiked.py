@@ -1,14 +1,14 @@
-"""What post-processing makes of a low-rank signal in noise: ``python benchmarks/spiked.py``.
+"""What post-processing makes of a planted signal in noise: ``python benchmarks/spiked.py``.
 
-A signal X of rank 1 to 5 with equal singular values x is planted in Gaussian noise, at the matrix shapes of WRN-16-4. x
-is given in units of the detection threshold noise * (m n)^(1/4), below which no method can tell the direction from
-noise; Wedin's condition for recovery, noise * (sqrt(m) + sqrt(n)), lies 2.0 to 2.7 such units up.
+A signal X with equal singular values x, of low or of full rank, is planted in Gaussian noise at the matrix shapes of
+WRN-16-4. x is given in units of the detection threshold noise * (m n)^(1/4), below which no method can tell the
+direction from noise; Wedin's condition for recovery, noise * (sqrt(m) + sqrt(n)), lies 2.0 to 2.7 such units up.
 
 Printed per shape and strength, as means over draws:
 
 - the cosine between each update and the polar factor of X;
-- the squared error of the shrunk matrix over ||X||^2, beside the closed form in the limit of large matrices (Gavish and
-  Donoho 2017).
+- the squared error of the shrunk matrix over ||X||^2, beside the closed form in the limit of large matrices of low rank
+  (Gavish and Donoho 2017).
 """
 
 import argparse
@@ -80,10 +80,10 @@ def main() -> None:
     print("| shape | rank | x / threshold | " + " | ".join(UPDATES) + " | error | closed form |")
     print("| --- " * (5 + len(UPDATES)) + "|")
     for shape in SHAPES:
-        for rank in options.ranks:
+        for rank in [*options.ranks, min(shape)]:
             for strength in STRENGTHS:
                 found = measure(*shape, rank, strength, options.draws)
-                expected = closed_form(*shape, strength)
+                expected = closed_form(*shape, strength) if rank < min(shape) else math.nan
                 rows.append({"shape": shape, "rank": rank, "strength": strength, **found, "closed form": expected})
                 cosines = " | ".join(f"{found[name]:.2f}" for name in UPDATES)
                 print(

@@ -1,11 +1,13 @@
 """Every YAML file in ``configs/`` is parsed and instantiated, alone or composed with a run."""
 
+import json
 from pathlib import Path
 
 import pytest
 import yaml
 
 from dp_lightning.callbacks import PostProcessCallback, PrivacyCallback
+from dp_lightning.cli import main
 from dp_lightning.commands.training import TrainingCLI
 from dp_lightning.lightning_modules import WideResNetModule
 from dp_lightning.strategies.private import PrivateStrategy
@@ -80,6 +82,22 @@ def test_every_fragment_composes_with_a_run(path, tmp_path):
         found = optimizer.param_groups[0][key if key != "lr" else "initial_lr"]
         assert found == (tuple(value) if isinstance(value, list) else value)
     assert isinstance(cli.model, WideResNetModule)
+
+
+@pytest.mark.parametrize("path", FRAGMENTS, ids=lambda path: path.stem)
+def test_every_method_trains(path, tmp_path):
+    quiet = ["--trainer.logger", "false", "--trainer.enable_progress_bar", "false", "--trainer.accelerator", "cpu"]
+    main(
+        [
+            *("fit", "--config", str(CONFIGS / "digits.yaml"), "--config", str(path), *quiet),
+            *("--trainer.max_steps", "2", "--trainer.default_root_dir", str(tmp_path)),
+            *("--privacy.accountant", "rdp"),
+        ]
+    )
+    facts = json.loads((tmp_path / "privacy_statement.json").read_text())
+    names = [entry["class_path"] for entry in yaml.safe_load(path.read_text())["postprocess"]["transforms"]]
+    assert facts["num_steps"] == 2
+    assert facts["postprocessing"] == (", then ".join(names) or "none")
 
 
 @pytest.mark.parametrize("path", CLUSTERS, ids=lambda path: path.stem)

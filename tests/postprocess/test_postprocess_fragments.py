@@ -7,7 +7,7 @@ import torch
 from jsonargparse import ArgumentParser
 from lightning.pytorch.cli import instantiate_class
 
-from dp_lightning.callbacks.postprocess import PostProcessCallback
+from dp_lightning.callbacks import PostProcessCallback, PrivacyCallback
 
 FRAGMENTS = sorted((Path(__file__).parents[2] / "configs" / "postprocess").glob("*.yaml"))
 
@@ -24,7 +24,18 @@ TABLE = {
     "doppler_muon": ("SGD", 0.02, 0.0, ["LowPass", "Orthogonalize"]),
 }
 
+# The methods that are not the paper's, and their transforms of matrices.
+OWN = {
+    "normalized": ["Momentum", "Normalize"],
+    "noise_normalized": ["Momentum", "NoiseNormalize"],
+    "gated_muon": ["Momentum", "GatedOrthogonalize", "Normalize"],
+    "shrunk": ["Momentum", "SpectralShrinkage", "Normalize"],
+    "selective_muon": ["Momentum", "SelectiveOrthogonalize"],
+    "disk_full_sgd": ["Kalman"],
+}
+
 BASE = """
+privacy: {expected_batch_size: 8, noise_multiplier: 1.0}
 optimizer:
   class_path: torch.optim.SGD
   init_args: {lr: 1.0, momentum: 0.9}
@@ -39,19 +50,21 @@ def compose(fragment: Path, base: Path):
     parser = ArgumentParser(exit_on_error=False)
     parser.add_argument("--config", action="config")
     parser.add_subclass_arguments(torch.optim.Optimizer, "optimizer", instantiate=False, skip={"params"})
+    parser.add_class_arguments(PrivacyCallback, "privacy")
     parser.add_class_arguments(PostProcessCallback, "postprocess")
     config = parser.parse_args([f"--config={base}", f"--config={fragment}"])
-    return parser.instantiate_classes(config).postprocess.chain, config.optimizer
+    made = parser.instantiate_classes(config)
+    return made.postprocess.chain, config.optimizer, made.privacy
 
 
 def test_there_is_one_fragment_per_method():
-    assert {path.stem for path in FRAGMENTS} == set(TABLE)
+    assert {path.stem for path in FRAGMENTS} == set(TABLE) | set(OWN)
 
 
-@pytest.mark.parametrize("fragment", FRAGMENTS, ids=lambda path: path.stem)
+@pytest.mark.parametrize("fragment", [f for f in FRAGMENTS if f.stem in TABLE], ids=lambda path: path.stem)
 def test_a_fragment_sets_the_method_of_the_table(fragment, tmp_path):
     name, lr, momentum, transforms = TABLE[fragment.stem]
-    chain, optimizer = compose(fragment, tmp_path / "base.yaml")
+    chain, optimizer, _ = compose(fragment, tmp_path / "base.yaml")
     assert optimizer.class_path == f"torch.optim.{name}"
     assert optimizer.init_args.lr == lr
     assert optimizer.init_args.get("momentum") == momentum
@@ -59,11 +72,28 @@ def test_a_fragment_sets_the_method_of_the_table(fragment, tmp_path):
     assert [type(t).__name__ for t in on_matrices] == transforms
 
 
+@pytest.mark.parametrize("fragment", [f for f in FRAGMENTS if f.stem in OWN], ids=lambda path: path.stem)
+def test_a_fragment_of_our_own_has_the_transforms_of_its_name(fragment, tmp_path):
+    chain, optimizer, _ = compose(fragment, tmp_path / "base.yaml")
+    assert [type(t).__name__ for t in chain.transforms if "matrices" in t.kinds()] == OWN[fragment.stem]
+    assert optimizer.init_args.momentum == 0.0
+    scales = [t.factor for t in chain.transforms if type(t).__name__ == "Scale"]
+    # The rate of one-dimensional parameters does not depend on that of the matrices.
+    assert scales == ([] if fragment.stem == "disk_full_sgd" else [pytest.approx(1 / optimizer.init_args.lr)])
+
+
+def test_disk_in_full_has_one_gain(tmp_path):
+    chain, _, privacy = compose(FRAGMENTS[0].with_name("disk_full_sgd.yaml"), tmp_path / "base.yaml")
+    (kalman,) = chain.transforms
+    assert kalman.gain == privacy.disk.gain == 0.7
+    assert privacy.disk.gamma is None
+
+
 @pytest.mark.parametrize(
-    "fragment", [path for path in FRAGMENTS if "adam" not in path.stem], ids=lambda path: path.stem
+    "fragment", [f for f in FRAGMENTS if f.stem in TABLE and "adam" not in f.stem], ids=lambda path: path.stem
 )
 def test_one_dimensional_parameters_take_the_steps_of_dp_sgd(fragment, tmp_path):
-    chain, optimizer_config = compose(fragment, tmp_path / "base.yaml")
+    chain, optimizer_config, _ = compose(fragment, tmp_path / "base.yaml")
     bias, reference = (torch.nn.Parameter(torch.zeros(3, dtype=torch.float64)) for _ in range(2))
     optimizer = instantiate_class([bias], optimizer_config.as_dict())
     dp_sgd = torch.optim.SGD([reference], lr=0.3, momentum=0.9)
