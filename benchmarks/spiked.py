@@ -19,11 +19,18 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from dp_lightning.postprocess import Chain, GatedOrthogonalize, Orthogonalize, SpectralShrinkage, polar_factor
+from dp_lightning.postprocess import (
+    Chain,
+    GatedOrthogonalize,
+    Orthogonalize,
+    SpectralShrinkage,
+    Transform,
+    polar_factor,
+)
 
 SHAPES = [(16, 27), (64, 144), (64, 576), (128, 576), (128, 1152), (256, 1152), (256, 2304), (10, 256)]
 STRENGTHS = [0.5, 0.8, 1.2, 1.5, 2.0, 3.0, 5.0, 10.0]
-UPDATES = {
+UPDATES: dict[str, list[Transform]] = {
     "none": [],
     "Newton-Schulz": [Orthogonalize()],
     "polar express": [Orthogonalize(coefficients="polar_express")],

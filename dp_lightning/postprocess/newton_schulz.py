@@ -65,7 +65,7 @@ def newton_schulz(
             numbers.
     """
     polynomials = check_newton_schulz(steps, coefficients)
-    x = unit_range(at_least_float32(matrix))
+    x = unit_range(at_least_float32(matrix)).reshape(-1, *matrix.shape[-2:])
     transposed = x.shape[-2] > x.shape[-1]
     if transposed:
         x = x.mT
@@ -74,8 +74,9 @@ def newton_schulz(
         x = x.to(dtype)
     for a, b, c in polynomials:
         gram = x @ x.mT
-        x = a * x + (b * gram + c * (gram @ gram)) @ x
-    return (x.mT if transposed else x).to(matrix.dtype)
+        # Sums inside the products: rounded once, which half precision needs.
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return (x.mT if transposed else x).to(matrix.dtype).reshape(matrix.shape)
 
 
 def check_newton_schulz(steps: int, coefficients: str | Coefficients) -> Sequence[Coefficients]:

@@ -36,7 +36,7 @@ class Orthogonalize(Transform):
             singular value decomposition instead.
         scale_cap: upper bound of the dimension scale, positive. Infinity removes it, as in Muon (Jordan et
             al. 2024).
-        precision: of the products. "bfloat16" is faster on GPUs and right to about 1 %.
+        precision: of the products. "bfloat16" is faster where the processor has it, and right to 2 %.
         where: see `Transform`.
 
     Raises:

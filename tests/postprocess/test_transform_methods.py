@@ -35,10 +35,12 @@ def descend(optimizer_class: type, sequence: list[Tensor], transforms: list, **s
     return iterates
 
 
-@pytest.mark.parametrize("shape", [(16, 24), (24, 16)])
-def test_dp_muon_with_sgd_is_torch_muon(shape):
+@pytest.mark.parametrize("shape", [(16, 24), (24, 16), (64, 144)])
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_dp_muon_with_sgd_is_torch_muon(shape, precision):
     sequence = gradients(5, *shape, dtype=torch.float32)
-    ours = descend(torch.optim.SGD, sequence, [Momentum(0.95, kind="ema_nesterov"), Orthogonalize()], lr=0.02)
+    transforms = [Momentum(0.95, kind="ema_nesterov"), Orthogonalize(precision=precision)]
+    ours = descend(torch.optim.SGD, sequence, transforms, lr=0.02)
     theirs = descend(
         torch.optim.Muon,
         sequence,
@@ -50,7 +52,7 @@ def test_dp_muon_with_sgd_is_torch_muon(shape):
         adjust_lr_fn="original",
     )
     for step, (a, b) in enumerate(zip(ours, theirs, strict=True), start=1):
-        # torch.optim.Muon iterates in bfloat16 (eps 0.0078), ours in float32: 0.9 to 1.6 % seen.
+        # torch.optim.Muon iterates in bfloat16 (eps 0.0078) and adds in another order: 0.9 to 1.8 % seen.
         assert (a - b).norm() < 0.03 * a.norm(), step
 
 
