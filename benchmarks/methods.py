@@ -13,6 +13,7 @@ import os
 import statistics
 import subprocess
 import sys
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -138,7 +139,8 @@ def tune(method: str, batch_size: int, options: argparse.Namespace) -> dict[str,
     }
 
 
-def main() -> None:
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """The options of the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True, help="images as NpzImages reads them")
     parser.add_argument("--out", type=Path, required=True, help="folder of the runs")
@@ -151,7 +153,12 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=1)
     parser.add_argument("--jobs", type=int, default=1, help="runs at once")
     parser.add_argument("--threads", type=int, default=1, help="threads of each run")
-    options = parser.parse_args()
+    return parser.parse_args(arguments)
+
+
+def main() -> None:
+    """Measure and print."""
+    options = parse()
     cells = [(method, batch_size) for batch_size in options.batch_sizes for method in options.methods]
     with ThreadPoolExecutor(options.jobs) as pool:
         rows = list(pool.map(lambda cell: tune(cell[0], cell[1], options), cells))

@@ -9,7 +9,7 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -66,7 +66,8 @@ def held(chain: Chain) -> int:
     return sum(value.numel() * value.element_size() for slots in (*transforms, *noise) for value in slots.values())
 
 
-def main() -> None:
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """The options of the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=training_steps.MODELS, default="wrn16-4")
     positive = step_benchmark.positive
@@ -74,7 +75,12 @@ def main() -> None:
     parser.add_argument("--batch-size", type=positive, help="physical batch; default: by model and device")
     parser.add_argument("--rounds", type=positive, default=7)
     parser.add_argument("--json", type=Path, help="write every time here too")
-    options = parser.parse_args()
+    return parser.parse_args(arguments)
+
+
+def main() -> None:
+    """Measure and print."""
+    options = parse()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if device.type == "cpu":
         keep_freed_memory()

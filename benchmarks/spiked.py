@@ -14,6 +14,7 @@ Printed per shape and strength, as means over draws:
 import argparse
 import json
 import math
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -77,12 +78,18 @@ def measure(rows: int, columns: int, rank: int, strength: float, draws: int) -> 
     return {name: total / draws for name, total in totals.items()}
 
 
-def main() -> None:
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """The options of the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--draws", type=int, default=20)
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 5])
     parser.add_argument("--json", type=Path, help="write every number here too")
-    options = parser.parse_args()
+    return parser.parse_args(arguments)
+
+
+def main() -> None:
+    """Measure and print."""
+    options = parse()
     rows = []
     print("| shape | rank | x / threshold | " + " | ".join(UPDATES) + " | error | closed form |")
     print("| --- " * (5 + len(UPDATES)) + "|")

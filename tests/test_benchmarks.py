@@ -1,11 +1,16 @@
-"""The benchmark of a step: its arithmetic, and one small run."""
+"""The benchmarks: their arithmetic, and a small run of each."""
 
 import json
+import math
 import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
+import yaml
+
+from dp_lightning.cli import main
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 
@@ -93,3 +98,70 @@ def test_a_small_run_of_several_ranks_prints_every_part(tmp_path):
     for name in times:
         assert f"| {name} | " in shown
     assert "operations in the time of a gathered byte" in shown
+
+
+def test_a_small_run_of_post_processing_prints_every_chain(tmp_path):
+    out = tmp_path / "times.json"
+    arguments = ["--model", "small-cnn", "--batch-size", "4", "--rounds", "2", "--json", str(out)]
+    shown = subprocess.run(
+        [sys.executable, str(BENCHMARKS / "postprocess.py"), *arguments], capture_output=True, text=True, check=True
+    ).stdout
+    times = json.loads(out.read_text())["times"]
+    assert {len(values) for values in times.values()} == {2}
+    for name in times.keys() - {"gradient"}:
+        (line,) = [line for line in shown.splitlines() if line.startswith(f"| {name} | ")]
+        # One buffer for each momentum or filter; in so small a network a few numbers more show.
+        assert 0.8 < float(line.split("|")[-2]) < 1.2
+
+
+@pytest.fixture
+def methods(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import methods
+
+    return methods
+
+
+@pytest.mark.parametrize(
+    ("best", "tried", "edge"), [(0.06, 3, False), (0.54, 5, False), (0.18, 4, False), (0.001, 5, True), (99.0, 5, True)]
+)
+def test_the_learning_rate_is_looked_for_where_it_is_better(methods, monkeypatch, tmp_path, best, tried, edge):
+    runs = []
+
+    def run(method, rate, seed, batch_size, options):
+        runs.append((rate, seed))
+        return {"val_accuracy_last": 1 / (1 + abs(math.log(rate / best))), "test_accuracy_last": seed / 10}
+
+    monkeypatch.setattr(methods, "run", run)
+    options = methods.parse(["--data", "x.npz", "--out", str(tmp_path), "--seeds", "1", "2", "3"])
+    row = methods.tune("dp_muon", 256, options)
+    assert len(row["tried"]) == tried
+    assert row["at_the_edge"] == edge
+    assert row["test"] == [0.1, 0.2, 0.3]
+    # The other seeds at the chosen rate alone.
+    assert {rate for rate, seed in runs if seed > 1} == {row["rate"]}
+
+
+def test_every_method_of_the_comparison_is_a_configuration(methods, tmp_path):
+    images = np.random.default_rng(0).integers(0, 255, (40, 8, 8, 3), np.uint8)
+    np.savez(tmp_path / "images.npz", train_images=images, train_labels=np.arange(40) % 10)
+    options = methods.parse(["--data", str(tmp_path / "images.npz"), "--out", str(tmp_path), "--epochs", "1"])
+    for method in methods.METHODS:
+        folder = tmp_path / method
+        folder.mkdir()
+        config = methods.configuration(method, 0.1, 1, 18, folder, options)
+        config["privacy"]["delta"] = 1e-3
+        (folder / "run.yaml").write_text(yaml.safe_dump(config))
+        main(["fit", "--config", str(folder / "run.yaml")])
+        result = json.loads((folder / "result.json").read_text())
+        assert result["num_steps"] == 2
+        assert result["val_accuracy_last"] is not None
+
+
+def test_planted_signals_are_found_as_theory_says(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import spiked
+
+    found = spiked.measure(64, 576, 1, 3.0, draws=3)
+    assert found["error"] == pytest.approx(spiked.closed_form(64, 576, 3.0), abs=0.05)
+    assert found["gated"] > 0.8 > 0.3 > found["Newton-Schulz"]

@@ -24,6 +24,7 @@ README = (ROOT / "README.md").read_text()
 DOCUMENTS = ("README.md", *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md"))))
 CLUSTERS = (ROOT / "docs/clusters.md").read_text()
 PERFORMANCE = (ROOT / "docs/performance.md").read_text()
+METHODS = (ROOT / "docs/methods.md").read_text()
 
 
 def blocks(language: str, text: str = README) -> list[str]:
@@ -146,11 +147,14 @@ def test_make_commands_are_targets_of_the_makefile():
 
 def test_benchmark_commands_are_accepted(monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    import methods
+    import postprocess
     import ranks
+    import spiked
     import step
 
-    for benchmark, least in ((step, 2), (ranks, 3)):
-        lines = re.findall(rf"python benchmarks/{benchmark.__name__}\.py[^`\n]*", PERFORMANCE)
+    for benchmark, least in ((step, 2), (ranks, 3), (spiked, 1), (postprocess, 1), (methods, 1)):
+        lines = re.findall(rf"python benchmarks/{benchmark.__name__}\.py[^`\n]*", PERFORMANCE + METHODS)
         assert len(lines) >= least
         for line in lines:
             benchmark.parse(shlex.split(line)[2:])
@@ -166,6 +170,25 @@ def test_the_ways_shown_are_those_of_the_model(capsys):
     printed = [line.split(maxsplit=2) for line in capsys.readouterr().out.splitlines() if "GroupNorm" not in line]
     (shown,) = blocks("text", PERFORMANCE)
     assert [line.split(maxsplit=2) for line in shown.splitlines()] == printed
+
+
+def test_the_noise_level_is_what_the_page_of_methods_shows(capsys):
+    (code,) = blocks("python", METHODS)
+    exec(compile(code, "methods.md", "exec"), {})
+    (shown,) = re.findall(r"print\(.*\)  # ([\d.]+)", code)
+    assert capsys.readouterr().out.strip() == shown
+
+
+def test_the_configuration_of_the_page_of_methods_trains(workplace):
+    (block,) = blocks("yaml", METHODS)
+    Path("own.yaml").write_text(block)
+    quiet = ["--trainer.logger", "false", "--trainer.enable_progress_bar", "false", "--privacy.accountant", "rdp"]
+    main(["fit", "--config", "configs/digits.yaml", "--config", "own.yaml", "--trainer.max_steps", "2", *quiet])
+
+
+def test_every_fragment_is_on_the_page_of_methods():
+    listed = re.findall(r"`(configs/postprocess/[^`]+)`", METHODS)
+    assert sorted(listed) == sorted(f"configs/postprocess/{p.name}" for p in (ROOT / "configs/postprocess").iterdir())
 
 
 def test_every_configuration_is_in_the_table_and_no_other():
