@@ -84,11 +84,8 @@ def main() -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if device.type == "cpu":
         keep_freed_memory()
-    build, shape, sizes = training_steps.MODELS[options.model]
-    model = build().to(device).to(memory_format=torch.channels_last).train()
-    count = options.batch_size or sizes[device.type]
-    images = torch.randn(count, *shape, device=device).to(memory_format=torch.channels_last)
-    labels = torch.randint(10, (count,), device=device)
+    model, images, labels = training_steps.in_channels_last(options.model, device, options.batch_size)
+    count = len(images)
     take_step = training_steps.WAYS["ours flat"](model, training_steps.autocast_to(device.type, "fp32"))
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
     chains = {name: Chain(make()) for name, make in CHAINS.items()}

@@ -39,11 +39,7 @@ PARTS = {
 
 def parts_of_step(rank: int, options: argparse.Namespace, device: torch.device) -> dict[str, Callable[[], None]]:
     """Each part of a step as a function without arguments."""
-    build, shape, sizes = training_steps.MODELS[options.model]
-    model = build().to(device).to(memory_format=torch.channels_last).train()
-    count = options.batch_size or sizes[device.type]
-    images = torch.randn(count, *shape, device=device).to(memory_format=torch.channels_last)
-    labels = torch.randint(10, (count,), device=device)
+    model, images, labels = training_steps.in_channels_last(options.model, device, options.batch_size)
     take_step = training_steps.WAYS["ours flat"](model, training_steps.autocast_to(device.type, "fp32"))
     flat = torch.randn(sum(p.numel() for p in model.parameters()) + 2, device=device)
     noise = GaussianNoise(device=device)

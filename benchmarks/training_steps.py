@@ -41,6 +41,15 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, int, int], dict[str,
 }
 
 
+def in_channels_last(name: str, device: torch.device, batch_size: int | None) -> tuple[nn.Module, Tensor, Tensor]:
+    """A model with a physical batch of random images and labels, of the model's own size where none is given."""
+    build, shape, sizes = MODELS[name]
+    model = build().to(device).to(memory_format=torch.channels_last).train()
+    count = batch_size or sizes[device.type]
+    images = torch.randn(count, *shape, device=device).to(memory_format=torch.channels_last)
+    return model, images, torch.randint(10, (count,), device=device)
+
+
 def ordinary(model: nn.Module, autocast: Callable[[], Any]) -> Step:
     """The step without privacy."""
 

@@ -418,7 +418,7 @@ class PrivacyCallback(pl.Callback):
         return PrivacyStatement(
             plan=self.plan,
             ledger=self.ledger,
-            clipping=self.clip_plan.describe(),
+            clipping=self.clip_plan.describe() | ({} if self.disk is None else {"gradients": self.disk.describe()}),
             sensitivity=self.clip_plan.sensitivity,
             sampler="Poisson, each example independently with probability q in every logical step",
             unprotected=tuple(sorted(self._unprotected.names)),

@@ -45,6 +45,12 @@ class DiSK:
         if self.gamma is not None and not 0 < self.gamma < float("inf"):
             raise ConfigurationError(f"privacy.disk.gamma must be positive and finite, got {self.gamma}")
 
+    def describe(self) -> str:
+        """In words, for the privacy statement."""
+        if self.gamma is None:
+            return f"at DiSK's extrapolated point (gain {self.gain:g})"
+        return f"two per example, combined by DiSK (gain {self.gain:g}, gamma {self.gamma:g})"
+
     @property
     def length(self) -> float:
         """gamma."""

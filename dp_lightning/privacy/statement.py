@@ -26,7 +26,8 @@ class PrivacyStatement:
     Args:
         plan: the public numbers that the run was started with.
         ledger: the steps taken so far; copied, so that later steps do not change this statement.
-        clipping: the clip plan in plain values (groups, norms, factor).
+        clipping: the clip plan in plain values (groups, norms, factor), and where gradients are taken unless at the
+            parameters.
         sensitivity: L2 sensitivity of the clipped sum under the stated neighbours.
         sampler: how batches were drawn, in words.
         unit_of_privacy: what one neighbour adds or removes.

@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+import json
 
 import pytest
 import torch
@@ -229,6 +230,16 @@ def test_gradients_of_disk_without_its_filter_are_refused(tmp_path, transforms):
 def test_settings_out_of_range_are_refused(gain, gamma):
     with pytest.raises(ConfigurationError, match=r"privacy\.disk\.gain" if gamma is None else r"privacy\.disk\.gamma"):
         DiSK(gain, gamma)
+
+
+@pytest.mark.parametrize(("gamma", "words"), [(None, "at DiSK's extrapolated point"), (0.1, "two per example")])
+def test_the_statement_says_where_gradients_are_taken(tmp_path, gamma, words):
+    run, module = fitted(tmp_path, Plain(), gamma=gamma, max_epochs=1)
+    run.fit(module, loader())
+    gradients = json.loads((tmp_path / "privacy_statement.json").read_text())["clipping"]["gradients"]
+    assert words in gradients
+    assert "gain 0.7" in gradients
+    assert gradients in (tmp_path / "privacy_statement.md").read_text()
 
 
 def test_the_weights_are_those_of_the_paper():
