@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 from torch import Tensor
 
 from dp_lightning.callbacks.model_trial import silent, training_loss
@@ -31,6 +32,7 @@ class ExampleGradients:
         self._versions: dict[str, int] = {}
         self._inputs: tuple[Any, int] = (None, 0)
         self._size = 0
+        self._random: list[Tensor] = []
 
     @property
     def parameters(self) -> dict[str, Any]:
@@ -54,6 +56,8 @@ class ExampleGradients:
                 self._extrapolation.advance()
             if self._second_weight is None:
                 self._extrapolation.away()
+        if self._second_weight is not None:
+            self._random = self._random_states()
         self._versions = self._tensor_versions()
         self.engine.begin(size, take, passes=1 if self._second_weight is None else 2)
 
@@ -79,7 +83,12 @@ class ExampleGradients:
             self._extrapolation.away()
             self._versions = self._tensor_versions()
             self.engine.again()
-            with silent(self._module), trainer.precision_plugin.train_step_context():
+            with (
+                torch.random.fork_rng(self._cuda_devices),
+                silent(self._module),
+                trainer.precision_plugin.train_step_context(),
+            ):
+                self._repeat_random_states()
                 loss = training_loss(self._module, *self._inputs)
             self.engine.scale(loss, self._second_weight * self._examples_of_a_mean)
             loss.backward()
@@ -107,6 +116,21 @@ class ExampleGradients:
         """Continue from ``state_dict``."""
         if self._extrapolation is not None:
             self._extrapolation.load_state_dict(state)
+
+    # Dropout has to draw the same in both passes: the difference of two masks would be weighted with c.
+    @property
+    def _cuda_devices(self) -> list[torch.device]:
+        device = self._module.device
+        return [device] if device.type == "cuda" else []
+
+    def _random_states(self) -> list[Tensor]:
+        return [torch.get_rng_state(), *(torch.cuda.get_rng_state(device) for device in self._cuda_devices)]
+
+    def _repeat_random_states(self) -> None:
+        on_cpu, *on_cuda = self._random
+        torch.set_rng_state(on_cpu)
+        for device, state in zip(self._cuda_devices, on_cuda, strict=True):
+            torch.cuda.set_rng_state(state, device)
 
     @property
     def _examples_of_a_mean(self) -> int:

@@ -57,6 +57,11 @@ class PostProcessCallback(Callback):
                 "Momentum in two places: postprocess.transforms contains Momentum and the optimizer has "
                 "momentum > 0. Set optimizer.init_args.momentum to 0, or remove Momentum from the transforms"
             )
+        if self.chain.has_momentum and any(group.get("betas", (0.0,))[0] > 0 for group in groups):
+            raise ConfigurationError(
+                "Momentum in two places: postprocess.transforms contains Momentum and the optimizer averages gradients "
+                "itself. Set the first of optimizer.init_args.betas to 0, or remove Momentum from the transforms"
+            )
 
     @torch.no_grad()
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
@@ -73,10 +78,11 @@ class PostProcessCallback(Callback):
         if privacy.disk is None:
             return
         first = self.chain.transforms[0]
-        if not isinstance(first, Kalman) or first.gain != privacy.disk.gain or first.applies_to != "all":
+        everywhere = first.applies_to == "all" and first.include is None and not first.exclude
+        if not isinstance(first, Kalman) or first.gain != privacy.disk.gain or not everywhere:
             raise ConfigurationError(
                 f"privacy.disk has gain {privacy.disk.gain:g}: the first of postprocess.transforms must be its filter, "
-                f"Kalman with gain {privacy.disk.gain:g} and applies_to: all"
+                f"Kalman with gain {privacy.disk.gain:g} and applies_to: all, and without include and exclude"
             )
 
     def _noise(self) -> float | None:

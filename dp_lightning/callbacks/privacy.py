@@ -7,6 +7,7 @@ steps. Lightning's counters see logical steps only, because ``trainer.accumulate
 last physical batch and to a very large number on the others.
 """
 
+from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal
@@ -226,7 +227,8 @@ class PrivacyCallback(pl.Callback):
         )
         if self._restored is not None:
             noise.load_state_dict(self._restored["noise"])
-            self._gradients.load_state_dict(self._restored["disk"])
+            self._require_same_disk(self._restored["disk"]["settings"])
+            self._gradients.load_state_dict(self._restored["disk"]["state"])
             sampler.load_state_dict(self._restored["sampler"])
         if self.noise_seed is not None:
             # Of steps that were lost, or taken by an earlier fit.
@@ -254,6 +256,14 @@ class PrivacyCallback(pl.Callback):
             "privacy.noise_seed": self.noise_seed,
             "privacy.disk": self.disk,
         }
+
+    def _require_same_disk(self, earlier: dict[str, Any] | None) -> None:
+        now = None if self.disk is None else asdict(self.disk)
+        if earlier != now:
+            raise ConfigurationError(
+                f"The checkpoint's run has privacy.disk {earlier}, and it is {now} now: the statement could not say "
+                "where its gradients are taken. Set it to the run's value."
+            )
 
     def _private_loader(self, loader: DataLoader[Any]) -> DataLoader[Any]:
         assert self.plan is not None
@@ -458,7 +468,10 @@ class PrivacyCallback(pl.Callback):
             **self.budget.state_dict(),
             "noise": self._mechanism.noise.state_dict(),
             "sampler": self._batches.sampler.state_dict(),
-            "disk": {} if self._gradients is None else self._gradients.state_dict(),
+            "disk": {
+                "settings": None if self.disk is None else asdict(self.disk),
+                "state": {} if self._gradients is None else self._gradients.state_dict(),
+            },
             "unprotected": sorted(self._unprotected.names),
         }
 

@@ -23,7 +23,7 @@ from dp_lightning.callbacks.settings import check_precision
 from dp_lightning.commands.memory import keep_freed_memory
 from dp_lightning.commands.parser import StrictParser
 from dp_lightning.commands.resume import checkpoint_to_resume
-from dp_lightning.errors import ConfigurationError
+from dp_lightning.errors import ConfigurationError, DpLightningError
 from dp_lightning.files import require_writable
 from dp_lightning.lightning_modules.schedules import WarmupCosine
 from dp_lightning.strategies.private import NAME as PRIVATE_STRATEGY
@@ -44,7 +44,13 @@ class TrainingCLI(LightningCLI):
         parser.link_arguments("data.num_train", "privacy.num_train", apply_on="instantiate")
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
-        self.config = parser.parse_args(args)
+        try:
+            self.config = parser.parse_args(args)
+        except TypeError as error:
+            raise ConfigurationError(
+                f"The configuration is not of the form that its settings need ({error}). A group such as postprocess "
+                "is a mapping: postprocess: {transforms: [...]}"
+            ) from error
 
     def before_instantiate_classes(self) -> None:
         """Refuse a precision here: on a CPU Lightning would turn 16-mixed into another one in silence."""
@@ -124,12 +130,21 @@ def run(arguments: list[str]) -> None:
     warnings.filterwarnings("ignore", message=".*will be overridden by `TrainingCLI")
     # Lightning 2.6 on torch 2.14; nothing that a user can act on.
     warnings.filterwarnings("ignore", message=".*treespec, LeafSpec")
-    TrainingCLI(
-        model_class=pl.LightningModule,
-        datamodule_class=pl.LightningDataModule,
-        subclass_mode_model=True,
-        subclass_mode_data=True,
-        args=arguments,
-        parser_class=StrictParser,
-        parser_kwargs={"prog": "dpl"},
-    )
+    try:
+        TrainingCLI(
+            model_class=pl.LightningModule,
+            datamodule_class=pl.LightningDataModule,
+            subclass_mode_model=True,
+            subclass_mode_data=True,
+            args=arguments,
+            parser_class=StrictParser,
+            parser_kwargs={"prog": "dpl"},
+        )
+    except ValueError as error:
+        # The parser wraps what the constructor of an optional setting raises.
+        cause: BaseException | None = error
+        while cause is not None and not isinstance(cause, DpLightningError):
+            cause = cause.__cause__
+        if cause is None:
+            raise
+        raise cause from None

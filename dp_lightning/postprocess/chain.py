@@ -30,6 +30,11 @@ class Chain:
 
     def __init__(self, transforms: Sequence[Transform] = (), *, ranks: Ranks | None = None) -> None:
         self.transforms = tuple(transforms)
+        for transform in self.transforms:
+            if not isinstance(transform, Transform):
+                raise ConfigurationError(
+                    f"transforms: {transform!r} is not a transform; give instances, as in [Momentum(0.9)]"
+                )
         self.ranks = ranks or Ranks()
         self.noise: Noise = {}
         everywhere = [t for t in self.transforms if t.has_momentum and t.include is None and not t.exclude]
@@ -56,16 +61,22 @@ class Chain:
                 to know the noise where it is not known.
         """
         levels = NoiseTracker(self.transforms).step(shapes, noise)
-        with_momentum: dict[str, Transform] = {}
-        for transform, level in zip(self.transforms, levels, strict=False):
+        with_momentum: dict[str, int] = {}
+        for place, (transform, level) in enumerate(zip(self.transforms, levels, strict=False)):
             title = type(transform).__name__
             if unmatched := transform.unmatched(shapes):
                 raise ConfigurationError(
                     f"{title}: no trained parameter's name matches {', '.join(unmatched)}. The names are such as "
                     f"{', '.join(list(shapes)[:4])}"
                 )
-            for name in (name for name, shape in shapes.items() if transform.selects(name, len(shape))):
-                if transform.has_momentum and with_momentum.setdefault(name, transform) is not transform:
+            selected = [name for name, shape in shapes.items() if transform.selects(name, len(shape))]
+            if not selected and (transform.include is not None or transform.exclude):
+                raise ConfigurationError(
+                    f"{title} acts on no parameter: include {transform.include} and exclude {list(transform.exclude)} "
+                    f"leave none of those that it applies to ({transform.applies_to})"
+                )
+            for name in selected:
+                if transform.has_momentum and with_momentum.setdefault(name, place) != place:
                     raise _two_momenta(name)
                 if transform.needs_noise and level[name] is None:
                     raise ConfigurationError(
@@ -84,6 +95,9 @@ class Chain:
         Args:
             gradients: parameter name to gradient, in the parameter's shape. They are not changed.
             noise: standard deviation of the noise in each of their entries, sigma S / B; None where it is not known.
+
+        Raises:
+            ConfigurationError: the noise is negative, or known at some steps only.
 
         Returns:
             The transformed gradients, with the same names, shapes, dtypes and devices. A gradient that no
@@ -116,7 +130,9 @@ class Chain:
         self._tracker.load_state_dict(state_dict["noise"])
 
     def _keys(self) -> list[str]:
-        return [f"{i}.{type(transform).__name__}" for i, transform in enumerate(self.transforms)]
+        """What a state belongs to: with every setting where it has a meaning under these settings only."""
+        titles = [repr(t) if t.has_memory else type(t).__name__ for t in self.transforms]
+        return [f"{i}.{title}" for i, title in enumerate(titles)]
 
 
 def _two_momenta(where: str) -> ConfigurationError:

@@ -7,6 +7,7 @@ All see a matrix Y = X + noise * Z, whose noise level the chain knows, and leave
 - `SelectiveOrthogonalize` orthogonalizes a matrix whose signal shows, and lets another transform act on one where not.
 """
 
+import warnings
 from collections.abc import Mapping
 from typing import Literal, Unpack
 
@@ -30,21 +31,23 @@ class SpectralShrinkage(Transform):
 
     Args:
         loss: the norm in which the error is smallest.
+        fallback: without memory; acts on a matrix that has become zero. None leaves it at zero, so that it rests.
         where: see `Transform`.
 
     Raises:
-        ConfigurationError: `loss` is none of the three.
+        ConfigurationError: a setting that cannot be used.
     """
 
     needs_noise = True
 
-    def __init__(self, *, loss: Loss = "frobenius", **where: Unpack[Where]) -> None:
+    def __init__(self, *, loss: Loss = "frobenius", fallback: Transform | None = None, **where: Unpack[Where]) -> None:
         super().__init__(applies_to="matrices", **where)
         if loss not in ("frobenius", "operator", "nuclear"):
             raise ConfigurationError(
                 f"SpectralShrinkage: loss must be 'frobenius', 'operator' or 'nuclear', got {loss!r}"
             )
         self.loss = loss
+        self.fallback = None if fallback is None else _without_memory("SpectralShrinkage: fallback", fallback)
 
     def cost(self, shape: torch.Size) -> float:
         return _eigenvectors_cost(shape)
@@ -57,7 +60,18 @@ class SpectralShrinkage(Transform):
             )
 
         estimates = map_same_shape(shrunk, gradients, _levels("SpectralShrinkage", gradients, noise))
-        return {name: estimates[name].reshape(gradient.shape) for name, gradient in gradients.items()}, {}
+        resting = {name: gradients[name] for name, estimate in estimates.items() if not estimate.any()}
+        if self.fallback is None and len(resting) == len(gradients) > 0:
+            warnings.warn(
+                "SpectralShrinkage: no matrix has a signal above the noise at this step, so none of them moves. Take a "
+                "larger batch or more momentum, or set fallback",
+                stacklevel=2,
+            )
+        other = {} if self.fallback is None else self.fallback.update(resting, {}, noise)[0]
+        return {
+            name: other[name] if name in other else estimates[name].reshape(gradient.shape)
+            for name, gradient in gradients.items()
+        }, {}
 
 
 class GatedOrthogonalize(Transform):
@@ -143,7 +157,10 @@ class SelectiveOrthogonalize(Transform):
         self.otherwise = _without_memory("SelectiveOrthogonalize: otherwise", otherwise or NoiseNormalize())
 
     def cost(self, shape: torch.Size) -> float:
-        return _eigenvectors_cost(shape) + self.orthogonalize.cost(shape)
+        if len(shape) < 2:
+            return 0.0
+        short, long = sides(shape)
+        return 2.0 * short**2 * long + 4 / 3 * short**3 + self.orthogonalize.cost(shape)
 
     def update(self, gradients: Gradients, state: State, noise: Noise) -> tuple[Gradients, State]:
         levels = _levels("SelectiveOrthogonalize", gradients, noise)

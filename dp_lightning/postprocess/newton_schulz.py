@@ -46,9 +46,9 @@ def newton_schulz(
     With the "muon" coefficients this does **not** converge to the polar factor U V^T, however many steps it
     takes: after five steps the singular values of a well-conditioned matrix lie in about [0.68, 1.14] and go
     on moving in that band. Singular values far below the largest grow by at most 3.4445 per step, 485-fold
-    in five, and may be left below it: a square Gaussian matrix of 64 x 64 may end in [0.1, 1.2]. With
-    "polar_express" those above 0.001 ||M||_F come within about 1 % of one in six steps, and smaller ones grow
-    about 1000-fold. Use `polar_factor` where the exact value matters. The result does not depend on the scale of
+    in five, and may be left below it: the smallest one of a square Gaussian matrix may end near zero. With
+    "polar_express" those above 0.001 ||M||_F come within about 1 % of one in six steps, and smaller ones grow at
+    most 1850-fold. Use `polar_factor` where the exact value matters. The result does not depend on the scale of
     the input.
 
     Args:
@@ -81,8 +81,8 @@ def newton_schulz(
 
 def check_newton_schulz(steps: int, coefficients: str | Coefficients) -> Sequence[Coefficients]:
     """(a, b, c) of each step; raises `ConfigurationError` for settings Newton-Schulz cannot use."""
-    if steps < 1:
-        raise ConfigurationError(f"steps must be at least 1, got {steps}")
+    if not isinstance(steps, int) or steps < 1:
+        raise ConfigurationError(f"steps must be a whole number of at least 1, got {steps}")
     if isinstance(coefficients, str):
         if coefficients not in PRESETS:
             raise ConfigurationError(

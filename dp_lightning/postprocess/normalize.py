@@ -39,8 +39,9 @@ class Normalize(Transform):
         output = {}
         for name, gradient in gradients.items():
             whole = unit_range(at_least_float32(gradient).flatten()[None])
-            scale = _norm(self.norm, gradient.shape, self.scale_cap) / nonzero(torch.linalg.vector_norm(whole))
-            output[name] = (scale * whole).reshape(gradient.shape).to(gradient.dtype)
+            direction = whole / nonzero(torch.linalg.vector_norm(whole))
+            scaled = _norm(self.norm, gradient.shape, self.scale_cap) * direction
+            output[name] = scaled.reshape(gradient.shape).to(gradient.dtype)
         return output, {}
 
 

@@ -70,6 +70,10 @@ class Transform(ABC):
         self.include = None if include is None else tuple(include)
         self.exclude = tuple(exclude or ())
 
+    def __repr__(self) -> str:
+        settings = ", ".join(f"{name}={value!r}" for name, value in sorted(vars(self).items()))
+        return f"{type(self).__name__}({settings})"
+
     @abstractmethod
     def update(self, gradients: Gradients, state: State, noise: Noise) -> tuple[Gradients, State]:
         """Transform the selected gradients.

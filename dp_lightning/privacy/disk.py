@@ -80,8 +80,8 @@ class Extrapolation:
     def advance(self) -> None:
         """Start a step at the parameters as they are now."""
         here = {name: parameter.detach().clone() for name, parameter in self._parameters.items()}
-        if self._here:
-            self._shift = {name: self._length * (value - self._here[name]) for name, value in here.items()}
+        before = self._here
+        self._shift = {name: self._length * (here[name] - before[name]) for name in here if name in before}
         self._here = here
 
     @torch.no_grad()
@@ -104,5 +104,6 @@ class Extrapolation:
         return dict(self._here)
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Continue from `state_dict`."""
-        self._here = {name: value.to(self._parameters[name]) for name, value in state.items()}
+        """Continue from `state_dict`; a parameter that it does not hold has made no step yet."""
+        known = {name: value for name, value in state.items() if name in self._parameters}
+        self._here = {name: value.to(self._parameters[name]) for name, value in known.items()}

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from dp_lightning.callbacks import PostProcessCallback, PrivacyCallback
-from dp_lightning.errors import ConfigurationError
+from dp_lightning.errors import ConfigurationError, ModelError
 from dp_lightning.postprocess import Kalman, Momentum
 from dp_lightning.privacy import ClipPlan
 from dp_lightning.privacy.disk import DiSK, Extrapolation
@@ -211,12 +211,23 @@ def test_parameters_are_left_at_the_step_after_an_error(tmp_path):
     [
         [Kalman(gain=0.6, applies_to="all")],
         [Kalman(gain=GAIN)],
+        [Kalman(gain=GAIN, applies_to="all", exclude=["net.0.*"])],
+        [Kalman(gain=GAIN, applies_to="all", include=["net.0.*"])],
         [Momentum(0.9, applies_to="all")],
         [Momentum(0.9, applies_to="all"), Kalman(gain=GAIN, applies_to="all")],
         [],
         None,
     ],
-    ids=["other gain", "matrices only", "momentum", "not first", "nothing", "no callback"],
+    ids=[
+        "other gain",
+        "matrices only",
+        "without a layer",
+        "one layer",
+        "momentum",
+        "not first",
+        "nothing",
+        "no callback",
+    ],
 )
 def test_gradients_of_disk_without_its_filter_are_refused(tmp_path, transforms):
     callback: PrivacyCallback = privacy(disk=DiSK(GAIN))
@@ -247,3 +258,111 @@ def test_the_weights_are_those_of_the_paper():
         assert DiSK(gain, gamma).weight == pytest.approx((1 - gain) / (gain * gamma))
     assert DiSK(0.7).length == pytest.approx(3 / 7)
     assert DiSK(0.7).weight == 1
+
+
+class Summed(Plain):
+    """The sum over examples, with a mask that is drawn in every pass."""
+
+    def __init__(self, reduction="sum", dropout=0.0):
+        super().__init__(nn.Sequential(nn.Linear(5, 8), nn.Dropout(dropout), nn.Tanh(), nn.Linear(8, 3)), lr=LR)
+        self.reduction = reduction
+
+    def training_step(self, batch, batch_idx):
+        self.seen = [*getattr(self, "seen", []), batch_idx]
+        return F.cross_entropy(self.net(batch[0]), batch[1], reduction=self.reduction)
+
+
+@pytest.mark.parametrize("gamma", [None, 0.1])
+def test_a_summed_loss_takes_the_same_steps(tmp_path, gamma):
+    torch.manual_seed(0)
+    mean = Summed("mean")
+    summed = copy.deepcopy(mean)
+    summed.reduction = "sum"
+    for module in (mean, summed):
+        run, _ = fitted(tmp_path, module, gamma=gamma)
+        run.callbacks[0].loss_reduction = module.reduction
+        run.fit(module, loader())
+    torch.testing.assert_close(parameters(mean), parameters(summed), rtol=1e-5, atol=1e-6)
+
+
+def test_both_gradients_of_an_example_see_the_same_random_mask(tmp_path):
+    """In the first step there is no direction yet, so the combination is the gradient itself, whatever its weights are."""
+    steps = []
+    for gamma in (None, 0.01):
+        torch.manual_seed(0)
+        module = Summed("mean", dropout=0.5)
+        before = parameters(module)
+        fitted(tmp_path, module, gamma=gamma, max_epochs=1)[0].fit(module, loader())
+        steps.append(float((parameters(module) - before).norm()))
+    # With masks of their own the second would be clipped noise, and far from the first.
+    assert steps[1] == pytest.approx(steps[0], rel=0.2)
+    torch.manual_seed(0)
+    module = Summed("mean", dropout=0.5)
+    fitted(tmp_path, module, gamma=0.01, max_epochs=1)[0].fit(module, loader())
+    after_trial = module.seen[-8:]
+    # Four physical batches, each in two passes with its own number.
+    assert after_trial == [0, 0, 1, 1, 2, 2, 3, 3]
+
+
+@pytest.mark.parametrize("second_pass", [False, True])
+def test_a_buffer_that_is_written_in_a_pass_is_found(tmp_path, second_pass):
+    class Remembers(Plain):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("kept", torch.zeros(5))
+
+        def training_step(self, batch, batch_idx):
+            in_second = self.trainer.callbacks[0]._gradients._extrapolation._is_away
+            if self.trainer.global_step >= 1 and in_second == second_pass:
+                self.kept.copy_(batch[0][0])
+            return super().training_step(batch, batch_idx)
+
+    run, module = fitted(tmp_path, Remembers(), gamma=0.1)
+    with pytest.raises(ModelError, match="'kept' is changed while an example's gradient is computed"):
+        run.fit(module, loader())
+
+
+def test_disk_runs_in_bfloat16_and_logs_once(tmp_path):
+    logged = []
+
+    class Logs(Plain):
+        def log(self, name, value, *args, **kwargs):
+            logged.append(value.dtype if isinstance(value, torch.Tensor) else type(value))
+            super().log(name, value, *args, **kwargs)
+
+        def training_step(self, batch, batch_idx):
+            output = self.net(batch[0])
+            assert output.dtype == torch.bfloat16
+            self.log("x", output.sum())
+            return F.cross_entropy(output.float(), batch[1])
+
+    run, module = fitted(tmp_path, Logs(), gamma=0.1, max_epochs=1, precision="bf16-mixed")
+    run.fit(module, loader())
+    # One for each of four physical batches, and none in the second passes.
+    assert len(logged) == 4
+
+
+def test_another_disk_than_the_checkpoints_is_refused(tmp_path):
+    run, module = fitted(tmp_path, Plain(), gamma=None, max_epochs=2)
+    run.fit(module, loader())
+    run.save_checkpoint(tmp_path / "two.ckpt")
+    again, other = fitted(tmp_path, Plain(), gamma=0.1)
+    with pytest.raises(ConfigurationError, match=r"checkpoint's run has privacy\.disk \{'gain': 0\.7, 'gamma': None\}"):
+        again.fit(other, loader(), ckpt_path=tmp_path / "two.ckpt", weights_only=True)
+
+
+def test_the_state_of_an_extrapolation_follows_its_parameters():
+    double = {"a": torch.zeros(2, dtype=torch.float64), "b": torch.ones(2, dtype=torch.float64)}
+    extrapolation = Extrapolation(double, 2.0)
+    extrapolation.load_state_dict({"a": torch.ones(2), "gone": torch.ones(3)})
+    extrapolation.advance()
+    extrapolation.away()
+    # x + 2 (x - 1); a parameter that is new has not moved.
+    assert torch.equal(double["a"], torch.full((2,), -2.0, dtype=torch.float64))
+    assert torch.equal(double["b"], torch.ones(2, dtype=torch.float64))
+    extrapolation.back()
+    assert torch.equal(double["a"], torch.zeros(2, dtype=torch.float64))
+
+
+def test_ranks_have_to_agree_on_disk():
+    assert privacy(disk=DiSK(GAIN))._settings()["privacy.disk"] != privacy()._settings()["privacy.disk"]

@@ -80,6 +80,18 @@ def test_momentum_in_two_places_is_refused_with_the_fix(tmp_path):
     fit(TinyModule(momentum=0.9), PostProcessCallback([Scale(2.0)]), tmp_path=tmp_path)
 
 
+@pytest.mark.parametrize("optimizer", [torch.optim.Adam, torch.optim.AdamW])
+def test_an_optimizer_that_averages_gradients_itself_is_momentum_too(tmp_path, optimizer):
+    class Adaptive(TinyModule):
+        def configure_optimizers(self):
+            return optimizer(self.parameters(), lr=0.1, betas=self.optimizer_settings["betas"])
+
+    with pytest.raises(ConfigurationError, match="first of optimizer.init_args.betas to 0"):
+        fit(Adaptive(betas=(0.9, 0.999)), PostProcessCallback([Momentum()]), tmp_path=tmp_path)
+    fit(Adaptive(betas=(0.0, 0.999)), PostProcessCallback([Momentum()]), tmp_path=tmp_path)
+    fit(Adaptive(betas=(0.9, 0.999)), PostProcessCallback([Scale(2.0)]), tmp_path=tmp_path)
+
+
 def test_two_optimizers_are_refused(tmp_path):
     class TwoOptimizers(TinyModule):
         automatic_optimization = False

@@ -1,6 +1,7 @@
 """Shrinkage, gates and selection on planted signals, against what is known of them in closed form."""
 
 import math
+import warnings
 
 import pytest
 import torch
@@ -283,3 +284,45 @@ def test_the_magnitude_by_power_iteration_is_as_close_as_stated(strength, most, 
     assert min(errors) > -1e-9
     assert max(errors) < most
     assert sum(errors) / len(errors) < mean
+
+
+@pytest.mark.parametrize("shape", [(64, 64), (3, 3), (200, 10)])
+@pytest.mark.parametrize("norm", [None, 5.0, 1e30])
+def test_a_matrix_of_zeros_stays_zero_whatever_norm_is_asked_for(shape, norm):
+    result = Chain([Normalize(norm=norm)])({"w": torch.zeros(shape)})["w"]
+    assert torch.equal(result, torch.zeros(shape))
+
+
+def test_a_matrix_without_signal_rests_and_a_network_of_such_is_warned_of():
+    weak, strong = noise(64, 128).float(), (planted(64, 128, [6.0]) + noise(64, 128)).float()
+    assert spectral_norm(weak) < noise_edge(64, 128)
+    chain = Chain([SpectralShrinkage(), Normalize()])
+    with pytest.warns(UserWarning, match="none of them moves"):
+        result = chain({"a": weak, "b": weak}, noise=1.0)
+    assert all(torch.equal(value, torch.zeros(64, 128)) for value in result.values())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        result = chain({"a": weak, "b": strong}, noise=1.0)
+        assert not result["a"].any()
+        assert float(result["b"].norm()) == pytest.approx(8.0)
+        with_fallback = Chain([SpectralShrinkage(fallback=Scale(0.5))])
+        torch.testing.assert_close(with_fallback({"a": weak}, noise=1.0)["a"], 0.5 * weak)
+
+
+def test_a_singular_value_of_noise_passes_the_shrinkage_as_seldom_as_the_gate():
+    draws = torch.randn(500, 16, 144, generator=torch.Generator().manual_seed(1))
+    passed = sum(bool(apply(SpectralShrinkage(fallback=Scale(1.0)), draw).equal(draw)) for draw in draws)
+    assert 480 <= passed < 500
+
+
+def test_a_noise_far_below_the_gradient_changes_nothing():
+    matrix = noise(8, 12).float()
+    for loss in ("frobenius", "operator", "nuclear"):
+        torch.testing.assert_close(apply(SpectralShrinkage(loss=loss), matrix, 1e-30), matrix, rtol=1e-4, atol=1e-4)
+
+
+def test_directions_of_rounding_alone_are_taken_for_zero():
+    """Without the floor a singular value of rounding would become a direction of the polar factor."""
+    matrix = torch.outer(noise(20), noise(60)).float()
+    result = map_singular_values(matrix, torch.ones_like)
+    assert float(torch.linalg.matrix_norm(result)) == pytest.approx(1.0, abs=1e-3)

@@ -119,8 +119,26 @@ def test_behind_a_transform_that_is_not_linear_the_noise_is_not_known():
     chain = Chain([Orthogonalize(include=["a"]), Scale(2.0)])
     chain({"a": torch.ones(2, 2), "b": torch.ones(2, 2)}, noise=1.0)
     assert chain.noise == {"a": None, "b": 2.0}
+
+
+def test_the_noise_is_given_at_every_step_or_at_none():
+    for first, second in ((1.0, None), (None, 1.0)):
+        chain = Chain([Momentum()])
+        chain({"a": torch.ones(2, 2)}, noise=first)
+        with pytest.raises(ConfigurationError, match="at every step or at none"):
+            chain({"a": torch.ones(2, 2)}, noise=second)
+    chain = Chain([Momentum()])
     chain({"a": torch.ones(2, 2)})
     assert chain.noise == {"a": None}
+    for wrong in (-1.0, float("inf"), float("nan")):
+        with pytest.raises(ConfigurationError, match="noise must be a finite number"):
+            Chain()({"a": torch.ones(2, 2)}, noise=wrong)
+
+
+def test_parameters_of_other_shapes_are_not_taken_for_alike():
+    chain = Chain([NoiseNormalize(norm=1.0)])
+    chain({"small": torch.zeros(2, 2), "large": torch.zeros(20, 20)}, noise=1.0)
+    assert chain.noise == {"small": pytest.approx(0.5), "large": pytest.approx(0.05)}
 
 
 @pytest.mark.parametrize("name", CHAINS)
@@ -170,6 +188,9 @@ SHAPES = {"net.weight": torch.Size((4, 5)), "net.bias": torch.Size((4,))}
         ([NoiseNormalize()], 0.0, "NoiseNormalize divides by the norm of the noise"),
         ([Orthogonalize(include=["net.wight"])], 1.0, r"matches net\.wight\. The names are such as net\.weight"),
         ([Momentum(include=["net.*"]), Momentum()], 1.0, r"applied twice to net\.weight"),
+        ([Momentum(include=["net.*"])] * 2, 1.0, r"applied twice to net\.weight"),
+        ([Orthogonalize(include=["*.bias"])], 1.0, "acts on no parameter"),
+        ([Orthogonalize(exclude=["net.*"])], 1.0, "acts on no parameter"),
     ],
 )
 def test_what_cannot_work_is_refused_before_the_first_step(transforms, noise, message):

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from dp_lightning.errors import ConfigurationError
-from dp_lightning.postprocess import Chain, Kalman, MagnitudeScale, Momentum, Orthogonalize, Scale
+from dp_lightning.postprocess import Chain, Kalman, LowPass, MagnitudeScale, Momentum, Orthogonalize, Scale
 
 
 def test_transforms_act_in_the_given_order():
@@ -51,4 +51,34 @@ def test_a_state_dict_is_a_snapshot():
     chain({"w": torch.ones(2, 2)})
     snapshot = chain.state_dict()
     chain({"w": torch.ones(2, 2)})
-    assert torch.equal(snapshot["transforms"]["0.Momentum"]["w"]["momentum"], torch.ones(2, 2))
+    ((_, state),) = snapshot["transforms"].items()
+    assert torch.equal(state["w"]["momentum"], torch.ones(2, 2))
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (Kalman(gain=0.7), Kalman(process_to_measurement_ratio=1.5)),
+        (LowPass(), LowPass(bias_correction=True)),
+        (Momentum(0.9), Momentum(0.9, kind="ema_nesterov")),
+        (Momentum(0.9), Momentum(0.9, exclude=["head.*"])),
+        (MagnitudeScale(Momentum(0.9)), MagnitudeScale(Momentum(0.8))),
+    ],
+)
+def test_a_state_under_other_settings_is_refused(before, after):
+    saved = Chain([before])
+    saved({"w": torch.ones(2, 2)})
+    with pytest.raises(ConfigurationError, match="resume with the transforms"):
+        Chain([after]).load_state_dict(saved.state_dict())
+
+
+def test_settings_of_a_transform_without_memory_may_change():
+    saved = Chain([Momentum(0.9), Scale(2.0)])
+    saved({"w": torch.ones(2, 2)})
+    Chain([Momentum(0.9), Scale(3.0)]).load_state_dict(saved.state_dict())
+
+
+@pytest.mark.parametrize("wrong", [Momentum, "Momentum", None])
+def test_what_is_not_a_transform_is_refused(wrong):
+    with pytest.raises(ConfigurationError, match="is not a transform; give instances"):
+        Chain([wrong])

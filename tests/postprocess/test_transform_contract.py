@@ -85,6 +85,7 @@ SHAPES = {
     "tall": (9, 2),
     "square": (12, 12),
     "weak": (4, 27),
+    "wide": (20, 40),
     "bias": (4,),
     "temperature": (),
 }

@@ -82,12 +82,17 @@ class PerExample(Contribution):
         return {name: weighted_rows(gradient, weights[name]) for name, gradient in self.gradients.items()}
 
 
+def flat_rows(rows: Tensor) -> Tensor:
+    """(b, ...) as (b, numbers of a row); a row may be a single number without dimensions."""
+    return rows.unsqueeze(-1).flatten(1)
+
+
 def squared_norms(rows: Tensor) -> Tensor:
     """(b,) float64 squared norms of the rows (b, ...), to a relative 1e-6.
 
     A float32 sum over a whole row of a million numbers can be too small by a thousandth.
     """
-    rows = rows.flatten(1)
+    rows = flat_rows(rows)
     whole = rows.shape[1] // _PIECE * _PIECE
     if rows.dtype == torch.float64 or whole < 4 * _PIECE:
         return torch.linalg.vector_norm(rows, dim=1, dtype=torch.float64).square()
@@ -99,7 +104,7 @@ def squared_norms(rows: Tensor) -> Tensor:
 def weighted_rows(rows: Tensor, weights: Tensor) -> Tensor:
     """Sum over i of weights[i] * rows[i], float32, without the rows (b, ...) whose weight is zero."""
     if rows.dtype == torch.float32:
-        return (without(rows, weights).flatten(1).T @ weights).view(rows.shape[1:])
+        return (flat_rows(without(rows, weights)).T @ weights).view(rows.shape[1:])
     total = torch.zeros(rows.shape[1:], dtype=torch.float32, device=rows.device)
     # In pieces, so that a copy in float32 never exists as a whole.
     for piece in zip(rows.split(_WIDENED_ROWS), weights.split(_WIDENED_ROWS), strict=True):
@@ -109,7 +114,7 @@ def weighted_rows(rows: Tensor, weights: Tensor) -> Tensor:
 
 def add_weighted(total: Tensor, rows: Tensor, weights: Tensor) -> None:
     """Add ``weighted_rows`` of a few rows to the float32 ``total``."""
-    total.view(-1).addmv_(without(rows, weights).flatten(1).float().T, weights)
+    total.view(-1).addmv_(flat_rows(without(rows, weights)).float().T, weights)
 
 
 def scaled(rows: Tensor, weights: Tensor) -> Tensor:

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from dp_lightning.privacy.gradients.contribution import flat_rows
+
 # Relative rounding of 16-bit gradients, with room to add up.
 _TOLERANCE = {torch.bfloat16: 5e-2, torch.float16: 1e-2}
 
@@ -93,7 +95,7 @@ def _by_example(
 def _check_sum(found: dict[str, Tensor], total: dict[str, Tensor]) -> None:
     """Refuse gradients by example that do not add up to the gradient of the batch."""
     for name, gradients in found.items():
-        sizes = gradients.flatten(1).norm(dim=1).sum()
+        sizes = flat_rows(gradients).norm(dim=1).sum()
         error = (gradients.sum(0) - total[name]).norm()
         # Not true where an example is not finite.
         if error > _TOLERANCE.get(gradients.dtype, 1e-3) * sizes:
