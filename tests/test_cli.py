@@ -52,6 +52,10 @@ def test_an_unknown_command_is_refused(capsys):
     assert "'fitt'" in capsys.readouterr().err
 
 
+def transform(name, **settings):
+    return ["--postprocess.transforms", json.dumps([{"class_path": name, "init_args": settings}])]
+
+
 WRONG = {
     "misspelt": (["--privacy.target_epsilonn", "3"], r"target_epsilonn.*Did you mean privacy.target_epsilon\?"),
     "abbreviated": (["--privacy.target_eps", "3"], "unrecognized arguments: --privacy.target_eps"),
@@ -78,6 +82,14 @@ WRONG = {
     "no_epochs": (["--trainer.max_epochs", "0"], "max_epochs.*at least one"),
     "unwritable": (["--trainer.default_root_dir", "/dev/null/runs"], "trainer.default_root_dir is /dev/null/runs"),
     "choice": (["--privacy.clipping", "layerwise"], "privacy.clipping"),
+    "gain": (transform("Kalman", gain=1.5), "^error: Kalman: gain must lie in .*process_to_measurement_ratio"),
+    "beta": (transform("Momentum", beta=1.0), "^error: Momentum: beta must lie in"),
+    "inner": (
+        transform("GatedOrthogonalize", fallback={"class_path": "Momentum"}),
+        "^error: GatedOrthogonalize: fallback must be a transform of matrices without memory",
+    ),
+    "disk": (["--privacy.disk.gain", "1.5"], r"^error: privacy\.disk\.gain must lie between 0 and 1"),
+    "list": (["--postprocess", "[{class_path: Momentum}]"], "postprocess"),
 }
 
 

@@ -86,7 +86,7 @@ def test_an_optimizer_that_averages_gradients_itself_is_momentum_too(tmp_path, o
         def configure_optimizers(self):
             return optimizer(self.parameters(), lr=0.1, betas=self.optimizer_settings["betas"])
 
-    with pytest.raises(ConfigurationError, match="first of optimizer.init_args.betas to 0"):
+    with pytest.raises(ConfigurationError, match=r"first of optimizer\.init_args\.betas to 0"):
         fit(Adaptive(betas=(0.9, 0.999)), PostProcessCallback([Momentum()]), tmp_path=tmp_path)
     fit(Adaptive(betas=(0.0, 0.999)), PostProcessCallback([Momentum()]), tmp_path=tmp_path)
     fit(Adaptive(betas=(0.9, 0.999)), PostProcessCallback([Scale(2.0)]), tmp_path=tmp_path)

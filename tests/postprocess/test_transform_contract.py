@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from functools import partial
 
 import pytest
-import reference
 import torch
+import written_out
 
 from dp_lightning import postprocess
 from dp_lightning.postprocess import (
@@ -32,48 +32,51 @@ from dp_lightning.ranks import Ranks
 
 # A transform, and what it is by the reference.
 TRANSFORMS = {
-    "heavy_ball": (lambda: Momentum(0.9), reference.heavy_ball(0.9)),
-    "heavy_ball_all": (lambda: Momentum(0.9, applies_to="all"), reference.heavy_ball(0.9)),
-    "ema_nesterov": (lambda: Momentum(0.95, kind="ema_nesterov"), reference.ema_nesterov(0.95)),
-    "orthogonalize": (Orthogonalize, reference.quintic(reference.MUON)),
-    "orthogonalize_some": (lambda: Orthogonalize(exclude=["lin*"]), reference.quintic(reference.MUON)),
+    "heavy_ball": (lambda: Momentum(0.9), written_out.heavy_ball(0.9)),
+    "heavy_ball_all": (lambda: Momentum(0.9, applies_to="all"), written_out.heavy_ball(0.9)),
+    "ema_nesterov": (lambda: Momentum(0.95, kind="ema_nesterov"), written_out.ema_nesterov(0.95)),
+    "orthogonalize": (Orthogonalize, written_out.quintic(written_out.MUON)),
+    "orthogonalize_some": (lambda: Orthogonalize(exclude=["lin*"]), written_out.quintic(written_out.MUON)),
     "polar_express": (
         lambda: Orthogonalize(coefficients="polar_express", steps=5),
-        reference.quintic(reference.POLAR_EXPRESS),
+        written_out.quintic(written_out.POLAR_EXPRESS),
     ),
-    "exact": (lambda: Orthogonalize(coefficients="exact"), reference.exact),
+    "exact": (lambda: Orthogonalize(coefficients="exact"), written_out.exact),
     "magnitude_scale": (
         lambda: MagnitudeScale(Orthogonalize()),
-        reference.magnitude(reference.quintic(reference.MUON)),
+        written_out.magnitude(written_out.quintic(written_out.MUON)),
     ),
     "magnitude_scale_power": (lambda: MagnitudeScale(Orthogonalize(), method="power"), None),
-    "magnitude_scale_of_momentum": (lambda: MagnitudeScale(Momentum()), reference.magnitude(reference.heavy_ball(0.9))),
-    "low_pass": (LowPass, reference.low_pass((-0.9,), (0.1,))),
+    "magnitude_scale_of_momentum": (
+        lambda: MagnitudeScale(Momentum()),
+        written_out.magnitude(written_out.heavy_ball(0.9)),
+    ),
+    "low_pass": (LowPass, written_out.low_pass((-0.9,), (0.1,))),
     "low_pass_corrected_all": (
         lambda: LowPass(bias_correction=True, applies_to="all"),
-        reference.low_pass((-0.9,), (0.1,), corrected=True),
+        written_out.low_pass((-0.9,), (0.1,), corrected=True),
     ),
     "low_pass_second_order": (
         lambda: LowPass(a=(-1.2, 0.4), b=(0.1, 0.06, 0.04), bias_correction=True),
-        reference.low_pass((-1.2, 0.4), (0.1, 0.06, 0.04), corrected=True),
+        written_out.low_pass((-1.2, 0.4), (0.1, 0.06, 0.04), corrected=True),
     ),
-    "moving_average": (lambda: LowPass(a=(), b=(0.5, 0.5)), reference.low_pass((), (0.5, 0.5))),
-    "kalman_gain": (lambda: Kalman(gain=0.7), reference.kalman(gain=0.7)),
+    "moving_average": (lambda: LowPass(a=(), b=(0.5, 0.5)), written_out.low_pass((), (0.5, 0.5))),
+    "kalman_gain": (lambda: Kalman(gain=0.7), written_out.kalman(gain=0.7)),
     "kalman_ratio_all": (
         lambda: Kalman(process_to_measurement_ratio=1.5, applies_to="all"),
-        reference.kalman(ratio=1.5),
+        written_out.kalman(ratio=1.5),
     ),
-    "scale": (lambda: Scale(2.0), reference.scale(2.0)),
-    "scale_vectors": (lambda: Scale(2.0, applies_to="vectors"), reference.scale(2.0)),
-    "normalize": (Normalize, reference.normalize()),
-    "normalize_to_one": (lambda: Normalize(norm=1.0), reference.normalize(1.0)),
-    "noise_normalize": (NoiseNormalize, reference.noise_normalize),
-    "shrinkage_frobenius": (SpectralShrinkage, reference.shrinkage("frobenius")),
-    "shrinkage_operator": (lambda: SpectralShrinkage(loss="operator"), reference.shrinkage("operator")),
-    "shrinkage_nuclear": (lambda: SpectralShrinkage(loss="nuclear"), reference.shrinkage("nuclear")),
-    "gated": (GatedOrthogonalize, reference.gated),
-    "selective_detection": (SelectiveOrthogonalize, reference.selective("detection")),
-    "selective_recovery": (lambda: SelectiveOrthogonalize(threshold="recovery"), reference.selective("recovery")),
+    "scale": (lambda: Scale(2.0), written_out.scale(2.0)),
+    "scale_vectors": (lambda: Scale(2.0, applies_to="vectors"), written_out.scale(2.0)),
+    "normalize": (Normalize, written_out.normalize()),
+    "normalize_to_one": (lambda: Normalize(norm=1.0), written_out.normalize(1.0)),
+    "noise_normalize": (NoiseNormalize, written_out.noise_normalize),
+    "shrinkage_frobenius": (SpectralShrinkage, written_out.shrinkage("frobenius")),
+    "shrinkage_operator": (lambda: SpectralShrinkage(loss="operator"), written_out.shrinkage("operator")),
+    "shrinkage_nuclear": (lambda: SpectralShrinkage(loss="nuclear"), written_out.shrinkage("nuclear")),
+    "gated": (GatedOrthogonalize, written_out.gated),
+    "selective_detection": (SelectiveOrthogonalize, written_out.selective("detection")),
+    "selective_recovery": (lambda: SelectiveOrthogonalize(threshold="recovery"), written_out.selective("recovery")),
 }
 
 # Between them the matrices lie above and below every threshold of the transforms that look at the noise.
@@ -295,7 +298,7 @@ def test_a_state_loaded_on_the_cpu_follows_the_gradients_to_their_device(transfo
     chain, reference = Chain([transform]), Chain([transform])
     for seed in range(2):
         reference(draw(seed))
-    chain.load_state_dict(reference.state_dict())
+    chain.load_state_dict(written_out.state_dict())
     result = chain({name: value.cuda() for name, value in draw(2).items()})
     expected = reference(draw(2))
     for name in SHAPES:

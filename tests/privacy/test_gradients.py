@@ -296,3 +296,26 @@ def test_an_input_changed_in_place_after_use_is_refused_by_name():
         clipped_gradient_sum(
             Changes(), F.cross_entropy, torch.randn(4, 3), torch.zeros(4, dtype=torch.long), clip_plan=ClipPlan.flat()
         )
+
+
+class Temperature(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(1.3))
+
+    def forward(self, x):
+        return x * self.scale.exp()
+
+
+@pytest.mark.filterwarnings("ignore:No gradient rule")
+@pytest.mark.parametrize("plan", PLANS)
+def test_a_parameter_that_is_a_single_number_has_gradients(plan):
+    torch.manual_seed(0)
+    model, x, y = nn.Sequential(nn.Linear(5, 4), Temperature()), torch.randn(6, 5), torch.randint(4, (6,))
+    sums, _ = clipped_gradient_sum(model, F.cross_entropy, x, y, clip_plan=PLANS[plan])
+    expected, _ = clipped_sum_by_loop(model, x, y, PLANS[plan])
+    assert sums["1.scale"].shape == ()
+    assert relative_error(sums, expected) < TOLERANCE
+    # No example at all.
+    empty, _ = clipped_gradient_sum(model, F.cross_entropy, x[:0], y[:0], clip_plan=PLANS[plan])
+    assert float(empty["1.scale"]) == 0
