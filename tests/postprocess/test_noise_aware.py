@@ -322,7 +322,8 @@ def test_a_noise_far_below_the_gradient_changes_nothing():
 
 
 def test_directions_of_rounding_alone_are_taken_for_zero():
-    """Without the floor a singular value of rounding would become a direction of the polar factor."""
-    matrix = torch.outer(noise(20), noise(60)).float()
-    result = map_singular_values(matrix, torch.ones_like)
-    assert float(torch.linalg.matrix_norm(result)) == pytest.approx(1.0, abs=1e-3)
+    """Squared, a singular value of 1e-4 lies below the rounding of the largest in float32, and not in float64."""
+    matrix = torch.diag(torch.tensor([1.0, 1e-2, 1e-4]))
+    for dtype, last in ((torch.float32, 0.0), (torch.float64, 1.0)):
+        result = map_singular_values(matrix.to(dtype), torch.ones_like)
+        torch.testing.assert_close(result, torch.diag(torch.tensor([1.0, 1.0, last], dtype=dtype)))
