@@ -31,7 +31,8 @@ class SpectralShrinkage(Transform):
 
     Args:
         loss: the norm in which the error is smallest.
-        fallback: without memory; acts on a matrix that has become zero. None leaves it at zero, so that it rests.
+        fallback: without memory; acts on a matrix whose largest singular value is below `noise_edge`. None shrinks it
+            too; of noise alone little or nothing is left then.
         where: see `Transform`.
 
     Raises:
@@ -55,9 +56,13 @@ class SpectralShrinkage(Transform):
     def update(self, gradients: Gradients, state: State, noise: Noise) -> tuple[Gradients, State]:
         def shrunk(batch: Tensor, level: Tensor) -> Tensor:
             rows, columns = batch.shape[1:]
-            return map_singular_values(
-                batch, lambda values: shrunk_values(values, rows, columns, level, loss=self.loss)
-            )
+            edge = 0.0 if self.fallback is None else level.unsqueeze(-1) * noise_edge(rows, columns)
+
+            def shrink(values: Tensor) -> Tensor:
+                best = shrunk_values(values, rows, columns, level, loss=self.loss)
+                return torch.where(values[..., -1:] >= edge, best, 0.0)
+
+            return map_singular_values(batch, shrink)
 
         estimates = map_same_shape(shrunk, gradients, _levels("SpectralShrinkage", gradients, noise))
         resting = {name: gradients[name] for name, estimate in estimates.items() if not estimate.any()}

@@ -33,22 +33,22 @@ def noise_edge(rows: int, columns: int) -> float:
 
 
 def signal_values(values: Tensor, rows: int, columns: int, noise: Tensor) -> Tensor:
-    """The singular values of X behind those of Y; zero up to `noise_edge`, where they cannot be told from noise.
+    """The singular values of X behind those of Y; zero within the bulk, where they cannot be told from noise.
 
     Args:
         values: singular values of Y, (..., r).
         rows, columns: of Y.
         noise: the level, (...). Where it is zero the values are returned as they are.
     """
-    y, _, scale = _normalized(values, rows, columns, noise)
-    found = torch.where(scale > 0, scale * _signal(y, rows, columns), values)
+    y, beta, scale = _normalized(values, rows, columns, noise)
+    found = torch.where(scale > 0, scale * _signal(y, beta), values)
     return found.to(values.dtype)
 
 
 def shrunk_values(values: Tensor, rows: int, columns: int, noise: Tensor, *, loss: Loss) -> Tensor:
     """The best singular values for an estimate of X with the singular vectors of Y.
 
-    With z as above, and zero up to `noise_edge`:
+    With z as above, for y above the edge 1 + sqrt(beta) of the bulk and zero below it:
 
         frobenius: sqrt((y^2 - beta - 1)^2 - 4 beta) / y                (Gavish and Donoho 2017),
         nuclear:   max(0, z^4 - beta - sqrt(beta) z y) / (z^2 y)        (the same),
@@ -63,7 +63,7 @@ def shrunk_values(values: Tensor, rows: int, columns: int, noise: Tensor, *, los
         loss: the norm in which the error is smallest in the limit of large matrices.
     """
     y, beta, scale = _normalized(values, rows, columns, noise)
-    z = _signal(y, rows, columns)
+    z = _signal(y, beta)
     above = z > 0
     y, z = torch.where(above, y, 1.0), torch.where(above, z, 1.0)
     if loss == "frobenius":
@@ -81,10 +81,7 @@ def _normalized(values: Tensor, rows: int, columns: int, noise: Tensor) -> tuple
     return values.double() / scale, short / long, scale
 
 
-def _signal(y: Tensor, rows: int, columns: int) -> Tensor:
-    """z, or zero up to the edge that noise alone passes once in a hundred draws: 1 + sqrt(beta) in the limit."""
-    short, long = min(rows, columns), max(rows, columns)
-    beta = short / long
+def _signal(y: Tensor, beta: float) -> Tensor:
     inner = y.square() - beta - 1
     z = ((inner + (inner.square() - 4 * beta).clamp_min(0).sqrt()) / 2).clamp_min(0).sqrt()
-    return torch.where(y > noise_edge(rows, columns) / math.sqrt(long), z, 0.0)
+    return torch.where(y > 1 + math.sqrt(beta), z, 0.0)

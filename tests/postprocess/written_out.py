@@ -155,7 +155,7 @@ def signal(s, m, n, level):
     """The singular value of a signal that shows as s, from y^2 = (z + 1/z) (z + beta/z), by bisection."""
     m, n = min(m, n), max(m, n)
     beta, y = m / n, s / (level * math.sqrt(n))
-    if s <= level * johnstone_edge(m, n):
+    if y <= 1 + math.sqrt(beta):
         return 0.0
     low, high = beta**0.25, y
     for _ in range(200):
