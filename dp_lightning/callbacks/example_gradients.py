@@ -7,7 +7,7 @@ import lightning.pytorch as pl
 import torch
 from torch import Tensor
 
-from dp_lightning.callbacks.model_trial import silent, training_loss
+from dp_lightning.callbacks.own_step import silent, training_loss
 from dp_lightning.errors import ModelError
 from dp_lightning.privacy.disk import DiSK, Extrapolation
 from dp_lightning.privacy.gradients import GradientEngine
@@ -93,12 +93,12 @@ class ExampleGradients:
             self.engine.scale(loss, self._second_weight * self._examples_of_a_mean)
             loss.backward()
             self._require_versions()
-        self._inputs = (None, 0)
         self.engine.finish()
         self.end()
 
     def end(self) -> None:
-        """Stop to listen, and leave the parameters where the optimizer has put them."""
+        """Stop to listen, keep no example, and leave the parameters where the optimizer has put them."""
+        self._inputs = (None, 0)
         self.engine.end()
         if self._extrapolation is not None:
             self._extrapolation.back()

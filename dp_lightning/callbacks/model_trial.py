@@ -1,8 +1,5 @@
 """Tries a LightningModule's own ``training_step`` on a few examples before the first step of a run."""
 
-import inspect
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from typing import Any
 
 import lightning.pytorch as pl
@@ -12,6 +9,7 @@ from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader
 from torchmetrics import Metric
 
+from dp_lightning.callbacks.own_step import silent, training_loss
 from dp_lightning.privacy.gradients import GradientEngine
 from dp_lightning.privacy.model_check import check_per_example, refuse_randomness
 
@@ -58,26 +56,6 @@ def try_model(
         for metric in module.modules():
             if isinstance(metric, Metric):
                 metric.reset()
-
-
-def training_loss(module: pl.LightningModule, batch: Any, batch_idx: int) -> Tensor:
-    """The loss of the module's own ``training_step``."""
-    takes_index = len(inspect.signature(module.training_step).parameters) > 1
-    output = module.training_step(batch, batch_idx) if takes_index else module.training_step(batch)
-    loss: Any = output["loss"] if isinstance(output, Mapping) else output
-    return loss
-
-
-@contextmanager
-def silent(module: pl.LightningModule) -> Iterator[None]:
-    """Nothing that the module logs is kept."""
-    silenced = {"log": lambda *args, **kwargs: None, "log_dict": lambda *args, **kwargs: None}
-    module.__dict__.update(silenced)
-    try:
-        yield
-    finally:
-        for name in silenced:
-            module.__dict__.pop(name, None)
 
 
 def _made_up(example: Any, generator: torch.Generator) -> Any:

@@ -278,7 +278,7 @@ class PrivacyCallback(pl.Callback):
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         assert self._gradients is not None
-        if self.disk is not None and "Kalman" not in self.postprocessing:
+        if self.disk is not None and not self.postprocessing:  # PostProcessCallback looks at the filter itself
             raise ConfigurationError(
                 f"privacy.disk needs its filter: put Kalman with gain {self.disk.gain:g} and applies_to: all first "
                 "into the transforms of PostProcessCallback."

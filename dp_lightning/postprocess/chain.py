@@ -96,12 +96,12 @@ class Chain:
             gradients: parameter name to gradient, in the parameter's shape. They are not changed.
             noise: standard deviation of the noise in each of their entries, sigma S / B; None where it is not known.
 
-        Raises:
-            ConfigurationError: the noise is negative, or known at some steps only.
-
         Returns:
             The transformed gradients, with the same names, shapes, dtypes and devices. A gradient that no
             transform selects is the input tensor itself.
+
+        Raises:
+            ConfigurationError: the noise is negative, or known at some steps only.
         """
         result = dict(gradients)
         levels = self._tracker.step({name: gradient.shape for name, gradient in gradients.items()}, noise)

@@ -65,18 +65,15 @@ class SpectralShrinkage(Transform):
             return map_singular_values(batch, shrink)
 
         estimates = map_same_shape(shrunk, gradients, _levels("SpectralShrinkage", gradients, noise))
-        resting = {name: gradients[name] for name, estimate in estimates.items() if not estimate.any()}
+        resting = _of_zeros(estimates, gradients)
         if self.fallback is None and len(resting) == len(gradients) > 0:
             warnings.warn(
                 "SpectralShrinkage: no matrix has a signal above the noise at this step, so none of them moves. Take a "
                 "larger batch or more momentum, or set fallback",
                 stacklevel=2,
             )
-        other = {} if self.fallback is None else self.fallback.update(resting, {}, noise)[0]
-        return {
-            name: other[name] if name in other else estimates[name].reshape(gradient.shape)
-            for name, gradient in gradients.items()
-        }, {}
+        instead = {} if self.fallback is None else self.fallback.update(resting, {}, noise)[0]
+        return _in_shape(estimates, gradients) | instead, {}
 
 
 class GatedOrthogonalize(Transform):
@@ -117,12 +114,8 @@ class GatedOrthogonalize(Transform):
 
         levels = _levels("GatedOrthogonalize", gradients, noise)
         factors = map_same_shape(gated, gradients, levels)
-        empty = {name: gradients[name] for name, factor in factors.items() if not factor.any()}
-        fallback, _ = self.fallback.update(empty, {}, noise)
-        return {
-            name: fallback[name] if name in fallback else factors[name].reshape(gradient.shape)
-            for name, gradient in gradients.items()
-        }, {}
+        instead, _ = self.fallback.update(_of_zeros(factors, gradients), {}, noise)
+        return _in_shape(factors, gradients) | instead, {}
 
 
 class SelectiveOrthogonalize(Transform):
@@ -170,11 +163,11 @@ class SelectiveOrthogonalize(Transform):
     def update(self, gradients: Gradients, state: State, noise: Noise) -> tuple[Gradients, State]:
         levels = _levels("SelectiveOrthogonalize", gradients, noise)
         shows = map_same_shape(self._shows, gradients, levels)
-        above = {name: gradient for name, gradient in gradients.items() if bool(shows[name])}
+        above = _where(shows, gradients)
         below = {name: gradient for name, gradient in gradients.items() if name not in above}
         orthogonal, _ = self.orthogonalize.update(above, {}, noise)
         others, _ = self.otherwise.update(below, {}, noise)
-        return {name: orthogonal[name] if name in orthogonal else others[name] for name in gradients}, {}
+        return gradients | orthogonal | others, {}
 
     def _shows(self, batch: Tensor, level: Tensor) -> Tensor:
         rows, columns = batch.shape[1:]
@@ -197,6 +190,24 @@ def _levels(title: str, gradients: Gradients, noise: Noise) -> Mapping[str, floa
             )
         levels[name] = level
     return levels
+
+
+def _in_shape(matrices: Mapping[str, Tensor], gradients: Gradients) -> Gradients:
+    """The matrices in the shapes of their parameters."""
+    return {name: matrices[name].reshape(gradient.shape) for name, gradient in gradients.items()}
+
+
+def _of_zeros(matrices: Mapping[str, Tensor], gradients: Gradients) -> Gradients:
+    """The gradients whose matrix is zero."""
+    return _where({name: ~matrix.any() for name, matrix in matrices.items()}, gradients)
+
+
+def _where(flags: Mapping[str, Tensor], gradients: Gradients) -> Gradients:
+    """The gradients whose flag is true; all flags are read from the device at once."""
+    if not flags:
+        return {}
+    chosen = dict(zip(flags, torch.stack(list(flags.values())).tolist(), strict=True))
+    return {name: gradient for name, gradient in gradients.items() if chosen[name]}
 
 
 def _without_memory(title: str, transform: Transform) -> Transform:

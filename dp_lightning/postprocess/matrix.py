@@ -45,10 +45,7 @@ def singular_values(matrix: Tensor) -> Tensor:
     They are the roots of the eigenvalues of the smaller Gram matrix. Squaring costs accuracy for small singular
     values and none for the largest, whose relative error is about 1e-6 in float32 and 1e-15 in float64.
     """
-    x = at_least_float32(matrix)
-    largest = nonzero(x.abs().amax((-2, -1), keepdim=True))
-    x = x / largest
-    gram = x @ x.mT if x.shape[-2] <= x.shape[-1] else x.mT @ x
+    _, largest, gram = _scaled_with_gram(matrix)
     return (largest.squeeze(-1) * torch.linalg.eigvalsh(gram).clamp_min(0).sqrt()).to(matrix.dtype)
 
 
@@ -106,18 +103,24 @@ def map_singular_values(matrix: Tensor, function: Callable[[Tensor], Tensor]) ->
     Returns:
         (..., m, n), the dtype of `matrix`.
     """
-    x = at_least_float32(matrix)
-    largest = nonzero(x.abs().amax((-2, -1), keepdim=True))
-    x = x / largest
-    wide = x.shape[-2] <= x.shape[-1]
-    squares, vectors = torch.linalg.eigh(x @ x.mT if wide else x.mT @ x)
+    x, largest, gram = _scaled_with_gram(matrix)
+    squares, vectors = torch.linalg.eigh(gram)
     floor = torch.finfo(x.dtype).eps * squares[..., -1:].clamp_min(0)
     values = squares.clamp_min(0).sqrt()
     present = squares > floor
     factors = function(values * largest.squeeze(-1)) / torch.where(present, values, 1.0)
     scaled = vectors * torch.where(present, factors, 0.0).unsqueeze(-2)
+    wide = x.shape[-2] <= x.shape[-1]
     result = scaled @ (vectors.mT @ x) if wide else (x @ scaled) @ vectors.mT
     return result.to(matrix.dtype)
+
+
+def _scaled_with_gram(matrix: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Each matrix over its largest entry, that entry (..., 1, 1), and the smaller Gram matrix of the quotient."""
+    x = at_least_float32(matrix)
+    largest = nonzero(x.abs().amax((-2, -1), keepdim=True))
+    x = x / largest
+    return x, largest, x @ x.mT if x.shape[-2] <= x.shape[-1] else x.mT @ x
 
 
 def map_same_shape(

@@ -39,12 +39,12 @@ class NoiseTracker:
             shapes: of the parameters that have a gradient at this step.
             noise: standard deviation in each entry of their privatized gradients; None where it is not known.
 
+        Returns:
+            The noise of the input of each transform, and of the output of the last.
+
         Raises:
             ConfigurationError: the noise is negative, or known at some steps only: what a filter remembers of the
                 others would have a noise that is not known.
-
-        Returns:
-            The noise of the input of each transform, and of the output of the last.
         """
         if noise is not None and not 0 <= noise < math.inf:
             raise ConfigurationError(f"noise must be a finite number of at least 0, got {noise}")
