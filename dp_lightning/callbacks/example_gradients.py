@@ -1,6 +1,7 @@
 """One example's gradient at a time, around Lightning's own forward and backward pass over a physical batch."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import lightning.pytorch as pl
@@ -8,10 +9,44 @@ import torch
 from torch import Tensor
 
 from dp_lightning.callbacks.own_step import silent, training_loss
-from dp_lightning.errors import ModelError
+from dp_lightning.errors import ConfigurationError, ModelError
 from dp_lightning.privacy.disk import DiSK, Extrapolation
 from dp_lightning.privacy.gradients import GradientEngine
 from dp_lightning.privacy.gradients.contribution import Contribution
+
+
+@dataclass(frozen=True)
+class GradientSettings:
+    """What an example's gradient is, before it is clipped.
+
+    Args:
+        loss_reduction: whether the loss is the ``mean`` or the ``sum`` over the rows of a batch.
+        augmult: K, the views of each example, rows that follow each other. Its gradient is the mean over them.
+        disk: where the gradients are taken; None is at the parameters.
+
+    Raises:
+        ConfigurationError: naming the setting.
+    """
+
+    loss_reduction: str
+    augmult: int
+    disk: DiSK | None
+
+    def __post_init__(self) -> None:
+        if self.loss_reduction not in ("mean", "sum"):
+            raise ConfigurationError(f"privacy.loss_reduction is {self.loss_reduction!r}; choose 'mean' or 'sum'.")
+        if self.augmult < 1:
+            raise ConfigurationError(f"privacy.augmult is {self.augmult}; it must be at least 1.")
+
+    @property
+    def clipped(self) -> dict[str, Any]:
+        """What a run that goes on has to keep: its statement says it once for all steps."""
+        return {"augmult": self.augmult, "disk": None if self.disk is None else asdict(self.disk)}
+
+    def describe(self) -> dict[str, str]:
+        """What differs from one gradient at the parameters, for the privacy statement."""
+        views = {} if self.augmult == 1 else {"augmult": f"mean over {self.augmult} views of each example"}
+        return views | ({} if self.disk is None else {"gradients": self.disk.describe()})
 
 
 class ExampleGradients:
@@ -19,13 +54,12 @@ class ExampleGradients:
 
     Args:
         module: parameters that require a gradient now are the trained ones.
-        loss_reduction: whether the loss is the ``mean`` or the ``sum`` over examples.
-        disk: where the gradients are taken; None is at the parameters.
+        settings: what an example's gradient is.
     """
 
-    def __init__(self, module: pl.LightningModule, *, loss_reduction: str, disk: DiSK | None) -> None:
+    def __init__(self, module: pl.LightningModule, settings: GradientSettings) -> None:
         self.engine = GradientEngine(module)
-        self._module, self._loss_reduction = module, loss_reduction
+        self._module, self._settings, disk = module, settings, settings.disk
         # Two gradients of each example, of which the second one is taken at the extrapolated point and has this weight.
         self._second_weight = None if disk is None or disk.gamma is None else disk.weight
         self._extrapolation = None if disk is None else Extrapolation(self.engine.parameters, disk.length)
@@ -46,7 +80,7 @@ class ExampleGradients:
 
         Args:
             batch, batch_idx: as ``training_step`` gets them.
-            size: number of examples.
+            size: number of examples, of K rows each.
             first: whether a logical batch starts with it.
             take: gets what the batch contributes to each parameter.
         """
@@ -59,7 +93,8 @@ class ExampleGradients:
         if self._second_weight is not None:
             self._random = self._random_states()
         self._versions = self._tensor_versions()
-        self.engine.begin(size, take, passes=1 if self._second_weight is None else 2)
+        passes = 1 if self._second_weight is None else 2
+        self.engine.begin(size, take, augmult=self._settings.augmult, passes=passes)
 
     def scale(self, loss: Tensor, divided_by: float) -> None:
         """Between the passes: seed the backward pass, so that it gives the gradients of single losses.
@@ -69,7 +104,7 @@ class ExampleGradients:
             divided_by: by what the module's loss has been divided.
         """
         weight = 1.0 if self._second_weight is None else 1 - self._second_weight
-        self.engine.scale(loss, divided_by * weight * self._examples_of_a_mean)
+        self.engine.scale(loss, divided_by * weight * self._per_example)
 
     def finish(self, trainer: pl.Trainer) -> None:
         """After the backward pass.
@@ -90,7 +125,7 @@ class ExampleGradients:
             ):
                 self._repeat_random_states()
                 loss = training_loss(self._module, *self._inputs)
-            self.engine.scale(loss, self._second_weight * self._examples_of_a_mean)
+            self.engine.scale(loss, self._second_weight * self._per_example)
             loss.backward()
             self._require_versions()
         self.engine.finish()
@@ -133,8 +168,9 @@ class ExampleGradients:
             torch.cuda.set_rng_state(state, device)
 
     @property
-    def _examples_of_a_mean(self) -> int:
-        return self._size if self._loss_reduction == "mean" else 1
+    def _per_example(self) -> float:
+        """What makes of the loss the sum over examples of the mean over their views."""
+        return self._size if self._settings.loss_reduction == "mean" else 1 / self._settings.augmult
 
     def _tensor_versions(self) -> dict[str, int]:
         """How often each parameter and buffer was changed in place."""

@@ -4,16 +4,20 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import DataLoader
 from torchmetrics import Metric
 
+from dp_lightning.callbacks.example_gradients import GradientSettings
 from dp_lightning.callbacks.own_step import silent, training_loss
 from dp_lightning.privacy.gradients import GradientEngine
 from dp_lightning.privacy.model_check import check_per_example, refuse_randomness
 
 _EXAMPLES = 8
+# Of one example: enough to see that its views add up.
+_VIEWS = 2
 
 
 def try_model(
@@ -21,8 +25,7 @@ def try_model(
     module: pl.LightningModule,
     engine: GradientEngine,
     loader: DataLoader[Any],
-    *,
-    loss_reduction: str,
+    settings: GradientSettings,
 ) -> None:
     """Check that an example's loss and gradient do not depend on the batch around it; nothing is logged.
 
@@ -34,6 +37,10 @@ def try_model(
     count = min(_EXAMPLES, len(dataset))
     generator = torch.Generator().manual_seed(0)
     examples = [_made_up(dataset[k * len(dataset) // count], generator) for k in range(count)]
+    views = min(settings.augmult, _VIEWS)
+    few = [[_made_up(example, generator) for _ in range(views)] for example in examples[:2]]
+    if settings.augmult > 1:
+        _warn_of_equal_views(dataset)
 
     def batch_of(chosen: list[Any]) -> Any:
         with refuse_randomness("collate_fn or a batch transfer hook"):
@@ -48,14 +55,30 @@ def try_model(
                 lambda batch: training_loss(module, batch, 0),
                 batch_of(examples),
                 [batch_of([example]) for example in examples],
-                few=batch_of(examples[:2]),
-                few_count=min(2, count),
-                loss_reduction=loss_reduction,
+                few=batch_of([view for example in few for view in example]),
+                few_alone=[batch_of(example) for example in few],
+                augmult=views,
+                loss_reduction=settings.loss_reduction,
             )
     finally:
         for metric in module.modules():
             if isinstance(metric, Metric):
                 metric.reset()
+
+
+def _warn_of_equal_views(dataset: Any) -> None:
+    views = [tree_leaves(dataset[0]) for _ in range(4)]
+    same = all(
+        torch.equal(leaf, other) if isinstance(leaf, Tensor) else leaf == other
+        for view in views[1:]
+        for leaf, other in zip(views[0], view, strict=True)
+    )
+    if same:
+        rank_zero_warn(
+            "privacy.augmult is above 1, but the training set's transform draws nothing at random: all views of an "
+            "example are the same, which costs time and changes nothing. Add a random augmentation (data.augment: "
+            "true), or remove privacy.augmult."
+        )
 
 
 def _made_up(example: Any, generator: torch.Generator) -> Any:

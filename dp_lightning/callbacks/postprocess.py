@@ -75,14 +75,15 @@ class PostProcessCallback(Callback):
 
     def _check_disk(self, privacy: PrivacyCallback) -> None:
         """DiSK takes its gradients for one filter; behind another it would be neither."""
-        if privacy.disk is None:
+        disk = privacy.gradient_settings.disk
+        if disk is None:
             return
         first = self.chain.transforms[0]
         everywhere = first.applies_to == "all" and first.include is None and not first.exclude
-        if not isinstance(first, Kalman) or first.gain != privacy.disk.gain or not everywhere:
+        if not isinstance(first, Kalman) or first.gain != disk.gain or not everywhere:
             raise ConfigurationError(
-                f"privacy.disk has gain {privacy.disk.gain:g}: the first of postprocess.transforms must be its filter, "
-                f"Kalman with gain {privacy.disk.gain:g} and applies_to: all, and without include and exclude"
+                f"privacy.disk has gain {disk.gain:g}: the first of postprocess.transforms must be its filter, "
+                f"Kalman with gain {disk.gain:g} and applies_to: all, and without include and exclude"
             )
 
     def _noise(self) -> float | None:

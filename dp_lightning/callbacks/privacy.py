@@ -7,7 +7,6 @@ steps. Lightning's counters see logical steps only, because ``trainer.accumulate
 last physical batch and to a very large number on the others.
 """
 
-from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal
@@ -29,7 +28,7 @@ from dp_lightning.callbacks.checkpoints import (
     require_one_checkpoint,
     saved_steps,
 )
-from dp_lightning.callbacks.example_gradients import ExampleGradients
+from dp_lightning.callbacks.example_gradients import ExampleGradients, GradientSettings
 from dp_lightning.callbacks.model_trial import try_model
 from dp_lightning.callbacks.private_loader import (
     PoissonBatchSampler,
@@ -70,14 +69,16 @@ class PrivacyCallback(pl.Callback):
         max_grad_norm: C, the most that one example can contribute, in L2 norm.
         clipping: one norm over all parameters, or one per layer with C / sqrt(L) each.
         clip_factor: ``abadi`` min(1, C/norm), or ``automatic`` C/(norm + 0.01).
-        max_physical_batch_size: most examples that go through the model at once. It bounds memory and changes
-            nothing else.
+        max_physical_batch_size: most images that go through the model at once, every view of an example counted. It
+            bounds memory and changes nothing else.
         accountant: by which epsilon is planned and shown.
         loss_reduction: whether ``training_step`` returns the mean or the sum of the examples' losses.
         num_train: N; None reads it from the training data set. A number that differs from the data set is refused.
         noise_seed: makes the noise reproducible, and the run not fit for release.
         sampling_seed: makes the Poisson draws reproducible, and the run not fit for release.
         not_private: must be true to allow ``noise_multiplier: 0``.
+        augmult: K, augmentation multiplicity (De et al. 2022): each example enters a logical batch as K views, drawn
+            anew by the data set's transform, and the mean of their gradients is clipped once. It costs no privacy.
         disk: takes each example's gradient where DiSK does (Zhang et al. 2025); its filter is `Kalman` in the
             post-processing. None is the gradient at the parameters.
 
@@ -103,6 +104,7 @@ class PrivacyCallback(pl.Callback):
         noise_seed: int | None = None,
         sampling_seed: int | None = None,
         not_private: bool = False,
+        augmult: int = 1,
         disk: DiSK | None = None,
     ) -> None:
         super().__init__()
@@ -114,19 +116,18 @@ class PrivacyCallback(pl.Callback):
             accountant=accountant,
             not_private=not_private,
         )
-        if max_physical_batch_size < 1:
+        self.gradient_settings = GradientSettings(loss_reduction, augmult, disk)
+        if max_physical_batch_size < augmult:
             raise ConfigurationError(
-                f"privacy.max_physical_batch_size is {max_physical_batch_size}; it must be at least 1."
+                f"privacy.max_physical_batch_size is {max_physical_batch_size}; it must be at least {augmult}"
+                + (", privacy.augmult: all views of an example go through the model at once." if augmult > 1 else ".")
             )
         make = {"flat": ClipPlan.flat, "per_layer": ClipPlan.per_layer}
         if clipping not in make:
             raise ConfigurationError(f"privacy.clipping is {clipping!r}; choose 'flat' or 'per_layer'.")
-        if loss_reduction not in ("mean", "sum"):
-            raise ConfigurationError(f"privacy.loss_reduction is {loss_reduction!r}; choose 'mean' or 'sum'.")
         self.clip_plan = make[clipping](max_grad_norm=max_grad_norm, factor=clip_factor)
-        self.max_physical_batch_size, self.loss_reduction = max_physical_batch_size, loss_reduction
+        self.max_physical_batch_size = max_physical_batch_size
         self.num_train, self.noise_seed, self.sampling_seed = num_train, noise_seed, sampling_seed
-        self.disk = disk
         self._batches: PoissonBatchSampler | None = None
         self._gradients: ExampleGradients | None = None
         self._mechanism: PrivateMechanism | None = None
@@ -205,7 +206,7 @@ class PrivacyCallback(pl.Callback):
             dataset: Any = source.users().dataset
             earlier = None if self._restored is None else PrivacyPlan(**self._restored["plan"])
             self.budget.make_plan(trainer, len(dataset) if self.num_train is None else self.num_train, earlier=earlier)
-        self._gradients = ExampleGradients(pl_module, loss_reduction=self.loss_reduction, disk=self.disk)
+        self._gradients = ExampleGradients(pl_module, self.gradient_settings)
         trained = self._gradients.parameters
         self._trained = {id(p) for p in trained.values()}
         check_optimizers(trainer, self._trained)
@@ -227,8 +228,8 @@ class PrivacyCallback(pl.Callback):
         )
         if self._restored is not None:
             noise.load_state_dict(self._restored["noise"])
-            self._require_same_disk(self._restored["disk"]["settings"])
-            self._gradients.load_state_dict(self._restored["disk"]["state"])
+            self._require_same_gradients(self._restored["gradients"]["settings"])
+            self._gradients.load_state_dict(self._restored["gradients"]["state"])
             sampler.load_state_dict(self._restored["sampler"])
         if self.noise_seed is not None:
             # Of steps that were lost, or taken by an earlier fit.
@@ -237,6 +238,7 @@ class PrivacyCallback(pl.Callback):
             sampler,
             self.plan,
             max_physical_batch_size=self.max_physical_batch_size,
+            augmult=self.gradient_settings.augmult,
             steps_done=lambda: self.ledger.num_steps,
             ranks=self._ranks,
         )
@@ -252,17 +254,17 @@ class PrivacyCallback(pl.Callback):
             "privacy.max_grad_norm, clipping or clip_factor": (self.clip_plan.describe(), self.clip_plan.sensitivity),
             "privacy.expected_batch_size": self.budget.expected_batch_size,
             "privacy.max_physical_batch_size": self.max_physical_batch_size,
-            "privacy.loss_reduction": self.loss_reduction,
+            "privacy.loss_reduction, augmult or disk": self.gradient_settings,
             "privacy.noise_seed": self.noise_seed,
-            "privacy.disk": self.disk,
         }
 
-    def _require_same_disk(self, earlier: dict[str, Any] | None) -> None:
-        now = None if self.disk is None else asdict(self.disk)
-        if earlier != now:
+    def _require_same_gradients(self, earlier: dict[str, Any]) -> None:
+        now = self.gradient_settings.clipped
+        if differing := [name for name in now if earlier[name] != now[name]]:
+            differences = ", ".join(f"privacy.{name} {earlier[name]}, and it is {now[name]} now" for name in differing)
             raise ConfigurationError(
-                f"The checkpoint's run has privacy.disk {earlier}, and it is {now} now: the statement could not say "
-                "where its gradients are taken. Set it to the run's value."
+                f"The checkpoint's run has {differences}: the statement could not say what the run clips. Set it to "
+                "the run's value."
             )
 
     def _private_loader(self, loader: DataLoader[Any]) -> DataLoader[Any]:
@@ -278,14 +280,15 @@ class PrivacyCallback(pl.Callback):
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         assert self._gradients is not None
-        if self.disk is not None and not self.postprocessing:  # PostProcessCallback looks at the filter itself
+        disk = self.gradient_settings.disk
+        if disk is not None and not self.postprocessing:  # PostProcessCallback looks at the filter itself
             raise ConfigurationError(
-                f"privacy.disk needs its filter: put Kalman with gain {self.disk.gain:g} and applies_to: all first "
+                f"privacy.disk needs its filter: put Kalman with gain {disk.gain:g} and applies_to: all first "
                 "into the transforms of PostProcessCallback."
             )
         loader = self._live_loader(trainer)
         require_same_data(loader.dataset, self._ranks, trainer.strategy.root_device)
-        try_model(trainer, pl_module, self._gradients.engine, loader, loss_reduction=self.loss_reduction)
+        try_model(trainer, pl_module, self._gradients.engine, loader, self.gradient_settings)
 
     def _live_loader(self, trainer: pl.Trainer) -> DataLoader[Any]:
         loader = trainer.train_dataloader
@@ -428,7 +431,7 @@ class PrivacyCallback(pl.Callback):
         return PrivacyStatement(
             plan=self.plan,
             ledger=self.ledger,
-            clipping=self.clip_plan.describe() | ({} if self.disk is None else {"gradients": self.disk.describe()}),
+            clipping=self.clip_plan.describe() | self.gradient_settings.describe(),
             sensitivity=self.clip_plan.sensitivity,
             sampler="Poisson, each example independently with probability q in every logical step",
             unprotected=tuple(sorted(self._unprotected.names)),
@@ -468,8 +471,8 @@ class PrivacyCallback(pl.Callback):
             **self.budget.state_dict(),
             "noise": self._mechanism.noise.state_dict(),
             "sampler": self._batches.sampler.state_dict(),
-            "disk": {
-                "settings": None if self.disk is None else asdict(self.disk),
+            "gradients": {
+                "settings": self.gradient_settings.clipped,
                 "state": {} if self._gradients is None else self._gradients.state_dict(),
             },
             "unprotected": sorted(self._unprotected.names),

@@ -31,7 +31,8 @@ class PoissonBatchSampler(Sampler[list[int]]):
     Args:
         sampler: draws logical batches.
         plan: fixes where epochs and the run end.
-        max_physical_batch_size: most examples in a physical batch.
+        max_physical_batch_size: most rows in a physical batch.
+        augmult: K, how often each example follows itself in it; the data set's transform makes a view each time.
         steps_done: returns the number of logical steps in the ledger; the epoch goes on from there.
         ranks: the processes to which each logical batch is dealt out; this one's share comes from here.
     """
@@ -42,11 +43,12 @@ class PoissonBatchSampler(Sampler[list[int]]):
         plan: PrivacyPlan,
         *,
         max_physical_batch_size: int,
+        augmult: int,
         steps_done: Callable[[], int],
         ranks: Ranks,
     ) -> None:
         self.sampler, self.plan, self.ranks = sampler, plan, ranks
-        self.max_physical_batch_size, self.steps_done = max_physical_batch_size, steps_done
+        self.most_examples, self.augmult, self.steps_done = max_physical_batch_size // augmult, augmult, steps_done
         self.announced: deque[PhysicalBatch] = deque()
 
     def __iter__(self) -> Iterator[list[int]]:
@@ -60,9 +62,9 @@ class PoissonBatchSampler(Sampler[list[int]]):
         )
         for step in range(start, end):
             draw, ranks = self.sampler.draw(step), self.ranks
-            for batch in cut(draw, self.max_physical_batch_size, rank=ranks.rank, num_ranks=ranks.size):
+            for batch in cut(draw, self.most_examples, rank=ranks.rank, num_ranks=ranks.size):
                 self.announced.append(batch)
-                yield batch.indices
+                yield [index for index in batch.indices for _ in range(self.augmult)]
 
 
 def original_loader(loader: Any) -> DataLoader[Any]:

@@ -60,7 +60,8 @@ def check_per_example(
     alone: Sequence[Any],
     *,
     few: Any,
-    few_count: int,
+    few_alone: Sequence[Any],
+    augmult: int,
     loss_reduction: str,
 ) -> None:
     """Try the model on some examples, together and one at a time.
@@ -71,8 +72,10 @@ def check_per_example(
         loss_of: batch to scalar loss, as training computes it.
         together: one batch of all examples.
         alone: batches of one example each, in the same order.
-        few: one batch of the first ``few_count`` of them, for the gradients, which take more memory than losses.
-        few_count: how many.
+        few: one batch of fewer examples, of ``augmult`` rows each, for the gradients, which take more memory than
+            losses.
+        few_alone: batches of one of these examples each, in the same order.
+        augmult: rows of an example in ``few``.
         loss_reduction: ``mean`` or ``sum``, how ``loss_of`` reduces.
 
     Raises:
@@ -85,7 +88,7 @@ def check_per_example(
         torch.random.fork_rng(devices=_cuda_devices(model)),
     ):
         _check_losses(loss_of, together, alone, loss_reduction)
-        _check_gradients(engine, loss_of, few, alone[:few_count], loss_reduction)
+        _check_gradients(engine, loss_of, few, few_alone, augmult, loss_reduction)
 
 
 @contextmanager
@@ -150,6 +153,7 @@ def _check_gradients(
     loss_of: Callable[[Any], Tensor],
     together: Any,
     alone: Sequence[Any],
+    augmult: int,
     loss_reduction: str,
 ) -> None:
     b = len(alone)
@@ -161,7 +165,7 @@ def _check_gradients(
             contribution.measure(workspace)
             contributions.append(contribution)
 
-        with engine.record(b, keep):
+        with engine.record(b, keep, augmult=augmult):
             loss = loss_of(together)
             engine.scale(loss, b if loss_reduction == "mean" else 1)
             loss.backward()

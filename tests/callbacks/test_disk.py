@@ -73,7 +73,7 @@ def written_out(model, steps, gamma, bound):
     return torch.cat([p.detach().flatten() for p in model.parameters()])
 
 
-def fitted(folder, module, *, gamma, **kwargs):
+def fitted(folder, module, *, gamma, loss_reduction="mean", **kwargs):
     """Every example in every step, so that there is nothing random."""
     callback = privacy(
         noise_multiplier=0.0,
@@ -82,6 +82,7 @@ def fitted(folder, module, *, gamma, **kwargs):
         max_grad_norm=0.5,
         max_physical_batch_size=16,
         disk=DiSK(GAIN, gamma),
+        loss_reduction=loss_reduction,
     )
     post = PostProcessCallback([Kalman(gain=GAIN, applies_to="all")])
     run = trainer(folder, callback, post, **{"max_epochs": 5, **kwargs})
@@ -279,8 +280,7 @@ def test_a_summed_loss_takes_the_same_steps(tmp_path, gamma):
     summed = copy.deepcopy(mean)
     summed.reduction = "sum"
     for module in (mean, summed):
-        run, _ = fitted(tmp_path, module, gamma=gamma)
-        run.callbacks[0].loss_reduction = module.reduction
+        run, _ = fitted(tmp_path, module, gamma=gamma, loss_reduction=module.reduction)
         run.fit(module, loader())
     torch.testing.assert_close(parameters(mean), parameters(summed), rtol=1e-5, atol=1e-6)
 
@@ -367,4 +367,4 @@ def test_the_state_of_an_extrapolation_follows_its_parameters():
 
 
 def test_ranks_have_to_agree_on_disk():
-    assert privacy(disk=DiSK(GAIN))._settings()["privacy.disk"] != privacy()._settings()["privacy.disk"]
+    assert privacy(disk=DiSK(GAIN))._settings() != privacy()._settings()

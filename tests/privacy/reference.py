@@ -6,17 +6,23 @@ import torch
 from torch.nn import functional as F
 
 
-def clipped_sum_by_loop(model, inputs, targets, clip_plan, loss_fn=F.cross_entropy):
-    """Sums and (B, L) norms in float64, one example at a time, by ordinary autograd."""
+def clipped_sum_by_loop(model, inputs, targets, clip_plan, loss_fn=F.cross_entropy, *, augmult=1):
+    """Sums and (B, L) norms in float64, one example of ``augmult`` rows at a time, by ordinary autograd.
+
+    The gradients of the rows are taken one by one and averaged.
+    """
     model = copy.deepcopy(model).double()
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
     groups = clip_plan.groups(parameters)
     bounds = clip_plan.bounds(groups)
     sums = {name: torch.zeros_like(p) for name, p in parameters.items()}
     norms = []
-    for x, y in zip(inputs, targets, strict=True):
-        loss = loss_fn(model(x[None].double()), y[None])
-        gradients = dict(zip(parameters, torch.autograd.grad(loss, list(parameters.values())), strict=True))
+    for views, labels in zip(inputs.split(augmult), targets.split(augmult), strict=True):
+        gradients = {name: torch.zeros_like(p) for name, p in parameters.items()}
+        for x, y in zip(views, labels, strict=True):
+            loss = loss_fn(model(x[None].double()), y[None])
+            for name, gradient in zip(gradients, torch.autograd.grad(loss, list(parameters.values())), strict=True):
+                gradients[name] += gradient / augmult
         row = []
         for names, bound in zip(groups.values(), bounds, strict=True):
             norm = torch.sqrt(sum(gradients[name].square().sum() for name in names))

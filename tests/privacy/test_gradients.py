@@ -72,6 +72,22 @@ def check_against_the_loop(name, plan, dtype):
     )
 
 
+@pytest.mark.parametrize("augmult", [4, 16])
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.usefixtures("smooth")
+def test_the_mean_over_views_is_clipped_once(name, augmult):
+    torch.manual_seed(0)
+    make, shape = MODELS[name]
+    model, (x, y) = make(), batch(shape, size=2 * augmult)
+    for plan in (PLANS["flat-abadi"], PLANS["per-layer-automatic"]):
+        sums, norms = clipped_gradient_sum(model, F.cross_entropy, x, y, clip_plan=plan, augmult=augmult)
+        expected, expected_norms = clipped_sum_by_loop(model, x, y, plan, augmult=augmult)
+        assert relative_error(sums, expected) < TOLERANCE
+        torch.testing.assert_close(
+            norms.double(), expected_norms.view_as(norms), rtol=TOLERANCE, atol=TOLERANCE * float(expected_norms.max())
+        )
+
+
 @pytest.mark.parametrize("plan", ["flat-abadi", "per-layer-automatic"])
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 8])
 def test_physical_batches_do_not_change_the_sum(plan, size):
@@ -145,7 +161,7 @@ def test_every_layer_kind_equals_the_loop(name, channels_last, plan):
     if channels_last and len(shape) < 3:
         pytest.skip("channels-last needs two spatial dimensions")
     generator = torch.Generator().manual_seed(2)
-    x = torch.randn(5, *shape, generator=generator)
+    x = torch.randn(6, *shape, generator=generator)
     if channels_last:
         x = x.movedim(1, -1).contiguous().movedim(-1, 1)
     layer = make()
@@ -155,9 +171,10 @@ def test_every_layer_kind_equals_the_loop(name, channels_last, plan):
     def loss(output, target):
         return (output - target).square().sum(1).mean()
 
-    sums, _ = clipped_gradient_sum(model, loss, x, y, clip_plan=plan)
-    expected, _ = clipped_sum_by_loop(model, x, y.double(), plan, loss)
-    assert relative_error(sums, expected) < TOLERANCE
+    for augmult in (1, 3):
+        sums, _ = clipped_gradient_sum(model, loss, x, y, clip_plan=plan, augmult=augmult)
+        expected, _ = clipped_sum_by_loop(model, x, y.double(), plan, loss, augmult=augmult)
+        assert relative_error(sums, expected) < TOLERANCE
 
 
 class _Twice(nn.Module):

@@ -10,9 +10,11 @@ from dp_lightning.privacy import GradientEngine
 from dp_lightning.privacy.model_check import check_per_example, refuse_mixing_modules
 
 
-def check(model, loss_of=None, *, reduction="mean"):
+def check(model, loss_of=None, *, reduction="mean", augmult=1):
     torch.manual_seed(0)
     x, y = torch.randn(2, 6), torch.tensor([0, 2])
+    views = x.repeat_interleave(augmult, 0)
+    views, labels = views + torch.randn_like(views), y.repeat_interleave(augmult)
 
     def default(batch):
         return F.cross_entropy(model(batch[0]), batch[1])
@@ -25,8 +27,9 @@ def check(model, loss_of=None, *, reduction="mean"):
             loss_of or default,
             (x, y),
             [(x[i : i + 1], y[i : i + 1]) for i in range(2)],
-            few=(x, y),
-            few_count=2,
+            few=(views, labels),
+            few_alone=list(zip(views.split(augmult), labels.split(augmult), strict=True)),
+            augmult=augmult,
             loss_reduction=reduction,
         )
     finally:
@@ -40,6 +43,7 @@ def mlp():
 def test_an_ordinary_network_with_dropout_passes_and_keeps_its_mode():
     model = mlp()
     check(model)
+    check(model, augmult=3)
     assert model[2].training
     assert all(p.grad is None and p.requires_grad for p in model.parameters())
 

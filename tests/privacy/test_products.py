@@ -24,9 +24,10 @@ def squared_error(output, target):
     return (output.flatten(1) - target).square().sum(1).mean()
 
 
-def check(layer, x, plan, ways, *, by_products=True):
+def check(layer, x, plan, ways, *, by_products=True, augmult=1):
     """The clipped sum of ``layer`` equals the loop when every layer takes the ways given.
 
+    ``augmult``: rows of ``x`` per example.
     ``by_products``: weighted sums as on processors where a product is as fast as the ordinary weight gradient, or not.
     """
     model = nn.Sequential(layer, nn.Tanh())
@@ -37,8 +38,8 @@ def check(layer, x, plan, ways, *, by_products=True):
         patch.setattr(products, "streamed_way", lambda size, *, gram, by_products: ways if gram else "formed")
         patch.setattr(convolution, "products_are_as_fast", lambda device: by_products)
         patch.setattr(convolution, "formed_by_products", lambda size, dtype, device: by_products)
-        sums, norms = clipped_gradient_sum(model, squared_error, x, y, clip_plan=plan)
-    expected, expected_norms = clipped_sum_by_loop(model, x, y.double(), plan, squared_error)
+        sums, norms = clipped_gradient_sum(model, squared_error, x, y, clip_plan=plan, augmult=augmult)
+    expected, expected_norms = clipped_sum_by_loop(model, x, y.double(), plan, squared_error, augmult=augmult)
     # Clipped gradients of two examples may cancel: then the error is measured against the bound.
     difference = torch.cat([(sums[name].double() - value).flatten() for name, value in expected.items()])
     length = torch.cat([value.flatten() for value in expected.values()]).norm()
@@ -50,11 +51,14 @@ PLANS = st.sampled_from([ClipPlan.flat(max_grad_norm=0.3), ClipPlan.per_layer(ma
 WAYS = st.sampled_from(["formed", "Gram", "formed twice"])
 
 
-def check_as_drawn(data, layer, x):
-    """``check`` in a memory format, under a plan and by ways that hypothesis draws."""
+def check_as_drawn(data, layer, shape, most):
+    """``check`` with up to ``most`` examples, in a memory format, under a plan and by ways that hypothesis draws."""
+    augmult = data.draw(st.sampled_from([1, 1, 2, 3]), "augmult")
+    x = torch.randn(augmult * data.draw(st.integers(1, most), "batch"), *shape)
     if data.draw(st.booleans(), "channels last"):
         x = x.movedim(1, -1).contiguous().movedim(-1, 1)
-    check(layer, x, data.draw(PLANS, "plan"), data.draw(WAYS, "way"), by_products=data.draw(st.booleans(), "products"))
+    plan, way, by_products = data.draw(PLANS, "plan"), data.draw(WAYS, "way"), data.draw(st.booleans(), "products")
+    check(layer, x, plan, way, by_products=by_products, augmult=augmult)
 
 
 @settings(max_examples=150, deadline=None, derandomize=True)
@@ -82,8 +86,7 @@ def test_every_way_of_a_convolution_equals_the_loop(data):
         bias=data.draw(st.booleans(), "bias"),
         padding_mode=mode,
     )
-    x = torch.randn(data.draw(st.integers(1, 4), "batch"), layer.in_channels, *image)
-    check_as_drawn(data, layer, x)
+    check_as_drawn(data, layer, (layer.in_channels, *image), most=4)
 
 
 @settings(max_examples=80, deadline=None, derandomize=True)
@@ -105,8 +108,7 @@ def test_every_way_of_a_transposed_convolution_equals_the_loop(data):
         groups=groups,
         bias=data.draw(st.booleans(), "bias"),
     )
-    x = torch.randn(data.draw(st.integers(1, 3), "batch"), layer.in_channels, *[3] * dims)
-    check_as_drawn(data, layer, x)
+    check_as_drawn(data, layer, (layer.in_channels, *[3] * dims), most=3)
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
@@ -115,8 +117,7 @@ def test_every_way_of_a_linear_layer_equals_the_loop(data):
     torch.manual_seed(data.draw(st.integers(0, 2**16), "seed"))
     layer = nn.Linear(data.draw(st.integers(1, 9)), data.draw(st.integers(1, 9)), bias=data.draw(st.booleans()))
     tokens = data.draw(st.lists(st.integers(1, 4), max_size=2), "tokens")
-    x = torch.randn(data.draw(st.integers(1, 5), "batch"), *tokens, layer.in_features)
-    check_as_drawn(data, layer, x)
+    check_as_drawn(data, layer, (*tokens, layer.in_features), most=5)
 
 
 @pytest.mark.parametrize("way", ["formed", "Gram", "formed twice"])
@@ -125,27 +126,28 @@ def test_the_ways_agree_when_examples_come_in_several_ranges(monkeypatch, way, c
     # Two examples at a time, and a last range of one.
     monkeypatch.setattr(products, "examples_at_a_time", lambda numbers, device: 2)
     torch.manual_seed(0)
-    x = torch.randn(5, 6, 5, 5)
-    if channels_last:
-        x = x.contiguous(memory_format=torch.channels_last)
+    memory = torch.channels_last if channels_last else torch.contiguous_format
+    x = torch.randn(5, 6, 5, 5).contiguous(memory_format=memory)
     for plan in (ClipPlan.flat(max_grad_norm=0.2), ClipPlan.per_layer(max_grad_norm=0.2)):
-        check(nn.Conv2d(6, 8, 3, padding=1), x, plan, way)
-        check(nn.Conv2d(6, 8, 3, stride=2, groups=2), x, plan, way)
+        for augmult, rows in ((1, x), (3, torch.cat([x, x.flip(2), x.flip(3)]).contiguous(memory_format=memory))):
+            check(nn.Conv2d(6, 8, 3, padding=1), rows, plan, way, augmult=augmult)
+            check(nn.Conv2d(6, 8, 3, stride=2, groups=2), rows, plan, way, augmult=augmult)
 
 
 @pytest.mark.parametrize(
     ("layer", "shape"),
     [
-        (nn.Conv1d(3, 6, 3, padding="same"), (5, 3, 9)),
-        (nn.Conv2d(4, 6, 3, 2, 1, 2, groups=2, padding_mode="reflect"), (5, 4, 9, 8)),
+        (nn.Conv1d(3, 6, 3, padding="same"), (4, 3, 9)),
+        (nn.Conv2d(4, 6, 3, 2, 1, 2, groups=2, padding_mode="reflect"), (4, 4, 9, 8)),
         (nn.Conv3d(3, 6, (1, 3, 2), 1, 1), (2, 3, 5, 4, 5)),
     ],
 )
-def test_norms_of_patches_are_taken_without_patches(layer, shape):
+@pytest.mark.parametrize("augmult", [1, 2])
+def test_norms_of_patches_are_taken_without_patches(layer, shape, augmult):
     torch.manual_seed(0)
     x = torch.randn(shape)
-    patches = convolution.Patches(layer, x, torch.randn_like(layer(x)))
-    rows = slice(0, 2)
+    patches = convolution.Patches(layer, x, torch.randn_like(layer(x)), augmult)
+    rows = slice(0, 2 // augmult)
     torch.testing.assert_close(patches.right_norms(rows), patches.right(rows, torch.float32).norm(dim=3))
 
 

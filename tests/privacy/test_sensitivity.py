@@ -39,6 +39,25 @@ def test_an_extreme_example_moves_the_sum_by_at_most_the_sensitivity(plan, scale
 
 
 @pytest.mark.parametrize("plan", PLANS, ids=lambda plan: f"{plan.kind}-{plan.factor}")
+@pytest.mark.parametrize("augmult", [2, 4, 16])
+@pytest.mark.parametrize("scale", [1e-30, 1.0, 1e6, 1e15, math.inf, math.nan])
+def test_an_example_moves_the_sum_by_at_most_the_sensitivity_whatever_its_views_are(plan, augmult, scale):
+    torch.manual_seed(0)
+    model = SmallCNN(10, in_channels=1, image_size=8)
+    x, y = torch.randn(3 * augmult, 1, 8, 8), torch.randint(10, (3 * augmult,))
+    rest = 2 * augmult
+    without, _ = clipped_gradient_sum(model, F.cross_entropy, x[:rest], y[:rest], clip_plan=plan, augmult=augmult)
+    one, several = x.clone(), x.clone()
+    one[-1] *= scale
+    several[rest:] *= scale
+    for rows in (one, several):
+        with_it, _ = clipped_gradient_sum(model, F.cross_entropy, rows, y, clip_plan=plan, augmult=augmult)
+        moved = distance(with_it, without)
+        assert moved <= plan.sensitivity * (1 + ROUNDING)
+        assert moved <= ROUNDING or math.isfinite(scale)
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=lambda plan: f"{plan.kind}-{plan.factor}")
 def test_adversarial_gradients_attain_the_sensitivity(plan):
     """Every layer's gradient is long, so each group is at its bound: the declared number is tight."""
     torch.manual_seed(0)

@@ -23,8 +23,9 @@ def copies_of(parameter: Tensor, batch_size: int) -> Tensor:
     return whole.expand(batch_size, *whole.shape[1:]).requires_grad_()
 
 
-def stand_in(parameter: Tensor, copies: Tensor) -> "Tensor | VectorPerExample":
-    """What the module gets to see."""
+def stand_in(parameter: Tensor, copies: Tensor, augmult: int) -> "Tensor | VectorPerExample":
+    """What the module gets to see: the copy of each example for all of its views."""
+    copies = copies if augmult == 1 else copies.repeat_interleave(augmult, dim=0)
     return VectorPerExample(copies) if parameter.dim() == 1 else copies
 
 

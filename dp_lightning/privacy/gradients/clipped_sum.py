@@ -134,19 +134,24 @@ def clipped_gradient_sum(
     targets: Any,
     *,
     clip_plan: ClipPlan,
+    augmult: int = 1,
     max_physical_batch_size: int | None = None,
     explain: bool = False,
 ) -> tuple[dict[str, Tensor], Tensor]:
     """Clipped sum of the per-example gradients of ``loss_fn(model(inputs), targets)``.
 
+    With K = ``augmult`` each example has K views, rows that follow each other. Its gradient is the mean of those of
+    its views, which is clipped once (De et al. 2022).
+
     Args:
         model: any module whose first dimension is the batch; its mode and its ``.grad`` are left as they are.
-        loss_fn: returns the mean of the examples' losses (a scalar), or the losses themselves, shape (B,).
-        inputs: a tensor (B, ...), or a tuple, list or dict of such tensors, passed to the model as one argument.
+        loss_fn: returns the mean of the rows' losses (a scalar), or the losses themselves, shape (B * K,).
+        inputs: a tensor (B * K, ...), or a tuple, list or dict of such tensors, passed to the model as one argument.
         targets: likewise, passed to the loss.
         clip_plan: how examples are clipped.
-        max_physical_batch_size: most examples in one forward and backward pass; None takes all at once. It changes
-            the memory needed and nothing else.
+        augmult: K.
+        max_physical_batch_size: most rows in one forward and backward pass; None takes all at once. It changes the
+            memory needed and nothing else.
         explain: print how the gradients of each module are taken.
 
     Returns:
@@ -156,26 +161,32 @@ def clipped_gradient_sum(
 
     Raises:
         ModelError: when a module's per-example gradients cannot be taken; the message names it.
-        ConfigurationError: when the tensors have different numbers of examples.
+        ConfigurationError: when the tensors have different numbers of rows, or not K for each example.
 
     Whether the model treats its examples apart, and uses its parameters in the modules that they belong to, is not
     checked here. A training run checks it (``dp_lightning.privacy.model_check``).
     """
     size = _rows(inputs, targets)
-    if max_physical_batch_size is not None and max_physical_batch_size < 1:
-        raise ConfigurationError(f"max_physical_batch_size is {max_physical_batch_size}; it must be at least 1.")
+    if augmult < 1 or size % augmult:
+        raise ConfigurationError(f"augmult is {augmult}; it must divide the number of rows, {size}.")
+    if max_physical_batch_size is not None and max_physical_batch_size < augmult:
+        raise ConfigurationError(
+            f"max_physical_batch_size is {max_physical_batch_size}; it must be at least {augmult}, the rows of one "
+            "example."
+        )
+    step = (max_physical_batch_size or max(size, augmult)) // augmult * augmult
     engine = GradientEngine(model)
     total = ClippedSum(engine.parameters, clip_plan)
     norms = [torch.zeros(0, len(total.labels), device=next(model.parameters()).device)]
     try:
-        for start in range(0, size, max_physical_batch_size or max(size, 1)):
-            piece = slice(start, min(start + (max_physical_batch_size or size), size))
+        for start in range(0, size, step):
+            piece = slice(start, min(start + step, size))
             mine, wanted = _cut(inputs, piece), _cut(targets, piece)
-            b = piece.stop - piece.start
+            b = (piece.stop - piece.start) // augmult
             total.begin(b)
-            with engine.record(b, total.take):
+            with engine.record(b, total.take, augmult=augmult):
                 loss = loss_fn(model(mine), wanted)
-                engine.scale(loss, 1.0 if loss.dim() else b)
+                engine.scale(loss, 1 / augmult if loss.dim() else b)
                 loss.backward(torch.ones_like(loss) if loss.dim() else None)
             norms.append(total.end())
     finally:

@@ -82,6 +82,11 @@ class PerExample(Contribution):
         return {name: weighted_rows(gradient, weights[name]) for name, gradient in self.gradients.items()}
 
 
+def sum_of_views(rows: Tensor, augmult: int) -> Tensor:
+    """(b * K, ...) as (b, ...), the K rows of each example added up."""
+    return rows if augmult == 1 else rows.unflatten(0, (-1, augmult)).sum(1)
+
+
 def flat_rows(rows: Tensor) -> Tensor:
     """(b, ...) as (b, numbers of a row); a row may be a single number without dimensions."""
     return rows.unsqueeze(-1).flatten(1)

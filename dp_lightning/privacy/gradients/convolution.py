@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.modules.conv import _ConvNd
 
-from dp_lightning.privacy.gradients.contribution import scaled, without
+from dp_lightning.privacy.gradients.contribution import scaled, sum_of_views, without
 from dp_lightning.privacy.gradients.products import Empty, Factors
 from dp_lightning.privacy.gradients.ways import Size, formed_by_products, product_dtype, products_are_as_fast
 
@@ -29,20 +29,21 @@ class Patches(Factors):
 
     Args:
         conv: the module, for its geometry.
-        image: (b, channels, ...), what the kernel moves over.
-        values: (b, outputs, ...), one for each place of the kernel.
+        image: (b * K, channels, ...), what the kernel moves over.
+        values: (b * K, outputs, ...), one for each place of the kernel.
+        augmult: K. The views follow each other.
     """
 
-    def __init__(self, conv: _ConvNd, image: Tensor, values: Tensor) -> None:
-        self._conv, self._image, self._values = conv, image, values
-        self.batch_size, self.device = len(image), image.device
+    def __init__(self, conv: _ConvNd, image: Tensor, values: Tensor, augmult: int) -> None:
+        self._conv, self._image, self._values, self._augmult = conv, image, values, augmult
+        self.batch_size, self.device = len(image) // augmult, image.device
         self.dtype = product_dtype(self._grad_output.dtype, image.device)
-        groups, positions = conv.groups, values[0, 0].numel()
-        inputs, seen = conv.weight[0].numel(), image[0].numel() + values[0].numel()
+        groups, positions = conv.groups, augmult * values[0, 0].numel()
+        inputs, seen = conv.weight[0].numel(), augmult * (image[0].numel() + values[0].numel())
         self._windows = isinstance(conv, nn.Conv2d) and groups == 1
         if self._windows:
             # Every stride-th position in each dimension, stride * stride times.
-            gram = image[0, 0].numel() ** 2 // prod(conv.stride) * image.shape[1]
+            gram = (augmult * image[0, 0].numel()) ** 2 // prod(conv.stride) * image.shape[1]
         else:
             # Each patch is formed and widened to float64 besides.
             gram = (positions**2 + 40 * positions) * inputs * groups
@@ -55,14 +56,14 @@ class Patches(Factors):
         return self._values
 
     def left(self, rows: slice, dtype: torch.dtype) -> Tensor:
-        values, groups = self._values[rows].to(dtype), self._conv.groups
+        values, groups = self._values[self._views(rows)].to(dtype), self._conv.groups
         if _is_channels_last(values):
-            return values.movedim(1, -1).flatten(1, -2).unflatten(2, (groups, -1)).transpose(1, 2)
-        return values.flatten(2).unflatten(1, (groups, -1)).mT
+            return self._positions(values.movedim(1, -1).flatten(1, -2).unflatten(2, (groups, -1)).transpose(1, 2))
+        return self._positions(values.flatten(2).unflatten(1, (groups, -1)).mT)
 
     def right(self, rows: slice, dtype: torch.dtype) -> Tensor:
         conv, spatial = self._conv, self._values.shape[2:]
-        x = _padded(conv, self._image[rows].to(dtype))
+        x = _padded(conv, self._image[self._views(rows)].to(dtype))
         groups, channels = conv.groups, x.shape[1] // conv.groups
         x = x.movedim(1, -1).contiguous().movedim(-1, 1) if self._channels_last else x.contiguous()
         batch, channel, *steps = x.stride()
@@ -71,15 +72,16 @@ class Patches(Factors):
         if self._channels_last:
             size = (len(x), groups, *spatial, *conv.kernel_size, channels)
             stride = (batch, channels * channel, *moves, *places, channel)
-            return x.as_strided(size, stride).reshape(len(x), groups, prod(spatial), -1)
+            return self._positions(x.as_strided(size, stride).reshape(len(x), groups, prod(spatial), -1))
         size = (len(x), groups, channels, *conv.kernel_size, *spatial)
         stride = (batch, channels * channel, channel, *places, *moves)
-        return x.as_strided(size, stride).reshape(len(x), groups, -1, prod(spatial)).mT
+        return self._positions(x.as_strided(size, stride).reshape(len(x), groups, -1, prod(spatial)).mT)
 
     def form(self, rows: slice, dtype: torch.dtype, empty: Empty) -> Tensor:
         if self.by_products(dtype):
             return super().form(rows, dtype, empty)
-        image, values = _folded(self._image[rows].to(dtype)), _folded(self._values[rows].to(dtype))
+        views = self._views(rows)
+        image, values = (_folded(x[views].to(dtype), self._augmult) for x in (self._image, self._values))
         gradients = _weight_gradient(self._conv, image, values, batch_size=rows.stop - rows.start)
         return self.rows_of(gradients.unflatten(0, (rows.stop - rows.start, -1)))
 
@@ -94,40 +96,42 @@ class Patches(Factors):
         return super().forming(dtype) if self.by_products(dtype) else 2 * (self.size.seen + self.size.weight)
 
     def right_norms(self, rows: slice) -> Tensor:
-        conv, x = self._conv, _padded(self._conv, self._image[rows].float())
+        conv, x = self._conv, _padded(self._conv, self._image[self._views(rows)].float())
         squares = x.square().unflatten(1, (conv.groups, -1)).sum(2).flatten(0, 1).unsqueeze(1)
         ones = squares.new_ones(1, 1, *conv.kernel_size)
         zero = [0] * len(conv.stride)
         sums = torch.convolution(squares, ones, None, conv.stride, zero, conv.dilation, False, zero, 1)
-        return sums.flatten(1).unflatten(0, (len(x), conv.groups)).sqrt()
+        norms = sums.flatten(1).unflatten(0, (len(x), conv.groups)).sqrt()
+        return self._positions(norms.unsqueeze(3)).squeeze(3)
 
     def right_gram(self, rows: slice) -> Tensor:
         if not self._windows:
             return super().right_gram(rows)
         conv, (height, width) = self._conv, self._values.shape[2:]
-        x, (left, _, top, _) = self._image[rows].double(), _padding(conv)
+        x, (left, _, top, _) = self._image[self._views(rows)].double(), _padding(conv)
+        views = self._augmult
         if conv.padding_mode != "zeros":
             x, left, top = _padded(conv, x), 0, 0
         down = _shifts(conv.kernel_size[0], conv.stride[0], conv.dilation[0], top)
         across = _shifts(conv.kernel_size[1], conv.stride[1], conv.dilation[1], left)
-        total = x.new_zeros(len(x), height, width, height, width)
+        total = x.new_zeros(len(x) // views, views, height, width, views, height, width)
         for (i, downs), (j, acrosses) in product(down.items(), across.items()):
             part = x[:, :, i :: conv.stride[0], j :: conv.stride[1]]
-            flat = part.movedim(1, -1).flatten(1, 2) if self._channels_last else part.flatten(2).mT
-            gram = (flat @ flat.mT).view(len(x), *part.shape[2:], *part.shape[2:])
+            flat = part.movedim(1, -1).reshape(len(total), -1, part.shape[1])
+            gram = (flat @ flat.mT).view(-1, views, *part.shape[2:], views, *part.shape[2:])
             # Zeros around the image are zeros around its Gram matrix, in both positions.
             above, below = _margins(downs, height, part.shape[2])
             before, after = _margins(acrosses, width, part.shape[3])
-            gram = F.pad(gram, (before, after, above, below, before, after, above, below))
+            gram = F.pad(gram, (before, after, above, below, 0, 0, before, after, above, below))
             starts = [before + shift for shift in acrosses]
-            gram = _added(gram[:, :, start : start + width, :, start : start + width] for start in starts)
+            gram = _added(gram[..., start : start + width, :, :, start : start + width] for start in starts)
             for start in (above + shift for shift in downs):
-                total += gram[:, start : start + height, :, start : start + height]
-        return total.view(len(x), 1, height * width, height * width)
+                total += gram[:, :, start : start + height, :, :, start : start + height]
+        return total.flatten(4).flatten(1, 3).unsqueeze(1)
 
     def bias(self, rows: slice) -> Tensor:
         dtype = torch.promote_types(self.dtype, torch.float32)
-        return self._grad_output[rows].flatten(2).sum(2, dtype=dtype)
+        return sum_of_views(self._grad_output[self._views(rows)].flatten(2).sum(2, dtype=dtype), self._augmult)
 
     def weight(self, gradients: Tensor) -> Tensor:
         conv = self._conv
@@ -149,15 +153,26 @@ class Patches(Factors):
         if products_are_as_fast(self.device):
             return super().total(weights)
         dtype = torch.promote_types(self.dtype, torch.float32)
+        weights = weights.repeat_interleave(self._augmult)
         values, image = scaled(self._values.to(dtype), weights), without(self._image.to(dtype), weights)
         return self.rows_of(_weight_gradient(self._conv, image, values)).float()
+
+    def _views(self, rows: slice) -> slice:
+        """The rows of the views of a range of examples."""
+        return slice(*(None if end is None else end * self._augmult for end in (rows.start, rows.stop)))
+
+    def _positions(self, rows: Tensor) -> Tensor:
+        """(r * K, groups, positions of a view, ...) as (r, groups, positions, ...)."""
+        if self._augmult == 1:
+            return rows
+        return rows.unflatten(0, (-1, self._augmult)).transpose(1, 2).flatten(2, 3)
 
 
 class TransposedPatches(Patches):
     """Of ``nn.ConvTranspose1d``, 2d and 3d: G are the inputs and P the patches of the output gradient."""
 
-    def __init__(self, conv: _ConvNd, inputs: Tensor, grad_output: Tensor) -> None:
-        super().__init__(conv, grad_output, inputs)
+    def __init__(self, conv: _ConvNd, inputs: Tensor, grad_output: Tensor, augmult: int) -> None:
+        super().__init__(conv, grad_output, inputs, augmult)
 
     @property
     def _grad_output(self) -> Tensor:
@@ -194,11 +209,12 @@ def _is_channels_last(x: Tensor) -> bool:
     return x.is_contiguous(memory_format=torch.channels_last if x.dim() == 4 else torch.channels_last_3d)
 
 
-def _folded(x: Tensor) -> Tensor:
-    """(b, channels, ...) as (1, b * channels, ...), in the same memory format."""
+def _folded(x: Tensor, augmult: int) -> Tensor:
+    """(b * K, channels, ...) as (K, b * channels, ...), in the same memory format."""
+    views = x.unflatten(0, (-1, augmult))
     if _is_channels_last(x):
-        return x.movedim((0, 1), (-2, -1)).flatten(-2).unsqueeze(0).movedim(-1, 1)
-    return x.reshape(1, -1, *x.shape[2:])
+        return views.movedim((0, 2), (-2, -1)).flatten(-2).movedim(-1, 1)
+    return views.transpose(0, 1).flatten(1, 2)
 
 
 def _weight_gradient(conv: _ConvNd, image: Tensor, values: Tensor, batch_size: int = 1) -> Tensor:

@@ -25,7 +25,7 @@ class EmbeddingRule:
     """Rule of ``nn.Embedding``."""
 
     def contribution(
-        self, module: nn.Module, inputs: Tensor, grad_output: Tensor, names: Mapping[str, str]
+        self, module: nn.Module, inputs: Tensor, grad_output: Tensor, names: Mapping[str, str], augmult: int
     ) -> Contribution:
         embedding = cast(nn.Embedding, module)
         if embedding.scale_grad_by_freq or embedding.max_norm is not None:
@@ -33,7 +33,7 @@ class EmbeddingRule:
                 "nn.Embedding with scale_grad_by_freq or max_norm looks at the whole batch, or changes its weight in "
                 "the forward pass. Leave both out."
             )
-        indices = inputs.reshape(len(inputs), -1)
+        indices = inputs.reshape(len(inputs) // augmult, -1)
         rows = grad_output.reshape(*indices.shape, -1)
         rows = rows.to(torch.promote_types(rows.dtype, torch.float32))
         if embedding.padding_idx is not None:

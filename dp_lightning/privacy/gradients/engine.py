@@ -47,7 +47,7 @@ class GradientEngine:
             self._attach(unit)
         self.ways: dict[str, str] = {}
         self._batch_size = self._depth = 0
-        self._passes = 1
+        self._passes = self._augmult = 1
         self._listening = self._receiving = False
         self._uses: Counter[str] = Counter()
         self._take: Callable[[Contribution], None] | None = None
@@ -73,25 +73,30 @@ class GradientEngine:
         return "\n".join(f"{name:<{widths[0]}}  {kind:<{widths[1]}}  {way}" for name, kind, way in rows)
 
     @contextmanager
-    def record(self, batch_size: int, take: Callable[[Contribution], None]) -> Iterator[None]:
+    def record(self, batch_size: int, take: Callable[[Contribution], None], *, augmult: int = 1) -> Iterator[None]:
         """Listen to one forward and one backward pass; see ``begin``."""
-        self.begin(batch_size, take)
+        self.begin(batch_size, take, augmult=augmult)
         try:
             yield
             self.finish()
         finally:
             self.end()
 
-    def begin(self, batch_size: int, take: Callable[[Contribution], None], *, passes: int = 1) -> None:
+    def begin(
+        self, batch_size: int, take: Callable[[Contribution], None], *, augmult: int = 1, passes: int = 1
+    ) -> None:
         """Start to listen; every parameter stops to require a gradient until ``end``.
 
         Args:
             batch_size: number of examples b.
             take: called with each contribution as its gradient arrives; no parameter is in two of them.
+            augmult: K, the rows of each example, which follow each other: the model sees b * K rows, and an example's
+                gradient is the sum of those of its rows.
             passes: how many forward and backward passes there will be over the same examples, each after ``again``.
                 An example's gradients of all passes add up before the norm is taken.
         """
-        self._batch_size, self._take, self._passes = batch_size, take, passes
+        self._batch_size, self._take = batch_size, take
+        self._augmult, self._passes = augmult, passes
         self._uses.clear()
         self._partial = []
         self.again()
@@ -209,7 +214,7 @@ class GradientEngine:
     def _rule_gradient(self, unit: Unit, inputs: Tensor, gradient: Tensor) -> None:
         names = {own: self._names[id(p)] for own, p in unit.parameters.items()}
         with _plain_arithmetic(gradient):
-            contribution = unit.rule.contribution(unit.module, inputs, gradient, names)
+            contribution = unit.rule.contribution(unit.module, inputs, gradient, names, self._augmult)
             if self._passes == 1 and all(self._uses[name] == 1 for name in names.values()):
                 assert self._take is not None
                 self._take(contribution)
@@ -254,7 +259,13 @@ class GradientEngine:
         try:
             with torch.enable_grad(), _plain_arithmetic(next(g for g in gradients if g is not None)):
                 formed = vmapped_gradients(
-                    unit.module, args, kwargs, gradients, frozenset(unit.parameters), self._batch_size
+                    unit.module,
+                    args,
+                    kwargs,
+                    gradients,
+                    frozenset(unit.parameters),
+                    self._batch_size,
+                    self._augmult,
                 )
         except (RuntimeError, ValueError) as error:
             raise ModelError(
@@ -274,7 +285,7 @@ class GradientEngine:
                 self._uses[self._names[id(parameter)]] += 1
                 self._watch_copies(unit, parameter, copies)
             # An instance attribute is found before the entry in _parameters.
-            unit.module.__dict__[own] = stand_in(parameter, copies)
+            unit.module.__dict__[own] = stand_in(parameter, copies, self._augmult)
 
     def _watch_copies(self, unit: Unit, parameter: nn.Parameter, copies: Tensor) -> None:
         name = self._names[id(parameter)]
@@ -294,12 +305,13 @@ class GradientEngine:
 
     def _check_rows(self, unit: Unit, tensors: list[Tensor]) -> None:
         first = tensors[0] if tensors else None
-        if first is None or first.dim() == 0 or first.shape[0] != self._batch_size:
+        if first is None or first.dim() == 0 or first.shape[0] != self._batch_size * self._augmult:
+            views = f" with {self._augmult} views each" if self._augmult > 1 else ""
             raise ModelError(
                 f"Module '{unit.name}' ({type(unit.module).__name__}) got an input of shape "
-                f"{None if first is None else tuple(first.shape)} for {self._batch_size} examples. The first dimension "
-                "of every layer's input must be the batch (batch_first=True for recurrent layers), so that one "
-                "example's gradient can be told from another's."
+                f"{None if first is None else tuple(first.shape)} for {self._batch_size} examples{views}. The first "
+                "dimension of every layer's input must be the batch (batch_first=True for recurrent layers), so that "
+                "one example's gradient can be told from another's."
             )
 
 

@@ -10,10 +10,11 @@ from dp_lightning.privacy.gradients.ways import Size, product_dtype
 class Tokens(Factors):
     """Of ``nn.Linear``: G and P are the output gradients and the inputs as they are."""
 
-    def __init__(self, linear: nn.Linear, inputs: Tensor, grad_output: Tensor) -> None:
-        self._x = inputs.reshape(inputs.shape[0], -1, inputs.shape[-1])  # (b, t, in)
-        self._g = grad_output.reshape(inputs.shape[0], -1, grad_output.shape[-1])  # (b, t, out)
-        self.batch_size, self.device = len(inputs), inputs.device
+    def __init__(self, linear: nn.Linear, inputs: Tensor, grad_output: Tensor, augmult: int) -> None:
+        # The tokens of an example's views are tokens of the example.
+        self.batch_size, self.device = len(inputs) // augmult, inputs.device
+        self._x = inputs.reshape(self.batch_size, -1, inputs.shape[-1])  # (b, t, in)
+        self._g = grad_output.reshape(self.batch_size, -1, grad_output.shape[-1])  # (b, t, out)
         self.dtype = product_dtype(grad_output.dtype, inputs.device)
         t, inner, outer = *self._x.shape[1:], self._g.shape[2]
         self.size = Size(

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from dp_lightning.errors import ModelError
-from dp_lightning.privacy.gradients.contribution import Contribution, PerExample
+from dp_lightning.privacy.gradients.contribution import Contribution, PerExample, sum_of_views
 from dp_lightning.privacy.gradients.ways import examples_at_a_time
 
 
@@ -36,7 +36,7 @@ class NormRule:
         self._normalize, self._channels, self._scale = normalize, channels, scale
 
     def contribution(
-        self, module: nn.Module, inputs: Tensor, grad_output: Tensor, names: Mapping[str, str]
+        self, module: nn.Module, inputs: Tensor, grad_output: Tensor, names: Mapping[str, str], augmult: int
     ) -> Contribution:
         last = inputs.dim() if self._channels else inputs.dim() - module.get_parameter(self._scale).dim()
         dims = tuple(range(2 if self._channels else 1, last))
@@ -48,14 +48,15 @@ class NormRule:
                 gradients[self._scale].append(_sum(self._normalize(module, x.to(g.dtype)).mul_(g), dims))
             if "bias" in names:
                 gradients["bias"].append(_sum(g, dims))
-        return PerExample({name: torch.cat(gradients[own]) for own, name in names.items()}, "by rule")
+        rows = {name: torch.cat(gradients[own]) for own, name in names.items()}
+        return PerExample({name: sum_of_views(row, augmult) for name, row in rows.items()}, "by rule")
 
 
 class ActivatedGroupNormRule:
     """Rule of a GroupNorm that ends in an activation ``act``, such as timm's ``GroupNormAct``."""
 
     def contribution(
-        self, module: nn.Module, inputs: Tensor, grad_output: Tensor, names: Mapping[str, str]
+        self, module: nn.Module, inputs: Tensor, grad_output: Tensor, names: Mapping[str, str], augmult: int
     ) -> Contribution:
         norm, act = cast(nn.GroupNorm, module), cast(nn.Module, module.act)
         if not isinstance(module.drop, nn.Identity):
@@ -67,7 +68,7 @@ class ActivatedGroupNormRule:
         with torch.enable_grad():
             # The activation may work in place, which a leaf forbids.
             (gradient,) = torch.autograd.grad(act(seen.clone()), seen, grad_output)
-        return NormRule(group_norm, channels=True).contribution(module, inputs, gradient, names)
+        return NormRule(group_norm, channels=True).contribution(module, inputs, gradient, names, augmult)
 
 
 def _sum(tensor: Tensor, dims: tuple[int, ...]) -> Tensor:

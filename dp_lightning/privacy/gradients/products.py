@@ -1,8 +1,9 @@
 """Gradients that are sums of outer products: grad W_i = sum over positions t of g_it p_it^T = G_i^T P_i.
 
 Linear layers and convolutions are of this form: g_it is the gradient of the layer's output at position t (a token, a
-pixel), p_it what the weight multiplied there (the token, the patch under the kernel). There are three exact ways to the
-norms and the weighted sum over examples:
+pixel), p_it what the weight multiplied there (the token, the patch under the kernel). The positions of all views of an
+example are positions of the example: its gradients add up in the product, and no view has one of its own. There are
+three exact ways to the norms and the weighted sum over examples:
 
 * formed: G_i^T P_i for a few examples at a time, so that patches and gradients stay in the cache.
   Either each gradient is used up at once, where its norm decides alone, or all of them are kept until the norm over all
@@ -55,7 +56,7 @@ def rounding_per_term(positions: int) -> float:
 class Factors(ABC):
     """G and P of a physical batch. ``rows`` is a range of r of its examples."""
 
-    batch_size: int
+    batch_size: int  # b, in examples
     size: Size
     dtype: torch.dtype  # in which the gradients are formed
     device: torch.device
@@ -309,13 +310,13 @@ class ProductRule:
     """Rule of layers whose gradients are products.
 
     Args:
-        factors: from the layer, its input and its output gradient, (b, ...) both.
+        factors: from the layer, its input and its output gradient, (b * K, ...) both, and K.
     """
 
-    def __init__(self, factors: Callable[[Any, Tensor, Tensor], Factors]) -> None:
+    def __init__(self, factors: Callable[[Any, Tensor, Tensor, int], Factors]) -> None:
         self._factors = factors
 
     def contribution(
-        self, module: nn.Module, inputs: Tensor, grad_output: Tensor, names: Mapping[str, str]
+        self, module: nn.Module, inputs: Tensor, grad_output: Tensor, names: Mapping[str, str], augmult: int
     ) -> Contribution:
-        return Product(self._factors(module, inputs, grad_output), names)
+        return Product(self._factors(module, inputs, grad_output, augmult), names)

@@ -12,14 +12,15 @@ class Rule(Protocol):
     """One kind of layer."""
 
     def contribution(
-        self, module: nn.Module, inputs: Tensor, grad_output: Tensor, names: Mapping[str, str]
+        self, module: nn.Module, inputs: Tensor, grad_output: Tensor, names: Mapping[str, str], augmult: int
     ) -> Contribution:
-        """The per-example gradients of the parameters in ``names``.
+        """The per-example gradients of the parameters in ``names``, those of an example's views added up.
 
         Args:
             module: the layer.
-            inputs: what the layer saw, (b, ...).
-            grad_output: the loss's gradient with respect to what the layer returned, (b, ...).
+            inputs: what the layer saw, (b * K, ...).
+            grad_output: the loss's gradient with respect to what the layer returned, (b * K, ...).
             names: the layer's own names of its trained parameters to their names in the whole model.
+            augmult: K, the views of each example, which follow each other.
         """
         ...

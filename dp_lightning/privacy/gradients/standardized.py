@@ -20,8 +20,8 @@ from dp_lightning.privacy.gradients.convolution import Patches
 class StandardizedPatches(Patches):
     """Of timm's ``StdConv2d`` and ``ScaledStdConv2d``, with fixed padding: with the way back to the parameters."""
 
-    def __init__(self, conv: _ConvNd, inputs: Tensor, grad_output: Tensor) -> None:
-        super().__init__(conv, inputs, grad_output)
+    def __init__(self, conv: _ConvNd, inputs: Tensor, grad_output: Tensor, augmult: int) -> None:
+        super().__init__(conv, inputs, grad_output, augmult)
         rows = self.rows_of(conv.weight.detach())
         eps, scale = cast(float, conv.eps), cast(float, getattr(conv, "scale", 1.0))
         variance, mean = torch.var_mean(rows, dim=-1, correction=0, keepdim=True)

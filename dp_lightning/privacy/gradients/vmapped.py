@@ -27,17 +27,19 @@ def vmapped_gradients(
     grad_outputs: list[Tensor | None],
     wanted: frozenset[str],
     batch_size: int,
+    augmult: int,
 ) -> dict[str, Tensor]:
     """Per-example gradients (b, *parameter.shape) of ``wanted``, the module's own names of its parameters.
 
     Args:
         module: the module as a function of its parameters.
-        args: positional inputs; tensors with ``batch_size`` rows are cut into examples, others are passed whole.
+        args: positional inputs; tensors with a row for every view are cut into examples, others are passed whole.
         kwargs: keyword inputs, likewise.
         grad_outputs: gradients of the output's tensors, in the order of the flattened output; None where the loss
             does not depend on one.
         wanted: names of the trained parameters.
         batch_size: number of examples b.
+        augmult: K, the views of each example, which follow each other.
 
     Raises:
         RuntimeError, ValueError: when the module draws random numbers, or does not treat its examples apart.
@@ -46,7 +48,8 @@ def vmapped_gradients(
     trained = {name: state[name].detach() for name in wanted}
     rest = {name: tensor.detach() for name, tensor in state.items() if name not in wanted}
     leaves, spec = tree_flatten((args, dict(kwargs)))
-    batched = [isinstance(leaf, Tensor) and leaf.dim() > 0 and leaf.shape[0] == batch_size for leaf in leaves]
+    count = batch_size * augmult
+    batched = [isinstance(leaf, Tensor) and leaf.dim() > 0 and leaf.shape[0] == count for leaf in leaves]
     rows = [leaf.detach() for leaf, is_batched in zip(leaves, batched, strict=True) if is_batched]
     used = [index for index, gradient in enumerate(grad_outputs) if gradient is not None]
     gradients = tuple(gradient for gradient in grad_outputs if gradient is not None)
@@ -65,19 +68,17 @@ def vmapped_gradients(
         outputs, pullback, *_ = torch.func.vjp(run, trained)
         return pullback(tuple(g.to(output.dtype) for g, output in zip(cotangents, outputs, strict=True)))[0]
 
-    def one_example(example: list[Tensor], cotangents: tuple[Tensor, ...]) -> dict[str, Tensor]:
-        return pull_back([row.unsqueeze(0) for row in example], tuple(g.unsqueeze(0) for g in cotangents))
-
-    found = _by_example(module, one_example, rows, gradients)
+    views = [row.unflatten(0, (batch_size, augmult)) for row in rows]
+    found = _by_example(module, pull_back, views, tuple(g.unflatten(0, (batch_size, augmult)) for g in gradients))
     _check_sum(found, pull_back(rows, gradients))
     return found
 
 
 def _by_example(
-    module: nn.Module, one_example: Callable[..., dict[str, Tensor]], rows: list[Tensor], gradients: tuple[Tensor, ...]
+    module: nn.Module, pull_back: Callable[..., dict[str, Tensor]], rows: list[Tensor], gradients: tuple[Tensor, ...]
 ) -> dict[str, Tensor]:
     try:
-        return torch.func.vmap(one_example, randomness="error")(rows, gradients)
+        return torch.func.vmap(pull_back, randomness="error")(rows, gradients)
     except RuntimeError as error:
         if "random" in str(error):
             raise
@@ -86,7 +87,7 @@ def _by_example(
             stacklevel=2,
         )
     singles = [
-        one_example([row[i] for row in rows], tuple(gradient[i] for gradient in gradients))
+        pull_back([row[i] for row in rows], tuple(gradient[i] for gradient in gradients))
         for i in range(len(gradients[0]))
     ]
     return {name: torch.stack([single[name] for single in singles]) for name in singles[0]}

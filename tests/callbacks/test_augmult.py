@@ -1,0 +1,140 @@
+"""Augmentation multiplicity: the mean over an example's views is clipped once, in a run of any module."""
+
+import copy
+import json
+
+import pytest
+import torch
+from plain_run import N, Plain, examples, loader, privacy, trainer, without_noise
+from torch.nn import functional as F
+from torch.utils.data import Dataset
+
+from dp_lightning.errors import ConfigurationError
+
+BOUND, LR = 0.5, 0.5
+
+
+class Augmented(Dataset):
+    """Each reading of an example gives another view; the label tells views of one example apart from another's."""
+
+    def __init__(self):
+        self.xs, self.ys = examples().tensors
+
+    def __len__(self):
+        return len(self.xs)
+
+    def __getitem__(self, index):
+        return self.xs[index] + 0.5 * torch.randn(5), self.ys[index], index
+
+
+class Seen(Plain):
+    """Keeps what it trains on."""
+
+    def __init__(self, reduction="mean"):
+        super().__init__(lr=LR)
+        self.reduction, self.batches = reduction, []
+
+    def on_train_batch_start(self, batch, batch_idx):
+        self.batches.append(batch)
+
+    def training_step(self, batch, batch_idx):
+        return F.cross_entropy(self.net(batch[0]), batch[1], reduction=self.reduction)
+
+
+def fitted(tmp_path, callback, module=None, dataset=None, **kwargs):
+    torch.manual_seed(0)
+    module = module or Seen()
+    start = copy.deepcopy(module.net)
+    run = trainer(tmp_path, callback, **{"max_steps": 4, "max_epochs": -1, **kwargs})
+    run.fit(module, loader(dataset or Augmented()))
+    return run, module, start
+
+
+def by_loop(net, views, labels, augmult):
+    """One noiseless step on every example, in float64: mean over views, then the clip."""
+    total = [torch.zeros_like(p) for p in net.parameters()]
+    for rows, y in zip(views.split(augmult), labels.split(augmult), strict=True):
+        mean = [torch.zeros_like(p) for p in net.parameters()]
+        for row in rows:
+            for m, g in zip(
+                mean, torch.autograd.grad(F.cross_entropy(net(row[None]), y[:1]), list(net.parameters())), strict=True
+            ):
+                m += g / augmult
+        norm = float(torch.cat([m.flatten() for m in mean]).norm())
+        for t, m in zip(total, mean, strict=True):
+            t += m * min(1.0, BOUND / norm)
+    with torch.no_grad():
+        for p, t in zip(net.parameters(), total, strict=True):
+            p -= LR * t / N
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("augmult", [1, 3, 8])
+def test_a_run_clips_the_mean_over_views(tmp_path, augmult, reduction):
+    callback = without_noise(
+        expected_batch_size=N,
+        max_grad_norm=BOUND,
+        max_physical_batch_size=25,
+        augmult=augmult,
+        loss_reduction=reduction,
+    )
+
+    _, module, net = fitted(tmp_path, callback, Seen(reduction))
+    assert all(len(x) <= 25 and len(x) % augmult == 0 for x, _, _ in module.batches)
+    xs, ys, indices = (torch.cat(parts) for parts in zip(*module.batches, strict=True))
+    # Views of one example follow each other, and differ.
+    assert torch.equal(indices, torch.arange(N).repeat_interleave(augmult).repeat(4))
+    assert len(xs.unique(dim=0)) == 4 * N * augmult
+    net = net.double()
+    for views, labels in zip(xs.double().split(N * augmult), ys.split(N * augmult), strict=True):
+        by_loop(net, views, labels, augmult)
+    ours = torch.cat([p.detach().flatten() for p in module.parameters()]).double()
+    wanted = torch.cat([p.detach().flatten() for p in net.parameters()])
+    torch.testing.assert_close(ours, wanted, rtol=1e-5, atol=1e-6)
+
+
+def test_poisson_draws_empty_ones_too_take_their_steps(tmp_path):
+    callback = privacy(expected_batch_size=1, noise_multiplier=2.0, max_physical_batch_size=4, augmult=4)
+    run, module, _ = fitted(tmp_path, callback, max_steps=40)
+    assert run.global_step == callback.ledger.num_steps == 40
+    assert all(len(indices.unique()) == 1 and len(indices) == 4 for _, _, indices in module.batches)
+
+
+def test_the_statement_names_the_views(tmp_path):
+    callback = privacy(augmult=4, max_physical_batch_size=32)
+    fitted(tmp_path, callback)
+    (statement,) = tmp_path.rglob("privacy_statement.json")
+    clipping = json.loads(statement.read_text())["clipping"]
+    assert clipping["augmult"] == "mean over 4 views of each example"
+    assert "mean over 4 views" in statement.with_suffix(".md").read_text()
+
+
+def test_another_number_of_views_is_refused_when_a_run_goes_on(tmp_path):
+    run, _, _ = fitted(tmp_path, privacy(augmult=2))
+    run.save_checkpoint(tmp_path / "run.ckpt")
+    again = trainer(tmp_path, privacy(augmult=3), max_steps=8, max_epochs=-1)
+    with pytest.raises(ConfigurationError, match=r"privacy\.augmult 2, and it is 3 now"):
+        again.fit(Seen(), loader(Augmented()), ckpt_path=tmp_path / "run.ckpt")
+
+
+@pytest.mark.parametrize("augmult", [0, -2])
+def test_fewer_than_one_view_is_refused(augmult):
+    with pytest.raises(ConfigurationError, match=r"privacy\.augmult is"):
+        privacy(augmult=augmult)
+
+
+def test_views_that_do_not_fit_at_once_are_refused():
+    with pytest.raises(
+        ConfigurationError, match=r"max_physical_batch_size is 3; it must be at least 4, privacy\.augmult"
+    ):
+        privacy(augmult=4, max_physical_batch_size=3)
+
+
+@pytest.mark.parametrize("random", [True, False])
+def test_views_that_are_all_alike_give_a_warning(tmp_path, recwarn, random):
+    class Labelled(Plain):
+        def training_step(self, batch, batch_idx):
+            return F.cross_entropy(self.net(batch[0]), batch[1])
+
+    fitted(tmp_path, privacy(augmult=2), Labelled(), Augmented() if random else examples())
+    assert any("all views of an example are the same" in str(warning.message) for warning in recwarn) != random
