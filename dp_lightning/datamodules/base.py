@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 from torchvision.transforms import v2
 
+from dp_lightning.datamodules.augmentation import CropAndFlip
 from dp_lightning.datamodules.dataset import ImageDataset, ImageSource, Transform
 from dp_lightning.errors import ConfigurationError, DataError
 
@@ -154,29 +155,30 @@ class ImageDataModule(lightning.LightningDataModule, ABC):
             if split in self.own_splits:
                 self._source(split)
 
-    def train_transform(self) -> Transform | None:
-        """What happens to each training image by itself: uint8 (C, H, W) to uint8 (C, H, W)."""
-        if not self.augment:
-            return None
-        crop = v2.RandomCrop(self.image_size, padding=self.crop_padding)
-        return v2.Compose([crop, v2.RandomHorizontalFlip()]) if self.flip else crop
-
-    def eval_transform(self) -> Transform | None:
-        """What happens to each image that is not trained on: uint8 (C, H, W) to uint8 (C, H, W)."""
+    def image_transform(self) -> Transform | None:
+        """What happens to each image by itself, nothing at random: an image as it is read to ``image_size``."""
         return None
+
+    def random_transform(self) -> Transform | None:
+        """What happens to each training image instead, where that is random; None where it is not."""
+        return None
+
+    def augmentation(self) -> Transform | None:
+        """What happens to the training images then, as a batch: uint8 (n, C, H, W) to uint8 (n, C, H, W)."""
+        return CropAndFlip(padding=self.crop_padding, flip=self.flip) if self.augment else None
 
     @property
     def train_dataset(self) -> ImageDataset:
         """The ``num_train`` training images, augmented."""
-        return self._dataset("train", self._split_indices()[0], self.train_transform())
+        return self._dataset("train", self._split_indices()[0], train=True)
 
     @property
     def val_dataset(self) -> ImageDataset | None:
         """The validation images, or None when there are none."""
         if "val" in self.own_splits:
-            return self._dataset("val", torch.arange(len(self._source("val").labels)), self.eval_transform())
+            return self._dataset("val", torch.arange(len(self._source("val").labels)))
         if self.num_val:
-            return self._dataset("train", self._split_indices()[1], self.eval_transform())
+            return self._dataset("train", self._split_indices()[1])
         return None
 
     @property
@@ -188,7 +190,7 @@ class ImageDataModule(lightning.LightningDataModule, ABC):
         """
         if "test" not in self.own_splits:
             raise DataError(f"{type(self).__name__} found no test set in its files")
-        return self._dataset("test", torch.arange(len(self._source("test").labels)), self.eval_transform())
+        return self._dataset("test", torch.arange(len(self._source("test").labels)))
 
     def train_dataloader(self) -> DataLoader:
         """Shuffled batches. A private run puts its own sampler in the place of this one's."""
@@ -225,12 +227,20 @@ class ImageDataModule(lightning.LightningDataModule, ABC):
         order = torch.randperm(self.num_available, generator=torch.Generator().manual_seed(self.split_seed))
         return order[self.num_val :].sort().values, order[: self.num_val].sort().values
 
-    def _dataset(self, split: Split, indices: Tensor, transform: Transform | None) -> ImageDataset:
+    def _dataset(self, split: Split, indices: Tensor, *, train: bool = False) -> ImageDataset:
         for name, values in (("mean", self.mean), ("std", self.std)):
             if len(values) not in (1, self.in_channels):
                 raise ConfigurationError(f"{name} has {len(values)} numbers for {self.in_channels} channels")
         normalize = v2.Compose([v2.ToDtype(torch.float32, scale=True), v2.Normalize(self.mean, self.std)])
-        return ImageDataset(self._source(split), indices, transform, normalize)
+        drawn = self.random_transform() if train else None
+        return ImageDataset(
+            self._source(split),
+            indices,
+            self.image_transform() if drawn is None else drawn,
+            normalize,
+            augment=self.augmentation() if train else None,
+            random=drawn is not None,
+        )
 
     def _loader(self, dataset: ImageDataset, *, shuffle: bool = False) -> DataLoader:
         return DataLoader(

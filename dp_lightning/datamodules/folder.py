@@ -14,6 +14,7 @@ from typing import Any
 from torchvision.datasets.folder import IMG_EXTENSIONS
 from torchvision.transforms import v2
 
+from dp_lightning.datamodules.augmentation import CropAndFlip
 from dp_lightning.datamodules.base import ImageDataModule, Split, checked_labels
 from dp_lightning.datamodules.dataset import FileSource, Transform
 from dp_lightning.errors import ConfigurationError, DataError
@@ -87,12 +88,7 @@ class ImageFolder(ImageDataModule):
         labels = checked_labels([label for _, label in files], self.num_classes, str(self.split_folders[split]))
         return FileSource([path for path, _ in files], labels)
 
-    def train_transform(self) -> Transform | None:
-        augmentation = super().train_transform()
-        resize = self.eval_transform()
-        return resize if augmentation is None else v2.Compose([resize, augmentation])
-
-    def eval_transform(self) -> Transform:
+    def image_transform(self) -> Transform:
         return v2.Compose([v2.Resize(self.image_size), v2.CenterCrop(self.image_size)])
 
     @cached_property
@@ -148,13 +144,13 @@ class ImageNet(ImageFolder):
                 )
         return folders
 
-    def train_transform(self) -> Transform:
-        if not self.augment:
-            return self.eval_transform()
-        crop = v2.RandomResizedCrop(self.image_size)
-        return v2.Compose([crop, v2.RandomHorizontalFlip()]) if self.flip else crop
+    def random_transform(self) -> Transform | None:
+        return v2.RandomResizedCrop(self.image_size) if self.augment else None
 
-    def eval_transform(self) -> Transform:
+    def augmentation(self) -> Transform | None:
+        return CropAndFlip(padding=0, flip=True) if self.augment and self.flip else None
+
+    def image_transform(self) -> Transform:
         return v2.Compose([v2.Resize(round(self.image_size * 256 / 224)), v2.CenterCrop(self.image_size)])
 
 

@@ -1,12 +1,15 @@
 """Images in folders: ImageFolder, ImageNet and Tiny ImageNet on small trees."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
 from PIL import Image
 from torchvision.transforms import v2
 
-from dp_lightning.datamodules import ImageFolder, ImageNet, TinyImageNet
+from dp_lightning.datamodules import ImageFolder, ImageNet, TinyImageNet, dataset
+from dp_lightning.datamodules.dataset import open_rgb
 from dp_lightning.errors import ConfigurationError, DataError
 
 
@@ -150,11 +153,34 @@ def test_imagenet_uses_val_as_the_test_set_and_ignores_the_unlabelled_test_folde
 
 def test_imagenet_transforms_are_the_usual_ones(tmp_path):
     data = ImageNet(str(tmp_path))
-    resize, crop = data.eval_transform().transforms
+    resize, crop = data.image_transform().transforms
     assert (resize.size, crop.size) == ([256], (224, 224))
-    random_crop, flip = data.train_transform().transforms
-    assert isinstance(random_crop, v2.RandomResizedCrop)
-    assert isinstance(flip, v2.RandomHorizontalFlip)
+    assert isinstance(data.random_transform(), v2.RandomResizedCrop)
+    assert (data.augmentation().padding, data.augmentation().flip) == (0, True)
+
+
+@pytest.mark.parametrize("kind", [ImageFolder, ImageNet])
+def test_a_file_is_decoded_once_for_all_views_of_its_image(tmp_path, monkeypatch, kind):
+    noise = np.random.default_rng(0)
+    for split in ("train", "val"):
+        for name in ("a", "b"):
+            folder = tmp_path / split / name
+            folder.mkdir(parents=True)
+            for number in range(2):
+                pixels = noise.integers(0, 256, (48, 40, 3), dtype=np.uint8)
+                Image.fromarray(pixels).save(folder / f"{number}.png")
+    opened = []
+    monkeypatch.setattr(dataset, "open_rgb", lambda path: opened.append(path) or open_rgb(path))
+    train = kind(str(tmp_path), image_size=32).train_dataset
+    images, labels = zip(*train.__getitems__([0, 0, 0, 0, 3, 3, 3, 3, 1]), strict=True)
+    assert [Path(path).name for path in opened] == ["0.png", "1.png", "1.png"]
+    assert labels == (0, 0, 0, 0, 1, 1, 1, 1, 0)
+    # Every view is a draw of its own: with crops of 9 x 9 places, or of any size, few are equal.
+    assert len({tuple(image.flatten().tolist()) for image in images}) >= 7
+    plain = kind(str(tmp_path), image_size=32, augment=False).train_dataset
+    images, _ = zip(*plain.__getitems__([2, 2, 0]), strict=True)
+    assert torch.equal(images[0], images[1])
+    assert not torch.equal(images[0], images[2])
 
 
 def test_imagenet_without_val_is_named(tmp_path):

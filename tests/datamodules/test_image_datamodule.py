@@ -8,6 +8,7 @@ from torch.utils.data import DataLoader
 from torchvision.transforms import v2
 
 from dp_lightning.datamodules import Digits, NpzImages
+from dp_lightning.datamodules.augmentation import CropAndFlip
 from dp_lightning.datamodules.dataset import ArraySource, ImageDataset
 from dp_lightning.errors import ConfigurationError, DataError
 
@@ -107,8 +108,8 @@ def test_worker_processes_give_the_same_images():
 def arrays(num: int = 6, size: int = 8) -> ImageDataset:
     images = torch.randint(1, 255, (num, 3, size, size), dtype=torch.uint8)
     normalize = v2.Compose([v2.ToDtype(torch.float32, scale=True), v2.Normalize((0.5,), (0.5,))])
-    transform = v2.Compose([v2.RandomCrop(size, padding=4), v2.RandomHorizontalFlip()])
-    return ImageDataset(ArraySource(images, torch.arange(num)), torch.arange(num), transform, normalize)
+    augment = CropAndFlip(padding=4, flip=True)
+    return ImageDataset(ArraySource(images, torch.arange(num)), torch.arange(num), None, normalize, augment=augment)
 
 
 def test_a_batched_fetch_takes_any_indices_and_collates():
@@ -136,6 +137,22 @@ def test_augmented_images_are_shifted_or_mirrored_originals():
     candidates = dataset.normalize(torch.stack([*shifts, *(shift.flip(-1) for shift in shifts)]))
     for image, _ in dataset.__getitems__([0] * 20):
         assert (candidates == image).flatten(1).all(dim=1).any()
+
+
+@pytest.mark.parametrize(("padding", "flip"), [(4, True), (1, False), (0, True), (0, False)])
+def test_every_shift_and_mirror_image_is_drawn_equally_often(padding, flip):
+    image, count = torch.arange(1, 3 * 5 * 6 + 1).view(3, 5, 6), 400 * (2 * padding + 1) ** 2 * (1 + flip)
+    padded = v2.functional.pad(image, [padding])
+    offsets = range(2 * padding + 1)
+    candidates = [padded[:, y : y + 5, x : x + 6] for y in offsets for x in offsets]
+    candidates += [candidate.flip(2) for candidate in candidates] if flip else []
+    torch.manual_seed(0)
+    drawn = CropAndFlip(padding=padding, flip=flip)(image.expand(count, -1, -1, -1))
+    assert drawn.dtype == image.dtype
+    counts = [int((drawn == candidate).flatten(1).all(1).sum()) for candidate in candidates]
+    assert sum(counts) == count
+    # Each about 400 times: five standard deviations of a count.
+    assert all(abs(found - 400) < 5 * 20 for found in counts)
 
 
 def test_evaluation_and_validation_images_are_not_augmented(tmp_path):
