@@ -10,6 +10,7 @@ can be stopped and started again. Run ``python benchmarks/methods.py --help``.
 import argparse
 import json
 import os
+import shutil
 import statistics
 import subprocess
 import sys
@@ -98,7 +99,8 @@ def run(method: str, rate: float, seed: int, batch_size: int, options: argparse.
     folder = options.out / f"batch_{batch_size}" / method / f"lr_{rate:.3g}_seed_{seed}"
     result = folder / "result.json"
     if not result.is_file():
-        folder.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(folder, ignore_errors=True)  # what an interrupted run has left
+        folder.mkdir(parents=True)
         config = configuration(method, rate, seed, batch_size, folder, options)
         (folder / "run.yaml").write_text(yaml.safe_dump(config, sort_keys=False))
         command = [sys.executable, str(_CLI), "fit", "--config", str(folder / "run.yaml")]

@@ -62,8 +62,8 @@ def ordinary(model: nn.Module, autocast: Callable[[], Any]) -> Step:
     return step
 
 
-def ours(plan: ClipPlan) -> Callable[[nn.Module, Callable[[], Any]], Step]:
-    """This project's gradient engine."""
+def ours(plan: ClipPlan, augmult: int = 1) -> Callable[[nn.Module, Callable[[], Any]], Step]:
+    """This project's gradient engine; with ``augmult`` the images are views, that many of each example."""
 
     def make(model: nn.Module, autocast: Callable[[], Any]) -> Step:
         engine = GradientEngine(model)
@@ -71,11 +71,12 @@ def ours(plan: ClipPlan) -> Callable[[nn.Module, Callable[[], Any]], Step]:
 
         def step(images: Tensor, labels: Tensor) -> None:
             total.reset()
-            total.begin(len(images))
-            with engine.record(len(images), total.take):
+            examples = len(images) // augmult
+            total.begin(examples)
+            with engine.record(examples, total.take, augmult=augmult):
                 with autocast():
                     loss = F.cross_entropy(model(images), labels)
-                engine.scale(loss, len(images))
+                engine.scale(loss, examples)
                 loss.backward()
             total.end()
 
@@ -146,6 +147,8 @@ WAYS: dict[str, Callable[[nn.Module, Callable[[], Any]], Step]] = {
     "ordinary": ordinary,
     "ours flat": ours(ClipPlan.flat()),
     "ours per-layer": ours(ClipPlan.per_layer()),
+    "ours, augmult 4": ours(ClipPlan.flat(), augmult=4),
+    "ours, augmult 16": ours(ClipPlan.flat(), augmult=16),
     "Opacus hooks": opacus("hooks"),
     "Opacus functorch": opacus("functorch"),
     "Opacus ghost": opacus_ghost,

@@ -142,6 +142,24 @@ def test_the_learning_rate_is_looked_for_where_it_is_better(methods, monkeypatch
     assert {rate for rate, seed in runs if seed > 1} == {row["rate"]}
 
 
+def test_an_interrupted_run_is_made_again_and_a_finished_one_is_kept(methods, monkeypatch, tmp_path):
+    folder = tmp_path / "batch_256" / "dp_sgd" / "lr_1_seed_1"
+    folder.mkdir(parents=True)
+    (folder / "config.yaml").write_text("left by a run that was killed")  # dpl refuses to write over it
+    found = []
+
+    def fit(command, **kwargs):
+        found.extend(sorted(path.name for path in folder.iterdir()))
+        result = {"val_accuracy_last": 0.5, "test_accuracy_last": 0.4, "seconds": 1.0}
+        (folder / "result.json").write_text(json.dumps(result))
+
+    monkeypatch.setattr(methods.subprocess, "run", fit)
+    options = methods.parse(["--data", "x.npz", "--out", str(tmp_path)])
+    for _ in range(2):
+        assert methods.run("dp_sgd", 1.0, 1, 256, options)["test_accuracy_last"] == 0.4
+    assert found == ["log.txt", "run.yaml"]
+
+
 def test_every_method_of_the_comparison_is_a_configuration(methods, tmp_path):
     images = np.random.default_rng(0).integers(0, 255, (40, 8, 8, 3), np.uint8)
     np.savez(tmp_path / "images.npz", train_images=images, train_labels=np.arange(40) % 10)
