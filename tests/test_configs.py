@@ -100,6 +100,30 @@ def test_every_method_trains(path, tmp_path):
     assert facts["postprocessing"] == (", then ".join(names) or "none")
 
 
+def test_views_and_an_average_of_weights_compose_with_a_run(tmp_path):
+    quiet = ["--trainer.logger", "false", "--trainer.enable_progress_bar", "false", "--trainer.accelerator", "cpu"]
+    main(
+        [
+            *("fit", "--config", str(CONFIGS / "digits.yaml"), "--config", str(CONFIGS / "averaging" / "ema.yaml")),
+            *("--privacy.augmult", "4", "--privacy.accountant", "rdp", *quiet),
+            *("--trainer.max_steps", "6", "--trainer.default_root_dir", str(tmp_path)),
+        ]
+    )
+    facts = json.loads((tmp_path / "privacy_statement.json").read_text())
+    assert facts["clipping"]["augmult"] == "mean over 4 views of each example"
+    assert "moving average of the weights (decay 0.999" in facts["postprocessing"]
+    assert facts["sensitivity"] == 1.0
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert result["averaged_test_accuracy_last"] > 0
+    checkpoint = next(tmp_path.rglob("*.ckpt"))
+    main(
+        [
+            *("test", "--config", str(tmp_path / "config.yaml"), "--ckpt_path", str(checkpoint)),
+            *("--trainer.default_root_dir", str(tmp_path / "again")),
+        ]
+    )
+
+
 @pytest.mark.parametrize("path", CLUSTERS, ids=lambda path: path.stem)
 def test_every_cluster_composes_with_a_run_and_saves_often(path, tmp_path):
     cli = instantiate(

@@ -1,5 +1,6 @@
 """Lightning callbacks: private training, post-processing of the privatized gradient, progress and results."""
 
+from dp_lightning.callbacks.averaging import AveragedWeights
 from dp_lightning.callbacks.interruption import Interruption
 from dp_lightning.callbacks.postprocess import PostProcessCallback
 from dp_lightning.callbacks.predictions import PredictionFile
@@ -8,6 +9,7 @@ from dp_lightning.callbacks.progress import PrivateProgressBar
 from dp_lightning.callbacks.run_record import RunRecord
 
 __all__ = [
+    "AveragedWeights",
     "Interruption",
     "PostProcessCallback",
     "PredictionFile",

@@ -12,9 +12,13 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from dp_lightning.callbacks.privacy import PrivacyCallback
 from dp_lightning.files import replacing
 
+_CURVES = ("test/accuracy", "val/accuracy", "averaged/test/accuracy", "averaged/val/accuracy")
+
 
 class RunRecord(pl.Callback):
     """Follows ``test/accuracy`` and ``val/accuracy`` over the epochs and writes ``result.json`` at the end.
+
+    Where weights are averaged, the file has the last accuracies of the average too.
 
     ``test_accuracy_best`` is the best over epochs. It is chosen on the test set, so it is not an estimate of accuracy
     on new images; the file says so.
@@ -22,7 +26,7 @@ class RunRecord(pl.Callback):
 
     def __init__(self) -> None:
         super().__init__()
-        self._curves: dict[str, list[float]] = {"test/accuracy": [], "val/accuracy": []}
+        self._curves: dict[str, list[float]] = {name: [] for name in _CURVES}
         self._started = 0.0
         self._seconds = 0.0
         self._folder = Path()
@@ -66,12 +70,14 @@ class RunRecord(pl.Callback):
             (callback for callback in trainer.callbacks if isinstance(callback, PrivacyCallback)),  # type: ignore[attr-defined]
             None,
         )
-        test, val = self._curves["test/accuracy"], self._curves["val/accuracy"]
+        test, val, averaged_test, averaged_val = (self._curves[name] for name in _CURVES)
         result: dict[str, Any] = {
             "test_accuracy_last": test[-1] if test else None,
             "test_accuracy_best": max(test) if test else None,
             "test_accuracy_best_is": "the best over epochs, chosen on the test set",
             "val_accuracy_last": val[-1] if val else None,
+            **({"averaged_test_accuracy_last": averaged_test[-1]} if averaged_test else {}),
+            **({"averaged_val_accuracy_last": averaged_val[-1]} if averaged_val else {}),
             "epochs": trainer.current_epoch,
             "num_steps": trainer.global_step,
             "seconds": round(self._elapsed(), 3),

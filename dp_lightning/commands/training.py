@@ -1,4 +1,4 @@
-"""``dpl fit | validate | test | predict``: LightningCLI with the groups ``privacy`` and ``postprocess``."""
+"""``dpl fit | validate | test | predict``: LightningCLI with ``privacy``, ``postprocess`` and ``averaging``."""
 
 import warnings
 from pathlib import Path
@@ -11,6 +11,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.connectors.accelerator_connector import _AcceleratorConnector
 
 from dp_lightning.callbacks import (
+    AveragedWeights,
     Interruption,
     PostProcessCallback,
     PredictionFile,
@@ -34,10 +35,12 @@ class TrainingCLI(LightningCLI):
 
     privacy: PrivacyCallback
     postprocess: PostProcessCallback
+    averaging: AveragedWeights
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         parser.add_lightning_class_args(PrivacyCallback, "privacy")
         parser.add_lightning_class_args(PostProcessCallback, "postprocess")
+        parser.add_lightning_class_args(AveragedWeights, "averaging")
         parser.set_defaults({"data": {"class_path": "dp_lightning.datamodules.Digits"}})
         for name in ("num_classes", "in_channels", "image_size"):
             parser.link_arguments(f"data.{name}", f"model.init_args.{name}", apply_on="instantiate")
@@ -64,13 +67,14 @@ class TrainingCLI(LightningCLI):
         """The trainer with the privacy callback first, so that every other callback sees the privatized gradient."""
         self.privacy = self._get(self.config_init, "privacy")
         self.postprocess = self._get(self.config_init, "postprocess")
+        self.averaging = self._get(self.config_init, "averaging")
         config: dict[str, Any] = {**self._get(self.config_init, "trainer", default={}), **kwargs}
         trains = self.subcommand in ("fit", None)
         if trains and config.get("strategy") == "auto" and _wants_processes(config):
             config["strategy"] = PRIVATE_STRATEGY
         given = config.get("callbacks") or []
         given = given if isinstance(given, list) else [given]
-        ours: list[pl.Callback] = [self.privacy, self.postprocess]
+        ours: list[pl.Callback] = [self.privacy, self.postprocess, self.averaging]
         given = [*given, RunRecord()]
         if self.subcommand == "fit":
             given = [*given, Interruption()]
