@@ -15,12 +15,30 @@ class WideResNetModule(ImageClassifier):
         width: Factor on the channels 16, 32, 64 of the three groups.
         in_channels: Channels of the images, linked from the data.
         num_groups: Groups of every GroupNorm; it must divide 16 and 16 * ``width``.
+        weight_standardization: Standardise the weights of every convolution, as De et al. 2022 do.
+        relu_first: ReLU before GroupNorm instead of after it, as De et al. 2022 have it.
     """
 
     def __init__(
-        self, num_classes: int, *, depth: int = 16, width: int = 4, in_channels: int = 3, num_groups: int = 16
+        self,
+        num_classes: int,
+        *,
+        depth: int = 16,
+        width: int = 4,
+        in_channels: int = 3,
+        num_groups: int = 16,
+        weight_standardization: bool = False,
+        relu_first: bool = False,
     ) -> None:
-        model = WideResNet(depth, width, num_classes, in_channels=in_channels, num_groups=num_groups)
+        model = WideResNet(
+            depth,
+            width,
+            num_classes,
+            in_channels=in_channels,
+            num_groups=num_groups,
+            weight_standardization=weight_standardization,
+            relu_first=relu_first,
+        )
         super().__init__(model, num_classes)
         self.save_hyperparameters()
 

@@ -7,7 +7,13 @@ WRN-d-k has three groups of (d - 4) / 6 pre-activation blocks with 16k, 32k and 
 where the shortcut is the identity, or a 1x1 convolution of ``relu(norm1(x))`` when the shape changes.
 GroupNorm (Wu and He 2018) normalises each example by itself, so that no example enters another one's
 gradient; 16 groups are the choice of De et al. 2022.
+
+De et al. change two things more: the ReLU comes before the norm, and the weights of each convolution are
+standardised (Qiao et al. 2019; Brock et al. 2021): with one row w of the weight per output, the convolution is
+taken with gain * (w - mean(w)) / sqrt(n var(w)), n the length of a row.
 """
+
+from collections.abc import Callable
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -29,23 +35,58 @@ def group_norm(num_groups: int, channels: int) -> nn.GroupNorm:
 
 
 class PreActivationBlock(nn.Module):
-    """Two 3x3 convolutions, each after a norm and a ReLU: (N, in, H, W) to (N, out, H / stride, W /
-    stride)."""
+    """Two 3x3 convolutions, each after a norm and a ReLU: (N, in, H, W) to (N, out, H / stride, W / stride).
 
-    def __init__(self, in_channels: int, out_channels: int, *, stride: int, num_groups: int) -> None:
+    Args:
+        in_channels: Channels of the input.
+        out_channels: Channels of the output.
+        stride: Of the first convolution and of the shortcut.
+        num_groups: Groups of both norms.
+        relu_first: Whether the ReLU comes before the norm.
+        convolution: Makes a convolution of (in, out, kernel size, stride, padding).
+    """
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        *,
+        stride: int,
+        num_groups: int,
+        relu_first: bool,
+        convolution: Callable[..., nn.Conv2d],
+    ) -> None:
         super().__init__()
+        self.relu_first = relu_first
         self.norm1 = group_norm(num_groups, in_channels)
-        self.conv1 = nn.Conv2d(in_channels, out_channels, 3, stride=stride, padding=1, bias=False)
+        self.conv1 = convolution(in_channels, out_channels, 3, stride=stride, padding=1)
         self.norm2 = group_norm(num_groups, out_channels)
-        self.conv2 = nn.Conv2d(out_channels, out_channels, 3, padding=1, bias=False)
+        self.conv2 = convolution(out_channels, out_channels, 3, stride=1, padding=1)
         self.shortcut: nn.Conv2d | None = None
         if stride != 1 or in_channels != out_channels:
-            self.shortcut = nn.Conv2d(in_channels, out_channels, 1, stride=stride, bias=False)
+            self.shortcut = convolution(in_channels, out_channels, 1, stride=stride, padding=0)
 
     def forward(self, x: Tensor) -> Tensor:
-        activated = F.relu(self.norm1(x))
-        residual = self.conv2(F.relu(self.norm2(self.conv1(activated))))
-        return residual + (x if self.shortcut is None else self.shortcut(activated))
+        activated = normalized_and_activated(self.norm1, x, relu_first=self.relu_first)
+        inner = normalized_and_activated(self.norm2, self.conv1(activated), relu_first=self.relu_first)
+        return self.conv2(inner) + (x if self.shortcut is None else self.shortcut(activated))
+
+
+def normalized_and_activated(norm: nn.GroupNorm, x: Tensor, *, relu_first: bool) -> Tensor:
+    """norm(relu(x)) or relu(norm(x))."""
+    return norm(F.relu(x)) if relu_first else F.relu(norm(x))
+
+
+def plain_convolution(in_channels: int, out_channels: int, size: int, *, stride: int, padding: int) -> nn.Conv2d:
+    """A convolution without bias, since a norm follows."""
+    return nn.Conv2d(in_channels, out_channels, size, stride=stride, padding=padding, bias=False)
+
+
+def standardized_convolution(in_channels: int, out_channels: int, size: int, *, stride: int, padding: int) -> nn.Conv2d:
+    """A convolution with standardised weights, a gain of 1 per output and a bias, as De et al. 2022 have it."""
+    from timm.layers.std_conv import ScaledStdConv2d  # timm is slow to import
+
+    return ScaledStdConv2d(in_channels, out_channels, size, stride=stride, padding=padding)
 
 
 class WideResNet(nn.Module):
@@ -57,27 +98,50 @@ class WideResNet(nn.Module):
         num_classes: Number of logits.
         in_channels: Channels of the images.
         num_groups: Groups of every GroupNorm; it must divide 16 and 16 * ``width``.
+        weight_standardization: Standardise the weights of every convolution, which has a gain and a bias then.
+        relu_first: ReLU before GroupNorm instead of after it.
 
     Raises:
         ModelError: ``depth`` is not 6n + 4 with n >= 1, or ``num_groups`` does not divide a layer's channels.
 
-    ``WideResNet(16, 4, 10)`` has 2,748,890 parameters.
+    ``WideResNet(16, 4, 10)`` has 2,748,890 parameters; with standardised weights 4,512 more.
     """
 
-    def __init__(self, depth: int, width: int, num_classes: int, *, in_channels: int = 3, num_groups: int = 16) -> None:
+    def __init__(
+        self,
+        depth: int,
+        width: int,
+        num_classes: int,
+        *,
+        in_channels: int = 3,
+        num_groups: int = 16,
+        weight_standardization: bool = False,
+        relu_first: bool = False,
+    ) -> None:
         super().__init__()
         if depth < 10 or (depth - 4) % 6:
             raise ModelError(f"depth must be 6n + 4 (10, 16, 22, 28, 34, 40, ...), not {depth}")
         if width < 1:
             raise ModelError(f"width must be at least 1, not {width}")
         blocks_per_group = (depth - 4) // 6
-        self.stem = nn.Conv2d(in_channels, STEM_CHANNELS, 3, padding=1, bias=False)
+        convolution = standardized_convolution if weight_standardization else plain_convolution
+        self.relu_first = relu_first
+        self.stem = convolution(in_channels, STEM_CHANNELS, 3, stride=1, padding=1)
         blocks: list[nn.Module] = []
         channels = STEM_CHANNELS
         for out_channels, first_stride in ((16 * width, 1), (32 * width, 2), (64 * width, 2)):
             for index in range(blocks_per_group):
                 stride = first_stride if index == 0 else 1
-                blocks.append(PreActivationBlock(channels, out_channels, stride=stride, num_groups=num_groups))
+                blocks.append(
+                    PreActivationBlock(
+                        channels,
+                        out_channels,
+                        stride=stride,
+                        num_groups=num_groups,
+                        relu_first=relu_first,
+                        convolution=convolution,
+                    )
+                )
                 channels = out_channels
         self.blocks = nn.Sequential(*blocks)
         self.norm = group_norm(num_groups, channels)
@@ -88,5 +152,5 @@ class WideResNet(nn.Module):
         nn.init.zeros_(self.classifier.bias)
 
     def forward(self, images: Tensor) -> Tensor:
-        features = F.relu(self.norm(self.blocks(self.stem(images))))
+        features = normalized_and_activated(self.norm, self.blocks(self.stem(images)), relu_first=self.relu_first)
         return self.classifier(features.mean(dim=(2, 3)))

@@ -69,7 +69,7 @@ class Chain:
                     f"{title}: no trained parameter's name matches {', '.join(unmatched)}. The names are such as "
                     f"{', '.join(list(shapes)[:4])}"
                 )
-            selected = [name for name, shape in shapes.items() if transform.selects(name, len(shape))]
+            selected = [name for name, shape in shapes.items() if transform.selects(name, shape)]
             if not selected and (transform.include is not None or transform.exclude):
                 raise ConfigurationError(
                     f"{title} acts on no parameter: include {transform.include} and exclude {list(transform.exclude)} "

@@ -22,6 +22,14 @@ def as_matrix(tensor: Tensor) -> Tensor:
     return tensor.flatten(1)
 
 
+def is_matrix(shape: Sequence[int]) -> bool:
+    """Whether a parameter of this shape, viewed as (out, everything else), has two sides longer than one.
+
+    The others are vectors however they are laid out: their only singular value is their norm.
+    """
+    return len(shape) >= 2 and shape[0] > 1 and math.prod(shape[1:]) > 1
+
+
 def dimension_scale(shape: Sequence[int], *, cap: float = 4.0) -> float:
     """min(cap, sqrt(max(1, m/n))) for a parameter of this shape viewed as m x n (Shanmugam et al. 2026)."""
     m, n = shape[0], math.prod(shape[1:])

@@ -54,7 +54,7 @@ class NoiseTracker:
         levels: list[dict[str, float | None]] = [{} for _ in range(len(self._transforms) + 1)]
         alike: dict[tuple, tuple[list[float | None], list[Slots]]] = {}
         for name, shape in shapes.items():
-            chosen = tuple(transform.selects(name, len(shape)) for transform in self._transforms)
+            chosen = tuple(transform.selects(name, shape) for transform in self._transforms)
             slots = [state.get(name, {}) for state in self._states]
             # Parameters with one shape and one history have one noise.
             key = (shape, chosen, *(id(own) if own else None for own in slots))

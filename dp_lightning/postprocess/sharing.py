@@ -40,7 +40,7 @@ def _owners(transform: Transform, gradients: Mapping[str, Tensor], ranks: Ranks)
     if ranks.size == 1:
         return {}
     sizes = {name: value.numel() * value.element_size() for name, value in gradients.items()}
-    chosen = [name for name, value in gradients.items() if transform.selects(name, value.ndim)]
+    chosen = [name for name, value in gradients.items() if transform.selects(name, value.shape)]
     costs = {name: transform.cost(gradients[name].shape) for name in chosen}
     spared = 1 - 1 / ranks.size
     worth = [name for name in chosen if spared * costs[name] > ranks.operations_per_byte * sizes[name]]

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from dp_lightning.errors import ConfigurationError
+from dp_lightning.postprocess.matrix import is_matrix
 
 AppliesTo = Literal["matrices", "vectors", "all"]
 Gradients = dict[str, Tensor]
@@ -38,8 +39,9 @@ class Transform(ABC):
     """Base of every transform. A subclass implements `update`.
 
     Args:
-        applies_to: "matrices" are the parameters with two or more dimensions, viewed as (out, everything
-            else); "vectors" are the others; "all" is both. Other parameters pass through untouched.
+        applies_to: "matrices" are the parameters that have two sides longer than one when they are viewed as
+            (out, everything else); "vectors" are the others, such as a gain of shape (out, 1, 1, 1); "all" is both.
+            Other parameters pass through untouched.
         include: patterns of parameter names, with the wildcards * and ?; None is every name.
         exclude: patterns of names that are left out.
 
@@ -99,7 +101,7 @@ class Transform(ABC):
 
     def apply(self, gradients: Gradients, state: State, noise: Noise) -> tuple[Gradients, State]:
         """`update` on the parameters that are selected; the others are passed on as they are."""
-        selected = {name: gradient for name, gradient in gradients.items() if self.selects(name, gradient.ndim)}
+        selected = {name: gradient for name, gradient in gradients.items() if self.selects(name, gradient.shape)}
         present = {name: _on_device_of(selected[name], state[name]) for name in selected if name in state}
         updated, new_state = self.update(selected, present, noise)
         return {**gradients, **updated}, {**state, **new_state}
@@ -108,11 +110,11 @@ class Transform(ABC):
         """The kinds of parameter that this transform selects: "matrices", "vectors" or both."""
         return {"matrices", "vectors"} if self.applies_to == "all" else {self.applies_to}
 
-    def selects(self, name: str, ndim: int) -> bool:
-        """Whether the transform acts on the parameter of this name and number of dimensions."""
+    def selects(self, name: str, shape: Sequence[int]) -> bool:
+        """Whether the transform acts on the parameter of this name and shape."""
         included = self.include is None or any(fnmatchcase(name, pattern) for pattern in self.include)
         excluded = any(fnmatchcase(name, pattern) for pattern in self.exclude)
-        return included and not excluded and ("matrices" if ndim >= 2 else "vectors") in self.kinds()
+        return included and not excluded and ("matrices" if is_matrix(shape) else "vectors") in self.kinds()
 
     def unmatched(self, names: Iterable[str]) -> list[str]:
         """The patterns that no parameter's name matches."""

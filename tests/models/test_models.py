@@ -22,6 +22,7 @@ def num_parameters(model: nn.Module) -> int:
 NETWORKS = {
     "wide_resnet": (lambda: WideResNet(10, 1, 7), (3, 32, 32)),
     "wide_resnet_gray_28": (lambda: WideResNet(10, 1, 7, in_channels=1), (1, 28, 28)),
+    "wide_resnet_de_et_al": (lambda: WideResNet(10, 2, 7, weight_standardization=True, relu_first=True), (3, 32, 32)),
     "wide_resnet_64": (lambda: WideResNet(10, 2, 7), (3, 64, 64)),
     "resnet18_imagenet": (lambda: ResNet18(7), (3, 64, 64)),
     "resnet18_cifar": (lambda: ResNet18(7, stem="cifar", in_channels=1), (1, 28, 28)),
@@ -62,8 +63,52 @@ def test_every_parameter_receives_a_gradient(name):
     assert all(parameter.grad is not None for parameter in model.parameters())
 
 
-def test_wrn_16_4_has_the_published_number_of_parameters():
-    assert num_parameters(WideResNet(16, 4, 10)) == 2_748_890
+@pytest.mark.parametrize(
+    ("depth", "width", "num_classes", "published"),
+    # Zagoruyko and Komodakis 2016 give millions to one digit: 2.7, 8.9, 36.5. BatchNorm has as many as GroupNorm.
+    [(16, 4, 10, 2_748_890), (40, 4, 10, 8_949_210), (28, 10, 10, 36_479_194), (28, 10, 100, 36_536_884)],
+)
+def test_wide_resnets_have_the_published_number_of_parameters(depth, width, num_classes, published):
+    assert num_parameters(WideResNet(depth, width, num_classes)) == published
+
+
+def test_standardised_weights_are_those_of_the_formula():
+    model = WideResNet(10, 2, 7, weight_standardization=True)
+    assert num_parameters(model) - num_parameters(WideResNet(10, 2, 7)) == 2 * sum(
+        module.out_channels for module in model.modules() if isinstance(module, nn.Conv2d)
+    )
+    images = torch.randn(2, 3, 16, 16, dtype=torch.float64)
+    for name, stride in (("conv1", 2), ("shortcut", 2)):
+        conv = getattr(model.blocks[1], name).double()
+        conv.gain.data.uniform_(0.5, 2.0)
+        rows = conv.weight.flatten(1)
+        centred = rows - rows.mean(1, keepdim=True)
+        scaled = centred / centred.norm(dim=1, keepdim=True) * conv.gain.flatten(1)
+        x = images.repeat(1, 11, 1, 1)[:, : conv.in_channels]
+        expected = nn.functional.conv2d(x, scaled.view_as(conv.weight), conv.bias, stride, conv.padding)
+        # Its eps of 1e-6 is small against the variance of a row.
+        torch.testing.assert_close(conv(x), expected, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("relu_first", [False, True])
+def test_the_order_of_relu_and_norm_is_as_asked(relu_first):
+    model = WideResNet(10, 1, 7, relu_first=relu_first)
+    inputs, outputs, received = [], [], []
+
+    def norm_saw(module, args, output):
+        inputs.append(args[0])
+        outputs.append(output)
+
+    def classifier_saw(module, args):
+        received.append(args[0])
+
+    model.norm.register_forward_hook(norm_saw)
+    model.classifier.register_forward_pre_hook(classifier_saw)
+    model(torch.randn(2, 3, 32, 32))
+    relu = nn.functional.relu
+    expected = outputs[0] if relu_first else relu(outputs[0])
+    torch.testing.assert_close(received[0], expected.mean((2, 3)))
+    assert bool((inputs[0] >= 0).all()) == relu_first
 
 
 @pytest.mark.parametrize("num_classes", [10, 1000])

@@ -7,10 +7,33 @@ import torch
 import written_out
 
 from dp_lightning.errors import ConfigurationError
-from dp_lightning.postprocess import as_matrix, dimension_scale, newton_schulz, polar_factor, spectral_norm
+from dp_lightning.postprocess import Scale, as_matrix, dimension_scale, newton_schulz, polar_factor, spectral_norm
+from dp_lightning.postprocess.matrix import is_matrix
 from dp_lightning.postprocess.newton_schulz import polar_express
 
 SHAPES = [(64, 576), (576, 64), (10, 64), (16, 27)]
+
+
+@pytest.mark.parametrize(
+    ("shape", "expected"),
+    [
+        ((10, 64), True),
+        ((16, 3, 3, 3), True),
+        ((2, 2), True),
+        ((), False),
+        ((64,), False),
+        ((64, 1, 1, 1), False),
+        ((1, 1, 192), False),
+        ((1, 65, 192), False),
+        ((1, 64), False),
+        ((0, 5), False),
+    ],
+)
+def test_what_has_one_long_side_is_a_vector(shape, expected):
+    assert is_matrix(shape) == expected
+    scale = Scale(2.0, applies_to="matrices")
+    assert scale.selects("weight", shape) == expected
+    assert Scale(2.0, applies_to="vectors").selects("weight", shape) != expected
 
 
 def gaussian(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:

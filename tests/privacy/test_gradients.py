@@ -19,6 +19,10 @@ PLANS = {
 }
 MODELS = {
     "wrn": (lambda: WideResNet(16, 4, 10), (3, 32, 32)),
+    "wrn-de-et-al": (
+        lambda: WideResNet(10, 2, 10, weight_standardization=True, relu_first=True),
+        (3, 16, 16),
+    ),
     "resnet18-cifar": (lambda: ResNet18(10, stem="cifar"), (3, 16, 16)),
     "resnet18-imagenet": (lambda: ResNet18(10, stem="imagenet"), (3, 64, 64)),
     "small-cnn": (lambda: SmallCNN(10, in_channels=1, image_size=8), (1, 8, 8)),
