@@ -60,7 +60,10 @@ WRONG = {
     "misspelt": (["--privacy.target_epsilonn", "3"], r"target_epsilonn.*Did you mean privacy.target_epsilon\?"),
     "abbreviated": (["--privacy.target_eps", "3"], "unrecognized arguments: --privacy.target_eps"),
     "unknown": (["--wandb", "1"], "unrecognized arguments: --wandb"),
-    "batch_norm": (["--model", "TimmModule", "--model.init_args.name", "resnet18"], "model.bn1.*GroupNorm"),
+    "batch_norm": (
+        ["--model", "TimmModule", "--model.init_args.name", "resnet18"],
+        "model.bn1.*batch_norm: group_norm",
+    ),
     "clip": (["--trainer.gradient_clip_val", "1.0"], "trainer.gradient_clip_val.*privacy.max_grad_norm"),
     "accumulate": (["--trainer.accumulate_grad_batches", "2"], "accumulate_grad_batches.*privacy.expected_batch_size"),
     "precision": (["--trainer.precision", "16-mixed"], "trainer.precision is 16-mixed.*bf16-mixed"),
@@ -164,6 +167,24 @@ def test_the_curves_are_in_tensorboard(finished):
     assert {"test/accuracy", "test/loss", "val/accuracy", "unprotected/train_loss", "privacy/epsilon"} <= tags
     spent = [event.value for event in events.Scalars("privacy/epsilon")]
     assert spent == sorted(spent)
+
+
+def test_a_module_without_every_linked_setting_is_evaluated_from_its_checkpoint(tmp_path, capsys):
+    """A wide residual network has no argument image_size, which the data offers."""
+    quiet = ["--trainer.accelerator", "cpu", "--trainer.logger", "false", "--trainer.enable_progress_bar", "false"]
+    main(
+        [
+            *("fit", "--model", "WideResNetModule", "--model.depth", "10", "--model.width", "1", *quiet),
+            *("--privacy.expected_batch_size", "8", "--privacy.noise_multiplier", "1", "--privacy.delta", "1e-4"),
+            *("--privacy.accountant", "rdp", "--trainer.max_steps", "1", "--trainer.default_root_dir", str(tmp_path)),
+        ]
+    )
+    accuracy = json.loads((tmp_path / "result.json").read_text())["test_accuracy_last"]
+    checkpoint = next(tmp_path.rglob("*.ckpt"))
+    settings = ["--config", str(tmp_path / "config.yaml"), "--trainer.default_root_dir", str(tmp_path / "test")]
+    main(["test", *settings, "--ckpt_path", str(checkpoint)])
+    shown = re.search(r"test/accuracy[^\d]+([\d.]+)", capsys.readouterr().out)
+    assert float(shown[1]) == pytest.approx(accuracy)
 
 
 @pytest.mark.parametrize("command", ["validate", "test", "predict"])

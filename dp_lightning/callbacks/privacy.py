@@ -43,6 +43,7 @@ from dp_lightning.privacy.accounting import Ledger
 from dp_lightning.privacy.clipping import ClipPlan
 from dp_lightning.privacy.disk import DiSK
 from dp_lightning.privacy.mechanism import PrivateMechanism
+from dp_lightning.privacy.model_check import fixed_statistics
 from dp_lightning.privacy.noise import GaussianNoise
 from dp_lightning.privacy.plan import PrivacyPlan
 from dp_lightning.privacy.sampling import PhysicalBatch, PoissonSampler, sampling_key
@@ -247,6 +248,11 @@ class PrivacyCallback(pl.Callback):
         self.budget.look_ahead()
         fixed_seed = self.noise_seed is not None or self.sampling_seed is not None
         trainer.print(self.budget.announcement(self.clip_plan, fixed_seed=fixed_seed))
+        if fixed := fixed_statistics(pl_module):
+            trainer.print(
+                f"{len(fixed)} BatchNorm layers stay in evaluation mode. Their statistics are outside of the guarantee "
+                "and have to come from public data."
+            )
 
     def _settings(self) -> dict[str, object]:
         """What ranks need to have in common; the plan and the sampling key come from rank 0."""

@@ -1,5 +1,7 @@
 """``dpl fit | validate | test | predict``: LightningCLI with ``privacy``, ``postprocess`` and ``averaging``."""
 
+import inspect
+import pydoc
 import warnings
 from pathlib import Path
 from typing import Any
@@ -27,6 +29,7 @@ from dp_lightning.commands.resume import checkpoint_to_resume
 from dp_lightning.errors import ConfigurationError, DpLightningError
 from dp_lightning.files import require_writable
 from dp_lightning.lightning_modules.schedules import WarmupCosine
+from dp_lightning.strategies.checkpoint_io import PrivateCheckpointIO
 from dp_lightning.strategies.private import NAME as PRIVATE_STRATEGY
 
 
@@ -42,7 +45,7 @@ class TrainingCLI(LightningCLI):
         parser.add_lightning_class_args(PostProcessCallback, "postprocess")
         parser.add_lightning_class_args(AveragedWeights, "averaging")
         parser.set_defaults({"data": {"class_path": "dp_lightning.datamodules.Digits"}})
-        for name in ("num_classes", "in_channels", "image_size"):
+        for name in ("num_classes", "in_channels", "image_size", "mean", "std"):
             parser.link_arguments(f"data.{name}", f"model.init_args.{name}", apply_on="instantiate")
         parser.link_arguments("data.num_train", "privacy.num_train", apply_on="instantiate")
 
@@ -54,6 +57,23 @@ class TrainingCLI(LightningCLI):
                 f"The configuration is not of the form that its settings need ({error}). A group such as postprocess "
                 "is a mapping: postprocess: {transforms: [...]}"
             ) from error
+
+    def _parse_ckpt_path(self) -> None:
+        """Take the module's settings from the checkpoint, as Lightning does, but no setting that it has not.
+
+        Lightning saves what is linked from the data, such as image_size, with modules that have no such argument too.
+        """
+        path = self.config[self.config.subcommand].get("ckpt_path")
+        if path is None or not Path(path).is_file():
+            return
+        saved = PrivateCheckpointIO().load_checkpoint(path).get("hyper_parameters", {})
+        module: Any = pydoc.locate(saved.get("_class_path", ""))
+        if module is None:
+            return
+        known = inspect.signature(module).parameters
+        settings = {name: value for name, value in saved.items() if name in known}
+        model = {"class_path": saved["_class_path"], "dict_kwargs": settings}
+        self.config = self.parser.parse_object({self.config.subcommand: {"model": model}}, self.config)
 
     def before_instantiate_classes(self) -> None:
         """Refuse a precision here: on a CPU Lightning would turn 16-mixed into another one in silence."""

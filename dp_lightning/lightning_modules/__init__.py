@@ -3,9 +3,17 @@
 from dp_lightning.lightning_modules.base import ImageClassifier
 from dp_lightning.lightning_modules.classifiers import (
     ResNet18Module,
+    ResNet50Module,
     SmallCNNModule,
-    TimmModule,
     WideResNetModule,
 )
+from dp_lightning.lightning_modules.timm_module import TimmModule
 
-__all__ = ["ImageClassifier", "ResNet18Module", "SmallCNNModule", "TimmModule", "WideResNetModule"]
+__all__ = [
+    "ImageClassifier",
+    "ResNet18Module",
+    "ResNet50Module",
+    "SmallCNNModule",
+    "TimmModule",
+    "WideResNetModule",
+]

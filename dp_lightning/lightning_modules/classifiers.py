@@ -1,9 +1,9 @@
 """One LightningModule for each network of ``dp_lightning.models``; the arguments are the network's."""
 
-from typing import Any, Literal
+from typing import Literal
 
 from dp_lightning.lightning_modules.base import ImageClassifier
-from dp_lightning.models import ResNet18, SmallCNN, WideResNet, timm_model
+from dp_lightning.models import ResNet18, ResNet50, SmallCNN, WideResNet
 
 
 class WideResNetModule(ImageClassifier):
@@ -67,6 +67,30 @@ class ResNet18Module(ImageClassifier):
         self.save_hyperparameters()
 
 
+class ResNet50Module(ImageClassifier):
+    """ResNet-50 with GroupNorm.
+
+    Args:
+        num_classes: Number of classes, linked from the data.
+        stem: ``imagenet`` (7x7 convolution of stride 2 and max pooling) for images of about 224 pixels,
+            ``cifar`` (3x3 convolution of stride 1) for images of 28 to 64 pixels.
+        in_channels: Channels of the images, linked from the data.
+        num_groups: Groups of every GroupNorm; it must divide 64.
+    """
+
+    def __init__(
+        self,
+        num_classes: int,
+        *,
+        stem: Literal["imagenet", "cifar"] = "imagenet",
+        in_channels: int = 3,
+        num_groups: int = 32,
+    ) -> None:
+        model = ResNet50(num_classes, stem=stem, in_channels=in_channels, num_groups=num_groups)
+        super().__init__(model, num_classes)
+        self.save_hyperparameters()
+
+
 class SmallCNNModule(ImageClassifier):
     """A small convolutional network for images such as the 8x8 digits.
 
@@ -79,30 +103,5 @@ class SmallCNNModule(ImageClassifier):
 
     def __init__(self, num_classes: int, *, in_channels: int = 3, image_size: int = 8, channels: int = 16) -> None:
         model = SmallCNN(num_classes, in_channels=in_channels, image_size=image_size, channels=channels)
-        super().__init__(model, num_classes)
-        self.save_hyperparameters()
-
-
-class TimmModule(ImageClassifier):
-    """Any network of timm's registry. Private training refuses those with BatchNorm.
-
-    Args:
-        name: Name in timm's registry, such as ``vit_tiny_patch16_224`` or ``resnet50_gn``.
-        num_classes: Number of classes, linked from the data.
-        pretrained: Start from timm's weights, downloaded when absent. They must come from public data.
-        in_channels: Channels of the images, linked from the data.
-        model_kwargs: Further arguments of the network, such as ``{img_size: 32}`` for a vision transformer.
-    """
-
-    def __init__(
-        self,
-        name: str,
-        num_classes: int,
-        *,
-        pretrained: bool = False,
-        in_channels: int = 3,
-        model_kwargs: dict[str, Any] | None = None,
-    ) -> None:
-        model = timm_model(name, num_classes, pretrained=pretrained, in_channels=in_channels, **(model_kwargs or {}))
         super().__init__(model, num_classes)
         self.save_hyperparameters()

@@ -1,24 +1,26 @@
-"""ResNet-18 (He et al. 2016) with GroupNorm (Wu and He 2018), built on torchvision's network.
+"""ResNet-18 and ResNet-50 (He et al. 2016) with GroupNorm (Wu and He 2018), built on torchvision's networks.
 
-GroupNorm's scale and shift are as many as BatchNorm's, so the parameter count is torchvision's: 11,689,512
-with the ImageNet stem and 1000 classes.
+GroupNorm's scale and shift are as many as BatchNorm's, so the parameter counts are torchvision's: 11,689,512 and
+25,557,032 with the ImageNet stem and 1000 classes.
 """
 
 from functools import partial
 from typing import Literal
 
 from torch import nn
-from torchvision.models.resnet import BasicBlock, ResNet
+from torchvision.models.resnet import BasicBlock, Bottleneck, ResNet
 
 from dp_lightning.errors import ModelError
 
 BASE_CHANNELS = 64
 
 
-class ResNet18(ResNet):
-    """ResNet-18: (N, in_channels, H, W) to logits (N, num_classes).
+class GroupNormResNet(ResNet):
+    """A residual network of four stages: (N, in_channels, H, W) to logits (N, num_classes).
 
     Args:
+        block: torchvision's ``BasicBlock`` or ``Bottleneck``.
+        layers: Blocks of each stage.
         num_classes: Number of logits.
         stem: ``imagenet`` is the 7x7 convolution of stride 2 and the max pooling of the paper, for images of
             about 224 pixels; ``cifar`` is a 3x3 convolution of stride 1 without pooling, for images of 28 to
@@ -32,6 +34,8 @@ class ResNet18(ResNet):
 
     def __init__(
         self,
+        block: type[BasicBlock | Bottleneck],
+        layers: list[int],
         num_classes: int,
         *,
         stem: Literal["imagenet", "cifar"] = "imagenet",
@@ -42,9 +46,7 @@ class ResNet18(ResNet):
             raise ModelError(f"stem must be 'imagenet' or 'cifar', not {stem!r}")
         if num_groups < 1 or BASE_CHANNELS % num_groups:
             raise ModelError(f"num_groups={num_groups} does not divide 64, the channels of the first layer")
-        super().__init__(
-            BasicBlock, [2, 2, 2, 2], num_classes=num_classes, norm_layer=partial(nn.GroupNorm, num_groups)
-        )
+        super().__init__(block, layers, num_classes=num_classes, norm_layer=partial(nn.GroupNorm, num_groups))
         if stem == "cifar":
             self.conv1 = nn.Conv2d(in_channels, BASE_CHANNELS, 3, padding=1, bias=False)
             self.maxpool = nn.Identity()
@@ -55,3 +57,35 @@ class ResNet18(ResNet):
             if isinstance(module, nn.ReLU):
                 # An in-place ReLU overwrites the norm's output, which hooks on the norm still need.
                 module.inplace = False
+
+
+class ResNet18(GroupNormResNet):
+    """ResNet-18; the keyword arguments are those of ``GroupNormResNet``."""
+
+    def __init__(
+        self,
+        num_classes: int,
+        *,
+        stem: Literal["imagenet", "cifar"] = "imagenet",
+        in_channels: int = 3,
+        num_groups: int = 32,
+    ) -> None:
+        super().__init__(
+            BasicBlock, [2, 2, 2, 2], num_classes, stem=stem, in_channels=in_channels, num_groups=num_groups
+        )
+
+
+class ResNet50(GroupNormResNet):
+    """ResNet-50; the keyword arguments are those of ``GroupNormResNet``."""
+
+    def __init__(
+        self,
+        num_classes: int,
+        *,
+        stem: Literal["imagenet", "cifar"] = "imagenet",
+        in_channels: int = 3,
+        num_groups: int = 32,
+    ) -> None:
+        super().__init__(
+            Bottleneck, [3, 4, 6, 3], num_classes, stem=stem, in_channels=in_channels, num_groups=num_groups
+        )

@@ -44,12 +44,27 @@ def refuse_mixing_modules(model: nn.Module) -> None:
                     "are computed from raw examples. Set track_running_stats=False."
                 )
             continue
-        if isinstance(module, nn.modules.batchnorm._NormBase):
+        if isinstance(module, nn.modules.batchnorm._NormBase) and not _is_fixed(module):
             raise ModelError(
                 f"Module '{name}' ({type(module).__name__}) cannot be trained privately: it computes statistics "
-                "over the batch, so examples enter each other's gradients. Use nn.GroupNorm instead (timm: "
-                "norm_layer='groupnorm'; any model: opacus.validators.ModuleValidator.fix(model))."
+                "over the batch, so examples enter each other's gradients. Make it a GroupNorm (TimmModule: "
+                "batch_norm: group_norm; any model: dp_lightning.models.batch_norm_to_group_norm), or keep it in "
+                "evaluation mode with statistics of public data (batch_norm: frozen; freeze_batch_norm)."
             )
+
+
+def fixed_statistics(model: nn.Module) -> list[str]:
+    """Names of the BatchNorm layers in evaluation mode, whose statistics have to be public."""
+    return [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, nn.modules.batchnorm._BatchNorm) and _is_fixed(module)
+    ]
+
+
+def _is_fixed(norm: nn.modules.batchnorm._NormBase) -> bool:
+    """Whether the layer is the same scale and shift for every example."""
+    return not norm.training and norm.running_mean is not None
 
 
 def check_per_example(

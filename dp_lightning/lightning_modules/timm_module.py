@@ -1,0 +1,143 @@
+"""Any network of timm's registry, from scratch or fine-tuned from pretrained weights."""
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any, Literal, cast
+
+import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch import Tensor, nn
+
+from dp_lightning.errors import ConfigurationError
+from dp_lightning.lightning_modules.base import ImageClassifier
+from dp_lightning.models import timm_model
+from dp_lightning.models.batch_norm import batch_norm_to_group_norm, freeze_batch_norm
+from dp_lightning.models.pretrained_input import PretrainedInput
+from dp_lightning.models.trained import train_biases, train_head, train_low_rank, train_matching
+
+
+class TimmModule(ImageClassifier):
+    """Any network of timm's registry.
+
+    With pretrained weights the images are resized and normalised as the network was trained; the weights must come from
+    public data.
+
+    Args:
+        name: Name in timm's registry, such as ``vit_small_patch16_224.augreg_in21k`` or ``resnet50_gn``.
+        num_classes: Number of classes, linked from the data.
+        pretrained: Start from timm's weights, downloaded when absent.
+        weights: Start from the weights in this file (.safetensors, .pth or .bin in timm's names), without network.
+        trained: Which parameters are trained: ``all``; ``head``, the last layer; ``bias``, biases and the last layer
+            (BiTFiT); ``lora``, low-rank additions and the last layer; or a list of patterns of parameter names, such as
+            ``[blocks.11.*]``, and the last layer.
+        lora_rank: r of ``trained: lora``.
+        lora_layers: Patterns of names of the layers that get low-rank additions; None is every linear layer and every
+            convolution that is not depthwise.
+        batch_norm: ``refuse`` leaves BatchNorm layers, and private training refuses them; ``group_norm`` replaces them;
+            ``frozen`` keeps them in evaluation mode with their pretrained statistics.
+        input_size: Height and width that images are resized to; None is the network's own with pretrained weights, and
+            the images' otherwise.
+        in_channels: Channels of the images, linked from the data.
+        mean: Of the data's normalisation, linked from the data.
+        std: Likewise.
+        model_kwargs: Further arguments of the network, such as ``{img_size: 32}`` for a vision transformer.
+
+    Raises:
+        ConfigurationError: naming the setting and the fix.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        num_classes: int,
+        *,
+        pretrained: bool = False,
+        weights: str | None = None,
+        trained: Literal["all", "head", "bias", "lora"] | list[str] = "all",
+        lora_rank: int = 8,
+        lora_layers: list[str] | None = None,
+        batch_norm: Literal["refuse", "group_norm", "frozen"] = "refuse",
+        input_size: int | None = None,
+        in_channels: int = 3,
+        mean: tuple[float, ...] = (0.5,),
+        std: tuple[float, ...] = (0.5,),
+        model_kwargs: dict[str, Any] | None = None,
+    ) -> None:
+        has_weights = pretrained or weights is not None
+        if batch_norm == "frozen" and not has_weights:
+            raise ConfigurationError(
+                f"batch_norm: frozen needs pretrained weights; {name} has no statistics yet. Set pretrained: true or "
+                "weights, or batch_norm: group_norm."
+            )
+        kwargs = model_kwargs or {}
+        model = timm_model(name, num_classes, pretrained=pretrained, weights=weights, in_channels=in_channels, **kwargs)
+        if batch_norm == "group_norm":
+            _say_what_was_replaced(name, batch_norm_to_group_norm(model))
+        super().__init__(model, num_classes)
+        self._choose_trained(trained, lora_rank=lora_rank, lora_layers=lora_layers)
+        self._frozen_norms = batch_norm == "frozen"
+        if self._frozen_norms:
+            names = freeze_batch_norm(model)
+            rank_zero_info(f"{name}: {len(names)} BatchNorm layers stay as they are, in evaluation mode and frozen.")
+        self.input = (
+            self._input_of(input_size, kwargs, in_channels, mean=mean, std=std) if has_weights or input_size else None
+        )
+        self.save_hyperparameters()
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Logits (N, num_classes) of images (N, C, H, W) as the data gives them."""
+        return self.model(images if self.input is None else self.input(images))
+
+    def train(self, mode: bool = True) -> "TimmModule":
+        super().train(mode)
+        if self._frozen_norms:
+            freeze_batch_norm(self.model)
+        return self
+
+    @property
+    def head(self) -> nn.Module:
+        """The last layer."""
+        return cast(nn.Module, self.model.get_classifier())  # type: ignore[operator]
+
+    def _choose_trained(self, trained: str | Sequence[str], *, lora_rank: int, lora_layers: list[str] | None) -> None:
+        if trained == "all":
+            return
+        if not any(True for _ in self.head.parameters()):
+            raise ConfigurationError("trained: the network has no last layer of its own to train; choose all.")
+        if trained == "head":
+            train_head(self.model, self.head)
+        elif trained == "bias":
+            train_biases(self.model, self.head)
+        elif trained == "lora":
+            train_low_rank(self.model, self.head, rank=lora_rank, layers=lora_layers or ("*",))
+        elif isinstance(trained, str):
+            raise ConfigurationError(f"trained is {trained!r}; choose all, head, bias, lora or a list of patterns.")
+        else:
+            train_matching(self.model, self.head, trained)
+
+    def _input_of(
+        self, size: int | None, kwargs: dict[str, Any], in_channels: int, *, mean: Sequence[float], std: Sequence[float]
+    ) -> PretrainedInput:
+        from timm.data import resolve_model_data_config  # timm is slow to import
+
+        own = resolve_model_data_config(self.model)
+        wanted = size or kwargs.get("img_size")
+        height, width = own["input_size"][1:] if wanted is None else torch.Size([wanted] * 2)
+        after_mean, after_std = own["mean"], own["std"]
+        if in_channels != len(after_mean):
+            after_mean, after_std = ((sum(values) / len(values),) for values in (after_mean, after_std))
+        return PretrainedInput(size=(height, width), data_mean=mean, data_std=std, mean=after_mean, std=after_std)
+
+
+def _say_what_was_replaced(name: str, account: list[str]) -> None:
+    kinds = Counter(line.partition(": ")[2] for line in account)
+    lines = [f"  {count} x {kind}" for kind, count in kinds.items()]
+    rank_zero_info(
+        "\n".join(
+            [
+                f"{name}: {len(account)} BatchNorm layers became GroupNorm. Scales and shifts were kept, running "
+                "statistics were dropped:",
+                *lines,
+            ]
+        )
+    )

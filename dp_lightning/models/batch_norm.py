@@ -1,0 +1,75 @@
+"""What to do with the BatchNorm layers of a network, which private training refuses as they are.
+
+BatchNorm normalises by statistics of the batch, so examples enter each other's gradients. Either the layer becomes a
+GroupNorm (Wu and He 2018), or it stays in evaluation mode with the statistics that its weights came with.
+"""
+
+from typing import Any, cast
+
+from torch import nn
+
+from dp_lightning.errors import ModelError
+
+
+def batch_norm_to_group_norm(model: nn.Module, *, num_groups: int = 32) -> list[str]:
+    """Replace every BatchNorm layer by a GroupNorm with its scale and shift, in place.
+
+    The number of groups of a layer is the largest divisor of its channels up to ``num_groups``. Running statistics have
+    no place in a GroupNorm and are dropped, so the network computes something else: weights that were trained with
+    BatchNorm are a start and no more.
+
+    Returns:
+        A line for every layer that was replaced.
+
+    Raises:
+        ModelError: for a kind of BatchNorm that cannot be replaced.
+    """
+    account = []
+    for name, module in list(model.named_modules()):
+        for key, child in list(module.named_children()):
+            if not isinstance(child, nn.modules.batchnorm._BatchNorm):
+                continue
+            path = f"{name}.{key}" if name else key
+            groups = max(k for k in range(1, min(num_groups, child.num_features) + 1) if child.num_features % k == 0)
+            setattr(module, key, _group_norm_like(child, groups, path))
+            account.append(f"{path}: {type(child).__name__} of {child.num_features} channels, now in {groups} groups")
+    return account
+
+
+def freeze_batch_norm(model: nn.Module) -> list[str]:
+    """Put every BatchNorm layer in evaluation mode, its scale and shift frozen.
+
+    It is then the same fixed scale and shift for every example. ``model.train()`` takes it out of evaluation mode
+    again.
+
+    Returns:
+        The names of the layers.
+
+    Raises:
+        ModelError: for a layer without running statistics, which would use those of the batch.
+    """
+    names = []
+    for name, module in model.named_modules():
+        if isinstance(module, nn.modules.batchnorm._BatchNorm):
+            if module.running_mean is None:
+                raise ModelError(f"'{name}' ({type(module).__name__}) has no running statistics to be frozen with.")
+            module.eval().requires_grad_(False)
+            names.append(name)
+    return names
+
+
+def _group_norm_like(norm: nn.modules.batchnorm._BatchNorm, num_groups: int, path: str) -> nn.GroupNorm:
+    replacement: Any
+    plain = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+    if type(norm) in plain:
+        replacement = nn.GroupNorm(num_groups, norm.num_features, eps=norm.eps, affine=norm.affine)
+    elif f"{type(norm).__module__}.{type(norm).__qualname__}" == "timm.layers.norm_act.BatchNormAct2d":
+        from timm.layers.norm_act import GroupNormAct  # timm is slow to import
+
+        replacement = GroupNormAct(norm.num_features, num_groups, eps=norm.eps, affine=norm.affine)
+        replacement.act, replacement.drop = norm.act, norm.drop
+    else:
+        raise ModelError(f"'{path}' ({type(norm).__name__}) is a kind of BatchNorm that has no GroupNorm of its own.")
+    if norm.affine:
+        replacement.weight, replacement.bias = norm.weight, norm.bias
+    return cast(nn.GroupNorm, replacement)

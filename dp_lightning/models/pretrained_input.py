@@ -1,0 +1,47 @@
+"""Images as a pretrained network expects them: its size, and its mean and standard deviation."""
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class PretrainedInput(nn.Module):
+    """From images as the data gives them to images as the network was trained on; nothing in it is trained.
+
+    An image x that was normalised with the data's mean m and deviation s becomes (resize(x) s + m - m') / s' with the
+    network's m' and s'. Each image is taken by itself.
+
+    Args:
+        size: height and width for the network; images of another size are resized (bicubic).
+        data_mean, data_std: of the data's normalisation, a number per channel or one for all.
+        mean, std: of the network's.
+    """
+
+    scale: Tensor
+    shift: Tensor
+
+    def __init__(
+        self,
+        *,
+        size: tuple[int, int],
+        data_mean: Sequence[float],
+        data_std: Sequence[float],
+        mean: Sequence[float],
+        std: Sequence[float],
+    ) -> None:
+        super().__init__()
+        self.size = size
+        before_mean, before_std, after_mean, after_std = (
+            torch.tensor(values, dtype=torch.float32).view(-1, 1, 1) for values in (data_mean, data_std, mean, std)
+        )
+        # Constants of the configuration, not of the weights.
+        self.register_buffer("scale", before_std / after_std, persistent=False)
+        self.register_buffer("shift", (before_mean - after_mean) / after_std, persistent=False)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """(N, C, H, W) to (N, C, *size)."""
+        if images.shape[2:] != self.size:
+            images = F.interpolate(images, self.size, mode="bicubic", antialias=True)
+        return images * self.scale + self.shift

@@ -1,0 +1,93 @@
+"""Which parameters of a pretrained network are trained; all others are frozen and cost no per-example work."""
+
+import re
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
+
+from torch import nn
+
+from dp_lightning.errors import ConfigurationError
+
+
+def train_head(model: nn.Module, head: nn.Module) -> None:
+    """Only the last layer."""
+    model.requires_grad_(False)
+    head.requires_grad_(True)
+
+
+def train_biases(model: nn.Module, head: nn.Module) -> None:
+    """Only biases, and the last layer (BiTFiT, Ben Zaken et al. 2022; Bu et al. 2022)."""
+    train_head(model, head)
+    for name, parameter in model.named_parameters():
+        if name.rpartition(".")[2] == "bias":
+            parameter.requires_grad_(True)
+
+
+def train_matching(model: nn.Module, head: nn.Module, patterns: Sequence[str]) -> None:
+    """Only parameters whose name matches one of the patterns, and the last layer.
+
+    Args:
+        model: frozen in all other parameters.
+        head: the last layer.
+        patterns: with the wildcards * and ?, such as ``blocks.11.*``.
+
+    Raises:
+        ConfigurationError: naming a pattern that matches nothing.
+    """
+    train_head(model, head)
+    for pattern in patterns:
+        chosen = [p for name, p in model.named_parameters() if fnmatchcase(name, pattern)]
+        if not chosen:
+            names = ", ".join(list(dict(model.named_parameters()))[:8])
+            raise ConfigurationError(f"trained: no parameter's name matches {pattern!r}; the first ones are {names}")
+        for parameter in chosen:
+            parameter.requires_grad_(True)
+
+
+def train_low_rank(
+    model: nn.Module, head: nn.Module, *, rank: int, layers: Sequence[str] = ("*",), alpha: int | None = None
+) -> None:
+    """Only low-rank additions to linear layers and convolutions, and the last layer (LoRA, Hu et al. 2022).
+
+    A weight W becomes W + (alpha / rank) B A, with A of ``rank`` rows drawn at random and B zero, so that the network
+    starts as it was.
+
+    Args:
+        model: changed in place by peft.
+        head: the last layer, trained whole.
+        rank: r.
+        layers: patterns of layer names, with the wildcards * and ?; depthwise convolutions are left out.
+        alpha: None is ``rank``, a scale of 1.
+
+    Raises:
+        ConfigurationError: peft is not installed, or no layer's name matches a pattern.
+    """
+    try:
+        import peft  # slow to import
+    except ImportError as error:
+        raise ConfigurationError(
+            "trained: lora needs the package peft; install dp-lightning[finetune], or pip install peft"
+        ) from error
+    if rank < 1:
+        raise ConfigurationError(f"lora_rank is {rank}; it must be at least 1")
+    inside = set(head.modules())
+    possible = [
+        name
+        for name, module in model.named_modules()
+        if module not in inside
+        and (type(module) is nn.Linear or (isinstance(module, nn.Conv2d) and module.groups == 1))
+    ]
+    chosen = [name for name in possible if any(fnmatchcase(name, pattern) for pattern in layers)]
+    for pattern in layers:
+        if not any(fnmatchcase(name, pattern) for name in possible):
+            raise ConfigurationError(
+                f"lora_layers: no layer's name matches {pattern!r}; layers are {', '.join(possible[:8])}, ..."
+            )
+    config = peft.LoraConfig(
+        r=rank,
+        lora_alpha=rank if alpha is None else alpha,
+        # A regular expression, which has to match the whole name.
+        target_modules="|".join(re.escape(name) for name in chosen),
+    )
+    peft.inject_adapter_in_model(config, model)
+    head.requires_grad_(True)

@@ -1,0 +1,277 @@
+"""Fine-tuning of timm's networks: what is trained, what is frozen, and what the images become."""
+
+import copy
+import logging
+
+import pytest
+import timm
+import torch
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+from torchvision.transforms.v2 import functional as images_of
+
+from dp_lightning.callbacks import PrivacyCallback
+from dp_lightning.errors import ConfigurationError, ModelError
+from dp_lightning.lightning_modules import TimmModule
+from dp_lightning.privacy import ClipPlan, clipped_gradient_sum
+
+VIT = ("vit_tiny_patch16_224", {"img_size": 16, "patch_size": 8, "depth": 2, "embed_dim": 24, "num_heads": 2})
+CONVOLUTIONS = ("efficientnet_lite0", {"drop_path_rate": 0.0})
+TRAINED = {
+    "vit-head": (VIT, {"trained": "head"}),
+    "vit-bias": (VIT, {"trained": "bias"}),
+    "vit-lora": (VIT, {"trained": "lora", "lora_rank": 3}),
+    "vit-lora-some": (VIT, {"trained": "lora", "lora_rank": 2, "lora_layers": ["*.qkv"]}),
+    "vit-block": (VIT, {"trained": ["blocks.1.*"]}),
+    "convolutions-lora": (CONVOLUTIONS, {"trained": "lora", "batch_norm": "frozen"}),
+    "convolutions-bias": (CONVOLUTIONS, {"trained": "bias", "batch_norm": "frozen"}),
+    "convolutions-head": (CONVOLUTIONS, {"trained": "head", "batch_norm": "frozen"}),
+}
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+
+
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory):
+    """Files with the weights of both networks, whose statistics are not those of a fresh network."""
+    torch.manual_seed(1)
+    folder, files = tmp_path_factory.mktemp("weights"), {}
+    for name, kwargs in (VIT, CONVOLUTIONS):
+        model = timm.create_model(name, num_classes=1000, **kwargs).train()
+        if name == CONVOLUTIONS[0]:
+            with torch.no_grad():
+                model(torch.randn(8, 3, 64, 64))
+        files[name] = str(folder / f"{name}.pth")
+        torch.save(model.state_dict(), files[name])
+    return files
+
+
+def make(case, weights, **changes):
+    (name, kwargs), settings = TRAINED[case]
+    return TimmModule(name, 5, weights=weights[name], model_kwargs=kwargs, **{**settings, **changes})
+
+
+def data(case, n=3):
+    size = 16 if case.startswith("vit") else 32
+    generator = torch.Generator().manual_seed(2)
+    return torch.randn(n, 3, size, size, generator=generator), torch.arange(n) % 5
+
+
+def names_of_trained(case):
+    """What has to be trained, by name, from the lists of timm's own network."""
+    (name, kwargs), settings = TRAINED[case]
+    model = timm.create_model(name, num_classes=5, **kwargs)
+    head = {f"{model.pretrained_cfg['classifier']}.{own}" for own in ("weight", "bias")}
+    everything = list(dict(model.named_parameters()))
+    trained = settings["trained"]
+    if trained == "bias":
+        frozen_norms = (
+            {name for name in everything if ".bn" in name or name.startswith("bn")}
+            if name == CONVOLUTIONS[0]
+            else set()
+        )
+        return head | {name for name in everything if name.endswith("bias")} - frozen_norms
+    return head | (
+        {name for name in everything if name.startswith("blocks.1.")} if trained == ["blocks.1.*"] else set()
+    )
+
+
+@pytest.mark.parametrize("case", [case for case in TRAINED if "lora" not in case])
+def test_what_is_trained_is_what_was_asked(weights, case):
+    module = make(case, weights)
+    trained = {name.removeprefix("model.") for name, p in module.named_parameters() if p.requires_grad}
+    assert trained == names_of_trained(case)
+
+
+@pytest.mark.parametrize(("case", "layers"), [("vit-lora", 2 * 4 + 1), ("vit-lora-some", 2)])
+def test_low_rank_additions_have_their_rank_and_start_at_nothing(weights, case, layers):
+    pytest.importorskip("peft")
+    module = make(case, weights)
+    trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
+    rank = TRAINED[case][1]["lora_rank"]
+    first = [p for name, p in trained.items() if "lora_A" in name]
+    second = [p for name, p in trained.items() if "lora_B" in name]
+    assert len(first) == len(second) == layers
+    assert all(p.shape[0] == rank for p in first)
+    assert all(p.shape[1] == rank for p in second)
+    assert len(trained) == 2 * layers + 2
+    whole = make(case, weights, trained="all")
+    # The heads are drawn at random.
+    whole.head.load_state_dict(module.head.state_dict())
+    x, _ = data(case)
+    torch.testing.assert_close(module.eval()(x), whole.eval()(x))
+
+
+def mean_loss(logits, labels):
+    return F.cross_entropy(logits, labels)
+
+
+def gradients_one_by_one(module, x, y, plan):
+    """The clipped sum by ordinary autograd in float64."""
+    module = copy.deepcopy(module).double()
+    trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
+    sums = {name: torch.zeros_like(p) for name, p in trained.items()}
+    for image, label in zip(x.double(), y, strict=True):
+        gradients = torch.autograd.grad(mean_loss(module(image[None]), label[None]), list(trained.values()))
+        norm = torch.sqrt(sum(g.square().sum() for g in gradients))
+        for name, g in zip(trained, gradients, strict=True):
+            sums[name] += g * min(1.0, plan.max_grad_norm / float(norm))
+    return sums
+
+
+@pytest.mark.parametrize("case", TRAINED)
+def test_gradients_are_those_of_single_examples(weights, case):
+    if "lora" in case:
+        pytest.importorskip("peft")
+    module = make(case, weights, input_size=None if case.startswith("vit") else 32).train()
+    if "lora" in case:
+        for name, p in module.named_parameters():
+            if "lora_B" in name:
+                torch.nn.init.normal_(p, std=0.02)
+    for child in module.modules():
+        if isinstance(child, torch.nn.Dropout):
+            child.p = 0.0
+    x, y = data(case)
+    plan = ClipPlan.flat(max_grad_norm=0.5)
+    sums, _ = clipped_gradient_sum(module, mean_loss, x, y, clip_plan=plan)
+    expected = gradients_one_by_one(module, x, y, plan)
+    assert set(sums) == set(expected)
+    distance = sum((sums[name].double() - value).square().sum() for name, value in expected.items()).sqrt()
+    # ReLU6 in float32 may take the other side of a kink than in float64.
+    assert float(distance) < 2e-3 * 0.5 * len(x)
+
+
+@pytest.mark.parametrize("case", TRAINED)
+def test_a_private_run_leaves_what_is_frozen_bit_for_bit(weights, case, tmp_path, trainer_of):
+    if "lora" in case:
+        pytest.importorskip("peft")
+    module = make(case, weights, input_size=None if case.startswith("vit") else 32)
+    before = copy.deepcopy(module.state_dict())
+    trained = {name for name, p in module.named_parameters() if p.requires_grad}
+    x, y = data(case, 12)
+    trainer_of(tmp_path).fit(module, DataLoader(TensorDataset(x, y), batch_size=4))
+    after = module.state_dict()
+    for name, value in before.items():
+        assert torch.equal(after[name], value) == (name not in trained), name
+    assert len(trained) > 1
+
+
+@pytest.fixture
+def trainer_of():
+    import lightning.pytorch as pl
+
+    def make_trainer(folder):
+        privacy = PrivacyCallback(
+            expected_batch_size=6, noise_multiplier=1.0, delta=1e-2, accountant="rdp", max_physical_batch_size=4
+        )
+        return pl.Trainer(
+            max_steps=2,
+            max_epochs=-1,
+            accelerator="cpu",
+            devices=1,
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            default_root_dir=str(folder),
+            callbacks=[privacy],
+        )
+
+    return make_trainer
+
+
+def test_frozen_statistics_are_said_and_survive_train(weights, tmp_path, trainer_of, capsys):
+    module = make("convolutions-head", weights, input_size=32)
+    norms = [m for m in module.modules() if isinstance(m, torch.nn.modules.batchnorm._BatchNorm)]
+    assert not any(norm.training for norm in module.train().model.modules() if norm in norms)
+    trainer_of(tmp_path).fit(module, DataLoader(TensorDataset(*data("convolutions-head", 12)), batch_size=4))
+    assert f"{len(norms)} BatchNorm layers stay in evaluation mode" in capsys.readouterr().out
+    fresh = make("convolutions-head", weights, batch_norm="refuse", input_size=32)
+    with pytest.raises(ModelError, match="batch_norm: frozen"):
+        trainer_of(tmp_path).fit(fresh, DataLoader(TensorDataset(*data("convolutions-head", 12))))
+
+
+def test_what_became_group_norm_is_said(weights, caplog):
+    with caplog.at_level(logging.INFO):
+        make("convolutions-head", weights, batch_norm="group_norm")
+    assert "49 BatchNorm layers became GroupNorm" in caplog.text
+    assert "8 x BatchNormAct2d of 1152 channels, now in 32 groups" in caplog.text
+
+
+def test_images_become_what_the_network_was_trained_on(weights):
+    mean, std = (0.4, 0.5, 0.6), (0.2, 0.25, 0.3)
+    module = TimmModule("efficientnet_lite0", 5, weights=weights["efficientnet_lite0"], mean=mean, std=std)
+    pixels = torch.rand(2, 3, 40, 40)
+    given = images_of.normalize(pixels, mean, std)
+    seen = []
+    module.model.register_forward_pre_hook(lambda model, args: seen.append(args[0]))
+    module.eval()(given)
+    resized = torch.nn.functional.interpolate(pixels, (224, 224), mode="bicubic", antialias=True)
+    expected = images_of.normalize(resized, (0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+    torch.testing.assert_close(seen[0], expected, rtol=1e-4, atol=1e-4)
+    # A network from scratch gets the images as they are.
+    assert TimmModule("efficientnet_lite0", 5, mean=mean, std=std).input is None
+
+
+def test_one_channel_is_normalised_by_the_mean_over_the_networks(weights):
+    name, kwargs = VIT
+    module = TimmModule(name, 5, weights=weights[name], in_channels=1, model_kwargs=kwargs, mean=(0.0,), std=(1.0,))
+    assert module.input(torch.full((1, 1, 16, 16), 0.5)).abs().max() < 1e-6
+    assert module(torch.rand(2, 1, 16, 16)).shape == (2, 5)
+
+
+def test_weights_come_from_the_file(weights):
+    module = make("convolutions-head", weights)
+    saved = torch.load(weights["efficientnet_lite0"], weights_only=True)
+    state = module.model.state_dict()
+    assert torch.equal(state["conv_stem.weight"], saved["conv_stem.weight"])
+    assert torch.equal(state["bn1.running_mean"], saved["bn1.running_mean"])
+    assert state["classifier.weight"].shape == (5, 1280)
+
+
+def test_weights_of_another_head_and_of_none_are_taken(weights, tmp_path):
+    name, kwargs = VIT
+    whole = torch.load(weights[name], weights_only=True)
+    body = {key: value for key, value in whole.items() if not key.startswith("head.")}
+    other = {**body, "head.weight": torch.ones(3, 24), "head.bias": torch.ones(3)}
+    for number, state in enumerate((body, other)):
+        torch.save(state, tmp_path / f"{number}.pth")
+        module = TimmModule(name, 5, weights=str(tmp_path / f"{number}.pth"), model_kwargs=kwargs)
+        assert torch.equal(module.model.blocks[1].mlp.fc1.weight, body["blocks.1.mlp.fc1.weight"])
+        assert module.head.weight.shape == (5, 24)
+    body.pop("blocks.1.mlp.fc1.weight")
+    torch.save(body, tmp_path / "part.pth")
+    with pytest.raises(ConfigurationError, match=r"Missing key.*blocks.1.mlp.fc1.weight"):
+        TimmModule(name, 5, weights=str(tmp_path / "part.pth"), model_kwargs=kwargs)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"trained": "heads"}, r"trained is 'heads'; choose all, head"),
+        ({"trained": ["blocks.9.*"]}, r"no parameter's name matches 'blocks.9.\*'"),
+        ({"weights": "nowhere.pth"}, r"weights nowhere.pth is not a file"),
+        ({"trained": "lora", "lora_rank": 0}, r"lora_rank is 0"),
+        (
+            {"trained": "lora", "lora_layers": ["*.query"]},
+            r"no layer's name matches '\*.query'; layers are",
+        ),
+        ({"weights": None, "batch_norm": "frozen"}, r"batch_norm: frozen needs pretrained weights"),
+    ],
+)
+def test_wrong_settings_are_named(weights, changes, message):
+    name, kwargs = VIT
+    with pytest.raises(ConfigurationError, match=message):
+        TimmModule(name, 5, **{"weights": weights[name], "model_kwargs": kwargs, **changes})
+
+
+def test_a_file_of_another_network_is_refused(weights, tmp_path):
+    with pytest.raises(ConfigurationError, match="could not build 'efficientnet_lite0'"):
+        TimmModule("efficientnet_lite0", 5, weights=weights[VIT[0]])
+    (tmp_path / "broken.pth").write_bytes(b"not weights")
+    with pytest.raises(ConfigurationError, match="efficientnet_lite0"):
+        TimmModule("efficientnet_lite0", 5, weights=str(tmp_path / "broken.pth"))

@@ -1,0 +1,86 @@
+"""BatchNorm replaced by GroupNorm, or frozen."""
+
+import pytest
+import timm
+import torch
+from torch import nn
+
+from dp_lightning.errors import ModelError
+from dp_lightning.models import batch_norm_to_group_norm, freeze_batch_norm
+from dp_lightning.privacy.model_check import fixed_statistics, refuse_mixing_modules
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+
+
+def small():
+    model = nn.Sequential(nn.Conv2d(3, 12, 3), nn.BatchNorm2d(12, eps=1e-3), nn.ReLU(), nn.Conv2d(12, 7, 3))
+    model.add_module("last", nn.Sequential(nn.BatchNorm2d(7, affine=False)))
+    nn.init.normal_(model[1].weight)
+    nn.init.normal_(model[1].bias)
+    return model
+
+
+def test_scale_shift_and_eps_are_kept_and_the_account_names_each_layer():
+    model = small()
+    scale, shift = model[1].weight, model[1].bias
+    account = batch_norm_to_group_norm(model, num_groups=8)
+    assert account == [
+        "1: BatchNorm2d of 12 channels, now in 6 groups",
+        "last.0: BatchNorm2d of 7 channels, now in 7 groups",
+    ]
+    norm = model[1]
+    assert type(norm) is nn.GroupNorm
+    assert (norm.num_groups, norm.eps) == (6, 1e-3)
+    assert norm.weight is scale
+    assert norm.bias is shift
+    assert model.last[0].weight is None
+    x = torch.randn(4, 3, 8, 8)
+    torch.testing.assert_close(model(x)[:1], model(x[:1]))
+    assert batch_norm_to_group_norm(model) == []
+
+
+@pytest.mark.parametrize("name", ["efficientnet_lite0", "resnet18", "mobilenetv3_small_050", "regnetx_002"])
+def test_networks_of_timm_treat_examples_apart_then_and_keep_their_activations(name):
+    model = timm.create_model(name, num_classes=5)
+    activations = sum(isinstance(module, nn.ReLU | nn.ReLU6 | nn.Hardswish) for module in model.modules())
+    norms = sum(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules())
+    parameters = {name: value.shape for name, value in model.named_parameters()}
+    assert len(batch_norm_to_group_norm(model)) == norms > 10
+    refuse_mixing_modules(model)
+    assert sum(isinstance(module, nn.ReLU | nn.ReLU6 | nn.Hardswish) for module in model.modules()) == activations
+    assert {name: value.shape for name, value in model.named_parameters()} == parameters
+    model.eval()  # no dropout
+    x = torch.randn(3, 3, 64, 64)
+    with torch.no_grad():
+        torch.testing.assert_close(model(x)[:1], model(x[:1]), rtol=1e-3, atol=1e-4)
+
+
+def test_a_kind_of_batch_norm_without_a_counterpart_is_named():
+    class Own(nn.BatchNorm2d):
+        pass
+
+    with pytest.raises(ModelError, match=r"'inner.0' \(Own\) is a kind of BatchNorm"):
+        batch_norm_to_group_norm(nn.ModuleDict({"inner": nn.Sequential(Own(3))}))
+
+
+def test_frozen_layers_are_allowed_and_counted_until_they_are_trained():
+    model = small()
+    with pytest.raises(ModelError, match=r"'1' \(BatchNorm2d\).*batch_norm: frozen"):
+        refuse_mixing_modules(model)
+    assert freeze_batch_norm(model) == ["1", "last.0"]
+    refuse_mixing_modules(model)
+    assert fixed_statistics(model) == ["1", "last.0"]
+    assert not model[1].weight.requires_grad
+    assert model[0].training
+    model.train()
+    with pytest.raises(ModelError, match="BatchNorm2d"):
+        refuse_mixing_modules(model)
+
+
+def test_a_layer_without_statistics_cannot_be_frozen():
+    with pytest.raises(ModelError, match=r"'0' \(BatchNorm2d\) has no running statistics"):
+        freeze_batch_norm(nn.Sequential(nn.BatchNorm2d(3, track_running_stats=False)))
