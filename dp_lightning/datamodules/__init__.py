@@ -2,6 +2,7 @@
 
 from dp_lightning.datamodules.base import ImageDataModule
 from dp_lightning.datamodules.digits import Digits
+from dp_lightning.datamodules.features import CachedFeatures
 from dp_lightning.datamodules.folder import ImageFolder, ImageNet
 from dp_lightning.datamodules.npz import NpzImages
 from dp_lightning.datamodules.tiny_imagenet import TinyImageNet
@@ -11,6 +12,7 @@ __all__ = [
     "CIFAR10",
     "CIFAR100",
     "SVHN",
+    "CachedFeatures",
     "Digits",
     "ImageDataModule",
     "ImageFolder",

@@ -2,6 +2,7 @@
 
 from dp_lightning.lightning_modules.base import ImageClassifier
 from dp_lightning.lightning_modules.classifiers import (
+    LinearProbeModule,
     ResNet18Module,
     ResNet50Module,
     SmallCNNModule,
@@ -11,6 +12,7 @@ from dp_lightning.lightning_modules.timm_module import TimmModule
 
 __all__ = [
     "ImageClassifier",
+    "LinearProbeModule",
     "ResNet18Module",
     "ResNet50Module",
     "SmallCNNModule",

@@ -2,6 +2,8 @@
 
 from typing import Literal
 
+from torch import nn
+
 from dp_lightning.lightning_modules.base import ImageClassifier
 from dp_lightning.models import ResNet18, ResNet50, SmallCNN, WideResNet
 
@@ -104,4 +106,23 @@ class SmallCNNModule(ImageClassifier):
     def __init__(self, num_classes: int, *, in_channels: int = 3, image_size: int = 8, channels: int = 16) -> None:
         model = SmallCNN(num_classes, in_channels=in_channels, image_size=image_size, channels=channels)
         super().__init__(model, num_classes)
+        self.save_hyperparameters()
+
+
+class LinearProbeModule(ImageClassifier):
+    """One linear layer on features, such as those of ``CachedFeatures``.
+
+    Args:
+        num_classes: Number of classes, linked from the data.
+        in_channels: Length D of a feature vector, linked from the data.
+        normalize: Give each feature vector mean 0 and variance 1 by itself, so that the length of an example's
+            gradient does not depend on the length of its features.
+    """
+
+    def __init__(self, num_classes: int, *, in_channels: int, normalize: bool = True) -> None:
+        norm = nn.LayerNorm(in_channels, elementwise_affine=False) if normalize else nn.Identity()
+        head = nn.Linear(in_channels, num_classes)
+        nn.init.zeros_(head.weight)
+        nn.init.zeros_(head.bias)
+        super().__init__(nn.Sequential(norm, head), num_classes)
         self.save_hyperparameters()

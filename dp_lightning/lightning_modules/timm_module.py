@@ -4,7 +4,6 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any, Literal, cast
 
-import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 
@@ -79,9 +78,10 @@ class TimmModule(ImageClassifier):
         if self._frozen_norms:
             names = freeze_batch_norm(model)
             rank_zero_info(f"{name}: {len(names)} BatchNorm layers stay as they are, in evaluation mode and frozen.")
-        self.input = (
-            self._input_of(input_size, kwargs, in_channels, mean=mean, std=std) if has_weights or input_size else None
-        )
+        self.input: PretrainedInput | None = None
+        if has_weights or input_size is not None:
+            size = input_size or kwargs.get("img_size")
+            self.input = PretrainedInput.of(model, in_channels=in_channels, data_mean=mean, data_std=std, size=size)
         self.save_hyperparameters()
 
     def forward(self, images: Tensor) -> Tensor:
@@ -114,19 +114,6 @@ class TimmModule(ImageClassifier):
             raise ConfigurationError(f"trained is {trained!r}; choose all, head, bias, lora or a list of patterns.")
         else:
             train_matching(self.model, self.head, trained)
-
-    def _input_of(
-        self, size: int | None, kwargs: dict[str, Any], in_channels: int, *, mean: Sequence[float], std: Sequence[float]
-    ) -> PretrainedInput:
-        from timm.data import resolve_model_data_config  # timm is slow to import
-
-        own = resolve_model_data_config(self.model)
-        wanted = size or kwargs.get("img_size")
-        height, width = own["input_size"][1:] if wanted is None else torch.Size([wanted] * 2)
-        after_mean, after_std = own["mean"], own["std"]
-        if in_channels != len(after_mean):
-            after_mean, after_std = ((sum(values) / len(values),) for values in (after_mean, after_std))
-        return PretrainedInput(size=(height, width), data_mean=mean, data_std=std, mean=after_mean, std=after_std)
 
 
 def _say_what_was_replaced(name: str, account: list[str]) -> None:

@@ -40,6 +40,26 @@ class PretrainedInput(nn.Module):
         self.register_buffer("scale", before_std / after_std, persistent=False)
         self.register_buffer("shift", (before_mean - after_mean) / after_std, persistent=False)
 
+    @classmethod
+    def of(
+        cls,
+        model: nn.Module,
+        *,
+        in_channels: int,
+        data_mean: Sequence[float],
+        data_std: Sequence[float],
+        size: int | None = None,
+    ) -> "PretrainedInput":
+        """What timm's data configuration of ``model`` asks for; ``size`` replaces its height and width."""
+        from timm.data import resolve_model_data_config  # timm is slow to import
+
+        own = resolve_model_data_config(model)
+        height, width = own["input_size"][1:] if size is None else (size, size)
+        mean, std = own["mean"], own["std"]
+        if in_channels != len(mean):
+            mean, std = ((sum(values) / len(values),) for values in (mean, std))
+        return cls(size=(height, width), data_mean=data_mean, data_std=data_std, mean=mean, std=std)
+
     def forward(self, images: Tensor) -> Tensor:
         """(N, C, H, W) to (N, C, *size)."""
         if images.shape[2:] != self.size:

@@ -1,0 +1,232 @@
+"""Features of a frozen network, computed once and kept in files, so that only a head is trained on them.
+
+The network has to come from public data. Its features of private images are as private as the images: the files stay
+in a folder that only their owner can read, and no noise protects them.
+"""
+
+import hashlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import lightning
+import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+
+from dp_lightning.datamodules.base import ImageDataModule, Split
+from dp_lightning.datamodules.dataset import ImageDataset
+from dp_lightning.errors import ConfigurationError, DataError
+from dp_lightning.files import replacing
+from dp_lightning.models import timm_model
+from dp_lightning.models.pretrained_input import PretrainedInput
+
+# Images whose features go into one file: what an interruption can lose, and what is in memory while they are computed.
+_PER_FILE = 4096
+# Images that are compared with those of a cache before it is used.
+_COMPARED = 32
+
+
+class CachedFeatures(lightning.LightningDataModule):
+    """Pooled features of a pretrained timm network in the place of the images.
+
+    A batch is (features float32 (n, D), labels (n,)). Images are not augmented, since each has one feature vector. The
+    first run computes the features on its device and writes them to ``cache``; later runs with the same images and the
+    same network read them.
+
+    Args:
+        images: Where the images come from.
+        backbone: Name in timm's registry, such as ``vit_small_patch16_224.augreg_in21k``.
+        weights: File with its weights; None downloads timm's.
+        cache: Folder of the features.
+        input_size: Height and width that images are resized to; None is the network's own.
+        batch_size: Images at a time while features are computed.
+        backbone_kwargs: Further arguments of the network.
+
+    Raises:
+        ConfigurationError: ``batch_size`` is below 1, or the network cannot be built.
+        DataError: The cache belongs to other images.
+    """
+
+    #: A feature vector has no height and no normalisation of its own.
+    image_size = 1
+    mean, std = (0.0,), (1.0,)
+
+    def __init__(
+        self,
+        images: ImageDataModule,
+        backbone: str,
+        *,
+        weights: str | None = None,
+        cache: str = "features",
+        input_size: int | None = None,
+        batch_size: int = 64,
+        backbone_kwargs: dict[str, Any] | None = None,
+    ) -> None:
+        super().__init__()
+        if batch_size < 1:
+            raise ConfigurationError(f"batch_size must be at least 1, not {batch_size}")
+        self.images = images
+        self.images.augment = False
+        self.backbone, self.weights, self.input_size = backbone, weights, input_size
+        self.batch_size, self.backbone_kwargs = batch_size, backbone_kwargs or {}
+        self._network = self._built()
+        self.folder = Path(cache) / self._key()
+        self._sets: dict[Split, FeatureDataset] = {}
+
+    @property
+    def num_classes(self) -> int:
+        return self.images.num_classes
+
+    @property
+    def num_train(self) -> int:
+        return self.images.num_train
+
+    @property
+    def in_channels(self) -> int:
+        """Length D of a feature vector."""
+        return int(self._network.num_features)
+
+    def check_files(self) -> None:
+        self.images.check_files()
+
+    def prepare_data(self) -> None:
+        self.images.prepare_data()
+        self.images.setup()
+        self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        for split, dataset in self._datasets().items():
+            self._require_same_images(split, dataset)
+            self._compute(split, dataset)
+
+    def setup(self, stage: str | None = None) -> None:
+        for split in self._datasets():
+            if split not in self._sets:
+                self._sets[split] = FeatureDataset([_read(path) for path in self._files(split)])
+
+    def train_dataloader(self) -> DataLoader:
+        return self._loader("train", shuffle=True)
+
+    def val_dataloader(self) -> dict[str, DataLoader] | list[DataLoader]:
+        names: list[Split] = ["val", "test"] if self.images.test_every_epoch else ["val"]
+        return {name: self._loader(name) for name in names if name in self._sets} or []
+
+    def test_dataloader(self) -> DataLoader:
+        return self._loader("test")
+
+    def predict_dataloader(self) -> DataLoader:
+        return self._loader("test")
+
+    def _loader(self, split: Split, *, shuffle: bool = False) -> DataLoader:
+        return DataLoader(self._sets[split], batch_size=self.images.eval_batch_size, shuffle=shuffle)
+
+    def _datasets(self) -> dict[Split, ImageDataset]:
+        found: dict[Split, ImageDataset | None] = {"train": self.images.train_dataset, "val": self.images.val_dataset}
+        if "test" in self.images.own_splits:
+            found["test"] = self.images.test_dataset
+        return {split: dataset for split, dataset in found.items() if dataset is not None}
+
+    def _built(self) -> Any:
+        return timm_model(
+            self.backbone,
+            0,
+            pretrained=self.weights is None,
+            weights=self.weights,
+            in_channels=self.images.in_channels,
+            **self.backbone_kwargs,
+        )
+
+    def _key(self) -> str:
+        """A name for the network, the images and what happens to them."""
+        weights = None if self.weights is None else hashlib.sha256(Path(self.weights).read_bytes()).hexdigest()
+        settings = {name: str(value) for name, value in vars(self.images).items() if not name.startswith("_")}
+        passed_by = ("eval_batch_size", "num_workers", "test_every_epoch", "prepare_data_per_node", "trainer")
+        facts = [
+            self.backbone,
+            weights,
+            self.input_size,
+            self.backbone_kwargs,
+            type(self.images).__name__,
+            {name: value for name, value in sorted(settings.items()) if name not in passed_by},
+        ]
+        return f"{self.backbone}-{hashlib.sha256(json.dumps(facts, default=str).encode()).hexdigest()[:12]}"
+
+    def _files(self, split: Split) -> list[Path]:
+        count = len(self._datasets()[split])
+        return [self.folder / f"{split}-{start:08d}.pt" for start in range(0, count, _PER_FILE)]
+
+    def _require_same_images(self, split: Split, dataset: ImageDataset) -> None:
+        """Images are compared in a few places, and labels everywhere."""
+        places = range(0, len(dataset), max(len(dataset) // _COMPARED, 1))
+        pixels = torch.stack([image for image, _ in dataset.__getitems__(places)])
+        found = hashlib.sha256(dataset.labels.numpy().tobytes() + pixels.numpy().tobytes()).hexdigest()
+        path = self.folder / f"{split}.json"
+        if not path.is_file():
+            with replacing(path) as file:
+                file.write(json.dumps({"images": found}).encode())
+        elif json.loads(path.read_text())["images"] != found:
+            raise DataError(
+                f"{self.folder} holds features of other images: the {split} images have changed. Remove the folder, or "
+                "set data.init_args.cache to another one."
+            )
+
+    def _compute(self, split: Split, dataset: ImageDataset) -> None:
+        missing = [path for path in self._files(split) if not path.is_file()]
+        if not missing:
+            return
+        device = self.trainer.strategy.root_device if self.trainer is not None else torch.device("cpu")
+        network = self._network.to(device).eval().requires_grad_(False)
+        prepare = PretrainedInput.of(
+            network,
+            in_channels=self.images.in_channels,
+            data_mean=self.images.mean,
+            data_std=self.images.std,
+            size=self.input_size,
+        ).to(device)
+        for path in missing:
+            start = int(path.stem.rpartition("-")[2])
+            rows = range(start, min(start + _PER_FILE, len(dataset)))
+            loader = DataLoader(
+                torch.utils.data.Subset(dataset, rows), self.batch_size, num_workers=self.images.num_workers
+            )
+            features = [_features(network, prepare(images.to(device))) for images, _ in loader]
+            with replacing(path) as file:
+                torch.save({"features": torch.cat(features), "labels": dataset.labels[rows.start : rows.stop]}, file)
+            rank_zero_info(f"Features of {rows.stop} of {len(dataset)} {split} images are in {self.folder}.")
+        self._network = self._network.cpu()
+
+
+class FeatureDataset(Dataset[tuple[Tensor, int]]):
+    """Features and labels in memory: item i is (float32 (D,), label).
+
+    Args:
+        pieces: dictionaries with ``features`` (n, D) and ``labels`` int64 (n,).
+    """
+
+    def __init__(self, pieces: Sequence[dict[str, Tensor]]) -> None:
+        self.features = torch.cat([piece["features"] for piece in pieces])
+        self.labels = torch.cat([piece["labels"] for piece in pieces])
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        return self.__getitems__([index])[0]
+
+    def __getitems__(self, indices: Sequence[int]) -> list[tuple[Tensor, int]]:
+        chosen = torch.as_tensor(indices)
+        return list(zip(self.features[chosen], self.labels[chosen].tolist(), strict=True))
+
+
+@torch.inference_mode()
+def _features(network: nn.Module, images: Tensor) -> Tensor:
+    return network(images).float().cpu()
+
+
+def _read(path: Path) -> dict[str, Tensor]:
+    try:
+        found: dict[str, Tensor] = torch.load(path, weights_only=True)
+    except (OSError, RuntimeError, EOFError) as error:
+        raise DataError(f"{path} cannot be read ({error}). Remove it: it is computed again.") from error
+    return found

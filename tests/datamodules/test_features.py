@@ -1,0 +1,171 @@
+"""Features of a frozen network: computed once, right, and never those of other images."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import timm
+import torch
+
+from dp_lightning.cli import main
+from dp_lightning.datamodules import CachedFeatures, Digits, NpzImages, features
+from dp_lightning.errors import ConfigurationError, DataError
+from dp_lightning.lightning_modules import LinearProbeModule
+
+BACKBONE = "test_efficientnet_gn"
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+
+
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory):
+    torch.manual_seed(1)
+    path = tmp_path_factory.mktemp("weights") / "network.pth"
+    torch.save(timm.create_model(BACKBONE, num_classes=3).state_dict(), path)
+    return str(path)
+
+
+@pytest.fixture
+def few_per_file(monkeypatch):
+    monkeypatch.setattr(features, "_PER_FILE", 16)
+
+
+def arrays(folder, *, seed=0, name="images.npz", n=40):
+    noise = np.random.default_rng(seed)
+    np.savez(
+        folder / name,
+        train_images=noise.integers(0, 255, (n, 12, 12, 3), np.uint8),
+        train_labels=np.arange(n) % 4,
+        test_images=noise.integers(0, 255, (10, 12, 12, 3), np.uint8),
+        test_labels=np.arange(10) % 4,
+    )
+    return NpzImages(str(folder / name), val_fraction=0.25, mean=(0.4,), std=(0.3,))
+
+
+def ready(images, folder, weights, **kwargs):
+    data = CachedFeatures(images, BACKBONE, weights=weights, cache=str(folder / "cache"), input_size=32, **kwargs)
+    data.prepare_data()
+    data.setup("fit")
+    return data
+
+
+def test_features_are_the_networks_of_the_images_as_it_knows_them(tmp_path, weights, few_per_file):
+    images = arrays(tmp_path)
+    data = ready(images, tmp_path, weights, batch_size=7)
+    assert (data.num_classes, data.num_train, data.in_channels) == (4, 30, 256)
+    network = timm.create_model(BACKBONE, num_classes=0).eval()
+    network.load_state_dict({k: v for k, v in torch.load(weights, weights_only=True).items() if "classifier" not in k})
+    for name, wanted in (("train", images.train_dataset), ("val", images.val_dataset), ("test", images.test_dataset)):
+        pixels = torch.stack([image for image, _ in wanted]) * 0.3 + 0.4
+        resized = torch.nn.functional.interpolate(pixels, (32, 32), mode="bicubic", antialias=True)
+        own = timm.data.resolve_model_data_config(network)
+        mean, std = (torch.tensor(own[key]).view(3, 1, 1) for key in ("mean", "std"))
+        with torch.no_grad():
+            expected = network((resized - mean) / std)
+        found = data._sets[name]
+        torch.testing.assert_close(found.features, expected, rtol=1e-4, atol=1e-4)
+        assert torch.equal(found.labels, wanted.labels)
+    batch = next(iter(data.test_dataloader()))
+    assert batch[0].shape == (10, 256)
+    assert list(data.val_dataloader()) == ["val", "test"]
+
+
+def test_features_are_computed_once(tmp_path, weights, few_per_file, monkeypatch):
+    first = ready(arrays(tmp_path), tmp_path, weights)
+    monkeypatch.setattr(features, "_features", lambda network, images: pytest.fail("computed again"))
+    again = ready(arrays(tmp_path), tmp_path, weights, batch_size=3)
+    assert again.folder == first.folder
+    assert torch.equal(again._sets["train"].features, first._sets["train"].features)
+
+
+def test_an_interruption_loses_one_file_at_most(tmp_path, weights, few_per_file, monkeypatch):
+    whole = ready(arrays(tmp_path), tmp_path, weights)
+    files = sorted(whole.folder.glob("*.pt"))
+    assert [file.name for file in files] == [
+        "test-00000000.pt",
+        "train-00000000.pt",
+        "train-00000016.pt",
+        "val-00000000.pt",
+    ]
+    kept = files[1].stat().st_mtime_ns
+    files[2].unlink()
+    again = ready(arrays(tmp_path), tmp_path, weights)
+    assert files[1].stat().st_mtime_ns == kept
+    torch.testing.assert_close(again._sets["train"].features, whole._sets["train"].features)
+
+
+def test_nobody_else_can_read_the_folder(tmp_path, weights):
+    assert ready(arrays(tmp_path), tmp_path, weights).folder.stat().st_mode & 0o077 == 0
+
+
+def test_other_images_under_the_same_name_are_refused(tmp_path, weights):
+    ready(arrays(tmp_path), tmp_path, weights)
+    with pytest.raises(DataError, match=r"features of other images: the train images have changed. Remove the folder"):
+        ready(arrays(tmp_path, seed=1), tmp_path, weights)
+
+
+@pytest.mark.parametrize("change", ["weights", "size", "split", "network"])
+def test_what_changes_features_changes_their_folder(tmp_path, weights, change):
+    first = CachedFeatures(arrays(tmp_path), BACKBONE, weights=weights, cache=str(tmp_path), input_size=32)
+    images, settings, backbone = arrays(tmp_path), {"weights": weights, "input_size": 32}, BACKBONE
+    if change == "weights":
+        torch.save(timm.create_model(BACKBONE, num_classes=3).state_dict(), tmp_path / "other.pth")
+        settings["weights"] = str(tmp_path / "other.pth")
+    elif change == "size":
+        settings["input_size"] = 64
+    elif change == "split":
+        images.split_seed = 1
+    else:
+        backbone, settings["weights"] = "test_efficientnet_ln", str(tmp_path / "ln.pth")
+        torch.save(timm.create_model(backbone, num_classes=3).state_dict(), settings["weights"])
+    other = CachedFeatures(images, backbone, cache=str(tmp_path), **settings)
+    assert other.folder != first.folder
+
+
+def test_a_damaged_file_is_named(tmp_path, weights):
+    data = ready(arrays(tmp_path), tmp_path, weights)
+    path = data.folder / "train-00000000.pt"
+    path.write_bytes(path.read_bytes()[:100])
+    with pytest.raises(DataError, match=r"train-00000000.pt cannot be read.*Remove it"):
+        ready(arrays(tmp_path), tmp_path, weights)
+
+
+def test_settings_out_of_range_are_refused(weights):
+    with pytest.raises(ConfigurationError, match="batch_size must be at least 1"):
+        CachedFeatures(Digits(), BACKBONE, weights=weights, batch_size=0)
+    with pytest.raises(ConfigurationError, match="no model 'vit_smal'"):
+        CachedFeatures(Digits(), "vit_smal")
+
+
+def test_normalised_features_have_one_length():
+    features_of = torch.randn(5, 64) * torch.logspace(-1, 2, 5).unsqueeze(1)
+    module = LinearProbeModule(3, in_channels=64)
+    assert module(features_of).shape == (5, 3)
+    normalised = module.model[0](features_of)
+    torch.testing.assert_close(normalised.norm(dim=1), torch.full((5,), 8.0), rtol=2e-2, atol=0)
+    assert sum(p.numel() for p in module.parameters()) == 64 * 3 + 3
+    assert isinstance(LinearProbeModule(3, in_channels=64, normalize=False).model[0], torch.nn.Identity)
+
+
+def test_a_private_probe_from_the_command_line(tmp_path, weights):
+    main(
+        [
+            *("fit", "--data", "CachedFeatures", "--data.images", "Digits", "--data.backbone", BACKBONE),
+            *("--data.weights", weights, "--data.input_size", "32", "--data.cache", str(tmp_path / "cache")),
+            *("--model", "LinearProbeModule", "--optimizer", "SGD", "--optimizer.lr", "1.0"),
+            *("--privacy.expected_batch_size", "400", "--privacy.target_epsilon", "8", "--privacy.delta", "1e-4"),
+            *("--privacy.accountant", "rdp", "--trainer.max_steps", "30", "--trainer.accelerator", "cpu"),
+            *("--trainer.logger", "false", "--trainer.enable_progress_bar", "false"),
+            *("--trainer.default_root_dir", str(tmp_path)),
+        ]
+    )
+    result = json.loads((tmp_path / "result.json").read_text())
+    # A random network's features tell digits apart far better than a guess.
+    assert result["test_accuracy_last"] > 0.3
+    assert result["epsilon"] <= 8
+    assert len(list(Path(tmp_path / "cache").rglob("train-*.pt"))) == 1
