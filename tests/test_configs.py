@@ -3,8 +3,12 @@
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
+import timm
+import torch
 import yaml
+from PIL import Image
 
 from dp_lightning.callbacks import PostProcessCallback, PrivacyCallback
 from dp_lightning.cli import main
@@ -16,7 +20,35 @@ CONFIGS = Path(__file__).parents[1] / "configs"
 RUNS = sorted(CONFIGS.glob("*.yaml"))
 CLUSTERS = sorted((CONFIGS / "clusters").glob("*.yaml"))
 FRAGMENTS = sorted((CONFIGS / "postprocess").glob("*.yaml"))
-N = {"cifar10": 50_000, "cifar100": 50_000, "svhn": 73_257, "tiny_imagenet": 200 * 20, "digits": 1437}
+N = {
+    "cifar10": 50_000,
+    "cifar100": 50_000,
+    "svhn": 73_257,
+    "tiny_imagenet": 200 * 25,
+    "digits": 1437,
+    "resnet50_imagenet": 6,
+}
+# Images, classes and pixels of the synthetic data on which each run takes two steps.
+SHAPES = {
+    "svhn": (10, 32),
+    "cifar100": (100, 32),
+    "tiny_imagenet": (200, 64),
+    "50_imagenet": (1000, 224),
+    "digits": (10, 8),
+}
+# More than ten seconds on two cores, most of it for many layers or large images.
+HEAVY = {"wrn28_cifar10", "de_wrn40_cifar10", "nf_resnet50_imagenet", "vit_small_cifar100", "vit_small_cifar100_lora"}
+
+
+def data_of(path):
+    return next(name for name in sorted(N, key=len, reverse=True) if name in path.stem)
+
+
+def without_download(path):
+    """Pretrained weights cannot be had in a test: a network drawn at random takes their place."""
+    if "vit" in path.stem:
+        return ["--model.init_args.pretrained", "false", "--model.init_args.input_size", "224"]
+    return []
 
 
 def instantiate(*arguments):
@@ -33,13 +65,13 @@ def instantiate(*arguments):
 
 @pytest.fixture
 def tiny_imagenet(tmp_path):
-    """The layout of Tiny-ImageNet with empty files, 20 for each class: enough to count them."""
+    """The layout of Tiny-ImageNet with empty files, 25 for each class: enough to count them."""
     words = [f"n{k:08d}" for k in range(200)]
     (tmp_path / "wnids.txt").write_text("\n".join(words))
     for word in words:
         folder = tmp_path / "train" / word / "images"
         folder.mkdir(parents=True)
-        for i in range(20):
+        for i in range(25):
             (folder / f"{word}_{i}.JPEG").touch()
     (tmp_path / "val" / "images").mkdir(parents=True)
     (tmp_path / "val" / "images" / "val_0.JPEG").touch()
@@ -47,14 +79,78 @@ def tiny_imagenet(tmp_path):
     return tmp_path
 
 
+@pytest.fixture
+def imagenet(tmp_path):
+    """The layout of ImageNet with six small images."""
+    for split in ("train", "val"):
+        for label in range(2):
+            for number in range(3):
+                folder = tmp_path / split / f"n{label:08d}"
+                folder.mkdir(parents=True, exist_ok=True)
+                Image.new("RGB", (20, 20), (80 * number, 60, 60)).save(folder / f"{number}.JPEG")
+    return tmp_path
+
+
+def probe_of_small_network(folder):
+    """Settings that put a small network with weights in a file in the place of the one that is downloaded."""
+    torch.save(timm.create_model("test_efficientnet_gn").state_dict(), folder / "small.pth")
+    return [
+        *("--data.init_args.backbone", "test_efficientnet_gn", "--data.init_args.weights", str(folder / "small.pth")),
+        *("--data.init_args.cache", str(folder / "features"), "--data.init_args.input_size", "32"),
+    ]
+
+
+def two_steps_on_synthetic_images(path, tmp_path):
+    classes, size = next((shape for name, shape in SHAPES.items() if name in path.stem), (10, 32))
+    noise = np.random.default_rng(0)
+    channels = 1 if path.stem == "digits" else 3
+    images = noise.integers(0, 255, (12, size, size, channels), np.uint8)
+    labels = np.arange(12) % classes
+    np.savez(
+        tmp_path / "synthetic.npz", train_images=images, train_labels=labels, test_images=images, test_labels=labels
+    )
+    config = yaml.safe_load(path.read_text())
+    synthetic = {"path": str(tmp_path / "synthetic.npz"), "num_classes": classes, "eval_batch_size": 2}
+    if "probe" in path.stem:
+        config["data"]["init_args"]["images"] = {"class_path": "NpzImages", "init_args": synthetic}
+    else:
+        config["data"] = {"class_path": "NpzImages", "init_args": synthetic}
+    config["trainer"] |= {"max_steps": 2, "max_epochs": -1, "check_val_every_n_epoch": 1, "accelerator": "cpu"}
+    config["trainer"] |= {"logger": False, "enable_progress_bar": False, "default_root_dir": str(tmp_path)}
+    config["privacy"] |= {"expected_batch_size": 2, "delta": 1e-2, "accountant": "rdp"}
+    config["privacy"]["max_physical_batch_size"] = max(2, config["privacy"].get("augmult", 1))
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(config))
+    probe = probe_of_small_network(tmp_path) if "probe" in path.stem else []
+    main(["fit", "--config", str(tmp_path / "run.yaml"), *without_download(path), *probe])
+    facts = json.loads((tmp_path / "privacy_statement.json").read_text())
+    assert facts["num_steps"] == 2
+    assert ("augmult" in facts["clipping"]) == ("augmult" in config["privacy"])
+    assert json.loads((tmp_path / "result.json").read_text())["test_accuracy_last"] is not None
+
+
+@pytest.mark.parametrize("path", [path for path in RUNS if path.stem not in HEAVY], ids=lambda path: path.stem)
+def test_every_run_takes_steps(path, tmp_path):
+    two_steps_on_synthetic_images(path, tmp_path)
+
+
+@pytest.mark.slow  # networks of many layers, or 224 x 224 pixels
+@pytest.mark.parametrize("path", [path for path in RUNS if path.stem in HEAVY], ids=lambda path: path.stem)
+def test_every_heavy_run_takes_steps(path, tmp_path):
+    two_steps_on_synthetic_images(path, tmp_path)
+
+
 @pytest.mark.parametrize("path", RUNS, ids=lambda path: path.stem)
 def test_every_run_instantiates_and_plans_for_its_data(path, request, tmp_path):
     arguments = ["fit", "--config", str(path), "--trainer.accelerator", "cpu"]
-    if "tiny_imagenet" in path.stem:
-        root = request.getfixturevalue("tiny_imagenet")
+    if "imagenet" in path.stem:
+        root = request.getfixturevalue("tiny_imagenet" if "tiny" in path.stem else "imagenet")
         arguments += ["--data.init_args.root", str(root)]
-    cli = instantiate(*arguments, "--trainer.default_root_dir", str(tmp_path))
-    data = path.stem.split("_", 1)[-1]
+    if "50_imagenet" in path.stem:  # of which there are six images here
+        arguments += ["--privacy.expected_batch_size", "2", "--privacy.delta", "1e-3"]
+    if "probe" in path.stem:
+        arguments += probe_of_small_network(tmp_path)
+    cli = instantiate(*arguments, *without_download(path), "--trainer.default_root_dir", str(tmp_path))
+    data = data_of(path)
     assert cli.privacy.num_train == cli.datamodule.num_train == N[data]
     assert cli.model.hparams.num_classes == cli.datamodule.num_classes
     assert isinstance(cli.trainer.callbacks[0], PrivacyCallback)
@@ -62,7 +158,8 @@ def test_every_run_instantiates_and_plans_for_its_data(path, request, tmp_path):
     cli.privacy.budget.accountant = "rdp"  # the cheapest; calibration itself is tested elsewhere
     cli.privacy.check(cli.trainer, cli.model)
     plan = cli.privacy.plan
-    assert plan.num_steps == cli.trainer.max_epochs * plan.num_train // plan.expected_batch_size
+    by_epochs = cli.trainer.max_epochs * plan.num_train // plan.expected_batch_size
+    assert plan.num_steps == (by_epochs if cli.trainer.max_steps == -1 else cli.trainer.max_steps)
     assert plan.epsilon() <= cli.privacy.budget.target_epsilon
 
 

@@ -6,7 +6,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from dp_lightning.errors import ModelError
-from dp_lightning.privacy import GradientEngine
+from dp_lightning.privacy import GradientEngine, model_check
 from dp_lightning.privacy.model_check import check_per_example, refuse_mixing_modules
 
 
@@ -136,3 +136,43 @@ def test_compiled_modules_are_refused():
     for model in (nn.Sequential(torch.compile(nn.Linear(6, 6))), nn.Sequential(compiled)):
         with pytest.raises(ModelError, match=r"Module '0' is compiled.*without torch.compile"):
             refuse_mixing_modules(model)
+
+
+class Amplifies(nn.Module):
+    """Treats its examples apart, and makes differences of float32 rounding a million times larger."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.head = nn.Linear(6, 512), nn.Linear(512, 3)
+        self.middle = nn.Linear(512, 512)
+
+    def forward(self, x):
+        x = self.middle(torch.sin(1000 * self.inner(x)))
+        return self.head(torch.sin(1000 * torch.sin(1000 * x)))
+
+
+def test_rounding_alone_is_not_refused(monkeypatch):
+    torch.manual_seed(0)
+    model = Amplifies()
+    before = {name: (p.detach().clone(), p.data_ptr()) for name, p in model.named_parameters()}
+
+    def loss(batch):
+        return F.cross_entropy(model(batch[0]), batch[1]) + 100
+
+    check(model, loss)
+    for name, p in model.named_parameters():
+        assert torch.equal(p, before[name][0])
+        assert p.data_ptr() == before[name][1]
+    # In float32 it would be.
+    monkeypatch.setattr(model_check, "_float64", lambda batch: batch)
+    with pytest.raises(ModelError, match="differs from the gradient of the example alone"):
+        check(model, loss)
+
+
+def test_a_model_that_cannot_run_in_float64_is_refused_for_what_was_found():
+    class Casts(HiddenUse):
+        def forward(self, x):
+            return super().forward(x.float())
+
+    with pytest.raises(ModelError, match=r"inner\.weight"):
+        check(Casts())
