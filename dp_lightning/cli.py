@@ -15,6 +15,7 @@ commands:
   validate  evaluate a checkpoint on the validation split
   test      evaluate a checkpoint on the test set
   predict   class probabilities of a checkpoint
+  export    the network of a checkpoint as safetensors and ONNX, with its privacy statement
   account   price a run before it starts: three of epsilon, sigma, steps and batch size give the fourth
 
 `dpl COMMAND --help` shows the options of a command. Every setting of a configuration can be overridden on the command
@@ -47,6 +48,10 @@ def main(argv: Sequence[str] | None = None) -> None:
             from dp_lightning.commands.account import main as account
 
             sys.exit(account(arguments[1:]))
+        elif command == "export":
+            from dp_lightning.commands.export import main as export
+
+            sys.exit(export(arguments[1:]))
         else:
             print(f"dpl: there is no command '{command}'. `dpl --help` names them all.", file=sys.stderr)
             sys.exit(2)

@@ -83,7 +83,7 @@ def test_each_make_target_installs_what_it_needs(target):
         text=True,
         check=True,
     ).stdout
-    assert dry.index("-m venv .venv") < dry.index("pip install -c constraints.txt -e '.[dev,pld,finetune]'")
+    assert dry.index("-m venv .venv") < dry.index("pip install -c constraints.txt -e '.[dev,pld,finetune,export]'")
     after = {"quickstart": "dpl fit --config configs/digits.yaml", "test": "-m pytest", "lint": "ruff check"}
     if target in after:
         assert dry.index("pip install") < dry.index(after[target])

@@ -52,6 +52,8 @@ from dp_lightning.ranks import Ranks
 from dp_lightning.strategies.checkpoint_io import PrivateCheckpointIO
 from dp_lightning.strategies.private import trainer_ranks
 
+#: Where a checkpoint keeps what the privacy statement of its steps says.
+STATEMENT = "privacy_statement"
 # Lightning divides the loss by it; a power of two is undone without rounding.
 _ACCUMULATE = 2**30
 
@@ -455,6 +457,8 @@ class PrivacyCallback(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
         count_logical_steps(checkpoint, self.ledger.num_steps)
+        if self.plan is not None:
+            checkpoint[STATEMENT] = self.statement(trainer).saved()
 
     def on_load_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]

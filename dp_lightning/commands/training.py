@@ -1,7 +1,5 @@
 """``dpl fit | validate | test | predict``: LightningCLI with ``privacy``, ``postprocess`` and ``averaging``."""
 
-import inspect
-import pydoc
 import warnings
 from pathlib import Path
 from typing import Any
@@ -26,6 +24,7 @@ from dp_lightning.callbacks.settings import check_precision
 from dp_lightning.commands.memory import keep_freed_memory
 from dp_lightning.commands.parser import StrictParser
 from dp_lightning.commands.resume import checkpoint_to_resume
+from dp_lightning.commands.saved_module import saved_module
 from dp_lightning.errors import ConfigurationError, DpLightningError
 from dp_lightning.files import require_writable
 from dp_lightning.lightning_modules.schedules import WarmupCosine
@@ -59,19 +58,14 @@ class TrainingCLI(LightningCLI):
             ) from error
 
     def _parse_ckpt_path(self) -> None:
-        """Take the module's settings from the checkpoint, as Lightning does, but no setting that it has not.
-
-        Lightning saves what is linked from the data, such as image_size, with modules that have no such argument too.
-        """
+        """Take the module's settings from the checkpoint, as Lightning does, but no setting that it has not."""
         path = self.config[self.config.subcommand].get("ckpt_path")
         if path is None or not Path(path).is_file():
             return
         saved = PrivateCheckpointIO().load_checkpoint(path).get("hyper_parameters", {})
-        module: Any = pydoc.locate(saved.get("_class_path", ""))
-        if module is None:
+        kind, settings = saved_module(saved)
+        if kind is None:
             return
-        known = inspect.signature(module).parameters
-        settings = {name: value for name, value in saved.items() if name in known}
         model = {"class_path": saved["_class_path"], "dict_kwargs": settings}
         self.config = self.parser.parse_object({self.config.subcommand: {"model": model}}, self.config)
 

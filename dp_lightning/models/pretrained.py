@@ -6,12 +6,27 @@ NFNets and vision transformers do not.
 
 import difflib
 import pickle
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, cast
 
 from torch import nn
 
 from dp_lightning.errors import ConfigurationError
+
+_LOADS: ContextVar[bool] = ContextVar("loads", default=True)
+
+
+@contextmanager
+def without_weights() -> Iterator[None]:
+    """Networks made inside are drawn at random: their weights come from a checkpoint afterwards."""
+    token = _LOADS.set(False)
+    try:
+        yield
+    finally:
+        _LOADS.reset(token)
 
 
 def timm_model(
@@ -47,6 +62,8 @@ def timm_model(
         close = difflib.get_close_matches(name, timm.list_models(), n=3)
         hint = f"did you mean {', '.join(close)}?" if close else "timm.list_models() lists the names"
         raise ConfigurationError(f"timm has no model {name!r}; {hint}")
+    if not _LOADS.get():
+        pretrained, weights = False, None
     if weights is not None and not Path(weights).is_file():
         raise ConfigurationError(f"weights {weights} is not a file; give the path of the network's weights")
     try:

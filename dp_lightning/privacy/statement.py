@@ -9,7 +9,7 @@ written down.
 
 import json
 import math
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -62,6 +62,18 @@ class PrivacyStatement:
         copy = Ledger()
         copy.load_state_dict(self.ledger.state_dict())
         object.__setattr__(self, "ledger", copy)
+
+    def saved(self) -> dict[str, Any]:
+        """All of it in plain values, without any epsilon computed; `from_saved` reads it."""
+        rest = {item.name: getattr(self, item.name) for item in fields(self) if item.name not in ("plan", "ledger")}
+        return {"plan": asdict(self.plan), "ledger": self.ledger.state_dict(), **rest}
+
+    @classmethod
+    def from_saved(cls, saved: dict[str, Any]) -> "PrivacyStatement":
+        """The statement of `saved`."""
+        ledger = Ledger()
+        ledger.load_state_dict(saved["ledger"])
+        return cls(**{**saved, "plan": PrivacyPlan(**saved["plan"]), "ledger": ledger})
 
     @cached_property
     def epsilon(self) -> dict[str, float | None]:

@@ -1,0 +1,182 @@
+"""`dpl export`: a checkpoint as safetensors and ONNX, with the privacy statement of its steps beside it."""
+
+import argparse
+import json
+import pydoc
+import sys
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor
+
+from dp_lightning.callbacks import AveragedWeights
+from dp_lightning.callbacks.privacy import STATEMENT
+from dp_lightning.commands.saved_module import saved_module
+from dp_lightning.errors import ConfigurationError, DataError, DpLightningError
+from dp_lightning.files import replacing, require_writable
+from dp_lightning.models.pretrained import without_weights
+from dp_lightning.privacy.statement import PrivacyStatement
+from dp_lightning.strategies.checkpoint_io import PrivateCheckpointIO
+
+_FORMATS = ("safetensors", "onnx")
+# ONNX needs them; they are no part of the product otherwise.
+_PACKAGES = {"safetensors": "safetensors", "onnx": "onnxscript"}
+
+
+def main(argv: list[str]) -> int:
+    """Write the files and name them; the status is 0, or 2 on an error named on stderr."""
+    try:
+        arguments = _parser().parse_args(argv)
+    except SystemExit as stop:
+        return int(stop.code or 0)
+    try:
+        for path in export(
+            Path(arguments.ckpt_path),
+            Path(arguments.out),
+            weights=arguments.weights,
+            formats=arguments.format,
+            image_size=arguments.image_size,
+        ):
+            print(path)
+    except DpLightningError as error:
+        print(f"dpl export: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def export(
+    checkpoint: Path,
+    out: Path,
+    *,
+    weights: str | None = None,
+    formats: list[str] | None = None,
+    image_size: int | None = None,
+) -> list[Path]:
+    """Write ``model.safetensors``, ``model.onnx``, ``model.json`` and the privacy statement into ``out``.
+
+    The network takes images as the data module gives them, float32 (n, C, H, W) after its normalisation, which
+    ``model.json`` states, and returns logits (n, classes).
+
+    Args:
+        checkpoint: of a private run.
+        out: the folder.
+        weights: ``raw`` or ``averaged``; None is averaged where the checkpoint has an average.
+        formats: of ``safetensors`` and ``onnx``; None is both.
+        image_size: height and width of the images, where the checkpoint does not say.
+
+    Returns:
+        The files.
+
+    Raises:
+        ConfigurationError: naming the option and the fix.
+        DataError: the checkpoint cannot be read.
+    """
+    formats = list(_FORMATS) if formats is None else formats
+    for name in formats:
+        _require(_PACKAGES[name], name)
+    saved = PrivateCheckpointIO().load_checkpoint(checkpoint)
+    if STATEMENT not in saved:
+        raise ConfigurationError(
+            f"{checkpoint} has no privacy statement: it is not from a private run, and nobody could say what its "
+            "weights reveal."
+        )
+    require_writable(out, "--out")
+    module, settings = _module(checkpoint, saved)
+    average = saved.get("callbacks", {}).get(AveragedWeights.__qualname__, {}).get("average", {})
+    if weights == "averaged" and not average:
+        raise ConfigurationError(f"{checkpoint} has no average of the weights. Leave --weights out, or set it to raw.")
+    chosen = weights or ("averaged" if average else "raw")
+    if chosen == "averaged":
+        module.load_state_dict({**module.state_dict(), **average})
+    statement = PrivacyStatement.from_saved(saved[STATEMENT])
+    written = list(statement.write(out))
+    facts = {
+        "class_path": settings.pop("_class_path", None),
+        "settings": {name: value for name, value in settings.items() if name != "_instantiator"},
+        "weights": chosen,
+        "num_steps": statement.ledger.num_steps,
+        "epsilon": statement.to_dict()["epsilon"],
+        "delta": statement.plan.delta,
+        "release": statement.release,
+    }
+    if "safetensors" in formats:
+        from safetensors.torch import save
+
+        path = out / "model.safetensors"
+        with replacing(path) as file:
+            file.write(save(_tensors(module), metadata={"facts": json.dumps(facts, default=str)}))
+        written.append(path)
+    if "onnx" in formats:
+        size = image_size or settings.get("image_size")
+        written.append(_onnx(module, out / "model.onnx", settings.get("in_channels"), size))
+    path = out / "model.json"
+    with replacing(path) as file:
+        file.write((json.dumps(facts, indent=2, default=str) + "\n").encode())
+    return [*written, path]
+
+
+def _module(checkpoint: Path, saved: dict[str, Any]) -> tuple[pl.LightningModule, dict[str, Any]]:
+    """The module of the checkpoint, and the settings that it was made with."""
+    settings = dict(saved.get("hyper_parameters", {}))
+    kind, known = saved_module(settings)
+    if kind is None:
+        raise ConfigurationError(
+            f"{checkpoint} does not say of which class its module is. Train it with `dpl fit`, which notes class and "
+            "settings."
+        )
+    with without_weights():
+        module: pl.LightningModule = kind(**known)
+    try:
+        module.load_state_dict(saved["state_dict"])
+    except RuntimeError as error:
+        raise DataError(f"{checkpoint} does not fit {kind.__name__}: {str(error).splitlines()[-1].strip()}") from error
+    return module.eval(), settings
+
+
+def _tensors(module: pl.LightningModule) -> dict[str, Tensor]:
+    """The network's own tensors under its own names, each in memory of its own."""
+    state = {name: tensor for name, tensor in module.state_dict().items() if isinstance(tensor, Tensor)}
+    network = {name.removeprefix("model."): tensor for name, tensor in state.items() if name.startswith("model.")}
+    return {name: tensor.detach().clone().contiguous() for name, tensor in (network or state).items()}
+
+
+def _onnx(module: pl.LightningModule, path: Path, channels: int | None, size: int | None) -> Path:
+    if channels is None or size is None:
+        raise ConfigurationError(
+            "The checkpoint does not say how large its images are. Give --image-size, or --format safetensors."
+        )
+    shape = (2, channels) if size == 1 else (2, channels, size, size)
+    program = torch.onnx.export(
+        module,
+        (torch.zeros(shape),),
+        dynamo=True,
+        verbose=False,
+        input_names=["images"],
+        output_names=["logits"],
+        dynamic_shapes=({0: torch.export.Dim("n")},),
+    )
+    assert program is not None
+    with replacing(path) as file:
+        file.write(program.model_proto.SerializeToString())
+    return path
+
+
+def _require(package: str, name: str) -> None:
+    if pydoc.safeimport(package) is None:
+        raise ConfigurationError(f"--format {name} needs {package}: pip install 'dp-lightning[export]'")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="dpl export", description=__doc__)
+    parser.add_argument("--ckpt-path", "--ckpt_path", required=True, help="checkpoint of a private run")
+    parser.add_argument("--out", required=True, help="folder of the files")
+    parser.add_argument(
+        "--weights", choices=["raw", "averaged"], help="default: averaged where the checkpoint has an average"
+    )
+    parser.add_argument("--format", nargs="+", choices=_FORMATS, help="default: both")
+    parser.add_argument(
+        "--image-size", "--image_size", type=int, help="height and width, where the checkpoint does not say"
+    )
+    return parser

@@ -1,0 +1,152 @@
+"""What ``dpl export`` writes is the network of the checkpoint, and its statement is that of the checkpoint's steps."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import timm
+import torch
+
+from dp_lightning.cli import main
+from dp_lightning.commands import export as export_module
+from dp_lightning.datamodules import Digits
+from dp_lightning.lightning_modules import LinearProbeModule, SmallCNNModule
+
+onnxruntime = pytest.importorskip("onnxruntime")
+safetensors_torch = pytest.importorskip("safetensors.torch")
+DIGITS = str(Path(__file__).parents[2] / "configs" / "digits.yaml")
+EMA = str(Path(__file__).parents[2] / "configs" / "averaging" / "ema.yaml")
+
+
+def fit(folder, *settings):
+    main(
+        [
+            *("fit", "--config", DIGITS, "--privacy.accountant", "rdp", "--trainer.accelerator", "cpu"),
+            *("--trainer.enable_progress_bar", "false", "--trainer.logger", "false"),
+            *("--trainer.default_root_dir", str(folder), *settings),
+        ]
+    )
+    return folder
+
+
+def checkpoint_of(folder):
+    (found,) = folder.rglob("*.ckpt")
+    return found
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    return fit(tmp_path_factory.mktemp("run"), "--config", EMA, "--trainer.max_steps", "12")
+
+
+def export(*arguments):
+    with pytest.raises(SystemExit) as exit_:
+        main(["export", *map(str, arguments)])
+    return exit_.value.code
+
+
+def digits():
+    data = Digits()
+    data.setup("test")
+    return torch.stack([image for image, _ in data.test_dataset])
+
+
+@pytest.mark.parametrize("weights", ["averaged", "raw"])
+def test_both_files_hold_the_chosen_weights(trained, tmp_path, weights):
+    assert export("--ckpt-path", checkpoint_of(trained), "--out", tmp_path, "--weights", weights) == 0
+    saved = torch.load(checkpoint_of(trained), weights_only=True)
+    module = SmallCNNModule(10, in_channels=1, channels=16)
+    average = saved["callbacks"]["AveragedWeights"]["average"]
+    module.load_state_dict({**saved["state_dict"], **(average if weights == "averaged" else {})})
+    tensors = safetensors_torch.load_file(tmp_path / "model.safetensors")
+    expected = {name: p for name, p in module.model.state_dict().items()}
+    assert set(tensors) == set(expected)
+    for name, tensor in tensors.items():
+        assert torch.equal(tensor, expected[name])
+    images = digits()
+    session = onnxruntime.InferenceSession(tmp_path / "model.onnx")
+    for part in (images, images[:1]):  # of any number of images
+        (logits,) = session.run(None, {"images": part.numpy()})
+        np.testing.assert_allclose(logits, module.eval()(part).detach().numpy(), rtol=1e-4, atol=1e-5)
+    facts = json.loads((tmp_path / "model.json").read_text())
+    assert facts["weights"] == weights
+    assert facts["settings"]["mean"] == [0.305]
+    assert any((average[name] - saved["state_dict"][name]).abs().max() > 1e-3 for name in average)
+
+
+def test_averaged_weights_are_taken_where_there_are_any(trained, tmp_path):
+    assert export("--ckpt-path", checkpoint_of(trained), "--out", tmp_path, "--format", "safetensors") == 0
+    assert json.loads((tmp_path / "model.json").read_text())["weights"] == "averaged"
+    assert not (tmp_path / "model.onnx").exists()
+
+
+def test_the_statement_is_that_of_the_checkpoints_steps(tmp_path):
+    run = tmp_path / "run"
+    every = ["--trainer.callbacks+", "ModelCheckpoint", "--trainer.callbacks.every_n_train_steps", "4"]
+    fit(run, "--trainer.max_steps", "8", *every, "--trainer.callbacks.save_top_k", "-1")
+    last = json.loads((run / "privacy_statement.json").read_text())
+    by_steps = {torch.load(path, weights_only=True)["global_step"]: path for path in run.rglob("*.ckpt")}
+    for steps, path in by_steps.items():
+        assert export("--ckpt-path", path, "--out", tmp_path / str(steps), "--format", "safetensors") == 0
+        found = json.loads((tmp_path / str(steps) / "privacy_statement.json").read_text())
+        assert found["num_steps"] == steps
+        assert found["epsilon"]["rdp"] <= last["epsilon"]["rdp"]
+    assert sorted(by_steps) == [4, 8]
+    whole = json.loads((tmp_path / "8" / "privacy_statement.json").read_text())
+    assert whole == last
+    first = json.loads((tmp_path / "4" / "privacy_statement.json").read_text())
+    assert first["epsilon"]["rdp"] < last["epsilon"]["rdp"]
+    assert "4 of 8" in (tmp_path / "4" / "privacy_statement.md").read_text()
+
+
+def test_pretrained_weights_are_not_loaded_again(tmp_path):
+    weights = tmp_path / "network.pth"
+    torch.save(timm.create_model("test_efficientnet").state_dict(), weights)
+    fit(
+        tmp_path / "run",
+        *("--model", "TimmModule", "--model.name", "test_efficientnet", "--model.weights", str(weights)),
+        *("--model.batch_norm", "frozen", "--model.trained", "head", "--model.input_size", "32"),
+        *("--privacy.expected_batch_size", "16", "--trainer.max_steps", "1"),
+    )
+    weights.unlink()
+    assert export("--ckpt-path", checkpoint_of(tmp_path / "run"), "--out", tmp_path / "out") == 0
+    saved = torch.load(checkpoint_of(tmp_path / "run"), weights_only=True)["state_dict"]
+    tensors = safetensors_torch.load_file(tmp_path / "out" / "model.safetensors")
+    assert torch.equal(tensors["conv_stem.weight"], saved["model.conv_stem.weight"])
+    session = onnxruntime.InferenceSession(tmp_path / "out" / "model.onnx")
+    assert session.run(None, {"images": digits()[:3].numpy()})[0].shape == (3, 10)
+
+
+def test_a_head_on_features_takes_vectors(tmp_path):
+    module = LinearProbeModule(3, in_channels=16).eval()
+    path = export_module._onnx(module, tmp_path / "model.onnx", 16, 1)
+    features = torch.randn(5, 16)
+    (logits,) = onnxruntime.InferenceSession(path).run(None, {"images": features.numpy()})
+    np.testing.assert_allclose(logits, module(features).detach().numpy(), atol=1e-5)
+
+
+def test_what_cannot_be_exported_is_refused_with_the_reason(trained, tmp_path, capsys, monkeypatch):
+    path = checkpoint_of(trained)
+
+    def refusal(*arguments):
+        assert export("--out", tmp_path / "out", *arguments) == 2
+        return capsys.readouterr().err
+
+    assert "is not a usable checkpoint" in refusal("--ckpt-path", tmp_path / "missing.ckpt")
+    saved = torch.load(path, weights_only=True)
+    (tmp_path / "plain").mkdir()
+    torch.save(
+        {key: value for key, value in saved.items() if key != "privacy_statement"}, tmp_path / "plain" / "a.ckpt"
+    )
+    assert "has no privacy statement" in refusal("--ckpt-path", tmp_path / "plain" / "a.ckpt")
+    torch.save({**saved, "hyper_parameters": {}}, tmp_path / "plain" / "b.ckpt")
+    assert "does not say of which class" in refusal("--ckpt-path", tmp_path / "plain" / "b.ckpt")
+    torch.save({**saved, "callbacks": {}}, tmp_path / "plain" / "c.ckpt")
+    assert "has no average" in refusal("--ckpt-path", tmp_path / "plain" / "c.ckpt", "--weights", "averaged")
+    sizeless = {key: value for key, value in saved["hyper_parameters"].items() if key != "image_size"}
+    torch.save({**saved, "hyper_parameters": sizeless}, tmp_path / "plain" / "d.ckpt")
+    assert "Give --image-size" in refusal("--ckpt-path", tmp_path / "plain" / "d.ckpt")
+    monkeypatch.setattr(export_module.pydoc, "safeimport", lambda package: None)
+    assert "pip install 'dp-lightning[export]'" in refusal("--ckpt-path", path)
+    assert not list((tmp_path / "out").glob("*.onnx"))
