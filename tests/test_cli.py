@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from PIL import Image
 
 from dp_lightning.cli import main
 from dp_lightning.datamodules import Digits
@@ -185,6 +186,35 @@ def test_a_module_without_every_linked_setting_is_evaluated_from_its_checkpoint(
     main(["test", *settings, "--ckpt_path", str(checkpoint)])
     shown = re.search(r"test/accuracy[^\d]+([\d.]+)", capsys.readouterr().out)
     assert float(shown[1]) == pytest.approx(accuracy)
+
+
+def test_a_folder_of_images_is_predicted_from_a_checkpoint(finished, tmp_path, capsys):
+    (checkpoint,) = (finished / "checkpoints").glob("*.ckpt")
+    data = Digits()
+    data.setup("test")
+    pixels = data.test_dataset.source.images
+    for index in range(12):
+        path = tmp_path / "photos" / ("inner" if index % 2 else ".") / f"{index:02d}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(pixels[index, 0].numpy()).save(path)
+    settings = [
+        *("predict", "--config", str(finished / "config.yaml"), "--ckpt_path", str(checkpoint)),
+        *("--trainer.logger", "false", "--data", "ImageFiles"),
+    ]
+    main([*settings, "--data.root", str(tmp_path / "photos"), "--trainer.default_root_dir", str(tmp_path / "out")])
+    rows = {Path(row["file"]).name: row for row in csv.DictReader((tmp_path / "out" / "predictions.csv").open())}
+    assert len(rows) == 12
+    main([*settings[:-2], "--trainer.default_root_dir", str(tmp_path / "own")])
+    own = list(csv.DictReader((tmp_path / "own" / "predictions.csv").open()))
+    for index in range(12):
+        found = rows[f"{index:02d}.png"]
+        assert [float(found[f"p{k}"]) for k in range(10)] == pytest.approx(
+            [float(own[index][f"p{k}"]) for k in range(10)], abs=1e-5
+        )
+    capsys.readouterr()
+    with pytest.raises(SystemExit):
+        main([*settings, "--data.root", str(tmp_path / "nothing"), "--trainer.default_root_dir", str(tmp_path / "x")])
+    assert "holds no image files; set data.init_args.root" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", ["validate", "test", "predict"])

@@ -13,7 +13,10 @@ from dp_lightning.errors import ConfigurationError
 
 
 class PredictionFile(BasePredictionWriter):
-    """``predictions.csv`` in the log directory: position of the image, class, and the probability of every class."""
+    """``predictions.csv`` in the log directory: position of the image, class, and the probability of every class.
+
+    Where the data module knows the files of its images (``ImageFiles``), their paths come first.
+    """
 
     def __init__(self) -> None:
         super().__init__(write_interval="epoch")
@@ -36,9 +39,12 @@ class PredictionFile(BasePredictionWriter):
         probabilities = torch.cat(list(predictions)).float().cpu()
         path = Path(trainer.log_dir or trainer.default_root_dir) / "predictions.csv"
         path.parent.mkdir(parents=True, exist_ok=True)
+        files = getattr(trainer.datamodule, "paths", None)  # type: ignore[attr-defined]
+        name = ["file"] if files else []
         with path.open("w", newline="") as file:
             writer = csv.writer(file)
-            writer.writerow(["index", "class", *(f"p{k}" for k in range(probabilities.shape[1]))])
+            writer.writerow([*name, "index", "class", *(f"p{k}" for k in range(probabilities.shape[1]))])
             for index, row in enumerate(probabilities):
-                writer.writerow([index, int(row.argmax()), *(f"{p:.6g}" for p in row.tolist())])
+                file_name = [str(files[index])] if files else []
+                writer.writerow([*file_name, index, int(row.argmax()), *(f"{p:.6g}" for p in row.tolist())])
         trainer.print(f"Predictions are in {path}.")

@@ -66,6 +66,11 @@ class TrainingCLI(LightningCLI):
         kind, settings = saved_module(saved)
         if kind is None:
             return
+        data = self.config[self.config.subcommand].get("data")
+        if data is not None and data.class_path.endswith(".ImageFiles"):
+            for name, value in data.init_args.items():
+                if value is None and name in saved:
+                    data.init_args[name] = saved[name]
         model = {"class_path": saved["_class_path"], "dict_kwargs": settings}
         self.config = self.parser.parse_object({self.config.subcommand: {"model": model}}, self.config)
 

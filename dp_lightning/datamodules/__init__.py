@@ -3,6 +3,7 @@
 from dp_lightning.datamodules.base import ImageDataModule
 from dp_lightning.datamodules.digits import Digits
 from dp_lightning.datamodules.features import CachedFeatures
+from dp_lightning.datamodules.files import ImageFiles
 from dp_lightning.datamodules.folder import ImageFolder, ImageNet
 from dp_lightning.datamodules.npz import NpzImages
 from dp_lightning.datamodules.tiny_imagenet import TinyImageNet
@@ -15,6 +16,7 @@ __all__ = [
     "CachedFeatures",
     "Digits",
     "ImageDataModule",
+    "ImageFiles",
     "ImageFolder",
     "ImageNet",
     "NpzImages",

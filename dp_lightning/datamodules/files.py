@@ -1,0 +1,95 @@
+"""Images of a folder that have no labels, for predictions."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import lightning
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+from torchvision.datasets.folder import IMG_EXTENSIONS
+from torchvision.transforms import v2
+
+from dp_lightning.datamodules.dataset import FileSource
+from dp_lightning.errors import ConfigurationError, DataError
+
+
+class ImageFiles(lightning.LightningDataModule):
+    """Every image file in a folder and the folders inside it, in the order of their paths, for ``dpl predict``.
+
+    The shorter side is resized to ``image_size`` and the middle is cut out. What is None comes from the checkpoint.
+
+    Args:
+        root: The folder.
+        image_size: Height and width of an image as the network receives it, in pixels.
+        num_classes: Number of classes of the network.
+        in_channels: 3 for colour, 1 for grey.
+        mean: Of the normalisation that the network was trained with.
+        std: Likewise.
+        batch_size: Images at a time.
+        num_workers: Processes that load images; 0 loads them in the main process.
+    """
+
+    def __init__(
+        self,
+        root: str,
+        *,
+        image_size: int | None = None,
+        num_classes: int | None = None,
+        in_channels: int | None = None,
+        mean: tuple[float, ...] | None = None,
+        std: tuple[float, ...] | None = None,
+        batch_size: int = 256,
+        num_workers: int = 0,
+    ) -> None:
+        super().__init__()
+        self.root = Path(root)
+        given = {"image_size": image_size, "num_classes": num_classes, "in_channels": in_channels}
+        missing = [name for name, value in {**given, "mean": mean, "std": std}.items() if value is None]
+        if missing:
+            raise ConfigurationError(
+                f"data.init_args.{', '.join(missing)}: the checkpoint does not say. Give the values that the network "
+                "was trained with."
+            )
+        self.image_size, self.num_classes, self.in_channels = image_size, num_classes, in_channels
+        self.mean, self.std = mean, std
+        self.batch_size, self.num_workers = batch_size, num_workers
+        #: There is nothing to train on.
+        self.num_train = None
+        self.paths: list[Path] = []
+
+    def setup(self, stage: str | None = None) -> None:
+        if stage not in (None, "predict"):
+            raise ConfigurationError("data ImageFiles has no labels: it is for dpl predict alone.")
+        found = self.root.rglob("*") if self.root.is_dir() else []
+        self.paths = sorted(path for path in found if path.name.lower().endswith(IMG_EXTENSIONS) and path.is_file())
+        if not self.paths:
+            raise DataError(f"{self.root} holds no image files; set data.init_args.root to a folder of images")
+
+    def predict_dataloader(self) -> DataLoader:
+        return DataLoader(
+            _Unlabelled(self),
+            batch_size=self.batch_size,
+            num_workers=self.num_workers,
+            pin_memory=torch.cuda.is_available(),
+        )
+
+
+class _Unlabelled(Dataset[Tensor]):
+    """Item i is the float image (C, H, W) of the i-th file."""
+
+    def __init__(self, data: ImageFiles) -> None:
+        assert data.image_size is not None
+        steps: list[torch.nn.Module] = [v2.Resize(data.image_size), v2.CenterCrop(data.image_size)]
+        self._transform = v2.Compose(steps if data.in_channels == 3 else [*steps, v2.Grayscale(data.in_channels)])
+        self._normalize = v2.Compose([v2.ToDtype(torch.float32, scale=True), v2.Normalize(data.mean, data.std)])
+        self._source = FileSource(data.paths, torch.zeros(len(data.paths), dtype=torch.int64))
+
+    def __len__(self) -> int:
+        return len(self._source.paths)
+
+    def __getitem__(self, index: int) -> Tensor:
+        return self.__getitems__([index])[0]
+
+    def __getitems__(self, indices: Sequence[int]) -> list[Tensor]:
+        return list(self._normalize(self._source.read(indices, self._transform)))
