@@ -15,9 +15,11 @@ from torch.nn import functional as F
 
 from dp_lightning.callbacks.settings import check_settings
 from dp_lightning.cli import main
+from dp_lightning.commands import export
 from dp_lightning.commands.training import TrainingCLI
 from dp_lightning.models import WideResNet
-from dp_lightning.privacy import ClipPlan, clipped_gradient_sum
+from dp_lightning.models.pretrained import without_weights
+from dp_lightning.privacy import ClipPlan, PrivacyPlan, clipped_gradient_sum
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
@@ -25,6 +27,7 @@ DOCUMENTS = ("README.md", *(f"docs/{path.name}" for path in sorted((ROOT / "docs
 CLUSTERS = (ROOT / "docs/clusters.md").read_text()
 PERFORMANCE = (ROOT / "docs/performance.md").read_text()
 METHODS = (ROOT / "docs/methods.md").read_text()
+RECIPES = (ROOT / "docs/recipes.md").read_text()
 
 
 def blocks(language: str, text: str = README) -> list[str]:
@@ -84,7 +87,8 @@ def test_a_training_command_builds_its_run_from_allowed_settings(line, workplace
         position = arguments.index("--ckpt_path")
         assert arguments[position + 1].endswith(".ckpt")
         arguments = ["--config", "configs/wrn16_cifar10.yaml", *arguments[position + 2 :]]
-    cli = instantiate(arguments)
+    with without_weights():  # which cannot be downloaded in a test
+        cli = instantiate(arguments)
     check_settings(cli.trainer, cli.model)
     assert cli.privacy.num_train == cli.datamodule.num_train
 
@@ -154,7 +158,7 @@ def test_benchmark_commands_are_accepted(monkeypatch):
     import step
 
     for benchmark, least in ((step, 2), (ranks, 3), (spiked, 1), (postprocess, 1), (methods, 1)):
-        lines = re.findall(rf"python benchmarks/{benchmark.__name__}\.py[^`\n]*", PERFORMANCE + METHODS)
+        lines = re.findall(rf"python benchmarks/{benchmark.__name__}\.py[^`\n]*", PERFORMANCE + METHODS + RECIPES)
         assert len(lines) >= least
         for line in lines:
             benchmark.parse(shlex.split(line)[2:])
@@ -184,6 +188,35 @@ def test_the_configuration_of_the_page_of_methods_trains(workplace):
     Path("own.yaml").write_text(block)
     quiet = ["--trainer.logger", "false", "--trainer.enable_progress_bar", "false", "--privacy.accountant", "rdp"]
     main(["fit", "--config", "configs/digits.yaml", "--config", "own.yaml", "--trainer.max_steps", "2", *quiet])
+
+
+def test_the_recipes_noise_is_what_their_steps_need():
+    """The table's noise multipliers, which are De et al.'s, follow from its numbers of steps."""
+    row = re.compile(r"^\| (.*?) \| (.*) \|$", re.M)
+    rows = {name: cells.split(" | ") for name, cells in row.findall(RECIPES)}
+    epsilons = [float(cell) for cell in rows["ε"]]
+    noises = re.findall(r"^\| their noise multiplier \| (.*) \|$", RECIPES, re.M)
+    for (network, batch_size), noise in zip((("WRN-16-4", 4096), ("WRN-40-4", 16384)), noises, strict=True):
+        steps = [int(cell.replace(",", "")) for cell in rows[f"{network}, B = {batch_size:,}: steps"]]
+        for epsilon, count, theirs in zip(epsilons, steps, noise.split(" | "), strict=True):
+            plan = PrivacyPlan.calibrate(
+                target_epsilon=epsilon,
+                delta=1e-5,
+                num_train=50_000,
+                expected_batch_size=batch_size,
+                num_steps=count,
+                accountant="rdp",
+            )
+            if (network, epsilon) == ("WRN-16-4", 8):
+                (said,) = re.findall(r"at ε = 8 a noise multiplier of ([\d.]+) is enough", RECIPES)
+                assert plan.noise_multiplier == pytest.approx(float(said), abs=0.005)
+            else:
+                assert plan.noise_multiplier == pytest.approx(float(theirs), rel=0.012)
+
+
+def test_an_export_is_shown_as_it_is_called():
+    (line,) = [line for line in commands() if line.startswith("dpl export")]
+    assert export._parser().parse_args(shlex.split(line)[2:]).out == "model"
 
 
 def test_every_fragment_is_on_the_page_of_methods():

@@ -59,20 +59,21 @@ class TrainingCLI(LightningCLI):
 
     def _parse_ckpt_path(self) -> None:
         """Take the module's settings from the checkpoint, as Lightning does, but no setting that it has not."""
-        path = self.config[self.config.subcommand].get("ckpt_path")
+        command = self.config.get("subcommand")
+        path = self.config[command].get("ckpt_path") if command else None
         if path is None or not Path(path).is_file():
             return
         saved = PrivateCheckpointIO().load_checkpoint(path).get("hyper_parameters", {})
         kind, settings = saved_module(saved)
         if kind is None:
             return
-        data = self.config[self.config.subcommand].get("data")
+        data = self.config[command].get("data")
         if data is not None and data.class_path.endswith(".ImageFiles"):
             for name, value in data.init_args.items():
                 if value is None and name in saved:
                     data.init_args[name] = saved[name]
         model = {"class_path": saved["_class_path"], "dict_kwargs": settings}
-        self.config = self.parser.parse_object({self.config.subcommand: {"model": model}}, self.config)
+        self.config = self.parser.parse_object({command: {"model": model}}, self.config)
 
     def before_instantiate_classes(self) -> None:
         """Refuse a precision here: on a CPU Lightning would turn 16-mixed into another one in silence."""
