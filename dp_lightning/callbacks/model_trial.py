@@ -82,15 +82,16 @@ def _warn_of_equal_views(dataset: Any) -> None:
 
 
 def _made_up(example: Any, generator: torch.Generator) -> Any:
-    """The example with its floating-point tensors replaced by numbers between 0 and 1.
+    """The example with its floating-point tensors replaced by numbers between 0 and 1, and its bytes by others.
 
     Whether a run starts then hardly depends on private data, and an example that is not finite cannot prevent it.
     """
-    return tree_map(
-        lambda leaf: (
-            torch.rand(leaf.shape, generator=generator, dtype=leaf.dtype)
-            if isinstance(leaf, Tensor) and leaf.is_floating_point()
-            else leaf
-        ),
-        example,
-    )
+
+    def replaced(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor) and leaf.is_floating_point():
+            return torch.rand(leaf.shape, generator=generator, dtype=leaf.dtype)
+        if isinstance(leaf, Tensor) and leaf.dtype == torch.uint8 and leaf.dim() >= 3:
+            return torch.randint(256, leaf.shape, generator=generator, dtype=leaf.dtype)
+        return leaf
+
+    return tree_map(replaced, example)

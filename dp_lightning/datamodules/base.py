@@ -7,16 +7,16 @@ them.
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import lightning
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
-from torchvision.transforms import v2
 
 from dp_lightning.datamodules.augmentation import CropAndFlip
 from dp_lightning.datamodules.dataset import ImageDataset, ImageSource, Transform
+from dp_lightning.datamodules.pixels import PixelNormalization
 from dp_lightning.errors import ConfigurationError, DataError
 
 Split = Literal["train", "val", "test"]
@@ -24,6 +24,9 @@ Split = Literal["train", "val", "test"]
 
 class ImageDataModule(lightning.LightningDataModule, ABC):
     """Base of the image data modules; a subclass says where images come from.
+
+    Loaders bring images as bytes, and the module normalises them where they are trained on
+    (``on_after_batch_transfer``, which the Trainer calls); the data sets themselves give normalised images.
 
     The training part alone is what the privacy guarantee speaks about. Validation and test images, and every
     number computed from them, lie outside it. ``mean`` and ``std`` are public constants: statistics computed
@@ -212,6 +215,13 @@ class ImageDataModule(lightning.LightningDataModule, ABC):
     def predict_dataloader(self) -> DataLoader:
         return self._loader(self.test_dataset)
 
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        """Normalise what the loaders bring as bytes, on the device that trains."""
+        images, *rest = batch
+        if images.dtype != torch.uint8:
+            return batch
+        return [PixelNormalization(self.mean, self.std)(images), *rest]
+
     def _source(self, split: Split) -> ImageSource:
         if split not in self._sources:
             source = self.read_split(split)
@@ -231,20 +241,19 @@ class ImageDataModule(lightning.LightningDataModule, ABC):
         for name, values in (("mean", self.mean), ("std", self.std)):
             if len(values) not in (1, self.in_channels):
                 raise ConfigurationError(f"{name} has {len(values)} numbers for {self.in_channels} channels")
-        normalize = v2.Compose([v2.ToDtype(torch.float32, scale=True), v2.Normalize(self.mean, self.std)])
         drawn = self.random_transform() if train else None
         return ImageDataset(
             self._source(split),
             indices,
             self.image_transform() if drawn is None else drawn,
-            normalize,
+            PixelNormalization(self.mean, self.std),
             augment=self.augmentation() if train else None,
             random=drawn is not None,
         )
 
     def _loader(self, dataset: ImageDataset, *, shuffle: bool = False) -> DataLoader:
         return DataLoader(
-            dataset,
+            dataset.as_bytes(),
             batch_size=self.eval_batch_size,
             shuffle=shuffle,
             num_workers=self.num_workers,

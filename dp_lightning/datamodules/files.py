@@ -10,7 +10,9 @@ from torch.utils.data import DataLoader, Dataset
 from torchvision.datasets.folder import IMG_EXTENSIONS
 from torchvision.transforms import v2
 
-from dp_lightning.datamodules.dataset import FileSource
+from dp_lightning.datamodules.dataset import Transform
+from dp_lightning.datamodules.file_source import FileSource
+from dp_lightning.datamodules.pixels import PixelNormalization
 from dp_lightning.errors import ConfigurationError, DataError
 
 
@@ -45,6 +47,8 @@ class ImageFiles(lightning.LightningDataModule):
         super().__init__()
         self.root = Path(root)
         given = {"image_size": image_size, "num_classes": num_classes, "in_channels": in_channels}
+        if in_channels not in (None, 1, 3):
+            raise ConfigurationError(f"data.init_args.in_channels is {in_channels}; files give 1 or 3 channels.")
         missing = [name for name, value in {**given, "mean": mean, "std": std}.items() if value is None]
         if missing:
             raise ConfigurationError(
@@ -80,10 +84,12 @@ class _Unlabelled(Dataset[Tensor]):
 
     def __init__(self, data: ImageFiles) -> None:
         assert data.image_size is not None
-        steps: list[torch.nn.Module] = [v2.Resize(data.image_size), v2.CenterCrop(data.image_size)]
-        self._transform = v2.Compose(steps if data.in_channels == 3 else [*steps, v2.Grayscale(data.in_channels)])
-        self._normalize = v2.Compose([v2.ToDtype(torch.float32, scale=True), v2.Normalize(data.mean, data.std)])
-        self._source = FileSource(data.paths, torch.zeros(len(data.paths), dtype=torch.int64))
+        assert data.mean is not None
+        assert data.std is not None
+        steps: list[Transform] = [v2.Resize(data.image_size), v2.CenterCrop(data.image_size)]
+        self._transform = v2.Compose(steps if data.in_channels == 3 else [*steps, _grey])
+        self._normalize = PixelNormalization(data.mean, data.std)
+        self._source = FileSource(map(str, data.paths), torch.zeros(len(data.paths), dtype=torch.int64))
 
     def __len__(self) -> int:
         return len(self._source.paths)
@@ -93,3 +99,9 @@ class _Unlabelled(Dataset[Tensor]):
 
     def __getitems__(self, indices: Sequence[int]) -> list[Tensor]:
         return list(self._normalize(self._source.read(indices, self._transform)))
+
+
+def _grey(image: Tensor) -> Tensor:
+    """Luma of uint8 (3, H, W) by ITU-R 601, rounded, so that grey stays what it is: uint8 (1, H, W)."""
+    red, green, blue = image.to(torch.int32)
+    return ((299 * red + 587 * green + 114 * blue + 500) // 1000).to(torch.uint8).unsqueeze(0)

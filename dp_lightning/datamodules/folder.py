@@ -11,12 +11,15 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
 from torchvision.datasets.folder import IMG_EXTENSIONS
 from torchvision.transforms import v2
 
 from dp_lightning.datamodules.augmentation import CropAndFlip
 from dp_lightning.datamodules.base import ImageDataModule, Split, checked_labels
-from dp_lightning.datamodules.dataset import FileSource, Transform
+from dp_lightning.datamodules.dataset import Transform
+from dp_lightning.datamodules.file_source import FileNames, FileSource
 from dp_lightning.errors import ConfigurationError, DataError
 
 
@@ -55,7 +58,7 @@ class ImageFolder(ImageDataModule):
 
     @property
     def num_available(self) -> int:
-        return len(self._files["train"])
+        return len(self._files["train"][0])
 
     @property
     def own_splits(self) -> tuple[Split, ...]:
@@ -84,17 +87,16 @@ class ImageFolder(ImageDataModule):
         assert self._files
 
     def read_split(self, split: Split) -> FileSource:
-        files = self._files[split]
-        labels = checked_labels([label for _, label in files], self.num_classes, str(self.split_folders[split]))
-        return FileSource([path for path, _ in files], labels)
+        names, labels = self._files[split]
+        return FileSource(names, checked_labels(labels, self.num_classes, str(self.split_folders[split])))
 
     def image_transform(self) -> Transform:
         return v2.Compose([v2.Resize(self.image_size), v2.CenterCrop(self.image_size)])
 
     @cached_property
-    def _files(self) -> dict[Split, list[tuple[Path, int]]]:
-        """Path and label of every image by split."""
-        files: dict[Split, list[tuple[Path, int]]] = {}
+    def _files(self) -> dict[Split, tuple[FileNames, Tensor]]:
+        """Paths and labels of all images by split."""
+        files: dict[Split, tuple[FileNames, Tensor]] = {}
         for split, folder in self.split_folders.items():
             names = class_names(folder)
             if names != self.classes:
@@ -102,7 +104,10 @@ class ImageFolder(ImageDataModule):
                 raise DataError(
                     f"{folder} and {self.split_folders['train']} have different class folders: {', '.join(different)}"
                 )
-            files[split] = [(path, label) for label, name in enumerate(names) for path in image_files(folder / name)]
+            by_class = [image_files(folder / name) for name in names]
+            counts = torch.tensor([len(found) for found in by_class])
+            listed = FileNames(path for found in by_class for path in found)
+            files[split] = listed, torch.arange(len(names)).repeat_interleave(counts)
         return files
 
 
@@ -167,8 +172,8 @@ def class_names(folder: Path) -> list[str]:
     return names
 
 
-def image_files(folder: Path) -> list[Path]:
-    """The image files directly inside ``folder``, in alphabetical order; hidden files are left out.
+def image_files(folder: Path) -> list[str]:
+    """The paths of the image files directly inside ``folder``, in alphabetical order; hidden files are left out.
 
     Raises:
         DataError: There is none.
@@ -181,4 +186,4 @@ def image_files(folder: Path) -> list[Path]:
         )
     if not names:
         raise DataError(f"{folder} holds no image files; remove the folder or fill it")
-    return [folder / name for name in names]
+    return [os.path.join(folder, name) for name in names]

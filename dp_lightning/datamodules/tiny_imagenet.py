@@ -6,12 +6,13 @@ val/images/*.JPEG
 val/val_annotations.txt         file name, tab, wnid, tab, a box
 """
 
+import os
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from dp_lightning.datamodules.base import ImageDataModule, Split, checked_labels
-from dp_lightning.datamodules.dataset import FileSource
+from dp_lightning.datamodules.file_source import FileSource
 from dp_lightning.datamodules.folder import image_files
 from dp_lightning.errors import DataError
 
@@ -60,7 +61,7 @@ class TinyImageNet(ImageDataModule):
         return FileSource([path for path, _ in files], labels)
 
     @cached_property
-    def _train_files(self) -> list[tuple[Path, int]]:
+    def _train_files(self) -> list[tuple[str, int]]:
         files = []
         for wnid, label in self.classes.items():
             folder = self.root / "train" / wnid / "images"
@@ -70,12 +71,12 @@ class TinyImageNet(ImageDataModule):
         return files
 
     @cached_property
-    def _test_files(self) -> list[tuple[Path, int]]:
+    def _test_files(self) -> list[tuple[str, int]]:
         annotations = self.root / "val" / "val_annotations.txt"
         folder = self.root / "val" / "images"
         if not folder.is_dir():
             raise self._missing(folder)
-        present = {path.name for path in image_files(folder)}
+        present = {os.path.basename(path) for path in image_files(folder)}
         files = []
         for number, line in enumerate(self._lines(annotations), start=1):
             name, wnid = (*line.split("\t"), "")[:2]
@@ -83,7 +84,7 @@ class TinyImageNet(ImageDataModule):
                 raise DataError(f"{annotations}, line {number}: {wnid!r} is not in wnids.txt")
             if name not in present:
                 raise self._missing(folder / name)
-            files.append((folder / name, self.classes[wnid]))
+            files.append((os.path.join(folder, name), self.classes[wnid]))
         return files
 
     def _lines(self, path: Path) -> list[str]:

@@ -8,8 +8,8 @@ import torch
 from PIL import Image
 from torchvision.transforms import v2
 
-from dp_lightning.datamodules import ImageFolder, ImageNet, TinyImageNet, dataset
-from dp_lightning.datamodules.dataset import open_rgb
+from dp_lightning.datamodules import ImageFolder, ImageNet, TinyImageNet, file_source
+from dp_lightning.datamodules.file_source import FileNames, open_rgb
 from dp_lightning.errors import ConfigurationError, DataError
 
 
@@ -170,7 +170,7 @@ def test_a_file_is_decoded_once_for_all_views_of_its_image(tmp_path, monkeypatch
                 pixels = noise.integers(0, 256, (48, 40, 3), dtype=np.uint8)
                 Image.fromarray(pixels).save(folder / f"{number}.png")
     opened = []
-    monkeypatch.setattr(dataset, "open_rgb", lambda path: opened.append(path) or open_rgb(path))
+    monkeypatch.setattr(file_source, "open_rgb", lambda path: opened.append(path) or open_rgb(path))
     train = kind(str(tmp_path), image_size=32).train_dataset
     images, labels = zip(*train.__getitems__([0, 0, 0, 0, 3, 3, 3, 3, 1]), strict=True)
     assert [Path(path).name for path in opened] == ["0.png", "1.png", "1.png"]
@@ -246,3 +246,38 @@ def test_an_image_of_another_size_is_named(tmp_path):
     write_image(tmp_path / "val" / "images" / "val_0.JPEG", size=(32, 64))
     with pytest.raises(DataError, match=r"val_0.JPEG has shape \(3, 64, 32\)"):
         list(TinyImageNet(root).test_dataloader())
+
+
+@pytest.mark.parametrize("mode", ["RGB", "L", "CMYK"])
+def test_jpegs_are_decoded_as_pil_does(tmp_path, mode):
+    y, x = np.mgrid[0:40, 0:56]
+    pixels = np.stack([128 + 100 * np.sin(x / 9), 128 + 100 * np.cos(y / 7), 2 * x + y], axis=2).clip(0, 255)
+    Image.fromarray(pixels.astype(np.uint8)).convert(mode).save(tmp_path / "a.jpg", quality=95)
+    ours = open_rgb(str(tmp_path / "a.jpg"))
+    with Image.open(tmp_path / "a.jpg") as image:
+        pil = torch.from_numpy(np.array(image.convert("RGB"))).permute(2, 0, 1)
+    assert ours.shape == (3, 40, 56)
+    assert ours.dtype == torch.uint8
+    assert int((ours.int() - pil.int()).abs().max()) <= (2 if mode != "CMYK" else 12)
+
+
+@pytest.mark.parametrize("keep", [200, -2])
+def test_a_jpeg_without_its_end_is_named(tmp_path, keep):
+    write_image(tmp_path / "a.jpg", size=(64, 64))
+    path = tmp_path / "a.jpg"
+    path.write_bytes(path.read_bytes()[:keep])
+    with pytest.raises(DataError, match=r"a.jpg cannot be read as an image"):
+        open_rgb(str(path))
+
+
+def test_names_of_files_are_kept_in_one_block():
+    paths = ["a/b.png", "", "ü/ß.jpg", "x" * 300]
+    names = FileNames(iter(paths))
+    assert list(names) == paths
+    assert (len(names), names[-1], names[1:3]) == (4, paths[-1], paths[1:3])
+    with pytest.raises(IndexError):
+        names[4]
+    assert len(FileNames([])) == 0
+    # The bytes of the names and eight more for each.
+    many = FileNames(f"train/n{k % 1000:08d}/n{k:08d}.JPEG" for k in range(10_000))
+    assert many._text.nbytes + many._ends.nbytes < 10_000 * (36 + 8) + 100

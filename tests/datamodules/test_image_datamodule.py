@@ -84,7 +84,7 @@ def test_loaders_have_the_stated_batch_size_and_values():
     data = Digits(eval_batch_size=100, mean=(0.5,), std=(0.5,))
     data.setup("test")
     for loader in (data.test_dataloader(), data.predict_dataloader(), data.val_dataloader()["test"]):
-        images, labels = next(iter(loader))
+        images, labels = data.on_after_batch_transfer(next(iter(loader)), 0)
         assert images.shape == (100, 1, 8, 8)
         assert images.dtype == torch.float32
         assert labels.dtype == torch.int64
@@ -102,7 +102,12 @@ def test_training_loader_is_shuffled_and_complete():
 def test_worker_processes_give_the_same_images():
     data = Digits(num_workers=1, eval_batch_size=360)
     (batch,) = data.test_dataloader()
-    torch.testing.assert_close(batch[0], images_of(data.test_dataset))
+    assert batch[0].dtype == torch.uint8
+    images, labels = data.on_after_batch_transfer(batch, 0)
+    torch.testing.assert_close(images, images_of(data.test_dataset))
+    assert torch.equal(labels, data.test_dataset.labels)
+    # What is normalised already stays as it is.
+    assert data.on_after_batch_transfer([images, labels], 0)[0] is images
 
 
 def arrays(num: int = 6, size: int = 8) -> ImageDataset:

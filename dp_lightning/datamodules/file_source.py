@@ -1,0 +1,93 @@
+"""Labelled image files, read when they are needed: a million of them cost the memory of their names."""
+
+import os
+import struct
+from array import array
+from collections.abc import Iterable, Sequence
+from typing import overload
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+from torchvision.io import ImageReadMode, decode_jpeg, read_file
+
+from dp_lightning.datamodules.dataset import Transform
+from dp_lightning.errors import DataError
+
+_JPEG_START, _JPEG_END = [0xFF, 0xD8], [0xFF, 0xD9]
+
+
+class FileNames(Sequence[str]):
+    """Paths in one block of memory, which worker processes share with the main one.
+
+    A list of strings would be copied page by page, as reading an object counts its references.
+    """
+
+    def __init__(self, paths: Iterable[str]) -> None:
+        text, ends = bytearray(), array("q", [0])
+        for path in paths:
+            text += os.fsencode(path)
+            ends.append(len(text))
+        self._text, self._ends = np.frombuffer(text, dtype=np.uint8), np.frombuffer(ends, dtype=np.int64)
+
+    def __len__(self) -> int:
+        return len(self._ends) - 1
+
+    @overload
+    def __getitem__(self, index: int) -> str: ...
+    @overload
+    def __getitem__(self, index: slice) -> "Sequence[str]": ...
+    def __getitem__(self, index: int | slice) -> "str | Sequence[str]":
+        if isinstance(index, slice):
+            return [self[position] for position in range(*index.indices(len(self)))]
+        if not -len(self) <= index < len(self):
+            raise IndexError(index)
+        position = index % len(self)
+        return os.fsdecode(self._text[self._ends[position] : self._ends[position + 1]].tobytes())
+
+
+class FileSource:
+    """Images read from files when they are needed; every kind of image is converted to RGB.
+
+    Args:
+        paths: The N files.
+        labels: int64 (N,).
+    """
+
+    def __init__(self, paths: Iterable[str], labels: Tensor) -> None:
+        self.paths = paths if isinstance(paths, FileNames) else FileNames(paths)
+        self.labels = labels
+
+    def read(self, indices: Sequence[int], transform: Transform | None) -> Tensor:
+        images: list[Tensor] = []
+        for position, index in enumerate(indices):
+            if position == 0 or index != indices[position - 1]:
+                image = open_rgb(self.paths[index])
+            images.append(image if transform is None else transform(image))
+            if images[-1].shape != images[0].shape:
+                raise DataError(
+                    f"{self.paths[index]} has shape {tuple(images[-1].shape)} and {self.paths[indices[0]]} "
+                    f"{tuple(images[0].shape)} (channels, height, width); all images must have one size"
+                )
+        return torch.stack(images)
+
+
+def open_rgb(path: str) -> Tensor:
+    """Decode one image file: uint8 (3, H, W).
+
+    Raises:
+        DataError: The file is missing, truncated or no image; the message names it.
+    """
+    try:
+        content = read_file(path)
+        # A JPEG without its end is left to PIL, which refuses it; libjpeg would fill it up in grey.
+        if content[:2].tolist() == _JPEG_START and content[-2:].tolist() == _JPEG_END:
+            return decode_jpeg(content, mode=ImageReadMode.RGB)
+    except RuntimeError:
+        pass  # PIL tells what is wrong, or knows this kind of file
+    try:
+        with Image.open(path) as image:
+            return torch.from_numpy(np.array(image.convert("RGB"))).permute(2, 0, 1)
+    except (OSError, SyntaxError, ValueError, struct.error, Image.DecompressionBombError) as error:
+        raise DataError(f"{path} cannot be read as an image ({error}); replace the file or remove it") from error

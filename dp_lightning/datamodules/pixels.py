@@ -1,0 +1,25 @@
+"""From the bytes of an image to what a network gets."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+class PixelNormalization:
+    """(x / 255 - mean) / std for each channel, on whatever device the images are.
+
+    Args:
+        mean: of each channel on the scale 0 to 1, or one for all; a public constant.
+        std: likewise, above 0.
+    """
+
+    def __init__(self, mean: Sequence[float], std: Sequence[float]) -> None:
+        self._scale = (1 / (255 * torch.tensor(std, dtype=torch.float64))).float().view(-1, 1, 1)
+        self._shift = -(torch.tensor(mean, dtype=torch.float64) / torch.tensor(std, dtype=torch.float64))
+        self._shift = self._shift.float().view(-1, 1, 1)
+
+    def __call__(self, images: Tensor) -> Tensor:
+        """uint8 (n, C, H, W) to float32."""
+        scale, shift = (constant.to(images.device) for constant in (self._scale, self._shift))
+        return images.to(torch.float32).mul_(scale).add_(shift)
