@@ -183,3 +183,40 @@ def test_planted_signals_are_found_as_theory_says(monkeypatch):
     found = spiked.measure(64, 576, 1, 3.0, draws=3)
     assert found["error"] == pytest.approx(spiked.closed_form(64, 576, 3.0), abs=0.05)
     assert found["gated"] > 0.8 > 0.3 > found["Newton-Schulz"]
+
+
+def test_the_pipeline_is_measured_on_as_many_files_as_asked(monkeypatch, tmp_path, capsys):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import pipeline
+
+    monkeypatch.setattr(pipeline, "CLASSES", 3)
+    monkeypatch.setattr(pipeline, "_DIFFERENT", 4)
+    arguments = [
+        "--root",
+        str(tmp_path),
+        "--files",
+        "50",
+        "--batch-size",
+        "10",
+        "--physical",
+        "8",
+        "--image-size",
+        "32",
+    ]
+    for _ in range(2):  # the files are made once
+        monkeypatch.setattr(sys, "argv", ["pipeline.py", *arguments, "--workers", "1", "--augmult", "1", "2"])
+        pipeline.main()
+        monkeypatch.setattr(pipeline.Image, "fromarray", lambda *args: pytest.fail("made again"))
+    assert len(list((tmp_path / "train").rglob("*.JPEG"))) == 50
+    printed = capsys.readouterr().out
+    assert printed.count("50 files listed") == 2
+    assert printed.count("augmult 2:") == 2
+
+
+def test_processor_time_of_workers_counts(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import pipeline
+
+    before = pipeline.processor_seconds()
+    subprocess.run([sys.executable, "-c", "sum(range(10**7))"], check=True)
+    assert pipeline.processor_seconds() - before > 0.05

@@ -23,6 +23,8 @@ class CropAndFlip:
     def __call__(self, images: Tensor) -> Tensor:
         """(n, C, H, W) of any dtype and device to the same."""
         n, channels, height, width = images.shape
+        if self.padding == 0:
+            return _mirrored(images) if self.flip else images
         device, offsets = images.device, 2 * self.padding + 1
         down, across = torch.randint(offsets, (2, n, 1), device=device)
         columns = torch.arange(width, device=device).expand(n, width)
@@ -33,3 +35,11 @@ class CropAndFlip:
         pixels = rows.unsqueeze(2) * padded.shape[3] + columns.unsqueeze(1)  # (n, H, W)
         chosen = padded.flatten(2).gather(2, pixels.view(n, 1, -1).expand(n, channels, -1))
         return chosen.view(images.shape)
+
+
+def _mirrored(images: Tensor) -> Tensor:
+    """Each image mirrored with probability 1/2."""
+    chosen = torch.rand(len(images), device=images.device) < 0.5
+    images = images.clone()
+    images[chosen] = images[chosen].flip(3)
+    return images
