@@ -4,6 +4,7 @@ import json
 import math
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -115,26 +116,30 @@ def test_a_small_run_of_post_processing_prints_every_chain(tmp_path):
 
 
 @pytest.fixture
-def methods(monkeypatch):
+def comparisons(monkeypatch):
+    """The modules ``methods``, ``recipes`` and ``tuned_runs``."""
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     import methods
+    import recipes
+    import tuned_runs
 
-    return methods
+    return methods, recipes, tuned_runs
 
 
 @pytest.mark.parametrize(
     ("best", "tried", "edge"), [(0.06, 3, False), (0.54, 5, False), (0.18, 4, False), (0.001, 5, True), (99.0, 5, True)]
 )
-def test_the_learning_rate_is_looked_for_where_it_is_better(methods, monkeypatch, tmp_path, best, tried, edge):
+def test_the_learning_rate_is_looked_for_where_it_is_better(comparisons, monkeypatch, tmp_path, best, tried, edge):
+    methods, _, tuned_runs = comparisons
     runs = []
 
-    def run(method, rate, seed, batch_size, options):
+    def run(cell, rate, seed, options):
         runs.append((rate, seed))
         return {"val_accuracy_last": 1 / (1 + abs(math.log(rate / best))), "test_accuracy_last": seed / 10}
 
-    monkeypatch.setattr(methods, "run", run)
+    monkeypatch.setattr(tuned_runs, "run", run)
     options = methods.parse(["--data", "x.npz", "--out", str(tmp_path), "--seeds", "1", "2", "3"])
-    row = methods.tune("dp_muon", 256, options)
+    row = tuned_runs.tune(methods.cell("dp_muon", 256, options), options)
     assert len(row["tried"]) == tried
     assert row["at_the_edge"] == edge
     assert row["test"] == [0.1, 0.2, 0.3]
@@ -142,7 +147,8 @@ def test_the_learning_rate_is_looked_for_where_it_is_better(methods, monkeypatch
     assert {rate for rate, seed in runs if seed > 1} == {row["rate"]}
 
 
-def test_an_interrupted_run_is_made_again_and_a_finished_one_is_kept(methods, monkeypatch, tmp_path):
+def test_an_interrupted_run_is_made_again_and_a_finished_one_is_kept(comparisons, monkeypatch, tmp_path):
+    methods, _, tuned_runs = comparisons
     folder = tmp_path / "batch_256" / "dp_sgd" / "lr_1_seed_1"
     folder.mkdir(parents=True)
     (folder / "config.yaml").write_text("left by a run that was killed")  # dpl refuses to write over it
@@ -153,27 +159,52 @@ def test_an_interrupted_run_is_made_again_and_a_finished_one_is_kept(methods, mo
         result = {"val_accuracy_last": 0.5, "test_accuracy_last": 0.4, "seconds": 1.0}
         (folder / "result.json").write_text(json.dumps(result))
 
-    monkeypatch.setattr(methods.subprocess, "run", fit)
+    monkeypatch.setattr(tuned_runs.subprocess, "run", fit)
     options = methods.parse(["--data", "x.npz", "--out", str(tmp_path)])
     for _ in range(2):
-        assert methods.run("dp_sgd", 1.0, 1, 256, options)["test_accuracy_last"] == 0.4
+        cell = methods.cell("dp_sgd", 256, options)
+        assert tuned_runs.run(cell, 1.0, 1, options)["test_accuracy_last"] == 0.4
     assert found == ["log.txt", "run.yaml"]
 
 
-def test_every_method_of_the_comparison_is_a_configuration(methods, tmp_path):
+def test_cells_that_share_their_runs_make_them_once(comparisons, monkeypatch, tmp_path, capsys):
+    _, recipes, tuned_runs = comparisons
+    made = []
+
+    def fit(command, **kwargs):
+        folder = Path(command[-1]).parent
+        made.append(folder)
+        time.sleep(0.05)
+        result = {"val_accuracy_last": 0.5, "test_accuracy_last": 0.25, "seconds": 1.0}
+        result |= {"averaged_val_accuracy_last": 0.6, "averaged_test_accuracy_last": 0.5}
+        (folder / "result.json").write_text(json.dumps(result))
+
+    monkeypatch.setattr(tuned_runs.subprocess, "run", fit)
+    options = recipes.parse(["--data", "x.npz", "--out", str(tmp_path), "--jobs", "2"])
+    tuned_runs.compare([recipes.cell(rung, 64, options) for rung in ("augmult", "average")], options)
+    assert len(made) == len(set(made))
+    rows = {row["name"]: row["test"] for row in json.loads((tmp_path / "table.json").read_text())}
+    assert rows == {"augmult": [0.25, 0.25], "average": [0.5, 0.5]}
+    assert "| 64 | average | " in capsys.readouterr().out
+
+
+def test_every_cell_of_a_comparison_is_a_configuration(comparisons, tmp_path):
+    methods, recipes, _ = comparisons
     images = np.random.default_rng(0).integers(0, 255, (40, 8, 8, 3), np.uint8)
     np.savez(tmp_path / "images.npz", train_images=images, train_labels=np.arange(40) % 10)
-    options = methods.parse(["--data", str(tmp_path / "images.npz"), "--out", str(tmp_path), "--epochs", "1"])
-    for method in methods.METHODS:
-        folder = tmp_path / method
-        folder.mkdir()
-        config = methods.configuration(method, 0.1, 1, 18, folder, options)
-        config["privacy"]["delta"] = 1e-3
-        (folder / "run.yaml").write_text(yaml.safe_dump(config))
-        main(["fit", "--config", str(folder / "run.yaml")])
-        result = json.loads((folder / "result.json").read_text())
-        assert result["num_steps"] == 2
-        assert result["val_accuracy_last"] is not None
+    for module, names in ((methods, methods.METHODS), (recipes, recipes.LADDER)):
+        options = module.parse(["--data", str(tmp_path / "images.npz"), "--out", str(tmp_path), "--epochs", "1"])
+        for name in names:
+            folder = tmp_path / module.__name__ / name
+            folder.mkdir(parents=True)
+            cell = module.cell(name, 18, options)
+            config = cell.configuration(0.1, 1, folder)
+            config["privacy"]["delta"] = 1e-3
+            (folder / "run.yaml").write_text(yaml.safe_dump(config))
+            main(["fit", "--config", str(folder / "run.yaml")])
+            result = json.loads((folder / "result.json").read_text())
+            assert result["num_steps"] == 2
+            assert result["averaged_val_accuracy_last" if cell.average else "val_accuracy_last"] is not None
 
 
 def test_planted_signals_are_found_as_theory_says(monkeypatch):
