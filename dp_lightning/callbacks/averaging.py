@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor
@@ -27,8 +28,8 @@ PREFIX = "averaged/"
 class AveragedWeights(pl.Callback):
     """Keeps the average of the trained parameters and evaluates it where the module is evaluated.
 
-    Each batch of a validation or test goes through a copy of the module with the averaged weights too, and whatever
-    the module logs is logged a second time as ``averaged/<name>``. Frozen parameters and buffers are the module's own.
+    Each batch of a validation or test goes through a copy of the module with the averaged weights too, made when the
+    evaluation starts, and whatever the module logs is logged a second time as ``averaged/<name>``.
     Predictions are made with the weights that ``predict_with`` names. The average is saved in checkpoints; a run that
     goes on from a checkpoint without one starts it there.
 
@@ -49,26 +50,18 @@ class AveragedWeights(pl.Callback):
         self._average: dict[str, Tensor] = {}
         self._copy: pl.LightningModule | None = None
         self._steps = 0
+        self._set_aside: dict[str, Tensor] = {}
 
     @property
     def average(self) -> Mapping[str, Tensor]:
         """The averaged parameters by name; empty before the first fit."""
         return self._average
 
-    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        if self.decay is None:
-            return
-        try:
-            self._copy = copy.deepcopy(pl_module)  # before anything hooks into the module
-        except Exception as error:
-            raise ConfigurationError(
-                f"averaging.decay needs a copy of {type(pl_module).__name__}, which cannot be copied ({error}). Set "
-                "averaging.decay: null."
-            ) from error
-
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self.decay is None:
+            self._average = {}  # of the checkpoint: it would no longer follow the weights
             return
+        self._copy_of(pl_module, {})  # now rather than at the first validation, where it cannot be copied
         trained = {name: p.detach() for name, p in pl_module.named_parameters() if p.requires_grad}
         if self._average.keys() != trained.keys():
             self._num_updates, self._average = 0, {name: p.clone() for name, p in trained.items()}
@@ -85,10 +78,9 @@ class AveragedWeights(pl.Callback):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: STEP_OUTPUT, batch: Any, batch_idx: int
     ) -> None:
-        if not self._average or trainer.global_step == self._steps:
+        if self.decay is None or trainer.global_step == self._steps:
             return
         self._steps = trainer.global_step
-        assert self.decay is not None
         decay = min(self.decay, (1 + self._num_updates) / (10 + self._num_updates))
         self._num_updates += 1
         parameters = dict(pl_module.named_parameters())
@@ -96,7 +88,7 @@ class AveragedWeights(pl.Callback):
             list(self._average.values()), [parameters[name].detach() for name in self._average], 1 - decay
         )
 
-    # Evaluation of the copy
+    # Evaluation of the average
 
     def on_validation_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._prepare(trainer, pl_module)
@@ -106,25 +98,40 @@ class AveragedWeights(pl.Callback):
         self._prepare(trainer, pl_module)
         self._hook("on_test_epoch_start")
 
+    def on_validation_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *inputs: Any) -> None:
+        self._hook("on_validation_batch_start", *inputs)
+
+    def on_test_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *inputs: Any) -> None:
+        self._hook("on_test_batch_start", *inputs)
+
     def on_validation_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: STEP_OUTPUT, *inputs: Any
     ) -> None:
-        self._evaluate(trainer, "validation_step", *inputs)
+        self._hook("on_validation_batch_end", self._evaluate(trainer, "validation_step", *inputs), *inputs)
 
     def on_test_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: STEP_OUTPUT, *inputs: Any
     ) -> None:
-        self._evaluate(trainer, "test_step", *inputs)
+        self._hook("on_test_batch_end", self._evaluate(trainer, "test_step", *inputs), *inputs)
 
     def on_validation_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._hook("on_validation_epoch_end")
+        self._copy = None
 
     def on_test_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._hook("on_test_epoch_end")
+        self._copy = None
 
     @torch.no_grad()
     def on_predict_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if self.decay is None or self.predict_with == "raw":
+        if self.predict_with == "raw":
+            return
+        if self.decay is None:
+            if self._average:
+                rank_zero_warn(
+                    "The checkpoint has an average of the weights, and predictions are made with the weights "
+                    "themselves, since averaging.decay is not set. Set it to the run's value to use the average."
+                )
             return
         if not self._average:
             raise ConfigurationError(
@@ -133,7 +140,21 @@ class AveragedWeights(pl.Callback):
             )
         for name, parameter in pl_module.named_parameters():
             if name in self._average:
+                self._set_aside[name] = parameter.detach().clone()
                 parameter.copy_(self._average[name])
+
+    def on_predict_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._put_back(pl_module)
+
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        self._put_back(pl_module)
+
+    @torch.no_grad()
+    def _put_back(self, pl_module: pl.LightningModule) -> None:
+        parameters = dict(pl_module.named_parameters())
+        for name, value in self._set_aside.items():
+            parameters[name].copy_(value)
+        self._set_aside = {}
 
     def state_dict(self) -> dict[str, Any]:
         return {"num_updates": self._num_updates, "average": self._average} if self._average else {}
@@ -143,35 +164,46 @@ class AveragedWeights(pl.Callback):
             self._num_updates, self._average = state_dict["num_updates"], dict(state_dict["average"])
 
     def _prepare(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Make the copy the module with the averaged weights; they are shared, not copied again."""
-        if self._copy is None or not self._average:
+        """Make the copy as the module is now; the averaged weights are shared with it, not copied again."""
+        if self.decay is None or not self._average:
             return
-        module = self._copy.to(pl_module.device).eval()
+        module = self._copy_of(pl_module, self._average)
         module.trainer = trainer
-        own = dict(pl_module.named_parameters())
-        for name, parameter in module.named_parameters():
-            average = self._average.get(name)
-            parameter.data = own[name].data if average is None else average.to(own[name])
-        for buffer, current in zip(module.buffers(), pl_module.buffers(), strict=True):
-            buffer.copy_(current)
 
         def log(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
             # Lightning looks for metrics in the module itself, unless they have a name.
             pl_module.log(PREFIX + name, value, *args, **{"metric_attribute": PREFIX + name, **kwargs})
 
         module.__dict__["log"] = log
+        self._copy = module
+
+    def _copy_of(self, module: pl.LightningModule, weights: Mapping[str, Tensor]) -> pl.LightningModule:
+        """A copy with the given weights, and the module's own parameters for the others."""
+        memo: dict[int, Any] = {}
+        for name, parameter in module.named_parameters():
+            given = weights.get(name)
+            memo[id(parameter)] = (
+                parameter if given is None else torch.nn.Parameter(given.to(parameter), requires_grad=False)
+            )
+        try:
+            return copy.deepcopy(module, memo)
+        except Exception as error:
+            raise ConfigurationError(
+                f"averaging.decay needs a copy of {type(module).__name__}, which cannot be copied ({error}). Set "
+                "averaging.decay: null."
+            ) from error
 
     def _evaluate(
         self, trainer: pl.Trainer, name: str, batch: Any, batch_idx: int, dataloader_idx: int | None = None
-    ) -> None:
-        if self._copy is None or not self._average:
-            return
+    ) -> Any:
+        if self._copy is None:
+            return None
         step = getattr(self._copy, name)
         takes_index = is_param_in_hook_signature(step, "batch_idx", min_args=2)
         inputs = [batch, *([batch_idx] if takes_index else []), *([] if dataloader_idx is None else [dataloader_idx])]
         with trainer.precision_plugin.val_step_context():
-            step(*inputs)
+            return step(*inputs)
 
-    def _hook(self, name: str) -> None:
-        if self._copy is not None and self._average:
-            getattr(self._copy, name)()
+    def _hook(self, name: str, *inputs: Any) -> None:
+        if self._copy is not None:
+            getattr(self._copy, name)(*inputs)

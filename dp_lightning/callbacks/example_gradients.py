@@ -6,13 +6,14 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from dp_lightning.callbacks.own_step import silent, training_loss
 from dp_lightning.errors import ConfigurationError, ModelError
 from dp_lightning.privacy.disk import DiSK, Extrapolation
 from dp_lightning.privacy.gradients import GradientEngine
 from dp_lightning.privacy.gradients.contribution import Contribution
+from dp_lightning.privacy.model_check import refuse_batch_statistics
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,10 @@ class ExampleGradients:
         # Two gradients of each example, of which the second one is taken at the extrapolated point and has this weight.
         self._second_weight = None if disk is None or disk.gamma is None else disk.weight
         self._extrapolation = None if disk is None else Extrapolation(self.engine.parameters, disk.length)
-        self._versions: dict[str, int] = {}
+        self._versions: dict[str, tuple[Tensor, int]] = {}
+        self._norms = [
+            (name, m) for name, m in module.named_modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)
+        ]
         self._inputs: tuple[Any, int] = (None, 0)
         self._size = 0
         self._random: list[Tensor] = []
@@ -172,14 +176,17 @@ class ExampleGradients:
         """What makes of the loss the sum over examples of the mean over their views."""
         return self._size if self._settings.loss_reduction == "mean" else 1 / self._settings.augmult
 
-    def _tensor_versions(self) -> dict[str, int]:
-        """How often each parameter and buffer was changed in place."""
+    def _tensor_versions(self) -> dict[str, tuple[Tensor, int]]:
+        """Each parameter and buffer, and how often it was changed in place."""
         tensors = (*self._module.named_parameters(), *self._module.named_buffers())
-        return {name: tensor._version for name, tensor in tensors if not tensor.is_inference()}
+        return {name: (tensor, tensor._version) for name, tensor in tensors if not tensor.is_inference()}
 
     def _require_versions(self) -> None:
-        for name, count in self._tensor_versions().items():
-            if count != self._versions.get(name, count):
+        for name, norm in self._norms:
+            refuse_batch_statistics(name, norm)
+        for name, (tensor, count) in self._tensor_versions().items():
+            before, earlier = self._versions.get(name, (None, 0))
+            if tensor is not before or count != earlier:
                 raise ModelError(
                     f"'{name}' is changed while an example's gradient is computed. A parameter or buffer computed from "
                     "raw examples would be saved with the model, outside of the guarantee."

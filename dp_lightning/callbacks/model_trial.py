@@ -7,11 +7,12 @@ import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, default_collate
 from torchmetrics import Metric
 
 from dp_lightning.callbacks.example_gradients import GradientSettings
 from dp_lightning.callbacks.own_step import silent, training_loss
+from dp_lightning.errors import ConfigurationError
 from dp_lightning.privacy.gradients import GradientEngine
 from dp_lightning.privacy.model_check import check_per_example, refuse_randomness
 
@@ -38,8 +39,13 @@ def try_model(
     generator = torch.Generator().manual_seed(0)
     examples = [_made_up(dataset[k * len(dataset) // count], generator) for k in range(count)]
     views = min(settings.augmult, _VIEWS)
-    few = [[_made_up(example, generator) for _ in range(views)] for example in examples[:2]]
+    # A view is drawn for itself, as in a run: what is made up is numbers, and not the sizes of tensors.
+    few = [
+        [_made_up(dataset[k * len(dataset) // count], generator) for _ in range(views)]
+        for k in range(min(2 if views == 1 else 4, count))
+    ]
     if settings.augmult > 1:
+        _require_order(loader)
         _warn_of_equal_views(dataset)
 
     def batch_of(chosen: list[Any]) -> Any:
@@ -55,8 +61,10 @@ def try_model(
                 lambda batch: training_loss(module, batch, 0),
                 batch_of(examples),
                 [batch_of([example]) for example in examples],
-                few=batch_of([view for example in few for view in example]),
-                few_alone=[batch_of(example) for example in few],
+                few=[
+                    (batch_of([view for example in order for view in example]), [batch_of(one) for one in order])
+                    for order in (few, few[::-1])
+                ],
                 augmult=views,
                 loss_reduction=settings.loss_reduction,
             )
@@ -64,6 +72,19 @@ def try_model(
         for metric in module.modules():
             if isinstance(metric, Metric):
                 metric.reset()
+
+
+def _require_order(loader: DataLoader[Any]) -> None:
+    """Views are told by their places in the batch, so nothing may move them.
+
+    Raises:
+        ConfigurationError: for a ``collate_fn`` that is not torch's own.
+    """
+    if loader.collate_fn is not default_collate:
+        raise ConfigurationError(
+            "privacy.augmult above 1 needs the default collate_fn: the views of an example are known by their places "
+            "in the batch, and a collate_fn of one's own might move them. Do its work in the data set."
+        )
 
 
 def _warn_of_equal_views(dataset: Any) -> None:

@@ -17,6 +17,7 @@ from dp_lightning.commands.saved_module import saved_module
 from dp_lightning.errors import ConfigurationError, DataError, DpLightningError
 from dp_lightning.files import replacing, require_writable
 from dp_lightning.models.pretrained import without_weights
+from dp_lightning.models.pretrained_input import PretrainedInput
 from dp_lightning.privacy.statement import PrivacyStatement
 from dp_lightning.strategies.checkpoint_io import PrivateCheckpointIO
 
@@ -38,6 +39,7 @@ def main(argv: list[str]) -> int:
             weights=arguments.weights,
             formats=arguments.format,
             image_size=arguments.image_size,
+            module_class=arguments.module_class,
         ):
             print(path)
     except DpLightningError as error:
@@ -53,11 +55,14 @@ def export(
     weights: str | None = None,
     formats: list[str] | None = None,
     image_size: int | None = None,
+    module_class: str | None = None,
 ) -> list[Path]:
     """Write ``model.safetensors``, ``model.onnx``, ``model.json`` and the privacy statement into ``out``.
 
-    The network takes images as the data module gives them, float32 (n, C, H, W) after its normalisation, which
-    ``model.json`` states, and returns logits (n, classes).
+    ``model.onnx`` takes images as the data module gives them, float32 (n, C, H, W) after its normalisation, which
+    ``model.json`` states, and returns logits (n, classes). ``model.safetensors`` has the tensors of the network alone:
+    what a ``TimmModule`` with pretrained weights does to its images before, resizing and another normalisation, is in
+    ``model.onnx`` and stated in ``model.json``.
 
     Args:
         checkpoint: of a private run.
@@ -65,6 +70,7 @@ def export(
         weights: ``raw`` or ``averaged``; None is averaged where the checkpoint has an average.
         formats: of ``safetensors`` and ``onnx``; None is both.
         image_size: height and width of the images, where the checkpoint does not say.
+        module_class: path of the module's class, where it is not one of dp_lightning.
 
     Returns:
         The files.
@@ -83,18 +89,19 @@ def export(
             "weights reveal."
         )
     require_writable(out, "--out")
-    module, settings = _module(checkpoint, saved)
-    average = saved.get("callbacks", {}).get(AveragedWeights.__qualname__, {}).get("average", {})
+    module, settings = _module(checkpoint, saved, module_class)
+    average: dict[str, Tensor] = saved.get("callbacks", {}).get(AveragedWeights.__qualname__, {}).get("average", {})
     if weights == "averaged" and not average:
         raise ConfigurationError(f"{checkpoint} has no average of the weights. Leave --weights out, or set it to raw.")
     chosen = weights or ("averaged" if average else "raw")
     if chosen == "averaged":
-        module.load_state_dict({**module.state_dict(), **average})
+        module.load_state_dict(average, strict=False)
     statement = PrivacyStatement.from_saved(saved[STATEMENT])
     written = list(statement.write(out))
     facts = {
         "class_path": settings.pop("_class_path", None),
         "settings": {name: value for name, value in settings.items() if name != "_instantiator"},
+        "input": _input_of(module),
         "weights": chosen,
         "num_steps": statement.ledger.num_steps,
         "epsilon": statement.to_dict()["epsilon"],
@@ -117,14 +124,17 @@ def export(
     return [*written, path]
 
 
-def _module(checkpoint: Path, saved: dict[str, Any]) -> tuple[pl.LightningModule, dict[str, Any]]:
+def _module(
+    checkpoint: Path, saved: dict[str, Any], module_class: str | None
+) -> tuple[pl.LightningModule, dict[str, Any]]:
     """The module of the checkpoint, and the settings that it was made with."""
     settings = dict(saved.get("hyper_parameters", {}))
-    kind, known = saved_module(settings)
+    kind, known = saved_module(settings, trusted=module_class)
     if kind is None:
         raise ConfigurationError(
-            f"{checkpoint} does not say of which class its module is. Train it with `dpl fit`, which notes class and "
-            "settings."
+            f"The module of {checkpoint} is of the class {settings.get('_class_path', '(not named)')}. A file does not "
+            "choose which code runs: where that is a LightningModule of yours that `dpl fit` has trained, name it by "
+            "--module-class."
         )
     with without_weights():
         module: pl.LightningModule = kind(**known)
@@ -133,6 +143,18 @@ def _module(checkpoint: Path, saved: dict[str, Any]) -> tuple[pl.LightningModule
     except RuntimeError as error:
         raise DataError(f"{checkpoint} does not fit {kind.__name__}: {str(error).splitlines()[-1].strip()}") from error
     return module.eval(), settings
+
+
+def _input_of(module: pl.LightningModule) -> dict[str, Any] | None:
+    """What becomes of an image before the network sees it; None for nothing."""
+    prepare = getattr(module, "input", None)
+    if not isinstance(prepare, PretrainedInput):
+        return None
+    return {
+        "size": list(prepare.size),
+        "scale": prepare.scale.flatten().tolist(),
+        "shift": prepare.shift.flatten().tolist(),
+    }
 
 
 def _tensors(module: pl.LightningModule) -> dict[str, Tensor]:
@@ -178,5 +200,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--format", nargs="+", choices=_FORMATS, help="default: both")
     parser.add_argument(
         "--image-size", "--image_size", type=int, help="height and width, where the checkpoint does not say"
+    )
+    parser.add_argument(
+        "--module-class", "--module_class", help="class of the module, package.module.Class, where it is your own"
     )
     return parser

@@ -64,7 +64,8 @@ class TrainingCLI(LightningCLI):
         if path is None or not Path(path).is_file():
             return
         saved = PrivateCheckpointIO().load_checkpoint(path).get("hyper_parameters", {})
-        kind, settings = saved_module(saved)
+        model = self.config[command].get("model")
+        kind, settings = saved_module(saved, trusted=None if model is None else model.class_path)
         if kind is None:
             return
         data = self.config[command].get("data")

@@ -45,13 +45,22 @@ def refuse_mixing_modules(model: nn.Module) -> None:
                     "are computed from raw examples. Set track_running_stats=False."
                 )
             continue
-        if isinstance(module, nn.modules.batchnorm._NormBase) and not _is_fixed(module):
-            raise ModelError(
-                f"Module '{name}' ({type(module).__name__}) cannot be trained privately: it computes statistics "
-                "over the batch, so examples enter each other's gradients. Make it a GroupNorm (TimmModule: "
-                "batch_norm: group_norm; any model: dp_lightning.models.batch_norm_to_group_norm), or keep it in "
-                "evaluation mode with statistics of public data (batch_norm: frozen; freeze_batch_norm)."
-            )
+        refuse_batch_statistics(name, module)
+
+
+def refuse_batch_statistics(name: str, module: nn.Module) -> None:
+    """Refuse a BatchNorm that normalises by the batch it sees.
+
+    Raises:
+        ModelError: with the module's name and the fix.
+    """
+    if isinstance(module, nn.modules.batchnorm._BatchNorm) and not _is_fixed(module):
+        raise ModelError(
+            f"Module '{name}' ({type(module).__name__}) cannot be trained privately: it computes statistics "
+            "over the batch, so examples enter each other's gradients. Make it a GroupNorm (TimmModule: "
+            "batch_norm: group_norm; any model: dp_lightning.models.batch_norm_to_group_norm), or keep it in "
+            "evaluation mode with statistics of public data (batch_norm: frozen; freeze_batch_norm)."
+        )
 
 
 def fixed_statistics(model: nn.Module) -> list[str]:
@@ -75,8 +84,7 @@ def check_per_example(
     together: Any,
     alone: Sequence[Any],
     *,
-    few: Any,
-    few_alone: Sequence[Any],
+    few: Sequence[tuple[Any, Sequence[Any]]],
     augmult: int,
     loss_reduction: str,
 ) -> None:
@@ -88,9 +96,8 @@ def check_per_example(
         loss_of: batch to scalar loss, as training computes it.
         together: one batch of all examples.
         alone: batches of one example each, in the same order.
-        few: one batch of fewer examples, of ``augmult`` rows each, for the gradients, which take more memory than
-            losses.
-        few_alone: batches of one of these examples each, in the same order.
+        few: for the gradients, which take more memory than losses: batches of fewer examples, of ``augmult`` rows
+            each, and for each of them the batches of its examples alone, in the same order.
         augmult: rows of an example in ``few``.
         loss_reduction: ``mean`` or ``sum``, how ``loss_of`` reduces.
 
@@ -104,15 +111,17 @@ def check_per_example(
         torch.random.fork_rng(devices=_cuda_devices(model)),
     ):
         _check_losses(loss_of, together, alone, loss_reduction)
-        try:
-            _check_gradients(engine, loss_of, few, few_alone, augmult, loss_reduction)
-        except ModelError as error:
-            # Rounding puts a few units of a deep network on the other side of a ReLU's kink.
-            with _in_float64(model):
-                try:
-                    _check_gradients(engine, loss_of, _float64(few), _float64(few_alone), augmult, loss_reduction)
-                except Exception:
-                    raise error from None
+        # In two orders: a module that sorts its examples may find one of them sorted.
+        for batch, singles in few:
+            try:
+                _check_gradients(engine, loss_of, batch, singles, augmult, loss_reduction)
+            except ModelError as error:
+                # Rounding puts a few units of a deep network on the other side of a ReLU's kink.
+                with _in_float64(model):
+                    try:
+                        _check_gradients(engine, loss_of, _float64(batch), _float64(singles), augmult, loss_reduction)
+                    except Exception:
+                        raise error from None
 
 
 @contextmanager

@@ -7,11 +7,15 @@ import pytest
 import torch
 from plain_run import N, Plain, examples, loader, privacy, trainer, without_noise
 from torch.nn import functional as F
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, default_collate
 
-from dp_lightning.errors import ConfigurationError
+from dp_lightning.callbacks import PostProcessCallback
+from dp_lightning.errors import ConfigurationError, ModelError
+from dp_lightning.postprocess import Kalman
+from dp_lightning.privacy.disk import DiSK
 
-BOUND, LR = 0.5, 0.5
+# Clips about half of the examples.
+BOUND, LR = 1.8, 0.5
 
 
 class Augmented(Dataset):
@@ -52,7 +56,7 @@ def fitted(tmp_path, callback, module=None, dataset=None, **kwargs):
 
 def by_loop(net, views, labels, augmult):
     """One noiseless step on every example, in float64: mean over views, then the clip."""
-    total = [torch.zeros_like(p) for p in net.parameters()]
+    total, norms = [torch.zeros_like(p) for p in net.parameters()], []
     for rows, y in zip(views.split(augmult), labels.split(augmult), strict=True):
         mean = [torch.zeros_like(p) for p in net.parameters()]
         for row in rows:
@@ -61,11 +65,13 @@ def by_loop(net, views, labels, augmult):
             ):
                 m += g / augmult
         norm = float(torch.cat([m.flatten() for m in mean]).norm())
+        norms.append(norm)
         for t, m in zip(total, mean, strict=True):
             t += m * min(1.0, BOUND / norm)
     with torch.no_grad():
         for p, t in zip(net.parameters(), total, strict=True):
             p -= LR * t / N
+    return norms
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
@@ -86,8 +92,10 @@ def test_a_run_clips_the_mean_over_views(tmp_path, augmult, reduction):
     assert torch.equal(indices, torch.arange(N).repeat_interleave(augmult).repeat(4))
     assert len(xs.unique(dim=0)) == 4 * N * augmult
     net = net.double()
+    norms = []
     for views, labels in zip(xs.double().split(N * augmult), ys.split(N * augmult), strict=True):
-        by_loop(net, views, labels, augmult)
+        norms += by_loop(net, views, labels, augmult)
+    assert 0.2 < sum(norm > BOUND for norm in norms) / len(norms) < 0.9
     ours = torch.cat([p.detach().flatten() for p in module.parameters()]).double()
     wanted = torch.cat([p.detach().flatten() for p in net.parameters()])
     torch.testing.assert_close(ours, wanted, rtol=1e-5, atol=1e-6)
@@ -138,3 +146,56 @@ def test_views_that_are_all_alike_give_a_warning(tmp_path, recwarn, random):
 
     fitted(tmp_path, privacy(augmult=2), Labelled(), Augmented() if random else examples())
     assert any("all views of an example are the same" in str(warning.message) for warning in recwarn) != random
+
+
+@pytest.mark.parametrize("gamma", [None, 0.5])
+@pytest.mark.parametrize("augmult", [1, 3])
+def test_a_summed_loss_takes_the_steps_of_a_mean_with_disk_too(tmp_path, gamma, augmult):
+    ends = []
+    for reduction in ("mean", "sum"):
+        callback = without_noise(
+            expected_batch_size=N,
+            max_grad_norm=BOUND,
+            max_physical_batch_size=25,
+            augmult=augmult,
+            loss_reduction=reduction,
+            disk=DiSK(0.7, gamma),
+        )
+        torch.manual_seed(0)
+        module = Seen(reduction)
+        run = trainer(tmp_path, callback, PostProcessCallback([Kalman(gain=0.7, applies_to="all")]), max_epochs=4)
+        run.fit(module, loader(Augmented()))
+        ends.append(torch.cat([p.detach().flatten() for p in module.parameters()]))
+    torch.testing.assert_close(*ends, rtol=1e-5, atol=1e-6)
+
+
+def test_a_collate_function_that_could_move_views_is_refused(tmp_path):
+    def by_size(items):
+        return default_collate(sorted(items, key=lambda item: float(item[0].sum())))
+
+    own = loader(Augmented(), collate_fn=by_size)
+    with pytest.raises(ConfigurationError, match=r"privacy\.augmult above 1 needs the default collate_fn"):
+        trainer(tmp_path, privacy(augmult=2), max_steps=2, max_epochs=-1).fit(Seen(), own)
+
+
+class Sorts(Seen):
+    """Its second layer sees the rows in another order than the first."""
+
+    def __init__(self, key):
+        super().__init__()
+        self.first, self.key = torch.nn.Linear(5, 5), key
+
+    def training_step(self, batch, batch_idx):
+        order = self.key(batch).argsort()
+        return F.cross_entropy(self.net(self.first(batch[0])[order]), batch[1][order])
+
+
+KEYS = {"a number of the example": lambda batch: batch[2], "a number of the view": lambda batch: batch[0][:, 0]}
+
+
+@pytest.mark.parametrize("augmult", [1, 2])
+@pytest.mark.parametrize("key", KEYS)
+def test_a_module_that_moves_rows_is_refused(tmp_path, key, augmult):
+    """Also where the first examples of the data set stand in the order that it makes."""
+    with pytest.raises(ModelError, match="differs from the gradient of the example alone"):
+        fitted(tmp_path, privacy(augmult=augmult), Sorts(KEYS[key]))

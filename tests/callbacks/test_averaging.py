@@ -180,6 +180,85 @@ def test_a_module_that_cannot_be_copied_is_refused(tmp_path):
         trainer(tmp_path, privacy(), AveragedWeights(0.9)).fit(Locked(), loader())
 
 
+class Elaborate(Watched):
+    """Makes attributes and buffers on the way, logs in hooks, and has dropout."""
+
+    def __init__(self):
+        super().__init__()
+        self.net.insert(2, nn.Dropout(0.5))
+
+    def setup(self, stage):
+        self.scale = 1.0
+        self.register_buffer("made", torch.ones(3))
+
+    def on_train_start(self):
+        self.scale = 5.0
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        super().on_train_batch_end(outputs, batch, batch_idx)
+        self.offset = self.offset.clone() + 0.01
+
+    def on_validation_start(self):
+        self.outputs = []
+
+    def validation_step(self, batch, batch_idx):
+        super().validation_step(batch, batch_idx)
+        self.outputs.append(len(batch[1]))
+        self.log("val/scale", self.scale * self.made.sum())
+
+    def on_validation_batch_end(self, outputs, batch, batch_idx):
+        self.log("val/rows", float(len(batch[1])))
+
+    def on_validation_epoch_end(self):
+        self.log("val/outputs", float(sum(self.outputs)))
+
+
+def test_modules_that_change_on_the_way_are_evaluated_as_they_are(tmp_path):
+    averaging = AveragedWeights(0.9)
+    used, module = run(tmp_path, averaging, Elaborate())
+    shown = {name: float(value) for name, value in used.callback_metrics.items()}
+    for name in ("val/scale", "val/rows", "val/outputs"):
+        assert shown[f"averaged/{name}"] == shown[name]
+    assert shown["val/scale"] == 15.0
+    assert shown["val/outputs"] == 30.0
+    alone = copy.deepcopy(module).eval()
+    alone.load_state_dict({**module.state_dict(), **averaging.average})
+    x, y = examples(30, seed=4).tensors
+    expected = F.cross_entropy(alone.net(x) + module.offset, y)
+    assert shown["averaged/val/loss"] == pytest.approx(float(expected.detach()), rel=1e-5)
+
+
+def test_predictions_leave_the_weights_as_they_were(tmp_path):
+    averaging = AveragedWeights(0.9)
+    used, module = run(tmp_path, averaging)
+    before = copy.deepcopy(module.state_dict())
+    used.predict(module, loader(examples(30, seed=4)))
+    assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
+
+    class Breaks(Watched):
+        def predict_step(self, batch):
+            raise RuntimeError("broken")
+
+    other = Breaks()
+    other.load_state_dict(before)
+    with pytest.raises(RuntimeError, match="broken"):
+        trainer(tmp_path, averaging).predict(other, loader())
+    assert all(torch.equal(value, before[name]) for name, value in other.state_dict().items())
+
+
+def test_a_run_may_go_on_without_its_average(tmp_path):
+    used, _ = run(tmp_path, AveragedWeights(0.9), max_epochs=2)
+    used.save_checkpoint(tmp_path / "two.ckpt")
+    off = AveragedWeights()
+    again, _ = run(tmp_path, off, ckpt_path=tmp_path / "two.ckpt", max_epochs=3)
+    assert again.global_step == 9
+    assert off.state_dict() == {}
+    with pytest.warns(UserWarning, match="The checkpoint has an average of the weights"):
+        trainer(tmp_path, privacy(), AveragedWeights()).predict(
+            Watched(), loader(), ckpt_path=tmp_path / "two.ckpt", weights_only=True
+        )
+
+
 def test_it_works_without_privacy_too(tmp_path):
     averaging = AveragedWeights(0.9)
     used = trainer(tmp_path, averaging, max_epochs=1)

@@ -141,7 +141,7 @@ def test_what_cannot_be_exported_is_refused_with_the_reason(trained, tmp_path, c
     )
     assert "has no privacy statement" in refusal("--ckpt-path", tmp_path / "plain" / "a.ckpt")
     torch.save({**saved, "hyper_parameters": {}}, tmp_path / "plain" / "b.ckpt")
-    assert "does not say of which class" in refusal("--ckpt-path", tmp_path / "plain" / "b.ckpt")
+    assert "is of the class (not named)" in refusal("--ckpt-path", tmp_path / "plain" / "b.ckpt")
     torch.save({**saved, "callbacks": {}}, tmp_path / "plain" / "c.ckpt")
     assert "has no average" in refusal("--ckpt-path", tmp_path / "plain" / "c.ckpt", "--weights", "averaged")
     sizeless = {key: value for key, value in saved["hyper_parameters"].items() if key != "image_size"}
@@ -150,3 +150,29 @@ def test_what_cannot_be_exported_is_refused_with_the_reason(trained, tmp_path, c
     monkeypatch.setattr(export_module.pydoc, "safeimport", lambda package: None)
     assert "pip install 'dp-lightning[export]'" in refusal("--ckpt-path", path)
     assert not list((tmp_path / "out").glob("*.onnx"))
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_a_checkpoint_does_not_choose_which_code_runs(trained, tmp_path, capsys, named):
+    trap = tmp_path / "sprung"
+    saved = torch.load(checkpoint_of(trained), weights_only=True)
+    saved["hyper_parameters"] = {"_class_path": "subprocess.Popen", "args": ["touch", str(trap)]}
+    torch.save(saved, tmp_path / "trap.ckpt")
+    trust = ["--module-class", "subprocess.Popen"] if named else []
+    assert export("--ckpt-path", tmp_path / "trap.ckpt", "--out", tmp_path / "out", *trust) == 2
+    assert "A file does not choose which code runs" in capsys.readouterr().err
+    assert not trap.exists()
+
+
+def test_a_module_of_ones_own_is_exported_when_it_is_named(trained, tmp_path):
+    saved = torch.load(checkpoint_of(trained), weights_only=True)
+    path = f"{OwnModule.__module__}.OwnModule"
+    saved["hyper_parameters"]["_class_path"] = path
+    torch.save(saved, tmp_path / "own.ckpt")
+    arguments = ["--ckpt-path", tmp_path / "own.ckpt", "--out", tmp_path / "out", "--format", "safetensors"]
+    assert export(*arguments) == 2
+    assert export(*arguments, "--module-class", path) == 0
+
+
+class OwnModule(SmallCNNModule):
+    """A class that is not the project's."""

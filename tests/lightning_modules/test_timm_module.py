@@ -275,3 +275,39 @@ def test_a_file_of_another_network_is_refused(weights, tmp_path):
     (tmp_path / "broken.pth").write_bytes(b"not weights")
     with pytest.raises(ConfigurationError, match="efficientnet_lite0"):
         TimmModule("efficientnet_lite0", 5, weights=str(tmp_path / "broken.pth"))
+
+
+class Thaws(TimmModule):
+    """Takes its norms out of evaluation mode in the second step, or exchanges their statistics."""
+
+    def __init__(self, how, weights):
+        super().__init__("test_efficientnet", 5, weights=weights, batch_norm="frozen", trained="head", input_size=32)
+        self.how = how
+
+    def on_train_batch_start(self, batch, batch_idx):
+        norm = self.model.bn1
+        if batch_idx < 2:
+            return
+        if self.how == "in the step":
+            return
+        if self.how == "uncounted":
+            norm.num_batches_tracked = None
+        if self.how == "untracked":
+            norm.track_running_stats = False
+        torch.nn.Module.train(norm, True)
+
+    def training_step(self, batch, batch_idx):
+        if self.how == "in the step" and batch_idx >= 2:
+            self.model.bn1.running_mean = self.model.bn1.running_mean + batch[0].mean()
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize("how", ["plain", "uncounted", "untracked", "in the step"])
+def test_statistics_that_thaw_during_the_run_are_refused(tmp_path, trainer_of, how):
+    torch.save(timm.create_model("test_efficientnet").state_dict(), tmp_path / "weights.pth")
+    module = Thaws(how, str(tmp_path / "weights.pth"))
+    run = trainer_of(tmp_path)
+    with pytest.raises(ModelError, match=r"bn1.*(computes statistics over the batch|is changed while)"):
+        run.fit(module, DataLoader(TensorDataset(*data("convolutions-head", 12)), batch_size=4))
+    # Nothing that this batch has shown is released.
+    assert run.callbacks[0].ledger.num_steps == run.global_step <= 1

@@ -27,8 +27,13 @@ def check(model, loss_of=None, *, reduction="mean", augmult=1):
             loss_of or default,
             (x, y),
             [(x[i : i + 1], y[i : i + 1]) for i in range(2)],
-            few=(views, labels),
-            few_alone=list(zip(views.split(augmult), labels.split(augmult), strict=True)),
+            few=[
+                (
+                    (torch.cat([views.split(augmult)[i] for i in order]), y[order].repeat_interleave(augmult)),
+                    [(views.split(augmult)[i], labels.split(augmult)[i]) for i in order],
+                )
+                for order in ([0, 1], [1, 0])
+            ],
             augmult=augmult,
             loss_reduction=reduction,
         )
