@@ -264,12 +264,18 @@ def test_where_the_sum_is_rounded_anew_the_norm_holds_a_bound_of_its_rounding(mo
     def loss(output, target):
         return (output * target).flatten(1).sum(1).mean()
 
-    def norm(layer, x, target):
-        _, norms = clipped_gradient_sum(layer, loss, x, target, clip_plan=ClipPlan.flat(max_grad_norm=1.0))
+    def norm(layer, x, target, augmult=1):
+        plan = ClipPlan.flat(max_grad_norm=1.0)
+        _, norms = clipped_gradient_sum(layer, loss, x, target, clip_plan=plan, augmult=augmult)
         return float(norms)
 
     tokens, target = torch.stack([patch, patch])[None], torch.stack([output_gradient, -output_gradient])[None]
     assert norm(nn.Linear(6, 5, bias=False), tokens, target) == pytest.approx(rounding, rel=1e-3)
+    # The positions of two views are positions of the example; the loss is a mean over its views.
+    views = tokens.transpose(0, 1), target.transpose(0, 1)
+    assert norm(nn.Linear(6, 5, bias=False), *views, augmult=2) == pytest.approx(rounding / 2, rel=1e-3)
+    images = views[0].mT.unsqueeze(3).contiguous(), views[1].mT.unsqueeze(3).contiguous()
+    assert norm(nn.Conv2d(6, 5, 1, bias=False), *images, augmult=2) == pytest.approx(rounding / 2, rel=1e-3)
 
     # One row of the weight per output, with its scale: the bound grows with what the scale lengthens.
     conv = timm.layers.ScaledStdConv2d(6, 5, 1, bias=False, gamma=3.0)
