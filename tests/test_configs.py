@@ -107,7 +107,11 @@ def two_steps_on_synthetic_images(path, tmp_path):
     images = noise.integers(0, 255, (12, size, size, channels), np.uint8)
     labels = np.arange(12) % classes
     np.savez(
-        tmp_path / "synthetic.npz", train_images=images, train_labels=labels, test_images=images, test_labels=labels
+        tmp_path / "synthetic.npz",
+        train_images=images,
+        train_labels=labels,
+        test_images=images[:2],
+        test_labels=labels[:2],
     )
     config = yaml.safe_load(path.read_text())
     synthetic = {"path": str(tmp_path / "synthetic.npz"), "num_classes": classes, "eval_batch_size": 2}
@@ -118,7 +122,9 @@ def two_steps_on_synthetic_images(path, tmp_path):
     config["trainer"] |= {"max_steps": 2, "max_epochs": -1, "check_val_every_n_epoch": 1, "accelerator": "cpu"}
     config["trainer"] |= {"logger": False, "enable_progress_bar": False, "default_root_dir": str(tmp_path)}
     config["privacy"] |= {"expected_batch_size": 2, "delta": 1e-2, "accountant": "rdp"}
-    config["privacy"]["max_physical_batch_size"] = max(2, config["privacy"].get("augmult", 1))
+    if "augmult" in config["privacy"]:
+        config["privacy"]["augmult"] = 2  # as good as 16, and eight times faster
+    config["privacy"]["max_physical_batch_size"] = 2
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(config))
     probe = probe_of_small_network(tmp_path) if "probe" in path.stem else []
     main(["fit", "--config", str(tmp_path / "run.yaml"), *without_download(path), *probe])
