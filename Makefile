@@ -43,7 +43,7 @@ lint: $(INSTALLED)
 	$(BIN)/lint-imports
 
 test: lint
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n auto --maxprocesses 8 --dist worksteal
 
 bench: $(INSTALLED)
 	$(BIN)/python benchmarks/step.py --json runs/bench.json

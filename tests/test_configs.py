@@ -33,10 +33,10 @@ SHAPES = {
     "svhn": (10, 32),
     "cifar100": (100, 32),
     "tiny_imagenet": (200, 64),
-    "50_imagenet": (1000, 224),
+    "50_imagenet": (1000, 64),
     "digits": (10, 8),
 }
-# More than ten seconds on two cores, most of it for many layers or large images.
+# More than ten seconds on two busy cores, for many layers.
 HEAVY = {"wrn28_cifar10", "de_wrn40_cifar10", "nf_resnet50_imagenet", "vit_small_cifar100", "vit_small_cifar100_lora"}
 
 
@@ -45,9 +45,10 @@ def data_of(path):
 
 
 def without_download(path):
-    """Pretrained weights cannot be had in a test: a network drawn at random takes their place."""
+    """Pretrained weights cannot be had in a test: a network drawn at random, for fewer pixels, takes their place."""
     if "vit" in path.stem:
-        return ["--model.init_args.pretrained", "false", "--model.init_args.input_size", "224"]
+        model = ("pretrained", "false"), ("input_size", "64"), ("model_kwargs", "{img_size: 64}")
+        return [argument for name, value in model for argument in (f"--model.init_args.{name}", value)]
     return []
 
 
@@ -139,7 +140,7 @@ def test_every_run_takes_steps(path, tmp_path):
     two_steps_on_synthetic_images(path, tmp_path)
 
 
-@pytest.mark.slow  # networks of many layers, or 224 x 224 pixels
+@pytest.mark.slow  # networks of many layers
 @pytest.mark.parametrize("path", [path for path in RUNS if path.stem in HEAVY], ids=lambda path: path.stem)
 def test_every_heavy_run_takes_steps(path, tmp_path):
     two_steps_on_synthetic_images(path, tmp_path)
