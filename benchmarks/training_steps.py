@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torchvision.models.resnet import BasicBlock
 
-from dp_lightning.models import ResNet18, SmallCNN, WideResNet
+from dp_lightning.models import ResNet, SmallCNN, WideResNet
 from dp_lightning.privacy import ClipPlan, GradientEngine
 from dp_lightning.privacy.gradients.clipped_sum import ClippedSum
 
@@ -30,8 +30,8 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, int, int], dict[str,
     # builder, shape of an image, physical batch size by device
     "wrn16-4": (lambda: WideResNet(16, 4, 10), (3, 32, 32), {"cpu": 64, "cuda": 512}),
     "wrn28-10": (lambda: WideResNet(28, 10, 10), (3, 32, 32), {"cpu": 16, "cuda": 512}),
-    "resnet18": (lambda: ResNet18(10, stem="cifar"), (3, 32, 32), {"cpu": 64, "cuda": 512}),
-    "resnet18-224": (lambda: ResNet18(1000, stem="imagenet"), (3, 224, 224), {"cpu": 16, "cuda": 128}),
+    "resnet18": (lambda: ResNet(18, 10, stem="cifar"), (3, 32, 32), {"cpu": 64, "cuda": 512}),
+    "resnet18-224": (lambda: ResNet(18, 1000, stem="imagenet"), (3, 224, 224), {"cpu": 16, "cuda": 128}),
     "small-cnn": (lambda: SmallCNN(10, in_channels=1), (1, 8, 8), {"cpu": 64, "cuda": 512}),
     "vit-s16": (
         lambda: timm.create_model("vit_small_patch16_224", num_classes=1000),

@@ -3,8 +3,7 @@
 from dp_lightning.lightning_modules.base import ImageClassifier
 from dp_lightning.lightning_modules.classifiers import (
     LinearProbeModule,
-    ResNet18Module,
-    ResNet50Module,
+    ResNetModule,
     SmallCNNModule,
     WideResNetModule,
 )
@@ -13,8 +12,7 @@ from dp_lightning.lightning_modules.timm_module import TimmModule
 __all__ = [
     "ImageClassifier",
     "LinearProbeModule",
-    "ResNet18Module",
-    "ResNet50Module",
+    "ResNetModule",
     "SmallCNNModule",
     "TimmModule",
     "WideResNetModule",

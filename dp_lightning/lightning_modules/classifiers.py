@@ -5,7 +5,7 @@ from typing import Literal
 from torch import nn
 
 from dp_lightning.lightning_modules.base import ImageClassifier
-from dp_lightning.models import ResNet18, ResNet50, SmallCNN, WideResNet
+from dp_lightning.models import ResNet, SmallCNN, WideResNet
 
 
 class WideResNetModule(ImageClassifier):
@@ -45,11 +45,12 @@ class WideResNetModule(ImageClassifier):
         self.save_hyperparameters()
 
 
-class ResNet18Module(ImageClassifier):
-    """ResNet-18 with GroupNorm.
+class ResNetModule(ImageClassifier):
+    """ResNet-``depth`` with GroupNorm.
 
     Args:
         num_classes: Number of classes, linked from the data.
+        depth: 18 or 50.
         stem: ``imagenet`` (7x7 convolution of stride 2 and max pooling) for images of about 224 pixels,
             ``cifar`` (3x3 convolution of stride 1) for images of 28 to 64 pixels.
         in_channels: Channels of the images, linked from the data.
@@ -60,35 +61,12 @@ class ResNet18Module(ImageClassifier):
         self,
         num_classes: int,
         *,
+        depth: Literal[18, 50] = 18,
         stem: Literal["imagenet", "cifar"] = "imagenet",
         in_channels: int = 3,
         num_groups: int = 32,
     ) -> None:
-        model = ResNet18(num_classes, stem=stem, in_channels=in_channels, num_groups=num_groups)
-        super().__init__(model, num_classes)
-        self.save_hyperparameters()
-
-
-class ResNet50Module(ImageClassifier):
-    """ResNet-50 with GroupNorm.
-
-    Args:
-        num_classes: Number of classes, linked from the data.
-        stem: ``imagenet`` (7x7 convolution of stride 2 and max pooling) for images of about 224 pixels,
-            ``cifar`` (3x3 convolution of stride 1) for images of 28 to 64 pixels.
-        in_channels: Channels of the images, linked from the data.
-        num_groups: Groups of every GroupNorm; it must divide 64.
-    """
-
-    def __init__(
-        self,
-        num_classes: int,
-        *,
-        stem: Literal["imagenet", "cifar"] = "imagenet",
-        in_channels: int = 3,
-        num_groups: int = 32,
-    ) -> None:
-        model = ResNet50(num_classes, stem=stem, in_channels=in_channels, num_groups=num_groups)
+        model = ResNet(depth, num_classes, stem=stem, in_channels=in_channels, num_groups=num_groups)
         super().__init__(model, num_classes)
         self.save_hyperparameters()
 

@@ -8,19 +8,23 @@ from functools import partial
 from typing import Literal
 
 from torch import nn
-from torchvision.models.resnet import BasicBlock, Bottleneck, ResNet
+from torchvision.models import resnet
 
 from dp_lightning.errors import ModelError
 
 BASE_CHANNELS = 64
+# The block, and how many of them each of the four stages has.
+_STAGES: dict[int, tuple[type[resnet.BasicBlock | resnet.Bottleneck], list[int]]] = {
+    18: (resnet.BasicBlock, [2, 2, 2, 2]),
+    50: (resnet.Bottleneck, [3, 4, 6, 3]),
+}
 
 
-class GroupNormResNet(ResNet):
+class ResNet(resnet.ResNet):
     """A residual network of four stages: (N, in_channels, H, W) to logits (N, num_classes).
 
     Args:
-        block: torchvision's ``BasicBlock`` or ``Bottleneck``.
-        layers: Blocks of each stage.
+        depth: 18 or 50.
         num_classes: Number of logits.
         stem: ``imagenet`` is the 7x7 convolution of stride 2 and the max pooling of the paper, for images of
             about 224 pixels; ``cifar`` is a 3x3 convolution of stride 1 without pooling, for images of 28 to
@@ -29,24 +33,25 @@ class GroupNormResNet(ResNet):
         num_groups: Groups of every GroupNorm; it must divide 64.
 
     Raises:
-        ModelError: ``stem`` is unknown or ``num_groups`` does not divide 64.
+        ModelError: ``depth`` or ``stem`` is unknown, or ``num_groups`` does not divide 64.
     """
 
     def __init__(
         self,
-        block: type[BasicBlock | Bottleneck],
-        layers: list[int],
+        depth: int,
         num_classes: int,
         *,
         stem: Literal["imagenet", "cifar"] = "imagenet",
         in_channels: int = 3,
         num_groups: int = 32,
     ) -> None:
+        if depth not in _STAGES:
+            raise ModelError(f"depth must be 18 or 50, not {depth}")
         if stem not in ("imagenet", "cifar"):
             raise ModelError(f"stem must be 'imagenet' or 'cifar', not {stem!r}")
         if num_groups < 1 or BASE_CHANNELS % num_groups:
             raise ModelError(f"num_groups={num_groups} does not divide 64, the channels of the first layer")
-        super().__init__(block, layers, num_classes=num_classes, norm_layer=partial(nn.GroupNorm, num_groups))
+        super().__init__(*_STAGES[depth], num_classes=num_classes, norm_layer=partial(nn.GroupNorm, num_groups))
         if stem == "cifar":
             self.conv1 = nn.Conv2d(in_channels, BASE_CHANNELS, 3, padding=1, bias=False)
             self.maxpool = nn.Identity()
@@ -57,35 +62,3 @@ class GroupNormResNet(ResNet):
             if isinstance(module, nn.ReLU):
                 # An in-place ReLU overwrites the norm's output, which hooks on the norm still need.
                 module.inplace = False
-
-
-class ResNet18(GroupNormResNet):
-    """ResNet-18; the keyword arguments are those of ``GroupNormResNet``."""
-
-    def __init__(
-        self,
-        num_classes: int,
-        *,
-        stem: Literal["imagenet", "cifar"] = "imagenet",
-        in_channels: int = 3,
-        num_groups: int = 32,
-    ) -> None:
-        super().__init__(
-            BasicBlock, [2, 2, 2, 2], num_classes, stem=stem, in_channels=in_channels, num_groups=num_groups
-        )
-
-
-class ResNet50(GroupNormResNet):
-    """ResNet-50; the keyword arguments are those of ``GroupNormResNet``."""
-
-    def __init__(
-        self,
-        num_classes: int,
-        *,
-        stem: Literal["imagenet", "cifar"] = "imagenet",
-        in_channels: int = 3,
-        num_groups: int = 32,
-    ) -> None:
-        super().__init__(
-            Bottleneck, [3, 4, 6, 3], num_classes, stem=stem, in_channels=in_channels, num_groups=num_groups
-        )

@@ -11,7 +11,7 @@ from dp_lightning.datamodules import Digits
 from dp_lightning.errors import ConfigurationError
 from dp_lightning.lightning_modules import (
     ImageClassifier,
-    ResNet18Module,
+    ResNetModule,
     SmallCNNModule,
     TimmModule,
     WideResNetModule,
@@ -125,7 +125,7 @@ def test_the_training_step_returns_the_mean_loss():
     "make",
     [
         lambda: WideResNetModule(5, depth=10, width=1, in_channels=1),
-        lambda: ResNet18Module(5, stem="cifar", in_channels=1),
+        lambda: ResNetModule(5, stem="cifar", in_channels=1),
         lambda: SmallCNNModule(5, in_channels=1, image_size=16),
         lambda: TimmModule(
             "vit_tiny_patch16_224",

@@ -6,7 +6,7 @@ import torchvision
 from torch import nn
 
 from dp_lightning.errors import ConfigurationError, ModelError
-from dp_lightning.models import ResNet18, SmallCNN, WideResNet, timm_model
+from dp_lightning.models import ResNet, SmallCNN, WideResNet, timm_model
 
 
 @pytest.fixture(autouse=True)
@@ -24,8 +24,8 @@ NETWORKS = {
     "wide_resnet_gray_28": (lambda: WideResNet(10, 1, 7, in_channels=1), (1, 28, 28)),
     "wide_resnet_de_et_al": (lambda: WideResNet(10, 2, 7, weight_standardization=True, relu_first=True), (3, 32, 32)),
     "wide_resnet_64": (lambda: WideResNet(10, 2, 7), (3, 64, 64)),
-    "resnet18_imagenet": (lambda: ResNet18(7), (3, 64, 64)),
-    "resnet18_cifar": (lambda: ResNet18(7, stem="cifar", in_channels=1), (1, 28, 28)),
+    "resnet18_imagenet": (lambda: ResNet(18, 7), (3, 64, 64)),
+    "resnet18_cifar": (lambda: ResNet(18, 7, stem="cifar", in_channels=1), (1, 28, 28)),
     "small_cnn": (lambda: SmallCNN(7), (1, 8, 8)),
     "small_cnn_28": (lambda: SmallCNN(7, in_channels=3, image_size=28, channels=8), (3, 28, 28)),
     "timm_vit": (
@@ -112,16 +112,18 @@ def test_the_order_of_relu_and_norm_is_as_asked(relu_first):
 
 
 @pytest.mark.parametrize("num_classes", [10, 1000])
-def test_resnet18_has_torchvisions_number_of_parameters(num_classes):
-    expected = num_parameters(torchvision.models.resnet18(num_classes=num_classes))
-    assert num_parameters(ResNet18(num_classes)) == expected
-    # The stem for small images has 3x3 instead of 7x7 kernels, 64 x 3 of them.
-    assert num_parameters(ResNet18(num_classes, stem="cifar")) == expected - 64 * 3 * (49 - 9)
+@pytest.mark.parametrize("depth", [18, 50])
+def test_resnets_have_torchvisions_number_of_parameters(depth, num_classes):
+    with torch.device("meta"):
+        expected = num_parameters(getattr(torchvision.models, f"resnet{depth}")(num_classes=num_classes))
+        assert num_parameters(ResNet(depth, num_classes)) == expected
+        # The stem for small images has 3x3 instead of 7x7 kernels, 64 x 3 of them.
+        assert num_parameters(ResNet(depth, num_classes, stem="cifar")) == expected - 64 * 3 * (49 - 9)
 
 
 def test_resnet18_keeps_the_resolution_with_the_cifar_stem():
     images = torch.randn(1, 3, 32, 32)
-    small, large = ResNet18(10, stem="cifar"), ResNet18(10)
+    small, large = ResNet(18, 10, stem="cifar"), ResNet(18, 10)
     assert small.maxpool(small.conv1(images)).shape[-1] == 32
     assert large.maxpool(large.conv1(images)).shape[-1] == 8
 
@@ -143,8 +145,9 @@ def test_initial_activations_keep_their_scale():
         (lambda: WideResNet(4, 4, 10), "depth must be 6n \\+ 4"),
         (lambda: WideResNet(16, 0, 10), "width must be at least 1"),
         (lambda: WideResNet(16, 4, 10, num_groups=32), "num_groups=32 does not divide a layer's 16 channels"),
-        (lambda: ResNet18(10, stem="small"), "stem must be 'imagenet' or 'cifar'"),
-        (lambda: ResNet18(10, num_groups=48), "num_groups=48 does not divide 64"),
+        (lambda: ResNet(18, 10, stem="small"), "stem must be 'imagenet' or 'cifar'"),
+        (lambda: ResNet(34, 10), "depth must be 18 or 50, not 34"),
+        (lambda: ResNet(18, 10, num_groups=48), "num_groups=48 does not divide 64"),
         (lambda: SmallCNN(10, image_size=3), "image_size must be at least 4"),
         (lambda: SmallCNN(10, channels=6), "channels must be a multiple of 4"),
     ],

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from dp_lightning.errors import ModelError
-from dp_lightning.models import ResNet18, SmallCNN, WideResNet
+from dp_lightning.models import ResNet, SmallCNN, WideResNet
 from dp_lightning.privacy import ClipPlan, clipped_gradient_sum
 
 PLANS = {
@@ -23,8 +23,8 @@ MODELS = {
         lambda: WideResNet(10, 2, 10, weight_standardization=True, relu_first=True),
         (3, 16, 16),
     ),
-    "resnet18-cifar": (lambda: ResNet18(10, stem="cifar"), (3, 16, 16)),
-    "resnet18-imagenet": (lambda: ResNet18(10, stem="imagenet"), (3, 64, 64)),
+    "resnet18-cifar": (lambda: ResNet(18, 10, stem="cifar"), (3, 16, 16)),
+    "resnet18-imagenet": (lambda: ResNet(18, 10, stem="imagenet"), (3, 64, 64)),
     "small-cnn": (lambda: SmallCNN(10, in_channels=1, image_size=8), (1, 8, 8)),
     "vit": (lambda: timm.create_model("vit_tiny_patch16_224", img_size=32, depth=3, num_classes=10), (3, 32, 32)),
     "vit-layer-scale": (
