@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Sequence
+from importlib import import_module
 
 from dp_lightning import __version__
 from dp_lightning.errors import DpLightningError
@@ -22,7 +23,14 @@ commands:
 line, as in `dpl fit --config configs/digits.yaml --privacy.target_epsilon 8`, and several --config files compose.
 """
 
-_TRAINING = ("fit", "validate", "test", "predict")
+_MODULES = {
+    "fit": "training",
+    "validate": "training",
+    "test": "training",
+    "predict": "training",
+    "export": "export",
+    "account": "account",
+}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -39,22 +47,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     if command in ("-V", "--version", "version"):
         print(f"dp-lightning {__version__}")
         return
+    if command not in _MODULES:
+        print(f"dpl: there is no command '{command}'. `dpl --help` names them all.", file=sys.stderr)
+        sys.exit(2)
     try:
-        if command in _TRAINING:
-            from dp_lightning.commands.training import run
-
-            run(arguments)
-        elif command == "account":
-            from dp_lightning.commands.account import main as account
-
-            sys.exit(account(arguments[1:]))
-        elif command == "export":
-            from dp_lightning.commands.export import main as export
-
-            sys.exit(export(arguments[1:]))
-        else:
-            print(f"dpl: there is no command '{command}'. `dpl --help` names them all.", file=sys.stderr)
-            sys.exit(2)
+        import_module(f"dp_lightning.commands.{_MODULES[command]}").main(arguments)
     except DpLightningError as error:
         print(f"\ndpl {command}: error: {error}", file=sys.stderr)
         sys.exit(2)

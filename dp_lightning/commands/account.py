@@ -7,11 +7,10 @@ within epsilon, or for epsilon itself. E epochs mean T = floor(E N / B) steps.
 
 import argparse
 import json
-import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from dp_lightning.errors import ConfigurationError, DpLightningError
+from dp_lightning.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from dp_lightning.privacy.plan import PrivacyPlan
@@ -19,20 +18,16 @@ if TYPE_CHECKING:
 _MOST_STEPS = 2**30
 
 
-def main(argv: list[str]) -> int:
-    """Solve for the missing quantity and print it; the status is 0, or 2 on an error named on stderr."""
-    try:
-        arguments = _parser().parse_args(argv)
-    except SystemExit as stop:
-        return int(stop.code or 0)
-    try:
-        plan = _solve(arguments)
-        epsilons = plan.epsilons()
-    except DpLightningError as error:
-        print(f"dpl account: {error}", file=sys.stderr)
-        return 2
-    print(json.dumps(_as_dict(plan, epsilons)) if arguments.json else _table(plan, epsilons))
-    return 0
+def main(arguments: list[str]) -> None:
+    """Solve for the missing quantity and print it.
+
+    Args:
+        arguments: the command and its options.
+    """
+    options = _parser().parse_args(arguments[1:])
+    plan = _solve(options)
+    epsilons = plan.epsilons()
+    print(json.dumps(_as_dict(plan, epsilons)) if options.json else _table(plan, epsilons))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -73,16 +68,16 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _solve(arguments: argparse.Namespace) -> "PrivacyPlan":
+def _solve(options: argparse.Namespace) -> "PrivacyPlan":
     from dp_lightning.privacy.accounting import check_count
     from dp_lightning.privacy.plan import PrivacyPlan
 
-    length = arguments.steps if arguments.steps is not None else arguments.epochs
+    length = options.steps if options.steps is not None else options.epochs
     given = {
-        "--epsilon": arguments.epsilon,
-        "--noise-multiplier": arguments.noise_multiplier,
+        "--epsilon": options.epsilon,
+        "--noise-multiplier": options.noise_multiplier,
         "--steps or --epochs": length,
-        "--batch-size": arguments.batch_size,
+        "--batch-size": options.batch_size,
     }
     missing = [name for name, value in given.items() if value is None]
     if len(missing) != 1:
@@ -91,14 +86,14 @@ def _solve(arguments: argparse.Namespace) -> "PrivacyPlan":
             f"give exactly three of {', '.join(given)}; the fourth is solved for. "
             f"Given: {', '.join(present) or 'none'}."
         )
-    num_train = arguments.num_train
+    num_train = options.num_train
     check_count("num_train", num_train)
     for name in ("steps", "epochs", "batch_size"):
-        if getattr(arguments, name) is not None:
-            check_count(name, getattr(arguments, name))
+        if getattr(options, name) is not None:
+            check_count(name, getattr(options, name))
 
     def num_steps(batch_size: int) -> int:
-        steps = arguments.steps if arguments.epochs is None else arguments.epochs * num_train // batch_size
+        steps = options.steps if options.epochs is None else options.epochs * num_train // batch_size
         return max(1, steps)
 
     def plan(*, steps: int, batch_size: int) -> PrivacyPlan:
@@ -106,41 +101,39 @@ def _solve(arguments: argparse.Namespace) -> "PrivacyPlan":
             num_train=num_train,
             expected_batch_size=batch_size,
             num_steps=steps,
-            noise_multiplier=arguments.noise_multiplier,
-            delta=arguments.delta,
-            accountant=arguments.accountant,
-            target_epsilon=arguments.epsilon,
+            noise_multiplier=options.noise_multiplier,
+            delta=options.delta,
+            accountant=options.accountant,
+            target_epsilon=options.epsilon,
         )
 
     def fits(steps: int, batch_size: int) -> bool:
         candidate = plan(steps=steps, batch_size=batch_size)
         # The Renyi bound is cheap and caps the others, so it settles the candidates that are well inside.
-        return candidate.epsilon("rdp") <= arguments.epsilon or candidate.epsilon() <= arguments.epsilon
+        return candidate.epsilon("rdp") <= options.epsilon or candidate.epsilon() <= options.epsilon
 
     if missing == ["--noise-multiplier"]:
         return PrivacyPlan.calibrate(
-            target_epsilon=arguments.epsilon,
-            delta=arguments.delta,
+            target_epsilon=options.epsilon,
+            delta=options.delta,
             num_train=num_train,
-            expected_batch_size=arguments.batch_size,
-            num_steps=num_steps(arguments.batch_size),
-            accountant=arguments.accountant,
+            expected_batch_size=options.batch_size,
+            num_steps=num_steps(options.batch_size),
+            accountant=options.accountant,
         )
     if missing == ["--epsilon"]:
-        return plan(steps=num_steps(arguments.batch_size), batch_size=arguments.batch_size)
+        return plan(steps=num_steps(options.batch_size), batch_size=options.batch_size)
     if missing == ["--steps or --epochs"]:
-        steps = _largest(lambda steps: fits(steps, arguments.batch_size), 1, _MOST_STEPS)
+        steps = _largest(lambda steps: fits(steps, options.batch_size), 1, _MOST_STEPS)
         if steps is None:
-            raise ConfigurationError(f"one step already spends more than epsilon = {arguments.epsilon:g}.")
-        return plan(steps=steps, batch_size=arguments.batch_size)
-    if arguments.steps is not None:
-        batch_size = _largest(lambda size: fits(arguments.steps, size), 1, num_train)
+            raise ConfigurationError(f"one step already spends more than epsilon = {options.epsilon:g}.")
+        return plan(steps=steps, batch_size=options.batch_size)
+    if options.steps is not None:
+        batch_size = _largest(lambda size: fits(options.steps, size), 1, num_train)
     else:
-        batch_size = _largest_batch_of_epochs(fits, arguments.epochs * num_train, num_train)
+        batch_size = _largest_batch_of_epochs(fits, options.epochs * num_train, num_train)
     if batch_size is None:
-        raise ConfigurationError(
-            f"no batch size stays within epsilon = {arguments.epsilon:g}: raise --noise-multiplier."
-        )
+        raise ConfigurationError(f"no batch size stays within epsilon = {options.epsilon:g}: raise --noise-multiplier.")
     return plan(steps=num_steps(batch_size), batch_size=batch_size)
 
 

@@ -3,7 +3,6 @@
 import argparse
 import json
 import pydoc
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ from torch import Tensor
 from dp_lightning.callbacks import AveragedWeights
 from dp_lightning.callbacks.privacy import STATEMENT
 from dp_lightning.commands.saved_module import saved_module
-from dp_lightning.errors import ConfigurationError, DataError, DpLightningError
+from dp_lightning.errors import ConfigurationError, DataError
 from dp_lightning.files import replacing, require_writable
 from dp_lightning.models.pretrained import without_weights
 from dp_lightning.models.pretrained_input import PretrainedInput
@@ -22,30 +21,26 @@ from dp_lightning.privacy.statement import PrivacyStatement
 from dp_lightning.strategies.checkpoint_io import PrivateCheckpointIO
 
 _FORMATS = ("safetensors", "onnx")
-# ONNX needs them; they are no part of the product otherwise.
+# What writes each format.
 _PACKAGES = {"safetensors": "safetensors", "onnx": "onnxscript"}
 
 
-def main(argv: list[str]) -> int:
-    """Write the files and name them; the status is 0, or 2 on an error named on stderr."""
-    try:
-        arguments = _parser().parse_args(argv)
-    except SystemExit as stop:
-        return int(stop.code or 0)
-    try:
-        for path in export(
-            Path(arguments.ckpt_path),
-            Path(arguments.out),
-            weights=arguments.weights,
-            formats=arguments.format,
-            image_size=arguments.image_size,
-            module_class=arguments.module_class,
-        ):
-            print(path)
-    except DpLightningError as error:
-        print(f"dpl export: {error}", file=sys.stderr)
-        return 2
-    return 0
+def main(arguments: list[str]) -> None:
+    """Write the files and name them.
+
+    Args:
+        arguments: the command and its options.
+    """
+    options = _parser().parse_args(arguments[1:])
+    for path in export(
+        Path(options.ckpt_path),
+        Path(options.out),
+        weights=options.weights,
+        formats=options.format,
+        image_size=options.image_size,
+        module_class=options.module_class,
+    ):
+        print(path)
 
 
 def export(

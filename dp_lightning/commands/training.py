@@ -145,7 +145,7 @@ def _wants_processes(config: dict[str, Any]) -> bool:
     return isinstance(_AcceleratorConnector(**asked).strategy, DDPStrategy)
 
 
-def run(arguments: list[str]) -> None:
+def main(arguments: list[str]) -> None:
     """Run one of the four commands.
 
     Args:
