@@ -61,11 +61,11 @@ class AveragedWeights(pl.Callback):
         if self.decay is None:
             self._average = {}  # of the checkpoint: it would no longer follow the weights
             return
-        self._copy_of(pl_module, {})  # now rather than at the first validation, where it cannot be copied
+        self._copy_of(pl_module, {})  # a module that cannot be copied is refused now, not at the first validation
         trained = {name: p.detach() for name, p in pl_module.named_parameters() if p.requires_grad}
         if self._average.keys() != trained.keys():
             self._num_updates, self._average = 0, {name: p.clone() for name, p in trained.items()}
-        self._average = {name: average.to(trained[name].device) for name, average in self._average.items()}
+        self._average = {name: average.to(trained[name]) for name, average in self._average.items()}
         self._steps = trainer.global_step
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

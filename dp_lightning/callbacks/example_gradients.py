@@ -7,6 +7,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from dp_lightning.callbacks.own_step import silent, training_loss
 from dp_lightning.errors import ConfigurationError, ModelError
@@ -43,6 +44,20 @@ class GradientSettings:
     def clipped(self) -> dict[str, Any]:
         """What a run that goes on has to keep: its statement says it once for all steps."""
         return {"augmult": self.augmult, "disk": None if self.disk is None else asdict(self.disk)}
+
+    def require_same(self, earlier: dict[str, Any]) -> None:
+        """Compare with ``clipped`` of the run that goes on.
+
+        Raises:
+            ConfigurationError: naming the settings that differ.
+        """
+        now = self.clipped
+        if differing := [name for name in now if earlier[name] != now[name]]:
+            differences = ", ".join(f"privacy.{name} {earlier[name]}, and it is {now[name]} now" for name in differing)
+            raise ConfigurationError(
+                f"The checkpoint's run has {differences}: the statement could not say what the run clips. Set it to "
+                "the run's value."
+            )
 
     def describe(self) -> dict[str, str]:
         """What differs from one gradient at the parameters, for the privacy statement."""
@@ -146,6 +161,21 @@ class ExampleGradients:
         """Take the hooks off the module."""
         self.end()
         self.engine.detach()
+
+    def require_no_others(self, optimizer: Optimizer) -> None:
+        """Before an optimizer's step.
+
+        Raises:
+            ModelError: when a parameter has a gradient that is not one of the trained ones.
+        """
+        trained = {id(p) for p in self.parameters.values()}
+        for group in optimizer.param_groups:
+            for raw in group["params"]:
+                if raw.grad is not None and id(raw) not in trained:
+                    raise ModelError(
+                        f"A parameter of shape {tuple(raw.shape)} that was frozen when training started has a raw "
+                        "gradient. Which parameters are trained must not change during a private run."
+                    )
 
     def state_dict(self) -> dict[str, Tensor]:
         """What the next step needs of this one: empty without DiSK."""

@@ -135,7 +135,6 @@ class PrivacyCallback(pl.Callback):
         self._gradients: ExampleGradients | None = None
         self._mechanism: PrivateMechanism | None = None
         self._batch: PhysicalBatch | None = None
-        self._trained: set[int] = set()
         self._steps_before = self._stated = 0
         self._folder = Path()
         self._record = RunJournal()
@@ -211,8 +210,7 @@ class PrivacyCallback(pl.Callback):
             self.budget.make_plan(trainer, len(dataset) if self.num_train is None else self.num_train, earlier=earlier)
         self._gradients = ExampleGradients(pl_module, self.gradient_settings)
         trained = self._gradients.parameters
-        self._trained = {id(p) for p in trained.values()}
-        check_optimizers(trainer, self._trained)
+        check_optimizers(trainer, trained.values())
         # One key for all ranks, and one plan: a solver may round differently on another kind of processor.
         self.budget.plan, key = trainer.strategy.broadcast((self.plan, sampling_key(self.sampling_seed)))
         assert self.plan is not None
@@ -231,7 +229,7 @@ class PrivacyCallback(pl.Callback):
         )
         if self._restored is not None:
             noise.load_state_dict(self._restored["noise"])
-            self._require_same_gradients(self._restored["gradients"]["settings"])
+            self.gradient_settings.require_same(self._restored["gradients"]["settings"])
             self._gradients.load_state_dict(self._restored["gradients"]["state"])
             sampler.load_state_dict(self._restored["sampler"])
         if self.noise_seed is not None:
@@ -266,15 +264,6 @@ class PrivacyCallback(pl.Callback):
             "privacy.noise_seed": self.noise_seed,
         }
 
-    def _require_same_gradients(self, earlier: dict[str, Any]) -> None:
-        now = self.gradient_settings.clipped
-        if differing := [name for name in now if earlier[name] != now[name]]:
-            differences = ", ".join(f"privacy.{name} {earlier[name]}, and it is {now[name]} now" for name in differing)
-            raise ConfigurationError(
-                f"The checkpoint's run has {differences}: the statement could not say what the run clips. Set it to "
-                "the run's value."
-            )
-
     def _private_loader(self, loader: DataLoader[Any]) -> DataLoader[Any]:
         assert self.plan is not None
         assert self._batches is not None
@@ -294,18 +283,10 @@ class PrivacyCallback(pl.Callback):
                 f"privacy.disk needs its filter: put Kalman with gain {disk.gain:g} and applies_to: all first "
                 "into the transforms of PostProcessCallback."
             )
-        loader = self._live_loader(trainer)
+        assert self._batches is not None
+        loader = self._batches.loader_of(trainer)
         require_same_data(loader.dataset, self._ranks, trainer.strategy.root_device)
         try_model(trainer, pl_module, self._gradients.engine, loader, self.gradient_settings)
-
-    def _live_loader(self, trainer: pl.Trainer) -> DataLoader[Any]:
-        loader = trainer.train_dataloader
-        if not isinstance(loader, DataLoader) or loader.batch_sampler is not self._batches:
-            raise ConfigurationError(
-                "The training loader's sampler was replaced after PrivacyCallback had set it. Set "
-                "trainer.use_distributed_sampler: false and remove callbacks that exchange loaders."
-            )
-        return loader
 
     # One physical batch
 
@@ -347,13 +328,7 @@ class PrivacyCallback(pl.Callback):
                 "The optimizer steps without a complete logical batch. training_step must return the loss of every "
                 "batch (never None), and nothing else may set trainer.accumulate_grad_batches."
             )
-        for group in optimizer.param_groups:
-            for raw in group["params"]:
-                if raw.grad is not None and id(raw) not in self._trained:
-                    raise ModelError(
-                        f"A parameter of shape {tuple(raw.shape)} that was frozen when training started has a raw "
-                        "gradient. Which parameters are trained must not change during a private run."
-                    )
+        self._gradients.require_no_others(optimizer)
         self._unprotected.add_non_finite(self._mechanism.discarded)
         released = self._mechanism.release(stop=self.stop_requested)
         self.stopping = released.stop

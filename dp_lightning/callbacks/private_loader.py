@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import lightning.pytorch as pl
 from lightning.pytorch.trainer.connectors.data_connector import _DataLoaderSource
 from torch.utils.data import (
     BatchSampler,
@@ -65,6 +66,20 @@ class PoissonBatchSampler(Sampler[list[int]]):
             for batch in cut(draw, self.most_examples, rank=ranks.rank, num_ranks=ranks.size):
                 self.announced.append(batch)
                 yield [index for index in batch.indices for _ in range(self.augmult)]
+
+    def loader_of(self, trainer: pl.Trainer) -> DataLoader[Any]:
+        """The loader that the trainer reads from.
+
+        Raises:
+            ConfigurationError: when its batches are not these.
+        """
+        loader = trainer.train_dataloader
+        if not isinstance(loader, DataLoader) or loader.batch_sampler is not self:
+            raise ConfigurationError(
+                "The training loader's sampler was replaced after PrivacyCallback had set it. Set "
+                "trainer.use_distributed_sampler: false and remove callbacks that exchange loaders."
+            )
+        return loader
 
 
 def original_loader(loader: Any) -> DataLoader[Any]:

@@ -1,6 +1,7 @@
 """Trainer and module settings that would break or blur the guarantee, each refused with what to change."""
 
 import os
+from collections.abc import Iterable
 from typing import Any
 
 import lightning.pytorch as pl
@@ -8,7 +9,7 @@ from lightning.fabric.plugins.environments import SLURMEnvironment, TorchElastic
 from lightning.fabric.plugins.io import TorchCheckpointIO
 from lightning.pytorch import callbacks as standard
 from lightning.pytorch.strategies import SingleDeviceStrategy
-from torch import optim
+from torch import Tensor, optim
 
 from dp_lightning.errors import ConfigurationError
 from dp_lightning.privacy.model_check import refuse_mixing_modules
@@ -167,12 +168,12 @@ def check_monitors(trainer: pl.Trainer, unprotected: set[str]) -> None:
         )
 
 
-def check_optimizers(trainer: pl.Trainer, trained: set[int]) -> None:
+def check_optimizers(trainer: pl.Trainer, trained: Iterable[Tensor]) -> None:
     """Refuse several optimizers, closures that run more than once, and parameters that are not the module's.
 
     Args:
         trainer: with its optimizers set up.
-        trained: ids of the parameters whose gradients are privatized.
+        trained: the parameters whose gradients are privatized.
     """
     check_monitors(trainer, set())
     _refuse(
@@ -184,10 +185,11 @@ def check_optimizers(trainer: pl.Trainer, trained: set[int]) -> None:
         isinstance(optimizer, optim.LBFGS),
         "optimizer LBFGS reads the gradient several times per step. Use SGD, Adam or AdamW.",
     )
+    ids = {id(parameter) for parameter in trained}
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             _refuse(
-                parameter.requires_grad and id(parameter) not in trained,
+                parameter.requires_grad and id(parameter) not in ids,
                 "The optimizer holds a parameter that is not among the module's trained parameters, so no private "
                 "gradient exists for it. Build the optimizer from self.parameters().",
             )
