@@ -1,0 +1,21 @@
+"""The mathematics of Section 4 of Shanmugam et al. 2026: signal and noise of privatized gradients, and their spectra."""
+
+from dp_lightning.analysis.convergence import newton_schulz_cosines
+from dp_lightning.analysis.direction import direction_cosine, direction_recovery
+from dp_lightning.analysis.recovery import detection_batch_size, recovery_batch_size
+from dp_lightning.analysis.signal_to_noise import SnrMeter, noise_norm
+from dp_lightning.analysis.spectra import bulk_density, bulk_edges, entropy_rank, participation_ratio
+
+__all__ = [
+    "SnrMeter",
+    "bulk_density",
+    "bulk_edges",
+    "detection_batch_size",
+    "direction_cosine",
+    "direction_recovery",
+    "entropy_rank",
+    "newton_schulz_cosines",
+    "noise_norm",
+    "participation_ratio",
+    "recovery_batch_size",
+]

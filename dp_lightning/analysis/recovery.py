@@ -1,0 +1,44 @@
+"""From which batch size on the first singular direction of a gradient survives the noise.
+
+G~ = G + N is m x n, N has independent entries of standard deviation sigma S / B. Two thresholds:
+
+- recovery: sin(angle) <= ||N||_2 / (s_1 - s_2) for the leading singular vectors of G~ and G (Wedin 1972), and ||N||_2 <=
+  (sigma S / B) (sqrt(m) + sqrt(n)) with high probability. The bound says something from
+
+      B* = sigma S (sqrt(m) + sqrt(n)) / (s_1 - s_2)
+
+  on. It is sufficient, and not necessary: Shanmugam et al. 2026 call it the recovery condition.
+- detection: for a matrix of low rank the leading singular vectors begin to correlate from s_1 = (sigma S / B) (m n)^(1/4)
+  on (Benaych-Georges and Nadakuditi 2012), so from
+
+      B = sigma S (m n)^(1/4) / s_1.
+
+  Below it they are independent of G in the limit of large matrices. With s_2 = 0 it is sqrt(m) + sqrt(n) over (m n)^(1/4)
+  times smaller than B*: 2 for square matrices, 2.3 for sides of 1 to 9.
+"""
+
+
+def recovery_batch_size(
+    gap: float, rows: int, columns: int, *, noise_multiplier: float, sensitivity: float = 1.0
+) -> float:
+    """B* of Wedin's bound.
+
+    Args:
+        gap: s_1 - s_2 of the gradient without noise, above zero.
+        rows, columns: of its matrix.
+        noise_multiplier: sigma.
+        sensitivity: S, the clipping norm C where clipping is flat.
+    """
+    return noise_multiplier * sensitivity * (rows**0.5 + columns**0.5) / gap
+
+
+def detection_batch_size(
+    top: float, rows: int, columns: int, *, noise_multiplier: float, sensitivity: float = 1.0
+) -> float:
+    """The batch size of the spiked-matrix threshold.
+
+    Args:
+        top: s_1 of the gradient without noise, above zero.
+        rows, columns, noise_multiplier, sensitivity: see `recovery_batch_size`.
+    """
+    return noise_multiplier * sensitivity * (rows * columns) ** 0.25 / top

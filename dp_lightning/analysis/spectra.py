@@ -1,0 +1,61 @@
+"""How many directions a matrix has, and where the singular values of noise lie.
+
+The singular values of an m x n matrix (m <= n) of independent N(0, s^2) entries fill s [sqrt(n) - sqrt(m), sqrt(n) +
+sqrt(m)] with the density that Marchenko and Pastur 1967 give, in the limit of large matrices.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+
+def participation_ratio(values: Tensor) -> Tensor:
+    """The effective rank of Shanmugam et al. 2026, (sum s)^2 / sum s^2: from 1, one direction, to their number.
+
+    Args:
+        values: singular values, (..., r).
+
+    Returns:
+        (...); zero for a zero matrix.
+    """
+    total = values.square().sum(-1)
+    return torch.where(total > 0, values.sum(-1).square() / total, 0.0)
+
+
+def entropy_rank(values: Tensor) -> Tensor:
+    """The effective rank of Roy and Vetterli 2007, exp(-sum p log p) with p = s / sum s.
+
+    Args:
+        values: singular values, (..., r).
+
+    Returns:
+        (...); zero for a zero matrix.
+    """
+    total = values.sum(-1, keepdim=True)
+    shares = values / torch.where(total > 0, total, 1.0)
+    return torch.where(total.squeeze(-1) > 0, torch.special.entr(shares).sum(-1).exp(), 0.0)
+
+
+def bulk_edges(rows: int, columns: int, *, noise_level: float) -> tuple[float, float]:
+    """The ends of the interval that the singular values of noise fill."""
+    short, long = math.sqrt(min(rows, columns)), math.sqrt(max(rows, columns))
+    return noise_level * (long - short), noise_level * (long + short)
+
+
+def bulk_density(values: Tensor, rows: int, columns: int, *, noise_level: float) -> Tensor:
+    """The density of the singular values of noise; it integrates to one.
+
+    Args:
+        values: where, (...).
+        rows, columns: of the matrix.
+        noise_level: standard deviation of each entry.
+
+    Returns:
+        (...); zero outside of the bulk.
+    """
+    beta = min(rows, columns) / max(rows, columns)
+    y = values / (noise_level * math.sqrt(max(rows, columns)))
+    low, high = (1 - math.sqrt(beta)) ** 2, (1 + math.sqrt(beta)) ** 2
+    inside = ((high - y.square()) * (y.square() - low)).clamp_min(0).sqrt()
+    return torch.where(inside > 0, inside / (math.pi * beta * y), 0.0) / (noise_level * math.sqrt(max(rows, columns)))

@@ -1,0 +1,95 @@
+"""Signal, noise and the number of directions of a matrix, against closed forms and simulated noise."""
+
+import math
+
+import pytest
+import torch
+
+from dp_lightning.analysis import (
+    SnrMeter,
+    bulk_density,
+    bulk_edges,
+    entropy_rank,
+    newton_schulz_cosines,
+    noise_norm,
+    participation_ratio,
+)
+from dp_lightning.experiments.published import published
+
+
+def test_equal_values_count_as_many_directions_as_there_are():
+    for count in (1, 5):
+        values = torch.full((3, count), 0.7)
+        torch.testing.assert_close(participation_ratio(values), torch.full((3,), float(count)))
+        torch.testing.assert_close(entropy_rank(values), torch.full((3,), float(count)))
+
+
+def test_the_two_effective_ranks_of_a_spectrum():
+    values = torch.tensor([3.0, 1.0, 0.0])
+    assert float(participation_ratio(values)) == pytest.approx(16 / 10)
+    assert float(entropy_rank(values)) == pytest.approx(math.exp(-0.75 * math.log(0.75) - 0.25 * math.log(0.25)))
+    assert participation_ratio(torch.zeros(4)) == entropy_rank(torch.zeros(4)) == 0
+
+
+@pytest.mark.parametrize("shape", [(64, 576), (300, 300), (400, 100)])
+def test_the_bulk_is_where_the_values_of_noise_are(shape):
+    values = torch.linalg.svdvals(0.3 * torch.randn(shape))
+    low, high = bulk_edges(*shape, noise_level=0.3)
+    # The largest value fluctuates by its scale over the 2/3 power of the size, 2 to 3 % here.
+    assert low * 0.95 - 0.3 < values.min() <= values.max() < high * 1.03
+    grid = torch.linspace(low, high, 20_001)
+    density = bulk_density(grid, *shape, noise_level=0.3)
+    assert float(torch.trapezoid(density, grid)) == pytest.approx(1.0, abs=1e-3)
+    below_median = grid <= values.median()
+    assert float(torch.trapezoid(density[below_median], grid[below_median])) == pytest.approx(0.5, abs=0.03)
+    outside = torch.tensor([0.9 * low, 1.1 * high])
+    assert not bulk_density(outside, *shape, noise_level=0.3).any()
+
+
+@pytest.mark.parametrize("snr", [0.0, 0.06, 1.75])
+def test_the_meter_reads_the_ratio_from_noised_gradients_alone(snr):
+    d, level, meter = 100_000, 0.01, SnrMeter()
+    signal = torch.full((d,), snr * level)
+    for _ in range(200):
+        noised = signal + level * torch.randn(d)
+        meter.update(float(noised.square().sum()), noise_level=level, num_parameters=d)
+    # The standard deviation of the averaged square is sqrt(2/d/200) = 3e-4, so noise alone reads at most 0.03.
+    assert meter.snr == pytest.approx(snr, abs=0.035 if snr == 0 else 0.01)
+
+
+def test_the_meter_cuts_the_average_and_not_its_terms():
+    meter = SnrMeter()
+    assert math.isnan(meter.snr)
+    for squared in (50.0, 150.0):
+        meter.update(squared, noise_level=1.0, num_parameters=100)
+    assert meter.snr == 0.0
+    meter.update(400.0, noise_level=1.0, num_parameters=100)
+    assert meter.snr == pytest.approx(1.0)
+    meter.reset()
+    assert math.isnan(meter.snr)
+
+
+def test_the_papers_noise_norms_and_ratios():
+    table = published()["snr"]
+    columns = ("batch_sizes", "noise_multipliers", "noise", "signal", "cifar10")
+    for batch_size, sigma, noise, signal, snr in zip(*(table[name] for name in columns), strict=True):
+        found = noise_norm(noise_level=sigma / batch_size, num_parameters=2_748_890)
+        assert found == pytest.approx(noise, abs=0.011)
+        assert signal / found == pytest.approx(snr, abs=0.015)
+
+
+def test_newton_schulz_nears_the_polar_factor_and_noise_starts_near_it():
+    matrix = torch.randn(2, 64, 576)
+    cosines = newton_schulz_cosines(matrix)
+    assert cosines.shape == (6, 2)
+    exact = torch.linalg.svd(matrix.double(), full_matrices=False)
+    for k in range(2):
+        polar = exact.U[k] @ exact.Vh[k]
+        expected = torch.cosine_similarity(matrix[k].double().flatten(), polar.flatten(), dim=0)
+        torch.testing.assert_close(cosines[0, k], expected)
+    assert (cosines > 0.98).all()
+    assert newton_schulz_cosines(matrix, steps=8, coefficients="polar_express")[-1].min() > 0.9999
+    decaying = torch.diag(0.7 ** torch.arange(64.0)) @ torch.linalg.qr(torch.randn(576, 64)).Q.T
+    slow = newton_schulz_cosines(decaying)
+    assert (slow.diff() > 0).all()
+    assert slow[-1] < 0.95
