@@ -10,7 +10,7 @@ import torch
 import yaml
 from PIL import Image
 
-from dp_lightning.callbacks import PostProcessCallback, PrivacyCallback
+from dp_lightning.callbacks import PostProcessCallback, PrivacyCallback, SignalToNoise
 from dp_lightning.cli import main
 from dp_lightning.commands.training import TrainingCLI
 from dp_lightning.lightning_modules import WideResNetModule
@@ -161,7 +161,8 @@ def test_every_run_instantiates_and_plans_for_its_data(path, request, tmp_path):
     assert cli.privacy.num_train == cli.datamodule.num_train == N[data]
     assert cli.model.hparams.num_classes == cli.datamodule.num_classes
     assert isinstance(cli.trainer.callbacks[0], PrivacyCallback)
-    assert isinstance(cli.trainer.callbacks[1], PostProcessCallback)
+    assert isinstance(cli.trainer.callbacks[1], SignalToNoise)
+    assert isinstance(cli.trainer.callbacks[2], PostProcessCallback)
     cli.privacy.budget.accountant = "rdp"  # the cheapest; calibration itself is tested elsewhere
     cli.privacy.check(cli.trainer, cli.model)
     plan = cli.privacy.plan

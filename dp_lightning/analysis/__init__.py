@@ -1,4 +1,4 @@
-"""The mathematics of Section 4 of Shanmugam et al. 2026: signal and noise of privatized gradients, and their spectra."""
+"""The mathematics of Shanmugam et al. 2026, Section 4: signal and noise of privatized gradients, and spectra."""
 
 from dp_lightning.analysis.convergence import newton_schulz_cosines
 from dp_lightning.analysis.direction import direction_cosine, direction_recovery

@@ -2,19 +2,19 @@
 
 G~ = G + N is m x n, N has independent entries of standard deviation sigma S / B. Two thresholds:
 
-- recovery: sin(angle) <= ||N||_2 / (s_1 - s_2) for the leading singular vectors of G~ and G (Wedin 1972), and ||N||_2 <=
-  (sigma S / B) (sqrt(m) + sqrt(n)) with high probability. The bound says something from
+- recovery: sin(angle) <= ||N||_2 / (s_1 - s_2) for the leading singular vectors of G~ and G (Wedin 1972), and
+  ||N||_2 <= (sigma S / B) (sqrt(m) + sqrt(n)) with high probability. The bound says something from
 
       B* = sigma S (sqrt(m) + sqrt(n)) / (s_1 - s_2)
 
   on. It is sufficient, and not necessary: Shanmugam et al. 2026 call it the recovery condition.
-- detection: for a matrix of low rank the leading singular vectors begin to correlate from s_1 = (sigma S / B) (m n)^(1/4)
-  on (Benaych-Georges and Nadakuditi 2012), so from
+- detection: for a matrix of low rank the leading singular vectors begin to correlate from
+  s_1 = (sigma S / B) (m n)^(1/4) on (Benaych-Georges and Nadakuditi 2012), so from
 
       B = sigma S (m n)^(1/4) / s_1.
 
-  Below it they are independent of G in the limit of large matrices. With s_2 = 0 it is sqrt(m) + sqrt(n) over (m n)^(1/4)
-  times smaller than B*: 2 for square matrices, 2.3 for sides of 1 to 9.
+  Below it they are independent of G in the limit of large matrices. With s_2 = 0 it is smaller than B* by the factor
+  (sqrt(m) + sqrt(n)) / (m n)^(1/4): 2 for square matrices, 2.3 for sides of 1 to 9.
 """
 
 

@@ -1,7 +1,7 @@
 """The signal-to-noise ratio ||G|| / ||N|| of a privatized gradient, from public numbers and the gradient itself.
 
-A privatized gradient of d parameters is G~ = G + N with N of independent N(0, s^2) entries, s = sigma S / B known. Since
-E ||G~||^2 = ||G||^2 + s^2 d,
+A privatized gradient of d parameters is G~ = G + N, where N has independent N(0, s^2) entries and s = sigma S / B is
+known. Since E ||G~||^2 = ||G||^2 + s^2 d,
 
     snr^2 = ||G||^2 / (s^2 d) = E ||G~||^2 / (s^2 d) - 1.
 
@@ -10,6 +10,8 @@ enters, so the estimate is post-processing.
 """
 
 import math
+
+from torch import Tensor
 
 
 def noise_norm(*, noise_level: float, num_parameters: int) -> float:
@@ -30,24 +32,35 @@ class SnrMeter:
     """
 
     def __init__(self) -> None:
-        self._sum, self._count = 0.0, 0
+        self._sum: float | Tensor = 0.0
+        #: Steps since the start or the last reset.
+        self.count = 0
 
-    def update(self, squared_norm: float, *, noise_level: float, num_parameters: int) -> None:
+    def update(self, squared_norm: float | Tensor, *, noise_level: float, num_parameters: int) -> None:
         """Take the gradient of one step.
 
         Args:
-            squared_norm: ||G~||^2 over all parameters.
+            squared_norm: ||G~||^2 over all parameters; a tensor stays on its device until ``snr`` is asked for.
             noise_level: s, above zero.
             num_parameters: d.
         """
-        self._sum += squared_norm / noise_norm(noise_level=noise_level, num_parameters=num_parameters) ** 2 - 1
-        self._count += 1
+        noise = noise_norm(noise_level=noise_level, num_parameters=num_parameters) ** 2
+        self._sum = self._sum + squared_norm / noise - 1
+        self.count += 1
 
     @property
     def snr(self) -> float:
         """The ratio over the steps since the start or the last reset; nan before the first."""
-        return math.sqrt(max(0.0, self._sum / self._count)) if self._count else math.nan
+        return math.sqrt(max(0.0, float(self._sum) / self.count)) if self.count else math.nan
 
     def reset(self) -> None:
         """Forget the steps."""
-        self._sum, self._count = 0.0, 0
+        self._sum, self.count = 0.0, 0
+
+    def state_dict(self) -> dict[str, float]:
+        """The sum and the number of its terms."""
+        return {"sum": float(self._sum), "count": self.count}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        """Continue from ``state_dict``."""
+        self._sum, self.count = state["sum"], int(state["count"])

@@ -7,6 +7,7 @@ from dp_lightning.callbacks.predictions import PredictionFile
 from dp_lightning.callbacks.privacy import PrivacyCallback
 from dp_lightning.callbacks.progress import PrivateProgressBar
 from dp_lightning.callbacks.run_record import RunRecord
+from dp_lightning.callbacks.signal_to_noise import SignalToNoise
 
 __all__ = [
     "AveragedWeights",
@@ -16,4 +17,5 @@ __all__ = [
     "PrivacyCallback",
     "PrivateProgressBar",
     "RunRecord",
+    "SignalToNoise",
 ]

@@ -10,6 +10,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from dp_lightning.callbacks.privacy import PrivacyCallback
+from dp_lightning.callbacks.signal_to_noise import SignalToNoise
 from dp_lightning.files import replacing
 
 _CURVES = ("test/accuracy", "val/accuracy", "averaged/test/accuracy", "averaged/val/accuracy")
@@ -18,7 +19,8 @@ _CURVES = ("test/accuracy", "val/accuracy", "averaged/test/accuracy", "averaged/
 class RunRecord(pl.Callback):
     """Follows ``test/accuracy`` and ``val/accuracy`` over the epochs and writes ``result.json`` at the end.
 
-    Where weights are averaged, the file has the last accuracies of the average too.
+    Where weights are averaged, the file has the last accuracies of the average too; where `SignalToNoise` listens, the
+    ratio in the first and the last epoch.
 
     ``test_accuracy_best`` is the best over epochs. It is chosen on the test set, so it is not an estimate of accuracy
     on new images; the file says so.
@@ -66,10 +68,9 @@ class RunRecord(pl.Callback):
     def _write(self, trainer: pl.Trainer) -> None:
         if not trainer.is_global_zero:
             return
-        privacy = next(
-            (callback for callback in trainer.callbacks if isinstance(callback, PrivacyCallback)),  # type: ignore[attr-defined]
-            None,
-        )
+        callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+        privacy = next((callback for callback in callbacks if isinstance(callback, PrivacyCallback)), None)
+        snr = next((callback.curve for callback in callbacks if isinstance(callback, SignalToNoise)), [])
         test, val, averaged_test, averaged_val = (self._curves[name] for name in _CURVES)
         result: dict[str, Any] = {
             "test_accuracy_last": test[-1] if test else None,
@@ -78,6 +79,7 @@ class RunRecord(pl.Callback):
             "val_accuracy_last": val[-1] if val else None,
             **({"averaged_test_accuracy_last": averaged_test[-1]} if averaged_test else {}),
             **({"averaged_val_accuracy_last": averaged_val[-1]} if averaged_val else {}),
+            **({"snr_first_epoch": snr[0], "snr_last_epoch": snr[-1]} if snr else {}),
             "epochs": trainer.current_epoch,
             "num_steps": trainer.global_step,
             "seconds": round(self._elapsed(), 3),

@@ -18,6 +18,7 @@ from dp_lightning.callbacks import (
     PrivacyCallback,
     PrivateProgressBar,
     RunRecord,
+    SignalToNoise,
 )
 from dp_lightning.callbacks.interruption import slurm_job
 from dp_lightning.callbacks.settings import check_precision
@@ -95,7 +96,7 @@ class TrainingCLI(LightningCLI):
             config["strategy"] = PRIVATE_STRATEGY
         given = config.get("callbacks") or []
         given = given if isinstance(given, list) else [given]
-        ours: list[pl.Callback] = [self.privacy, self.postprocess, self.averaging]
+        ours: list[pl.Callback] = [self.privacy, SignalToNoise(), self.postprocess, self.averaging]
         given = [*given, RunRecord()]
         if self.subcommand == "fit":
             given = [*given, Interruption()]

@@ -1,0 +1,77 @@
+"""The signal-to-noise ratio that a run logs, against the gradients that it has released."""
+
+import math
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from plain_run import Plain, loader, privacy, trainer
+
+from dp_lightning.callbacks import PostProcessCallback, SignalToNoise
+from dp_lightning.errors import ConfigurationError
+from dp_lightning.postprocess import Scale
+
+
+class Released(pl.Callback):
+    """Keeps the squared norm of every privatized gradient, and what was logged at each epoch's end."""
+
+    def __init__(self):
+        self.squared, self.logged = [], []
+
+    def on_before_optimizer_step(self, trainer, pl_module, optimizer):
+        self.squared.append(sum(float(p.grad.square().sum()) for p in pl_module.parameters()))
+
+    def on_train_epoch_start(self, trainer, pl_module):
+        if "privacy/snr" in trainer.callback_metrics:
+            self.logged.append(float(trainer.callback_metrics["privacy/snr"]))
+
+
+def test_each_epoch_logs_the_ratio_of_its_own_steps(tmp_path):
+    callback, meter, released = privacy(), SignalToNoise(), Released()
+    # What the transforms make of the gradient is not measured.
+    halved = PostProcessCallback([Scale(factor=0.5)])
+    module = Plain()
+    run = trainer(tmp_path, callback, meter, released, halved)
+    run.fit(module, loader())
+    d = sum(p.numel() for p in module.parameters())
+    noise = (callback.plan.noise_multiplier * callback.clip_plan.sensitivity / 20) ** 2 * d
+    assert len(released.squared) == 9
+    expected = [math.sqrt(max(0.0, sum(released.squared[k : k + 3]) / 3 / noise - 1)) for k in (0, 3, 6)]
+    assert meter.curve == pytest.approx(expected)
+    assert released.logged == pytest.approx(expected[:2])
+    assert float(run.callback_metrics["privacy/snr"]) == pytest.approx(expected[2])
+
+
+def test_it_is_no_number_outside_of_the_guarantee(tmp_path):
+    callback = privacy()
+    run = trainer(tmp_path, callback, SignalToNoise())
+    run.fit(Plain(), loader())
+    assert callback.statement(run).unprotected == ("train_loss",)
+
+
+def test_a_run_without_noise_has_none(tmp_path):
+    meter = SignalToNoise()
+    trainer(tmp_path, privacy(noise_multiplier=0.0, not_private=True), meter).fit(Plain(), loader())
+    assert meter.curve == []
+
+
+def test_a_run_that_goes_on_keeps_its_curve(tmp_path):
+    first, whole = SignalToNoise(), SignalToNoise()
+    seeds = {"noise_seed": 1, "sampling_seed": 1}
+    torch.manual_seed(0)
+    trainer(tmp_path, privacy(**seeds), whole).fit(Plain(), loader())
+    torch.manual_seed(0)
+    run = trainer(tmp_path, privacy(**seeds), first, max_steps=5)
+    run.fit(Plain(), loader())
+    run.save_checkpoint(tmp_path / "run.ckpt")
+    again = SignalToNoise()
+    trainer(tmp_path, privacy(**seeds), again).fit(Plain(), loader(), ckpt_path=tmp_path / "run.ckpt")
+    assert again.curve[0] == whole.curve[0]
+    assert len(again.curve) >= 3
+
+
+@pytest.mark.parametrize("before", [[], [PostProcessCallback([Scale(factor=0.5)])]])
+def test_another_place_is_refused(tmp_path, before):
+    callbacks = [*before, SignalToNoise()] if not before else [privacy(), *before, SignalToNoise()]
+    with pytest.raises(ConfigurationError, match="right behind PrivacyCallback"):
+        trainer(tmp_path, *callbacks).fit(Plain(), loader())
