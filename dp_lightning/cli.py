@@ -18,6 +18,8 @@ commands:
   predict   class probabilities of a checkpoint
   export    the network of a checkpoint as safetensors and ONNX, with its privacy statement
   account   price a run before it starts: three of epsilon, sigma, steps and batch size give the fourth
+  sweep     the runs of a grid: dpl sweep configs/sweeps/digits.yaml
+  report    the tables and figures of a grid's runs, beside the paper's numbers
 
 `dpl COMMAND --help` shows the options of a command. Every setting of a configuration can be overridden on the command
 line, as in `dpl fit --config configs/digits.yaml --privacy.target_epsilon 8`, and several --config files compose.
@@ -30,6 +32,8 @@ _MODULES = {
     "predict": "training",
     "export": "export",
     "account": "account",
+    "sweep": "sweep",
+    "report": "report",
 }
 
 

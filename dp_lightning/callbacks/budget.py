@@ -15,6 +15,28 @@ from dp_lightning.privacy.plan import PrivacyPlan
 _EPSILON_UPDATES = 10
 
 
+def planned_steps(*, max_epochs: int | None, max_steps: int, num_train: int, expected_batch_size: int) -> int:
+    """T: ``max_steps``, or floor(``max_epochs`` * N / B) where it is less; -1 sets no limit, and None no epochs.
+
+    Raises:
+        ConfigurationError: when neither sets a limit, or no step is left.
+    """
+    limits = []
+    if max_steps != -1:
+        limits.append(max_steps)
+    if max_epochs is not None and max_epochs != -1:
+        limits.append(max_epochs * num_train // max(expected_batch_size, 1))
+    if not limits:
+        raise ConfigurationError(
+            "The number of steps must be known before the start. Set trainer.max_epochs or trainer.max_steps."
+        )
+    if min(limits) < 1:
+        raise ConfigurationError(
+            "trainer.max_epochs and trainer.max_steps leave no step to take; set at least one epoch or step."
+        )
+    return min(limits)
+
+
 class Budget:
     """Makes the plan of a run, and reads epsilon from its ledger.
 
@@ -74,7 +96,12 @@ class Budget:
         plan = PrivacyPlan(
             num_train=num_train,
             expected_batch_size=self.expected_batch_size,
-            num_steps=self._num_steps(trainer, num_train),
+            num_steps=planned_steps(
+                max_epochs=trainer.max_epochs,
+                max_steps=trainer.max_steps,
+                num_train=num_train,
+                expected_batch_size=self.expected_batch_size,
+            ),
             noise_multiplier=1.0 if self.noise_multiplier is None else self.noise_multiplier,
             delta=self.delta,
             accountant=self.accountant,
@@ -108,22 +135,6 @@ class Budget:
                     "will teach the model little: raise the target, or stop here."
                 )
         self.plan = plan
-
-    def _num_steps(self, trainer: pl.Trainer, num_train: int) -> int:
-        limits = []
-        if trainer.max_steps != -1:
-            limits.append(trainer.max_steps)
-        if trainer.max_epochs is not None and trainer.max_epochs != -1:
-            limits.append(trainer.max_epochs * num_train // max(self.expected_batch_size, 1))
-        if not limits:
-            raise ConfigurationError(
-                "The number of steps must be known before the start. Set trainer.max_epochs or trainer.max_steps."
-            )
-        if min(limits) < 1:
-            raise ConfigurationError(
-                "trainer.max_epochs and trainer.max_steps leave no step to take; set at least one epoch or step."
-            )
-        return min(limits)
 
     def require_affordable(self) -> None:
         """The steps that are still planned must fit into the target together with those in the ledger.

@@ -76,6 +76,7 @@ class RunRecord(pl.Callback):
             "test_accuracy_last": test[-1] if test else None,
             "test_accuracy_best": max(test) if test else None,
             "test_accuracy_best_is": "the best over epochs, chosen on the test set",
+            "test_accuracy_by_epoch": test,
             "val_accuracy_last": val[-1] if val else None,
             **({"averaged_test_accuracy_last": averaged_test[-1]} if averaged_test else {}),
             **({"averaged_val_accuracy_last": averaged_val[-1]} if averaged_val else {}),

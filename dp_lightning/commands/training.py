@@ -146,18 +146,22 @@ def _wants_processes(config: dict[str, Any]) -> bool:
     return isinstance(_AcceleratorConnector(**asked).strategy, DDPStrategy)
 
 
-def main(arguments: list[str]) -> None:
-    """Run one of the four commands.
+def command_line(arguments: list[str], kind: type[TrainingCLI] = TrainingCLI) -> TrainingCLI:
+    """Read the options of one of the four commands, and do with them what ``kind`` does.
 
     Args:
         arguments: the command and its options.
+        kind: runs the command, or stops before.
+
+    Raises:
+        DpLightningError: naming the setting and the fix.
     """
     # The classifiers' own optimizer serves plain Trainers; that the configuration's replaces it is no news.
-    warnings.filterwarnings("ignore", message=".*will be overridden by `TrainingCLI")
+    warnings.filterwarnings("ignore", message=".*will be overridden by `")
     # Lightning 2.6 on torch 2.14; nothing that a user can act on.
     warnings.filterwarnings("ignore", message=".*treespec, LeafSpec")
     try:
-        TrainingCLI(
+        return kind(
             model_class=pl.LightningModule,
             datamodule_class=pl.LightningDataModule,
             subclass_mode_model=True,
@@ -174,3 +178,12 @@ def main(arguments: list[str]) -> None:
         if cause is None:
             raise
         raise cause from None
+
+
+def main(arguments: list[str]) -> None:
+    """Run one of the four commands.
+
+    Args:
+        arguments: the command and its options.
+    """
+    command_line(arguments)

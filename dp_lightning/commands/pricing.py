@@ -1,0 +1,98 @@
+"""What a run costs, before it starts: epsilon, noise, steps, and an estimate of its time on this machine."""
+
+import functools
+import json
+import time
+from collections.abc import Mapping
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import nn
+
+from dp_lightning.callbacks.budget import planned_steps
+from dp_lightning.commands.composition import prepare
+from dp_lightning.commands.training import TrainingCLI
+from dp_lightning.privacy.gradients import clipped_gradient_sum
+from dp_lightning.privacy.plan import PrivacyPlan
+
+# Rows of the step that is timed, if the run's physical batches are as large.
+_ROWS = 16
+
+
+class Price(NamedTuple):
+    """The cost of a run."""
+
+    plan: PrivacyPlan
+    seconds: float
+    """Of its training steps on this machine, from one step on made-up images."""
+
+
+class Pricing:
+    """Prices runs; what runs have in common is made and timed once."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, tuple[int, float]] = {}
+
+    def __call__(self, settings: Mapping[str, Any]) -> Price:
+        """The price of a run.
+
+        Args:
+            settings: its whole configuration.
+
+        Raises:
+            DpLightningError: as ``dpl fit`` would, where the settings or the data are at fault.
+        """
+        privacy, trainer = settings["privacy"], settings["trainer"]
+        shared = {"model": settings["model"], "data": settings["data"], "disk": privacy.get("disk")}
+        shared |= {"rows": privacy["max_physical_batch_size"], "precision": trainer.get("precision")}
+        key = json.dumps(shared, sort_keys=True, default=str)
+        if key not in self._known:
+            cli = prepare(settings)
+            data: Any = cli.datamodule
+            self._known[key] = (data.num_train, _seconds_per_row(cli))
+        num_train, seconds_per_row = self._known[key]
+        batch_size = privacy["expected_batch_size"]
+        num_steps = planned_steps(
+            max_epochs=trainer.get("max_epochs"),
+            max_steps=trainer["max_steps"],
+            num_train=num_train,
+            expected_batch_size=batch_size,
+        )
+        plan = _plan(
+            num_train=num_train,
+            expected_batch_size=batch_size,
+            num_steps=num_steps,
+            target_epsilon=privacy.get("target_epsilon"),
+            noise_multiplier=privacy.get("noise_multiplier"),
+            delta=privacy["delta"],
+            accountant=privacy["accountant"],
+        )
+        return Price(plan, seconds_per_row * num_steps * batch_size * privacy["augmult"])
+
+
+@functools.lru_cache(maxsize=4096)
+def _plan(*, target_epsilon: float | None, noise_multiplier: float | None, **public: Any) -> PrivacyPlan:
+    if target_epsilon is not None:
+        return PrivacyPlan.calibrate(target_epsilon=target_epsilon, **public)
+    assert noise_multiplier is not None
+    return PrivacyPlan(noise_multiplier=noise_multiplier, target_epsilon=None, **public)
+
+
+def _seconds_per_row(cli: TrainingCLI) -> float:
+    """Of clipped gradients on made-up images; the first pass warms up."""
+    device = cli.trainer.strategy.root_device
+    module, data = cli.model.to(device), cast(Any, cli.datamodule)
+    rows = min(_ROWS, cli.privacy.max_physical_batch_size)
+    shape = (rows, data.in_channels) if data.image_size == 1 else (rows, data.in_channels, *[data.image_size] * 2)
+    images, labels = torch.rand(shape, device=device), torch.zeros(rows, dtype=torch.long, device=device)
+    seconds = 0.0
+    with cli.trainer.precision_plugin.train_step_context():
+        for _ in range(2):
+            start = time.perf_counter()
+            _, norms = clipped_gradient_sum(
+                module, nn.functional.cross_entropy, images, labels, clip_plan=cli.privacy.clip_plan
+            )
+            float(norms.sum())  # waits for the device
+            seconds = time.perf_counter() - start
+    disk = cli.privacy.gradient_settings.disk
+    return seconds / rows * (1 if disk is None or disk.gamma is None else 2)

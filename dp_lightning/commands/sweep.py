@@ -1,0 +1,212 @@
+"""`dpl sweep`: the runs of a grid, each an ordinary `dpl fit` in a folder of its own.
+
+Runs that are finished are not repeated, and those that were broken off go on from their last checkpoint, so the same
+command starts a grid, goes on with it, and adds to it the runs of a grid that has grown.
+"""
+
+import argparse
+import shlex
+import signal
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import yaml
+
+from dp_lightning.errors import ConfigurationError, DpLightningError
+from dp_lightning.experiments.grid import Cell, Grid
+from dp_lightning.experiments.launchers import LAUNCHERS
+from dp_lightning.experiments.runs import RunFolder
+from dp_lightning.files import require_writable
+
+
+class PlannedRun(NamedTuple):
+    """A run of a grid and where it lives."""
+
+    cell: Cell
+    settings: dict[str, Any]
+    folder: RunFolder
+
+
+def main(arguments: list[str]) -> None:
+    """Run the grid, or print what would be run.
+
+    Args:
+        arguments: the command and its options.
+
+    Raises:
+        DpLightningError: naming the setting and the fix.
+        SystemExit: with 1, where a run has failed; with 130 or 143 after SIGINT or SIGTERM.
+    """
+    options = _parser().parse_args(arguments[1:])
+    grid = Grid.load(options.grid)
+    runs = planned_runs(grid, options.out, options.override)
+    if options.dry_run:
+        _print_prices(grid, runs)
+        return
+    require_writable(options.out, "--out")
+    waiting = [run for run in runs if not run.folder.finished]
+    print(f"{grid.title}: {len(runs)} runs, {len(runs) - len(waiting)} finished, in {options.out}", flush=True)
+    for run in waiting:
+        run.folder.prepare(run.settings)
+    failed = _launch(waiting, options) if waiting else []
+    if failed:
+        print(f"{len(failed)} runs failed; the same command starts them again:", file=sys.stderr)
+        for run in failed:
+            print(f"  {run.cell.name}: {run.folder.log}", file=sys.stderr)
+        sys.exit(1)
+    overrides = [option for text in options.override for option in ("--override", text)]
+    again = shlex.join(["dpl", "report", str(options.grid), "--out", str(options.out), *overrides])
+    print(f"All runs are finished. The tables and figures: {again}")
+
+
+def planned_runs(grid: Grid, out: Path, override: Sequence[str]) -> list[PlannedRun]:
+    """The runs of a grid with their whole configurations.
+
+    Args:
+        grid: the grid.
+        out: folder of its runs.
+        override: settings of every run, as ``name=value``.
+
+    Raises:
+        DpLightningError: for a setting that does not parse, or two runs that are the same.
+    """
+    # Imported here, so that --help answers at once.
+    from dp_lightning.commands.composition import compose
+
+    extra = []
+    for text in override:
+        name, equals, value = text.partition("=")
+        if not equals:
+            raise ConfigurationError(f"--override {text}: give name=value, such as trainer.max_epochs=1.")
+        extra += [f"--{name}", value]
+    runs: list[PlannedRun] = []
+    names: dict[str, str] = {}
+    for cell in grid.cells():
+        try:
+            settings = compose([*cell.arguments, *extra])
+        except DpLightningError as error:
+            raise type(error)(f"{grid.path}, run {cell.name}: {error}") from error
+        # Where a run writes says nothing of what it does.
+        settings["trainer"].pop("default_root_dir", None)
+        folder = RunFolder.of(out, cell.name, settings)
+        runs.append(PlannedRun(cell, settings, folder))
+        if (other := names.setdefault(yaml.safe_dump(settings), cell.name)) != cell.name:
+            raise ConfigurationError(f"{grid.path}: the runs {other} and {cell.name} have the same settings.")
+    return runs
+
+
+def _launch(runs: Sequence[PlannedRun], options: argparse.Namespace) -> list[PlannedRun]:
+    """Run them, tell of each one that ends, and return those that failed."""
+    by_folder = {str(run.folder.path): run for run in runs}
+    launcher_options = dict(_option(text) for text in options.launcher_option)
+    if options.jobs is not None:
+        launcher_options["jobs"] = options.jobs
+    failed, started = [], time.monotonic()
+    with _ended_by_signals():
+        results = LAUNCHERS[options.launcher](list(by_folder), launcher_options)
+        for number, (folder, status) in enumerate(results, start=1):
+            run = by_folder[folder]
+            left = (time.monotonic() - started) / number * (len(runs) - number)
+            print(f"[{number}/{len(runs)}] {_outcome(run, status)}; about {_duration(left)} left", flush=True)
+            if not run.folder.finished:
+                failed.append(run)
+    return failed
+
+
+@contextmanager
+def _ended_by_signals() -> Iterator[None]:
+    """SIGTERM ends the sweep as Ctrl-C does: its local runs leave checkpoints."""
+
+    def leave(number: int, frame: Any) -> None:
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _outcome(run: PlannedRun, status: int) -> str:
+    result = run.folder.result
+    if result is None or not run.folder.finished:
+        return f"{run.cell.name} FAILED with status {status}, see {run.folder.log}"
+    accuracy = result["test_accuracy_last"]
+    shown = "no test set" if accuracy is None else f"test accuracy {100 * accuracy:.1f} %"
+    epsilon = result["epsilon"] if isinstance(result["epsilon"], str) else f"{result['epsilon']:.3f}"
+    return f"{run.cell.name}: {shown}, epsilon {epsilon}, {_duration(result['seconds'])}"
+
+
+def _print_prices(grid: Grid, runs: Sequence[PlannedRun]) -> None:
+    from dp_lightning.commands.pricing import Pricing
+
+    print(f"{grid.title}: {len(runs)} runs")
+    price, total, unknown = Pricing(), 0.0, 0
+    for run in runs:
+        print(f"\n{run.cell.name}" + (" (finished)" if run.folder.finished else ""))
+        print(f"  {shlex.join(['dpl', 'fit', *run.cell.arguments])}")
+        try:
+            found = price(run.settings)
+        except DpLightningError as error:
+            print(f"  no price: {error}", flush=True)
+            unknown += 1
+            continue
+        total += 0.0 if run.folder.finished else found.seconds
+        plan = found.plan
+        print(
+            f"  epsilon {plan.epsilon():.3g}, delta {plan.delta:g}, sigma {plan.noise_multiplier:.4g}, "
+            f"{plan.num_steps} steps, about {_duration(found.seconds)} here",
+            flush=True,
+        )
+    without = f", without {unknown} runs that have no price" if unknown else ""
+    print(
+        f"\nTogether about {_duration(total)} on one device like this one{without}. Each epsilon is of its run alone."
+    )
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
+
+
+def _option(text: str) -> tuple[str, Any]:
+    name, equals, value = text.partition("=")
+    if not equals:
+        raise ConfigurationError(f"--launcher-option {text}: give name=value, such as timeout_min=600.")
+    return name, yaml.safe_load(value)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="dpl sweep", description=__doc__, allow_abbrev=False)
+    add_grid_options(parser)
+    parser.add_argument("--dry-run", action="store_true", help="print the commands and what each run costs")
+    parser.add_argument("--launcher", choices=sorted(LAUNCHERS), default="local", help="default: local")
+    parser.add_argument("--jobs", type=int, help="runs at once of the local launcher; default: one for each GPU")
+    parser.add_argument(
+        "--launcher-option",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="of slurm, such as slurm_partition=gpu; of ray, such as num_gpus=1",
+    )
+    return parser
+
+
+def add_grid_options(parser: argparse.ArgumentParser) -> None:
+    """What `dpl sweep` and `dpl report` have in common: together they name the folders of the runs."""
+    parser.add_argument("grid", type=Path, metavar="GRID.yaml", help="such as configs/sweeps/digits.yaml")
+    parser.add_argument("--out", type=Path, default=Path("sweeps"), help="folder of the runs; default: sweeps")
+    parser.add_argument(
+        "--override",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="a setting of every run, such as trainer.max_epochs=1; dpl report needs the same ones",
+    )

@@ -1,0 +1,70 @@
+"""Figures, as PNG and SVG, by matplotlib."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from dp_lightning.errors import ConfigurationError
+from dp_lightning.experiments.document import Picture
+
+# Okabe and Ito 2008: told apart by colour-blind people too.
+_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#999933")
+_MARKERS = "osD^vPX*"
+
+
+def style(number: int) -> dict[str, Any]:
+    """Colour and marker of a line."""
+    return {"color": _COLOURS[number % len(_COLOURS)], "marker": _MARKERS[number % len(_MARKERS)]}
+
+
+@contextmanager
+def figure(
+    pictures: list[Picture], folder: Path, name: str, caption: str, *, panels: int = 1
+) -> Iterator[Sequence[Any]]:
+    """Axes to draw on; at the end the figure is written, and its picture added to the list.
+
+    Args:
+        pictures: gets the picture.
+        folder: where it is written.
+        name: of the files.
+        caption: what it shows.
+        panels: axes beside each other.
+
+    Raises:
+        ConfigurationError: where matplotlib is not installed.
+    """
+    try:
+        import matplotlib
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ConfigurationError("Figures need matplotlib: pip install 'dp-lightning[report]'") from error
+    # Text stays text, and the same figure is the same file.
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": name, "font.size": 10}):
+        drawn = Figure(figsize=(5.0 * panels + 0.5, 3.8), layout="constrained")
+        axes = drawn.subplots(1, panels, squeeze=False)[0]
+        for ax in axes:
+            ax.grid(alpha=0.3)
+            ax.spines[["top", "right"]].set_visible(False)
+        yield axes
+        picture = Picture(folder / f"{name}.png", folder / f"{name}.svg", caption)
+        drawn.savefig(picture.png, dpi=150, metadata={"Software": None})
+        drawn.savefig(picture.svg, metadata={"Date": None})
+    pictures.append(picture)
+
+
+def place_on_axis(ax: Any, labels: Sequence[str]) -> list[float]:
+    """Where the points of an axis of a grid stand on the abscissa: at their values, or in a row.
+
+    Values that span a factor of eight or more stand on a scale of powers of two.
+    """
+    try:
+        values = [float(label) for label in labels]
+    except ValueError:
+        ax.set_xticks(range(len(labels)), labels)
+        return [float(k) for k in range(len(labels))]
+    if min(values) > 0 and max(values) / min(values) >= 8:
+        ax.set_xscale("log", base=2)
+    ax.set_xticks(values, labels)
+    ax.minorticks_off()
+    return values

@@ -1,0 +1,175 @@
+"""A grid of runs: a YAML file whose axes are multiplied out.
+
+    title: Accuracy by method and batch size
+    base: [../wrn16_cifar10.yaml]
+    axes:
+      method:
+        DP-SGD: {}
+        DP-Muon: {config: ../postprocess/dp_muon.yaml}
+      batch_size: {setting: privacy.expected_batch_size, values: [256, 1024]}
+      seed: {setting: seed_everything, values: [42, 43, 44]}
+
+A run takes one point of each axis. Its configuration is that of ``dpl fit`` with the files of ``base``, then those of
+its points in the order of the axes, and the settings last. Paths are relative to the grid's file.
+"""
+
+import itertools
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from dp_lightning.errors import ConfigurationError
+
+_KEYS = {"title", "base", "settings", "axes", "report"}
+_REPORT = {"rows", "columns", "published", "figures"}
+FIGURES = ("accuracy", "deviation", "curves", "snr")
+
+
+@dataclass(frozen=True)
+class Point:
+    """One value of an axis: files and settings that it adds to a run."""
+
+    label: str
+    configs: tuple[Path, ...] = ()
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One run of a grid."""
+
+    labels: Mapping[str, str]
+    """Label of its point on each axis."""
+    arguments: tuple[str, ...]
+    """Options of ``dpl fit``."""
+
+    @property
+    def name(self) -> str:
+        """Its labels in one word, for people."""
+        return "_".join(label.replace(" ", "-").replace("/", "-") for label in self.labels.values())
+
+
+@dataclass(frozen=True)
+class Report:
+    """How the runs of a grid are shown."""
+
+    rows: str
+    """Axis of the table's rows and of the figure's lines."""
+    columns: str
+    """Axis of the table's columns and of the figure's abscissa."""
+    published: str | None
+    """Name of the paper's table of accuracies beside which the runs are shown."""
+    figures: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Grid:
+    """What a grid's file says; see the module."""
+
+    path: Path
+    title: str
+    base: tuple[Path, ...]
+    settings: Mapping[str, Any]
+    axes: Mapping[str, tuple[Point, ...]]
+    report: Report
+
+    @classmethod
+    def load(cls, path: Path) -> "Grid":
+        """Read a grid's file.
+
+        Raises:
+            ConfigurationError: naming the file, the key and the fix.
+        """
+        try:
+            content = yaml.safe_load(path.read_text(encoding="utf-8"))
+        except OSError as error:
+            raise ConfigurationError(f"{path} cannot be read: {error.strerror}.") from error
+        except yaml.YAMLError as error:
+            raise ConfigurationError(f"{path} is not YAML: {error}") from error
+        content = _mapping(path, "The grid", content, _KEYS)
+        axes = _mapping(path, "axes", content.get("axes"))
+        if not axes:
+            raise ConfigurationError(f"{path}: axes is empty. Name at least one axis with its points.")
+        found = {str(name): _points(path, str(name), points) for name, points in axes.items()}
+        return cls(
+            path,
+            str(content.get("title", path.stem)),
+            _paths(path, "base", content.get("base")),
+            _mapping(path, "settings", content.get("settings") or {}),
+            found,
+            _report(path, list(found), content.get("report") or {}),
+        )
+
+    def cells(self) -> Iterator[Cell]:
+        """Its runs; the last axis turns fastest."""
+        for points in itertools.product(*self.axes.values()):
+            configs = [*self.base, *(config for point in points for config in point.configs)]
+            settings = dict(self.settings)
+            for point in points:
+                settings |= point.settings
+            arguments = [option for config in configs for option in ("--config", str(config))]
+            arguments += [option for name, value in settings.items() for option in (f"--{name}", _text(value))]
+            labels = {axis: point.label for axis, point in zip(self.axes, points, strict=True)}
+            yield Cell(labels, tuple(arguments))
+
+
+def _points(path: Path, axis: str, content: Any) -> tuple[Point, ...]:
+    content = _mapping(path, f"axes.{axis}", content)
+    if "setting" in content or "values" in content:
+        short = _mapping(path, f"axes.{axis}", content, {"setting", "values"})
+        if not isinstance(short.get("setting"), str) or not isinstance(short.get("values"), list):
+            raise ConfigurationError(
+                f"{path}: axes.{axis} needs both setting, the name of one, and values, a list of what it is set to."
+            )
+        points = [Point(str(value), settings={short["setting"]: value}) for value in short["values"]]
+    else:
+        points = []
+        for label, point in content.items():
+            place = f"axes.{axis}.{label}"
+            point = _mapping(path, place, point or {}, {"config", "settings"})
+            settings = _mapping(path, f"{place}.settings", point.get("settings") or {})
+            points.append(Point(str(label), _paths(path, place, point.get("config")), settings))
+    if not points:
+        raise ConfigurationError(f"{path}: axes.{axis} has no point. Add one, or remove the axis.")
+    if len({point.label for point in points}) < len(points):
+        raise ConfigurationError(f"{path}: axes.{axis} has a value twice, and both would be one run.")
+    return tuple(points)
+
+
+def _report(path: Path, axes: list[str], content: Any) -> Report:
+    content = _mapping(path, "report", content, _REPORT)
+    defaults = [name for name in axes if name != "seed"] or axes
+    rows, columns = content.get("rows", defaults[0]), content.get("columns", defaults[min(1, len(defaults) - 1)])
+    for key, axis in (("rows", rows), ("columns", columns)):
+        if axis not in axes:
+            raise ConfigurationError(f"{path}: report.{key} is {axis!r}; choose one of the axes {', '.join(axes)}.")
+    figures = content.get("figures", ["accuracy"])
+    if not isinstance(figures, list) or not set(figures) <= set(FIGURES):
+        raise ConfigurationError(f"{path}: report.figures is {figures!r}; choose from {', '.join(FIGURES)}.")
+    return Report(rows, columns, content.get("published"), tuple(figures))
+
+
+def _mapping(path: Path, place: str, content: Any, known: set[str] | None = None) -> dict[str, Any]:
+    if not isinstance(content, dict):
+        raise ConfigurationError(f"{path}: {place} must be a mapping, and it is {content!r}.")
+    unknown = sorted(map(str, content.keys() - known)) if known is not None else []
+    if unknown:
+        raise ConfigurationError(f"{path}: {place} has no {unknown[0]}; it has {', '.join(sorted(known or ()))}.")
+    return content
+
+
+def _paths(path: Path, place: str, content: Any) -> tuple[Path, ...]:
+    given = [] if content is None else content if isinstance(content, list) else [content]
+    found = tuple((path.parent / str(name)).resolve() for name in given)
+    for name in found:
+        if not name.is_file():
+            raise ConfigurationError(f"{path}: {place} names {name}, which is not a file.")
+    return found
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)

@@ -1,0 +1,79 @@
+"""Runs in processes on this machine, each on a device of its own."""
+
+import os
+import queue
+import subprocess
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from pathlib import Path
+from threading import Event
+from typing import Any
+
+from dp_lightning.experiments.launchers.options import known_options
+from dp_lightning.experiments.worker import run_to_its_end
+
+# The leading part of a long list of devices is enough for a machine.
+_MOST_DEVICES = 1024
+
+
+def launch_local(folders: Sequence[str], options: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
+    """Run them at once, as many as there are jobs; the order of the results is that of their ends.
+
+    When the iteration is broken off, every run is told to stop, leaves a checkpoint, and is waited for.
+
+    Args:
+        folders: of the runs.
+        options: ``jobs``, runs at once, by default one for each GPU that this process may use, or one without GPU.
+
+    Raises:
+        ConfigurationError: for an option that it does not have.
+    """
+    devices = _devices()
+    jobs = int(known_options("local", options, {"jobs": max(1, len(devices))})["jobs"])
+    free: queue.SimpleQueue[dict[str, str]] = queue.SimpleQueue()
+    for number in range(jobs):
+        free.put(_share(devices, number, jobs))
+    running: set[subprocess.Popen[bytes]] = set()
+    stopping = Event()
+
+    def note(process: subprocess.Popen[bytes]) -> None:
+        running.add(process)
+        if stopping.is_set():
+            process.terminate()
+
+    def run(folder: str) -> int:
+        environment = free.get()
+        try:
+            return run_to_its_end(folder, environment, note)
+        finally:
+            free.put(environment)
+
+    pool = ThreadPoolExecutor(jobs)
+    try:
+        futures = {pool.submit(run, folder): folder for folder in folders}
+        for future in as_completed(futures):
+            yield futures[future], -1 if future.exception() else future.result()
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
+        stopping.set()
+        for process in list(running):
+            process.terminate()  # nothing where it has ended
+        pool.shutdown()
+
+
+def _share(devices: Sequence[str], number: int, jobs: int) -> dict[str, str]:
+    """What the runs of one of the jobs see: one GPU, or their share of the cores."""
+    if devices:
+        return {"CUDA_VISIBLE_DEVICES": devices[number % len(devices)]}
+    if "OMP_NUM_THREADS" in os.environ or jobs == 1:
+        return {}
+    return {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // jobs))}
+
+
+def _devices() -> list[str]:
+    """The GPUs that this process may use, by the names that CUDA_VISIBLE_DEVICES has for them."""
+    given = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if given is not None:
+        return [name for name in given.split(",") if name and name != "-1"]
+    found = [Path(f"/dev/nvidia{number}").exists() for number in range(_MOST_DEVICES)]
+    return [str(number) for number, there in enumerate(found) if there]

@@ -1,0 +1,256 @@
+"""The page of a grid: tables and figures of its runs, beside the paper's numbers."""
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from dp_lightning.errors import ConfigurationError
+from dp_lightning.experiments.document import Document, Picture
+from dp_lightning.experiments.figures import figure, place_on_axis, style
+from dp_lightning.experiments.grid import Grid
+from dp_lightning.experiments.published import published
+from dp_lightning.experiments.results import (
+    SEED,
+    Outcome,
+    Panel,
+    Spread,
+    correlation,
+    panels,
+    per_cent,
+    spread,
+)
+
+_LAST, _BEST = per_cent("test_accuracy_last"), per_cent("test_accuracy_best")
+_AVERAGED = per_cent("averaged_test_accuracy_last")
+_SCOPE = (
+    "Every epsilon is of one run alone. Whoever chooses among runs by what they reach on private data spends more than "
+    "any one of them."
+)
+
+
+def grid_report(grid: Grid, outcomes: Sequence[Outcome], folder: Path) -> Document:
+    """Write the figures into a folder and return the page.
+
+    Args:
+        grid: the grid.
+        outcomes: of all its runs, finished or not.
+        folder: where the figures are written.
+
+    Raises:
+        ConfigurationError: where matplotlib is not installed, or the grid names a table that the paper does not have.
+    """
+    paper = _paper(grid)
+    page = Document(grid.title)
+    finished = sum(outcome.finished for outcome in outcomes)
+    page.say(f"{finished} of {len(outcomes)} runs are finished. Accuracies are in per cent on the test set.")
+    page.say(_SCOPE)
+    pictures: list[Picture] = []
+    for number, panel in enumerate(panels(grid, outcomes)):
+        if panel.title:
+            page.heading(panel.title)
+        _accuracies(page, grid, panel, paper)
+        start = len(pictures)
+        name = grid.path.stem + (f"_{number + 1}" if panel.title else "")
+        for kind in grid.report.figures:
+            _FIGURES[kind](pictures, folder, f"{name}_{kind}", grid, panel, paper)
+        for picture in pictures[start:]:
+            page.picture(picture)
+        if "snr" in grid.report.figures:
+            _correlations(page, grid, panel)
+    _missing(page, outcomes)
+    _runs(page, grid, outcomes)
+    return page
+
+
+def _paper(grid: Grid) -> Mapping[str, Mapping[str, list[float]]]:
+    """The paper's accuracies by row and column, under the labels of the grid; empty where there are none."""
+    name = grid.report.published
+    if name is None:
+        return {}
+    tables = published()["accuracy"]
+    if name not in tables:
+        raise ConfigurationError(f"{grid.path}: report.published is {name!r}; choose from {', '.join(tables)}.")
+    return {
+        str(row): {str(column): value for column, value in values.items()}
+        for row, values in tables[name]["values"].items()
+    }
+
+
+def _accuracies(page: Document, grid: Grid, panel: Panel, paper: Mapping[str, Mapping[str, list[float]]]) -> None:
+    def rows(quantity: Any) -> list[list[str]]:
+        head = [f"{grid.report.rows} by {grid.report.columns}", *panel.columns]
+        return [
+            head,
+            *(
+                [row, *(_cell(spread(panel.outcomes.get((row, column), ()), quantity)) for column in panel.columns)]
+                for row in panel.rows
+            ),
+        ]
+
+    seeds = f"mean ± standard deviation over {len(grid.axes[SEED])} seeds" if SEED in grid.axes else "one run each"
+    page.say(f"Accuracy after the last step, {seeds}:")
+    page.table(rows(_LAST))
+    if any(_AVERAGED(o.result) is not None for found in panel.outcomes.values() for o in found if o.result):
+        page.say("The same of the averaged weights:")
+        page.table(rows(_AVERAGED))
+    page.say("Best accuracy over epochs. It is chosen on the test set, so it is no estimate for new images:")
+    page.table(rows(_BEST))
+    if paper:
+        page.say("The paper's numbers, which are best accuracies over epochs:")
+        shown = [
+            [row, *(_pair(paper[row].get(column)) for column in panel.columns)] for row in panel.rows if row in paper
+        ]
+        page.table([[f"{grid.report.rows} by {grid.report.columns}", *panel.columns], *shown])
+
+
+def _cell(found: Spread) -> str:
+    if found.mean is None:
+        return "-"
+    text = f"{found.mean:.1f}" + ("" if found.deviation is None else f" ± {found.deviation:.1f}")
+    return text if found.runs == found.planned else f"{text} ({found.runs} of {found.planned})"
+
+
+def _pair(value: list[float] | None) -> str:
+    return "-" if value is None else " ± ".join(f"{number:.1f}" for number in value)
+
+
+def _draw_accuracy(
+    pictures: list[Picture], folder: Path, name: str, grid: Grid, panel: Panel, paper: Mapping[str, Any]
+) -> None:
+    caption = f"Test accuracy after the last step{', and the paper (best over epochs, dashed)' if paper else ''}"
+    with figure(pictures, folder, name, caption) as (ax,):
+        places = place_on_axis(ax, panel.columns)
+        for number, row in enumerate(panel.rows):
+            points = [
+                (x, spread(panel.outcomes.get((row, c), ()), _LAST)) for x, c in zip(places, panel.columns, strict=True)
+            ]
+            known = [(x, s.mean, s.deviation or 0.0) for x, s in points if s.mean is not None]
+            if known:
+                x, mean, deviation = zip(*known, strict=True)
+                ax.errorbar(x, mean, deviation, label=row, capsize=3, **style(number))
+            theirs = [
+                (x, paper[row][c][0]) for x, c in zip(places, panel.columns, strict=True) if c in paper.get(row, {})
+            ]
+            if theirs:
+                label = None if known else f"{row}, paper"
+                ax.plot(*zip(*theirs, strict=True), linestyle="--", alpha=0.6, label=label, **style(number))
+        _finish(ax, grid.report.columns, "test accuracy (%)")
+
+
+def _draw_deviation(
+    pictures: list[Picture], folder: Path, name: str, grid: Grid, panel: Panel, paper: Mapping[str, Any]
+) -> None:
+    caption = f"Standard deviation of the last test accuracy over seeds{', and the paper (dashed)' if paper else ''}"
+    with figure(pictures, folder, name, caption) as (ax,):
+        places = place_on_axis(ax, panel.columns)
+        for number, row in enumerate(panel.rows):
+            points = [
+                (x, spread(panel.outcomes.get((row, c), ()), _LAST)) for x, c in zip(places, panel.columns, strict=True)
+            ]
+            known = [(x, s.deviation) for x, s in points if s.deviation is not None]
+            if known:
+                ax.plot(*zip(*known, strict=True), label=row, **style(number))
+            theirs = [
+                (x, paper[row][c][1])
+                for x, c in zip(places, panel.columns, strict=True)
+                if len(paper.get(row, {}).get(c, [])) > 1
+            ]
+            if theirs:
+                label = None if known else f"{row}, paper"
+                ax.plot(*zip(*theirs, strict=True), linestyle="--", alpha=0.6, label=label, **style(number))
+        _finish(ax, grid.report.columns, "standard deviation (points)")
+
+
+def _draw_curves(
+    pictures: list[Picture], folder: Path, name: str, grid: Grid, panel: Panel, paper: Mapping[str, Any]
+) -> None:
+    with figure(pictures, folder, name, "Test accuracy by epoch, mean over seeds", panels=len(panel.columns)) as axes:
+        for ax, column in zip(axes, panel.columns, strict=True):
+            for number, row in enumerate(panel.rows):
+                curves = [
+                    o.result["test_accuracy_by_epoch"]
+                    for o in panel.outcomes.get((row, column), ())
+                    if o.finished and o.result and o.result.get("test_accuracy_by_epoch")
+                ]
+                if curves:
+                    length = min(map(len, curves))
+                    mean = [100 * math.fsum(curve[k] for curve in curves) / len(curves) for k in range(length)]
+                    ax.plot(range(1, length + 1), mean, label=row, color=style(number)["color"])
+            ax.set_title(f"{grid.report.columns} {column}")
+            _finish(ax, "epoch", "test accuracy (%)")
+
+
+def _draw_snr(
+    pictures: list[Picture], folder: Path, name: str, grid: Grid, panel: Panel, paper: Mapping[str, Any]
+) -> None:
+    with figure(pictures, folder, name, "Accuracy beside steps and signal-to-noise ratio", panels=2) as axes:
+        for ax, (label, quantity) in zip(axes, _BESIDE.items(), strict=True):
+            for number, row in enumerate(panel.rows):
+                found = [panel.outcomes.get((row, column), ()) for column in panel.columns]
+                pairs = [(spread(o, quantity).mean, spread(o, _LAST).mean) for o in found]
+                known = sorted((x, y) for x, y in pairs if x is not None and y is not None)
+                if known:
+                    ax.plot(*zip(*known, strict=True), label=row, **style(number))
+            _finish(ax, label, "test accuracy (%)")
+
+
+def _finish(ax: Any, x: str, y: str) -> None:
+    ax.set_xlabel(x)
+    ax.set_ylabel(y)
+    if ax.get_legend_handles_labels()[0]:
+        ax.legend(frameon=False, fontsize=8)
+
+
+_FIGURES = {"accuracy": _draw_accuracy, "deviation": _draw_deviation, "curves": _draw_curves, "snr": _draw_snr}
+_BESIDE = {
+    "steps": lambda result: float(result["num_steps"]),
+    "signal-to-noise ratio, first epoch": lambda result: result.get("snr_first_epoch"),
+}
+
+
+def _correlations(page: Document, grid: Grid, panel: Panel) -> None:
+    page.say(f"Pearson's r of the mean accuracy over {grid.report.columns}:")
+    rows = [[grid.report.rows, *_BESIDE]]
+    for row in panel.rows:
+        found = [correlation(panel, row, _LAST, quantity) for quantity in _BESIDE.values()]
+        rows.append([row, *("-" if value is None else f"{value:+.2f}" for value in found)])
+    page.table(rows)
+
+
+def _missing(page: Document, outcomes: Sequence[Outcome]) -> None:
+    missing = [outcome for outcome in outcomes if not outcome.finished]
+    if not missing:
+        return
+    page.heading("Missing")
+    page.say(f"{len(missing)} runs are not finished:")
+    rows = [["run", "steps taken", "log"]]
+    for outcome in missing:
+        steps = (
+            "-" if outcome.result is None else f"{outcome.result['num_steps']} of {outcome.result['num_steps_planned']}"
+        )
+        log = str(outcome.folder.log) if outcome.folder.log.is_file() else "not started"
+        rows.append([" ".join(outcome.labels.values()), steps, log])
+    page.table(rows)
+
+
+def _runs(page: Document, grid: Grid, outcomes: Sequence[Outcome]) -> None:
+    page.heading("Runs")
+    rows = [[*grid.axes, "last", "best", "epsilon", "delta", "steps", "seconds", "folder"]]
+    for outcome in outcomes:
+        result = outcome.result
+        if not outcome.finished or result is None:
+            continue
+        epsilon = result["epsilon"]
+        rows.append(
+            [
+                *outcome.labels.values(),
+                *("-" if value is None else f"{value:.1f}" for value in (_LAST(result), _BEST(result))),
+                epsilon if isinstance(epsilon, str) else f"{epsilon:.3f}",
+                f"{result['delta']:g}",
+                str(result["num_steps"]),
+                f"{result['seconds']:.0f}",
+                outcome.folder.path.name,
+            ]
+        )
+    page.table(rows)

@@ -1,0 +1,105 @@
+"""What the runs of a grid have reached, averaged over seeds."""
+
+import itertools
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from dp_lightning.experiments.grid import Grid
+from dp_lightning.experiments.runs import RunFolder
+
+#: The axis that is averaged over.
+SEED = "seed"
+
+Quantity = Callable[[Mapping[str, Any]], float | None]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A run of a grid, and what it has left."""
+
+    labels: Mapping[str, str]
+    folder: RunFolder
+    result: Mapping[str, Any] | None
+    finished: bool
+
+    @classmethod
+    def read(cls, labels: Mapping[str, str], folder: RunFolder) -> "Outcome":
+        """Read the folder of a run."""
+        return cls(labels, folder, folder.result, folder.finished)
+
+
+class Spread(NamedTuple):
+    """A quantity over the seeds of one place in a table."""
+
+    mean: float | None
+    """None where no run is finished."""
+    deviation: float | None
+    """Standard deviation of a sample, n - 1; None for fewer than two runs."""
+    runs: int
+    """Finished runs that have the quantity."""
+    planned: int
+
+
+def spread(outcomes: Sequence[Outcome], quantity: Quantity) -> Spread:
+    """Mean and deviation over the finished runs."""
+    values = [quantity(o.result) for o in outcomes if o.finished and o.result is not None]
+    known = [value for value in values if value is not None]
+    mean = statistics.fmean(known) if known else None
+    return Spread(mean, statistics.stdev(known) if len(known) > 1 else None, len(known), len(outcomes))
+
+
+@dataclass(frozen=True)
+class Panel:
+    """The runs that share their points on all axes but the rows, the columns and the seed."""
+
+    title: str
+    """Names what they share; empty where nothing is left to share."""
+    rows: tuple[str, ...]
+    columns: tuple[str, ...]
+    outcomes: Mapping[tuple[str, str], tuple[Outcome, ...]]
+    """By row and column."""
+
+
+def panels(grid: Grid, outcomes: Sequence[Outcome]) -> Iterator[Panel]:
+    """One panel for each combination of points on the axes that are neither rows, columns nor the seed."""
+    rows, columns = grid.report.rows, grid.report.columns
+    others = [axis for axis in grid.axes if axis not in (rows, columns, SEED)]
+    for shared in itertools.product(*([point.label for point in grid.axes[axis]] for axis in others)):
+        mine = [o for o in outcomes if all(o.labels[a] == label for a, label in zip(others, shared, strict=True))]
+        places = {
+            (row.label, column.label): tuple(
+                o for o in mine if o.labels[rows] == row.label and o.labels[columns] == column.label
+            )
+            for row in grid.axes[rows]
+            for column in grid.axes[columns]
+        }
+        yield Panel(
+            ", ".join(f"{axis} {label}" for axis, label in zip(others, shared, strict=True)),
+            tuple(point.label for point in grid.axes[rows]),
+            tuple(point.label for point in grid.axes[columns]),
+            {place: found for place, found in places.items() if found},
+        )
+
+
+def per_cent(key: str) -> Quantity:
+    """The accuracy that ``result.json`` has under a key, in per cent."""
+    return lambda result: None if result.get(key) is None else 100 * result[key]
+
+
+def correlation(panel: Panel, row: str, accuracy: Quantity, other: Quantity) -> float | None:
+    """Pearson's r of the mean accuracy with another quantity over the columns; None for fewer than three."""
+    pairs = []
+    for column in panel.columns:
+        here = panel.outcomes.get((row, column), ())
+        y, x = spread(here, accuracy).mean, spread(here, other).mean
+        if y is not None and x is not None:
+            pairs.append((x, y))
+    if len(pairs) < 3:
+        return None
+    xs, ys = zip(*pairs, strict=True)
+    try:
+        return statistics.correlation(xs, ys)
+    except statistics.StatisticsError:  # one of them does not vary
+        return None

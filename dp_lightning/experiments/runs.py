@@ -1,0 +1,85 @@
+"""The folder of one run: its configuration, what it has left, and whether it is finished.
+
+    <out>/<labels>-<id>/run.yaml    the whole configuration of ``dpl fit``
+                        run/        its default_root_dir
+                        log.txt     what it has printed
+
+The id is a hash of the configuration, so that a run with another setting is another run.
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from dp_lightning.errors import ConfigurationError
+from dp_lightning.files import replacing
+
+
+class RunFolder:
+    """Where one run lives.
+
+    Args:
+        path: the folder.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.config, self.root, self.log = path / "run.yaml", path / "run", path / "log.txt"
+
+    @classmethod
+    def of(cls, out: Path, name: str, settings: Mapping[str, Any]) -> "RunFolder":
+        """The folder of a run with these settings.
+
+        Args:
+            out: folder of the grid's runs.
+            name: for people.
+            settings: the whole configuration, without ``trainer.default_root_dir``.
+        """
+        text = json.dumps(settings, sort_keys=True, default=str)
+        return cls(out.resolve() / f"{name}-{hashlib.sha256(text.encode()).hexdigest()[:12]}")
+
+    def prepare(self, settings: Mapping[str, Any]) -> None:
+        """Write its configuration.
+
+        Raises:
+            ConfigurationError: where the folder cannot be written.
+        """
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            trainer = {**settings["trainer"], "default_root_dir": str(self.root)}
+            with replacing(self.config) as file:
+                file.write(yaml.safe_dump({**settings, "trainer": trainer}, sort_keys=False).encode())
+        except OSError as error:
+            raise ConfigurationError(f"--out: {self.path} cannot be written: {error.strerror}.") from error
+
+    @property
+    def result(self) -> dict[str, Any] | None:
+        """What the run has reached; None where it has not written it yet, or not in whole."""
+        found = []
+        for path in self.root.rglob("result.json"):
+            try:
+                found.append(json.loads(path.read_text()))
+            except (OSError, ValueError):
+                continue
+        return max(found, key=lambda result: result["num_steps"], default=None)
+
+    @property
+    def finished(self) -> bool:
+        """Whether it has taken all steps that were planned."""
+        result = self.result
+        return result is not None and result["num_steps"] >= result["num_steps_planned"]
+
+    @property
+    def has_checkpoint(self) -> bool:
+        """Whether it can go on from where it was broken off."""
+        return next(self.root.rglob("*.ckpt"), None) is not None
+
+    def abandon(self) -> None:
+        """Set aside what a start without a checkpoint has left, so that the run starts anew."""
+        if self.root.exists():
+            number = sum(1 for _ in self.path.glob("abandoned_*"))
+            self.root.rename(self.path / f"abandoned_{number}")
