@@ -24,7 +24,9 @@ EXTRAS = PROJECT["optional-dependencies"]
 
 
 def requirements() -> list[Requirement]:
-    return [Requirement(text) for text in [*PROJECT["dependencies"], *EXTRAS["pld"], *EXTRAS["dev"]]]
+    return [
+        Requirement(text) for text in [*PROJECT["dependencies"], *(text for extra in EXTRAS.values() for text in extra)]
+    ]
 
 
 def instructions(name: str) -> list[str]:
@@ -83,7 +85,9 @@ def test_each_make_target_installs_what_it_needs(target):
         text=True,
         check=True,
     ).stdout
-    assert dry.index("-m venv .venv") < dry.index("pip install -c constraints.txt -e '.[dev,pld,finetune,export]'")
+    assert dry.index("-m venv .venv") < dry.index(
+        "pip install -c constraints.txt -e '.[dev,pld,finetune,export,report,slurm,ray]'"
+    )
     after = {"quickstart": "dpl fit --config configs/digits.yaml", "test": "-m pytest", "lint": "ruff check"}
     if target in after:
         assert dry.index("pip install") < dry.index(after[target])
@@ -159,7 +163,8 @@ def test_the_image_installs_the_pinned_dependencies_of_the_project():
     listed = subprocess.run(
         [sys.executable, *shlex.split(command)[1:]], cwd=ROOT, capture_output=True, text=True, check=True
     ).stdout.splitlines()
-    assert listed == [*PROJECT["dependencies"], *EXTRAS["pld"]]
+    extras = [text for name in ("pld", "finetune", "export", "report") for text in EXTRAS[name]]
+    assert listed == [*PROJECT["dependencies"], *extras]
 
 
 def _with_metadata(folder: Path) -> Path:

@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from dp_lightning.commands.training import TrainingCLI, command_line
+from dp_lightning.commands.training import TrainingCLI, command_line, named_errors
 from dp_lightning.models.pretrained import without_weights
 
 
@@ -36,18 +36,30 @@ class _Composed(_Prepared):
         pass
 
 
-def compose(arguments: Sequence[str]) -> dict[str, Any]:
-    """Every setting of ``dpl fit`` with these options, defaults included but those that are null.
+class Composer:
+    """Reads the options of ``dpl fit``; the parser is made once."""
 
-    Args:
-        arguments: the options, such as ``--config`` and overrides.
+    def __init__(self) -> None:
+        self._cli: TrainingCLI | None = None
 
-    Raises:
-        ConfigurationError: for an option that does not parse.
-    """
-    cli = command_line(["fit", *arguments], _Composed)
-    settings: dict[str, Any] = yaml.safe_load(cli._parser("fit").dump(cli.config.fit, skip_link_targets=True))
-    return settings
+    def __call__(self, arguments: Sequence[str]) -> dict[str, Any]:
+        """Every setting with these options, defaults included but those that are null.
+
+        Args:
+            arguments: the options, such as ``--config`` and overrides.
+
+        Raises:
+            ConfigurationError: for an option that does not parse.
+        """
+        line = ["fit", *arguments]
+        if self._cli is None:
+            self._cli = command_line(line, _Composed)
+        else:
+            with named_errors():
+                self._cli.parse_arguments(self._cli.parser, line)
+        text = self._cli._parser("fit").dump(self._cli.config.fit, skip_link_targets=True)
+        settings: dict[str, Any] = yaml.safe_load(text)
+        return settings
 
 
 def prepare(settings: Mapping[str, Any]) -> TrainingCLI:

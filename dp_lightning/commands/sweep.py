@@ -75,7 +75,7 @@ def planned_runs(grid: Grid, out: Path, override: Sequence[str]) -> list[Planned
         DpLightningError: for a setting that does not parse, or two runs that are the same.
     """
     # Imported here, so that --help answers at once.
-    from dp_lightning.commands.composition import compose
+    from dp_lightning.commands.composition import Composer
 
     extra = []
     for text in override:
@@ -83,6 +83,7 @@ def planned_runs(grid: Grid, out: Path, override: Sequence[str]) -> list[Planned
         if not equals:
             raise ConfigurationError(f"--override {text}: give name=value, such as trainer.max_epochs=1.")
         extra += [f"--{name}", value]
+    compose = Composer()
     runs: list[PlannedRun] = []
     names: dict[str, str] = {}
     for cell in grid.cells():

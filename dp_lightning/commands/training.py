@@ -1,6 +1,8 @@
 """``dpl fit | validate | test | predict``: LightningCLI with ``privacy``, ``postprocess`` and ``averaging``."""
 
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -160,7 +162,7 @@ def command_line(arguments: list[str], kind: type[TrainingCLI] = TrainingCLI) ->
     warnings.filterwarnings("ignore", message=".*will be overridden by `")
     # Lightning 2.6 on torch 2.14; nothing that a user can act on.
     warnings.filterwarnings("ignore", message=".*treespec, LeafSpec")
-    try:
+    with named_errors():
         return kind(
             model_class=pl.LightningModule,
             datamodule_class=pl.LightningDataModule,
@@ -170,8 +172,14 @@ def command_line(arguments: list[str], kind: type[TrainingCLI] = TrainingCLI) ->
             parser_class=StrictParser,
             parser_kwargs={"prog": "dpl"},
         )
+
+
+@contextmanager
+def named_errors() -> Iterator[None]:
+    """Raise what the constructor of a setting has raised, without what the parser wraps around it."""
+    try:
+        yield
     except ValueError as error:
-        # The parser wraps what the constructor of an optional setting raises.
         cause: BaseException | None = error
         while cause is not None and not isinstance(cause, DpLightningError):
             cause = cause.__cause__

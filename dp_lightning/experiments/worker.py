@@ -9,6 +9,8 @@ from pathlib import Path
 
 from dp_lightning.experiments.runs import RunFolder
 
+_DPL = (sys.executable, "-m", "dp_lightning")
+
 
 def run_to_its_end(
     folder: str,
@@ -33,7 +35,7 @@ def run_to_its_end(
         fcntl.flock(lock, fcntl.LOCK_EX)
         if run.finished:
             return 0
-        command = [sys.executable, "-m", "dp_lightning", "fit", "--config", str(run.config)]
+        command = [*_DPL, "fit", "--config", str(run.config)]
         if run.has_checkpoint:
             command += ["--ckpt_path", "last"]
         else:

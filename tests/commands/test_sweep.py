@@ -1,0 +1,246 @@
+"""``dpl sweep`` and ``dpl report`` on small grids of real runs, and every shipped grid without a run."""
+
+import json
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+
+from dp_lightning.cli import main
+from dp_lightning.commands.composition import Composer
+from dp_lightning.experiments.grid import Grid
+from dp_lightning.privacy.plan import PrivacyPlan
+
+ROOT = Path(__file__).parents[2]
+SWEEPS = sorted((ROOT / "configs" / "sweeps").glob("*.yaml"))
+DIGITS = ROOT / "configs" / "digits.yaml"
+MUON = ROOT / "configs" / "postprocess" / "dp_muon.yaml"
+QUICK = {
+    "privacy.accountant": "rdp",
+    "trainer.accelerator": "cpu",
+    "trainer.enable_progress_bar": False,
+    "trainer.max_epochs": 2,
+}
+
+
+def grid_file(folder, seeds=(42, 43), sizes=(256, 512), methods=("DP-SGD", "DP-Muon"), **settings):
+    path = folder / "small.yaml"
+    points = {"DP-SGD": {}, "DP-Muon": {"config": str(MUON)}, "wrong": {"settings": {"optimizer.init_args.lr": -1.0}}}
+    axes = {
+        "method": {name: points[name] for name in methods},
+        "batch_size": {"setting": "privacy.expected_batch_size", "values": list(sizes)},
+        "seed": {"setting": "seed_everything", "values": list(seeds)},
+    }
+    report = {"figures": ["accuracy", "deviation", "curves", "snr"]}
+    grid = {"title": "Small", "base": [str(DIGITS)], "settings": {**QUICK, **settings}, "axes": axes, "report": report}
+    path.write_text(yaml.safe_dump(grid, sort_keys=False))
+    return path
+
+
+def command(*arguments):
+    return subprocess.Popen(
+        [sys.executable, "-m", "dp_lightning", *map(str, arguments)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    )
+
+
+def results(out):
+    return {path.relative_to(out).parts[0]: path for path in out.rglob("result.json")}
+
+
+def starts(out):
+    """How often each run has started: each start has a log folder of its own."""
+    return {path.name: len(list(path.glob("run/lightning_logs/version_*"))) for path in out.glob("*-*")}
+
+
+@pytest.mark.slow  # eight real runs, each of which imports torch
+def test_a_killed_grid_is_completed_without_repeating_a_finished_run_and_reported(tmp_path, capsys):
+    grid, out = grid_file(tmp_path), tmp_path / "out"
+    sweep = command("sweep", grid, "--out", out, "--jobs", "2")
+    while len(results(out)) < 3:
+        assert sweep.poll() is None, sweep.stdout.read().decode()
+        time.sleep(0.1)
+    sweep.send_signal(signal.SIGKILL)
+    sweep.wait()
+    finished = {name: path.stat().st_mtime_ns for name, path in results(out).items()}
+    main(["sweep", str(grid), "--out", str(out), "--jobs", "2"])
+    said = capsys.readouterr().out
+    assert "8 runs, " in said
+    assert "All runs are finished" in said
+    after = results(out)
+    assert len(after) == 8
+    assert all(after[name].stat().st_mtime_ns == when for name, when in finished.items())
+    assert set(starts(out).values()) == {1}
+    main(["report", str(grid), "--out", str(out)])
+    said = capsys.readouterr().out
+    assert "8 of 8 runs are finished" in said
+    folder = out / "report" / "small"
+    assert len(list(folder.glob("*.png"))) == len(list(folder.glob("*.svg"))) == 4
+    assert (folder / "report.md").read_text() in said
+    look_at(folder / "report.html", images=4)
+
+
+def look_at(page, *, images):
+    """Open a page in a browser: nothing on the console, and every image is drawn."""
+    browser = next(filter(None, map(shutil.which, ("chromium", "google-chrome", "chromium-browser"))), None)
+    if browser is None:
+        pytest.skip("no Chromium here to open the page in: apt-get install chromium")
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        quiet = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update"]
+        chromium = playwright.chromium.launch(executable_path=browser, args=[*quiet, "--disable-sync"])
+        opened, said = chromium.new_page(), []
+        opened.on("console", lambda message: said.append(message.text))
+        opened.on("pageerror", lambda error: said.append(str(error)))
+        opened.goto(page.as_uri())
+        widths = opened.evaluate("[...document.images].map(image => image.complete ? image.naturalWidth : 0)")
+        title, rows = opened.title(), opened.locator("table tr").count()
+        chromium.close()
+    assert said == []
+    assert len(widths) == images
+    assert min(widths) > 100
+    assert title == "Small"
+    assert rows > 12
+
+
+@pytest.mark.slow  # real runs through each launcher, and a Ray of its own
+def test_launchers_run_the_same_grid_to_the_same_results(tmp_path, capsys):
+    seeds = {"privacy.noise_seed": 1, "privacy.sampling_seed": 2}
+    grid = grid_file(tmp_path, seeds=[42], sizes=[256, 512], methods=["DP-SGD"], **seeds)
+    found = {}
+    launchers = {
+        "local": [],
+        "slurm": ["--launcher-option", "cluster=local", "--launcher-option", "timeout_min=10"],
+        "ray": ["--launcher-option", "num_cpus=1"],
+    }
+    for name, options in launchers.items():
+        out = tmp_path / name
+        main(["sweep", str(grid), "--out", str(out), "--launcher", name, *options])
+        assert "All runs are finished" in capsys.readouterr().out
+        loaded = {run: json.loads(path.read_text()) for run, path in results(out).items()}
+        found[name] = {run: {k: v for k, v in result.items() if k != "seconds"} for run, result in loaded.items()}
+        assert len(found[name]) == 2
+    assert found["local"] == found["slurm"] == found["ray"]
+
+
+@pytest.mark.slow  # real runs
+def test_a_run_that_fails_is_named_and_the_others_finish(tmp_path, capsys):
+    grid, out = grid_file(tmp_path, seeds=[42], sizes=[256], methods=["wrong", "DP-SGD"]), tmp_path / "out"
+    with pytest.raises(SystemExit) as exit_:
+        main(["sweep", str(grid), "--out", str(out)])
+    assert exit_.value.code == 1
+    said = capsys.readouterr()
+    assert "wrong_256_42 FAILED with status" in said.out
+    assert "1 runs failed; the same command starts them again" in said.err
+    (log,) = out.glob("wrong_256_42-*/log.txt")
+    assert str(log) in said.err
+    assert "Invalid learning rate: -1.0" in log.read_text()
+    assert [name.split("-")[0] for name in results(out)] == ["DP"]
+
+
+@pytest.mark.slow  # a real run, stopped and started again
+def test_a_sweep_that_is_stopped_leaves_checkpoints_and_goes_on_from_them(tmp_path):
+    grid = grid_file(tmp_path, seeds=[42], sizes=[64], methods=["DP-SGD"], **{"trainer.max_epochs": 60})
+    out = tmp_path / "out"
+    sweep = command("sweep", grid, "--out", out)
+    while not list(out.rglob("epoch=*.ckpt")):
+        assert sweep.poll() is None, sweep.stdout.read().decode()
+        time.sleep(0.1)
+    sweep.terminate()
+    assert sweep.wait(60) == 143
+    (stopped,) = out.rglob("interrupted-step=*.ckpt")
+    taken = int(stopped.stem.split("=")[1])
+    again = command("sweep", grid, "--out", out)
+    said = again.communicate()[0].decode()
+    assert again.returncode == 0, said
+    (log,) = out.rglob("log.txt")
+    assert f"Restored all states from the checkpoint at {stopped}" in log.read_text()
+    steps = [json.loads(path.read_text())["num_steps"] for path in out.rglob("result.json")]
+    assert max(steps) == 60 * 1437 // 64 > taken
+
+
+def test_composition_is_that_of_the_command_line(tmp_path):
+    compose = Composer()
+    arguments = ["--config", str(DIGITS), "--config", str(MUON), "--privacy.expected_batch_size", "256"]
+    settings = compose(arguments)
+    assert settings["optimizer"]["init_args"]["lr"] == 0.02
+    assert settings["privacy"]["expected_batch_size"] == 256
+    assert [t["class_path"].split(".")[-1] for t in settings["postprocess"]["transforms"]][:2] == [
+        "Momentum",
+        "Orthogonalize",
+    ]
+    # What came before leaves no trace, and the whole configuration composes to itself.
+    plain = compose(["--config", str(DIGITS)])
+    assert plain["postprocess"]["transforms"] == [] if "transforms" in plain["postprocess"] else True
+    (tmp_path / "whole.yaml").write_text(yaml.safe_dump(settings))
+    assert compose(["--config", str(tmp_path / "whole.yaml")]) == settings
+    assert Composer()(arguments) == settings
+
+
+def test_a_setting_that_does_not_exist_is_named_with_its_run(tmp_path, capsys):
+    grid = grid_file(tmp_path, seeds=[42], sizes=[256], methods=["DP-SGD"], **{"privacy.target_epsilom": 3})
+    with pytest.raises(SystemExit) as exit_:
+        main(["sweep", str(grid), "--dry-run"])
+    assert exit_.value.code == 2
+    said = capsys.readouterr().err
+    assert "run DP-SGD_256_42" in said
+    assert "Did you mean privacy.target_epsilon?" in said
+
+
+def test_two_runs_that_are_one_are_refused(tmp_path, capsys):
+    grid = grid_file(tmp_path, seeds=[42], sizes=[256], methods=["DP-SGD"])
+    content = yaml.safe_load(grid.read_text())
+    content["axes"]["method"]["the same"] = {}
+    grid.write_text(yaml.safe_dump(content, sort_keys=False))
+    with pytest.raises(SystemExit):
+        main(["sweep", str(grid), "--dry-run"])
+    assert "the runs DP-SGD_256_42 and the same_256_42 have the same settings" in capsys.readouterr().err.replace(
+        "-s", " s"
+    )
+
+
+def test_a_dry_run_prints_commands_and_prices_and_writes_nothing(tmp_path, capsys):
+    grid, out = grid_file(tmp_path, seeds=[42], methods=["DP-SGD"]), tmp_path / "out"
+    main(["sweep", str(grid), "--out", str(out), "--dry-run", "--override", "trainer.max_epochs=4"])
+    said = capsys.readouterr().out
+    assert not out.exists()
+    assert f"dpl fit --config {DIGITS} --privacy.accountant rdp" in said
+    plan = PrivacyPlan.calibrate(
+        target_epsilon=3.0,
+        delta=1e-4,
+        num_train=1437,
+        expected_batch_size=256,
+        num_steps=4 * 1437 // 256,
+        accountant="rdp",
+    )
+    assert f"epsilon 3, delta 0.0001, sigma {plan.noise_multiplier:.4g}, 22 steps, about " in said
+    assert said.count("dpl fit") == 2
+    assert "Each epsilon is of its run alone." in said
+
+
+@pytest.mark.parametrize("path", SWEEPS, ids=lambda path: path.stem)
+def test_every_grid_passes_a_dry_run(path, monkeypatch, capsys, tmp_path):
+    # Their noise is solved for in other tests, and their times are not of interest here.
+    monkeypatch.setattr(
+        PrivacyPlan, "calibrate", classmethod(lambda kind, **settings: kind(**settings, noise_multiplier=50.0))
+    )
+    monkeypatch.setattr("dp_lightning.commands.pricing._seconds_per_row", lambda cli: 1e-3)
+    monkeypatch.setattr(PrivacyPlan, "epsilon", lambda plan, accountant=None: plan.target_epsilon)
+    folder = []
+    if "imagenet" in path.stem:
+        folder = ["--override", f"data.init_args.root={tmp_path}"]
+    main(["sweep", str(path), "--dry-run", *folder])
+    said = capsys.readouterr().out
+    grid = Grid.load(path)
+    count = len(list(grid.cells()))
+    assert f"{grid.title}: {count} runs" in said
+    assert said.count("\n  dpl fit --config ") == count
+    # Without its files nobody knows how many examples a folder has.
+    unpriced = count if "imagenet" in path.stem else 0
+    assert said.count("  no price: ") == unpriced
+    assert said.count(" steps, about ") == count - unpriced

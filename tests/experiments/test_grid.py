@@ -1,0 +1,107 @@
+"""A grid's file expands to the options of single runs."""
+
+import pytest
+import yaml
+
+from dp_lightning.errors import ConfigurationError
+from dp_lightning.experiments.grid import Grid
+
+
+@pytest.fixture
+def load(tmp_path):
+    (tmp_path / "sweeps").mkdir()
+    for name in ("base.yaml", "muon.yaml", "vectors.yaml"):
+        (tmp_path / name).write_text("{}\n")
+
+    def loaded(text):
+        path = tmp_path / "sweeps" / "grid.yaml"
+        path.write_text(text)
+        return Grid.load(path)
+
+    return loaded
+
+
+WHOLE = """
+title: Accuracy
+base: [../base.yaml]
+settings: {trainer.max_epochs: 3}
+axes:
+  method:
+    DP-SGD: {}
+    DP-Muon: {config: [../muon.yaml, ../vectors.yaml], settings: {optimizer.init_args.lr: 0.02}}
+  batch_size: {setting: privacy.expected_batch_size, values: [256, 1024]}
+  seed: {setting: seed_everything, values: [42, 43]}
+report: {rows: batch_size, columns: method, figures: [accuracy, snr]}
+"""
+
+
+def test_axes_are_multiplied_out_and_the_last_one_turns_fastest(load):
+    grid = load(WHOLE)
+    cells = list(grid.cells())
+    assert grid.title == "Accuracy"
+    assert [tuple(cell.labels.values()) for cell in cells] == [
+        (method, size, seed) for method in ("DP-SGD", "DP-Muon") for size in ("256", "1024") for seed in ("42", "43")
+    ]
+    assert cells[0].name == "DP-SGD_256_42"
+    assert (grid.report.rows, grid.report.columns, grid.report.figures) == ("batch_size", "method", ("accuracy", "snr"))
+
+
+def test_files_come_in_the_order_of_base_and_axes_and_settings_last(load, tmp_path):
+    cell = list(load(WHOLE).cells())[-1]
+    files = [str(tmp_path / name) for name in ("base.yaml", "muon.yaml", "vectors.yaml")]
+    assert cell.arguments == (
+        *("--config", files[0], "--config", files[1], "--config", files[2]),
+        *("--trainer.max_epochs", "3", "--optimizer.init_args.lr", "0.02"),
+        *("--privacy.expected_batch_size", "1024", "--seed_everything", "43"),
+    )
+
+
+def test_values_are_passed_as_yaml_reads_them(load):
+    values = [1e-05, None, True, "text", [1, {"a": 2}]]
+    grid = load(yaml.safe_dump({"axes": {"x": {"A": {"settings": {f"s{k}": v for k, v in enumerate(values)}}}}}))
+    (cell,) = grid.cells()
+    assert [yaml.safe_load(text) if text != "1e-05" else float(text) for text in cell.arguments[1::2]] == values
+
+
+def test_a_point_of_a_later_axis_overrides_one_of_an_earlier_axis(load):
+    grid = load("axes: {a: {setting: s, values: [1]}, b: {B: {settings: {s: 2}}}}")
+    (cell,) = grid.cells()
+    assert cell.arguments == ("--s", "2")
+
+
+def test_the_report_shows_the_first_two_axes_but_the_seed(load):
+    point = "{setting: s, values: [1]}"
+    grid = load(f"axes: {{seed: {point}, method: {point}, size: {point}}}")
+    assert (grid.report.rows, grid.report.columns, grid.report.published) == ("method", "size", None)
+    grid = load(f"axes: {{seed: {point}}}")
+    assert (grid.report.rows, grid.report.columns) == ("seed", "seed")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("- 1", "The grid must be a mapping"),
+        ("axes: [", "is not YAML"),
+        ("base: []", "axes must be a mapping"),
+        ("axes: {}", "axes is empty"),
+        ("axis: {}\naxes: {a: {A: {}}}", "The grid has no axis; it has axes, base"),
+        ("axes: {a: {}}", "axes.a has no point"),
+        ("axes: {a: {setting: s}}", "axes.a needs both setting"),
+        ("axes: {a: {setting: s, values: 3}}", "axes.a needs both setting"),
+        ("axes: {a: {setting: s, values: [1, 1]}}", "axes.a has a value twice"),
+        ("axes: {a: {setting: s, values: [1], config: x}}", "axes.a has no config"),
+        ("axes: {a: {A: {configs: x}}}", "axes.a.A has no configs; it has config, settings"),
+        ("axes: {a: {A: {config: ../absent.yaml}}}", "axes.a.A names .*absent.yaml, which is not a file"),
+        ("base: ../absent.yaml\naxes: {a: {A: {}}}", "base names .*absent.yaml"),
+        ("axes: {a: {A: {}}}\nreport: {rows: b}", "report.rows is 'b'; choose one of the axes a"),
+        ("axes: {a: {A: {}}}\nreport: {figures: [pie]}", "report.figures is \\['pie'\\]; choose from accuracy"),
+    ],
+)
+def test_what_cannot_be_read_is_named(load, text, message):
+    with pytest.raises(ConfigurationError, match=message):
+        load(text)
+
+
+def test_a_file_that_is_not_there_is_named(tmp_path):
+    with pytest.raises(ConfigurationError, match=r"grid\.yaml cannot be read: No such file"):
+        Grid.load(tmp_path / "grid.yaml")

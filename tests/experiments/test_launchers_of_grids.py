@@ -1,0 +1,163 @@
+"""Each run of a grid ends finished, once, whatever happens to the others and to whoever has started it."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from dp_lightning.errors import ConfigurationError
+from dp_lightning.experiments import worker
+from dp_lightning.experiments.launchers import LAUNCHERS, launch_local
+from dp_lightning.experiments.runs import RunFolder
+
+STAND_IN = Path(__file__).parent / "stand_in.py"
+
+
+@pytest.fixture(autouse=True)
+def _stand_in(monkeypatch):
+    monkeypatch.setattr(worker, "_DPL", (sys.executable, str(STAND_IN)))
+
+
+def prepared(out, name="run", *, steps=3, seconds=0.01, then="finish", **settings):
+    settings = {"steps": steps, "seconds": seconds, "then": then, "trainer": {}, **settings}
+    folder = RunFolder.of(out, name, settings)
+    folder.prepare(settings)
+    return folder
+
+
+def starts(folder):
+    return [json.loads(line) for line in (folder.path / "starts.txt").read_text().splitlines()]
+
+
+def test_the_folder_is_named_by_the_settings(tmp_path):
+    settings = {"trainer": {"max_epochs": 1}, "seed_everything": 42}
+    folder = RunFolder.of(tmp_path, "name", settings)
+    assert folder.path.parent == tmp_path
+    assert folder.path.name.startswith("name-")
+    assert RunFolder.of(tmp_path, "name", dict(reversed(settings.items()))).path == folder.path
+    assert RunFolder.of(tmp_path, "name", {**settings, "seed_everything": 43}).path != folder.path
+
+
+def test_a_finished_run_is_not_repeated(tmp_path):
+    folder = prepared(tmp_path)
+    assert not folder.finished
+    assert folder.result is None
+    assert worker.run_to_its_end(str(folder.path)) == 0
+    assert folder.finished
+    assert worker.run_to_its_end(str(folder.path)) == 0
+    assert len(starts(folder)) == 1
+
+
+def test_a_result_of_fewer_steps_than_planned_is_not_the_end(tmp_path):
+    folder = prepared(tmp_path)
+    for number, taken in enumerate((5, 3)):
+        path = folder.root / f"version_{number}" / "result.json"
+        path.parent.mkdir(parents=True)
+        path.write_text(json.dumps({"num_steps": taken, "num_steps_planned": 6}))
+    (folder.root / "half").mkdir()
+    (folder.root / "half" / "result.json").write_text('{"num_steps": 6, "num')
+    assert not folder.finished
+    assert folder.result["num_steps"] == 5
+
+
+def test_a_run_that_died_goes_on_from_its_checkpoint(tmp_path):
+    folder = prepared(tmp_path, then="die")
+    assert worker.run_to_its_end(str(folder.path)) == -signal.SIGKILL
+    assert not folder.finished
+    assert worker.run_to_its_end(str(folder.path)) == 0
+    assert [start["from"] for start in starts(folder)] == [0, 1]
+
+
+def test_what_died_without_a_checkpoint_is_set_aside_and_starts_anew(tmp_path):
+    folder = prepared(tmp_path, then="die", saves=False)
+    worker.run_to_its_end(str(folder.path))
+    (folder.root / "journal").write_text("one step")
+    assert worker.run_to_its_end(str(folder.path)) == 0
+    assert [start["from"] for start in starts(folder)] == [0, 0]
+    assert (folder.path / "abandoned_0" / "journal").read_text() == "one step"
+
+
+def test_whoever_comes_to_a_running_run_waits_for_it(tmp_path):
+    """Also where the process that has started it is gone: the run itself holds the lock."""
+    folder = prepared(tmp_path, seconds=0.5)
+    code = (
+        "import sys; from dp_lightning.experiments import worker; "
+        f"worker._DPL = (sys.executable, {str(STAND_IN)!r}); worker.run_to_its_end({str(folder.path)!r})"
+    )
+    first = subprocess.Popen([sys.executable, "-c", code])
+    while not (folder.path / "starts.txt").exists():
+        time.sleep(0.01)
+    first.kill()
+    first.wait()
+    assert not folder.finished
+    assert worker.run_to_its_end(str(folder.path)) == 0
+    assert len(starts(folder)) == 1
+
+
+def test_one_run_that_fails_does_not_take_the_others_along(tmp_path):
+    folders = [prepared(tmp_path, str(k), then="fail" if k == 1 else "finish") for k in range(4)]
+    found = dict(launch_local([str(folder.path) for folder in folders], {"jobs": 2}))
+    assert [found[str(folder.path)] for folder in folders] == [0, 2, 0, 0]
+    assert [folder.finished for folder in folders] == [True, False, True, True]
+    assert "it failed" in folders[1].log.read_text()
+
+
+def test_each_run_at_once_has_a_gpu_of_its_own(tmp_path, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
+    folders = [prepared(tmp_path, str(k), seconds=0.1) for k in range(4)]
+    list(launch_local([str(folder.path) for folder in folders], {}))
+    seen = [start["CUDA_VISIBLE_DEVICES"] for folder in folders for start in starts(folder)]
+    assert sorted(seen) == ["3", "3", "5", "5"]
+    assert seen[0] != seen[1]
+
+
+def test_without_gpu_runs_at_once_share_the_cores(tmp_path, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(os, "cpu_count", lambda: 6)
+    folders = [prepared(tmp_path, str(k)) for k in range(2)]
+    list(launch_local([str(folder.path) for folder in folders], {"jobs": 2}))
+    assert [start["OMP_NUM_THREADS"] for folder in folders for start in starts(folder)] == ["3", "3"]
+    alone = prepared(tmp_path, "alone")
+    list(launch_local([str(alone.path)], {}))
+    assert starts(alone)[0]["OMP_NUM_THREADS"] is None
+
+
+def test_breaking_off_stops_the_runs_with_checkpoints_and_starts_no_other(tmp_path):
+    folders = [prepared(tmp_path, str(k), steps=2 if k == 0 else 1000, seconds=0.05) for k in range(4)]
+    results = launch_local([str(folder.path) for folder in folders], {"jobs": 2})
+    assert next(results) == (str(folders[0].path), 0)
+    started = time.monotonic()
+    results.close()
+    assert time.monotonic() - started < 10
+    running = [folder for folder in folders[1:] if (folder.path / "starts.txt").exists()]
+    assert folders[1] in running
+    assert len(running) <= 2
+    for folder in running:
+        assert (folder.root / "last.ckpt").is_file()
+        with pytest.raises(ProcessLookupError):
+            os.kill(starts(folder)[0]["pid"], 0)
+
+
+@pytest.mark.parametrize("launcher", ["local", "ray"])
+def test_an_option_that_a_launcher_lacks_is_named(tmp_path, launcher):
+    with pytest.raises(ConfigurationError, match=f"--launcher {launcher} has no option partition; it has"):
+        list(LAUNCHERS[launcher]([str(prepared(tmp_path).path)], {"partition": "gpu"}))
+
+
+def test_slurm_needs_a_cluster_and_options_that_submitit_knows(tmp_path):
+    folder = str(prepared(tmp_path).path)
+    with pytest.raises(ConfigurationError, match="--launcher slurm"):
+        list(LAUNCHERS["slurm"]([folder], {"cluster": "local", "partitions": "gpu"}))
+
+
+@pytest.mark.parametrize(("launcher", "package"), [("slurm", "submitit"), ("ray", "ray")])
+def test_a_missing_extra_is_named(tmp_path, monkeypatch, launcher, package):
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(ConfigurationError, match=rf"needs {package}: pip install 'dp-lightning\[{launcher}\]'"):
+        list(LAUNCHERS[launcher]([str(prepared(tmp_path).path)], {}))

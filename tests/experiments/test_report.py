@@ -1,0 +1,155 @@
+"""Tables and figures of a grid from the files that its runs leave."""
+
+import json
+import re
+import statistics
+import xml.etree.ElementTree as ElementTree
+
+import pytest
+import yaml
+
+from dp_lightning.errors import ConfigurationError
+from dp_lightning.experiments.grid import Grid
+from dp_lightning.experiments.published import published
+from dp_lightning.experiments.report import grid_report
+from dp_lightning.experiments.results import Outcome
+from dp_lightning.experiments.runs import RunFolder
+
+AXES = {
+    "method": {"DP-SGD": {}, "DP-Muon": {}},
+    "batch_size": {"setting": "b", "values": [256, 512, 4096]},
+    "seed": {"setting": "s", "values": [42, 43]},
+}
+
+
+def grid_of(tmp_path, axes=AXES, **report):
+    path = tmp_path / "small.yaml"
+    path.write_text(yaml.safe_dump({"title": "Small <grid>", "axes": axes, "report": report}, sort_keys=False))
+    return Grid.load(path)
+
+
+def outcomes(tmp_path, grid, skip=(), **more):
+    """Accuracy rises with the batch size for DP-Muon alone, and the second seed is two points above the first."""
+    found = []
+    for number, cell in enumerate(grid.cells()):
+        folder = RunFolder.of(tmp_path, cell.name, {"number": number, "trainer": {}})
+        size = int(cell.labels.get("batch_size", 256))
+        last = 0.40 + (0.05 * (size // 256 > 1) + 0.05 * (size // 256 > 2)) * (cell.labels["method"] == "DP-Muon")
+        last += 0.02 * (cell.labels["seed"] == "43")
+        steps = 100 if number not in skip else 40
+        result = {
+            "test_accuracy_last": last,
+            "test_accuracy_best": last + 0.1,
+            "test_accuracy_by_epoch": [0.1, last + 0.1, last],
+            "num_steps": steps * 256 // size if number not in skip else 1,
+            "num_steps_planned": 100 * 256 // size,
+            "epsilon": 3.9996,
+            "delta": 1e-5,
+            "seconds": 12.3,
+            "snr_first_epoch": size / 1000,
+            **more,
+        }
+        (folder.root / "version_0").mkdir(parents=True)
+        (folder.root / "version_0" / "result.json").write_text(json.dumps(result))
+        found.append(Outcome.read(cell.labels, folder))
+    return found
+
+
+def row(text, *cells):
+    return f"| {' | '.join(cells)} |" in text
+
+
+def test_tables_have_mean_and_deviation_over_seeds(tmp_path):
+    grid = grid_of(tmp_path)
+    text = grid_report(grid, outcomes(tmp_path, grid), tmp_path).markdown()
+    assert "12 of 12 runs are finished" in text
+    assert "mean ± standard deviation over 2 seeds" in text
+    assert row(text, "method by batch_size", "256", "512", "4096")
+    assert row(text, "DP-Muon", "41.0 ± 1.4", "46.0 ± 1.4", "51.0 ± 1.4")
+    last, best = text.index("Accuracy after the last step"), text.index("It is chosen on the test set")
+    assert last < text.index("| DP-Muon | 41.0") < best < text.index("| DP-Muon | 51.0 ± 1.4 | 56.0")
+    assert "| DP-SGD | 256 | 42 | 40.0 | 50.0 | 4.000 | 1e-05 | 100 | 12 | DP-SGD_256_42-" in text
+
+
+def test_what_is_missing_is_said(tmp_path):
+    grid = grid_of(tmp_path)
+    text = grid_report(grid, outcomes(tmp_path, grid, skip=(0, 6, 7)), tmp_path).markdown()
+    assert "9 of 12 runs are finished" in text
+    assert row(text, "DP-SGD", "42.0 (1 of 2)", "41.0 ± 1.4", "41.0 ± 1.4")
+    assert row(text, "DP-Muon", "-", "46.0 ± 1.4", "51.0 ± 1.4")
+    assert "3 runs are not finished" in text
+    assert row(text, "DP-SGD 256 42", "1 of 100", "not started")
+
+
+def test_a_grid_of_which_nothing_has_run_has_a_page_too(tmp_path):
+    grid = grid_of(tmp_path, published="cifar10_batch", figures=["accuracy", "deviation", "curves", "snr"])
+    empty = [Outcome.read(cell.labels, RunFolder(tmp_path / cell.name)) for cell in grid.cells()]
+    text = grid_report(grid, empty, tmp_path).markdown()
+    assert "0 of 12 runs are finished" in text
+    assert row(text, "DP-SGD", "-", "-", "-")
+
+
+def test_the_papers_numbers_stand_beside_under_their_own_label(tmp_path):
+    grid = grid_of(tmp_path, published="cifar10_batch")
+    text = grid_report(grid, outcomes(tmp_path, grid), tmp_path).markdown()
+    assert text.index("The paper's numbers, which are best accuracies over epochs") < text.index(
+        "| DP-SGD | 39.4 ± 1.2"
+    )
+    assert row(text, "DP-Muon", "39.0 ± 0.5", "40.5 ± 1.7", "48.7 ± 0.6")
+    with pytest.raises(ConfigurationError, match=r"report\.published is 'cifar11'; choose from cifar10_batch"):
+        grid_report(grid_of(tmp_path, published="cifar11"), [], tmp_path)
+
+
+def test_averaged_weights_have_a_table_where_they_were_kept(tmp_path):
+    grid = grid_of(tmp_path)
+    assert "averaged weights" not in grid_report(grid, outcomes(tmp_path, grid), tmp_path).markdown()
+    more = outcomes(tmp_path / "more", grid, averaged_test_accuracy_last=0.7)
+    text = grid_report(grid, more, tmp_path).markdown()
+    assert row(text, "DP-SGD", "70.0 ± 0.0", "70.0 ± 0.0", "70.0 ± 0.0")
+
+
+def test_other_axes_have_panels_of_their_own(tmp_path):
+    axes = {"method": AXES["method"], "epsilon": {"setting": "e", "values": [2, 8]}, **dict(list(AXES.items())[1:])}
+    grid = grid_of(tmp_path, axes, columns="batch_size")
+    page = grid_report(grid, outcomes(tmp_path, grid), tmp_path)
+    text = page.markdown()
+    assert text.index("## epsilon 2") < text.index("## epsilon 8")
+    assert text.count("| method by batch_size |") == 4
+    assert len(list(tmp_path.glob("small_*_accuracy.png"))) == 2
+
+
+def test_accuracy_is_correlated_with_steps_and_signal(tmp_path):
+    grid = grid_of(tmp_path, figures=["snr"])
+    text = grid_report(grid, outcomes(tmp_path, grid), tmp_path).markdown()
+    assert row(text, "DP-SGD", "-", "-")  # its accuracy does not vary
+    means = [41, 46, 51]
+    steps, ratios = statistics.correlation([100, 50, 6], means), statistics.correlation([0.256, 0.512, 4.096], means)
+    assert row(text, "DP-Muon", f"{steps:+.2f}", f"{ratios:+.2f}")
+
+
+@pytest.mark.parametrize("kind", ["accuracy", "deviation", "curves", "snr"])
+def test_each_figure_is_written_twice_and_names_its_lines(tmp_path, kind):
+    grid = grid_of(tmp_path, figures=[kind], published="cifar10_batch")
+    page = grid_report(grid, outcomes(tmp_path, grid), tmp_path)
+    assert (tmp_path / f"small_{kind}.png").read_bytes().startswith(b"\x89PNG")
+    drawn = "".join(ElementTree.parse(tmp_path / f"small_{kind}.svg").getroot().itertext())
+    assert "DP-SGD" in drawn
+    assert "DP-Muon" in drawn
+    assert f"](small_{kind}.png)" in page.markdown()
+
+
+def test_the_page_needs_no_other_file(tmp_path):
+    grid = grid_of(tmp_path, figures=["accuracy", "snr"])
+    page = grid_report(grid, outcomes(tmp_path, grid), tmp_path).html()
+    assert "<title>Small &lt;grid&gt;</title>" in page
+    sources = re.findall(r'(?:src|href)="([^"]{0,40})', page)
+    assert len(sources) == 3
+    assert all(source.startswith("data:") for source in sources)
+
+
+def test_the_papers_tables_are_whole():
+    tables = published()["accuracy"]
+    assert len(tables) == 12
+    for table in tables.values():
+        for values in table["values"].values():
+            assert all(0 < value[0] < 100 and len(value) <= 2 for value in values.values())
