@@ -12,6 +12,7 @@ from torch import nn
 from dp_lightning.callbacks.budget import planned_steps
 from dp_lightning.commands.composition import prepare
 from dp_lightning.commands.training import TrainingCLI
+from dp_lightning.errors import DpLightningError
 from dp_lightning.privacy.gradients import clipped_gradient_sum
 from dp_lightning.privacy.plan import PrivacyPlan
 
@@ -31,7 +32,7 @@ class Pricing:
     """Prices runs; what runs have in common is made and timed once."""
 
     def __init__(self) -> None:
-        self._known: dict[str, tuple[int, float]] = {}
+        self._known: dict[str, tuple[int, float] | DpLightningError] = {}
 
     def __call__(self, settings: Mapping[str, Any]) -> Price:
         """The price of a run.
@@ -47,10 +48,11 @@ class Pricing:
         shared |= {"rows": privacy["max_physical_batch_size"], "precision": trainer.get("precision")}
         key = json.dumps(shared, sort_keys=True, default=str)
         if key not in self._known:
-            cli = prepare(settings)
-            data: Any = cli.datamodule
-            self._known[key] = (data.num_train, _seconds_per_row(cli))
-        num_train, seconds_per_row = self._known[key]
+            self._known[key] = _examples_and_time(settings)
+        known = self._known[key]
+        if isinstance(known, DpLightningError):
+            raise known
+        num_train, seconds_per_row = known
         batch_size = privacy["expected_batch_size"]
         num_steps = planned_steps(
             max_epochs=trainer.get("max_epochs"),
@@ -76,6 +78,15 @@ def _plan(*, target_epsilon: float | None, noise_multiplier: float | None, **pub
         return PrivacyPlan.calibrate(target_epsilon=target_epsilon, **public)
     assert noise_multiplier is not None
     return PrivacyPlan(noise_multiplier=noise_multiplier, target_epsilon=None, **public)
+
+
+def _examples_and_time(settings: Mapping[str, Any]) -> tuple[int, float] | DpLightningError:
+    """N and the seconds of one row, or why they cannot be known."""
+    try:
+        cli = prepare(settings)
+        return cast(Any, cli.datamodule).num_train, _seconds_per_row(cli)
+    except DpLightningError as error:
+        return error
 
 
 def _seconds_per_row(cli: TrainingCLI) -> float:

@@ -145,7 +145,7 @@ def test_a_run_that_fails_is_named_and_the_others_finish(tmp_path, capsys):
 
 @pytest.mark.slow  # a real run, stopped and started again
 def test_a_sweep_that_is_stopped_leaves_checkpoints_and_goes_on_from_them(tmp_path):
-    grid = grid_file(tmp_path, seeds=[42], sizes=[64], methods=["DP-SGD"], **{"trainer.max_epochs": 60})
+    grid = grid_file(tmp_path, seeds=[42], sizes=[64], methods=["DP-SGD"], **{"trainer.max_epochs": 25})
     out = tmp_path / "out"
     sweep = command("sweep", grid, "--out", out)
     while not list(out.rglob("epoch=*.ckpt")):
@@ -161,7 +161,7 @@ def test_a_sweep_that_is_stopped_leaves_checkpoints_and_goes_on_from_them(tmp_pa
     (log,) = out.rglob("log.txt")
     assert f"Restored all states from the checkpoint at {stopped}" in log.read_text()
     steps = [json.loads(path.read_text())["num_steps"] for path in out.rglob("result.json")]
-    assert max(steps) == 60 * 1437 // 64 > taken
+    assert max(steps) == 25 * 1437 // 64 > taken
 
 
 def test_composition_is_that_of_the_command_line(tmp_path):
@@ -175,8 +175,7 @@ def test_composition_is_that_of_the_command_line(tmp_path):
         "Orthogonalize",
     ]
     # What came before leaves no trace, and the whole configuration composes to itself.
-    plain = compose(["--config", str(DIGITS)])
-    assert plain["postprocess"]["transforms"] == [] if "transforms" in plain["postprocess"] else True
+    assert compose(["--config", str(DIGITS)]) == Composer()(["--config", str(DIGITS)])
     (tmp_path / "whole.yaml").write_text(yaml.safe_dump(settings))
     assert compose(["--config", str(tmp_path / "whole.yaml")]) == settings
     assert Composer()(arguments) == settings
@@ -199,9 +198,7 @@ def test_two_runs_that_are_one_are_refused(tmp_path, capsys):
     grid.write_text(yaml.safe_dump(content, sort_keys=False))
     with pytest.raises(SystemExit):
         main(["sweep", str(grid), "--dry-run"])
-    assert "the runs DP-SGD_256_42 and the same_256_42 have the same settings" in capsys.readouterr().err.replace(
-        "-s", " s"
-    )
+    assert "the runs DP-SGD_256_42 and the-same_256_42 have the same settings" in capsys.readouterr().err
 
 
 def test_a_dry_run_prints_commands_and_prices_and_writes_nothing(tmp_path, capsys):
