@@ -20,6 +20,7 @@ commands:
   account   price a run before it starts: three of epsilon, sigma, steps and batch size give the fourth
   sweep     the runs of a grid: dpl sweep configs/sweeps/digits.yaml
   report    the tables and figures of a grid's runs, beside the paper's numbers
+  analyze   signal and noise of a run's gradients: dpl analyze snr --config configs/digits.yaml
 
 `dpl COMMAND --help` shows the options of a command. Every setting of a configuration can be overridden on the command
 line, as in `dpl fit --config configs/digits.yaml --privacy.target_epsilon 8`, and several --config files compose.
@@ -34,6 +35,7 @@ _MODULES = {
     "account": "account",
     "sweep": "sweep",
     "report": "report",
+    "analyze": "analyze",
 }
 
 

@@ -29,7 +29,7 @@ def figure(
         folder: where it is written.
         name: of the files.
         caption: what it shows.
-        panels: axes beside each other.
+        panels: axes, two in a row.
 
     Raises:
         ConfigurationError: where matplotlib is not installed.
@@ -41,8 +41,13 @@ def figure(
         raise ConfigurationError("Figures need matplotlib: pip install 'dp-lightning[report]'") from error
     # Text stays text, and the same figure is the same file.
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": name, "font.size": 10}):
-        drawn = Figure(figsize=(5.0 * panels + 0.5, 3.8), layout="constrained")
-        axes = drawn.subplots(1, panels, squeeze=False)[0]
+        columns = min(panels, 2)
+        rows = -(-panels // columns)
+        drawn = Figure(figsize=(5.0 * columns + 0.5, 3.6 * rows + 0.2), layout="constrained")
+        axes = drawn.subplots(rows, columns, squeeze=False).flatten()
+        for ax in axes[panels:]:
+            ax.set_visible(False)
+        axes = axes[:panels]
         for ax in axes:
             ax.grid(alpha=0.3)
             ax.spines[["top", "right"]].set_visible(False)

@@ -1,0 +1,127 @@
+"""The run that an analysis looks at: its model, its data, and its noise at each batch size."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor
+
+from dp_lightning.callbacks.budget import planned_steps
+from dp_lightning.commands.raw_gradients import clipped_gradients, load_weights
+from dp_lightning.commands.training import TrainingCLI, command_line
+from dp_lightning.errors import ConfigurationError
+from dp_lightning.postprocess import as_matrix
+from dp_lightning.postprocess.matrix import is_matrix
+from dp_lightning.privacy.clipping import ClipPlan
+from dp_lightning.privacy.plan import PrivacyPlan
+
+_BATCH_SIZES = (256, 512, 1024, 2048, 4096, 8192)
+
+
+class _Instantiated(TrainingCLI):
+    def _run_subcommand(self, subcommand: str) -> None:
+        pass
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Gradients without noise at one batch size."""
+
+    batch_size: int
+    norms: list[float]
+    """Of the whole gradient, one for each draw."""
+    matrices: dict[str, Tensor]
+    """The gradient of each matrix, (m, n), averaged over the draws, on the CPU."""
+    num_parameters: int
+
+
+class AnalysisRun:
+    """A run as ``dpl fit`` would make it, stopped before its first step.
+
+    Args:
+        arguments: options of ``dpl fit``.
+        checkpoint: its weights; None keeps those of a new run.
+        num_batches: draws to average over.
+        batch_sizes: expected batch sizes to compare; None is the paper's.
+
+    Raises:
+        DpLightningError: naming the setting and the fix.
+    """
+
+    def __init__(
+        self,
+        arguments: Sequence[str],
+        checkpoint: Path | None,
+        *,
+        num_batches: int = 1,
+        batch_sizes: Sequence[int] | None = None,
+    ) -> None:
+        if num_batches < 1:
+            raise ConfigurationError(f"--batches is {num_batches}; it must be at least 1.")
+        cli = command_line(["fit", *arguments, "--trainer.logger", "false"], _Instantiated)
+        self.module: pl.LightningModule = cli.model
+        self.data: Any = cli.datamodule
+        self.settings = cli.config.fit.privacy.as_dict()
+        self._trainer = cli.config.fit.trainer
+        self.num_batches, self.asked = num_batches, batch_sizes
+        self.batch_size: int = self.settings["expected_batch_size"]
+        self.clip_plan: ClipPlan = cli.privacy.clip_plan
+        if checkpoint is not None:
+            load_weights(self.module, checkpoint)
+
+    @property
+    def batch_sizes(self) -> list[int]:
+        """Expected batch sizes to compare; none is above the number of examples."""
+        given = _BATCH_SIZES if self.asked is None else self.asked
+        return sorted(size for size in given if size <= self.data.num_train)
+
+    def plan(self, batch_size: int) -> PrivacyPlan:
+        """The plan of the run with another batch size."""
+        public = {
+            "num_train": self.data.num_train,
+            "expected_batch_size": batch_size,
+            "num_steps": planned_steps(
+                max_epochs=self._trainer.max_epochs,
+                max_steps=self._trainer.max_steps,
+                num_train=self.data.num_train,
+                expected_batch_size=batch_size,
+            ),
+            "delta": self.settings["delta"],
+            "accountant": self.settings["accountant"],
+        }
+        if self.settings["noise_multiplier"] is not None:
+            return PrivacyPlan(noise_multiplier=self.settings["noise_multiplier"], target_epsilon=None, **public)
+        return PrivacyPlan.calibrate(target_epsilon=self.settings["target_epsilon"], **public)
+
+    def noise_level(self, plan: PrivacyPlan) -> float:
+        """Standard deviation of the noise in each entry of the gradient, sigma S / B."""
+        return plan.noise_multiplier * self.clip_plan.sensitivity / plan.expected_batch_size
+
+    def measure(self, batch_size: int) -> Measured:
+        """Take the gradients."""
+        norms: list[float] = []
+        sums: dict[str, Tensor] = {}
+        count = 0
+
+        def take(gradients: Any) -> None:
+            nonlocal count
+            norms.append(float(torch.stack(torch._foreach_norm(list(gradients.values()))).norm()))
+            count = sum(gradient.numel() for gradient in gradients.values())
+            for name, gradient in gradients.items():
+                if is_matrix(gradient.shape):
+                    share = as_matrix(gradient).float().cpu() / self.num_batches
+                    sums[name] = sums[name] + share if name in sums else share
+
+        clipped_gradients(
+            self.module,
+            self.data,
+            privacy=self.settings,
+            trainer={name: self._trainer[name] for name in ("accelerator", "devices", "precision")},
+            batch_size=batch_size,
+            num_batches=self.num_batches,
+            take=take,
+        )
+        return Measured(batch_size, norms, sums, count)

@@ -1,0 +1,87 @@
+"""`dpl analyze`: signal and noise of a run's gradients, layer by layer (Shanmugam et al. 2026, Section 4).
+
+It takes gradients without noise from the training data. What it writes is under `unprotected/` and must not be
+released. The signal-to-noise ratio that `dpl fit` logs as privacy/snr comes from privatized gradients alone.
+"""
+
+import argparse
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dp_lightning.errors import ConfigurationError
+from dp_lightning.experiments.document import Document, Picture
+from dp_lightning.files import replacing, require_writable
+
+KINDS = ("snr", "spectrum", "recovery", "newton-schulz", "direction")
+_WARNING = (
+    "UNPROTECTED: these numbers are computed from raw gradients of the training data. No noise protects them. Do not "
+    "release them, and do not choose settings of a private run by them."
+)
+
+
+@dataclass
+class Page:
+    """What an analysis has found."""
+
+    document: Document
+    pictures: list[Picture]
+    facts: dict[str, Any]
+
+
+def main(arguments: list[str]) -> None:
+    """Analyse and write a page.
+
+    Args:
+        arguments: the command and its options; those that are not of the analysis are those of ``dpl fit``.
+
+    Raises:
+        DpLightningError: naming the setting and the fix.
+    """
+    options, of_fit = _parser().parse_known_args(arguments[1:])
+    if not any(argument == "--config" or argument.startswith("--config=") for argument in of_fit):
+        raise ConfigurationError("dpl analyze needs the --config of a run, such as configs/wrn16_cifar10.yaml.")
+    folder: Path = options.out / "unprotected" / options.kind
+    require_writable(folder, "--out")
+    # Imported here, so that --help answers at once.
+    from dp_lightning.commands.analysis_pages import PAGES
+    from dp_lightning.commands.analysis_run import AnalysisRun
+
+    run = AnalysisRun(of_fit, options.ckpt_path, num_batches=options.batches, batch_sizes=options.batch_sizes)
+    page: Page = PAGES[options.kind](run, folder)
+    page.document.parts.insert(0, _WARNING)
+    for picture in page.pictures:
+        page.document.picture(picture)
+    texts: Mapping[str, str] = {
+        "page.md": page.document.markdown(),
+        "page.html": page.document.html(),
+        "numbers.json": json.dumps({"unprotected": _WARNING, **page.facts}, indent=1) + "\n",
+    }
+    for name, text in texts.items():
+        with replacing(folder / name) as file:
+            file.write(text.encode())
+    print(texts["page.md"])
+    print(f"Written to {folder / 'page.html'}")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="dpl analyze",
+        description=__doc__,
+        epilog="Every other option is one of dpl fit, such as --config and --data.init_args.root.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("kind", choices=KINDS)
+    parser.add_argument("--ckpt-path", "--ckpt_path", type=Path, help="weights; default: those of a new run")
+    parser.add_argument("--batches", type=int, default=1, help="Poisson draws to average over; default: 1")
+    parser.add_argument(
+        "--batch-sizes",
+        type=int,
+        nargs="+",
+        metavar="B",
+        help="expected batch sizes to compare; default: 256 to 8192, and for snr that of the run",
+    )
+    parser.add_argument("--out", type=Path, default=Path("analysis"), help="folder of the page; default: analysis")
+    return parser
