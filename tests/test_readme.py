@@ -15,15 +15,17 @@ from torch.nn import functional as F
 
 from dp_lightning.callbacks.settings import check_settings
 from dp_lightning.cli import main
-from dp_lightning.commands import export
+from dp_lightning.commands import analyze, export, report, sweep
+from dp_lightning.commands.analysis_run import AnalysisRun
 from dp_lightning.commands.training import TrainingCLI
+from dp_lightning.experiments.grid import Grid
 from dp_lightning.models import WideResNet
 from dp_lightning.models.pretrained import without_weights
 from dp_lightning.privacy import ClipPlan, PrivacyPlan, clipped_gradient_sum
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
-DOCUMENTS = ("README.md", *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md"))))
+DOCUMENTS = ("README.md", "configs/README.md", *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md"))))
 CLUSTERS = (ROOT / "docs/clusters.md").read_text()
 PERFORMANCE = (ROOT / "docs/performance.md").read_text()
 METHODS = (ROOT / "docs/methods.md").read_text()
@@ -93,6 +95,46 @@ def test_a_training_command_builds_its_run_from_allowed_settings(line, workplace
     assert cli.privacy.num_train == cli.datamodule.num_train
 
 
+GRIDS = [line for line in dpl_lines() if line.split()[1] in ("sweep", "report")]
+
+
+@pytest.mark.parametrize("line", GRIDS)
+def test_a_command_for_a_grid_names_one_and_its_options(line, workplace):
+    arguments = shlex.split(line)[1:]
+    options = {"sweep": sweep, "report": report}[arguments[0]]._parser().parse_args(arguments[1:])
+    assert len(list(Grid.load(options.grid).cells())) >= 8
+
+
+def test_the_grid_shown_is_one(workplace, tmp_path):
+    (block,) = blocks("yaml", (ROOT / "configs/README.md").read_text())
+    (tmp_path / "own.yaml").write_text(
+        block.replace("base: [", "base: [configs/").replace("config: ", "config: configs/")
+    )
+    assert len(list(Grid.load(tmp_path / "own.yaml").cells())) == 12
+
+
+ANALYSES = [line for line in dpl_lines() if line.split()[1] == "analyze"]
+
+
+@pytest.mark.parametrize("line", ANALYSES)
+def test_a_command_of_an_analysis_builds_its_run(line, workplace):
+    options, of_fit = analyze._parser().parse_known_args(shlex.split(line)[2:])
+    run = AnalysisRun(of_fit, options.ckpt_path, num_batches=options.batches)
+    assert run.data.num_train == 50_000
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs/sweeps").glob("*.yaml")), ids=lambda path: path.stem)
+def test_the_list_of_grids_has_their_runs_and_costs(path):
+    sizes = {"tiny_imagenet": 100_000, "imagenet": 4 * 1_281_167, "svhn": 73_257, "digits": 1437}
+    examples = next((count for name, count in sizes.items() if name in path.stem), 50_000)
+    runs = len(list(Grid.load(path).cells()))
+    epochs = {"imagenet": 120, "digits": 57}.get(path.stem, 50)
+    millions = runs * epochs * examples / 1e6
+    shown = f"{millions:.0f}" if millions >= 1 else f"{millions:.1f}"
+    table = (ROOT / "configs/README.md").read_text()
+    assert re.search(rf"^\| `{path.stem}` \| .* \| {runs} \| {shown} \|$", table, re.M)
+
+
 @pytest.mark.parametrize("line", "".join(blocks("bash", CLUSTERS)).splitlines())
 def test_a_command_for_a_cluster_builds_its_run(line, workplace):
     """Each has the arguments of ``dpl fit`` at its end; the devices are exchanged for one that is here."""
@@ -129,6 +171,8 @@ def test_account_prints_what_is_shown(line, shown, capsys):
 def test_there_is_something_to_check():
     assert len(TRAINING) >= 7
     assert len(PRICED) == 4
+    assert len(GRIDS) == 4
+    assert len(ANALYSES) == 2
     assert len(blocks("python")) == 1
 
 
@@ -226,7 +270,8 @@ def test_every_fragment_is_on_the_page_of_methods():
 
 def test_every_configuration_is_in_the_table_and_no_other():
     listed = set(re.findall(r"^\| `(configs/[^`]+)`", README, re.MULTILINE))
-    assert listed == {str(path.relative_to(ROOT)) for path in (ROOT / "configs").rglob("*.yaml")}
+    grids = set((ROOT / "configs/sweeps").iterdir())  # they have a table of their own
+    assert listed == {str(path.relative_to(ROOT)) for path in set((ROOT / "configs").rglob("*.yaml")) - grids}
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)
