@@ -2,6 +2,7 @@
 
 import statistics
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,6 @@ from dp_lightning.analysis import (
     recovery_batch_size,
 )
 from dp_lightning.commands.analysis_run import AnalysisRun
-from dp_lightning.commands.analyze import Page
 from dp_lightning.errors import ConfigurationError
 from dp_lightning.experiments.document import Document, Picture
 from dp_lightning.experiments.figures import figure, place_on_axis, style
@@ -29,6 +29,16 @@ from dp_lightning.experiments.figures import figure, place_on_axis, style
 _DRAWN = 4
 _TRIALS = 100
 _STEPS = 5
+
+
+@dataclass(frozen=True)
+class Page:
+    """What an analysis has found."""
+
+    document: Document
+    pictures: list[Picture]
+    facts: dict[str, Any]
+    """Numbers, by name."""
 
 
 def snr(run: AnalysisRun, folder: Path) -> Page:

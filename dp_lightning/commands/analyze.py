@@ -7,12 +7,9 @@ released. The signal-to-noise ratio that `dpl fit` logs as privacy/snr comes fro
 import argparse
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from dp_lightning.errors import ConfigurationError
-from dp_lightning.experiments.document import Document, Picture
 from dp_lightning.files import replacing, require_writable
 
 KINDS = ("snr", "spectrum", "recovery", "newton-schulz", "direction")
@@ -20,15 +17,6 @@ _WARNING = (
     "UNPROTECTED: these numbers are computed from raw gradients of the training data. No noise protects them. Do not "
     "release them, and do not choose settings of a private run by them."
 )
-
-
-@dataclass
-class Page:
-    """What an analysis has found."""
-
-    document: Document
-    pictures: list[Picture]
-    facts: dict[str, Any]
 
 
 def main(arguments: list[str]) -> None:
@@ -50,7 +38,7 @@ def main(arguments: list[str]) -> None:
     from dp_lightning.commands.analysis_run import AnalysisRun
 
     run = AnalysisRun(of_fit, options.ckpt_path, num_batches=options.batches, batch_sizes=options.batch_sizes)
-    page: Page = PAGES[options.kind](run, folder)
+    page = PAGES[options.kind](run, folder)
     page.document.parts.insert(0, _WARNING)
     for picture in page.pictures:
         page.document.picture(picture)

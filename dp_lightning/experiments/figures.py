@@ -44,10 +44,10 @@ def figure(
         columns = min(panels, 2)
         rows = -(-panels // columns)
         drawn = Figure(figsize=(5.0 * columns + 0.5, 3.6 * rows + 0.2), layout="constrained")
-        axes = drawn.subplots(rows, columns, squeeze=False).flatten()
-        for ax in axes[panels:]:
+        every = drawn.subplots(rows, columns, squeeze=False).flatten()
+        axes = list(every[:panels])
+        for ax in every[panels:]:
             ax.set_visible(False)
-        axes = axes[:panels]
         for ax in axes:
             ax.grid(alpha=0.3)
             ax.spines[["top", "right"]].set_visible(False)

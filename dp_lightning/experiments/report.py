@@ -1,7 +1,7 @@
 """The page of a grid: tables and figures of its runs, beside the paper's numbers."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -120,21 +120,7 @@ def _draw_accuracy(
 ) -> None:
     caption = f"Test accuracy after the last step{', and the paper (best over epochs, dashed)' if paper else ''}"
     with figure(pictures, folder, name, caption) as (ax,):
-        places = place_on_axis(ax, panel.columns)
-        for number, row in enumerate(panel.rows):
-            points = [
-                (x, spread(panel.outcomes.get((row, c), ()), _LAST)) for x, c in zip(places, panel.columns, strict=True)
-            ]
-            known = [(x, s.mean, s.deviation or 0.0) for x, s in points if s.mean is not None]
-            if known:
-                x, mean, deviation = zip(*known, strict=True)
-                ax.errorbar(x, mean, deviation, label=row, capsize=3, **style(number))
-            theirs = [
-                (x, paper[row][c][0]) for x, c in zip(places, panel.columns, strict=True) if c in paper.get(row, {})
-            ]
-            if theirs:
-                label = None if known else f"{row}, paper"
-                ax.plot(*zip(*theirs, strict=True), linestyle="--", alpha=0.6, label=label, **style(number))
+        _lines(ax, panel, paper, lambda found: (found.mean, found.deviation or 0.0), 0)
         _finish(ax, grid.report.columns, "test accuracy (%)")
 
 
@@ -143,23 +129,42 @@ def _draw_deviation(
 ) -> None:
     caption = f"Standard deviation of the last test accuracy over seeds{', and the paper (dashed)' if paper else ''}"
     with figure(pictures, folder, name, caption) as (ax,):
-        places = place_on_axis(ax, panel.columns)
-        for number, row in enumerate(panel.rows):
-            points = [
-                (x, spread(panel.outcomes.get((row, c), ()), _LAST)) for x, c in zip(places, panel.columns, strict=True)
-            ]
-            known = [(x, s.deviation) for x, s in points if s.deviation is not None]
-            if known:
-                ax.plot(*zip(*known, strict=True), label=row, **style(number))
-            theirs = [
-                (x, paper[row][c][1])
-                for x, c in zip(places, panel.columns, strict=True)
-                if len(paper.get(row, {}).get(c, [])) > 1
-            ]
-            if theirs:
-                label = None if known else f"{row}, paper"
-                ax.plot(*zip(*theirs, strict=True), linestyle="--", alpha=0.6, label=label, **style(number))
+        _lines(ax, panel, paper, lambda found: (found.deviation, None), 1)
         _finish(ax, grid.report.columns, "standard deviation (points)")
+
+
+def _lines(
+    ax: Any,
+    panel: Panel,
+    paper: Mapping[str, Any],
+    shown: Callable[[Spread], tuple[float | None, float | None]],
+    of_pair: int,
+) -> None:
+    """A line for each row over the columns, and the paper's beside it.
+
+    Args:
+        ax: to draw on.
+        panel: the runs.
+        paper: its pairs of mean and deviation.
+        shown: height of a point and length of its bar; a height of None is no point.
+        of_pair: which number of the paper's pair is shown.
+    """
+    places = place_on_axis(ax, panel.columns)
+    for number, row in enumerate(panel.rows):
+        known, theirs = [], []
+        for x, column in zip(places, panel.columns, strict=True):
+            height, bar = shown(spread(panel.outcomes.get((row, column), ()), _LAST))
+            if height is not None:
+                known.append((x, height, bar))
+            pair = paper.get(row, {}).get(column, [])
+            if len(pair) > of_pair:
+                theirs.append((x, pair[of_pair]))
+        if known:
+            xs, heights, bars = zip(*known, strict=True)
+            ax.errorbar(xs, heights, None if bars[0] is None else bars, label=row, capsize=3, **style(number))
+        if theirs:
+            label = None if known else f"{row}, paper"
+            ax.plot(*zip(*theirs, strict=True), linestyle="--", alpha=0.6, label=label, **style(number))
 
 
 def _draw_curves(

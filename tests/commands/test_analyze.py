@@ -9,7 +9,9 @@ from torch.utils.data import default_collate
 
 from dp_lightning.analysis import participation_ratio
 from dp_lightning.cli import main
+from dp_lightning.commands.analysis_pages import PAGES
 from dp_lightning.commands.analysis_run import AnalysisRun
+from dp_lightning.commands.analyze import KINDS
 from dp_lightning.privacy.clipping import ClipPlan
 from dp_lightning.privacy.gradients import clipped_gradient_sum
 from dp_lightning.privacy.plan import PrivacyPlan
@@ -123,6 +125,10 @@ def test_convergence_and_directions_of_a_checkpoint(tmp_path):
     _, numbers = analyze("direction", tmp_path, "--ckpt_path", checkpoint, "--batch-sizes", 64, 1400)
     for name in ("model.features.3.weight", "model.classifier.weight"):
         assert numbers[name]["1400"]["mean"] > numbers[name]["64"]["mean"]
+
+
+def test_every_kind_has_a_page():
+    assert tuple(PAGES) == KINDS
 
 
 @pytest.mark.parametrize(
