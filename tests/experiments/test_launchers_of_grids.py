@@ -7,12 +7,14 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from threading import Thread
 
 import pytest
 
 from dp_lightning.errors import ConfigurationError
 from dp_lightning.experiments import worker
 from dp_lightning.experiments.launchers import LAUNCHERS, launch_local
+from dp_lightning.experiments.launchers.slurm import _Job
 from dp_lightning.experiments.runs import RunFolder
 
 STAND_IN = Path(__file__).parent / "stand_in.py"
@@ -114,6 +116,29 @@ def test_each_run_at_once_has_a_gpu_of_its_own(tmp_path, monkeypatch):
     seen = [start["CUDA_VISIBLE_DEVICES"] for folder in folders for start in starts(folder)]
     assert sorted(seen) == ["3", "3", "5", "5"]
     assert seen[0] != seen[1]
+
+
+def test_a_single_run_at_once_has_every_gpu(tmp_path, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
+    folder = prepared(tmp_path)
+    list(launch_local([str(folder.path)], {"jobs": 1}))
+    assert starts(folder)[0]["CUDA_VISIBLE_DEVICES"] == "3,5"
+
+
+def test_a_slurm_job_whose_time_is_up_leaves_a_checkpoint_and_is_queued_again(tmp_path):
+    folder = prepared(tmp_path, steps=1000, seconds=0.05)
+    job, status = _Job(), []
+    thread = Thread(target=lambda: status.append(job(str(folder.path))))
+    thread.start()
+    while not (folder.root / "last.ckpt").exists():
+        time.sleep(0.01)
+    again = job.checkpoint(str(folder.path))
+    thread.join()
+    assert status == [143]
+    taken = int((folder.root / "last.ckpt").read_text())
+    assert taken >= 1
+    assert isinstance(again.function, _Job)
+    assert again.args == (str(folder.path),)
 
 
 def test_without_gpu_runs_at_once_share_the_cores(tmp_path, monkeypatch):

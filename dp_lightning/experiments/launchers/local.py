@@ -23,7 +23,8 @@ def launch_local(folders: Sequence[str], options: Mapping[str, Any]) -> Iterator
 
     Args:
         folders: of the runs.
-        options: ``jobs``, runs at once, by default one for each GPU that this process may use, or one without GPU.
+        options: ``jobs``, runs at once, by default one for each GPU that this process may use, or one without GPU. A
+            single run at once has all of them.
 
     Raises:
         ConfigurationError: for an option that it does not have.
@@ -63,9 +64,11 @@ def launch_local(folders: Sequence[str], options: Mapping[str, Any]) -> Iterator
 
 def _share(devices: Sequence[str], number: int, jobs: int) -> dict[str, str]:
     """What the runs of one of the jobs see: one GPU, or their share of the cores."""
+    if jobs == 1:
+        return {}
     if devices:
         return {"CUDA_VISIBLE_DEVICES": devices[number % len(devices)]}
-    if "OMP_NUM_THREADS" in os.environ or jobs == 1:
+    if "OMP_NUM_THREADS" in os.environ:
         return {}
     return {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // jobs))}
 
