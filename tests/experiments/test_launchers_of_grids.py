@@ -163,6 +163,7 @@ def test_breaking_off_stops_the_runs_with_checkpoints_and_starts_no_other(tmp_pa
     running = [folder for folder in folders[1:] if (folder.path / "starts.txt").exists()]
     assert folders[1] in running
     assert len(running) <= 2
+    assert not folders[3].log.exists()
     for folder in running:
         assert (folder.root / "last.ckpt").is_file()
         with pytest.raises(ProcessLookupError):
