@@ -4,7 +4,7 @@ import math
 
 import lightning.pytorch as pl
 import pytest
-from lightning.pytorch.callbacks import ModelCheckpoint
+import torch
 from plain_run import Plain, loader, privacy, trainer
 
 from dp_lightning.callbacks import PostProcessCallback, SignalToNoise
@@ -56,13 +56,26 @@ def test_a_run_without_noise_has_none(tmp_path):
 
 
 def test_a_run_that_goes_on_in_the_middle_of_an_epoch_ends_with_the_same_curve(tmp_path):
-    whole, again = SignalToNoise(), SignalToNoise()
-    seeds = {"noise_seed": 1, "sampling_seed": 1}
-    saving = ModelCheckpoint(dirpath=tmp_path, filename="{step}", every_n_train_steps=5)
-    trainer(tmp_path, privacy(**seeds), whole, saving, enable_checkpointing=True).fit(Plain(), loader())
-    assert len(whole.curve) == 3
-    trainer(tmp_path, privacy(**seeds), again).fit(Plain(), loader(), ckpt_path=tmp_path / "step=5.ckpt")
-    assert again.curve == pytest.approx(whole.curve)
+    class Leaves(pl.Callback):
+        def on_train_batch_end(self, trainer, *args):
+            if trainer.global_step == 5:
+                trainer.save_checkpoint(tmp_path / "run.ckpt")
+                raise SystemExit
+
+    def fit(folder, *callbacks, **kwargs):
+        meter = SignalToNoise()
+        torch.manual_seed(0)
+        run = trainer(tmp_path / folder, privacy(noise_seed=1, sampling_seed=1), meter, *callbacks)
+        try:
+            run.fit(Plain(), loader(), **kwargs)
+        except SystemExit:
+            assert len(meter.curve) == 1
+        return meter.curve
+
+    whole = fit("whole")
+    assert len(whole) == 3
+    fit("left", Leaves())
+    assert fit("left", ckpt_path=tmp_path / "run.ckpt") == pytest.approx(whole)
 
 
 @pytest.mark.parametrize("before", [[], [PostProcessCallback([Scale(factor=0.5)])]])

@@ -56,6 +56,8 @@ def test_draws_are_averaged_matrix_by_matrix():
     run = AnalysisRun(QUICK, None, num_batches=8)
     measured = run.measure(128)
     assert len(measured.norms) == 8
+    matrices = torch.cat([matrix.flatten() for matrix in measured.matrices.values()])
+    assert float(matrices.norm()) < max(measured.norms)
     whole = AnalysisRun(QUICK, None)
     whole.module.load_state_dict(run.module.state_dict())
     for name, matrix in whole.measure(N).matrices.items():

@@ -203,7 +203,7 @@ def test_two_runs_that_are_one_are_refused(tmp_path, capsys):
     assert "the runs DP-SGD_256_42 and the-same_256_42 have the same settings" in capsys.readouterr().err
 
 
-def test_a_dry_run_prints_commands_and_prices_and_writes_nothing(tmp_path, capsys):
+def test_a_dry_run_prints_commands_and_prices_and_writes_nothing(tmp_path, capsys, monkeypatch):
     grid, out = grid_file(tmp_path, seeds=[42], methods=["DP-SGD"]), tmp_path / "out"
     main(["sweep", str(grid), "--out", str(out), "--dry-run", "--override", "trainer.max_epochs=4"])
     said = capsys.readouterr().out
@@ -219,6 +219,9 @@ def test_a_dry_run_prints_commands_and_prices_and_writes_nothing(tmp_path, capsy
     )
     assert f"epsilon 3, delta 0.0001, sigma {plan.noise_multiplier:.4g}, 22 steps, about " in said
     assert said.count("dpl fit") == 2
+    monkeypatch.setattr("dp_lightning.commands.pricing._seconds_per_row", lambda cli: 0.01)
+    main(["sweep", str(grid), "--dry-run", "--override", "privacy.augmult=4", "--override", "trainer.max_steps=10"])
+    assert f"10 steps, about {10 * 512 * 4 * 0.01 / 60:.0f} min here" in capsys.readouterr().out
     assert "Each epsilon is of its run alone." in said
 
 
