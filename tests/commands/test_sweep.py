@@ -221,7 +221,7 @@ def test_a_dry_run_prints_commands_and_prices_and_writes_nothing(tmp_path, capsy
     assert said.count("dpl fit") == 2
     monkeypatch.setattr("dp_lightning.commands.pricing._seconds_per_row", lambda cli: 0.01)
     main(["sweep", str(grid), "--dry-run", "--override", "privacy.augmult=4", "--override", "trainer.max_steps=10"])
-    assert f"10 steps, about {10 * 512 * 4 * 0.01 / 60:.0f} min here" in capsys.readouterr().out
+    assert f"10 steps, about {10 * 256 * 4 * 0.01 / 60:.0f} min here" in capsys.readouterr().out
     assert "Each epsilon is of its run alone." in said
 
 
