@@ -17,6 +17,8 @@ G~ = G + N is m x n, N has independent entries of standard deviation sigma S / B
   (sqrt(m) + sqrt(n)) / (m n)^(1/4): 2 for square matrices, 2.3 for sides of 1 to 9.
 """
 
+import math
+
 
 def recovery_batch_size(
     gap: float, rows: int, columns: int, *, noise_multiplier: float, sensitivity: float = 1.0
@@ -24,12 +26,12 @@ def recovery_batch_size(
     """B* of Wedin's bound.
 
     Args:
-        gap: s_1 - s_2 of the gradient without noise, above zero.
+        gap: s_1 - s_2 of the gradient without noise; zero is never recovered.
         rows, columns: of its matrix.
         noise_multiplier: sigma.
         sensitivity: S, the clipping norm C where clipping is flat.
     """
-    return noise_multiplier * sensitivity * (rows**0.5 + columns**0.5) / gap
+    return noise_multiplier * sensitivity * (rows**0.5 + columns**0.5) / gap if gap > 0 else math.inf
 
 
 def detection_batch_size(
@@ -38,7 +40,7 @@ def detection_batch_size(
     """The batch size of the spiked-matrix threshold.
 
     Args:
-        top: s_1 of the gradient without noise, above zero.
+        top: s_1 of the gradient without noise; zero is never detected.
         rows, columns, noise_multiplier, sensitivity: see `recovery_batch_size`.
     """
-    return noise_multiplier * sensitivity * (rows * columns) ** 0.25 / top
+    return noise_multiplier * sensitivity * (rows * columns) ** 0.25 / top if top > 0 else math.inf

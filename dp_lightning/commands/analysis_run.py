@@ -69,14 +69,26 @@ class AnalysisRun:
         self.num_batches, self.asked = num_batches, batch_sizes
         self.batch_size: int = self.settings["expected_batch_size"]
         self.clip_plan: ClipPlan = cli.privacy.clip_plan
+        if self.settings["noise_multiplier"] == 0:
+            raise ConfigurationError("privacy.noise_multiplier is 0: there is no noise to compare the signal with.")
         if checkpoint is not None:
             load_weights(self.module, checkpoint)
 
     @property
     def batch_sizes(self) -> list[int]:
-        """Expected batch sizes to compare; none is above the number of examples."""
-        given = _BATCH_SIZES if self.asked is None else self.asked
-        return sorted(size for size in given if size <= self.data.num_train)
+        """Expected batch sizes to compare: those asked for, or the paper's and that of the run.
+
+        Raises:
+            ConfigurationError: for one that was asked for and is above the number of examples.
+        """
+        given = (*_BATCH_SIZES, self.batch_size) if self.asked is None else self.asked
+        found = sorted({size for size in given if 1 <= size <= self.data.num_train})
+        if self.asked is not None and len(found) < len(set(self.asked)):
+            raise ConfigurationError(
+                f"--batch-sizes has {', '.join(map(str, sorted(set(self.asked) - set(found))))}; choose from 1 to the "
+                f"number of training examples, {self.data.num_train}."
+            )
+        return found
 
     def plan(self, batch_size: int) -> PrivacyPlan:
         """The plan of the run with another batch size."""

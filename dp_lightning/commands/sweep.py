@@ -19,6 +19,7 @@ import yaml
 from dp_lightning.errors import ConfigurationError, DpLightningError
 from dp_lightning.experiments.grid import Cell, Grid
 from dp_lightning.experiments.launchers import LAUNCHERS
+from dp_lightning.experiments.results import shown_epsilon
 from dp_lightning.experiments.runs import RunFolder
 from dp_lightning.files import require_writable
 
@@ -27,6 +28,8 @@ class PlannedRun(NamedTuple):
     """A run of a grid and where it lives."""
 
     cell: Cell
+    arguments: tuple[str, ...]
+    """Options of ``dpl fit``, what was overridden included."""
     settings: dict[str, Any]
     folder: RunFolder
 
@@ -82,19 +85,19 @@ def planned_runs(grid: Grid, out: Path, override: Sequence[str]) -> list[Planned
         name, equals, value = text.partition("=")
         if not equals:
             raise ConfigurationError(f"--override {text}: give name=value, such as trainer.max_epochs=1.")
-        extra += [f"--{name}", value]
+        extra.append(f"--{name}={value}")
     compose = Composer()
     runs: list[PlannedRun] = []
     names: dict[str, str] = {}
     for cell in grid.cells():
         try:
-            settings = compose([*cell.arguments, *extra])
+            settings = compose(arguments := (*cell.arguments, *extra))
         except DpLightningError as error:
             raise type(error)(f"{grid.path}, run {cell.name}: {error}") from error
         # Where a run writes says nothing of what it does.
         settings["trainer"].pop("default_root_dir", None)
         folder = RunFolder.of(out, cell.name, settings)
-        runs.append(PlannedRun(cell, settings, folder))
+        runs.append(PlannedRun(cell, arguments, settings, folder))
         if (other := names.setdefault(yaml.safe_dump(settings), cell.name)) != cell.name:
             raise ConfigurationError(f"{grid.path}: the runs {other} and {cell.name} have the same settings.")
     return runs
@@ -140,8 +143,7 @@ def _outcome(run: PlannedRun, status: int) -> str:
         return f"{run.cell.name} FAILED with status {status}, see {run.folder.log}"
     accuracy = result["test_accuracy_last"]
     shown = "no test set" if accuracy is None else f"test accuracy {100 * accuracy:.1f} %"
-    epsilon = result["epsilon"] if isinstance(result["epsilon"], str) else f"{result['epsilon']:.3f}"
-    return f"{run.cell.name}: {shown}, epsilon {epsilon}, {_duration(result['seconds'])}"
+    return f"{run.cell.name}: {shown}, epsilon {shown_epsilon(result['epsilon'])}, {_duration(result['seconds'])}"
 
 
 def _print_prices(grid: Grid, runs: Sequence[PlannedRun]) -> None:
@@ -151,7 +153,7 @@ def _print_prices(grid: Grid, runs: Sequence[PlannedRun]) -> None:
     price, total, unknown = Pricing(), 0.0, 0
     for run in runs:
         print(f"\n{run.cell.name}" + (" (finished)" if run.folder.finished else ""))
-        print(f"  {shlex.join(['dpl', 'fit', *run.cell.arguments])}")
+        print(f"  {shlex.join(['dpl', 'fit', *run.arguments])}")
         try:
             found = price(run.settings)
         except DpLightningError as error:
@@ -161,7 +163,7 @@ def _print_prices(grid: Grid, runs: Sequence[PlannedRun]) -> None:
         total += 0.0 if run.folder.finished else found.seconds
         plan = found.plan
         print(
-            f"  epsilon {plan.epsilon():.3g}, delta {plan.delta:g}, sigma {plan.noise_multiplier:.4g}, "
+            f"  epsilon {shown_epsilon(plan.epsilon())}, delta {plan.delta:g}, sigma {plan.noise_multiplier:.4g}, "
             f"{plan.num_steps} steps, about {_duration(found.seconds)} here",
             flush=True,
         )

@@ -18,6 +18,7 @@ from dp_lightning.experiments.results import (
     correlation,
     panels,
     per_cent,
+    shown_epsilon,
     spread,
 )
 
@@ -246,12 +247,11 @@ def _runs(page: Document, grid: Grid, outcomes: Sequence[Outcome]) -> None:
         result = outcome.result
         if not outcome.finished or result is None:
             continue
-        epsilon = result["epsilon"]
         rows.append(
             [
                 *outcome.labels.values(),
                 *("-" if value is None else f"{value:.1f}" for value in (_LAST(result), _BEST(result))),
-                epsilon if isinstance(epsilon, str) else f"{epsilon:.3f}",
+                shown_epsilon(result["epsilon"]),
                 f"{result['delta']:g}",
                 str(result["num_steps"]),
                 f"{result['seconds']:.0f}",

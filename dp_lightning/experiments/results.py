@@ -1,6 +1,7 @@
 """What the runs of a grid have reached, averaged over seeds."""
 
 import itertools
+import math
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -86,6 +87,11 @@ def panels(grid: Grid, outcomes: Sequence[Outcome]) -> Iterator[Panel]:
 def per_cent(key: str) -> Quantity:
     """The accuracy that ``result.json`` has under a key, in per cent."""
     return lambda result: None if result.get(key) is None else 100 * result[key]
+
+
+def shown_epsilon(epsilon: float | str) -> str:
+    """Epsilon with three decimals, rounded up: what is shown is never below what was spent."""
+    return epsilon if isinstance(epsilon, str) else f"{math.ceil(1000 * epsilon) / 1000:.3f}"
 
 
 def correlation(panel: Panel, row: str, accuracy: Quantity, other: Quantity) -> float | None:

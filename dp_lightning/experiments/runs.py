@@ -18,6 +18,9 @@ import yaml
 from dp_lightning.errors import ConfigurationError
 from dp_lightning.files import replacing
 
+# What every run writes.
+_NEEDED = {"num_steps", "num_steps_planned", "epsilon", "delta", "seconds", "test_accuracy_last", "test_accuracy_best"}
+
 
 class RunFolder:
     """Where one run lives.
@@ -62,9 +65,11 @@ class RunFolder:
         found = []
         for path in self.root.rglob("result.json"):
             try:
-                found.append(json.loads(path.read_text()))
+                result = json.loads(path.read_text())
             except (OSError, ValueError):
                 continue
+            if isinstance(result, dict) and result.keys() >= _NEEDED:
+                found.append(result)
         return max(found, key=lambda result: result["num_steps"], default=None)
 
     @property

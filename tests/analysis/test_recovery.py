@@ -1,5 +1,6 @@
 """From which batch size on a direction survives: the paper's tables, and the limits of random matrix theory."""
 
+import math
 import statistics
 
 import pytest
@@ -75,6 +76,11 @@ def test_the_simulated_recovery_of_one_direction_is_that_of_the_closed_form(shap
     assert len(found) == 200
     # The limit of large matrices; near the threshold, 0.84 for the second shape, it is 1 % off.
     assert float(found.mean()) == pytest.approx(expected, abs=0.02)
+
+
+def test_without_a_gap_nothing_is_recovered():
+    assert recovery_batch_size(0.0, 3, 4, noise_multiplier=1.0) == math.inf
+    assert detection_batch_size(0.0, 3, 4, noise_multiplier=1.0) == math.inf
 
 
 def test_a_direction_below_the_detection_threshold_is_lost():

@@ -19,6 +19,7 @@ from dp_lightning.privacy.plan import PrivacyPlan
 QUICK = ["--config", "configs/digits.yaml", "--privacy.accountant", "rdp", "--trainer.accelerator", "cpu"]
 QUICK += ["--trainer.enable_progress_bar", "false"]
 N = 1437
+WITHOUT_NOISE = ["--privacy.target_epsilon", "null", "--privacy.noise_multiplier", "0", "--privacy.not_private", "true"]
 
 
 @pytest.fixture(autouse=True)
@@ -99,8 +100,8 @@ def test_spectra_are_those_of_the_gradient_and_of_noise(tmp_path):
 
 
 def test_thresholds_by_matrix_and_batch_size(tmp_path):
-    folder, numbers = analyze("recovery", tmp_path, "--batch-sizes", 64, 1024, 99_999)
-    assert list(numbers["noise_multipliers"]) == ["64", "1024"]  # no draw is larger than the data set
+    folder, numbers = analyze("recovery", tmp_path, "--batch-sizes", 64, 1024)
+    assert list(numbers["noise_multipliers"]) == ["64", "1024"]
     for fact in numbers["matrices"].values():
         rows, columns = fact["shape"]
         for size, sigma in numbers["noise_multipliers"].items():
@@ -139,6 +140,11 @@ def test_every_kind_has_a_page():
         (["snr"], "needs the --config of a run"),
         (["snr", *QUICK, "--batches", "0"], "--batches is 0"),
         (["snr", *QUICK, "--privacy.target_epsilom", "3"], "Did you mean privacy.target_epsilon"),
+        (["recovery", *QUICK, "--batch-sizes", "64", "99999"], "--batch-sizes has 99999; choose from 1 to the number"),
+        (
+            ["snr", *QUICK, *WITHOUT_NOISE],
+            "there is no noise to compare",
+        ),
         (["snr", *QUICK, "--ckpt_path", "absent.ckpt"], "absent.ckpt"),
     ],
 )

@@ -217,7 +217,8 @@ def test_a_dry_run_prints_commands_and_prices_and_writes_nothing(tmp_path, capsy
         num_steps=4 * 1437 // 256,
         accountant="rdp",
     )
-    assert f"epsilon 3, delta 0.0001, sigma {plan.noise_multiplier:.4g}, 22 steps, about " in said
+    assert said.count("--trainer.max_epochs=4") == 2
+    assert f"epsilon 3.000, delta 0.0001, sigma {plan.noise_multiplier:.4g}, 22 steps, about " in said
     assert said.count("dpl fit") == 2
     monkeypatch.setattr("dp_lightning.commands.pricing._seconds_per_row", lambda cli: 0.01)
     main(["sweep", str(grid), "--dry-run", "--override", "privacy.augmult=4", "--override", "trainer.max_steps=10"])

@@ -60,7 +60,11 @@ def test_a_result_of_fewer_steps_than_planned_is_not_the_end(tmp_path):
     for number, taken in enumerate((5, 3)):
         path = folder.root / f"version_{number}" / "result.json"
         path.parent.mkdir(parents=True)
-        path.write_text(json.dumps({"num_steps": taken, "num_steps_planned": 6}))
+        whole = dict.fromkeys(["epsilon", "delta", "seconds", "test_accuracy_last", "test_accuracy_best"], 1.0)
+        path.write_text(json.dumps({**whole, "num_steps": taken, "num_steps_planned": 6}))
+    for number, text in enumerate(("{}", "[]", "null", '{"num_steps": 6, "num_steps_planned": 6}')):
+        (folder.root / f"odd_{number}").mkdir()
+        (folder.root / f"odd_{number}" / "result.json").write_text(text)
     (folder.root / "half").mkdir()
     (folder.root / "half" / "result.json").write_text('{"num_steps": 6, "num')
     assert not folder.finished

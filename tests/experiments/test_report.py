@@ -12,7 +12,7 @@ from dp_lightning.errors import ConfigurationError
 from dp_lightning.experiments.grid import Grid
 from dp_lightning.experiments.published import published
 from dp_lightning.experiments.report import grid_report
-from dp_lightning.experiments.results import Outcome
+from dp_lightning.experiments.results import Outcome, shown_epsilon
 from dp_lightning.experiments.runs import RunFolder
 
 AXES = {
@@ -69,6 +69,11 @@ def test_tables_have_mean_and_deviation_over_seeds(tmp_path):
     last, best = text.index("Accuracy after the last step"), text.index("It is chosen on the test set")
     assert last < text.index("| DP-Muon | 41.0") < best < text.index("| DP-Muon | 51.0 ± 1.4 | 56.0")
     assert "| DP-SGD | 256 | 42 | 40.0 | 50.0 | 4.000 | 1e-05 | 100 | 12 | DP-SGD_256_42-" in text
+
+
+@pytest.mark.parametrize(("epsilon", "shown"), [(4.00049, "4.001"), (3.0, "3.000"), (2.9996, "3.000"), ("inf", "inf")])
+def test_epsilon_is_never_shown_below_its_value(epsilon, shown):
+    assert shown_epsilon(epsilon) == shown
 
 
 def test_what_is_missing_is_said(tmp_path):
