@@ -3,7 +3,7 @@
 from dp_lightning.analysis.convergence import newton_schulz_cosines
 from dp_lightning.analysis.direction import direction_cosine, direction_recovery
 from dp_lightning.analysis.recovery import detection_batch_size, recovery_batch_size
-from dp_lightning.analysis.signal_to_noise import SnrMeter, noise_norm
+from dp_lightning.analysis.signal_to_noise import SnrMeter
 from dp_lightning.analysis.spectra import bulk_density, bulk_edges, entropy_rank, participation_ratio
 
 __all__ = [
@@ -15,7 +15,6 @@ __all__ = [
     "direction_recovery",
     "entropy_rank",
     "newton_schulz_cosines",
-    "noise_norm",
     "participation_ratio",
     "recovery_batch_size",
 ]

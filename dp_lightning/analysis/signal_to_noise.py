@@ -14,16 +14,6 @@ import math
 from torch import Tensor
 
 
-def noise_norm(*, noise_level: float, num_parameters: int) -> float:
-    """The root mean square norm of the noise, s sqrt(d).
-
-    Args:
-        noise_level: s, standard deviation of each entry.
-        num_parameters: d.
-    """
-    return noise_level * math.sqrt(num_parameters)
-
-
 class SnrMeter:
     """Averages snr^2 over steps; the root of the average is the signal-to-noise ratio.
 
@@ -44,8 +34,7 @@ class SnrMeter:
             noise_level: s, above zero.
             num_parameters: d.
         """
-        noise = noise_norm(noise_level=noise_level, num_parameters=num_parameters) ** 2
-        self._sum = self._sum + squared_norm / noise - 1
+        self._sum = self._sum + squared_norm / (noise_level**2 * num_parameters) - 1
         self.count += 1
 
     @property

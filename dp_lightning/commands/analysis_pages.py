@@ -16,16 +16,15 @@ from dp_lightning.analysis import (
     direction_recovery,
     entropy_rank,
     newton_schulz_cosines,
-    noise_norm,
     participation_ratio,
     recovery_batch_size,
 )
 from dp_lightning.commands.analysis_run import AnalysisRun
 from dp_lightning.errors import ConfigurationError
-from dp_lightning.experiments.document import Document, Picture
+from dp_lightning.experiments.document import Document
 from dp_lightning.experiments.figures import figure, place_on_axis, style
 
-# Matrices whose spectra and directions are drawn: more do not fit beside each other.
+# Matrices whose spectra and directions are drawn; more are hard to tell apart.
 _DRAWN = 4
 _TRIALS = 100
 _STEPS = 5
@@ -36,7 +35,6 @@ class Page:
     """What an analysis has found."""
 
     document: Document
-    pictures: list[Picture]
     facts: dict[str, Any]
     """Numbers, by name."""
 
@@ -47,7 +45,7 @@ def snr(run: AnalysisRun, folder: Path) -> Page:
     for size in run.batch_sizes if run.asked else [run.batch_size]:
         plan, measured = run.plan(size), run.measure(size)
         signal = statistics.fmean(measured.norms)
-        noise = noise_norm(noise_level=run.noise_level(plan), num_parameters=measured.num_parameters)
+        noise = plan.noise_norm(num_parameters=measured.num_parameters, sensitivity=run.clip_plan.sensitivity)
         numbers = (plan.noise_multiplier, signal, noise, signal / noise)
         rows.append([str(size), *(f"{number:.3g}" for number in numbers)])
         names = ("batch_size", "noise_multiplier", "signal", "noise", "snr")
@@ -55,11 +53,8 @@ def snr(run: AnalysisRun, folder: Path) -> Page:
     page = _page(run, "Signal and noise of the whole gradient")
     page.say("Signal is the norm of the clipped gradient divided by B, noise the root mean square norm of the noise.")
     page.table(rows)
-    pictures: list[Picture] = []
     if len(facts) > 1:
-        with figure(
-            pictures, folder, "snr", "Norms of signal and noise, and their ratio, by batch size", panels=2
-        ) as axes:
+        with figure(page, folder, "snr", "Norms of signal and noise, and their ratio, by batch size", panels=2) as axes:
             places = place_on_axis(axes[0], [str(fact["batch_size"]) for fact in facts])
             for number, name in enumerate(("signal", "noise")):
                 axes[0].plot(places, [fact[name] for fact in facts], label=name, **style(number))
@@ -69,7 +64,7 @@ def snr(run: AnalysisRun, folder: Path) -> Page:
             axes[1].plot(places, [fact["snr"] for fact in facts], **style(2))
             axes[1].axhline(1.0, color="black", linestyle="--", linewidth=1)
             _label(axes, "expected batch size", ["norm", "signal / noise"])
-    return Page(page, pictures, {"by_batch_size": facts})
+    return Page(page, {"by_batch_size": facts})
 
 
 def spectrum(run: AnalysisRun, folder: Path) -> Page:
@@ -79,13 +74,24 @@ def spectrum(run: AnalysisRun, folder: Path) -> Page:
     head = ["matrix", "m x n", "s1", "s2", "end of the noise", "values above it", "rank", "rank with noise"]
     rows, facts, drawn = [[*head, "entropy rank", "with noise"]], {}, {}
     for name, clean in matrices.items():
-        noised = clean + level * torch.randn(clean.shape, generator=torch.Generator().manual_seed(0))
+        noised = _with_noise(clean, level)
         values, seen = torch.linalg.svdvals(clean), torch.linalg.svdvals(noised)
         edge = bulk_edges(*clean.shape, noise_level=level)[1]
-        ranks = [float(rank(s)) for rank in (participation_ratio, entropy_rank) for s in (values, seen)]
+        ranks = {
+            "effective": float(participation_ratio(values)),
+            "effective_with_noise": float(participation_ratio(seen)),
+            "entropy": float(entropy_rank(values)),
+            "entropy_with_noise": float(entropy_rank(seen)),
+        }
         above = int((seen > edge).sum())
         first, second = float(values[0]), float(values[1])
-        numbers = [f"{first:.3g}", f"{second:.3g}", f"{edge:.3g}", str(above), *(f"{rank:.1f}" for rank in ranks)]
+        numbers = [
+            f"{first:.3g}",
+            f"{second:.3g}",
+            f"{edge:.3g}",
+            str(above),
+            *(f"{rank:.1f}" for rank in ranks.values()),
+        ]
         rows.append([name, _shape(clean), *numbers])
         facts[name] = {"values": values.tolist(), "with_noise": seen.tolist(), "noise_edge": edge, "ranks": ranks}
         drawn[name] = (clean.shape, values, seen)
@@ -95,10 +101,9 @@ def spectrum(run: AnalysisRun, folder: Path) -> Page:
         "of Roy and Vetterli 2007. The end of the noise is that of the Marchenko-Pastur bulk."
     )
     page.table(rows)
-    pictures: list[Picture] = []
     names = _largest(matrices)
     caption = "Singular values without noise (marks), with noise (bars), and the density of noise alone (line)"
-    with figure(pictures, folder, "spectrum", caption, panels=len(names)) as axes:
+    with figure(page, folder, "spectrum", caption, panels=len(names)) as axes:
         for ax, name in zip(axes, names, strict=True):
             shape, values, seen = drawn[name]
             low, high = bulk_edges(*shape, noise_level=level)
@@ -119,7 +124,7 @@ def spectrum(run: AnalysisRun, folder: Path) -> Page:
             ax.set_title(f"{name} ({shape[0]} x {shape[1]})", fontsize=9)
             ax.legend(frameon=False, fontsize=8)
         _label(axes, "singular value", ["density"] * len(names))
-    return Page(page, pictures, facts)
+    return Page(page, facts)
 
 
 def recovery(run: AnalysisRun, folder: Path) -> Page:
@@ -162,14 +167,13 @@ def recovery(run: AnalysisRun, folder: Path) -> Page:
         "that of the privacy budget at each batch size."
     )
     page.table(rows)
-    pictures: list[Picture] = []
-    with figure(pictures, folder, "recovery", "Share of matrices that pass each threshold, by batch size") as (ax,):
+    with figure(page, folder, "recovery", "Share of matrices that pass each threshold, by batch size") as (ax,):
         places = place_on_axis(ax, [str(size) for size in sizes])
         for number, (kind, shares) in enumerate(rates.items()):
             ax.plot(places, shares, label=kind, **style(number))
         ax.legend(frameon=False)
         _label([ax], "expected batch size", ["share of matrices"])
-    return Page(page, pictures, {"noise_multipliers": sigmas, "matrices": facts, "rates": rates})
+    return Page(page, {"noise_multipliers": sigmas, "matrices": facts, "rates": rates})
 
 
 def newton_schulz(run: AnalysisRun, folder: Path) -> Page:
@@ -179,7 +183,7 @@ def newton_schulz(run: AnalysisRun, folder: Path) -> Page:
     rows = [["matrix", "m x n", "gradient", *(f"k = {k}" for k in range(_STEPS + 1))]]
     facts: dict[str, Any] = {}
     for name, clean in matrices.items():
-        noised = clean + level * torch.randn(clean.shape, generator=torch.Generator().manual_seed(0))
+        noised = _with_noise(clean, level)
         facts[name] = {}
         for kind, matrix in (("without noise", clean), ("with noise", noised)):
             cosines = newton_schulz_cosines(matrix, steps=_STEPS).tolist()
@@ -191,10 +195,9 @@ def newton_schulz(run: AnalysisRun, folder: Path) -> Page:
         "U V^T; k = 0 is the gradient itself."
     )
     page.table(rows)
-    pictures: list[Picture] = []
     names = _largest(matrices)
     caption = "Cosine between Newton-Schulz iterates and the polar factor"
-    with figure(pictures, folder, "newton_schulz", caption, panels=2) as axes:
+    with figure(page, folder, "newton_schulz", caption, panels=2) as axes:
         for ax, kind in zip(axes, ("without noise", "with noise"), strict=True):
             for number, name in enumerate(names):
                 ax.plot(range(_STEPS + 1), facts[name][kind], label=name, **style(number))
@@ -202,7 +205,7 @@ def newton_schulz(run: AnalysisRun, folder: Path) -> Page:
             ax.set_ylim(0, 1.02)
             ax.legend(frameon=False, fontsize=8)
         _label(axes, "steps k", ["cosine"] * 2)
-    return Page(page, pictures, facts)
+    return Page(page, facts)
 
 
 def direction(run: AnalysisRun, folder: Path) -> Page:
@@ -228,15 +231,14 @@ def direction(run: AnalysisRun, folder: Path) -> Page:
         f"left singular vector with and without noise, mean and deviation over {_TRIALS} draws of the noise."
     )
     page.table(rows)
-    pictures: list[Picture] = []
-    with figure(pictures, folder, "direction", "Cosine of the first direction with and without noise") as (ax,):
+    with figure(page, folder, "direction", "Cosine of the first direction with and without noise") as (ax,):
         places = place_on_axis(ax, [str(size) for size in sizes])
         for number, name in enumerate(names):
             means, deviations = zip(*((f["mean"], f["deviation"]) for f in facts[name].values()), strict=True)
             ax.errorbar(places, means, deviations, label=name, capsize=3, **style(number))
         ax.legend(frameon=False, fontsize=8)
         _label([ax], "expected batch size", ["cosine"])
-    return Page(page, pictures, facts)
+    return Page(page, facts)
 
 
 PAGES: Mapping[str, Callable[[AnalysisRun, Path], Page]] = {
@@ -264,6 +266,11 @@ def _largest(matrices: Mapping[str, Tensor]) -> list[str]:
     if not chosen:
         raise ConfigurationError("The model trains no matrix, so there is no spectrum to look at.")
     return [name for name in matrices if name in chosen]
+
+
+def _with_noise(clean: Tensor, level: float) -> Tensor:
+    """The matrix with noise of this level, the same for every matrix of its shape."""
+    return clean + level * torch.randn(clean.shape, generator=torch.Generator().manual_seed(0))
 
 
 def _shape(matrix: Tensor) -> str:

@@ -9,9 +9,10 @@ import lightning.pytorch as pl
 import torch
 from torch import Tensor
 
-from dp_lightning.callbacks.budget import planned_steps
+from dp_lightning.commands.composition import Stopped
+from dp_lightning.commands.pricing import plan_of
 from dp_lightning.commands.raw_gradients import clipped_gradients, load_weights
-from dp_lightning.commands.training import TrainingCLI, command_line
+from dp_lightning.commands.training import command_line
 from dp_lightning.errors import ConfigurationError
 from dp_lightning.postprocess import as_matrix
 from dp_lightning.postprocess.matrix import is_matrix
@@ -21,16 +22,10 @@ from dp_lightning.privacy.plan import PrivacyPlan
 _BATCH_SIZES = (256, 512, 1024, 2048, 4096, 8192)
 
 
-class _Instantiated(TrainingCLI):
-    def _run_subcommand(self, subcommand: str) -> None:
-        pass
-
-
 @dataclass(frozen=True)
 class Measured:
-    """Gradients without noise at one batch size."""
+    """Gradients without noise."""
 
-    batch_size: int
     norms: list[float]
     """Of the whole gradient, one for each draw."""
     matrices: dict[str, Tensor]
@@ -61,11 +56,11 @@ class AnalysisRun:
     ) -> None:
         if num_batches < 1:
             raise ConfigurationError(f"--batches is {num_batches}; it must be at least 1.")
-        cli = command_line(["fit", *arguments, "--trainer.logger", "false"], _Instantiated)
+        cli = command_line(["fit", *arguments, "--trainer.logger", "false"], Stopped)
         self.module: pl.LightningModule = cli.model
         self.data: Any = cli.datamodule
         self.settings = cli.config.fit.privacy.as_dict()
-        self._trainer = cli.config.fit.trainer
+        self._trainer = cli.config.fit.trainer.as_dict()
         self.num_batches, self.asked = num_batches, batch_sizes
         self.batch_size: int = self.settings["expected_batch_size"]
         self.clip_plan: ClipPlan = cli.privacy.clip_plan
@@ -92,21 +87,7 @@ class AnalysisRun:
 
     def plan(self, batch_size: int) -> PrivacyPlan:
         """The plan of the run with another batch size."""
-        public = {
-            "num_train": self.data.num_train,
-            "expected_batch_size": batch_size,
-            "num_steps": planned_steps(
-                max_epochs=self._trainer.max_epochs,
-                max_steps=self._trainer.max_steps,
-                num_train=self.data.num_train,
-                expected_batch_size=batch_size,
-            ),
-            "delta": self.settings["delta"],
-            "accountant": self.settings["accountant"],
-        }
-        if self.settings["noise_multiplier"] is not None:
-            return PrivacyPlan(noise_multiplier=self.settings["noise_multiplier"], target_epsilon=None, **public)
-        return PrivacyPlan.calibrate(target_epsilon=self.settings["target_epsilon"], **public)
+        return plan_of(self.settings, self._trainer, num_train=self.data.num_train, batch_size=batch_size)
 
     def noise_level(self, plan: PrivacyPlan) -> float:
         """Standard deviation of the noise in each entry of the gradient, sigma S / B."""
@@ -136,4 +117,4 @@ class AnalysisRun:
             num_batches=self.num_batches,
             take=take,
         )
-        return Measured(batch_size, norms, sums, count)
+        return Measured(norms, sums, count)

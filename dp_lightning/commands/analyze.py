@@ -40,8 +40,6 @@ def main(arguments: list[str]) -> None:
     run = AnalysisRun(of_fit, options.ckpt_path, num_batches=options.batches, batch_sizes=options.batch_sizes)
     page = PAGES[options.kind](run, folder)
     page.document.parts.insert(0, _WARNING)
-    for picture in page.pictures:
-        page.document.picture(picture)
     texts: Mapping[str, str] = {
         "page.md": page.document.markdown(),
         "page.html": page.document.html(),

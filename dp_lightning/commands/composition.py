@@ -12,8 +12,15 @@ from dp_lightning.commands.training import TrainingCLI, command_line, named_erro
 from dp_lightning.models.pretrained import without_weights
 
 
-class _Prepared(TrainingCLI):
-    """Makes model, data and trainer, without pretrained weights, and stops there."""
+class Stopped(TrainingCLI):
+    """Makes model, data and trainer, and stops there."""
+
+    def _run_subcommand(self, subcommand: str) -> None:
+        pass
+
+
+class _Prepared(Stopped):
+    """The same without pretrained weights, and without a seed of its own."""
 
     def _set_seed(self) -> None:
         pass
@@ -21,9 +28,6 @@ class _Prepared(TrainingCLI):
     def instantiate_classes(self) -> None:
         with without_weights():
             super().instantiate_classes()
-
-    def _run_subcommand(self, subcommand: str) -> None:
-        pass
 
 
 class _Composed(_Prepared):

@@ -53,23 +53,38 @@ class Pricing:
         if isinstance(known, DpLightningError):
             raise known
         num_train, seconds_per_row = known
-        batch_size = privacy["expected_batch_size"]
-        num_steps = planned_steps(
+        plan = plan_of(privacy, trainer, num_train=num_train)
+        return Price(plan, seconds_per_row * plan.num_steps * plan.expected_batch_size * privacy["augmult"])
+
+
+def plan_of(
+    privacy: Mapping[str, Any], trainer: Mapping[str, Any], *, num_train: int, batch_size: int | None = None
+) -> PrivacyPlan:
+    """The plan that a run with these settings makes when it starts.
+
+    Args:
+        privacy, trainer: groups of its configuration; what is null may be absent.
+        num_train: N.
+        batch_size: B in the place of the run's own.
+
+    Raises:
+        ConfigurationError: as ``dpl fit`` would, where the numbers are impossible.
+    """
+    size = privacy["expected_batch_size"] if batch_size is None else batch_size
+    return _plan(
+        num_train=num_train,
+        expected_batch_size=size,
+        num_steps=planned_steps(
             max_epochs=trainer.get("max_epochs"),
             max_steps=trainer["max_steps"],
             num_train=num_train,
-            expected_batch_size=batch_size,
-        )
-        plan = _plan(
-            num_train=num_train,
-            expected_batch_size=batch_size,
-            num_steps=num_steps,
-            target_epsilon=privacy.get("target_epsilon"),
-            noise_multiplier=privacy.get("noise_multiplier"),
-            delta=privacy["delta"],
-            accountant=privacy["accountant"],
-        )
-        return Price(plan, seconds_per_row * num_steps * batch_size * privacy["augmult"])
+            expected_batch_size=size,
+        ),
+        target_epsilon=privacy.get("target_epsilon"),
+        noise_multiplier=privacy.get("noise_multiplier"),
+        delta=privacy["delta"],
+        accountant=privacy["accountant"],
+    )
 
 
 @functools.lru_cache(maxsize=4096)

@@ -10,7 +10,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,7 +20,7 @@ from dp_lightning.errors import ConfigurationError, DpLightningError
 from dp_lightning.experiments.grid import Cell, Grid
 from dp_lightning.experiments.launchers import LAUNCHERS
 from dp_lightning.experiments.results import shown_epsilon
-from dp_lightning.experiments.runs import RunFolder
+from dp_lightning.experiments.runs import RunFolder, is_finished
 from dp_lightning.files import require_writable
 
 
@@ -110,8 +110,8 @@ def _launch(runs: Sequence[PlannedRun], options: argparse.Namespace) -> list[Pla
     if options.jobs is not None:
         launcher_options["jobs"] = options.jobs
     failed, started = [], time.monotonic()
-    with _ended_by_signals():
-        results = LAUNCHERS[options.launcher](list(by_folder), launcher_options)
+    # Closed here, whatever interrupts the loop: that is what stops the runs.
+    with _ended_by_signals(), closing(LAUNCHERS[options.launcher](list(by_folder), launcher_options)) as results:
         for number, (folder, status) in enumerate(results, start=1):
             run = by_folder[folder]
             left = (time.monotonic() - started) / number * (len(runs) - number)
@@ -139,7 +139,7 @@ def _ended_by_signals() -> Iterator[None]:
 
 def _outcome(run: PlannedRun, status: int) -> str:
     result = run.folder.result
-    if result is None or not run.folder.finished:
+    if result is None or not is_finished(result):
         return f"{run.cell.name} FAILED with status {status}, see {run.folder.log}"
     accuracy = result["test_accuracy_last"]
     shown = "no test set" if accuracy is None else f"test accuracy {100 * accuracy:.1f} %"

@@ -19,6 +19,13 @@ img { max-width: 100%; height: auto; }
 
 
 @dataclass(frozen=True)
+class Heading:
+    """Begins a section."""
+
+    text: str
+
+
+@dataclass(frozen=True)
 class Table:
     """Rows of text; the first one is the head."""
 
@@ -39,11 +46,12 @@ class Document:
     """The parts of a page in their order."""
 
     title: str
-    parts: list[str | tuple[int, str] | Table | Picture] = field(default_factory=list)
+    parts: list[str | Heading | Table | Picture] = field(default_factory=list)
+    """Sentences are plain text."""
 
     def heading(self, text: str) -> None:
         """Begin a section."""
-        self.parts.append((2, text))
+        self.parts.append(Heading(text))
 
     def say(self, text: str) -> None:
         """Add a paragraph."""
@@ -61,8 +69,8 @@ class Document:
         """As Markdown; pictures are linked by their names."""
         lines = [f"# {self.title}", ""]
         for part in self.parts:
-            if isinstance(part, tuple):
-                lines += [f"{'#' * part[0]} {part[1]}", ""]
+            if isinstance(part, Heading):
+                lines += [f"## {part.text}", ""]
             elif isinstance(part, Table):
                 head, *rows = part.rows
                 lines += [_markdown_row(head), _markdown_row(["---"] * len(head))]
@@ -77,8 +85,8 @@ class Document:
         """As one HTML file; pictures are inside."""
         body = []
         for part in self.parts:
-            if isinstance(part, tuple):
-                body.append(f"<h{part[0]}>{html.escape(part[1])}</h{part[0]}>")
+            if isinstance(part, Heading):
+                body.append(f"<h2>{html.escape(part.text)}</h2>")
             elif isinstance(part, Table):
                 body.append(_html_table(part))
             elif isinstance(part, Picture):

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from dp_lightning.errors import ConfigurationError
-from dp_lightning.experiments.document import Picture
+from dp_lightning.experiments.document import Document, Picture
 
 # Okabe and Ito 2008: told apart by colour-blind people too.
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#999933")
@@ -19,13 +19,11 @@ def style(number: int) -> dict[str, Any]:
 
 
 @contextmanager
-def figure(
-    pictures: list[Picture], folder: Path, name: str, caption: str, *, panels: int = 1
-) -> Iterator[Sequence[Any]]:
-    """Axes to draw on; at the end the figure is written, and its picture added to the list.
+def figure(page: Document, folder: Path, name: str, caption: str, *, panels: int = 1) -> Iterator[Sequence[Any]]:
+    """Axes to draw on; at the end the figure is written and stands on the page.
 
     Args:
-        pictures: gets the picture.
+        page: gets the picture.
         folder: where it is written.
         name: of the files.
         caption: what it shows.
@@ -55,7 +53,7 @@ def figure(
         picture = Picture(folder / f"{name}.png", folder / f"{name}.svg", caption)
         drawn.savefig(picture.png, dpi=150, metadata={"Software": None})
         drawn.savefig(picture.svg, metadata={"Date": None})
-    pictures.append(picture)
+    page.picture(picture)
 
 
 def place_on_axis(ax: Any, labels: Sequence[str]) -> list[float]:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from dp_lightning.errors import ConfigurationError
-from dp_lightning.experiments.document import Document, Picture
+from dp_lightning.experiments.document import Document
 from dp_lightning.experiments.figures import figure, place_on_axis, style
 from dp_lightning.experiments.grid import Grid
 from dp_lightning.experiments.published import published
@@ -46,17 +46,13 @@ def grid_report(grid: Grid, outcomes: Sequence[Outcome], folder: Path) -> Docume
     finished = sum(outcome.finished for outcome in outcomes)
     page.say(f"{finished} of {len(outcomes)} runs are finished. Accuracies are in per cent on the test set.")
     page.say(_SCOPE)
-    pictures: list[Picture] = []
     for number, panel in enumerate(panels(grid, outcomes)):
         if panel.title:
             page.heading(panel.title)
         _accuracies(page, grid, panel, paper)
-        start = len(pictures)
         name = grid.path.stem + (f"_{number + 1}" if panel.title else "")
         for kind in grid.report.figures:
-            _FIGURES[kind](pictures, folder, f"{name}_{kind}", grid, panel, paper)
-        for picture in pictures[start:]:
-            page.picture(picture)
+            _FIGURES[kind](page, folder, f"{name}_{kind}", grid, panel, paper)
         if "snr" in grid.report.figures:
             _correlations(page, grid, panel)
     _missing(page, outcomes)
@@ -116,20 +112,18 @@ def _pair(value: list[float] | None) -> str:
     return "-" if value is None else " ± ".join(f"{number:.1f}" for number in value)
 
 
-def _draw_accuracy(
-    pictures: list[Picture], folder: Path, name: str, grid: Grid, panel: Panel, paper: Mapping[str, Any]
-) -> None:
+def _draw_accuracy(page: Document, folder: Path, name: str, grid: Grid, panel: Panel, paper: Mapping[str, Any]) -> None:
     caption = f"Test accuracy after the last step{', and the paper (best over epochs, dashed)' if paper else ''}"
-    with figure(pictures, folder, name, caption) as (ax,):
+    with figure(page, folder, name, caption) as (ax,):
         _lines(ax, panel, paper, lambda found: (found.mean, found.deviation or 0.0), 0)
         _finish(ax, grid.report.columns, "test accuracy (%)")
 
 
 def _draw_deviation(
-    pictures: list[Picture], folder: Path, name: str, grid: Grid, panel: Panel, paper: Mapping[str, Any]
+    page: Document, folder: Path, name: str, grid: Grid, panel: Panel, paper: Mapping[str, Any]
 ) -> None:
     caption = f"Standard deviation of the last test accuracy over seeds{', and the paper (dashed)' if paper else ''}"
-    with figure(pictures, folder, name, caption) as (ax,):
+    with figure(page, folder, name, caption) as (ax,):
         _lines(ax, panel, paper, lambda found: (found.deviation, None), 1)
         _finish(ax, grid.report.columns, "standard deviation (points)")
 
@@ -168,10 +162,8 @@ def _lines(
             ax.plot(*zip(*theirs, strict=True), linestyle="--", alpha=0.6, label=label, **style(number))
 
 
-def _draw_curves(
-    pictures: list[Picture], folder: Path, name: str, grid: Grid, panel: Panel, paper: Mapping[str, Any]
-) -> None:
-    with figure(pictures, folder, name, "Test accuracy by epoch, mean over seeds", panels=len(panel.columns)) as axes:
+def _draw_curves(page: Document, folder: Path, name: str, grid: Grid, panel: Panel, paper: Mapping[str, Any]) -> None:
+    with figure(page, folder, name, "Test accuracy by epoch, mean over seeds", panels=len(panel.columns)) as axes:
         for ax, column in zip(axes, panel.columns, strict=True):
             for number, row in enumerate(panel.rows):
                 curves = [
@@ -187,10 +179,8 @@ def _draw_curves(
             _finish(ax, "epoch", "test accuracy (%)")
 
 
-def _draw_snr(
-    pictures: list[Picture], folder: Path, name: str, grid: Grid, panel: Panel, paper: Mapping[str, Any]
-) -> None:
-    with figure(pictures, folder, name, "Accuracy beside steps and signal-to-noise ratio", panels=2) as axes:
+def _draw_snr(page: Document, folder: Path, name: str, grid: Grid, panel: Panel, paper: Mapping[str, Any]) -> None:
+    with figure(page, folder, name, "Accuracy beside steps and signal-to-noise ratio", panels=2) as axes:
         for ax, (label, quantity) in zip(axes, _BESIDE.items(), strict=True):
             for number, row in enumerate(panel.rows):
                 found = [panel.outcomes.get((row, column), ()) for column in panel.columns]

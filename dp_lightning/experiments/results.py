@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from dp_lightning.experiments.grid import Grid
-from dp_lightning.experiments.runs import RunFolder
+from dp_lightning.experiments.runs import RunFolder, is_finished
 
 #: The axis that is averaged over.
 SEED = "seed"
@@ -23,12 +23,16 @@ class Outcome:
     labels: Mapping[str, str]
     folder: RunFolder
     result: Mapping[str, Any] | None
-    finished: bool
+
+    @property
+    def finished(self) -> bool:
+        """Whether it has taken all steps that were planned."""
+        return is_finished(self.result)
 
     @classmethod
     def read(cls, labels: Mapping[str, str], folder: RunFolder) -> "Outcome":
         """Read the folder of a run."""
-        return cls(labels, folder, folder.result, folder.finished)
+        return cls(labels, folder, folder.result)
 
 
 class Spread(NamedTuple):

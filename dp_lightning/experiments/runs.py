@@ -22,6 +22,11 @@ from dp_lightning.files import replacing
 _NEEDED = {"num_steps", "num_steps_planned", "epsilon", "delta", "seconds", "test_accuracy_last", "test_accuracy_best"}
 
 
+def is_finished(result: Mapping[str, Any] | None) -> bool:
+    """Whether a run with this result has taken all steps that were planned."""
+    return result is not None and result["num_steps"] >= result["num_steps_planned"]
+
+
 class RunFolder:
     """Where one run lives.
 
@@ -75,8 +80,7 @@ class RunFolder:
     @property
     def finished(self) -> bool:
         """Whether it has taken all steps that were planned."""
-        result = self.result
-        return result is not None and result["num_steps"] >= result["num_steps_planned"]
+        return is_finished(self.result)
 
     @property
     def has_checkpoint(self) -> bool:
@@ -84,7 +88,10 @@ class RunFolder:
         return next(self.root.rglob("*.ckpt"), None) is not None
 
     def abandon(self) -> None:
-        """Set aside what a start without a checkpoint has left, so that the run starts anew."""
+        """Set aside what a start without a checkpoint has left, so that the run starts anew.
+
+        Steps were taken on the data there, and their epsilon is not in that of the run: nothing of it must be released.
+        """
         if self.root.exists():
             number = sum(1 for _ in self.path.glob("abandoned_*"))
             self.root.rename(self.path / f"abandoned_{number}")

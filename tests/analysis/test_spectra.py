@@ -11,10 +11,10 @@ from dp_lightning.analysis import (
     bulk_edges,
     entropy_rank,
     newton_schulz_cosines,
-    noise_norm,
     participation_ratio,
 )
 from dp_lightning.experiments.published import published
+from dp_lightning.privacy.plan import PrivacyPlan
 
 
 def test_equal_values_count_as_many_directions_as_there_are():
@@ -73,7 +73,10 @@ def test_the_papers_noise_norms_and_ratios():
     table = published()["snr"]
     columns = ("batch_sizes", "noise_multipliers", "noise", "signal", "cifar10")
     for batch_size, sigma, noise, signal, snr in zip(*(table[name] for name in columns), strict=True):
-        found = noise_norm(noise_level=sigma / batch_size, num_parameters=2_748_890)
+        plan = PrivacyPlan(
+            num_train=50_000, expected_batch_size=batch_size, num_steps=1, noise_multiplier=sigma, delta=1e-5
+        )
+        found = plan.noise_norm(num_parameters=2_748_890, sensitivity=1.0)
         assert found == pytest.approx(noise, abs=0.011)
         assert signal / found == pytest.approx(snr, abs=0.015)
 

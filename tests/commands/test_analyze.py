@@ -92,7 +92,7 @@ def test_spectra_are_those_of_the_gradient_and_of_noise(tmp_path):
     layer = numbers["model.features.3.weight"]
     assert len(layer["values"]) == 16
     assert layer["values"] == sorted(layer["values"], reverse=True)
-    assert layer["ranks"][0] == pytest.approx(float(participation_ratio(torch.tensor(layer["values"]))))
+    assert layer["ranks"]["effective"] == pytest.approx(float(participation_ratio(torch.tensor(layer["values"]))))
     sigma = AnalysisRun(QUICK, None).plan(512).noise_multiplier
     assert layer["noise_edge"] == pytest.approx(sigma / 512 * (16**0.5 + 144**0.5))
     # Noise dominates at this batch size: the largest value lies near the end of the noise.

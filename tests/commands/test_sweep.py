@@ -12,6 +12,7 @@ import pytest
 import yaml
 
 from dp_lightning.cli import main
+from dp_lightning.commands import sweep
 from dp_lightning.commands.composition import Composer
 from dp_lightning.experiments.grid import Grid
 from dp_lightning.privacy.plan import PrivacyPlan
@@ -60,12 +61,12 @@ def starts(out):
 @pytest.mark.slow  # eight real runs, each of which imports torch
 def test_a_killed_grid_is_completed_without_repeating_a_finished_run_and_reported(tmp_path, capsys):
     grid, out = grid_file(tmp_path), tmp_path / "out"
-    sweep = command("sweep", grid, "--out", out, "--jobs", "2")
+    process = command("sweep", grid, "--out", out, "--jobs", "2")
     while len(results(out)) < 3:
-        assert sweep.poll() is None, sweep.stdout.read().decode()
+        assert process.poll() is None, process.stdout.read().decode()
         time.sleep(0.1)
-    sweep.send_signal(signal.SIGKILL)
-    sweep.wait()
+    process.send_signal(signal.SIGKILL)
+    process.wait()
     finished = {name: path.stat().st_mtime_ns for name, path in results(out).items()}
     main(["sweep", str(grid), "--out", str(out), "--jobs", "2"])
     said = capsys.readouterr().out
@@ -121,8 +122,8 @@ def test_launchers_run_the_same_grid_to_the_same_results(tmp_path):
     for name, options in launchers.items():
         out = tmp_path / name
         # In processes of their own: Ray redirects what it finds open.
-        sweep = command("sweep", grid, "--out", out, "--launcher", name, *options)
-        said = sweep.communicate()[0].decode()
+        process = command("sweep", grid, "--out", out, "--launcher", name, *options)
+        said = process.communicate()[0].decode()
         assert "All runs are finished" in said, said
         loaded = {run: json.loads(path.read_text()) for run, path in results(out).items()}
         found[name] = {run: {k: v for k, v in result.items() if k != "seconds"} for run, result in loaded.items()}
@@ -149,12 +150,12 @@ def test_a_run_that_fails_is_named_and_the_others_finish(tmp_path, capsys):
 def test_a_sweep_that_is_stopped_leaves_checkpoints_and_goes_on_from_them(tmp_path):
     grid = grid_file(tmp_path, seeds=[42], sizes=[64], methods=["DP-SGD"], **{"trainer.max_epochs": 25})
     out = tmp_path / "out"
-    sweep = command("sweep", grid, "--out", out)
+    process = command("sweep", grid, "--out", out)
     while not list(out.rglob("epoch=*.ckpt")):
-        assert sweep.poll() is None, sweep.stdout.read().decode()
+        assert process.poll() is None, process.stdout.read().decode()
         time.sleep(0.1)
-    sweep.terminate()
-    assert sweep.wait(60) == 143
+    process.terminate()
+    assert process.wait(60) == 143
     (stopped,) = out.rglob("interrupted-step=*.ckpt")
     taken = int(stopped.stem.split("=")[1])
     again = command("sweep", grid, "--out", out)
@@ -164,6 +165,26 @@ def test_a_sweep_that_is_stopped_leaves_checkpoints_and_goes_on_from_them(tmp_pa
     assert f"Restored all states from the checkpoint at {stopped}" in log.read_text()
     steps = [json.loads(path.read_text())["num_steps"] for path in out.rglob("result.json")]
     assert max(steps) == 25 * 1437 // 64 > taken
+
+
+def test_whatever_interrupts_a_sweep_its_launcher_is_closed_at_once(tmp_path, monkeypatch):
+    closed = []
+
+    def launcher(folders, options):
+        try:
+            yield folders[0], 0
+        finally:
+            closed.append(folders[0])
+
+    def interrupted(*arguments):
+        raise KeyboardInterrupt
+
+    monkeypatch.setitem(sweep.LAUNCHERS, "local", launcher)
+    monkeypatch.setattr(sweep, "_outcome", interrupted)
+    with pytest.raises(SystemExit) as exit_:
+        main(["sweep", str(grid_file(tmp_path)), "--out", str(tmp_path / "out")])
+    assert exit_.value.code == 130
+    assert len(closed) == 1  # while the exception still holds on to the loop
 
 
 def test_composition_is_that_of_the_command_line(tmp_path):

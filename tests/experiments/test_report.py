@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from dp_lightning.errors import ConfigurationError
-from dp_lightning.experiments.grid import Grid
+from dp_lightning.experiments.grid import FIGURES, Grid
 from dp_lightning.experiments.published import published
 from dp_lightning.experiments.report import grid_report
 from dp_lightning.experiments.results import Outcome, shown_epsilon
@@ -132,7 +132,7 @@ def test_accuracy_is_correlated_with_steps_and_signal(tmp_path):
     assert row(text, "DP-Muon", f"{steps:+.2f}", f"{ratios:+.2f}")
 
 
-@pytest.mark.parametrize("kind", ["accuracy", "deviation", "curves", "snr"])
+@pytest.mark.parametrize("kind", FIGURES)
 def test_each_figure_is_written_twice_and_names_its_lines(tmp_path, kind):
     grid = grid_of(tmp_path, figures=[kind], published="cifar10_batch")
     page = grid_report(grid, outcomes(tmp_path, grid), tmp_path)

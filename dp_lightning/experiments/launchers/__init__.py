@@ -4,14 +4,14 @@ A status other than 0 is that of ``dpl fit``, or -1 where the machinery around i
 not take the others along.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any
 
 from dp_lightning.experiments.launchers.local import launch_local
 from dp_lightning.experiments.launchers.ray_cluster import launch_ray
 from dp_lightning.experiments.launchers.slurm import launch_slurm
 
-Launcher = Callable[[Sequence[str], Mapping[str, Any]], Iterator[tuple[str, int]]]
+Launcher = Callable[[Sequence[str], Mapping[str, Any]], Generator[tuple[str, int], None, None]]
 
 LAUNCHERS: dict[str, Launcher] = {"local": launch_local, "slurm": launch_slurm, "ray": launch_ray}
 

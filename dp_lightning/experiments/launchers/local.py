@@ -3,7 +3,7 @@
 import os
 import queue
 import subprocess
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from threading import Event
@@ -12,11 +12,8 @@ from typing import Any
 from dp_lightning.experiments.launchers.options import known_options
 from dp_lightning.experiments.worker import run_to_its_end
 
-# The leading part of a long list of devices is enough for a machine.
-_MOST_DEVICES = 1024
 
-
-def launch_local(folders: Sequence[str], options: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
+def launch_local(folders: Sequence[str], options: Mapping[str, Any]) -> Generator[tuple[str, int], None, None]:
     """Run them at once, as many as there are jobs; the order of the results is that of their ends.
 
     When the iteration is broken off, every run is told to stop, leaves a checkpoint, and is waited for.
@@ -78,5 +75,5 @@ def _devices() -> list[str]:
     given = os.environ.get("CUDA_VISIBLE_DEVICES")
     if given is not None:
         return [name for name in given.split(",") if name and name != "-1"]
-    found = [Path(f"/dev/nvidia{number}").exists() for number in range(_MOST_DEVICES)]
-    return [str(number) for number, there in enumerate(found) if there]
+    names = (path.name.removeprefix("nvidia") for path in Path("/dev").glob("nvidia[0-9]*"))
+    return sorted((name for name in names if name.isdigit()), key=int)

@@ -1,14 +1,14 @@
 """Runs as tasks of a Ray cluster."""
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from typing import Any
 
 from dp_lightning.experiments.launchers.options import known_options, missing_extra
 from dp_lightning.experiments.worker import run_to_its_end
 
 
-def launch_ray(folders: Sequence[str], options: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
+def launch_ray(folders: Sequence[str], options: Mapping[str, Any]) -> Generator[tuple[str, int], None, None]:
     """Start them as tasks; the order of the results is that of their ends.
 
     Args:

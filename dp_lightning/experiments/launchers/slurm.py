@@ -2,7 +2,7 @@
 
 import signal
 import subprocess
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +41,7 @@ class _Job:
         return submitit.helpers.DelayedSubmission(_Job(), folder)
 
 
-def launch_slurm(folders: Sequence[str], options: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
+def launch_slurm(folders: Sequence[str], options: Mapping[str, Any]) -> Generator[tuple[str, int], None, None]:
     """Submit them as one array and wait for them; breaking it off leaves the jobs in the queue.
 
     Args:
