@@ -6,8 +6,8 @@ from typing import Any
 import lightning.pytorch as pl
 
 from dp_lightning.errors import ConfigurationError
+from dp_lightning.intact import fingerprint
 from dp_lightning.ranks import Ranks
-from dp_lightning.strategies.checkpoint_io import fingerprint
 
 
 def count_logical_steps(checkpoint: dict[str, Any], num_steps: int) -> None:

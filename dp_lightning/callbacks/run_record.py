@@ -22,6 +22,9 @@ class RunRecord(pl.Callback):
     Where weights are averaged, the file has the last accuracies of the average too; where `SignalToNoise` listens, the
     ratio in the first and the last epoch.
 
+    ``completed`` is false where an interruption or an error has ended the run; a run that a setting such as
+    ``trainer.max_time`` has ended is complete.
+
     ``test_accuracy_best`` is the best over epochs. It is chosen on the test set, so it is not an estimate of accuracy
     on new images; the file says so.
     """
@@ -46,12 +49,12 @@ class RunRecord(pl.Callback):
                 curve.append(float(trainer.callback_metrics[name]))
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._write(trainer)
+        self._write(trainer, completed=True)
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         if self._started and any(self._curves.values()):
             try:
-                self._write(trainer)
+                self._write(trainer, completed=False)
             except OSError as error:
                 rank_zero_warn(f"result.json could not be written: {error}")
 
@@ -65,7 +68,7 @@ class RunRecord(pl.Callback):
     def _elapsed(self) -> float:
         return self._seconds + (time.monotonic() - self._started if self._started else 0.0)
 
-    def _write(self, trainer: pl.Trainer) -> None:
+    def _write(self, trainer: pl.Trainer, *, completed: bool) -> None:
         if not trainer.is_global_zero:
             return
         callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
@@ -73,6 +76,7 @@ class RunRecord(pl.Callback):
         snr = next((callback.curve for callback in callbacks if isinstance(callback, SignalToNoise)), [])
         test, val, averaged_test, averaged_val = (self._curves[name] for name in _CURVES)
         result: dict[str, Any] = {
+            "completed": completed,
             "test_accuracy_last": test[-1] if test else None,
             "test_accuracy_best": max(test) if test else None,
             "test_accuracy_best_is": "the best over epochs, chosen on the test set",

@@ -24,6 +24,10 @@ from dp_lightning.errors import ConfigurationError
 from dp_lightning.experiments.document import Document
 from dp_lightning.experiments.figures import figure, place_on_axis, style
 
+_WARNING = (
+    "UNPROTECTED: these numbers are computed from raw gradients of the training data. No noise protects them. Do not "
+    "release them, and do not choose settings of a private run by them."
+)
 # Matrices whose spectra and directions are drawn; more are hard to tell apart.
 _DRAWN = 4
 _TRIALS = 100
@@ -70,7 +74,7 @@ def snr(run: AnalysisRun, folder: Path) -> Page:
 def spectrum(run: AnalysisRun, folder: Path) -> Page:
     """Singular values of each matrix, without and with noise, beside those of noise alone."""
     level = run.noise_level(run.plan(run.batch_size))
-    matrices = run.measure(run.batch_size).matrices
+    matrices = _matrices(run)
     head = ["matrix", "m x n", "s1", "s2", "end of the noise", "values above it", "rank", "rank with noise"]
     rows, facts, drawn = [[*head, "entropy rank", "with noise"]], {}, {}
     for name, clean in matrices.items():
@@ -84,7 +88,7 @@ def spectrum(run: AnalysisRun, folder: Path) -> Page:
             "entropy_with_noise": float(entropy_rank(seen)),
         }
         above = int((seen > edge).sum())
-        first, second = float(values[0]), float(values[1])
+        first, second = _first_two(values)
         numbers = [
             f"{first:.3g}",
             f"{second:.3g}",
@@ -132,12 +136,13 @@ def recovery(run: AnalysisRun, folder: Path) -> Page:
     sizes = run.batch_sizes
     sigmas = {size: run.plan(size).noise_multiplier for size in sizes}
     sensitivity = run.clip_plan.sensitivity
-    matrices = run.measure(run.batch_size).matrices
+    matrices = _matrices(run)
     rows = [["matrix", "m x n", "s1", "s1 - s2", *(f"B = {size}" for size in sizes)]]
     facts: dict[str, Any] = {}
     for name, matrix in matrices.items():
         values = torch.linalg.svdvals(matrix)
-        top, gap = float(values[0]), float(values[0] - values[1])
+        top, second = _first_two(values)
+        gap = top - second
         cells, thresholds = [], {}
         for size in sizes:
             needed = {
@@ -179,7 +184,7 @@ def recovery(run: AnalysisRun, folder: Path) -> Page:
 def newton_schulz(run: AnalysisRun, folder: Path) -> Page:
     """How near the iterates come to the polar factor, without and with noise."""
     level = run.noise_level(run.plan(run.batch_size))
-    matrices = run.measure(run.batch_size).matrices
+    matrices = _matrices(run)
     rows = [["matrix", "m x n", "gradient", *(f"k = {k}" for k in range(_STEPS + 1))]]
     facts: dict[str, Any] = {}
     for name, clean in matrices.items():
@@ -212,7 +217,9 @@ def direction(run: AnalysisRun, folder: Path) -> Page:
     """The cosine of the first singular vector with and without noise, by simulation."""
     sizes = run.batch_sizes
     levels = {size: run.noise_level(run.plan(size)) for size in sizes}
-    matrices = run.measure(run.batch_size).matrices
+    matrices = {name: matrix for name, matrix in _matrices(run).items() if matrix.any()}
+    if not matrices:
+        raise ConfigurationError("The gradients of all matrices are zero, so they have no direction. Give --ckpt-path.")
     rows = [["matrix", "m x n", *(f"B = {size}" for size in sizes)]]
     facts: dict[str, Any] = {}
     names = _largest(matrices)
@@ -227,8 +234,8 @@ def direction(run: AnalysisRun, folder: Path) -> Page:
         rows.append([name, _shape(matrices[name]), *cells])
     page = _page(run, "Recovery of directions by simulation")
     page.say(
-        f"Singular values at B = {run.batch_size}, of the {len(names)} largest matrices. The cosine between the first "
-        f"left singular vector with and without noise, mean and deviation over {_TRIALS} draws of the noise."
+        f"Singular values at B = {run.batch_size}, of the {len(names)} largest matrices that are not zero. The cosine "
+        f"between the first left singular vector with and without noise, mean and deviation over {_TRIALS} draws."
     )
     page.table(rows)
     with figure(page, folder, "direction", "Cosine of the first direction with and without noise") as (ax,):
@@ -251,10 +258,20 @@ PAGES: Mapping[str, Callable[[AnalysisRun, Path], Page]] = {
 
 
 def _page(run: AnalysisRun, title: str) -> Document:
-    page = Document(f"{title}: {type(run.module).__name__}, {type(run.data).__name__}")
+    page = Document(f"{title}: {type(run.module).__name__}, {type(run.data).__name__}", _WARNING)
     draws = "one Poisson draw" if run.num_batches == 1 else f"{run.num_batches} Poisson draws"
     page.say(f"Clipped gradients of {draws} at fixed parameters, {run.clip_plan.describe()['kind']} clipping.")
+    if run.settings.get("disk") is not None:
+        page.say("privacy.disk is left out: the gradients are those at the parameters themselves.")
     return page
+
+
+def _matrices(run: AnalysisRun) -> dict[str, Tensor]:
+    """The gradients of the run's matrices at its batch size."""
+    found = run.measure(run.batch_size).matrices
+    if not found:
+        raise ConfigurationError("The model trains no matrix, so there is no spectrum to look at.")
+    return found
 
 
 def _largest(matrices: Mapping[str, Tensor]) -> list[str]:
@@ -263,9 +280,13 @@ def _largest(matrices: Mapping[str, Tensor]) -> list[str]:
     for name in sorted(matrices, key=lambda name: -matrices[name].numel()):
         by_shape.setdefault(tuple(matrices[name].shape), name)
     chosen = list(by_shape.values())[:_DRAWN]
-    if not chosen:
-        raise ConfigurationError("The model trains no matrix, so there is no spectrum to look at.")
     return [name for name in matrices if name in chosen]
+
+
+def _first_two(values: Tensor) -> tuple[float, float]:
+    """s1 and s2; a matrix of one row has no second one."""
+    first, second, *_ = (*values.tolist(), 0.0)
+    return first, second
 
 
 def _with_noise(clean: Tensor, level: float) -> Tensor:

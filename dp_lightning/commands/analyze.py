@@ -13,10 +13,6 @@ from dp_lightning.errors import ConfigurationError
 from dp_lightning.files import replacing, require_writable
 
 KINDS = ("snr", "spectrum", "recovery", "newton-schulz", "direction")
-_WARNING = (
-    "UNPROTECTED: these numbers are computed from raw gradients of the training data. No noise protects them. Do not "
-    "release them, and do not choose settings of a private run by them."
-)
 
 
 def main(arguments: list[str]) -> None:
@@ -39,11 +35,10 @@ def main(arguments: list[str]) -> None:
 
     run = AnalysisRun(of_fit, options.ckpt_path, num_batches=options.batches, batch_sizes=options.batch_sizes)
     page = PAGES[options.kind](run, folder)
-    page.document.parts.insert(0, _WARNING)
     texts: Mapping[str, str] = {
         "page.md": page.document.markdown(),
         "page.html": page.document.html(),
-        "numbers.json": json.dumps({"unprotected": _WARNING, **page.facts}, indent=1) + "\n",
+        "numbers.json": json.dumps({"unprotected": page.document.warning, **page.facts}, indent=1) + "\n",
     }
     for name, text in texts.items():
         with replacing(folder / name) as file:

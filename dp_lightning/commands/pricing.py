@@ -24,15 +24,15 @@ class Price(NamedTuple):
     """The cost of a run."""
 
     plan: PrivacyPlan
-    seconds: float
-    """Of its training steps on this machine, from one step on made-up images."""
+    seconds: float | None
+    """Of its training steps on this machine, from one step on made-up images; None where the model does not take it."""
 
 
 class Pricing:
     """Prices runs; what runs have in common is made and timed once."""
 
     def __init__(self) -> None:
-        self._known: dict[str, tuple[int, float] | DpLightningError] = {}
+        self._known: dict[str, tuple[int, float | None] | DpLightningError] = {}
 
     def __call__(self, settings: Mapping[str, Any]) -> Price:
         """The price of a run.
@@ -54,7 +54,8 @@ class Pricing:
             raise known
         num_train, seconds_per_row = known
         plan = plan_of(privacy, trainer, num_train=num_train)
-        return Price(plan, seconds_per_row * plan.num_steps * plan.expected_batch_size * privacy["augmult"])
+        rows = plan.num_steps * plan.expected_batch_size * privacy["augmult"]
+        return Price(plan, None if seconds_per_row is None else seconds_per_row * rows)
 
 
 def plan_of(
@@ -95,7 +96,7 @@ def _plan(*, target_epsilon: float | None, noise_multiplier: float | None, **pub
     return PrivacyPlan(noise_multiplier=noise_multiplier, target_epsilon=None, **public)
 
 
-def _examples_and_time(settings: Mapping[str, Any]) -> tuple[int, float] | DpLightningError:
+def _examples_and_time(settings: Mapping[str, Any]) -> tuple[int, float | None] | DpLightningError:
     """N and the seconds of one row, or why they cannot be known."""
     try:
         cli = prepare(settings)
@@ -104,8 +105,11 @@ def _examples_and_time(settings: Mapping[str, Any]) -> tuple[int, float] | DpLig
         return error
 
 
-def _seconds_per_row(cli: TrainingCLI) -> float:
-    """Of clipped gradients on made-up images; the first pass warms up."""
+def _seconds_per_row(cli: TrainingCLI) -> float | None:
+    """Of clipped gradients on made-up images; the first pass warms up.
+
+    None for a user's module that has a training step alone, without a ``forward`` from images to classes.
+    """
     device = cli.trainer.strategy.root_device
     module, data = cli.model.to(device), cast(Any, cli.datamodule)
     rows = min(_ROWS, cli.privacy.max_physical_batch_size)
@@ -115,9 +119,12 @@ def _seconds_per_row(cli: TrainingCLI) -> float:
     with cli.trainer.precision_plugin.train_step_context():
         for _ in range(2):
             start = time.perf_counter()
-            _, norms = clipped_gradient_sum(
-                module, nn.functional.cross_entropy, images, labels, clip_plan=cli.privacy.clip_plan
-            )
+            try:
+                _, norms = clipped_gradient_sum(
+                    module, nn.functional.cross_entropy, images, labels, clip_plan=cli.privacy.clip_plan
+                )
+            except Exception:  # whatever the user's own code raises on images that it does not know
+                return None
             float(norms.sum())  # waits for the device
             seconds = time.perf_counter() - start
     disk = cli.privacy.gradient_settings.disk

@@ -1,6 +1,8 @@
 """Gradients without noise, for analysis: what they show lies outside of every guarantee."""
 
+import io
 from collections.abc import Callable, Mapping
+from contextlib import redirect_stdout
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -11,6 +13,7 @@ from torch import Tensor
 from torch.optim import SGD, Optimizer
 
 from dp_lightning.callbacks import PrivacyCallback
+from dp_lightning.errors import ConfigurationError
 from dp_lightning.strategies.checkpoint_io import PrivateCheckpointIO
 
 Take = Callable[[Mapping[str, Tensor]], None]
@@ -55,7 +58,8 @@ def clipped_gradients(
     settings |= {"noise_seed": None, "sampling_seed": 0}
     module.__dict__["configure_optimizers"] = lambda: SGD(module.parameters(), lr=0.0)
     try:
-        with TemporaryDirectory() as folder:
+        # The private step says that a run without noise is not private; this one is none.
+        with TemporaryDirectory() as folder, redirect_stdout(io.StringIO()):
             pl.Trainer(
                 **trainer,
                 callbacks=[PrivacyCallback(**settings), _Recorder(take)],
@@ -73,6 +77,17 @@ def clipped_gradients(
 
 
 def load_weights(module: pl.LightningModule, checkpoint: Path) -> None:
-    """Take the parameters and buffers of a checkpoint of the same module."""
-    with torch.no_grad():
-        module.load_state_dict(PrivateCheckpointIO().load_checkpoint(checkpoint)["state_dict"])
+    """Take the parameters and buffers of a checkpoint of the same module.
+
+    Raises:
+        DpLightningError: where it is no checkpoint, or one of another module.
+    """
+    saved = PrivateCheckpointIO().load_checkpoint(checkpoint)
+    try:
+        with torch.no_grad():
+            module.load_state_dict(saved["state_dict"])
+    except (KeyError, RuntimeError) as error:
+        raise ConfigurationError(
+            f"--ckpt-path {checkpoint} does not fit the configuration's model, {type(module).__name__}: "
+            f"{' '.join(str(error).split())[:300]}. Give the checkpoint of a run with the same model."
+        ) from error

@@ -1,6 +1,8 @@
 """`dpl report`: the tables and figures of a grid's runs, beside the paper's numbers."""
 
 import argparse
+import hashlib
+from collections.abc import Sequence
 from pathlib import Path
 
 from dp_lightning.commands.sweep import add_grid_options, planned_runs
@@ -22,14 +24,21 @@ def main(arguments: list[str]) -> None:
     options = _parser().parse_args(arguments[1:])
     grid = Grid.load(options.grid)
     runs = planned_runs(grid, options.out, options.override)
-    folder: Path = options.out / "report" / options.grid.stem
+    folder: Path = options.out / "report" / _name(options.grid, options.override)
     require_writable(folder, "--out")
-    page = grid_report(grid, [Outcome.read(run.cell.labels, run.folder) for run in runs], folder)
+    found = [Outcome.read(run.cell.labels, run.folder) for run in runs]
+    page = grid_report(grid, found, folder, override=options.override)
     for name, text in (("report.md", page.markdown()), ("report.html", page.html())):
         with replacing(folder / name) as file:
             file.write(text.encode())
     print(page.markdown())
     print(f"Written to {folder / 'report.html'}")
+
+
+def _name(grid: Path, override: Sequence[str]) -> str:
+    """The same grid with other settings has a page of its own."""
+    text = "\n".join(override)
+    return grid.stem + (f"-{hashlib.sha256(text.encode()).hexdigest()[:8]}" if override else "")
 
 
 def _parser() -> argparse.ArgumentParser:

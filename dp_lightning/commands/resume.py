@@ -7,7 +7,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from dp_lightning.callbacks.interruption import earlier_start
 from dp_lightning.errors import ConfigurationError, DataError
-from dp_lightning.strategies.checkpoint_io import PrivateCheckpointIO, newest_intact
+from dp_lightning.intact import newest_intact
+from dp_lightning.strategies.checkpoint_io import PrivateCheckpointIO
 
 
 def checkpoint_to_resume(trainer: pl.Trainer, asked: str | None) -> str | None:

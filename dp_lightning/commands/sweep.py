@@ -57,7 +57,11 @@ def main(arguments: list[str]) -> None:
         run.folder.prepare(run.settings)
     failed = _launch(waiting, options) if waiting else []
     if failed:
-        print(f"{len(failed)} runs failed; the same command starts them again:", file=sys.stderr)
+        print(
+            f"{len(failed)} runs failed, and their logs say why. The same command goes on with them; where a log says "
+            "that a run cannot go on, remove its folder first:",
+            file=sys.stderr,
+        )
         for run in failed:
             print(f"  {run.cell.name}: {run.folder.log}", file=sys.stderr)
         sys.exit(1)
@@ -80,15 +84,12 @@ def planned_runs(grid: Grid, out: Path, override: Sequence[str]) -> list[Planned
     # Imported here, so that --help answers at once.
     from dp_lightning.commands.composition import Composer
 
-    extra = []
-    for text in override:
-        name, equals, value = text.partition("=")
-        if not equals:
-            raise ConfigurationError(f"--override {text}: give name=value, such as trainer.max_epochs=1.")
-        extra.append(f"--{name}={value}")
+    extra = [f"--{text}" for text in override]
+    for argument in (*extra, *(argument for cell in grid.cells() for argument in cell.arguments)):
+        _require_setting(argument)
     compose = Composer()
     runs: list[PlannedRun] = []
-    names: dict[str, str] = {}
+    cells: dict[str, Cell] = {}
     for cell in grid.cells():
         try:
             settings = compose(arguments := (*cell.arguments, *extra))
@@ -96,11 +97,25 @@ def planned_runs(grid: Grid, out: Path, override: Sequence[str]) -> list[Planned
             raise type(error)(f"{grid.path}, run {cell.name}: {error}") from error
         # Where a run writes says nothing of what it does.
         settings["trainer"].pop("default_root_dir", None)
+        if settings.get("ckpt_path") is not None:
+            raise ConfigurationError(
+                f"{grid.path}, run {cell.name}: ckpt_path is set. A run of a grid starts anew, and dpl sweep itself "
+                "makes it go on from its own checkpoints; remove ckpt_path."
+            )
         folder = RunFolder.of(out, cell.name, settings)
         runs.append(PlannedRun(cell, arguments, settings, folder))
-        if (other := names.setdefault(yaml.safe_dump(settings), cell.name)) != cell.name:
-            raise ConfigurationError(f"{grid.path}: the runs {other} and {cell.name} have the same settings.")
+        if (other := cells.setdefault(yaml.safe_dump(settings), cell)) is not cell:
+            raise ConfigurationError(f"{grid.path}: the runs {other.name} and {cell.name} have the same settings.")
     return runs
+
+
+def _require_setting(argument: str) -> None:
+    """Refuse options of ``dpl fit`` that are no settings of a run of a grid."""
+    name, equals, _ = argument.removeprefix("--").partition("=")
+    if name in ("help", "print_config", "ckpt_path", "trainer.default_root_dir"):
+        raise ConfigurationError(f"{name} cannot be set for the runs of a grid; remove it.")
+    if argument.startswith("--") and name != "config" and not equals:
+        raise ConfigurationError(f"--override {name}: give name=value, such as trainer.max_epochs=1.")
 
 
 def _launch(runs: Sequence[PlannedRun], options: argparse.Namespace) -> list[PlannedRun]:
@@ -150,7 +165,7 @@ def _print_prices(grid: Grid, runs: Sequence[PlannedRun]) -> None:
     from dp_lightning.commands.pricing import Pricing
 
     print(f"{grid.title}: {len(runs)} runs")
-    price, total, unknown = Pricing(), 0.0, 0
+    price, total, untimed = Pricing(), 0.0, 0
     for run in runs:
         print(f"\n{run.cell.name}" + (" (finished)" if run.folder.finished else ""))
         print(f"  {shlex.join(['dpl', 'fit', *run.arguments])}")
@@ -158,16 +173,18 @@ def _print_prices(grid: Grid, runs: Sequence[PlannedRun]) -> None:
             found = price(run.settings)
         except DpLightningError as error:
             print(f"  no price: {error}", flush=True)
-            unknown += 1
+            untimed += 1
             continue
-        total += 0.0 if run.folder.finished else found.seconds
-        plan = found.plan
+        plan, seconds = found
+        if not run.folder.finished:
+            total, untimed = total + (seconds or 0.0), untimed + (seconds is None)
+        time_ = "a time that only the run itself can tell" if seconds is None else f"about {_duration(seconds)} here"
         print(
             f"  epsilon {shown_epsilon(plan.epsilon())}, delta {plan.delta:g}, sigma {plan.noise_multiplier:.4g}, "
-            f"{plan.num_steps} steps, about {_duration(found.seconds)} here",
+            f"{plan.num_steps} steps, {time_}",
             flush=True,
         )
-    without = f", without {unknown} runs that have no price" if unknown else ""
+    without = f", without {untimed} runs whose time is unknown" if untimed else ""
     print(
         f"\nTogether about {_duration(total)} on one device like this one{without}. Each epsilon is of its run alone."
     )
@@ -183,7 +200,10 @@ def _option(text: str) -> tuple[str, Any]:
     name, equals, value = text.partition("=")
     if not equals:
         raise ConfigurationError(f"--launcher-option {text}: give name=value, such as timeout_min=600.")
-    return name, yaml.safe_load(value)
+    try:
+        return name, yaml.safe_load(value)
+    except yaml.YAMLError as error:
+        raise ConfigurationError(f"--launcher-option {text}: {value} is not YAML.") from error
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -2,8 +2,10 @@
 
 import base64
 import html
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
+from urllib.parse import quote
 
 _STYLE = """
 body { font: 16px/1.5 system-ui, sans-serif; color: #1a1a1a; max-width: 70rem; margin: 2rem auto; padding: 0 1rem; }
@@ -46,6 +48,8 @@ class Document:
     """The parts of a page in their order."""
 
     title: str
+    warning: str | None = None
+    """Stands first on the page, and in short on every figure."""
     parts: list[str | Heading | Table | Picture] = field(default_factory=list)
     """Sentences are plain text."""
 
@@ -67,23 +71,25 @@ class Document:
 
     def markdown(self) -> str:
         """As Markdown; pictures are linked by their names."""
-        lines = [f"# {self.title}", ""]
+        lines = [f"# {_markdown(self.title)}", ""]
+        lines += [f"**{_markdown(self.warning)}**", ""] if self.warning else []
         for part in self.parts:
             if isinstance(part, Heading):
-                lines += [f"## {part.text}", ""]
+                lines += [f"## {_markdown(part.text)}", ""]
             elif isinstance(part, Table):
                 head, *rows = part.rows
                 lines += [_markdown_row(head), _markdown_row(["---"] * len(head))]
                 lines += [*(_markdown_row(row) for row in rows), ""]
             elif isinstance(part, Picture):
-                lines += [f"![{part.caption}]({part.png.name})", "", f"[SVG]({part.svg.name})", ""]
+                lines += [f"![{_markdown(part.caption)}]({quote(part.png.name)})", ""]
+                lines += [f"[SVG]({quote(part.svg.name)})", ""]
             else:
-                lines += [part, ""]
+                lines += [_markdown(part), ""]
         return "\n".join(lines)
 
     def html(self) -> str:
         """As one HTML file; pictures are inside."""
-        body = []
+        body = [f"<p><strong>{html.escape(self.warning)}</strong></p>"] if self.warning else []
         for part in self.parts:
             if isinstance(part, Heading):
                 body.append(f"<h2>{html.escape(part.text)}</h2>")
@@ -107,7 +113,12 @@ class Document:
 
 
 def _markdown_row(cells: tuple[str, ...] | list[str]) -> str:
-    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+    return "| " + " | ".join(map(_markdown, cells)) + " |"
+
+
+def _markdown(text: str) -> str:
+    """The text as Markdown shows it as it is, on one line."""
+    return re.sub(r"([\\`*<|\[\]]|(?<!\w)_|_(?!\w))", r"\\\1", " ".join(text.split()))
 
 
 def _html_table(table: Table) -> str:

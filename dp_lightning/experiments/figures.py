@@ -1,5 +1,6 @@
 """Figures, as PNG and SVG, by matplotlib."""
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -49,6 +50,8 @@ def figure(page: Document, folder: Path, name: str, caption: str, *, panels: int
         for ax in axes:
             ax.grid(alpha=0.3)
             ax.spines[["top", "right"]].set_visible(False)
+        if page.warning:
+            drawn.suptitle(page.warning.split(". ")[0], color=_COLOURS[1], fontsize=8)
         yield axes
         picture = Picture(folder / f"{name}.png", folder / f"{name}.svg", caption)
         drawn.savefig(picture.png, dpi=150, metadata={"Software": None})
@@ -56,18 +59,30 @@ def figure(page: Document, folder: Path, name: str, caption: str, *, panels: int
     page.picture(picture)
 
 
+def plain(label: str) -> str:
+    """Text that matplotlib shows as it is: it takes dollars for formulas, and leaves out lines with names like _a."""
+    text = label.replace("$", r"\$")
+    return f" {text}" if text.startswith("_") else text
+
+
 def place_on_axis(ax: Any, labels: Sequence[str]) -> list[float]:
     """Where the points of an axis of a grid stand on the abscissa: at their values, or in a row.
 
     Values that span a factor of eight or more stand on a scale of powers of two.
     """
-    try:
-        values = [float(label) for label in labels]
-    except ValueError:
-        ax.set_xticks(range(len(labels)), labels)
+    values = [_number(label) for label in labels]
+    if not all(map(math.isfinite, values)):
+        ax.set_xticks(range(len(labels)), [plain(label) for label in labels])
         return [float(k) for k in range(len(labels))]
     if min(values) > 0 and max(values) / min(values) >= 8:
         ax.set_xscale("log", base=2)
     ax.set_xticks(values, labels)
     ax.minorticks_off()
     return values
+
+
+def _number(label: str) -> float:
+    try:
+        return float(label)
+    except ValueError:
+        return math.nan

@@ -27,6 +27,8 @@ from dp_lightning.errors import ConfigurationError
 _KEYS = {"title", "base", "settings", "axes", "report"}
 _REPORT = {"rows", "columns", "published", "figures"}
 FIGURES = ("accuracy", "deviation", "curves", "snr")
+#: The axis that is averaged over.
+SEED = "seed"
 
 
 @dataclass(frozen=True)
@@ -50,17 +52,17 @@ class Cell:
     @property
     def name(self) -> str:
         """Its labels in one word, for people."""
-        return "_".join(label.replace(" ", "-").replace("/", "-") for label in self.labels.values())
+        return "_".join(self.labels.values())
 
 
 @dataclass(frozen=True)
 class Report:
     """How the runs of a grid are shown."""
 
-    rows: str
-    """Axis of the table's rows and of the figure's lines."""
-    columns: str
-    """Axis of the table's columns and of the figure's abscissa."""
+    rows: str | None
+    """Axis of the table's rows and of the figure's lines; None for a single row."""
+    columns: str | None
+    """Axis of the table's columns and of the figure's abscissa; None for a single column."""
     published: str | None
     """Name of the paper's table of accuracies beside which the runs are shown."""
     figures: tuple[str, ...]
@@ -85,10 +87,10 @@ class Grid:
             ConfigurationError: naming the file, the key and the fix.
         """
         try:
-            content = yaml.safe_load(path.read_text(encoding="utf-8"))
+            content = yaml.load(path.read_text(encoding="utf-8"), _Loader)
         except OSError as error:
             raise ConfigurationError(f"{path} cannot be read: {error.strerror}.") from error
-        except yaml.YAMLError as error:
+        except (yaml.YAMLError, UnicodeDecodeError) as error:
             raise ConfigurationError(f"{path} is not YAML: {error}") from error
         content = _mapping(path, "The grid", content, _KEYS)
         axes = _mapping(path, "axes", content.get("axes"))
@@ -112,7 +114,7 @@ class Grid:
             for point in points:
                 settings |= point.settings
             arguments = [option for config in configs for option in ("--config", str(config))]
-            arguments += [option for name, value in settings.items() for option in (f"--{name}", _text(value))]
+            arguments += [f"--{name}={_text(value)}" for name, value in settings.items()]
             labels = {axis: point.label for axis, point in zip(self.axes, points, strict=True)}
             yield Cell(labels, tuple(arguments))
 
@@ -142,15 +144,26 @@ def _points(path: Path, axis: str, content: Any) -> tuple[Point, ...]:
 
 def _report(path: Path, axes: list[str], content: Any) -> Report:
     content = _mapping(path, "report", content, _REPORT)
-    defaults = [name for name in axes if name != "seed"] or axes
-    rows, columns = content.get("rows", defaults[0]), content.get("columns", defaults[min(1, len(defaults) - 1)])
-    for key, axis in (("rows", rows), ("columns", columns)):
-        if axis not in axes:
-            raise ConfigurationError(f"{path}: report.{key} is {axis!r}; choose one of the axes {', '.join(axes)}.")
+    shown: dict[str, str | None] = {key: str(content[key]) for key in ("rows", "columns") if key in content}
+    choices = [axis for axis in axes if axis != SEED]
+    for key, axis in shown.items():
+        if axis not in choices:
+            raise ConfigurationError(
+                f"{path}: report.{key} is {axis!r}; choose one of the axes {', '.join(choices)}."
+                + (" Seeds are averaged over." if axis == SEED else "")
+            )
+    left = [axis for axis in choices if axis not in shown.values()]
+    missing = [key for key in ("rows", "columns") if key not in shown]
+    # A single axis is drawn along the abscissa.
+    for key in missing if len(left) > 1 else reversed(missing):
+        shown[key] = left.pop(0) if left else None
+    if shown["rows"] is not None and shown["rows"] == shown["columns"]:
+        raise ConfigurationError(f"{path}: report.rows and report.columns are both {shown['rows']!r}.")
     figures = content.get("figures", ["accuracy"])
-    if not isinstance(figures, list) or not set(figures) <= set(FIGURES):
+    if not isinstance(figures, list) or not all(figure in FIGURES for figure in figures):
         raise ConfigurationError(f"{path}: report.figures is {figures!r}; choose from {', '.join(FIGURES)}.")
-    return Report(rows, columns, content.get("published"), tuple(figures))
+    table = content.get("published")
+    return Report(shown["rows"], shown["columns"], None if table is None else str(table), tuple(figures))
 
 
 def _mapping(path: Path, place: str, content: Any, known: set[str] | None = None) -> dict[str, Any]:
@@ -172,4 +185,16 @@ def _paths(path: Path, place: str, content: Any) -> tuple[Path, ...]:
 
 
 def _text(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value)
+    return value if isinstance(value, str) else json.dumps(value, default=str)
+
+
+class _Loader(yaml.SafeLoader):
+    """Refuses a key that stands twice in a mapping: YAML keeps the last one, and a point of an axis would be lost."""
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+        seen: set[str] = set()
+        for key, _ in node.value:
+            if isinstance(key.value, str) and key.value in seen:
+                raise yaml.constructor.ConstructorError(None, None, f"{key.value} stands twice", key.start_mark)
+            seen.add(str(key.value))
+        return super().construct_mapping(node, deep)

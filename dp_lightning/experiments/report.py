@@ -7,11 +7,10 @@ from typing import Any
 
 from dp_lightning.errors import ConfigurationError
 from dp_lightning.experiments.document import Document
-from dp_lightning.experiments.figures import figure, place_on_axis, style
-from dp_lightning.experiments.grid import Grid
+from dp_lightning.experiments.figures import figure, place_on_axis, plain, style
+from dp_lightning.experiments.grid import SEED, Grid
 from dp_lightning.experiments.published import published
 from dp_lightning.experiments.results import (
-    SEED,
     Outcome,
     Panel,
     Spread,
@@ -30,13 +29,14 @@ _SCOPE = (
 )
 
 
-def grid_report(grid: Grid, outcomes: Sequence[Outcome], folder: Path) -> Document:
+def grid_report(grid: Grid, outcomes: Sequence[Outcome], folder: Path, *, override: Sequence[str] = ()) -> Document:
     """Write the figures into a folder and return the page.
 
     Args:
         grid: the grid.
         outcomes: of all its runs, finished or not.
         folder: where the figures are written.
+        override: settings that every run has in the place of the grid's; the page names them.
 
     Raises:
         ConfigurationError: where matplotlib is not installed, or the grid names a table that the paper does not have.
@@ -46,6 +46,8 @@ def grid_report(grid: Grid, outcomes: Sequence[Outcome], folder: Path) -> Docume
     finished = sum(outcome.finished for outcome in outcomes)
     page.say(f"{finished} of {len(outcomes)} runs are finished. Accuracies are in per cent on the test set.")
     page.say(_SCOPE)
+    if override:
+        page.say(f"With these settings in the place of the grid's: {', '.join(override)}.")
     for number, panel in enumerate(panels(grid, outcomes)):
         if panel.title:
             page.heading(panel.title)
@@ -56,6 +58,7 @@ def grid_report(grid: Grid, outcomes: Sequence[Outcome], folder: Path) -> Docume
         if "snr" in grid.report.figures:
             _correlations(page, grid, panel)
     _missing(page, outcomes)
+    _set_aside(page, outcomes)
     _runs(page, grid, outcomes)
     return page
 
@@ -76,9 +79,8 @@ def _paper(grid: Grid) -> Mapping[str, Mapping[str, list[float]]]:
 
 def _accuracies(page: Document, grid: Grid, panel: Panel, paper: Mapping[str, Mapping[str, list[float]]]) -> None:
     def rows(quantity: Any) -> list[list[str]]:
-        head = [f"{grid.report.rows} by {grid.report.columns}", *panel.columns]
         return [
-            head,
+            [_corner(grid), *panel.columns],
             *(
                 [row, *(_cell(spread(panel.outcomes.get((row, column), ()), quantity)) for column in panel.columns)]
                 for row in panel.rows
@@ -98,7 +100,12 @@ def _accuracies(page: Document, grid: Grid, panel: Panel, paper: Mapping[str, Ma
         shown = [
             [row, *(_pair(paper[row].get(column)) for column in panel.columns)] for row in panel.rows if row in paper
         ]
-        page.table([[f"{grid.report.rows} by {grid.report.columns}", *panel.columns], *shown])
+        page.table([[_corner(grid), *panel.columns], *shown])
+
+
+def _corner(grid: Grid) -> str:
+    rows, columns = grid.report.rows, grid.report.columns
+    return " by ".join(axis for axis in (rows, columns) if axis is not None) or "accuracy"
 
 
 def _cell(found: Spread) -> str:
@@ -116,7 +123,7 @@ def _draw_accuracy(page: Document, folder: Path, name: str, grid: Grid, panel: P
     caption = f"Test accuracy after the last step{', and the paper (best over epochs, dashed)' if paper else ''}"
     with figure(page, folder, name, caption) as (ax,):
         _lines(ax, panel, paper, lambda found: (found.mean, found.deviation or 0.0), 0)
-        _finish(ax, grid.report.columns, "test accuracy (%)")
+        _finish(ax, grid.report.columns or "", "test accuracy (%)")
 
 
 def _draw_deviation(
@@ -125,7 +132,7 @@ def _draw_deviation(
     caption = f"Standard deviation of the last test accuracy over seeds{', and the paper (dashed)' if paper else ''}"
     with figure(page, folder, name, caption) as (ax,):
         _lines(ax, panel, paper, lambda found: (found.deviation, None), 1)
-        _finish(ax, grid.report.columns, "standard deviation (points)")
+        _finish(ax, grid.report.columns or "", "standard deviation (points)")
 
 
 def _lines(
@@ -156,9 +163,10 @@ def _lines(
                 theirs.append((x, pair[of_pair]))
         if known:
             xs, heights, bars = zip(*known, strict=True)
-            ax.errorbar(xs, heights, None if bars[0] is None else bars, label=row, capsize=3, **style(number))
+            lengths = None if bars[0] is None else bars
+            ax.errorbar(xs, heights, lengths, label=plain(row), capsize=3, **style(number))
         if theirs:
-            label = None if known else f"{row}, paper"
+            label = None if known else plain(f"{row}, paper")
             ax.plot(*zip(*theirs, strict=True), linestyle="--", alpha=0.6, label=label, **style(number))
 
 
@@ -174,8 +182,8 @@ def _draw_curves(page: Document, folder: Path, name: str, grid: Grid, panel: Pan
                 if curves:
                     length = min(map(len, curves))
                     mean = [100 * math.fsum(curve[k] for curve in curves) / len(curves) for k in range(length)]
-                    ax.plot(range(1, length + 1), mean, label=row, color=style(number)["color"])
-            ax.set_title(f"{grid.report.columns} {column}")
+                    ax.plot(range(1, length + 1), mean, label=plain(row), color=style(number)["color"])
+            ax.set_title(plain(column if grid.report.columns is None else f"{grid.report.columns} {column}"))
             _finish(ax, "epoch", "test accuracy (%)")
 
 
@@ -187,12 +195,12 @@ def _draw_snr(page: Document, folder: Path, name: str, grid: Grid, panel: Panel,
                 pairs = [(spread(o, quantity).mean, spread(o, _LAST).mean) for o in found]
                 known = sorted((x, y) for x, y in pairs if x is not None and y is not None)
                 if known:
-                    ax.plot(*zip(*known, strict=True), label=row, **style(number))
+                    ax.plot(*zip(*known, strict=True), label=plain(row), **style(number))
             _finish(ax, label, "test accuracy (%)")
 
 
 def _finish(ax: Any, x: str, y: str) -> None:
-    ax.set_xlabel(x)
+    ax.set_xlabel(plain(x))
     ax.set_ylabel(y)
     if ax.get_legend_handles_labels()[0]:
         ax.legend(frameon=False, fontsize=8)
@@ -206,8 +214,10 @@ _BESIDE = {
 
 
 def _correlations(page: Document, grid: Grid, panel: Panel) -> None:
+    if grid.report.columns is None:
+        return
     page.say(f"Pearson's r of the mean accuracy over {grid.report.columns}:")
-    rows = [[grid.report.rows, *_BESIDE]]
+    rows = [[grid.report.rows or "", *_BESIDE]]
     for row in panel.rows:
         found = [correlation(panel, row, _LAST, quantity) for quantity in _BESIDE.values()]
         rows.append([row, *("-" if value is None else f"{value:+.2f}" for value in found)])
@@ -222,12 +232,35 @@ def _missing(page: Document, outcomes: Sequence[Outcome]) -> None:
     page.say(f"{len(missing)} runs are not finished:")
     rows = [["run", "steps taken", "log"]]
     for outcome in missing:
-        steps = (
-            "-" if outcome.result is None else f"{outcome.result['num_steps']} of {outcome.result['num_steps_planned']}"
-        )
+        steps = "-" if outcome.result is None else _steps(outcome.result)
         log = str(outcome.folder.log) if outcome.folder.log.is_file() else "not started"
-        rows.append([" ".join(outcome.labels.values()), steps, log])
+        rows.append([_name(outcome), steps, log])
     page.table(rows)
+
+
+def _set_aside(page: Document, outcomes: Sequence[Outcome]) -> None:
+    again = [outcome for outcome in outcomes if outcome.folder.abandoned]
+    if not again:
+        return
+    page.heading("Starts that were set aside")
+    page.say(
+        f"{len(again)} runs were started anew after a start that left no intact checkpoint. The steps of that start "
+        "are in no epsilon on this page; do not release what stands in its folder, abandoned_0 and so on."
+    )
+    rows = [["run", "starts set aside", "folder"]]
+    for outcome in again:
+        rows.append([_name(outcome), str(outcome.folder.abandoned), outcome.folder.path.name])
+    page.table(rows)
+
+
+def _steps(result: Mapping[str, Any]) -> str:
+    """How many were taken, and of how many where a run has not taken all of them."""
+    taken, planned = result["num_steps"], result["num_steps_planned"]
+    return str(taken) if taken == planned else f"{taken} of {planned}"
+
+
+def _name(outcome: Outcome) -> str:
+    return " ".join(outcome.labels.values())
 
 
 def _runs(page: Document, grid: Grid, outcomes: Sequence[Outcome]) -> None:
@@ -243,7 +276,7 @@ def _runs(page: Document, grid: Grid, outcomes: Sequence[Outcome]) -> None:
                 *("-" if value is None else f"{value:.1f}" for value in (_LAST(result), _BEST(result))),
                 shown_epsilon(result["epsilon"]),
                 f"{result['delta']:g}",
-                str(result["num_steps"]),
+                _steps(result),
                 f"{result['seconds']:.0f}",
                 outcome.folder.path.name,
             ]

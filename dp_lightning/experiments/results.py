@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from dp_lightning.experiments.grid import Grid
+from dp_lightning.experiments.grid import SEED, Grid
 from dp_lightning.experiments.runs import RunFolder, is_finished
 
-#: The axis that is averaged over.
-SEED = "seed"
+# The label of a single row or column, which stands for no axis.
+_ALL = "all runs"
 
 Quantity = Callable[[Mapping[str, Any]], float | None]
 
@@ -26,7 +26,7 @@ class Outcome:
 
     @property
     def finished(self) -> bool:
-        """Whether it has taken all steps that were planned."""
+        """Whether it has come to its end."""
         return is_finished(self.result)
 
     @classmethod
@@ -71,21 +71,28 @@ def panels(grid: Grid, outcomes: Sequence[Outcome]) -> Iterator[Panel]:
     """One panel for each combination of points on the axes that are neither rows, columns nor the seed."""
     rows, columns = grid.report.rows, grid.report.columns
     others = [axis for axis in grid.axes if axis not in (rows, columns, SEED)]
+    row_labels, column_labels = _labels(grid, rows), _labels(grid, columns)
     for shared in itertools.product(*([point.label for point in grid.axes[axis]] for axis in others)):
         mine = [o for o in outcomes if all(o.labels[a] == label for a, label in zip(others, shared, strict=True))]
         places = {
-            (row.label, column.label): tuple(
-                o for o in mine if o.labels[rows] == row.label and o.labels[columns] == column.label
-            )
-            for row in grid.axes[rows]
-            for column in grid.axes[columns]
+            (row, column): tuple(o for o in mine if _is_at(o, rows, row) and _is_at(o, columns, column))
+            for row in row_labels
+            for column in column_labels
         }
         yield Panel(
             ", ".join(f"{axis} {label}" for axis, label in zip(others, shared, strict=True)),
-            tuple(point.label for point in grid.axes[rows]),
-            tuple(point.label for point in grid.axes[columns]),
+            row_labels,
+            column_labels,
             {place: found for place, found in places.items() if found},
         )
+
+
+def _labels(grid: Grid, axis: str | None) -> tuple[str, ...]:
+    return (_ALL,) if axis is None else tuple(point.label for point in grid.axes[axis])
+
+
+def _is_at(outcome: Outcome, axis: str | None, label: str) -> bool:
+    return axis is None or outcome.labels[axis] == label
 
 
 def per_cent(key: str) -> Quantity:

@@ -9,6 +9,7 @@ The id is a hash of the configuration, so that a run with another setting is ano
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,14 +18,18 @@ import yaml
 
 from dp_lightning.errors import ConfigurationError
 from dp_lightning.files import replacing
+from dp_lightning.intact import newest_intact
 
 # What every run writes.
-_NEEDED = {"num_steps", "num_steps_planned", "epsilon", "delta", "seconds", "test_accuracy_last", "test_accuracy_best"}
+_NEEDED = {"completed", "num_steps", "num_steps_planned", "epsilon", "delta", "seconds"}
+_NEEDED |= {"test_accuracy_last", "test_accuracy_best"}
+# A file system takes names of 255 bytes.
+_LONGEST = 60
 
 
 def is_finished(result: Mapping[str, Any] | None) -> bool:
-    """Whether a run with this result has taken all steps that were planned."""
-    return result is not None and result["num_steps"] >= result["num_steps_planned"]
+    """Whether a run with this result has come to its end: its steps are taken, or a setting has stopped it before."""
+    return result is not None and result["completed"] is True
 
 
 class RunFolder:
@@ -44,11 +49,12 @@ class RunFolder:
 
         Args:
             out: folder of the grid's runs.
-            name: for people.
+            name: for people; what a file system or a shell may not like is replaced in it.
             settings: the whole configuration, without ``trainer.default_root_dir``.
         """
         text = json.dumps(settings, sort_keys=True, default=str)
-        return cls(out.resolve() / f"{name}-{hashlib.sha256(text.encode()).hexdigest()[:12]}")
+        plain = re.sub(r"[^\w.+=-]", "-", name)[:_LONGEST]
+        return cls(out.resolve() / f"{plain}-{hashlib.sha256(text.encode()).hexdigest()[:12]}")
 
     def prepare(self, settings: Mapping[str, Any]) -> None:
         """Write its configuration.
@@ -75,23 +81,27 @@ class RunFolder:
                 continue
             if isinstance(result, dict) and result.keys() >= _NEEDED:
                 found.append(result)
-        return max(found, key=lambda result: result["num_steps"], default=None)
+        return max(found, key=lambda result: (result["completed"] is True, result["num_steps"]), default=None)
 
     @property
     def finished(self) -> bool:
-        """Whether it has taken all steps that were planned."""
+        """Whether it has come to its end."""
         return is_finished(self.result)
 
     @property
     def has_checkpoint(self) -> bool:
         """Whether it can go on from where it was broken off."""
-        return next(self.root.rglob("*.ckpt"), None) is not None
+        return newest_intact(self.root.rglob("*.ckpt")) is not None
+
+    @property
+    def abandoned(self) -> int:
+        """How many starts were set aside; see `abandon`."""
+        return sum(1 for _ in self.path.glob("abandoned_*"))
 
     def abandon(self) -> None:
-        """Set aside what a start without a checkpoint has left, so that the run starts anew.
+        """Set aside what a start without an intact checkpoint has left, so that the run starts anew.
 
         Steps were taken on the data there, and their epsilon is not in that of the run: nothing of it must be released.
         """
         if self.root.exists():
-            number = sum(1 for _ in self.path.glob("abandoned_*"))
-            self.root.rename(self.path / f"abandoned_{number}")
+            self.root.rename(self.path / f"abandoned_{self.abandoned}")

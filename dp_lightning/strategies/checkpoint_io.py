@@ -4,10 +4,8 @@ Whoever finds a file with a checkpoint's name finds all of it. When it is read, 
 first.
 """
 
-import hashlib
 import pickle
-import zipfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +14,7 @@ from lightning.fabric.plugins.io import TorchCheckpointIO
 
 from dp_lightning.errors import DataError
 from dp_lightning.files import replacing
+from dp_lightning.intact import damage, newest_intact
 
 
 class PrivateCheckpointIO(TorchCheckpointIO):
@@ -71,38 +70,6 @@ class PrivateCheckpointIO(TorchCheckpointIO):
         intact = newest_intact(others)
         hint = f"The newest intact one beside it is {intact}." if intact else "There is no intact one beside it."
         raise DataError(f"{source} is not a usable checkpoint: {problem}. {hint}")
-
-
-def damage(path: Path) -> str | None:
-    """What is wrong with the file, as far as its checksums tell; None for nothing."""
-    try:
-        with zipfile.ZipFile(path) as file:
-            broken = file.testzip()
-    except FileNotFoundError:
-        return "there is no such file"
-    except (OSError, zipfile.BadZipFile, EOFError, NotImplementedError, ValueError) as error:
-        return f"it is truncated or not a checkpoint ({error})"
-    return None if broken is None else f"its part {broken} is damaged"
-
-
-def fingerprint(path: Path) -> int:
-    """A number that differs between checkpoints of different content, from their checksums.
-
-    Raises:
-        DataError: when the file is not a checkpoint.
-    """
-    try:
-        with zipfile.ZipFile(path) as file:
-            sums = [(part.filename, part.CRC) for part in file.infolist()]
-    except (OSError, zipfile.BadZipFile) as error:
-        raise DataError(f"{path} is not a usable checkpoint: {error}.") from error
-    return int.from_bytes(hashlib.sha256(repr(sums).encode()).digest()[:7])
-
-
-def newest_intact(checkpoints: Iterable[Path], accept: Callable[[Path], bool] = lambda path: True) -> Path | None:
-    """The newest of these checkpoints whose checksums hold and that ``accept`` takes; older ones are not read."""
-    files = sorted(checkpoints, key=lambda path: path.stat().st_mtime, reverse=True)
-    return next((path for path in files if damage(path) is None and accept(path)), None)
 
 
 def _local(path: Any) -> Path:

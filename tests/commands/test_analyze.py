@@ -1,5 +1,6 @@
 """``dpl analyze`` on a small network: its gradients against the engine's own function, its numbers against formulas."""
 
+import dataclasses
 import json
 
 import pytest
@@ -128,6 +129,48 @@ def test_convergence_and_directions_of_a_checkpoint(tmp_path):
     _, numbers = analyze("direction", tmp_path, "--ckpt_path", checkpoint, "--batch-sizes", 64, 1400)
     for name in ("model.features.3.weight", "model.classifier.weight"):
         assert numbers[name]["1400"]["mean"] > numbers[name]["64"]["mean"]
+
+
+def test_figures_say_that_they_are_unprotected_and_no_other_statement_is_printed(tmp_path, capfd):
+    folder, _ = analyze("spectrum", tmp_path)
+    assert "UNPROTECTED: these numbers are computed from raw gradients" in (folder / "spectrum.svg").read_text()
+    said = "".join(capfd.readouterr())
+    assert "NOT PRIVATE" not in said
+    assert "privacy.disk" not in said
+
+
+def test_disk_is_left_out_and_the_page_says_so(tmp_path, capsys):
+    analyze("spectrum", tmp_path, "--privacy.disk", "{gain: 0.5}")
+    assert "privacy.disk is left out" in capsys.readouterr().out
+
+
+def test_a_checkpoint_of_another_model_is_named(tmp_path, capsys):
+    torch.save({"state_dict": {"layer.weight": torch.zeros(2)}}, tmp_path / "other.ckpt")
+    torch.save({"weights": torch.zeros(2)}, tmp_path / "foreign.ckpt")
+    for name in ("other", "foreign"):
+        with pytest.raises(SystemExit):
+            analyze("snr", tmp_path, "--ckpt-path", tmp_path / f"{name}.ckpt")
+        said = capsys.readouterr().err
+        assert f"{name}.ckpt does not fit the configuration's model" in said
+        assert "Give the checkpoint of a run with the same model" in said
+
+
+def test_zero_matrices_and_matrices_of_one_row_have_pages(tmp_path, monkeypatch, capsys):
+    measure = AnalysisRun.measure
+    gradients = {"zero": torch.zeros(3, 4), "row": torch.ones(1, 4)}
+    monkeypatch.setattr(
+        AnalysisRun, "measure", lambda run, size: dataclasses.replace(measure(run, size), matrices=gradients)
+    )
+    for kind in KINDS[1:]:
+        _, numbers = analyze(kind, tmp_path)
+        assert ("row" in numbers) == (kind != "recovery")
+        assert ("zero" in numbers) == (kind not in ("recovery", "direction"))
+    for left, message in (({"zero": torch.zeros(3, 4)}, "have no direction"), ({}, "The model trains no matrix")):
+        gradients.clear()
+        gradients |= left
+        with pytest.raises(SystemExit):
+            analyze("direction", tmp_path)
+        assert message in capsys.readouterr().err
 
 
 def test_every_kind_has_a_page():

@@ -100,7 +100,7 @@ def test_kills_at_random_moments_lose_little_and_never_repeat_noise(tmp_path, ra
     settings = {"folder": str(tmp_path), "ranks": ranks, "kills": kills, "noise_seed": noise_seed}
     script = Path(__file__).parent / "run_until_killed.py"
     shown = subprocess.run(
-        [sys.executable, str(script), json.dumps(settings)], capture_output=True, text=True, timeout=280, check=False
+        [sys.executable, str(script), json.dumps(settings)], capture_output=True, text=True, timeout=900, check=False
     )
     assert shown.returncode == 0, shown.stderr[-3000:]
     found = json.loads(shown.stdout.splitlines()[-1])

@@ -9,12 +9,14 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 
 from dp_lightning.cli import main
 from dp_lightning.commands import sweep
 from dp_lightning.commands.composition import Composer
 from dp_lightning.experiments.grid import Grid
+from dp_lightning.lightning_modules import ImageClassifier
 from dp_lightning.privacy.plan import PrivacyPlan
 
 ROOT = Path(__file__).parents[2]
@@ -139,7 +141,7 @@ def test_a_run_that_fails_is_named_and_the_others_finish(tmp_path, capsys):
     assert exit_.value.code == 1
     said = capsys.readouterr()
     assert "wrong_256_42 FAILED with status" in said.out
-    assert "1 runs failed; the same command starts them again" in said.err
+    assert "1 runs failed, and their logs say why. The same command goes on with them" in said.err
     (log,) = out.glob("wrong_256_42-*/log.txt")
     assert str(log) in said.err
     assert "Invalid learning rate: -1.0" in log.read_text()
@@ -217,11 +219,77 @@ def test_a_setting_that_does_not_exist_is_named_with_its_run(tmp_path, capsys):
 def test_two_runs_that_are_one_are_refused(tmp_path, capsys):
     grid = grid_file(tmp_path, seeds=[42], sizes=[256], methods=["DP-SGD"])
     content = yaml.safe_load(grid.read_text())
-    content["axes"]["method"]["the same"] = {}
-    grid.write_text(yaml.safe_dump(content, sort_keys=False))
+    content["axes"]["method"] |= {"the same": {}, "the-same": {}}
+    for label in ("the same", "the-same"):
+        grid.write_text(yaml.safe_dump(content, sort_keys=False))
+        with pytest.raises(SystemExit):
+            main(["sweep", str(grid), "--dry-run"])
+        said = capsys.readouterr().err
+        assert f"and {'the same' if label == 'the same' else 'the-same'}_256_42 have the same settings" in said
+        content["axes"]["method"].pop("DP-SGD", None)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("trainer.max_epochs", "--override trainer.max_epochs: give name=value"),
+        ("help=", "help cannot be set for the runs of a grid"),
+        ("trainer.default_root_dir=/tmp", "trainer.default_root_dir cannot be set"),
+        ("ckpt_path=last", "ckpt_path cannot be set"),
+        ("config={folder}/resumed.yaml", "ckpt_path is set. A run of a grid starts anew"),
+    ],
+)
+def test_what_is_no_setting_of_a_run_is_refused(tmp_path, capsys, override, message):
+    grid = grid_file(tmp_path, seeds=[42], sizes=[256], methods=["DP-SGD"])
+    (tmp_path / "resumed.yaml").write_text("ckpt_path: last\n")
+    with pytest.raises(SystemExit) as exit_:
+        main(["sweep", str(grid), "--dry-run", "--override", override.format(folder=tmp_path)])
+    assert exit_.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_launcher_option_that_is_not_yaml_is_named(tmp_path, capsys):
     with pytest.raises(SystemExit):
-        main(["sweep", str(grid), "--dry-run"])
-    assert "the runs DP-SGD_256_42 and the-same_256_42 have the same settings" in capsys.readouterr().err
+        main(["sweep", str(grid_file(tmp_path)), "--out", str(tmp_path / "out"), "--launcher-option", "a=["])
+    assert "--launcher-option a=[: [ is not YAML" in capsys.readouterr().err
+
+
+def test_a_run_that_ends_by_a_setting_of_its_own_is_finished(tmp_path, capsys):
+    limited = {"trainer.max_epochs": 500, "trainer.max_time": "00:00:00:02"}
+    grid, out = grid_file(tmp_path, seeds=[42], sizes=[256], methods=["DP-SGD"], **limited), tmp_path / "out"
+    main(["sweep", str(grid), "--out", str(out)])
+    assert "All runs are finished" in capsys.readouterr().out
+    (path,) = results(out).values()
+    result = json.loads(path.read_text())
+    assert result["completed"]
+    assert result["num_steps"] < result["num_steps_planned"]
+    main(["sweep", str(grid), "--out", str(out)])
+    assert "1 runs, 1 finished" in capsys.readouterr().out
+
+
+class WithoutForward(ImageClassifier):
+    """Has a training step alone."""
+
+    def __init__(self, num_classes: int, in_channels: int, image_size: int, mean: list[float], std: list[float]):
+        super().__init__(torch.nn.Identity(), num_classes)
+        self.layer = torch.nn.Linear(in_channels * image_size**2, num_classes)
+
+    def forward(self, images):
+        raise NotImplementedError
+
+    def training_step(self, batch, batch_idx):
+        images, labels = batch
+        return torch.nn.functional.cross_entropy(self.layer(images.flatten(1)), labels)
+
+
+def test_a_module_whose_step_cannot_be_timed_still_has_an_epsilon(tmp_path, capsys):
+    module = {"model": f"{__name__}.WithoutForward"}
+    grid = grid_file(tmp_path, seeds=[42], sizes=[256], methods=["DP-SGD"], **module)
+    main(["sweep", str(grid), "--dry-run"])
+    said = capsys.readouterr().out
+    assert "epsilon 3.000, delta 0.0001" in said
+    assert "11 steps, a time that only the run itself can tell" in said
+    assert "without 1 runs whose time is unknown" in said
 
 
 def test_a_dry_run_prints_commands_and_prices_and_writes_nothing(tmp_path, capsys, monkeypatch):
@@ -229,7 +297,7 @@ def test_a_dry_run_prints_commands_and_prices_and_writes_nothing(tmp_path, capsy
     main(["sweep", str(grid), "--out", str(out), "--dry-run", "--override", "trainer.max_epochs=4"])
     said = capsys.readouterr().out
     assert not out.exists()
-    assert f"dpl fit --config {DIGITS} --privacy.accountant rdp" in said
+    assert f"dpl fit --config {DIGITS} --privacy.accountant=rdp" in said
     plan = PrivacyPlan.calibrate(
         target_epsilon=3.0,
         delta=1e-4,

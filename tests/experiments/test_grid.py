@@ -51,8 +51,8 @@ def test_files_come_in_the_order_of_base_and_axes_and_settings_last(load, tmp_pa
     files = [str(tmp_path / name) for name in ("base.yaml", "muon.yaml", "vectors.yaml")]
     assert cell.arguments == (
         *("--config", files[0], "--config", files[1], "--config", files[2]),
-        *("--trainer.max_epochs", "3", "--optimizer.init_args.lr", "0.02"),
-        *("--privacy.expected_batch_size", "1024", "--seed_everything", "43"),
+        *("--trainer.max_epochs=3", "--optimizer.init_args.lr=0.02"),
+        *("--privacy.expected_batch_size=1024", "--seed_everything=43"),
     )
 
 
@@ -60,13 +60,19 @@ def test_values_are_passed_as_yaml_reads_them(load):
     values = [1e-05, None, True, "text", [1, {"a": 2}]]
     grid = load(yaml.safe_dump({"axes": {"x": {"A": {"settings": {f"s{k}": v for k, v in enumerate(values)}}}}}))
     (cell,) = grid.cells()
-    assert [yaml.safe_load(text) if text != "1e-05" else float(text) for text in cell.arguments[1::2]] == values
+    texts = [argument.partition("=")[2] for argument in cell.arguments]
+    assert [yaml.safe_load(text) if text != "1e-05" else float(text) for text in texts] == values
+
+
+def test_a_value_may_be_a_date_or_begin_with_a_dash(load):
+    (cell,) = load("axes: {x: {A: {settings: {day: 2026-11-22, name: --a}}}}").cells()
+    assert cell.arguments == ('--day="2026-11-22"', "--name=--a")
 
 
 def test_a_point_of_a_later_axis_overrides_one_of_an_earlier_axis(load):
     grid = load("axes: {a: {setting: s, values: [1]}, b: {B: {settings: {s: 2}}}}")
     (cell,) = grid.cells()
-    assert cell.arguments == ("--s", "2")
+    assert cell.arguments == ("--s=2",)
 
 
 def test_the_report_shows_the_first_two_axes_but_the_seed(load):
@@ -74,7 +80,13 @@ def test_the_report_shows_the_first_two_axes_but_the_seed(load):
     grid = load(f"axes: {{seed: {point}, method: {point}, size: {point}}}")
     assert (grid.report.rows, grid.report.columns, grid.report.published) == ("method", "size", None)
     grid = load(f"axes: {{seed: {point}}}")
-    assert (grid.report.rows, grid.report.columns) == ("seed", "seed")
+    assert (grid.report.rows, grid.report.columns) == (None, None)
+    grid = load(f"axes: {{seed: {point}, size: {point}}}")
+    assert (grid.report.rows, grid.report.columns) == (None, "size")
+    grid = load(f"axes: {{method: {point}, size: {point}}}\nreport: {{columns: method}}")
+    assert (grid.report.rows, grid.report.columns) == ("size", "method")
+    grid = load(f"axes: {{1: {point}, 2: {point}}}\nreport: {{columns: 1}}")
+    assert (grid.report.rows, grid.report.columns) == ("2", "1")
 
 
 @pytest.mark.parametrize(
@@ -94,12 +106,28 @@ def test_the_report_shows_the_first_two_axes_but_the_seed(load):
         ("axes: {a: {A: {config: ../absent.yaml}}}", "axes.a.A names .*absent.yaml, which is not a file"),
         ("base: ../absent.yaml\naxes: {a: {A: {}}}", "base names .*absent.yaml"),
         ("axes: {a: {A: {}}}\nreport: {rows: b}", "report.rows is 'b'; choose one of the axes a"),
+        (
+            "axes: {a: {A: {}}, seed: {B: {}}}\nreport: {rows: seed}",
+            "report.rows is 'seed'; .* Seeds are averaged over",
+        ),
+        (
+            "axes: {a: {A: {}}, b: {B: {}}}\nreport: {rows: a, columns: a}",
+            "report.rows and report.columns are both 'a'",
+        ),
+        ("axes: {a: {A: {}, B: {}, A: {settings: {s: 1}}}}", "is not YAML: A stands twice"),
+        ("axes: {a: {A: {}}}\nreport: {figures: [{a: 1}]}", "report.figures is .*; choose from accuracy"),
         ("axes: {a: {A: {}}}\nreport: {figures: [pie]}", "report.figures is \\['pie'\\]; choose from accuracy"),
     ],
 )
 def test_what_cannot_be_read_is_named(load, text, message):
     with pytest.raises(ConfigurationError, match=message):
         load(text)
+
+
+def test_a_file_of_another_encoding_is_named(tmp_path):
+    (tmp_path / "grid.yaml").write_bytes("title: Größe".encode("latin-1"))
+    with pytest.raises(ConfigurationError, match=r"grid\.yaml is not YAML"):
+        Grid.load(tmp_path / "grid.yaml")
 
 
 def test_a_file_that_is_not_there_is_named(tmp_path):

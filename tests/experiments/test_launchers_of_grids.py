@@ -55,20 +55,25 @@ def test_a_finished_run_is_not_repeated(tmp_path):
     assert len(starts(folder)) == 1
 
 
-def test_a_result_of_fewer_steps_than_planned_is_not_the_end(tmp_path):
+def test_a_result_that_an_interruption_has_left_is_not_the_end(tmp_path):
     folder = prepared(tmp_path)
     for number, taken in enumerate((5, 3)):
         path = folder.root / f"version_{number}" / "result.json"
         path.parent.mkdir(parents=True)
         whole = dict.fromkeys(["epsilon", "delta", "seconds", "test_accuracy_last", "test_accuracy_best"], 1.0)
-        path.write_text(json.dumps({**whole, "num_steps": taken, "num_steps_planned": 6}))
-    for number, text in enumerate(("{}", "[]", "null", '{"num_steps": 6, "num_steps_planned": 6}')):
+        whole |= {"completed": False, "num_steps": taken, "num_steps_planned": 6}
+        path.write_text(json.dumps(whole))
+    for number, text in enumerate(("{}", "[]", "null", '{"completed": true, "num_steps": 6}')):
         (folder.root / f"odd_{number}").mkdir()
         (folder.root / f"odd_{number}" / "result.json").write_text(text)
     (folder.root / "half").mkdir()
     (folder.root / "half" / "result.json").write_text('{"num_steps": 6, "num')
     assert not folder.finished
     assert folder.result["num_steps"] == 5
+    # A setting has ended it before its last step.
+    path.write_text(json.dumps({**whole, "completed": True}))
+    assert folder.finished
+    assert folder.result["num_steps"] == 3
 
 
 def test_a_run_that_died_goes_on_from_its_checkpoint(tmp_path):
@@ -86,6 +91,26 @@ def test_what_died_without_a_checkpoint_is_set_aside_and_starts_anew(tmp_path):
     assert worker.run_to_its_end(str(folder.path)) == 0
     assert [start["from"] for start in starts(folder)] == [0, 0]
     assert (folder.path / "abandoned_0" / "journal").read_text() == "one step"
+
+
+def test_a_run_whose_checkpoints_are_all_damaged_is_set_aside_too(tmp_path):
+    folder = prepared(tmp_path, then="die")
+    worker.run_to_its_end(str(folder.path))
+    assert folder.has_checkpoint
+    (checkpoint,) = folder.root.glob("*.ckpt")
+    checkpoint.write_bytes(checkpoint.read_bytes()[:-10])
+    assert not folder.has_checkpoint
+    assert worker.run_to_its_end(str(folder.path)) == 0
+    assert folder.finished
+    assert folder.abandoned == 1
+    assert (folder.path / "abandoned_0" / "last.ckpt").is_file()
+
+
+def test_the_folder_has_a_name_that_every_file_system_takes(tmp_path):
+    folder = RunFolder.of(tmp_path, "a b/c$(d)_" + "é" * 300, {"trainer": {}})
+    folder.prepare({"trainer": {}})
+    assert folder.path.name.startswith("a-b-c--d-_é")
+    assert folder.config.is_file()
 
 
 def test_whoever_comes_to_a_running_run_waits_for_it(tmp_path):
@@ -111,6 +136,47 @@ def test_one_run_that_fails_does_not_take_the_others_along(tmp_path):
     assert [found[str(folder.path)] for folder in folders] == [0, 2, 0, 0]
     assert [folder.finished for folder in folders] == [True, False, True, True]
     assert "it failed" in folders[1].log.read_text()
+
+
+def test_what_fails_around_a_run_is_said(tmp_path, capsys):
+    absent = str(tmp_path / "absent")
+    assert list(launch_local([absent], {})) == [(absent, -1)]
+    assert "No such file or directory" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("jobs", [0, -1, "two", 1.5])
+def test_a_number_of_jobs_that_is_none_is_refused(tmp_path, jobs):
+    with pytest.raises(ConfigurationError, match=rf"--jobs is {jobs}; give how many"):
+        list(launch_local([str(prepared(tmp_path).path)], {"jobs": jobs}))
+
+
+@pytest.mark.slow  # starts a Ray of its own
+def test_a_ray_that_is_broken_off_stops_its_runs_with_checkpoints(tmp_path):
+    # In a process of its own: Ray redirects what it finds open.
+    folders = [prepared(tmp_path, str(k), steps=1 if k == 0 else 1000, seconds=0.05) for k in range(3)]
+    code = f"""
+import time
+from dp_lightning.experiments import worker
+from dp_lightning.experiments.launchers import ray_cluster
+
+run = ray_cluster._run
+
+def with_the_stand_in(folder):
+    worker._DPL = ({sys.executable!r}, {str(STAND_IN)!r})
+    return run(folder)
+
+ray_cluster._run = with_the_stand_in
+results = ray_cluster.launch_ray({[str(folder.path) for folder in folders]!r}, {{"num_cpus": 0.1}})
+assert next(results)[1] == 0
+time.sleep(1)
+results.close()
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=240)
+    for folder in folders[1:]:
+        if (folder.path / "starts.txt").exists():
+            assert folder.has_checkpoint
+            with pytest.raises(ProcessLookupError):
+                os.kill(starts(folder)[0]["pid"], 0)
 
 
 def test_each_run_at_once_has_a_gpu_of_its_own(tmp_path, monkeypatch):
@@ -139,8 +205,7 @@ def test_a_slurm_job_whose_time_is_up_leaves_a_checkpoint_and_is_queued_again(tm
     again = job.checkpoint(str(folder.path))
     thread.join()
     assert status == [143]
-    taken = int((folder.root / "last.ckpt").read_text())
-    assert taken >= 1
+    assert folder.has_checkpoint
     assert isinstance(again.function, _Job)
     assert again.args == (str(folder.path),)
 

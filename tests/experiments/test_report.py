@@ -41,6 +41,7 @@ def outcomes(tmp_path, grid, skip=(), **more):
             "test_accuracy_last": last,
             "test_accuracy_best": last + 0.1,
             "test_accuracy_by_epoch": [0.1, last + 0.1, last],
+            "completed": number not in skip,
             "num_steps": steps * 256 // size if number not in skip else 1,
             "num_steps_planned": 100 * 256 // size,
             "epsilon": 3.9996,
@@ -130,6 +131,75 @@ def test_accuracy_is_correlated_with_steps_and_signal(tmp_path):
     means = [41, 46, 51]
     steps, ratios = statistics.correlation([100, 50, 6], means), statistics.correlation([0.256, 0.512, 4.096], means)
     assert row(text, "DP-Muon", f"{steps:+.2f}", f"{ratios:+.2f}")
+
+
+def test_starts_that_were_set_aside_are_named(tmp_path):
+    grid = grid_of(tmp_path)
+    found = outcomes(tmp_path, grid)
+    assert "set aside" not in grid_report(grid, found, tmp_path).markdown()
+    (found[4].folder.path / "abandoned_0").mkdir()
+    text = grid_report(grid, found, tmp_path).markdown()
+    assert "1 runs were started anew" in text
+    assert "The steps of that start are in no epsilon on this page" in text
+    assert row(text, "DP-SGD 4096 42", "1", found[4].folder.path.name)
+
+
+def test_a_run_that_a_setting_has_ended_before_its_last_step_says_so(tmp_path):
+    grid = grid_of(tmp_path)
+    text = grid_report(grid, outcomes(tmp_path, grid, num_steps_planned=1000), tmp_path).markdown()
+    assert "12 of 12 runs are finished" in text
+    assert "| 1e-05 | 100 of 1000 | 12 | DP-SGD_256_42-" in text
+
+
+@pytest.mark.parametrize("missing", [["batch_size"], ["method"], ["method", "batch_size"]])
+def test_a_grid_without_rows_or_columns_has_a_single_one(tmp_path, missing):
+    axes = {name: axis for name, axis in AXES.items() if name not in missing}
+    grid = grid_of(tmp_path, axes, figures=list(FIGURES))
+    found = []
+    for number, cell in enumerate(grid.cells()):
+        folder = RunFolder.of(tmp_path, cell.name, {"number": number, "trainer": {}})
+        folder.root.mkdir(parents=True)
+        accuracy = 0.5 if cell.labels["seed"] == "42" else 0.6
+        result = dict.fromkeys(["num_steps", "num_steps_planned", "epsilon", "delta", "seconds"], 1.0)
+        result |= {"completed": True, "test_accuracy_last": accuracy, "test_accuracy_best": accuracy}
+        (folder.root / "result.json").write_text(json.dumps(result))
+        found.append(Outcome.read(cell.labels, folder))
+    text = grid_report(grid, found, tmp_path).markdown()
+    if missing == ["batch_size"]:
+        assert row(text, "method", "DP-SGD", "DP-Muon")
+        assert row(text, "all runs", "55.0 ± 7.1", "55.0 ± 7.1")
+    elif missing == ["method"]:
+        assert row(text, "batch_size", "256", "512", "4096")
+    else:
+        assert row(text, "accuracy", "all runs")
+        assert row(text, "all runs", "55.0 ± 7.1")
+
+
+def test_overrides_are_named_on_the_page(tmp_path):
+    text = grid_report(grid_of(tmp_path), [], tmp_path, override=["trainer.max_epochs=1"]).markdown()
+    assert "With these settings in the place of the grid's: trainer.max_epochs=1." in text
+
+
+def test_labels_are_shown_as_they_are(tmp_path):
+    """Neither Markdown nor matplotlib takes them for something else."""
+    axes = {"method": {"_a*b|c": {}, "$x$ <i>": {}}, "batch_size": {"nan": {}, "in\nf $5$": {}}, "seed": AXES["seed"]}
+    grid = grid_of(tmp_path, axes, figures=["accuracy", "curves"])
+    found = []
+    for number, cell in enumerate(grid.cells()):
+        folder = RunFolder.of(tmp_path, cell.name, {"number": number, "trainer": {}})
+        folder.root.mkdir(parents=True)
+        result = dict.fromkeys(["num_steps", "num_steps_planned", "epsilon", "delta", "seconds"], 1.0)
+        result |= {"completed": True, "test_accuracy_last": 0.5, "test_accuracy_best": 0.5}
+        (folder.root / "result.json").write_text(json.dumps({**result, "test_accuracy_by_epoch": [0.1, 0.5]}))
+        found.append(Outcome.read(cell.labels, folder))
+    text = grid_report(grid, found, tmp_path).markdown()
+    assert "| \\_a\\*b\\|c | 50.0 ± 0.0 | 50.0 ± 0.0 |" in text
+    assert "| $x$ \\<i> |" in text
+    assert "| method by batch_size | nan | in f $5$ |" in text
+    for kind in ("accuracy", "curves"):
+        drawn = "".join(ElementTree.parse(tmp_path / f"small_{kind}.svg").getroot().itertext())
+        assert "_a*b|c" in drawn
+        assert "$x$ <i>" in drawn
 
 
 @pytest.mark.parametrize("kind", FIGURES)

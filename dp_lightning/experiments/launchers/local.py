@@ -9,7 +9,8 @@ from pathlib import Path
 from threading import Event
 from typing import Any
 
-from dp_lightning.experiments.launchers.options import known_options
+from dp_lightning.errors import ConfigurationError
+from dp_lightning.experiments.launchers.options import failed, known_options
 from dp_lightning.experiments.worker import run_to_its_end
 
 
@@ -24,10 +25,12 @@ def launch_local(folders: Sequence[str], options: Mapping[str, Any]) -> Generato
             single run at once has all of them.
 
     Raises:
-        ConfigurationError: for an option that it does not have.
+        ConfigurationError: for an option that it does not have, and for no job.
     """
     devices = _devices()
-    jobs = int(known_options("local", options, {"jobs": max(1, len(devices))})["jobs"])
+    jobs = known_options("local", options, {"jobs": max(1, len(devices))})["jobs"]
+    if not isinstance(jobs, int) or jobs < 1:
+        raise ConfigurationError(f"--jobs is {jobs}; give how many runs go on at once, at least 1.")
     free: queue.SimpleQueue[dict[str, str]] = queue.SimpleQueue()
     for number in range(jobs):
         free.put(_share(devices, number, jobs))
@@ -50,7 +53,8 @@ def launch_local(folders: Sequence[str], options: Mapping[str, Any]) -> Generato
     try:
         futures = {pool.submit(run, folder): folder for folder in folders}
         for future in as_completed(futures):
-            yield futures[future], -1 if future.exception() else future.result()
+            folder, error = futures[future], future.exception()
+            yield folder, failed(folder, error) if error else future.result()
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
         stopping.set()

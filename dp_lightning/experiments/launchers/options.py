@@ -1,5 +1,6 @@
 """The options of a launcher, as the command line gives them."""
 
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -23,3 +24,9 @@ def known_options(launcher: str, given: Mapping[str, Any], defaults: Mapping[str
 def missing_extra(launcher: str, package: str) -> ConfigurationError:
     """The error of a launcher whose package is not installed."""
     return ConfigurationError(f"--launcher {launcher} needs {package}: pip install 'dp-lightning[{launcher}]'")
+
+
+def failed(folder: str, error: BaseException | None) -> int:
+    """The status of a run around which the machinery has failed; says why."""
+    print(f"{folder}: {error}", file=sys.stderr, flush=True)
+    return -1

@@ -1,15 +1,23 @@
 """Runs as tasks of a Ray cluster."""
 
 import logging
+import subprocess
 from collections.abc import Generator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any
 
-from dp_lightning.experiments.launchers.options import known_options, missing_extra
+from dp_lightning.experiments.launchers.options import failed, known_options, missing_extra
 from dp_lightning.experiments.worker import run_to_its_end
+
+_POLL_SECONDS = 0.5
+# For the checkpoints of runs that are stopped.
+_SECONDS_TO_STOP = 60
 
 
 def launch_ray(folders: Sequence[str], options: Mapping[str, Any]) -> Generator[tuple[str, int], None, None]:
     """Start them as tasks; the order of the results is that of their ends.
+
+    When the iteration is broken off, every run is told to stop, leaves a checkpoint, and is waited for.
 
     Args:
         folders: of the runs, on a file system that the nodes share.
@@ -25,15 +33,37 @@ def launch_ray(folders: Sequence[str], options: Mapping[str, Any]) -> Generator[
         raise missing_extra("ray", "ray") from error
     chosen = known_options("ray", options, {"address": None, "num_cpus": 1, "num_gpus": 0})
     ray.init(address=chosen["address"], include_dashboard=False, logging_level=logging.WARNING, log_to_driver=False)
+    waiting: dict[Any, str] = {}
     try:
-        task = ray.remote(num_cpus=chosen["num_cpus"], num_gpus=chosen["num_gpus"], max_retries=0)(run_to_its_end)
-        waiting = {task.remote(folder): folder for folder in folders}
+        task = ray.remote(num_cpus=chosen["num_cpus"], num_gpus=chosen["num_gpus"], max_retries=0)(_run)
+        waiting |= {task.remote(folder): folder for folder in folders}
         while waiting:
             (done, *_), _ = ray.wait(list(waiting))
+            folder = waiting.pop(done)
             try:
                 status = int(ray.get(done))
-            except ray.exceptions.RayError:
-                status = -1
-            yield waiting.pop(done), status
+            except ray.exceptions.RayError as error:
+                status = failed(folder, error)
+            yield folder, status
     finally:
+        for left in waiting:
+            ray.cancel(left)
+        if waiting:
+            ray.wait(list(waiting), num_returns=len(waiting), timeout=_SECONDS_TO_STOP)
         ray.shutdown()
+
+
+def _run(folder: str) -> int:
+    """The run as a task, which stops it where the task is cancelled."""
+    running: list[subprocess.Popen[bytes]] = []
+    with ThreadPoolExecutor(1) as pool:
+        future = pool.submit(run_to_its_end, folder, started=running.append)
+        try:
+            # Cancelling raises between two instructions, and a wait without end has none.
+            while not wait([future], timeout=_POLL_SECONDS).done:
+                pass
+            return future.result()
+        except BaseException:
+            for process in running:
+                process.terminate()
+            raise

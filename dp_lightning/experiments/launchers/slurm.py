@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from dp_lightning.errors import ConfigurationError
-from dp_lightning.experiments.launchers.options import missing_extra
+from dp_lightning.experiments.launchers.options import failed, missing_extra
 from dp_lightning.experiments.worker import run_to_its_end
 
 # What is left of submitit's 90 seconds of warning for the checkpoint.
@@ -68,5 +68,5 @@ def launch_slurm(folders: Sequence[str], options: Mapping[str, Any]) -> Generato
         raise ConfigurationError(f"--launcher slurm: {error}") from error
     folder_of = {job.job_id: folder for job, folder in zip(submitted, folders, strict=True)}
     for job in submitit.helpers.as_completed(submitted, poll_frequency=_POLL_SECONDS):
-        failed = job.exception() is not None
-        yield folder_of[job.job_id], -1 if failed else job.result()
+        folder, problem = folder_of[job.job_id], job.exception()
+        yield folder, failed(folder, problem) if problem else job.result()
