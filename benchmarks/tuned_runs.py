@@ -23,7 +23,7 @@ import yaml
 
 _FACTOR = 3.0
 _MOST_RATES = 5
-_CLI = Path(__file__).parents[1] / "cli.py"
+CLI = Path(__file__).parents[1] / "cli.py"
 # A run that two cells share is made once.
 _RUNNING: dict[Path, Lock] = {}
 _CELLS_THAT_SHARE = Lock()
@@ -105,7 +105,7 @@ def _make(cell: Cell, rate: float, seed: int, folder: Path, options: argparse.Na
         shutil.rmtree(folder, ignore_errors=True)  # what an interrupted run has left
         folder.mkdir(parents=True)
         (folder / "run.yaml").write_text(yaml.safe_dump(cell.configuration(rate, seed, folder), sort_keys=False))
-        command = [sys.executable, str(_CLI), "fit", "--config", str(folder / "run.yaml")]
+        command = [sys.executable, str(CLI), "fit", "--config", str(folder / "run.yaml")]
         with (folder / "log.txt").open("w") as log:
             threads = {"OMP_NUM_THREADS": str(options.threads)}
             subprocess.run(command, stdout=log, stderr=log, env={**os.environ, **threads}, check=True)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 import yaml
 
 from dp_lightning.cli import main
@@ -205,6 +206,55 @@ def test_every_cell_of_a_comparison_is_a_configuration(comparisons, tmp_path):
             result = json.loads((folder / "result.json").read_text())
             assert result["num_steps"] == 2
             assert result["averaged_val_accuracy_last" if cell.average else "val_accuracy_last"] is not None
+
+
+@pytest.fixture
+def finetune(monkeypatch):
+    """The module ``finetune`` for a network that is small."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import finetune
+
+    monkeypatch.setattr(finetune, "BACKBONE", "efficientnet_lite0")
+    return finetune
+
+
+def test_weights_are_matched_by_their_order_and_kind(finetune, tmp_path):
+    import timm
+
+    network = timm.create_model("efficientnet_lite0").state_dict()
+    names = [name for name in network if not name.endswith("num_batches_tracked")]
+    package = {f"layer_{k}.{name.rpartition('.')[2]}": network[name] + k for k, name in enumerate(names)}
+    torch.save(package, tmp_path / "package.pth")
+    finetune.converted(tmp_path / "package.pth", tmp_path / "weights.pth")
+    saved = torch.load(tmp_path / "weights.pth", weights_only=True)
+    assert all(torch.equal(saved[name], network[name] + k) for k, name in enumerate(names))
+    package.popitem()
+    torch.save(package, tmp_path / "package.pth")
+    with pytest.raises(ValueError, match="has 246 tensors, efficientnet_lite0 has 247"):
+        finetune.converted(tmp_path / "package.pth", tmp_path / "weights.pth")
+
+
+def test_what_is_trained_is_a_configuration(finetune, monkeypatch, tmp_path, capsys):
+    import timm
+
+    images = np.random.default_rng(0).integers(0, 255, (40, 8, 8, 3), np.uint8)
+    arrays = {"train_images": images, "test_images": images[:10]}
+    arrays |= {"train_labels": np.arange(40) % 10, "test_labels": np.arange(10)}
+    np.savez(tmp_path / "images.npz", **arrays)
+    torch.save(timm.create_model("efficientnet_lite0").state_dict(), tmp_path / "weights.pth")
+    # The delta of 1e-5 stands: 36 images are far fewer than it is meant for, and the noise is large.
+    arguments = ["--data", str(tmp_path / "images.npz"), "--out", str(tmp_path), "--size", "32", "--probe-size", "32"]
+    arguments += ["--batch-size", "18", "--probe-batch-size", "18", "--epochs", "1", "--probe-epochs", "1"]
+    options = finetune.parse([*arguments, "--seeds", "1", "--epsilons", "4", "--only", "probe", "last_block"])
+    monkeypatch.setattr(finetune, "parse", lambda: options)
+    monkeypatch.setattr(finetune.tuned_runs, "tune", lambda cell, options: {"rate": 1.0})
+    monkeypatch.setattr(subprocess, "run", lambda command, **kwargs: main(command[2:]))  # without a process for each
+    finetune.main()
+    said = capsys.readouterr().out
+    assert "features: " in said
+    for way in ("probe", "last_block"):
+        (row,) = (line for line in said.splitlines() if line.startswith(f"| {way} | 4 |"))
+        assert row.split(" | ")[5] == "2"
 
 
 def test_planted_signals_are_found_as_theory_says(monkeypatch):
