@@ -56,7 +56,9 @@ def work(job: Job, parent: Connection) -> None:
             model = build().to(job.device).to(memory_format=memory_format).train()
             images = torch.randn(job.batch_size, *shape, device=job.device).to(memory_format=memory_format)
             labels = torch.randint(10, (job.batch_size,), device=job.device)
-            step = training_steps.WAYS[job.way](model, training_steps.autocast_to(job.device, job.dtype))
+            step = {**training_steps.WAYS, **training_steps.FINE_TUNING}[job.way](
+                model, training_steps.autocast_to(job.device, job.dtype)
+            )
             while parent.recv():
                 start = time.perf_counter()
                 step(images, labels)
@@ -188,7 +190,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         "--models", nargs="+", default=list(training_steps.DEFAULT_MODELS), choices=training_steps.MODELS
     )
     parser.add_argument("--types", nargs="+", default=["fp32", "bf16"], choices=["fp32", "bf16"])
-    parser.add_argument("--ways", nargs="+", default=list(training_steps.WAYS), choices=training_steps.WAYS)
+    ways = [*training_steps.WAYS, *training_steps.FINE_TUNING]
+    parser.add_argument("--ways", nargs="+", default=list(training_steps.WAYS), choices=ways)
     parser.add_argument("--formats", nargs="+", default=list(FORMATS), choices=FORMATS)
     parser.add_argument("--batch-size", type=positive, help="physical batch size (default: by model and device)")
     parser.add_argument("--warmup", type=int, default=2, help="steps before those that count (default 2)")

@@ -6,6 +6,7 @@ gradients. Noise and the optimizer's step cost the same in every way and are lef
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from types import MethodType
 from typing import Any
 
@@ -20,6 +21,8 @@ from torch.nn import functional as F
 from torchvision.models.resnet import BasicBlock
 
 from dp_lightning.models import ResNet, SmallCNN, WideResNet
+from dp_lightning.models.batch_norm import freeze_batch_norm
+from dp_lightning.models.trained import train_biases, train_head, train_low_rank
 from dp_lightning.privacy import ClipPlan, GradientEngine
 from dp_lightning.privacy.gradients.clipped_sum import ClippedSum
 
@@ -38,6 +41,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, int, int], dict[str,
         (3, 224, 224),
         {"cpu": 8, "cuda": 128},
     ),
+    "resnet50": (lambda: timm.create_model("resnet50"), (3, 224, 224), {"cpu": 8, "cuda": 128}),
 }
 
 
@@ -81,6 +85,21 @@ def ours(plan: ClipPlan, augmult: int = 1) -> Callable[[nn.Module, Callable[[], 
             total.end()
 
         return step
+
+    return make
+
+
+def fine_tuned(choose: Callable[[nn.Module, nn.Module], Any]) -> Callable[[nn.Module, Callable[[], Any]], Step]:
+    """The step of this project where only a part of a timm network is trained; its BatchNorm is frozen.
+
+    Args:
+        choose: freezes what is not trained, from the network and its last layer.
+    """
+
+    def make(model: Any, autocast: Callable[[], Any]) -> Step:
+        choose(model, model.get_classifier())
+        freeze_batch_norm(model)
+        return ours(ClipPlan.flat())(model, autocast)
 
     return make
 
@@ -152,6 +171,13 @@ WAYS: dict[str, Callable[[nn.Module, Callable[[], Any]], Step]] = {
     "Opacus hooks": opacus("hooks"),
     "Opacus functorch": opacus("functorch"),
     "Opacus ghost": opacus_ghost,
+}
+# For the networks that timm builds.
+FINE_TUNING: dict[str, Callable[[nn.Module, Callable[[], Any]], Step]] = {
+    "ours, frozen BatchNorm": fine_tuned(lambda model, head: None),
+    "ours, LoRA 8": fine_tuned(partial(train_low_rank, rank=8, layers=("*qkv", "*proj"))),
+    "ours, biases": fine_tuned(train_biases),
+    "ours, last layer": fine_tuned(train_head),
 }
 
 

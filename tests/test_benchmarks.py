@@ -89,6 +89,30 @@ def test_a_small_run_prints_a_table_and_writes_every_row(tmp_path):
     assert all(len(row["times"]) == 2 and row["seconds"] > 0 and row["peak_mib"] > 0 for row in rows)
 
 
+def test_each_way_of_fine_tuning_trains_its_part(step, monkeypatch):
+    import timm
+    import training_steps
+
+    norms = []
+    end = training_steps.ClippedSum.end
+    monkeypatch.setattr(training_steps.ClippedSum, "end", lambda total: norms.append(end(total)))
+    images, labels = torch.randn(2, 3, 32, 32), torch.tensor([1, 2])
+    found = {}
+    for name, make in training_steps.FINE_TUNING.items():
+        network = "resnet10t" if "BatchNorm" in name else "vit_tiny_patch16_224"
+        torch.manual_seed(0)
+        model = timm.create_model(network, **({} if "BatchNorm" in name else {"img_size": 32})).train()
+        make(model, training_steps.autocast_to("cpu", "fp32"))(images, labels)
+        trained = [n for n, p in model.named_parameters() if p.requires_grad]
+        found[name] = trained
+        assert len(norms.pop()) == 2
+        assert all(p.grad is None for p in model.parameters() if not p.requires_grad)
+    assert found["ours, last layer"] == ["head.weight", "head.bias"]
+    assert all(n.endswith("bias") or n == "head.weight" for n in found["ours, biases"])
+    assert sum("lora_" in n for n in found["ours, LoRA 8"]) == 12 * 4
+    assert not any(n.startswith("bn1") for n in found["ours, frozen BatchNorm"])
+
+
 def test_a_small_run_of_several_ranks_prints_every_part(tmp_path):
     out = tmp_path / "times.json"
     arguments = ["--model", "small-cnn", "--batch-size", "4", "--rounds", "2", "--warmup", "0", "--json", str(out)]
