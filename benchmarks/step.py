@@ -56,9 +56,8 @@ def work(job: Job, parent: Connection) -> None:
             model = build().to(job.device).to(memory_format=memory_format).train()
             images = torch.randn(job.batch_size, *shape, device=job.device).to(memory_format=memory_format)
             labels = torch.randint(10, (job.batch_size,), device=job.device)
-            step = {**training_steps.WAYS, **training_steps.FINE_TUNING}[job.way](
-                model, training_steps.autocast_to(job.device, job.dtype)
-            )
+            make = {**training_steps.WAYS, **training_steps.FINE_TUNING}[job.way]
+            step = make(model, training_steps.autocast_to(job.device, job.dtype))
             while parent.recv():
                 start = time.perf_counter()
                 step(images, labels)

@@ -175,7 +175,7 @@ WAYS: dict[str, Callable[[nn.Module, Callable[[], Any]], Step]] = {
 # For the networks that timm builds.
 FINE_TUNING: dict[str, Callable[[nn.Module, Callable[[], Any]], Step]] = {
     "ours, frozen BatchNorm": fine_tuned(lambda model, head: None),
-    "ours, LoRA 8": fine_tuned(partial(train_low_rank, rank=8, layers=("*qkv", "*proj"))),
+    "ours, LoRA 8": fine_tuned(partial(train_low_rank, rank=8, layers=("*.attn.qkv", "*.attn.proj"))),
     "ours, biases": fine_tuned(train_biases),
     "ours, last layer": fine_tuned(train_head),
 }
