@@ -72,6 +72,7 @@ def test_signal_and_noise_by_batch_size(tmp_path, capsys):
     said = capsys.readouterr().out
     assert said.index("UNPROTECTED: these numbers are computed from raw gradients") < said.index("| B | sigma |")
     assert numbers["unprotected"].startswith("UNPROTECTED")
+    assert "<strong>UNPROTECTED: these numbers" in (folder / "page.html").read_text()
     for fact, size in zip(numbers["by_batch_size"], (128, 512), strict=True):
         plan = PrivacyPlan.calibrate(
             target_epsilon=3.0,

@@ -229,6 +229,17 @@ def test_two_runs_that_are_one_are_refused(tmp_path, capsys):
         content["axes"]["method"].pop("DP-SGD", None)
 
 
+def test_the_same_grid_with_other_settings_has_a_page_of_its_own(tmp_path, capsys):
+    grid, out = grid_file(tmp_path, seeds=[42], sizes=[256], methods=["DP-SGD"]), tmp_path / "out"
+    other = ["--override", "trainer.max_epochs=1"]
+    for options in ([], other):
+        main(["report", str(grid), "--out", str(out), *options])
+    plain, overridden = sorted((out / "report").iterdir())
+    assert plain.name == "small"
+    assert "trainer.max_epochs=1" in (overridden / "report.html").read_text()
+    assert "trainer.max_epochs=1" not in (plain / "report.html").read_text()
+
+
 @pytest.mark.parametrize(
     ("override", "message"),
     [
