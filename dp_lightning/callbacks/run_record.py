@@ -17,7 +17,7 @@ _CURVES = ("test/accuracy", "val/accuracy", "averaged/test/accuracy", "averaged/
 
 
 class RunRecord(pl.Callback):
-    """Follows ``test/accuracy`` and ``val/accuracy`` over the epochs and writes ``result.json`` at the end.
+    """Follows ``test/accuracy`` and ``val/accuracy`` over the evaluations and writes ``result.json`` at the end.
 
     Where weights are averaged, the file has the last accuracies of the average too; where `SignalToNoise` listens, the
     ratio in the first and the last epoch.
@@ -25,13 +25,15 @@ class RunRecord(pl.Callback):
     ``completed`` is false where an interruption or an error has ended the run; a run that a setting such as
     ``trainer.max_time`` has ended is complete.
 
-    ``test_accuracy_best`` is the best over epochs. It is chosen on the test set, so it is not an estimate of accuracy
-    on new images; the file says so.
+    ``evaluated_after_steps`` has the steps taken at each evaluation, the last of which may come before the last step.
+    ``test_accuracy_best`` is the best over evaluations. It is chosen on the test set, so it is not an estimate of
+    accuracy on new images; the file says so.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self._curves: dict[str, list[float]] = {name: [] for name in _CURVES}
+        self._steps: list[int] = []
         self._started = 0.0
         self._seconds = 0.0
         self._folder = Path()
@@ -44,6 +46,9 @@ class RunRecord(pl.Callback):
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if trainer.sanity_checking:
             return
+        if any(name in trainer.callback_metrics for name in _CURVES):
+            privacy = _privacy(trainer)
+            self._steps.append(trainer.global_step if privacy is None else privacy.ledger.num_steps)
         for name, curve in self._curves.items():
             if name in trainer.callback_metrics:
                 curve.append(float(trainer.callback_metrics[name]))
@@ -59,10 +64,11 @@ class RunRecord(pl.Callback):
                 rank_zero_warn(f"result.json could not be written: {error}")
 
     def state_dict(self) -> dict[str, Any]:
-        return {"curves": self._curves, "seconds": self._elapsed()}
+        return {"curves": self._curves, "steps": self._steps, "seconds": self._elapsed()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._curves = {name: list(state_dict["curves"].get(name, [])) for name in self._curves}
+        self._steps = list(state_dict["steps"])
         self._seconds = float(state_dict["seconds"])
 
     def _elapsed(self) -> float:
@@ -72,15 +78,16 @@ class RunRecord(pl.Callback):
         if not trainer.is_global_zero:
             return
         callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
-        privacy = next((callback for callback in callbacks if isinstance(callback, PrivacyCallback)), None)
+        privacy = _privacy(trainer)
         snr = next((callback.curve for callback in callbacks if isinstance(callback, SignalToNoise)), [])
         test, val, averaged_test, averaged_val = (self._curves[name] for name in _CURVES)
         result: dict[str, Any] = {
             "completed": completed,
             "test_accuracy_last": test[-1] if test else None,
             "test_accuracy_best": max(test) if test else None,
-            "test_accuracy_best_is": "the best over epochs, chosen on the test set",
-            "test_accuracy_by_epoch": test,
+            "test_accuracy_best_is": "the best over evaluations, chosen on the test set",
+            "test_accuracy_curve": test,
+            "evaluated_after_steps": self._steps,
             "val_accuracy_last": val[-1] if val else None,
             **({"averaged_test_accuracy_last": averaged_test[-1]} if averaged_test else {}),
             **({"averaged_val_accuracy_last": averaged_val[-1]} if averaged_val else {}),
@@ -100,3 +107,8 @@ class RunRecord(pl.Callback):
             }
         with replacing(self._folder / "result.json") as file:
             file.write((json.dumps(result, indent=2) + "\n").encode())
+
+
+def _privacy(trainer: pl.Trainer) -> PrivacyCallback | None:
+    callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    return next((callback for callback in callbacks if isinstance(callback, PrivacyCallback)), None)

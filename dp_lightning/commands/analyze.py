@@ -27,6 +27,11 @@ def main(arguments: list[str]) -> None:
     options, of_fit = _parser().parse_known_args(arguments[1:])
     if not any(argument == "--config" or argument.startswith("--config=") for argument in of_fit):
         raise ConfigurationError("dpl analyze needs the --config of a run, such as configs/wrn16_cifar10.yaml.")
+    if options.batch_sizes is not None and options.kind in ("spectrum", "newton-schulz"):
+        raise ConfigurationError(
+            f"dpl analyze {options.kind} looks at one batch size: set --privacy.expected_batch_size instead of "
+            "--batch-sizes."
+        )
     folder: Path = options.out / "unprotected" / options.kind
     require_writable(folder, "--out")
     # Imported here, so that --help answers at once.
@@ -62,7 +67,8 @@ def _parser() -> argparse.ArgumentParser:
         type=int,
         nargs="+",
         metavar="B",
-        help="expected batch sizes to compare; default: 256 to 8192, and for snr that of the run",
+        help="expected batch sizes to compare, for snr (default: that of the run), recovery and direction (default: "
+        "256 to 8192)",
     )
     parser.add_argument("--out", type=Path, default=Path("analysis"), help="folder of the page; default: analysis")
     return parser

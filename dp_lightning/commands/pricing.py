@@ -2,6 +2,7 @@
 
 import functools
 import json
+import math
 import time
 from collections.abc import Mapping
 from typing import Any, NamedTuple, cast
@@ -10,6 +11,7 @@ import torch
 from torch import nn
 
 from dp_lightning.callbacks.budget import planned_steps
+from dp_lightning.callbacks.settings import check_order, check_settings
 from dp_lightning.commands.composition import prepare
 from dp_lightning.commands.training import TrainingCLI
 from dp_lightning.errors import DpLightningError
@@ -33,6 +35,7 @@ class Pricing:
 
     def __init__(self) -> None:
         self._known: dict[str, tuple[int, float | None] | DpLightningError] = {}
+        self._refused: dict[str, DpLightningError | None] = {}
 
     def __call__(self, settings: Mapping[str, Any]) -> Price:
         """The price of a run.
@@ -44,6 +47,7 @@ class Pricing:
             DpLightningError: as ``dpl fit`` would, where the settings or the data are at fault.
         """
         privacy, trainer = settings["privacy"], settings["trainer"]
+        self._require_accepted(settings)
         shared = {"model": settings["model"], "data": settings["data"], "disk": privacy.get("disk")}
         shared |= {"rows": privacy["max_physical_batch_size"], "precision": trainer.get("precision")}
         key = json.dumps(shared, sort_keys=True, default=str)
@@ -56,6 +60,32 @@ class Pricing:
         plan = plan_of(privacy, trainer, num_train=num_train)
         rows = plan.num_steps * plan.expected_batch_size * privacy["augmult"]
         return Price(plan, None if seconds_per_row is None else seconds_per_row * rows)
+
+    def _require_accepted(self, settings: Mapping[str, Any]) -> None:
+        """What ``dpl fit`` refuses before it touches the data; runs that differ in their numbers share the answer."""
+        numbers = {
+            "privacy": ("expected_batch_size", "target_epsilon", "noise_multiplier", "noise_seed", "sampling_seed"),
+            "trainer": ("max_epochs", "max_steps"),
+        }
+        rest = {key: value for key, value in settings.items() if key != "seed_everything"}
+        for group, names in numbers.items():
+            rest[group] = {name: value for name, value in settings[group].items() if name not in names}
+        key = json.dumps(rest, sort_keys=True, default=str)
+        if key not in self._refused:
+            self._refused[key] = _refusal(settings)
+        refused = self._refused[key]
+        if refused is not None:
+            raise refused
+
+
+def _refusal(settings: Mapping[str, Any]) -> DpLightningError | None:
+    try:
+        cli = prepare(settings)
+        check_settings(cli.trainer, cli.model)
+        check_order(cli.trainer, cli.privacy)
+    except DpLightningError as error:
+        return error
+    return None
 
 
 def plan_of(
@@ -106,7 +136,7 @@ def _examples_and_time(settings: Mapping[str, Any]) -> tuple[int, float | None] 
 
 
 def _seconds_per_row(cli: TrainingCLI) -> float | None:
-    """Of clipped gradients on made-up images; the first pass warms up.
+    """Of clipped gradients on made-up images, the faster of two passes after one that warms up.
 
     None for a user's module that has a training step alone, without a ``forward`` from images to classes.
     """
@@ -115,9 +145,9 @@ def _seconds_per_row(cli: TrainingCLI) -> float | None:
     rows = min(_ROWS, cli.privacy.max_physical_batch_size)
     shape = (rows, data.in_channels) if data.image_size == 1 else (rows, data.in_channels, *[data.image_size] * 2)
     images, labels = torch.rand(shape, device=device), torch.zeros(rows, dtype=torch.long, device=device)
-    seconds = 0.0
+    seconds = math.inf
     with cli.trainer.precision_plugin.train_step_context():
-        for _ in range(2):
+        for number in range(3):
             start = time.perf_counter()
             try:
                 _, norms = clipped_gradient_sum(
@@ -126,6 +156,7 @@ def _seconds_per_row(cli: TrainingCLI) -> float | None:
             except Exception:  # whatever the user's own code raises on images that it does not know
                 return None
             float(norms.sum())  # waits for the device
-            seconds = time.perf_counter() - start
+            if number > 0:
+                seconds = min(seconds, time.perf_counter() - start)
     disk = cli.privacy.gradient_settings.disk
     return seconds / rows * (1 if disk is None or disk.gamma is None else 2)

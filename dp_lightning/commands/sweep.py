@@ -9,7 +9,7 @@ import shlex
 import signal
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,7 +20,7 @@ from dp_lightning.errors import ConfigurationError, DpLightningError
 from dp_lightning.experiments.grid import Cell, Grid
 from dp_lightning.experiments.launchers import LAUNCHERS
 from dp_lightning.experiments.results import shown_epsilon
-from dp_lightning.experiments.runs import RunFolder, is_finished
+from dp_lightning.experiments.runs import RunFolder, components, is_finished
 from dp_lightning.files import require_writable
 
 
@@ -84,6 +84,7 @@ def planned_runs(grid: Grid, out: Path, override: Sequence[str]) -> list[Planned
     # Imported here, so that --help answers at once.
     from dp_lightning.commands.composition import Composer
 
+    _require_free(grid, override)
     extra = [f"--{text}" for text in override]
     for argument in (*extra, *(argument for cell in grid.cells() for argument in cell.arguments)):
         _require_setting(argument)
@@ -97,6 +98,7 @@ def planned_runs(grid: Grid, out: Path, override: Sequence[str]) -> list[Planned
             raise type(error)(f"{grid.path}, run {cell.name}: {error}") from error
         # Where a run writes says nothing of what it does.
         settings["trainer"].pop("default_root_dir", None)
+        _require_own_folder(grid, cell, settings["trainer"])
         if settings.get("ckpt_path") is not None:
             raise ConfigurationError(
                 f"{grid.path}, run {cell.name}: ckpt_path is set. A run of a grid starts anew, and dpl sweep itself "
@@ -107,6 +109,28 @@ def planned_runs(grid: Grid, out: Path, override: Sequence[str]) -> list[Planned
         if (other := cells.setdefault(yaml.safe_dump(settings), cell)) is not cell:
             raise ConfigurationError(f"{grid.path}: the runs {other.name} and {cell.name} have the same settings.")
     return runs
+
+
+def _require_free(grid: Grid, override: Sequence[str]) -> None:
+    """Refuse to override what an axis sets: labels and tables would name its values for runs that have another."""
+    names = {text.partition("=")[0] for text in override}
+    for axis, points in grid.axes.items():
+        taken = names & {name for point in points for name in point.settings}
+        if taken:
+            raise ConfigurationError(
+                f"--override {min(taken)}: the axis {axis} of {grid.path} sets it. Change the axis in a copy of the "
+                "file."
+            )
+
+
+def _require_own_folder(grid: Grid, cell: Cell, trainer: Mapping[str, Any]) -> None:
+    """Refuse a folder of checkpoints that runs would share: one could go on from another one's."""
+    for callback in components(trainer, "callbacks"):
+        if callback["init_args"].get("dirpath") is not None:
+            raise ConfigurationError(
+                f"{grid.path}, run {cell.name}: dirpath of {callback['class_path']} is set. Each run of a grid keeps "
+                "its checkpoints in its own folder; remove dirpath."
+            )
 
 
 def _require_setting(argument: str) -> None:
@@ -158,7 +182,8 @@ def _outcome(run: PlannedRun, status: int) -> str:
         return f"{run.cell.name} FAILED with status {status}, see {run.folder.log}"
     accuracy = result["test_accuracy_last"]
     shown = "no test set" if accuracy is None else f"test accuracy {100 * accuracy:.1f} %"
-    return f"{run.cell.name}: {shown}, epsilon {shown_epsilon(result['epsilon'])}, {_duration(result['seconds'])}"
+    epsilon = shown_epsilon(result["epsilon"]) + ("" if result["release"] == "ok" else f" ({result['release']})")
+    return f"{run.cell.name}: {shown}, epsilon {epsilon}, {_duration(result['seconds'])}"
 
 
 def _print_prices(grid: Grid, runs: Sequence[PlannedRun]) -> None:
@@ -184,6 +209,8 @@ def _print_prices(grid: Grid, runs: Sequence[PlannedRun]) -> None:
             f"{plan.num_steps} steps, {time_}",
             flush=True,
         )
+        if any(run.settings["privacy"].get(name) is not None for name in ("noise_seed", "sampling_seed")):
+            print("  not for release: privacy.noise_seed or sampling_seed is fixed", flush=True)
     without = f", without {untimed} runs whose time is unknown" if untimed else ""
     print(
         f"\nTogether about {_duration(total)} on one device like this one{without}. Each epsilon is of its run alone."

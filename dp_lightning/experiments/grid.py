@@ -101,9 +101,9 @@ class Grid:
             path,
             str(content.get("title", path.stem)),
             _paths(path, "base", content.get("base")),
-            _mapping(path, "settings", content.get("settings") or {}),
+            _mapping(path, "settings", content.get("settings", {})),
             found,
-            _report(path, list(found), content.get("report") or {}),
+            _report(path, list(found), content.get("report", {})),
         )
 
     def cells(self) -> Iterator[Cell]:

@@ -1,6 +1,6 @@
 """The page of a grid: tables and figures of its runs, beside the paper's numbers."""
 
-import math
+import statistics
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -43,6 +43,9 @@ def grid_report(grid: Grid, outcomes: Sequence[Outcome], folder: Path, *, overri
     """
     paper = _paper(grid)
     page = Document(grid.title)
+    if paper and override:
+        paper = {}
+        page.say("The paper's numbers are left out: they belong to the grid's own settings.")
     finished = sum(outcome.finished for outcome in outcomes)
     page.say(f"{finished} of {len(outcomes)} runs are finished. Accuracies are in per cent on the test set.")
     page.say(_SCOPE)
@@ -59,6 +62,7 @@ def grid_report(grid: Grid, outcomes: Sequence[Outcome], folder: Path, *, overri
             _correlations(page, grid, panel)
     _missing(page, outcomes)
     _set_aside(page, outcomes)
+    _not_for_release(page, outcomes)
     _runs(page, grid, outcomes)
     return page
 
@@ -90,10 +94,17 @@ def _accuracies(page: Document, grid: Grid, panel: Panel, paper: Mapping[str, Ma
     seeds = f"mean ± standard deviation over {len(grid.axes[SEED])} seeds" if SEED in grid.axes else "one run each"
     page.say(f"Accuracy after the last step, {seeds}:")
     page.table(rows(_LAST))
-    if any(_AVERAGED(o.result) is not None for found in panel.outcomes.values() for o in found if o.result):
+    results = [o.result for found in panel.outcomes.values() for o in found if o.finished and o.result]
+    if any(_AVERAGED(result) is not None for result in results):
         page.say("The same of the averaged weights:")
         page.table(rows(_AVERAGED))
-    page.say("Best accuracy over epochs. It is chosen on the test set, so it is no estimate for new images:")
+    early = sum(map(_evaluated_early, results))
+    if early:
+        page.say(
+            f"{early} of these runs were last evaluated before their last step, and it is that accuracy which stands "
+            "here. Set trainer.check_val_every_n_epoch to a divisor of trainer.max_epochs."
+        )
+    page.say("Best accuracy over evaluations. It is chosen on the test set, so it is no estimate for new images:")
     page.table(rows(_BEST))
     if paper:
         page.say("The paper's numbers, which are best accuracies over epochs:")
@@ -171,20 +182,17 @@ def _lines(
 
 
 def _draw_curves(page: Document, folder: Path, name: str, grid: Grid, panel: Panel, paper: Mapping[str, Any]) -> None:
-    with figure(page, folder, name, "Test accuracy by epoch, mean over seeds", panels=len(panel.columns)) as axes:
+    with figure(page, folder, name, "Test accuracy by steps taken, mean over seeds", panels=len(panel.columns)) as axes:
         for ax, column in zip(axes, panel.columns, strict=True):
             for number, row in enumerate(panel.rows):
-                curves = [
-                    o.result["test_accuracy_by_epoch"]
-                    for o in panel.outcomes.get((row, column), ())
-                    if o.finished and o.result and o.result.get("test_accuracy_by_epoch")
-                ]
+                found = [o.result for o in panel.outcomes.get((row, column), ()) if o.finished and o.result]
+                curves = [result["test_accuracy_curve"] for result in found if result.get("test_accuracy_curve")]
                 if curves:
-                    length = min(map(len, curves))
-                    mean = [100 * math.fsum(curve[k] for curve in curves) / len(curves) for k in range(length)]
-                    ax.plot(range(1, length + 1), mean, label=plain(row), color=style(number)["color"])
+                    steps = found[0]["evaluated_after_steps"]
+                    mean = [100 * statistics.fmean(values) for values in zip(*curves, strict=False)]
+                    ax.plot(steps[: len(mean)], mean, label=plain(row), color=style(number)["color"])
             ax.set_title(plain(column if grid.report.columns is None else f"{grid.report.columns} {column}"))
-            _finish(ax, "epoch", "test accuracy (%)")
+            _finish(ax, "steps", "test accuracy (%)")
 
 
 def _draw_snr(page: Document, folder: Path, name: str, grid: Grid, panel: Panel, paper: Mapping[str, Any]) -> None:
@@ -230,7 +238,7 @@ def _missing(page: Document, outcomes: Sequence[Outcome]) -> None:
         return
     page.heading("Missing")
     page.say(f"{len(missing)} runs are not finished:")
-    rows = [["run", "steps taken", "log"]]
+    rows = [["run", "steps, by its last result", "log"]]
     for outcome in missing:
         steps = "-" if outcome.result is None else _steps(outcome.result)
         log = str(outcome.folder.log) if outcome.folder.log.is_file() else "not started"
@@ -251,6 +259,20 @@ def _set_aside(page: Document, outcomes: Sequence[Outcome]) -> None:
     for outcome in again:
         rows.append([_name(outcome), str(outcome.folder.abandoned), outcome.folder.path.name])
     page.table(rows)
+
+
+def _not_for_release(page: Document, outcomes: Sequence[Outcome]) -> None:
+    found = [(o, o.result["release"]) for o in outcomes if o.finished and o.result and o.result["release"] != "ok"]
+    if not found:
+        return
+    page.heading("Not for release")
+    page.say(f"The privacy statements of {len(found)} runs say that they must not be released:")
+    page.table([["run", "statement"], *([_name(outcome), release] for outcome, release in found)])
+
+
+def _evaluated_early(result: Mapping[str, Any]) -> bool:
+    evaluated = result.get("evaluated_after_steps") or [result["num_steps"]]
+    return bool(evaluated[-1] < result["num_steps"])
 
 
 def _steps(result: Mapping[str, Any]) -> str:

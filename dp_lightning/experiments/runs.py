@@ -7,6 +7,7 @@
 The id is a hash of the configuration, so that a run with another setting is another run.
 """
 
+import copy
 import hashlib
 import json
 import re
@@ -64,7 +65,10 @@ class RunFolder:
         """
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            trainer = {**settings["trainer"], "default_root_dir": str(self.root)}
+            trainer = {**copy.deepcopy(settings["trainer"]), "default_root_dir": str(self.root)}
+            for logger in components(trainer, "logger"):
+                if "save_dir" in logger["init_args"]:
+                    logger["init_args"]["save_dir"] = str(self.root)
             with replacing(self.config) as file:
                 file.write(yaml.safe_dump({**settings, "trainer": trainer}, sort_keys=False).encode())
         except OSError as error:
@@ -72,15 +76,16 @@ class RunFolder:
 
     @property
     def result(self) -> dict[str, Any] | None:
-        """What the run has reached; None where it has not written it yet, or not in whole."""
+        """What the run has reached, and as ``release`` whether its statement lets it be released.
+
+        None where it has not written it yet, or not in whole.
+        """
         found = []
         for path in self.root.rglob("result.json"):
-            try:
-                result = json.loads(path.read_text())
-            except (OSError, ValueError):
-                continue
-            if isinstance(result, dict) and result.keys() >= _NEEDED:
-                found.append(result)
+            result = _read(path)
+            if result.keys() >= _NEEDED:
+                release = _read(path.with_name("privacy_statement.json")).get("release")
+                found.append({**result, "release": release or "not for release: there is no privacy statement"})
         return max(found, key=lambda result: (result["completed"] is True, result["num_steps"]), default=None)
 
     @property
@@ -89,14 +94,19 @@ class RunFolder:
         return is_finished(self.result)
 
     @property
-    def has_checkpoint(self) -> bool:
-        """Whether it can go on from where it was broken off."""
-        return newest_intact(self.root.rglob("*.ckpt")) is not None
+    def checkpoint(self) -> Path | None:
+        """From where it can go on; None where nothing intact is left."""
+        return newest_intact(self.root.rglob("*.ckpt"))
 
     @property
     def abandoned(self) -> int:
         """How many starts were set aside; see `abandon`."""
-        return sum(1 for _ in self.path.glob("abandoned_*"))
+        return len(self._abandoned)
+
+    @property
+    def _abandoned(self) -> list[int]:
+        names = (path.name.removeprefix("abandoned_") for path in self.path.glob("abandoned_*"))
+        return [int(name) for name in names if name.isdigit()]
 
     def abandon(self) -> None:
         """Set aside what a start without an intact checkpoint has left, so that the run starts anew.
@@ -104,4 +114,25 @@ class RunFolder:
         Steps were taken on the data there, and their epsilon is not in that of the run: nothing of it must be released.
         """
         if self.root.exists():
-            self.root.rename(self.path / f"abandoned_{self.abandoned}")
+            self.root.rename(self.path / f"abandoned_{max(self._abandoned, default=-1) + 1}")
+
+
+def components(trainer: Mapping[str, Any], kind: str) -> list[dict[str, Any]]:
+    """The settings of a trainer's loggers or callbacks that have arguments.
+
+    Args:
+        trainer: settings.
+        kind: ``logger`` or ``callbacks``.
+    """
+    given = trainer.get(kind)
+    every = given if isinstance(given, list) else [given]
+    return [one for one in every if isinstance(one, dict) and isinstance(one.get("init_args"), dict)]
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """A file's mapping; empty where it is missing, cut off, or of another kind."""
+    try:
+        content = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}

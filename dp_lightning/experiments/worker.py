@@ -2,13 +2,17 @@
 
 import fcntl
 import os
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import IO
 
 from dp_lightning.experiments.runs import RunFolder
 
+_POLL_SECONDS = 0.5
 _DPL = (sys.executable, "-m", "dp_lightning")
 
 
@@ -16,6 +20,7 @@ def run_to_its_end(
     folder: str,
     environment: Mapping[str, str] | None = None,
     started: Callable[[subprocess.Popen[bytes]], None] | None = None,
+    stopping: Callable[[], bool] = lambda: False,
 ) -> int:
     """Start ``dpl fit``, or go on from its last checkpoint; nothing where it is finished.
 
@@ -26,30 +31,55 @@ def run_to_its_end(
         folder: of the run, with its configuration.
         environment: variables of the run beside those of this process.
         started: gets the run's process.
+        stopping: asked while another process runs the same run; ends the wait for it.
 
     Returns:
         Its exit status; 0 where it was finished already.
     """
     run = RunFolder(Path(folder))
     with (run.path / "lock").open("w") as lock, run.log.open("ab") as log:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not _locked(lock, run, stopping):
+            return -signal.SIGTERM
         if run.finished:
             return 0
         command = [*_DPL, "fit", "--config", str(run.config)]
-        if run.has_checkpoint:
-            command += ["--ckpt_path", "last"]
-        else:
+        checkpoint = run.checkpoint
+        if checkpoint is None:
             run.abandon()
-        process = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
-            env={**os.environ, **(environment or {})},
-            pass_fds=[lock.fileno()],
-            # Ctrl-C reaches the launcher alone, which ends its runs in order.
-            start_new_session=True,
-        )
+        else:
+            command += ["--ckpt_path", str(checkpoint)]
+        # SLURM sends submitit's warning to every process of the job, and it would kill the run before its checkpoint.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR2})
+        try:
+            process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env={**os.environ, **(environment or {})},
+                pass_fds=[lock.fileno()],
+                # Ctrl-C reaches the launcher alone, which ends its runs in order.
+                start_new_session=True,
+            )
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
         if started is not None:
             started(process)
         return process.wait()
+
+
+def _locked(lock: IO[str], run: RunFolder, stopping: Callable[[], bool]) -> bool:
+    """Wait for the run's lock; false where the wait was ended."""
+    said = False
+    while True:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        except BlockingIOError:
+            if stopping():
+                return False
+            if not said:
+                text = f"{run.path.name}: another process runs it already; waiting for its end"
+                print(text, file=sys.stderr, flush=True)
+                said = True
+            time.sleep(_POLL_SECONDS)

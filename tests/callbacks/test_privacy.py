@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from dp_lightning.callbacks import PostProcessCallback, PrivacyCallback, RunRecord
+from dp_lightning.callbacks import PostProcessCallback, PrivacyCallback, RunRecord, SignalToNoise
 from dp_lightning.errors import BudgetError, ConfigurationError, ModelError
 from dp_lightning.postprocess import Momentum
 from dp_lightning.privacy import ClipPlan, PoissonSampler, clipped_gradient_sum
@@ -340,10 +340,21 @@ def test_the_result_file_names_the_best_for_what_it_is(tmp_path):
         def validation_step(self, batch, batch_idx):
             self.log("test/accuracy", (self.net(batch[0]).argmax(1) == batch[1]).float().mean())
 
-    run = trainer(tmp_path, privacy(), RunRecord())
+    record, meter = RunRecord(), SignalToNoise()
+    run = trainer(tmp_path, privacy(), meter, record)
     run.fit(Evaluated(), loader(), DataLoader(examples(30, seed=1), batch_size=30))
     result = json.loads((tmp_path / "result.json").read_text())
     assert result["num_steps"] == 9
+    assert result["completed"] is True
+    assert result["evaluated_after_steps"] == [3, 6, 9]
+    assert len(result["test_accuracy_curve"]) == 3
+    assert (result["snr_first_epoch"], result["snr_last_epoch"]) == (meter.curve[0], meter.curve[-1])
+    assert meter.curve[0] != meter.curve[-1]
+    # A run that goes on has the evaluations of its first part too.
+    again = RunRecord()
+    again.load_state_dict(record.state_dict())
+    assert again.state_dict()["curves"]["test/accuracy"] == result["test_accuracy_curve"]
+    assert again.state_dict()["steps"] == [3, 6, 9]
     assert 0 <= result["test_accuracy_last"] <= result["test_accuracy_best"] <= 1
     assert "chosen on the test set" in result["test_accuracy_best_is"]
     assert result["epsilon"] > 0

@@ -140,6 +140,21 @@ def test_figures_say_that_they_are_unprotected_and_no_other_statement_is_printed
     assert "privacy.disk" not in said
 
 
+def test_noise_and_thresholds_grow_with_the_clipping_norm(tmp_path):
+    found = {}
+    for norm in (1.0, 3.0):
+        clip = ["--privacy.max_grad_norm", norm]
+        spectrum, recovery = analyze("spectrum", tmp_path, *clip)[1], analyze("recovery", tmp_path, *clip)[1]
+        thresholds = recovery["matrices"]["model.features.3.weight"]
+        needed = thresholds["thresholds"]["512"]
+        found[norm] = (
+            spectrum["model.features.3.weight"]["noise_edge"],
+            needed["recovery"] * thresholds["gap"],
+            needed["detection"] * thresholds["top"],
+        )
+    assert found[3.0] == pytest.approx([3 * value for value in found[1.0]])
+
+
 def test_disk_is_left_out_and_the_page_says_so(tmp_path, capsys):
     analyze("spectrum", tmp_path, "--privacy.disk", "{gain: 0.5}")
     assert "privacy.disk is left out" in capsys.readouterr().out
@@ -190,6 +205,7 @@ def test_every_kind_has_a_page():
             "there is no noise to compare",
         ),
         (["snr", *QUICK, "--ckpt_path", "absent.ckpt"], "absent.ckpt"),
+        (["spectrum", *QUICK, "--batch-sizes", "64"], "set --privacy.expected_batch_size instead of"),
     ],
 )
 def test_what_is_wrong_is_named(tmp_path, capsys, arguments, message):

@@ -1,6 +1,7 @@
 """``dpl sweep`` and ``dpl report`` on small grids of real runs, and every shipped grid without a run."""
 
 import json
+import re
 import shutil
 import signal
 import subprocess
@@ -247,16 +248,61 @@ def test_the_same_grid_with_other_settings_has_a_page_of_its_own(tmp_path, capsy
         ("help=", "help cannot be set for the runs of a grid"),
         ("trainer.default_root_dir=/tmp", "trainer.default_root_dir cannot be set"),
         ("ckpt_path=last", "ckpt_path cannot be set"),
+        ("privacy.expected_batch_size=64", "the axis batch_size of "),
+        ("config={folder}/shared.yaml", "dirpath of lightning.pytorch.callbacks.ModelCheckpoint is set"),
         ("config={folder}/resumed.yaml", "ckpt_path is set. A run of a grid starts anew"),
     ],
 )
 def test_what_is_no_setting_of_a_run_is_refused(tmp_path, capsys, override, message):
     grid = grid_file(tmp_path, seeds=[42], sizes=[256], methods=["DP-SGD"])
     (tmp_path / "resumed.yaml").write_text("ckpt_path: last\n")
+    checkpoints = {"class_path": "ModelCheckpoint", "init_args": {"dirpath": "/shared"}}
+    (tmp_path / "shared.yaml").write_text(yaml.safe_dump({"trainer": {"callbacks": [checkpoints]}}))
     with pytest.raises(SystemExit) as exit_:
         main(["sweep", str(grid), "--dry-run", "--override", override.format(folder=tmp_path)])
     assert exit_.value.code == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("override", ["accumulate_grad_batches=4", "gradient_clip_val=1.0", "overfit_batches=1"])
+def test_what_fit_refuses_has_no_price(tmp_path, capsys, override):
+    grid = grid_file(tmp_path, seeds=[42, 43], methods=["DP-SGD"])
+    main(["sweep", str(grid), "--dry-run", "--override", f"trainer.{override}"])
+    said = capsys.readouterr().out
+    assert said.count(f"no price: trainer.{override.partition('=')[0]}") == 4
+    assert "epsilon 3" not in said
+
+
+def test_data_sets_of_a_grid_have_plans_of_their_own(tmp_path, capsys):
+    grid = grid_file(tmp_path, seeds=[42], sizes=[256], methods=["DP-SGD"])
+    content = yaml.safe_load(grid.read_text())
+    content["axes"]["seed"] = {"setting": "data.init_args.val_fraction", "values": [0.0, 0.5]}
+    grid.write_text(yaml.safe_dump(content))
+    main(["sweep", str(grid), "--dry-run"])
+    assert re.findall(r", (\d+) steps", capsys.readouterr().out) == [str(2 * 1437 // 256), str(2 * 719 // 256)]
+
+
+def test_shown_epsilons_are_rounded_up_and_say_what_must_not_be_released(tmp_path, capsys, monkeypatch):
+    grid = grid_file(tmp_path, seeds=[42], sizes=[256], methods=["DP-SGD"], **{"privacy.noise_seed": 1})
+    monkeypatch.setattr(PrivacyPlan, "epsilon", lambda plan, accountant=None: 2.99901)
+    main(["sweep", str(grid), "--dry-run"])
+    said = capsys.readouterr().out
+    assert "epsilon 3.000," in said
+    assert "not for release: privacy.noise_seed or sampling_seed is fixed" in said
+    (run,) = sweep.planned_runs(Grid.load(grid), tmp_path, [])
+    result = {
+        "completed": True,
+        "num_steps": 1,
+        "num_steps_planned": 1,
+        "epsilon": 2.00001,
+        "delta": 1e-5,
+        "seconds": 1,
+    }
+    run.folder.root.mkdir(parents=True)
+    (run.folder.root / "result.json").write_text(
+        json.dumps({**result, "test_accuracy_last": None, "test_accuracy_best": None})
+    )
+    assert "epsilon 2.001 (not for release: there is no privacy statement)" in sweep._outcome(run, 0)
 
 
 def test_a_launcher_option_that_is_not_yaml_is_named(tmp_path, capsys):

@@ -93,13 +93,80 @@ def test_what_died_without_a_checkpoint_is_set_aside_and_starts_anew(tmp_path):
     assert (folder.path / "abandoned_0" / "journal").read_text() == "one step"
 
 
+def test_a_start_is_set_aside_under_a_name_of_its_own(tmp_path):
+    folder = prepared(tmp_path)
+    for name in ("abandoned_1", "abandoned_x"):
+        (folder.path / name).mkdir()
+        (folder.path / name / "journal").touch()
+    folder.root.mkdir()
+    folder.abandon()
+    assert (folder.path / "abandoned_2").is_dir()
+    assert folder.abandoned == 2
+
+
+def test_loggers_write_in_the_folder_of_the_run(tmp_path):
+    logger = {"class_path": "CSVLogger", "init_args": {"save_dir": "/elsewhere", "name": "n"}}
+    for given in (logger, [logger], [True, logger], None, True):
+        settings = {"trainer": {"logger": given}}
+        folder = RunFolder.of(tmp_path, "name", settings)
+        folder.prepare(settings)
+        assert "/elsewhere" not in folder.config.read_text()
+        assert settings == {"trainer": {"logger": given}}
+    assert logger["init_args"]["save_dir"] == "/elsewhere"
+
+
+def test_what_the_statement_says_of_a_release_is_part_of_the_result(tmp_path):
+    folder = prepared(tmp_path)
+    worker.run_to_its_end(str(folder.path))
+    assert folder.result["release"] == "not for release: there is no privacy statement"
+    (folder.root / "privacy_statement.json").write_text('{"release": "ok"}')
+    assert folder.result["release"] == "ok"
+
+
+def test_slurms_warning_to_every_process_does_not_end_the_run(tmp_path):
+    folder = prepared(tmp_path, steps=1000, seconds=0.05)
+    stopped = []
+    thread = Thread(target=lambda: stopped.append(worker.run_to_its_end(str(folder.path), started=warn)))
+
+    def warn(process):
+        while not (folder.root / "last.ckpt").exists():
+            time.sleep(0.01)
+        process.send_signal(signal.SIGUSR2)
+        time.sleep(0.2)
+        process.terminate()
+
+    thread.start()
+    thread.join(30)
+    assert stopped == [143]
+
+
+def test_a_wait_for_another_ones_run_is_said_and_can_be_ended(tmp_path, capsys):
+    folder = prepared(tmp_path, steps=1000, seconds=0.05)
+    running = []
+    first = Thread(target=worker.run_to_its_end, args=(str(folder.path), None, running.append))
+    first.start()
+    while not running:
+        time.sleep(0.01)
+    asked = []
+
+    def stopping():
+        asked.append(True)
+        return len(asked) > 2
+
+    assert worker.run_to_its_end(str(folder.path), stopping=stopping) == -signal.SIGTERM
+    assert capsys.readouterr().err.count("another process runs it already; waiting for its end") == 1
+    running[0].terminate()
+    first.join(30)
+    assert len(starts(folder)) == 1
+
+
 def test_a_run_whose_checkpoints_are_all_damaged_is_set_aside_too(tmp_path):
     folder = prepared(tmp_path, then="die")
     worker.run_to_its_end(str(folder.path))
-    assert folder.has_checkpoint
+    assert folder.checkpoint is not None
     (checkpoint,) = folder.root.glob("*.ckpt")
     checkpoint.write_bytes(checkpoint.read_bytes()[:-10])
-    assert not folder.has_checkpoint
+    assert folder.checkpoint is None
     assert worker.run_to_its_end(str(folder.path)) == 0
     assert folder.finished
     assert folder.abandoned == 1
@@ -150,6 +217,18 @@ def test_a_number_of_jobs_that_is_none_is_refused(tmp_path, jobs):
         list(launch_local([str(prepared(tmp_path).path)], {"jobs": jobs}))
 
 
+@pytest.mark.parametrize("option", ["num_cpus", "num_gpus"])
+def test_what_is_no_number_of_cores_is_refused(tmp_path, option):
+    with pytest.raises(ConfigurationError, match=f"--launcher-option {option}=abc: give a number"):
+        list(LAUNCHERS["ray"]([str(prepared(tmp_path).path)], {option: "abc"}))
+
+
+def test_slurm_is_not_replaced_by_processes_here_in_silence(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(ConfigurationError, match=r"there is no SLURM on this machine.* cluster=local"):
+        list(LAUNCHERS["slurm"]([str(prepared(tmp_path).path)], {"jobs": 2}))
+
+
 @pytest.mark.slow  # starts a Ray of its own
 def test_a_ray_that_is_broken_off_stops_its_runs_with_checkpoints(tmp_path):
     # In a process of its own: Ray redirects what it finds open.
@@ -174,7 +253,7 @@ results.close()
     subprocess.run([sys.executable, "-c", code], check=True, timeout=240)
     for folder in folders[1:]:
         if (folder.path / "starts.txt").exists():
-            assert folder.has_checkpoint
+            assert folder.checkpoint is not None
             with pytest.raises(ProcessLookupError):
                 os.kill(starts(folder)[0]["pid"], 0)
 
@@ -205,7 +284,7 @@ def test_a_slurm_job_whose_time_is_up_leaves_a_checkpoint_and_is_queued_again(tm
     again = job.checkpoint(str(folder.path))
     thread.join()
     assert status == [143]
-    assert folder.has_checkpoint
+    assert folder.checkpoint is not None
     assert isinstance(again.function, _Job)
     assert again.args == (str(folder.path),)
 

@@ -4,11 +4,14 @@ import json
 import re
 import statistics
 import xml.etree.ElementTree as ElementTree
+from contextlib import contextmanager
 
 import pytest
 import yaml
+from matplotlib.figure import Figure
 
 from dp_lightning.errors import ConfigurationError
+from dp_lightning.experiments import report
 from dp_lightning.experiments.grid import FIGURES, Grid
 from dp_lightning.experiments.published import published
 from dp_lightning.experiments.report import grid_report
@@ -28,7 +31,7 @@ def grid_of(tmp_path, axes=AXES, **report):
     return Grid.load(path)
 
 
-def outcomes(tmp_path, grid, skip=(), **more):
+def outcomes(tmp_path, grid, skip=(), release="ok", **more):
     """Accuracy rises with the batch size for DP-Muon alone, and the second seed is two points above the first."""
     found = []
     for number, cell in enumerate(grid.cells()):
@@ -40,7 +43,8 @@ def outcomes(tmp_path, grid, skip=(), **more):
         result = {
             "test_accuracy_last": last,
             "test_accuracy_best": last + 0.1,
-            "test_accuracy_by_epoch": [0.1, last + 0.1, last],
+            "test_accuracy_curve": [0.1, last + 0.1, last],
+            "evaluated_after_steps": [1, 2, 100 * 256 // size],
             "completed": number not in skip,
             "num_steps": steps * 256 // size if number not in skip else 1,
             "num_steps_planned": 100 * 256 // size,
@@ -52,6 +56,7 @@ def outcomes(tmp_path, grid, skip=(), **more):
         }
         (folder.root / "version_0").mkdir(parents=True)
         (folder.root / "version_0" / "result.json").write_text(json.dumps(result))
+        (folder.root / "version_0" / "privacy_statement.json").write_text(json.dumps({"release": release}))
         found.append(Outcome.read(cell.labels, folder))
     return found
 
@@ -175,9 +180,75 @@ def test_a_grid_without_rows_or_columns_has_a_single_one(tmp_path, missing):
         assert row(text, "all runs", "55.0 ± 7.1")
 
 
+def test_what_must_not_be_released_says_so(tmp_path):
+    grid = grid_of(tmp_path)
+    assert "Not for release" not in grid_report(grid, outcomes(tmp_path, grid), tmp_path).markdown()
+    text = grid_report(
+        grid, outcomes(tmp_path / "more", grid, release="not for release: fixed seed"), tmp_path
+    ).markdown()
+    assert "The privacy statements of 12 runs say that they must not be released" in text
+    assert row(text, "DP-SGD 256 42", "not for release: fixed seed")
+
+
+def test_runs_that_were_last_evaluated_before_their_last_step_say_so(tmp_path):
+    grid = grid_of(tmp_path)
+    assert "last evaluated before" not in grid_report(grid, outcomes(tmp_path, grid), tmp_path).markdown()
+    early = outcomes(tmp_path / "more", grid, evaluated_after_steps=[1, 2, 5])
+    assert (
+        "12 of these runs were last evaluated before their last step" in grid_report(grid, early, tmp_path).markdown()
+    )
+
+
+def drawn_lines(monkeypatch, tmp_path, kind):
+    """The points of the lines of a figure, by label."""
+    found = {}
+
+    @contextmanager
+    def axes(page, folder, name, caption, *, panels=1):
+        made = Figure().subplots(1, panels, squeeze=False).flatten()
+        yield made
+        for ax in made:
+            for line in ax.get_lines():
+                if len(line.get_xdata()) > 1:
+                    found.setdefault(str(line.get_label()), []).append([float(y) for y in line.get_ydata()])
+            for container in ax.containers:
+                found[container.get_label()] = [[float(y) for y in container.lines[0].get_ydata()]]
+
+    monkeypatch.setattr(report, "figure", axes)
+    grid = grid_of(tmp_path, figures=[kind], published="cifar10_batch")
+    grid_report(grid, outcomes(tmp_path, grid), tmp_path)
+    return found
+
+
+def test_the_figure_draws_the_mean_of_the_last_accuracy_over_seeds(tmp_path, monkeypatch):
+    lines = drawn_lines(monkeypatch, tmp_path, "accuracy")
+    assert lines["DP-Muon"] == [pytest.approx([41.0, 46.0, 51.0])]
+    assert lines["DP-SGD"] == [pytest.approx([41.0] * 3)]
+    papers = [points for label, every in lines.items() if label.startswith("_") for points in every]
+    table = published()["accuracy"]["cifar10_batch"]["values"]["DP-Muon"]
+    assert [table[size][0] for size in (256, 512, 4096)] in papers
+
+
+def test_the_figure_of_deviations_draws_those_of_runs_and_paper(tmp_path, monkeypatch):
+    lines = drawn_lines(monkeypatch, tmp_path, "deviation")
+    assert lines["DP-Muon"] == [pytest.approx([2**0.5] * 3)]
+    papers = [points for label, every in lines.items() if label.startswith("_") for points in every]
+    table = published()["accuracy"]["cifar10_batch"]["values"]["DP-Muon"]
+    assert [table[size][1] for size in (256, 512, 4096)] in papers
+
+
+def test_curves_are_means_over_seeds(tmp_path, monkeypatch):
+    lines = drawn_lines(monkeypatch, tmp_path, "curves")
+    assert lines["DP-Muon"] == [pytest.approx([10.0, 51.0 + rise, 41.0 + rise]) for rise in (0, 5, 10)]
+
+
 def test_overrides_are_named_on_the_page(tmp_path):
     text = grid_report(grid_of(tmp_path), [], tmp_path, override=["trainer.max_epochs=1"]).markdown()
     assert "With these settings in the place of the grid's: trainer.max_epochs=1." in text
+    grid = grid_of(tmp_path, published="cifar10_batch")
+    text = grid_report(grid, outcomes(tmp_path, grid), tmp_path, override=["trainer.max_epochs=1"]).markdown()
+    assert "The paper's numbers are left out" in text
+    assert "| DP-SGD | 39.4 ± 1.2" not in text
 
 
 def test_labels_are_shown_as_they_are(tmp_path):
@@ -190,7 +261,9 @@ def test_labels_are_shown_as_they_are(tmp_path):
         folder.root.mkdir(parents=True)
         result = dict.fromkeys(["num_steps", "num_steps_planned", "epsilon", "delta", "seconds"], 1.0)
         result |= {"completed": True, "test_accuracy_last": 0.5, "test_accuracy_best": 0.5}
-        (folder.root / "result.json").write_text(json.dumps({**result, "test_accuracy_by_epoch": [0.1, 0.5]}))
+        (folder.root / "result.json").write_text(
+            json.dumps({**result, "test_accuracy_curve": [0.1, 0.5], "evaluated_after_steps": [1, 2]})
+        )
         found.append(Outcome.read(cell.labels, folder))
     text = grid_report(grid, found, tmp_path).markdown()
     assert "| \\_a\\*b\\|c | 50.0 ± 0.0 | 50.0 ± 0.0 |" in text

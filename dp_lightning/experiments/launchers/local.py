@@ -45,7 +45,7 @@ def launch_local(folders: Sequence[str], options: Mapping[str, Any]) -> Generato
     def run(folder: str) -> int:
         environment = free.get()
         try:
-            return run_to_its_end(folder, environment, note)
+            return run_to_its_end(folder, environment, note, stopping.is_set)
         finally:
             free.put(environment)
 

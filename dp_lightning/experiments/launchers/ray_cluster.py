@@ -6,6 +6,7 @@ from collections.abc import Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any
 
+from dp_lightning.errors import ConfigurationError
 from dp_lightning.experiments.launchers.options import failed, known_options, missing_extra
 from dp_lightning.experiments.worker import run_to_its_end
 
@@ -25,16 +26,27 @@ def launch_ray(folders: Sequence[str], options: Mapping[str, Any]) -> Generator[
             machine's cores and GPUs; ``num_cpus`` and ``num_gpus`` of each run, by default 1 and 0.
 
     Raises:
-        ConfigurationError: where ray is not installed, or has no such option.
+        ConfigurationError: where ray is not installed, an option is not one, or no cluster is at the address.
     """
     try:
         import ray
     except ImportError as error:
         raise missing_extra("ray", "ray") from error
     chosen = known_options("ray", options, {"address": None, "num_cpus": 1, "num_gpus": 0})
-    ray.init(address=chosen["address"], include_dashboard=False, logging_level=logging.WARNING, log_to_driver=False)
+    needed = {"CPU": chosen["num_cpus"], "GPU": chosen["num_gpus"]}
+    for name, number in needed.items():
+        if isinstance(number, bool) or not isinstance(number, int | float) or number < 0:
+            raise ConfigurationError(f"--launcher-option num_{name.lower()}s={number}: give a number, such as 1.")
+    try:
+        ray.init(address=chosen["address"], include_dashboard=False, logging_level=logging.WARNING, log_to_driver=False)
+    except (ConnectionError, ValueError, RuntimeError) as error:
+        raise ConfigurationError(f"--launcher-option address={chosen['address']}: {error}") from error
     waiting: dict[Any, str] = {}
     try:
+        there = ray.cluster_resources()
+        for name, number in needed.items():
+            if number > there.get(name, 0):
+                print(f"The Ray cluster has {there.get(name, 0):g} {name}, and each run needs {number:g}: they wait.")
         task = ray.remote(num_cpus=chosen["num_cpus"], num_gpus=chosen["num_gpus"], max_retries=0)(_run)
         waiting |= {task.remote(folder): folder for folder in folders}
         while waiting:

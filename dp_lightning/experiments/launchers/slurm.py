@@ -46,22 +46,31 @@ def launch_slurm(folders: Sequence[str], options: Mapping[str, Any]) -> Generato
 
     Args:
         folders: of the runs, on a file system that the nodes share.
-        options: ``cluster``, None for the one of this machine or ``local`` for processes here; every other one goes to
+        options: ``cluster``, None for the one of this machine or ``local`` for processes here; ``jobs``, runs at once;
+            every other one goes to
             submitit's ``AutoExecutor.update_parameters``, such as ``slurm_partition``, ``timeout_min``,
             ``gpus_per_node``, ``cpus_per_task`` and ``slurm_array_parallelism``.
 
     Raises:
-        ConfigurationError: where submitit is not installed, or does not take an option.
+        ConfigurationError: where submitit is not installed, or does not take an option, or there is no SLURM.
     """
     try:
         import submitit
     except ImportError as error:
         raise missing_extra("slurm", "submitit") from error
-    given = dict(options)
+    given = {"name": "dpl-sweep", **options}
+    cluster = given.pop("cluster", None)
+    if "jobs" in given:
+        given["slurm_array_parallelism"] = given.pop("jobs")
+    if cluster is None and submitit.AutoExecutor.which() != "slurm":
+        raise ConfigurationError(
+            "--launcher slurm: there is no SLURM on this machine. Start the sweep where sbatch is, or give "
+            "--launcher-option cluster=local to try it with processes here, all of them at once."
+        )
     try:
         logs = Path(folders[0]).parent / "slurm"
-        executor = submitit.AutoExecutor(folder=logs, cluster=given.pop("cluster", None))
-        executor.update_parameters(name="dpl-sweep", **given)
+        executor = submitit.AutoExecutor(folder=logs, cluster=cluster)
+        executor.update_parameters(**given)
         with executor.batch():
             submitted = [executor.submit(_Job(), folder) for folder in folders]
     except (ValueError, TypeError, NameError, RuntimeError) as error:
