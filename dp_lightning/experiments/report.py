@@ -1,16 +1,17 @@
 """The page of a grid: tables and figures of its runs, beside the paper's numbers."""
 
-import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from dp_lightning.errors import ConfigurationError
 from dp_lightning.experiments.document import Document
-from dp_lightning.experiments.figures import figure, place_on_axis, plain, style
+from dp_lightning.experiments.drawings import DRAWINGS
 from dp_lightning.experiments.grid import SEED, Grid
 from dp_lightning.experiments.published import published
 from dp_lightning.experiments.results import (
+    BESIDE,
+    LAST,
     Outcome,
     Panel,
     Spread,
@@ -21,8 +22,7 @@ from dp_lightning.experiments.results import (
     spread,
 )
 
-_LAST, _BEST = per_cent("test_accuracy_last"), per_cent("test_accuracy_best")
-_AVERAGED = per_cent("averaged_test_accuracy_last")
+_BEST, _AVERAGED = per_cent("test_accuracy_best"), per_cent("averaged_test_accuracy_last")
 _SCOPE = (
     "Every epsilon is of one run alone. Whoever chooses among runs by what they reach on private data spends more than "
     "any one of them."
@@ -57,7 +57,7 @@ def grid_report(grid: Grid, outcomes: Sequence[Outcome], folder: Path, *, overri
         _accuracies(page, grid, panel, paper)
         name = grid.path.stem + (f"_{number + 1}" if panel.title else "")
         for kind in grid.report.figures:
-            _FIGURES[kind](page, folder, f"{name}_{kind}", grid, panel, paper)
+            DRAWINGS[kind](page, folder, f"{name}_{kind}", grid, panel, paper)
         if "snr" in grid.report.figures:
             _correlations(page, grid, panel)
     _missing(page, outcomes)
@@ -93,7 +93,7 @@ def _accuracies(page: Document, grid: Grid, panel: Panel, paper: Mapping[str, Ma
 
     seeds = f"mean ± standard deviation over {len(grid.axes[SEED])} seeds" if SEED in grid.axes else "one run each"
     page.say(f"Accuracy after the last step, {seeds}:")
-    page.table(rows(_LAST))
+    page.table(rows(LAST))
     results = [o.result for found in panel.outcomes.values() for o in found if o.finished and o.result]
     if any(_AVERAGED(result) is not None for result in results):
         page.say("The same of the averaged weights:")
@@ -130,104 +130,13 @@ def _pair(value: list[float] | None) -> str:
     return "-" if value is None else " ± ".join(f"{number:.1f}" for number in value)
 
 
-def _draw_accuracy(page: Document, folder: Path, name: str, grid: Grid, panel: Panel, paper: Mapping[str, Any]) -> None:
-    caption = f"Test accuracy after the last step{', and the paper (best over epochs, dashed)' if paper else ''}"
-    with figure(page, folder, name, caption) as (ax,):
-        _lines(ax, panel, paper, lambda found: (found.mean, found.deviation or 0.0), 0)
-        _finish(ax, grid.report.columns or "", "test accuracy (%)")
-
-
-def _draw_deviation(
-    page: Document, folder: Path, name: str, grid: Grid, panel: Panel, paper: Mapping[str, Any]
-) -> None:
-    caption = f"Standard deviation of the last test accuracy over seeds{', and the paper (dashed)' if paper else ''}"
-    with figure(page, folder, name, caption) as (ax,):
-        _lines(ax, panel, paper, lambda found: (found.deviation, None), 1)
-        _finish(ax, grid.report.columns or "", "standard deviation (points)")
-
-
-def _lines(
-    ax: Any,
-    panel: Panel,
-    paper: Mapping[str, Any],
-    shown: Callable[[Spread], tuple[float | None, float | None]],
-    of_pair: int,
-) -> None:
-    """A line for each row over the columns, and the paper's beside it.
-
-    Args:
-        ax: to draw on.
-        panel: the runs.
-        paper: its pairs of mean and deviation.
-        shown: height of a point and length of its bar; a height of None is no point.
-        of_pair: which number of the paper's pair is shown.
-    """
-    places = place_on_axis(ax, panel.columns)
-    for number, row in enumerate(panel.rows):
-        known, theirs = [], []
-        for x, column in zip(places, panel.columns, strict=True):
-            height, bar = shown(spread(panel.outcomes.get((row, column), ()), _LAST))
-            if height is not None:
-                known.append((x, height, bar))
-            pair = paper.get(row, {}).get(column, [])
-            if len(pair) > of_pair:
-                theirs.append((x, pair[of_pair]))
-        if known:
-            xs, heights, bars = zip(*known, strict=True)
-            lengths = None if bars[0] is None else bars
-            ax.errorbar(xs, heights, lengths, label=plain(row), capsize=3, **style(number))
-        if theirs:
-            label = None if known else plain(f"{row}, paper")
-            ax.plot(*zip(*theirs, strict=True), linestyle="--", alpha=0.6, label=label, **style(number))
-
-
-def _draw_curves(page: Document, folder: Path, name: str, grid: Grid, panel: Panel, paper: Mapping[str, Any]) -> None:
-    with figure(page, folder, name, "Test accuracy by steps taken, mean over seeds", panels=len(panel.columns)) as axes:
-        for ax, column in zip(axes, panel.columns, strict=True):
-            for number, row in enumerate(panel.rows):
-                found = [o.result for o in panel.outcomes.get((row, column), ()) if o.finished and o.result]
-                curves = [result["test_accuracy_curve"] for result in found if result.get("test_accuracy_curve")]
-                if curves:
-                    steps = found[0]["evaluated_after_steps"]
-                    mean = [100 * statistics.fmean(values) for values in zip(*curves, strict=False)]
-                    ax.plot(steps[: len(mean)], mean, label=plain(row), color=style(number)["color"])
-            ax.set_title(plain(column if grid.report.columns is None else f"{grid.report.columns} {column}"))
-            _finish(ax, "steps", "test accuracy (%)")
-
-
-def _draw_snr(page: Document, folder: Path, name: str, grid: Grid, panel: Panel, paper: Mapping[str, Any]) -> None:
-    with figure(page, folder, name, "Accuracy beside steps and signal-to-noise ratio", panels=2) as axes:
-        for ax, (label, quantity) in zip(axes, _BESIDE.items(), strict=True):
-            for number, row in enumerate(panel.rows):
-                found = [panel.outcomes.get((row, column), ()) for column in panel.columns]
-                pairs = [(spread(o, quantity).mean, spread(o, _LAST).mean) for o in found]
-                known = sorted((x, y) for x, y in pairs if x is not None and y is not None)
-                if known:
-                    ax.plot(*zip(*known, strict=True), label=plain(row), **style(number))
-            _finish(ax, label, "test accuracy (%)")
-
-
-def _finish(ax: Any, x: str, y: str) -> None:
-    ax.set_xlabel(plain(x))
-    ax.set_ylabel(y)
-    if ax.get_legend_handles_labels()[0]:
-        ax.legend(frameon=False, fontsize=8)
-
-
-_FIGURES = {"accuracy": _draw_accuracy, "deviation": _draw_deviation, "curves": _draw_curves, "snr": _draw_snr}
-_BESIDE = {
-    "steps": lambda result: float(result["num_steps"]),
-    "signal-to-noise ratio, first epoch": lambda result: result.get("snr_first_epoch"),
-}
-
-
 def _correlations(page: Document, grid: Grid, panel: Panel) -> None:
     if grid.report.columns is None:
         return
     page.say(f"Pearson's r of the mean accuracy over {grid.report.columns}:")
-    rows = [[grid.report.rows or "", *_BESIDE]]
+    rows = [[grid.report.rows or "", *BESIDE]]
     for row in panel.rows:
-        found = [correlation(panel, row, _LAST, quantity) for quantity in _BESIDE.values()]
+        found = [correlation(panel, row, LAST, quantity) for quantity in BESIDE.values()]
         rows.append([row, *("-" if value is None else f"{value:+.2f}" for value in found)])
     page.table(rows)
 
@@ -295,7 +204,7 @@ def _runs(page: Document, grid: Grid, outcomes: Sequence[Outcome]) -> None:
         rows.append(
             [
                 *outcome.labels.values(),
-                *("-" if value is None else f"{value:.1f}" for value in (_LAST(result), _BEST(result))),
+                *("-" if value is None else f"{value:.1f}" for value in (LAST(result), _BEST(result))),
                 shown_epsilon(result["epsilon"]),
                 f"{result['delta']:g}",
                 _steps(result),

@@ -100,6 +100,15 @@ def per_cent(key: str) -> Quantity:
     return lambda result: None if result.get(key) is None else 100 * result[key]
 
 
+#: Accuracy after the last step.
+LAST = per_cent("test_accuracy_last")
+#: What accuracy is set beside, by its name.
+BESIDE: Mapping[str, Quantity] = {
+    "steps": lambda result: float(result["num_steps"]),
+    "signal-to-noise ratio, first epoch": lambda result: result.get("snr_first_epoch"),
+}
+
+
 def shown_epsilon(epsilon: float | str) -> str:
     """Epsilon with three decimals, rounded up: what is shown is never below what was spent."""
     return epsilon if isinstance(epsilon, str) else f"{math.ceil(1000 * epsilon) / 1000:.3f}"

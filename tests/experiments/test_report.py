@@ -11,7 +11,7 @@ import yaml
 from matplotlib.figure import Figure
 
 from dp_lightning.errors import ConfigurationError
-from dp_lightning.experiments import report
+from dp_lightning.experiments import drawings
 from dp_lightning.experiments.grid import FIGURES, Grid
 from dp_lightning.experiments.published import published
 from dp_lightning.experiments.report import grid_report
@@ -214,7 +214,7 @@ def drawn_lines(monkeypatch, tmp_path, kind):
             for container in ax.containers:
                 found[container.get_label()] = [[float(y) for y in container.lines[0].get_ydata()]]
 
-    monkeypatch.setattr(report, "figure", axes)
+    monkeypatch.setattr(drawings, "figure", axes)
     grid = grid_of(tmp_path, figures=[kind], published="cifar10_batch")
     grid_report(grid, outcomes(tmp_path, grid), tmp_path)
     return found
