@@ -95,12 +95,13 @@ def test_steps_lost_in_a_crash_count_as_spent(tmp_path):
 
 
 @pytest.mark.slow  # many starts of Lightning
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize(("ranks", "kills", "noise_seed"), [(1, 50, None), (2, 50, None), (1, 15, 3)])
 def test_kills_at_random_moments_lose_little_and_never_repeat_noise(tmp_path, ranks, kills, noise_seed):
     settings = {"folder": str(tmp_path), "ranks": ranks, "kills": kills, "noise_seed": noise_seed}
     script = Path(__file__).parent / "run_until_killed.py"
     shown = subprocess.run(
-        [sys.executable, str(script), json.dumps(settings)], capture_output=True, text=True, timeout=900, check=False
+        [sys.executable, str(script), json.dumps(settings)], capture_output=True, text=True, timeout=580, check=False
     )
     assert shown.returncode == 0, shown.stderr[-3000:]
     found = json.loads(shown.stdout.splitlines()[-1])
