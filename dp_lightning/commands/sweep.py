@@ -238,7 +238,7 @@ def _parser() -> argparse.ArgumentParser:
     add_grid_options(parser)
     parser.add_argument("--dry-run", action="store_true", help="print the commands and what each run costs")
     parser.add_argument("--launcher", choices=sorted(LAUNCHERS), default="local", help="default: local")
-    parser.add_argument("--jobs", type=int, help="runs at once of the local launcher; default: one for each GPU")
+    parser.add_argument("--jobs", type=int, help="runs at once of local (default: one for each GPU) and slurm")
     parser.add_argument(
         "--launcher-option",
         action="append",

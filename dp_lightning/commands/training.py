@@ -23,6 +23,7 @@ from dp_lightning.callbacks import (
     SignalToNoise,
 )
 from dp_lightning.callbacks.interruption import slurm_job
+from dp_lightning.callbacks.privacy import privacy_of
 from dp_lightning.callbacks.settings import check_precision
 from dp_lightning.commands.memory import keep_freed_memory
 from dp_lightning.commands.parser import StrictParser
@@ -116,10 +117,10 @@ class TrainingCLI(LightningCLI):
         if lr_scheduler is None:
             return optimizer
         if isinstance(lr_scheduler, WarmupCosine):
-            callbacks: list[pl.Callback] = lightning_module.trainer.callbacks  # type: ignore[attr-defined]
-            plan = next(c.plan for c in callbacks if isinstance(c, PrivacyCallback))
-            assert plan is not None
-            lr_scheduler.set_num_steps(plan.num_steps)
+            privacy = privacy_of(lightning_module.trainer)
+            assert privacy is not None
+            assert privacy.plan is not None
+            lr_scheduler.set_num_steps(privacy.plan.num_steps)
         if isinstance(lr_scheduler, ReduceLROnPlateau):
             plateau = {"scheduler": lr_scheduler, "monitor": lr_scheduler.monitor}
             return {"optimizer": optimizer, "lr_scheduler": plateau}
