@@ -49,7 +49,8 @@ class Journal:
     def read(self, folder: Path) -> Ledger | None:
         """The steps in the journal that stands in ``folder`` and in those that it names; None where there is none.
 
-        From now on steps are recorded in all of them. A step that any of them holds counts.
+        A step that any of them holds counts, and each of them gets those that it lacks: a process may have been killed
+        after it wrote to one of them. From now on steps are recorded in all of them.
 
         Raises:
             DataError: when one cannot be read or written.
@@ -61,6 +62,7 @@ class Journal:
         for known in dict.fromkeys([path, *named]):
             if known.is_file():
                 self._take(known)
+        self._complete()
         return self.ledger
 
     def add_folder(self, folder: Path, ledger: Ledger) -> None:
@@ -72,23 +74,21 @@ class Journal:
         path = self.path(folder)
         if path in self._files:
             return
-        held = _steps(path) if path.is_file() else {}
-        self._steps |= held
+        self._steps |= _steps(path) if path.is_file() else {}
         for step in (ledger.totals - Counter(self._steps.values())).elements():
             self._steps[secrets.token_hex(8)] = step
-        lines = [_step_line(name, step) for name, step in self._steps.items() if name not in held]
-        lines += [_line({"folder": str(known.parent)}) for known in self._files]
-        if not path.is_file():
+        folders = [_line({"folder": str(known.parent)}) for known in self._files]
+        stood = path.is_file()
+        if not stood:
             try:
                 with replacing(path) as file:
-                    file.writelines(lines)
+                    file.writelines([*(_step_line(name, step) for name, step in self._steps.items()), *folders])
             except OSError as error:
                 raise _not_written(path, error) from error
-            lines = []
         self._append(_line({"folder": str(path.parent)}))
         self._take(path)
-        if lines:
-            self._files[path] += _append(path, b"".join(lines))
+        self._write(path, folders if stood else [])
+        self._complete()
 
     def record(self, *, noise_multiplier: float, sample_rate: float) -> None:
         """Write one step to disk, in every folder.
@@ -108,6 +108,12 @@ class Journal:
                 _append(path, b"\n")
             self._files[path] = path.stat().st_size
 
+    def _complete(self) -> None:
+        """Give each file the steps that it lacks."""
+        for path in self._files:
+            held = _steps(path)
+            self._write(path, [_step_line(name, step) for name, step in self._steps.items() if name not in held])
+
     def _append(self, line: bytes) -> None:
         for path, held in self._files.items():
             if path.is_file() and path.stat().st_size != held:
@@ -115,7 +121,11 @@ class Journal:
                     f"The journal of steps {path} was changed by another process. Two processes must not go on with "
                     "the same run at once: stop one of them, and resume from the newest checkpoint."
                 )
-            self._files[path] += _append(path, line)
+            self._write(path, [line])
+
+    def _write(self, path: Path, lines: list[bytes]) -> None:
+        if lines:
+            self._files[path] += _append(path, b"".join(lines))
 
 
 def _append(path: Path, line: bytes) -> int:

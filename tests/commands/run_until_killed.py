@@ -117,10 +117,9 @@ def lines(path):
 
 
 def recorded(folder):
-    """Steps in each of the journals."""
-    return [
-        sum("noise_multiplier" in line for line in lines(path)) for path in folder.glob("**/privacy_journal_*.jsonl")
-    ]
+    """Steps in each of the journals; a line that a kill cut short is one."""
+    paths = folder.glob("**/privacy_journal_*.jsonl")
+    return [sum('"folder": ' not in line for line in lines(path)) for path in paths]
 
 
 def newest(folder):

@@ -102,6 +102,27 @@ def test_a_step_that_only_a_named_journal_holds_counts(tmp_path):
     other = one.path(second)
     other.write_bytes(other.read_bytes() + line.replace(b'"a"', b'"b"'))
     assert read(first).num_steps == read(second).num_steps == 3
+    # From now on each of them holds all, so that the other may be lost.
+    kept = path.read_bytes()
+    path.unlink()
+    assert read(second).num_steps == 3
+    other.unlink()
+    path.write_bytes(kept)
+    assert read(first).num_steps == 3
+
+
+@pytest.mark.parametrize("cut", [2, 10, 40])
+def test_a_step_that_one_journal_holds_cut_short_is_the_same_step_in_all(tmp_path, cut):
+    first, second = tmp_path / "a", tmp_path / "b"
+    one = journal(first, 2)
+    one.add_folder(second, Ledger())
+    # Killed while it wrote to the first file.
+    step = b'{"step": "a", "noise_multiplier": 1.5, "sample_rate": 0.25}\n'
+    one.path(first).write_bytes(one.path(first).read_bytes() + step[:-cut])
+    for _ in range(2):
+        assert read(second).num_steps == read(first).num_steps == 3
+    one.path(first).unlink()
+    assert read(second).num_steps == 3
 
 
 def mechanism(folder):
