@@ -1,12 +1,15 @@
-"""Random crop and flip of a whole batch at once, drawn for each image by itself.
+"""Random crops and flips: of a whole batch at once, drawn for each image by itself, and of one image as it was decoded.
 
 torchvision's transforms draw once for all images of a batch, so they would have to run image by image: 36 microseconds
 for a crop and a flip of a 32x32 image on one CPU core, where this takes 4.
 """
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torchvision.transforms import v2
 
 
 class CropAndFlip:
@@ -37,9 +40,23 @@ class CropAndFlip:
         return chosen.view(images.shape)
 
 
+class RandomResizedCrop(v2.RandomResizedCrop):
+    """torchvision's for one uint8 image, the same to the bit, in 0.13 in place of 0.20 ms at 224 pixels.
+
+    A decoded image has the channels of a pixel side by side. The resize reads that fastest where no gap lies between
+    the rows of the crop.
+    """
+
+    def transform(self, inpt: Any, params: dict[str, Any]) -> Any:
+        """uint8 (C, H, W) to (C, size, size)."""
+        rows = slice(params["top"], params["top"] + params["height"])
+        columns = slice(params["left"], params["left"] + params["width"])
+        crop = inpt[None, :, rows, columns].contiguous(memory_format=torch.channels_last)
+        return F.interpolate(crop, self.size, mode="bilinear", antialias=True)[0]
+
+
 def _mirrored(images: Tensor) -> Tensor:
-    """Each image mirrored with probability 1/2."""
-    chosen = torch.rand(len(images), device=images.device) < 0.5
-    images = images.clone()
-    images[chosen] = images[chosen].flip(3)
-    return images
+    """Each image mirrored with probability 1/2; one after the other, where an index would cost several times as much."""
+    chosen = torch.rand(len(images)) < 0.5
+    pairs = zip(images, chosen.tolist(), strict=True)
+    return torch.stack([image.flip(2) if flip else image for image, flip in pairs])

@@ -16,7 +16,7 @@ from torch import Tensor
 from torchvision.datasets.folder import IMG_EXTENSIONS
 from torchvision.transforms import v2
 
-from dp_lightning.datamodules.augmentation import CropAndFlip
+from dp_lightning.datamodules.augmentation import CropAndFlip, RandomResizedCrop
 from dp_lightning.datamodules.base import ImageDataModule, Split, checked_labels
 from dp_lightning.datamodules.dataset import Transform
 from dp_lightning.datamodules.file_source import FileNames, FileSource
@@ -150,7 +150,7 @@ class ImageNet(ImageFolder):
         return folders
 
     def random_transform(self) -> Transform | None:
-        return v2.RandomResizedCrop(self.image_size) if self.augment else None
+        return RandomResizedCrop(self.image_size) if self.augment else None
 
     def augmentation(self) -> Transform | None:
         return CropAndFlip(padding=0, flip=True) if self.augment and self.flip else None

@@ -153,9 +153,16 @@ def test_imagenet_uses_val_as_the_test_set_and_ignores_the_unlabelled_test_folde
 
 def test_imagenet_transforms_are_the_usual_ones(tmp_path):
     data = ImageNet(str(tmp_path))
-    resize, crop = data.image_transform().transforms
-    assert (resize.size, crop.size) == ([256], (224, 224))
-    assert isinstance(data.random_transform(), v2.RandomResizedCrop)
+    resize, centre = data.image_transform().transforms
+    assert (resize.size, centre.size) == ([256], (224, 224))
+    ours, theirs = data.random_transform(), v2.RandomResizedCrop(224)
+    decoded = torch.randint(0, 256, (300, 310, 3), dtype=torch.uint8).permute(2, 0, 1)
+    for seed in range(20):
+        crops = []
+        for crop in (ours, theirs):
+            torch.manual_seed(seed)
+            crops.append(crop(decoded))
+        assert torch.equal(*crops)
     assert (data.augmentation().padding, data.augmentation().flip) == (0, True)
 
 
