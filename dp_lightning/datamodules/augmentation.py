@@ -56,7 +56,7 @@ class RandomResizedCrop(v2.RandomResizedCrop):
 
 
 def _mirrored(images: Tensor) -> Tensor:
-    """Each image mirrored with probability 1/2; one after the other, where an index would cost several times as much."""
+    """Each image mirrored with probability 1/2; one after the other, as an index would cost several times more."""
     chosen = torch.rand(len(images)) < 0.5
     pairs = zip(images, chosen.tolist(), strict=True)
     return torch.stack([image.flip(2) if flip else image for image, flip in pairs])

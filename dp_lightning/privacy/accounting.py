@@ -7,13 +7,12 @@ such steps are (epsilon, delta)-DP with an epsilon that three accountants bound 
 - ``prv``: numerical composition of the privacy loss (Gopi, Lee and Wutschitz 2021), by Opacus; the upper end
   of its interval. It composes the loss of removing an example; that of adding one was never larger where the
   two were compared through ``pld``, which takes the larger of both.
-- ``rdp``: Renyi DP of the sampled Gaussian (Mironov, Talwar and Zhang 2019), converted by Theorem 21 of Balle
-  et al. 2020.
+- ``rdp``: Renyi DP of the sampled Gaussian (``renyi.py``), converted by Theorem 21 of Balle et al. 2020.
 - ``pld``: privacy loss distributions with a pessimistic discretisation (Doroshenko et al. 2022), by
   dp-accounting; optional.
 
 The Renyi bound is cheap. It caps the other two and stands in for them wherever their float64 arithmetic
-cannot be trusted; where even its own series overflows, epsilon is infinite. An accountant that fails never
+cannot be trusted; where even its own numbers overflow, epsilon is infinite. An accountant that fails never
 yields a smaller number.
 """
 
@@ -27,6 +26,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from dp_lightning.errors import BudgetError, ConfigurationError
+from dp_lightning.privacy import renyi
 
 ACCOUNTANTS = ("prv", "rdp", "pld")
 
@@ -78,7 +78,7 @@ def compose(runs: Iterable[Run], *, delta: float, accountant: str = "prv") -> fl
     check_accountant(accountant)
     check_delta(delta)
     totals = _totals(_check_run(*run) for run in runs)
-    merged = [(sigma, q, count) for (sigma, q), count in totals.items()]
+    merged = tuple((sigma, q, count) for (sigma, q), count in totals.items())
     if not merged:
         return 0.0
     if any(sigma == 0 for sigma, _, _ in merged):
@@ -238,24 +238,15 @@ def _rdp_epsilon(runs: Sequence[Run], delta: float) -> float:
 @functools.lru_cache(maxsize=1024)
 def _divergences(sigma: float, q: float) -> tuple[float, ...]:
     """The Renyi divergence R(a) of one step at each of ``_ORDERS``."""
-    from opacus.accountants.analysis.rdp import compute_rdp
-
-    found = []
-    for order in _ORDERS:
-        try:
-            divergence = float(compute_rdp(q=q, noise_multiplier=sigma, steps=1, orders=float(order)))
-        except (ArithmeticError, ValueError):
-            divergence = math.nan
-        # Rounding can leave a divergence of zero slightly negative. Where the series of this order cannot be
-        # summed in float64, the other orders bound epsilon without it.
-        found.append(math.inf if math.isnan(divergence) else max(0.0, divergence))
-    return tuple(found)
+    # Where that of one order is beyond float64, the others bound epsilon without it.
+    found = renyi.divergences(sigma, q, _ORDERS).tolist()
+    return tuple(math.inf if math.isnan(divergence) else divergence for divergence in found)
 
 
-def _prv_epsilon(runs: Sequence[Run], delta: float, rdp_bound: float) -> float:
-    """Opacus' PRV upper bound, or infinity where float64 cannot carry it."""
-    from opacus.accountants.analysis.prv import PoissonSubsampledGaussianPRV, compute_safe_domain_size
-    from opacus.accountants.prv import PRVAccountant
+@functools.lru_cache(maxsize=64)
+def _prv_epsilon(runs: tuple[Run, ...], delta: float, rdp_bound: float) -> float:
+    """The upper bound by Opacus' PRV, or infinity where float64 cannot carry it."""
+    from opacus.accountants.analysis import prv
 
     num_steps = sum(count for _, _, count in runs)
     if delta < max(_SMALLEST_FFT_DELTA, _FFT_MARGIN * num_steps) or math.isinf(rdp_bound):
@@ -264,28 +255,31 @@ def _prv_epsilon(runs: Sequence[Run], delta: float, rdp_bound: float) -> float:
     try:
         with warnings.catch_warnings(), np.errstate(all="ignore"):
             warnings.simplefilter("ignore")
-            half_width = compute_safe_domain_size(
-                prvs=[PoissonSubsampledGaussianPRV(q, sigma) for sigma, q, _ in runs],
-                max_self_compositions=[count for _, _, count in runs],
-                eps_error=0.01,
-                delta_error=delta_error,
-            )
-            # Opacus' mesh is eps_error / sqrt(T log(12/delta_error)/2) wide.
-            points = 2 * half_width * math.sqrt(num_steps * math.log(12 / delta_error) / 2) * len(runs)
-            # Opacus' own error is 0.01; smaller for small epsilon, larger where the grid would grow too long.
+            # Remark 5.6 of Gopi et al., with 3 more at each end, as they have it: Opacus' compute_safe_domain_size.
+            tails = [_rdp_epsilon([(sigma, q, 1)], delta_error / (8 * num_steps)) for sigma, q, _ in runs]
+            tail = max(_rdp_epsilon(runs, delta_error / 4), *tails)
+            points_per_error = math.sqrt(num_steps * math.log(12 / delta_error) / 2)
+            points = 2 * (max(tail, 0.01) + 3) * points_per_error * len(runs)
+            # An error of 0.01; smaller for small epsilon, larger where the grid would grow too long.
             eps_error = max(0.01 * min(1.0, rdp_bound), points / _MAX_PRV_POINTS)
             if not eps_error <= _MAX_PRV_ERROR:
                 return math.inf
-            accountant = PRVAccountant()
-            accountant.history = list(runs)
-            value = float(accountant.get_epsilon(delta, eps_error=eps_error, delta_error=delta_error))
+            half_width = max(tail, eps_error) + 3
+            domain = prv.Domain.create_aligned(-half_width, half_width, eps_error / points_per_error)
+            losses = [prv.PoissonSubsampledGaussianPRV(q, sigma) for sigma, q, _ in runs]
+            cut = [prv.TruncatedPrivacyRandomVariable(loss, domain.t_min, domain.t_max) for loss in losses]
+            total = prv.compose_heterogeneous(
+                [prv.discretize(loss, domain) for loss in cut], [count for _, _, count in runs]
+            )
+            _, _, value = total.compute_epsilon(delta, delta_error, eps_error)
     except (ArithmeticError, ValueError, RuntimeError, IndexError):
         return math.inf
     # An upper end below its own error margin means that the estimate was negative.
-    return max(value, eps_error) if not math.isnan(value) else math.inf
+    return max(float(value), eps_error) if not math.isnan(value) else math.inf
 
 
-def _pld_epsilon(runs: Sequence[Run], delta: float, rdp_bound: float) -> float:
+@functools.lru_cache(maxsize=64)
+def _pld_epsilon(runs: tuple[Run, ...], delta: float, rdp_bound: float) -> float:
     """dp-accounting's pessimistic bound, or infinity where it fails."""
     from dp_accounting.pld import privacy_loss_distribution as pld
 

@@ -3,10 +3,12 @@
 import io
 import math
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from opacus.accountants import PRVAccountant
 from scipy.optimize import brentq
 from scipy.stats import norm
 
@@ -54,6 +56,14 @@ def test_prv_and_pld_agree_and_rdp_is_above_both(sigma: float, rate: float, step
     # PRV reports the upper end of an interval of half width 0.01; it must not fall below the pessimistic PLD.
     assert pld - 1e-3 <= prv <= pld + 0.02
     assert max(prv, pld) <= rdp
+
+
+@pytest.mark.parametrize("runs", [[(0.85, 256 / 50_000, 9765)], [(3.25, 0.16384, 305), (2.0, 0.02, 700)]])
+def test_prv_is_that_of_opacus(runs: list) -> None:
+    accountant = PRVAccountant()
+    accountant.history = runs
+    expected = accountant.get_epsilon(1e-5, eps_error=0.01, delta_error=1e-8)
+    assert compose(runs, delta=1e-5) == pytest.approx(expected, rel=1e-4)
 
 
 def test_different_kinds_of_steps_compose_in_any_order() -> None:
@@ -108,9 +118,7 @@ def test_prv_gives_way_to_rdp_where_its_fft_is_inexact() -> None:
 
 
 def test_an_order_whose_series_fails_never_lowers_epsilon(monkeypatch: pytest.MonkeyPatch) -> None:
-    import opacus.accountants.analysis.rdp as opacus_rdp
-
-    monkeypatch.setattr(opacus_rdp, "compute_rdp", lambda **_: math.nan)
+    monkeypatch.setattr(accounting.renyi, "divergences", lambda *values: np.full(len(values[2]), math.nan))
     monkeypatch.setattr(accounting, "_divergences", accounting._divergences.__wrapped__)  # nothing remembered
     assert compose([(1.0, 0.01, 10)], delta=1e-5, accountant="rdp") == math.inf
 
