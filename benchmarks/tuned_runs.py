@@ -16,7 +16,6 @@ import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from threading import Lock
 from typing import Any, NamedTuple
 
 import yaml
@@ -24,9 +23,6 @@ import yaml
 _FACTOR = 3.0
 _MOST_RATES = 5
 CLI = Path(__file__).parents[1] / "cli.py"
-# A run that two cells share is made once.
-_RUNNING: dict[Path, Lock] = {}
-_CELLS_THAT_SHARE = Lock()
 
 
 class Cell(NamedTuple):
@@ -42,6 +38,11 @@ class Cell(NamedTuple):
     """Name of the folder of its runs, where it shares them with another cell."""
     average: bool = False
     """Whether accuracies are those of the averaged weights."""
+
+    @property
+    def runs(self) -> Path:
+        """The folder of its runs, below that of the comparison."""
+        return Path(f"batch_{self.batch_size}", self.folder or self.name)
 
 
 def base(options: argparse.Namespace, *, seed: int, rate: float, batch_size: int, folder: Path) -> dict[str, Any]:
@@ -84,11 +85,9 @@ def base(options: argparse.Namespace, *, seed: int, rate: float, batch_size: int
 
 def run(cell: Cell, rate: float, seed: int, options: argparse.Namespace) -> dict[str, Any]:
     """The result of one run, which is made unless it is there."""
-    folder = options.out / f"batch_{cell.batch_size}" / (cell.folder or cell.name) / f"lr_{rate:.3g}_seed_{seed}"
+    folder = options.out / cell.runs / f"lr_{rate:.3g}_seed_{seed}"
     result = folder / "result.json"
-    with _CELLS_THAT_SHARE:
-        lock = _RUNNING.setdefault(folder, Lock())
-    with lock:
+    if not result.is_file():
         _make(cell, rate, seed, folder, options)
     found: dict[str, Any] = json.loads(result.read_text())
     val, test = accuracies(cell, found)
@@ -101,14 +100,13 @@ def run(cell: Cell, rate: float, seed: int, options: argparse.Namespace) -> dict
 
 
 def _make(cell: Cell, rate: float, seed: int, folder: Path, options: argparse.Namespace) -> None:
-    if not (folder / "result.json").is_file():
-        shutil.rmtree(folder, ignore_errors=True)  # what an interrupted run has left
-        folder.mkdir(parents=True)
-        (folder / "run.yaml").write_text(yaml.safe_dump(cell.configuration(rate, seed, folder), sort_keys=False))
-        command = [sys.executable, str(CLI), "fit", "--config", str(folder / "run.yaml")]
-        with (folder / "log.txt").open("w") as log:
-            threads = {"OMP_NUM_THREADS": str(options.threads)}
-            subprocess.run(command, stdout=log, stderr=log, env={**os.environ, **threads}, check=True)
+    shutil.rmtree(folder, ignore_errors=True)  # what an interrupted run has left
+    folder.mkdir(parents=True)
+    (folder / "run.yaml").write_text(yaml.safe_dump(cell.configuration(rate, seed, folder), sort_keys=False))
+    command = [sys.executable, str(CLI), "fit", "--config", str(folder / "run.yaml")]
+    with (folder / "log.txt").open("w") as log:
+        threads = {"OMP_NUM_THREADS": str(options.threads)}
+        subprocess.run(command, stdout=log, stderr=log, env={**os.environ, **threads}, check=True)
 
 
 def accuracies(cell: Cell, found: dict[str, Any]) -> tuple[float, float]:
@@ -142,9 +140,14 @@ def tune(cell: Cell, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def compare(cells: Sequence[Cell], options: argparse.Namespace) -> None:
-    """Tune all cells, some at once, and print the table."""
+    """Tune all cells, some at once, and print the table; cells that share their runs one after the other."""
+    groups: dict[Path, list[Cell]] = {}
+    for cell in cells:
+        groups.setdefault(cell.runs, []).append(cell)
     with ThreadPoolExecutor(options.jobs) as pool:
-        rows = list(pool.map(lambda cell: tune(cell, options), cells))
+        tuned = pool.map(lambda group: [tune(cell, options) for cell in group], groups.values())
+        done = {(row["name"], row["batch_size"]): row for group in tuned for row in group}
+    rows = [done[cell.name, cell.batch_size] for cell in cells]
     (options.out / "table.json").write_text(json.dumps(rows, indent=1))
     print("\n| B | | lr | rates tried | test accuracy, mean | each seed |")
     print("| --- " * 6 + "|")

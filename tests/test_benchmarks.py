@@ -206,10 +206,11 @@ def test_cells_that_share_their_runs_make_them_once(comparisons, monkeypatch, tm
 
     monkeypatch.setattr(tuned_runs.subprocess, "run", fit)
     options = recipes.parse(["--data", "x.npz", "--out", str(tmp_path), "--jobs", "2"])
-    tuned_runs.compare([recipes.cell(rung, 64, options) for rung in ("augmult", "average")], options)
+    tuned_runs.compare([recipes.cell(rung, 64, options) for rung in ("plain", "augmult", "average")], options)
     assert len(made) == len(set(made))
+    assert {path.parent.name for path in made} == {"augmult", "plain"}
     rows = {row["name"]: row["test"] for row in json.loads((tmp_path / "table.json").read_text())}
-    assert rows == {"augmult": [0.25, 0.25], "average": [0.5, 0.5]}
+    assert rows == {"plain": [0.25, 0.25], "augmult": [0.25, 0.25], "average": [0.5, 0.5]}
     assert "| 64 | average | " in capsys.readouterr().out
 
 
