@@ -111,6 +111,17 @@ def test_a_step_that_only_a_named_journal_holds_counts(tmp_path):
     assert read(first).num_steps == 3
 
 
+def test_a_journal_that_stood_there_learns_of_the_others(tmp_path):
+    first, second = tmp_path / "a", tmp_path / "b"
+    journal(first, 2)
+    one = journal(second, 1)
+    one.add_folder(first, Ledger())
+    # Killed between the two files.
+    path = one.path(second)
+    path.write_bytes(path.read_bytes() + b'{"step": "a", "noise_multiplier": 1.5, "sample_rate": 0.25}\n')
+    assert read(first).num_steps == 4
+
+
 @pytest.mark.parametrize("cut", [2, 10, 40])
 def test_a_step_that_one_journal_holds_cut_short_is_the_same_step_in_all(tmp_path, cut):
     first, second = tmp_path / "a", tmp_path / "b"
