@@ -47,7 +47,7 @@ class Journal:
         return folder.resolve() / f"privacy_journal_{self.run}.jsonl"
 
     def read(self, folder: Path) -> Ledger | None:
-        """The steps in the journal that stands in ``folder`` and in those that it names; None where there is none.
+        """The steps in the journal that stands in ``folder`` and in those that they name; None where there is none.
 
         A step that any of them holds counts, and each of them gets those that it lacks: a process may have been killed
         after it wrote to one of them. From now on steps are recorded in all of them.
@@ -58,10 +58,12 @@ class Journal:
         path = self.path(folder)
         if not path.is_file():
             return None
-        named = [self.path(Path(entry["folder"])) for entry in _entries(path) if "folder" in entry]
-        for known in dict.fromkeys([path, *named]):
-            if known.is_file():
-                self._take(known)
+        known = [path]
+        for place in known:  # which grows by those that each of them names
+            if place.is_file():
+                self._take(place)
+                named = [self.path(Path(entry["folder"])) for entry in _entries(place) if "folder" in entry]
+                known += [other for other in dict.fromkeys(named) if other not in known]
         self._complete()
         return self.ledger
 

@@ -121,7 +121,10 @@ class PrivacyPlan:
         first = plan(1.0)  # names a wrong setting before the search starts
         steps = num_steps - sum(count for _, _, count in taken)
         if steps < 1:
-            raise BudgetError(f"num_steps is {num_steps} and {num_steps - steps} are taken already. Plan more steps.")
+            raise BudgetError(
+                f"num_steps is {num_steps} and {num_steps - steps} are taken already. Plan more "
+                "steps: trainer.max_epochs or trainer.max_steps."
+            )
         spent_already = compose(taken, delta=delta, accountant=accountant)
         if spent_already >= target_epsilon:
             raise BudgetError(

@@ -18,7 +18,7 @@ _SMALLEST_NOISE_OF_INTEGRALS = 0.05
 # The points are half of the integrand's smallest scale apart and reach 10 standard deviations beyond its two peaks:
 # both errors are below 1e-16 of the result.
 _POINTS_PER_SCALE, _DEVIATIONS = 2, 10
-# Added to log A of an integral, so that rounding never makes it smaller.
+# Added to log A of an integral, of 1 and of itself, so that rounding never makes it smaller.
 _ROUNDING = 1e-14
 
 
@@ -62,7 +62,8 @@ def _log_of_integral(sigma: float, q: float, orders: np.ndarray) -> np.ndarray:
     z = np.arange(-reach, orders.max(initial=1.0) + reach + step, step)
     log_density = -((z / sigma) ** 2) / 2 - np.log(sigma / step) - np.log(2 * np.pi) / 2
     log_ratio = np.logaddexp(np.log1p(-q), np.log(q) + (z - 0.5) / sigma / sigma)
-    return special.logsumexp(log_density + orders[:, None] * log_ratio, axis=1) + _ROUNDING
+    found = special.logsumexp(log_density + orders[:, None] * log_ratio, axis=1)
+    return found + _ROUNDING * (1 + found)
 
 
 def _chord(order: float, known: dict[int, float]) -> float:

@@ -242,8 +242,8 @@ class PrivacyStatement:
         return [
             logged,
             *changed,
-            "Weights that the run started from: where they were trained on the same examples, what that run has spent "
-            "adds to this epsilon.",
+            "Weights that the run started from, and the statistics of frozen normalisation layers that came with them: "
+            "where they were trained on the same examples, what that run has spent adds to this epsilon.",
             "Hyperparameter search: other runs on the same data spend their own epsilon, and so does "
             "choosing among them.",
             "The choice of an epoch or a learning rate by a score on test or validation data: that data is "

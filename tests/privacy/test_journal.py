@@ -111,6 +111,15 @@ def test_a_step_that_only_a_named_journal_holds_counts(tmp_path):
     assert read(first).num_steps == 3
 
 
+def test_a_step_counts_however_far_its_journal_is(tmp_path):
+    first, second, third = (journal(tmp_path / name, 1) for name in "abc")
+    for near, far in ((first, tmp_path / "b"), (second, tmp_path / "c")):
+        path = near.path(tmp_path / ("a" if near is first else "b"))
+        path.write_bytes(path.read_bytes() + b'{"folder": "%s"}\n' % str(far).encode())
+    assert read(tmp_path / "a").num_steps == 3
+    assert third.path(tmp_path / "c").is_file()
+
+
 def test_a_journal_that_stood_there_learns_of_the_others(tmp_path):
     first, second = tmp_path / "a", tmp_path / "b"
     journal(first, 2)
