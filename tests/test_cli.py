@@ -176,6 +176,7 @@ def test_a_module_without_every_linked_setting_is_evaluated_from_its_checkpoint(
     main(
         [
             *("fit", "--model", "WideResNetModule", "--model.depth", "10", "--model.width", "1", *quiet),
+            *("--data", "Digits"),
             *("--privacy.expected_batch_size", "8", "--privacy.noise_multiplier", "1", "--privacy.delta", "1e-4"),
             *("--privacy.accountant", "rdp", "--trainer.max_steps", "1", "--trainer.default_root_dir", str(tmp_path)),
         ]

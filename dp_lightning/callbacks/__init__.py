@@ -1,6 +1,7 @@
 """Lightning callbacks: private training, post-processing of the privatized gradient, progress and results."""
 
 from dp_lightning.callbacks.averaging import AveragedWeights
+from dp_lightning.callbacks.data_record import DataRecord
 from dp_lightning.callbacks.interruption import Interruption
 from dp_lightning.callbacks.postprocess import PostProcessCallback
 from dp_lightning.callbacks.predictions import PredictionFile
@@ -11,6 +12,7 @@ from dp_lightning.callbacks.signal_to_noise import SignalToNoise
 
 __all__ = [
     "AveragedWeights",
+    "DataRecord",
     "Interruption",
     "PostProcessCallback",
     "PredictionFile",

@@ -9,13 +9,15 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import BasePredictionWriter
 
+from dp_lightning.callbacks.data_record import DataRecord
 from dp_lightning.errors import ConfigurationError
 
 
 class PredictionFile(BasePredictionWriter):
     """``predictions.csv`` in the log directory: position of the image, class, and the probability of every class.
 
-    Where the data module knows the files of its images (``ImageFiles``), their paths come first.
+    Where the data module knows the files of its images (``ImageFiles``), their paths come first; where the run knows
+    the names of its classes, that of the found one follows its number.
     """
 
     def __init__(self) -> None:
@@ -40,11 +42,17 @@ class PredictionFile(BasePredictionWriter):
         path = Path(trainer.log_dir or trainer.default_root_dir) / "predictions.csv"
         path.parent.mkdir(parents=True, exist_ok=True)
         files = getattr(trainer.datamodule, "paths", None)  # type: ignore[attr-defined]
-        name = ["file"] if files else []
-        with path.open("w", newline="") as file:
+        callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+        classes = next((callback.class_names for callback in callbacks if isinstance(callback, DataRecord)), None)
+        count = probabilities.shape[1]
+        classes = classes if classes is not None and len(classes) == count else None
+        columns = [*(["file"] if files else []), "index", "class", *(["class_name"] if classes else [])]
+        # Names of files are bytes; those that are no UTF-8 come back as they were.
+        with path.open("w", newline="", encoding="utf-8", errors="surrogateescape") as file:
             writer = csv.writer(file)
-            writer.writerow([*name, "index", "class", *(f"p{k}" for k in range(probabilities.shape[1]))])
+            writer.writerow([*columns, *(f"p{k}" for k in range(count))])
             for index, row in enumerate(probabilities):
-                file_name = [str(files[index])] if files else []
-                writer.writerow([*file_name, index, int(row.argmax()), *(f"{p:.6g}" for p in row.tolist())])
+                found = int(row.argmax())
+                said = [*([str(files[index])] if files else []), index, found, *([classes[found]] if classes else [])]
+                writer.writerow([*said, *(f"{p:.6g}" for p in row.tolist())])
         trainer.print(f"Predictions are in {path}.")

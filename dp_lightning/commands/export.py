@@ -10,17 +10,20 @@ import lightning.pytorch as pl
 import torch
 from torch import Tensor
 
-from dp_lightning.callbacks import AveragedWeights
+from dp_lightning.callbacks import AveragedWeights, DataRecord
 from dp_lightning.callbacks.privacy import STATEMENT
 from dp_lightning.commands.saved_module import saved_module
 from dp_lightning.errors import ConfigurationError, DataError
 from dp_lightning.files import replacing, require_writable
+from dp_lightning.lightning_modules import TimmModule
 from dp_lightning.models.pretrained import without_weights
 from dp_lightning.models.pretrained_input import PretrainedInput
+from dp_lightning.models.trained import merge_low_rank
 from dp_lightning.privacy.statement import PrivacyStatement
 from dp_lightning.strategies.checkpoint_io import PrivateCheckpointIO
 
 _FORMATS = ("safetensors", "onnx")
+_FILES = ("model.safetensors", "model.onnx", "model.json")
 # What writes each format.
 _PACKAGES = {"safetensors": "safetensors", "onnx": "onnxscript"}
 
@@ -54,6 +57,10 @@ def export(
 ) -> list[Path]:
     """Write ``model.safetensors``, ``model.onnx``, ``model.json`` and the privacy statement into ``out``.
 
+    ``model.json`` also has the names of the classes, and the size to which the data module resizes an image before it
+    cuts out the middle. The folder must hold no other export: a statement must not stand beside a network that it does
+    not speak of. Low-rank additions are merged into the weights.
+
     ``model.onnx`` takes images as the data module gives them, float32 (n, C, H, W) after its normalisation, which
     ``model.json`` states, and returns logits (n, classes). ``model.safetensors`` has the tensors of the network alone:
     what a ``TimmModule`` with pretrained weights does to its images before, resizing and another normalisation, is in
@@ -84,6 +91,11 @@ def export(
             "weights reveal."
         )
     require_writable(out, "--out")
+    there = [name for name in (*_FILES, "privacy_statement.json") if (out / name).exists()]
+    if there:
+        raise ConfigurationError(
+            f"--out {out} holds {there[0]} of an earlier export. Give another folder, or remove that one."
+        )
     module, settings = _module(checkpoint, saved, module_class)
     average: dict[str, Tensor] = saved.get("callbacks", {}).get(AveragedWeights.__qualname__, {}).get("average", {})
     if weights == "averaged" and not average:
@@ -91,32 +103,36 @@ def export(
     chosen = weights or ("averaged" if average else "raw")
     if chosen == "averaged":
         module.load_state_dict(average, strict=False)
+    if isinstance(module, TimmModule):
+        merge_low_rank(module.model)
     statement = PrivacyStatement.from_saved(saved[STATEMENT])
-    written = list(statement.write(out))
+    record = saved.get("callbacks", {}).get(DataRecord.__qualname__, {})
     facts = {
         "class_path": settings.pop("_class_path", None),
         "settings": {name: value for name, value in settings.items() if name != "_instantiator"},
         "input": _input_of(module),
+        "resized_to": record.get("resized_to"),
+        "class_names": record.get("class_names"),
         "weights": chosen,
         "num_steps": statement.ledger.num_steps,
         "epsilon": statement.to_dict()["epsilon"],
         "delta": statement.plan.delta,
         "release": statement.release,
     }
+    contents: dict[str, bytes] = {}
     if "safetensors" in formats:
         from safetensors.torch import save
 
-        path = out / "model.safetensors"
-        with replacing(path) as file:
-            file.write(save(_tensors(module), metadata={"facts": json.dumps(facts, default=str)}))
-        written.append(path)
+        contents["model.safetensors"] = save(_tensors(module), metadata={"facts": json.dumps(facts, default=str)})
     if "onnx" in formats:
-        size = image_size or settings.get("image_size")
-        written.append(_onnx(module, out / "model.onnx", settings.get("in_channels"), size))
-    path = out / "model.json"
-    with replacing(path) as file:
-        file.write((json.dumps(facts, indent=2, default=str) + "\n").encode())
-    return [*written, path]
+        contents["model.onnx"] = _onnx(module, settings.get("in_channels"), image_size or settings.get("image_size"))
+    contents["model.json"] = (json.dumps(facts, indent=2, default=str) + "\n").encode()
+    written = list(statement.write(out))
+    for name, content in contents.items():
+        with replacing(out / name) as file:
+            file.write(content)
+        written.append(out / name)
+    return written
 
 
 def _module(
@@ -159,7 +175,7 @@ def _tensors(module: pl.LightningModule) -> dict[str, Tensor]:
     return {name: tensor.detach().clone().contiguous() for name, tensor in (network or state).items()}
 
 
-def _onnx(module: pl.LightningModule, path: Path, channels: int | None, size: int | None) -> Path:
+def _onnx(module: pl.LightningModule, channels: int | None, size: int | None) -> bytes:
     if channels is None or size is None:
         raise ConfigurationError(
             "The checkpoint does not say how large its images are. Give --image-size, or --format safetensors."
@@ -175,9 +191,8 @@ def _onnx(module: pl.LightningModule, path: Path, channels: int | None, size: in
         dynamic_shapes=({0: torch.export.Dim("n")},),
     )
     assert program is not None
-    with replacing(path) as file:
-        file.write(program.model_proto.SerializeToString())
-    return path
+    content: bytes = program.model_proto.SerializeToString()
+    return content
 
 
 def _require(package: str, name: str) -> None:

@@ -14,6 +14,7 @@ from lightning.pytorch.trainer.connectors.accelerator_connector import _Accelera
 
 from dp_lightning.callbacks import (
     AveragedWeights,
+    DataRecord,
     Interruption,
     PostProcessCallback,
     PredictionFile,
@@ -47,7 +48,6 @@ class TrainingCLI(LightningCLI):
         parser.add_lightning_class_args(PrivacyCallback, "privacy")
         parser.add_lightning_class_args(PostProcessCallback, "postprocess")
         parser.add_lightning_class_args(AveragedWeights, "averaging")
-        parser.set_defaults({"data": {"class_path": "dp_lightning.datamodules.Digits"}})
         for name in ("num_classes", "in_channels", "image_size", "mean", "std"):
             parser.link_arguments(f"data.{name}", f"model.init_args.{name}", apply_on="instantiate")
         parser.link_arguments("data.num_train", "privacy.num_train", apply_on="instantiate")
@@ -67,16 +67,18 @@ class TrainingCLI(LightningCLI):
         path = self.config[command].get("ckpt_path") if command else None
         if path is None or not Path(path).is_file():
             return
-        saved = PrivateCheckpointIO().load_checkpoint(path).get("hyper_parameters", {})
+        checkpoint = PrivateCheckpointIO().load_checkpoint(path)
+        saved = checkpoint.get("hyper_parameters", {})
         model = self.config[command].get("model")
         kind, settings = saved_module(saved, trusted=None if model is None else model.class_path)
         if kind is None:
             return
         data = self.config[command].get("data")
         if data is not None and data.class_path.endswith(".ImageFiles"):
+            known = {**saved, **checkpoint.get("callbacks", {}).get(DataRecord.__qualname__, {})}
             for name, value in data.init_args.items():
-                if value is None and name in saved:
-                    data.init_args[name] = saved[name]
+                if value is None and name in known:
+                    data.init_args[name] = known[name]
         model = {"class_path": saved["_class_path"], "dict_kwargs": settings}
         self.config = self.parser.parse_object({command: {"model": model}}, self.config)
 
@@ -100,7 +102,7 @@ class TrainingCLI(LightningCLI):
         given = config.get("callbacks") or []
         given = given if isinstance(given, list) else [given]
         ours: list[pl.Callback] = [self.privacy, SignalToNoise(), self.postprocess, self.averaging]
-        given = [*given, RunRecord()]
+        given = [*given, DataRecord(), RunRecord()]
         if self.subcommand == "fit":
             given = [*given, Interruption()]
         if self.subcommand == "predict":

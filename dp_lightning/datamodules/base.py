@@ -105,6 +105,16 @@ class ImageDataModule(lightning.LightningDataModule, ABC):
         """Training images before the validation split is taken out."""
 
     @property
+    def class_names(self) -> list[str] | None:
+        """Names of the classes in the order of their labels; None where they have none."""
+        return None
+
+    @property
+    def resized_to(self) -> int | None:
+        """The shorter side in pixels before the middle of an image is cut out; None where nothing is resized."""
+        return None
+
+    @property
     def own_splits(self) -> tuple[Split, ...]:
         """The splits that the data itself brings."""
         return ("train", "test")

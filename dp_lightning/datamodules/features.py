@@ -6,6 +6,7 @@ in a folder that only their owner can read, and no noise protects them.
 
 import hashlib
 import json
+import pickle
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -81,13 +82,18 @@ class CachedFeatures(lightning.LightningDataModule):
         return self.images.num_classes
 
     @property
+    def class_names(self) -> list[str] | None:
+        return self.images.class_names
+
+    @property
     def num_train(self) -> int:
         return self.images.num_train
 
     @property
     def in_channels(self) -> int:
         """Length D of a feature vector."""
-        return int(self._network.num_features)
+        # Some networks have layers behind their features that stay when the classifier is taken off.
+        return int(getattr(self._network, "head_hidden_size", None) or self._network.num_features)
 
     def check_files(self) -> None:
         self.images.check_files()
@@ -141,7 +147,14 @@ class CachedFeatures(lightning.LightningDataModule):
         """A name for the network, the images and what happens to them."""
         weights = None if self.weights is None else hashlib.sha256(Path(self.weights).read_bytes()).hexdigest()
         settings = {name: str(value) for name, value in vars(self.images).items() if not name.startswith("_")}
-        passed_by = ("eval_batch_size", "num_workers", "test_every_epoch", "prepare_data_per_node", "trainer")
+        passed_by = (
+            "download",
+            "eval_batch_size",
+            "num_workers",
+            "test_every_epoch",
+            "prepare_data_per_node",
+            "trainer",
+        )
         facts = [
             self.backbone,
             weights,
@@ -165,7 +178,7 @@ class CachedFeatures(lightning.LightningDataModule):
         if not path.is_file():
             with replacing(path) as file:
                 file.write(json.dumps({"images": found}).encode())
-        elif json.loads(path.read_text())["images"] != found:
+        elif path.read_text() != json.dumps({"images": found}):
             raise DataError(
                 f"{self.folder} holds features of other images: the {split} images have changed. Remove the folder, or "
                 "set data.init_args.cache to another one."
@@ -192,7 +205,8 @@ class CachedFeatures(lightning.LightningDataModule):
             )
             features = [_features(network, prepare(images.to(device))) for images, _ in loader]
             with replacing(path) as file:
-                torch.save({"features": torch.cat(features), "labels": dataset.labels[rows.start : rows.stop]}, file)
+                piece = {"features": torch.cat(features), "labels": dataset.labels[rows.start : rows.stop]}
+                torch.save({**piece, "digest": _digest(piece)}, file)
             rank_zero_info(f"Features of {rows.stop} of {len(dataset)} {split} images are in {self.folder}.")
         self._network = self._network.cpu()
 
@@ -224,9 +238,16 @@ def _features(network: nn.Module, images: Tensor) -> Tensor:
     return network(images).float().cpu()
 
 
+def _digest(piece: dict[str, Tensor]) -> str:
+    return hashlib.sha256(piece["features"].numpy().tobytes() + piece["labels"].numpy().tobytes()).hexdigest()
+
+
 def _read(path: Path) -> dict[str, Tensor]:
     try:
-        found: dict[str, Tensor] = torch.load(path, weights_only=True)
-    except (OSError, RuntimeError, EOFError) as error:
-        raise DataError(f"{path} cannot be read ({error}). Remove it: it is computed again.") from error
-    return found
+        found: dict[str, Any] = torch.load(path, weights_only=True)
+        if found.pop("digest", None) == _digest(found):
+            return found
+        reason = "its numbers have changed"
+    except (OSError, RuntimeError, EOFError, TypeError, ValueError, KeyError, pickle.UnpicklingError) as error:
+        reason = str(error).partition("\n")[0]
+    raise DataError(f"{path} cannot be read ({reason}). Remove it: it is computed again.")

@@ -88,6 +88,16 @@ def open_rgb(path: str) -> Tensor:
         pass  # PIL tells what is wrong, or knows this kind of file
     try:
         with Image.open(path) as image:
-            return torch.from_numpy(np.array(image.convert("RGB"))).permute(2, 0, 1)
+            if image.mode not in ("I", "F"):
+                # PIL would cut 16 bits off at 255.
+                shown = _eight_bits(image) if image.mode.startswith("I;16") else image.convert("RGB")
+                return torch.from_numpy(np.array(shown)).permute(2, 0, 1)
     except (OSError, SyntaxError, ValueError, struct.error, Image.DecompressionBombError) as error:
         raise DataError(f"{path} cannot be read as an image ({error}); replace the file or remove it") from error
+    raise DataError(f"{path} has 32 bits a pixel, and nobody knows which number is white; convert it to 8 or 16 bits")
+
+
+def _eight_bits(image: Image.Image) -> Image.Image:
+    """A grey image of 16 bits as RGB: 0 to 65,535 becomes 0 to 255."""
+    grey = np.asarray(image).astype(np.float32) / 257
+    return Image.fromarray(grey.round().astype(np.uint8)).convert("RGB")

@@ -19,11 +19,13 @@ from dp_lightning.errors import ConfigurationError, DataError
 class ImageFiles(lightning.LightningDataModule):
     """Every image file in a folder and the folders inside it, in the order of their paths, for ``dpl predict``.
 
-    The shorter side is resized to ``image_size`` and the middle is cut out. What is None comes from the checkpoint.
+    The shorter side is resized and the middle is cut out, as it was for the test images of the run. What is None comes
+    from the checkpoint. Hidden files are left out.
 
     Args:
         root: The folder.
         image_size: Height and width of an image as the network receives it, in pixels.
+        resized_to: The shorter side before the middle is cut out; ``image_size`` where the checkpoint does not say.
         num_classes: Number of classes of the network.
         in_channels: 3 for colour, 1 for grey.
         mean: Of the normalisation that the network was trained with.
@@ -37,6 +39,7 @@ class ImageFiles(lightning.LightningDataModule):
         root: str,
         *,
         image_size: int | None = None,
+        resized_to: int | None = None,
         num_classes: int | None = None,
         in_channels: int | None = None,
         mean: tuple[float, ...] | None = None,
@@ -56,6 +59,7 @@ class ImageFiles(lightning.LightningDataModule):
                 "was trained with."
             )
         self.image_size, self.num_classes, self.in_channels = image_size, num_classes, in_channels
+        self.resized_to = resized_to or image_size
         self.mean, self.std = mean, std
         self.batch_size, self.num_workers = batch_size, num_workers
         #: There is nothing to train on.
@@ -66,7 +70,8 @@ class ImageFiles(lightning.LightningDataModule):
         if stage not in (None, "predict"):
             raise ConfigurationError("data ImageFiles has no labels: it is for dpl predict alone.")
         found = self.root.rglob("*") if self.root.is_dir() else []
-        self.paths = sorted(path for path in found if path.name.lower().endswith(IMG_EXTENSIONS) and path.is_file())
+        seen = (path for path in found if not any(part.startswith(".") for part in path.relative_to(self.root).parts))
+        self.paths = sorted(path for path in seen if path.name.lower().endswith(IMG_EXTENSIONS) and path.is_file())
         if not self.paths:
             raise DataError(f"{self.root} holds no image files; set data.init_args.root to a folder of images")
 
@@ -86,7 +91,7 @@ class _Unlabelled(Dataset[Tensor]):
         assert data.image_size is not None
         assert data.mean is not None
         assert data.std is not None
-        steps: list[Transform] = [v2.Resize(data.image_size), v2.CenterCrop(data.image_size)]
+        steps: list[Transform] = [v2.Resize(data.resized_to), v2.CenterCrop(data.image_size)]
         self._transform = v2.Compose(steps if data.in_channels == 3 else [*steps, _grey])
         self._normalize = PixelNormalization(data.mean, data.std)
         self._source = FileSource(map(str, data.paths), torch.zeros(len(data.paths), dtype=torch.int64))

@@ -29,7 +29,7 @@ class ImageFolder(ImageDataModule):
     The shorter side is resized to ``image_size`` and the middle is cut out. ``root/val`` is the validation
     set and ``root/test`` the test set; where there is only ``root/val``, it is the test set. Classes are the
     names of the folders in ``root/train``, in alphabetical order. Files directly inside a class folder with
-    an image's extension are its images.
+    an image's extension are its images. Grey images of 16 bits are read from 0 to 65,535.
 
     Args:
         root: Folder that holds ``train`` and ``val`` or ``test``.
@@ -55,6 +55,14 @@ class ImageFolder(ImageDataModule):
     @property
     def num_classes(self) -> int:
         return len(self.classes)
+
+    @property
+    def class_names(self) -> list[str]:
+        return self.classes
+
+    @property
+    def resized_to(self) -> int:
+        return self.image_size
 
     @property
     def num_available(self) -> int:
@@ -91,7 +99,7 @@ class ImageFolder(ImageDataModule):
         return FileSource(names, checked_labels(labels, self.num_classes, str(self.split_folders[split])))
 
     def image_transform(self) -> Transform:
-        return v2.Compose([v2.Resize(self.image_size), v2.CenterCrop(self.image_size)])
+        return v2.Compose([v2.Resize(self.resized_to), v2.CenterCrop(self.image_size)])
 
     @cached_property
     def _files(self) -> dict[Split, tuple[FileNames, Tensor]]:
@@ -155,8 +163,9 @@ class ImageNet(ImageFolder):
     def augmentation(self) -> Transform | None:
         return CropAndFlip(padding=0, flip=True) if self.augment and self.flip else None
 
-    def image_transform(self) -> Transform:
-        return v2.Compose([v2.Resize(round(self.image_size * 256 / 224)), v2.CenterCrop(self.image_size)])
+    @property
+    def resized_to(self) -> int:
+        return round(self.image_size * 256 / 224)
 
 
 def class_names(folder: Path) -> list[str]:

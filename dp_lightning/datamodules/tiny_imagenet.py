@@ -40,6 +40,10 @@ class TinyImageNet(ImageDataModule):
         return len(self.classes)
 
     @property
+    def class_names(self) -> list[str]:
+        return list(self.classes)
+
+    @property
     def num_available(self) -> int:
         return len(self._train_files)
 

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Sequence
+from fnmatch import fnmatchcase
 from typing import Any, Literal, cast
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
@@ -77,6 +78,7 @@ class TimmModule(ImageClassifier):
         self._frozen_norms = batch_norm == "frozen"
         if self._frozen_norms:
             names = freeze_batch_norm(model)
+            self._require_trained(trained)
             rank_zero_info(f"{name}: {len(names)} BatchNorm layers stay as they are, in evaluation mode and frozen.")
         self.input: PretrainedInput | None = None
         if has_weights or input_size is not None:
@@ -96,8 +98,18 @@ class TimmModule(ImageClassifier):
 
     @property
     def head(self) -> nn.Module:
-        """The last layer."""
-        return cast(nn.Module, self.model.get_classifier())  # type: ignore[operator]
+        """The last layer; of a distilled network both of them."""
+        found = self.model.get_classifier()  # type: ignore[operator]
+        return nn.ModuleList(found) if isinstance(found, tuple) else cast(nn.Module, found)
+
+    def _require_trained(self, patterns: str | Sequence[str]) -> None:
+        for pattern in [] if isinstance(patterns, str) else patterns:
+            matching = (p for name, p in self.model.named_parameters() if fnmatchcase(name, pattern))
+            if not any(parameter.requires_grad for parameter in matching):
+                raise ConfigurationError(
+                    f"trained: {pattern!r} matches BatchNorm layers alone, which batch_norm: frozen does not train. "
+                    "Remove the pattern, or set batch_norm: group_norm."
+                )
 
     def _choose_trained(self, trained: str | Sequence[str], *, lora_rank: int, lora_layers: list[str] | None) -> None:
         if trained == "all":

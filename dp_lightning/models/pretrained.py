@@ -77,7 +77,7 @@ def timm_model(
 
 
 def _with_weights(name: str, num_classes: int, path: str, **kwargs: Any) -> nn.Module:
-    """The network with all weights of the file, and a new head.
+    """The network with all weights of the file, and a new head where that of the file has other classes.
 
     timm is strict only where the head is the file's; for another number of classes it passes over what does not match.
     """
@@ -86,9 +86,11 @@ def _with_weights(name: str, num_classes: int, path: str, **kwargs: Any) -> nn.M
     saved = timm.models.load_state_dict(path)
     fresh: Any = timm.create_model(name, **kwargs)
     head = fresh.pretrained_cfg.get("classifier")
-    weight = saved.get(f"{head}.weight")
+    # Distilled networks have two heads.
+    weight = saved.get(f"{head if isinstance(head, str) or head is None else head[0]}.weight")
     classes = 0 if weight is None else len(weight)
     overlay = {"file": path, "num_classes": classes}
     model: Any = timm.create_model(name, pretrained=True, num_classes=classes, pretrained_cfg_overlay=overlay, **kwargs)
-    model.reset_classifier(num_classes)
+    if num_classes != classes:
+        model.reset_classifier(num_classes)
     return cast(nn.Module, model)

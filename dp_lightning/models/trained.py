@@ -91,3 +91,12 @@ def train_low_rank(
     )
     peft.inject_adapter_in_model(config, model)
     head.requires_grad_(True)
+
+
+def merge_low_rank(model: nn.Module) -> None:
+    """Low-rank additions become part of the weights beside them; nothing happens where there are none."""
+    for name, module in list(model.named_modules()):
+        # As peft's layers are, which need not be installed where there are none.
+        if hasattr(module, "get_base_layer") and hasattr(module, "merge"):
+            module.merge()  # type: ignore[operator]
+            model.set_submodule(name, module.get_base_layer())  # type: ignore[operator]

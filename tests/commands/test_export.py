@@ -11,6 +11,7 @@ import torch
 from dp_lightning.cli import main
 from dp_lightning.commands import export as export_module
 from dp_lightning.datamodules import Digits
+from dp_lightning.errors import ConfigurationError
 from dp_lightning.lightning_modules import LinearProbeModule, SmallCNNModule
 
 onnxruntime = pytest.importorskip("onnxruntime")
@@ -121,12 +122,30 @@ def test_pretrained_weights_are_not_loaded_again(tmp_path):
     assert session.run(None, {"images": digits()[:3].numpy()})[0].shape == (3, 10)
 
 
-def test_a_head_on_features_takes_vectors(tmp_path):
+def test_a_head_on_features_takes_vectors():
     module = LinearProbeModule(3, in_channels=16).eval()
-    path = export_module._onnx(module, tmp_path / "model.onnx", 16, 1)
+    content = export_module._onnx(module, 16, 1)
     features = torch.randn(5, 16)
-    (logits,) = onnxruntime.InferenceSession(path).run(None, {"images": features.numpy()})
+    (logits,) = onnxruntime.InferenceSession(content).run(None, {"images": features.numpy()})
     np.testing.assert_allclose(logits, module(features).detach().numpy(), atol=1e-5)
+
+
+def test_a_statement_never_stands_beside_another_network(trained, tmp_path, capsys, monkeypatch):
+    path, out = checkpoint_of(trained), tmp_path / "out"
+
+    def broken(*arguments):
+        raise ConfigurationError("no ONNX of this network")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(export_module, "_onnx", broken)
+        assert export("--ckpt-path", path, "--out", out) == 2
+    assert list(out.iterdir()) == []
+    assert export("--ckpt-path", path, "--out", out) == 0
+    before = {file.name: file.read_bytes() for file in out.iterdir()}
+    capsys.readouterr()
+    assert export("--ckpt-path", path, "--out", out, "--format", "safetensors", "--weights", "raw") == 2
+    assert "model.safetensors of an earlier export. Give another folder" in capsys.readouterr().err
+    assert {file.name: file.read_bytes() for file in out.iterdir()} == before
 
 
 def test_what_cannot_be_exported_is_refused_with_the_reason(trained, tmp_path, capsys, monkeypatch):

@@ -9,7 +9,7 @@ import timm
 import torch
 
 from dp_lightning.cli import main
-from dp_lightning.datamodules import CachedFeatures, Digits, NpzImages, features
+from dp_lightning.datamodules import CIFAR10, CachedFeatures, Digits, NpzImages, features
 from dp_lightning.errors import ConfigurationError, DataError
 from dp_lightning.lightning_modules import LinearProbeModule
 
@@ -127,12 +127,45 @@ def test_what_changes_features_changes_their_folder(tmp_path, weights, change):
     assert other.folder != first.folder
 
 
-def test_a_damaged_file_is_named(tmp_path, weights):
+@pytest.mark.parametrize("damage", ["cut", "nonsense", "flipped", "list"])
+def test_a_damaged_file_is_named(tmp_path, weights, damage):
     data = ready(arrays(tmp_path), tmp_path, weights)
     path = data.folder / "train-00000000.pt"
-    path.write_bytes(path.read_bytes()[:100])
+    content = path.read_bytes()
+    # A number of the features themselves.
+    place = content.index(data._sets["train"].features[3].numpy().tobytes()) + 2
+    flipped = content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :]
+    path.write_bytes({"cut": content[:100], "nonsense": b"nonsense" * 50, "flipped": flipped, "list": b""}[damage])
+    if damage == "list":
+        torch.save([1, 2], path)
     with pytest.raises(DataError, match=r"train-00000000.pt cannot be read.*Remove it"):
         ready(arrays(tmp_path), tmp_path, weights)
+
+
+@pytest.mark.parametrize("damage", ["", "nonsense"])
+def test_a_damaged_note_of_the_images_is_refused(tmp_path, weights, damage):
+    data = ready(arrays(tmp_path), tmp_path, weights)
+    (data.folder / "train.json").write_text(damage)
+    with pytest.raises(DataError, match="Remove the folder"):
+        ready(arrays(tmp_path), tmp_path, weights)
+
+
+@pytest.mark.parametrize("name", ["mobilenetv3_small_050", "resnet10t", "vit_tiny_patch16_224"])
+def test_the_length_of_features_is_that_of_the_networks_output(tmp_path, name):
+    network = timm.create_model(name)
+    torch.save(network.state_dict(), tmp_path / "network.pth")
+    data = CachedFeatures(Digits(), name, weights=str(tmp_path / "network.pth"), cache=str(tmp_path))
+    network.reset_classifier(0)
+    with torch.no_grad():
+        assert network.eval()(torch.zeros(1, 3, 224, 224)).shape == (1, data.in_channels)
+
+
+def test_a_download_does_not_change_the_folder(tmp_path, weights):
+    folders = set()
+    for download in (True, False):
+        images = CIFAR10(str(tmp_path), download=download)
+        folders.add(CachedFeatures(images, BACKBONE, weights=weights, cache=str(tmp_path)).folder)
+    assert len(folders) == 1
 
 
 def test_settings_out_of_range_are_refused(weights):

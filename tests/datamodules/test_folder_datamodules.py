@@ -255,6 +255,24 @@ def test_an_image_of_another_size_is_named(tmp_path):
         list(TinyImageNet(root).test_dataloader())
 
 
+@pytest.mark.parametrize(("extension", "kind"), [("png", "<u2"), ("tif", "<u2"), ("tif", ">u2")])
+def test_sixteen_bits_become_eight(tmp_path, extension, kind):
+    wide = np.linspace(0, 65_535, 256 * 16).reshape(64, 64).astype(kind)
+    path = tmp_path / f"wide.{extension}"
+    Image.frombytes("I;16B" if kind == ">u2" else "I;16", (64, 64), wide.tobytes()).save(path)
+    found = open_rgb(str(path))
+    assert torch.equal(found[0], torch.from_numpy(np.round(wide / 257).astype(np.uint8)))
+    assert torch.equal(found[0], found[2])
+    assert found.unique().numel() == 256
+
+
+@pytest.mark.parametrize("kind", [np.float32, np.int32])
+def test_thirty_two_bits_are_refused(tmp_path, kind):
+    Image.fromarray(np.ones((8, 8), kind)).save(tmp_path / "scan.tif")
+    with pytest.raises(DataError, match=r"scan.tif has 32 bits a pixel.*convert it"):
+        open_rgb(str(tmp_path / "scan.tif"))
+
+
 @pytest.mark.parametrize("mode", ["RGB", "L", "CMYK"])
 def test_jpegs_are_decoded_as_pil_does(tmp_path, mode):
     y, x = np.mgrid[0:40, 0:56]

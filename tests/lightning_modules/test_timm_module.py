@@ -13,6 +13,7 @@ from torchvision.transforms.v2 import functional as images_of
 from dp_lightning.callbacks import PrivacyCallback
 from dp_lightning.errors import ConfigurationError, ModelError
 from dp_lightning.lightning_modules import TimmModule
+from dp_lightning.models.trained import merge_low_rank
 from dp_lightning.privacy import ClipPlan, clipped_gradient_sum
 
 VIT = ("vit_tiny_patch16_224", {"img_size": 16, "patch_size": 8, "depth": 2, "embed_dim": 24, "num_heads": 2})
@@ -233,6 +234,39 @@ def test_weights_come_from_the_file(weights):
     assert state["classifier.weight"].shape == (5, 1280)
 
 
+def test_the_head_of_the_file_is_kept_where_it_has_as_many_classes(weights, tmp_path):
+    name, kwargs = VIT
+    state = {**torch.load(weights[name], weights_only=True), "head.weight": torch.full((5, 24), 2.0)}
+    torch.save({**state, "head.bias": torch.ones(5)}, tmp_path / "five.pth")
+    module = TimmModule(name, 5, weights=str(tmp_path / "five.pth"), model_kwargs=kwargs)
+    assert torch.equal(module.head.weight, torch.full((5, 24), 2.0))
+    assert torch.equal(module.head.bias, torch.ones(5))
+
+
+@pytest.mark.parametrize("trained", ["head", "bias", "lora", ["blocks.11.*"]])
+def test_both_heads_of_a_distilled_network_are_trained(tmp_path, trained):
+    name = "deit_tiny_distilled_patch16_224"
+    torch.save(timm.create_model(name, img_size=32).state_dict(), tmp_path / "network.pth")
+    module = TimmModule(name, 5, weights=str(tmp_path / "network.pth"), trained=trained, model_kwargs={"img_size": 32})
+    names = {name for name, p in module.model.named_parameters() if p.requires_grad}
+    assert {"head.weight", "head_dist.weight"} <= names
+    assert "blocks.0.mlp.fc1.weight" not in names
+    assert module(torch.zeros(2, 3, 32, 32)).shape == (2, 5)
+
+
+def test_low_rank_additions_become_part_of_the_weights(weights):
+    module = make("vit-lora", weights).eval()
+    for name, parameter in module.model.named_parameters():
+        if "lora_" in name:
+            torch.nn.init.normal_(parameter)
+    images = torch.randn(3, 3, 16, 16)
+    before = module(images)
+    merge_low_rank(module.model)
+    torch.testing.assert_close(module(images), before, rtol=1e-4, atol=1e-4)
+    whole = timm.create_model(VIT[0], num_classes=5, **VIT[1])
+    whole.load_state_dict(module.model.state_dict())
+
+
 def test_weights_of_another_head_and_of_none_are_taken(weights, tmp_path):
     name, kwargs = VIT
     whole = torch.load(weights[name], weights_only=True)
@@ -267,6 +301,11 @@ def test_wrong_settings_are_named(weights, changes, message):
     name, kwargs = VIT
     with pytest.raises(ConfigurationError, match=message):
         TimmModule(name, 5, **{"weights": weights[name], "model_kwargs": kwargs, **changes})
+
+
+def test_a_pattern_of_frozen_layers_alone_is_refused(weights):
+    with pytest.raises(ConfigurationError, match=r"'bn1.\*' matches BatchNorm layers alone"):
+        make("convolutions-head", weights, trained=["blocks.0.*", "bn1.*"])
 
 
 def test_a_file_of_another_network_is_refused(weights, tmp_path):

@@ -1,0 +1,44 @@
+"""Keeps in every checkpoint what its outputs mean: the names of the classes, and how images were cut."""
+
+from itertools import zip_longest
+from typing import Any
+
+import lightning.pytorch as pl
+
+from dp_lightning.errors import DataError
+
+
+class DataRecord(pl.Callback):
+    """What the data module says beside the numbers that the network is built from.
+
+    A checkpoint that is loaded for other class names is refused: its outputs would be given the names of other classes.
+
+    Attributes:
+        class_names: in the order of the outputs; None where the data has no names for them.
+        resized_to: the shorter side of an image in pixels before the middle is cut out; None where nothing is resized.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.class_names: list[str] | None = None
+        self.resized_to: int | None = None
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        data = trainer.datamodule  # type: ignore[attr-defined]
+        names = getattr(data, "class_names", None)
+        self.class_names = None if names is None else [str(name) for name in names]
+        self.resized_to = getattr(data, "resized_to", None)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"class_names": self.class_names, "resized_to": self.resized_to}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        saved = state_dict["class_names"]
+        if saved is not None and self.class_names is not None:
+            for number, (then, now) in enumerate(zip_longest(saved, self.class_names, fillvalue="absent")):
+                if then != now:
+                    raise DataError(
+                        f"Class {number} is {now!r} in this data and {then!r} in the checkpoint. Give data with the "
+                        "same class folders, or train a network of its own for this data (without ckpt_path)."
+                    )
+        self.class_names = saved or self.class_names
