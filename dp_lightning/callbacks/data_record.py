@@ -16,21 +16,24 @@ class DataRecord(pl.Callback):
     Attributes:
         class_names: in the order of the outputs; None where the data has no names for them.
         resized_to: the shorter side of an image in pixels before the middle is cut out; None where nothing is resized.
+        features: the network whose features take the place of the images, and its images; None for images themselves.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.class_names: list[str] | None = None
         self.resized_to: int | None = None
+        self.features: dict[str, Any] | None = None
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         data = trainer.datamodule  # type: ignore[attr-defined]
         names = getattr(data, "class_names", None)
         self.class_names = None if names is None else [str(name) for name in names]
         self.resized_to = getattr(data, "resized_to", None)
+        self.features = getattr(data, "feature_settings", None)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"class_names": self.class_names, "resized_to": self.resized_to}
+        return {"class_names": self.class_names, "resized_to": self.resized_to, "features": self.features}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         saved = state_dict["class_names"]

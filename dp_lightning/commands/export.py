@@ -8,7 +8,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from dp_lightning.callbacks import AveragedWeights, DataRecord
 from dp_lightning.callbacks.privacy import STATEMENT
@@ -16,6 +16,7 @@ from dp_lightning.commands.saved_module import saved_module
 from dp_lightning.errors import ConfigurationError, DataError
 from dp_lightning.files import replacing, require_writable
 from dp_lightning.lightning_modules import TimmModule
+from dp_lightning.models.feature_network import FeatureNetwork
 from dp_lightning.models.pretrained import without_weights
 from dp_lightning.models.pretrained_input import PretrainedInput
 from dp_lightning.models.trained import merge_low_rank
@@ -58,8 +59,9 @@ def export(
     """Write ``model.safetensors``, ``model.onnx``, ``model.json`` and the privacy statement into ``out``.
 
     ``model.json`` also has the names of the classes, and the size to which the data module resizes an image before it
-    cuts out the middle. The folder must hold no other export: a statement must not stand beside a network that it does
-    not speak of. Low-rank additions are merged into the weights.
+    cuts out the middle. Of a linear probe ``model.onnx`` has the network before it too, and ``model.safetensors`` the
+    probe alone. Low-rank additions are merged into the weights. The folder must hold no other export: a statement must
+    not stand beside a network that it does not speak of.
 
     ``model.onnx`` takes images as the data module gives them, float32 (n, C, H, W) after its normalisation, which
     ``model.json`` states, and returns logits (n, classes). ``model.safetensors`` has the tensors of the network alone:
@@ -107,10 +109,15 @@ def export(
         merge_low_rank(module.model)
     statement = PrivacyStatement.from_saved(saved[STATEMENT])
     record = saved.get("callbacks", {}).get(DataRecord.__qualname__, {})
+    features = record.get("features")
+    before = None
+    if features is not None and "onnx" in formats:
+        before = FeatureNetwork(**{k: v for k, v in features.items() if k not in ("image_size", "resized_to")})
     facts = {
         "class_path": settings.pop("_class_path", None),
         "settings": {name: value for name, value in settings.items() if name != "_instantiator"},
         "input": _input_of(module),
+        "features": features,
         "resized_to": record.get("resized_to"),
         "class_names": record.get("class_names"),
         "weights": chosen,
@@ -125,7 +132,9 @@ def export(
 
         contents["model.safetensors"] = save(_tensors(module), metadata={"facts": json.dumps(facts, default=str)})
     if "onnx" in formats:
-        contents["model.onnx"] = _onnx(module, settings.get("in_channels"), image_size or settings.get("image_size"))
+        images = settings if features is None else features
+        whole = module if before is None else nn.Sequential(before, module)
+        contents["model.onnx"] = _onnx(whole, images.get("in_channels"), image_size or images.get("image_size"))
     contents["model.json"] = (json.dumps(facts, indent=2, default=str) + "\n").encode()
     written = list(statement.write(out))
     for name, content in contents.items():
@@ -175,7 +184,7 @@ def _tensors(module: pl.LightningModule) -> dict[str, Tensor]:
     return {name: tensor.detach().clone().contiguous() for name, tensor in (network or state).items()}
 
 
-def _onnx(module: pl.LightningModule, channels: int | None, size: int | None) -> bytes:
+def _onnx(module: nn.Module, channels: int | None, size: int | None) -> bytes:
     if channels is None or size is None:
         raise ConfigurationError(
             "The checkpoint does not say how large its images are. Give --image-size, or --format safetensors."

@@ -76,6 +76,11 @@ class TrainingCLI(LightningCLI):
         data = self.config[command].get("data")
         if data is not None and data.class_path.endswith(".ImageFiles"):
             known = {**saved, **checkpoint.get("callbacks", {}).get(DataRecord.__qualname__, {})}
+            features = known.get("features")
+            if features is not None:
+                # A probe: its files are the images of the network before it.
+                images = {name: features.pop(name) for name in ("image_size", "resized_to")}
+                known = {**known, **features, **images, "features": features}
             for name, value in data.init_args.items():
                 if value is None and name in known:
                     data.init_args[name] = known[name]

@@ -21,8 +21,7 @@ from dp_lightning.datamodules.base import ImageDataModule, Split
 from dp_lightning.datamodules.dataset import ImageDataset
 from dp_lightning.errors import ConfigurationError, DataError
 from dp_lightning.files import replacing
-from dp_lightning.models import timm_model
-from dp_lightning.models.pretrained_input import PretrainedInput
+from dp_lightning.models.feature_network import FeatureNetwork
 
 # Images whose features go into one file: what an interruption can lose, and what is in memory while they are computed.
 _PER_FILE = 4096
@@ -73,7 +72,15 @@ class CachedFeatures(lightning.LightningDataModule):
         self.images.augment = False
         self.backbone, self.weights, self.input_size = backbone, weights, input_size
         self.batch_size, self.backbone_kwargs = batch_size, backbone_kwargs or {}
-        self._network = self._built()
+        self._network = FeatureNetwork(
+            backbone,
+            weights=weights,
+            input_size=input_size,
+            backbone_kwargs=self.backbone_kwargs,
+            in_channels=images.in_channels,
+            mean=images.mean,
+            std=images.std,
+        )
         self.folder = Path(cache) / self._key()
         self._sets: dict[Split, FeatureDataset] = {}
 
@@ -92,8 +99,13 @@ class CachedFeatures(lightning.LightningDataModule):
     @property
     def in_channels(self) -> int:
         """Length D of a feature vector."""
-        # Some networks have layers behind their features that stay when the classifier is taken off.
-        return int(getattr(self._network, "head_hidden_size", None) or self._network.num_features)
+        return self._network.length
+
+    @property
+    def feature_settings(self) -> dict[str, Any]:
+        """The network and the images that it is given, from which features of other images can be made."""
+        images = {"image_size": self.images.image_size, "resized_to": self.images.resized_to}
+        return {**self._network.settings, **images}
 
     def check_files(self) -> None:
         self.images.check_files()
@@ -133,19 +145,8 @@ class CachedFeatures(lightning.LightningDataModule):
             found["test"] = self.images.test_dataset
         return {split: dataset for split, dataset in found.items() if dataset is not None}
 
-    def _built(self) -> Any:
-        return timm_model(
-            self.backbone,
-            0,
-            pretrained=self.weights is None,
-            weights=self.weights,
-            in_channels=self.images.in_channels,
-            **self.backbone_kwargs,
-        )
-
     def _key(self) -> str:
         """A name for the network, the images and what happens to them."""
-        weights = None if self.weights is None else hashlib.sha256(Path(self.weights).read_bytes()).hexdigest()
         settings = {name: str(value) for name, value in vars(self.images).items() if not name.startswith("_")}
         passed_by = (
             "download",
@@ -157,7 +158,7 @@ class CachedFeatures(lightning.LightningDataModule):
         )
         facts = [
             self.backbone,
-            weights,
+            self._network.settings["digest"],
             self.input_size,
             self.backbone_kwargs,
             type(self.images).__name__,
@@ -189,21 +190,14 @@ class CachedFeatures(lightning.LightningDataModule):
         if not missing:
             return
         device = self.trainer.strategy.root_device if self.trainer is not None else torch.device("cpu")
-        network = self._network.to(device).eval().requires_grad_(False)
-        prepare = PretrainedInput.of(
-            network,
-            in_channels=self.images.in_channels,
-            data_mean=self.images.mean,
-            data_std=self.images.std,
-            size=self.input_size,
-        ).to(device)
+        network = self._network.to(device)
         for path in missing:
             start = int(path.stem.rpartition("-")[2])
             rows = range(start, min(start + _PER_FILE, len(dataset)))
             loader = DataLoader(
                 torch.utils.data.Subset(dataset, rows), self.batch_size, num_workers=self.images.num_workers
             )
-            features = [_features(network, prepare(images.to(device))) for images, _ in loader]
+            features = [_features(network, images.to(device)) for images, _ in loader]
             with replacing(path) as file:
                 piece = {"features": torch.cat(features), "labels": dataset.labels[rows.start : rows.stop]}
                 torch.save({**piece, "digest": _digest(piece)}, file)
@@ -235,7 +229,7 @@ class FeatureDataset(Dataset[tuple[Tensor, int]]):
 
 @torch.inference_mode()
 def _features(network: nn.Module, images: Tensor) -> Tensor:
-    return network(images).float().cpu()
+    return network(images).cpu()
 
 
 def _digest(piece: dict[str, Tensor]) -> str:

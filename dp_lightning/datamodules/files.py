@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import lightning
 import torch
@@ -14,6 +15,7 @@ from dp_lightning.datamodules.dataset import Transform
 from dp_lightning.datamodules.file_source import FileSource
 from dp_lightning.datamodules.pixels import PixelNormalization
 from dp_lightning.errors import ConfigurationError, DataError
+from dp_lightning.models.feature_network import FeatureNetwork
 
 
 class ImageFiles(lightning.LightningDataModule):
@@ -30,6 +32,8 @@ class ImageFiles(lightning.LightningDataModule):
         in_channels: 3 for colour, 1 for grey.
         mean: Of the normalisation that the network was trained with.
         std: Likewise.
+        features: What a linear probe was trained on: the arguments of ``FeatureNetwork``, whose features then take the
+            place of the images.
         batch_size: Images at a time.
         num_workers: Processes that load images; 0 loads them in the main process.
     """
@@ -44,6 +48,7 @@ class ImageFiles(lightning.LightningDataModule):
         in_channels: int | None = None,
         mean: tuple[float, ...] | None = None,
         std: tuple[float, ...] | None = None,
+        features: dict[str, Any] | None = None,
         batch_size: int = 256,
         num_workers: int = 0,
     ) -> None:
@@ -58,7 +63,10 @@ class ImageFiles(lightning.LightningDataModule):
                 f"data.init_args.{', '.join(missing)}: the checkpoint does not say. Give the values that the network "
                 "was trained with."
             )
-        self.image_size, self.num_classes, self.in_channels = image_size, num_classes, in_channels
+        self._network = None if features is None else FeatureNetwork(**features)
+        self.image_size, self.num_classes, self.channels = image_size, num_classes, in_channels
+        #: Of what the network receives.
+        self.in_channels = in_channels if self._network is None else self._network.length
         self.resized_to = resized_to or image_size
         self.mean, self.std = mean, std
         self.batch_size, self.num_workers = batch_size, num_workers
@@ -83,6 +91,10 @@ class ImageFiles(lightning.LightningDataModule):
             pin_memory=torch.cuda.is_available(),
         )
 
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        """Features in the place of the images, for a probe."""
+        return batch if self._network is None else self._network.to(batch.device)(batch)
+
 
 class _Unlabelled(Dataset[Tensor]):
     """Item i is the float image (C, H, W) of the i-th file."""
@@ -92,7 +104,7 @@ class _Unlabelled(Dataset[Tensor]):
         assert data.mean is not None
         assert data.std is not None
         steps: list[Transform] = [v2.Resize(data.resized_to), v2.CenterCrop(data.image_size)]
-        self._transform = v2.Compose(steps if data.in_channels == 3 else [*steps, _grey])
+        self._transform = v2.Compose(steps if data.channels == 3 else [*steps, _grey])
         self._normalize = PixelNormalization(data.mean, data.std)
         self._source = FileSource(map(str, data.paths), torch.zeros(len(data.paths), dtype=torch.int64))
 

@@ -7,6 +7,7 @@ import os
 
 import numpy as np
 import pytest
+import timm
 import torch
 from PIL import Image
 
@@ -100,6 +101,61 @@ def test_an_export_names_the_classes_and_the_size(run, tmp_path):
     assert facts["class_names"] == list(NAMES)
     image_net = "ImageNet" in (folder / "config.yaml").read_text()
     assert facts["resized_to"] == (18 if image_net else 16)
+
+
+@pytest.fixture(scope="module")
+def probe(images, tmp_path_factory):
+    """A linear probe on features of the same images."""
+    folder = tmp_path_factory.mktemp("probe")
+    torch.manual_seed(1)
+    torch.save(timm.create_model("test_efficientnet_gn").state_dict(), folder / "network.pth")
+    main(
+        [
+            *("fit", "--data", "CachedFeatures", "--data.images", "ImageNet", "--data.images.root", str(images)),
+            *("--data.images.image_size", "16", "--data.images.mean", "[0.3]", "--data.input_size", "32"),
+            *("--data.backbone", "test_efficientnet_gn", "--data.weights", str(folder / "network.pth")),
+            *("--data.cache", str(folder / "cache"), "--model", "LinearProbeModule", "--optimizer", "SGD"),
+            *("--optimizer.lr", "2", "--privacy.expected_batch_size", "9", "--privacy.noise_multiplier", "0.3"),
+            *("--privacy.delta", "1e-3", "--privacy.accountant", "rdp", *QUIET, "--trainer.max_steps", "10"),
+            *("--trainer.default_root_dir", str(folder)),
+        ]
+    )
+    (checkpoint,) = folder.rglob("*.ckpt")
+    return folder, checkpoint
+
+
+def test_a_probe_sees_new_files_through_its_network(probe, images, tmp_path):
+    own = predict(probe, tmp_path / "own")
+    found = predict(probe, tmp_path / "files", "--data", "ImageFiles", "--data.root", str(images / "val"))
+    for mine, other in zip(own, found, strict=True):
+        expected = [float(mine[f"p{k}"]) for k in range(3)]
+        assert [float(other[f"p{k}"]) for k in range(3)] == pytest.approx(expected, abs=1e-4)
+        assert mine["class_name"] == other["class_name"]
+    assert len({row["class"] for row in own}) > 1
+
+
+def test_an_exported_probe_takes_images(probe, images, tmp_path, capsys):
+    onnxruntime = pytest.importorskip("onnxruntime")
+    folder, checkpoint = probe
+    main(["export", "--ckpt-path", str(checkpoint), "--out", str(tmp_path / "out")])
+    facts = json.loads((tmp_path / "out" / "model.json").read_text())
+    assert facts["features"]["backbone"] == "test_efficientnet_gn"
+    assert (facts["features"]["image_size"], facts["features"]["resized_to"]) == (16, 18)
+    data = datamodules.ImageNet(str(images), image_size=16, mean=(0.3,), num_workers=0)
+    data.setup("test")
+    pixels = torch.stack([image for image, _ in data.test_dataset])
+    session = onnxruntime.InferenceSession(tmp_path / "out" / "model.onnx")
+    (logits,) = session.run(None, {"images": pixels.numpy()})
+    expected = predict(probe, tmp_path / "own")
+    found = torch.from_numpy(logits).softmax(1)
+    for row, probabilities in zip(expected, found.tolist(), strict=True):
+        assert probabilities == pytest.approx([float(row[f"p{k}"]) for k in range(3)], abs=1e-3)
+    # The file that the network came from must be the same one.
+    torch.save(timm.create_model("test_efficientnet_gn").state_dict(), folder / "network.pth")
+    capsys.readouterr()
+    with pytest.raises(SystemExit):
+        main(["export", "--ckpt-path", str(checkpoint), "--out", str(tmp_path / "other")])
+    assert "are not those that the features of this run came from" in capsys.readouterr().err
 
 
 class ParsedError(Exception):
