@@ -130,6 +130,22 @@ def test_a_head_on_features_takes_vectors():
     np.testing.assert_allclose(logits, module(features).detach().numpy(), atol=1e-5)
 
 
+def test_an_export_of_low_rank_additions_is_the_network_itself(tmp_path):
+    pytest.importorskip("peft")
+    fit(
+        tmp_path / "run",
+        *("--model", "TimmModule", "--model.name", "test_efficientnet_gn", "--model.trained", "lora"),
+        *("--privacy.expected_batch_size", "200", "--optimizer.lr", "1", "--trainer.max_steps", "3"),
+    )
+    assert export("--ckpt-path", checkpoint_of(tmp_path / "run"), "--out", tmp_path / "out") == 0
+    whole = timm.create_model("test_efficientnet_gn", num_classes=10, in_chans=1).eval()
+    whole.load_state_dict(safetensors_torch.load_file(tmp_path / "out" / "model.safetensors"))
+    session = onnxruntime.InferenceSession(tmp_path / "out" / "model.onnx")
+    images = digits()[:5]
+    (logits,) = session.run(None, {"images": images.numpy()})
+    np.testing.assert_allclose(logits, whole(images).detach().numpy(), rtol=1e-4, atol=1e-4)
+
+
 def test_a_statement_never_stands_beside_another_network(trained, tmp_path, capsys, monkeypatch):
     path, out = checkpoint_of(trained), tmp_path / "out"
 
