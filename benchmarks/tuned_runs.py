@@ -55,6 +55,9 @@ def base(options: argparse.Namespace, *, seed: int, rate: float, batch_size: int
             "init_args": {
                 "path": str(options.data.resolve()),
                 "num_classes": 10,
+                # Those of the runs in the docs.
+                "mean": [0.305],
+                "std": [0.376],
                 "val_fraction": 0.1,
                 "augment": False,
                 "eval_batch_size": 250,
