@@ -112,7 +112,7 @@ def export(
     features = record.get("features")
     before = None
     if features is not None and "onnx" in formats:
-        before = FeatureNetwork(**{k: v for k, v in features.items() if k not in ("image_size", "resized_to")})
+        before = FeatureNetwork(**features["network"])
     facts = {
         "class_path": settings.pop("_class_path", None),
         "settings": {name: value for name, value in settings.items() if name != "_instantiator"},
@@ -132,7 +132,7 @@ def export(
 
         contents["model.safetensors"] = save(_tensors(module), metadata={"facts": json.dumps(facts, default=str)})
     if "onnx" in formats:
-        images = settings if features is None else features
+        images = settings if features is None else {**features["network"], **features}
         whole = module if before is None else nn.Sequential(before, module)
         contents["model.onnx"] = _onnx(whole, images.get("in_channels"), image_size or images.get("image_size"))
     contents["model.json"] = (json.dumps(facts, indent=2, default=str) + "\n").encode()

@@ -79,8 +79,7 @@ class TrainingCLI(LightningCLI):
             features = known.get("features")
             if features is not None:
                 # A probe: its files are the images of the network before it.
-                images = {name: features.pop(name) for name in ("image_size", "resized_to")}
-                known = {**known, **features, **images, "features": features}
+                known = {**known, **features["network"], **features, "features": features["network"]}
             for name, value in data.init_args.items():
                 if value is None and name in known:
                     data.init_args[name] = known[name]

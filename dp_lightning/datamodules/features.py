@@ -105,7 +105,7 @@ class CachedFeatures(lightning.LightningDataModule):
     def feature_settings(self) -> dict[str, Any]:
         """The network and the images that it is given, from which features of other images can be made."""
         images = {"image_size": self.images.image_size, "resized_to": self.images.resized_to}
-        return {**self._network.settings, **images}
+        return {"network": self._network.settings, **images}
 
     def check_files(self) -> None:
         self.images.check_files()

@@ -139,7 +139,7 @@ def test_an_exported_probe_takes_images(probe, images, tmp_path, capsys):
     folder, checkpoint = probe
     main(["export", "--ckpt-path", str(checkpoint), "--out", str(tmp_path / "out")])
     facts = json.loads((tmp_path / "out" / "model.json").read_text())
-    assert facts["features"]["backbone"] == "test_efficientnet_gn"
+    assert facts["features"]["network"]["backbone"] == "test_efficientnet_gn"
     assert (facts["features"]["image_size"], facts["features"]["resized_to"]) == (16, 18)
     data = datamodules.ImageNet(str(images), image_size=16, mean=(0.3,), num_workers=0)
     data.setup("test")
