@@ -70,13 +70,12 @@ class CachedFeatures(lightning.LightningDataModule):
             raise ConfigurationError(f"batch_size must be at least 1, not {batch_size}")
         self.images = images
         self.images.augment = False
-        self.backbone, self.weights, self.input_size = backbone, weights, input_size
-        self.batch_size, self.backbone_kwargs = batch_size, backbone_kwargs or {}
+        self.batch_size = batch_size
         self._network = FeatureNetwork(
             backbone,
             weights=weights,
             input_size=input_size,
-            backbone_kwargs=self.backbone_kwargs,
+            backbone_kwargs=backbone_kwargs or {},
             in_channels=images.in_channels,
             mean=images.mean,
             std=images.std,
@@ -156,15 +155,13 @@ class CachedFeatures(lightning.LightningDataModule):
             "prepare_data_per_node",
             "trainer",
         )
+        network = self._network.settings
         facts = [
-            self.backbone,
-            self._network.settings["digest"],
-            self.input_size,
-            self.backbone_kwargs,
+            *(network[name] for name in ("backbone", "digest", "input_size", "backbone_kwargs")),
             type(self.images).__name__,
             {name: value for name, value in sorted(settings.items()) if name not in passed_by},
         ]
-        return f"{self.backbone}-{hashlib.sha256(json.dumps(facts, default=str).encode()).hexdigest()[:12]}"
+        return f"{network['backbone']}-{hashlib.sha256(json.dumps(facts, default=str).encode()).hexdigest()[:12]}"
 
     def _files(self, split: Split) -> list[Path]:
         count = len(self._datasets()[split])

@@ -5,7 +5,8 @@ The divergence of order a > 1 is R(a) = log A(a) / (a - 1), where
     A(a) = E[(1 - q + q exp((2z - 1) / (2 sigma^2)))^a],    z ~ N(0, sigma^2).
 
 Of an integer order A is a finite sum of positive terms. Of another one it is an integral of a smooth function, which
-the trapezoidal rule gives to the accuracy of float64. Opacus sums series term by term, which takes seconds for large q.
+the trapezoidal rule gives to the accuracy of float64. Opacus sums series term by term, which for large q makes
+a plan take seconds.
 """
 
 from collections.abc import Sequence

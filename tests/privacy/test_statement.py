@@ -139,6 +139,7 @@ def test_markdown_says_what_is_covered_and_what_is_not() -> None:
         "Poisson sampling",
         "3 of 20 planned",
         "`unprotected/loss`, `unprotected/clip_fraction`",
+        "statistics of frozen normalisation layers",
         "Hyperparameter search",
         "Mironov 2012",
         "test or validation data",
