@@ -83,6 +83,10 @@ WRONG = {
     "endless": (["--trainer.max_epochs=-1"], "trainer.max_epochs or trainer.max_steps"),
     "class": (["--model", "SmalCNNModule"], r"no class 'SmalCNNModule'.*Did you mean SmallCNNModule\?"),
     "checkpoint": (["--ckpt_path", "nothere.ckpt"], "ckpt_path nothere.ckpt is not a file"),
+    "best": (["--ckpt_path", "best"], "ckpt_path best is not a file.*'last'"),
+    "devices": (["--trainer.devices", "0"], r"Lightning refuses.*trainer \(.*devices: 0.*not a valid input"),
+    "strategy": (["--trainer.strategy", "all"], "Lightning refuses.*strategy: all"),
+    "max_time": (["--trainer.max_time", "soon"], "Lightning refuses.*DD:HH:MM:SS"),
     "no_epochs": (["--trainer.max_epochs", "0"], "max_epochs.*at least one"),
     "unwritable": (["--trainer.default_root_dir", "/dev/null/runs"], "trainer.default_root_dir is /dev/null/runs"),
     "choice": (["--privacy.clipping", "layerwise"], "privacy.clipping"),
@@ -235,3 +239,16 @@ def test_a_finished_run_is_evaluated_from_its_own_configuration(finished, comman
         rows = list(csv.DictReader((tmp_path / "predictions.csv").open()))
         assert len(rows) == 360
         assert sum(float(rows[0][f"p{k}"]) for k in range(10)) == pytest.approx(1.0, abs=1e-4)
+
+
+@pytest.mark.parametrize("command", ["validate", "test", "predict"])
+def test_evaluation_without_a_checkpoint_says_so(command, tmp_path):
+    with pytest.warns(UserWarning, match=f"dpl {command}` without --ckpt_path.*no training has changed"):
+        main([command, "--config", DIGITS, "--trainer.default_root_dir", str(tmp_path)])
+
+
+@pytest.mark.parametrize("name", ["best", "last", "hpc"])
+def test_evaluation_never_guesses_a_checkpoint(name, tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        main(["test", "--config", DIGITS, "--ckpt_path", name, "--trainer.default_root_dir", str(tmp_path)])
+    assert f"ckpt_path {name} is not a file" in capsys.readouterr().err

@@ -11,6 +11,8 @@ from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, ReduceLROnPlateau, SaveConfigCallback
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.connectors.accelerator_connector import _AcceleratorConnector
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from dp_lightning.callbacks import (
     AveragedWeights,
@@ -91,8 +93,15 @@ class TrainingCLI(LightningCLI):
         if self.subcommand == "fit":
             check_precision(self.config.fit.trainer.precision)
         path = self._get(self.config, "ckpt_path")
-        if path is not None and path not in ("best", "last", "hpc", "registry") and not Path(path).is_file():
-            raise ConfigurationError(f"ckpt_path {path} is not a file; give the path of a checkpoint.")
+        if path is None and self.subcommand in ("validate", "test", "predict"):
+            rank_zero_warn(
+                f"`dpl {self.subcommand}` without --ckpt_path takes the module as it is built: no training has changed "
+                "its weights. Name a checkpoint."
+            )
+        resumes = self.subcommand == "fit" and path == "last"
+        if path is not None and not resumes and not Path(path).is_file():
+            known = " (or 'last', the newest one)" if self.subcommand == "fit" else ""
+            raise ConfigurationError(f"ckpt_path {path} is not a file; give the path of a checkpoint{known}.")
 
     def instantiate_trainer(self, **kwargs: Any) -> pl.Trainer:
         """The trainer with the privacy callback first, so that every other callback sees the privatized gradient."""
@@ -101,8 +110,9 @@ class TrainingCLI(LightningCLI):
         self.averaging = self._get(self.config_init, "averaging")
         config: dict[str, Any] = {**self._get(self.config_init, "trainer", default={}), **kwargs}
         trains = self.subcommand in ("fit", None)
-        if trains and config.get("strategy") == "auto" and _wants_processes(config):
-            config["strategy"] = PRIVATE_STRATEGY
+        with _named_refusals(config):
+            if trains and config.get("strategy") == "auto" and _wants_processes(config):
+                config["strategy"] = PRIVATE_STRATEGY
         given = config.get("callbacks") or []
         given = given if isinstance(given, list) else [given]
         ours: list[pl.Callback] = [self.privacy, SignalToNoise(), self.postprocess, self.averaging]
@@ -115,7 +125,8 @@ class TrainingCLI(LightningCLI):
         if wants_bar and not any(isinstance(callback, ProgressBar) for callback in given):
             given = [*given, PrivateProgressBar()]
         config["callbacks"] = [*ours, *given]
-        return self._instantiate_trainer(config, [])
+        with _named_refusals(config):
+            return self._instantiate_trainer(config, [])
 
     @staticmethod
     def configure_optimizers(lightning_module: pl.LightningModule, optimizer: Any, lr_scheduler: Any = None) -> Any:
@@ -153,6 +164,19 @@ def _wants_processes(config: dict[str, Any]) -> bool:
     """Whether Lightning would start one process per device for these settings, here and now."""
     asked = {name: config[name] for name in ("accelerator", "devices", "num_nodes", "plugins") if name in config}
     return isinstance(_AcceleratorConnector(**asked).strategy, DDPStrategy)
+
+
+@contextmanager
+def _named_refusals(config: dict[str, Any]) -> Iterator[None]:
+    """Raise what Lightning has against the Trainer's settings as an error that a user can act on."""
+    named = {name: config[name] for name in ("accelerator", "devices", "strategy") if name in config}
+    try:
+        yield
+    except DpLightningError:
+        raise
+    except (MisconfigurationException, ValueError) as error:
+        settings = ", ".join(f"{name}: {value}" for name, value in named.items())
+        raise ConfigurationError(f"Lightning refuses the settings of trainer ({settings}): {error}") from error
 
 
 def command_line(arguments: list[str], kind: type[TrainingCLI] = TrainingCLI) -> TrainingCLI:
