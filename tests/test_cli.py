@@ -252,3 +252,11 @@ def test_evaluation_never_guesses_a_checkpoint(name, tmp_path, capsys):
     with pytest.raises(SystemExit):
         main(["test", "--config", DIGITS, "--ckpt_path", name, "--trainer.default_root_dir", str(tmp_path)])
     assert f"ckpt_path {name} is not a file" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["fit", "test"])
+def test_weights_alone_are_no_checkpoint(command, tmp_path, capsys):
+    torch.save({"layer.weight": torch.zeros(2)}, tmp_path / "weights.pth")
+    with pytest.raises(SystemExit):
+        main([command, "--config", DIGITS, "--ckpt_path", str(tmp_path / "weights.pth")])
+    assert "weights.pth is not a checkpoint of a run" in capsys.readouterr().err

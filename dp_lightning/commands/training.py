@@ -70,6 +70,11 @@ class TrainingCLI(LightningCLI):
         if path is None or not Path(path).is_file():
             return
         checkpoint = PrivateCheckpointIO().load_checkpoint(path)
+        if "pytorch-lightning_version" not in checkpoint:
+            raise ConfigurationError(
+                f"ckpt_path {path} is not a checkpoint of a run: it holds weights alone, or something else. A run "
+                "starts from weights by the model's own settings, such as TimmModule's `weights`."
+            )
         saved = checkpoint.get("hyper_parameters", {})
         model = self.config[command].get("model")
         kind, settings = saved_module(saved, trusted=None if model is None else model.class_path)
