@@ -55,9 +55,8 @@ def base(options: argparse.Namespace, *, seed: int, rate: float, batch_size: int
             "init_args": {
                 "path": str(options.data.resolve()),
                 "num_classes": 10,
-                # Those of the runs in the docs.
-                "mean": [0.305],
-                "std": [0.376],
+                "mean": list(options.mean),
+                "std": list(options.std),
                 "val_fraction": 0.1,
                 "augment": False,
                 "eval_batch_size": 250,
@@ -163,13 +162,22 @@ def compare(cells: Sequence[Cell], options: argparse.Namespace) -> None:
         )
 
 
-def parser(description: str | None, names: Sequence[str], *, batch_sizes: list[int]) -> argparse.ArgumentParser:
+def parser(
+    description: str | None,
+    names: Sequence[str],
+    *,
+    batch_sizes: list[int],
+    mean: Sequence[float] = (0.4914, 0.4822, 0.4465),
+    std: Sequence[float] = (0.2470, 0.2435, 0.2616),
+) -> argparse.ArgumentParser:
     """The options that comparisons have in common.
 
     Args:
         description: of the comparison.
         names: of its cells, for ``--only``.
         batch_sizes: by default.
+        mean: of each channel, by default; CIFAR-10's where nothing is given.
+        std: likewise.
     """
     made = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("--data", type=Path, required=True, help="images as NpzImages reads them")
@@ -178,6 +186,8 @@ def parser(description: str | None, names: Sequence[str], *, batch_sizes: list[i
     made.add_argument("--batch-sizes", type=int, nargs="+", default=batch_sizes)
     made.add_argument("--seeds", type=int, nargs="+", default=[1, 2])
     made.add_argument("--epsilon", type=float, default=4.0)
+    made.add_argument("--mean", type=float, nargs="+", default=mean, help="of each channel, for the normalisation")
+    made.add_argument("--std", type=float, nargs="+", default=std, help="likewise")
     made.add_argument("--epochs", type=int, default=3)
     made.add_argument("--depth", type=int, default=10)
     made.add_argument("--width", type=int, default=1)

@@ -10,7 +10,8 @@ gradient; 16 groups are the choice of De et al. 2022.
 
 De et al. change two things more: the ReLU comes before the norm, and the weights of each convolution are
 standardised (Qiao et al. 2019; Brock et al. 2021): with one row w of the weight per output, the convolution is
-taken with gain * (w - mean(w)) / sqrt(n var(w)), n the length of a row.
+taken with gain * (w - mean(w)) / sqrt(n var(w)), n the length of a row. The first weights have variance 1/n then, as
+theirs: the length of w does not change the network, but a step of a given size turns a shorter w further.
 """
 
 from collections.abc import Callable
@@ -147,8 +148,14 @@ class WideResNet(nn.Module):
         self.norm = group_norm(num_groups, channels)
         self.classifier = nn.Linear(channels, num_classes)
         for module in self.modules():
-            if isinstance(module, nn.Conv2d):
+            if isinstance(module, nn.Conv2d) and weight_standardization:
+                nn.init.kaiming_normal_(module.weight, nonlinearity="linear")
+            elif isinstance(module, nn.Conv2d):
                 nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+        if weight_standardization:
+            # Cut off at two deviations, which takes 12 % of the deviation away.
+            std = channels**-0.5 / 0.8796
+            nn.init.trunc_normal_(self.classifier.weight, std=std, a=-2 * std, b=2 * std)
         nn.init.zeros_(self.classifier.bias)
 
     def forward(self, images: Tensor) -> Tensor:
