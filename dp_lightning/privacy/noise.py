@@ -1,16 +1,16 @@
-"""The Gaussian noise of the mechanism, from a generator of its own.
+"""The Gaussian noise of the mechanism: secret, or from a seed.
 
-Noise is drawn in float32 on the device of the gradient. Float32 normals have finitely many values, which real-valued
+Noise is added in float32 on the device of the gradient. Float32 normals have finitely many values, which real-valued
 proofs ignore (Mironov 2012; Jin et al. 2021); the guarantee is that of the ideal mechanism.
 """
 
-import secrets
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from dp_lightning.privacy.secret_normals import secret_normals
 from dp_lightning.privacy.seeds import require_same_seed
 
 
@@ -19,22 +19,27 @@ class GaussianNoise:
 
     Args:
         device: where noise is drawn.
-        seed: None seeds from the operating system's entropy. A number makes the noise reproducible: whoever knows it
-            can subtract the noise, so the run is not fit for release.
+        seed: None takes ``secret_normals``. A number makes the noise reproducible: whoever knows it can subtract the
+            noise, so the run is not fit for release.
     """
 
     def __init__(self, *, device: torch.device | str = "cpu", seed: int | None = None) -> None:
         self.seed = seed
+        # Used with a seed alone.
         self._generator = torch.Generator(device=device)
-        # torch takes seeds of 64 bits; the mt19937 of the CPU and the Philox of CUDA both use all of them.
-        self._generator.manual_seed(secrets.randbits(63) if seed is None else seed)
+        if seed is not None:
+            self._generator.manual_seed(seed)
 
     def add_to(self, tensor: Tensor, standard_deviation: float) -> Tensor:
         """``tensor`` plus noise of the given standard deviation, in float32."""
         if standard_deviation == 0:
             return tensor.to(torch.float32, copy=True)
-        noise = torch.randn(tensor.shape, generator=self._generator, device=tensor.device, dtype=torch.float32)
-        return noise.mul_(standard_deviation).add_(tensor)
+        return self._normals(tensor.shape, tensor.device).mul_(standard_deviation).add_(tensor)
+
+    def _normals(self, shape: Sequence[int], device: torch.device) -> Tensor:
+        if self.seed is None:
+            return secret_normals(shape, device)
+        return torch.randn(tuple(shape), generator=self._generator, device=device, dtype=torch.float32)
 
     def skip(self, shape: Sequence[int], count: int) -> None:
         """Pass by ``count`` draws of this shape, so that a reproducible generator does not give them again."""
