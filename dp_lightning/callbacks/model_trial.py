@@ -3,10 +3,11 @@
 from typing import Any
 
 import lightning.pytorch as pl
+import numpy as np
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 from torch.utils.data import DataLoader, default_collate
 from torchmetrics import Metric
 
@@ -14,9 +15,13 @@ from dp_lightning.callbacks.example_gradients import GradientSettings
 from dp_lightning.callbacks.own_step import silent, training_loss
 from dp_lightning.errors import ConfigurationError
 from dp_lightning.privacy.gradients import GradientEngine
-from dp_lightning.privacy.model_check import check_per_example, refuse_randomness
+from dp_lightning.privacy.model_check import Division, check_per_example, refuse_randomness
 
 _EXAMPLES = 8
+# Together: some losses mix examples in larger batches only.
+_MANY = 64
+# What a few of the many, all in one part, are multiplied by: some losses treat batches with outliers otherwise.
+_OUTLYING = 1000.0
 # Of one example: enough to see that its views add up.
 _VIEWS = 2
 
@@ -27,8 +32,18 @@ def try_model(
     engine: GradientEngine,
     loader: DataLoader[Any],
     settings: GradientSettings,
+    *,
+    max_rows: int,
 ) -> None:
     """Check that an example's loss and gradient do not depend on the batch around it; nothing is logged.
+
+    Args:
+        trainer: of the run.
+        module: what is tried.
+        engine: attached to it.
+        loader: of the training set.
+        settings: what an example's gradient is.
+        max_rows: rows of a physical batch, for which there is memory.
 
     Raises:
         ModelError: naming what differs.
@@ -48,6 +63,12 @@ def try_model(
         _require_order(loader)
         _warn_of_equal_views(dataset)
 
+    size = min(_MANY, len(dataset), max(max_rows, _EXAMPLES))
+    raw = [dataset[k * len(dataset) // size] for k in range(size)]
+    many = [_made_up(example, generator) for example in raw]
+    strange = _with_other_integers(raw, _num_classes(trainer, module), generator)
+    strange = [_made_up(example, generator, outlying=index < size // 6) for index, example in enumerate(strange)]
+
     def batch_of(chosen: list[Any]) -> Any:
         with refuse_randomness("collate_fn or a batch transfer hook"):
             batch = trainer.precision_plugin.convert_input(loader.collate_fn(chosen))
@@ -59,8 +80,15 @@ def try_model(
                 module,
                 engine,
                 lambda batch: training_loss(module, batch, 0),
-                batch_of(examples),
-                [batch_of([example]) for example in examples],
+                [
+                    Division(batch_of(examples), [batch_of([example]) for example in examples], [1] * count),
+                    *(
+                        Division(batch_of(rows), [batch_of(rows[:cut]), batch_of(rows[cut:])], [cut, size - cut])
+                        for rows in (many, strange)
+                        for cut in (size // 3,)
+                        if cut
+                    ),
+                ],
                 few=[
                     (batch_of([view for example in order for view in example]), [batch_of(one) for one in order])
                     for order in (few, few[::-1])
@@ -102,17 +130,58 @@ def _warn_of_equal_views(dataset: Any) -> None:
         )
 
 
-def _made_up(example: Any, generator: torch.Generator) -> Any:
+def _made_up(example: Any, generator: torch.Generator, *, outlying: bool = False) -> Any:
     """The example with its floating-point tensors replaced by numbers between 0 and 1, and its bytes by others.
 
-    Whether a run starts then hardly depends on private data, and an example that is not finite cannot prevent it.
+    Whether a run starts then hardly depends on private data, and an example that is not finite cannot prevent it. An
+    outlying example has large numbers.
     """
 
     def replaced(leaf: Any) -> Any:
         if isinstance(leaf, Tensor) and leaf.is_floating_point():
-            return torch.rand(leaf.shape, generator=generator, dtype=leaf.dtype)
+            drawn = torch.rand(leaf.shape, generator=generator, dtype=leaf.dtype)
+            return drawn * _OUTLYING if outlying else drawn
         if isinstance(leaf, Tensor) and leaf.dtype == torch.uint8 and leaf.dim() >= 3:
             return torch.randint(256, leaf.shape, generator=generator, dtype=leaf.dtype)
         return leaf
 
     return tree_map(replaced, example)
+
+
+def _num_classes(trainer: pl.Trainer, module: pl.LightningModule) -> int:
+    """The number of classes where the data or the module say it, or 0."""
+    datamodule = getattr(trainer, "datamodule", None)
+    for holder in (datamodule, module, getattr(module, "hparams", None)):
+        found = getattr(holder, "num_classes", None)
+        if isinstance(found, int):
+            return found
+    return 0
+
+
+def _with_other_integers(examples: list[Any], num_classes: int, generator: torch.Generator) -> list[Any]:
+    """The examples with each integer drawn anew, between the smallest and the largest at its place.
+
+    Where all of them could be labels of ``num_classes`` classes, they are drawn from all classes. A quarter of the
+    examples has the same number, so that numbers stand side by side.
+    """
+    trees = [tree_flatten(example) for example in examples]
+    if any(spec != trees[0][1] for _, spec in trees):
+        return examples
+    columns = [list(column) for column in zip(*(leaves for leaves, _ in trees), strict=True)]
+    for position, column in enumerate(columns):
+        if not all(_is_integer(leaf) for leaf in column):
+            continue
+        low, high = (int(limit(int(leaf) for leaf in column)) for limit in (min, max))
+        if low >= 0 and high < num_classes:
+            low, high = 0, num_classes - 1
+        drawn = torch.randint(low, high + 1, (len(column),), generator=generator)
+        drawn[: len(drawn) // 4] = drawn[0]
+        whole = isinstance(column[0], Tensor)
+        columns[position] = list(drawn) if whole else drawn.tolist()
+    return [tree_unflatten(list(leaves), trees[0][1]) for leaves in zip(*columns, strict=True)]
+
+
+def _is_integer(leaf: Any) -> bool:
+    if isinstance(leaf, Tensor):
+        return leaf.dim() == 0 and leaf.dtype == torch.int64
+    return isinstance(leaf, int | np.integer) and not isinstance(leaf, bool)

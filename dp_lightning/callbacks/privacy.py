@@ -286,7 +286,14 @@ class PrivacyCallback(pl.Callback):
         assert self._batches is not None
         loader = self._batches.loader_of(trainer)
         require_same_data(loader.dataset, self._ranks, trainer.strategy.root_device)
-        try_model(trainer, pl_module, self._gradients.engine, loader, self.gradient_settings)
+        try_model(
+            trainer,
+            pl_module,
+            self._gradients.engine,
+            loader,
+            self.gradient_settings,
+            max_rows=self.max_physical_batch_size,
+        )
 
     # One physical batch
 

@@ -92,23 +92,29 @@ def test_a_run_resumed_within_an_epoch_equals_one_that_was_not_interrupted(tmp_p
     assert torch.equal(found, whole)
 
 
-@pytest.mark.parametrize("seed", [None, 7])
-def test_noise_of_lost_steps_is_not_drawn_again(tmp_path, monkeypatch, seed):
-    states, add_to = [], GaussianNoise.add_to
+@pytest.fixture
+def drawn(monkeypatch):
+    """The noise of each step, as bytes."""
+    found, normals = [], GaussianNoise._normals
 
     def noted(noise, *args):
-        states.append(bytes(noise._generator.get_state().numpy()))
-        return add_to(noise, *args)
+        values = normals(noise, *args)
+        found.append(bytes(values.numpy()))
+        return values
 
-    monkeypatch.setattr(GaussianNoise, "add_to", noted)
+    monkeypatch.setattr(GaussianNoise, "_normals", noted)
+    return found
 
+
+@pytest.mark.parametrize("seed", [None, 7])
+def test_noise_of_lost_steps_is_not_drawn_again(tmp_path, drawn, seed):
     checkpoint = ModelCheckpoint(dirpath=tmp_path, filename="four", every_n_train_steps=4)
     with pytest.raises(RuntimeError, match="stopped"):
         parameters_after(tmp_path, privacy(noise_seed=seed), checkpoint, Stop(6), enable_checkpointing=True)
     again = privacy(noise_seed=seed)
     trainer(tmp_path, again).fit(Plain(), loader(), ckpt_path=tmp_path / "four.ckpt", weights_only=True)
     # Six steps, of which two are lost, and three that are left.
-    assert again.ledger.num_steps == len(set(states)) == len(states) == 9
+    assert again.ledger.num_steps == len(set(drawn)) == len(drawn) == 9
 
 
 def test_a_checkpoint_whose_steps_no_ledger_counts_is_refused(tmp_path):
@@ -195,15 +201,7 @@ def test_a_checkpoint_that_is_saved_again_keeps_its_ledger(tmp_path):
     assert (again.ledger.num_steps, went_on.global_step) == (9, 5)
 
 
-def test_a_second_fit_with_a_fixed_seed_draws_other_noise(tmp_path, monkeypatch):
-    states, add_to = [], GaussianNoise.add_to
-
-    def noted(noise, *args):
-        states.append(bytes(noise._generator.get_state().numpy()))
-        return add_to(noise, *args)
-
-    monkeypatch.setattr(GaussianNoise, "add_to", noted)
-
+def test_a_second_fit_with_a_fixed_seed_draws_other_noise(tmp_path, drawn):
     class Ends(Callback):
         def on_train_epoch_end(self, trainer, pl_module):
             trainer.should_stop = True
@@ -211,7 +209,7 @@ def test_a_second_fit_with_a_fixed_seed_draws_other_noise(tmp_path, monkeypatch)
     callback, module = privacy(noise_seed=3), Plain()
     trainer(tmp_path, callback, Ends()).fit(module, loader())
     trainer(tmp_path, callback).fit(module, loader())
-    assert len(states) == len(set(states)) == callback.ledger.num_steps == 9
+    assert len(drawn) == len(set(drawn)) == callback.ledger.num_steps == 9
 
 
 @pytest.mark.timeout(60)

@@ -351,4 +351,4 @@ def test_statistics_that_thaw_during_the_run_are_refused(tmp_path, trainer_of, h
     with pytest.raises(ModelError, match=r"bn1.*(computes statistics over the batch|is changed while)"):
         run.fit(module, DataLoader(TensorDataset(*data("convolutions-head", 12)), batch_size=4))
     # Nothing that this batch has shown is released.
-    assert run.callbacks[0].ledger.num_steps == run.global_step <= 2
+    assert run.callbacks[0].ledger.num_steps == run.global_step < 6

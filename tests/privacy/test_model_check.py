@@ -7,7 +7,7 @@ from torch.nn import functional as F
 
 from dp_lightning.errors import ModelError
 from dp_lightning.privacy import GradientEngine, model_check
-from dp_lightning.privacy.model_check import check_per_example, refuse_mixing_modules
+from dp_lightning.privacy.model_check import Division, check_per_example, refuse_mixing_modules
 
 
 def check(model, loss_of=None, *, reduction="mean", augmult=1):
@@ -15,6 +15,7 @@ def check(model, loss_of=None, *, reduction="mean", augmult=1):
     x, y = torch.randn(2, 6), torch.tensor([0, 2])
     views = x.repeat_interleave(augmult, 0)
     views, labels = views + torch.randn_like(views), y.repeat_interleave(augmult)
+    more_x, more_y = torch.randn(12, 6), torch.arange(12) % 3
 
     def default(batch):
         return F.cross_entropy(model(batch[0]), batch[1])
@@ -25,8 +26,10 @@ def check(model, loss_of=None, *, reduction="mean", augmult=1):
             model,
             engine,
             loss_of or default,
-            (x, y),
-            [(x[i : i + 1], y[i : i + 1]) for i in range(2)],
+            [
+                Division((x, y), [(x[i : i + 1], y[i : i + 1]) for i in range(2)], [1, 1]),
+                Division((more_x, more_y), [(more_x[:3], more_y[:3]), (more_x[3:], more_y[3:])], [3, 9]),
+            ],
             few=[
                 (
                     (torch.cat([views.split(augmult)[i] for i in order]), y[order].repeat_interleave(augmult)),
@@ -156,13 +159,14 @@ class Amplifies(nn.Module):
         return self.head(torch.sin(1000 * torch.sin(1000 * x)))
 
 
-def test_rounding_alone_is_not_refused(monkeypatch):
+@pytest.mark.parametrize(("scale", "message"), [(1.0, "mixes examples"), (1e-3, "differs from the gradient")])
+def test_rounding_alone_is_not_refused(scale, message, monkeypatch):
     torch.manual_seed(0)
     model = Amplifies()
     before = {name: (p.detach().clone(), p.data_ptr()) for name, p in model.named_parameters()}
 
     def loss(batch):
-        return F.cross_entropy(model(batch[0]), batch[1]) + 100
+        return scale * F.cross_entropy(model(batch[0]), batch[1]) + 100
 
     check(model, loss)
     for name, p in model.named_parameters():
@@ -170,7 +174,7 @@ def test_rounding_alone_is_not_refused(monkeypatch):
         assert p.data_ptr() == before[name][1]
     # In float32 it would be.
     monkeypatch.setattr(model_check, "_float64", lambda batch: batch)
-    with pytest.raises(ModelError, match="differs from the gradient of the example alone"):
+    with pytest.raises(ModelError, match=message):
         check(model, loss)
 
 
@@ -180,4 +184,107 @@ def test_a_model_that_cannot_run_in_float64_is_refused_for_what_was_found():
             return super().forward(x.float())
 
     with pytest.raises(ModelError, match=r"inner\.weight"):
+        check(Casts())
+
+
+def weighted(ignored):
+    weight = None if ignored else torch.tensor([1.0, 1.0, 99.0])
+    return lambda model: (
+        lambda batch: F.cross_entropy(
+            model(batch[0]), batch[1].clamp(max=1), weight=weight, **({"ignore_index": 2} if ignored else {})
+        )
+    )
+
+
+def hard_examples(model):
+    def loss(batch):
+        each = F.cross_entropy(model(batch[0]), batch[1], reduction="none")
+        return each.topk(min(len(each), max(4, len(each) // 2))).values.mean()
+
+    return loss
+
+
+def contrastive(model):
+    def loss(batch):
+        z = model(batch[0])
+        alike = (batch[1][:, None] == batch[1]).float() - torch.eye(len(z))
+        return F.cross_entropy(z, batch[1]) + (alike * (z @ z.T)).sum() / len(z)
+
+    return loss
+
+
+@pytest.mark.parametrize(
+    ("loss_of", "message"),
+    [
+        (weighted(ignored=False), "cross_entropy with `weight`: such a class-weighted"),
+        (weighted(ignored=True), "cross_entropy with `ignore_index`"),
+        (hard_examples, "12 examples together .* is not what the losses of 3 and 9 of them give"),
+        (contrastive, "mixes examples"),
+    ],
+)
+def test_mixing_that_two_examples_do_not_show_is_refused(loss_of, message):
+    model = mlp()
+    with pytest.raises(ModelError, match=message):
+        check(model, loss_of(model))
+
+
+def test_equal_class_weights_are_allowed():
+    model = mlp()
+    check(model, lambda batch: F.cross_entropy(model(batch[0]), batch[1], weight=torch.full((3,), 2.0)))
+
+
+def test_a_slow_average_of_earlier_batches_is_refused():
+    model, kept = mlp(), []
+
+    def loss(batch):
+        own = F.cross_entropy(model(batch[0]), batch[1])
+        kept.append(own.detach() if not kept else 0.999 * kept[-1] + 0.001 * own.detach())
+        return own / kept[-1]
+
+    with pytest.raises(ModelError, match="another loss for the same batch after it has seen others"):
+        check(model, loss)
+
+
+class Beside(nn.Module):
+    """A network, and a layer that gets a gradient a thousand times smaller from all examples at once."""
+
+    def __init__(self):
+        super().__init__()
+        self.net, self.side = mlp(), nn.Linear(6, 3)
+
+    def forward(self, x):
+        return self.net(x), self.side(x)
+
+
+def test_mixing_in_a_layer_with_a_small_gradient_is_refused():
+    model = Beside()
+
+    def loss(batch):
+        z, side = model(batch[0])
+        return F.cross_entropy(z, batch[1]) + 1e-6 * (side - side.mean(0)).square().mean()
+
+    with pytest.raises(ModelError, match="parameter 'side"):
+        check(model, loss)
+
+
+def test_a_small_gradient_that_no_layer_brings_is_refused():
+    model = mlp()
+
+    def loss(batch):
+        return F.cross_entropy(model(batch[0]), batch[1]) + 1e-4 * model[0].weight.square().sum()
+
+    with pytest.raises(ModelError, match=r"parameter '0\.weight'.*penalty.*weight_decay"):
+        check(model, loss)
+
+
+def test_a_parameter_that_gets_noise_alone_is_refused_without_float64():
+    class Casts(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net, self.unseen = mlp(), nn.Linear(6, 3)
+
+        def forward(self, x):
+            return self.net(x.float()) + 2e-4 * F.linear(x.float(), self.unseen.weight)
+
+    with pytest.raises(ModelError, match=r"parameter 'unseen\.weight'"):
         check(Casts())
