@@ -66,9 +66,9 @@ class AveragedWeights(pl.Callback):
         if self._average.keys() != trained.keys():
             self._num_updates, self._average = 0, {name: p.clone() for name, p in trained.items()}
         self._average = {name: average.to(trained[name]) for name, average in self._average.items()}
-        self._steps = trainer.global_step
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._steps = trainer.global_step  # of a checkpoint, which Lightning restores after on_fit_start
         callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
         for callback in callbacks:
             if isinstance(callback, PrivacyCallback) and self.decay is not None:

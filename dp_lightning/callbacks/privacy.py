@@ -380,6 +380,7 @@ class PrivacyCallback(pl.Callback):
     # After the run
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._unprotected.note_logged(trainer)
         trainer.accumulate_grad_batches = 1
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -438,6 +439,8 @@ class PrivacyCallback(pl.Callback):
     def on_save_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
+        # The module's own hook at the end of an epoch comes after this callback's, and before a checkpoint is chosen.
+        self._unprotected.note_logged(trainer)
         count_logical_steps(checkpoint, self.ledger.num_steps)
         if self.plan is not None:
             checkpoint[STATEMENT] = self.statement(trainer).saved()

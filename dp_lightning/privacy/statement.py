@@ -229,7 +229,8 @@ class PrivacyStatement:
             f"Values computed from raw training examples and logged without noise: {tags}. Releasing them "
             "is outside the guarantee."
             if tags
-            else "Values computed from raw training examples: none were logged by this run."
+            else "Values computed from raw training examples: none were logged in the training steps and epochs of "
+            "this run. Values that were logged elsewhere, such as at the end of a validation, are not looked at."
         )
         changed = (
             [

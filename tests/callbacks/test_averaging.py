@@ -46,11 +46,11 @@ class Watched(Plain):
         return self.net(batch[0]).softmax(1)
 
 
-def run(folder, averaging, module=None, *, ckpt_path=None, **kwargs):
+def run(folder, averaging, module=None, *, ckpt_path=None, physical=60, **kwargs):
     torch.manual_seed(0)
     module = module or Watched()
-    # Every draw is taken in one piece, so that each batch is a logical step.
-    callback = privacy(noise_seed=1, sampling_seed=2, max_physical_batch_size=60)
+    # By default every draw is taken in one piece, so that each batch is a logical step.
+    callback = privacy(noise_seed=1, sampling_seed=2, max_physical_batch_size=physical)
     used = trainer(folder, callback, averaging, **kwargs)
     used.fit(module, loader(), loader(examples(30, seed=4)), ckpt_path=ckpt_path)
     return used, module
@@ -111,13 +111,15 @@ def test_training_does_not_change(tmp_path):
     assert torch.equal(*ends)
 
 
-def test_a_run_that_goes_on_keeps_its_average(tmp_path):
+@pytest.mark.parametrize("physical", [60, 7])
+def test_a_run_that_goes_on_keeps_its_average(tmp_path, physical):
     whole, cut = AveragedWeights(0.9), AveragedWeights(0.9)
-    run(tmp_path, whole, max_epochs=4)
-    used, _ = run(tmp_path, cut, max_epochs=2)
+    run(tmp_path, whole, max_epochs=4, physical=physical)
+    used, _ = run(tmp_path, cut, max_epochs=2, physical=physical)
     used.save_checkpoint(tmp_path / "two.ckpt")
     again = AveragedWeights(0.9)
-    run(tmp_path, again, ckpt_path=tmp_path / "two.ckpt", max_epochs=4)
+    went_on, _ = run(tmp_path, again, ckpt_path=tmp_path / "two.ckpt", max_epochs=4, physical=physical)
+    assert again.state_dict()["num_updates"] == whole.state_dict()["num_updates"] == went_on.global_step
     for name, value in whole.average.items():
         assert torch.equal(again.average[name], value)
 

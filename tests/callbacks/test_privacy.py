@@ -374,6 +374,28 @@ def test_choosing_by_any_value_logged_while_training_is_refused(tmp_path):
             trainer(tmp_path, privacy(), stop).fit(Renamed(), loader())
 
 
+class LogsLate(Plain):
+    """Logs what the examples have given when the epoch is over."""
+
+    def on_train_epoch_end(self):
+        self.log("late", 1.0)
+
+
+def test_choosing_by_a_value_logged_after_the_epoch_is_refused_before_a_checkpoint_is_left(tmp_path):
+    best = ModelCheckpoint(tmp_path / "best", monitor="late", save_on_train_epoch_end=True)
+    with pytest.raises(ConfigurationError, match=r"ModelCheckpoint.monitor is 'late'"):
+        trainer(tmp_path, privacy(), best, max_epochs=1, enable_checkpointing=True).fit(LogsLate(), loader())
+    assert not list(tmp_path.rglob("*.ckpt"))
+
+
+def test_the_statement_names_a_value_logged_after_the_last_epoch(tmp_path):
+    callback = privacy()
+    run = trainer(tmp_path, callback, max_epochs=1)
+    run.fit(LogsLate(), loader())
+    assert callback.statement(run).unprotected == ("late", "train_loss")
+    assert json.loads((tmp_path / "privacy_statement.json").read_text())["unprotected"] == ["late", "train_loss"]
+
+
 def test_a_learning_rate_by_a_training_metric_is_refused(tmp_path):
     class Plateau(Plain):
         def training_step(self, batch, batch_idx):
