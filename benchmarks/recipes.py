@@ -49,7 +49,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """The options of the command line."""
     parser = tuned_runs.parser(__doc__, LADDER, batch_sizes=[1024])
     parser.add_argument("--augmult", type=int, default=4)
-    parser.add_argument("--decay", type=float, default=0.99, help="of the moving average, for a run of 100 steps or so")
+    parser.add_argument(
+        "--decay", type=float, default=0.99, help="of the moving average; in a short run its warm-up alone counts"
+    )
     return parser.parse_args(arguments)
 
 

@@ -4,24 +4,27 @@ torchvision's transforms draw once for all images of a batch, so they would have
 for a crop and a flip of a 32x32 image on one CPU core, where this takes 4.
 """
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torchvision.transforms import v2
 
+Edges = Literal["zeros", "mirror"]
+
 
 class CropAndFlip:
-    """Each image is shifted by up to ``padding`` pixels, with zeros at the edge, and mirrored with probability 1/2.
+    """Each image is shifted by up to ``padding`` pixels and mirrored with probability 1/2.
 
     Args:
-        padding: zeros on each side before the crop.
+        padding: pixels on each side before the crop, at most the size of an image.
         flip: whether images are mirrored.
+        edges: what these pixels are: zeros, or the image mirrored at its edge, as De et al. 2022 have it.
     """
 
-    def __init__(self, *, padding: int, flip: bool) -> None:
-        self.padding, self.flip = padding, flip
+    def __init__(self, *, padding: int, flip: bool, edges: Edges = "zeros") -> None:
+        self.padding, self.flip, self.edges = padding, flip, edges
 
     def __call__(self, images: Tensor) -> Tensor:
         """(n, C, H, W) of any dtype and device to the same."""
@@ -34,10 +37,22 @@ class CropAndFlip:
         if self.flip:
             columns = torch.where(torch.rand(n, 1, device=device) < 0.5, columns.flip(1), columns)
         rows, columns = torch.arange(height, device=device) + down, columns + across
-        padded = F.pad(images, [self.padding] * 4)
+        if self.edges == "mirror":
+            padded = images
+            rows, columns = (
+                _reflected(index - self.padding, size) for index, size in ((rows, height), (columns, width))
+            )
+        else:
+            padded = F.pad(images, [self.padding] * 4)
         pixels = rows.unsqueeze(2) * padded.shape[3] + columns.unsqueeze(1)  # (n, H, W)
         chosen = padded.flatten(2).gather(2, pixels.view(n, 1, -1).expand(n, channels, -1))
         return chosen.view(images.shape)
+
+
+def _reflected(index: Tensor, size: int) -> Tensor:
+    """Positions beyond 0 to size - 1 mirrored back: -1 is 0, size is size - 1."""
+    index = torch.where(index < 0, -1 - index, index)
+    return torch.where(index >= size, 2 * size - 1 - index, index)
 
 
 class RandomResizedCrop(v2.RandomResizedCrop):

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from dp_lightning.datamodules.augmentation import CropAndFlip
+from dp_lightning.datamodules.augmentation import CropAndFlip, Edges
 from dp_lightning.datamodules.dataset import ImageDataset, ImageSource, Transform
 from dp_lightning.datamodules.pixels import PixelNormalization
 from dp_lightning.errors import ConfigurationError, DataError
@@ -41,6 +41,7 @@ class ImageDataModule(lightning.LightningDataModule, ABC):
         eval_batch_size: Images per batch of validation, test and prediction.
         num_workers: Processes that load images; 0 loads them in the main process.
         augment: Random crop and flip of the training images.
+        crop_edges: What a crop shows beyond the edge of an image: zeros, or the image mirrored there.
         test_every_epoch: Evaluate on the test set after every epoch too, beside the validation set.
 
     Raises:
@@ -63,6 +64,7 @@ class ImageDataModule(lightning.LightningDataModule, ABC):
         eval_batch_size: int = 256,
         num_workers: int = 0,
         augment: bool = True,
+        crop_edges: Edges = "zeros",
         test_every_epoch: bool = True,
     ) -> None:
         super().__init__()
@@ -81,6 +83,7 @@ class ImageDataModule(lightning.LightningDataModule, ABC):
         self.eval_batch_size = eval_batch_size
         self.num_workers = num_workers
         self.augment = augment
+        self.crop_edges = crop_edges
         self.test_every_epoch = test_every_epoch
         self._sources: dict[Split, ImageSource] = {}
 
@@ -178,7 +181,9 @@ class ImageDataModule(lightning.LightningDataModule, ABC):
 
     def augmentation(self) -> Transform | None:
         """What happens to the training images then, as a batch: uint8 (n, C, H, W) to uint8 (n, C, H, W)."""
-        return CropAndFlip(padding=self.crop_padding, flip=self.flip) if self.augment else None
+        if not self.augment:
+            return None
+        return CropAndFlip(padding=self.crop_padding, flip=self.flip, edges=self.crop_edges)
 
     @property
     def train_dataset(self) -> ImageDataset:

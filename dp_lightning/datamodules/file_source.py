@@ -10,7 +10,9 @@ import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
 from torchvision.io import ImageReadMode, decode_jpeg, read_file
+from tqdm import tqdm
 
 from dp_lightning.datamodules.dataset import Transform
 from dp_lightning.errors import DataError
@@ -73,6 +75,41 @@ class FileSource:
         return torch.stack(images)
 
 
+class _Problems(Dataset[str]):
+    """Item i says why the i-th file cannot be read, or nothing."""
+
+    def __init__(self, paths: FileNames) -> None:
+        self._paths = paths
+
+    def __len__(self) -> int:
+        return len(self._paths)
+
+    def __getitem__(self, index: int) -> str:
+        try:
+            open_rgb(self._paths[index])
+        except DataError as error:
+            return str(error)
+        return ""
+
+
+def require_readable(paths: FileNames, num_workers: int, where: str) -> None:
+    """Decode every file, with the progress on standard error.
+
+    Args:
+        paths: The files.
+        num_workers: Processes that decode; 0 does it in this one.
+        where: What they are, for the progress and the message.
+
+    Raises:
+        DataError: Some cannot be read; the message names up to ten of them.
+    """
+    loader = DataLoader(_Problems(paths), batch_size=64, num_workers=num_workers, collate_fn=list)
+    found = [problem for batch in tqdm(loader, desc=f"Reading {where}", unit="batch") for problem in batch if problem]
+    if found:
+        more = f" and {len(found) - 10} more" if len(found) > 10 else ""
+        raise DataError(f"{len(found)} files in {where} cannot be read:\n" + "\n".join(found[:10]) + more)
+
+
 def open_rgb(path: str) -> Tensor:
     """Decode one image file: uint8 (3, H, W).
 
@@ -93,7 +130,10 @@ def open_rgb(path: str) -> Tensor:
                 shown = _eight_bits(image) if image.mode.startswith("I;16") else image.convert("RGB")
                 return torch.from_numpy(np.array(shown)).permute(2, 0, 1)
     except (OSError, SyntaxError, ValueError, struct.error, Image.DecompressionBombError) as error:
-        raise DataError(f"{path} cannot be read as an image ({error}); replace the file or remove it") from error
+        raise DataError(
+            f"{path} cannot be read as an image ({error}); replace the file or remove it. "
+            "data.init_args.read_first: true finds all such files before a run begins"
+        ) from error
     raise DataError(f"{path} has 32 bits a pixel, and nobody knows which number is white; convert it to 8 or 16 bits")
 
 

@@ -1,5 +1,6 @@
 """Images of a folder that have no labels, for predictions."""
 
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,8 @@ from torchvision.datasets.folder import IMG_EXTENSIONS
 from torchvision.transforms import v2
 
 from dp_lightning.datamodules.dataset import Transform
-from dp_lightning.datamodules.file_source import FileSource
+from dp_lightning.datamodules.file_source import FileNames, FileSource, require_readable
+from dp_lightning.datamodules.folder import warn_of_left_out
 from dp_lightning.datamodules.pixels import PixelNormalization
 from dp_lightning.errors import ConfigurationError, DataError
 from dp_lightning.models.feature_network import FeatureNetwork
@@ -36,6 +38,7 @@ class ImageFiles(lightning.LightningDataModule):
             place of the images.
         batch_size: Images at a time.
         num_workers: Processes that load images; 0 loads them in the main process.
+        read_first: Decode every file before anything else, and name all that cannot be read.
     """
 
     def __init__(
@@ -51,6 +54,7 @@ class ImageFiles(lightning.LightningDataModule):
         features: dict[str, Any] | None = None,
         batch_size: int = 256,
         num_workers: int = 0,
+        read_first: bool = False,
     ) -> None:
         super().__init__()
         self.root = Path(root)
@@ -69,7 +73,7 @@ class ImageFiles(lightning.LightningDataModule):
         self.in_channels = in_channels if self._network is None else self._network.length
         self.resized_to = resized_to or image_size
         self.mean, self.std = mean, std
-        self.batch_size, self.num_workers = batch_size, num_workers
+        self.batch_size, self.num_workers, self.read_first = batch_size, num_workers, read_first
         #: There is nothing to train on.
         self.num_train = None
         self.paths: list[Path] = []
@@ -78,10 +82,15 @@ class ImageFiles(lightning.LightningDataModule):
         if stage not in (None, "predict"):
             raise ConfigurationError("data ImageFiles has no labels: it is for dpl predict alone.")
         found = self.root.rglob("*") if self.root.is_dir() else []
-        seen = (path for path in found if not any(part.startswith(".") for part in path.relative_to(self.root).parts))
-        self.paths = sorted(path for path in seen if path.name.lower().endswith(IMG_EXTENSIONS) and path.is_file())
+        shown = (path for path in found if not any(part.startswith(".") for part in path.relative_to(self.root).parts))
+        files = [path for path in shown if path.is_file()]
+        self.paths = sorted(path for path in files if path.name.lower().endswith(IMG_EXTENSIONS))
+        others = (path for path in files if not path.name.lower().endswith(IMG_EXTENSIONS))
+        warn_of_left_out(Counter(path.suffix.lower() or "no extension" for path in others), str(self.root))
         if not self.paths:
             raise DataError(f"{self.root} holds no image files; set data.init_args.root to a folder of images")
+        if self.read_first:
+            require_readable(FileNames(map(str, self.paths)), self.num_workers, str(self.root))
 
     def predict_dataloader(self) -> DataLoader:
         return DataLoader(

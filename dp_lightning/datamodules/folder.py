@@ -7,11 +7,14 @@ Counts come from file names; an image is opened when a batch needs it.
 """
 
 import os
+from collections import Counter
+from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 from torchvision.datasets.folder import IMG_EXTENSIONS
 from torchvision.transforms import v2
@@ -19,7 +22,7 @@ from torchvision.transforms import v2
 from dp_lightning.datamodules.augmentation import CropAndFlip, RandomResizedCrop
 from dp_lightning.datamodules.base import ImageDataModule, Split, checked_labels
 from dp_lightning.datamodules.dataset import Transform
-from dp_lightning.datamodules.file_source import FileNames, FileSource
+from dp_lightning.datamodules.file_source import FileNames, FileSource, require_readable
 from dp_lightning.errors import ConfigurationError, DataError
 
 
@@ -28,25 +31,32 @@ class ImageFolder(ImageDataModule):
 
     The shorter side is resized to ``image_size`` and the middle is cut out. ``root/val`` is the validation
     set and ``root/test`` the test set; where there is only ``root/val``, it is the test set. Classes are the
-    names of the folders in ``root/train``, in alphabetical order. Files directly inside a class folder with
-    an image's extension are its images. Grey images of 16 bits are read from 0 to 65,535.
+    names of the folders in ``root/train``, in alphabetical order; the other sets may lack some of them. Files
+    directly inside a class folder with an image's extension are its images, and a warning says what else is
+    there. Grey images of 16 bits are read from 0 to 65,535.
 
     Args:
         root: Folder that holds ``train`` and ``val`` or ``test``.
         image_size: Height and width of an image as the network receives it, in pixels.
         flip: Mirror training images at random; set it to false where a mirrored image is another thing.
+        read_first: Decode every file before anything else, and name all that cannot be read. Without it such
+            a file stops the run when it is drawn, and a run that has begun can go on only with the file
+            replaced: without the file its training set would be another one.
         **kwargs: The arguments of ``ImageDataModule``.
     """
 
     in_channels = 3
 
-    def __init__(self, root: str, *, image_size: int = 64, flip: bool = True, **kwargs: Any) -> None:
+    def __init__(
+        self, root: str, *, image_size: int = 64, flip: bool = True, read_first: bool = False, **kwargs: Any
+    ) -> None:
         super().__init__(**kwargs)
         if image_size < 1:
             raise ConfigurationError(f"image_size must be at least 1 pixel, not {image_size}")
         self.root = Path(root)
         self.size = image_size
         self.flip = flip
+        self.read_first = read_first
 
     @property
     def image_size(self) -> int:
@@ -91,6 +101,12 @@ class ImageFolder(ImageDataModule):
             return {"train": train, "test": val}
         return {"train": train, "test": test} if test.is_dir() else {"train": train}
 
+    def prepare_data(self) -> None:
+        super().prepare_data()
+        if self.read_first:
+            for split, (names, _) in self._files.items():
+                require_readable(names, self.num_workers, str(self.split_folders[split]))
+
     def check_files(self) -> None:
         assert self._files
 
@@ -105,17 +121,25 @@ class ImageFolder(ImageDataModule):
     def _files(self) -> dict[Split, tuple[FileNames, Tensor]]:
         """Paths and labels of all images by split."""
         files: dict[Split, tuple[FileNames, Tensor]] = {}
+        left_out: Counter[str] = Counter()
         for split, folder in self.split_folders.items():
             names = class_names(folder)
-            if names != self.classes:
-                different = sorted(set(names) ^ set(self.classes))
+            unknown = sorted(set(names) - set(self.classes))
+            if unknown:
                 raise DataError(
-                    f"{folder} and {self.split_folders['train']} have different class folders: {', '.join(different)}"
+                    f"{folder} has class folders that {self.split_folders['train']} has not: {', '.join(unknown)}. "
+                    "Classes are those of the training set; add images of them to it, or remove the folders."
                 )
-            by_class = [image_files(folder / name) for name in names]
+            by_class = [image_files(folder / name, left_out) if name in names else [] for name in self.classes]
+            empty = [str(folder / name) for name, found in zip(self.classes, by_class, strict=True) if not found]
+            if empty and split == "train":
+                raise DataError(f"{empty[0]} holds no image files; remove the folder or fill it")
+            if not any(by_class):
+                raise DataError(f"{folder} holds no image files; remove the folder or fill it")
             counts = torch.tensor([len(found) for found in by_class])
             listed = FileNames(path for found in by_class for path in found)
-            files[split] = listed, torch.arange(len(names)).repeat_interleave(counts)
+            files[split] = listed, torch.arange(len(by_class)).repeat_interleave(counts)
+        warn_of_left_out(left_out, str(self.root))
         return files
 
 
@@ -181,18 +205,32 @@ def class_names(folder: Path) -> list[str]:
     return names
 
 
-def image_files(folder: Path) -> list[str]:
+def image_files(folder: Path, left_out: Counter[str]) -> list[str]:
     """The paths of the image files directly inside ``folder``, in alphabetical order; hidden files are left out.
 
-    Raises:
-        DataError: There is none.
+    Args:
+        folder: To look into.
+        left_out: Counts what else is there, but for hidden files: by extension, and folders.
     """
+    names = []
     with os.scandir(folder) as entries:
-        names = sorted(
-            entry.name
-            for entry in entries
-            if entry.name.lower().endswith(IMG_EXTENSIONS) and not entry.name.startswith(".")
+        for entry in entries:
+            if entry.name.startswith("."):
+                continue
+            if not entry.is_file():
+                left_out["folder" if entry.is_dir() else "broken link"] += 1
+            elif entry.name.lower().endswith(IMG_EXTENSIONS):
+                names.append(entry.name)
+            else:
+                left_out[os.path.splitext(entry.name)[1].lower() or "no extension"] += 1
+    return [os.path.join(folder, name) for name in sorted(names)]
+
+
+def warn_of_left_out(left_out: Mapping[str, int], root: str) -> None:
+    """Say what in the folders of images is none by its name, with ``left_out`` by kind."""
+    if left_out:
+        kinds = ", ".join(f"{count} x {kind}" for kind, count in sorted(left_out.items()))
+        rank_zero_warn(
+            f"In {root} some entries are not taken as images: {kinds}. Images have names that end with "
+            f"{', '.join(IMG_EXTENSIONS)}."
         )
-    if not names:
-        raise DataError(f"{folder} holds no image files; remove the folder or fill it")
-    return [os.path.join(folder, name) for name in names]

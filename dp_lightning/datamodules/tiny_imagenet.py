@@ -7,6 +7,7 @@ val/val_annotations.txt         file name, tab, wnid, tab, a box
 """
 
 import os
+from collections import Counter
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -71,7 +72,10 @@ class TinyImageNet(ImageDataModule):
             folder = self.root / "train" / wnid / "images"
             if not folder.is_dir():
                 raise self._missing(folder)
-            files += [(path, label) for path in image_files(folder)]
+            found = image_files(folder, Counter())
+            if not found:
+                raise DataError(f"{folder} holds no image files; unpack the archive again")
+            files += [(path, label) for path in found]
         return files
 
     @cached_property
@@ -80,7 +84,7 @@ class TinyImageNet(ImageDataModule):
         folder = self.root / "val" / "images"
         if not folder.is_dir():
             raise self._missing(folder)
-        present = {os.path.basename(path) for path in image_files(folder)}
+        present = {os.path.basename(path) for path in image_files(folder, Counter())}
         files = []
         for number, line in enumerate(self._lines(annotations), start=1):
             name, wnid = (*line.split("\t"), "")[:2]

@@ -1,5 +1,6 @@
 """Images in folders: ImageFolder, ImageNet and Tiny ImageNet on small trees."""
 
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -8,7 +9,7 @@ import torch
 from PIL import Image
 from torchvision.transforms import v2
 
-from dp_lightning.datamodules import ImageFolder, ImageNet, TinyImageNet, file_source
+from dp_lightning.datamodules import ImageFiles, ImageFolder, ImageNet, TinyImageNet, file_source
 from dp_lightning.datamodules.file_source import FileNames, open_rgb
 from dp_lightning.errors import ConfigurationError, DataError
 
@@ -116,8 +117,61 @@ def test_an_empty_class_folder_is_named(tmp_path):
 def test_class_folders_that_differ_are_named(tmp_path):
     root = write_tree(tmp_path)
     write_image(tmp_path / "val" / "eel" / "0.png")
-    with pytest.raises(DataError, match=r"different class folders: eel"):
+    with pytest.raises(DataError, match=r"val has class folders that .*train has not: eel"):
         ImageFolder(root).check_files()
+
+
+def test_an_evaluation_set_may_lack_classes(tmp_path):
+    root = write_tree(tmp_path, classes=("ant", "cat", "dog"))
+    shutil.rmtree(tmp_path / "val" / "ant")
+    for path in (tmp_path / "val" / "cat").iterdir():
+        path.unlink()
+    data = ImageFolder(root)
+    data.setup("test")
+    assert (data.num_classes, data.test_dataset.labels.tolist()) == (3, [2, 2, 2])
+    for path in (tmp_path / "val" / "dog").iterdir():
+        path.unlink()
+    with pytest.raises(DataError, match="val holds no image files"):
+        ImageFolder(root).check_files()
+
+
+def test_what_is_no_image_by_its_name_is_said(tmp_path):
+    root = write_tree(tmp_path)
+    dog = tmp_path / "train" / "dog"
+    for name in ("a.dcm", "b.DCM", "c", ".hidden"):
+        (dog / name).touch()
+    (dog / "more.png").mkdir()
+    (dog / "gone.png").symlink_to(tmp_path / "nowhere")
+    (dog / "other.png").symlink_to(dog / "0.png")
+    data = ImageFolder(root)
+    with pytest.warns(
+        UserWarning, match=r"not taken as images: 2 x \.dcm, 1 x broken link, 1 x folder, 1 x no extension"
+    ):
+        data.check_files()
+    assert data.num_train == 7
+    with pytest.warns(UserWarning, match=r"2 x \.dcm, 1 x no extension"):
+        files(tmp_path).setup("predict")
+
+
+def files(root, **kwargs):
+    return ImageFiles(str(root), image_size=8, num_classes=2, in_channels=3, mean=(0.5,), std=(0.5,), **kwargs)
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_all_files_that_cannot_be_read_are_named_before_a_run(tmp_path, num_workers):
+    root = write_tree(tmp_path, num=12)
+    bad = [tmp_path / "train" / name / f"{index}.png" for name in ("cat", "dog") for index in range(6)]
+    data = ImageFolder(root, read_first=True, num_workers=num_workers)
+    data.prepare_data()
+    for path in bad:
+        path.write_bytes(path.read_bytes()[:40])
+    ImageFolder(root).prepare_data()
+    with pytest.raises(
+        DataError, match=r"12 files in .*train cannot be read:(\n.*cat.[0-5]\.png.*){6}(\n.*dog.*){4} and 2"
+    ):
+        data.prepare_data()
+    with pytest.raises(DataError, match=r"12 files in .* cannot be read"):
+        files(tmp_path, read_first=True, num_workers=num_workers).setup("predict")
 
 
 def test_a_missing_root_says_what_to_set(tmp_path):

@@ -144,15 +144,20 @@ def test_augmented_images_are_shifted_or_mirrored_originals():
         assert (candidates == image).flatten(1).all(dim=1).any()
 
 
-@pytest.mark.parametrize(("padding", "flip"), [(4, True), (1, False), (0, True), (0, False)])
-def test_every_shift_and_mirror_image_is_drawn_equally_often(padding, flip):
-    image, count = torch.arange(1, 3 * 5 * 6 + 1).view(3, 5, 6), 400 * (2 * padding + 1) ** 2 * (1 + flip)
-    padded = v2.functional.pad(image, [padding])
+@pytest.mark.parametrize(
+    ("padding", "flip", "edges"),
+    [(4, True, "zeros"), (1, False, "zeros"), (0, True, "zeros"), (0, False, "zeros"), (4, True, "mirror")],
+)
+def test_every_shift_and_mirror_image_is_drawn_equally_often(padding, flip, edges):
+    image = torch.arange(1, 2 * 10 * 12 + 1, dtype=torch.uint8).view(2, 10, 12)
+    count = 400 * (2 * padding + 1) ** 2 * (1 + flip)
+    modes = {"zeros": "constant", "mirror": "symmetric"}
+    padded = torch.from_numpy(np.pad(image.numpy(), [(0, 0), *[(padding, padding)] * 2], mode=modes[edges]))
     offsets = range(2 * padding + 1)
-    candidates = [padded[:, y : y + 5, x : x + 6] for y in offsets for x in offsets]
+    candidates = [padded[:, y : y + 10, x : x + 12] for y in offsets for x in offsets]
     candidates += [candidate.flip(2) for candidate in candidates] if flip else []
     torch.manual_seed(0)
-    drawn = CropAndFlip(padding=padding, flip=flip)(image.expand(count, -1, -1, -1))
+    drawn = CropAndFlip(padding=padding, flip=flip, edges=edges)(image.expand(count, -1, -1, -1))
     assert drawn.dtype == image.dtype
     counts = [int((drawn == candidate).flatten(1).all(1).sum()) for candidate in candidates]
     assert sum(counts) == count
