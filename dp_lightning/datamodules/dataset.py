@@ -5,6 +5,7 @@ all of them.
 """
 
 import copy
+import hashlib
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -23,6 +24,9 @@ class ImageSource(Protocol):
     def read(self, indices: Sequence[int], transform: Transform | None) -> Tensor:
         """The images at ``indices`` after ``transform`` on each: uint8 (n, C, H, W)."""
 
+    def digest(self, indices: Tensor) -> bytes:
+        """What hardly stays the same where one of the images at ``indices`` (int64 (n,)) changes."""
+
 
 class ArraySource:
     """Images held in memory: uint8 (N, C, H, W), labels int64 (N,)."""
@@ -34,6 +38,13 @@ class ArraySource:
     def read(self, indices: Sequence[int], transform: Transform | None) -> Tensor:
         images = self.images[torch.as_tensor(indices)]
         return images if transform is None else torch.stack([transform(image) for image in images])
+
+    def digest(self, indices: Tensor) -> bytes:
+        """Of the pixels."""
+        found = hashlib.sha256()
+        for piece in indices.split(1024):
+            found.update(self.images[piece].numpy().tobytes())
+        return found.digest()
 
 
 class ImageDataset(Dataset[tuple[Tensor, int]]):

@@ -149,10 +149,12 @@ class CachedFeatures(lightning.LightningDataModule):
         settings = {name: str(value) for name, value in vars(self.images).items() if not name.startswith("_")}
         passed_by = (
             "download",
+            "crop_edges",
             "eval_batch_size",
             "num_workers",
             "test_every_epoch",
             "prepare_data_per_node",
+            "read_first",
             "trainer",
         )
         network = self._network.settings
@@ -168,10 +170,11 @@ class CachedFeatures(lightning.LightningDataModule):
         return [self.folder / f"{split}-{start:08d}.pt" for start in range(0, count, _PER_FILE)]
 
     def _require_same_images(self, split: Split, dataset: ImageDataset) -> None:
-        """Images are compared in a few places, and labels everywhere."""
+        """Labels and what the source tells of its images are compared everywhere, pixels in a few places."""
         places = range(0, len(dataset), max(len(dataset) // _COMPARED, 1))
         pixels = torch.stack([image for image, _ in dataset.__getitems__(places)])
-        found = hashlib.sha256(dataset.labels.numpy().tobytes() + pixels.numpy().tobytes()).hexdigest()
+        parts = [dataset.labels.numpy().tobytes(), pixels.numpy().tobytes(), dataset.source.digest(dataset.indices)]
+        found = hashlib.sha256(b"".join(parts)).hexdigest()
         path = self.folder / f"{split}.json"
         if not path.is_file():
             with replacing(path) as file:

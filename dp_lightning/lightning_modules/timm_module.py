@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from typing import Any, Literal, cast
 
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 
 from dp_lightning.errors import ConfigurationError
@@ -68,6 +68,11 @@ class TimmModule(ImageClassifier):
             raise ConfigurationError(
                 f"batch_norm: frozen needs pretrained weights; {name} has no statistics yet. Set pretrained: true or "
                 "weights, or batch_norm: group_norm."
+            )
+        if trained != "all" and not has_weights:
+            rank_zero_warn(
+                f"trained: {trained} freezes the rest of {name}, which has no pretrained weights: it stays at random "
+                "numbers. Set pretrained: true or weights, or trained: all."
             )
         kwargs = model_kwargs or {}
         model = timm_model(name, num_classes, pretrained=pretrained, weights=weights, in_channels=in_channels, **kwargs)

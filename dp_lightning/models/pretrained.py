@@ -70,10 +70,32 @@ def timm_model(
         if weights is not None:
             return _with_weights(name, num_classes, weights, in_chans=in_channels, **kwargs)
         return timm.create_model(name, pretrained=pretrained, num_classes=num_classes, in_chans=in_channels, **kwargs)
+    except ConfigurationError:
+        raise
     except (TypeError, RuntimeError, ValueError, AssertionError, KeyError) as error:
         raise ConfigurationError(f"timm could not build {name!r}: {error}") from error
     except (OSError, pickle.UnpicklingError) as error:
         raise ConfigurationError(f"the pretrained weights of {name!r} could not be loaded: {error}") from error
+
+
+def _difference(network: nn.Module, saved: dict[str, Any]) -> str:
+    """What a state dict has otherwise than a network, in one sentence."""
+    own = {name: tuple(tensor.shape) for name, tensor in network.state_dict().items()}
+    given = {name: tuple(getattr(value, "shape", ())) for name, value in saved.items()}
+    missing, foreign = sorted(own.keys() - given.keys()), sorted(given.keys() - own.keys())
+    if missing and foreign:
+        prefix = next((name.removesuffix(missing[0]) for name in foreign if name.endswith("." + missing[0])), None)
+        hint = f". Take the prefix '{prefix}' off the names" if prefix else ""
+        return (
+            f"{len(missing)} of its {len(own)} tensors are missing, such as {missing[0]}, and {len(foreign)} are not "
+            f"its own, such as {foreign[0]}{hint}"
+        )
+    if missing:
+        return f"{len(missing)} of its {len(own)} tensors are missing, such as {missing[0]}"
+    other = next((name for name in own if name in given and own[name] != given[name]), None)
+    if other is not None:
+        return f"{other} has shape {given[other]} and not {own[other]}"
+    return f"{len(foreign)} tensors are not its own, such as {', '.join(foreign[:1])}"
 
 
 def _with_weights(name: str, num_classes: int, path: str, **kwargs: Any) -> nn.Module:
@@ -83,14 +105,26 @@ def _with_weights(name: str, num_classes: int, path: str, **kwargs: Any) -> nn.M
     """
     import timm
 
-    saved = timm.models.load_state_dict(path)
+    try:
+        saved = timm.models.load_state_dict(path)
+    except Exception as error:  # each format has its own, and a damaged file any
+        reason = " ".join([type(error).__name__, *str(error).splitlines()[:1]])
+        raise ConfigurationError(
+            f"weights {path} cannot be read as weights ({reason}). Save them with torch.save(network.state_dict(), "
+            "path), or as safetensors; a whole pickled network is not read, since that would run code."
+        ) from error
     fresh: Any = timm.create_model(name, **kwargs)
     head = fresh.pretrained_cfg.get("classifier")
     # Distilled networks have two heads.
     weight = saved.get(f"{head if isinstance(head, str) or head is None else head[0]}.weight")
     classes = 0 if weight is None else len(weight)
     overlay = {"file": path, "num_classes": classes}
-    model: Any = timm.create_model(name, pretrained=True, num_classes=classes, pretrained_cfg_overlay=overlay, **kwargs)
+    try:
+        model: Any = timm.create_model(
+            name, pretrained=True, num_classes=classes, pretrained_cfg_overlay=overlay, **kwargs
+        )
+    except RuntimeError as error:
+        raise ConfigurationError(f"weights {path} are not those of {name}: {_difference(fresh, saved)}.") from error
     if num_classes != classes:
         model.reset_classifier(num_classes)
     return cast(nn.Module, model)

@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 import timm
 import torch
+from PIL import Image
 
 from dp_lightning.cli import main
-from dp_lightning.datamodules import CIFAR10, CachedFeatures, Digits, NpzImages, features
+from dp_lightning.datamodules import CIFAR10, CachedFeatures, Digits, ImageFolder, NpzImages, features
 from dp_lightning.errors import ConfigurationError, DataError
 from dp_lightning.lightning_modules import LinearProbeModule
 
@@ -107,6 +108,32 @@ def test_other_images_under_the_same_name_are_refused(tmp_path, weights):
     ready(arrays(tmp_path), tmp_path, weights)
     with pytest.raises(DataError, match=r"features of other images: the train images have changed. Remove the folder"):
         ready(arrays(tmp_path, seed=1), tmp_path, weights)
+
+
+def test_one_other_image_among_many_is_refused(tmp_path, weights, monkeypatch):
+    monkeypatch.setattr(features, "_COMPARED", 1)
+    data = ready(arrays(tmp_path), tmp_path, weights)
+    saved = dict(np.load(tmp_path / "images.npz"))
+    place = int(data.images.train_dataset.indices[7])
+    saved["train_images"][place, 5, 5, 0] ^= 1
+    np.savez(tmp_path / "images.npz", **saved)
+    with pytest.raises(DataError, match="the train images have changed"):
+        ready(NpzImages(str(tmp_path / "images.npz"), val_fraction=0.25, mean=(0.4,), std=(0.3,)), tmp_path, weights)
+
+
+def test_one_other_file_among_many_is_refused(tmp_path, weights, monkeypatch):
+    monkeypatch.setattr(features, "_COMPARED", 1)
+    noise = np.random.default_rng(0)
+    paths = [tmp_path / "train" / name / f"{index}.png" for name in ("cat", "dog") for index in range(4)]
+    for path in paths:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(noise.integers(0, 255, (12, 12, 3), np.uint8)).save(path)
+    ready(ImageFolder(str(tmp_path), image_size=12), tmp_path, weights)
+    ready(ImageFolder(str(tmp_path), image_size=12, crop_edges="mirror", read_first=True), tmp_path, weights)
+    assert len(list((tmp_path / "cache").iterdir())) == 1
+    Image.fromarray(np.zeros((12, 12, 3), np.uint8)).save(paths[5])
+    with pytest.raises(DataError, match="the train images have changed"):
+        ready(ImageFolder(str(tmp_path), image_size=12), tmp_path, weights)
 
 
 @pytest.mark.parametrize("change", ["weights", "size", "split", "network"])

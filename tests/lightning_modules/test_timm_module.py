@@ -279,7 +279,7 @@ def test_weights_of_another_head_and_of_none_are_taken(weights, tmp_path):
         assert module.head.weight.shape == (5, 24)
     body.pop("blocks.1.mlp.fc1.weight")
     torch.save(body, tmp_path / "part.pth")
-    with pytest.raises(ConfigurationError, match=r"Missing key.*blocks.1.mlp.fc1.weight"):
+    with pytest.raises(ConfigurationError, match=r"missing, such as blocks.1.mlp.fc1.weight"):
         TimmModule(name, 5, weights=str(tmp_path / "part.pth"), model_kwargs=kwargs)
 
 
@@ -309,11 +309,49 @@ def test_a_pattern_of_frozen_layers_alone_is_refused(weights):
 
 
 def test_a_file_of_another_network_is_refused(weights, tmp_path):
-    with pytest.raises(ConfigurationError, match="could not build 'efficientnet_lite0'"):
+    with pytest.raises(
+        ConfigurationError, match=r"are not those of efficientnet_lite0: \d+ of its \d+ tensors are missing"
+    ):
         TimmModule("efficientnet_lite0", 5, weights=weights[VIT[0]])
-    (tmp_path / "broken.pth").write_bytes(b"not weights")
-    with pytest.raises(ConfigurationError, match="efficientnet_lite0"):
-        TimmModule("efficientnet_lite0", 5, weights=str(tmp_path / "broken.pth"))
+
+
+@pytest.mark.parametrize(
+    ("content", "extension"), [(b"not weights", "pth"), (b"abc", "pth"), (b"abc", "safetensors"), (b"", "pth")]
+)
+def test_a_file_that_holds_no_weights_is_named(tmp_path, content, extension):
+    path = tmp_path / f"broken.{extension}"
+    path.write_bytes(content)
+    with pytest.raises(ConfigurationError, match=rf"broken\.{extension} cannot be read as weights"):
+        TimmModule("test_efficientnet", 5, weights=str(path))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda saved: {f"model.{name}": value for name, value in saved.items()}, r"Take the prefix 'model\.' off"),
+        (lambda saved: dict(list(saved.items())[1:]), "1 of its .* tensors are missing, such as conv_stem.weight"),
+        (
+            lambda saved: {**saved, "conv_stem.weight": torch.zeros(1, 3, 3, 3)},
+            r"conv_stem.weight has shape \(1, 3, 3, 3\)",
+        ),
+        (lambda saved: {**saved, "other": torch.zeros(1)}, "1 tensors are not its own, such as other"),
+    ],
+)
+def test_what_a_file_has_otherwise_is_said(tmp_path, change, message):
+    torch.save(change(timm.create_model("test_efficientnet").state_dict()), tmp_path / "weights.pth")
+    with pytest.raises(ConfigurationError, match=f"weights.pth are not those of test_efficientnet: .*{message}"):
+        TimmModule("test_efficientnet", 1000, weights=str(tmp_path / "weights.pth"))
+
+
+def test_a_whole_pickled_network_is_not_read(tmp_path):
+    torch.save(timm.create_model("test_efficientnet"), tmp_path / "network.pth")
+    with pytest.raises(ConfigurationError, match=r"network\.pth cannot be read as weights.*state_dict\(\)"):
+        TimmModule("test_efficientnet", 5, weights=str(tmp_path / "network.pth"))
+
+
+def test_parts_that_stay_at_random_numbers_are_said():
+    with pytest.warns(UserWarning, match="trained: head freezes the rest of test_efficientnet.*random"):
+        TimmModule("test_efficientnet", 5, batch_norm="group_norm", trained="head")
 
 
 class Thaws(TimmModule):
