@@ -1,5 +1,6 @@
 """Tries a LightningModule's own ``training_step`` on a few examples before the first step of a run."""
 
+from itertools import pairwise
 from typing import Any
 
 import lightning.pytorch as pl
@@ -65,9 +66,11 @@ def try_model(
 
     size = min(_MANY, len(dataset), max(max_rows, _EXAMPLES))
     raw = [dataset[k * len(dataset) // size] for k in range(size)]
-    many = [_made_up(example, generator) for example in raw]
-    strange = _with_other_integers(raw, _num_classes(trainer, module), generator)
-    strange = [_made_up(example, generator, outlying=index < size // 6) for index, example in enumerate(strange)]
+    mixed = _with_other_integers(raw, _num_classes(trainer, module), generator)
+    # Three parts: equal numbers, outliers, and the rest.
+    cuts = [0, size // 4, size // 4 + size // 6, size]
+    many = [_made_up(example, generator, outlying=cuts[1] <= index < cuts[2]) for index, example in enumerate(mixed)]
+    parts = [many[start:stop] for start, stop in pairwise(cuts) if stop > start]
 
     def batch_of(chosen: list[Any]) -> Any:
         with refuse_randomness("collate_fn or a batch transfer hook"):
@@ -82,12 +85,7 @@ def try_model(
                 lambda batch: training_loss(module, batch, 0),
                 [
                     Division(batch_of(examples), [batch_of([example]) for example in examples], [1] * count),
-                    *(
-                        Division(batch_of(rows), [batch_of(rows[:cut]), batch_of(rows[cut:])], [cut, size - cut])
-                        for rows in (many, strange)
-                        for cut in (size // 3,)
-                        if cut
-                    ),
+                    Division(batch_of(many), [batch_of(part) for part in parts], [len(part) for part in parts]),
                 ],
                 few=[
                     (batch_of([view for example in order for view in example]), [batch_of(one) for one in order])
@@ -159,7 +157,7 @@ def _num_classes(trainer: pl.Trainer, module: pl.LightningModule) -> int:
 
 
 def _with_other_integers(examples: list[Any], num_classes: int, generator: torch.Generator) -> list[Any]:
-    """The examples with each integer drawn anew, between the smallest and the largest at its place.
+    """The examples, the first half of them with each integer drawn between the smallest and the largest at its place.
 
     Where all of them could be labels of ``num_classes`` classes, they are drawn from all classes. A quarter of the
     examples has the same number, so that numbers stand side by side.
@@ -174,10 +172,10 @@ def _with_other_integers(examples: list[Any], num_classes: int, generator: torch
         low, high = (int(limit(int(leaf) for leaf in column)) for limit in (min, max))
         if low >= 0 and high < num_classes:
             low, high = 0, num_classes - 1
-        drawn = torch.randint(low, high + 1, (len(column),), generator=generator)
-        drawn[: len(drawn) // 4] = drawn[0]
-        whole = isinstance(column[0], Tensor)
-        columns[position] = list(drawn) if whole else drawn.tolist()
+        drawn = torch.randint(low, high + 1, (len(column) // 2,), generator=generator)
+        drawn[: len(column) // 4] = drawn[:1]
+        numbers = list(drawn) if isinstance(column[0], Tensor) else drawn.tolist()
+        columns[position] = [*numbers, *column[len(numbers) :]]
     return [tree_unflatten(list(leaves), trees[0][1]) for leaves in zip(*columns, strict=True)]
 
 

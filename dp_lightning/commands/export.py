@@ -43,6 +43,7 @@ def main(arguments: list[str]) -> None:
         formats=options.format,
         image_size=options.image_size,
         module_class=options.module_class,
+        feature_weights=options.feature_weights,
     ):
         print(path)
 
@@ -55,6 +56,7 @@ def export(
     formats: list[str] | None = None,
     image_size: int | None = None,
     module_class: str | None = None,
+    feature_weights: str | None = None,
 ) -> list[Path]:
     """Write ``model.safetensors``, ``model.onnx``, ``model.json`` and the privacy statement into ``out``.
 
@@ -75,6 +77,7 @@ def export(
         formats: of ``safetensors`` and ``onnx``; None is both.
         image_size: height and width of the images, where the checkpoint does not say.
         module_class: path of the module's class, where it is not one of dp_lightning.
+        feature_weights: where the weights of the network before a linear probe lie now.
 
     Returns:
         The files.
@@ -112,7 +115,7 @@ def export(
     features = record.get("features")
     before = None
     if features is not None and "onnx" in formats:
-        before = FeatureNetwork(**features["network"])
+        before = FeatureNetwork.again(features["network"], weights=feature_weights, setting="--feature-weights")
     facts = {
         "class_path": settings.pop("_class_path", None),
         "settings": {name: value for name, value in settings.items() if name != "_instantiator"},
@@ -222,5 +225,10 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--module-class", "--module_class", help="class of the module, package.module.Class, where it is your own"
+    )
+    parser.add_argument(
+        "--feature-weights",
+        "--feature_weights",
+        help="of a linear probe: file with the weights of the network before it, where it has moved",
     )
     return parser

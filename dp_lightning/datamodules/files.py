@@ -36,6 +36,7 @@ class ImageFiles(lightning.LightningDataModule):
         std: Likewise.
         features: What a linear probe was trained on: the arguments of ``FeatureNetwork``, whose features then take the
             place of the images.
+        feature_weights: Where the file with the weights of that network lies now; None is where it lay.
         batch_size: Images at a time.
         num_workers: Processes that load images; 0 loads them in the main process.
         read_first: Decode every file before anything else, and name all that cannot be read.
@@ -52,6 +53,7 @@ class ImageFiles(lightning.LightningDataModule):
         mean: tuple[float, ...] | None = None,
         std: tuple[float, ...] | None = None,
         features: dict[str, Any] | None = None,
+        feature_weights: str | None = None,
         batch_size: int = 256,
         num_workers: int = 0,
         read_first: bool = False,
@@ -67,7 +69,10 @@ class ImageFiles(lightning.LightningDataModule):
                 f"data.init_args.{', '.join(missing)}: the checkpoint does not say. Give the values that the network "
                 "was trained with."
             )
-        self._network = None if features is None else FeatureNetwork(**features)
+        self._network = None
+        if features is not None:
+            setting = "data.init_args.feature_weights"
+            self._network = FeatureNetwork.again(features, weights=feature_weights, setting=setting)
         self.image_size, self.num_classes, self.channels = image_size, num_classes, in_channels
         #: Of what the network receives.
         self.in_channels = in_channels if self._network is None else self._network.length

@@ -1,7 +1,7 @@
 """A frozen network as a source of features: what a linear probe stands on."""
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +71,26 @@ class FeatureNetwork(nn.Module):
         }
         self.requires_grad_(False)
         self.train()
+
+    @classmethod
+    def again(cls, settings: Mapping[str, Any], *, weights: str | None, setting: str) -> "FeatureNetwork":
+        """The same network once more.
+
+        Args:
+            settings: as the attribute of that name had them.
+            weights: where the file with its weights lies now; None is where it lay.
+            setting: what the user sets it with.
+
+        Raises:
+            ConfigurationError: the file is missing, or another one.
+        """
+        path = weights or settings["weights"]
+        if path is not None and not Path(path).is_file():
+            raise ConfigurationError(
+                f"The features of this run came from the network in {path}, which is not a file here. Name its place "
+                f"by {setting}."
+            )
+        return cls(**{**settings, "weights": path})
 
     @property
     def length(self) -> int:

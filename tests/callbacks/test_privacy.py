@@ -464,6 +464,7 @@ def test_the_check_takes_integers_of_every_kind_and_leaves_other_trees_alone():
     for numbers in (labels, kinds):
         assert len(set(numbers[:4])) == 1
         assert set(numbers) <= set(range(10))
+        assert numbers[8:] == [3, 5, 4, 5] * 2
         assert not set(numbers) <= {3, 4, 5}
     assert all(new[0] is old[0] and new[2]["seen"] is True for new, old in zip(changed, examples, strict=True))
     beyond = model_trial._with_other_integers(examples, 4, generator)

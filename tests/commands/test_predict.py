@@ -4,6 +4,7 @@ import csv
 import inspect
 import json
 import os
+import re
 
 import numpy as np
 import pytest
@@ -150,7 +151,24 @@ def test_an_exported_probe_takes_images(probe, images, tmp_path, capsys):
     found = torch.from_numpy(logits).softmax(1)
     for row, probabilities in zip(expected, found.tolist(), strict=True):
         assert probabilities == pytest.approx([float(row[f"p{k}"]) for k in range(3)], abs=1e-3)
-    # The file that the network came from must be the same one.
+    # The file that the network came from may lie elsewhere.
+    moved = (folder / "network.pth").rename(tmp_path / "moved.pth")
+    for option, arguments in (
+        ("--feature-weights", ["export", "--out", str(tmp_path / "moved")]),
+        ("data.init_args.feature_weights", ["predict", "--config", str(next(folder.rglob("config.yaml")))]),
+    ):
+        command = [*arguments, "--ckpt_path", str(checkpoint)]
+        setting = [option, str(moved)]
+        if arguments[0] == "predict":
+            command += ["--data", "ImageFiles", "--data.root", str(images / "val"), *QUIET]
+            command += ["--trainer.default_root_dir", str(tmp_path / "again")]
+            setting = [f"--{option}", str(moved)]
+        capsys.readouterr()
+        with pytest.raises(SystemExit):
+            main(command)
+        assert re.search(rf"network\.pth, which is not a file here.*{option}", capsys.readouterr().err)
+        main([*command, *setting])
+    # It must be the same one.
     torch.save(timm.create_model("test_efficientnet_gn").state_dict(), folder / "network.pth")
     capsys.readouterr()
     with pytest.raises(SystemExit):
