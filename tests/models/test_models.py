@@ -167,3 +167,13 @@ def test_an_unknown_timm_name_suggests_close_ones():
 def test_a_wrong_timm_argument_is_named():
     with pytest.raises(ConfigurationError, match=r"could not build 'resnet10t'.*'hue'"):
         timm_model("resnet10t", 10, hue=3)
+
+
+def test_standardised_weights_start_as_those_of_de_et_al():
+    torch.manual_seed(0)
+    network = WideResNet(16, 4, 100, weight_standardization=True)
+    for name, parameter in network.named_parameters():
+        if parameter.dim() > 1 and parameter.numel() > 2000:
+            assert float(parameter.std() * parameter[0].numel() ** 0.5) == pytest.approx(1.0, abs=0.05), name
+    assert float(network.classifier.weight.abs().max()) <= 2 * 256**-0.5 / 0.8796
+    assert not network.classifier.bias.any()
