@@ -1,5 +1,6 @@
 """Tries a LightningModule's own ``training_step`` on a few examples before the first step of a run."""
 
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -16,7 +17,8 @@ from dp_lightning.callbacks.example_gradients import GradientSettings
 from dp_lightning.callbacks.own_step import silent, training_loss
 from dp_lightning.errors import ConfigurationError
 from dp_lightning.privacy.gradients import GradientEngine
-from dp_lightning.privacy.model_check import Division, check_per_example, refuse_randomness
+from dp_lightning.privacy.loss_check import Division, refuse_randomness
+from dp_lightning.privacy.model_check import check_per_example
 
 _EXAMPLES = 8
 # Together: some losses mix examples in larger batches only.
@@ -70,12 +72,15 @@ def try_model(
     # Three parts: equal numbers, outliers, and the rest.
     cuts = [0, size // 4, size // 4 + size // 6, size]
     many = [_made_up(example, generator, outlying=cuts[1] <= index < cuts[2]) for index, example in enumerate(mixed)]
-    parts = [many[start:stop] for start, stop in pairwise(cuts) if stop > start]
 
     def batch_of(chosen: list[Any]) -> Any:
         with refuse_randomness("collate_fn or a batch transfer hook"):
             batch = trainer.precision_plugin.convert_input(loader.collate_fn(chosen))
             return trainer.strategy.batch_to_device(batch, dataloader_idx=0)
+
+    def divided(rows: list[Any], places: Sequence[int]) -> Division:
+        parts = [rows[start:stop] for start, stop in pairwise(places) if stop > start]
+        return Division(batch_of(rows), [batch_of(part) for part in parts], [len(part) for part in parts])
 
     try:
         with silent(module):
@@ -83,10 +88,9 @@ def try_model(
                 module,
                 engine,
                 lambda batch: training_loss(module, batch, 0),
-                [
-                    Division(batch_of(examples), [batch_of([example]) for example in examples], [1] * count),
-                    Division(batch_of(many), [batch_of(part) for part in parts], [len(part) for part in parts]),
-                ],
+                divided(examples, range(count + 1)),
+                # The second for a module that does not take the first.
+                [divided(many, cuts), divided([_made_up(example, generator) for example in raw], cuts)],
                 few=[
                     (batch_of([view for example in order for view in example]), [batch_of(one) for one in order])
                     for order in (few, few[::-1])

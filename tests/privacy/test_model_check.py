@@ -1,5 +1,7 @@
 """One example, one contribution: what the check of the model refuses."""
 
+import math
+
 import pytest
 import torch
 from torch import nn
@@ -7,7 +9,8 @@ from torch.nn import functional as F
 
 from dp_lightning.errors import ModelError
 from dp_lightning.privacy import GradientEngine, model_check
-from dp_lightning.privacy.model_check import Division, check_per_example, refuse_mixing_modules
+from dp_lightning.privacy.loss_check import Division
+from dp_lightning.privacy.model_check import check_per_example, refuse_mixing_modules
 
 
 def check(model, loss_of=None, *, reduction="mean", augmult=1):
@@ -16,6 +19,7 @@ def check(model, loss_of=None, *, reduction="mean", augmult=1):
     views = x.repeat_interleave(augmult, 0)
     views, labels = views + torch.randn_like(views), y.repeat_interleave(augmult)
     more_x, more_y = torch.randn(12, 6), torch.arange(12) % 3
+    refused = 100  # a label that no class has
 
     def default(batch):
         return F.cross_entropy(model(batch[0]), batch[1])
@@ -26,8 +30,10 @@ def check(model, loss_of=None, *, reduction="mean", augmult=1):
             model,
             engine,
             loss_of or default,
+            Division((x, y), [(x[i : i + 1], y[i : i + 1]) for i in range(2)], [1, 1]),
             [
-                Division((x, y), [(x[i : i + 1], y[i : i + 1]) for i in range(2)], [1, 1]),
+                Division((x, y + refused), [(x, y + refused)], [2]),
+                Division((x * math.nan, y), [(x * math.nan, y)], [2]),
                 Division((more_x, more_y), [(more_x[:3], more_y[:3]), (more_x[3:], more_y[3:])], [3, 9]),
             ],
             few=[
@@ -288,3 +294,13 @@ def test_a_parameter_that_gets_noise_alone_is_refused_without_float64():
 
     with pytest.raises(ModelError, match=r"parameter 'unseen\.weight'"):
         check(Casts())
+
+
+def test_a_module_that_takes_no_made_up_numbers_is_tried_with_others():
+    model = mlp()
+
+    def loss(batch):
+        assert len(batch[0]) < 12, "takes few alone"
+        return F.cross_entropy(model(batch[0]), batch[1])
+
+    check(model, loss)
