@@ -5,15 +5,15 @@ from itertools import pairwise
 from typing import Any
 
 import lightning.pytorch as pl
-import numpy as np
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
+from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, default_collate
 from torchmetrics import Metric
 
 from dp_lightning.callbacks.example_gradients import GradientSettings
+from dp_lightning.callbacks.made_up import MadeUp
 from dp_lightning.callbacks.own_step import silent, training_loss
 from dp_lightning.errors import ConfigurationError
 from dp_lightning.privacy.gradients import GradientEngine
@@ -23,8 +23,6 @@ from dp_lightning.privacy.model_check import check_per_example
 _EXAMPLES = 8
 # Together: some losses mix examples in larger batches only.
 _MANY = 64
-# What a few of the many, all in one part, are multiplied by: some losses treat batches with outliers otherwise.
-_OUTLYING = 1000.0
 # Of one example: enough to see that its views add up.
 _VIEWS = 2
 
@@ -54,24 +52,30 @@ def try_model(
     dataset: Any = loader.dataset
     # Spread out, since data sets are often sorted by class and a class weight shows only between classes.
     count = min(_EXAMPLES, len(dataset))
-    generator = torch.Generator().manual_seed(0)
-    examples = [_made_up(dataset[k * len(dataset) // count], generator) for k in range(count)]
+    size = min(_MANY, len(dataset), max(max_rows, _EXAMPLES))
+    made_up = MadeUp(
+        [dataset[k * len(dataset) // size] for k in range(size)],
+        _num_classes(trainer, module),
+        torch.Generator().manual_seed(0),
+    )
+    examples = [made_up.like(dataset[k * len(dataset) // count]) for k in range(count)]
     views = min(settings.augmult, _VIEWS)
     # A view is drawn for itself, as in a run: what is made up is numbers, and not the sizes of tensors.
     few = [
-        [_made_up(dataset[k * len(dataset) // count], generator) for _ in range(views)]
+        [made_up.like(dataset[k * len(dataset) // count]) for _ in range(views)]
         for k in range(min(2 if views == 1 else 4, count))
     ]
     if settings.augmult > 1:
         _require_order(loader)
         _warn_of_equal_views(dataset)
 
-    size = min(_MANY, len(dataset), max(max_rows, _EXAMPLES))
-    raw = [dataset[k * len(dataset) // size] for k in range(size)]
-    mixed = _with_other_integers(raw, _num_classes(trainer, module), generator)
     # Three parts: equal numbers, outliers, and the rest.
     cuts = [0, size // 4, size // 4 + size // 6, size]
-    many = [_made_up(example, generator, outlying=cuts[1] <= index < cuts[2]) for index, example in enumerate(mixed)]
+    many = [
+        made_up.like(example, outlying=cuts[1] <= index < cuts[2])
+        for index, example in enumerate(made_up.with_other_integers())
+    ]
+    plain = [made_up.like(example) for example in made_up.seen]
 
     def batch_of(chosen: list[Any]) -> Any:
         with refuse_randomness("collate_fn or a batch transfer hook"):
@@ -90,7 +94,7 @@ def try_model(
                 lambda batch: training_loss(module, batch, 0),
                 divided(examples, range(count + 1)),
                 # The second for a module that does not take the first.
-                [divided(many, cuts), divided([_made_up(example, generator) for example in raw], cuts)],
+                [divided(many, cuts), divided(plain, cuts)],
                 few=[
                     (batch_of([view for example in order for view in example]), [batch_of(one) for one in order])
                     for order in (few, few[::-1])
@@ -132,24 +136,6 @@ def _warn_of_equal_views(dataset: Any) -> None:
         )
 
 
-def _made_up(example: Any, generator: torch.Generator, *, outlying: bool = False) -> Any:
-    """The example with its floating-point tensors replaced by numbers between 0 and 1, and its bytes by others.
-
-    Whether a run starts then hardly depends on private data, and an example that is not finite cannot prevent it. An
-    outlying example has large numbers.
-    """
-
-    def replaced(leaf: Any) -> Any:
-        if isinstance(leaf, Tensor) and leaf.is_floating_point():
-            drawn = torch.rand(leaf.shape, generator=generator, dtype=leaf.dtype)
-            return drawn * _OUTLYING if outlying else drawn
-        if isinstance(leaf, Tensor) and leaf.dtype == torch.uint8 and leaf.dim() >= 3:
-            return torch.randint(256, leaf.shape, generator=generator, dtype=leaf.dtype)
-        return leaf
-
-    return tree_map(replaced, example)
-
-
 def _num_classes(trainer: pl.Trainer, module: pl.LightningModule) -> int:
     """The number of classes where the data or the module say it, or 0."""
     datamodule = getattr(trainer, "datamodule", None)
@@ -158,32 +144,3 @@ def _num_classes(trainer: pl.Trainer, module: pl.LightningModule) -> int:
         if isinstance(found, int):
             return found
     return 0
-
-
-def _with_other_integers(examples: list[Any], num_classes: int, generator: torch.Generator) -> list[Any]:
-    """The examples, the first half of them with each integer drawn between the smallest and the largest at its place.
-
-    Where all of them could be labels of ``num_classes`` classes, they are drawn from all classes. A quarter of the
-    examples has the same number, so that numbers stand side by side.
-    """
-    trees = [tree_flatten(example) for example in examples]
-    if any(spec != trees[0][1] for _, spec in trees):
-        return examples
-    columns = [list(column) for column in zip(*(leaves for leaves, _ in trees), strict=True)]
-    for position, column in enumerate(columns):
-        if not all(_is_integer(leaf) for leaf in column):
-            continue
-        low, high = (int(limit(int(leaf) for leaf in column)) for limit in (min, max))
-        if low >= 0 and high < num_classes:
-            low, high = 0, num_classes - 1
-        drawn = torch.randint(low, high + 1, (len(column) // 2,), generator=generator)
-        drawn[: len(column) // 4] = drawn[:1]
-        numbers = list(drawn) if isinstance(column[0], Tensor) else drawn.tolist()
-        columns[position] = [*numbers, *column[len(numbers) :]]
-    return [tree_unflatten(list(leaves), trees[0][1]) for leaves in zip(*columns, strict=True)]
-
-
-def _is_integer(leaf: Any) -> bool:
-    if isinstance(leaf, Tensor):
-        return leaf.dim() == 0 and leaf.dtype == torch.int64
-    return isinstance(leaf, int | np.integer) and not isinstance(leaf, bool)

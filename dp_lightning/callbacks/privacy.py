@@ -441,6 +441,9 @@ class PrivacyCallback(pl.Callback):
     ) -> None:
         # The module's own hook at the end of an epoch comes after this callback's, and before a checkpoint is chosen.
         self._unprotected.note_logged(trainer)
+        state = checkpoint.get("callbacks", {}).get(self.state_key)
+        if state is not None:
+            state["unprotected"] = sorted(self._unprotected.names)  # it was taken before this hook
         count_logical_steps(checkpoint, self.ledger.num_steps)
         if self.plan is not None:
             checkpoint[STATEMENT] = self.statement(trainer).saved()

@@ -8,6 +8,7 @@ import hashlib
 import json
 import pickle
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -146,7 +147,13 @@ class CachedFeatures(lightning.LightningDataModule):
 
     def _key(self) -> str:
         """A name for the network, the images and what happens to them."""
-        settings = {name: str(value) for name, value in vars(self.images).items() if not name.startswith("_")}
+        # Without what was found in the files, which a cached property keeps beside the settings.
+        kind = type(self.images)
+        settings = {
+            name: str(value)
+            for name, value in vars(self.images).items()
+            if not name.startswith("_") and not isinstance(getattr(kind, name, None), cached_property)
+        }
         passed_by = (
             "download",
             "crop_edges",

@@ -19,6 +19,7 @@ from dp_lightning.datamodules.dataset import Transform
 from dp_lightning.errors import DataError
 
 _JPEG_START, _JPEG_END = [0xFF, 0xD8], [0xFF, 0xD9]
+_COMPRESSED = (".jpg", ".jpeg", ".png", ".webp")
 
 
 class FileNames(Sequence[str]):
@@ -76,9 +77,14 @@ class FileSource:
         return torch.stack(images)
 
     def digest(self, indices: Tensor) -> bytes:
-        """Of the sizes of the files."""
-        sizes = [os.path.getsize(self.paths[index]) for index in indices.tolist()]
-        return hashlib.sha256(np.array(sizes, dtype=np.int64).tobytes()).digest()
+        """Of the sizes of compressed files; of the content of others, whose size their pixels do not change."""
+        found = hashlib.sha256()
+        for path in (self.paths[index] for index in indices.tolist()):
+            found.update(os.path.getsize(path).to_bytes(8, "little"))
+            if not path.lower().endswith(_COMPRESSED):
+                with open(path, "rb") as file:
+                    found.update(hashlib.file_digest(file, "sha256").digest())
+        return found.digest()
 
 
 class _Problems(Dataset[str]):

@@ -217,8 +217,12 @@ def image_files(folder: Path, left_out: Counter[str]) -> list[str]:
         for entry in entries:
             if entry.name.startswith("."):
                 continue
-            if not entry.is_file():
-                left_out["folder" if entry.is_dir() else "broken link"] += 1
+            try:
+                is_file = entry.is_file()
+            except OSError:
+                is_file = False  # a link to itself
+            if not is_file:
+                left_out["broken link" if entry.is_symlink() else "folder"] += 1
             elif entry.name.lower().endswith(IMG_EXTENSIONS):
                 names.append(entry.name)
             else:

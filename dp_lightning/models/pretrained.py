@@ -124,7 +124,8 @@ def _with_weights(name: str, num_classes: int, path: str, **kwargs: Any) -> nn.M
             name, pretrained=True, num_classes=classes, pretrained_cfg_overlay=overlay, **kwargs
         )
     except RuntimeError as error:
-        raise ConfigurationError(f"weights {path} are not those of {name}: {_difference(fresh, saved)}.") from error
+        own = timm.create_model(name, num_classes=classes, **kwargs)
+        raise ConfigurationError(f"weights {path} are not those of {name}: {_difference(own, saved)}.") from error
     if num_classes != classes:
         model.reset_classifier(num_classes)
     return cast(nn.Module, model)

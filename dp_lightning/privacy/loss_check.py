@@ -40,8 +40,13 @@ class Division(NamedTuple):
 
 
 def check_losses(
-    loss_of: Callable[[Any], Tensor], first: Division, others: Sequence[Division], loss_reduction: str
-) -> None:
+    loss_of: Callable[[Any], Tensor],
+    first: Division,
+    others: Sequence[Division],
+    *,
+    loss_reduction: str,
+    finite: bool,
+) -> bool:
     """Compare losses of batches with those of their parts, and the first batch's with its own afterwards.
 
     Args:
@@ -49,6 +54,10 @@ def check_losses(
         first: parts of one row each.
         others: tried in order until one shows something: ``loss_of`` takes it, and the losses are finite.
         loss_reduction: ``mean`` or ``sum``, how ``loss_of`` reduces.
+        finite: whether the losses of the first have to be finite; otherwise nothing is shown where they are not.
+
+    Returns:
+        Whether one of the others has shown something.
 
     Raises:
         ModelError: naming what differs.
@@ -58,16 +67,17 @@ def check_losses(
             joint = scalar(loss_of(first.whole))
         again = scalar(loss_of(first.whole))
         singles = [scalar(loss_of(batch)) for batch in first.parts]
+    if not finite and not all(math.isfinite(loss) for loss in (joint, again, *singles)):
+        return False
     _compare_losses(joint, again, singles, loss_reduction)
-    for division in others:
-        if _add_up(loss_of, division, loss_reduction):
-            break
+    shown = any(_add_up(loss_of, division, loss_reduction) for division in others)
     if not close(joint, scalar(loss_of(first.whole)), _AGAIN):
         raise ModelError(
             "training_step gives another loss for the same batch after it has seen others: it keeps something of "
             "earlier batches, such as a moving average of the loss, so an example would enter later gradients. Its "
             "loss may depend on the batch and on nothing that changes between calls."
         )
+    return shown
 
 
 def _add_up(loss_of: Callable[[Any], Tensor], division: Division, loss_reduction: str) -> bool:
@@ -122,7 +132,10 @@ class _RefuseWeights(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func in (F.cross_entropy, F.nll_loss):
+        # What has one row, or does not enter the gradient, mixes nothing.
+        logits: Any = kwargs.get("input", args[0] if args else None)
+        enters = torch.is_grad_enabled() and isinstance(logits, Tensor) and logits.requires_grad
+        if func in (F.cross_entropy, F.nll_loss) and enters and logits.dim() > 1 and len(logits) > 1:
             given = inspect.signature(func).bind(*args, **kwargs)
             given.apply_defaults()
             weight = given.arguments["weight"]

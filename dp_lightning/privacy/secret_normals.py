@@ -31,7 +31,7 @@ def secret_normals(shape: Sequence[int], device: torch.device) -> Tensor:
 
 
 def _from_bytes(count: int) -> Tensor:
-    values = torch.empty(count, dtype=torch.float32)
+    values = torch.empty(count, dtype=torch.float32, device="cpu")
     for block in values.split(2 * _PAIRS) if count else ():
         pairs = -(-len(block) // 2)
         bits = torch.frombuffer(bytearray(ssl.RAND_bytes(16 * pairs)), dtype=torch.int64)
@@ -46,8 +46,8 @@ def _from_bytes(count: int) -> Tensor:
 
 def _from_seeds(shape: Sequence[int], device: torch.device) -> Tensor:
     generator = torch.Generator(device=device)
-    total = torch.zeros(tuple(shape), device=device)
+    total = torch.zeros(tuple(shape), dtype=torch.float32, device=device)
     for _ in range(_SEEDS):
         generator.manual_seed(secrets.randbits(64))
-        total += torch.randn(tuple(shape), generator=generator, device=device)
+        total += torch.randn(tuple(shape), generator=generator, dtype=torch.float32, device=device)
     return total.div_(math.sqrt(_SEEDS))

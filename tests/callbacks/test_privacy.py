@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from dp_lightning.callbacks import PostProcessCallback, PrivacyCallback, RunRecord, SignalToNoise, model_trial
+from dp_lightning.callbacks import PostProcessCallback, PrivacyCallback, RunRecord, SignalToNoise
 from dp_lightning.errors import BudgetError, ConfigurationError, ModelError
 from dp_lightning.postprocess import Momentum
 from dp_lightning.privacy import ClipPlan, PoissonSampler, clipped_gradient_sum
@@ -453,24 +453,6 @@ def test_mixing_that_the_first_examples_do_not_show_is_refused(loss_of, tmp_path
     with pytest.raises(ModelError, match="mixes examples"):
         # The last class has no example.
         trainer(tmp_path, privacy()).fit(Mixes(nn.Linear(5, 3)), loader(TensorDataset(x, torch.arange(len(x)) % 2)))
-
-
-def test_the_check_takes_integers_of_every_kind_and_leaves_other_trees_alone():
-    generator = torch.Generator().manual_seed(0)
-    examples = [(torch.rand(2), label, {"kind": torch.tensor(label), "seen": True}) for label in (3, 5, 4, 5) * 4]
-    changed = model_trial._with_other_integers(examples, 10, generator)
-    assert {type(example[1]) for example in changed} == {int}
-    labels, kinds = ([int(read(example)) for example in changed] for read in (lambda e: e[1], lambda e: e[2]["kind"]))
-    for numbers in (labels, kinds):
-        assert len(set(numbers[:4])) == 1
-        assert set(numbers) <= set(range(10))
-        assert numbers[8:] == [3, 5, 4, 5] * 2
-        assert not set(numbers) <= {3, 4, 5}
-    assert all(new[0] is old[0] and new[2]["seen"] is True for new, old in zip(changed, examples, strict=True))
-    beyond = model_trial._with_other_integers(examples, 4, generator)
-    assert {example[1] for example in beyond} == {3, 4, 5}
-    uneven = [(torch.rand(2), 1), (torch.rand(2), [1, 2])]
-    assert model_trial._with_other_integers(uneven, 10, generator) is uneven
 
 
 def test_a_non_finite_example_does_not_stop_the_run_and_is_reported(tmp_path):

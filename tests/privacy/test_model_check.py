@@ -247,7 +247,7 @@ def test_a_slow_average_of_earlier_batches_is_refused():
         kept.append(own.detach() if not kept else 0.999 * kept[-1] + 0.001 * own.detach())
         return own / kept[-1]
 
-    with pytest.raises(ModelError, match="another loss for the same batch after it has seen others"):
+    with pytest.raises(ModelError, match=r"another loss for the same batch after it has seen others|not finite"):
         check(model, loss)
 
 
@@ -304,3 +304,62 @@ def test_a_module_that_takes_no_made_up_numbers_is_tried_with_others():
         return F.cross_entropy(model(batch[0]), batch[1])
 
     check(model, loss)
+
+
+def weighted_by_hand(labels, each):
+    weights = torch.tensor([1.0, 1.0, 9.0])[labels]
+    return (weights * each).sum() / weights.sum()
+
+
+def above_a_threshold(labels, each):
+    kept = (each > 0.8).float()
+    return (each * kept).sum() / kept.sum().clamp(min=1)
+
+
+def by_their_losses(labels, each):
+    return (each * (each / each.mean()).detach()).mean()
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e-3, 0.0])
+@pytest.mark.parametrize("reduce", [weighted_by_hand, above_a_threshold, by_their_losses])
+def test_a_head_that_starts_small_hides_no_mixing(reduce, scale):
+    torch.manual_seed(0)
+    model = mlp()
+    with torch.no_grad():
+        for parameter in model[3].parameters():
+            parameter *= scale
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    places = [parameter.data_ptr() for parameter in model.parameters()]
+    with pytest.raises(ModelError, match=r"mixes examples|The loss is the sum"):
+        check(model, lambda batch: reduce(batch[1], F.cross_entropy(model(batch[0]), batch[1], reduction="none")))
+    assert all(torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True))
+    assert places == [parameter.data_ptr() for parameter in model.parameters()]
+
+
+def test_class_weights_that_do_not_enter_the_gradient_are_allowed():
+    model, weight = mlp(), torch.tensor([1.0, 1.0, 9.0])
+
+    def loss(batch):
+        logits = model(batch[0])
+        with torch.no_grad():
+            F.cross_entropy(logits, batch[1], weight=weight)
+        each = [F.cross_entropy(one, label, ignore_index=9) for one, label in zip(logits, batch[1], strict=True)]
+        return torch.stack(each).mean()
+
+    check(model, loss)
+
+
+def test_a_buffer_that_is_no_number_may_stay():
+    model = mlp()
+    model.register_buffer("unknown", torch.tensor(math.nan))
+    check(model)
+
+
+def test_a_device_without_float64_is_tried_in_float32(monkeypatch):
+    monkeypatch.setattr(model_check, "_has_float64", lambda model: False)
+    monkeypatch.setattr(model_check, "_in_float64", None)
+    check(mlp())
+    with pytest.raises(ModelError, match=r"inner\.weight"):
+        check(HiddenUse())
+    with pytest.raises(ModelError, match="mixes examples"):
+        check(nn.Sequential(BatchMean(), mlp()))

@@ -89,3 +89,14 @@ def test_noise_on_a_gpu_is_normal_and_differs_each_time():
     first, second = (module.secret_normals((200_000,), torch.device("cuda")).cpu() for _ in range(2))
     assert stats.kstest(first.numpy(), "norm").pvalue > 1e-6
     assert abs(float(np.corrcoef(first, second)[0, 1])) < 5 / math.sqrt(200_000)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_torchs_defaults_do_not_reach_the_noise(way):
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.device("meta"):
+            assert WAYS["bytes"]((3,)).device.type == "cpu"
+        assert WAYS[way]((3,)).dtype == torch.float32
+    finally:
+        torch.set_default_dtype(torch.float32)

@@ -1,0 +1,100 @@
+"""Examples like those of a training set, with other numbers, on which a module is tried before a run.
+
+Whether a run starts then hardly depends on private data, and an example that is not finite cannot prevent it. The
+numbers are such as a module takes: what looks like a label stays one.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+# What the numbers of an outlier are multiplied by.
+_OUTLYING = 1000.0
+
+
+class MadeUp:
+    """Replaces numbers of examples by others of their kind.
+
+    Floating-point tensors become numbers between 0 and 1, unless they are single whole numbers, as labels are. Images
+    in bytes become bytes between the smallest and the largest seen. Everything else stays.
+
+    Args:
+        seen: examples of the data set, from which the kinds are told.
+        num_classes: of the labels, where it is known; 0 otherwise.
+        generator: for the numbers.
+    """
+
+    def __init__(self, seen: Sequence[Any], num_classes: int, generator: torch.Generator) -> None:
+        self.seen, self._num_classes, self._generator = seen, num_classes, generator
+        trees = [tree_flatten(example) for example in seen]
+        self._spec = trees[0][1]
+        self._alike = all(spec == self._spec for _, spec in trees)
+        self._columns = list(zip(*(leaves for leaves, _ in trees), strict=True)) if self._alike else []
+
+    def like(self, example: Any, *, outlying: bool = False) -> Any:
+        """The example with other numbers; those of an outlier are large where they are not parts of 1."""
+        leaves, spec = tree_flatten(example)
+        columns = self._columns if spec == self._spec and self._alike else [(leaf,) for leaf in leaves]
+        changed = [self._replaced(leaf, column, outlying) for leaf, column in zip(leaves, columns, strict=True)]
+        return tree_unflatten(changed, spec)
+
+    def with_other_integers(self) -> list[Any]:
+        """The examples that were seen, the first half of them with the integers of others.
+
+        Integers of one example go together. Where there is one alone, and all of them could be labels, it is drawn from
+        all classes. A quarter of the examples has equal ones, so that equal ones stand side by side.
+        """
+        places = [place for place, column in enumerate(self._columns) if all(map(_is_integer, column))]
+        if not places or not self._one_shape():
+            return list(self.seen)
+        numbers = [[column[index] for column in (self._columns[place] for place in places)] for index in self._half]
+        if len(places) == 1 and min(map(int, self._columns[places[0]])) >= 0:
+            (column,) = (self._columns[place] for place in places)
+            if max(map(int, column)) < self._num_classes:
+                drawn = torch.randint(self._num_classes, (len(numbers),), generator=self._generator)
+                numbers = [[number if isinstance(column[0], Tensor) else int(number)] for number in drawn]
+        numbers[: len(self.seen) // 4] = numbers[:1] * (len(self.seen) // 4)
+        changed = []
+        for example, own in zip(self.seen, numbers, strict=False):
+            leaves, spec = tree_flatten(example)
+            for place, number in zip(places, own, strict=True):
+                leaves[place] = number
+            changed.append(tree_unflatten(leaves, spec))
+        return [*changed, *self.seen[len(changed) :]]
+
+    @property
+    def _half(self) -> list[int]:
+        """Which examples lend their integers to the first half."""
+        return torch.randperm(len(self.seen), generator=self._generator)[: len(self.seen) // 2].tolist()
+
+    def _one_shape(self) -> bool:
+        """Whether no integer can be the length of something."""
+        return all(len({getattr(leaf, "shape", None) for leaf in column}) == 1 for column in self._columns)
+
+    def _replaced(self, leaf: Any, column: Sequence[Any], outlying: bool) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        if leaf.is_floating_point():
+            whole = all(bool((one.isfinite() & (one == one.round())).all()) for one in column)
+            if whole and leaf.dim() == 0:
+                return leaf
+            drawn = torch.rand(leaf.shape, generator=self._generator, dtype=leaf.dtype)
+            parts = whole or all(bool(((one >= 0) & (one <= 1)).all()) for one in column)
+            return drawn * _OUTLYING if outlying and not parts else drawn
+        if leaf.dtype == torch.uint8 and leaf.dim() >= 3:
+            low, high = (int(limit(int(getattr(one, name)()) for one in column)) for limit, name in _LIMITS)
+            return torch.randint(low, high + 1, leaf.shape, generator=self._generator, dtype=leaf.dtype)
+        return leaf
+
+
+_LIMITS = ((min, "min"), (max, "max"))
+
+
+def _is_integer(leaf: Any) -> bool:
+    if isinstance(leaf, Tensor):
+        return leaf.dim() == 0 and leaf.dtype == torch.int64
+    return isinstance(leaf, int | np.integer) and not isinstance(leaf, bool)
