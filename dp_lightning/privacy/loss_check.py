@@ -113,7 +113,8 @@ def refuse_randomness(what: str) -> Iterator[None]:
     if before != _random_states():
         raise ModelError(
             f"{what} draws random numbers, so it cannot be shown that examples never mix in it. Move random "
-            "augmentation to the data set's transform, where it sees one example."
+            "augmentation to the data set's transform, where it sees one example. Of dropout, nn.Dropout, DropPath and "
+            "StochasticDepth are known; set that of attention and recurrent layers to 0."
         )
 
 

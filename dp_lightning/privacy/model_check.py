@@ -152,7 +152,10 @@ def _without_dropout(model: nn.Module) -> Iterator[None]:
         module
         for module in model.modules()
         if module.training
-        and (isinstance(module, nn.modules.dropout._DropoutNd) or type(module).__name__ == "DropPath")
+        and (
+            isinstance(module, nn.modules.dropout._DropoutNd)
+            or type(module).__name__ in ("DropPath", "StochasticDepth")
+        )
     ]
     for module in dropping:
         module.eval()

@@ -396,6 +396,20 @@ def test_the_statement_names_a_value_logged_after_the_last_epoch(tmp_path):
     assert json.loads((tmp_path / "privacy_statement.json").read_text())["unprotected"] == ["late", "train_loss"]
 
 
+def test_a_name_logged_after_the_epoch_survives_a_resume(tmp_path):
+    class Once(LogsLate):
+        def on_train_epoch_end(self):
+            if self.current_epoch == 0:
+                super().on_train_epoch_end()
+
+    each = ModelCheckpoint(tmp_path, filename="{epoch}", save_top_k=-1, save_on_train_epoch_end=True)
+    trainer(tmp_path, privacy(), each, max_epochs=1, enable_checkpointing=True).fit(Once(), loader())
+    again = privacy()
+    run = trainer(tmp_path, again, max_epochs=2)
+    run.fit(Once(), loader(), ckpt_path=tmp_path / "epoch=0.ckpt", weights_only=True)
+    assert again.statement(run).unprotected == ("late", "train_loss")
+
+
 def test_a_learning_rate_by_a_training_metric_is_refused(tmp_path):
     class Plateau(Plain):
         def training_step(self, batch, batch_idx):

@@ -11,6 +11,7 @@ from PIL import Image
 
 from dp_lightning.cli import main
 from dp_lightning.datamodules import CIFAR10, CachedFeatures, Digits, ImageFolder, NpzImages, features
+from dp_lightning.datamodules.file_source import FileSource
 from dp_lightning.errors import ConfigurationError, DataError
 from dp_lightning.lightning_modules import LinearProbeModule
 
@@ -129,11 +130,25 @@ def test_one_other_file_among_many_is_refused(tmp_path, weights, monkeypatch):
         path.parent.mkdir(parents=True, exist_ok=True)
         Image.fromarray(noise.integers(0, 255, (12, 12, 3), np.uint8)).save(path)
     ready(ImageFolder(str(tmp_path), image_size=12), tmp_path, weights)
-    ready(ImageFolder(str(tmp_path), image_size=12, crop_edges="mirror", read_first=True), tmp_path, weights)
+    images = ImageFolder(str(tmp_path), image_size=12, crop_edges="mirror", read_first=True)
+    assert images.num_classes == 2  # what is looked up first changes nothing
+    ready(images, tmp_path, weights)
     assert len(list((tmp_path / "cache").iterdir())) == 1
     Image.fromarray(np.zeros((12, 12, 3), np.uint8)).save(paths[5])
     with pytest.raises(DataError, match="the train images have changed"):
         ready(ImageFolder(str(tmp_path), image_size=12), tmp_path, weights)
+
+
+def test_files_that_are_not_compressed_are_compared_as_a_whole(tmp_path):
+    paths = [tmp_path / f"{index}.bmp" for index in range(3)]
+    for path in paths:
+        Image.fromarray(np.full((8, 8, 3), 7, np.uint8)).save(path)
+    source = FileSource(map(str, paths), torch.zeros(3, dtype=torch.int64))
+    before, size = source.digest(torch.arange(3)), paths[1].stat().st_size
+    Image.fromarray(np.full((8, 8, 3), 8, np.uint8)).save(paths[1])
+    assert paths[1].stat().st_size == size
+    assert source.digest(torch.arange(3)) != before
+    assert source.digest(torch.tensor([0, 2])) == source.digest(torch.tensor([2, 0]))
 
 
 @pytest.mark.parametrize("change", ["weights", "size", "split", "network"])

@@ -143,9 +143,10 @@ def test_what_is_no_image_by_its_name_is_said(tmp_path):
     (dog / "more.png").mkdir()
     (dog / "gone.png").symlink_to(tmp_path / "nowhere")
     (dog / "other.png").symlink_to(dog / "0.png")
+    (dog / "loop.png").symlink_to(dog / "loop.png")
     data = ImageFolder(root)
     with pytest.warns(
-        UserWarning, match=r"not taken as images: 2 x \.dcm, 1 x broken link, 1 x folder, 1 x no extension"
+        UserWarning, match=r"not taken as images: 2 x \.dcm, 2 x broken link, 1 x folder, 1 x no extension"
     ):
         data.check_files()
     assert data.num_train == 7

@@ -343,6 +343,13 @@ def test_what_a_file_has_otherwise_is_said(tmp_path, change, message):
         TimmModule("test_efficientnet", 1000, weights=str(tmp_path / "weights.pth"))
 
 
+def test_a_file_of_other_classes_is_compared_with_its_own_head(tmp_path):
+    saved = timm.create_model("test_efficientnet", num_classes=5).state_dict()
+    torch.save({**saved, "other": torch.zeros(1)}, tmp_path / "weights.pth")
+    with pytest.raises(ConfigurationError, match="1 tensors are not its own, such as other"):
+        TimmModule("test_efficientnet", 5, weights=str(tmp_path / "weights.pth"))
+
+
 def test_a_whole_pickled_network_is_not_read(tmp_path):
     torch.save(timm.create_model("test_efficientnet"), tmp_path / "network.pth")
     with pytest.raises(ConfigurationError, match=r"network\.pth cannot be read as weights.*state_dict\(\)"):

@@ -1,6 +1,7 @@
 """Modules that stand, or are used, where the gradient engine might not expect it: right, or refused by name."""
 
 import pytest
+import timm
 import torch
 from reference import clipped_sum_by_loop, relative_error
 from torch import nn
@@ -251,3 +252,14 @@ def test_a_parameter_that_is_used_without_its_module_is_named():
 def test_tensors_of_different_numbers_of_examples_are_refused(inputs, targets):
     with pytest.raises(ConfigurationError, match="first dimension of each must be the batch"):
         clipped_gradient_sum(nn.Linear(6, 2), squares, inputs, targets, clip_plan=ClipPlan.flat())
+
+
+def test_a_gradient_that_is_zero_but_for_rounding_is_no_mixing():
+    """A bias of the keys moves all scores of a query alike, so that its gradient is the rounding of others."""
+    torch.manual_seed(0)
+    model = timm.create_model("cait_xxs24_224", img_size=64, depth=1, embed_dim=48, num_heads=4, num_classes=5)
+    x, y = torch.randn(3, 3, 64, 64), torch.arange(3)
+    found, _ = clipped_gradient_sum(model, F.cross_entropy, x, y, clip_plan=ClipPlan.flat(max_grad_norm=1e6))
+    expected = torch.autograd.grad(F.cross_entropy(model(x), y, reduction="sum"), list(model.parameters()))
+    for name, gradient in zip(dict(model.named_parameters()), expected, strict=True):
+        torch.testing.assert_close(found[name], gradient, rtol=1e-3, atol=1e-4)
