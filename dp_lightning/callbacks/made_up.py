@@ -51,13 +51,15 @@ class MadeUp:
         places = [place for place, column in enumerate(self._columns) if all(map(_is_integer, column))]
         if not places or not self._one_shape():
             return list(self.seen)
-        numbers = [[column[index] for column in (self._columns[place] for place in places)] for index in self._half]
-        if len(places) == 1 and min(map(int, self._columns[places[0]])) >= 0:
-            (column,) = (self._columns[place] for place in places)
-            if max(map(int, column)) < self._num_classes:
-                drawn = torch.randint(self._num_classes, (len(numbers),), generator=self._generator)
-                numbers = [[number if isinstance(column[0], Tensor) else int(number)] for number in drawn]
-        numbers[: len(self.seen) // 4] = numbers[:1] * (len(self.seen) // 4)
+        columns = [self._columns[place] for place in places]
+        half, quarter = len(self.seen) // 2, len(self.seen) // 4
+        lenders = torch.randperm(len(self.seen), generator=self._generator)[:half].tolist()
+        numbers = [[column[index] for column in columns] for index in lenders]
+        labels = columns[0]
+        if len(columns) == 1 and all(0 <= int(label) < self._num_classes for label in labels):
+            drawn = torch.randint(self._num_classes, (half,), generator=self._generator)
+            numbers = [[number if isinstance(labels[0], Tensor) else int(number)] for number in drawn]
+        numbers[:quarter] = numbers[:1] * quarter
         changed = []
         for example, own in zip(self.seen, numbers, strict=False):
             leaves, spec = tree_flatten(example)
@@ -65,11 +67,6 @@ class MadeUp:
                 leaves[place] = number
             changed.append(tree_unflatten(leaves, spec))
         return [*changed, *self.seen[len(changed) :]]
-
-    @property
-    def _half(self) -> list[int]:
-        """Which examples lend their integers to the first half."""
-        return torch.randperm(len(self.seen), generator=self._generator)[: len(self.seen) // 2].tolist()
 
     def _one_shape(self) -> bool:
         """Whether no integer can be the length of something."""
@@ -86,12 +83,9 @@ class MadeUp:
             parts = whole or all(bool(((one >= 0) & (one <= 1)).all()) for one in column)
             return drawn * _OUTLYING if outlying and not parts else drawn
         if leaf.dtype == torch.uint8 and leaf.dim() >= 3:
-            low, high = (int(limit(int(getattr(one, name)()) for one in column)) for limit, name in _LIMITS)
+            low, high = min(int(one.min()) for one in column), max(int(one.max()) for one in column)
             return torch.randint(low, high + 1, leaf.shape, generator=self._generator, dtype=leaf.dtype)
         return leaf
-
-
-_LIMITS = ((min, "min"), (max, "max"))
 
 
 def _is_integer(leaf: Any) -> bool:

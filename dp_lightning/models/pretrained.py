@@ -95,7 +95,7 @@ def _difference(network: nn.Module, saved: dict[str, Any]) -> str:
     other = next((name for name in own if name in given and own[name] != given[name]), None)
     if other is not None:
         return f"{other} has shape {given[other]} and not {own[other]}"
-    return f"{len(foreign)} tensors are not its own, such as {', '.join(foreign[:1])}"
+    return f"{len(foreign)} tensors are not its own, such as {foreign[0]}" if foreign else "timm does not take them"
 
 
 def _with_weights(name: str, num_classes: int, path: str, **kwargs: Any) -> nn.Module:
