@@ -163,13 +163,13 @@ class Scaled(nn.Module):
 
 
 class WithScale(nn.Module):
-    def __init__(self):
+    def __init__(self, *, scale_first=False):
         super().__init__()
-        self.inner = Scaled()
+        self.inner, self.scale_first = Scaled(), scale_first
         self.register_buffer("scale", torch.arange(8.0))
 
     def forward(self, x):
-        return self.inner(x, self.scale)
+        return self.inner(self.scale, x) if self.scale_first else self.inner(x, self.scale)
 
 
 class Drops(nn.Module):
@@ -201,7 +201,7 @@ class LastState(nn.Module):
 @pytest.mark.parametrize(
     ("build", "shape", "size", "message"),
     [
-        (WithScale, (8,), 8, "'inner'.*do not add up"),
+        (lambda: WithScale(scale_first=True), (8,), 8, "'inner'.*do not add up.*before the examples"),
         (Drops, (3, 6), 5, "do not add up"),
         (LastState, (3, 6), 5, "'inner'"),
         (lambda: nn.Sequential(nn.LSTM(6, 6)), (5, 6), 5, "'0'"),
@@ -217,19 +217,34 @@ def test_what_cannot_be_told_by_example_is_refused_by_name(build, shape, size, m
 
 
 @pytest.mark.filterwarnings("ignore:No gradient rule")
-def test_a_tensor_for_all_examples_is_passed_whole():
+@pytest.mark.parametrize("size", [1, 5, 8])
+def test_a_tensor_for_all_examples_is_passed_whole(size):
     torch.manual_seed(0)
-    check(WithScale(), torch.randn(5, 8), PLANS[0])
+    check(WithScale(), torch.randn(size, 8), PLANS[0])
+
+
+@pytest.mark.filterwarnings("ignore:No gradient rule", "ignore:There is a performance drop")
+@pytest.mark.parametrize("size", [3, 4])
+def test_a_rotary_table_with_as_many_rows_as_the_batch_is_not_cut(size):
+    torch.manual_seed(0)
+    model = timm.create_model("vit_small_patch16_rope_224", img_size=32, depth=1, embed_dim=48, num_classes=6)
+    check(model, torch.randn(size, 3, 32, 32), PLANS[0])  # four patches
 
 
 @pytest.mark.filterwarnings("ignore:No gradient rule")
-def test_an_example_that_is_not_finite_is_no_reason_to_refuse_the_batch():
+@pytest.mark.parametrize("size", [1, 5, 8])
+def test_an_example_that_is_not_finite_is_no_reason_to_refuse_the_batch_and_changes_nothing_of_the_others(size):
     torch.manual_seed(0)
-    x = torch.randn(5, 8)
-    x[2] = torch.nan
-    sums, norms = clipped_gradient_sum(WithScale(), squares, x, torch.zeros(5), clip_plan=PLANS[0])
-    assert sums["inner.weight"].isfinite().all()
-    assert norms.isnan().tolist() == [False, False, True, False, False]
+    model, x = WithScale(), torch.randn(size, 8)
+    last = size - 1
+    x[last] = torch.nan
+    sums, norms = clipped_gradient_sum(model, squares, x, torch.zeros(size), clip_plan=PLANS[0])
+    assert norms.isnan().tolist() == [False] * last + [True]
+    if last:
+        others, _ = clipped_sum_by_loop(model, x[:last], torch.zeros(last), PLANS[0], squares)
+        assert relative_error(sums, others) < 1e-5
+    else:
+        assert not sums["inner.weight"].any()
 
 
 def test_a_parameter_that_is_used_without_its_module_is_named():
