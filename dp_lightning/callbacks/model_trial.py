@@ -1,11 +1,13 @@
 """Tries a LightningModule's own ``training_step`` on a few examples before the first step of a run."""
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from itertools import pairwise
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
@@ -15,7 +17,7 @@ from torchmetrics import Metric
 from dp_lightning.callbacks.example_gradients import GradientSettings
 from dp_lightning.callbacks.made_up import MadeUp
 from dp_lightning.callbacks.own_step import silent, training_loss
-from dp_lightning.errors import ConfigurationError
+from dp_lightning.errors import ConfigurationError, ModelError
 from dp_lightning.privacy.gradients import GradientEngine
 from dp_lightning.privacy.loss_check import Division, refuse_randomness
 from dp_lightning.privacy.model_check import check_per_example
@@ -87,11 +89,11 @@ def try_model(
         return Division(batch_of(rows), [batch_of(part) for part in parts], [len(part) for part in parts])
 
     try:
-        with silent(module):
+        with silent(module), _arithmetic(trainer):
             check_per_example(
                 module,
                 engine,
-                lambda batch: training_loss(module, batch, 0),
+                lambda batch: _loss(trainer, module, batch),
                 divided(examples, range(count + 1)),
                 # The second for a module that does not take the first.
                 [divided(many, cuts), divided(plain, cuts)],
@@ -106,6 +108,25 @@ def try_model(
         for metric in module.modules():
             if isinstance(metric, Metric):
                 metric.reset()
+
+
+def _arithmetic(trainer: pl.Trainer) -> AbstractContextManager[None]:
+    """Of a training step, but that losses in bfloat16 are too coarse to compare."""
+    plugin = trainer.precision_plugin
+    return nullcontext() if isinstance(plugin, MixedPrecision) else plugin.train_step_context()
+
+
+def _loss(trainer: pl.Trainer, module: pl.LightningModule, batch: Any) -> Tensor:
+    try:
+        return training_loss(module, batch, 0)
+    except RuntimeError as error:
+        if isinstance(trainer.precision_plugin, MixedPrecision) and "type" in str(error):
+            raise ModelError(
+                f"training_step does not run in float32, in which it is tried before the first step: {error}. With "
+                f"trainer.precision: {trainer.precision} autocast chooses the types, so take conversions such as "
+                ".bfloat16() out of the step."
+            ) from error
+        raise
 
 
 def _require_order(loader: DataLoader[Any]) -> None:

@@ -67,7 +67,7 @@ def check_gradients(
             expected = torch.autograd.grad(
                 loss_of(batch), [engine.parameters[name] for name in names], allow_unused=True
             )
-            row = torch.zeros(b, device=loss.device)
+            row = torch.zeros(b, device=loss.device, dtype=torch.float32)
             row[index] = 1.0
             ours = {}
             for contribution in contributions:

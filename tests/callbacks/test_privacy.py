@@ -490,6 +490,29 @@ def test_allowed_precisions_train(tmp_path, precision):
     torch.testing.assert_close(found.float(), expected, rtol=0, atol=2e-2 if precision == "bf16-mixed" else 1e-5)
 
 
+def test_a_step_is_tried_in_the_default_type_that_it_trains_with(tmp_path):
+    class Makes(Plain):
+        def training_step(self, batch, batch_idx):
+            made = torch.zeros(batch[0].shape)
+            made[:] = batch[0]
+            return F.cross_entropy(self.net(made), batch[1])
+
+    assert parameters_after(tmp_path, without_noise(), module=Makes(), precision="64-true").isfinite().all()
+
+
+def test_a_step_that_needs_autocast_is_refused_with_the_reason(tmp_path):
+    class Converts(Plain):
+        def training_step(self, batch, batch_idx):
+            return F.cross_entropy(self.net(batch[0].bfloat16()), batch[1])
+
+    module = Converts()
+    with pytest.raises(ModelError, match=r"does not run in float32.*bf16-mixed.*take conversions"):
+        parameters_after(tmp_path, without_noise(), module=module, precision="bf16-mixed")
+    # The other way of computing is not to blame for what goes wrong without it.
+    with pytest.raises(RuntimeError, match="same dtype"):
+        parameters_after(tmp_path, without_noise(), module=module, precision="32-true")
+
+
 def test_a_parameter_unfrozen_during_the_run_is_refused(tmp_path):
     class Unfreeze(Callback):
         def on_train_epoch_start(self, trainer, pl_module):
