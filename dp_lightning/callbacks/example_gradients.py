@@ -11,10 +11,10 @@ from torch.optim import Optimizer
 
 from dp_lightning.callbacks.own_step import silent, training_loss
 from dp_lightning.errors import ConfigurationError, ModelError
+from dp_lightning.privacy.checks.layers import refuse_batch_statistics
 from dp_lightning.privacy.disk import DiSK, Extrapolation
 from dp_lightning.privacy.gradients import GradientEngine
 from dp_lightning.privacy.gradients.contribution import Contribution
-from dp_lightning.privacy.model_check import refuse_batch_statistics
 
 
 @dataclass(frozen=True)

@@ -18,9 +18,9 @@ from dp_lightning.callbacks.example_gradients import GradientSettings
 from dp_lightning.callbacks.made_up import MadeUp
 from dp_lightning.callbacks.own_step import silent, training_loss
 from dp_lightning.errors import ConfigurationError, ModelError
+from dp_lightning.privacy.checks.losses import Division, refuse_randomness
+from dp_lightning.privacy.checks.per_example import check_per_example
 from dp_lightning.privacy.gradients import GradientEngine
-from dp_lightning.privacy.loss_check import Division, refuse_randomness
-from dp_lightning.privacy.model_check import check_per_example
 
 _EXAMPLES = 8
 # Together: some losses mix examples in larger batches only.

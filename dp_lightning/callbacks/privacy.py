@@ -40,10 +40,10 @@ from dp_lightning.callbacks.settings import check_optimizers, check_order, check
 from dp_lightning.callbacks.unprotected import Unprotected
 from dp_lightning.errors import ConfigurationError, ModelError
 from dp_lightning.privacy.accounting import Ledger
+from dp_lightning.privacy.checks.layers import fixed_statistics
 from dp_lightning.privacy.clipping import ClipPlan
 from dp_lightning.privacy.disk import DiSK
 from dp_lightning.privacy.mechanism import PrivateMechanism
-from dp_lightning.privacy.model_check import fixed_statistics
 from dp_lightning.privacy.noise import GaussianNoise
 from dp_lightning.privacy.plan import PrivacyPlan
 from dp_lightning.privacy.sampling import PhysicalBatch, PoissonSampler, sampling_key

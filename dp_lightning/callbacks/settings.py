@@ -12,7 +12,7 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import Tensor, optim
 
 from dp_lightning.errors import ConfigurationError
-from dp_lightning.privacy.model_check import refuse_mixing_modules
+from dp_lightning.privacy.checks.layers import refuse_mixing_modules
 from dp_lightning.strategies.checkpoint_io import PrivateCheckpointIO
 from dp_lightning.strategies.private import NAME, PrivateStrategy
 

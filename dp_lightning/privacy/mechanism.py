@@ -5,7 +5,7 @@ For a logical step with the Poisson draw S from N examples, each taken with prob
     release = (sum over i in S of clip(grad l_i)  +  Normal(0, (sigma * sensitivity)^2 I)) / B.
 
 Formal guarantee. Let the parameters and all earlier releases be given. The sum moves by at most ``sensitivity`` when
-one example is added or removed (``ClipPlan``), an example's gradient depends on no other example (``model_check``), B
+one example is added or removed (``ClipPlan``), an example's gradient depends on no other example (``checks``), B
 is a constant of the plan, and the step is released whatever the draw is, the empty one included. Each release is then
 a Poisson-subsampled Gaussian mechanism with noise multiplier sigma and sampling probability q, for neighbours that
 differ by adding or removing one example. The ledger counts the releases, and its accountants give (epsilon, delta) for

@@ -7,7 +7,7 @@ from torch import nn
 
 from dp_lightning.errors import ModelError
 from dp_lightning.models import batch_norm_to_group_norm, freeze_batch_norm
-from dp_lightning.privacy.model_check import fixed_statistics, refuse_mixing_modules
+from dp_lightning.privacy.checks.layers import fixed_statistics, refuse_mixing_modules
 
 
 @pytest.fixture(autouse=True)

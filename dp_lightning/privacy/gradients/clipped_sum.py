@@ -164,7 +164,7 @@ def clipped_gradient_sum(
         ConfigurationError: when the tensors have different numbers of rows, or not K for each example.
 
     Whether the model treats its examples apart, and uses its parameters in the modules that they belong to, is not
-    checked here. A training run checks it (``dp_lightning.privacy.model_check``).
+    checked here. A training run checks it (``dp_lightning.privacy.checks``).
     """
     size = _rows(inputs, targets)
     if augmult < 1 or size % augmult:

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from dp_lightning.errors import ModelError
+from dp_lightning.privacy.checks.losses import TOLERANCE
 from dp_lightning.privacy.gradients.contribution import Contribution
 from dp_lightning.privacy.gradients.engine import GradientEngine
 from dp_lightning.privacy.gradients.workspace import Workspace
-from dp_lightning.privacy.loss_check import TOLERANCE
 
 
 class Gap(NamedTuple):

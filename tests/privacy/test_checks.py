@@ -1,4 +1,4 @@
-"""One example, one contribution: what the check of the model refuses."""
+"""One example, one contribution: what the checks of the model refuse."""
 
 import math
 
@@ -8,9 +8,11 @@ from torch import nn
 from torch.nn import functional as F
 
 from dp_lightning.errors import ModelError
-from dp_lightning.privacy import GradientEngine, model_check
-from dp_lightning.privacy.loss_check import Division
-from dp_lightning.privacy.model_check import check_per_example, refuse_mixing_modules
+from dp_lightning.privacy import GradientEngine
+from dp_lightning.privacy.checks import per_example
+from dp_lightning.privacy.checks.layers import refuse_mixing_modules
+from dp_lightning.privacy.checks.losses import Division
+from dp_lightning.privacy.checks.per_example import check_per_example
 
 
 def check(model, loss_of=None, *, reduction="mean", augmult=1):
@@ -179,7 +181,7 @@ def test_rounding_alone_is_not_refused(scale, message, monkeypatch):
         assert torch.equal(p, before[name][0])
         assert p.data_ptr() == before[name][1]
     # In float32 it would be.
-    monkeypatch.setattr(model_check, "_float64", lambda batch: batch)
+    monkeypatch.setattr(per_example, "_float64", lambda batch: batch)
     with pytest.raises(ModelError, match=message):
         check(model, loss)
 
@@ -356,8 +358,8 @@ def test_a_buffer_that_is_no_number_may_stay():
 
 
 def test_a_device_without_float64_is_tried_in_float32(monkeypatch):
-    monkeypatch.setattr(model_check, "_has_float64", lambda model: False)
-    monkeypatch.setattr(model_check, "_in_float64", None)
+    monkeypatch.setattr(per_example, "_has_float64", lambda model: False)
+    monkeypatch.setattr(per_example, "_in_float64", None)
     check(mlp())
     with pytest.raises(ModelError, match=r"inner\.weight"):
         check(HiddenUse())

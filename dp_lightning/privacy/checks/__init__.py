@@ -1,0 +1,1 @@
+"""Checks that a model treats the examples of a batch apart, on which the guarantee rests."""
