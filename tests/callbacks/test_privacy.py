@@ -490,6 +490,19 @@ def test_allowed_precisions_train(tmp_path, precision):
     torch.testing.assert_close(found.float(), expected, rtol=0, atol=2e-2 if precision == "bf16-mixed" else 1e-5)
 
 
+def test_a_parameter_of_the_module_itself_is_told_where_it_belongs(tmp_path):
+    class Scales(Plain):
+        def __init__(self):
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(5))
+
+        def training_step(self, batch, batch_idx):
+            return F.cross_entropy(self.net(self.scale * batch[0]), batch[1])
+
+    with pytest.raises(ModelError, match=r"training_step takes directly.*the forward of a module inside"):
+        parameters_after(tmp_path, without_noise(), module=Scales())
+
+
 def test_a_step_is_tried_in_the_default_type_that_it_trains_with(tmp_path):
     class Makes(Plain):
         def training_step(self, batch, batch_idx):

@@ -129,8 +129,9 @@ class GradientEngine:
         self._listening, self._receiving = False, True
         if not loss.requires_grad:
             raise ModelError(
-                "The loss does not depend on any trained parameter. Compute it from the model's output, outside of "
-                "torch.no_grad()."
+                "The loss does not depend on any trained parameter by way of a call of its module. Compute it from the "
+                "model's output, outside of torch.no_grad(). A parameter that training_step takes directly, such as "
+                "self.scale * x, belongs, with its use, in the forward of a module inside."
             )
         loss.register_hook(lambda gradient: gradient * factor)
 
