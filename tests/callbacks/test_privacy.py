@@ -1,5 +1,6 @@
 """A plain LightningModule on a plain Trainer trains privately, and the run is what the plan says."""
 
+import copy
 import json
 import math
 import re
@@ -488,6 +489,29 @@ def test_allowed_precisions_train(tmp_path, precision):
     expected = parameters_after(tmp_path, without_noise())
     # bfloat16 keeps 8 bits.
     torch.testing.assert_close(found.float(), expected, rtol=0, atol=2e-2 if precision == "bf16-mixed" else 1e-5)
+
+
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.MultiheadAttention(8, 2, batch_first=True)
+
+    def forward(self, x):
+        return self.inner(x[:, None], x[:, None], x[:, None])[0][:, 0]
+
+
+@pytest.mark.filterwarnings(
+    "ignore:No gradient rule", "ignore:.*cannot be vmapped", "ignore:There is a performance drop"
+)
+@pytest.mark.parametrize(
+    "middle", [nn.PReLU, Attention, lambda: nn.utils.parametrizations.weight_norm(nn.Linear(8, 8))]
+)
+def test_modules_without_a_rule_train_behind_what_autocast_makes_coarse(tmp_path, middle):
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(5, 8), middle(), nn.Linear(8, CLASSES))
+    found = parameters_after(tmp_path, without_noise(), module=Plain(copy.deepcopy(net)), precision="bf16-mixed")
+    expected = parameters_after(tmp_path, without_noise(), module=Plain(net))
+    torch.testing.assert_close(found, expected, rtol=0, atol=3e-2)
 
 
 def test_a_parameter_of_the_module_itself_is_told_where_it_belongs(tmp_path):

@@ -172,6 +172,50 @@ class WithScale(nn.Module):
         return self.inner(self.scale, x) if self.scale_first else self.inner(x, self.scale)
 
 
+class Standardized(nn.Module):
+    """Takes statistics over the rows of a table; of one row they are not finite."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8, 8))
+        self.register_buffer("table", torch.randn(6, 8))
+        self.inner = Scored()
+
+    def forward(self, x):
+        return self.inner(x @ self.weight, self.table)
+
+
+class Scored(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8))
+
+    def forward(self, x, table):
+        return (x * self.weight) @ ((table - table.mean(0)) / table.std(0)).T
+
+
+class Looks(nn.Module):
+    """Takes from all rows of a table, and can from one."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8, 8))
+
+    def forward(self, x, table):
+        return (x @ self.weight @ table.T).softmax(-1) @ table
+
+
+class Masked(nn.Module):
+    def __init__(self, length, project):
+        super().__init__()
+        self.inner = nn.MultiheadAttention(6, 2, batch_first=True)
+        self.project = nn.Linear(6, 6) if project else nn.Identity()
+        self.register_buffer("mask", torch.ones(length, length).triu(1).bool())
+
+    def forward(self, x):
+        return self.inner(x, self.project(x), x, attn_mask=self.mask, need_weights=False)[0]
+
+
 class Drops(nn.Module):
     """Cannot be vmapped, since it changes a tensor in place, and draws random numbers."""
 
@@ -201,7 +245,6 @@ class LastState(nn.Module):
 @pytest.mark.parametrize(
     ("build", "shape", "size", "message"),
     [
-        (lambda: WithScale(scale_first=True), (8,), 8, "'inner'.*do not add up.*before the examples"),
         (Drops, (3, 6), 5, "do not add up"),
         (LastState, (3, 6), 5, "'inner'"),
         (lambda: nn.Sequential(nn.LSTM(6, 6)), (5, 6), 5, "'0'"),
@@ -223,6 +266,34 @@ def test_a_tensor_for_all_examples_is_passed_whole(size):
     check(WithScale(), torch.randn(size, 8), PLANS[0])
 
 
+@pytest.mark.filterwarnings("ignore:No gradient rule")
+@pytest.mark.parametrize("size", [5, 8])
+def test_a_table_that_is_not_finite_leaves_no_example_finite(size):
+    torch.manual_seed(0)
+    model = Standardized()
+    model.inner = Looks()
+    model.table = torch.randn(8, 8)
+    model.table[3] = torch.nan
+    sums, norms = clipped_gradient_sum(model, squares, torch.randn(size, 8), torch.zeros(size), clip_plan=PLANS[0])
+    assert norms.isnan().all()
+    assert not any(gradient.any() for gradient in sums.values())
+
+
+@pytest.mark.filterwarnings("ignore:No gradient rule")
+@pytest.mark.parametrize("size", [5, 6, 7])
+def test_a_table_that_cannot_be_cut_is_not(size):
+    torch.manual_seed(0)
+    check(Standardized(), torch.randn(size, 8), PLANS[0])
+
+
+@pytest.mark.filterwarnings("ignore:No gradient rule", "ignore:There is a performance drop")
+@pytest.mark.parametrize("project", [False, True])
+@pytest.mark.parametrize("size", [3, 4])
+def test_a_mask_with_as_many_rows_as_the_batch_is_not_cut(size, project):
+    torch.manual_seed(0)
+    check(Masked(4, project), torch.randn(size, 4, 6), PLANS[0])
+
+
 @pytest.mark.filterwarnings("ignore:No gradient rule", "ignore:There is a performance drop")
 @pytest.mark.parametrize("size", [3, 4])
 def test_a_rotary_table_with_as_many_rows_as_the_batch_is_not_cut(size):
@@ -232,16 +303,22 @@ def test_a_rotary_table_with_as_many_rows_as_the_batch_is_not_cut(size):
 
 
 @pytest.mark.filterwarnings("ignore:No gradient rule")
-@pytest.mark.parametrize("size", [1, 5, 8])
-def test_an_example_that_is_not_finite_is_no_reason_to_refuse_the_batch_and_changes_nothing_of_the_others(size):
+@pytest.mark.parametrize("zeros", [False, True])
+@pytest.mark.parametrize(("size", "finite"), [(1, 0), (5, 4), (8, 0), (8, 1), (8, 7)])
+def test_examples_that_are_not_finite_are_no_reason_to_refuse_the_batch_and_change_nothing_of_the_others(
+    size, finite, zeros
+):
     torch.manual_seed(0)
-    model, x = WithScale(), torch.randn(size, 8)
-    last = size - 1
-    x[last] = torch.nan
-    sums, norms = clipped_gradient_sum(model, squares, x, torch.zeros(size), clip_plan=PLANS[0])
-    assert norms.isnan().tolist() == [False] * last + [True]
-    if last:
-        others, _ = clipped_sum_by_loop(model, x[:last], torch.zeros(last), PLANS[0], squares)
+    model, x, y = WithScale(), torch.randn(size, 8), torch.zeros(size)
+    model.scale += 1
+    if zeros:
+        nn.init.zeros_(model.inner.weight)
+    x[finite:] = torch.nan
+    loss = lambda output, target: (output * torch.arange(8)).sum(1).mean()  # noqa: E731
+    sums, norms = clipped_gradient_sum(model, loss, x, y, clip_plan=PLANS[0])
+    assert norms.isnan().tolist() == [False] * finite + [True] * (size - finite)
+    if finite:
+        others, _ = clipped_sum_by_loop(model, x[:finite], y[:finite], PLANS[0], loss)
         assert relative_error(sums, others) < 1e-5
     else:
         assert not sums["inner.weight"].any()
