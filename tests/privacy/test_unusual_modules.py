@@ -273,7 +273,7 @@ def test_a_table_that_is_not_finite_leaves_no_example_finite(size):
     model = Standardized()
     model.inner = Looks()
     model.table = torch.randn(8, 8)
-    model.table[3] = torch.nan
+    model.table[1:] = torch.nan
     sums, norms = clipped_gradient_sum(model, squares, torch.randn(size, 8), torch.zeros(size), clip_plan=PLANS[0])
     assert norms.isnan().all()
     assert not any(gradient.any() for gradient in sums.values())
