@@ -172,20 +172,19 @@ class WithScale(nn.Module):
         return self.inner(self.scale, x) if self.scale_first else self.inner(x, self.scale)
 
 
-class Standardized(nn.Module):
-    """Takes statistics over the rows of a table; of one row they are not finite."""
-
-    def __init__(self):
+class WithTable(nn.Module):
+    def __init__(self, inner, rows):
         super().__init__()
-        self.weight = nn.Parameter(torch.randn(8, 8))
-        self.register_buffer("table", torch.randn(6, 8))
-        self.inner = Scored()
+        self.first, self.inner = nn.Linear(8, 8), inner
+        self.register_buffer("table", torch.randn(rows, 8))
 
     def forward(self, x):
-        return self.inner(x @ self.weight, self.table)
+        return self.inner(self.first(x), self.table)
 
 
 class Scored(nn.Module):
+    """Takes statistics over the rows of a table; of one row they are not finite."""
+
     def __init__(self):
         super().__init__()
         self.weight = nn.Parameter(torch.randn(8))
@@ -270,9 +269,7 @@ def test_a_tensor_for_all_examples_is_passed_whole(size):
 @pytest.mark.parametrize("size", [5, 8])
 def test_a_table_that_is_not_finite_leaves_no_example_finite(size):
     torch.manual_seed(0)
-    model = Standardized()
-    model.inner = Looks()
-    model.table = torch.randn(8, 8)
+    model = WithTable(Looks(), 8)
     model.table[1:] = torch.nan
     sums, norms = clipped_gradient_sum(model, squares, torch.randn(size, 8), torch.zeros(size), clip_plan=PLANS[0])
     assert norms.isnan().all()
@@ -283,7 +280,7 @@ def test_a_table_that_is_not_finite_leaves_no_example_finite(size):
 @pytest.mark.parametrize("size", [5, 6, 7])
 def test_a_table_that_cannot_be_cut_is_not(size):
     torch.manual_seed(0)
-    check(Standardized(), torch.randn(size, 8), PLANS[0])
+    check(WithTable(Scored(), 6), torch.randn(size, 8), PLANS[0])
 
 
 @pytest.mark.filterwarnings("ignore:No gradient rule", "ignore:There is a performance drop")
