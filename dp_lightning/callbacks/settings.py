@@ -8,7 +8,8 @@ import lightning.pytorch as pl
 from lightning.fabric.plugins.environments import SLURMEnvironment, TorchElasticEnvironment
 from lightning.fabric.plugins.io import TorchCheckpointIO
 from lightning.pytorch import callbacks as standard
-from lightning.pytorch.strategies import SingleDeviceStrategy
+from lightning.pytorch.plugins import Precision
+from lightning.pytorch.strategies import SingleDeviceStrategy, Strategy
 from torch import Tensor, optim
 
 from dp_lightning.errors import ConfigurationError
@@ -43,6 +44,7 @@ def check_settings(trainer: pl.Trainer, module: pl.LightningModule) -> None:
             "automatic_optimization is False: the order of gradient, noise and step would not be ours. Use automatic "
             "optimization with one optimizer."
         )
+    _check_backward(trainer, module)
 
 
 def check_order(trainer: pl.Trainer, privacy: pl.Callback) -> None:
@@ -131,6 +133,20 @@ def _check_trainer(trainer: pl.Trainer) -> None:
         f"trainer.val_check_interval is {trainer.val_check_interval}: it counts physical batches, whose number is "
         "random. Remove it; trainer.check_val_every_n_epoch counts epochs.",
     )
+
+
+def _check_backward(trainer: pl.Trainer, module: pl.LightningModule) -> None:
+    owners: tuple[tuple[Any, type], ...] = (
+        (module, pl.LightningModule),
+        (trainer.precision_plugin, Precision),
+        (trainer.strategy, Strategy),
+    )
+    for owner, base in owners:
+        _refuse(
+            getattr(owner.backward, "__func__", None) is not base.__dict__["backward"],
+            f"{type(owner).__name__} has a backward of its own: the gradient of each example would not be that of its "
+            "loss. Remove it; what it does to the loss belongs in training_step.",
+        )
 
 
 def _check_callbacks(trainer: pl.Trainer) -> None:

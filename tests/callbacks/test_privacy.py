@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.plugins import Precision
 from plain_run import CLASSES, N, Plain, examples, loader, parameters_after, privacy, trainer, without_noise
 from torch import nn
 from torch.nn import functional as F
@@ -253,6 +254,27 @@ REFUSED_TRAINERS = {
 def test_settings_that_would_break_the_guarantee_are_refused_by_name(tmp_path, setting):
     with pytest.raises(ConfigurationError, match=setting):
         trainer(tmp_path, privacy(), **REFUSED_TRAINERS[setting]).fit(Plain(), loader())
+
+
+def test_a_backward_of_ones_own_is_refused(tmp_path):
+    class Scaling(Plain):
+        def backward(self, loss, *args, **kwargs):
+            (loss * loss.detach()).backward()
+
+    with pytest.raises(ConfigurationError, match="Scaling has a backward of its own"):
+        trainer(tmp_path, privacy()).fit(Scaling(), loader())
+
+    class Plugin(Precision):
+        def backward(self, tensor, model, optimizer, *args, **kwargs):
+            (tensor * tensor.detach()).backward()
+
+    with pytest.raises(ConfigurationError, match="Plugin has a backward of its own"):
+        trainer(tmp_path, privacy(), plugins=[Plugin()]).fit(Plain(), loader())
+
+    module = Plain()
+    module.backward = lambda loss, *args, **kwargs: (loss * loss.detach()).backward()
+    with pytest.raises(ConfigurationError, match="Plain has a backward of its own"):
+        trainer(tmp_path, privacy()).fit(module, loader())
 
 
 @pytest.mark.parametrize(
@@ -652,9 +674,8 @@ def test_gradients_taken_inside_training_step_do_not_count(tmp_path, size):
 
 def test_a_second_backward_pass_is_refused(tmp_path):
     class Twice(Plain):
-        def backward(self, loss):
+        def on_before_backward(self, loss):
             loss.backward(retain_graph=True)
-            loss.backward()
 
     with pytest.raises(ModelError, match="more than one"):
         trainer(tmp_path, privacy()).fit(Twice(), loader())
