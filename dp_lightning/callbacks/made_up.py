@@ -4,8 +4,9 @@ Whether a run starts then hardly depends on private data, and an example that is
 numbers are such as a module takes: what looks like a label stays one.
 """
 
+import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -14,13 +15,16 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 # What the numbers of an outlier are multiplied by.
 _OUTLYING = 1000.0
+# Values of a tensor that may be marks, and how many numbers are looked at to find them.
+_MARKS, _LOOKED_AT = 3, 2**20
 
 
 class MadeUp:
     """Replaces numbers of examples by others of their kind.
 
     Floating-point tensors become numbers between 0 and 1, unless they are single whole numbers, as labels are. Images
-    in bytes become bytes between the smallest and the largest seen. Everything else stays.
+    in bytes become bytes between the smallest and the largest seen. Everything else stays. Values that stand often in
+    floating-point tensors may mark what is missing, or padding, as -1, 0 and NaN do, and are put in where asked for.
 
     Args:
         seen: examples of the data set, from which the kinds are told.
@@ -34,12 +38,32 @@ class MadeUp:
         self._spec = trees[0][1]
         self._alike = all(spec == self._spec for _, spec in trees)
         self._columns = list(zip(*(leaves for leaves, _ in trees), strict=True)) if self._alike else []
+        self._marks = [self._often(column) for column in self._columns]
 
-    def like(self, example: Any, *, outlying: bool = False) -> Any:
-        """The example with other numbers; those of an outlier are large where they are not parts of 1."""
+    @property
+    def has_broken_marks(self) -> bool:
+        """Whether values that are not finite stand in the examples."""
+        return any(not math.isfinite(mark) for marks in self._marks for mark in marks)
+
+    def like(self, example: Any, *, outlying: bool = False, marks: Literal["none", "finite", "all"] = "none") -> Any:
+        """The example with other numbers.
+
+        Args:
+            example: one of the data set.
+            outlying: numbers are large, where they are not parts of 1.
+            marks: which of the values that stand often take the place of some of its numbers, but never of all in a
+                tensor of several.
+        """
         leaves, spec = tree_flatten(example)
-        columns = self._columns if spec == self._spec and self._alike else [(leaf,) for leaf in leaves]
+        alike = spec == self._spec and self._alike
+        columns = self._columns if alike else [(leaf,) for leaf in leaves]
         changed = [self._replaced(leaf, column, outlying) for leaf, column in zip(leaves, columns, strict=True)]
+        if alike and marks != "none":
+            usable = [[mark for mark in own if marks == "all" or math.isfinite(mark)] for own in self._marks]
+            changed = [
+                new if new is old else self._marked(new, own)
+                for new, old, own in zip(changed, leaves, usable, strict=True)
+            ]
         return tree_unflatten(changed, spec)
 
     def with_other_integers(self) -> list[Any]:
@@ -71,6 +95,32 @@ class MadeUp:
     def _one_shape(self) -> bool:
         """Whether no integer can be the length of something."""
         return all(len({getattr(leaf, "shape", None) for leaf in column}) == 1 for column in self._columns)
+
+    def _often(self, column: Sequence[Any]) -> list[float]:
+        if not all(isinstance(leaf, Tensor) and leaf.is_floating_point() for leaf in column):
+            return []
+        numbers = torch.cat([leaf.flatten() for leaf in column])
+        if len(numbers) > _LOOKED_AT:
+            numbers = numbers[torch.randint(len(numbers), (_LOOKED_AT,), generator=self._generator)]
+        finite = numbers.isfinite()
+        values, counts = numbers[finite].unique(return_counts=True)
+        often = values[counts > 1][counts[counts > 1].argsort(descending=True)[:_MARKS]].tolist()
+        broken = numbers[~finite]
+        return often + [math.nan] * bool(broken.isnan().any()) + broken[~broken.isnan()].unique().tolist()
+
+    def _marked(self, drawn: Tensor, marks: Sequence[float]) -> Tensor:
+        if not marks:
+            return drawn
+        mark = marks[int(torch.randint(len(marks), (), generator=self._generator))]
+        shape = list(drawn.shape)
+        # Single numbers, or all along the first or the last dimension, as padding is.
+        along = (None, 0, -1)[int(torch.randint(3, (), generator=self._generator))]
+        if len(shape) > 1 and along is not None:
+            shape[along] = 1
+        chosen = torch.rand(shape, generator=self._generator) < torch.rand((), generator=self._generator)
+        if chosen.numel() > 1:
+            chosen.view(-1)[int(torch.randint(chosen.numel(), (), generator=self._generator))] = False
+        return torch.where(chosen, mark, drawn)
 
     def _replaced(self, leaf: Any, column: Sequence[Any], outlying: bool) -> Any:
         if not isinstance(leaf, Tensor):

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import pairwise
-from typing import Any
+from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
@@ -71,12 +71,15 @@ def try_model(
         _require_order(loader)
         _warn_of_equal_views(dataset)
 
-    # Three parts: equal numbers, outliers, and the rest.
+    # Three parts: equal numbers, outliers, and the rest, where values that may mark something missing stand.
     cuts = [0, size // 4, size // 4 + size // 6, size]
-    many = [
-        made_up.like(example, outlying=cuts[1] <= index < cuts[2])
-        for index, example in enumerate(made_up.with_other_integers())
-    ]
+
+    def many(marks: Literal["finite", "all"]) -> list[Any]:
+        return [
+            made_up.like(example, outlying=cuts[1] <= index < cuts[2], marks=marks if index >= cuts[2] else "none")
+            for index, example in enumerate(made_up.with_other_integers())
+        ]
+
     plain = [made_up.like(example) for example in made_up.seen]
 
     def batch_of(chosen: list[Any]) -> Any:
@@ -95,8 +98,8 @@ def try_model(
                 engine,
                 lambda batch: _loss(trainer, module, batch),
                 divided(examples, range(count + 1)),
-                # The second for a module that does not take the first.
-                [divided(many, cuts), divided(plain, cuts)],
+                # Each for a module that does not take those before it.
+                [divided(rows, cuts) for rows in (*([many("all")] * made_up.has_broken_marks), many("finite"), plain)],
                 few=[
                     (batch_of([view for example in order for view in example]), [batch_of(one) for one in order])
                     for order in (few, few[::-1])

@@ -55,6 +55,51 @@ def test_lengths_and_uneven_examples_stay():
         assert made.like(examples[3])[0].shape == examples[3][0].shape
 
 
+def test_values_that_stand_often_are_put_in_where_asked_for():
+    generator = torch.Generator().manual_seed(1)
+
+    def example(k):
+        frames = torch.randn(6, 4, generator=generator)
+        frames[3 + k % 3 :] = 0
+        several = torch.rand(5, generator=generator)
+        several[k % 5] = -1
+        return frames, several, torch.tensor(math.nan if k % 3 else k / 7), torch.tensor(k % 2), torch.eye(4)[k % 4]
+
+    examples = [example(k) for k in range(32)]
+    made = made_up(examples)
+    assert made.has_broken_marks
+
+    def counts(marks):
+        new = [made.like(example, marks=marks) for example in examples]
+        assert all(int(row[3]) == k % 2 for k, row in enumerate(new))
+        # Never all of a tensor, so that a mean over what is not missing exists.
+        assert not any((row[0] == 0).all() or (row[1] == -1).all() for row in new)
+        return [
+            sum(bool((row[0] == 0).any(1).logical_and((row[0] == 0).all(1)).any()) for row in new),
+            sum(bool((row[1] == -1).any()) for row in new),
+            sum(bool(row[2].isnan()) for row in new),
+            sum(bool(((row[4] == 0) | (row[4] == 1)).any()) for row in new),
+        ]
+
+    assert counts("none") == [0, 0, 0, 0]
+    frames, several, broken, hot = counts("finite")
+    assert broken == 0
+    assert min(frames, several, hot) > 4
+    frames, several, broken, hot = counts("all")
+    assert min(frames, several, broken, hot) > 4
+
+
+def test_no_marks_are_found_where_all_values_differ():
+    examples = [(torch.randn(5), torch.randn(()), 3) for _ in range(16)]
+    made = made_up(examples)
+    assert not made.has_broken_marks
+    for example in examples:
+        assert not (
+            set(made.like(example, marks="all")[0].tolist())
+            & set(torch.stack([x for x, *_ in examples]).flatten().tolist())
+        )
+
+
 def test_what_looks_like_a_label_stays_and_the_rest_is_made_up():
     generator = torch.Generator().manual_seed(1)
 

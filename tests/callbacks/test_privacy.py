@@ -256,6 +256,74 @@ def test_settings_that_would_break_the_guarantee_are_refused_by_name(tmp_path, s
         trainer(tmp_path, privacy(), **REFUSED_TRAINERS[setting]).fit(Plain(), loader())
 
 
+def with_targets(kind):
+    x = torch.randn(N, 5)
+    y = torch.rand(N, CLASSES)
+    if kind == "frames":
+        x = torch.rand(N, 6, 5)
+        for k in range(N):
+            x[k, 2 + k % 4 :] = 0
+    elif kind == "scalars":
+        y = torch.rand(N)
+        y[::3] = math.nan
+    elif kind == "flags":
+        y = (y > 0.3).float()
+    else:
+        y[torch.rand(y.shape) < 0.4] = {"negative": -1.0, "zero": 0.0, "nan": math.nan}[kind]
+    return TensorDataset(x, y)
+
+
+def valid(kind, x, y):
+    if kind == "frames":
+        return x.abs().sum(-1) > 0
+    return {"negative": y >= 0, "zero": y > 0, "flags": y > 0}.get(kind, ~y.isnan())
+
+
+class Missing(Plain):
+    """Leaves out what is missing, and divides by what is there: in the batch, or in the example."""
+
+    def __init__(self, kind, *, of_the_batch):
+        super().__init__()
+        self.kind, self.of_the_batch = kind, of_the_batch
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        there = valid(self.kind, x, y)
+        output = self.net(x)
+        if self.kind in ("scalars", "frames"):
+            output = output[..., 0]
+        if self.kind == "frames":
+            y = torch.zeros(there.shape)
+        error = (output - y.nan_to_num(0)).square()
+        if self.of_the_batch:
+            return error[there].mean()
+        error = torch.where(there, error, 0).flatten(1) if error.dim() > 1 else torch.where(there, error, 0)[:, None]
+        return (error.sum(1) / there.reshape(len(there), -1).sum(1).clamp(min=1)).mean()
+
+
+@pytest.mark.parametrize("kind", ["negative", "zero", "nan", "scalars", "frames", "flags"])
+def test_a_mean_over_what_is_not_missing_in_the_batch_is_refused(tmp_path, kind):
+    torch.manual_seed(1)
+    data = with_targets(kind)
+    with pytest.raises(ModelError, match=r"is not what the losses of|is not the mean of"):
+        parameters_after(tmp_path, without_noise(), module=Missing(kind, of_the_batch=True), dataset=data)
+    module = Missing(kind, of_the_batch=False)
+    assert parameters_after(tmp_path, without_noise(), module=module, dataset=data).isfinite().all()
+
+
+def test_a_parameter_that_is_repeated_is_told_how_to_take_the_batch(tmp_path):
+    class Token(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.token, self.inner = nn.Parameter(torch.randn(1, 1, 5)), nn.Linear(10, CLASSES)
+
+        def forward(self, x):
+            return self.inner(torch.cat([self.token.repeat(len(x), 1, 1), x[:, None]], 1).flatten(1))
+
+    with pytest.raises(ModelError, match=r"net.token.*expand\(len\(x\)"):
+        parameters_after(tmp_path, without_noise(), module=Plain(Token()))
+
+
 def test_a_backward_of_ones_own_is_refused(tmp_path):
     class Scaling(Plain):
         def backward(self, loss, *args, **kwargs):

@@ -59,7 +59,7 @@ def check_gradients(
             contributions.append(contribution)
 
         with engine.record(b, keep, augmult=augmult):
-            loss = loss_of(together)
+            loss = _with_copies(engine, loss_of, together)
             engine.scale(loss, b if loss_reduction == "mean" else 1)
             loss.backward()
         for index, batch in enumerate(alone):
@@ -73,6 +73,25 @@ def check_gradients(
             for contribution in contributions:
                 ours.update(contribution.weighted_sum(dict.fromkeys(contribution.names, row)))
             _compare(names, expected, ours, gap)
+
+
+def _with_copies(engine: GradientEngine, loss_of: Callable[[Any], Tensor], together: Any) -> Tensor:
+    try:
+        return loss_of(together)
+    except RuntimeError as error:
+        copied = [
+            f"{unit.name}.{own}".lstrip(".")
+            for unit in engine.units
+            if unit.kind == "broadcast"
+            for own in unit.parameters
+        ]
+        if not copied:
+            raise
+        raise ModelError(
+            f"The model fails where parameters with a leading 1 ({', '.join(copied[:5])}) have one copy per example in "
+            f"the place of the 1, as in a private step: {error}. Let them take the batch's size by expand(len(x), ...) "
+            "or by broadcasting, as in x + p, and not by repeat, view or an interpolation of all."
+        ) from error
 
 
 def _compare(names: list[str], expected: Sequence[Tensor | None], ours: dict[str, Tensor], gap: Gap) -> None:

@@ -157,8 +157,9 @@ class _RefuseWeights(TorchFunctionMode):
 def _compare_losses(joint: float, again: float, singles: list[float], loss_reduction: str) -> None:
     if not all(math.isfinite(loss) for loss in (joint, again, *singles)):
         raise ModelError(
-            "training_step gives a loss that is not finite for inputs between 0 and 1, so it cannot be shown that "
-            "examples do not mix. Start from parameters for which the loss is finite."
+            "training_step gives a loss that is not finite for inputs and floating-point targets between 0 and 1, so "
+            "it cannot be shown that examples do not mix. Start from parameters for which the loss is finite, and keep "
+            "logarithms and divisions of targets finite (clamp)."
         )
     if not close(joint, again, _AGAIN):
         raise ModelError(
