@@ -42,7 +42,7 @@ class CachedFeatures(lightning.LightningDataModule):
         backbone: Name in timm's registry, such as ``vit_small_patch16_224.augreg_in21k``.
         weights: File with its weights; None downloads timm's.
         cache: Folder of the features.
-        input_size: Height and width that images are resized to; None is the network's own.
+        input_size: Height and width that images are resized to; None is the network's own, or its ``img_size``.
         batch_size: Images at a time while features are computed.
         backbone_kwargs: Further arguments of the network.
 

@@ -22,7 +22,7 @@ class FeatureNetwork(nn.Module):
         backbone: Name in timm's registry.
         weights: File with its weights; None downloads timm's.
         digest: SHA-256 of that file, where it has to be a certain one.
-        input_size: Height and width that images are resized to; None is the network's own.
+        input_size: Height and width that images are resized to; None is the network's own, or its ``img_size``.
         backbone_kwargs: Further arguments of the network.
         in_channels: Channels of the images.
         mean: Of the images' normalisation.
@@ -57,7 +57,11 @@ class FeatureNetwork(nn.Module):
                 f"weights {weights} are not those that the features of this run came from. Put that file back."
             )
         self.prepare = PretrainedInput.of(
-            self.network, in_channels=in_channels, data_mean=mean, data_std=std, size=input_size
+            self.network,
+            in_channels=in_channels,
+            data_mean=mean,
+            data_std=std,
+            size=input_size or backbone_kwargs.get("img_size"),
         )
         self.settings = {
             "backbone": backbone,
