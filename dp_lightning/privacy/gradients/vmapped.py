@@ -105,10 +105,12 @@ def vmapped_gradients(
 def _moved(trained: dict[str, Tensor]) -> dict[str, Tensor]:
     """Other parameters, at which no product is zero by chance."""
     generator = torch.Generator().manual_seed(1)
-    return {
-        name: value + torch.randn(value.shape, generator=generator, dtype=torch.float32).to(value)
-        for name, value in sorted(trained.items())
-    }
+    moved = {}
+    for name, value in sorted(trained.items()):
+        inputs = value[0].numel() if value.dim() > 1 else 4  # by about the length of a fresh weight
+        step = torch.randn(value.shape, generator=generator, dtype=torch.float32) * inputs**-0.5
+        moved[name] = value + step.to(value)
+    return moved
 
 
 def _as_parameters(leaf: Tensor, dtype: torch.dtype) -> Tensor:
