@@ -96,7 +96,7 @@ def try_model(
             check_per_example(
                 module,
                 engine,
-                lambda batch: _loss(trainer, module, batch),
+                lambda batch: training_loss(module, batch, 0),
                 divided(examples, range(count + 1)),
                 # Each for a module that does not take those before it.
                 [divided(rows, cuts) for rows in (*([many("all")] * made_up.has_broken_marks), many("finite"), plain)],
@@ -107,6 +107,14 @@ def try_model(
                 augmult=views,
                 loss_reduction=settings.loss_reduction,
             )
+    except RuntimeError as error:
+        if not isinstance(trainer.precision_plugin, MixedPrecision) or "type" not in str(error):
+            raise
+        raise ModelError(
+            f"training_step does not run in float32, in which it is tried before the first step: {error}. With "
+            f"trainer.precision: {trainer.precision} autocast chooses the types, so take conversions such as "
+            ".bfloat16() out of the step."
+        ) from error
     finally:
         for metric in module.modules():
             if isinstance(metric, Metric):
@@ -117,19 +125,6 @@ def _arithmetic(trainer: pl.Trainer) -> AbstractContextManager[None]:
     """Of a training step, but that losses in bfloat16 are too coarse to compare."""
     plugin = trainer.precision_plugin
     return nullcontext() if isinstance(plugin, MixedPrecision) else plugin.train_step_context()
-
-
-def _loss(trainer: pl.Trainer, module: pl.LightningModule, batch: Any) -> Tensor:
-    try:
-        return training_loss(module, batch, 0)
-    except RuntimeError as error:
-        if isinstance(trainer.precision_plugin, MixedPrecision) and "type" in str(error):
-            raise ModelError(
-                f"training_step does not run in float32, in which it is tried before the first step: {error}. With "
-                f"trainer.precision: {trainer.precision} autocast chooses the types, so take conversions such as "
-                ".bfloat16() out of the step."
-            ) from error
-        raise
 
 
 def _require_order(loader: DataLoader[Any]) -> None:

@@ -627,6 +627,20 @@ def test_a_step_is_tried_in_the_default_type_that_it_trains_with(tmp_path):
     assert parameters_after(tmp_path, without_noise(), module=Makes(), precision="64-true").isfinite().all()
 
 
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_a_step_that_converts_its_inputs_to_float32_trains(tmp_path, precision):
+    class Bytes(Plain):
+        def training_step(self, batch, batch_idx):
+            return F.cross_entropy(self.net(batch[0].float() / 255), batch[1])
+
+    x, y = examples().tensors
+    data = TensorDataset((x * 50).clamp(0, 255).to(torch.uint8), y)
+    assert (
+        parameters_after(tmp_path, without_noise(), module=Bytes(), dataset=data, precision=precision).isfinite().all()
+    )
+    assert parameters_after(tmp_path, without_noise(), module=Bytes(), precision=precision).isfinite().all()
+
+
 def test_a_step_that_needs_autocast_is_refused_with_the_reason(tmp_path):
     class Converts(Plain):
         def training_step(self, batch, batch_idx):

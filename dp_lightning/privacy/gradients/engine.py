@@ -268,7 +268,7 @@ class GradientEngine:
                     self._batch_size,
                     self._augmult,
                 )
-        except (RuntimeError, ValueError) as error:
+        except Exception as error:
             raise ModelError(
                 f"No per-example gradient can be taken at module '{unit.name}' ({type(unit.module).__name__}): "
                 f"{error}\nReplace it by layers with known rules, or freeze its parameters."

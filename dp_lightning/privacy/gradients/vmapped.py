@@ -3,8 +3,9 @@
 The module runs again on each example by itself, so that its per-example gradients are exact whatever it does inside,
 as long as it treats the first dimension of its inputs as the batch. That is checked: the gradients by example have to
 add up to that of the batch. Which inputs have a row for each view is told by their first dimension. A tensor for all
-examples, such as a rotary table or the mask of an attention, may have as many rows by chance: where the sum does not
-hold, fewer of the inputs are cut. The examples are vmapped; a module that vmap cannot run (recurrent layers change
+examples, such as a rotary table or the mask of an attention, may have as many rows by chance: where several inputs
+have, the outputs by example have to be those of the batch too, and where that does not hold, fewer are cut. The
+examples are vmapped; a module that vmap cannot run (recurrent layers change
 tensors in place) takes them one after the other.
 """
 
@@ -40,7 +41,8 @@ def vmapped_gradients(
     Args:
         module: the module as a function of its parameters.
         args: positional inputs; tensors with a row for every view are cut into examples, others are passed whole.
-            Those that autocast has made coarse are taken in the type of the parameters.
+            Those that autocast has made coarse are taken in the type of the parameters, unless some of the module's own
+            tensors are coarse too.
         kwargs: keyword inputs, likewise.
         grad_outputs: gradients of the output's tensors, in the order of the flattened output; None where the loss
             does not depend on one.
@@ -49,14 +51,17 @@ def vmapped_gradients(
         augmult: K, the views of each example, which follow each other.
 
     Raises:
-        RuntimeError, ValueError: when the module draws random numbers, or does not treat its examples apart.
+        ValueError: when the module draws random numbers, or does not treat its examples apart.
+        Exception: whatever the module raises for its examples by themselves.
     """
     state = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     trained = {name: state[name].detach() for name in wanted}
     rest = {name: tensor.detach() for name, tensor in state.items() if name not in wanted}
     leaves, spec = tree_flatten((args, dict(kwargs)))
-    dtype = next(iter(trained.values())).dtype
-    leaves = [_as_parameters(leaf, dtype) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    leaves = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    if not any(tensor.dtype in _TOLERANCE for tensor in state.values()):
+        dtype = next(iter(trained.values())).dtype
+        leaves = [leaf.to(dtype) if isinstance(leaf, Tensor) and leaf.dtype in _TOLERANCE else leaf for leaf in leaves]
     used = [index for index, gradient in enumerate(grad_outputs) if gradient is not None]
     gradients = tuple(gradient for gradient in grad_outputs if gradient is not None)
 
@@ -76,15 +81,15 @@ def vmapped_gradients(
 
     def by_example(batched: tuple[int, ...], *, certain: bool) -> dict[str, Tensor]:
         views = {i: leaves[i].unflatten(0, (batch_size, augmult)) for i in batched}
+        if not certain:
+            moved = _moved(trained)
+            alone = _by_example(module, lambda rows, _: dict(enumerate(run(moved, rows))), views, cotangents)
+            _check_outputs(alone, run(moved, {}))
         found = _by_example(module, pull_back, views, cotangents)
         finite = torch.stack([flat_rows(each).isfinite().all(1) for each in found.values()]).all(0)
         if finite.all():
             _check_sum(found, pull_back({}, gradients))
             return found
-        if not certain:
-            moved = _moved(trained)
-            alone = _by_example(module, lambda rows, _: dict(enumerate(run(moved, rows))), views, cotangents)
-            _check_outputs(alone, run(moved, {}))
         if finite.any():
             rows = {i: view[finite].flatten(0, 1) for i, view in views.items()}
             total = pull_back(rows, tuple(gradient[finite].flatten(0, 1) for gradient in cotangents))
@@ -96,7 +101,7 @@ def vmapped_gradients(
     for batched in ways:
         try:
             return by_example(batched, certain=len(ways) == 1)
-        except (RuntimeError, ValueError) as error:
+        except Exception as error:  # whatever the module raises when it gets a piece of a table
             first = first or error
     assert first is not None
     raise first
@@ -113,16 +118,15 @@ def _moved(trained: dict[str, Tensor]) -> dict[str, Tensor]:
     return moved
 
 
-def _as_parameters(leaf: Tensor, dtype: torch.dtype) -> Tensor:
-    coarse = leaf.dtype in _TOLERANCE and torch.finfo(dtype).bits > 16
-    return leaf.detach().to(dtype) if coarse else leaf.detach()
-
-
 def _ways_to_cut(leaves: list[Any], count: int) -> Iterator[tuple[int, ...]]:
-    """Places of inputs that may be those with a row per view, most of them first."""
-    places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.shape[:1] == (count,)]
+    """Places of inputs that may be those with a row per view, most of them first; a tensor in two places is one."""
+    places: dict[int, list[int]] = {}
+    for place, leaf in enumerate(leaves):
+        if isinstance(leaf, Tensor) and leaf.shape[:1] == (count,):
+            places.setdefault(leaf.data_ptr(), []).append(place)
     for size in range(len(places), 0, -1):
-        yield from combinations(places, size)
+        for chosen in combinations(places.values(), size):
+            yield tuple(place for same in chosen for place in same)
     if not places:
         yield ()
 
@@ -170,8 +174,9 @@ def _check_outputs(alone: dict[int, Tensor], together: tuple[Tensor, ...]) -> No
         finite = expected.isfinite().all(1)
         same = torch.equal(mine.isfinite().all(1), finite)
         mine, expected = mine[finite], expected[finite]
-        tolerance = _TOLERANCE.get(expected.dtype, 1e-3)
-        if not same or not ((mine - expected).norm(dim=1) <= tolerance * expected.norm(dim=1)).all():
+        lengths = expected.norm(dim=1)
+        allowed = _TOLERANCE.get(expected.dtype, 1e-3) * lengths + 1e-6 * lengths.sum()
+        if not same or not ((mine - expected).norm(dim=1) <= allowed).all():
             raise ValueError(
                 "an example alone has another output than in its batch. The module draws random numbers, or mixes "
                 "examples."
