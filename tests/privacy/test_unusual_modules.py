@@ -195,6 +195,17 @@ class Looks(nn.Module):
         return (x @ self.weight @ table.T).softmax(-1) @ table
 
 
+class Adds(nn.Module):
+    """Linear in the mean of a table, or in one of its rows."""
+
+    def __init__(self, row=None):
+        super().__init__()
+        self.weight, self.row = nn.Parameter(torch.randn(8, 8)), row
+
+    def forward(self, x, table):
+        return x + (table.mean(0) if self.row is None else table[torch.tensor(self.row)]) @ self.weight
+
+
 class Masked(nn.Module):
     def __init__(self, length, project):
         super().__init__()
@@ -273,6 +284,17 @@ def test_a_table_that_is_not_finite_leaves_no_example_finite(size):
 def test_a_table_that_cannot_be_cut_is_not(size):
     torch.manual_seed(0)
     check(WithTable(Looks(standardize=True), 6), torch.randn(size, 8), PLANS[0])
+
+
+@pytest.mark.filterwarnings("ignore:No gradient rule")
+@pytest.mark.parametrize("row", [None, 5])
+@pytest.mark.parametrize("size", [5, 6])
+def test_gradients_that_add_up_are_not_enough_for_a_cut(size, row):
+    torch.manual_seed(0)
+    model, x, y = WithTable(Adds(row), 6), torch.randn(size, 8), torch.zeros(size)
+    loss = lambda output, target: output.sum(1).mean()  # noqa: E731
+    sums, _ = clipped_gradient_sum(model, loss, x, y, clip_plan=PLANS[0])
+    assert relative_error(sums, clipped_sum_by_loop(model, x, y, PLANS[0], loss)[0]) < 1e-5
 
 
 @pytest.mark.filterwarnings("ignore:No gradient rule", "ignore:There is a performance drop")
