@@ -97,11 +97,12 @@ class MadeUp:
         return all(len({getattr(leaf, "shape", None) for leaf in column}) == 1 for column in self._columns)
 
     def _often(self, column: Sequence[Any]) -> list[float]:
+        """Values that stand more than once in floating-point tensors, the most frequent ones, and those not finite."""
         if not all(isinstance(leaf, Tensor) and leaf.is_floating_point() for leaf in column):
             return []
         numbers = torch.cat([leaf.flatten() for leaf in column])
         if len(numbers) > _LOOKED_AT:
-            numbers = numbers[torch.randint(len(numbers), (_LOOKED_AT,), generator=self._generator)]
+            numbers = numbers[torch.randperm(len(numbers), generator=self._generator)[:_LOOKED_AT]]
         finite = numbers.isfinite()
         values, counts = numbers[finite].unique(return_counts=True)
         often = values[counts > 1][counts[counts > 1].argsort(descending=True)[:_MARKS]].tolist()

@@ -89,7 +89,9 @@ def test_values_that_stand_often_are_put_in_where_asked_for():
     assert min(frames, several, broken, hot) > 4
 
 
-def test_no_marks_are_found_where_all_values_differ():
+@pytest.mark.parametrize("looked_at", [2**20, 40])
+def test_no_marks_are_found_where_all_values_differ(looked_at, monkeypatch):
+    monkeypatch.setattr("dp_lightning.callbacks.made_up._LOOKED_AT", looked_at)
     examples = [(torch.randn(5), torch.randn(()), 3) for _ in range(16)]
     made = made_up(examples)
     assert not made.has_broken_marks

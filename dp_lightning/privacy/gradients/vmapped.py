@@ -5,8 +5,8 @@ as long as it treats the first dimension of its inputs as the batch. That is che
 add up to that of the batch. Which inputs have a row for each view is told by their first dimension. A tensor for all
 examples, such as a rotary table or the mask of an attention, may have as many rows by chance: where several inputs
 have, the outputs by example have to be those of the batch too, and where that does not hold, fewer are cut. The
-examples are vmapped; a module that vmap cannot run (recurrent layers change
-tensors in place) takes them one after the other.
+examples are vmapped; a module that vmap cannot run (recurrent layers change tensors in place) takes them one after the
+other.
 """
 
 import warnings
