@@ -19,12 +19,10 @@ import numpy as np
 import torch
 from PIL import Image
 
-from dp_lightning.callbacks.private_loader import PoissonBatchSampler, original_loader, private_loader
+from dp_lightning.callbacks.private_loader import original_loader, private_loader
 from dp_lightning.datamodules import ImageNet
 from dp_lightning.datamodules.file_source import open_rgb
-from dp_lightning.privacy import PrivacyPlan
-from dp_lightning.privacy.sampling import PoissonSampler
-from dp_lightning.ranks import Ranks
+from dp_lightning.privacy import PoissonSampler, PrivacyPlan, PrivateStep
 
 IMAGENET = 1_281_167
 CLASSES = 1000
@@ -95,18 +93,26 @@ def of_loading(data: ImageNet, *, batch_size: int, physical: int, augmult: int, 
         delta=1e-7,
         accountant="rdp",
     )
-    sampler = PoissonSampler(num_train=plan.num_train, sample_rate=plan.sample_rate, seed=0)
+    sampler = PoissonSampler(num_train=plan.num_train, sample_rate=plan.sample_rate)
     start = time.perf_counter()
     for step in range(10):
         sampler.draw(step)
     draw = (time.perf_counter() - start) / 10
-    batches = PoissonBatchSampler(
-        sampler, plan, max_physical_batch_size=physical, augmult=augmult, steps_done=lambda: 0, ranks=Ranks()
+    users = original_loader(data.train_dataloader())
+    private = PrivateStep(
+        torch.nn.Linear(1, 1),
+        torch.sum,  # nothing is trained
+        users.dataset,
+        plan=plan,
+        collate_fn=users.collate_fn,
+        max_physical_batch_size=physical,
+        augmult=augmult,
+        seed=0,
     )
-    loader = private_loader(original_loader(data.train_dataloader()), batches)
+    loader = private_loader(users, private)
     start, seconds, views = processor_seconds(), time.perf_counter(), 0
-    for images, _ in loader:
-        views += len(images)
+    for batch in loader:
+        views += augmult * int(batch.counted.sum())
     del loader  # the workers end, and their time counts
     wall = time.perf_counter() - seconds
     return {"per_core": views / (processor_seconds() - start), "per_second": views / wall, "draw": draw, "views": views}

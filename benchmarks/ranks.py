@@ -42,7 +42,7 @@ def parts_of_step(rank: int, options: argparse.Namespace, device: torch.device) 
     model, images, labels = training_steps.in_channels_last(options.model, device, options.batch_size)
     take_step = training_steps.WAYS["ours flat"](model, training_steps.autocast_to(device.type, "fp32"))
     flat = torch.randn(sum(p.numel() for p in model.parameters()) + 2, device=device)
-    noise = GaussianNoise(device=device)
+    noise = GaussianNoise()
     gradients = {name: torch.randn_like(p) for name, p in model.named_parameters()}
     # Every matrix is dealt out, whatever it costs.
     everyone = Ranks(rank, options.ranks, operations_per_byte=1e-9)
@@ -52,7 +52,7 @@ def parts_of_step(rank: int, options: argparse.Namespace, device: torch.device) 
 
     def noisy() -> None:
         if rank == 0:
-            noise.add_to(flat, 1.0)
+            noise.add_to(flat, 1.0, step=0)
 
     return {
         "gradient": lambda: take_step(images, labels),

@@ -23,8 +23,9 @@ from torchvision.models.resnet import BasicBlock
 from dp_lightning.models import ResNet, SmallCNN, WideResNet
 from dp_lightning.models.batch_norm import freeze_batch_norm
 from dp_lightning.models.trained import train_biases, train_head, train_low_rank
-from dp_lightning.privacy import ClipPlan, GradientEngine
+from dp_lightning.privacy.clipping import ClipPlan
 from dp_lightning.privacy.gradients.clipped_sum import ClippedSum
+from dp_lightning.privacy.gradients.recording import Recording
 
 Step = Callable[[Tensor, Tensor], None]
 
@@ -67,21 +68,23 @@ def ordinary(model: nn.Module, autocast: Callable[[], Any]) -> Step:
 
 
 def ours(plan: ClipPlan, augmult: int = 1) -> Callable[[nn.Module, Callable[[], Any]], Step]:
-    """This project's gradient engine; with ``augmult`` the images are views, that many of each example."""
+    """This project's recording under vmap; with ``augmult`` the images are views, that many of each example."""
 
     def make(model: nn.Module, autocast: Callable[[], Any]) -> Step:
-        engine = GradientEngine(model)
-        total = ClippedSum(engine.parameters, plan)
+        trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+        total = ClippedSum(trained, plan)
+
+        def loss(images: Tensor, labels: Tensor) -> Tensor:
+            return F.cross_entropy(model(images), labels)
 
         def step(images: Tensor, labels: Tensor) -> None:
             total.reset()
             examples = len(images) // augmult
             total.begin(examples)
-            with engine.record(examples, total.take, augmult=augmult):
-                with autocast():
-                    loss = F.cross_entropy(model(images), labels)
-                engine.scale(loss, examples)
-                loss.backward()
+            recording = Recording(trained, examples, total.take)
+            with autocast():
+                losses = recording.run(loss, *(rows.unflatten(0, (examples, augmult)) for rows in (images, labels)))
+            recording.backward(losses)
             total.end()
 
         return step

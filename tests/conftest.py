@@ -13,6 +13,7 @@ import torch  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
-def _same_start() -> None:
+def _same_start(monkeypatch: pytest.MonkeyPatch) -> None:
     """No test's numbers depend on which ones ran before it."""
     torch.manual_seed(0)
+    monkeypatch.delenv("PL_GLOBAL_SEED", raising=False)  # of an earlier test's seed_everything

@@ -61,10 +61,6 @@ WRONG = {
     "misspelt": (["--privacy.target_epsilonn", "3"], r"target_epsilonn.*Did you mean privacy.target_epsilon\?"),
     "abbreviated": (["--privacy.target_eps", "3"], "unrecognized arguments: --privacy.target_eps"),
     "unknown": (["--wandb", "1"], "unrecognized arguments: --wandb"),
-    "batch_norm": (
-        ["--model", "TimmModule", "--model.init_args.name", "resnet18"],
-        "model.bn1.*batch_norm: group_norm",
-    ),
     "clip": (["--trainer.gradient_clip_val", "1.0"], "trainer.gradient_clip_val.*privacy.max_grad_norm"),
     "accumulate": (["--trainer.accumulate_grad_batches", "2"], "accumulate_grad_batches.*privacy.expected_batch_size"),
     "precision": (["--trainer.precision", "16-mixed"], "trainer.precision is 16-mixed.*bf16-mixed"),
@@ -116,6 +112,17 @@ def test_a_wrong_setting_ends_with_one_message_before_data_is_touched(name, caps
     assert re.search(message, text, flags=re.DOTALL), text
     assert not touched
     assert not list(tmp_path.rglob("*.json"))
+
+
+def test_what_the_first_step_refuses_ends_with_one_message_and_releases_nothing(capsys, tmp_path):
+    model = ["--model", "TimmModule", "--model.init_args.name", "test_efficientnet"]
+    with pytest.raises(SystemExit) as exit_:
+        main(["fit", "--config", DIGITS, "--trainer.default_root_dir", str(tmp_path), *model])
+    assert exit_.value.code == 2
+    error = capsys.readouterr().err
+    assert "Traceback" not in error
+    assert re.search("error: .*BatchNorm.*one_by_one|error: .*BatchNorm.*batch_norm", error, flags=re.DOTALL), error
+    assert not list(tmp_path.rglob("privacy_statement*"))
 
 
 def test_a_misspelt_key_in_the_file_is_refused(tmp_path, capsys):

@@ -215,7 +215,7 @@ def test_views_and_an_average_of_weights_compose_with_a_run(tmp_path):
         ]
     )
     facts = json.loads((tmp_path / "privacy_statement.json").read_text())
-    assert facts["clipping"]["augmult"] == "mean over 4 views of each example"
+    assert facts["clipping"]["augmult"] == "4 views of each example"
     assert "moving average of the weights (decay 0.999" in facts["postprocessing"]
     assert facts["sensitivity"] == 1.0
     result = json.loads((tmp_path / "result.json").read_text())

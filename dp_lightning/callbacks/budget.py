@@ -126,7 +126,7 @@ class Budget:
                 plan = earlier
             else:
                 settings = asdict(plan)
-                del settings["noise_multiplier"], settings["neighboring_relation"]
+                del settings["noise_multiplier"]
                 plan = PrivacyPlan.calibrate(**settings, taken=self.ledger.runs)
             if earlier is not None and plan.noise_multiplier > 2 * earlier.noise_multiplier > 0:
                 rank_zero_warn(
@@ -150,7 +150,7 @@ class Budget:
                 f"privacy.target_epsilon {self.target_epsilon}. Plan fewer steps, or raise the target."
             )
 
-    def announcement(self, clip_plan: ClipPlan, *, fixed_seed: bool) -> str:
+    def announcement(self, clip_plan: ClipPlan, *, reproducible: bool) -> str:
         """The plan in a few lines, for the start of a run."""
         plan = self.plan
         assert plan is not None
@@ -164,7 +164,7 @@ class Budget:
         if plan.noise_multiplier == 0:
             return text + "\nNo noise is added: this run is NOT PRIVATE."
         text += f"\nEpsilon {self.planned:.3f} by {plan.accountant.upper()} after the last step"
-        return text + ("\nA noise or sampling seed is fixed: this run is NOT FOR RELEASE." if fixed_seed else "")
+        return text + ("\nThe run is reproducible: it is NOT FOR RELEASE." if reproducible else "")
 
     def look_ahead(self) -> None:
         """Bring ``bound`` up to epsilon at the next milestone, so that it is never too small in between."""

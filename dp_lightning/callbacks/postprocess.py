@@ -74,7 +74,7 @@ class PostProcessCallback(Callback):
 
     def _check_disk(self, privacy: PrivacyCallback) -> None:
         """DiSK takes its gradients for one filter; behind another it would be neither."""
-        disk = privacy.gradient_settings.disk
+        disk = privacy.disk
         if disk is None:
             return
         first = self.chain.transforms[0]

@@ -1,12 +1,14 @@
-"""Trains any LightningModule privately: the Lightning hooks around one ``PrivateMechanism``.
+"""Trains any LightningModule privately: the Lightning hooks around one ``PrivateStep``.
 
-The way of one logical step. The loader hands out physical batches of one Poisson draw. Around each one's backward pass
-the gradient engine collects clipped per-example gradients; parameters get no ordinary gradient. On the last one the
-mechanism releases the privatized gradient into ``.grad``, before the hooks of any other callback, and the optimizer
-steps. Lightning's counters see logical steps only, because ``trainer.accumulate_grad_batches`` is set to one on the
-last physical batch and to a very large number on the others.
+The way of one logical step. The loader hands out physical batches of one Poisson draw. In the place of the module's
+``training_step`` Lightning calls ``PrivateStep.accumulate``, which runs it on each example by itself, and gets a loss
+of zero. On the last physical batch ``PrivateStep.release`` writes the privatized gradient into ``.grad``, before the
+hooks of any other callback, and the optimizer steps. Lightning's counters see logical steps only, because
+``trainer.accumulate_grad_batches`` is set to one on the last physical batch and to a very large number on the others.
 """
 
+import os
+from collections.abc import Iterable
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal
@@ -16,38 +18,37 @@ from lightning.fabric.plugins.io import TorchCheckpointIO
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch.utilities.types import STEP_OUTPUT
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from dp_lightning.callbacks.agreement import require_equal_replicas, require_same_data, require_same_settings
 from dp_lightning.callbacks.budget import Budget
+from dp_lightning.callbacks.changed_meaning import NAME, warn_of_changed_meaning
 from dp_lightning.callbacks.checkpoints import (
     count_logical_steps,
     require_counted_steps,
     require_one_checkpoint,
-    saved_steps,
 )
-from dp_lightning.callbacks.example_gradients import ExampleGradients, GradientSettings
-from dp_lightning.callbacks.model_trial import try_model
 from dp_lightning.callbacks.private_loader import (
-    PoissonBatchSampler,
     PrivateSource,
     private_loader,
+    require_private_loader,
+    warn_of_equal_views,
 )
+from dp_lightning.callbacks.private_training_step import PrivateTrainingStep
 from dp_lightning.callbacks.run_journal import RunJournal
 from dp_lightning.callbacks.settings import check_optimizers, check_order, check_settings
 from dp_lightning.callbacks.unprotected import Unprotected
 from dp_lightning.errors import ConfigurationError, ModelError
 from dp_lightning.privacy.accounting import Ledger
-from dp_lightning.privacy.checks.layers import fixed_statistics
 from dp_lightning.privacy.clipping import ClipPlan
 from dp_lightning.privacy.disk import DiSK
-from dp_lightning.privacy.mechanism import PrivateMechanism
-from dp_lightning.privacy.noise import GaussianNoise
 from dp_lightning.privacy.plan import PrivacyPlan
-from dp_lightning.privacy.sampling import PhysicalBatch, PoissonSampler, sampling_key
+from dp_lightning.privacy.reading import ExampleBatch
+from dp_lightning.privacy.sampling import sampling_key
 from dp_lightning.privacy.statement import PrivacyStatement
+from dp_lightning.privacy.step import PrivateStep, check_step_settings
 from dp_lightning.ranks import Ranks
 from dp_lightning.strategies.checkpoint_io import PrivateCheckpointIO
 from dp_lightning.strategies.private import trainer_ranks
@@ -72,22 +73,23 @@ class PrivacyCallback(pl.Callback):
         max_grad_norm: C, the most that one example can contribute, in L2 norm.
         clipping: one norm over all parameters, or one per layer with C / sqrt(L) each.
         clip_factor: ``abadi`` min(1, C/norm), or ``automatic`` C/(norm + 0.01).
+        examples: how ``training_step`` sees one example at a time. ``together``: all of a physical batch at once, under
+            torch.func.vmap. ``one_by_one``: one after the other, slower, for code that vmap cannot run.
         max_physical_batch_size: most images that go through the model at once, every view of an example counted. It
             bounds memory and changes nothing else.
         accountant: by which epsilon is planned and shown.
-        loss_reduction: whether ``training_step`` returns the mean or the sum of the examples' losses.
         num_train: N; None reads it from the training data set. A number that differs from the data set is refused.
-        noise_seed: makes the noise reproducible, and the run not fit for release.
-        sampling_seed: makes the Poisson draws reproducible, and the run not fit for release.
+        reproducible: fixes sampling, noise, dropout and augmentation by the seed of ``seed_everything`` (0 without
+            one), and makes the run not fit for release.
         not_private: must be true to allow ``noise_multiplier: 0``.
-        augmult: K, augmentation multiplicity (De et al. 2022): each example enters a logical batch as K views, drawn
-            anew by the data set's transform, and the mean of their gradients is clipped once. It costs no privacy.
+        augmult: K, augmentation multiplicity (De et al. 2022): ``training_step`` sees K views of each example, drawn
+            anew by the data set's transform, and the gradient of its loss is clipped once. It costs no privacy.
         disk: takes each example's gradient where DiSK does (Zhang et al. 2025); its filter is `Kalman` in the
             post-processing. None is the gradient at the parameters.
 
     Raises:
         ConfigurationError: naming the setting and the fix; from the constructor, and when ``fit`` starts.
-        ModelError: naming the module that mixes examples or whose per-example gradient cannot be taken.
+        ModelError: naming what of the module's code cannot be taken example by example.
         BudgetError: when a step would spend more than was planned.
     """
 
@@ -100,12 +102,11 @@ class PrivacyCallback(pl.Callback):
         max_grad_norm: float = 1.0,
         clipping: Literal["flat", "per_layer"] = "flat",
         clip_factor: Literal["abadi", "automatic"] = "abadi",
+        examples: Literal["together", "one_by_one"] = "together",
         max_physical_batch_size: int = 128,
         accountant: Literal["prv", "rdp", "pld"] = "prv",
-        loss_reduction: Literal["mean", "sum"] = "mean",
         num_train: int | None = None,
-        noise_seed: int | None = None,
-        sampling_seed: int | None = None,
+        reproducible: bool = False,
         not_private: bool = False,
         augmult: int = 1,
         disk: DiSK | None = None,
@@ -119,22 +120,17 @@ class PrivacyCallback(pl.Callback):
             accountant=accountant,
             not_private=not_private,
         )
-        self.gradient_settings = GradientSettings(loss_reduction, augmult, disk)
-        if max_physical_batch_size < augmult:
-            raise ConfigurationError(
-                f"privacy.max_physical_batch_size is {max_physical_batch_size}; it must be at least {augmult}"
-                + (", privacy.augmult: all views of an example go through the model at once." if augmult > 1 else ".")
-            )
+        check_step_settings(examples=examples, max_physical_batch_size=max_physical_batch_size, augmult=augmult)
+        self.examples, self.augmult, self.disk = examples, augmult, disk
         make = {"flat": ClipPlan.flat, "per_layer": ClipPlan.per_layer}
         if clipping not in make:
             raise ConfigurationError(f"privacy.clipping is {clipping!r}; choose 'flat' or 'per_layer'.")
         self.clip_plan = make[clipping](max_grad_norm=max_grad_norm, factor=clip_factor)
         self.max_physical_batch_size = max_physical_batch_size
-        self.num_train, self.noise_seed, self.sampling_seed = num_train, noise_seed, sampling_seed
-        self._batches: PoissonBatchSampler | None = None
-        self._gradients: ExampleGradients | None = None
-        self._mechanism: PrivateMechanism | None = None
-        self._batch: PhysicalBatch | None = None
+        self.num_train, self.reproducible = num_train, reproducible
+        self._users_loader: DataLoader[Any] | None = None
+        self._private: PrivateStep | None = None
+        self._training_step: PrivateTrainingStep | None = None
         self._steps_before = self._stated = 0
         self._folder = Path()
         self._record = RunJournal()
@@ -156,8 +152,18 @@ class PrivacyCallback(pl.Callback):
     @property
     def noise_level(self) -> float:
         """Standard deviation of the noise in each entry of the privatized gradient, sigma S / B, during a fit."""
-        assert self._mechanism is not None
-        return self._mechanism.noise_standard_deviation / self._mechanism.plan.expected_batch_size
+        return self.private.noise_level
+
+    @property
+    def private(self) -> PrivateStep:
+        """The private step of the fit.
+
+        Raises:
+            ConfigurationError: before a fit.
+        """
+        if self._private is None:
+            raise ConfigurationError("There is no private step before trainer.fit.")
+        return self._private
 
     @property
     def run(self) -> str:
@@ -204,54 +210,72 @@ class PrivacyCallback(pl.Callback):
         require_same_settings(self._settings(), self._ranks, trainer.strategy.root_device)
         self._record.open(trainer, self._folder, self.ledger, goes_on=self._restored is not None)
         self._stated = self.ledger.num_steps
+        self._users_loader = loader = source.users()
         if self.plan is None or self._restored is not None:
-            dataset: Any = source.users().dataset
+            dataset: Any = loader.dataset
             earlier = None if self._restored is None else PrivacyPlan(**self._restored["plan"])
             self.budget.make_plan(trainer, len(dataset) if self.num_train is None else self.num_train, earlier=earlier)
-        self._gradients = ExampleGradients(pl_module, self.gradient_settings)
-        trained = self._gradients.parameters
-        check_optimizers(trainer, trained.values())
         # One key for all ranks, and one plan: a solver may round differently on another kind of processor.
-        self.budget.plan, key = trainer.strategy.broadcast((self.plan, sampling_key(self.sampling_seed)))
-        assert self.plan is not None
-        noise = GaussianNoise(device=pl_module.device, seed=self.noise_seed)
-        self._mechanism = PrivateMechanism(
-            trained,
-            plan=self.plan,
+        self.budget.plan, key = trainer.strategy.broadcast((self.plan, sampling_key(self._seed)))
+        self._training_step = PrivateTrainingStep(trainer, pl_module)
+        self._private = private = PrivateStep(
+            pl_module,
+            self._training_step.loss,
+            loader.dataset,
+            plan=self._known_plan,
             clip_plan=self.clip_plan,
-            noise=noise,
-            ledger=self.ledger,
-            ranks=self._ranks,
-            journal=self._record.journal,
-        )
-        sampler = PoissonSampler(
-            num_train=self.plan.num_train, sample_rate=self.plan.sample_rate, seed=self.sampling_seed, key=key
-        )
-        if self._restored is not None:
-            noise.load_state_dict(self._restored["noise"])
-            self.gradient_settings.require_same(self._restored["gradients"]["settings"])
-            self._gradients.load_state_dict(self._restored["gradients"]["state"])
-            sampler.load_state_dict(self._restored["sampler"])
-        if self.noise_seed is not None:
-            # Of steps that were lost, or taken by an earlier fit.
-            self._mechanism.skip_noise(self.ledger.num_steps - saved_steps(self._restored or {}))
-        self._batches = PoissonBatchSampler(
-            sampler,
-            self.plan,
+            collate_fn=loader.collate_fn,
+            examples=self.examples,
             max_physical_batch_size=self.max_physical_batch_size,
-            augmult=self.gradient_settings.augmult,
-            steps_done=lambda: self.ledger.num_steps,
+            augmult=self.augmult,
+            disk=self.disk,
+            ledger=self.ledger,
+            journal=self._record.journal,
             ranks=self._ranks,
+            sampling_key=key,
+            seed=self._seed,
+            prepare=self._training_step.prepare,
+            ignored=self._training_step.is_no_state,
+            raw=(loader, getattr(trainer, "datamodule", None)),
         )
-        self._mechanism.require_budget()
+        self._training_step.take_place(private)
+        check_optimizers(trainer, private.parameters.values())
+        if self._restored is not None:
+            self._require_same(self._restored["settings"])
+            private.load_state_dict(self._restored["step"])
+        private.require_budget()
         self.budget.require_affordable()
         self.budget.look_ahead()
-        fixed_seed = self.noise_seed is not None or self.sampling_seed is not None
-        trainer.print(self.budget.announcement(self.clip_plan, fixed_seed=fixed_seed))
+        trainer.print(self.budget.announcement(self.clip_plan, reproducible=self.reproducible))
         if fixed := fixed_statistics(pl_module):
             trainer.print(
                 f"{len(fixed)} BatchNorm layers stay in evaluation mode. Their statistics are outside of the guarantee "
                 "and have to come from public data."
+            )
+
+    @property
+    def _seed(self) -> int | None:
+        return int(os.environ.get("PL_GLOBAL_SEED", 0)) if self.reproducible else None
+
+    @property
+    def _known_plan(self) -> PrivacyPlan:
+        if self.plan is None:
+            raise ConfigurationError("There is no privacy plan before trainer.fit.")
+        return self.plan
+
+    @property
+    def _kept_settings(self) -> dict[str, Any]:
+        """What a run that resumes has to keep: its statement says it once for all steps."""
+        disk = None if self.disk is None else self.disk.gain
+        return {"examples": self.examples, "augmult": self.augmult, "disk": disk, "seed": self._seed}
+
+    def _require_same(self, earlier: dict[str, Any]) -> None:
+        now = self._kept_settings
+        if differing := [name for name in now if earlier[name] != now[name]]:
+            differences = ", ".join(f"privacy.{name} {earlier[name]}, and it is {now[name]} now" for name in differing)
+            raise ConfigurationError(
+                f"The checkpoint's run has {differences}: the statement could not say what the run clips. Set it to "
+                "the run's value."
             )
 
     def _settings(self) -> dict[str, object]:
@@ -260,88 +284,50 @@ class PrivacyCallback(pl.Callback):
             "privacy.max_grad_norm, clipping or clip_factor": (self.clip_plan.describe(), self.clip_plan.sensitivity),
             "privacy.expected_batch_size": self.budget.expected_batch_size,
             "privacy.max_physical_batch_size": self.max_physical_batch_size,
-            "privacy.loss_reduction, augmult or disk": self.gradient_settings,
-            "privacy.noise_seed": self.noise_seed,
+            "privacy.examples, augmult, disk or the seed of a reproducible run": self._kept_settings,
         }
 
-    def _private_loader(self, loader: DataLoader[Any]) -> DataLoader[Any]:
-        assert self.plan is not None
-        assert self._batches is not None
-        dataset: Any = loader.dataset
-        if len(dataset) != self.plan.num_train:
-            raise ConfigurationError(
-                f"The training data set has {len(dataset)} examples, but the plan was made for privacy.num_train "
-                f"{self.plan.num_train}. Remove num_train, or correct it."
-            )
-        return private_loader(loader, self._batches)
+    def _private_loader(self) -> DataLoader[Any]:
+        assert self._users_loader is not None
+        return private_loader(self._users_loader, self.private)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        assert self._gradients is not None
-        disk = self.gradient_settings.disk
-        if disk is not None and not self.postprocessing:  # PostProcessCallback looks at the filter itself
+        if self.disk is not None and not self.postprocessing:  # PostProcessCallback looks at the filter itself
             raise ConfigurationError(
-                f"privacy.disk needs its filter: put Kalman with gain {disk.gain:g} and applies_to: all first "
+                f"privacy.disk needs its filter: put Kalman with gain {self.disk.gain:g} and applies_to: all first "
                 "into the transforms of PostProcessCallback."
             )
-        assert self._batches is not None
-        loader = self._batches.loader_of(trainer)
-        require_same_data(loader.dataset, self._ranks, trainer.strategy.root_device)
-        try_model(
-            trainer,
-            pl_module,
-            self._gradients.engine,
-            loader,
-            self.gradient_settings,
-            max_rows=self.max_physical_batch_size,
-        )
+        require_private_loader(trainer, self.private)
+        require_same_data(self.private.reader.dataset, self._ranks, trainer.strategy.root_device)
+        assert self._training_step is not None
+        if self.augmult > 1 and not self._training_step.changes_views:
+            warn_of_equal_views(self.private.reader.dataset)
+        if trainer.is_global_zero and warn_of_changed_meaning(
+            trainer, pl_module, self._training_step, self.private.reader
+        ):
+            self._unprotected.names.add(NAME)
+        self.private.start()
 
     # One physical batch
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        assert self._batches is not None
-        assert self._mechanism is not None
-        assert self._gradients is not None
-        self._batch = self._batches.announced.popleft()
-        if self._batch.first:
-            self._mechanism.begin()
+        if not isinstance(batch, ExampleBatch):
+            raise ConfigurationError(
+                f"The training loader hands out {type(batch).__name__} and not the batches of the private step. Remove "
+                "callbacks that exchange loaders."
+            )
+        if batch.place.piece == 0:
             self._steps_before = self.ledger.num_steps
-        trainer.accumulate_grad_batches = 1 if self._batch.last else _ACCUMULATE
-        size = len(self._batch.indices)
-        self._mechanism.begin_batch(size, count=not self._batch.placeholder)
-        self._gradients.begin(batch, batch_idx, size=size, first=self._batch.first, take=self._mechanism.take)
-
-    def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor) -> None:
-        assert self._gradients is not None
-        self._gradients.scale(loss, trainer.accumulate_grad_batches)
-
-    def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        assert self._mechanism is not None
-        assert self._gradients is not None
-        if self._batch is None:
-            raise ModelError("There is more than one backward pass in a batch; a private step needs exactly one.")
-        self._gradients.finish(trainer)
-        self._batch = None
-        self._mechanism.end_batch()
+        trainer.accumulate_grad_batches = 1 if batch.place.last else _ACCUMULATE
 
     def on_before_optimizer_step(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
     ) -> None:
-        assert self._mechanism is not None
-        assert self._gradients is not None
-        if trainer.accumulate_grad_batches != 1 or self._batch is not None:
-            raise ModelError(
-                "The optimizer steps without a complete logical batch. training_step must return the loss of every "
-                "batch (never None), and nothing else may set trainer.accumulate_grad_batches."
-            )
-        self._gradients.require_no_others(optimizer)
-        self._unprotected.add_non_finite(self._mechanism.discarded)
-        released = self._mechanism.release(stop=self.stop_requested)
-        self.stopping = released.stop
-        for name, gradient in released.gradients.items():
-            parameter = self._gradients.parameters[name]
-            parameter.grad = gradient.to(parameter.dtype)
+        _require_no_others(optimizer, self.private.parameters.values())
+        self._unprotected.add_non_finite(self.private.discarded)
+        self.stopping = self.private.release(stop=self.stop_requested)
 
     def on_train_batch_end(
         self,
@@ -351,9 +337,6 @@ class PrivacyCallback(pl.Callback):
         batch: Any,
         batch_idx: int,
     ) -> None:
-        if self._batch is not None:
-            raise ModelError("training_step returned no loss; it must return the loss of every batch.")
-        assert self.plan is not None
         self._unprotected.note_logged(trainer)
         if trainer.accumulate_grad_batches != 1:
             return
@@ -370,8 +353,7 @@ class PrivacyCallback(pl.Callback):
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._unprotected.report_non_finite(trainer, pl_module)
         self._unprotected.note_logged(trainer)
-        if self._gradients is not None:
-            self._gradients.end()
+        if self._private is not None:
             require_equal_replicas(pl_module, self._ranks)
         if self.plan is not None and self.ledger.num_steps >= self.plan.num_steps:
             # Where steps were lost in a crash, Lightning's own counters would go on without any.
@@ -395,16 +377,15 @@ class PrivacyCallback(pl.Callback):
 
     def _close(self, trainer: pl.Trainer) -> None:
         """Take the hooks off the module and leave the statement, also after an error."""
-        if self._gradients is not None:
-            self._gradients.close()
+        if self._training_step is not None:
+            self._training_step.close()
         trainer.accumulate_grad_batches = 1
-        self._batch = None
         if trainer.is_global_zero:
             self.leave_statement(trainer)
 
     def leave_statement(self, trainer: pl.Trainer) -> None:
         """Write the privacy statement to the log folder and show it, unless no step was taken."""
-        if self.plan is None or self.ledger.num_steps == self._stated:
+        if self._private is None or self.ledger.num_steps == self._stated:
             return
         self._stated = self.ledger.num_steps
         statement = self.statement(trainer)
@@ -417,22 +398,11 @@ class PrivacyCallback(pl.Callback):
         Raises:
             ConfigurationError: before the first fit.
         """
-        if self.plan is None:
-            raise ConfigurationError("There is no statement before trainer.fit has made the privacy plan.")
-        return PrivacyStatement(
-            plan=self.plan,
-            ledger=self.ledger,
-            clipping=self.clip_plan.describe() | self.gradient_settings.describe(),
-            sensitivity=self.clip_plan.sensitivity,
-            sampler="Poisson, each example independently with probability q in every logical step",
+        return self.private.statement(
             unprotected=tuple(sorted(self._unprotected.names)),
-            fixed_noise_seed=self.noise_seed is not None,
-            fixed_sampling_seed=self.sampling_seed is not None,
-            private=self.plan.noise_multiplier > 0,
             postprocessing=", then ".join(self.postprocessing) or "none",
             earlier_targets=tuple(self.budget.earlier_targets),
             lost_steps=self.ledger.num_steps - trainer.global_step,
-            num_ranks=self._ranks.size,
             versions={name: version(name) for name in ("dp-lightning", "torch", "lightning", "opacus")},
         )
 
@@ -445,7 +415,7 @@ class PrivacyCallback(pl.Callback):
         if state is not None:
             state["unprotected"] = sorted(self._unprotected.names)  # it was taken before this hook
         count_logical_steps(checkpoint, self.ledger.num_steps)
-        if self.plan is not None:
+        if self._private is not None:
             checkpoint[STATEMENT] = self.statement(trainer).saved()
 
     def on_load_checkpoint(
@@ -461,18 +431,14 @@ class PrivacyCallback(pl.Callback):
         return "PrivacyCallback"
 
     def state_dict(self) -> dict[str, Any]:
-        if self._mechanism is None or self._batches is None:
+        if self._private is None:
             # Before a fit: what was loaded, so that a checkpoint that is saved again keeps its ledger.
             return self._restored or {}
         return {
             "run": self._record.run,
             **self.budget.state_dict(),
-            "noise": self._mechanism.noise.state_dict(),
-            "sampler": self._batches.sampler.state_dict(),
-            "gradients": {
-                "settings": self.gradient_settings.clipped,
-                "state": {} if self._gradients is None else self._gradients.state_dict(),
-            },
+            "settings": self._kept_settings,
+            "step": self._private.state_dict(),
             "unprotected": sorted(self._unprotected.names),
         }
 
@@ -489,3 +455,24 @@ def privacy_of(trainer: pl.Trainer) -> PrivacyCallback | None:
     """The trainer's ``PrivacyCallback``; None where it has none."""
     callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
     return next((callback for callback in callbacks if isinstance(callback, PrivacyCallback)), None)
+
+
+def fixed_statistics(module: nn.Module) -> list[str]:
+    """Names of the BatchNorm layers in evaluation mode, whose statistics have to be public."""
+    return [
+        name
+        for name, part in module.named_modules()
+        if isinstance(part, nn.modules.batchnorm._BatchNorm) and not part.training and part.running_mean is not None
+    ]
+
+
+def _require_no_others(optimizer: Optimizer, trained: Iterable[Tensor]) -> None:
+    """Refuse a gradient that is not one of the trained parameters'."""
+    ids = {id(parameter) for parameter in trained}
+    for group in optimizer.param_groups:
+        for raw in group["params"]:
+            if raw.grad is not None and id(raw) not in ids:
+                raise ModelError(
+                    f"A parameter of shape {tuple(raw.shape)} that was frozen when training started has a raw "
+                    "gradient. Which parameters are trained must not change during a private run."
+                )

@@ -1,15 +1,18 @@
 """Puts Poisson sampling under the training loader that the user wrote.
 
-The loader's data set, collate function and workers are kept; its sampler and batch size are replaced. The new loader
-has no length, since the number of physical batches of an epoch is random.
+The loader's data set, collate function and workers are kept; its sampler and batch size are replaced, and each example
+is read by itself. The new loader has no length, since the number of physical batches of an epoch is random.
 """
 
-from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 from lightning.pytorch.trainer.connectors.data_connector import _DataLoaderSource
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -21,65 +24,28 @@ from torch.utils.data import (
 )
 
 from dp_lightning.errors import ConfigurationError
-from dp_lightning.privacy.plan import PrivacyPlan
-from dp_lightning.privacy.sampling import PhysicalBatch, PoissonSampler, cut, epoch_end
-from dp_lightning.ranks import Ranks
+from dp_lightning.privacy.randomness import WorkerSeeding
+from dp_lightning.privacy.sampling import PhysicalBatch, epoch_end
+from dp_lightning.privacy.step import PrivateStep
 
 
-class PoissonBatchSampler(Sampler[list[int]]):
-    """The physical batches of one epoch, each announced in ``announced`` in the order in which it will arrive.
+class EpochBatches(Sampler[list[PhysicalBatch]]):
+    """The places of the physical batches of one epoch, which goes on from the steps in the ledger."""
 
-    Args:
-        sampler: draws logical batches.
-        plan: fixes where epochs and the run end.
-        max_physical_batch_size: most rows in a physical batch.
-        augmult: K, how often each example follows itself in it; the data set's transform makes a view each time.
-        steps_done: returns the number of logical steps in the ledger; the epoch goes on from there.
-        ranks: the processes to which each logical batch is dealt out; this one's share comes from here.
-    """
+    def __init__(self, private: PrivateStep) -> None:
+        self.private = private
 
-    def __init__(
-        self,
-        sampler: PoissonSampler,
-        plan: PrivacyPlan,
-        *,
-        max_physical_batch_size: int,
-        augmult: int,
-        steps_done: Callable[[], int],
-        ranks: Ranks,
-    ) -> None:
-        self.sampler, self.plan, self.ranks = sampler, plan, ranks
-        self.most_examples, self.augmult, self.steps_done = max_physical_batch_size // augmult, augmult, steps_done
-        self.announced: deque[PhysicalBatch] = deque()
-
-    def __iter__(self) -> Iterator[list[int]]:
-        self.announced.clear()
-        start = self.steps_done()
+    def __iter__(self) -> Iterator[list[PhysicalBatch]]:
+        plan, start = self.private.plan, self.private.ledger.num_steps
         end = epoch_end(
             start,
-            num_train=self.plan.num_train,
-            expected_batch_size=self.plan.expected_batch_size,
-            num_steps=self.plan.num_steps,
+            num_train=plan.num_train,
+            expected_batch_size=plan.expected_batch_size,
+            num_steps=plan.num_steps,
         )
         for step in range(start, end):
-            draw, ranks = self.sampler.draw(step), self.ranks
-            for batch in cut(draw, self.most_examples, rank=ranks.rank, num_ranks=ranks.size):
-                self.announced.append(batch)
-                yield [index for index in batch.indices for _ in range(self.augmult)]
-
-    def loader_of(self, trainer: pl.Trainer) -> DataLoader[Any]:
-        """The loader that the trainer reads from.
-
-        Raises:
-            ConfigurationError: when its batches are not these.
-        """
-        loader = trainer.train_dataloader
-        if not isinstance(loader, DataLoader) or loader.batch_sampler is not self:
-            raise ConfigurationError(
-                "The training loader's sampler was replaced after PrivacyCallback had set it. Set "
-                "trainer.use_distributed_sampler: false and remove callbacks that exchange loaders."
-            )
-        return loader
+            for place in self.private.physical_batches(step):
+                yield [place]
 
 
 def original_loader(loader: Any) -> DataLoader[Any]:
@@ -108,33 +74,63 @@ def original_loader(loader: Any) -> DataLoader[Any]:
     return loader
 
 
-def private_loader(loader: DataLoader[Any], batches: PoissonBatchSampler) -> DataLoader[Any]:
+def private_loader(loader: DataLoader[Any], private: PrivateStep) -> DataLoader[Any]:
     """The user's loader with Poisson sampling instead of its sampler and batch size."""
-    private: DataLoader[Any] = DataLoader(
-        loader.dataset,
-        batch_sampler=batches,
+    reads: DataLoader[Any] = DataLoader(
+        private.reader,
+        batch_sampler=EpochBatches(private),
         num_workers=loader.num_workers,
-        collate_fn=loader.collate_fn,
+        collate_fn=_single,
         pin_memory=loader.pin_memory,
         timeout=loader.timeout,
-        worker_init_fn=loader.worker_init_fn,
+        worker_init_fn=WorkerSeeding(private.seed, private.ranks.rank, loader.worker_init_fn),
         multiprocessing_context=loader.multiprocessing_context,
-        generator=loader.generator,
         prefetch_factor=loader.prefetch_factor,
         persistent_workers=loader.persistent_workers,
     )
     # Lightning gives every loader of a distributed run a sampler of its own, except where it finds this one. What is
     # read comes from the batch sampler.
-    ranks = batches.ranks
-    dealt: Any = DistributedSampler(loader.dataset, num_replicas=ranks.size, rank=ranks.rank)
-    object.__setattr__(private, "sampler", dealt)
-    return private
+    ranks = private.ranks
+    dealt: Any = DistributedSampler(private.reader, num_replicas=ranks.size, rank=ranks.rank)
+    object.__setattr__(reads, "sampler", dealt)
+    return reads
+
+
+def require_private_loader(trainer: pl.Trainer, private: PrivateStep) -> None:
+    """The trainer reads the batches of ``private``.
+
+    Raises:
+        ConfigurationError: when it does not.
+    """
+    loader = trainer.train_dataloader
+    batches = getattr(loader, "batch_sampler", None)
+    if not isinstance(batches, EpochBatches) or batches.private is not private:
+        raise ConfigurationError(
+            "The training loader's sampler was replaced after PrivacyCallback had set it. Set "
+            "trainer.use_distributed_sampler: false and remove callbacks that exchange loaders."
+        )
+
+
+def warn_of_equal_views(dataset: Any) -> None:
+    """Say that a data set which draws nothing at random has no use of augmentation multiplicity."""
+    views = [tree_leaves(dataset[0]) for _ in range(4)]
+    same = all(
+        torch.equal(leaf, other) if isinstance(leaf, Tensor) else leaf == other
+        for view in views[1:]
+        for leaf, other in zip(views[0], view, strict=True)
+    )
+    if same:
+        rank_zero_warn(
+            "privacy.augmult is above 1, but the training set's transform draws nothing at random: all views of an "
+            "example are the same, which costs time and changes nothing. Add a random augmentation (data.augment: "
+            "true), or remove privacy.augmult."
+        )
 
 
 class PrivateSource(_DataLoaderSource):
     """Stands where the Trainer looks for the training loader, and hands out the private one."""
 
-    def __init__(self, source: _DataLoaderSource, make: Callable[[DataLoader[Any]], DataLoader[Any]]) -> None:
+    def __init__(self, source: _DataLoaderSource, make: Callable[[], DataLoader[Any]]) -> None:
         super().__init__(source.instance, source.name)
         self._make = make
 
@@ -143,4 +139,8 @@ class PrivateSource(_DataLoaderSource):
         return original_loader(super().dataloader())
 
     def dataloader(self) -> Any:
-        return self._make(self.users())
+        return self._make()
+
+
+def _single(items: list[Any]) -> Any:
+    return items[0]

@@ -12,8 +12,7 @@ from lightning.pytorch.plugins import Precision
 from lightning.pytorch.strategies import SingleDeviceStrategy, Strategy
 from torch import Tensor, optim
 
-from dp_lightning.errors import ConfigurationError
-from dp_lightning.privacy.checks.layers import refuse_mixing_modules
+from dp_lightning.errors import ConfigurationError, ModelError
 from dp_lightning.strategies.checkpoint_io import PrivateCheckpointIO
 from dp_lightning.strategies.private import NAME, PrivateStrategy
 
@@ -34,11 +33,11 @@ def check_settings(trainer: pl.Trainer, module: pl.LightningModule) -> None:
 
     Raises:
         ConfigurationError: for a setting of the trainer.
-        ModelError: for a module that mixes examples.
+        ModelError: for a compiled module.
     """
     _check_trainer(trainer)
     _check_callbacks(trainer)
-    refuse_mixing_modules(module)
+    _check_compiled(module)
     if not module.automatic_optimization:
         raise ConfigurationError(
             "automatic_optimization is False: the order of gradient, noise and step would not be ours. Use automatic "
@@ -133,6 +132,15 @@ def _check_trainer(trainer: pl.Trainer) -> None:
         f"trainer.val_check_interval is {trainer.val_check_interval}: it counts physical batches, whose number is "
         "random. Remove it; trainer.check_val_every_n_epoch counts epochs.",
     )
+
+
+def _check_compiled(module: pl.LightningModule) -> None:
+    for name, part in module.named_modules():
+        if type(part).__name__ == "OptimizedModule" or part._compiled_call_impl is not None:
+            raise ModelError(
+                f"Module '{name}' is compiled: compiled code does not show which functions its parameters meet, so no "
+                "per-example gradient can be taken. Train the module without torch.compile."
+            )
 
 
 def _check_backward(trainer: pl.Trainer, module: pl.LightningModule) -> None:

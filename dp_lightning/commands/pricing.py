@@ -15,12 +15,12 @@ from dp_lightning.callbacks.settings import check_order, check_settings
 from dp_lightning.commands.composition import prepare
 from dp_lightning.commands.training import TrainingCLI
 from dp_lightning.errors import DpLightningError
-from dp_lightning.privacy.gradients import clipped_gradient_sum
+from dp_lightning.privacy.gradients.gradient_sum import clipped_gradient_sum
 from dp_lightning.privacy.plan import PrivacyPlan
 
 # Runs that differ in these alone are accepted or refused together.
 _NUMBERS = {
-    "privacy": ("expected_batch_size", "target_epsilon", "noise_multiplier", "noise_seed", "sampling_seed"),
+    "privacy": ("expected_batch_size", "target_epsilon", "noise_multiplier", "reproducible"),
     "trainer": ("max_epochs", "max_steps"),
 }
 # Rows of the step that is timed, if the run's physical batches are as large.
@@ -149,5 +149,4 @@ def _seconds_per_row(cli: TrainingCLI) -> float | None:
             float(norms.sum())  # waits for the device
             if number > 0:
                 seconds = min(seconds, time.perf_counter() - start)
-    disk = cli.privacy.gradient_settings.disk
-    return seconds / rows * (1 if disk is None or disk.gamma is None else 2)
+    return seconds / rows

@@ -55,7 +55,7 @@ def clipped_gradients(
     """
     settings = {key: value for key, value in privacy.items() if key not in ("target_epsilon", "disk")}
     settings |= {"expected_batch_size": batch_size, "noise_multiplier": 0.0, "not_private": True}
-    settings |= {"noise_seed": None, "sampling_seed": 0}
+    settings |= {"reproducible": True}
     module.__dict__["configure_optimizers"] = lambda: SGD(module.parameters(), lr=0.0)
     try:
         # The private step says that a run without noise is not private; this one is none.

@@ -209,8 +209,8 @@ def _print_prices(grid: Grid, runs: Sequence[PlannedRun]) -> None:
             f"{plan.num_steps} steps, {time_}",
             flush=True,
         )
-        if any(run.settings["privacy"].get(name) is not None for name in ("noise_seed", "sampling_seed")):
-            print("  not for release: privacy.noise_seed or sampling_seed is fixed", flush=True)
+        if run.settings["privacy"].get("reproducible"):
+            print("  not for release: privacy.reproducible is set", flush=True)
     without = f", without {untimed} runs whose time is unknown" if untimed else ""
     print(
         f"\nTogether about {_duration(total)} on one device like this one{without}. Each epsilon is of its run alone."

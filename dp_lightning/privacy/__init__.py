@@ -2,21 +2,26 @@
 
 from dp_lightning.privacy.accounting import Ledger
 from dp_lightning.privacy.clipping import ClipPlan
-from dp_lightning.privacy.gradients import GradientEngine, clipped_gradient_sum
-from dp_lightning.privacy.mechanism import PrivateMechanism
+from dp_lightning.privacy.disk import DiSK
+from dp_lightning.privacy.gradients.gradient_sum import clipped_gradient_sum
+from dp_lightning.privacy.gradients.rules import Rule, per_example, register_rule
 from dp_lightning.privacy.noise import GaussianNoise
 from dp_lightning.privacy.plan import PrivacyPlan
 from dp_lightning.privacy.sampling import PoissonSampler
 from dp_lightning.privacy.statement import PrivacyStatement
+from dp_lightning.privacy.step import PrivateStep
 
 __all__ = [
     "ClipPlan",
+    "DiSK",
     "GaussianNoise",
-    "GradientEngine",
     "Ledger",
     "PoissonSampler",
     "PrivacyPlan",
     "PrivacyStatement",
-    "PrivateMechanism",
+    "PrivateStep",
+    "Rule",
     "clipped_gradient_sum",
+    "per_example",
+    "register_rule",
 ]

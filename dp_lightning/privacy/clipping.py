@@ -2,16 +2,16 @@
 
 The gradient of one example is cut into groups g_1, ..., g_L. Each group is scaled by a factor of its own norm, so that
 the scaled group is at most C_l long. Adding or removing one example then moves the sum of the scaled gradients by at
-most sqrt(C_1^2 + ... + C_L^2), whatever the example is. That number, and no literal C, sets the noise.
+most sqrt(C_1^2 + ... + C_L^2), whatever the example is. That number sets the noise.
 
 * ``flat``: one group of all parameters, C_1 = C.
-* ``per_layer``: one group per layer (the parameters of one module), C_l = C / sqrt(L) or as given.
+* ``per_layer``: one group per layer (the parameters of one module), C_l = C / sqrt(L).
 * ``abadi``: factor min(1, C_l / ||g_l||) (Abadi et al. 2016).
 * ``automatic``: factor C_l / (||g_l|| + 0.01) (Bu et al. 2023), which normalises instead of clipping.
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -36,18 +36,16 @@ class ClipPlan:
     kind: str
     factor: str
     max_grad_norm: float
-    layer_max_grad_norms: tuple[tuple[str, float], ...] | None = None
 
     def __post_init__(self) -> None:
         if self.kind not in ("flat", "per_layer"):
             raise ConfigurationError(f"clipping is {self.kind!r}; choose 'flat' or 'per_layer'.")
         if self.factor not in ("abadi", "automatic"):
             raise ConfigurationError(f"clip_factor is {self.factor!r}; choose 'abadi' or 'automatic'.")
-        bounds = [self.max_grad_norm, *(bound for _, bound in self.layer_max_grad_norms or ())]
-        if not all(_SMALLEST <= bound <= _LARGEST for bound in bounds):
+        if not _SMALLEST <= self.max_grad_norm <= _LARGEST:
             raise ConfigurationError(
-                f"max_grad_norm is {', '.join(f'{bound:g}' for bound in bounds)}; it must be a number from "
-                f"{_SMALLEST:g} to {_LARGEST:g}, where float32 arithmetic keeps the bound."
+                f"max_grad_norm is {self.max_grad_norm:g}; it must be a number from {_SMALLEST:g} to {_LARGEST:g}, "
+                "where float32 arithmetic keeps the bound."
             )
 
     @classmethod
@@ -56,25 +54,13 @@ class ClipPlan:
         return cls(kind="flat", factor=factor, max_grad_norm=float(max_grad_norm))
 
     @classmethod
-    def per_layer(cls, *, max_grad_norm: float | Mapping[str, float] = 1.0, factor: str = "abadi") -> "ClipPlan":
-        """One norm per layer.
-
-        Args:
-            max_grad_norm: a number C, so that each of L layers is bounded by C / sqrt(L); or the bound of every
-                layer by the name of its module, such as ``{"conv": 0.5, "fc": 0.5}``.
-            factor: ``abadi`` or ``automatic``.
-        """
-        if isinstance(max_grad_norm, Mapping):
-            bounds = tuple((name, float(bound)) for name, bound in max_grad_norm.items())
-            total = math.sqrt(sum(bound**2 for _, bound in bounds))
-            return cls(kind="per_layer", factor=factor, max_grad_norm=total, layer_max_grad_norms=bounds)
+    def per_layer(cls, *, max_grad_norm: float = 1.0, factor: str = "abadi") -> "ClipPlan":
+        """One norm per layer: each of L layers is bounded by ``max_grad_norm`` / sqrt(L)."""
         return cls(kind="per_layer", factor=factor, max_grad_norm=float(max_grad_norm))
 
     @property
     def sensitivity(self) -> float:
         """The most, in L2 norm, that adding or removing one example moves the sum of clipped gradients."""
-        if self.layer_max_grad_norms is not None:
-            return math.sqrt(sum(bound**2 for _, bound in self.layer_max_grad_norms))
         return self.max_grad_norm
 
     def groups(self, names: Iterable[str]) -> dict[str, list[str]]:
@@ -85,24 +71,9 @@ class ClipPlan:
             groups.setdefault(label, []).append(name)
         return groups
 
-    def bounds(self, labels: Iterable[str]) -> list[float]:
-        """C_l for each group label.
-
-        Raises:
-            ConfigurationError: when given layer bounds and the model's layers do not name each other exactly.
-        """
-        labels = list(labels)
-        if self.kind == "flat":
-            return [self.max_grad_norm]
-        if self.layer_max_grad_norms is None:
-            return [self.max_grad_norm / math.sqrt(len(labels))] * len(labels)
-        given = dict(self.layer_max_grad_norms)
-        if set(given) != set(labels):
-            raise ConfigurationError(
-                "max_grad_norm by layer must name every layer with trained parameters and no other. "
-                f"Missing: {sorted(set(labels) - set(given))}; unknown: {sorted(set(given) - set(labels))}."
-            )
-        return [given[label] for label in labels]
+    def bounds(self, labels: Collection[str]) -> list[float]:
+        """C_l for each group label."""
+        return [self.max_grad_norm / math.sqrt(len(labels))] * len(labels)
 
     def factors(self, norms: Tensor, bounds: Tensor) -> Tensor:
         """Scale of each example's gradient in each group.
@@ -118,7 +89,4 @@ class ClipPlan:
 
     def describe(self) -> dict[str, object]:
         """The plan in plain values, for the privacy statement."""
-        plan: dict[str, object] = {"kind": self.kind, "factor": self.factor, "max_grad_norm": self.max_grad_norm}
-        if self.layer_max_grad_norms is not None:
-            plan["layer_max_grad_norms"] = dict(self.layer_max_grad_norms)
-        return plan
+        return {"kind": self.kind, "factor": self.factor, "max_grad_norm": self.max_grad_norm}

@@ -1,15 +1,14 @@
 """The gradient side of DiSK (Zhang et al. 2025): where each example's gradient is taken.
 
 DiSK is a Kalman filter whose prediction follows the parameters. With x_t the parameters, d = x_t - x_{t-1} their last
-step, kappa the gain and gamma the length of a finite difference, each example's gradient is replaced before it is
-clipped by
+step and kappa the gain, each example's gradient is replaced before it is clipped by
 
     c grad f(x_t + gamma d) + (1 - c) grad f(x_t),    c = (1 - kappa) / (kappa gamma),
 
 and the privatized gradient goes through the filter g <- (1 - kappa) g + kappa g~, which is
-`dp_lightning.postprocess.Kalman`. With gamma = (1 - kappa) / kappa, c is 1 and one gradient at the extrapolated point
-is enough. x_t and d are releases of earlier steps, and one example is still clipped once: the sensitivity is that of
-DP-SGD.
+`dp_lightning.postprocess.Kalman`. With gamma = (1 - kappa) / kappa, the one used here, c is 1 and one gradient at the
+extrapolated point is enough. x_t and d are releases of earlier steps, and one example is still clipped once: the
+sensitivity is that of DP-SGD.
 """
 
 from collections.abc import Mapping
@@ -27,14 +26,12 @@ class DiSK:
 
     Args:
         gain: kappa in (0, 1), that of the `Kalman` filter behind it.
-        gamma: positive; None is (1 - gain) / gain, which takes one gradient per example instead of two.
 
     Raises:
-        ConfigurationError: a value is outside its range.
+        ConfigurationError: it is outside its range.
     """
 
     gain: float
-    gamma: float | None = None
 
     def __post_init__(self) -> None:
         if not 0 < self.gain < 1:
@@ -42,24 +39,15 @@ class DiSK:
                 f"privacy.disk.gain must lie between 0 and 1, got {self.gain}. A gain above 1 amplifies the noise, and "
                 "1 is DP-SGD"
             )
-        if self.gamma is not None and not 0 < self.gamma < float("inf"):
-            raise ConfigurationError(f"privacy.disk.gamma must be positive and finite, got {self.gamma}")
 
     def describe(self) -> str:
         """In words, for the privacy statement."""
-        if self.gamma is None:
-            return f"at DiSK's extrapolated point (gain {self.gain:g})"
-        return f"two per example, combined by DiSK (gain {self.gain:g}, gamma {self.gamma:g})"
+        return f"at DiSK's extrapolated point (gain {self.gain:g})"
 
     @property
     def length(self) -> float:
         """gamma."""
-        return (1 - self.gain) / self.gain if self.gamma is None else self.gamma
-
-    @property
-    def weight(self) -> float:
-        """c, the weight of the gradient at the extrapolated point; the other one has 1 - c."""
-        return 1.0 if self.gamma is None else (1 - self.gain) / (self.gain * self.gamma)
+        return (1 - self.gain) / self.gain
 
 
 class Extrapolation:

@@ -5,58 +5,34 @@ proofs ignore (Mironov 2012; Jin et al. 2021); the guarantee is that of the idea
 """
 
 from collections.abc import Sequence
-from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from dp_lightning.privacy.secret_normals import secret_normals
-from dp_lightning.privacy.seeds import require_same_seed
 
 
 class GaussianNoise:
     """Independent normal noise; never drawn twice, and independent of ``seed_everything``.
 
     Args:
-        device: where noise is drawn.
-        seed: None takes ``secret_normals``. A number makes the noise reproducible: whoever knows it can subtract the
-            noise, so the run is not fit for release.
+        seed: None takes ``secret_normals``. A number makes the noise a function of it and of the number of the step,
+            which the ledger never gives twice: whoever knows it can subtract the noise, so the run is not for release.
     """
 
-    def __init__(self, *, device: torch.device | str = "cpu", seed: int | None = None) -> None:
+    def __init__(self, *, seed: int | None = None) -> None:
         self.seed = seed
-        # Used with a seed alone.
-        self._generator = torch.Generator(device=device)
-        if seed is not None:
-            self._generator.manual_seed(seed)
 
-    def add_to(self, tensor: Tensor, standard_deviation: float) -> Tensor:
-        """``tensor`` plus noise of the given standard deviation, in float32."""
+    def add_to(self, tensor: Tensor, standard_deviation: float, *, step: int) -> Tensor:
+        """``tensor`` plus the noise of logical step ``step``, of the given standard deviation, in float32."""
         if standard_deviation == 0:
             return tensor.to(torch.float32, copy=True)
-        return self._normals(tensor.shape, tensor.device).mul_(standard_deviation).add_(tensor)
+        return self._normals(tensor.shape, tensor.device, step).mul_(standard_deviation).add_(tensor)
 
-    def _normals(self, shape: Sequence[int], device: torch.device) -> Tensor:
+    def _normals(self, shape: Sequence[int], device: torch.device, step: int) -> Tensor:
         if self.seed is None:
             return secret_normals(shape, device)
-        return torch.randn(tuple(shape), generator=self._generator, device=device, dtype=torch.float32)
-
-    def skip(self, shape: Sequence[int], count: int) -> None:
-        """Pass by ``count`` draws of this shape, so that a reproducible generator does not give them again."""
-        for _ in range(count):
-            torch.randn(shape, generator=self._generator, device=self._generator.device, dtype=torch.float32)
-
-    def state_dict(self) -> dict[str, Any]:
-        """The generator's state where the noise is reproducible; a secret state is never written."""
-        state = self._generator.get_state() if self.seed is not None else None
-        return {"seed": self.seed, "generator": state}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on after a checkpoint: reproducible noise from where it stood, secret noise from fresh entropy.
-
-        Raises:
-            ConfigurationError: when the checkpoint's seed is another one.
-        """
-        require_same_seed("noise_seed", self.seed, state["seed"])
-        if self.seed is not None:
-            self._generator.set_state(state["generator"])
+        word = np.random.SeedSequence(self.seed, spawn_key=(step,)).generate_state(1, np.uint64)
+        generator = torch.Generator(device=device).manual_seed(int(word[0]))
+        return torch.randn(tuple(shape), generator=generator, device=device, dtype=torch.float32)

@@ -42,7 +42,6 @@ class PrivacyPlan:
         delta: below 1/num_train.
         accountant: the one that the plan is held to, "prv", "rdp" or "pld".
         target_epsilon: the budget, where there is one.
-        neighboring_relation: only "add_or_remove_one".
 
     Raises:
         ConfigurationError: a value is outside its range; the message names it.
@@ -55,7 +54,6 @@ class PrivacyPlan:
     delta: float
     accountant: str = "prv"
     target_epsilon: float | None = None
-    neighboring_relation: str = "add_or_remove_one"
 
     def __post_init__(self) -> None:
         check_count("num_train", self.num_train)
@@ -75,11 +73,6 @@ class PrivacyPlan:
         check_accountant(self.accountant)
         if self.target_epsilon is not None:
             _check_target(self.target_epsilon)
-        if self.neighboring_relation != "add_or_remove_one":
-            raise ConfigurationError(
-                "neighboring_relation must be 'add_or_remove_one', the only one accounted for; "
-                f"got {self.neighboring_relation!r}."
-            )
 
     @classmethod
     def calibrate(

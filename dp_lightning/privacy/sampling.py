@@ -9,12 +9,9 @@ the ledger has recorded.
 import secrets
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-
-from dp_lightning.privacy.seeds import require_same_seed
 
 Key = tuple[int, int]
 """128 bits from which all draws of a run follow."""
@@ -25,16 +22,16 @@ class PhysicalBatch:
     """A piece of a logical batch that goes through the model at once.
 
     Attributes:
-        indices: positions in the training set. A piece without examples is one placeholder example.
-        first: whether the rank's share of the logical batch begins here.
-        last: whether it ends here.
-        placeholder: whether the example only stands in, so that it must contribute zero.
+        step: number of the logical step.
+        piece: number of the piece in the rank's share of the logical batch.
+        indices: positions in the training set; none where the rank has no example, which takes part all the same.
+        last: whether the rank's share ends here.
     """
 
-    indices: list[int]
-    first: bool
+    step: int
+    piece: int
+    indices: tuple[int, ...]
     last: bool
-    placeholder: bool = False
 
 
 class PoissonSampler:
@@ -47,36 +44,22 @@ class PoissonSampler:
     Args:
         num_train: number of examples N.
         sample_rate: q in (0, 1].
-        seed: None takes a secret key from the operating system. A number makes the draws reproducible, and the run
-            not fit for release.
-        key: as ``sampling_key(seed)`` returned it on one rank, so that all ranks have the same; None makes one.
+        key: as ``sampling_key`` returned it on one rank, so that all ranks have the same; None makes a secret one. A
+            key is never written: a run that resumes takes a new one, so that steps which ran after the checkpoint, and
+            were lost, are not drawn again.
     """
 
-    def __init__(self, *, num_train: int, sample_rate: float, seed: int | None = None, key: Key | None = None) -> None:
-        self.num_train, self.sample_rate, self.seed = num_train, sample_rate, seed
-        self._key = np.array(sampling_key(seed) if key is None else key, dtype=np.uint64)
+    def __init__(self, *, num_train: int, sample_rate: float, key: Key | None = None) -> None:
+        self.num_train, self.sample_rate = num_train, sample_rate
+        self._key = np.array(sampling_key() if key is None else key, dtype=np.uint64)
 
     def draw(self, step: int) -> npt.NDArray[np.int64]:
         """Sorted positions of the examples of logical step ``step``."""
         generator = np.random.Generator(np.random.Philox(key=self._key, counter=[0, 0, 0, step]))
         return np.flatnonzero(generator.random(self.num_train) < self.sample_rate)
 
-    def state_dict(self) -> dict[str, Any]:
-        """Whether the draws are reproducible. A secret key is never written."""
-        return {"seed": self.seed}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on after a checkpoint: with a seed the numbered draws go on, without one a fresh key is used.
-
-        A fresh key means that steps which ran after the checkpoint, and were lost, are not drawn again.
-
-        Raises:
-            ConfigurationError: when the checkpoint's seed is another one.
-        """
-        require_same_seed("sampling_seed", self.seed, state["seed"])
-
-
-def sampling_key(seed: int | None) -> Key:
+def sampling_key(seed: int | None = None) -> Key:
     """A secret key from the operating system, or the one of ``seed``."""
     if seed is None:
         return secrets.randbits(64), secrets.randbits(64)
@@ -85,31 +68,39 @@ def sampling_key(seed: int | None) -> Key:
 
 
 def cut(
-    indices: npt.NDArray[np.int64], max_physical_batch_size: int, *, rank: int = 0, num_ranks: int = 1
+    indices: npt.NDArray[np.int64],
+    max_physical_batch_size: int,
+    *,
+    step: int = 0,
+    rank: int = 0,
+    num_ranks: int = 1,
 ) -> Iterator[PhysicalBatch]:
     """A rank's share of one logical batch, as physical batches of at most ``max_physical_batch_size``.
 
     Every rank gets the same number of physical batches, about equally large, so that ranks can act together in each of
-    them. A piece without examples is a placeholder.
+    them.
     """
     largest_share = -(-len(indices) // num_ranks)
     count = max(-(-largest_share // max_physical_batch_size), 1)
-    for number, piece in enumerate(np.array_split(indices[rank::num_ranks], count)):
-        yield PhysicalBatch(
-            piece.tolist() or [0],
-            first=number == 0,
-            last=number == count - 1,
-            placeholder=len(piece) == 0,
-        )
+    for piece, mine in enumerate(np.array_split(indices[rank::num_ranks], count)):
+        yield PhysicalBatch(step, piece, tuple(mine.tolist()), last=piece == count - 1)
+
+
+def epoch_start(step: int, *, num_train: int, expected_batch_size: int) -> int:
+    """The logical step at which the epoch that contains ``step`` starts.
+
+    Epoch e starts after floor(e * N / B) steps, so that E epochs have floor(E * N / B) steps.
+    """
+    return _epoch(step, num_train, expected_batch_size) * num_train // expected_batch_size
 
 
 def epoch_end(step: int, *, num_train: int, expected_batch_size: int, num_steps: int) -> int:
-    """The logical step at which the epoch that contains ``step`` ends.
+    """The logical step at which the epoch that contains ``step`` ends; the last epoch ends with the plan."""
+    return min((_epoch(step, num_train, expected_batch_size) + 1) * num_train // expected_batch_size, num_steps)
 
-    Epoch e ends after floor((e + 1) * N / B) steps, so that E epochs have floor(E * N / B) steps; the last epoch ends
-    with the plan.
-    """
+
+def _epoch(step: int, num_train: int, expected_batch_size: int) -> int:
     epoch = step * expected_batch_size // num_train
     while (epoch + 1) * num_train // expected_batch_size <= step:
         epoch += 1
-    return min((epoch + 1) * num_train // expected_batch_size, num_steps)
+    return epoch

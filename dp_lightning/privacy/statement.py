@@ -18,6 +18,11 @@ from dp_lightning.files import replacing
 from dp_lightning.privacy.accounting import Ledger
 from dp_lightning.privacy.plan import PrivacyPlan
 
+_ISOLATION = {
+    "together": "by construction, since the loss is computed under vmap, where it sees a single example",
+    "one_by_one": "example by example, where what is reachable from the model was compared after each",
+}
+
 
 @dataclass(frozen=True, kw_only=True)
 class PrivacyStatement:
@@ -32,8 +37,9 @@ class PrivacyStatement:
         sampler: how batches were drawn, in words.
         unit_of_privacy: what one neighbour adds or removes.
         unprotected: log tags of everything computed from raw training examples.
-        fixed_noise_seed: the noise came from a seed that the user chose.
-        fixed_sampling_seed: the batches came from a seed that the user chose.
+        examples: how the loss saw one example at a time, ``together`` or ``one_by_one``.
+        changed_outside: attributes of the module that other code than the loss has changed during the run.
+        reproducible: all random numbers came from a seed that is written down.
         private: False for a run without the mechanism; its epsilon is infinite.
         postprocessing: what was done to the privatized gradient, in words.
         earlier_targets: targets that the run had before, each with the number of steps after which it was exchanged.
@@ -49,8 +55,9 @@ class PrivacyStatement:
     sampler: str
     unit_of_privacy: str = "one training example"
     unprotected: tuple[str, ...] = ()
-    fixed_noise_seed: bool = False
-    fixed_sampling_seed: bool = False
+    examples: str = "together"
+    changed_outside: tuple[str, ...] = ()
+    reproducible: bool = False
     private: bool = True
     postprocessing: str = "none"
     earlier_targets: tuple[tuple[float | None, int], ...] = ()
@@ -97,10 +104,8 @@ class PrivacyStatement:
             reasons.append("not private: epsilon is infinite")
         elif target is not None and spent > target:
             reasons.append(f"epsilon {spent:.4g} exceeds its target of {target:g}")
-        if self.fixed_noise_seed:
-            reasons.append("the noise seed was fixed, and whoever knows it can subtract the noise")
-        if self.fixed_sampling_seed:
-            reasons.append("the sampling seed was fixed, and whoever knows it knows which steps used an example")
+        if self.reproducible:
+            reasons.append("it is reproducible, and whoever knows its seed can subtract the noise")
         return f"not for release: {'; '.join(reasons)}" if reasons else "ok"
 
     def to_dict(self) -> dict[str, Any]:
@@ -109,7 +114,7 @@ class PrivacyStatement:
             {
                 "epsilon": self.epsilon,
                 "delta": self.plan.delta,
-                "neighboring_relation": self.plan.neighboring_relation,
+                "neighboring_relation": "add_or_remove_one",
                 "unit_of_privacy": self.unit_of_privacy,
                 "private": not math.isinf(self._spent),
                 "release": self.release,
@@ -132,8 +137,10 @@ class PrivacyStatement:
                 "sampler": self.sampler,
                 "postprocessing": self.postprocessing,
                 "unprotected": list(self.unprotected),
-                "fixed_noise_seed": self.fixed_noise_seed,
-                "fixed_sampling_seed": self.fixed_sampling_seed,
+                "examples": self.examples,
+                "isolation": _ISOLATION[self.examples],
+                "changed_outside": list(self.changed_outside),
+                "reproducible": self.reproducible,
                 "versions": self.versions,
             }
         )
@@ -185,8 +192,8 @@ class PrivacyStatement:
             "clipping": ", ".join(f"{key}: {_show(value)}" for key, value in facts["clipping"].items()),
             "sensitivity": _show(facts["sensitivity"]),
             "post-processing": self.postprocessing,
-            "noise seed": "fixed by the user" if self.fixed_noise_seed else "operating system's entropy",
-            "sampling seed": "fixed by the user" if self.fixed_sampling_seed else "operating system's entropy",
+            "isolation of examples": facts["isolation"],
+            "random numbers": "from a seed that is written down" if self.reproducible else "operating system",
             "versions": ", ".join(f"{name} {version}" for name, version in facts["versions"].items()),
         }
         table = "\n".join(f"| {name} | {str(value).replace('|', chr(92) + '|')} |" for name, value in rows.items())
@@ -220,7 +227,9 @@ class PrivacyStatement:
             "Poisson sampling: every step draws each example independently with the sample rate below, "
             "and the draw stays secret. Each example's contribution to a step has an L2 norm of at most "
             "the sensitivity, and Gaussian noise of standard deviation noise multiplier times sensitivity "
-            "is added once to the sum."
+            "is added once to the sum. One example's contribution depends on no other example: "
+            f"{_ISOLATION[self.examples]}. What is trusted: the data set's __getitem__ looks at one example, and "
+            "kernels of torch treat rows apart."
         )
 
     def _not_covered(self) -> list[str]:
@@ -240,6 +249,12 @@ class PrivacyStatement:
             if len(self.ledger.totals) > 1
             else []
         )
+        if self.changed_outside:
+            names = ", ".join(f"`{name}`" for name in self.changed_outside)
+            changed.append(
+                f"Attributes that hooks and callbacks have changed between steps: {names}. Where the loss reads one "
+                "that was computed from raw examples, or from metrics of them, the guarantee does not hold."
+            )
         return [
             logged,
             *changed,

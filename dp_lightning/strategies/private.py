@@ -1,7 +1,7 @@
 """Several processes, one private step: the strategy ``dp_ddp``.
 
 Lightning's own ``ddp`` wraps the module in DistributedDataParallel, which averages the ranks' raw gradients during the
-backward pass. A private step adds up clipped sums instead, once per logical step, and ``PrivateMechanism`` does that.
+backward pass. A private step adds up clipped sums instead, once per logical step, and ``PrivateStep`` does that.
 What is left for the strategy is to start the processes, to let them begin with the same parameters, and to leave the
 module as it is.
 """

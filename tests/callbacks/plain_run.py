@@ -61,7 +61,7 @@ def privacy(**kwargs):
 
 
 def without_noise(**kwargs):
-    return privacy(**{"noise_multiplier": 0.0, "not_private": True, "sampling_seed": 5, **kwargs})
+    return privacy(**{"noise_multiplier": 0.0, "not_private": True, "reproducible": True, **kwargs})
 
 
 def parameters_after(tmp_path, callback, *others, module=None, dataset=None, **kwargs):

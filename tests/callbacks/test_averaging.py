@@ -50,7 +50,7 @@ def run(folder, averaging, module=None, *, ckpt_path=None, physical=60, **kwargs
     torch.manual_seed(0)
     module = module or Watched()
     # By default every draw is taken in one piece, so that each batch is a logical step.
-    callback = privacy(noise_seed=1, sampling_seed=2, max_physical_batch_size=physical)
+    callback = privacy(reproducible=True, max_physical_batch_size=physical)
     used = trainer(folder, callback, averaging, **kwargs)
     used.fit(module, loader(), loader(examples(30, seed=4)), ckpt_path=ckpt_path)
     return used, module

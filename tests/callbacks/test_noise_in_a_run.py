@@ -68,7 +68,7 @@ def test_a_run_that_goes_on_knows_the_noise_of_its_past(tmp_path):
     def run(folder, *, checkpoint=None, **settings):
         post = PostProcessCallback([Momentum(0.9), NoiseNormalize(norm=0.1)])
         seen = Seen(post.chain)
-        callback = privacy(noise_seed=1, sampling_seed=2)
+        callback = privacy(reproducible=True)
         torch.manual_seed(0)
         fitted = trainer(folder, callback, post, seen, **settings)
         module = Plain()
@@ -93,7 +93,7 @@ def test_a_run_without_noise_cannot_divide_by_it(tmp_path):
 
 @pytest.mark.parametrize("transform", [SpectralShrinkage(), GatedOrthogonalize(), SelectiveOrthogonalize()])
 def test_a_run_without_noise_is_all_signal(tmp_path, transform):
-    callback = privacy(noise_multiplier=0.0, not_private=True, sampling_seed=5)
+    callback = privacy(noise_multiplier=0.0, not_private=True, reproducible=True)
     after = parameters_after(tmp_path, callback, PostProcessCallback([transform]))
     assert after.isfinite().all()
 

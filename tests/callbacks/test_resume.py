@@ -18,7 +18,7 @@ from dp_lightning.privacy import GaussianNoise, PrivacyPlan
 
 
 def test_a_resumed_run_goes_on_and_never_reports_less(tmp_path):
-    # The next epoch's draws may not repeat: without seeds they come from a fresh key.
+    # The next epoch's draws may not repeat: they come from a fresh key.
     checkpoint = ModelCheckpoint(dirpath=tmp_path, filename="half")
     first = privacy(target_epsilon=5.0, noise_multiplier=None)
     run = trainer(tmp_path, first, checkpoint, enable_checkpointing=True, max_epochs=6)
@@ -106,15 +106,28 @@ def drawn(monkeypatch):
     return found
 
 
-@pytest.mark.parametrize("seed", [None, 7])
-def test_noise_of_lost_steps_is_not_drawn_again(tmp_path, drawn, seed):
+@pytest.mark.parametrize("reproducible", [False, True])
+def test_noise_of_lost_steps_is_not_drawn_again(tmp_path, drawn, reproducible):
     checkpoint = ModelCheckpoint(dirpath=tmp_path, filename="four", every_n_train_steps=4)
     with pytest.raises(RuntimeError, match="stopped"):
-        parameters_after(tmp_path, privacy(noise_seed=seed), checkpoint, Stop(6), enable_checkpointing=True)
-    again = privacy(noise_seed=seed)
+        parameters_after(tmp_path, privacy(reproducible=reproducible), checkpoint, Stop(6), enable_checkpointing=True)
+    again = privacy(reproducible=reproducible)
     trainer(tmp_path, again).fit(Plain(), loader(), ckpt_path=tmp_path / "four.ckpt", weights_only=True)
     # Six steps, of which two are lost, and three that are left.
     assert again.ledger.num_steps == len(set(drawn)) == len(drawn) == 9
+
+
+@pytest.mark.parametrize(
+    ("now", "message"),
+    [
+        ({"examples": "one_by_one"}, "privacy.examples together, and it is one_by_one now"),
+        ({"reproducible": True}, "privacy.seed None, and it is 0 now"),
+    ],
+)
+def test_a_run_keeps_what_its_statement_says_once(tmp_path, now, message):
+    crash(tmp_path, privacy(), saved=4, stopped=4)
+    with pytest.raises(ConfigurationError, match=message):
+        resume(tmp_path, privacy(**now), tmp_path / "step=4.ckpt")
 
 
 def test_a_checkpoint_whose_steps_no_ledger_counts_is_refused(tmp_path):
@@ -201,12 +214,12 @@ def test_a_checkpoint_that_is_saved_again_keeps_its_ledger(tmp_path):
     assert (again.ledger.num_steps, went_on.global_step) == (9, 5)
 
 
-def test_a_second_fit_with_a_fixed_seed_draws_other_noise(tmp_path, drawn):
+def test_a_second_reproducible_fit_draws_other_noise(tmp_path, drawn):
     class Ends(Callback):
         def on_train_epoch_end(self, trainer, pl_module):
             trainer.should_stop = True
 
-    callback, module = privacy(noise_seed=3), Plain()
+    callback, module = privacy(reproducible=True), Plain()
     trainer(tmp_path, callback, Ends()).fit(module, loader())
     trainer(tmp_path, callback).fit(module, loader())
     assert len(drawn) == len(set(drawn)) == callback.ledger.num_steps == 9

@@ -65,7 +65,7 @@ def test_a_run_that_goes_on_in_the_middle_of_an_epoch_ends_with_the_same_curve(t
     def fit(folder, *callbacks, **kwargs):
         meter = SignalToNoise()
         torch.manual_seed(0)
-        run = trainer(tmp_path / folder, privacy(noise_seed=1, sampling_seed=1), meter, *callbacks)
+        run = trainer(tmp_path / folder, privacy(reproducible=True), meter, *callbacks)
         try:
             run.fit(Plain(), loader(), **kwargs)
         except SystemExit:

@@ -46,8 +46,8 @@ def note_noise(folder, rank):
     add_to = GaussianNoise.add_to
     log = os.open(folder / f"noise{rank}.log", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
 
-    def noted(noise, tensor, standard_deviation):
-        drawn = add_to(noise, torch.zeros_like(tensor), standard_deviation)
+    def noted(noise, tensor, standard_deviation, *, step):
+        drawn = add_to(noise, torch.zeros_like(tensor), standard_deviation, step=step)
         os.write(log, hashlib.sha256(drawn.numpy().tobytes()).hexdigest().encode() + b"\n")
         return drawn + tensor
 
@@ -58,7 +58,11 @@ def train(folder, rank, settings):
     torch.set_num_threads(1)
     note_noise(folder, rank)
     privacy = PrivacyCallback(
-        expected_batch_size=8, target_epsilon=TARGET, delta=1e-3, accountant="rdp", noise_seed=settings["noise_seed"]
+        expected_batch_size=8,
+        target_epsilon=TARGET,
+        delta=1e-3,
+        accountant="rdp",
+        reproducible=settings["reproducible"],
     )
     saved = ModelCheckpoint(dirpath=folder / "checkpoints", every_n_train_steps=INTERVAL)
     trainer = pl.Trainer(

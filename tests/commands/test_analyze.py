@@ -1,4 +1,4 @@
-"""``dpl analyze`` on a small network: its gradients against the engine's own function, its numbers against formulas."""
+"""``dpl analyze`` on a small network: its gradients against ``clipped_gradient_sum``, its numbers against formulas."""
 
 import dataclasses
 import json
@@ -13,8 +13,7 @@ from dp_lightning.cli import main
 from dp_lightning.commands.analysis_pages import PAGES
 from dp_lightning.commands.analysis_run import AnalysisRun
 from dp_lightning.commands.analyze import KINDS
-from dp_lightning.privacy.clipping import ClipPlan
-from dp_lightning.privacy.gradients import clipped_gradient_sum
+from dp_lightning.privacy import ClipPlan, clipped_gradient_sum
 from dp_lightning.privacy.plan import PrivacyPlan
 
 QUICK = ["--config", "configs/digits.yaml", "--privacy.accountant", "rdp", "--trainer.accelerator", "cpu"]

@@ -114,8 +114,8 @@ def look_at(page, *, images):
 
 @pytest.mark.slow  # real runs through each launcher, and a Ray of its own
 def test_launchers_run_the_same_grid_to_the_same_results(tmp_path):
-    seeds = {"privacy.noise_seed": 1, "privacy.sampling_seed": 2}
-    grid = grid_file(tmp_path, seeds=[42], sizes=[256, 512], methods=["DP-SGD"], **seeds)
+    fixed = {"privacy.reproducible": True}
+    grid = grid_file(tmp_path, seeds=[42], sizes=[256, 512], methods=["DP-SGD"], **fixed)
     found = {}
     launchers = {
         "local": [],
@@ -283,12 +283,12 @@ def test_data_sets_of_a_grid_have_plans_of_their_own(tmp_path, capsys):
 
 
 def test_shown_epsilons_are_rounded_up_and_say_what_must_not_be_released(tmp_path, capsys, monkeypatch):
-    grid = grid_file(tmp_path, seeds=[42], sizes=[256], methods=["DP-SGD"], **{"privacy.noise_seed": 1})
+    grid = grid_file(tmp_path, seeds=[42], sizes=[256], methods=["DP-SGD"], **{"privacy.reproducible": True})
     monkeypatch.setattr(PrivacyPlan, "epsilon", lambda plan, accountant=None: 2.99901)
     main(["sweep", str(grid), "--dry-run"])
     said = capsys.readouterr().out
     assert "epsilon 3.000," in said
-    assert "not for release: privacy.noise_seed or sampling_seed is fixed" in said
+    assert "not for release: privacy.reproducible is set" in said
     (run,) = sweep.planned_runs(Grid.load(grid), tmp_path, [])
     result = {
         "completed": True,

@@ -4,10 +4,12 @@ import pytest
 import timm
 import torch
 from torch import nn
+from torch.nn import functional as F
 
+from dp_lightning.callbacks.privacy import fixed_statistics
 from dp_lightning.errors import ModelError
 from dp_lightning.models import batch_norm_to_group_norm, freeze_batch_norm
-from dp_lightning.privacy.checks.layers import fixed_statistics, refuse_mixing_modules
+from dp_lightning.privacy import ClipPlan, clipped_gradient_sum
 
 
 @pytest.fixture(autouse=True)
@@ -22,6 +24,14 @@ def small():
     nn.init.normal_(model[1].weight)
     nn.init.normal_(model[1].bias)
     return model
+
+
+def clipped(model):
+    """Takes the gradients of two examples, one by one."""
+    model = nn.Sequential(model, nn.AdaptiveAvgPool2d(1), nn.Flatten())
+    return clipped_gradient_sum(
+        model, F.cross_entropy, torch.randn(2, 3, 8, 8), torch.tensor([0, 2]), clip_plan=ClipPlan.flat()
+    )
 
 
 def test_scale_shift_and_eps_are_kept_and_the_account_names_each_layer():
@@ -50,7 +60,6 @@ def test_networks_of_timm_treat_examples_apart_then_and_keep_their_activations(n
     norms = sum(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules())
     parameters = {name: value.shape for name, value in model.named_parameters()}
     assert len(batch_norm_to_group_norm(model)) == norms > 10
-    refuse_mixing_modules(model)
     assert sum(isinstance(module, nn.ReLU | nn.ReLU6 | nn.Hardswish) for module in model.modules()) == activations
     assert {name: value.shape for name, value in model.named_parameters()} == parameters
     model.eval()  # no dropout
@@ -69,16 +78,18 @@ def test_a_kind_of_batch_norm_without_a_counterpart_is_named():
 
 def test_frozen_layers_are_allowed_and_counted_until_they_are_trained():
     model = small()
-    with pytest.raises(ModelError, match=r"'1' \(BatchNorm2d\).*batch_norm: frozen"):
-        refuse_mixing_modules(model)
+    with pytest.raises(ModelError, match=r"BatchNorm.*freeze_batch_norm"):
+        clipped(model)
     assert freeze_batch_norm(model) == ["1", "last.0"]
-    refuse_mixing_modules(model)
+    sums, _ = clipped(model)
+    assert set(sums) == {"0.0.weight", "0.0.bias", "0.3.weight", "0.3.bias"}
     assert fixed_statistics(model) == ["1", "last.0"]
     assert not model[1].weight.requires_grad
     assert model[0].training
     model.train()
-    with pytest.raises(ModelError, match="BatchNorm2d"):
-        refuse_mixing_modules(model)
+    assert fixed_statistics(model) == []
+    with pytest.raises(ModelError, match="BatchNorm"):
+        clipped(model)
 
 
 def test_a_layer_without_statistics_cannot_be_frozen():

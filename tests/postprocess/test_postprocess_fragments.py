@@ -85,8 +85,7 @@ def test_a_fragment_of_our_own_has_the_transforms_of_its_name(fragment, tmp_path
 def test_disk_in_full_has_one_gain(tmp_path):
     chain, _, privacy = compose(FRAGMENTS[0].with_name("disk_full_sgd.yaml"), tmp_path / "base.yaml")
     (kalman,) = chain.transforms
-    assert kalman.gain == privacy.gradient_settings.disk.gain == 0.7
-    assert privacy.gradient_settings.disk.gamma is None
+    assert kalman.gain == privacy.disk.gain == 0.7
 
 
 @pytest.mark.parametrize(

@@ -1,15 +1,19 @@
-"""The clipped sum equals a float64 loop over single examples."""
+"""Layers and whole models: the clipped sum equals a float64 loop over single examples."""
+
+from dataclasses import replace
+from functools import partial
 
 import pytest
 import timm
 import torch
-from reference import clipped_sum_by_loop, relative_error
+from reference import clipped_gradient_sum, clipped_sum_by_loop, relative_error
 from torch import nn
 from torch.nn import functional as F
+from torchvision.models import convnext_tiny
 
-from dp_lightning.errors import ModelError
 from dp_lightning.models import ResNet, SmallCNN, WideResNet
-from dp_lightning.privacy import ClipPlan, clipped_gradient_sum
+from dp_lightning.privacy import ClipPlan
+from dp_lightning.privacy.gradients.clipped_sum import _ROOM, ClippedSum
 
 PLANS = {
     "flat-abadi": ClipPlan.flat(max_grad_norm=1.0),
@@ -47,26 +51,25 @@ def smooth(monkeypatch):
     monkeypatch.setattr(F, "relu", lambda x, inplace=False: F.softplus(x))
 
 
-@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("plan", ["flat-abadi", "per-layer-automatic"])
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.usefixtures("smooth")
 def test_clipped_sum_equals_the_loop_over_single_examples(name, plan):
-    check_against_the_loop(name, plan, torch.float32)
+    check_against_the_loop(*MODELS[name], PLANS[plan], torch.float32)
 
 
-@pytest.mark.parametrize("plan", ["flat-abadi", "per-layer-automatic"])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("plan", ["flat-automatic", "per-layer-abadi"])
+@pytest.mark.parametrize("name", ["wrn", "resnet18-cifar", "vit"])
 def test_float64_models_with_relu_equal_the_loop(name, plan):
-    check_against_the_loop(name, plan, torch.float64)
+    check_against_the_loop(*MODELS[name], PLANS[plan], torch.float64)
 
 
-def check_against_the_loop(name, plan, dtype):
+def check_against_the_loop(make, shape, plan, dtype, size=4):
     torch.manual_seed(0)
-    make, shape = MODELS[name]
-    model, (x, y) = make().to(dtype), batch(shape)
+    model, (x, y) = make().to(dtype), batch(shape, size)
     x = x.to(dtype)
-    sums, norms = clipped_gradient_sum(model, F.cross_entropy, x, y, clip_plan=PLANS[plan])
-    expected, expected_norms = clipped_sum_by_loop(model, x, y, PLANS[plan])
+    sums, norms = clipped_gradient_sum(model, F.cross_entropy, x, y, clip_plan=plan)
+    expected, expected_norms = clipped_sum_by_loop(model, x, y, plan)
     assert set(sums) == set(expected)
     assert all(value.dtype == torch.float32 for value in sums.values())
     assert relative_error(sums, expected) < TOLERANCE
@@ -77,7 +80,7 @@ def check_against_the_loop(name, plan, dtype):
 
 
 @pytest.mark.parametrize("augmult", [4, 16])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", ["wrn-de-et-al", "small-cnn", "vit"])
 @pytest.mark.usefixtures("smooth")
 def test_the_mean_over_views_is_clipped_once(name, augmult):
     torch.manual_seed(0)
@@ -107,31 +110,10 @@ def test_physical_batches_do_not_change_the_sum(plan, size):
 
 
 LAYERS = {
-    "conv-stride-padding": (lambda: nn.Conv2d(4, 6, 3, stride=2, padding=1), (4, 9, 9)),
-    "conv-wide-factored": (lambda: nn.Conv2d(16, 32, 3, padding=1), (16, 4, 5)),
-    "conv-wide-factored-strided": (lambda: nn.Conv2d(16, 32, 3, padding=1, stride=2), (16, 8, 7)),
-    "conv-wide-factored-dilated": (lambda: nn.Conv2d(16, 32, 3, padding=2, dilation=2), (16, 5, 5)),
-    "conv-same-even-kernel": (lambda: nn.Conv2d(4, 6, (2, 4), padding="same"), (4, 6, 6)),
+    "conv-wide": (lambda: nn.Conv2d(16, 32, 3, padding=1), (16, 4, 5)),
+    "conv-wide-strided": (lambda: nn.Conv2d(16, 32, 3, padding=1, stride=2), (16, 8, 7)),
     "conv-reflect": (lambda: nn.Conv2d(16, 32, 3, padding=1, padding_mode="reflect"), (16, 5, 5)),
-    "conv-groups": (lambda: nn.Conv2d(4, 6, 3, groups=2, bias=False), (4, 7, 7)),
-    "conv-depthwise": (lambda: nn.Conv2d(4, 8, 3, groups=4), (4, 7, 7)),
-    "conv1d": (lambda: nn.Conv1d(4, 6, 3, stride=2, padding=1), (4, 11)),
-    "conv3d": (lambda: nn.Conv3d(2, 3, 2, dilation=2), (2, 5, 5, 5)),
-    "transposed1d": (lambda: nn.ConvTranspose1d(4, 6, 3, stride=2, output_padding=1, groups=2), (4, 5)),
-    "transposed2d": (lambda: nn.ConvTranspose2d(4, 3, 3, stride=2, padding=1), (4, 5, 5)),
-    "transposed2d-dilated": (lambda: nn.ConvTranspose2d(4, 3, 2, dilation=2, bias=False), (4, 5, 4)),
-    "transposed3d": (lambda: nn.ConvTranspose3d(2, 3, 2, stride=2), (2, 3, 2, 3)),
-    "linear": (lambda: nn.Linear(7, 5), (7,)),
     "linear-tokens": (lambda: nn.Linear(7, 5), (2, 3, 7)),
-    "linear-without-bias": (lambda: nn.Linear(7, 5, bias=False), (7,)),
-    "group-norm": (lambda: nn.GroupNorm(2, 6), (6, 5, 5)),
-    "layer-norm": (lambda: nn.LayerNorm((3, 4)), (5, 3, 4)),
-    "layer-norm-no-tokens": (lambda: nn.LayerNorm(8), (8,)),
-    "instance-norm1d": (lambda: nn.InstanceNorm1d(4, affine=True), (4, 7)),
-    "instance-norm2d": (lambda: nn.InstanceNorm2d(4, affine=True), (4, 5, 5)),
-    "instance-norm3d": (lambda: nn.InstanceNorm3d(2, affine=True), (2, 3, 4, 3)),
-    "rms-norm": (lambda: nn.RMSNorm(8), (3, 8)),
-    "rms-norm-two-dimensions": (lambda: nn.RMSNorm((3, 4), eps=1e-3), (2, 3, 4)),
     "timm-layer-norm": (lambda: timm.layers.LayerNorm(8), (3, 8)),
     "timm-layer-norm-2d": (lambda: timm.layers.LayerNorm2d(6), (6, 4, 3)),
     "timm-group-norm": (lambda: timm.layers.GroupNorm(6, 2), (6, 4, 3)),
@@ -145,23 +127,21 @@ LAYERS = {
     "scaled-standardized-conv-wide": (lambda: timm.layers.ScaledStdConv2d(32, 48, 3), (32, 2, 2)),
     "timm-attention": (lambda: timm.layers.Attention(8, num_heads=2, qkv_bias=True), (5, 8)),
     "timm-attention-pool": (lambda: timm.layers.AttentionPoolLatent(8, num_heads=2), (5, 8)),
-    "prelu-by-fallback": (lambda: nn.PReLU(4), (4, 5)),
-    "embedding-of-attention-by-fallback": (
+    "prelu": (lambda: nn.PReLU(4), (4, 5)),
+    "transformer-layer": (
         lambda: nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True),
         (3, 8),
     ),
 }
 
 
-@pytest.mark.parametrize("plan", ["flat-tight", "flat-loose", "per-layer-abadi"])
+@pytest.mark.parametrize("plan", ["flat-tight", "per-layer-abadi"])
 @pytest.mark.parametrize("channels_last", [False, True])
 @pytest.mark.parametrize("name", LAYERS)
 def test_every_layer_kind_equals_the_loop(name, channels_last, plan):
     torch.manual_seed(0)
     make, shape = LAYERS[name]
-    plan = {"flat-tight": ClipPlan.flat(max_grad_norm=0.1), "flat-loose": ClipPlan.flat(max_grad_norm=1e3)}.get(
-        plan, PLANS["per-layer-abadi"]
-    )
+    plan = ClipPlan.flat(max_grad_norm=0.1) if plan == "flat-tight" else PLANS[plan]
     if channels_last and len(shape) < 3:
         pytest.skip("channels-last needs two spatial dimensions")
     generator = torch.Generator().manual_seed(2)
@@ -205,16 +185,6 @@ def test_several_uses_of_a_parameter_add_up_before_the_norm():
     torch.testing.assert_close(norms.double(), expected_norms[:, 0], rtol=1e-5, atol=0)
 
 
-def test_sum_and_unreduced_losses_give_the_same_sum():
-    torch.manual_seed(0)
-    model, (x, y) = SmallCNN(10, in_channels=1, image_size=8), batch((1, 8, 8), size=6)
-    mean, _ = clipped_gradient_sum(model, F.cross_entropy, x, y, clip_plan=ClipPlan.flat())
-    single, _ = clipped_gradient_sum(
-        model, nn.CrossEntropyLoss(reduction="none"), x, y, clip_plan=ClipPlan.flat(), max_physical_batch_size=4
-    )
-    assert relative_error(single, {name: value.double() for name, value in mean.items()}) < 1e-6
-
-
 def test_frozen_parameters_stay_out_and_the_model_is_left_as_it_was():
     model, (x, y) = SmallCNN(10, in_channels=1, image_size=8), batch((1, 8, 8))
     frozen = next(iter(dict(model.named_parameters())))
@@ -229,13 +199,13 @@ def test_frozen_parameters_stay_out_and_the_model_is_left_as_it_was():
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
 
-def test_no_examples_sum_to_zero():
-    model = nn.Linear(3, 2)
-    sums, norms = clipped_gradient_sum(
-        model, F.cross_entropy, torch.zeros(0, 3), torch.zeros(0, dtype=torch.long), clip_plan=ClipPlan.flat()
-    )
-    assert norms.shape == (0,)
-    assert all(not value.any() for value in sums.values())
+def test_a_logical_batch_without_examples_sums_to_zero():
+    parameters = dict(nn.Linear(3, 2).named_parameters())
+    total = ClippedSum(parameters, ClipPlan.flat())
+    total.reset()
+    total.begin(0)
+    assert total.end().shape == (0, 1)
+    assert not any(value.any() for value in total.sums.values())
 
 
 def test_bfloat16_autocast_keeps_norms_and_sums_in_float32():
@@ -268,7 +238,7 @@ def test_no_example_contributes_more_than_the_bound(factor, autocast):
         assert norm > 0.009
 
 
-def test_rows_that_are_not_examples_are_refused_with_the_modules_name():
+def test_rows_that_are_no_examples_add_up_in_their_example():
     class Folded(nn.Module):
         def __init__(self):
             super().__init__()
@@ -277,46 +247,10 @@ def test_rows_that_are_not_examples_are_refused_with_the_modules_name():
         def forward(self, x):
             return self.inner(x.reshape(-1, 3)).reshape(len(x), -1)
 
-    with pytest.raises(ModelError, match="inner"):
-        clipped_gradient_sum(
-            Folded(), F.cross_entropy, torch.randn(4, 6), torch.zeros(4, dtype=torch.long), clip_plan=ClipPlan.flat()
-        )
-
-
-def test_a_recurrent_layer_trains_by_fallback():
-    class Recurrent(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.rnn = nn.GRU(4, 5, batch_first=True)
-            self.head = nn.Linear(5, 3)
-
-        def forward(self, x):
-            return self.head(self.rnn(x)[0][:, -1])
-
-    torch.manual_seed(0)
-    model, x, y = Recurrent(), torch.randn(4, 6, 4), torch.randint(3, (4,))
-    plan = ClipPlan.per_layer()
+    model, (x, y), plan = Folded(), batch((6,)), ClipPlan.flat(max_grad_norm=0.1)
+    y %= 4
     sums, _ = clipped_gradient_sum(model, F.cross_entropy, x, y, clip_plan=plan)
-    expected, _ = clipped_sum_by_loop(model, x, y, plan)
-    assert relative_error(sums, expected) < TOLERANCE
-
-
-def test_an_input_changed_in_place_after_use_is_refused_by_name():
-    class Changes(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.inner = nn.Linear(3, 3)
-
-        def forward(self, x):
-            x = x * 1.0
-            y = self.inner(x)
-            x.mul_(2.0)
-            return y
-
-    with pytest.raises(ModelError, match=r"inner.*in place"):
-        clipped_gradient_sum(
-            Changes(), F.cross_entropy, torch.randn(4, 3), torch.zeros(4, dtype=torch.long), clip_plan=ClipPlan.flat()
-        )
+    assert relative_error(sums, clipped_sum_by_loop(model, x, y, plan)[0]) < TOLERANCE
 
 
 class Temperature(nn.Module):
@@ -328,7 +262,6 @@ class Temperature(nn.Module):
         return x * self.scale.exp()
 
 
-@pytest.mark.filterwarnings("ignore:No gradient rule")
 @pytest.mark.parametrize("plan", PLANS)
 def test_a_parameter_that_is_a_single_number_has_gradients(plan):
     torch.manual_seed(0)
@@ -337,6 +270,311 @@ def test_a_parameter_that_is_a_single_number_has_gradients(plan):
     expected, _ = clipped_sum_by_loop(model, x, y, PLANS[plan])
     assert sums["1.scale"].shape == ()
     assert relative_error(sums, expected) < TOLERANCE
-    # No example at all.
-    empty, _ = clipped_gradient_sum(model, F.cross_entropy, x[:0], y[:0], clip_plan=PLANS[plan])
-    assert float(empty["1.scale"]) == 0
+
+
+# Whole models
+
+
+def mobilenet():
+    norm = partial(timm.layers.GroupNormAct, group_size=8)
+    return timm.create_model("mobilenetv2_035", norm_layer=norm, num_classes=10)
+
+
+def small_bit():
+    """The network of Kolesnikov et al. 2020 in small: standardised convolutions and GroupNorm with its activation."""
+    return timm.models.resnetv2.ResNetV2(
+        layers=(1, 1, 1, 1), channels=(128, 128, 128, 128), num_classes=10, conv_layer=timm.layers.StdConv2d
+    )
+
+
+class TwoConvNeXtBlocks(nn.Module):
+    """torchvision's ConvNeXt without its stochastic depth."""
+
+    def __init__(self):
+        super().__init__()
+        full = convnext_tiny(stochastic_depth_prob=0.0)
+        self.stem, self.blocks = full.features[0], full.features[1][:2]
+        self.head = nn.Linear(96, 10)
+
+    def forward(self, x):
+        return self.head(self.blocks(self.stem(x)).mean((2, 3)))
+
+
+LARGER = {
+    "nf-resnet50": (lambda: timm.create_model("nf_resnet50", num_classes=10), (3, 32, 32)),
+    "vit-s": (lambda: timm.create_model("vit_small_patch16_224", img_size=48, depth=2, num_classes=10), (3, 48, 48)),
+    "convnext": (lambda: timm.create_model("convnext_atto", num_classes=10, drop_path_rate=0.0), (3, 32, 32)),
+    "convnext-torchvision": (TwoConvNeXtBlocks, (3, 16, 16)),
+    "mobilenet-group-norm": (mobilenet, (3, 32, 32)),
+    "resnetv2-bit": (small_bit, (3, 64, 64)),
+    "swin": (
+        lambda: timm.create_model(
+            "swin_tiny_patch4_window7_224", img_size=56, depths=(2, 1), embed_dim=24, num_heads=(2, 4), num_classes=10,
+            drop_path_rate=0.0,
+        ),
+        (3, 56, 56),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("plan", ["flat-abadi", "per-layer-abadi"])
+@pytest.mark.parametrize("name", LARGER)
+def test_the_clipped_sum_of_a_larger_model_equals_the_loop(name, plan):
+    # float64: a float32 activation that rounds across a kink moves the gradient by 1e-4.
+    check_against_the_loop(*LARGER[name], PLANS[plan], torch.float64, size=2)
+
+
+@pytest.mark.parametrize("plan", ["flat-abadi", "per-layer-abadi"])
+def test_embeddings_add_up_repeated_indices_and_skip_padding(plan):
+    plan = PLANS[plan]
+
+    class Words(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embedding = nn.Embedding(7, 3, padding_idx=2)
+            self.head = nn.Linear(3, 10)
+
+        def forward(self, indices):
+            return self.head(torch.tanh(self.embedding(indices)).mean((1, 2)))
+
+    model = Words().double()
+    x = torch.tensor([[[1, 1], [2, 3]], [[2, 2], [2, 2]], [[6, 5], [4, 6]]])
+    y = torch.tensor([0, 3, 9])
+    sums, norms = clipped_gradient_sum(model, F.cross_entropy, x, y, clip_plan=plan)
+    # The bound is kept with some room for rounding.
+    expected, expected_norms = loop(model, x, y, replace(plan, max_grad_norm=plan.max_grad_norm * (1 - _ROOM)))
+    assert relative_error(sums, expected) < 1e-6
+    torch.testing.assert_close(norms.double(), expected_norms.view_as(norms), rtol=1e-5, atol=1e-7)
+
+
+def loop(model, x, y, plan):
+    """The reference turns its inputs into float64, which indices are not."""
+
+    class FromFloat(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.model = model
+
+        def forward(self, values):
+            return self.model(values.long())
+
+    sums, norms = clipped_sum_by_loop(FromFloat(), x.double(), y, plan)
+    return {name.removeprefix("model."): value for name, value in sums.items()}, norms
+
+
+BOTH_KNOW = {
+    "linear": (lambda: nn.Linear(6, 5), (6,)),
+    "linear-tokens": (lambda: nn.Linear(6, 5), (3, 6)),
+    "conv1d": (lambda: nn.Conv1d(4, 6, 3, stride=2, padding=1, groups=2), (4, 9)),
+    "conv2d": (lambda: nn.Conv2d(4, 6, 3, padding=1, dilation=2), (4, 9, 8)),
+    "conv3d": (lambda: nn.Conv3d(2, 3, 2), (2, 4, 5, 3)),
+    "group-norm": (lambda: nn.GroupNorm(2, 6), (6, 5, 5)),
+    "instance-norm": (lambda: nn.InstanceNorm2d(6, affine=True), (6, 5, 5)),
+    "layer-norm": (lambda: nn.LayerNorm((5, 4)), (3, 5, 4)),
+    "rms-norm": (lambda: nn.RMSNorm(6), (3, 6)),
+    "wide-resnet": (lambda: WideResNet(10, 1, 10), (3, 16, 16)),
+    "small-cnn": (lambda: SmallCNN(10, in_channels=1), (1, 8, 8)),
+}
+
+
+@pytest.mark.parametrize("name", BOTH_KNOW)
+def test_per_example_norms_equal_those_of_opacus(name):
+    from opacus.grad_sample import GradSampleModule
+
+    torch.manual_seed(0)
+    make, shape = BOTH_KNOW[name]
+    model = nn.Sequential(make(), nn.Tanh(), nn.Flatten())
+    x = torch.randn(4, *shape)
+    y = torch.randint(model(x).shape[1], (4,))
+    _, norms = clipped_gradient_sum(model, F.cross_entropy, x, y, clip_plan=PLANS["per-layer-abadi"])
+    wrapped = GradSampleModule(model)
+    F.cross_entropy(wrapped(x), y).backward()
+    samples = {key: p.grad_sample for key, p in model.named_parameters()}
+    groups = PLANS["per-layer-abadi"].groups(samples)
+    theirs = torch.stack(
+        [torch.sqrt(sum(samples[key].flatten(1).square().sum(1) for key in keys)) for keys in groups.values()], dim=1
+    )
+    # Both are float32; the smallest norms of a network are 1e-3 of its largest.
+    torch.testing.assert_close(norms, theirs, rtol=1e-4, atol=1e-5 * float(theirs.max()))
+
+
+# Tensors that belong to no example, and numbers that are not finite
+
+
+def squares(output, target):
+    return output.square().flatten(1).sum(1).mean()
+
+
+def check(model, x, plan):
+    sums, norms = clipped_gradient_sum(model, squares, x, torch.zeros(len(x)), clip_plan=plan)
+    expected, expected_norms = clipped_sum_by_loop(model, x, torch.zeros(len(x)), plan, squares)
+    assert relative_error(sums, expected) < 1e-5
+    expected_norms = expected_norms[:, 0] if plan.kind == "flat" else expected_norms
+    torch.testing.assert_close(norms.double(), expected_norms, rtol=1e-5, atol=0)
+
+
+def repadded(before, after):
+    conv = nn.Conv2d(2, 3, 3, padding=before)
+    conv.padding = after
+    return conv
+
+
+@pytest.mark.parametrize("plan", ["flat-abadi", "per-layer-abadi"])
+@pytest.mark.parametrize("paddings", [(0, (1, 2)), (1, (0, 0))])
+def test_a_convolution_whose_padding_was_changed_pads_as_it_says(paddings, plan):
+    check(repadded(*paddings), torch.randn(5, 2, 6, 6), PLANS[plan])
+
+
+@pytest.mark.parametrize("plan", ["flat-abadi", "per-layer-abadi"])
+def test_attention_of_which_a_part_is_trained_equals_the_loop(plan):
+    check(Attention(), torch.randn(5, 4, 6), PLANS[plan])
+
+
+class Attention(nn.Module):
+    """Trains what the attention of torch uses without calling it."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.MultiheadAttention(6, 2, batch_first=True)
+        self.inner.in_proj_weight.requires_grad_(False)
+        self.inner.in_proj_bias.requires_grad_(False)
+
+    def forward(self, x):
+        return self.inner(x, x, x)[0]
+
+
+def test_labels_without_a_second_dimension_are_embedded():
+    embedding, labels = nn.Embedding(7, 4), torch.tensor([3, 0, 3, 6])
+    sums, norms = clipped_gradient_sum(
+        embedding, squares, labels, torch.zeros(4), clip_plan=ClipPlan.flat(max_grad_norm=1e9)
+    )
+    squares(embedding(labels), None).mul(4).backward()
+    torch.testing.assert_close(sums["weight"], embedding.weight.grad)
+    torch.testing.assert_close(norms, 2 * embedding(labels).norm(dim=1))
+
+
+def test_the_sums_are_float32_whatever_the_default():
+    torch.set_default_dtype(torch.float64)
+    try:
+        model = nn.Sequential(nn.Conv1d(2, 3, 3), nn.GroupNorm(1, 3), nn.Flatten(), nn.Linear(12, 2))
+        for plan in (PLANS["flat-abadi"], PLANS["per-layer-abadi"]):
+            check(model, torch.randn(4, 2, 6), plan)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+class Scaled(nn.Module):
+    """Without a rule, and called with a tensor that does not belong to the examples."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8, 8))
+
+    def forward(self, x, scale):
+        return F.linear(x * scale, self.weight)
+
+
+class WithScale(nn.Module):
+    def __init__(self, *, scale_first=False):
+        super().__init__()
+        self.inner, self.scale_first = Scaled(), scale_first
+        self.register_buffer("scale", torch.arange(8.0))
+
+    def forward(self, x):
+        return self.inner(self.scale, x) if self.scale_first else self.inner(x, self.scale)
+
+
+class WithTable(nn.Module):
+    def __init__(self, inner, rows):
+        super().__init__()
+        self.inner = inner
+        self.register_buffer("table", torch.randn(rows, 8))
+
+    def forward(self, x):
+        return self.inner(x, self.table)
+
+
+class Looks(nn.Module):
+    """Takes from all rows of a table, and can from one, but for the deviation of one row."""
+
+    def __init__(self, *, standardize=False):
+        super().__init__()
+        self.weight, self.standardize = nn.Parameter(0.1 * torch.randn(8, 8)), standardize
+
+    def forward(self, x, table):
+        if self.standardize:
+            table = (table - table.mean(0)) / table.std(0)
+        return (x @ self.weight @ table.T).softmax(-1) @ table
+
+
+class Masked(nn.Module):
+    def __init__(self, length, project):
+        super().__init__()
+        self.inner = nn.MultiheadAttention(6, 2, batch_first=True)
+        self.project = nn.Linear(6, 6) if project else nn.Identity()
+        self.register_buffer("mask", torch.ones(length, length).triu(1).bool())
+
+    def forward(self, x):
+        return self.inner(x, self.project(x), x, attn_mask=self.mask, need_weights=False)[0]
+
+
+@pytest.mark.parametrize("size", [1, 5, 8])
+def test_a_tensor_for_all_examples_is_passed_whole(size):
+    check(WithScale(), torch.randn(size, 8), PLANS["flat-abadi"])
+
+
+@pytest.mark.parametrize("size", [5, 6, 8])
+def test_a_table_that_is_not_finite_leaves_no_example_finite(size):
+    model = WithTable(Looks(), 8)
+    model.table[1:] = torch.nan
+    loss = lambda output, target: squares(output.nan_to_num(), target)  # noqa: E731
+    sums, norms = clipped_gradient_sum(
+        model, loss, torch.randn(size, 8), torch.zeros(size), clip_plan=PLANS["flat-abadi"]
+    )
+    assert norms.isnan().all()
+    assert not any(gradient.any() for gradient in sums.values())
+
+
+@pytest.mark.parametrize("size", [5, 6])
+def test_a_table_belongs_to_no_example_whatever_its_length(size):
+    check(WithTable(Looks(standardize=True), 6), torch.randn(size, 8), PLANS["flat-abadi"])
+
+
+@pytest.mark.parametrize("project", [False, True])
+@pytest.mark.parametrize("size", [3, 4])
+def test_a_mask_belongs_to_no_example_whatever_its_length(size, project):
+    check(Masked(4, project), torch.randn(size, 4, 6), PLANS["flat-abadi"])
+
+
+@pytest.mark.parametrize("size", [3, 4])
+def test_a_rotary_table_belongs_to_no_example_whatever_its_length(size):
+    model = timm.create_model("vit_small_patch16_rope_224", img_size=32, depth=1, embed_dim=48, num_classes=6)
+    check(model, torch.randn(size, 3, 32, 32), PLANS["flat-abadi"])  # four patches
+
+
+@pytest.mark.parametrize("zeros", [False, True])
+@pytest.mark.parametrize(("size", "finite"), [(1, 0), (5, 4), (8, 0), (8, 1), (8, 7)])
+def test_examples_that_are_not_finite_contribute_nothing_and_change_nothing_of_the_others(size, finite, zeros):
+    plan, model, x, y = PLANS["flat-abadi"], WithScale(), torch.randn(size, 8), torch.zeros(size)
+    model.scale += 1
+    if zeros:
+        nn.init.zeros_(model.inner.weight)
+    x[finite:] = torch.nan
+    loss = lambda output, target: (output * torch.arange(8)).sum(1).mean()  # noqa: E731
+    sums, norms = clipped_gradient_sum(model, loss, x, y, clip_plan=plan)
+    assert norms.isnan().tolist() == [False] * finite + [True] * (size - finite)
+    if finite:
+        others, _ = clipped_sum_by_loop(model, x[:finite], y[:finite], plan, loss)
+        assert relative_error(sums, others) < 1e-5
+    else:
+        assert not sums["inner.weight"].any()
+
+
+def test_a_gradient_that_is_zero_but_for_rounding_is_right():
+    """A bias of the keys moves all scores of a query alike, so that its gradient is the rounding of others."""
+    model = timm.create_model("cait_xxs24_224", img_size=64, depth=1, embed_dim=48, num_heads=4, num_classes=5)
+    x, y = torch.randn(3, 3, 64, 64), torch.arange(3)
+    found, _ = clipped_gradient_sum(model, F.cross_entropy, x, y, clip_plan=ClipPlan.flat(max_grad_norm=1e6))
+    expected = torch.autograd.grad(F.cross_entropy(model(x), y, reduction="sum"), list(model.parameters()))
+    for name, gradient in zip(dict(model.named_parameters()), expected, strict=True):
+        torch.testing.assert_close(found[name], gradient, rtol=1e-3, atol=1e-4)

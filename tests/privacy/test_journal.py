@@ -2,9 +2,11 @@
 
 import pytest
 import torch
+from torch import nn
+from torch.utils.data import TensorDataset
 
 from dp_lightning.errors import DataError
-from dp_lightning.privacy import ClipPlan, GaussianNoise, Ledger, PrivacyPlan, PrivateMechanism
+from dp_lightning.privacy import Ledger, PrivacyPlan, PrivateStep
 from dp_lightning.privacy.journal import Journal
 
 STEP = {"noise_multiplier": 1.5, "sample_rate": 0.25}
@@ -145,37 +147,39 @@ def test_a_step_that_one_journal_holds_cut_short_is_the_same_step_in_all(tmp_pat
     assert read(second).num_steps == 3
 
 
-def mechanism(folder):
+def private_step(folder):
     plan = PrivacyPlan(num_train=10, expected_batch_size=5, num_steps=4, noise_multiplier=1.0, delta=1e-3)
-    steps = journal(folder)
-    return steps, PrivateMechanism(
-        {"weight": torch.zeros(3)},
-        plan=plan,
-        clip_plan=ClipPlan.flat(),
-        noise=GaussianNoise(),
-        ledger=Ledger(),
-        journal=steps,
-    )
+    steps, model = journal(folder), nn.Linear(3, 1)
+    data = TensorDataset(torch.randn(10, 3))
+    return steps, PrivateStep(model, lambda batch: model(batch[0]).sum(), data, plan=plan, journal=steps)
+
+
+def take(private):
+    for batch in private.batches():
+        private.accumulate(batch)
+    private.release()
 
 
 def test_a_release_is_in_the_journal(tmp_path):
-    _, private = mechanism(tmp_path)
+    _, private = private_step(tmp_path)
     for _ in range(2):
-        private.release()
+        take(private)
     assert read(tmp_path).runs == private.ledger.runs == ((1.0, 0.5, 2),)
 
 
 @pytest.mark.parametrize("fault", ["full", "gone"])
 def test_a_step_that_cannot_be_recorded_is_not_released(tmp_path, fault):
-    steps, private = mechanism(tmp_path)
-    private.release()
+    steps, private = private_step(tmp_path)
+    take(private)
+    before = [parameter.grad.clone() for parameter in private.parameters.values()]
     path = steps.path(tmp_path)
     path.unlink()
     if fault == "full":
         path.symlink_to("/dev/full")
     with pytest.raises(DataError, match=r"cannot be written.*must not be taken"):
-        private.release()
+        take(private)
     assert private.ledger.num_steps == 1
+    assert all(torch.equal(p.grad, old) for p, old in zip(private.parameters.values(), before, strict=True))
     with pytest.raises(DataError, match="cannot be written"):
         steps.add_folder(path / "below a file", private.ledger)
 

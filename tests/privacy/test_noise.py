@@ -6,9 +6,13 @@ import numpy as np
 import pytest
 import torch
 from scipy import stats
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import TensorDataset
 
-from dp_lightning.errors import BudgetError, ConfigurationError
-from dp_lightning.privacy import ClipPlan, GaussianNoise, Ledger, PrivacyPlan, PrivateMechanism
+from dp_lightning.errors import BudgetError
+from dp_lightning.privacy import ClipPlan, GaussianNoise, PoissonSampler, PrivacyPlan, PrivateStep
+from dp_lightning.privacy.sampling import sampling_key
 
 SIZE = 20_000
 
@@ -22,7 +26,16 @@ def looks_normal(values, standard_deviation):
     return bool(same_shape and chi.ppf(5e-7) < total < chi.ppf(1 - 5e-7))
 
 
-def mechanism(clip_plan, *, noise_multiplier=1.5, expected_batch_size=50, num_steps=10, seed=None, size=SIZE):
+class Flat(nn.Module):
+    def __init__(self, size):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(size))
+
+
+def private_step(
+    clip_plan, *, noise_multiplier=1.5, expected_batch_size=50, num_steps=10, size=SIZE, slope=0.0, **kwargs
+):
+    """Every example has the same gradient, ``slope`` in each entry."""
     plan = PrivacyPlan(
         num_train=1000,
         expected_batch_size=expected_batch_size,
@@ -30,21 +43,31 @@ def mechanism(clip_plan, *, noise_multiplier=1.5, expected_batch_size=50, num_st
         delta=1e-5,
         noise_multiplier=noise_multiplier,
     )
-    return PrivateMechanism(
-        {"weight": torch.zeros(size)}, plan=plan, clip_plan=clip_plan, noise=GaussianNoise(seed=seed), ledger=Ledger()
+    module = Flat(size)
+    return PrivateStep(
+        module,
+        lambda batch: slope * F.linear(batch[0], module.weight[:, None]).sum(),
+        TensorDataset(torch.ones(1000, 1)),
+        plan=plan,
+        clip_plan=clip_plan,
+        **kwargs,
     )
+
+
+def release(private):
+    """The privatized gradient of the next step."""
+    for batch in private.batches():
+        private.accumulate(batch)
+    private.release()
+    return private.parameters["weight"].grad
 
 
 @pytest.mark.parametrize(
     "clip_plan",
-    [
-        ClipPlan.flat(max_grad_norm=0.2),
-        ClipPlan.per_layer(max_grad_norm=3.0),
-        ClipPlan.per_layer(max_grad_norm={"": 4.0}),
-    ],
+    [ClipPlan.flat(max_grad_norm=0.2), ClipPlan.per_layer(max_grad_norm=3.0)],
 )
 def test_noise_is_normal_with_sigma_times_sensitivity_over_b(clip_plan):
-    released = mechanism(clip_plan).release().gradients["weight"]
+    released = release(private_step(clip_plan))
     expected = 1.5 * clip_plan.sensitivity / 50
     assert released.dtype == torch.float32
     assert looks_normal(released, expected)
@@ -58,13 +81,9 @@ def test_the_check_of_the_distribution_can_fail():
 
 
 def test_successive_and_separate_noise_is_uncorrelated():
-    first = mechanism(ClipPlan.flat())
-    second = mechanism(ClipPlan.flat())
-    draws = [
-        first.release().gradients["weight"],
-        first.release().gradients["weight"],
-        second.release().gradients["weight"],
-    ]
+    first = private_step(ClipPlan.flat())
+    second = private_step(ClipPlan.flat())
+    draws = [release(first), release(first), release(second)]
     correlation = np.corrcoef(torch.stack(draws).numpy()) - np.eye(3)
     # Five standard errors of a correlation of independent values.
     assert np.abs(correlation).max() < 5 / math.sqrt(SIZE)
@@ -72,53 +91,47 @@ def test_successive_and_separate_noise_is_uncorrelated():
 
 def test_seed_everything_does_not_reach_the_noise():
     torch.manual_seed(0)
-    first = GaussianNoise().add_to(torch.zeros(100), 1.0)
+    first = GaussianNoise().add_to(torch.zeros(100), 1.0, step=0)
     torch.manual_seed(0)
-    second = GaussianNoise().add_to(torch.zeros(100), 1.0)
+    second = GaussianNoise().add_to(torch.zeros(100), 1.0, step=0)
     assert not torch.equal(first, second)
     before = torch.random.get_rng_state()
-    GaussianNoise().add_to(torch.zeros(100), 1.0)
+    GaussianNoise().add_to(torch.zeros(100), 1.0, step=0)
+    GaussianNoise(seed=1).add_to(torch.zeros(100), 1.0, step=0)
     assert torch.equal(before, torch.random.get_rng_state())
 
 
-def test_a_fixed_seed_goes_on_after_a_checkpoint_and_a_secret_one_starts_anew():
-    fixed = GaussianNoise(seed=3)
-    fixed.add_to(torch.zeros(10), 1.0)
-    state = fixed.state_dict()
-    expected = fixed.add_to(torch.zeros(10), 1.0)
-    resumed = GaussianNoise(seed=3)
-    resumed.load_state_dict(state)
-    assert torch.equal(resumed.add_to(torch.zeros(10), 1.0), expected)
-    with pytest.raises(ConfigurationError, match="noise_seed"):
-        GaussianNoise(seed=4).load_state_dict(state)
+def test_with_a_seed_the_noise_is_a_function_of_seed_and_step():
+    def drawn(seed, step):
+        return GaussianNoise(seed=seed).add_to(torch.zeros(SIZE), 1.0, step=step)
 
-    secret = GaussianNoise()
-    state = secret.state_dict()
-    assert state["generator"] is None
-    after = secret.add_to(torch.zeros(10), 1.0)
-    resumed = GaussianNoise()
-    resumed.load_state_dict(state)
-    assert not torch.equal(resumed.add_to(torch.zeros(10), 1.0), after)
+    assert torch.equal(drawn(3, 5), drawn(3, 5))
+    draws = [drawn(seed, step) for seed in (0, 3) for step in (0, 1, 5)]
+    correlation = np.corrcoef(torch.stack(draws).numpy()) - np.eye(6)
+    assert np.abs(correlation).max() < 5 / math.sqrt(SIZE)
+    assert all(looks_normal(values, 1.0) for values in draws)
+    # Without one, the same step of another run has other noise.
+    assert not torch.equal(drawn(None, 5), drawn(None, 5))
 
 
 @pytest.mark.parametrize("b", [1, 7, 50])
 def test_the_sum_is_divided_by_the_expected_batch_size(b):
-    private = mechanism(ClipPlan.flat(), noise_multiplier=0.0, expected_batch_size=b, size=4)
-    private._sum.sums["weight"] += 3.0
-    torch.testing.assert_close(private.release().gradients["weight"], torch.full((4,), 3.0 / b))
-    # The next step starts from zero.
-    torch.testing.assert_close(private.release().gradients["weight"], torch.zeros(4))
+    private = private_step(ClipPlan.flat(), noise_multiplier=0.0, expected_batch_size=b, size=1, slope=0.5, seed=0)
+    sampler = PoissonSampler(num_train=1000, sample_rate=b / 1000, key=sampling_key(0))
+    drawn = [len(sampler.draw(step)) for step in range(4)]
+    assert len(set(drawn)) > 1
+    # Each step starts from zero.
+    assert [float(release(private)) for _ in range(4)] == pytest.approx([0.5 * count / b for count in drawn])
 
 
 def test_every_release_is_in_the_ledger_and_none_follows_the_last():
-    private = mechanism(ClipPlan.flat(), num_steps=3, size=4)
+    private = private_step(ClipPlan.flat(), num_steps=3, size=4)
     for step in range(3):
         private.require_budget()
-        private.release()
+        release(private)
         assert private.ledger.num_steps == step + 1
     assert private.ledger.runs == ((1.5, 0.05, 3),)
-    with pytest.raises(BudgetError, match="3 logical steps"):
-        private.require_budget()
-    with pytest.raises(BudgetError):
-        private.release()
+    for refused in (private.require_budget, private.release, lambda: release(private)):
+        with pytest.raises(BudgetError, match="3 logical steps"):
+            refused()
     assert private.ledger.num_steps == 3

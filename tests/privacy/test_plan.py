@@ -160,7 +160,6 @@ def test_plan_is_frozen_and_keyword_only() -> None:
         ({"noise_multiplier": None}, "noise_multiplier"),
         ({"accountant": "gdp"}, "accountant"),
         ({"target_epsilon": 0.0}, "target_epsilon"),
-        ({"neighboring_relation": "replace_one"}, "neighboring_relation"),
     ],
 )
 def test_settings_that_break_the_guarantee_are_refused(wrong: dict, message: str) -> None:

@@ -5,9 +5,8 @@ import math
 import numpy as np
 import pytest
 
-from dp_lightning.errors import ConfigurationError
 from dp_lightning.privacy import PoissonSampler
-from dp_lightning.privacy.sampling import cut, epoch_end
+from dp_lightning.privacy.sampling import cut, epoch_end, epoch_start, sampling_key
 
 
 def inclusions(draws=2000, num_train=200, q=0.1, **kwargs):
@@ -37,13 +36,14 @@ def test_inclusions_are_independent_across_examples_and_steps():
 
 
 def test_two_runs_draw_differently_and_a_seed_repeats():
-    def draws(**kwargs):
-        sampler = PoissonSampler(num_train=1000, sample_rate=0.5, **kwargs)
+    def draws(key=None):
+        sampler = PoissonSampler(num_train=1000, sample_rate=0.5, key=key)
         return np.concatenate([sampler.draw(step) for step in range(3)]).tolist()
 
     assert draws() != draws()
-    assert draws(seed=1) == draws(seed=1)
-    assert draws(seed=1) != draws(seed=2)
+    assert draws(sampling_key()) != draws(sampling_key())
+    assert draws(sampling_key(1)) == draws(sampling_key(1))
+    assert draws(sampling_key(1)) != draws(sampling_key(2))
 
 
 def test_draws_are_numbered():
@@ -54,13 +54,6 @@ def test_draws_are_numbered():
     assert sampler.draw(8).tolist() != first
 
 
-def test_a_checkpoint_of_another_seed_is_refused_and_a_secret_key_is_not_written():
-    secret = PoissonSampler(num_train=10, sample_rate=0.5)
-    assert secret.state_dict() == {"seed": None}
-    with pytest.raises(ConfigurationError, match="sampling_seed"):
-        PoissonSampler(num_train=10, sample_rate=0.5, seed=1).load_state_dict(secret.state_dict())
-
-
 @pytest.mark.parametrize("size", [1, 2, 5, 6, 100])
 @pytest.mark.parametrize("count", [1, 5, 6, 11])
 def test_physical_batches_hold_each_example_once_and_end_once(count, size):
@@ -68,14 +61,12 @@ def test_physical_batches_hold_each_example_once_and_end_once(count, size):
     assert [i for batch in batches for i in batch.indices] == [3 * i for i in range(count)]
     assert all(1 <= len(batch.indices) <= size for batch in batches)
     assert [batch.last for batch in batches] == [False] * (len(batches) - 1) + [True]
-    assert not any(batch.placeholder for batch in batches)
+    assert [batch.piece for batch in batches] == list(range(len(batches)))
 
 
-def test_an_empty_draw_is_one_placeholder():
-    (batch,) = cut(np.array([], dtype=np.int64), 4)
-    assert batch.placeholder
-    assert batch.last
-    assert len(batch.indices) == 1
+def test_an_empty_draw_is_one_batch_without_examples():
+    (batch,) = cut(np.array([], dtype=np.int64), 4, step=7)
+    assert (batch.step, batch.piece, batch.indices, batch.last) == (7, 0, (), True)
 
 
 @pytest.mark.parametrize(("num_train", "b", "epochs"), [(50_000, 1024, 50), (1437, 256, 7), (10, 10, 3), (100, 7, 4)])
@@ -83,7 +74,9 @@ def test_epochs_have_the_planned_number_of_steps_together(num_train, b, epochs):
     num_steps = epochs * num_train // b
     step, ends = 0, []
     while step < num_steps:
-        step = epoch_end(step, num_train=num_train, expected_batch_size=b, num_steps=num_steps)
+        start, size = step, {"num_train": num_train, "expected_batch_size": b}
+        step = epoch_end(start, **size, num_steps=num_steps)
+        assert {epoch_start(within, **size) for within in range(start, step)} == {start}
         ends.append(step)
     assert ends == [(e + 1) * num_train // b for e in range(epochs)]
     assert ends[-1] == num_steps

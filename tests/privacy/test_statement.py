@@ -35,8 +35,9 @@ KEYS = {
     "lost_steps",
     "num_ranks",
     "unprotected",
-    "fixed_noise_seed",
-    "fixed_sampling_seed",
+    "examples",
+    "isolation",
+    "reproducible",
     "versions",
 }
 
@@ -100,8 +101,7 @@ def test_a_run_without_noise_is_not_private(run: dict) -> None:
 @pytest.mark.parametrize(
     ("facts", "reason"),
     [
-        ({"fixed_noise_seed": True}, "noise seed was fixed"),
-        ({"fixed_sampling_seed": True}, "sampling seed was fixed"),
+        ({"reproducible": True}, "knows its seed can subtract the noise"),
         ({"target": 1e-3}, "exceeds its target"),
     ],
 )
@@ -147,12 +147,22 @@ def test_markdown_says_what_is_covered_and_what_is_not() -> None:
         assert phrase in text
 
 
+@pytest.mark.parametrize(("examples", "words"), [("together", "by construction"), ("one_by_one", "example by example")])
+def test_it_says_how_examples_were_kept_apart_and_what_is_trusted(examples: str, words: str) -> None:
+    result = statement(examples=examples)
+    facts = result.to_dict()
+    assert facts["examples"] == examples
+    assert facts["isolation"].startswith(words)
+    for phrase in (words, "data set's __getitem__", "| random numbers | keys of the operating system |"):
+        assert phrase in result.to_markdown()
+
+
 def test_short_fits_the_screen() -> None:
     lines = statement().short().splitlines()
     assert len(lines) == 2
     assert "3 of 20 steps" in lines[0]
     assert "1e-05" in lines[0]
-    assert 2 <= len(statement(fixed_noise_seed=True).short().splitlines()) <= 3
+    assert 2 <= len(statement(reproducible=True).short().splitlines()) <= 3
 
 
 def test_write_replaces_both_files_and_leaves_nothing_else(tmp_path: Path) -> None:

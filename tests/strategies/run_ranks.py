@@ -38,17 +38,17 @@ class Notes(pl.Callback):
     """What this rank saw."""
 
     def __init__(self):
-        self.hashes, self.sizes, self.size = [], [], 0
+        self.hashes, self.sizes, self.losses, self.size = [], [], [], 0
 
     def on_train_batch_start(self, trainer, module, batch, batch_idx):
-        privacy = trainer.callbacks[0]
-        self.size += 0 if privacy._batch.placeholder else len(batch[0])
+        self.size += int(batch.counted.sum())
 
     def on_train_batch_end(self, trainer, module, *args):
         if trainer.accumulate_grad_batches == 1:
             state = b"".join(p.detach().contiguous().numpy().tobytes() for p in module.parameters())
             self.hashes.append(hashlib.sha256(state).hexdigest())
             self.sizes.append(self.size)
+            self.losses.append(float(trainer.callback_metrics.get("loss", -1)))
             self.size = 0
 
 
@@ -124,6 +124,7 @@ def main(settings):
             "parameters": dict(module.state_dict()),
             "hashes": notes.hashes,
             "sizes": notes.sizes,
+            "losses": notes.losses,
             "owned": owned.names,
             "steps": privacy.ledger.num_steps,
             "global_step": trainer.global_step,

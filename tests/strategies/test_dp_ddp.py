@@ -26,7 +26,7 @@ def start(folder, devices, *, privacy=None, **settings):
         "expected_batch_size": 12,
         "noise_multiplier": 0.0,
         "not_private": True,
-        "sampling_seed": 5,
+        "reproducible": True,
         "max_physical_batch_size": 4,
     }
     given = {
@@ -64,7 +64,7 @@ def test_without_noise_ranks_end_where_one_process_ends(tmp_path, alone, devices
 
 
 def test_with_noise_ranks_are_equal_bit_for_bit_after_every_step(tmp_path):
-    first, second = fit(tmp_path, 2, privacy={"noise_multiplier": 1.0, "not_private": False, "sampling_seed": None})
+    first, second = fit(tmp_path, 2, privacy={"noise_multiplier": 1.0, "not_private": False, "reproducible": False})
     assert len(first["hashes"]) == len(set(first["hashes"])) == STEPS
     assert first["hashes"] == second["hashes"]
 
@@ -157,6 +157,9 @@ def test_empty_shares_and_empty_draws_take_part(tmp_path):
     assert ((sizes == 0).any(axis=0) & (sizes.sum(axis=0) > 0)).any()
     assert ranks[0]["hashes"] == ranks[1]["hashes"]
     assert [rank["steps"] for rank in ranks] == [60, 60]
+    # What ranks log together is the mean over all examples, wherever they are.
+    assert ranks[0]["losses"] == ranks[1]["losses"]
+    assert min(max(ranks[0]["losses"]), 10) > 1
 
 
 @pytest.mark.parametrize("seed", [None, 3])
@@ -164,16 +167,11 @@ def test_empty_shares_and_empty_draws_take_part(tmp_path):
 def test_the_global_batch_size_is_that_of_poisson_sampling_for_any_number_of_ranks(num_ranks, seed):
     num_train, q, steps = 1000, 0.05, 2000
     key = sampling_key(seed)  # broadcast by rank 0
-    samplers = [PoissonSampler(num_train=num_train, sample_rate=q, seed=seed, key=key) for _ in range(num_ranks)]
+    samplers = [PoissonSampler(num_train=num_train, sample_rate=q, key=key) for _ in range(num_ranks)]
     sizes = []
     for step in range(steps):
         shares = [
-            [
-                i
-                for batch in cut(sampler.draw(step), 8, rank=rank, num_ranks=num_ranks)
-                if not batch.placeholder
-                for i in batch.indices
-            ]
+            [i for batch in cut(sampler.draw(step), 8, rank=rank, num_ranks=num_ranks) for i in batch.indices]
             for rank, sampler in enumerate(samplers)
         ]
         together = [i for share in shares for i in share]
@@ -190,11 +188,10 @@ def test_the_global_batch_size_is_that_of_poisson_sampling_for_any_number_of_ran
 def test_every_rank_gets_as_many_physical_batches(num_ranks, count, size):
     shares = [list(cut(np.arange(count), size, rank=rank, num_ranks=num_ranks)) for rank in range(num_ranks)]
     assert len({len(share) for share in shares}) == 1
-    real = [i for share in shares for batch in share if not batch.placeholder for i in batch.indices]
-    assert sorted(real) == list(range(count))
+    assert sorted(i for share in shares for batch in share for i in batch.indices) == list(range(count))
     for share in shares:
-        assert all(1 <= len(batch.indices) <= size for batch in share)
-        assert [batch.first for batch in share] == [True] + [False] * (len(share) - 1)
+        assert all(len(batch.indices) <= size for batch in share)
+        assert [batch.piece for batch in share] == list(range(len(share)))
         assert [batch.last for batch in share] == [False] * (len(share) - 1) + [True]
 
 

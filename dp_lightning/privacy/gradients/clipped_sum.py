@@ -1,17 +1,12 @@
 """The clipped sum of per-example gradients: sum over i of clip(grad l_i), in float32, in any number of pieces."""
 
-import warnings
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 import torch
-from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_map
+from torch import Tensor
 
-from dp_lightning.errors import ConfigurationError
 from dp_lightning.privacy.clipping import ClipPlan
 from dp_lightning.privacy.gradients.contribution import Contribution, Weights
-from dp_lightning.privacy.gradients.engine import GradientEngine
 from dp_lightning.privacy.gradients.workspace import Workspace
 
 # Of a bound, relative: squared norms are known to 1e-6, and five more roundings to 6e-8 follow.
@@ -64,9 +59,14 @@ class ClippedSum:
         self.flat.zero_()
         self.discarded.zero_()
 
-    def begin(self, batch_size: int, *, count: bool = True) -> None:
-        """Start a physical batch of ``batch_size`` examples; without ``count`` they contribute zero."""
-        self._count = count
+    def begin(self, batch_size: int, counted: Tensor | None = None) -> None:
+        """Start a physical batch of ``batch_size`` examples.
+
+        Args:
+            batch_size: b.
+            counted: (b,) whether each example takes part; one that does not contributes zero. None counts all.
+        """
+        self._counted = counted
         self._squared = [bound.new_zeros(batch_size, dtype=torch.float64) for bound in self._bounds]
         self._kept: list[Contribution] = []
         self._seen: set[str] = set()
@@ -83,7 +83,7 @@ class ClippedSum:
         complete = all(set(self._members[group]) <= set(contribution.names) for group in groups)
         # Autocast would take the products in bfloat16, and the sum would no longer be what was measured.
         with torch.autocast(self.discarded.device.type, enabled=False):
-            if complete and self._count:
+            if complete:
                 self._add(contribution.stream(self._weigh, self._workspace))
                 return
             contribution.measure(self._workspace)
@@ -98,12 +98,12 @@ class ClippedSum:
             (b, L) float32 norms before clipping, one column per group.
         """
         squared = torch.stack(self._squared, dim=1).float()
-        if self._count:
-            weights = self._weights(slice(None), [name for kept in self._kept for name in kept.names])
-            with torch.autocast(squared.device.type, enabled=False):
-                for contribution in self._kept:
-                    self._add(contribution.weighted_sum(weights))
-            self.discarded += (~squared.isfinite()).any(dim=1).sum()
+        weights = self._weights(slice(None), [name for kept in self._kept for name in kept.names])
+        with torch.autocast(squared.device.type, enabled=False):
+            for contribution in self._kept:
+                self._add(contribution.weighted_sum(weights))
+        broken = (~squared.isfinite()).any(dim=1)
+        self.discarded += (broken if self._counted is None else broken & self._counted).sum()
         self._kept = []
         return squared.sqrt()
 
@@ -120,100 +120,10 @@ class ClippedSum:
             group: self.clip_plan.factors(self._squared[group][rows].float().sqrt(), self._bounds[group])
             for group in {self._group_of[name] for name in names}
         }
+        if self._counted is not None:
+            factors = {group: factor * self._counted[rows] for group, factor in factors.items()}
         return {name: factors[self._group_of[name]] for name in names}
 
     def _add(self, sums: Mapping[str, Tensor]) -> None:
         for name, value in sums.items():
             self.sums[name] += value
-
-
-def clipped_gradient_sum(
-    model: nn.Module,
-    loss_fn: Callable[[Any, Any], Tensor],
-    inputs: Any,
-    targets: Any,
-    *,
-    clip_plan: ClipPlan,
-    augmult: int = 1,
-    max_physical_batch_size: int | None = None,
-    explain: bool = False,
-) -> tuple[dict[str, Tensor], Tensor]:
-    """Clipped sum of the per-example gradients of ``loss_fn(model(inputs), targets)``.
-
-    With K = ``augmult`` each example has K views, rows that follow each other. Its gradient is the mean of those of
-    its views, which is clipped once (De et al. 2022).
-
-    Args:
-        model: any module whose first dimension is the batch; its mode and its ``.grad`` are left as they are.
-        loss_fn: returns the mean of the rows' losses (a scalar), or the losses themselves, shape (B * K,).
-        inputs: a tensor (B * K, ...), or a tuple, list or dict of such tensors, passed to the model as one argument.
-        targets: likewise, passed to the loss.
-        clip_plan: how examples are clipped.
-        augmult: K.
-        max_physical_batch_size: most rows in one forward and backward pass; None takes all at once. It changes the
-            memory needed and nothing else.
-        explain: print how the gradients of each module are taken.
-
-    Returns:
-        ``sums``: parameter name to float32 tensor of the parameter's shape, the sum over i of clip(grad l_i).
-        ``norms``: float32 per-example norms before clipping: (B,) under a flat plan, (B, L) under a per-layer plan
-        with columns in the order of ``clip_plan.groups(sums)``.
-
-    Raises:
-        ModelError: when a module's per-example gradients cannot be taken; the message names it.
-        ConfigurationError: when the tensors have different numbers of rows, or not K for each example.
-
-    Whether the model treats its examples apart, and uses its parameters in the modules that they belong to, is not
-    checked here. A training run checks it (``dp_lightning.privacy.checks``).
-    """
-    size = _rows(inputs, targets)
-    if augmult < 1 or size % augmult:
-        raise ConfigurationError(f"augmult is {augmult}; it must divide the number of rows, {size}.")
-    if max_physical_batch_size is not None and max_physical_batch_size < augmult:
-        raise ConfigurationError(
-            f"max_physical_batch_size is {max_physical_batch_size}; it must be at least {augmult}, the rows of one "
-            "example."
-        )
-    step = (max_physical_batch_size or max(size, augmult)) // augmult * augmult
-    engine = GradientEngine(model)
-    total = ClippedSum(engine.parameters, clip_plan)
-    norms = [torch.zeros(0, len(total.labels), device=next(model.parameters()).device)]
-    try:
-        for start in range(0, size, step):
-            piece = slice(start, min(start + step, size))
-            mine, wanted = _cut(inputs, piece), _cut(targets, piece)
-            b = (piece.stop - piece.start) // augmult
-            total.begin(b)
-            with engine.record(b, total.take, augmult=augmult):
-                loss = loss_fn(model(mine), wanted)
-                engine.scale(loss, 1 / augmult if loss.dim() else b)
-                loss.backward(torch.ones_like(loss) if loss.dim() else None)
-            norms.append(total.end())
-    finally:
-        engine.detach()
-    if unused := engine.unused() if size else []:
-        warnings.warn(
-            f"The modules of {', '.join(unused)} did not run, so these parameters get no gradient. A parameter has to "
-            "be used by calling the module that it belongs to.",
-            stacklevel=2,
-        )
-    if explain:
-        print(engine.explanation())
-    joined = torch.cat(norms)
-    return total.sums, joined[:, 0] if clip_plan.kind == "flat" else joined
-
-
-def _cut(tree: Any, piece: slice) -> Any:
-    return tree_map(lambda leaf: leaf[piece] if isinstance(leaf, Tensor) else leaf, tree)
-
-
-def _rows(*trees: Any) -> int:
-    tensors = [leaf for leaf in tree_flatten(trees)[0] if isinstance(leaf, Tensor)]
-    sizes = {tensor.shape[0] if tensor.dim() else None for tensor in tensors}
-    if len(sizes) != 1 or None in sizes:
-        shapes = ", ".join(str(tuple(tensor.shape)) for tensor in tensors) or "none"
-        raise ConfigurationError(
-            f"The tensors in inputs and targets have the shapes {shapes}. "
-            "The first dimension of each must be the batch."
-        )
-    return int(sizes.pop())  # type: ignore[arg-type]

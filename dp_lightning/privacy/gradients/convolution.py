@@ -10,37 +10,86 @@ instead of k^2 for a kernel of k x k. With stride s a place in the kernel meets 
 s x s Gram matrices of a part of the positions each.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import product
 from math import prod
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
-from torch.nn.modules.conv import _ConvNd
 
 from dp_lightning.privacy.gradients.contribution import scaled, sum_of_views, without
 from dp_lightning.privacy.gradients.products import Empty, Factors
 from dp_lightning.privacy.gradients.ways import Size, formed_by_products, product_dtype, products_are_as_fast
 
 
-class Patches(Factors):
-    """Of convolutions in every padding mode: G are the output gradients and P the patches of the input.
+@dataclass(frozen=True)
+class Geometry:
+    """Which numbers of the image each place of the kernel meets; a number for each dimension of the image.
 
     Args:
-        conv: the module, for its geometry.
+        weight_shape: (outputs, inputs / groups, *kernel).
+        stride, dilation: between places.
+        padding: zeros before and after each dimension, the last one first, as ``F.pad`` takes them.
+        groups: the channels are cut into.
+    """
+
+    weight_shape: torch.Size
+    stride: tuple[int, ...]
+    padding: tuple[int, ...]
+    dilation: tuple[int, ...]
+    groups: int
+
+    @property
+    def kernel_size(self) -> tuple[int, ...]:
+        return tuple(self.weight_shape[2:])
+
+
+def geometry(
+    weight_shape: torch.Size,
+    stride: int | Sequence[int] = 1,
+    padding: int | str | Sequence[int] = 0,
+    dilation: int | Sequence[int] = 1,
+    groups: int = 1,
+) -> Geometry:
+    """From the arguments of ``torch.conv1d``, 2d and 3d."""
+    kernel = weight_shape[2:]
+    dilations = by_dimension(dilation, len(kernel))
+    if padding == "same":
+        totals = [place * (size - 1) for place, size in zip(dilations, kernel, strict=True)]
+        sides = [side for total in reversed(totals) for side in (total // 2, total - total // 2)]
+    else:
+        each = by_dimension(0 if isinstance(padding, str) else padding, len(kernel))
+        sides = [side for side in reversed(each) for _ in range(2)]
+    return Geometry(weight_shape, by_dimension(stride, len(kernel)), tuple(sides), dilations, groups)
+
+
+def by_dimension(value: int | Sequence[int], dims: int) -> tuple[int, ...]:
+    """A number for each dimension, where one may stand for all."""
+    values = (value,) if isinstance(value, int) else tuple(value)
+    return values * dims if len(values) == 1 else values
+
+
+class Patches(Factors):
+    """Of convolutions: G are the output gradients and P the patches of the input.
+
+    Args:
+        conv: what the kernel meets.
         image: (b * K, channels, ...), what the kernel moves over.
         values: (b * K, outputs, ...), one for each place of the kernel.
         augmult: K. The views follow each other.
     """
 
-    def __init__(self, conv: _ConvNd, image: Tensor, values: Tensor, augmult: int) -> None:
+    _slides = True  # over what the layer has seen
+
+    def __init__(self, conv: Geometry, image: Tensor, values: Tensor, augmult: int) -> None:
         self._conv, self._image, self._values, self._augmult = conv, image, values, augmult
         self.batch_size, self.device = len(image) // augmult, image.device
         self.dtype = product_dtype(self._grad_output.dtype, image.device)
         groups, positions = conv.groups, augmult * values[0, 0].numel()
-        inputs, seen = conv.weight[0].numel(), augmult * (image[0].numel() + values[0].numel())
-        self._windows = isinstance(conv, nn.Conv2d) and groups == 1
+        inputs, seen = prod(conv.weight_shape[1:]), augmult * (image[0].numel() + values[0].numel())
+        self._windows = self._slides and len(conv.stride) == 2 and groups == 1
         if self._windows:
             # Every stride-th position in each dimension, stride * stride times.
             gram = (augmult * image[0, 0].numel()) ** 2 // prod(conv.stride) * image.shape[1]
@@ -108,10 +157,8 @@ class Patches(Factors):
         if not self._windows:
             return super().right_gram(rows)
         conv, (height, width) = self._conv, self._values.shape[2:]
-        x, (left, _, top, _) = self._image[self._views(rows)].double(), _padding(conv)
+        x, (left, _, top, _) = self._image[self._views(rows)].double(), conv.padding
         views = self._augmult
-        if conv.padding_mode != "zeros":
-            x, left, top = _padded(conv, x), 0, 0
         down = _shifts(conv.kernel_size[0], conv.stride[0], conv.dilation[0], top)
         across = _shifts(conv.kernel_size[1], conv.stride[1], conv.dilation[1], left)
         total = x.new_zeros(len(x) // views, views, height, width, views, height, width)
@@ -145,7 +192,7 @@ class Patches(Factors):
 
     def rows_of(self, weight: Tensor) -> Tensor:
         """(..., *weight.shape) as (..., groups, outputs, inputs), the inverse of ``weight``."""
-        dims = self._conv.weight.dim()
+        dims = len(self._conv.weight_shape)
         weight = weight.movedim(1 - dims, -1) if self._channels_last else weight
         return weight.flatten(1 - dims).unflatten(-2, (self.size.groups, self.size.outputs))
 
@@ -171,7 +218,9 @@ class Patches(Factors):
 class TransposedPatches(Patches):
     """Of ``nn.ConvTranspose1d``, 2d and 3d: G are the inputs and P the patches of the output gradient."""
 
-    def __init__(self, conv: _ConvNd, inputs: Tensor, grad_output: Tensor, augmult: int) -> None:
+    _slides = False
+
+    def __init__(self, conv: Geometry, inputs: Tensor, grad_output: Tensor, augmult: int) -> None:
         super().__init__(conv, grad_output, inputs, augmult)
 
     @property
@@ -217,10 +266,11 @@ def _folded(x: Tensor, augmult: int) -> Tensor:
     return views.transpose(0, 1).flatten(1, 2)
 
 
-def _weight_gradient(conv: _ConvNd, image: Tensor, values: Tensor, batch_size: int = 1) -> Tensor:
+def _weight_gradient(conv: Geometry, image: Tensor, values: Tensor, batch_size: int = 1) -> Tensor:
     """Summed over dimension 0; ``batch_size`` of them where that many examples are folded into the channels."""
-    simple = conv.padding_mode == "zeros" and not isinstance(conv.padding, str)
-    outputs, *rest = conv.weight.shape
+    before, after = conv.padding[::2], conv.padding[1::2]
+    simple = before == after
+    outputs, *rest = conv.weight_shape
     if _is_channels_last(image):
         weight = image.new_empty(batch_size * outputs, *rest[1:], rest[0]).movedim(-1, 1)
     else:
@@ -231,7 +281,7 @@ def _weight_gradient(conv: _ConvNd, image: Tensor, values: Tensor, batch_size: i
         weight,
         None,
         conv.stride,
-        conv.padding if simple else [0] * len(conv.stride),
+        before[::-1] if simple else [0] * len(conv.stride),
         conv.dilation,
         False,
         [0] * len(conv.stride),
@@ -240,20 +290,5 @@ def _weight_gradient(conv: _ConvNd, image: Tensor, values: Tensor, batch_size: i
     )[1]
 
 
-def _padding(conv: _ConvNd) -> list[int]:
-    """What the forward pass adds before and after the last dimension, the one before it, and so on."""
-    if conv.padding_mode != "zeros":
-        return list(conv._reversed_padding_repeated_twice)
-    if conv.padding == "valid":
-        return [0] * 2 * len(conv.stride)
-    if isinstance(conv.padding, str):
-        sums = [dilation * (kernel - 1) for dilation, kernel in zip(conv.dilation, conv.kernel_size, strict=True)]
-        return [side for total in reversed(sums) for side in (total // 2, total - total // 2)]
-    return [side for side in reversed(conv.padding) for _ in range(2)]
-
-
-def _padded(conv: _ConvNd, x: Tensor) -> Tensor:
-    padding = _padding(conv)
-    if not any(padding):
-        return x
-    return F.pad(x, padding, mode="constant" if conv.padding_mode == "zeros" else conv.padding_mode)
+def _padded(conv: Geometry, x: Tensor) -> Tensor:
+    return F.pad(x, conv.padding) if any(conv.padding) else x

@@ -4,13 +4,10 @@ An example touches at most as many rows as it has indices. They are added up in 
 of the table's size exists per example, and the norm is that of what is summed.
 """
 
-from collections.abc import Mapping
-from typing import cast
-
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from dp_lightning.errors import ModelError
+from dp_lightning.privacy.gradients.call import Call
 from dp_lightning.privacy.gradients.contribution import (
     Contribution,
     PerExample,
@@ -21,24 +18,15 @@ from dp_lightning.privacy.gradients.contribution import (
 from dp_lightning.privacy.gradients.workspace import Workspace
 
 
-class EmbeddingRule:
-    """Rule of ``nn.Embedding``."""
-
-    def contribution(
-        self, module: nn.Module, inputs: Tensor, grad_output: Tensor, names: Mapping[str, str], augmult: int
-    ) -> Contribution:
-        embedding = cast(nn.Embedding, module)
-        if embedding.scale_grad_by_freq or embedding.max_norm is not None:
-            raise ModelError(
-                "nn.Embedding with scale_grad_by_freq or max_norm looks at the whole batch, or changes its weight in "
-                "the forward pass. Leave both out."
-            )
-        indices = inputs.reshape(len(inputs) // augmult, -1)
-        rows = grad_output.reshape(*indices.shape, -1)
-        rows = rows.to(torch.promote_types(rows.dtype, torch.float32))
-        if embedding.padding_idx is not None:
-            rows = rows.masked_fill((indices == embedding.padding_idx).unsqueeze(2), 0.0)
-        return _Rows(names["weight"], indices, rows, embedding.num_embeddings)
+def embedding_rows(call: Call, gradient: Tensor) -> Contribution:
+    """The gradients of the table of ``F.embedding``: ``call.inputs`` are indices (b * K, ...)."""
+    indices = call.inputs.reshape(len(call.inputs) // call.rows, -1)
+    rows = gradient.reshape(*indices.shape, -1)
+    rows = rows.to(torch.promote_types(rows.dtype, torch.float32))
+    num_embeddings, padding_idx = call.weight_shape[0], call.arguments.get("padding_idx")
+    if padding_idx is not None:
+        rows = rows.masked_fill((indices == padding_idx % num_embeddings).unsqueeze(2), 0.0)
+    return _Rows(call.names["weight"], indices, rows, num_embeddings)
 
 
 class _Rows(Contribution):

@@ -1,16 +1,16 @@
 """Linear layers: grad W_i = sum over tokens t of g_it x_it^T, on any leading dimensions after the batch."""
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from dp_lightning.privacy.gradients.products import Factors
 from dp_lightning.privacy.gradients.ways import Size, product_dtype
 
 
 class Tokens(Factors):
-    """Of ``nn.Linear``: G and P are the output gradients and the inputs as they are."""
+    """Of ``F.linear``: G and P are the output gradients and the inputs as they are."""
 
-    def __init__(self, linear: nn.Linear, inputs: Tensor, grad_output: Tensor, augmult: int) -> None:
+    def __init__(self, inputs: Tensor, grad_output: Tensor, augmult: int) -> None:
         # The tokens of an example's views are tokens of the example.
         self.batch_size, self.device = len(inputs) // augmult, inputs.device
         self._x = inputs.reshape(self.batch_size, -1, inputs.shape[-1])  # (b, t, in)

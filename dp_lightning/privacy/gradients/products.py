@@ -23,7 +23,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from dp_lightning.privacy.gradients.contribution import (
     Contribution,
@@ -106,18 +106,6 @@ class Factors(ABC):
     def let_go(self) -> None:
         """Drop the tensors; ``size`` and ``weight`` stay usable."""
 
-    @property
-    def stretch(self) -> Tensor | None:
-        """None where G_i^T P_i is the weight's gradient; else the most, in L2 norm, that ``pull_back`` lengthens it."""
-        return None
-
-    def pull_back(self, gradients: Tensor) -> dict[str, Tensor]:
-        """From the gradients of what multiplies P, (r, groups, outputs, inputs), to those of the parameters.
-
-        The weight's are written over ``gradients``; those of other parameters are returned by own name, (r, ...).
-        """
-        return {}
-
     def total(self, weights: Tensor) -> Tensor:
         """The sum over i of weights[i] G_i^T P_i: (groups, outputs, inputs), float32."""
         size, dtype = self.size, torch.promote_types(self.dtype, torch.float32)
@@ -154,13 +142,13 @@ def float32_products() -> Iterator[None]:
 
 
 class Product(Contribution):
-    """Per-example gradients of a layer's weight, and of a bias and others that belong to it."""
+    """Per-example gradients of a weight and the bias beside it."""
 
     def __init__(self, factors: Factors, names: Mapping[str, str]) -> None:
         self._factors, self._names = factors, names
         self.way = "formed"
         self._kept: list[Tensor] = []  # (r, groups, outputs, inputs) each, b rows in all
-        self._others: dict[str, Tensor] = {}  # own name to (b, ...)
+        self._bias = torch.empty(0)  # (b, ...)
         self._norms: dict[str, Tensor] = {}
 
     @property
@@ -173,7 +161,7 @@ class Product(Contribution):
 
     def formed(self) -> PerExample:
         self._measure_formed()
-        gradients = dict(self._others)
+        gradients = {"bias": self._bias}
         if self._kept:
             gradients["weight"] = self._factors.weight(torch.cat(self._kept))
         return PerExample({name: gradients[own] for own, name in self._names.items()}, self.way)
@@ -181,7 +169,7 @@ class Product(Contribution):
     def measure(self, workspace: Workspace) -> None:
         factors = self._factors
         if not self._only_bias:
-            self.way = kept_way(factors.size, gram=factors.stretch is None)
+            self.way = kept_way(factors.size)
         if self.way == "Gram":
             self._measure_gram()
         elif self.way == "formed twice":
@@ -196,16 +184,15 @@ class Product(Contribution):
     def weighted_sum(self, weights: Weights) -> dict[str, Tensor]:
         sums = {}
         for own, name in self._names.items():
-            if own != "weight":
-                sums[name] = weighted_rows(self._others[own], weights[name])
+            if own == "bias":
+                sums[name] = weighted_rows(self._bias, weights[name])
                 continue
             if self._kept:
-                total = self._weighted_kept(weights[name]).unsqueeze(0)
+                total = self._weighted_kept(weights[name])
             else:
                 with float32_products():
-                    total = self._factors.total(weights[name]).unsqueeze(0)
-                self._factors.pull_back(total)
-            sums[name] = self._factors.weight(total)[0]
+                    total = self._factors.total(weights[name])
+            sums[name] = self._factors.weight(total.unsqueeze(0))[0]
         return sums
 
     def stream(self, weigh: Weigh, workspace: Workspace) -> dict[str, Tensor]:
@@ -213,55 +200,39 @@ class Product(Contribution):
         if self._only_bias:
             return super().stream(weigh, workspace)
         by_products = factors.by_products(factors.dtype)
-        if streamed_way(factors.size, gram=factors.stretch is None, by_products=by_products) == "Gram":
+        if streamed_way(factors.size, by_products=by_products) == "Gram":
             self.way = "Gram"
             self._measure_gram()
             return self.weighted_sum(weigh(slice(None), self.squared_norms()))
         self.way = "formed and used up"
         totals: dict[str, Tensor] = {}
         for rows in factors.ranges(factors.forming(factors.dtype)):
-            weight, others = self._form(rows, factors.dtype, workspace.scratch)
-            pieces = {**others, "weight": weight} if "weight" in self._names else others
-            norms = {self._names[own]: squared_norms(piece) for own, piece in pieces.items()}
-            weights = weigh(rows, norms)
+            pieces = {"weight": factors.form(rows, factors.dtype, workspace.scratch)}
+            if "bias" in self._names:
+                pieces["bias"] = factors.bias(rows)
+            weights = weigh(rows, {self._names[own]: squared_norms(piece) for own, piece in pieces.items()})
             for own, piece in pieces.items():
                 if own not in totals:
                     totals[own] = torch.zeros(piece.shape[1:], dtype=torch.float32, device=piece.device)
                 add_weighted(totals[own], piece, weights[self._names[own]])
-        if "weight" in totals:
-            totals["weight"] = factors.weight(totals["weight"].unsqueeze(0))[0]
+        totals["weight"] = factors.weight(totals["weight"].unsqueeze(0))[0]
         return {name: totals[own] for own, name in self._names.items()}
 
-    def _form(self, rows: slice, dtype: torch.dtype, empty: Empty) -> tuple[Tensor, dict[str, Tensor]]:
-        """The weight's gradients, (r, groups, outputs, inputs), and by own name those of the others that are wanted."""
-        weight = self._factors.form(rows, dtype, empty)
-        others = {**self._factors.pull_back(weight), **self._bias(rows)}
-        return weight, {own: gradient for own, gradient in others.items() if own in self._names}
-
-    def _bias(self, rows: slice) -> dict[str, Tensor]:
-        return {"bias": self._factors.bias(rows)} if "bias" in self._names else {}
-
-    def _hold(self, pieces: list[dict[str, Tensor]]) -> None:
-        """Keep the gradients of the parameters beside the weight, and their norms."""
-        for own in pieces[0]:
-            self._others[own] = torch.cat([piece[own] for piece in pieces])
-            self._norms[own] = squared_norms(self._others[own])
+    def _measure_bias(self) -> None:
+        if "bias" in self._names:
+            self._bias = self._factors.bias(slice(None))
+            self._norms["bias"] = squared_norms(self._bias)
 
     def _measure_formed(self) -> None:
+        self._measure_bias()
         if self._only_bias:
-            self._hold([self._bias(slice(None))])
             return
-        factors, pieces, norms = self._factors, [], []
+        factors, norms = self._factors, []
         for rows in factors.ranges(factors.forming(factors.dtype)):
             # Small pieces of memory: they fit where activations have just been freed. Fresh memory is slow.
-            weight, others = self._form(rows, factors.dtype, torch.empty)
-            pieces.append(others)
-            if "weight" in self._names:
-                self._kept.append(weight)
-                norms.append(squared_norms(weight))
-        self._hold(pieces)
-        if norms:
-            self._norms["weight"] = torch.cat(norms)
+            self._kept.append(factors.form(rows, factors.dtype, torch.empty))
+            norms.append(squared_norms(self._kept[-1]))
+        self._norms["weight"] = torch.cat(norms)
 
     def _weighted_kept(self, weights: Tensor) -> Tensor:
         total = torch.zeros(self._kept[0].shape[1:], dtype=torch.float32, device=weights.device)
@@ -271,26 +242,24 @@ class Product(Contribution):
 
     def _measure_gram(self) -> None:
         self._norms["weight"] = torch.cat([self._gram_norms(rows) for rows in self._gram_ranges()])
-        self._hold([self._bias(slice(None))])
+        self._measure_bias()
 
     def _measure_twice(self, workspace: Workspace) -> None:
-        factors, pieces, norms = self._factors, [], []
+        factors, norms = self._factors, []
         # In float32 as the sum is, whatever the type of the factors.
         dtype = torch.promote_types(factors.dtype, torch.float32)
         with float32_products():
             for rows in factors.ranges(factors.forming(dtype)):
-                weight, others = self._form(rows, dtype, workspace.scratch)
-                pieces.append(others)
+                weight = factors.form(rows, dtype, workspace.scratch)
                 norms.append(squared_norms(weight) + self._rounding(rows).double().square())
-        self._hold(pieces)
         self._norms["weight"] = torch.cat(norms)
+        self._measure_bias()
 
     def _rounding(self, rows: slice) -> Tensor:
         """(r,) bound of the rounding of these examples in the weighted sum, for a weight of one."""
         factors = self._factors
         terms = factors.left(rows, torch.float32).norm(dim=3) * factors.right_norms(rows)
-        rounding = rounding_per_term(factors.size.positions) * terms.sum((1, 2))
-        return rounding if factors.stretch is None else rounding * factors.stretch
+        return rounding_per_term(factors.size.positions) * terms.sum((1, 2))
 
     def _gram_ranges(self) -> Iterator[slice]:
         size = self._factors.size
@@ -304,19 +273,3 @@ class Product(Contribution):
         rounding = rounding_per_term(self._factors.size.positions) * diagonals.clamp_min(0.0).sqrt().sum((1, 2))
         squared = torch.linalg.vecdot(gram.flatten(1), patches.flatten(1)).clamp_min(0.0)
         return squared + rounding.square()
-
-
-class ProductRule:
-    """Rule of layers whose gradients are products.
-
-    Args:
-        factors: from the layer, its input and its output gradient, (b * K, ...) both, and K.
-    """
-
-    def __init__(self, factors: Callable[[Any, Tensor, Tensor, int], Factors]) -> None:
-        self._factors = factors
-
-    def contribution(
-        self, module: nn.Module, inputs: Tensor, grad_output: Tensor, names: Mapping[str, str], augmult: int
-    ) -> Contribution:
-        return Product(self._factors(module, inputs, grad_output, augmult), names)

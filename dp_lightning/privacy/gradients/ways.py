@@ -53,18 +53,18 @@ class Size:
         return self.positions * self.weight
 
 
-def kept_way(size: Size, *, gram: bool) -> str:
-    """The way for a layer whose factors are known later than its norms; ``gram`` tells whether Gram is possible."""
+def kept_way(size: Size) -> str:
+    """The way for a layer whose factors are known later than its norms."""
     cost = _gram(size)
-    if size.weight <= _MEMORY * size.seen and (not gram or _PER_KEPT_NUMBER * size.weight <= cost):
+    if size.weight <= _MEMORY * size.seen and _PER_KEPT_NUMBER * size.weight <= cost:
         return "formed"
-    return "Gram" if gram and (cost <= size.product or size.positions == 1) else "formed twice"
+    return "Gram" if cost <= size.product or size.positions == 1 else "formed twice"
 
 
-def streamed_way(size: Size, *, gram: bool, by_products: bool) -> str:
+def streamed_way(size: Size, *, by_products: bool) -> str:
     """The way for a layer whose own norm decides; ``by_products`` tells how its gradients are formed."""
     per_number = _PER_CACHED_NUMBER if by_products else _PER_FOLDED_NUMBER
-    return "Gram" if gram and _gram(size) < per_number * size.weight else "formed"
+    return "Gram" if _gram(size) < per_number * size.weight else "formed"
 
 
 def examples_at_a_time(numbers: int, device: torch.device) -> int:

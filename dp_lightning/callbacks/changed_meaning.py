@@ -1,0 +1,65 @@
+"""Says where a loss means something else for one example than for a batch.
+
+Private training uses each example's own loss. Where the loss of a batch is not the mean of the losses of its examples,
+as with negatives from the batch, class weights of a mean, or thresholds on the batch, another function is trained than
+without privacy. That is no leak, and the user has to know it.
+"""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.fabric.utilities.apply_func import move_data_to_device
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+
+from dp_lightning.callbacks.private_training_step import PrivateTrainingStep
+from dp_lightning.privacy.reading import ExampleReader
+
+#: Under which name the statement lists the warning, which tells something of raw examples.
+NAME = "warning before the first step: loss of a batch"
+_EXAMPLES = 8
+# Above the rounding of a loss, in bfloat16 too.
+_TOLERANCE = 0.005
+
+
+def warn_of_changed_meaning(
+    trainer: pl.Trainer, module: pl.LightningModule, step: PrivateTrainingStep, reader: ExampleReader
+) -> bool:
+    """Compare the loss of a few examples together with the mean of their losses, on a copy of the module.
+
+    Where the module cannot be copied, draws random numbers in evaluation mode, or takes no batch of several examples,
+    nothing is compared.
+
+    Returns:
+        Whether a warning was given.
+    """
+    count = min(_EXAMPLES, len(reader))
+    try:
+        raw = [reader.dataset[number * len(reader) // count] for number in range(count)]
+        trial = copy.deepcopy(module)
+        trial.eval()
+        trial.trainer = trainer
+        silence: Callable[..., None] = lambda *args, **kwargs: None  # noqa: E731
+        trial.__dict__.update(log=silence, log_dict=silence)
+
+        def loss_of(examples: list[Any]) -> float:
+            batch = reader.collate_fn(examples)
+            batch = batch if reader.prepare is None else reader.prepare(batch)
+            batch = move_data_to_device(batch, module.device)
+            return float(step.loss_of(trial, batch))
+
+        with torch.no_grad(), trainer.precision_plugin.train_step_context():
+            together, again = loss_of(raw), loss_of(raw)
+            mean = sum(loss_of([example]) for example in raw) / count
+    except Exception:  # whatever the user's own code raises on a batch that it will not see
+        return False
+    if together != again or abs(together - mean) <= _TOLERANCE * max(abs(together), abs(mean)):
+        return False
+    rank_zero_warn(
+        f"The loss of {count} examples together is {together:.4g}, and the mean of their losses is {mean:.4g}. Private "
+        "training uses each example's own loss: what the loss takes from the rest of a batch, such as negatives, class "
+        "weights of a mean, statistics or thresholds, comes from the example alone."
+    )
+    return True

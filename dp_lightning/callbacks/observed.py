@@ -1,0 +1,200 @@
+"""What a training step says of its examples: ``self.log`` and torchmetrics, for the whole physical batch at once.
+
+While the step sees one example, what it logs and what it gives to a metric is set aside. After the step the numbers of
+all examples are logged as their mean, and each metric is called once on the rows of all of them. So a metric's result
+is not known inside of the step: it can be logged and nothing else. Examples that do not take part are left out.
+
+Where ranks log together (``sync_dist``), every one of them takes part with what it has, which may be nothing.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NoReturn
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+from torchmetrics import Metric, MetricCollection
+
+from dp_lightning.errors import ModelError
+from dp_lightning.privacy.gradients.vmap import detached, level
+
+_CALLS = ("forward", "update", "compute", "reset")
+_LOG_ARGUMENTS = ("prog_bar", "logger", "on_step", "on_epoch")
+
+
+class Result:
+    """What a metric will have returned after the step."""
+
+    def __init__(self, get: Callable[[], Any]) -> None:
+        self._get = get
+
+    def __getitem__(self, key: Any) -> "Result":
+        return Result(lambda: self._get()[key])
+
+    def _refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise ModelError(
+            "training_step uses what a metric returned. A metric is computed from all examples of a batch, so its "
+            "result may be given to self.log or self.log_dict and to nothing else."
+        )
+
+    __bool__ = __float__ = __int__ = __iter__ = __len__ = __call__ = __str__ = __repr__ = __getattr__ = _refuse
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = __neg__ = _refuse
+    __lt__ = __le__ = __gt__ = __ge__ = __eq__ = __ne__ = __hash__ = _refuse  # type: ignore[assignment]
+
+
+def result_of(result: Result) -> Any:
+    """The value, after the step."""
+    return object.__getattribute__(result, "_get")()
+
+
+class Observer:
+    """Stands before a module's ``log`` and its metrics while a private step runs.
+
+    Args:
+        module: whose training step is private.
+    """
+
+    def __init__(self, module: pl.LightningModule) -> None:
+        self._module = module
+        self._metrics = [part for part in module.modules() if isinstance(part, Metric | MetricCollection)]
+        self._counted: list[bool] = []
+        self._clear()
+
+    def _clear(self) -> None:
+        self._example, self._mine, self._count = -1, self._counted, 0
+        self._calls: list[Callable[[], None]] = []
+        self._logs: list[Callable[[], None]] = []
+        self._numbers: dict[str, tuple[list[_OfAll | _OfMetric], dict[str, Any]]] = {}
+        self._whole: dict[str, tuple[Metric, dict[str, Any]]] = {}
+
+    @contextmanager
+    def step(self, counted: Tensor) -> Iterator[None]:
+        """Around a physical batch; logs when it is over.
+
+        Args:
+            counted: (b,) whether each example takes part.
+        """
+        self._counted = counted.tolist()
+        owners: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        standing: dict[str, Any] = {"log": self._log, "log_dict": self._log_dict}
+        owners.append((self._module.__dict__, standing))
+        for metric in self._metrics:
+            owners.append((metric.__dict__, {name: self._deferred(getattr(metric, name)) for name in _CALLS}))
+        before = [{name: names[name] for name in mine if name in names} for names, mine in owners]
+        for names, mine in owners:
+            names.update(mine)
+        try:
+            yield
+        finally:
+            for (names, mine), old in zip(owners, before, strict=True):
+                for name in mine:
+                    del names[name]
+                names.update(old)
+            calls, logs, numbers, whole = self._calls, self._logs, self._numbers, self._whole
+            self._clear()
+        with torch.no_grad():
+            for call in (*calls, *logs):
+                call()
+            for name, (values, options) in numbers.items():
+                self._log_mean(name, torch.stack([value.total_and_count() for value in values]).sum(0), options)
+            for name, (metric, options) in whole.items():
+                self._module.log(name, metric, **options)
+
+    def begin_example(self) -> None:
+        """The loss is called: for all examples together, or for the next one."""
+        self._example += 1
+        self._mine = self._counted if level() is not None else [self._counted[self._example]]
+        self._count = sum(self._mine)
+
+    def _log_mean(self, name: str, total_and_count: Tensor, options: dict[str, Any]) -> None:
+        trainer = self._module.trainer
+        if options.get("sync_dist") and trainer.world_size > 1:
+            group = options.get("sync_dist_group")
+            total_and_count = trainer.strategy.reduce(total_and_count, group, reduce_op="sum")
+        count = int(total_and_count[1])
+        if count:
+            mean = (total_and_count[0] / count).float()
+            self._module.log(name, mean, **{**options, "sync_dist": False, "batch_size": count})
+
+    def _log(self, name: str, value: Any, *args: Any, **options: Any) -> None:
+        options = {**dict(zip(_LOG_ARGUMENTS, args, strict=False)), **options}
+        if isinstance(value, Metric):
+            self._whole[name] = (value, options)
+            return
+        found: _OfAll | _OfMetric
+        if isinstance(value, Result):
+            found = _OfMetric(value, self._count, self._module.device)
+        else:
+            tensor = value if isinstance(value, Tensor) else torch.tensor(float(value))
+            if tensor.numel() != 1:
+                raise ModelError(f"self.log takes a single number; '{name}' has the shape {tuple(tensor.shape)}.")
+            found = _OfAll(tensor, self._mine)
+        self._numbers.setdefault(name, ([], options))[0].append(found)
+
+    def _log_dict(self, dictionary: Any, *args: Any, **options: Any) -> None:
+        if not isinstance(dictionary, Result):
+            whole = isinstance(dictionary, MetricCollection)
+            items = dictionary.items(keep_base=False, copy_state=False) if whole else dictionary.items()
+            for name, value in items:
+                self._log(name, value, *args, **options)
+            return
+        options = {**dict(zip(_LOG_ARGUMENTS, args, strict=False)), **options}
+        if options.get("sync_dist") and self._module.trainer.world_size > 1:
+            raise ModelError(
+                "self.log_dict cannot put together over ranks what a collection of metrics returned, whose names a "
+                "rank without examples does not know. Log the collection itself: self.log_dict(self.metrics)."
+            )
+        if count := self._count:
+            self._logs.append(lambda: self._module.log_dict(result_of(dictionary), batch_size=count, **options))
+
+    def _deferred(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        def deferred(*args: Any, **kwargs: Any) -> Result:
+            found: list[Any] = []
+            # Ranks compute together, whether they have an example or not.
+            if self._count or call.__name__ in ("compute", "reset"):
+                kept = tree_map_only(Tensor, lambda tensor: _OfAll(tensor, self._mine), (args, kwargs))
+
+                def call_now() -> None:
+                    rows, named = tree_map_only(_OfAll, _OfAll.rows, kept)
+                    found.append(call(*rows, **named))
+
+                self._calls.append(call_now)
+            return Result(lambda: found[0])
+
+        return deferred
+
+
+class _OfAll:
+    """What the step said of each example by one tensor: (b, ...), or of one alone (1, ...)."""
+
+    def __init__(self, tensor: Tensor, mine: list[bool]) -> None:
+        self._tensor, self._mine, self._has_rows = detached(tensor, len(mine)), mine, tensor.dim() > 0
+
+    def counted(self) -> Tensor:
+        """Of the examples that take part: (c, ...)."""
+        if all(self._mine):
+            return self._tensor
+        return self._tensor[torch.tensor(self._mine, device=self._tensor.device)]
+
+    def total_and_count(self) -> Tensor:
+        """Of the examples that take part."""
+        values = self.counted().double()
+        return torch.stack([values.sum(), values.new_tensor(values.numel())])
+
+    def rows(self) -> Tensor:
+        """The rows of the examples that take part."""
+        return self.counted().flatten(0, 1) if self._has_rows else self.counted()
+
+
+class _OfMetric:
+    """What a metric returns for the examples that take part."""
+
+    def __init__(self, result: Result, count: int, device: torch.device) -> None:
+        self._result, self._count, self._device = result, count, device
+
+    def total_and_count(self) -> Tensor:
+        """With the number of examples as the weight."""
+        value = torch.as_tensor(result_of(self._result) if self._count else 0.0, device=self._device).double()
+        return torch.stack([value * self._count, value.new_tensor(self._count)])

@@ -1,1 +1,0 @@
-"""Checks that a model treats the examples of a batch apart, on which the guarantee rests."""

@@ -1,0 +1,121 @@
+"""What tensors, NumPy arrays and random generators hold.
+
+A version counter misses writes through ``.data``, NumPy and other views, so numbers are compared: those of large arrays
+by a digest of each piece, since a copy of a model would take its memory once more. The digest of a piece of words x is
+the sum of w (x + floor(x / 2^29)) modulo 2^64, with a secret odd w for each place. Where one number changes, so does
+the digest. The second term brings the high bits down: by themselves they meet only the lowest bit of each w, so that
+two flipped signs would cancel.
+"""
+
+import functools
+import pickle
+import random
+import secrets
+from collections.abc import Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor
+
+Array: TypeAlias = "Tensor | np.ndarray[Any, Any]"
+GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, np.random.BitGenerator, random.Random)
+
+# As integers, nan equals nan, and -0.0 differs from 0.0.
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+_PIECE = 4096  # words of 8 bytes to a digest
+_PIECES = 64  # at once: 2 MiB stay in a CPU's cache
+
+
+class Contents:
+    """The numbers in arrays, or digests of them."""
+
+    def __init__(self, arrays: Sequence[Array]):
+        self._arrays = arrays
+        self._held: list[tuple[tuple[Any, ...], Tensor | None]] = [((), None)] * len(arrays)
+        self.hold()
+
+    def hold(self) -> None:
+        """From here on, compare with what the arrays hold now."""
+        for index, (array, (held, then)) in enumerate(zip(self._arrays, self._held, strict=True)):
+            traits, bits = _look(array)
+            if bits is not None and then is not None and traits == held:
+                then.copy_(_summary(bits))  # several times as fast as into new memory
+            else:
+                self._held[index] = traits, None if bits is None else _summary(bits).clone()
+
+    def changed(self) -> list[int]:
+        """The indices of the arrays that hold other numbers, or have another shape or dtype."""
+        found = []
+        by_device: dict[torch.device, list[tuple[int, Tensor, Tensor]]] = {}
+        for index, (array, (held, then)) in enumerate(zip(self._arrays, self._held, strict=True)):
+            traits, bits = _look(array)
+            if traits != held:
+                found.append(index)
+            elif bits is not None and then is not None:
+                by_device.setdefault(bits.device, []).append((index, _summary(bits), then))
+        for device, there in by_device.items():
+            if device.type == "cpu":
+                found += [index for index, now, then in there if not torch.equal(now, then)]
+            else:  # waits for the device once, where torch.equal does so for each
+                differs = torch.stack([(now != then).any() for _, now, then in there]).tolist()
+                found += [index for (index, _, _), differ in zip(there, differs, strict=True) if differ]
+        return sorted(found)
+
+
+def _summary(bits: Tensor) -> Tensor:
+    """The numbers themselves where they are few; else a digest of each whole piece, and the rest."""
+    if bits.numel() * bits.itemsize < 16 * _PIECE:
+        return bits
+    order = sorted(range(bits.dim()), key=bits.stride, reverse=True)
+    memory = bits.permute(order).reshape(-1).view(torch.uint8)
+    if memory.storage_offset() % 8:
+        memory = memory.clone()
+    whole = memory.numel() - memory.numel() % (8 * _PIECE)
+    words, weights = memory[:whole].view(torch.int64).view(-1, _PIECE), _weights(bits.device)
+    digests = [(rows + (rows >> 29)).mul_(weights).sum(1) for rows in words.split(_PIECES)]
+    return torch.cat([torch.cat(digests).view(torch.uint8), memory[whole:]])
+
+
+@functools.lru_cache(maxsize=64)
+def _weights(device: torch.device) -> Tensor:
+    words = torch.frombuffer(bytearray(secrets.token_bytes(8 * _PIECE)), dtype=torch.int64)
+    return (words | 1).to(device)
+
+
+def _look(array: Array) -> tuple[tuple[Any, ...], Tensor | None]:
+    """What to compare by ``==``, and a view of the numbers; None where they cannot be read in place."""
+    try:
+        if isinstance(array, Tensor):
+            return (array.shape, array.dtype, array.device, array.requires_grad), _bits(array)
+        if not array.flags.writeable:
+            return (array.shape,), None  # the walk follows its base
+        if array.dtype.kind in "biufc" and min(array.strides, default=0) >= 0:
+            return (array.shape, array.dtype), _bits(torch.from_numpy(array))
+        return (array.shape, array.dtype, array.tobytes()), None  # of objects, their ids
+    except Exception:  # no memory of its own, or not initialized
+        return (getattr(array, "_version", None),), None
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    """A view as integers. Raises where there is no memory to view: sparse, nested, meta, a wrapper of other tensors."""
+    wrapped = torch._C._functorch.is_functorch_wrapped_tensor(tensor) or tensor.is_nested or tensor.is_quantized
+    if wrapped or (not tensor.data_ptr() and tensor.numel()):
+        raise RuntimeError("no memory to read")
+    tensor = tensor.detach()
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor.conj() if tensor.is_conj() else tensor)
+    return tensor.view(_INTEGERS[tensor.itemsize])
+
+
+def generator_state(generator: Any) -> Any:
+    """The state of a random generator of torch, NumPy or Python, as an immutable value."""
+    if isinstance(generator, torch.Generator):
+        return generator.get_state().numpy().tobytes()
+    if isinstance(generator, random.Random):
+        return generator.getstate()
+    if isinstance(generator, np.random.RandomState):
+        return pickle.dumps(generator.get_state(legacy=False))
+    return pickle.dumps(getattr(generator, "bit_generator", generator).state)

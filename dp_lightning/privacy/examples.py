@@ -1,0 +1,166 @@
+"""The two ways in which a loss sees one example at a time, and hands over what each contributes.
+
+``together``: all examples of a physical batch at once, under vmap. Code that is mapped cannot reach another example.
+``one_by_one``: ordinary autograd on one example after the other, exact for every model whose loss is a function of its
+example, and slower. Plain Python can keep things from one to the next, so what is reachable from the module is compared
+after each.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from dp_lightning.errors import ModelError
+from dp_lightning.privacy.gradients.clipped_sum import ClippedSum
+from dp_lightning.privacy.gradients.contribution import PerExample
+from dp_lightning.privacy.gradients.recording import Recording
+from dp_lightning.privacy.isolation import Isolation
+from dp_lightning.privacy.randomness import NoHostDraws, TrainingRandomness, no_seeding
+from dp_lightning.privacy.reading import Entries, ExampleBatch
+
+WAYS = ("together", "one_by_one")
+
+Loss = Callable[[Any], Tensor]
+"""From a batch of one example to its loss, a scalar."""
+
+
+class Examples(ABC):
+    """One of the two ways.
+
+    Args:
+        parameters: the trained ones by name.
+        isolation: what the module keeps from step to step.
+        randomness: gives the global generators new keys.
+    """
+
+    def __init__(self, parameters: Mapping[str, Tensor], isolation: Isolation, randomness: TrainingRandomness) -> None:
+        self._parameters, self._isolation, self._randomness = parameters, isolation, randomness
+        #: How the gradients of each parameter were taken in the last physical batch.
+        self.ways: dict[str, str] = {}
+
+    @abstractmethod
+    def add(self, loss: Loss, batch: ExampleBatch, total: ClippedSum) -> None:
+        """Add the clipped gradients of the examples in ``batch``."""
+
+    def advance(self) -> None:
+        """The logical step is over."""
+        self._isolation.advance()
+
+    @property
+    def changed_outside(self) -> tuple[str, ...]:
+        """Attributes of the module that other code than the loss has changed."""
+        return tuple(sorted(self._isolation.changed_outside))
+
+
+class Together(Examples):
+    """All examples of a physical batch under vmap."""
+
+    def add(self, loss: Loss, batch: ExampleBatch, total: ClippedSum) -> None:
+        total.begin(len(batch), None if batch.counted.all() else batch.counted.to(total.flat.device))
+        recording = Recording(self._parameters, len(batch), total.take, constants=self._isolation.is_known)
+        leaves, spec = tree_flatten(batch.examples)
+        places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+
+        def one(*tensors: Tensor) -> Tensor:
+            mine: list[Any] = [Placeholder() if isinstance(leaf, Entries) else leaf for leaf in leaves]
+            for place, tensor in zip(places, tensors, strict=True):
+                mine[place] = tensor
+            return _scalar(loss(tree_unflatten(mine, spec)))
+
+        self._randomness.before_step(batch.place)
+        draws = NoHostDraws()
+        draws.note()
+        with self._isolation.together(recording), no_seeding():
+            recording.backward(recording.run(one, *(leaves[place] for place in places)))
+        if drawn := draws.drawn():
+            raise ModelError(
+                f"training_step draws from {' and '.join(drawn)}: one number would serve all examples of a physical "
+                "batch. Draw with torch, such as torch.rand(()), or set privacy.examples: one_by_one."
+            )
+        total.end()
+        self.ways = recording.ways
+
+
+class OneByOne(Examples):
+    """Ordinary autograd on one example after the other."""
+
+    def add(self, loss: Loss, batch: ExampleBatch, total: ClippedSum) -> None:
+        self.ways = dict.fromkeys(self._parameters, "one by one")
+        leaves, spec = tree_flatten(batch.examples)
+        for parameter in self._parameters.values():
+            parameter.grad = None  # an earlier step's
+        older = self._isolation.older_tensors()
+        for index in range(len(batch)):
+            # In memory of its own: a view leads to the others.
+            mine = [leaf[index].clone() if isinstance(leaf, Tensor) else leaf[index] for leaf in leaves]
+            example = tree_unflatten(mine, spec)
+            self._randomness.before_step(batch.place, index)
+            with self._isolation.one_by_one():
+                with older:
+                    value = _scalar(loss(example))
+                gradients = self._gradients(value)
+                del value
+            total.begin(1, batch.counted[index : index + 1].to(total.flat.device))
+            total.take(PerExample({name: gradient.unsqueeze(0) for name, gradient in gradients.items()}, "one by one"))
+            total.end()
+
+    def _gradients(self, value: Tensor) -> dict[str, Tensor]:
+        if not value.requires_grad:
+            _refuse_unconnected()
+        self._isolation.require_own_leaves(value)
+        with torch.autocast(value.device.type, enabled=False):
+            value.backward()
+        found = {}
+        for name, parameter in self._parameters.items():
+            if parameter.grad is not None:
+                found[name], parameter.grad = parameter.grad, None
+        return found
+
+
+class Placeholder:
+    """Stands for an entry of a batch that is no tensor, which cannot differ between examples under vmap."""
+
+    def _refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise ModelError(
+            "training_step uses an entry of its batch that is no tensor, such as a name or a list of numbers. With "
+            "privacy.examples: together all examples run at once, and only tensors can differ between them. Let the "
+            "data set return a tensor, or set privacy.examples: one_by_one."
+        )
+
+    __getattr__ = __getitem__ = __iter__ = __len__ = __bool__ = __call__ = __str__ = __repr__ = _refuse
+    __int__ = __float__ = __index__ = __contains__ = __eq__ = __ne__ = __hash__ = _refuse  # type: ignore[assignment]
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __lt__ = __gt__ = _refuse
+
+
+def _scalar(loss: Any) -> Tensor:
+    if not isinstance(loss, Tensor):
+        raise ModelError(
+            f"training_step returned {type(loss).__name__} and no loss. It has to return the loss of every batch, so "
+            "that every step of the plan is taken."
+        )
+    if loss.numel() != 1:
+        raise ModelError(f"training_step returned a loss of shape {tuple(loss.shape)}. It has to be a single number.")
+    return loss.reshape(())
+
+
+def _refuse_unconnected() -> NoReturn:
+    raise ModelError(
+        "The loss does not depend on any trained parameter. Compute it from the model's output, outside of "
+        "torch.no_grad()."
+    )
+
+
+def trained_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
+    """By name.
+
+    Raises:
+        ModelError: where there is none.
+    """
+    found = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
+    if not found:
+        raise ModelError("The model has no parameter that requires a gradient: there is nothing to train.")
+    return found

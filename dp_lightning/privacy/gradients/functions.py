@@ -1,0 +1,66 @@
+"""Kinds of torch functions, as a function mode sees them."""
+
+import functools
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# Functions that read no number: they pass at once.
+PLAIN = frozenset(
+    [
+        *(
+            getattr(torch.Tensor, name).__get__
+            for name in ("shape", "dtype", "device", "ndim", "layout", "is_cuda", "is_sparse", "itemsize")
+        ),
+        *(
+            getattr(torch.Tensor, name)
+            for name in (
+                "size", "dim", "ndimension", "numel", "nelement", "stride", "__len__", "is_floating_point",
+                "is_complex", "is_contiguous", "get_device", "element_size", "is_same_size", "storage_offset",
+                "is_inference",
+            )
+        ),
+        torch.is_floating_point, torch.is_complex, torch.numel,
+    ]
+)  # fmt: skip
+REQUIRES_GRAD = vars(torch._C.TensorBase)["requires_grad"].__get__
+DRAWN_IN_PLACE = frozenset(
+    getattr(torch.Tensor, f"{name}_")
+    for name in ("bernoulli", "cauchy", "exponential", "geometric", "log_normal", "normal", "random", "uniform")
+)
+SHOWN = frozenset([torch.Tensor.__repr__])
+
+_IN_PLACE = frozenset(
+    f"__{name}__"
+    for name in (
+        "setitem", "set", "iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "iand", "ior", "ixor",
+        "ilshift", "irshift",
+    )
+)  # fmt: skip
+# They end like functions that write, and change no number.
+_HARMLESS = frozenset(["requires_grad_", "share_memory_", "is_shared_", "refine_names_"])
+
+
+def collect(values: Iterable[Any], found: list[Tensor]) -> None:
+    """Append the tensors in nested lists, tuples and dictionaries."""
+    for value in values:
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif isinstance(value, (list, tuple)):
+            collect(value, found)
+        elif isinstance(value, dict):
+            collect(value.values(), found)
+
+
+def name_of(func: Any) -> str:
+    """As it is written in Python."""
+    return str(getattr(func, "__name__", "")).partition(".")[0]
+
+
+@functools.lru_cache(maxsize=4096)
+def writes(func: Any) -> bool:
+    """Whether a function writes to its first argument, by its name."""
+    name = name_of(func)
+    return name in _IN_PLACE or (name.endswith("_") and not name.endswith("__") and name not in _HARMLESS)

@@ -1,0 +1,95 @@
+"""The clipped sum of a batch's gradients in one call, for analysis and tests."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_map_only
+
+from dp_lightning.errors import ConfigurationError
+from dp_lightning.privacy.clipping import ClipPlan
+from dp_lightning.privacy.gradients.clipped_sum import ClippedSum
+from dp_lightning.privacy.gradients.recording import Recording
+
+
+def clipped_gradient_sum(
+    model: nn.Module,
+    loss_fn: Callable[[Any, Any], Tensor],
+    inputs: Any,
+    targets: Any,
+    *,
+    clip_plan: ClipPlan,
+    augmult: int = 1,
+    max_physical_batch_size: int | None = None,
+    explain: bool = False,
+) -> tuple[dict[str, Tensor], Tensor]:
+    """Clipped sum of the per-example gradients of ``loss_fn(model(inputs), targets)``.
+
+    With K = ``augmult`` each example has K views, rows that follow each other. Model and loss see the K rows of one
+    example; its gradient is clipped once.
+
+    Args:
+        model: any module whose first dimension is the batch; its mode and its ``.grad`` are left as they are.
+        loss_fn: returns the loss of an example's rows, a scalar, or the losses of the rows, of which the mean is taken.
+        inputs: a tensor (B * K, ...), or a tuple, list or dict of such tensors, passed to the model as one argument.
+        targets: likewise, passed to the loss.
+        clip_plan: how examples are clipped.
+        augmult: K.
+        max_physical_batch_size: most rows in one forward and backward pass; None takes all at once. It changes the
+            memory needed and nothing else.
+        explain: print how the gradients of each parameter are taken.
+
+    Returns:
+        ``sums``: parameter name to float32 tensor of the parameter's shape, the sum over i of clip(grad l_i).
+        ``norms``: float32 per-example norms before clipping: (B,) under a flat plan, (B, L) under a per-layer plan
+        with columns in the order of ``clip_plan.groups(sums)``.
+
+    Raises:
+        ModelError: when per-example gradients cannot be taken.
+        ConfigurationError: when the tensors have different numbers of rows, or not K for each example.
+    """
+    size = _rows(inputs, targets)
+    if augmult < 1 or size % augmult:
+        raise ConfigurationError(f"augmult is {augmult}; it must divide the number of rows, {size}.")
+    if max_physical_batch_size is not None and max_physical_batch_size < augmult:
+        raise ConfigurationError(
+            f"max_physical_batch_size is {max_physical_batch_size}; it must be at least {augmult}, the rows of one "
+            "example."
+        )
+    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    total = ClippedSum(trained, clip_plan)
+    examples = tree_map_only(Tensor, lambda rows: rows.unflatten(0, (size // augmult, augmult)), (inputs, targets))
+    step = (max_physical_batch_size or max(size, augmult)) // augmult
+    norms = [torch.zeros(0, len(total.labels), device=total.flat.device)]
+    ways: dict[str, str] = {}
+    for start in range(0, size // augmult, step):
+        piece = tree_map_only(Tensor, lambda rows: rows[start : start + step], examples)  # noqa: B023
+        b = min(step, size // augmult - start)
+        total.begin(b)
+        recording = Recording(trained, b, total.take)
+        recording.backward(recording.run(lambda x, y: loss_fn(model(x), y).mean(), *piece))
+        norms.append(total.end())
+        ways |= recording.ways
+    if explain:
+        print(explanation(trained, ways))
+    joined = torch.cat(norms)
+    return total.sums, joined[:, 0] if clip_plan.kind == "flat" else joined
+
+
+def explanation(parameters: dict[str, Any], ways: dict[str, str]) -> str:
+    """A line per parameter: its name and how its gradients were taken."""
+    width = max(map(len, parameters))
+    return "\n".join(f"{name:<{width}}  {ways.get(name, 'not used')}" for name in parameters)
+
+
+def _rows(*trees: Any) -> int:
+    tensors = [leaf for leaf in tree_flatten(trees)[0] if isinstance(leaf, Tensor)]
+    sizes = {tensor.shape[0] if tensor.dim() else None for tensor in tensors}
+    if len(sizes) != 1 or None in sizes:
+        shapes = ", ".join(str(tuple(tensor.shape)) for tensor in tensors) or "none"
+        raise ConfigurationError(
+            f"The tensors in inputs and targets have the shapes {shapes}. "
+            "The first dimension of each must be the batch."
+        )
+    return int(sizes.pop())  # type: ignore[arg-type]

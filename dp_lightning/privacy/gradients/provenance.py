@@ -1,0 +1,139 @@
+"""Where the tensors of a step come from.
+
+A step may use parameters, buffers, constants that were there before, and what it makes from these and from its example.
+Any other tensor may hold another example: one of an earlier batch still looks like one of this batch.
+
+Writing into a buffer is allowed where what is written comes from weights alone: otherwise vmap refuses it. The value
+before the first such write is kept, since the state of all physical batches of a logical one starts from the same.
+"""
+
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dp_lightning.errors import ModelError
+from dp_lightning.privacy.gradients.functions import collect, name_of, writes
+from dp_lightning.privacy.gradients.vmap import is_batched
+
+Constants = Callable[[Tensor], bool]
+"""Whether a tensor that is not of the examples was there before the fit."""
+
+
+class Provenance:
+    """The tensors of one run of a step.
+
+    Args:
+        parameters: trained ones by name.
+        constants: whether a tensor was there before; without, every tensor that does not belong to examples is allowed.
+    """
+
+    def __init__(self, parameters: Mapping[str, Tensor], constants: Constants | None) -> None:
+        self._parameters = {id(parameter): (name, parameter) for name, parameter in parameters.items()}
+        self._constants = constants
+        self._refs: dict[int, weakref.ref[Tensor]] = {}
+        self._outside: dict[int, Tensor] = {}  # constants that were used
+        #: Storages that were written to, to a tensor over all of it and its value before.
+        self.written: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def note(self, result: Any) -> None:
+        """The tensors in what a function of the step has returned are of this step."""
+        if isinstance(result, Tensor):
+            key = id(result)
+            if key not in self._outside and key not in self._parameters:
+                self._refs[key] = weakref.ref(result)
+        elif isinstance(result, (list, tuple)):
+            for part in result:
+                self.note(part)
+
+    def require(self, tensor: Tensor, batched: bool) -> None:
+        """Refuse a tensor that is not of this step.
+
+        Raises:
+            ModelError: with its shape.
+        """
+        key = id(tensor)
+        if self._is_made(tensor) or key in self._parameters or key in self._outside:
+            return
+        if batched:
+            raise ModelError(
+                f"training_step uses a tensor of shape {tuple(tensor.shape)} of an earlier batch, or one that it got "
+                "past torch's functions, as from a scripted function or a tensor subclass. Keep no tensor of an "
+                "example in the program; the environment variable PYTORCH_JIT=0 leaves functions unscripted."
+            )
+        if self._constants is not None and not self._constants(tensor):
+            raise ModelError(
+                f"training_step uses a tensor of shape {tuple(tensor.shape)} and type {tensor.dtype} that is no "
+                "parameter, no buffer, and not made in this step, so that it may hold other examples. Make it a "
+                "buffer of the module (register_buffer); write torch.tensor(...) for torch.Tensor(...), "
+                "torch.FloatTensor(...) or torch.from_numpy(...)."
+            )
+        self._outside[key] = tensor
+
+    def before(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Keep the value of what a function is about to write to.
+
+        Raises:
+            ModelError: where that is a trained parameter.
+        """
+        targets: list[Tensor] = []
+        if writes(func):
+            collect(args[:1], targets)
+        if "out" in kwargs:
+            collect((kwargs["out"],), targets)
+        for target in targets:
+            if not is_batched(target):
+                self._keep(target, name_of(func))
+
+    def is_only_here(self, tensor: Tensor) -> bool:
+        """Whether a tensor is of the step, and nothing else has seen its memory."""
+        return (
+            self._is_made(tensor)
+            and not tensor.requires_grad
+            and torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) == 2  # the tensor, and this look at it
+        )
+
+    def require_kept(self, tensor: Tensor, func: Any) -> None:
+        """Refuse a change whose value before is not known, after a function has changed a tensor.
+
+        Raises:
+            ModelError: where the tensor is not of this step, and the function's name did not say that it writes.
+        """
+        if self._is_made(tensor) or tensor.untyped_storage()._cdata in self.written or id(tensor) in self.written:
+            return
+        raise ModelError(
+            f"training_step changes a tensor of shape {tuple(tensor.shape)} in place by {name_of(func)}. Write it with "
+            "a function that says so, such as tensor.copy_(...)."
+        )
+
+    def living(self) -> tuple[list[weakref.ref[Tensor]], list[weakref.ref[Tensor]]]:
+        """What the step has made and is still referred to: tensors of examples, and those that all examples share."""
+        made: list[weakref.ref[Tensor]] = []
+        shared: list[weakref.ref[Tensor]] = []
+        for ref in self._refs.values():
+            tensor = ref()
+            if tensor is not None:
+                (made if is_batched(tensor) else shared).append(ref)
+        return made, shared
+
+    def _is_made(self, tensor: Tensor) -> bool:
+        known = self._refs.get(id(tensor))
+        return known is not None and known() is tensor  # another tensor may have had its id
+
+    def _keep(self, target: Tensor, name: str) -> None:
+        storage = target.untyped_storage()._cdata
+        for parameter_name, parameter in self._parameters.values():
+            if parameter is target or parameter.untyped_storage()._cdata == storage:
+                raise ModelError(
+                    f"training_step changes the parameter '{parameter_name}' in place ({name}). Only the optimizer "
+                    "changes parameters."
+                )
+        if name == "__set__":  # the tensor gets another storage
+            self.written.setdefault(id(target), (target, target.detach().clone()))
+        elif storage not in self.written and any(
+            tensor.untyped_storage()._cdata == storage for tensor in self._outside.values()
+        ):
+            whole = torch.empty(0, dtype=target.dtype, device=target.device).set_(target.untyped_storage())
+            self.written[storage] = (whole, whole.clone())

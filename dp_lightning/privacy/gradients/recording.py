@@ -1,0 +1,394 @@
+"""Records one physical batch while ``training_step`` runs under vmap, where it sees a single example.
+
+Rules belong to functions. Where a trained parameter meets the tensor of an example in a function that has a rule, the
+function runs once on the rows of all examples, with weights that require no gradient; what it saw is kept, and the
+gradient of what it returned arrives for all examples at once. Where a parameter meets any other function, a copy for
+each example goes in its place, and the gradients of the copies are those of the examples. What is computed from
+parameters alone is computed once; gradients of the examples are pulled back through that computation. So no parameter
+gets an ordinary gradient: one that does is an error.
+
+Parameters are told by ``requires_grad``. Inside of vmap a tensor that differs between examples is wrapped; one that is
+not wrapped and requires a gradient is a trained parameter or computed from some.
+"""
+
+import weakref
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from dp_lightning.errors import ModelError
+from dp_lightning.privacy.gradients.by_rows import BY_ROWS
+from dp_lightning.privacy.gradients.call import Call
+from dp_lightning.privacy.gradients.contribution import Contribution, PerExample
+from dp_lightning.privacy.gradients.functions import (
+    DRAWN_IN_PLACE,
+    PLAIN,
+    REQUIRES_GRAD,
+    SHOWN,
+    collect,
+    name_of,
+    writes,
+)
+from dp_lightning.privacy.gradients.provenance import Constants, Provenance
+from dp_lightning.privacy.gradients.refusals import (
+    HOOKS,
+    ONE_BY_ONE,
+    REFUSED,
+    SAVED_TENSOR_HOOKS,
+    SHARED_DRAW,
+    SHARED_WRITE,
+    explained,
+    require_no_inner_transform,
+    require_no_own_vmap,
+)
+from dp_lightning.privacy.gradients.rewrites import REWRITES
+from dp_lightning.privacy.gradients.rules import RULES, Rule
+from dp_lightning.privacy.gradients.sources import Sources
+from dp_lightning.privacy.gradients.sources import leaves_of as leaves_of
+from dp_lightning.privacy.gradients.stand_ins import STAND_INS
+from dp_lightning.privacy.gradients.vmap import (
+    become,
+    below,
+    hidden_numbers,
+    innermost,
+    is_batched,
+    level,
+    level_of,
+    seen_results,
+    unwrapped,
+    wrapped,
+)
+
+Take = Callable[[Contribution], None]
+
+
+@dataclass
+class _Recorded:
+    """A call that waits for the gradient of what it returned."""
+
+    rule: Rule
+    call: Call
+    version: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.version = self.call.inputs._version
+
+
+class Recording(TorchFunctionMode):
+    """One physical batch.
+
+    Use::
+
+        recording = Recording(parameters, batch_size, take)
+        losses = recording.run(step, examples)      # (b,)
+        recording.backward(losses)                  # take gets a contribution for each parameter that was used
+
+    Args:
+        parameters: the trained ones by name.
+        batch_size: number of examples b.
+        take: called with each contribution; no parameter is in two of them.
+        constants: whether a tensor that is no parameter and is not made in the step may be used in it; all may without.
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, Tensor],
+        batch_size: int,
+        take: Take,
+        *,
+        constants: Constants | None = None,
+    ) -> None:
+        super().__init__()
+        self._parameters, self._batch_size, self._take = parameters, batch_size, take
+        self._sources = Sources(parameters, batch_size)
+        self._provenance = Provenance(parameters, constants)
+        self._level = 0
+        self._failed: Any = None
+        self._single: frozenset[str] = frozenset()
+        #: How the gradients of each parameter were taken.
+        self.ways: dict[str, str] = {}
+        #: Tensors of examples that were made and were still referred to when the step had ended.
+        self.made: list[weakref.ref[Tensor]] = []
+        #: Likewise of weights and constants alone, such as a table in a cache: a constant of later batches.
+        self.shared: list[weakref.ref[Tensor]] = []
+
+    @property
+    def written(self) -> dict[int, tuple[Tensor, Tensor]]:
+        """What the step has written to and not made: a tensor over all of the memory, and its value before."""
+        return self._provenance.written
+
+    def run(self, step: Callable[..., Tensor], *examples: Any) -> Tensor:
+        """The losses (b,) of ``step`` on each example.
+
+        Args:
+            step: from what one example has in ``examples`` to its loss.
+            examples: trees of tensors (b, ...).
+
+        Raises:
+            ModelError: with the line of what vmap cannot run, why, and what to write instead.
+        """
+
+        def one(*example: Any) -> Tensor:
+            self._level = level() or 0
+            for leaf in tree_leaves(example):
+                self._provenance.note(leaf)
+            with self:
+                loss = step(*example)
+            if self._failed is not None:
+                raise ModelError(
+                    f"training_step catches an error of {name_of(self._failed)}. Any example of the batch may have "
+                    "caused it, and all of them would take the other way. Choose by torch.where, such as after "
+                    "torch.linalg.cholesky_ex."
+                )
+            self._provenance.require(loss, is_batched(loss))
+            if loss.requires_grad and not is_batched(loss):
+                loss = self._sources.copies(loss, self._level)
+            return loss
+
+        self._require_no_hooks()
+        with ExitStack() as stack:
+            stack.enter_context(hidden_numbers())
+            stack.enter_context(seen_results(self._provenance.note))
+            stack.enter_context(torch.autograd.graph.disable_saved_tensors_hooks(SAVED_TENSOR_HOOKS))
+            try:
+                losses: Tensor = torch.func.vmap(one, randomness="different")(*examples)
+            except Exception as error:
+                explanation = explained(error)
+                if explanation is error:
+                    raise
+                raise explanation from error
+        self.made, self.shared = self._provenance.living()
+        return losses
+
+    def backward(self, losses: Tensor) -> None:
+        """Hand over what the examples contribute.
+
+        Raises:
+            ModelError: when a gradient reaches a parameter past the recorded functions.
+        """
+        if not losses.requires_grad:
+            raise ModelError(
+                "The loss does not depend on any trained parameter. Compute it from the model's output, outside of "
+                "torch.no_grad()."
+            )
+        held = {name: p.grad for name, p in self._parameters.items() if p.grad is not None}
+        for name in held:
+            self._parameters[name].grad = None
+        self._single = self._sources.single()
+        try:
+            with torch.autocast(losses.device.type, enabled=False):
+                losses.backward(torch.ones_like(losses))
+                self._require_no_gradients()
+                self._hand_over()
+        finally:
+            for name, parameter in self._parameters.items():
+                parameter.grad = held.get(name)
+
+    # What the mode sees
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        at = level()
+        if func in PLAIN or at is None or at < self._level:  # below: in the kernel of a function that was seen
+            return func(*args, **kwargs)
+        if func in REFUSED:
+            raise ModelError(f"training_step uses {REFUSED[func]}")
+        tensors: list[Tensor] = []
+        collect(args, tensors)
+        if kwargs:
+            collect(kwargs.values(), tensors)
+        outermost, require = at == self._level, self._provenance.require
+        batched, sources = 0, []
+        for tensor in tensors:
+            if is_batched(tensor):
+                batched += 1
+                if outermost or level_of(tensor) == self._level:
+                    require(tensor, True)
+            else:
+                require(tensor, False)
+                if tensor.requires_grad:
+                    sources.append(tensor)
+        if sources and not torch.is_grad_enabled():
+            sources = []
+        if not outermost and (sources or innermost() != "vmap"):
+            require_no_inner_transform(innermost())
+        require_no_own_vmap(func, args)
+        if kwargs.get("generator") is not None:
+            raise ModelError(
+                f"training_step draws from a generator of its own ({name_of(func)}): its numbers would follow from an "
+                "example's place in its physical batch. Leave the generator out, or set privacy.examples: one_by_one."
+            )
+        if (batched or func in DRAWN_IN_PLACE) and writes(func):
+            batched += self._becomes_batched(func, args[0])
+        self._provenance.before(func, args, kwargs)
+        if func == REQUIRES_GRAD and batched:  # autograd runs below the vmap
+            return unwrapped(args[0]).requires_grad
+        if batched:
+            try:
+                result = self._with_examples(func, args, kwargs, batched, sources, outermost)
+            except Exception:
+                self._failed = func
+                raise
+        else:
+            result = self._without_examples(func, args, kwargs, tensors, sources)
+        self._provenance.note(result)
+        return result
+
+    def _with_examples(
+        self,
+        func: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        batched: int,
+        sources: list[Tensor],
+        outermost: bool,
+    ) -> Any:
+        other = STAND_INS.get(func) or (REWRITES.get(func) if sources else None)
+        if other is not None:
+            with self:
+                result = other(*args, **kwargs)
+            if result is not NotImplemented:
+                return result
+        if sources:
+            rule = RULES.get(func)
+            if rule is not None:
+                result = self._record(rule, func, args, kwargs, batched, sources)
+                if result is not NotImplemented:
+                    return result
+            args, kwargs = self._with_copies(args, kwargs, sources)
+        if outermost and func in BY_ROWS:
+            with below():
+                result = BY_ROWS[func](self._batch_size, *args, **kwargs)
+            return tree_map_only(Tensor, lambda tensor: wrapped(tensor, self._level), result)
+        if func in SHOWN:
+            return "a tensor of one example, whose numbers training_step cannot show"
+        return func(*args, **kwargs)
+
+    def _without_examples(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor], sources: list[Tensor]
+    ) -> Any:
+        """What is computed from parameters and constants alone, once for all examples."""
+        versions = [tensor._version for tensor in tensors]
+        result = func(*args, **kwargs)
+        for tensor, version in zip(tensors, versions, strict=True):
+            if tensor._version != version:
+                self._provenance.require_kept(tensor, func)
+        if sources and isinstance(result, Tensor) and is_batched(result):
+            # It has drawn random numbers, for each example its own.
+            args, kwargs = self._with_copies(args, kwargs, sources)
+            return func(*args, **kwargs)
+        return result
+
+    def _record(
+        self, rule: Rule, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], batched: int, sources: list[Tensor]
+    ) -> Any:
+        arguments = rule.bind(args, kwargs)
+        x = arguments.pop(rule.arguments[0])
+        trained = {
+            own: value
+            for own in rule.trained
+            if isinstance(value := arguments.get(own), Tensor) and any(value is source for source in sources)
+        }
+        if batched != 1 or not is_batched(x) or len(trained) != len(sources) or not rule.applies(arguments):
+            return NotImplemented
+        lead = x.dim() - rule.row_dims(x, arguments)
+        shape = x.shape[:lead]
+        if lead < 0 or 0 in shape:
+            return NotImplemented
+        inner = unwrapped(x)
+        with below():
+            arguments |= {own: value.detach() for own, value in trained.items()}
+            rows = inner.flatten(0, lead) if lead else inner
+            result = func(rows, **arguments)
+            found = {own: self._sources.of(value) for own, value in trained.items()}
+            names = {own: source.name for own, source in found.items()}
+            for source in found.values():
+                source.uses += 1
+            waiting = [_Recorded(rule, Call(rows.detach(), arguments, names, prod(shape)))]
+            if not result.requires_grad:
+                result = self._sources.started(result)
+            result.register_hook(lambda gradient: self._receive(waiting, gradient))
+            return wrapped(result.unflatten(0, (self._batch_size, *shape)) if lead else result, self._level)
+
+    def _with_copies(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], sources: list[Tensor]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        copies = {id(source): self._sources.copies(source, self._level) for source in sources}
+        return _replaced(args, copies), _replaced(kwargs, copies)
+
+    def _becomes_batched(self, func: Any, target: Any) -> bool:
+        """Whether a tensor that was the same for all examples is each example's own now, to be written to."""
+        targets: list[Tensor] = []
+        collect((target,), targets)
+        shared = [tensor for tensor in targets if not is_batched(tensor)]
+        for tensor in shared:
+            if level() != self._level or not self._provenance.is_only_here(tensor):
+                raise ModelError(SHARED_DRAW if func in DRAWN_IN_PLACE else SHARED_WRITE)
+            with below():
+                become(tensor, wrapped(tensor.expand(self._batch_size, *tensor.shape).clone(), self._level))
+        return bool(shared)
+
+    # The backward pass
+
+    def _receive(self, waiting: list[_Recorded], gradient: Tensor) -> None:
+        # The graph outlives the backward pass, and with it the hook: let go of what the function has seen.
+        recorded, call = waiting[0], waiting.pop().call
+        if call.inputs._version != recorded.version:
+            raise ModelError(
+                f"The input of a function that uses {', '.join(call.names.values())} is changed in place after the "
+                "function has seen it, so its gradient is lost. Use an operation that makes a new tensor."
+            )
+        contribution = recorded.rule.contribution(call, gradient.detach())
+        if self._single.issuperset(contribution.names):
+            self._take(contribution)
+            self.ways.update(dict.fromkeys(contribution.names, contribution.way))
+            return
+        for name, gradients in contribution.formed().gradients.items():
+            self._sources.add(name, gradients)
+            if name in self._parameters:
+                self.ways[name] = contribution.way
+
+    def _hand_over(self) -> None:
+        """The parameters with several uses, copies or computations, whose gradients add up before the norm."""
+        total: dict[str, Tensor] = {}
+        for name, gradients, way in self._sources.gradients():
+            total[name] = total[name] + gradients if name in total else gradients
+            self.ways[name] = way or self.ways[name]
+        if total:
+            self._take(PerExample(total, "formed"))
+
+    def _require_no_gradients(self) -> None:
+        for name, parameter in self._parameters.items():
+            if parameter.grad is not None:
+                raise ModelError(
+                    f"A gradient reaches the parameter '{name}' past the functions of torch that the private step "
+                    "sees, as happens in scripted functions (torch.jit.script). Set the environment variable "
+                    f"PYTORCH_JIT=0, which leaves functions unscripted, or {ONE_BY_ONE}."
+                )
+
+    def _require_no_hooks(self) -> None:
+        for name, parameter in self._parameters.items():
+            if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+                raise ModelError(f"The parameter '{name}' has a hook. {HOOKS}")
+
+
+def _replaced(value: Any, others: Mapping[int, Tensor]) -> Any:
+    if isinstance(value, Tensor):
+        return others.get(id(value), value)
+    if isinstance(value, tuple):
+        parts = [_replaced(part, others) for part in value]
+        return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
+    if isinstance(value, list):
+        return [_replaced(part, others) for part in value]
+    if isinstance(value, dict):
+        return {key: _replaced(part, others) for key, part in value.items()}
+    return value

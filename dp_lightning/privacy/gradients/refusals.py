@@ -1,0 +1,154 @@
+"""What a step under vmap cannot do: why, and what to write instead."""
+
+import functools
+import re
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
+
+from dp_lightning.errors import ModelError
+
+ONE_BY_ONE = "set privacy.examples: one_by_one, which is exact and slower"
+
+HOOKS = f"It would see the gradients of all examples at once. Compute what it does in the loss, or {ONE_BY_ONE}."
+_INNER = f"Gradients inside of training_step are not supported together with other examples: {ONE_BY_ONE}."
+_CHECKPOINTING = (
+    "Activation checkpointing runs its function again after the step, when the tensors of single examples are gone. "
+    "Switch it off and lower privacy.max_physical_batch_size, which bounds the memory already, or "
+    f"{ONE_BY_ONE}."
+)
+
+REFUSED: dict[Any, str] = {
+    torch.Tensor.register_hook: f"Tensor.register_hook: {HOOKS}",
+    torch.Tensor.register_post_accumulate_grad_hook: f"Tensor.register_post_accumulate_grad_hook: {HOOKS}",
+    torch.Tensor.retain_grad: f"Tensor.retain_grad: {HOOKS}",
+    vars(torch._C.TensorBase)["grad_fn"].__get__: f"Tensor.grad_fn, as backward hooks do: {HOOKS}",
+    torch.Tensor.backward: f"Tensor.backward: {_INNER}",
+    torch.autograd.grad: f"torch.autograd.grad: {_INNER}",
+}
+"""By function; the step may not call them."""
+
+SHARED_DRAW = (
+    "Random numbers are drawn into a tensor that is the same for all examples. Draw with torch.rand_like(x), "
+    f"torch.randn(shape) or torch.bernoulli(p), which give each example its own, or {ONE_BY_ONE}."
+)
+SHARED_WRITE = (
+    "The numbers of an example are written into a tensor that all examples share. Write them into a tensor that is "
+    "made in training_step, not into a view of one: x.new_zeros(shape), torch.zeros_like(x). For a buffer that keeps "
+    f"examples there is no rewrite. Or {ONE_BY_ONE}."
+)
+SAVED_TENSOR_HOOKS = f"Hooks on saved tensors see all examples at once. {_CHECKPOINTING}"
+
+# A part of torch's message, why it comes, and what to do. The first that fits is taken.
+_REASONS: list[tuple[str, str, str]] = [
+    (
+        r"data-dependent control flow|calling \.item\(\)|Tensor\.__contains__",
+        "The numbers of an example are read (if, float(), int(), .item(), assert)",
+        "Write torch.where(condition, a, b) in the place of `if`, and keep numbers in tensors",
+    ),
+    (
+        r"boolean mask|dynamic shape|masked_select|nonzero|unique|repeat_interleave",
+        "The shape of a result depends on the numbers of the example, as of x[mask]",
+        "Multiply by the mask: (x * mask).sum() / mask.sum() in the place of x[mask].mean(), and x.masked_fill(mask, "
+        "value) or torch.where in the place of an assignment",
+    ),
+    (
+        r"running_mean or running_var|running_mean.*in.?place",
+        "BatchNorm in training mode writes statistics of the examples into its buffers, and mixes examples",
+        "Replace it (models.batch_norm_to_group_norm), or keep it in evaluation mode (models.freeze_batch_norm)",
+    ),
+    (
+        r"doesn't work on out=|out variants",
+        "Numbers that differ between examples are written into the output of a function (out=)",
+        "Leave out= away, and use what the function returns",
+    ),
+    (
+        r"doesn't have storage|Cannot access (data pointer|storage)|accessing `data`|detach views in-place|is_pinned",
+        "The memory of a tensor is read (.numpy(), .tolist(), .data, copy.deepcopy, torch.tensor(x))",
+        "Use functions of torch, and x.detach() in the place of x.data or torch.tensor(x)",
+    ),
+    (
+        r"setup_context|does not have vmap support|generate_vmap_rule",
+        "An autograd function has no rule for single examples",
+        "Split its forward into forward and setup_context, and set generate_vmap_rule = True in the class",
+    ),
+    (
+        r"requires_grad_\(\)",
+        "A tensor made inside of training_step is to require a gradient",
+        "Make it a parameter of the module",
+    ),
+]
+_OF_VMAP = re.compile("vmap|functorch|[Bb]atching rule|BatchedTensor|randomness")
+_TORCH = str(Path(torch.__file__).parent)
+_OWN = str(Path(__file__).parents[1])
+
+
+def explained(error: Exception) -> Exception:
+    """What a user can act on, for an error that a step raised because it runs under vmap; others as they are."""
+    frames = traceback.extract_tb(error.__traceback__)
+    files = {frame.filename for frame in frames}
+    where, text = _place(frames), str(error)
+    if any(name.endswith("torch/utils/checkpoint.py") for name in files):
+        return ModelError(f"{where}{_CHECKPOINTING}")
+    if any(name.endswith("torch/utils/hooks.py") for name in files):
+        return ModelError(f"{where}A module has a backward hook. {HOOKS}")
+    if isinstance(error, ModelError) or text == SAVED_TENSOR_HOOKS:
+        return ModelError(f"{where}{text}")
+    for pattern, why, rewrite in _REASONS:
+        if re.search(pattern, text):
+            return ModelError(f"{where}{why}. {rewrite}, or {ONE_BY_ONE}.")
+    if _OF_VMAP.search(text):
+        return ModelError(f"{where}torch.func.vmap cannot run this ({text}). Write it otherwise, or {ONE_BY_ONE}.")
+    return error
+
+
+def require_no_inner_transform(name: str) -> None:
+    """Refuse a transform of torch.func.
+
+    Raises:
+        ModelError: always.
+    """
+    raise ModelError(f"training_step uses a transform of torch.func ({name}). {_INNER}")
+
+
+def require_no_own_vmap(func: Any, args: tuple[Any, ...]) -> None:
+    """Refuse a function that brings its own way to treat all examples at once, or that hides the functions inside.
+
+    Raises:
+        ModelError: with its name.
+    """
+    if isinstance(func, HigherOrderOperator):
+        function = args[0] if args else None
+        if not (isinstance(function, type) and issubclass(function, torch.autograd.Function)):
+            raise ModelError(
+                f"training_step uses the operator {func}, whose inner functions cannot be seen: {ONE_BY_ONE}."
+            )
+        if function.vmap is not torch.autograd.Function.vmap:
+            raise ModelError(
+                f"{function.__name__} has a vmap of its own, which sees all examples at once. Set generate_vmap_rule = "
+                f"True in its place, or {ONE_BY_ONE}."
+            )
+    elif isinstance(func, (OpOverload, OpOverloadPacket)) and _has_own_vmap(func):
+        raise ModelError(f"The operator {func} has a vmap of its own, which sees all examples at once: {ONE_BY_ONE}.")
+
+
+@functools.lru_cache(maxsize=4096)
+def _has_own_vmap(func: OpOverload | OpOverloadPacket) -> bool:
+    overloads = [func] if isinstance(func, OpOverload) else [getattr(func, name) for name in func.overloads()]
+    return any(
+        overload.namespace not in ("aten", "prims", "prim")
+        and torch._C._dispatch_has_kernel_for_dispatch_key(overload.name(), "FuncTorchBatched")
+        for overload in overloads
+    )
+
+
+def _place(frames: Sequence[traceback.FrameSummary]) -> str:
+    """File and line of the user's code, or of the library that it calls."""
+    for frame in reversed(frames):
+        if not frame.filename.startswith((_TORCH, _OWN, "<")):
+            return f"{frame.filename}:{frame.lineno} ({frame.line}): "
+    return ""

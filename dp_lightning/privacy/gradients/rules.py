@@ -1,0 +1,216 @@
+"""Rules: how the gradients of a function's weights follow from what the function has seen, example by example.
+
+A rule belongs to a function of torch, or to one of your own. What has no rule is right as well: a copy of the weight
+for each example goes in its place. A rule saves that memory and time::
+
+    def shift_gradients(call, gradient):              # (b, rows of an example, ...) both
+        return {"shift": gradient.sum(1)}
+
+    shifted = register_rule(shifted, Rule(("input", "shift"), ("shift",), 1, per_example(shift_gradients)))
+"""
+
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.overrides import handle_torch_function, has_torch_function
+
+from dp_lightning.errors import ModelError
+from dp_lightning.privacy.gradients.call import Call
+from dp_lightning.privacy.gradients.contribution import Contribution, PerExample
+from dp_lightning.privacy.gradients.convolution import (
+    Geometry,
+    Patches,
+    TransposedPatches,
+    by_dimension,
+    geometry,
+)
+from dp_lightning.privacy.gradients.embedding import embedding_rows
+from dp_lightning.privacy.gradients.linear import Tokens
+from dp_lightning.privacy.gradients.normalization import (
+    NormRule,
+    group_norm,
+    instance_norm,
+    layer_norm,
+    rms_norm,
+)
+from dp_lightning.privacy.gradients.products import Product
+
+RowDims = Callable[[Tensor, Mapping[str, Any]], int]
+"""From the first argument as one example gives it, and the others by name, to the dimensions of one row of it."""
+
+
+def _always(arguments: Mapping[str, Any]) -> bool:
+    return True
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What has to be known of a function.
+
+    Args:
+        arguments: its arguments in order; the first one is what it sees, and it treats the rows of that apart.
+        trained: those that may be trained.
+        row_dims: how many dimensions one row of the first argument has. Those before are rows.
+        contribution: from a call, and the loss's gradient with respect to what it returned (b * K, ...), to the
+            gradients of each example, those of its rows added up; ``per_example`` makes it of a simple function.
+        applies: whether the rule knows a call with these arguments. It is recorded with copies otherwise.
+    """
+
+    arguments: tuple[str, ...]
+    trained: tuple[str, ...]
+    row_dims: RowDims
+    contribution: Callable[[Call, Tensor], Contribution]
+    applies: Callable[[Mapping[str, Any]], bool] = _always
+
+    def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """The arguments by name."""
+        return {**dict(zip(self.arguments, args, strict=False)), **kwargs}
+
+
+RULES: dict[Callable[..., Any], Rule] = {}
+"""By function, as a torch function mode sees it."""
+
+
+def register_rule(function: Callable[..., Any], rule: Rule) -> Callable[..., Any]:
+    """Give a function a rule.
+
+    Args:
+        function: one of torch, or your own.
+        rule: of it.
+
+    Returns:
+        What has to be called: the function itself where it is one of torch, or else one that lets its calls be seen.
+    """
+    if (getattr(function, "__module__", None) or "torch").partition(".")[0] == "torch":
+        RULES[function] = rule
+        return function
+
+    @functools.wraps(function)
+    def seen(*args: Any, **kwargs: Any) -> Any:
+        tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
+        if has_torch_function(tensors):
+            return handle_torch_function(seen, tensors, *args, **kwargs)
+        return function(*args, **kwargs)
+
+    RULES[seen] = rule
+    return seen
+
+
+def per_example(gradients: Callable[[Call, Tensor], Mapping[str, Tensor]]) -> Callable[[Call, Tensor], Contribution]:
+    """A rule's ``contribution`` from a function that returns the gradients themselves.
+
+    Args:
+        gradients: gets the call and the gradient of what it returned, (b * K, ...); returns (b, *shape) by argument.
+    """
+
+    def contribution(call: Call, gradient: Tensor) -> Contribution:
+        found = gradients(call, gradient)
+        return PerExample({name: found[own] for own, name in call.names.items()}, "by rule")
+
+    return contribution
+
+
+def _linear(call: Call, gradient: Tensor) -> Contribution:
+    return Product(Tokens(call.inputs, gradient, call.rows), call.names)
+
+
+def _convolution(call: Call, gradient: Tensor) -> Contribution:
+    return Product(Patches(_geometry(call), call.inputs, gradient, call.rows), call.names)
+
+
+def _transposed(call: Call, gradient: Tensor) -> Contribution:
+    return Product(TransposedPatches(_geometry(call), call.inputs, gradient, call.rows), call.names)
+
+
+def _geometry(call: Call) -> Geometry:
+    names = ("stride", "padding", "dilation", "groups")
+    return geometry(call.weight_shape, **{name: call.arguments[name] for name in names if name in call.arguments})
+
+
+def _is_known_transposed(arguments: Mapping[str, Any]) -> bool:
+    """It is the gradient of a convolution with as many positions."""
+    dims = arguments["weight"].dim() - 2
+    extra = by_dimension(arguments.get("output_padding", 0), dims)
+    return all(more < step for more, step in zip(extra, by_dimension(arguments.get("stride", 1), dims), strict=True))
+
+
+def _is_known_embedding(arguments: Mapping[str, Any]) -> bool:
+    if arguments.get("scale_grad_by_freq") or arguments.get("max_norm") is not None:
+        raise ModelError(
+            "An embedding with scale_grad_by_freq or max_norm looks at the whole batch, or changes its weight while it "
+            "is used. Leave both out."
+        )
+    return True
+
+
+def _of_weight(x: Tensor, arguments: Mapping[str, Any]) -> int:
+    dims: int = arguments["weight"].dim() - 1
+    return dims
+
+
+def _of_shape(x: Tensor, arguments: Mapping[str, Any]) -> int:
+    return len(arguments["normalized_shape"])
+
+
+def _all_but_first(x: Tensor, arguments: Mapping[str, Any]) -> int:
+    return x.dim() - 1
+
+
+_CONVOLUTION = Rule(
+    ("input", "weight", "bias", "stride", "padding", "dilation", "groups"), ("weight", "bias"), _of_weight, _convolution
+)
+_TRANSPOSED = Rule(
+    ("input", "weight", "bias", "stride", "padding", "output_padding", "groups", "dilation"),
+    ("weight", "bias"),
+    _of_weight,
+    _transposed,
+    _is_known_transposed,
+)
+RULES.update(
+    {
+        F.linear: Rule(("input", "weight", "bias"), ("weight", "bias"), _of_weight, _linear),
+        torch.conv1d: _CONVOLUTION,
+        torch.conv2d: _CONVOLUTION,
+        torch.conv3d: _CONVOLUTION,
+        torch.conv_transpose1d: _TRANSPOSED,
+        torch.conv_transpose2d: _TRANSPOSED,
+        torch.conv_transpose3d: _TRANSPOSED,
+        F.embedding: Rule(
+            ("input", "weight", "padding_idx", "max_norm", "norm_type", "scale_grad_by_freq", "sparse"),
+            ("weight",),
+            lambda x, arguments: x.dim(),
+            embedding_rows,
+            _is_known_embedding,
+        ),
+        F.group_norm: Rule(
+            ("input", "num_groups", "weight", "bias", "eps"),
+            ("weight", "bias"),
+            _all_but_first,
+            NormRule(group_norm, channels=True),
+        ),
+        F.layer_norm: Rule(
+            ("input", "normalized_shape", "weight", "bias", "eps"),
+            ("weight", "bias"),
+            _of_shape,
+            NormRule(layer_norm, channels=False),
+        ),
+        F.rms_norm: Rule(
+            ("input", "normalized_shape", "weight", "eps"),
+            ("weight",),
+            _of_shape,
+            NormRule(rms_norm, channels=False),
+        ),
+        F.instance_norm: Rule(
+            ("input", "running_mean", "running_var", "weight", "bias", "use_input_stats", "momentum", "eps"),
+            ("weight", "bias"),
+            _all_but_first,
+            NormRule(instance_norm, channels=True),
+            lambda arguments: arguments.get("running_mean") is None,
+        ),
+    }
+)

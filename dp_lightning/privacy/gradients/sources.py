@@ -1,0 +1,217 @@
+"""Trained parameters, and what is computed from them, where they meet the tensors of examples.
+
+What is computed from parameters alone is computed once. Its per-example gradients are pulled back through that
+computation, of all uses together, so that each parameter has one gradient of each example in the end.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dp_lightning.errors import ModelError
+from dp_lightning.privacy.gradients.vmap import below, wrapped
+
+# Numbers of parameters for which gradients are pulled back at once: 256 MiB in float32.
+_PULLED = 2**26
+
+
+@dataclass
+class Source:
+    """A trained parameter, or what is computed from some."""
+
+    name: str
+    tensor: Tensor
+    parameters: dict[str, Tensor]  # that it is computed from
+    version: int
+    uses: int = 0
+    copies: Tensor | None = None
+    leaf: Tensor | None = None
+    gradients: Tensor | None = None  # (b, *shape), added up over uses
+
+    @property
+    def is_parameter(self) -> bool:
+        return self.name in self.parameters
+
+    def add(self, gradients: Tensor) -> None:
+        """In float32 at least."""
+        gradients = gradients.to(torch.promote_types(gradients.dtype, torch.float32))
+        self.gradients = gradients if self.gradients is None else self.gradients + gradients
+
+    def require_unchanged(self) -> None:
+        if self.tensor._version != self.version:
+            raise ModelError(
+                f"A weight of shape {tuple(self.tensor.shape)} that is computed from {', '.join(self.parameters)} is "
+                "changed in place after it was used. Use an operation that makes a new tensor."
+            )
+
+
+class Sources:
+    """Those of one physical batch.
+
+    Args:
+        parameters: trained ones by name.
+        batch_size: number of examples b.
+    """
+
+    def __init__(self, parameters: Mapping[str, Tensor], batch_size: int) -> None:
+        self._names = {id(parameter): name for name, parameter in parameters.items()}
+        self._batch_size = batch_size
+        self._found: dict[int, Source] = {}
+        self._by_name: dict[str, Source] = {}
+        self._anchors: dict[torch.device, Tensor] = {}
+
+    def of(self, tensor: Tensor) -> Source:
+        """The source that a tensor is.
+
+        Raises:
+            ModelError: when it is computed from a tensor that is no parameter.
+        """
+        known = self._found.get(id(tensor))
+        if known is not None:
+            return known
+        name = self._names.get(id(tensor))
+        if name is not None:
+            parameters = {name: tensor}
+        else:
+            name, parameters = f"(computed {len(self._found)})", {}
+            for leaf in leaves_of(tensor):
+                if id(leaf) not in self._names:
+                    raise ModelError(
+                        f"training_step uses a tensor of shape {tuple(leaf.shape)} that requires a gradient and is not "
+                        "a trained parameter of the module. Make it an nn.Parameter of the module, or detach it."
+                    )
+                parameters[self._names[id(leaf)]] = leaf
+        source = Source(name, tensor, parameters, tensor._version)
+        self._found[id(tensor)] = self._by_name[name] = source
+        return source
+
+    def copies(self, tensor: Tensor, at: int) -> Tensor:
+        """One for each example in the place of a tensor, inside of the vmap of level ``at``."""
+        source = self.of(tensor)
+        if source.copies is None:
+            with below():
+                source.leaf = tensor.detach().expand(self._batch_size, *tensor.shape).requires_grad_()
+            source.copies = wrapped(source.leaf, at)
+            source.uses += 1
+        return source.copies
+
+    def started(self, output: Tensor) -> Tensor:
+        """What a function returned whose input needs no gradient, as the start of a graph."""
+        device = output.device
+        if device not in self._anchors:
+            self._anchors[device] = torch.zeros((), device=device, requires_grad=True)
+        started: Tensor = _Start.apply(output.clone() if output._is_view() else output, self._anchors[device])
+        return started
+
+    def single(self) -> frozenset[str]:
+        """Parameters that are used once, so that the gradients of that use are all there is."""
+        uses: dict[str, int] = {}
+        for source in self._found.values():
+            for name in source.parameters:
+                uses[name] = uses.get(name, 0) + source.uses
+        return frozenset(name for name, count in uses.items() if count == 1)
+
+    def add(self, name: str, gradients: Tensor) -> None:
+        """Gradients (b, ...) that have arrived at the source of that name."""
+        self._by_name[name].add(gradients)
+
+    def gradients(self) -> Iterator[tuple[str, Tensor, str]]:
+        """Parameter name, gradients (b, ...) and how they were taken; they still have to be added up by name."""
+        computed = []
+        for source in self._found.values():
+            way = ""
+            source.require_unchanged()
+            if source.leaf is not None and source.leaf.grad is not None:
+                source.add(source.leaf.grad)
+                source.leaf.grad, way = None, "one copy per example"
+            if source.gradients is None:
+                continue
+            if source.is_parameter:
+                yield source.name, source.gradients, way
+                source.gradients = None
+            else:
+                computed.append(source)
+        for group in _connected(computed):
+            for name, gradients in _pulled_back(group, self._batch_size).items():
+                yield name, gradients, "pulled back"
+
+
+def leaves_of(tensor: Tensor) -> Iterator[Tensor]:
+    """The leaves of a graph."""
+    if tensor.grad_fn is None:
+        yield tensor
+        return
+    seen, waiting = set(), [tensor.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        variable = getattr(node, "variable", None)
+        if variable is not None:
+            yield variable
+        waiting.extend(parent for parent, _ in node.next_functions if parent is not None)
+
+
+def _connected(sources: Sequence[Source]) -> list[list[Source]]:
+    """In groups that have no parameter in common, whose computations run backwards together."""
+    groups: list[list[Source]] = []
+    for source in sources:
+        apart, together = [], [source]
+        for group in groups:
+            if any(source.parameters.keys() & other.parameters.keys() for other in group):
+                together = group + together
+            else:
+                apart.append(group)
+        groups = [*apart, together]
+    return groups
+
+
+def _pulled_back(sources: Sequence[Source], batch_size: int) -> dict[str, Tensor]:
+    """Gradients (b, ...) of the parameters that some sources are computed from, a piece of the batch at a time."""
+    parameters = {name: parameter for source in sources for name, parameter in source.parameters.items()}
+    step = max(_PULLED // max(sum(p.numel() for p in parameters.values()), 1), 1)
+    pieces: dict[str, list[Tensor]] = {name: [] for name in parameters}
+    for start in range(0, batch_size, step):
+        gradients = []
+        for source in sources:
+            assert source.gradients is not None
+            gradients.append(source.gradients[start : start + step].to(source.tensor.dtype))
+        pulled = _batched([source.tensor for source in sources], list(parameters.values()), gradients)
+        for name, part in zip(parameters, pulled, strict=True):
+            if part is not None:
+                pieces[name].append(part.to(torch.promote_types(part.dtype, torch.float32)))
+    for source in sources:
+        source.gradients = None
+    return {name: torch.cat(parts) if len(parts) > 1 else parts[0] for name, parts in pieces.items() if parts}
+
+
+def _batched(outputs: list[Tensor], parameters: list[Tensor], gradients: list[Tensor]) -> Sequence[Tensor | None]:
+    """Gradients (r, ...) of the parameters from those of the outputs."""
+    with torch.enable_grad():
+        try:
+            return torch.autograd.grad(
+                outputs, parameters, gradients, is_grads_batched=True, retain_graph=True, allow_unused=True
+            )
+        except RuntimeError:  # vmap does not know one of the functions: example by example, or the error once more
+            rows = [
+                torch.autograd.grad(outputs, parameters, row, retain_graph=True, allow_unused=True)
+                for row in zip(*gradients, strict=True)
+            ]
+    return [None if column[0] is None else torch.stack(column) for column in zip(*rows, strict=True)]
+
+
+class _Start(torch.autograd.Function):
+    """Starts the graph at a function whose input needs no gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, anchor: Tensor) -> Tensor:
+        ctx.mark_dirty(output)  # no copy
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, None]:
+        return None, None

@@ -1,0 +1,208 @@
+"""The objects that a module leads to, and the places where they hold others.
+
+The walk follows attributes, slots, containers, the attributes of classes, and functions with their closures, defaults
+and the globals that they name. It calls no method of a user's class, and goes on where an object cannot be read.
+"""
+
+import functools
+import itertools
+import logging
+import sys
+import types
+import weakref
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+from torch import nn
+
+from dp_lightning.privacy.contents import GENERATORS, generator_state
+
+Ignored: TypeAlias = Callable[[object, str], bool]
+Members: TypeAlias = dict[Any, Any]
+
+#: Types whose values cannot change, and refer to nothing that can.
+ATOMS = frozenset((int, float, complex, bool, str, bytes, type(None), range, torch.Size, torch.dtype, torch.device))
+# Known by identity only: what they lead to belongs to the process rather than to the model.
+_NOT_FOLLOWED = (types.ModuleType, types.CodeType, types.FrameType, logging.Logger, weakref.ref, np.generic)
+_LIBRARIES = {"dp_lightning", "lightning", "lightning_fabric", "numpy", "pytorch_lightning", "torch", "torchmetrics"}
+_LIBRARIES |= sys.stdlib_module_names
+
+
+@dataclass(slots=True, eq=False)
+class Place:
+    """Where an object holds others: its attributes, its items, the variables of a function.
+
+    Attributes:
+        path: of the object.
+        source: what is read, such as a dict, a list, or the cell of a closure.
+        read: makes a dict of the members that stand in the source.
+        label: what the key of a member adds to the path.
+        held: the members when the place was found; None where they could not be read.
+    """
+
+    path: str
+    source: Any
+    read: Callable[[Any], Members]
+    label: Callable[[Any], str]
+    held: Members | None = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.held = self.now()
+
+    def now(self) -> Members | None:
+        try:
+            return self.read(self.source)
+        except Exception:  # a user's object may raise anything; an empty slot does
+            return None
+
+
+def reachable(
+    root: object, ignored: Ignored = lambda owner, name: False, name: str = "model"
+) -> Iterator[tuple[str, object]]:
+    """Every object that a :class:`~dp_lightning.privacy.state.StateSnapshot` looks at, with a shortest path to it."""
+    return ((path, value) for path, value, _ in walk(root, ignored, name))
+
+
+def walk(root: object, ignored: Ignored, name: str) -> Iterator[tuple[str, object, list[Place]]]:
+    """Each object that can be reached from a root, once, with a shortest path to it and its places."""
+    queue: deque[tuple[str, Any]] = deque([(name, root)])  # breadth first: no other path is shorter
+    seen: Members = {}  # keeps what was made on the way alive, so that its id stays its own
+    named: set[tuple[int, str]] = set()
+    while queue:
+        path, value = queue.popleft()
+        if id(value) in seen:
+            continue
+        seen[id(value)] = value
+        places: list[Place] = []
+        with suppress(Exception):  # what was found until then stands
+            places.extend(_places(path, value, ignored, named))
+        seen.update((id(place.source), place.source) for place in places)
+        yield path, value, places
+        for place in places:
+            members = (place.held or {}).items()
+            parts = [(key, part) for key, member in members for part in (key, member) if type(part) not in ATOMS]
+            queue.extend((place.path + place.label(key), part) for key, part in parts)
+        queue.append((type(value).__name__, type(value)))
+
+
+def _places(path: str, value: Any, ignored: Ignored, named: set[tuple[int, str]]) -> Iterator[Place]:
+    kind = type(value)
+    if kind in (dict, OrderedDict, set, list):  # first, since an nn.Module has 14 of them
+        yield from _items(path, value)
+    elif issubclass(kind, type):
+        yield from _class_attributes(value, ignored)
+    elif not issubclass(kind, _NOT_FOLLOWED):
+        yield from _attributes(path, value, ignored)
+        yield from _items(path, value)
+        if kind is types.FunctionType:
+            yield from _variables(path, value)
+            yield from _globals(value, named)
+
+
+def _attributes(path: str, value: Any, ignored: Ignored) -> Iterator[Place]:
+    with suppress(AttributeError):
+        own = object.__getattribute__(value, "__dict__")
+        parts = ("_parameters", "_buffers", "_modules") if issubclass(type(value), nn.Module) else ()
+        for names in (*(own[part] for part in parts if part in own and not ignored(value, part)), own):
+            yield Place(path, names, functools.partial(_kept, owner=value, ignored=ignored), _attribute)
+    for name, slot in _slots(type(value)).items():  # type: ignore[arg-type]
+        if not ignored(value, name):
+            yield Place(f"{path}.{name}", slot, lambda slot: {"": slot.__get__(value)}, _itself)
+
+
+def _kept(names: Mapping[str, Any], owner: object, ignored: Ignored) -> Members:
+    noted = "__slotnames__"  # which copy.copy writes into classes
+    return {key: value for key, value in names.items() if key != noted and not ignored(owner, str(key))}
+
+
+@functools.lru_cache(maxsize=1024)
+def _slots(kind: type) -> dict[str, types.MemberDescriptorType]:
+    if kind in (types.FunctionType, types.GeneratorType):
+        return {}
+    members = (item for base in reversed(kind.__mro__) for item in vars(base).items())
+    return {name: member for name, member in members if type(member) is types.MemberDescriptorType}
+
+
+def _items(path: str, value: Any) -> Iterator[Place]:
+    for kinds, label, read in _ITEMS:
+        if issubclass(type(value), kinds):
+            yield Place(path, value, read, label)
+            return
+
+
+def _class_attributes(kind: type, ignored: Ignored) -> Iterator[Place]:
+    if str(kind.__module__).partition(".")[0] not in _LIBRARIES:
+        yield Place(kind.__name__, vars(kind), functools.partial(_kept, owner=kind, ignored=ignored), _attribute)
+        yield Place(kind.__name__, kind.__bases__, lambda bases: dict(enumerate(bases)), _itself)
+
+
+def _variables(path: str, function: types.FunctionType) -> Iterator[Place]:
+    yield Place(f"{path}.__defaults__", function, lambda _: {"": function.__defaults__}, _itself)
+    yield Place(f"{path}.__kwdefaults__", function, lambda _: {"": function.__kwdefaults__}, _itself)
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        yield Place(f"{path}.{name}", cell, lambda cell: {"": cell.cell_contents}, _itself)
+
+
+def _globals(function: types.FunctionType, named: set[tuple[int, str]]) -> Iterator[Place]:
+    """The globals that a user's function names, in its own module and in those of the user that it names."""
+    module, space = str(function.__globals__.get("__name__")), function.__globals__
+    if _installed(module):
+        return
+    wanted, spaces = sorted(_names(function.__code__)), [(module, space)]
+    for module, space in spaces:
+        new = [name for name in wanted if name in space and (id(space), name) not in named]
+        named.update((id(space), name) for name in new)
+        if new:
+            read = functools.partial(lambda names, space: {name: space[name] for name in names if name in space}, new)
+            yield Place(module, space, read, _attribute)
+        for value in map(space.get, new):
+            if type(value) is types.ModuleType and not _installed(value.__name__):
+                spaces.append((value.__name__, vars(value)))
+
+
+def _names(code: types.CodeType) -> set[str]:
+    return set(code.co_names).union(*(_names(part) for part in code.co_consts if isinstance(part, types.CodeType)))
+
+
+def _installed(module: str) -> bool:
+    path = str(getattr(sys.modules.get(module), "__file__", None))
+    return module.partition(".")[0] in _LIBRARIES or "site-packages" in path or "dist-packages" in path
+
+
+def _attribute(name: Any) -> str:
+    return f"[{name}]" if str(name).isdigit() else f".{name}"
+
+
+def _item(key: Any) -> str:
+    return f"[{key!r}]" if type(key) in ATOMS else f"[{type(key).__name__}]"
+
+
+def _itself(key: Any) -> str:
+    return ""
+
+
+def _frame(generator: "types.GeneratorType[Any, Any, Any]") -> Members:
+    frame = generator.gi_frame
+    variables = () if frame is None else (frame.f_lasti, *frame.f_locals.values())
+    return {"": (generator.gi_yieldfrom, *variables)}
+
+
+# How to read a container, or an object that is written in C.
+_ITEMS: list[tuple[Any, Callable[[Any], str], Callable[[Any], Members]]] = [
+    (dict, _item, lambda value: dict(dict.items(value))),
+    (list, _item, lambda value: dict(enumerate(list.__iter__(value)))),
+    (tuple, _item, lambda value: dict(enumerate(tuple.__iter__(value)))),
+    (set | frozenset, _itself, lambda value: dict.fromkeys(frozenset(value))),
+    (deque, _itself, lambda value: {"": tuple(deque.__iter__(value))}),
+    (GENERATORS, _itself, lambda value: {"": generator_state(value)}),
+    (np.ndarray, _attribute, lambda value: {"base": value.base}),
+    (types.BuiltinMethodType, _attribute, lambda value: {"__self__": value.__self__}),
+    (types.GeneratorType, _itself, _frame),
+    (itertools.count, _itself, lambda value: {"": repr(value)}),
+    (functools._lru_cache_wrapper, _itself, lambda value: {"": value.cache_info()[1:]}),  # but not how many hits
+]

@@ -1,0 +1,163 @@
+"""Reads each example by itself, so that none can meet another before the step.
+
+The data set's ``__getitem__`` is called for one example, or K times for its K views, and collation on that alone: a
+batch of one example. The results of a physical batch are stacked. ``__getitems__``, which gets several examples, is not
+used. ``__getitem__`` is trusted to look at one example.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_map_only, tree_unflatten
+from torch.utils.data import Dataset, default_collate
+
+from dp_lightning.errors import DataError
+from dp_lightning.privacy.sampling import PhysicalBatch
+
+
+class ExampleBatch:
+    """A physical batch as it was read.
+
+    Attributes:
+        place: its place among the draws, and its examples' positions in the data set.
+        examples: a tree like a batch of one example, with tensors (b, ...) in the place of tensors, or with ``Entries``
+            in the place of what is no tensor; b is at least 1.
+        counted: (b,) whether each example takes part, on the CPU. One that collation leaves out does not, nor one that
+            only stands in where nothing was drawn.
+    """
+
+    def __init__(self, place: PhysicalBatch, examples: Any, counted: Tensor) -> None:
+        self.place, self.examples, self.counted = place, examples, counted
+
+    def __len__(self) -> int:
+        return len(self.counted)
+
+    def to(self, device: torch.device, non_blocking: bool = False) -> "ExampleBatch":
+        """The same on a device."""
+        return self._changed(lambda leaf: leaf.to(device, non_blocking=non_blocking))
+
+    def pin_memory(self) -> "ExampleBatch":
+        """The same in page-locked memory."""
+        return self._changed(Tensor.pin_memory)
+
+    def _changed(self, change: Callable[[Tensor], Tensor]) -> "ExampleBatch":
+        return ExampleBatch(self.place, tree_map_only(Tensor, change, self.examples), self.counted)
+
+
+class Entries(tuple[Any, ...]):
+    """What each example has in one place of its batch where no tensor stands; a leaf of the tree."""
+
+    __slots__ = ()
+
+
+class ExampleReader(Dataset[ExampleBatch]):
+    """From a physical batch's place to its examples; picklable, for the workers of a loader.
+
+    Args:
+        dataset: a map-style data set.
+        collate_fn: makes a batch of one example, from a list of its views.
+        augmult: K, how often the data set is asked for each example.
+        prepare: applied to each example's batch before examples are stacked.
+        before: called with the place before anything is read; it may fix the random numbers.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        collate_fn: Callable[[list[Any]], Any] = default_collate,
+        *,
+        augmult: int = 1,
+        prepare: Callable[[Any], Any] | None = None,
+        before: Callable[[PhysicalBatch], None] | None = None,
+    ) -> None:
+        self.dataset, self.collate_fn = dataset, collate_fn
+        self.augmult, self.prepare, self.before = augmult, prepare, before
+        self._stand_in: Any = None
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, place: PhysicalBatch) -> ExampleBatch:
+        if self.before is not None:
+            self.before(place)
+        found = [self.read(index) for index in place.indices]
+        if all(example is None for example in found):
+            found = [None]
+        counted = torch.tensor([example is not None for example in found])
+        if any(example is None for example in found):
+            stand_in = next((_zeros(example) for example in found if example is not None), None)
+            stand_in = self.stand_in() if stand_in is None else stand_in
+            found = [stand_in if example is None else example for example in found]
+        return ExampleBatch(place, stacked(found), counted)
+
+    def read(self, index: int) -> Any:
+        """The batch of one example; None where collation leaves nothing of it."""
+        batch = self.collate_fn([self.dataset[index] for _ in range(self.augmult)])
+        if batch is None or _is_empty(batch):
+            return None
+        return batch if self.prepare is None else self.prepare(batch)
+
+    def stand_in(self) -> Any:
+        """A batch of one example of zeros."""
+        if self._stand_in is None:
+            found = (self.read(index) for index in range(len(self)))
+            example = next((example for example in found if example is not None), None)
+            if example is None:
+                raise DataError("Collation leaves nothing of any example of the training set.")
+            self._stand_in = _zeros(example)
+        return self._stand_in
+
+
+def stacked(examples: Sequence[Any]) -> Any:
+    """Batches of one example each as one tree of tensors (b, ...).
+
+    Raises:
+        DataError: when examples differ in structure or in shape.
+    """
+    flat = [tree_flatten(example) for example in examples]
+    spec: TreeSpec = flat[0][1]
+    if any(other != spec for _, other in flat):
+        raise DataError(
+            "Examples of the training set have batches of different structure. Let collate_fn return the same keys and "
+            "lengths for every example."
+        )
+    return tree_unflatten([_stacked(column) for column in zip(*(leaves for leaves, _ in flat), strict=True)], spec)
+
+
+def shapes_of(batch: ExampleBatch) -> list[tuple[int, ...]]:
+    """The shapes that one example's tensors have."""
+    return [tuple(leaf.shape[1:]) for leaf in tree_flatten(batch.examples)[0] if isinstance(leaf, Tensor)]
+
+
+def require_shapes(found: object, expected: object) -> None:
+    """Refuse examples of another shape.
+
+    Raises:
+        DataError: naming the shapes.
+    """
+    if found != expected:
+        raise DataError(
+            f"Examples of the training set have different shapes: {expected} and {found}. Bring all of them to one "
+            "shape: pad or crop to a fixed length, in the data set or in collate_fn. A shape that depends on the "
+            "example would leave the step."
+        )
+
+
+def _stacked(column: Sequence[Any]) -> Any:
+    if not all(isinstance(leaf, Tensor) for leaf in column):
+        return Entries(column)
+    tensors = [leaf.as_subclass(Tensor) for leaf in column]
+    for tensor in tensors:
+        require_shapes(tuple(tensor.shape), tuple(tensors[0].shape))
+    return torch.stack(tensors)
+
+
+def _zeros(example: Any) -> Any:
+    return tree_map_only(Tensor, torch.zeros_like, example)
+
+
+def _is_empty(batch: Any) -> bool:
+    leaves = tree_flatten(batch)[0]
+    return not leaves or all(isinstance(leaf, Tensor) and leaf.dim() > 0 and len(leaf) == 0 for leaf in leaves)

@@ -1,0 +1,343 @@
+"""One logical step from the draw to the release: the one home of the private mechanism.
+
+For the Poisson draw S from N examples, each taken with probability q = B/N, a step releases
+
+    g = (sum over i in S of clip(grad l_i)  +  Normal(0, (sigma * sensitivity)^2 I)) / B.
+
+Formal guarantee. Let the parameters and all earlier releases be given.
+
+1. S is a Poisson draw with a secret key (``sampling``).
+2. Each example is read by itself (``reading``), and its loss l_i is computed where no other example can be reached
+   (``examples``, ``isolation``), with secret random numbers (``randomness``): l_i is a function of example i, the
+   weights, the number of the step, and random numbers that no one knows. What is trusted: the data set's
+   ``__getitem__`` looks at one example, and kernels of torch treat rows apart.
+3. ``clip`` bounds what one example adds to the sum by ``sensitivity`` (``clipping``, ``gradients``); an example whose
+   gradient is not finite adds nothing.
+4. B is a constant of the plan, and the step is released whatever the draw is, the empty one included.
+5. The noise is independent, and drawn once (``noise``). The step is on disk (``journal``) and in the ledger before
+   anything is released.
+
+Each release is then a Poisson-subsampled Gaussian mechanism with noise multiplier sigma and sampling probability q, for
+neighbours that differ by adding or removing one example. The ledger counts the releases, and its accountants give
+(epsilon, delta) for all of them together. Everything computed from the releases alone is post-processing.
+
+Several ranks take one step together: S is one draw, dealt out to them; each rank sums its share, rank 0 adds the noise
+to its own sum, and one collective adds up the sums. What is released is the same on every rank, bit for bit.
+"""
+
+from collections.abc import Callable, Iterator
+from functools import cached_property
+from importlib.metadata import version
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import default_collate
+
+from dp_lightning.errors import BudgetError, ConfigurationError, DpLightningError
+from dp_lightning.privacy.accounting import Ledger
+from dp_lightning.privacy.clipping import ClipPlan
+from dp_lightning.privacy.disk import DiSK, Extrapolation
+from dp_lightning.privacy.examples import WAYS, Examples, Loss, OneByOne, Together, trained_parameters
+from dp_lightning.privacy.gradients.clipped_sum import ClippedSum
+from dp_lightning.privacy.isolation import Isolation
+from dp_lightning.privacy.journal import Journal
+from dp_lightning.privacy.noise import GaussianNoise
+from dp_lightning.privacy.plan import PrivacyPlan
+from dp_lightning.privacy.randomness import TrainingRandomness
+from dp_lightning.privacy.reading import ExampleBatch, ExampleReader, require_shapes, shapes_of
+from dp_lightning.privacy.sampling import Key, PhysicalBatch, PoissonSampler, cut, sampling_key
+from dp_lightning.privacy.statement import PrivacyStatement
+from dp_lightning.ranks import Ranks
+
+
+class PrivateStep:
+    """Takes the logical steps of one run.
+
+    Use::
+
+        private = PrivateStep(model, loss, dataset, plan=plan)
+        for _ in range(plan.num_steps):
+            for batch in private.batches():
+                private.accumulate(batch)
+            private.release()               # the privatized gradient is in .grad
+            optimizer.step()
+
+    Args:
+        module: parameters that require a gradient now are the trained ones.
+        loss: from a batch of one example, as ``collate_fn`` makes it, to its loss, a scalar tensor.
+        dataset: a map-style data set of the plan's number of examples.
+        plan: the public numbers of the run.
+        clip_plan: how examples are clipped.
+        collate_fn: makes a batch of one example from a list of its views.
+        examples: ``together`` under vmap, or ``one_by_one``, which is slower and takes any code.
+        max_physical_batch_size: most rows, every view of an example counted, that go through the model at once. It
+            bounds memory and changes nothing else.
+        augmult: K, the views of each example in its batch of one.
+        disk: takes gradients where DiSK does; None is at the parameters.
+        ledger: where each release is recorded; it may hold steps taken before.
+        journal: where each release is brought to disk before it is made, on rank 0.
+        ranks: the processes that take each step together.
+        sampling_key: of the draws, the same on all ranks; None makes a secret one.
+        seed: fixes sampling, noise and all that is random in a step; whoever knows it can subtract the noise. None
+            takes secret keys from the operating system.
+        prepare: applied to the batch of one example after collation, before examples are stacked.
+        ignored: asked with an object and the name of one of its attributes, whether it is no state of the module.
+        raw: further objects that hold training data.
+
+    Raises:
+        ConfigurationError: naming the setting.
+        ModelError: where nothing is trained.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        loss: Loss,
+        dataset: Any,
+        *,
+        plan: PrivacyPlan,
+        clip_plan: ClipPlan | None = None,
+        collate_fn: Callable[[list[Any]], Any] = default_collate,
+        examples: str = "together",
+        max_physical_batch_size: int = 128,
+        augmult: int = 1,
+        disk: DiSK | None = None,
+        ledger: Ledger | None = None,
+        journal: Journal | None = None,
+        ranks: Ranks | None = None,
+        sampling_key: Key | None = None,
+        seed: int | None = None,
+        prepare: Callable[[Any], Any] | None = None,
+        ignored: Callable[[object, str], bool] = lambda owner, name: False,
+        raw: tuple[object, ...] = (),
+    ) -> None:
+        check_step_settings(examples=examples, max_physical_batch_size=max_physical_batch_size, augmult=augmult)
+        if len(dataset) != plan.num_train:
+            raise ConfigurationError(
+                f"The training data set has {len(dataset)} examples, but the plan was made for num_train "
+                f"{plan.num_train}. Remove num_train, or correct it."
+            )
+        self.module, self.plan, self.clip_plan = module, plan, clip_plan or ClipPlan.flat()
+        self.ledger, self.journal, self.ranks = ledger or Ledger(), journal, ranks or Ranks()
+        self.parameters = trained_parameters(module)
+        self.noise = GaussianNoise(seed=seed)
+        self.seed, self.randomness = seed, TrainingRandomness(seed, rank=self.ranks.rank)
+        self.reader = ExampleReader(
+            dataset, collate_fn, augmult=augmult, prepare=prepare, before=self.randomness.before_reading
+        )
+        self._loss, self._max_examples = loss, max_physical_batch_size // augmult
+        self._sampler = PoissonSampler(
+            num_train=plan.num_train, sample_rate=plan.sample_rate, key=_sampling_key(sampling_key, seed)
+        )
+        self.examples, self.disk = examples, disk
+        self._ignored, self._raw = ignored, (dataset, *raw)
+        self._sum = ClippedSum(self.parameters, self.clip_plan)
+        self._extrapolation = None if disk is None else Extrapolation(self.parameters, disk.length)
+        self._shapes: list[tuple[int, ...]] | None = None
+        self._taken: PhysicalBatch | None = None
+
+    # One logical step
+
+    @cached_property
+    def _way(self) -> Examples:
+        self.randomness.start()
+        roots = {"self": self.module, "the data set": self.reader.dataset, "collate_fn": self.reader.collate_fn}
+        self.randomness.rekey(roots, self._ignored)
+        isolation = Isolation(self.module, self.parameters, ignored=self._ignored, raw=self._raw)
+        return (Together if self.examples == "together" else OneByOne)(self.parameters, isolation, self.randomness)
+
+    def start(self) -> None:
+        """Take secret keys, and note which constants the losses may use; otherwise the first batch does."""
+        _ = self._way
+
+    def physical_batches(self, step: int) -> Iterator[PhysicalBatch]:
+        """This rank's share of the draw of a logical step."""
+        draw, ranks = self._sampler.draw(step), self.ranks
+        return cut(draw, self._max_examples, step=step, rank=ranks.rank, num_ranks=ranks.size)
+
+    def batches(self) -> Iterator[ExampleBatch]:
+        """The physical batches of the next logical step, read one after the other."""
+        self.start()
+        return map(self.reader.__getitem__, self.physical_batches(self.ledger.num_steps))
+
+    def accumulate(self, batch: ExampleBatch) -> None:
+        """Add the clipped gradients of a physical batch's examples to the sum of its logical step.
+
+        The first one of a logical batch drops what an abandoned one has left, so that no draw enters two releases.
+
+        Raises:
+            BudgetError: when the plan's steps are all taken.
+            ModelError: naming what of the module's code cannot be taken example by example.
+            DataError: when an example has another shape than those before.
+        """
+        place, batch = batch.place, batch.to(self._device)
+        if place.piece == 0:
+            self._begin()
+        elif self._taken is None or (place.step, place.piece) != (self._taken.step, self._taken.piece + 1):
+            raise DpLightningError(f"{place} does not follow {self._taken}: the physical batches were reordered.")
+        self._require_shapes(batch)
+        if self._extrapolation is not None:
+            self._extrapolation.away()
+        try:
+            self._way.add(self._loss, batch, self._sum)
+        finally:
+            if self._extrapolation is not None:
+                self._extrapolation.back()
+        self._taken = place
+
+    @torch.no_grad()
+    def release(self, *, stop: bool = False) -> bool:
+        """Privatize the logical batch into the ``.grad`` of the parameters; every rank has to call it.
+
+        The step is recorded before anything is released, so that an interruption over-reports rather than
+        under-reports.
+
+        Args:
+            stop: whether this rank asks all ranks to stop after this step.
+
+        Returns:
+            Whether some rank asks to.
+
+        Raises:
+            BudgetError: when the plan's steps are all taken.
+        """
+        self.require_budget()
+        if self._taken is None or not self._taken.last:
+            raise DpLightningError("The logical batch is not complete: accumulate all of its physical batches first.")
+        self._taken, number = None, self.ledger.num_steps
+        step = {"noise_multiplier": self.plan.noise_multiplier, "sample_rate": self.plan.sample_rate}
+        if self.journal is not None:
+            self.journal.record(**step)
+        self.ledger.record(**step)
+        total, noised = self._sum.flat, self.ranks.rank == 0
+        if noised:
+            total = self.noise.add_to(total, self.noise_standard_deviation, step=number)
+        if self.ranks.size > 1:
+            total, stop = self._over_ranks(total, noised=noised, stop=stop)
+        self._sum.reset()
+        for name, gradient in self._sum.views(total.div_(self.plan.expected_batch_size)).items():
+            self.parameters[name].grad = gradient.to(self.parameters[name].dtype)
+        self._way.advance()
+        return stop
+
+    # Public numbers
+
+    @property
+    def noise_standard_deviation(self) -> float:
+        """Of the noise on the sum, before the division by B."""
+        return self.plan.noise_multiplier * self.clip_plan.sensitivity
+
+    @property
+    def noise_level(self) -> float:
+        """Standard deviation of the noise in each entry of the privatized gradient, sigma S / B."""
+        return self.noise_standard_deviation / self.plan.expected_batch_size
+
+    @property
+    def ways(self) -> dict[str, str]:
+        """How the gradients of each parameter were taken in the last physical batch; without those not used."""
+        return self._way.ways
+
+    @property
+    def discarded(self) -> Tensor:
+        """How many examples of the logical batch have a gradient that is not finite; not private."""
+        return self._sum.discarded
+
+    def require_budget(self) -> None:
+        """Refuse a step beyond the plan.
+
+        Raises:
+            BudgetError: when the plan's steps are all taken.
+        """
+        if self.ledger.num_steps >= self.plan.num_steps:
+            raise BudgetError(
+                f"The privacy budget is spent: the plan allows {self.plan.num_steps} logical steps and "
+                f"{self.ledger.num_steps} are taken. To train longer, plan more steps before the start "
+                "(trainer.max_epochs or trainer.max_steps)."
+            )
+
+    def statement(self, **more: Any) -> PrivacyStatement:
+        """The privacy statement of the steps in the ledger.
+
+        Args:
+            more: further fields of ``PrivacyStatement``, such as ``postprocessing`` and ``unprotected``.
+        """
+        clipping = self.clip_plan.describe()
+        if self.reader.augmult > 1:
+            clipping["augmult"] = f"{self.reader.augmult} views of each example"
+        if self.disk is not None:
+            clipping["gradients"] = self.disk.describe()
+        fields = {
+            "plan": self.plan,
+            "ledger": self.ledger,
+            "clipping": clipping,
+            "examples": self.examples,
+            "sensitivity": self.clip_plan.sensitivity,
+            "sampler": "Poisson, each example independently with probability q in every logical step",
+            "changed_outside": self._way.changed_outside,
+            "reproducible": self.seed is not None,
+            "private": self.plan.noise_multiplier > 0,
+            "num_ranks": self.ranks.size,
+            "versions": {name: version(name) for name in ("dp-lightning", "torch", "opacus")},
+        }
+        return PrivacyStatement(**{**fields, **more})
+
+    # Resuming
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """What the next step needs of the steps before: empty without DiSK."""
+        return {} if self._extrapolation is None else self._extrapolation.state_dict()
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        """Continue from ``state_dict``."""
+        if self._extrapolation is not None:
+            self._extrapolation.load_state_dict(state)
+
+    @property
+    def _device(self) -> torch.device:
+        return next(iter(self.parameters.values())).device
+
+    def _begin(self) -> None:
+        self.require_budget()
+        self._sum.reset()
+        if self._extrapolation is not None:
+            self._extrapolation.advance()
+
+    def _require_shapes(self, batch: ExampleBatch) -> None:
+        shapes = shapes_of(batch)
+        if self._shapes is None:
+            self._shapes = shapes
+        require_shapes(shapes, self._shapes)
+
+    def _over_ranks(self, total: Tensor, *, noised: bool, stop: bool) -> tuple[Tensor, bool]:
+        """The sum over ranks, in which one has added noise, and whether one of them asks to stop."""
+        total = torch.cat([total, total.new_tensor([float(noised), float(stop)])])
+        self.ranks.add_up(total)
+        with_noise, stopping = total[-2:].tolist()
+        if with_noise != 1:
+            raise DpLightningError(
+                f"{with_noise:g} of {self.ranks.size} ranks added noise, and exactly one has to: the processes do not "
+                "agree on their ranks. Start all of them by the same launcher, and only once."
+            )
+        return total[:-2], stopping > 0
+
+
+def check_step_settings(*, examples: str, max_physical_batch_size: int, augmult: int) -> None:
+    """Refuse values outside of their ranges.
+
+    Raises:
+        ConfigurationError: naming the setting.
+    """
+    if examples not in WAYS:
+        raise ConfigurationError(f"privacy.examples is {examples!r}; choose 'together' or 'one_by_one'.")
+    if augmult < 1:
+        raise ConfigurationError(f"privacy.augmult is {augmult}; it must be at least 1.")
+    if max_physical_batch_size < augmult:
+        raise ConfigurationError(
+            f"privacy.max_physical_batch_size is {max_physical_batch_size}; it must be at least {augmult}"
+            + (", privacy.augmult: all views of an example go through the model at once." if augmult > 1 else ".")
+        )
+
+
+def _sampling_key(key: Key | None, seed: int | None) -> Key:
+    return sampling_key(seed) if key is None else key

@@ -1,0 +1,143 @@
+"""What a training step logs, and what it gives to metrics, is said for the whole physical batch at once."""
+
+import numpy as np
+import pytest
+import torch
+from plain_run import Plain, examples, loader, privacy, trainer
+from torch.nn import functional as F
+from torchmetrics import MeanMetric, MetricCollection
+from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score
+
+from dp_lightning.errors import ModelError
+from dp_lightning.privacy import PoissonSampler
+
+WAYS = pytest.mark.parametrize("ways", ["together", "one_by_one"])
+
+
+class Measured(Plain):
+    """Counts what its metrics have seen."""
+
+    def __init__(self):
+        super().__init__()
+        self.mean, self.accuracy = MeanMetric(), MulticlassAccuracy(3, average="micro")
+        self.scores = MetricCollection({"f1": MulticlassF1Score(3), "micro": MulticlassAccuracy(3, average="micro")})
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        logits = self.net(x)
+        loss = F.cross_entropy(logits, y)
+        self.log("loss", loss, on_step=False, on_epoch=True)
+        self.log("constant", 2.5, on_step=False, on_epoch=True)
+        self.mean.update(loss)
+        self.log("mean", self.mean, on_step=False, on_epoch=True)
+        self.accuracy(logits, y)
+        self.log("accuracy", self.accuracy, on_step=False, on_epoch=True)
+        self.log("result", self.accuracy(logits, y), on_step=False, on_epoch=True)
+        self.scores.update(logits, y)
+        self.log_dict(self.scores, on_step=False, on_epoch=True)
+        self.log_dict({"both": loss, "twice": 2 * loss}, on_step=False, on_epoch=True)
+        return {"loss": loss, "logits": logits}
+
+
+def logged(tmp_path, module, ways, **kwargs):
+    torch.manual_seed(0)
+    callback = privacy(max_physical_batch_size=7, reproducible=True, examples=ways, **kwargs)
+    run = trainer(tmp_path, callback, max_epochs=1, **{"log_every_n_steps": 1})
+    run.fit(module, loader())
+    return {name: float(value) for name, value in run.callback_metrics.items()}, callback
+
+
+@WAYS
+def test_logs_and_metrics_are_those_of_all_examples(tmp_path, ways, monkeypatch):
+    monkeypatch.setattr(PoissonSampler, "draw", lambda self, step: np.arange(step, 60, 3))
+    torch.manual_seed(0)
+    module = Measured()
+    found, callback = logged(tmp_path, module, ways, noise_multiplier=0.0, not_private=True, max_grad_norm=1e-9)
+    x, y = examples().tensors  # the weights have not moved
+    logits = module.net(x).detach()
+    accuracy = float((logits.argmax(1) == y).float().mean())
+    assert found["loss"] == pytest.approx(float(F.cross_entropy(logits, y)), abs=1e-5)
+    assert found["mean"] == pytest.approx(found["loss"], abs=1e-5)
+    assert found["both"] == pytest.approx(found["loss"], abs=1e-5)
+    assert found["twice"] == pytest.approx(2 * found["loss"], abs=1e-5)
+    for name in ("accuracy", "micro", "result"):
+        assert found[name] == pytest.approx(accuracy, abs=1e-6)
+    assert found["f1"] == pytest.approx(float(MulticlassF1Score(3)(logits, y)), abs=1e-6)
+    assert found["constant"] == 2.5
+    unprotected = {"accuracy", "both", "constant", "f1", "loss", "mean", "micro", "result", "twice"}
+    assert set(callback.statement(trainer(tmp_path)).unprotected) == unprotected
+
+
+@WAYS
+def test_empty_draws_reach_no_log_and_no_metric(tmp_path, ways, monkeypatch):
+    monkeypatch.setattr(PoissonSampler, "draw", lambda self, step: np.array([], dtype=np.int64))
+
+    class Counted(Plain):
+        def __init__(self):
+            super().__init__()
+            self.seen = MeanMetric()
+
+        def training_step(self, batch, batch_idx):
+            loss = F.cross_entropy(self.net(batch[0]), batch[1])
+            self.seen.update(loss)
+            self.log("loss", loss)
+            return loss
+
+    module = Counted()
+    found, _ = logged(tmp_path, module, ways)
+    assert "loss" not in found
+    assert not module.seen.update_called
+
+
+@WAYS
+@pytest.mark.parametrize(
+    "use", [lambda r: r + 1, lambda r: 2.0 * r, float, bool, lambda r: r.item(), lambda r: f"{r}", lambda r: r > 0.5]
+)
+def test_what_a_metric_returns_can_be_logged_and_nothing_else(tmp_path, ways, use):
+    class Uses(Measured):
+        def training_step(self, batch, batch_idx):
+            logits = self.net(batch[0])
+            use(self.accuracy(logits, batch[1]))
+            return F.cross_entropy(logits, batch[1])
+
+    with pytest.raises(ModelError, match=r"self.log"):
+        logged(tmp_path, Uses(), ways)
+
+
+@WAYS
+def test_metrics_keep_their_own_methods(tmp_path, ways):
+    module = Measured()
+    before = {name: set(vars(part)) for name, part in module.named_modules()}
+    logged(tmp_path, module, ways)
+    for name, part in module.named_modules():
+        assert not {"forward", "reset"} & set(vars(part)) - before[name]
+    assert "log" not in vars(module)
+    assert "training_step" not in vars(module)
+    module.accuracy.reset()
+    assert float(module.accuracy(torch.eye(3), torch.arange(3))) == 1.0
+
+
+@WAYS
+def test_a_physical_batch_says_the_mean_of_its_examples_and_sees_the_logical_index(tmp_path, ways):
+    seen, counts = [], []
+
+    class Says(Plain):
+        def training_step(self, batch, batch_idx):
+            self.log("index", float(batch_idx))
+            self.log("x", batch[0].sum(), on_step=True, on_epoch=True)
+            return super().training_step(batch, batch_idx)
+
+        def on_train_batch_start(self, batch, batch_idx):
+            counts.append(int(batch.counted.sum()))
+
+        def on_train_batch_end(self, outputs, batch, batch_idx):
+            shown = self.trainer.callback_metrics
+            x = batch.examples[0][batch.counted].sum() / max(counts[-1], 1)
+            assert not counts[-1] or float(shown["x_step"]) == pytest.approx(float(x), rel=1e-5)
+            seen.append((batch.place.step, int(shown["index"])))
+
+    run = trainer(tmp_path, privacy(max_physical_batch_size=4, examples=ways), max_epochs=2)
+    run.fit(Says(), loader())
+    # Three steps in an epoch, whatever the number of physical batches is.
+    assert sorted(set(seen)) == [(step, step % 3) for step in range(6)]
+    assert len(seen) > 12

@@ -1,0 +1,479 @@
+"""Rewrites of composite functions: torch's values and gradients, alone and under vmap, by calls that a mode sees."""
+
+import inspect
+from collections import Counter
+
+import pytest
+import torch
+from torch import nn
+from torch._C._functorch import is_batchedtensor
+from torch.nn import functional as F
+from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
+from torch.overrides import TorchFunctionMode
+
+from dp_lightning.privacy.gradients import rewrites
+from dp_lightning.privacy.gradients.rewrites import REWRITES
+
+
+class Rewriting(TorchFunctionMode):
+    """Calls the rewrite of each function that has one, and counts the calls that it sees."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = Counter()
+        self.batched = set()  # whether input and weight of F.linear had an example dimension
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func is F.linear:
+            self.batched.add(tuple(map(is_batchedtensor, args[:2])))
+        rewrite, result = REWRITES.get(func), NotImplemented
+        if rewrite is not None:
+            with self:
+                result = rewrite(*args, **kwargs)
+        if result is NotImplemented:
+            self.calls[func] += 1
+            return func(*args, **kwargs)
+        self.calls[rewrite] += 1
+        return result
+
+
+def tensors(output):
+    """All floating-point tensors in nested tuples."""
+    if isinstance(output, torch.Tensor):
+        return [output] if output.is_floating_point() else []
+    return [] if output is None else [x for part in output for x in tensors(part)]
+
+
+def differentiated(call, leaves):
+    """The outputs of ``call`` and the gradients of a random linear function of them."""
+    outputs = tensors(call())
+    generator = torch.Generator().manual_seed(1)
+    loss = sum((x * torch.randn(x.shape, generator=generator, dtype=x.dtype)).sum() for x in outputs)
+    return outputs, torch.autograd.grad(loss, leaves)
+
+
+def assert_same(actual, expected):
+    # Rounding errors of float64 are about 1e-15.
+    torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-10)
+
+
+def check(call, leaves, rewrite=None):
+    """``call`` gives torch's outputs and gradients under the rewrites. Returns the calls that were seen."""
+    expected = differentiated(call, leaves)
+    with Rewriting() as mode:
+        actual = differentiated(call, leaves)
+    assert_same(actual, expected)
+    assert rewrite is None or mode.calls[rewrite] > 0
+    return mode.calls
+
+
+def check_vmap(call, leaves, *inputs):
+    """``call`` gives under vmap and the rewrites what torch gives for one example after the other.
+
+    Each ``F.linear`` has an input of every example and a weight that all share.
+    """
+
+    def loop():
+        outputs = [tensors(call(*example)) for example in zip(*inputs, strict=True)]
+        return [torch.stack(column) for column in zip(*outputs, strict=True)]
+
+    def mapped():
+        with Rewriting() as mode:
+            outputs = torch.func.vmap(lambda *example: tuple(tensors(call(*example))), randomness="different")(*inputs)
+        assert mode.batched == {(True, False)}
+        return outputs
+
+    assert_same(differentiated(mapped, leaves), differentiated(loop, leaves))
+
+
+def randn(*shape):
+    return torch.randn(*shape, dtype=torch.float64, requires_grad=True)
+
+
+@pytest.fixture(autouse=True)
+def seed():
+    torch.manual_seed(0)
+
+
+# Attention
+
+
+def attention(**options):
+    module = nn.MultiheadAttention(6, 2, dtype=torch.float64, **options)
+    for parameter in module.parameters():  # torch sets the biases to zero
+        nn.init.normal_(parameter, std=0.5)
+    return module
+
+
+def mask_of(kind, *shape):
+    """None, a boolean mask that shows the first key to every query, or numbers to be added."""
+    if kind == "float":
+        return torch.randn(shape, dtype=torch.float64)
+    return (torch.rand(shape) < 0.4).index_fill(-1, torch.tensor([0]), False) if kind == "bool" else None
+
+
+@pytest.mark.filterwarnings("ignore:Support for mismatched")
+@pytest.mark.parametrize("need_weights", [True, False])
+@pytest.mark.parametrize("options", [{}, {"bias": False}, {"add_bias_kv": True, "add_zero_attn": True}], ids=str)
+@pytest.mark.parametrize(("mask", "leading"), [("", ()), ("bool", ()), ("float", ()), ("bool", (4,)), ("float", (4,))])
+@pytest.mark.parametrize("padding", ["", "bool", "float"])
+def test_self_attention_with_every_mask(need_weights, options, mask, leading, padding):
+    module, x = attention(**options), randn(5, 2, 6)
+    masks = {"attn_mask": mask_of(mask, *leading, 5, 5), "key_padding_mask": mask_of(padding, 2, 5)}
+    calls = check(
+        lambda: module(x, x, x, need_weights=need_weights, **masks),
+        [*module.parameters(), x],
+        rewrites.multi_head_attention_forward,
+    )
+    assert calls[F.linear] == 2  # in and out
+
+
+@pytest.mark.parametrize("need_weights", [True, False])
+@pytest.mark.parametrize("average", [True, False])
+@pytest.mark.parametrize("batch_first", [True, False])
+@pytest.mark.parametrize("shape", [(2, 5, 6), (5, 6)], ids=str)
+@pytest.mark.parametrize(("distinct", "linears"), [("xxx", 2), ("xyy", 3), ("xyz", 4), ("xxz", 4)])
+@pytest.mark.parametrize("bias", [True, False])
+def test_packed_weights_with_every_pattern_of_inputs(
+    need_weights, average, batch_first, shape, distinct, linears, bias
+):
+    module = attention(batch_first=batch_first, bias=bias)
+    inputs = {name: randn(*shape) for name in distinct}
+    arguments = [inputs[name] for name in distinct]
+    calls = check(
+        lambda: module(*arguments, need_weights=need_weights, average_attn_weights=average),
+        [*module.parameters(), *inputs.values()],
+    )
+    assert calls[F.linear] == linears
+
+
+@pytest.mark.parametrize("need_weights", [True, False])
+@pytest.mark.parametrize("unbatched", [True, False])
+@pytest.mark.parametrize("bias", [True, False])
+def test_separate_weights(need_weights, unbatched, bias):
+    module = attention(kdim=4, vdim=3, bias=bias, add_bias_kv=bias)
+    inputs = [randn(3, 2, 6), randn(5, 2, 4), randn(5, 2, 3)]
+    padding, mask = mask_of("bool", 2, 5), mask_of("bool", 4, 3, 5)
+    if unbatched:
+        inputs, padding, mask = [x.detach()[:, 0].requires_grad_() for x in inputs], padding[0], mask[:2]
+    check(
+        lambda: module(*inputs, need_weights=need_weights, key_padding_mask=padding, attn_mask=mask),
+        [*module.parameters(), *inputs],
+        rewrites.multi_head_attention_forward,
+    )
+
+
+@pytest.mark.parametrize("need_weights", [True, False])
+@pytest.mark.parametrize("padding", ["", "bool"])
+@pytest.mark.parametrize("options", [{}, {"add_bias_kv": True}], ids=str)
+def test_causal_hint(need_weights, padding, options):
+    module, x = attention(**options), randn(5, 2, 6)
+    masks = {"attn_mask": torch.ones(5, 5).triu(1).bool(), "key_padding_mask": mask_of(padding, 2, 5)}
+    check(lambda: module(x, x, x, need_weights=need_weights, is_causal=True, **masks), [*module.parameters(), x])
+
+
+@pytest.mark.parametrize("need_weights", [True, False])
+def test_static_key_and_value(need_weights):
+    x, static_k, static_v = randn(5, 2, 6), randn(4, 5, 3), randn(4, 5, 3)
+    weights = [randn(18, 6), randn(18), randn(6, 6), randn(6)]
+
+    def call():
+        return F.multi_head_attention_forward(
+            x, x, x, 6, 2, *weights[:2], None, None, True, 0.0, *weights[2:],
+            need_weights=need_weights, static_k=static_k, static_v=static_v, attn_mask=mask_of("", 5, 5),
+        )  # fmt: skip
+
+    check(call, [x, static_k, static_v, *weights], rewrites.multi_head_attention_forward)
+
+
+@pytest.mark.parametrize("need_weights", [True, False])
+def test_learned_mask(need_weights):
+    module, x, mask = attention(), randn(5, 2, 6), randn(5, 5)
+    check(lambda: module(x, x, x, need_weights=need_weights, attn_mask=mask), [*module.parameters(), x, mask])
+
+
+@pytest.mark.parametrize("need_weights", [True, False])
+@pytest.mark.parametrize("options", [{}, {"batch_first": True}, {"add_bias_kv": True, "add_zero_attn": True}], ids=str)
+@pytest.mark.parametrize("sequences", [(), (5,)], ids=str)
+def test_attention_under_vmap(need_weights, options, sequences):
+    module, shape = attention(**options), (4, 5, *sequences, 6)  # as many sequences as tokens, whichever come first
+    x, y, padding = randn(*shape), randn(*shape), mask_of("bool", 4, *sequences, 5)
+    mask = mask_of("bool", 5, 5)  # shared by the examples
+
+    def call(x, y, padding):
+        own = module(x, x, x, need_weights=need_weights, key_padding_mask=padding, attn_mask=mask)
+        return own, module(y, x, x, need_weights=need_weights)
+
+    check_vmap(call, [*module.parameters(), x, y], x, y, padding)
+
+
+def test_dropped_attention_weights_are_scaled_and_differ_between_examples():
+    module, x = attention(dropout=0.25, batch_first=True), randn(64, 10, 6)
+    with Rewriting():
+        dropped = torch.func.vmap(
+            lambda x: module(x, x, x, average_attn_weights=False)[1], randomness="different"
+        )(x[:1].expand(64, -1, -1))  # fmt: skip
+        module.eval()
+        kept = module(x[0], x[0], x[0], average_attn_weights=False)[1]
+    zero = dropped == 0
+    # 12,800 coins: the standard deviation of the fraction is 0.004.
+    assert zero.double().mean().item() == pytest.approx(0.25, abs=0.02)
+    assert_same(dropped[~zero], (kept / 0.75).expand_as(dropped)[~zero])
+    assert len(zero.flatten(1).unique(dim=0)) == 64
+
+
+def test_dropout_inside_scaled_dot_product_attention():
+    """Where each value is 1, the output is the sum of the weights that are left, scaled: 1 on the average."""
+    module, x = attention(dropout=0.25, batch_first=True), randn(10, 6).detach().expand(400, -1, -1)
+    with torch.no_grad():
+        module.in_proj_weight[12:] = 0
+        module.in_proj_bias[12:] = 1
+        module.out_proj.weight.copy_(torch.eye(6))
+        module.out_proj.bias.zero_()
+    call = torch.func.vmap(lambda x: module(x, x, x, need_weights=False)[0], randomness="different")
+    with Rewriting():
+        dropped = call(x)
+        module.eval()
+        assert_same(call(x), torch.ones_like(x))
+    assert (dropped != 1).any(dim=-1).double().mean() > 0.9
+    # A sum of weights has a variance of at most 1/3: 8,000 of them have a mean with a standard deviation under 0.007.
+    assert dropped.mean().item() == pytest.approx(1, abs=0.03)
+    assert len(dropped.flatten(1).unique(dim=0)) == 400
+
+
+def test_attention_has_the_signature_of_torch():
+    expected = inspect.signature(F.multi_head_attention_forward).parameters
+    actual = dict(inspect.signature(rewrites.multi_head_attention_forward).parameters)
+    del actual["unknown"]
+    assert list(actual) == list(expected)
+    assert [p.default for p in actual.values()] == [p.default for p in expected.values()]
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"rotary": True}, NotImplementedError, "rotary"),
+        ({"embed_dim_to_check": 5}, ValueError, "6 features"),
+        ({"bias_k": torch.zeros(1, 1, 6)}, ValueError, "bias_v"),
+        ({"is_causal": True}, ValueError, "is_causal"),
+        ({"attn_mask": torch.zeros(1, 5)}, ValueError, "attn_mask"),
+        ({"key_padding_mask": torch.zeros(1, 5)}, ValueError, "key_padding_mask"),
+    ],
+)
+def test_attention_refuses(changes, error, message):
+    x = torch.zeros(5, 2, 6)
+    arguments = {"query": x, "key": x, "value": x, "embed_dim_to_check": 6, "num_heads": 2, "dropout_p": 0.0}
+    arguments |= {"in_proj_weight": torch.zeros(18, 6), "in_proj_bias": None, "bias_k": None, "bias_v": None}
+    arguments |= {"add_zero_attn": False, "out_proj_weight": torch.zeros(6, 6), "out_proj_bias": None}
+    with pytest.raises(error, match=message):
+        rewrites.multi_head_attention_forward(**arguments | changes)
+
+
+@pytest.mark.parametrize("norm_first", [True, False])
+def test_transformer_layers(norm_first):
+    options = {"dropout": 0.0, "batch_first": True, "norm_first": norm_first, "dtype": torch.float64}
+    encoder, decoder = (kind(6, 2, 8, **options) for kind in (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer))
+    x, causal = randn(3, 5, 6), nn.Transformer.generate_square_subsequent_mask(5, dtype=torch.float64)
+
+    def call(x):
+        return decoder(x, encoder(x), tgt_mask=causal, tgt_is_causal=True)
+
+    leaves = [*encoder.parameters(), *decoder.parameters(), x]
+    check(lambda: call(x), leaves, rewrites.multi_head_attention_forward)
+    check_vmap(call, leaves, x)
+
+
+# Recurrent networks
+
+KINDS = {
+    "lstm": nn.LSTM,
+    "gru": nn.GRU,
+    "rnn_tanh": nn.RNN,
+    "rnn_relu": lambda *sizes, **options: nn.RNN(*sizes, nonlinearity="relu", **options),
+}
+OPTIONS = [
+    {},
+    {"bias": False},
+    {"batch_first": True, "num_layers": 2},
+    {"bidirectional": True, "bias": False},
+    {"bidirectional": True, "num_layers": 2},
+]
+NETWORKS = [(kind, options) for kind in KINDS for options in OPTIONS]
+NETWORKS += [("lstm", {"proj_size": 2} | options) for options in OPTIONS]
+
+
+def network(kind, options):
+    return KINDS[kind](3, 4, dtype=torch.float64, **options)
+
+
+def initial_states(module, *sequences, examples=()):
+    """The tensors of a state to begin with; ``sequences``: their number, none for an unbatched input."""
+    count = module.num_layers * (1 + module.bidirectional)
+    h = randn(*examples, count, *sequences, module.proj_size or 4)
+    return [h, randn(*examples, count, *sequences, 4)] if isinstance(module, nn.LSTM) else [h]
+
+
+def as_argument(states):
+    """What a recurrent module takes: a pair, one tensor, or None."""
+    return tuple(states) if len(states) == 2 else states[0] if states else None
+
+
+@pytest.mark.parametrize(("kind", "options"), NETWORKS, ids=str)
+@pytest.mark.parametrize("with_state", [True, False])
+@pytest.mark.parametrize("unbatched", [True, False])
+def test_recurrent_networks(kind, options, with_state, unbatched):
+    module, x = network(kind, options), randn(5, 3) if unbatched else randn(5, 5, 3)
+    states = initial_states(module, *([] if unbatched else [5])) if with_state else []
+    calls = check(lambda: module(x, as_argument(states)), [*module.parameters(), x, *states], getattr(rewrites, kind))
+    steps = 1 + 5 * (2 if module.proj_size else 1)
+    assert calls[F.linear] == steps * module.num_layers * (1 + module.bidirectional)
+
+
+@pytest.mark.parametrize(("kind", "options"), NETWORKS, ids=str)
+@pytest.mark.parametrize("with_state", [True, False])
+@pytest.mark.parametrize("lengths", [[5, 4, 4, 1], [2, 5, 1, 2]], ids=str)
+def test_packed_sequences(kind, options, with_state, lengths):
+    module, x = network(kind, options | {"batch_first": True}), randn(4, 5, 3)
+    states = initial_states(module, 4) if with_state else []
+
+    def call():
+        packed = pack_padded_sequence(x, torch.tensor(lengths), batch_first=True, enforce_sorted=False)
+        output, last = module(packed, as_argument(states))
+        return output.data, last
+
+    check(call, [*module.parameters(), x, *states], getattr(rewrites, kind))
+
+
+@pytest.mark.parametrize(("kind", "options"), NETWORKS, ids=str)
+@pytest.mark.parametrize("with_state", [True, False])
+def test_recurrent_networks_under_vmap(kind, options, with_state):
+    module, x = network(kind, options), randn(3, 5, 2, 3)
+    states = initial_states(module, 5 if module.batch_first else 2, examples=(3,)) if with_state else []
+
+    def call(x, *states):
+        return module(x, as_argument(states))
+
+    check_vmap(call, [*module.parameters(), x, *states], x, *states)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_packed_sequences_under_vmap_share_their_lengths(kind):
+    module, data, sizes = network(kind, {}), randn(3, 6, 3), torch.tensor([3, 2, 1])
+
+    def call(data):
+        output, last = module(PackedSequence(data, sizes))
+        return output.data, last
+
+    check_vmap(call, [*module.parameters(), data], data)
+    state = (torch.zeros(1, 3, 4),) * (2 if kind == "lstm" else 1)
+    with pytest.raises(NotImplementedError, match="padded input"):
+        torch.func.vmap(
+            lambda data, sizes: getattr(rewrites, kind)(
+                data, sizes, state, module._flat_weights, True, 1, 0.0, True, False
+            )
+        )(data, sizes.expand(3, 3))
+
+
+def test_dropout_between_layers():
+    """Two layers that pass on what is positive show the dropout between them."""
+    module = nn.RNN(20, 20, num_layers=2, nonlinearity="relu", bias=False, dropout=0.25, dtype=torch.float64)
+    with torch.no_grad():
+        for weights in module.all_weights:
+            weights[0].copy_(torch.eye(20))
+            weights[1].zero_()
+    call, x = torch.func.vmap(lambda x: module(x)[0], randomness="different"), torch.ones(40, 10, 20).double()
+    with Rewriting():
+        dropped = call(x)
+        module.eval()
+        assert_same(call(x), x)
+    zero = dropped == 0
+    # 8,000 coins: the standard deviation of the fraction is 0.005.
+    assert zero.double().mean().item() == pytest.approx(0.25, abs=0.025)
+    assert_same(dropped[~zero], torch.full_like(dropped[~zero], 1 / 0.75))
+    assert len(zero.flatten(1).unique(dim=0)) == 40
+
+
+CELLS = {
+    "lstm_cell": nn.LSTMCell,
+    "gru_cell": nn.GRUCell,
+    "rnn_tanh_cell": nn.RNNCell,
+    "rnn_relu_cell": lambda *sizes, **options: nn.RNNCell(*sizes, nonlinearity="relu", **options),
+}
+
+
+@pytest.mark.parametrize("kind", CELLS)
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("with_state", [True, False])
+@pytest.mark.parametrize("leading", [(), (2,)], ids=str)
+def test_cells(kind, bias, with_state, leading):
+    cell, x = CELLS[kind](3, 4, bias=bias, dtype=torch.float64), randn(5, *leading, 3)
+    states = [randn(5, *leading, 4) for _ in range(1 + (kind == "lstm_cell"))] if with_state else []
+
+    def call(x, *states):
+        return cell(x, cell(x, as_argument(states)))
+
+    parameters = list(cell.parameters())
+    calls = check(lambda: call(x[0], *(s[0] for s in states)), [*parameters, x, *states], getattr(rewrites, kind))
+    assert calls[F.linear] == 4
+    check_vmap(call, [*parameters, x, *states], x, *states)
+
+
+# Matrix products
+
+PRODUCTS = {
+    "matmul": (lambda x, w, b: torch.matmul(x, w), rewrites.matmul),
+    "operator": (lambda x, w, b: x @ w, rewrites.matmul),
+    "method": (lambda x, w, b: x.matmul(other=w), rewrites.matmul),
+    "linalg": (lambda x, w, b: torch.linalg.matmul(x, w), rewrites.matmul),
+    "vector on the left": (lambda x, w, b: x[0] @ w, rewrites.matmul),
+    "weight on the left": (lambda x, w, b: w.T @ x.mT, rewrites.matmul),
+    "vector on the right": (lambda x, w, b: w.T @ x[0], rewrites.matmul),
+    "mm": (lambda x, w, b: torch.mm(x, w), rewrites.matmul),
+    "mm of a weight": (lambda x, w, b: w.T.mm(x.T), rewrites.matmul),
+    "mv": (lambda x, w, b: torch.mv(w.T, x[0]), rewrites.matmul),
+    "mv as a method": (lambda x, w, b: w.T.mv(x[0]), rewrites.matmul),
+    "more dimensions": (lambda x, w, b: torch.stack([x, 2 * x]) @ w, rewrites.matmul),
+    "weight before more dimensions": (lambda x, w, b: w.T @ torch.stack([x, 2 * x]).mT, rewrites.matmul),
+    "addmm": (lambda x, w, b: torch.addmm(b, x, w), rewrites.addmm),
+    "addmm as a method": (lambda x, w, b: b.addmm(x, w, beta=1, alpha=1), rewrites.addmm),
+    "addmm of one number": (lambda x, w, b: torch.addmm(b[0], x, w), rewrites.addmm),
+    "addmm of columns": (lambda x, w, b: torch.addmm(b[:2, None], x, w), rewrites.addmm),
+    "addmm of a weight": (lambda x, w, b: torch.addmm(b[:, None], w.T, x.T), rewrites.addmm),
+}
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_products_with_a_weight_are_linear_layers(name):
+    call, rewrite = PRODUCTS[name]
+    x, w, b = randn(3, 2, 4), randn(4, 5), randn(5)
+    calls = check(lambda: call(x[0], w, b), [x, w, *([b] if "addmm" in name else [])], rewrite)
+    assert calls[F.linear] == calls[rewrite]
+    check_vmap(lambda x: call(x, w, b), [x, w, *([b] if "addmm" in name else [])], x)
+
+
+def test_bilinear():
+    module, x, y = nn.Bilinear(3, 4, 5, dtype=torch.float64), randn(3, 2, 3), randn(3, 2, 4)
+    leaves = [*module.parameters(), x, y]
+    assert check(lambda: module(x, y), leaves, rewrites.bilinear)[F.linear] == 1
+    check_vmap(module, leaves, x, y)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda x, w, b: torch.addmm(b, x, w, beta=2),
+        lambda x, w, b: torch.addmm(b, x, w, alpha=0.5),
+        lambda x, w, b: torch.matmul(x[None], torch.stack([w, w])),
+        lambda x, w, b: torch.mm(x, mat2=w),
+    ],
+)
+def test_other_products_are_left_alone(call):
+    x, w, b = randn(2, 4), randn(4, 5), randn(5)
+    assert check(lambda: (call(x, w, b), b * 1), [x, w, b])[F.linear] == 0
+
+
+def test_products_of_two_batched_matrices_are_left_alone():
+    with Rewriting() as mode:
+        torch.func.vmap(lambda x: x @ x.mT)(torch.randn(3, 2, 4))
+    assert mode.calls[F.linear] == 0

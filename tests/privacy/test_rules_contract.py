@@ -1,0 +1,261 @@
+"""Every rule gives what a float64 loop over single examples gives: gradients, norms, and the clipped sum."""
+
+import itertools
+from contextlib import nullcontext
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from dp_lightning.privacy import ClipPlan
+from dp_lightning.privacy.gradients.clipped_sum import ClippedSum
+from dp_lightning.privacy.gradients.recording import Recording
+from dp_lightning.privacy.gradients.rules import RULES, Rule, per_example, register_rule
+
+B = 4
+
+
+def scaled(input, scale, shift=None, *, power=1):
+    """A function of one's own: each row of two dimensions times a scale per column, which has a power."""
+    output = input * scale**power
+    return output if shift is None else output + shift
+
+
+def _scaled_gradients(call, gradient):
+    inputs, power = call.inputs, call.arguments.get("power", 1)
+    found = {"shift": gradient.flatten(1, -2).sum(1)}
+    if "scale" in call.names:
+        slope = power * call.arguments["scale"] ** (power - 1)
+        found["scale"] = (inputs * gradient * slope).flatten(1, -2).sum(1)
+    return {own: rows.unflatten(0, (-1, call.rows)).sum(1) for own, rows in found.items()}
+
+
+OWN = register_rule(
+    scaled,
+    Rule(("input", "scale", "shift"), ("scale", "shift"), lambda x, arguments: 2, per_example(_scaled_gradients)),
+)
+
+
+class Case:
+    """A function, the shape of one row of its input, its parameters and options."""
+
+    def __init__(self, function, row, parameters, options=None, *, leads=((), (1,), (3,), (2, 3)), high=None):
+        self.function, self.row, self.parameters, self.options = function, row, parameters, options or {}
+        self.leads, self.high = leads, high
+
+    def inputs(self, lead, dtype=torch.float64):
+        shape = (B, *lead, *self.row)
+        return torch.randn(shape, dtype=dtype) if self.high is None else torch.randint(self.high, shape)
+
+
+ONE_ROW_DIMENSION = ((1,), (3,))  # the function takes rows (N, ...) and nothing else
+CONVOLUTION = ((), (1,), (3,))
+
+
+def conv(function, channels, weight, image, **options):
+    outputs = weight[1] * options.get("groups", 1) if "transpose" in function.__name__ else weight[0]
+    return Case(function, (channels, *image), {"weight": weight, "bias": (outputs,)}, options, leads=CONVOLUTION)
+
+
+def norm(function, row, shape, leads=ONE_ROW_DIMENSION, **options):
+    return Case(function, row, {"weight": shape, "bias": shape}, options, leads=leads)
+
+
+CASES = {
+    "linear": Case(F.linear, (4,), {"weight": (5, 4), "bias": (5,)}),
+    "linear without bias": Case(F.linear, (4,), {"weight": (5, 4)}),
+    "linear to one": Case(F.linear, (4,), {"weight": (1, 4), "bias": (1,)}),
+    "conv1d": conv(torch.conv1d, 4, (6, 2, 3), (9,), stride=2, padding=1, groups=2),
+    "conv1d same": conv(torch.conv1d, 3, (4, 3, 4), (9,), padding="same"),
+    "conv2d": conv(torch.conv2d, 4, (6, 4, 3, 3), (5, 6), padding=(1, 2), dilation=2),
+    "conv2d strided": conv(torch.conv2d, 4, (6, 4, 2, 3), (5, 6), stride=(2, 1)),
+    "conv2d depthwise": conv(torch.conv2d, 4, (8, 1, 3, 3), (5, 5), groups=4),
+    "conv2d 1x1": conv(torch.conv2d, 4, (6, 4, 1, 1), (3, 3)),
+    "conv2d valid": conv(torch.conv2d, 4, (6, 4, 2, 2), (3, 4), padding="valid"),
+    "conv3d": conv(torch.conv3d, 2, (3, 2, 2, 2, 2), (4, 3, 4), padding=1),
+    "transposed1d": conv(torch.conv_transpose1d, 4, (4, 3, 3), (5,), stride=2, output_padding=1, groups=2),
+    "transposed1d, more output than stride": conv(
+        torch.conv_transpose1d, 4, (4, 3, 4), (70,), dilation=3, output_padding=2, padding=1
+    ),
+    "transposed2d": conv(torch.conv_transpose2d, 4, (4, 3, 3, 2), (4, 3), stride=(2, 3), padding=1),
+    "transposed3d": conv(torch.conv_transpose3d, 2, (2, 3, 2, 2, 2), (2, 3, 2), stride=2),
+    "embedding": Case(F.embedding, (), {"weight": (7, 3)}, high=7),
+    "embedding with padding": Case(F.embedding, (5,), {"weight": (4, 3)}, {"padding_idx": -3}, high=4),
+    "group norm": norm(F.group_norm, (6, 4, 3), (6,), num_groups=3),
+    "group norm without positions": norm(F.group_norm, (6,), (6,), num_groups=2, eps=1e-2),
+    "layer norm": norm(F.layer_norm, (4,), (4,), ((), (1,), (3,), (2, 3)), normalized_shape=(4,)),
+    "layer norm of two dimensions": norm(F.layer_norm, (3, 4), (3, 4), ((), (3,)), normalized_shape=(3, 4), eps=1e-2),
+    "RMS norm": Case(F.rms_norm, (4,), {"weight": (4,)}, {"normalized_shape": (4,)}),
+    "RMS norm of two dimensions": Case(
+        F.rms_norm, (3, 4), {"weight": (3, 4)}, {"normalized_shape": (3, 4), "eps": 1e-2}, leads=((), (3,))
+    ),
+    "instance norm": norm(F.instance_norm, (3, 4, 3), (3,)),
+    "own": Case(OWN, (2, 4), {"scale": (4,), "shift": (4,)}),
+    "own with an option": Case(OWN, (2, 4), {"scale": (4,)}, {"power": 3}),
+}
+
+
+class Layer(nn.Module):
+    """Calls a function with its own parameters, of which some are trained."""
+
+    def __init__(self, case, trained):
+        super().__init__()
+        self.case = case
+        for name, shape in case.parameters.items():
+            self.register_parameter(name, nn.Parameter(torch.randn(shape, dtype=torch.float64), name in trained))
+        # A module before, so that the input of the function needs a gradient, and one of another layer.
+        self.before = nn.Parameter(torch.ones(1, dtype=torch.float64))
+
+    def forward(self, x):
+        x = x * self.before if x.is_floating_point() else x
+        parameters = {name: getattr(self, name) for name in self.case.parameters}
+        out = self.case.function(x, **parameters, **self.case.options).float()
+        return (out.tanh() * torch.arange(out.numel(), device=out.device).add(1).sin().view(out.shape)).sum()
+
+
+def trained_sets(case):
+    names = list(case.parameters)
+    return [names] if len(names) == 1 else [names, *([name] for name in names)]
+
+
+def gradients_by_loop(layer, x):
+    trained = {name: p for name, p in layer.named_parameters() if p.requires_grad}
+    rows = [torch.autograd.grad(layer(row), list(trained.values()), allow_unused=True) for row in x]
+    columns = zip(*rows, strict=True)
+    return {n: torch.stack(c) for n, c in zip(trained, columns, strict=True) if c[0] is not None}
+
+
+def recorded(layer, x, take):
+    recording = Recording({n: p for n, p in layer.named_parameters() if p.requires_grad}, len(x), take)
+    recording.backward(recording.run(layer, x))
+    return recording
+
+
+PLANS = {"flat": ClipPlan.flat(max_grad_norm=0.5), "per layer": ClipPlan.per_layer(max_grad_norm=0.5)}
+
+
+def test_there_is_a_case_for_every_rule():
+    assert {case.function for case in CASES.values()} == set(RULES)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_gradients_norms_and_clipped_sums_equal_the_loop(name):
+    case = CASES[name]
+    for lead, trained in itertools.product(case.leads, trained_sets(case)):
+        layer, x = Layer(case, trained), case.inputs(lead)
+        expected = gradients_by_loop(layer, x)
+        found = {}
+        ways = recorded(layer, x, lambda c, found=found: found.update(c.formed().gradients)).ways
+        torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-7)  # the loss is float32
+        if "more output" not in name:
+            assert not {way for own, way in ways.items() if own in trained} & {"one copy per example", "pulled back"}
+        for plan in PLANS.values():
+            check_clipped(layer, x, expected, plan)
+
+
+def check_clipped(layer, x, expected, plan):
+    parameters = {name: p for name, p in layer.named_parameters() if p.requires_grad}
+    total = ClippedSum(parameters, plan)
+    total.begin(len(x))
+    recorded(layer, x, total.take)
+    norms = total.end()
+    groups = plan.groups(parameters)
+    for column, (names, bound) in enumerate(zip(groups.values(), plan.bounds(groups), strict=True)):
+        used = [name for name in names if name in expected]
+        squared = sum(expected[name].flatten(1).square().sum(1) for name in used)
+        norm = torch.as_tensor(squared, dtype=torch.float64).sqrt().expand(len(x))
+        torch.testing.assert_close(norms[:, column].double(), norm, rtol=1e-5, atol=1e-6)
+        factors = (bound / norm).clamp_max(1.0)
+        for own in used:
+            clipped = torch.einsum("b,b...->...", factors, expected[own])
+            assert total.sums[own].dtype == torch.float32
+            torch.testing.assert_close(total.sums[own].double(), clipped, rtol=1e-5, atol=1e-5 * bound)
+
+
+@pytest.mark.parametrize("kind", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", CASES)
+def test_lower_precision_is_close_to_the_loop_in_float64(name, kind):
+    case = CASES[name]
+    lead = case.leads[-1]
+    layer, x = Layer(case, list(case.parameters)), case.inputs(lead)
+    expected = gradients_by_loop(layer, x)
+    layer, x = layer.float(), x.float() if x.is_floating_point() else x
+    found, autocast = {}, torch.autocast("cpu", torch.bfloat16) if kind == "bfloat16" else nullcontext()
+    with autocast:
+        recorded(layer, x, lambda c: found.update(c.formed().gradients))
+    norm = torch.cat([g.flatten() for g in expected.values()]).norm()
+    error = torch.cat([(found[own].double() - g).flatten() for own, g in expected.items()]).norm() / norm
+    # bfloat16 keeps 8 bits, of inputs, weights and gradients of the output.
+    assert error < (2e-2 if kind == "bfloat16" else 1e-5)
+
+
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if len(case.row) in (3, 4)])
+def test_channels_last_equals_the_loop(name):
+    case = CASES[name]
+    for lead in ((1,), (3,)):
+        layer, x = Layer(case, list(case.parameters)), case.inputs(lead)
+        last = x.flatten(0, 1).movedim(1, -1).contiguous().movedim(-1, 1).unflatten(0, (B, *lead))
+        found = {}
+        recorded(layer, last, lambda c, found=found: found.update(c.formed().gradients))
+        torch.testing.assert_close(found, gradients_by_loop(layer, x), rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_an_input_that_needs_no_gradient_is_recorded(name):
+    case = CASES[name]
+    layer, x = Layer(case, list(case.parameters)), case.inputs(case.leads[-1])
+    layer.before.requires_grad_(False)
+    found = {}
+    recorded(layer, x, lambda c: found.update(c.formed().gradients))
+    torch.testing.assert_close(found, gradients_by_loop(layer, x), rtol=1e-6, atol=1e-7)
+
+
+def test_a_function_of_ones_own_is_called_as_before_outside_of_a_step():
+    x, scale = torch.randn(3, 2, 4), torch.randn(4)
+    assert torch.equal(OWN(x, scale, power=2), scaled(x, scale, power=2))
+
+
+def test_a_parameter_that_the_rule_does_not_know_gets_copies():
+    known = register_rule(
+        scaled, Rule(("input", "scale", "shift"), ("scale",), lambda x, arguments: 2, per_example(_scaled_gradients))
+    )
+    try:
+        layer = Layer(Case(known, (2, 4), {"scale": (4,), "shift": (4,)}), ["scale", "shift"])
+        x, found = layer.case.inputs((3,)), {}
+        ways = recorded(layer, x, lambda c: found.update(c.formed().gradients)).ways
+        assert ways["scale"] == ways["shift"] == "one copy per example"
+        torch.testing.assert_close(found, gradients_by_loop(layer, x), rtol=1e-6, atol=1e-7)
+    finally:
+        del RULES[known]
+
+
+def test_a_rule_for_a_function_of_torch_belongs_to_that_function():
+    def gradients(call, gradient):
+        return {
+            "weight": (call.inputs * (call.inputs < 0) * gradient)
+            .flatten(2)
+            .sum(2)
+            .unflatten(0, (-1, call.rows))
+            .sum(1)
+        }
+
+    rule = Rule(("input", "weight"), ("weight",), lambda x, arguments: x.dim() - 1, per_example(gradients))
+    assert register_rule(F.prelu, rule) is F.prelu
+    try:
+        model, x = nn.PReLU(3).double(), torch.randn(B, 2, 3, 5, dtype=torch.float64)
+        found = {}
+        ways = recorded(_Squares(model), x, lambda c: found.update(c.formed().gradients)).ways
+        assert ways == {"inner.weight": "by rule"}
+        torch.testing.assert_close(found, gradients_by_loop(_Squares(model), x))
+    finally:
+        del RULES[F.prelu]
+
+
+class _Squares(nn.Module):
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x):
+        return self.inner(x).square().sum()

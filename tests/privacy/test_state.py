@@ -1,0 +1,552 @@
+"""What a model can remember is seen, and named, wherever Python can keep it."""
+
+import copy
+import functools
+import itertools
+import random
+from collections import OrderedDict, defaultdict, deque
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from dp_lightning.privacy.state import ABSENT, StateSnapshot, reachable
+
+BANK = []
+CALLS = 0
+
+
+class Holder(nn.Module):
+    """Keeps one value, whatever it is."""
+
+    def __init__(self, value=None):
+        super().__init__()
+        self.value = value
+
+
+class WithClassState(nn.Module):
+    bank = []  # noqa: RUF012
+    count = 0
+
+
+class UsesGlobals(nn.Module):
+    def training_step(self, batch):
+        def inner():
+            global CALLS
+            CALLS += 1
+            BANK.append(batch)
+
+        inner()
+
+
+class Slotted:
+    __slots__ = ("_Slotted__hidden", "seen")
+
+    def __init__(self):
+        self.seen = 0
+
+
+@dataclass
+class Record:
+    items: list = field(default_factory=list)
+
+
+class BadManners:
+    """Raises wherever a comparison could ask it something."""
+
+    def __eq__(self, other):
+        raise RuntimeError("no")
+
+    def __getattr__(self, name):
+        return 1
+
+    def __repr__(self):
+        raise RuntimeError("no")
+
+    def __len__(self):
+        raise RuntimeError("no")
+
+    def __bool__(self):
+        raise RuntimeError("no")
+
+    __hash__ = object.__hash__
+
+
+class Everything:
+    """Equals whatever it is compared with."""
+
+    def __eq__(self, other):
+        return True
+
+    __hash__ = object.__hash__
+
+
+def paths(snapshot):
+    return [change.path for change in snapshot.changes()]
+
+
+def counter():
+    seen = 0
+
+    def count():
+        nonlocal seen
+        seen += 1
+
+    return count
+
+
+def function_with(memory):
+    def remember(x, bank=memory):
+        bank.append(x)
+
+    return remember
+
+
+def advance(value):
+    next(value)
+
+
+def naturals():
+    number = 0
+    while True:
+        number += 1
+        yield number
+
+
+class WithMethod:
+    def __init__(self):
+        self.calls = 0
+
+    def call(self):
+        self.calls += 1
+
+
+def write(value, key, new):
+    value[key] = new
+
+
+def attribute(name, new):
+    return lambda value: setattr(value, name, new)
+
+
+REMEMBERING = {
+    "list": ([1, 2], lambda value: value.append(3), "model.value"),
+    "list item": ([1, 2], lambda value: write(value, 1, 3), "model.value[1]"),
+    "nested list": ([[], []], lambda value: value[1].append(3), "model.value[1]"),
+    "long list": (list(range(5000)), lambda value: write(value, 7, -1), "model.value[7]"),
+    "tuple of lists": (([], []), lambda value: value[0].append(1), "model.value[0]"),
+    "dict": ({"a": 1}, lambda value: write(value, "a", 2), "model.value['a']"),
+    "new key": ({"a": 1}, lambda value: write(value, "b", 2), "model.value['b']"),
+    "lost key": ({"a": 1}, lambda value: value.pop("a"), "model.value['a']"),
+    "tensor key": ({torch.zeros(2): 1}, lambda value: next(iter(value)).fill_(1), "model.value[Tensor]"),
+    "ordered": (OrderedDict(a=1), lambda value: write(value, "a", 2), "model.value['a']"),
+    "defaultdict": (defaultdict(list), lambda value: value["a"], "model.value['a']"),
+    "set": ({1, 2}, lambda value: value.add(3), "model.value"),
+    "empty set": (set(), lambda value: value.add(3), "model.value"),
+    "deque": (deque([1, 2], maxlen=2), lambda value: value.append(3), "model.value"),
+    "dataclass": (Record(), lambda value: value.items.append(1), "model.value.items"),
+    "slots": (Slotted(), attribute("seen", 1), "model.value.seen"),
+    "hidden slot": (Slotted(), attribute("_Slotted__hidden", 1), "model.value._Slotted__hidden"),
+    "nested module": (nn.Sequential(Holder(0)), lambda value: setattr(value[0], "value", 1), "model.value[0].value"),
+    "equal by ==": ([1, 2], lambda value: write(value, 0, Everything()), "model.value[0]"),
+    "another type": ([1, 2], lambda value: write(value, 0, True), "model.value[0]"),
+    "closure": (counter(), lambda value: value(), "model.value.seen"),
+    "default": (function_with([]), lambda value: value(1), "model.value.__defaults__[0]"),
+    "function attribute": (counter(), attribute("seen_by_all", 1), "model.value.seen_by_all"),
+    "partial": (functools.partial(print, []), lambda value: value.args[0].append(1), "model.value.args[0]"),
+    "bound method": (WithMethod().call, lambda value: value(), "model.value.__self__.calls"),
+    "builtin method": ([].append, lambda value: value(1), "model.value.__self__"),
+    "cache": (functools.lru_cache(lambda x: x), lambda value: value(1), "model.value"),
+    "count": (itertools.count(), advance, "model.value"),
+    "generator": (naturals(), advance, "model.value"),
+    "started generator": ((lambda it: (next(it), it)[1])(naturals()), advance, "model.value"),
+    "object array": (np.array([1, None], dtype=object), lambda value: write(value, 0, 2), "model.value"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REMEMBERING)
+def test_what_is_remembered_is_named_by_its_path(name):
+    value, remember, path = REMEMBERING[name]
+    snapshot = StateSnapshot(Holder(value))
+    assert snapshot.changes() == []
+    remember(value)
+    found = snapshot.changes()
+    assert [change.path for change in found] == [path]
+    snapshot.refresh()
+    assert snapshot.changes() == []
+
+
+GENERATORS = {
+    "torch": (torch.Generator(), lambda value: torch.rand(1, generator=value)),
+    "numpy": (np.random.default_rng(0), lambda value: value.random()),
+    "legacy": (np.random.RandomState(0), lambda value: value.rand()),
+    "bits": (np.random.MT19937(0), lambda value: value.random_raw()),
+    "python": (random.Random(0), lambda value: value.random()),
+}
+
+
+@pytest.mark.parametrize("name", GENERATORS)
+def test_a_draw_from_a_generator_is_seen(name):
+    generator, draw = GENERATORS[name]
+    snapshot = StateSnapshot(Holder([generator]))
+    assert snapshot.changes() == []
+    draw(generator)
+    assert [(change.path, change.kind) for change in snapshot.changes()] == [("model.value[0]", "generator")]
+    snapshot.refresh()
+    assert snapshot.changes() == []
+
+
+def test_the_attributes_of_a_users_class_are_seen():
+    snapshot = StateSnapshot(nn.Sequential(WithClassState()))
+    WithClassState.bank.append(1)
+    WithClassState.count += 1
+    try:
+        assert set(paths(snapshot)) == {"WithClassState.bank", "WithClassState.count"}
+    finally:
+        WithClassState.bank.clear()
+        WithClassState.count = 0
+
+
+def test_the_globals_that_a_function_names_are_seen():
+    module = UsesGlobals()
+    snapshot = StateSnapshot(module)
+    module.training_step(1)
+    assert {path.rpartition(".")[2] for path in paths(snapshot)} == {"BANK", "CALLS"}
+    BANK.clear()
+
+
+def test_a_global_rebound_after_a_refresh_is_seen():
+    module = UsesGlobals()
+    snapshot = StateSnapshot(module)
+    for _ in range(2):
+        module.training_step(1)
+        assert len(paths(snapshot)) == 2
+        snapshot.refresh()
+        assert paths(snapshot) == []
+    BANK.clear()
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ({"a": 1, "b": 2}, {"b": 2, "a": 1}),
+        ((10**9, "text"), (10**9, "te" + "xt".strip())),
+        (float("nan"), float("nan")),
+        (torch.Size([3, 4]), torch.zeros(3, 4).shape),
+        (np.float32(0.5), np.float32(0.5)),
+    ],
+)
+def test_an_equal_immutable_or_another_order_of_a_dict_is_no_change(before, after):
+    holder = Holder(before)
+    snapshot = StateSnapshot(holder)
+    if isinstance(before, dict):
+        before.clear()
+        before.update(after)
+    else:
+        holder.value = after
+    assert snapshot.changes() == []
+
+
+def test_minus_zero_is_a_change():
+    holder = Holder(0.0)
+    snapshot = StateSnapshot(holder)
+    holder.value = -0.0
+    assert paths(snapshot) == ["model.value"]
+
+
+def test_a_mutable_replaced_by_an_equal_one_is_a_change():
+    holder = Holder([1])
+    snapshot = StateSnapshot(holder)
+    holder.value = [1]
+    assert paths(snapshot) == ["model.value"]
+
+
+def test_cycles_and_odd_objects_end_nothing():
+    odd = BadManners()
+    holder = Holder([odd, {odd: odd}, {odd}, np.zeros(3), torch.zeros(3), lambda: odd])
+    holder.value.append(holder.value)
+    holder.itself = [holder]
+    snapshot = StateSnapshot(holder)
+    assert snapshot.changes() == []
+    odd.kept = 1
+    holder.value[0] = BadManners()
+    holder.value[3] = np.ones(3)
+    assert set(paths(snapshot)) == {"model.value[0].kept", "model.value[0]", "model.value[3]"}
+
+
+def undo(change):
+    if change.old is ABSENT:
+        del change.holder[change.key]
+    else:
+        change.holder[change.key] = change.old
+
+
+REBINDINGS = {
+    "attribute": (lambda module: setattr(module, "count", 1), "model.count", 0),
+    "new attribute": (lambda module: setattr(module, "last", 1), "model.last", ABSENT),
+    "lost attribute": (lambda module: delattr(module, "count"), "model.count", 0),
+    "buffer": (lambda module: setattr(module, "mean", torch.ones(3)), "model.mean", "mean"),
+    "buffer that was None": (lambda module: setattr(module, "later", torch.ones(3)), "model.later", None),
+    "new buffer": (lambda module: module.register_buffer("new", torch.ones(3)), "model.new", ABSENT),
+    "parameter": (lambda module: setattr(module, "weight", nn.Parameter(torch.ones(3))), "model.weight", "weight"),
+    "submodule": (lambda module: setattr(module, "inner", nn.Linear(2, 2)), "model.inner", "inner"),
+    "hook": (lambda module: module._forward_hooks.update({7: print}), "model._forward_hooks[7]", ABSENT),
+    "item": (lambda module: write(module.items, 1, torch.ones(3)), "model.items[1]", None),
+    "dict item": (lambda module: write(module.table, "a", 2), "model.table['a']", 1),
+}
+
+
+@pytest.mark.parametrize("name", REBINDINGS)
+@pytest.mark.parametrize("ignored", [lambda owner, name: False, lambda owner, name: name == "trainer"])
+def test_what_took_the_place_of_another_value_can_be_put_back(name, ignored):
+    module = Holder()
+    module.count, module.items, module.table, module.trainer = 0, [1, None], {"a": 1}, object()
+    module.weight, module.inner = nn.Parameter(torch.zeros(3)), nn.Linear(2, 2)
+    module.register_buffer("mean", torch.zeros(3))
+    module.register_buffer("later", None)
+    step, path, old = REBINDINGS[name]
+    if isinstance(old, str):
+        old = getattr(module, old)
+    snapshot = StateSnapshot(module, ignored)
+    for _ in range(2):
+        step(module)
+        (change,) = snapshot.changes()
+        assert (change.path, change.old is old) == (path, True)
+        assert change.new is change.holder.get(change.key, ABSENT) if isinstance(change.holder, dict) else True
+        undo(change)
+        assert snapshot.changes() == []
+        snapshot.refresh()
+        assert snapshot.changes() == []
+    step(module)
+    snapshot.refresh()
+    assert snapshot.changes() == []
+
+
+def test_what_cannot_be_put_back_under_a_key_has_no_holder():
+    slotted, closure, items = Slotted(), counter(), [1]
+    snapshot = StateSnapshot(Holder([slotted, closure, items]))
+    slotted.seen = 1
+    closure()
+    items.append(2)
+    found = snapshot.changes()
+    assert [change.path for change in found] == ["model.value[0].seen", "model.value[1].seen", "model.value[2]"]
+    assert all((change.holder, change.key, change.old, change.new) == (None,) * 4 for change in found)
+
+
+def test_a_global_can_be_put_back():
+    module = UsesGlobals()
+    snapshot = StateSnapshot(module)
+    module.training_step(1)
+    changes = {change.path.rpartition(".")[2]: change for change in snapshot.changes()}
+    undo(changes["CALLS"])
+    BANK.clear()
+    assert snapshot.changes() == []
+
+
+def test_a_copy_of_an_object_is_no_change_of_its_class():
+    record = Record()
+    snapshot = StateSnapshot(Holder(record))
+    copy.deepcopy(record)
+    assert snapshot.changes() == []
+
+
+def test_ignored_attributes_are_neither_compared_nor_followed():
+    holder = Holder([])
+    holder.trainer = Holder([])
+
+    def ignored(owner, name):
+        return name == "trainer"
+
+    snapshot = StateSnapshot(holder, ignored)
+    holder.trainer.value.append(1)
+    holder.trainer = Holder(2)
+    assert snapshot.changes() == []
+    holder.value.append(1)
+    assert paths(snapshot) == ["model.value"]
+    assert not any("trainer" in path for path, _ in reachable(holder, ignored))
+
+
+def test_all_of_an_object_can_be_ignored():
+    holder = Holder([Record()])
+    snapshot = StateSnapshot(holder, lambda owner, name: isinstance(owner, Record))
+    holder.value[0].items.append(1)
+    holder.value[0].more = 1
+    assert snapshot.changes() == []
+
+
+def test_reachable_yields_each_object_once_by_its_shortest_path():
+    shared = []
+    holder = Holder([[shared]])
+    holder.near = shared
+    found = list(reachable(holder))
+    assert [path for path, value in found if value is shared] == ["model.near"]
+    assert len({id(value) for _, value in found}) == len(found)
+
+
+TENSORS = {
+    "float32": torch.randn(50, 300),
+    "small": torch.randn(3),
+    "0-dim": torch.tensor(1.5),
+    "bool": torch.rand(200, 300) > 0.5,
+    "bfloat16": torch.randn(40_001).bfloat16(),
+    "float64": torch.randn(10_000).double(),
+    "int64": torch.arange(10_000),
+    "complex64": torch.randn(9_000, dtype=torch.complex64),
+    "conjugate": torch.randn(9_000, dtype=torch.complex64).conj(),
+    "channels last": torch.randn(20, 30, 8, 8).to(memory_format=torch.channels_last),
+    "transposed": torch.randn(100, 300).t(),
+    "with gaps": torch.randn(100, 300)[:, ::2],
+    "bytes with gaps": torch.zeros(100_000, dtype=torch.uint8)[::2],
+    "at an odd place": torch.randn(20_001)[1:],
+    "expanded": torch.randn(300, 1).expand(300, 100),
+}
+
+
+@pytest.mark.parametrize("name", TENSORS)
+def test_any_single_number_is_seen(name):
+    tensor = TENSORS[name]
+    holder = Holder([tensor])
+    snapshot = StateSnapshot(holder)
+    assert snapshot.changes() == []
+    flat = [
+        tuple(int(n) for n in np.unravel_index(i, tensor.shape)) for i in {0, tensor.numel() // 2, tensor.numel() - 1}
+    ]
+    for place in flat:
+        old = tensor[place].clone()
+        new = ~old if tensor.dtype is torch.bool else old + 1
+        (tensor[:, 0] if name == "expanded" else tensor)[place[:1] if name == "expanded" else place] = new
+        (change,) = snapshot.changes()
+        assert (change.path, change.kind, change.tensor is tensor) == ("model.value[0]", "tensor", True)
+        (tensor[:, 0] if name == "expanded" else tensor)[place[:1] if name == "expanded" else place] = old
+        assert snapshot.changes() == []
+
+
+@pytest.mark.parametrize("values", ["random", "one hot", "ones"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16])
+@pytest.mark.parametrize("width", [4096, 1000, 3])
+@pytest.mark.parametrize("trick", ["swap", "two signs", "two signs of a row", "all signs", "two rows"])
+def test_changes_that_cancel_in_a_plain_sum_are_seen(trick, width, dtype, values):
+    rows = 12_000 // width + 4
+    tensor = {"random": torch.randn(rows, width), "one hot": torch.eye(rows, width), "ones": torch.ones(rows, width)}
+    x = tensor[values].to(dtype)
+    x[0, 0] = 2
+    before = x.clone()
+    snapshot = StateSnapshot(Holder(x))
+    if trick == "swap":
+        x[[0, 1]] = x[[1, 0]]
+    elif trick == "two signs":
+        x[0, 0], x[1, 1] = -x[0, 0], -x[1, 1]
+    elif trick == "two signs of a row":
+        x[0, 0], x[0, 2] = -x[0, 0], -x[0, 2]
+    elif trick == "all signs":
+        x.neg_()
+    else:
+        x[:2].neg_()
+    assert not torch.equal(x, before)
+    assert paths(snapshot) == ["model.value"]
+
+
+def test_writes_that_autograd_does_not_count_are_seen():
+    model = nn.Linear(100, 100)
+    model.register_buffer("mean", torch.zeros(3))
+    snapshot = StateSnapshot(model)
+    model.weight.data[3, 4] += 1
+    model.mean.numpy()[1] = 5
+    assert paths(snapshot) == ["model.weight", "model.mean"]
+    assert [change.tensor for change in snapshot.changes()] == [model.weight, model.mean]
+    snapshot.refresh()
+    assert snapshot.changes() == []
+    model.bias.data = torch.zeros(100)
+    assert paths(snapshot) == ["model.bias"]
+    snapshot.refresh()
+    model.bias.data = torch.zeros(100)
+    assert snapshot.changes() == []
+
+
+def test_the_buffers_that_a_layer_writes_are_named():
+    model = nn.BatchNorm1d(3)
+    snapshot = StateSnapshot(model)
+    model(torch.randn(5, 3))
+    assert paths(snapshot) == ["model.running_mean", "model.running_var", "model.num_batches_tracked"]
+
+
+def test_tensors_that_share_storage_are_all_named():
+    base = torch.zeros(20_000)
+    snapshot = StateSnapshot(Holder([base, base[10:], base[:5]]))
+    base[15] = 1
+    assert paths(snapshot) == ["model.value[0]", "model.value[1]"]
+
+
+def test_the_shape_of_a_tensor_is_state_and_its_gradient_is_not():
+    tensor, parameter = torch.zeros(2, 3), nn.Parameter(torch.zeros(3))
+    snapshot = StateSnapshot(Holder([tensor, parameter]))
+    tensor.resize_(3, 2)
+    parameter.grad = torch.ones(3)
+    assert paths(snapshot) == ["model.value[0]"]
+    snapshot.refresh()
+    assert snapshot.changes() == []
+    tensor.resize_(6)
+    assert paths(snapshot) == ["model.value[0]"]
+    snapshot.refresh()
+    assert snapshot.changes() == []
+    tensor[5] = 1
+    assert paths(snapshot) == ["model.value[0]"]
+
+
+def test_tensors_without_memory_to_read_do_no_harm():
+    with torch.inference_mode():
+        inference = torch.zeros(3)
+    sparse = torch.eye(3).to_sparse()
+    odd = [
+        sparse,
+        torch.empty(3, device="meta"),
+        torch.empty(0, 4),
+        inference,
+        torch.zeros(2, 0),
+        nn.UninitializedParameter(),
+    ]
+    odd.append(torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8))
+    odd.append(torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]))
+    torch.func.vmap(lambda x: odd.append(x) or x)(torch.zeros(2, 2))
+    snapshot = StateSnapshot(Holder(odd))
+    assert snapshot.changes() == []
+    with torch.inference_mode():
+        inference[1] = 1
+    sparse.mul_(2)
+    assert set(paths(snapshot)) == {"model.value[3]", "model.value[0]"}
+
+
+class Refuses(torch.Tensor):
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        raise RuntimeError("no")
+
+
+def test_tensors_of_a_users_class_are_read_as_plain_ones():
+    plain = torch.zeros(3)
+    snapshot = StateSnapshot(Holder(plain.as_subclass(Refuses)))
+    assert snapshot.changes() == []
+    plain[0] = 1
+    assert paths(snapshot) == ["model.value"]
+
+
+def test_a_module_that_trains_without_remembering_has_no_changes():
+    layer = nn.TransformerEncoderLayer(8, 2, batch_first=True)
+    model = nn.Sequential(nn.Linear(4, 8), layer, nn.GroupNorm(1, 5), nn.Flatten(), nn.Dropout())
+    snapshot = StateSnapshot(model)
+    loss = model(torch.randn(2, 5, 4)).sum()
+    torch.autograd.grad(loss, list(model.parameters()), allow_unused=True)
+    assert snapshot.changes() == []
+
+
+def test_arrays_are_seen_also_behind_a_read_only_view():
+    array, reverse = np.zeros(10_000), np.zeros(100)
+    text = np.array(["a", "b"])
+    snapshot = StateSnapshot(Holder([np.broadcast_to(array, (3, 10_000)), reverse[::-1], text]))
+    assert snapshot.changes() == []
+    array[7] = 1
+    reverse[3] = 1
+    text[0] = "c"
+    assert set(paths(snapshot)) == {"model.value[0].base", "model.value[1]", "model.value[1].base", "model.value[2]"}

@@ -1,0 +1,342 @@
+"""One logical step by itself: a loop in plain torch drives it as Lightning does."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+from dp_lightning.callbacks import PrivacyCallback
+from dp_lightning.errors import BudgetError, ConfigurationError, DataError, DpLightningError, ModelError
+from dp_lightning.privacy import PrivacyPlan, PrivateStep
+
+N, B = 60, 12
+
+
+def network():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(5, 8), nn.Dropout(0.3), nn.ReLU(), nn.Linear(8, 3))
+
+
+def examples(n=N):
+    generator = torch.Generator().manual_seed(1)
+    return TensorDataset(torch.randn(n, 5, generator=generator), torch.arange(n) % 3)
+
+
+def plan(**kwargs):
+    numbers = {"num_train": N, "expected_batch_size": B, "num_steps": 10, "noise_multiplier": 1.0, "delta": 1e-3}
+    return PrivacyPlan(**{**numbers, **kwargs})
+
+
+def private_step(model, **kwargs):
+    def loss(batch):
+        return F.cross_entropy(model(batch[0]), batch[1])
+
+    settings = {"plan": plan(), "max_physical_batch_size": 5, "seed": 0}
+    return PrivateStep(model, kwargs.pop("loss", loss), kwargs.pop("dataset", examples()), **{**settings, **kwargs})
+
+
+def trained(model, private, steps=10):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for _ in range(steps):
+        for batch in private.batches():
+            private.accumulate(batch)
+        private.release()
+        optimizer.step()
+    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+
+
+@pytest.mark.parametrize("ways", ["together", "one_by_one"])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_the_plain_loop_and_lightning_give_the_same_weights_bit_for_bit(tmp_path, workers, ways):
+    import lightning.pytorch as pl
+
+    class Module(pl.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.net = network()
+
+        def training_step(self, batch, batch_idx):
+            return F.cross_entropy(self.net(batch[0]), batch[1])
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+
+    class Noisy(torch.utils.data.Dataset):
+        """Augments with the global generator."""
+
+        def __len__(self):
+            return N
+
+        def __getitem__(self, index):
+            x, y = examples()[index]
+            return x + 0.1 * torch.randn(5), y
+
+    privacy = PrivacyCallback(
+        expected_batch_size=B,
+        noise_multiplier=1.0,
+        delta=1e-3,
+        accountant="rdp",
+        max_physical_batch_size=5,
+        reproducible=True,
+        examples=ways,
+    )
+    trainer = pl.Trainer(
+        callbacks=[privacy],
+        max_steps=10,
+        max_epochs=-1,
+        accelerator="cpu",
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=tmp_path,
+    )
+    module = Module()
+    trainer.fit(module, DataLoader(Noisy(), batch_size=4, num_workers=workers))
+    by_lightning = torch.cat([parameter.detach().flatten() for parameter in module.parameters()])
+    model = network()
+    by_loop = trained(model, private_step(model, dataset=Noisy(), examples=ways))
+    assert torch.equal(by_lightning, by_loop)
+    assert not torch.equal(by_loop, torch.cat([p.detach().flatten() for p in network().parameters()]))
+
+
+def test_the_release_is_the_clipped_sum_and_the_noise_over_the_expected_batch_size():
+    model = network().eval()
+    private = private_step(model, plan=plan(expected_batch_size=N, noise_multiplier=0.0))
+    for batch in private.batches():
+        private.accumulate(batch)
+    private.release()
+    total = [torch.zeros_like(p) for p in model.parameters()]
+    for x, y in examples():
+        gradients = torch.autograd.grad(F.cross_entropy(model(x[None]), y[None]), list(model.parameters()))
+        norm = torch.stack([g.square().sum() for g in gradients]).sum().sqrt()
+        for part, gradient in zip(total, gradients, strict=True):
+            part += gradient * (1 / norm).clamp_max(1) / N
+    for parameter, expected in zip(model.parameters(), total, strict=True):
+        torch.testing.assert_close(parameter.grad, expected, rtol=0, atol=1e-6)
+
+
+class Draws:
+    """In the place of a sampler."""
+
+    def __init__(self, *steps):
+        self.steps = steps
+
+    def draw(self, step):
+        import numpy as np
+
+        return np.array(self.steps[step % len(self.steps)], dtype=np.int64)
+
+
+@pytest.mark.parametrize("ways", ["together", "one_by_one"])
+def test_an_empty_draw_is_a_step_of_noise(ways):
+    model = network()
+    private = private_step(model, plan=plan(noise_multiplier=2.0), seed=None, examples=ways)
+    private._sampler = Draws([])
+    released = []
+    for _ in range(10):
+        (batch,) = private.batches()
+        assert not batch.counted.any()
+        private.accumulate(batch)
+        private.release()
+        released.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
+    assert private.ledger.num_steps == 10
+    # Nothing but noise: sigma C / B on each of 75 coordinates, ten times.
+    assert float(torch.stack(released).std()) == pytest.approx(2 / B, rel=0.15)
+
+
+def leave_out_every_third(views):
+    x, y = torch.utils.data.default_collate(views)
+    return None if int(y[0]) == 0 else (x, y)
+
+
+@pytest.mark.parametrize("ways", ["together", "one_by_one"])
+def test_an_example_of_which_collation_leaves_nothing_contributes_zero(ways):
+    found = []
+    for collate_fn, wanted in ((leave_out_every_third, range(N)), (torch.utils.data.default_collate, None)):
+        model = network().eval()
+        private = private_step(
+            model,
+            plan=plan(expected_batch_size=N, noise_multiplier=0.0),
+            collate_fn=collate_fn,
+            examples=ways,
+        )
+        private._sampler = Draws([i for i in range(N) if wanted is not None or i % 3])
+        for batch in private.batches():
+            private.accumulate(batch)
+        private.release()
+        found.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
+    torch.testing.assert_close(*found, rtol=0, atol=1e-6)
+
+
+def test_a_logical_batch_of_nothing_but_left_out_examples_is_a_step():
+    private = private_step(network(), collate_fn=leave_out_every_third)
+    private._sampler = Draws([0, 3, 6], [1])
+    for _ in range(2):
+        for batch in private.batches():
+            private.accumulate(batch)
+        private.release()
+    assert private.ledger.num_steps == 2
+
+
+def test_the_data_set_is_asked_for_one_example_at_a_time():
+    class Watched(TensorDataset):
+        def __getitems__(self, indices):
+            raise AssertionError("several examples at once")
+
+    x, y = examples().tensors
+    private = private_step(network(), dataset=Watched(x, y))
+    trained(private.module, private, steps=2)
+
+
+def test_examples_of_different_shapes_are_refused_with_the_fix():
+    class Ragged(torch.utils.data.Dataset):
+        def __len__(self):
+            return N
+
+        def __getitem__(self, index):
+            return torch.zeros(5 + (index == 7)), 0
+
+    private = private_step(network(), dataset=Ragged())
+    private._sampler = Draws([1, 7], [1])
+    with pytest.raises(DataError, match="pad or crop"):
+        list(private.batches())
+    # Also where they stand in different physical batches.
+    private._sampler = Draws([1, 7])
+    private._max_examples = 1
+    first, second = private.batches()
+    private.accumulate(first)
+    with pytest.raises(DataError, match="pad or crop"):
+        private.accumulate(second)
+
+
+class Named(torch.utils.data.Dataset):
+    def __len__(self):
+        return N
+
+    def __getitem__(self, index):
+        x, y = examples()[index]
+        return x, y, f"image {index}"
+
+
+def test_entries_that_are_no_tensors_may_stand_in_a_batch_and_not_be_used_together():
+    model = network()
+
+    def uses(batch):
+        return F.cross_entropy(model(batch[0]), batch[1]) * len(batch[2][0])
+
+    def ignores(batch):
+        return F.cross_entropy(model(batch[0]), batch[1])
+
+    trained(model, private_step(model, dataset=Named(), loss=ignores), steps=1)
+    with pytest.raises(ModelError, match="one_by_one"):
+        trained(model, private_step(model, dataset=Named(), loss=uses), steps=1)
+    trained(model, private_step(model, dataset=Named(), loss=uses, examples="one_by_one"), steps=1)
+
+
+@pytest.mark.parametrize("library", ["numpy", "random"])
+def test_draws_of_the_host_are_refused_together(library):
+    import random
+
+    import numpy as np
+
+    model = network()
+    draw = {"numpy": np.random.rand, "random": random.random}[library]
+
+    def loss(batch):
+        return F.cross_entropy(model(batch[0]), batch[1]) * draw()
+
+    with pytest.raises(ModelError, match=library):
+        trained(model, private_step(model, loss=loss), steps=1)
+    trained(model, private_step(model, loss=loss, examples="one_by_one"), steps=1)
+
+
+def test_generators_that_the_data_set_holds_get_secret_keys():
+    class Augmented(TensorDataset):
+        def __init__(self):
+            super().__init__(*examples().tensors)
+            self.generator = torch.Generator().manual_seed(0)
+
+    dataset = Augmented()
+    before = dataset.generator.get_state()
+    private = private_step(network(), dataset=dataset, seed=None)
+    private.start()
+    assert not torch.equal(before, dataset.generator.get_state())
+
+
+def test_secret_randomness_does_not_follow_public_seeds():
+    found = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        private = private_step(network(), seed=None)
+        torch.manual_seed(0)
+        private.start()
+        found.append(torch.rand(3))
+    assert not torch.equal(*found)
+
+
+def test_a_step_beyond_the_plan_is_refused_before_its_gradients():
+    model = network()
+    private = private_step(model, plan=plan(num_steps=1))
+    trained(model, private, steps=1)
+    with pytest.raises(BudgetError, match="1 logical steps"):
+        private.accumulate(next(iter(private.batches())))
+
+
+def test_an_incomplete_or_reordered_logical_batch_is_refused():
+    private = private_step(network())
+    private._sampler = Draws(list(range(12)))
+    first, second, third = private.batches()
+    with pytest.raises(DpLightningError, match="complete"):
+        private.release()
+    private.accumulate(first)
+    with pytest.raises(DpLightningError, match="complete"):
+        private.release()
+    with pytest.raises(DpLightningError, match="reordered"):
+        private.accumulate(third)
+    private.accumulate(second)
+    private.accumulate(third)
+    private.release()
+    with pytest.raises(DpLightningError, match="reordered"):
+        private.accumulate(second)
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"examples": "both"}, "one_by_one"),
+        ({"augmult": 0}, "augmult"),
+        ({"augmult": 8}, "max_physical_batch_size"),
+        ({"dataset": examples(59)}, "59"),
+    ],
+)
+def test_wrong_settings_are_named(settings, said):
+    with pytest.raises(ConfigurationError, match=said):
+        private_step(network(), **settings)
+
+
+@pytest.mark.parametrize("ways", ["together", "one_by_one"])
+def test_views_are_rows_of_one_example(ways):
+    model, shapes = network().eval(), set()
+
+    class Shifted(torch.utils.data.Dataset):
+        """Views that differ."""
+
+        count = 0
+
+        def __len__(self):
+            return N
+
+        def __getitem__(self, index):
+            x, y = examples()[index]
+            return x + torch.randn(5), y
+
+    def loss(batch):
+        shapes.add(tuple(batch[0].shape))
+        return F.cross_entropy(model(batch[0]), batch[1])
+
+    private = private_step(model, dataset=Shifted(), loss=loss, augmult=2, examples=ways)
+    trained(model, private, steps=1)
+    assert shapes == {(2, 5)}
+    assert private.statement().clipping["augmult"] == "2 views of each example"
