@@ -193,7 +193,9 @@ class PrivacyStatement:
             "sensitivity": _show(facts["sensitivity"]),
             "post-processing": self.postprocessing,
             "isolation of examples": facts["isolation"],
-            "random numbers": "from a seed that is written down" if self.reproducible else "operating system",
+            "random numbers": (
+                "from a seed that is written down" if self.reproducible else "keys of the operating system"
+            ),
             "versions": ", ".join(f"{name} {version}" for name, version in facts["versions"].items()),
         }
         table = "\n".join(f"| {name} | {str(value).replace('|', chr(92) + '|')} |" for name, value in rows.items())

@@ -36,6 +36,7 @@ KEYS = {
     "num_ranks",
     "unprotected",
     "examples",
+    "changed_outside",
     "isolation",
     "reproducible",
     "versions",
