@@ -29,12 +29,14 @@ def warn_of_changed_meaning(
 ) -> bool:
     """Compare the loss of a few examples together with the mean of their losses, on a copy of the module.
 
-    Where the module cannot be copied, draws random numbers in evaluation mode, or takes no batch of several examples,
-    nothing is compared.
+    Where the module cannot be copied, has batch transfer hooks, draws random numbers in evaluation mode, or takes no
+    batch of several examples, nothing is compared.
 
     Returns:
         Whether a warning was given.
     """
+    if step.has_transfer_hooks:  # Lightning calls the hooks of the module itself, which may keep what they see
+        return False
     count = min(_EXAMPLES, len(reader))
     try:
         raw = [reader.dataset[number * len(reader) // count] for number in range(count)]
@@ -45,9 +47,7 @@ def warn_of_changed_meaning(
         trial.__dict__.update(log=silence, log_dict=silence)
 
         def loss_of(examples: list[Any]) -> float:
-            batch = reader.collate_fn(examples)
-            batch = batch if reader.prepare is None else reader.prepare(batch)
-            batch = move_data_to_device(batch, module.device)
+            batch = move_data_to_device(reader.collate_fn(examples), module.device)
             return float(step.loss_of(trial, batch))
 
         with torch.no_grad(), trainer.precision_plugin.train_step_context():

@@ -299,14 +299,15 @@ class PrivacyCallback(pl.Callback):
             )
         require_private_loader(trainer, self.private)
         require_same_data(self.private.reader.dataset, self._ranks, trainer.strategy.root_device)
+        # Before anything runs on examples, so that nothing made from them counts as a constant.
+        self.private.start()
         assert self._training_step is not None
-        if self.augmult > 1 and not self._training_step.changes_views:
+        if self.augmult > 1 and not self._training_step.has_transfer_hooks:
             warn_of_equal_views(self.private.reader.dataset)
         if trainer.is_global_zero and warn_of_changed_meaning(
             trainer, pl_module, self._training_step, self.private.reader
         ):
             self._unprotected.names.add(NAME)
-        self.private.start()
 
     # One physical batch
 

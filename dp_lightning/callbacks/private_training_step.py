@@ -66,8 +66,8 @@ class PrivateTrainingStep:
         return lambda batch: self._call_hook("on_before_batch_transfer", batch, 0)
 
     @property
-    def changes_views(self) -> bool:
-        """Whether views may differ that the data set gives alike."""
+    def has_transfer_hooks(self) -> bool:
+        """Whether the user's hooks see examples before ``training_step`` does."""
         return any(self._overrides(f"on_{time}_batch_transfer") for time in ("before", "after"))
 
     def take_place(self, private: PrivateStep) -> None:

@@ -54,14 +54,13 @@ class Isolation:
     ) -> None:
         self._module, self._parameters = module, {id(p): name for name, p in parameters.items()}
         self._snapshot = StateSnapshot(module, ignored, name="self")
-        data = {id(value) for root in raw for _, value in reachable(root) if isinstance(value, Tensor)}
+        data = {_memory_of(value) for root in raw for _, value in reachable(root) if isinstance(value, Tensor)}
         self._constants: dict[int, weakref.ref[Tensor]] = {}
         for value in gc.get_objects():
-            if issubclass(type(value), Tensor) and id(value) not in data:
+            if issubclass(type(value), Tensor) and _memory_of(value) not in data:
                 self.know(value)
-        for _, value in reachable(module, ignored):
-            if isinstance(value, Tensor):
-                self.know(value)
+        for tensor in (*module.parameters(), *module.buffers()):  # though the loader may lead to the module
+            self.know(tensor)
         self._advanced: dict[object, Callable[[], None]] = {}
         self._undone: set[str] = set()
         #: Attributes that other code than ``training_step`` has changed since the start.
@@ -85,7 +84,9 @@ class Isolation:
         """The logical step is over: state that is computed from weights alone takes its next value."""
         for advance in self._advanced.values():
             advance()
-        self._advanced.clear()
+        if self._advanced:
+            self._advanced.clear()
+            self._snapshot.refresh()
 
     @contextmanager
     def together(self, recording: Recording) -> Iterator[None]:
@@ -201,6 +202,14 @@ class OlderTensors(TorchFunctionMode):
                     "not made in this step, so that it may hold other examples. Make it a buffer of the module."
                 )
         return func(*args, **(kwargs or {}))
+
+
+def _memory_of(tensor: Tensor) -> int:
+    """What tells the memory of a tensor from that of others; views have that of their base."""
+    try:
+        return tensor.untyped_storage().data_ptr() or id(tensor)
+    except Exception:  # sparse, or a wrapper, each of which raises its own
+        return id(tensor)
 
 
 def _is_plain(change: Change) -> bool:

@@ -10,7 +10,9 @@ Formal guarantee. Let the parameters and all earlier releases be given.
 2. Each example is read by itself (``reading``), and its loss l_i is computed where no other example can be reached
    (``examples``, ``isolation``), with secret random numbers (``randomness``): l_i is a function of example i, the
    weights, the number of the step, and random numbers that no one knows. What is trusted: the data set's
-   ``__getitem__`` looks at one example, and kernels of torch treat rows apart.
+   ``__getitem__``, collation and hooks look at one example and keep nothing of it, kernels of torch treat rows apart, and
+   the loss reads neither the data set nor a counter of physical batches. ``docs/sharp_edges.md`` lists what is known to
+   get past these lines.
 3. ``clip`` bounds what one example adds to the sum by ``sensitivity`` (``clipping``, ``gradients``); an example whose
    gradient is not finite adds nothing.
 4. B is a constant of the plan, and the step is released whatever the draw is, the empty one included.

@@ -618,7 +618,6 @@ HOLES: set[str] = {
     "RunningMeanBeforeTransfer-together",
     "CounterInTheDataModule-together",
     "CounterInTheDataModule-one_by_one",
-    "FilledBeforeTheFirstStep-together",
     "ReadsTheDataSetOfTheTrainer-together",
     "ReadsItsOwnLoader-together",
     "ReadsExamplesOfItsOwnLoader-together",

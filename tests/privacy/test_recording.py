@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from reference import gradients_by_loop
-from torch import nn
+from torch import library, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
@@ -475,7 +475,7 @@ class _Generated(torch.autograd.Function):
         return gradient * (x > 0) * scale, (gradient * x.clamp_min(0)).sum(0)
 
 
-@torch.library.custom_op("zoo::own", mutates_args=())
+@library.custom_op("zoo::own", mutates_args=())
 def _with_own_vmap(x: torch.Tensor) -> torch.Tensor:
     return x * 2
 
