@@ -252,14 +252,14 @@ class Recording(TorchFunctionMode):
         sources: list[Tensor],
         outermost: bool,
     ) -> Any:
-        other = STAND_INS.get(func) or (REWRITES.get(func) if sources else None)
+        rule = RULES.get(func) if sources else None  # one of the user's comes before a rewrite
+        other = STAND_INS.get(func) or (REWRITES.get(func) if sources and rule is None else None)
         if other is not None:
             with self:
                 result = other(*args, **kwargs)
             if result is not NotImplemented:
                 return result
         if sources:
-            rule = RULES.get(func)
             if rule is not None:
                 result = self._record(rule, func, args, kwargs, batched, sources)
                 if result is not NotImplemented:
