@@ -37,7 +37,7 @@ _NOT_FOLLOWED += (np.generic, types.GetSetDescriptorType, types.MemberDescriptor
 _LIBRARIES = {"dp_lightning", "lightning", "lightning_fabric", "numpy", "pytorch_lightning", "torch", "torchmetrics"}
 _LIBRARIES |= sys.stdlib_module_names
 _IMMUTABLE = 1 << 8  # Py_TPFLAGS_IMMUTABLETYPE
-_STATE = ("__reduce_ex__", "__reduce__", "__getstate__", "getstate", "tobytes", "digest", "locked")
+_STATE = ("__reduce_ex__", "__reduce__", "__getstate__", "getstate", "tobytes", "digest")
 
 gradient_of: Callable[[Tensor], Tensor | None] = torch._C.TensorBase._grad.__get__  # type: ignore[union-attr]
 
@@ -240,7 +240,7 @@ def _of_library(module: str, named: Members) -> Iterator[Place]:
     if kept:
         yield Place(module, tuple(kept), lambda _: kept, _attribute)
     functions = [(name, value) for name, value in named.items() if type(value) is types.FunctionType]
-    loggers = logging.root.manager.loggerDict if module == "logging" else {}
+    loggers = {"root": logging.root, **logging.root.manager.loggerDict} if module == "logging" else {}
     for name, value in (*functions, *loggers.items()):
         yield Place(f"{module}.{name}", vars(value), dict, _attribute, followed=False)
 

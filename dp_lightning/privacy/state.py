@@ -28,8 +28,9 @@ __all__ = ["ABSENT", "Change", "Ignored", "StateSnapshot", "generator_state", "r
 
 #: Stands for the value of a key that is not there.
 ABSENT: Any = type("Absent", (), {"__repr__": lambda self: "ABSENT"})()
-# What Python itself writes into modules and classes. So it does with the modules that it imports.
-_NOTES = {"__slotnames__", "__annotations__", "__warningregistry__"}
+# How names begin that Python and torch.compile write into modules and classes.
+_NOTES: tuple[str, ...] = ("__slotnames__", "__annotations__", "__warningregistry__")
+_NOTES += ("__builtins_dict__", "__compiled_fn_", "__import_", "__resume_at_")
 
 
 @dataclass(frozen=True, eq=False)
@@ -98,10 +99,8 @@ class StateSnapshot:
             changed = {place: [*_changes(place)] for places in suspects for place in places}
             if any(change.kind == "attribute" for changes in changed.values() for change in changes):
                 return self._take()
-            for place in filter(changed.get, changed):
-                place.held = place.now()
             for group, places in zip(self._groups, suspects, strict=True):
-                group.note(places)
+                group.note(places, changed)
             self._contents.hold()
 
     def _take(self) -> None:
@@ -146,9 +145,13 @@ class _Group:
         same = self._count() == self._lengths and all(map(is_, self._members(), self._held))
         return self._others if same else self._places
 
-    def note(self, suspects: list[Place]) -> None:
-        """Take the members anew where other ones, equal or known by now, were found."""
-        if suspects is self._places:
+    def note(self, suspects: list[Place], changed: dict[Place, list[Change]]) -> None:
+        """From here on, compare with what stands in the places now, such as an equal value or a note."""
+        everywhere = suspects is self._places
+        for place in suspects:
+            if everywhere or changed[place]:
+                place.held = place.now()
+        if everywhere:
             self._take()
 
     def _take(self) -> None:
@@ -175,10 +178,15 @@ def _changes(place: Place) -> Iterator[Change]:
         return
     for key in held | now:
         old, new = held.get(key, ABSENT), now.get(key, ABSENT)
-        noted = old is ABSENT and (key in _NOTES or type(new) is ModuleType)
-        if not noted and not _same(old, new):
+        if not _same(old, new) and not (old is ABSENT and _is_note(place, key, new)):
             undo = (source, key, old, new) if isinstance(source, dict | list) else ()
             yield Change(place.path + place.label(key), kind, None, *undo)
+
+
+def _is_note(place: Place, key: Any, new: Any) -> bool:
+    """Whether what has appeared was not set by code: a module that was imported, or what a compiler noted."""
+    attributes = not place.followed or isinstance(place.source, MappingProxyType)
+    return type(new) is ModuleType or (attributes and str(key).startswith(_NOTES))
 
 
 def _same(old: Any, new: Any) -> bool:
