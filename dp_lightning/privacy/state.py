@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
 from operator import is_
-from types import MappingProxyType, ModuleType
+from types import FunctionType, MappingProxyType, ModuleType
 from typing import Any, Literal
 
 import numpy as np
@@ -28,9 +28,9 @@ __all__ = ["ABSENT", "Change", "Ignored", "StateSnapshot", "generator_state", "r
 
 #: Stands for the value of a key that is not there.
 ABSENT: Any = type("Absent", (), {"__repr__": lambda self: "ABSENT"})()
-# How names begin that Python and torch.compile write into modules and classes.
+# How names begin that Python and torch.compile write into modules, classes and functions.
 _NOTES: tuple[str, ...] = ("__slotnames__", "__annotations__", "__warningregistry__")
-_NOTES += ("__builtins_dict__", "__compiled_fn_", "__import_", "__resume_at_")
+_NOTES += ("__builtins_dict__", "__compiled_fn_", "__dynamo_disable", "__import_", "__resume_at_", "___needs")
 
 
 @dataclass(frozen=True, eq=False)
@@ -178,15 +178,16 @@ def _changes(place: Place) -> Iterator[Change]:
         return
     for key in held | now:
         old, new = held.get(key, ABSENT), now.get(key, ABSENT)
-        if not _same(old, new) and not (old is ABSENT and _is_note(place, key, new)):
+        if not _same(old, new) and not _is_note(key, old, new):
             undo = (source, key, old, new) if isinstance(source, dict | list) else ()
             yield Change(place.path + place.label(key), kind, None, *undo)
 
 
-def _is_note(place: Place, key: Any, new: Any) -> bool:
-    """Whether what has appeared was not set by code: a module that was imported, or what a compiler noted."""
-    attributes = not place.followed or isinstance(place.source, MappingProxyType)
-    return type(new) is ModuleType or (attributes and str(key).startswith(_NOTES))
+def _is_note(key: Any, old: Any, new: Any) -> bool:
+    """Whether code did not set it: a module that was imported, or what Python or torch.compile has put there."""
+    if old is ABSENT:
+        return type(new) is ModuleType or (type(key) is str and key.startswith(_NOTES))
+    return type(new) is FunctionType and str(new.__globals__.get("__name__")).startswith("torch._dynamo.")
 
 
 def _same(old: Any, new: Any) -> bool:
