@@ -53,7 +53,12 @@ class Isolation:
         raw: tuple[object, ...] = (),
     ) -> None:
         self._module, self._parameters = module, {id(p): name for name, p in parameters.items()}
-        self._snapshot = StateSnapshot(module, ignored, name="self")
+        # The gradients of the trained parameters are the optimizer's.
+        self._snapshot = StateSnapshot(
+            module,
+            lambda owner, name: (name == "grad" and id(owner) in self._parameters) or ignored(owner, name),
+            name="self",
+        )
         data = {_memory_of(value) for root in raw for _, value in reachable(root) if isinstance(value, Tensor)}
         self._constants: dict[int, weakref.ref[Tensor]] = {}
         for value in gc.get_objects():

@@ -1,24 +1,28 @@
 """The objects that a module leads to, and the places where they hold others.
 
 The walk follows attributes, slots, containers, the attributes of classes, and functions with their closures, defaults
-and the globals that they name. It calls no method of a user's class, and goes on where an object cannot be read.
+and the globals that they name. Objects written in C are described by what the garbage collector finds in them, and by
+what they would be pickled as. Modules are compared where code names them, and classes of libraries, but not followed.
+The walk calls no method of a user's class, and goes on where an object cannot be read.
 """
 
+import contextvars
 import functools
-import itertools
+import gc
 import logging
 import sys
 import types
+import warnings
 import weakref
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from dp_lightning.privacy.contents import GENERATORS, generator_state
 
@@ -28,9 +32,14 @@ Members: TypeAlias = dict[Any, Any]
 #: Types whose values cannot change, and refer to nothing that can.
 ATOMS = frozenset((int, float, complex, bool, str, bytes, type(None), range, torch.Size, torch.dtype, torch.device))
 # Known by identity only: what they lead to belongs to the process rather than to the model.
-_NOT_FOLLOWED = (types.ModuleType, types.CodeType, types.FrameType, logging.Logger, weakref.ref, np.generic)
+_NOT_FOLLOWED: tuple[type, ...] = (types.ModuleType, types.CodeType, types.FrameType, logging.Logger, weakref.ref)
+_NOT_FOLLOWED += (np.generic, types.GetSetDescriptorType, types.MemberDescriptorType, types.WrapperDescriptorType)
 _LIBRARIES = {"dp_lightning", "lightning", "lightning_fabric", "numpy", "pytorch_lightning", "torch", "torchmetrics"}
 _LIBRARIES |= sys.stdlib_module_names
+_IMMUTABLE = 1 << 8  # Py_TPFLAGS_IMMUTABLETYPE
+_STATE = ("__reduce_ex__", "__reduce__", "__getstate__", "getstate", "tobytes", "digest")
+
+gradient_of: Callable[[Tensor], Tensor | None] = torch._C.TensorBase._grad.__get__  # type: ignore[union-attr]
 
 
 @dataclass(slots=True, eq=False)
@@ -42,6 +51,7 @@ class Place:
         source: what is read, such as a dict, a list, or the cell of a closure.
         read: makes a dict of the members that stand in the source.
         label: what the key of a member adds to the path.
+        followed: whether the walk goes on to the members.
         held: the members when the place was found; None where they could not be read.
     """
 
@@ -49,6 +59,7 @@ class Place:
     source: Any
     read: Callable[[Any], Members]
     label: Callable[[Any], str]
+    followed: bool = True
     held: Members | None = field(init=False)
 
     def __post_init__(self) -> None:
@@ -84,7 +95,7 @@ def walk(root: object, ignored: Ignored, name: str) -> Iterator[tuple[str, objec
         seen.update((id(place.source), place.source) for place in places)
         yield path, value, places
         for place in places:
-            members = (place.held or {}).items()
+            members = (place.held or {}).items() if place.followed else ()
             parts = [(key, part) for key, member in members for part in (key, member) if type(part) not in ATOMS]
             queue.extend((place.path + place.label(key), part) for key, part in parts)
         queue.append((type(value).__name__, type(value)))
@@ -98,15 +109,19 @@ def _places(path: str, value: Any, ignored: Ignored, named: set[tuple[int, str]]
         yield from _class_attributes(value, ignored)
     elif not issubclass(kind, _NOT_FOLLOWED):
         yield from _attributes(path, value, ignored)
-        yield from _items(path, value)
-        if kind is types.FunctionType:
+        if issubclass(kind, Tensor):
+            if not ignored(value, "grad"):
+                yield Place(path, value, lambda tensor: {"grad": gradient_of(tensor)}, _attribute)
+        elif kind is not types.FunctionType:
+            yield from _items(path, value)
+        else:
             yield from _variables(path, value)
             yield from _globals(value, named)
 
 
 def _attributes(path: str, value: Any, ignored: Ignored) -> Iterator[Place]:
     with suppress(AttributeError):
-        own = object.__getattribute__(value, "__dict__")
+        own = _in_c(value).__getattribute__(value, "__dict__")  # type: ignore[call-arg]
         parts = ("_parameters", "_buffers", "_modules") if issubclass(type(value), nn.Module) else ()
         for names in (*(own[part] for part in parts if part in own and not ignored(value, part)), own):
             yield Place(path, names, functools.partial(_kept, owner=value, ignored=ignored), _attribute)
@@ -116,8 +131,17 @@ def _attributes(path: str, value: Any, ignored: Ignored) -> Iterator[Place]:
 
 
 def _kept(names: Mapping[str, Any], owner: object, ignored: Ignored) -> Members:
-    noted = "__slotnames__"  # which copy.copy writes into classes
-    return {key: value for key, value in names.items() if key != noted and not ignored(owner, str(key))}
+    return {key: value for key, value in names.items() if not ignored(owner, str(key))}
+
+
+def _in_c(value: Any) -> type:
+    """The nearest base of its class that is written in C; ``object`` where all else is Python."""
+    return _base_in_c(type(value))  # type: ignore[arg-type]
+
+
+@functools.lru_cache(maxsize=1024)
+def _base_in_c(kind: type) -> type:
+    return next(base for base in kind.__mro__ if base.__flags__ & _IMMUTABLE)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -133,12 +157,47 @@ def _items(path: str, value: Any) -> Iterator[Place]:
         if issubclass(type(value), kinds):
             yield Place(path, value, read, label)
             return
+    if _in_c(value) is not object:
+        yield Place(path, value, _described, _itself)
+
+
+def _described(value: Any) -> Members:
+    """What an object written in C refers to, and its state: a position, or bytes."""
+    parts: Members = {id(part): part for part in gc.get_referents(value)}
+    return parts | {"": _fixed(_pickled(value), parts)}
+
+
+def _pickled(value: Any) -> Any:
+    base = _in_c(value)
+    names = [name for name in _STATE if getattr(base, name, None) is not getattr(object, name, None)]
+    if not names or base.__module__.partition(".")[0] not in sys.stdlib_module_names:
+        return None
+    arguments = (4,) if names[0] == "__reduce_ex__" else ()
+    quiet = warnings.catch_warnings(action="ignore") if base.__module__ == "itertools" else nullcontext()
+    with quiet, suppress(TypeError):
+        return getattr(base, names[0])(value, *arguments)
+
+
+def _fixed(part: Any, known: Members) -> Any:
+    """With tuples in the place of containers and iterators that are made anew by each call."""
+    if id(part) in known:
+        return part
+    if type(part) in (list, tuple, dict):
+        parts = part.items() if type(part) is dict else part
+        return tuple(_fixed(item, known) for item in parts)
+    if issubclass(type(part), Iterator) and _in_c(part) is type(part):
+        return tuple(_described(part).items())
+    return part
 
 
 def _class_attributes(kind: type, ignored: Ignored) -> Iterator[Place]:
-    if str(kind.__module__).partition(".")[0] not in _LIBRARIES:
+    if kind.__flags__ & _IMMUTABLE:
+        return
+    if str(kind.__module__).partition(".")[0] in _LIBRARIES:
+        yield Place(kind.__name__, vars(kind), dict, _attribute, followed=False)
+    else:
         yield Place(kind.__name__, vars(kind), functools.partial(_kept, owner=kind, ignored=ignored), _attribute)
-        yield Place(kind.__name__, kind.__bases__, lambda bases: dict(enumerate(bases)), _itself)
+    yield Place(kind.__name__, kind.__bases__, lambda bases: dict(enumerate(bases)), _itself)
 
 
 def _variables(path: str, function: types.FunctionType) -> Iterator[Place]:
@@ -149,20 +208,41 @@ def _variables(path: str, function: types.FunctionType) -> Iterator[Place]:
 
 
 def _globals(function: types.FunctionType, named: set[tuple[int, str]]) -> Iterator[Place]:
-    """The globals that a user's function names, in its own module and in those of the user that it names."""
+    """The modules of a user's function and those that it names, and of their members those that it names."""
     module, space = str(function.__globals__.get("__name__")), function.__globals__
     if _installed(module):
         return
-    wanted, spaces = sorted(_names(function.__code__)), [(module, space)]
-    for module, space in spaces:
-        new = [name for name in wanted if name in space and (id(space), name) not in named]
-        named.update((id(space), name) for name in new)
-        if new:
-            read = functools.partial(lambda names, space: {name: space[name] for name in names if name in space}, new)
+    wanted, spaces = _names(function.__code__), {id(space): (module, space)}
+    for key in (todo := [id(space)]):
+        module, space = spaces[key]
+        if (key, "") not in named:
+            named.add((key, ""))
+            yield Place(module, space, dict, _attribute, followed=False)
+        found = {name: space[name] for name in sorted(wanted & space.keys())}
+        for value in found.values():
+            if type(value) is types.ModuleType and id(vars(value)) not in spaces:
+                spaces[id(vars(value))] = value.__name__, vars(value)
+                todo.append(id(vars(value)))
+        new = {name: value for name, value in found.items() if (key, name) not in named}
+        named.update((key, name) for name in new)
+        if _installed(module):
+            yield from _of_library(module, new)
+        elif new:
+            read = functools.partial(
+                lambda names, space: {name: space[name] for name in names if name in space}, [*new]
+            )
             yield Place(module, space, read, _attribute)
-        for value in map(space.get, new):
-            if type(value) is types.ModuleType and not _installed(value.__name__):
-                spaces.append((value.__name__, vars(value)))
+
+
+def _of_library(module: str, named: Members) -> Iterator[Place]:
+    """Its classes and collections, such as ``os.environ``; attributes that were set on its functions and loggers."""
+    kept = {name: value for name, value in named.items() if isinstance(value, type | list | set | MutableMapping)}
+    if kept:
+        yield Place(module, tuple(kept), lambda _: kept, _attribute)
+    functions = [(name, value) for name, value in named.items() if type(value) is types.FunctionType]
+    loggers = {"root": logging.root, **logging.root.manager.loggerDict} if module == "logging" else {}
+    for name, value in (*functions, *loggers.items()):
+        yield Place(f"{module}.{name}", vars(value), dict, _attribute, followed=False)
 
 
 def _names(code: types.CodeType) -> set[str]:
@@ -192,7 +272,7 @@ def _frame(generator: "types.GeneratorType[Any, Any, Any]") -> Members:
     return {"": (generator.gi_yieldfrom, *variables)}
 
 
-# How to read a container, or an object that is written in C.
+# How to read a container, and objects whose description in C would leave something out.
 _ITEMS: list[tuple[Any, Callable[[Any], str], Callable[[Any], Members]]] = [
     (dict, _item, lambda value: dict(dict.items(value))),
     (list, _item, lambda value: dict(enumerate(list.__iter__(value)))),
@@ -201,8 +281,6 @@ _ITEMS: list[tuple[Any, Callable[[Any], str], Callable[[Any], Members]]] = [
     (deque, _itself, lambda value: {"": tuple(deque.__iter__(value))}),
     (GENERATORS, _itself, lambda value: {"": generator_state(value)}),
     (np.ndarray, _attribute, lambda value: {"base": value.base}),
-    (types.BuiltinMethodType, _attribute, lambda value: {"__self__": value.__self__}),
     (types.GeneratorType, _itself, _frame),
-    (itertools.count, _itself, lambda value: {"": repr(value)}),
-    (functools._lru_cache_wrapper, _itself, lambda value: {"": value.cache_info()[1:]}),  # but not how many hits
+    (contextvars.ContextVar, _itself, lambda value: {"": value.get(value)}),
 ]

@@ -2,15 +2,18 @@
 
 A step that keeps something of one example (a list that it appends to, a counter in a closure, a buffer written through
 NumPy) can carry it into the gradient of another. :class:`StateSnapshot` names such state by its path: what stands in
-the places that :mod:`~dp_lightning.privacy.reachable` finds, and what arrays and generators hold. A tensor's ``.grad``
-is no state. Out of its reach are files, other processes, and objects written in C that no rule there describes.
+the places that :mod:`~dp_lightning.privacy.reachable` finds, what arrays and generators hold, and the settings of the
+process that libraries keep in C. Out of its reach are files, threads, other processes, objects of other packages that
+are written in C, and what is found only by its name, such as a logger that is made on the way.
 """
 
+import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
 from operator import is_
+from types import FunctionType, MappingProxyType, ModuleType
 from typing import Any, Literal
 
 import numpy as np
@@ -18,12 +21,16 @@ import torch
 from torch import Tensor
 
 from dp_lightning.privacy.contents import GENERATORS, Array, Contents, generator_state
-from dp_lightning.privacy.reachable import ATOMS, Ignored, Place, reachable, walk
+from dp_lightning.privacy.process import settings
+from dp_lightning.privacy.reachable import ATOMS, Ignored, Place, gradient_of, reachable, walk
 
 __all__ = ["ABSENT", "Change", "Ignored", "StateSnapshot", "generator_state", "reachable"]
 
 #: Stands for the value of a key that is not there.
 ABSENT: Any = type("Absent", (), {"__repr__": lambda self: "ABSENT"})()
+# How names begin that Python and torch.compile write into modules, classes and functions.
+_NOTES: tuple[str, ...] = ("__slotnames__", "__annotations__", "__warningregistry__")
+_NOTES += ("__builtins_dict__", "__compiled_fn_", "__dynamo_disable", "__import_", "__resume_at_", "___needs")
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,7 +41,8 @@ class Change:
 
     Attributes:
         path: such as ``model.layers[3].count``, or ``Net.bank`` for an attribute of a class.
-        kind: ``tensor`` for the numbers of a tensor or array, ``generator`` for the state of a random generator.
+        kind: ``tensor`` for the numbers of a tensor or array, ``generator`` for the state of a random generator,
+            ``global`` for what is compared but not followed: settings, and members of modules and library classes.
         tensor: whose numbers changed.
         holder: the dict or list in which another value stands, such as an object's ``__dict__`` or a module's
             ``_buffers``. None for all else, such as slots, closures, and lists of another length.
@@ -42,7 +50,7 @@ class Change:
     """
 
     path: str
-    kind: Literal["attribute", "tensor", "generator"]
+    kind: Literal["attribute", "tensor", "generator", "global"]
     tensor: Tensor | None = None
     holder: dict[Any, Any] | list[Any] | None = None
     key: Any = None
@@ -69,47 +77,84 @@ class StateSnapshot:
 
     def __init__(self, root: object, ignored: Ignored = lambda owner, name: False, *, name: str = "model"):
         self._root, self._ignored, self._name = root, ignored, name
-        self._take()
+        self._settings = settings()
+        with _plain_tensors():
+            self._take()
 
-    @_plain_tensors()
     def changes(self) -> list[Change]:
-        """What differs from the snapshot: attributes and generators first, then tensors."""
-        found = [change for place in self._suspects() for change in _changes(place)]
-        for path, array in map(self._arrays.__getitem__, self._contents.changed()):
-            found.append(Change(path, "tensor", array if isinstance(array, Tensor) else None))
+        """What differs from the snapshot: attributes, settings and generators first, then tensors."""
+        now = settings()
+        found = [Change(name, "global") for name, value in self._settings.items() if now[name] != value]
+        with _plain_tensors():
+            found += [change for group in self._groups for place in group.suspects() for change in _changes(place)]
+            for path, array in map(self._arrays.__getitem__, self._contents.changed()):
+                found.append(Change(path, "tensor", array if isinstance(array, Tensor) else None))
         return found
 
-    @_plain_tensors()
     def refresh(self) -> None:
         """Take the snapshot anew; the root is walked again only where an attribute has changed."""
-        suspects = self._suspects()
-        changes = [(place, change) for place in suspects for change in _changes(place)]
-        if any(change.kind == "attribute" for _, change in changes):
-            return self._take()
-        for place, _ in changes:
-            place.held = place.now()
-        if suspects is self._places:  # an equal value stands somewhere
-            self._held = list(self._members())
-        self._contents.hold()
+        self._settings = settings()
+        with _plain_tensors():
+            suspects = [group.suspects() for group in self._groups]
+            changed = {place: [*_changes(place)] for places in suspects for place in places}
+            if any(change.kind == "attribute" for changes in changed.values() for change in changes):
+                return self._take()
+            for group, places in zip(self._groups, suspects, strict=True):
+                group.note(places, changed)
+            self._contents.hold()
 
-    @_plain_tensors()
     def _take(self) -> None:
-        self._places: list[Place] = []
+        followed: list[Place] = []
+        others: list[Place] = []
         self._arrays: list[tuple[str, Array]] = []
         for path, value, places in walk(self._root, self._ignored, self._name):
-            self._places += [place for place in places if not isinstance(place.source, tuple | frozenset)]
+            for place in places:
+                if not isinstance(place.source, tuple | frozenset):
+                    (followed if place.followed else others).append(place)
             if issubclass(type(value), Tensor | np.ndarray):
                 self._arrays.append((path, value))  # type: ignore[arg-type]
         self._contents = Contents([array for _, array in self._arrays])
-        # Nearly all places are dicts, lists and sets all of whose members count. These are compared in one go, in C.
-        self._others: list[Place] = []
+        self._groups = _Group(followed), _Group(others)
+
+
+class _Group:
+    """Places that are compared together.
+
+    Nearly all are dicts, lists and sets all of whose members count. These are compared in one go, in C.
+    """
+
+    def __init__(self, places: list[Place]):
+        self._places, self._others = places, []
         self._containers: dict[Any, list[Any]] = {dict: [], list: [], set: []}
-        for place in self._places:
-            kind = next((kind for kind in self._containers if isinstance(place.source, kind)), None)
-            if kind is not None and kind.__len__(place.source) == len(place.held or ()):
-                self._containers[kind].append(place.source)
+        self._tensors: list[Tensor] = []
+        for place in places:
+            source = place.source
+            if isinstance(source, MappingProxyType):
+                (source,) = gc.get_referents(source)  # the dict of a class
+            kind = next((kind for kind in self._containers if isinstance(source, kind)), None)
+            if kind is not None and kind.__len__(source) == len(place.held or ()):
+                self._containers[kind].append(source)
+            elif isinstance(source, Tensor) and place.held is not None:
+                self._tensors.append(source)
             else:
                 self._others.append(place)
+        self._take()
+
+    def suspects(self) -> list[Place]:
+        """Those to be compared one by one."""
+        same = self._count() == self._lengths and all(map(is_, self._members(), self._held))
+        return self._others if same else self._places
+
+    def note(self, suspects: list[Place], changed: dict[Place, list[Change]]) -> None:
+        """From here on, compare with what stands in the places now, such as an equal value or a note."""
+        everywhere = suspects is self._places
+        for place in suspects:
+            if everywhere or changed[place]:
+                place.held = place.now()
+        if everywhere:
+            self._take()
+
+    def _take(self) -> None:
         self._filled = {kind: list(filter(kind.__len__, each)) for kind, each in self._containers.items()}
         self._lengths, self._held = self._count(), list(self._members())
 
@@ -118,26 +163,31 @@ class StateSnapshot:
 
     def _members(self) -> Iterator[Any]:
         each = [map(kind.__iter__, containers) for kind, containers in self._filled.items()]
-        return chain.from_iterable(chain.from_iterable([*each, map(dict.values, self._filled[dict])]))
-
-    def _suspects(self) -> list[Place]:
-        """The places to be compared one by one."""
-        same = self._count() == self._lengths and all(map(is_, self._members(), self._held))
-        return self._others if same else self._places
+        members = chain.from_iterable([*each, map(dict.values, self._filled[dict])])
+        return chain(map(gradient_of, self._tensors), chain.from_iterable(members))
 
 
 def _changes(place: Place) -> Iterator[Change]:
     source, held, now = place.source, place.held, place.now()
-    kind: Literal["attribute", "generator"] = "generator" if isinstance(source, GENERATORS) else "attribute"
+    kind: Literal["attribute", "generator", "global"] = "attribute" if place.followed else "global"
+    if isinstance(source, GENERATORS):
+        kind = "generator"
     if held is None or now is None or (isinstance(source, list) and len(held) != len(now)):
         if held is not now:
             yield Change(place.path, kind)
         return
     for key in held | now:
         old, new = held.get(key, ABSENT), now.get(key, ABSENT)
-        if not _same(old, new):
+        if not _same(old, new) and not _is_note(key, old, new):
             undo = (source, key, old, new) if isinstance(source, dict | list) else ()
             yield Change(place.path + place.label(key), kind, None, *undo)
+
+
+def _is_note(key: Any, old: Any, new: Any) -> bool:
+    """Whether code did not set it: a module that was imported, or what Python or torch.compile has put there."""
+    if old is ABSENT:
+        return type(new) is ModuleType or (type(key) is str and key.startswith(_NOTES))
+    return type(new) is FunctionType and str(new.__globals__.get("__name__")).startswith("torch._dynamo.")
 
 
 def _same(old: Any, new: Any) -> bool:

@@ -146,11 +146,13 @@ def ratio(kind: Callable[[], Attack], ways: str = "together", *, drawn: bool = F
     Every example is in each draw; with ``drawn`` also two in three, each draw the same with the outlier and without.
     """
     everyone = list(range(N))
-    whole = run(kind, everyone, ways=ways)
+    # One by one, each example is a physical batch of its own, so that two steps have enough of them.
+    removed, steps = (REMOVED, STEPS) if ways == "together" else (REMOVED[:2], 2)
+    whole = run(kind, everyone, ways=ways, steps=steps)
     found = 0.0
-    for index in REMOVED if ways == "together" else REMOVED[:2]:
+    for index in removed:
         rest = [other for other in everyone if other != index]
-        found = max(found, _change(whole, run(kind, rest, ways=ways, transcript=whole)))
+        found = max(found, _change(whole, run(kind, rest, ways=ways, transcript=whole, steps=steps)))
     if not drawn:
         return found
     many = list(range(14))

@@ -919,16 +919,6 @@ HOLES: set[str] = {
     "ReadsOtherExamples-together",
     "ReadsOtherExamples-one_by_one",
     "ObjectInTheBatch-one_by_one",
-    "Cycle-together",
-    "Cycle-one_by_one",
-    "ListIterator-together",
-    "ListIterator-one_by_one",
-    "RangeIterator-together",
-    "Map-together",
-    "Zip-together",
-    "Enumerate-together",
-    "FilePosition-together",
-    "FilePosition-one_by_one",
     "VersionOfATensor-together",
 }
 

@@ -377,9 +377,13 @@ OF_NUMBERS = {
         lambda m: m.generator.initial_seed() % 1000,
         lambda m: setattr(m, "generator", torch.Generator()),
     ),
-    "seed of Python": Made(lambda m, v: random.seed(int(abs(v)) % 2), lambda m: random.random(), lambda m: None),
+    "seed of Python": Made(
+        lambda m, v: random.seed(int(abs(v)) % 2),
+        lambda m: {random.Random(seed).random(): float(seed) for seed in range(2)}.get(random.random()),
+    ),
     "seed of torch": Made(
-        lambda m, v: torch.manual_seed(int(abs(v)) % 2), lambda m: torch.initial_seed() % 2, lambda m: None
+        lambda m, v: torch.manual_seed(int(abs(v)) % 2),
+        lambda m: {seed: float(seed) for seed in range(2)}.get(torch.initial_seed()),
     ),
     "training mode": Made(lambda m, v: m.net.train(v > 0), lambda m: 1.0 * m.net.training),
     "requires_grad": Made(
@@ -461,45 +465,7 @@ for _name, _place in {**PLACES, **OF_NUMBERS}.items():
     CASES.append(Case(f"number in {_name}", keeping(_place, numbers=True), "one_by_one", _CHANGES))
     CASES.append(Case(f"count in {_name}", counting(_place), "together", _CHANGES))
 
-HOLES: set[str] = {
-    "number in thread-local-one_by_one",
-    "count in thread-local-together",
-    "number in context variable-one_by_one",
-    "count in context variable-together",
-    "number in sys.modules-one_by_one",
-    "count in sys.modules-together",
-    "number in torch.nn.functional-one_by_one",
-    "count in torch.nn.functional-together",
-    "number in torch.nn.Linear-one_by_one",
-    "count in torch.nn.Linear-together",
-    "number in builtins-one_by_one",
-    "count in builtins-together",
-    "number in logger-one_by_one",
-    "count in logger-together",
-    "number in queue.SimpleQueue-one_by_one",
-    "count in queue.SimpleQueue-together",
-    "count in gradient of a buffer-together",
-    "number in os.environ-one_by_one",
-    "count in os.environ-together",
-    "number in string buffer-one_by_one",
-    "count in string buffer-together",
-    "number in byte buffer-one_by_one",
-    "count in byte buffer-together",
-    "number in array.array-one_by_one",
-    "count in array.array-together",
-    "number in bytearray-one_by_one",
-    "count in bytearray-together",
-    "number in seed of Python-one_by_one",
-    "number in seed of torch-one_by_one",
-    "number in default dtype-one_by_one",
-    "count in default dtype-together",
-    "number in number of threads-one_by_one",
-    "count in number of threads-together",
-    "number in deterministic algorithms-one_by_one",
-    "count in deterministic algorithms-together",
-    "number in recursion limit-one_by_one",
-    "count in recursion limit-together",
-}
+HOLES: set[str] = set()
 
 
 @pytest.fixture(autouse=True)
