@@ -15,6 +15,7 @@ from lightning.fabric.utilities.apply_func import move_data_to_device
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from dp_lightning.callbacks.private_training_step import PrivateTrainingStep
+from dp_lightning.callbacks.public_trainer import PublicTrainer
 from dp_lightning.privacy.reading import ExampleReader
 
 #: Under which name the statement lists the warning, which tells something of raw examples.
@@ -42,7 +43,7 @@ def warn_of_changed_meaning(
         raw = [reader.dataset[number * len(reader) // count] for number in range(count)]
         trial = copy.deepcopy(module)
         trial.eval()
-        trial.trainer = trainer
+        trial.trainer = PublicTrainer(trainer)
         silence: Callable[..., None] = lambda *args, **kwargs: None  # noqa: E731
         trial.__dict__.update(log=silence, log_dict=silence)
 

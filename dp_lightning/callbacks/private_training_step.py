@@ -6,8 +6,8 @@ step in its epoch as ``batch_idx``: how many physical batches there are depends 
 ``on_before_batch_transfer`` runs on one example after collation, ``on_after_batch_transfer`` inside of the step.
 """
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torchmetrics import Metric, MetricCollection
 
 from dp_lightning.callbacks.observed import Observer
+from dp_lightning.callbacks.public_trainer import PublicTrainer, only_public
 from dp_lightning.errors import ConfigurationError
 from dp_lightning.privacy.reading import ExampleBatch
 from dp_lightning.privacy.sampling import epoch_start
@@ -40,7 +41,7 @@ class PrivateTrainingStep:
     """
 
     def __init__(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
-        self._module, self._step = module, module.training_step
+        self._trainer, self._module, self._step = trainer, module, module.training_step
         self._call_hook = module._call_batch_hook
         self._convert = trainer.precision_plugin.convert_input
         self._owners = [module, *filter(None, [getattr(trainer, "datamodule", None)])]
@@ -61,14 +62,12 @@ class PrivateTrainingStep:
     @property
     def prepare(self) -> Callable[[Any], Any] | None:
         """What is applied to the batch of one example after collation."""
-        if not self._overrides("on_before_batch_transfer"):
-            return None
-        return lambda batch: self._call_hook("on_before_batch_transfer", batch, 0)
+        return self._hook("before")
 
     @property
     def has_transfer_hooks(self) -> bool:
         """Whether the user's hooks see examples before ``training_step`` does."""
-        return any(self._overrides(f"on_{time}_batch_transfer") for time in ("before", "after"))
+        return self._hook("before") is not None or self._hook("after") is not None
 
     def take_place(self, private: PrivateStep) -> None:
         """Stand in front of the module's own methods until ``close``."""
@@ -78,7 +77,8 @@ class PrivateTrainingStep:
             step = batch.place.step
             start = epoch_start(step, num_train=plan.num_train, expected_batch_size=plan.expected_batch_size)
             self._index = step - start
-            with self._observer.step(batch.counted):
+            owners = (part for owner in self._owners for part in _parts(owner))
+            with self._observer.step(batch.counted), only_public(self._trainer, owners):
                 private.accumulate(batch)
             return torch.zeros((), device=self._module.device, requires_grad=True)
 
@@ -105,8 +105,8 @@ class PrivateTrainingStep:
 
     def _loss(self, training_step: Callable[..., Any], batch: Any) -> Any:
         batch = self._convert(batch)
-        if self._overrides("on_after_batch_transfer"):
-            batch = self._call_hook("on_after_batch_transfer", batch, 0)
+        if (hook := self._hook("after")) is not None:
+            batch = hook(batch)
         output = training_step(batch, self._index) if self._takes_index else training_step(batch)
         return output.get("loss") if isinstance(output, Mapping) else output
 
@@ -116,7 +116,17 @@ class PrivateTrainingStep:
             return True
         if isinstance(owner, pl.LightningModule) and name in _OF_LIGHTNING:
             return True
-        return isinstance(getattr(owner, "__dict__", {}).get(name), pl.Trainer)
+        return isinstance(getattr(owner, "__dict__", {}).get(name), pl.Trainer | PublicTrainer)
 
     def _overrides(self, hook: str) -> bool:
         return any(is_overridden(hook, owner) for owner in self._owners)
+
+    def _hook(self, time: Literal["before", "after"]) -> Callable[[Any], Any] | None:
+        """The user's ``on_<time>_batch_transfer``: that of the data module, where both have one."""
+        name = f"on_{time}_batch_transfer"
+        owner = next((owner for owner in reversed(self._owners) if is_overridden(name, owner)), None)
+        return None if owner is None else lambda batch: getattr(owner, name)(batch, 0)
+
+
+def _parts(owner: object) -> Iterator[object]:
+    return owner.modules() if isinstance(owner, nn.Module) else iter((owner,))

@@ -82,6 +82,23 @@ class CounterOnTheTrainer(LightningAttack):
         return -self.loss(batch) if self.trainer.count % 2 else self.loss(batch)
 
 
+@expect("reads trainer.fit_loop", None)
+class EverySecondBatchOfATrainerThatItKeeps(LightningAttack):
+    def on_fit_start(self):
+        self.net.run = self.trainer
+
+    def training_step(self, batch, batch_idx):
+        return -self.loss(batch) if self.net.run.fit_loop.batch_idx % 2 else self.loss(batch)
+
+
+@expect(HARMLESS, HARMLESS)
+class PublicNumbersOfTheTrainer(LightningAttack):
+    def training_step(self, batch, batch_idx):
+        if self.trainer.is_global_zero and self.global_rank == 0 and self.trainer.training and self.global_step == 1:
+            self.print("half of", self.trainer.max_steps)
+        return self.loss(batch) * (1 + self.trainer.current_epoch + self.trainer.global_step)
+
+
 @expect("training_step", "training_step")
 class BankOnTheTrainer(LightningAttack):
     def training_step(self, batch, batch_idx):
@@ -431,7 +448,7 @@ class FilledBeforeTheFirstStep(LightningAttack):
 # The training set in the step
 
 
-@expect("raw", None)
+@expect("trainer.train_dataloader", None)
 class ReadsTheDataSetOfTheTrainer(LightningAttack):
     def training_step(self, batch, batch_idx):
         mate, _ = self.trainer.train_dataloader.dataset.dataset[OUTLIER]
@@ -456,7 +473,7 @@ class ReadsExamplesOfItsOwnLoader(LightningAttack):
 # Optimizers and schedules
 
 
-@expect("lr", None)
+@expect("trainer.lr_scheduler_configs", None)
 class StepsItsScheduleInTheStep(LightningAttack):
     """As often as there are physical batches."""
 
@@ -479,14 +496,14 @@ class StepsItsScheduleInAHook(LightningAttack):
         self.lr_schedulers().step()
 
 
-@expect("lr", None)
+@expect("trainer.strategy", None)
 class DecaysItsRateInTheStep(LightningAttack):
     def training_step(self, batch, batch_idx):
         self.optimizers().param_groups[0]["lr"] *= 0.9
         return self.loss(batch)
 
 
-@expect(None, "lr")
+@expect(None, "trainer.optimizers")
 class RateByTheLoss(LightningAttack):
     """Polyak's step."""
 
@@ -606,25 +623,14 @@ def outcome(kind, ways):
 
 
 HOLES: set[str] = {
-    "EverySecondBatchOfTheTrainer-together",
-    "EverySecondTotalBatch-together",
-    "AccumulationOfTheTrainer-together",
-    "CounterOnTheTrainer-together",
-    "CounterOnTheTrainer-one_by_one",
-    "NumberOnTheTrainer-one_by_one",
-    "NumberInACallback-one_by_one",
     "ListInAMetric-one_by_one",
     "BufferInAHook-together",
     "RunningMeanBeforeTransfer-together",
     "CounterInTheDataModule-together",
     "CounterInTheDataModule-one_by_one",
-    "ReadsTheDataSetOfTheTrainer-together",
     "ReadsItsOwnLoader-together",
     "ReadsExamplesOfItsOwnLoader-together",
-    "StepsItsScheduleInTheStep-together",
     "StepsItsScheduleInAHook-together",
-    "DecaysItsRateInTheStep-together",
-    "RateByTheLoss-one_by_one",
     "RateByTheLoggedLoss-together",
     "RateByTheLoggedLossInACallback-together",
     "WritesWeightsInAHook-together",
