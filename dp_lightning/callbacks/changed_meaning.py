@@ -43,7 +43,8 @@ def warn_of_changed_meaning(
         raw = [reader.dataset[number * len(reader) // count] for number in range(count)]
         trial = copy.deepcopy(module)
         trial.eval()
-        trial.trainer = PublicTrainer(trainer)
+        public: Any = PublicTrainer(trainer)
+        trial.trainer = public
         silence: Callable[..., None] = lambda *args, **kwargs: None  # noqa: E731
         trial.__dict__.update(log=silence, log_dict=silence)
 

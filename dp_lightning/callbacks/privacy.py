@@ -36,7 +36,7 @@ from dp_lightning.callbacks.private_loader import (
     require_private_loader,
     warn_of_equal_views,
 )
-from dp_lightning.callbacks.private_training_step import PrivateTrainingStep
+from dp_lightning.callbacks.private_training_step import PrivateTrainingStep, SealedBatch
 from dp_lightning.callbacks.run_journal import RunJournal
 from dp_lightning.callbacks.settings import check_optimizers, check_order, check_settings
 from dp_lightning.callbacks.unprotected import Unprotected
@@ -45,7 +45,6 @@ from dp_lightning.privacy.accounting import Ledger
 from dp_lightning.privacy.clipping import ClipPlan
 from dp_lightning.privacy.disk import DiSK
 from dp_lightning.privacy.plan import PrivacyPlan
-from dp_lightning.privacy.reading import ExampleBatch
 from dp_lightning.privacy.sampling import sampling_key
 from dp_lightning.privacy.statement import PrivacyStatement
 from dp_lightning.privacy.step import PrivateStep, check_step_settings
@@ -314,14 +313,16 @@ class PrivacyCallback(pl.Callback):
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        if not isinstance(batch, ExampleBatch):
+        assert self._training_step is not None
+        if not isinstance(batch, SealedBatch):
             raise ConfigurationError(
                 f"The training loader hands out {type(batch).__name__} and not the batches of the private step. Remove "
                 "callbacks that exchange loaders."
             )
-        if batch.place.piece == 0:
+        place = self._training_step.batch.place
+        if place.piece == 0:
             self._steps_before = self.ledger.num_steps
-        trainer.accumulate_grad_batches = 1 if batch.place.last else _ACCUMULATE
+        trainer.accumulate_grad_batches = 1 if place.last else _ACCUMULATE
 
     def on_before_optimizer_step(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer

@@ -1,13 +1,15 @@
 """Stands in the place of a module's ``training_step`` during a private fit.
 
-Lightning calls it with a physical batch and gets a loss of zero, so that an optimizer's closure sees no raw number. The
-module's own ``training_step`` runs inside of ``PrivateStep``, on a batch of one example, with the number of the logical
-step in its epoch as ``batch_idx``: how many physical batches there are depends on the draw.
+Lightning gets a sealed object for each physical batch, so that the hooks around a step have no raw number in their
+hands, and a loss of zero, so that an optimizer's closure sees none either. The module's own ``training_step`` runs
+inside of ``PrivateStep``, on a batch of one example, with the number of the logical step in its epoch as ``batch_idx``:
+how many physical batches there are depends on the draw.
 ``on_before_batch_transfer`` runs on one example after collation, ``on_after_batch_transfer`` inside of the step.
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Literal
+from dataclasses import dataclass, field
+from typing import Any, Literal, NoReturn
 
 import lightning.pytorch as pl
 import torch
@@ -18,7 +20,7 @@ from torchmetrics import Metric, MetricCollection
 
 from dp_lightning.callbacks.observed import Observer
 from dp_lightning.callbacks.public_trainer import PublicTrainer, only_public
-from dp_lightning.errors import ConfigurationError
+from dp_lightning.errors import ConfigurationError, ModelError
 from dp_lightning.privacy.reading import ExampleBatch
 from dp_lightning.privacy.sampling import epoch_start
 from dp_lightning.privacy.step import PrivateStep
@@ -27,6 +29,32 @@ _REPLACED = ("training_step", "_call_batch_hook")
 # Attributes that Lightning keeps in a module, and those that stand in front of its methods during a step.
 _KEPT = frozenset(vars(pl.LightningModule())) - set(vars(nn.Module()))
 _OF_LIGHTNING = _KEPT | {"trainer", "log", "log_dict", *_REPLACED}
+
+
+@dataclass(frozen=True, eq=False)
+class SealedBatch:
+    """What hooks get of a physical batch: nothing.
+
+    Attributes:
+        one: from which Lightning takes the weight of what hooks log, the same for each physical batch.
+    """
+
+    one: Tensor = field(default_factory=lambda: torch.zeros(1))
+
+    def _refuse(self, *args: Any) -> NoReturn:
+        raise ModelError(
+            "A hook uses the batch that it is given, which has the raw examples of a physical batch. In a private fit "
+            "only training_step and the batch transfer hooks see examples, one at a time. Move it there, and take "
+            "numbers of the batch out by self.log."
+        )
+
+    # Without __iter__, by which Lightning would look for a batch size, Python iterates by __getitem__.
+    __getitem__ = __len__ = _refuse
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        self._refuse()
 
 
 class PrivateTrainingStep:
@@ -48,6 +76,7 @@ class PrivateTrainingStep:
         self._observer = Observer(module)
         self._takes_index = is_param_in_hook_signature(self._step, "batch_idx", min_args=2)
         self._index = 0
+        self._batch: ExampleBatch | None = None
         if is_param_in_hook_signature(self._step, "dataloader_iter", explicit=True):
             raise ConfigurationError(
                 "training_step takes dataloader_iter, and private training has to give it one example at a time. Give "
@@ -58,6 +87,12 @@ class PrivateTrainingStep:
                 "transfer_batch_to_device is overridden: it would see several examples at once. Move its work to "
                 "on_after_batch_transfer, which runs on one example inside of the step."
             )
+
+    @property
+    def batch(self) -> ExampleBatch:
+        """The physical batch that Lightning has now."""
+        assert self._batch is not None
+        return self._batch
 
     @property
     def prepare(self) -> Callable[[Any], Any] | None:
@@ -73,19 +108,23 @@ class PrivateTrainingStep:
         """Stand in front of the module's own methods until ``close``."""
         plan = private.plan
 
-        def training_step(batch: ExampleBatch, batch_idx: int) -> Tensor:
-            step = batch.place.step
+        def training_step(batch: SealedBatch, batch_idx: int) -> Tensor:
+            examples = self.batch
+            step = examples.place.step
             start = epoch_start(step, num_train=plan.num_train, expected_batch_size=plan.expected_batch_size)
             self._index = step - start
             owners = (part for owner in self._owners for part in _parts(owner))
-            with self._observer.step(batch.counted), only_public(self._trainer, owners):
-                private.accumulate(batch)
+            with self._observer.step(examples.counted), only_public(self._trainer, owners):
+                private.accumulate(examples)
             return torch.zeros((), device=self._module.device, requires_grad=True)
 
         def call_batch_hook(name: str, batch: Any, *args: Any) -> Any:
-            if not isinstance(batch, ExampleBatch):
+            if not isinstance(batch, ExampleBatch | SealedBatch):
                 return self._call_hook(name, batch, *args)
-            return batch.to(args[0]) if name == "transfer_batch_to_device" else batch
+            if isinstance(batch, SealedBatch) or name != "transfer_batch_to_device":
+                return batch
+            self._batch = batch.to(args[0])
+            return SealedBatch()
 
         self._module.__dict__.update(training_step=training_step, _call_batch_hook=call_batch_hook)
 

@@ -277,6 +277,28 @@ class MetricsOutsideOfTheModuleTree(LightningAttack):
 # Hooks that see more than one example
 
 
+@expect("hook", None)
+class UnpacksTheBatchOfAHook(LightningAttack):
+    def on_train_batch_start(self, batch, batch_idx):
+        self.raw, _ = batch
+
+
+@expect("hook", None)
+class BatchInACallback(LightningAttack):
+    def callbacks(self):
+        class Keeps(pl.Callback):
+            def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+                module.raw = batch[0]
+
+        return [Keeps()]
+
+
+@expect(HARMLESS, HARMLESS)
+class LogsInAHook(LightningAttack):
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        self.log("outputs", outputs["loss"], on_epoch=True)
+
+
 @expect(SAID, None)
 class CountsBatchesInAHook(LightningAttack):
     count = 0
@@ -288,7 +310,7 @@ class CountsBatchesInAHook(LightningAttack):
         return -self.loss(batch) if self.count % 2 else self.loss(batch)
 
 
-@expect("uses a tensor", None)
+@expect("hook", None)
 class KeepsTheBatchOfAHook(LightningAttack):
     def on_train_batch_start(self, batch, batch_idx):
         self.raw = batch.examples[0].reshape(-1, 5)
@@ -310,7 +332,7 @@ class BufferInAHook(LightningAttack):
         return self.loss((batch[0] + self.mean, batch[1]))
 
 
-@expect(SAID, None)
+@expect("hook", None)
 class NumberInAHook(LightningAttack):
     mean = 0.0
 
@@ -571,7 +593,7 @@ class OptimizerThatReadsItsClosure(LightningAttack):
         return Polyak(self.net.parameters(), lr=0.1)
 
 
-@expect("parameter", None)
+@expect("hook", None)
 class WritesWeightsInAHook(LightningAttack):
     """By the raw batch, between two releases."""
 
@@ -624,7 +646,6 @@ def outcome(kind, ways):
 
 HOLES: set[str] = {
     "ListInAMetric-one_by_one",
-    "BufferInAHook-together",
     "RunningMeanBeforeTransfer-together",
     "CounterInTheDataModule-together",
     "CounterInTheDataModule-one_by_one",
@@ -633,7 +654,6 @@ HOLES: set[str] = {
     "StepsItsScheduleInAHook-together",
     "RateByTheLoggedLoss-together",
     "RateByTheLoggedLossInACallback-together",
-    "WritesWeightsInAHook-together",
 }
 
 

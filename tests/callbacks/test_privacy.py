@@ -17,10 +17,10 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from dp_lightning.callbacks import PostProcessCallback, PrivacyCallback, RunRecord, SignalToNoise
+from dp_lightning.callbacks.private_training_step import SealedBatch
 from dp_lightning.errors import BudgetError, ConfigurationError, ModelError
 from dp_lightning.postprocess import Momentum
 from dp_lightning.privacy import ClipPlan, PoissonSampler, clipped_gradient_sum
-from dp_lightning.privacy.reading import ExampleBatch
 from dp_lightning.privacy.sampling import sampling_key
 
 
@@ -74,7 +74,7 @@ class Watch(Callback):
         self.raw, self.privatized, self.global_steps, self.rates, self.seen = [], [], [], [], []
 
     def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
-        assert isinstance(batch, ExampleBatch)
+        assert isinstance(batch, SealedBatch)
 
     def on_before_backward(self, trainer, pl_module, loss):
         self.seen.append(loss)

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from dp_lightning.callbacks import PostProcessCallback, PrivacyCallback
+from dp_lightning.callbacks.privacy import privacy_of
 from dp_lightning.postprocess import Momentum, Orthogonalize
 from dp_lightning.strategies import private
 
@@ -41,7 +42,7 @@ class Notes(pl.Callback):
         self.hashes, self.sizes, self.losses, self.size = [], [], [], 0
 
     def on_train_batch_start(self, trainer, module, batch, batch_idx):
-        self.size += int(batch.counted.sum())
+        self.size += int(privacy_of(trainer)._training_step.batch.counted.sum())
 
     def on_train_batch_end(self, trainer, module, *args):
         if trainer.accumulate_grad_batches == 1:
