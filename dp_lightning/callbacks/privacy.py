@@ -236,6 +236,7 @@ class PrivacyCallback(pl.Callback):
             prepare=self._training_step.prepare,
             ignored=self._training_step.is_no_state,
             raw=(loader, getattr(trainer, "datamodule", None)),
+            also=self._training_step.also,
         )
         self._training_step.take_place(private)
         check_optimizers(trainer, private.parameters.values())

@@ -16,9 +16,10 @@ import torch
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor, nn
-from torchmetrics import Metric, MetricCollection
+from torch.utils.data import DataLoader, Dataset
+from torchmetrics import Metric, MetricCollection, SumMetric
 
-from dp_lightning.callbacks.observed import Observer
+from dp_lightning.callbacks.observed import CALLS, Observer
 from dp_lightning.callbacks.public_trainer import PublicTrainer, only_public
 from dp_lightning.errors import ConfigurationError, ModelError
 from dp_lightning.privacy.reading import ExampleBatch
@@ -26,9 +27,15 @@ from dp_lightning.privacy.sampling import epoch_start
 from dp_lightning.privacy.step import PrivateStep
 
 _REPLACED = ("training_step", "_call_batch_hook")
-# Attributes that Lightning keeps in a module, and those that stand in front of its methods during a step.
-_KEPT = frozenset(vars(pl.LightningModule())) - set(vars(nn.Module()))
-_OF_LIGHTNING = _KEPT | {"trainer", "log", "log_dict", *_REPLACED}
+# Attributes that libraries keep in their objects, and those that stand in front of methods during a step.
+_KEPT: tuple[tuple[type, set[str]], ...] = (
+    (
+        pl.LightningModule,
+        {*vars(pl.LightningModule()), "trainer", "log", "log_dict", *_REPLACED} - set(vars(nn.Module())),
+    ),
+    (Metric, {*vars(SumMetric()), *CALLS} - set(vars(nn.Module()))),
+    (MetricCollection, {*vars(MetricCollection([])), *CALLS} - set(vars(nn.Module()))),
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,6 +107,12 @@ class PrivateTrainingStep:
         return self._hook("before")
 
     @property
+    def also(self) -> dict[str, object]:
+        """What runs in the step beside the module: a data module that has ``on_after_batch_transfer``."""
+        owners = [owner for owner in self._owners[1:] if is_overridden("on_after_batch_transfer", owner)]
+        return {"datamodule": owners[0]} if owners else {}
+
+    @property
     def has_transfer_hooks(self) -> bool:
         """Whether the user's hooks see examples before ``training_step`` does."""
         return self._hook("before") is not None or self._hook("after") is not None
@@ -150,12 +163,14 @@ class PrivateTrainingStep:
         return output.get("loss") if isinstance(output, Mapping) else output
 
     def is_no_state(self, owner: object, name: str) -> bool:
-        """Whether an attribute belongs to Lightning, or to a metric, which sees all examples by itself."""
-        if isinstance(owner, Metric | MetricCollection | Observer):
+        """Whether an attribute is Lightning's own, data, or torchmetrics', which is called after the step."""
+        if isinstance(owner, Observer) or any(isinstance(owner, kind) and name in names for kind, names in _KEPT):
             return True
-        if isinstance(owner, pl.LightningModule) and name in _OF_LIGHTNING:
+        if isinstance(owner, Metric) and name in owner._defaults:
             return True
-        return isinstance(getattr(owner, "__dict__", {}).get(name), pl.Trainer | PublicTrainer)
+        value = getattr(owner, "__dict__", {}).get(name)
+        of_the_data = isinstance(owner, pl.LightningDataModule) and isinstance(value, Dataset | DataLoader)
+        return of_the_data or isinstance(value, pl.Trainer | PublicTrainer)
 
     def _overrides(self, hook: str) -> bool:
         return any(is_overridden(hook, owner) for owner in self._owners)

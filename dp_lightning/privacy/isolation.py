@@ -11,6 +11,7 @@ took the place of others are put back.
 """
 
 import gc
+import types
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -42,6 +43,7 @@ class Isolation:
         parameters: the trained ones by name.
         ignored: asked with an object and the name of one of its attributes, whether it is looked after elsewhere.
         raw: objects that hold training data; tensors in them are no constants.
+        also: further objects, by name, that the loss may change.
     """
 
     def __init__(
@@ -51,9 +53,10 @@ class Isolation:
         *,
         ignored: Callable[[object, str], bool] = lambda owner, name: False,
         raw: tuple[object, ...] = (),
+        also: Mapping[str, object] = types.MappingProxyType({}),
     ) -> None:
         self._module, self._parameters = module, {id(p): name for name, p in parameters.items()}
-        self._snapshot = StateSnapshot(module, ignored, name="self")
+        self._snapshot = StateSnapshot(module, ignored, name="self", also=also)
         data = {_memory_of(value) for root in raw for _, value in reachable(root) if isinstance(value, Tensor)}
         self._constants: dict[int, weakref.ref[Tensor]] = {}
         for value in gc.get_objects():

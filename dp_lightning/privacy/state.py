@@ -6,7 +6,8 @@ the places that :mod:`~dp_lightning.privacy.reachable` finds, and what arrays an
 is no state. Out of its reach are files, other processes, and objects written in C that no rule there describes.
 """
 
-from collections.abc import Iterator
+import types
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
@@ -65,10 +66,18 @@ class StateSnapshot:
         ignored: asked with an object and the name of one of its attributes; where it says true, the attribute is
             neither compared nor followed. True for every name leaves out all of an object.
         name: what paths call the root.
+        also: further roots, by what paths call them.
     """
 
-    def __init__(self, root: object, ignored: Ignored = lambda owner, name: False, *, name: str = "model"):
-        self._root, self._ignored, self._name = root, ignored, name
+    def __init__(
+        self,
+        root: object,
+        ignored: Ignored = lambda owner, name: False,
+        *,
+        name: str = "model",
+        also: Mapping[str, object] = types.MappingProxyType({}),
+    ):
+        self._roots, self._ignored = {name: root, **also}, ignored
         self._take()
 
     @_plain_tensors()
@@ -96,7 +105,7 @@ class StateSnapshot:
     def _take(self) -> None:
         self._places: list[Place] = []
         self._arrays: list[tuple[str, Array]] = []
-        for path, value, places in walk(self._root, self._ignored, self._name):
+        for path, value, places in walk(self._roots, self._ignored):
             self._places += [place for place in places if not isinstance(place.source, tuple | frozenset)]
             if issubclass(type(value), Tensor | np.ndarray):
                 self._arrays.append((path, value))  # type: ignore[arg-type]

@@ -27,7 +27,8 @@ Several ranks take one step together: S is one draw, dealt out to them; each ran
 to its own sum, and one collective adds up the sums. What is released is the same on every rank, bit for bit.
 """
 
-from collections.abc import Callable, Iterator
+import types
+from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property
 from importlib.metadata import version
 from typing import Any
@@ -86,6 +87,7 @@ class PrivateStep:
         prepare: applied to the batch of one example after collation, before examples are stacked.
         ignored: asked with an object and the name of one of its attributes, whether it is no state of the module.
         raw: further objects that hold training data.
+        also: further objects, by name, that the loss may change.
 
     Raises:
         ConfigurationError: naming the setting.
@@ -113,6 +115,7 @@ class PrivateStep:
         prepare: Callable[[Any], Any] | None = None,
         ignored: Callable[[object, str], bool] = lambda owner, name: False,
         raw: tuple[object, ...] = (),
+        also: Mapping[str, object] = types.MappingProxyType({}),
     ) -> None:
         check_step_settings(examples=examples, max_physical_batch_size=max_physical_batch_size, augmult=augmult)
         if len(dataset) != plan.num_train:
@@ -133,7 +136,7 @@ class PrivateStep:
             num_train=plan.num_train, sample_rate=plan.sample_rate, key=_sampling_key(sampling_key, seed)
         )
         self.examples, self.disk = examples, disk
-        self._ignored, self._raw = ignored, (dataset, *raw)
+        self._ignored, self._raw, self._also = ignored, (dataset, *raw), also
         self._sum = ClippedSum(self.parameters, self.clip_plan)
         self._extrapolation = None if disk is None else Extrapolation(self.parameters, disk.length)
         self._shapes: list[tuple[int, ...]] | None = None
@@ -145,8 +148,8 @@ class PrivateStep:
     def _way(self) -> Examples:
         self.randomness.start()
         roots = {"self": self.module, "the data set": self.reader.dataset, "collate_fn": self.reader.collate_fn}
-        self.randomness.rekey(roots, self._ignored)
-        isolation = Isolation(self.module, self.parameters, ignored=self._ignored, raw=self._raw)
+        self.randomness.rekey({**roots, **self._also}, self._ignored)
+        isolation = Isolation(self.module, self.parameters, ignored=self._ignored, raw=self._raw, also=self._also)
         return (Together if self.examples == "together" else OneByOne)(self.parameters, isolation, self.randomness)
 
     def start(self) -> None:

@@ -445,7 +445,7 @@ class CountingData(pl.LightningDataModule):
         return (batch[0] * (self.count % 2), batch[1])
 
 
-@expect("datamodule", "datamodule")
+@expect(HARMLESS, HARMLESS)
 class CounterInTheDataModule(LightningAttack):
     def data(self):
         return CountingData(self.loader)
@@ -645,10 +645,7 @@ def outcome(kind, ways):
 
 
 HOLES: set[str] = {
-    "ListInAMetric-one_by_one",
     "RunningMeanBeforeTransfer-together",
-    "CounterInTheDataModule-together",
-    "CounterInTheDataModule-one_by_one",
     "ReadsItsOwnLoader-together",
     "ReadsExamplesOfItsOwnLoader-together",
     "StepsItsScheduleInAHook-together",
