@@ -323,6 +323,8 @@ class PrivacyCallback(pl.Callback):
         place = self._training_step.batch.place
         if place.piece == 0:
             self._steps_before = self.ledger.num_steps
+        else:
+            self._training_step.require_same_rates()
         trainer.accumulate_grad_batches = 1 if place.last else _ACCUMULATE
 
     def on_before_optimizer_step(

@@ -84,6 +84,7 @@ class PrivateTrainingStep:
         self._takes_index = is_param_in_hook_signature(self._step, "batch_idx", min_args=2)
         self._index = 0
         self._batch: ExampleBatch | None = None
+        self._rates: list[dict[str, Any]] = []
         if is_param_in_hook_signature(self._step, "dataloader_iter", explicit=True):
             raise ConfigurationError(
                 "training_step takes dataloader_iter, and private training has to give it one example at a time. Give "
@@ -123,6 +124,9 @@ class PrivateTrainingStep:
 
         def training_step(batch: SealedBatch, batch_idx: int) -> Tensor:
             examples = self.batch
+            # The user's own optimizer_step may set rates, and has been called by the last piece.
+            if not (examples.place.last and is_overridden("optimizer_step", self._module)):
+                self.require_same_rates()
             step = examples.place.step
             start = epoch_start(step, num_train=plan.num_train, expected_batch_size=plan.expected_batch_size)
             self._index = step - start
@@ -140,6 +144,24 @@ class PrivateTrainingStep:
             return SealedBatch()
 
         self._module.__dict__.update(training_step=training_step, _call_batch_hook=call_batch_hook)
+
+    def require_same_rates(self) -> None:
+        """The settings of the optimizer are the same for all physical batches of a step.
+
+        Raises:
+            ModelError: naming the setting.
+        """
+        groups = [group for optimizer in self._trainer.optimizers for group in optimizer.param_groups]
+        rates = [{name: _value(group[name]) for name in group if name != "params"} for group in groups]
+        if self.batch.place.piece == 0:
+            self._rates = rates
+        elif rates != self._rates:
+            pairs = list(zip(self._rates, rates, strict=False))
+            names = {name for before, now in pairs for name in now if before.get(name) != now[name]} or {"groups"}
+            raise ModelError(
+                f"The optimizer's {', '.join(sorted(names))} changed between two physical batches of one step. How "
+                "many there are depends on the draw. Leave schedules to Lightning, or change the optimizer once per step, in optimizer_step."
+            )
 
     def close(self) -> None:
         """Give the module its own methods back."""
@@ -180,6 +202,10 @@ class PrivateTrainingStep:
         name = f"on_{time}_batch_transfer"
         owner = next((owner for owner in reversed(self._owners) if is_overridden(name, owner)), None)
         return None if owner is None else lambda batch: getattr(owner, name)(batch, 0)
+
+
+def _value(setting: Any) -> Any:
+    return setting.tolist() if isinstance(setting, Tensor) else setting
 
 
 def _parts(owner: object) -> Iterator[object]:

@@ -66,6 +66,7 @@ class Isolation:
             self.know(tensor)
         self._advanced: dict[object, Callable[[], None]] = {}
         self._undone: set[str] = set()
+        self._within_step = False
         #: Attributes that other code than ``training_step`` has changed since the start.
         self.changed_outside: set[str] = set()
 
@@ -85,6 +86,7 @@ class Isolation:
 
     def advance(self) -> None:
         """The logical step is over: state that is computed from weights alone takes its next value."""
+        self._within_step = False
         for advance in self._advanced.values():
             advance()
         if self._advanced:
@@ -135,11 +137,24 @@ class Isolation:
                 )
 
     def _begin(self) -> None:
-        self.changed_outside.update(change.path for change in self._snapshot.changes() if change.kind == "attribute")
+        changes = self._snapshot.changes()
+        if self._within_step:
+            self._require_one_model(changes)
+        self._within_step = True
+        self.changed_outside.update(change.path for change in changes if change.kind == "attribute")
         self._snapshot.refresh()
         for tensor in (*self._module.parameters(), *self._module.buffers()):
             if id(tensor) not in self._constants:
                 self.know(tensor)
+
+    def _require_one_model(self, changes: list[Change]) -> None:
+        held = {id(tensor) for tensor in (*self._module.parameters(), *self._module.buffers())}
+        if names := [change.path for change in changes if change.kind == "tensor" or id(change.new) in held]:
+            raise ModelError(
+                f"{', '.join(names[:5])} changed between two physical batches of one step, by other code than "
+                "training_step, such as a hook. How many there are depends on the draw. Change tensors of the model "
+                "once per step, after the optimizer: in a hook, where trainer.accumulate_grad_batches is 1."
+            )
 
     def _require_unchanged(self, allowed: Callable[[Change], bool]) -> None:
         changes = [change for change in self._snapshot.changes() if not allowed(change)]

@@ -332,6 +332,44 @@ class BufferInAHook(LightningAttack):
         return self.loss((batch[0] + self.mean, batch[1]))
 
 
+@expect("mean changed between", "mean changed between")
+class CountsBatchesInABuffer(LightningAttack):
+    def __init__(self, x, y):
+        super().__init__(x, y)
+        self.register_buffer("mean", torch.zeros(5), persistent=False)
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        self.mean.add_(1)
+
+    def training_step(self, batch, batch_idx):
+        return self.loss((batch[0] + self.mean, batch[1]))
+
+
+@expect("mean changed between", None)
+class NewBufferInAHook(CountsBatchesInABuffer):
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        self.mean = self.mean + 1
+
+
+@expect("weight changed between", None)
+class DecaysWeightsInAHook(LightningAttack):
+    def on_train_batch_start(self, batch, batch_idx):
+        with torch.no_grad():
+            self.net[0].weight.mul_(0.9)
+
+
+@expect(HARMLESS, HARMLESS)
+class ChangesTheModelOncePerStep(LightningAttack):
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        if self.trainer.accumulate_grad_batches == 1:
+            self.net[0].weight.data.mul_(0.99)
+
+    def optimizer_step(self, epoch, batch_idx, optimizer, optimizer_closure=None):
+        for group in optimizer.param_groups:
+            group["lr"] = 0.1 / (1 + self.trainer.global_step)
+        optimizer.step(closure=optimizer_closure)
+
+
 @expect("hook", None)
 class NumberInAHook(LightningAttack):
     mean = 0.0
@@ -508,6 +546,20 @@ class StepsItsScheduleInTheStep(LightningAttack):
         return self.loss(batch)
 
 
+@expect(HARMLESS, None)
+class LeavesItsScheduleToLightning(LightningAttack):
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD(self.net.parameters(), lr=0.1)
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+@expect("lr", None)
+class DecaysItsRateBeforeTheStep(LightningAttack):
+    def on_train_batch_start(self, batch, batch_idx):
+        self.optimizers().param_groups[0]["lr"] *= 0.9
+
+
 @expect("lr", None)
 class StepsItsScheduleInAHook(LightningAttack):
     def configure_optimizers(self):
@@ -648,9 +700,7 @@ HOLES: set[str] = {
     "RunningMeanBeforeTransfer-together",
     "ReadsItsOwnLoader-together",
     "ReadsExamplesOfItsOwnLoader-together",
-    "StepsItsScheduleInAHook-together",
     "RateByTheLoggedLoss-together",
-    "RateByTheLoggedLossInACallback-together",
 }
 
 
