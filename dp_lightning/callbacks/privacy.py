@@ -36,7 +36,7 @@ from dp_lightning.callbacks.private_loader import (
     require_private_loader,
     warn_of_equal_views,
 )
-from dp_lightning.callbacks.private_training_step import PrivateTrainingStep, SealedBatch
+from dp_lightning.callbacks.private_training_step import PrivateTrainingStep, SealedBatch, is_no_state
 from dp_lightning.callbacks.run_journal import RunJournal
 from dp_lightning.callbacks.settings import check_optimizers, check_order, check_settings
 from dp_lightning.callbacks.unprotected import Unprotected
@@ -234,7 +234,7 @@ class PrivacyCallback(pl.Callback):
             sampling_key=key,
             seed=self._seed,
             prepare=self._training_step.prepare,
-            ignored=self._training_step.is_no_state,
+            ignored=is_no_state,
             raw=(loader, getattr(trainer, "datamodule", None)),
             also=self._training_step.also,
         )

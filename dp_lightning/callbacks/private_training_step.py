@@ -156,11 +156,12 @@ class PrivateTrainingStep:
         if self.batch.place.piece == 0:
             self._rates = rates
         elif rates != self._rates:
-            pairs = list(zip(self._rates, rates, strict=False))
-            names = {name for before, now in pairs for name in now if before.get(name) != now[name]} or {"groups"}
+            pairs = zip(self._rates, rates, strict=False)
+            names = sorted({name for before, now in pairs for name in now if before.get(name) != now[name]})
             raise ModelError(
-                f"The optimizer's {', '.join(sorted(names))} changed between two physical batches of one step. How "
-                "many there are depends on the draw. Leave schedules to Lightning, or change the optimizer once per step, in optimizer_step."
+                f"The optimizer's {', '.join(names) or 'groups'} changed between two physical batches of one step. How "
+                "many there are depends on the draw. Leave schedules to Lightning, or change the optimizer once per "
+                "step, in optimizer_step."
             )
 
     def close(self) -> None:
@@ -184,16 +185,6 @@ class PrivateTrainingStep:
         output = training_step(batch, self._index) if self._takes_index else training_step(batch)
         return output.get("loss") if isinstance(output, Mapping) else output
 
-    def is_no_state(self, owner: object, name: str) -> bool:
-        """Whether an attribute is Lightning's own, data, or torchmetrics', which is called after the step."""
-        if isinstance(owner, Observer) or any(isinstance(owner, kind) and name in names for kind, names in _KEPT):
-            return True
-        if isinstance(owner, Metric) and name in owner._defaults:
-            return True
-        value = getattr(owner, "__dict__", {}).get(name)
-        of_the_data = isinstance(owner, pl.LightningDataModule) and isinstance(value, Dataset | DataLoader)
-        return of_the_data or isinstance(value, pl.Trainer | PublicTrainer)
-
     def _overrides(self, hook: str) -> bool:
         return any(is_overridden(hook, owner) for owner in self._owners)
 
@@ -202,6 +193,17 @@ class PrivateTrainingStep:
         name = f"on_{time}_batch_transfer"
         owner = next((owner for owner in reversed(self._owners) if is_overridden(name, owner)), None)
         return None if owner is None else lambda batch: getattr(owner, name)(batch, 0)
+
+
+def is_no_state(owner: object, name: str) -> bool:
+    """Whether an attribute is Lightning's own, data, or torchmetrics', which is called after the step."""
+    if isinstance(owner, Observer) or any(isinstance(owner, kind) and name in names for kind, names in _KEPT):
+        return True
+    if isinstance(owner, Metric) and name in owner._defaults:
+        return True
+    value = getattr(owner, "__dict__", {}).get(name)
+    of_the_data = isinstance(owner, pl.LightningDataModule) and isinstance(value, Dataset | DataLoader)
+    return of_the_data or isinstance(value, pl.Trainer | PublicTrainer)
 
 
 def _value(setting: Any) -> Any:

@@ -164,17 +164,17 @@ class Isolation:
 
     def _put_back(self, change: Change) -> bool:
         """Whether a plain value took the place of another one. Under vmap none can come from an example."""
-        if not _is_plain(change):
+        if not is_plain(change):
             return False
         holder, key, new = change.holder, change.key, change.new
-        self._advanced[id(holder), key] = lambda: _put(holder, key, new)
+        self._advanced[id(holder), key] = lambda: put(holder, key, new)
         if isinstance(new, Tensor):
             self.know(new)
-        _put(holder, key, change.old)
+        put(holder, key, change.old)
         return True
 
     def _undo(self, change: Change) -> bool:
-        if not _is_plain(change):
+        if not is_plain(change):
             return False
         if change.path not in self._undone:
             self._undone.add(change.path)
@@ -183,7 +183,7 @@ class Isolation:
                 "example, so that it never counts.",
                 stacklevel=2,
             )
-        _put(change.holder, change.key, change.old)
+        put(change.holder, change.key, change.old)
         return True
 
     def _require_gone(self, recording: Recording) -> None:
@@ -230,7 +230,7 @@ def _memory_of(tensor: Tensor) -> int:
         return id(tensor)
 
 
-def _is_plain(change: Change) -> bool:
+def is_plain(change: Change) -> bool:
     """Whether one value took the place of another one, and both hold nothing but themselves."""
     values = (change.old, change.new)
     return isinstance(change.holder, dict) and all(
@@ -238,7 +238,8 @@ def _is_plain(change: Change) -> bool:
     )
 
 
-def _put(holder: Any, key: Any, value: Any) -> None:
+def put(holder: Any, key: Any, value: Any) -> None:
+    """Let a value stand in a holder, or nothing where it is ABSENT."""
     if value is ABSENT:
         holder.pop(key, None)
     else:

@@ -48,6 +48,7 @@ from dp_lightning.privacy.journal import Journal
 from dp_lightning.privacy.noise import GaussianNoise
 from dp_lightning.privacy.plan import PrivacyPlan
 from dp_lightning.privacy.randomness import TrainingRandomness
+from dp_lightning.privacy.reachable import Ignored, nothing_ignored
 from dp_lightning.privacy.reading import ExampleBatch, ExampleReader, require_shapes, shapes_of
 from dp_lightning.privacy.sampling import Key, PhysicalBatch, PoissonSampler, cut, sampling_key
 from dp_lightning.privacy.statement import PrivacyStatement
@@ -113,7 +114,7 @@ class PrivateStep:
         sampling_key: Key | None = None,
         seed: int | None = None,
         prepare: Callable[[Any], Any] | None = None,
-        ignored: Callable[[object, str], bool] = lambda owner, name: False,
+        ignored: Ignored = nothing_ignored,
         raw: tuple[object, ...] = (),
         also: Mapping[str, object] = types.MappingProxyType({}),
     ) -> None:
@@ -129,7 +130,12 @@ class PrivateStep:
         self.noise = GaussianNoise(seed=seed)
         self.seed, self.randomness = seed, TrainingRandomness(seed, rank=self.ranks.rank)
         self.reader = ExampleReader(
-            dataset, collate_fn, augmult=augmult, prepare=prepare, before=self.randomness.before_reading
+            dataset,
+            collate_fn,
+            augmult=augmult,
+            prepare=prepare,
+            before=self.randomness.before_reading,
+            ignored=ignored,
         )
         self._loss, self._max_examples = loss, max_physical_batch_size // augmult
         self._sampler = PoissonSampler(

@@ -381,7 +381,7 @@ class NumberInAHook(LightningAttack):
         return self.loss((batch[0] + 3 * self.mean, batch[1]))
 
 
-@expect("before_batch_transfer", None)
+@expect("before_batch_transfer", "before_batch_transfer")
 class RunningMeanBeforeTransfer(LightningAttack):
     """Each example is seen by itself, and what the hook keeps is read in the step."""
 
@@ -397,7 +397,7 @@ class RunningMeanBeforeTransfer(LightningAttack):
         return self.loss((batch[0] + self.mean, batch[1]))
 
 
-@expect(SAID, None)
+@expect(HARMLESS, HARMLESS)
 class MixesBeforeTransfer(LightningAttack):
     kept = None
 
@@ -419,7 +419,7 @@ class KeepsAfterTransfer(LightningAttack):
         return (x if before is None else x + before), y
 
 
-@expect(SAID, None)
+@expect(HARMLESS, HARMLESS)
 class MixesInCollation(LightningAttack):
     """Mixes with what was collated before."""
 
@@ -433,7 +433,7 @@ class MixesInCollation(LightningAttack):
         return (x if before is None else x + before), y
 
 
-@expect(SAID, None)
+@expect("collate_fn.kept", "collate_fn.kept")
 class MixesInCollationByClosure(LightningAttack):
     def __init__(self, x, y):
         super().__init__(x, y)
@@ -697,7 +697,6 @@ def outcome(kind, ways):
 
 
 HOLES: set[str] = {
-    "RunningMeanBeforeTransfer-together",
     "ReadsItsOwnLoader-together",
     "ReadsExamplesOfItsOwnLoader-together",
     "RateByTheLoggedLoss-together",
