@@ -135,6 +135,7 @@ class PrivacyCallback(pl.Callback):
         self._record = RunJournal()
         self._ranks = Ranks()
         self._unprotected = Unprotected()
+        self._changed_outside: set[str] = set()
         self._restored: dict[str, Any] | None = None
         #: What acts on the privatized gradient, in words; `PostProcessCallback` adds to it when ``fit`` starts.
         self.postprocessing: list[str] = []
@@ -343,6 +344,7 @@ class PrivacyCallback(pl.Callback):
         batch_idx: int,
     ) -> None:
         self._unprotected.note_logged(trainer)
+        self._changed_outside.update(self.private.changed_outside)
         if trainer.accumulate_grad_batches != 1:
             return
         steps = self.ledger.num_steps
@@ -404,6 +406,7 @@ class PrivacyCallback(pl.Callback):
             ConfigurationError: before the first fit.
         """
         return self.private.statement(
+            changed_outside=tuple(sorted(self._changed_outside)),
             unprotected=tuple(sorted(self._unprotected.names)),
             postprocessing=", then ".join(self.postprocessing) or "none",
             earlier_targets=tuple(self.budget.earlier_targets),
@@ -445,6 +448,7 @@ class PrivacyCallback(pl.Callback):
             "settings": self._kept_settings,
             "step": self._private.state_dict(),
             "unprotected": sorted(self._unprotected.names),
+            "changed_outside": sorted(self._changed_outside),
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -453,6 +457,7 @@ class PrivacyCallback(pl.Callback):
         self._record.run = state_dict["run"]
         self.budget.load_state_dict(state_dict)
         self._unprotected.names |= set(state_dict["unprotected"])
+        self._changed_outside |= set(state_dict["changed_outside"])
         self._restored, self._stated = state_dict, self.ledger.num_steps
 
 

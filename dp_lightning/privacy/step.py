@@ -250,6 +250,11 @@ class PrivateStep:
         return self._way.ways
 
     @property
+    def changed_outside(self) -> tuple[str, ...]:
+        """Attributes of the module that other code than the loss has changed."""
+        return self._way.changed_outside
+
+    @property
     def discarded(self) -> Tensor:
         """How many examples of the logical batch have a gradient that is not finite; not private."""
         return self._sum.discarded
@@ -285,7 +290,7 @@ class PrivateStep:
             "examples": self.examples,
             "sensitivity": self.clip_plan.sensitivity,
             "sampler": "Poisson, each example independently with probability q in every logical step",
-            "changed_outside": self._way.changed_outside,
+            "changed_outside": self.changed_outside,
             "reproducible": self.seed is not None,
             "private": self.plan.noise_multiplier > 0,
             "num_ranks": self.ranks.size,
