@@ -25,6 +25,7 @@ from torch.overrides import TorchFunctionMode
 from dp_lightning.errors import ModelError
 from dp_lightning.privacy.gradients.functions import collect
 from dp_lightning.privacy.gradients.recording import Recording
+from dp_lightning.privacy.gradients.refusals import BATCH_NORM, is_of_batch_norm
 from dp_lightning.privacy.gradients.sources import leaves_of
 from dp_lightning.privacy.reachable import ATOMS, reachable
 from dp_lightning.privacy.state import ABSENT, Change, StateSnapshot
@@ -160,7 +161,7 @@ class Isolation:
         changes = [change for change in self._snapshot.changes() if not allowed(change)]
         if changes:
             names = ", ".join(dict.fromkeys(change.path for change in changes[:5]))
-            raise ModelError(f"training_step changes {names}. {_FIX}")
+            raise ModelError(f"training_step changes {names}. {BATCH_NORM if is_of_batch_norm(names) else _FIX}")
 
     def _put_back(self, change: Change) -> bool:
         """Whether a plain value took the place of another one. Under vmap none can come from an example."""

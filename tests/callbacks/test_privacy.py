@@ -359,6 +359,21 @@ def test_statistics_of_examples_are_refused_with_the_fix(tmp_path, layer, augmul
     assert not layer.running_mean.any()
 
 
+@pytest.mark.parametrize("ways", ["together", "one_by_one"])
+@pytest.mark.parametrize("places", [1, 2])
+def test_batch_norm_is_refused_with_a_fix_that_helps(tmp_path, ways, places):
+    net = nn.Sequential(
+        nn.Linear(5, 8),
+        nn.Unflatten(1, (8 // places, places)),
+        nn.BatchNorm1d(8 // places),
+        nn.Flatten(),
+        nn.Linear(8, CLASSES),
+    )
+    with pytest.raises(ModelError, match=r"BatchNorm in training mode.*group_norm.*freeze_batch_norm") as refused:
+        trainer(tmp_path, privacy(examples=ways)).fit(Plain(net), loader())
+    assert "one_by_one" not in str(refused.value)
+
+
 def test_statistics_of_one_example_are_allowed(tmp_path):
     net = nn.Sequential(
         nn.Linear(5, 8), nn.Unflatten(1, (4, 2)), nn.InstanceNorm1d(4, affine=True), nn.Flatten(), nn.Linear(8, CLASSES)
