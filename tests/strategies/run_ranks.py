@@ -60,7 +60,7 @@ class Drift(pl.Callback):
         self.where = where
 
     def on_train_batch_end(self, trainer, module, *args):
-        if trainer.global_rank == 1:
+        if trainer.global_rank == 1 and trainer.accumulate_grad_batches == 1:
             with torch.no_grad():
                 {"parameter": module.net[-1].bias, "buffer": module.scale}[self.where][0].add_(1e-6)
 
