@@ -15,6 +15,8 @@ from lightning.fabric.utilities.apply_func import move_data_to_device
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from dp_lightning.callbacks.private_training_step import PrivateTrainingStep
+from dp_lightning.callbacks.public_trainer import PublicTrainer
+from dp_lightning.errors import ModelError
 from dp_lightning.privacy.reading import ExampleReader
 
 #: Under which name the statement lists the warning, which tells something of raw examples.
@@ -42,17 +44,22 @@ def warn_of_changed_meaning(
         raw = [reader.dataset[number * len(reader) // count] for number in range(count)]
         trial = copy.deepcopy(module)
         trial.eval()
-        trial.trainer = trainer
+        public: Any = PublicTrainer(trainer)
+        trial.trainer = public
         silence: Callable[..., None] = lambda *args, **kwargs: None  # noqa: E731
         trial.__dict__.update(log=silence, log_dict=silence)
 
         def loss_of(examples: list[Any]) -> float:
-            batch = move_data_to_device(reader.collate_fn(examples), module.device)
+            with reader.nothing_kept():
+                collated = reader.collate_fn(examples)
+            batch = move_data_to_device(collated, module.device)
             return float(step.loss_of(trial, batch))
 
         with torch.no_grad(), trainer.precision_plugin.train_step_context():
             together, again = loss_of(raw), loss_of(raw)
             mean = sum(loss_of([example]) for example in raw) / count
+    except ModelError:  # the step would raise it too
+        raise
     except Exception:  # whatever the user's own code raises on a batch that it will not see
         return False
     if together != again or abs(together - mean) <= _TOLERANCE * max(abs(together), abs(mean)):

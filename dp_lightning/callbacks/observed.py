@@ -20,7 +20,7 @@ from torchmetrics import Metric, MetricCollection
 from dp_lightning.errors import ModelError
 from dp_lightning.privacy.gradients.vmap import detached, level
 
-_CALLS = ("forward", "update", "compute", "reset")
+CALLS = ("forward", "update", "compute", "reset")
 _LOG_ARGUMENTS = ("prog_bar", "logger", "on_step", "on_epoch")
 
 
@@ -81,7 +81,7 @@ class Observer:
         standing: dict[str, Any] = {"log": self._log, "log_dict": self._log_dict}
         owners.append((self._module.__dict__, standing))
         for metric in self._metrics:
-            owners.append((metric.__dict__, {name: self._deferred(getattr(metric, name)) for name in _CALLS}))
+            owners.append((metric.__dict__, {name: self._deferred(getattr(metric, name)) for name in CALLS}))
         before = [{name: names[name] for name in mine if name in names} for names, mine in owners]
         for names, mine in owners:
             names.update(mine)

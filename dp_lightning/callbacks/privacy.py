@@ -36,7 +36,7 @@ from dp_lightning.callbacks.private_loader import (
     require_private_loader,
     warn_of_equal_views,
 )
-from dp_lightning.callbacks.private_training_step import PrivateTrainingStep
+from dp_lightning.callbacks.private_training_step import PrivateTrainingStep, SealedBatch, is_no_state
 from dp_lightning.callbacks.run_journal import RunJournal
 from dp_lightning.callbacks.settings import check_optimizers, check_order, check_settings
 from dp_lightning.callbacks.unprotected import Unprotected
@@ -45,7 +45,6 @@ from dp_lightning.privacy.accounting import Ledger
 from dp_lightning.privacy.clipping import ClipPlan
 from dp_lightning.privacy.disk import DiSK
 from dp_lightning.privacy.plan import PrivacyPlan
-from dp_lightning.privacy.reading import ExampleBatch
 from dp_lightning.privacy.sampling import sampling_key
 from dp_lightning.privacy.statement import PrivacyStatement
 from dp_lightning.privacy.step import PrivateStep, check_step_settings
@@ -136,6 +135,7 @@ class PrivacyCallback(pl.Callback):
         self._record = RunJournal()
         self._ranks = Ranks()
         self._unprotected = Unprotected()
+        self._changed_outside: set[str] = set()
         self._restored: dict[str, Any] | None = None
         #: What acts on the privatized gradient, in words; `PostProcessCallback` adds to it when ``fit`` starts.
         self.postprocessing: list[str] = []
@@ -235,8 +235,9 @@ class PrivacyCallback(pl.Callback):
             sampling_key=key,
             seed=self._seed,
             prepare=self._training_step.prepare,
-            ignored=self._training_step.is_no_state,
+            ignored=is_no_state,
             raw=(loader, getattr(trainer, "datamodule", None)),
+            also=self._training_step.also,
         )
         self._training_step.take_place(private)
         check_optimizers(trainer, private.parameters.values())
@@ -314,14 +315,18 @@ class PrivacyCallback(pl.Callback):
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        if not isinstance(batch, ExampleBatch):
+        assert self._training_step is not None
+        if not isinstance(batch, SealedBatch):
             raise ConfigurationError(
                 f"The training loader hands out {type(batch).__name__} and not the batches of the private step. Remove "
                 "callbacks that exchange loaders."
             )
-        if batch.place.piece == 0:
+        place = self._training_step.batch.place
+        if place.piece == 0:
             self._steps_before = self.ledger.num_steps
-        trainer.accumulate_grad_batches = 1 if batch.place.last else _ACCUMULATE
+        else:
+            self._training_step.require_same_rates()
+        trainer.accumulate_grad_batches = 1 if place.last else _ACCUMULATE
 
     def on_before_optimizer_step(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
@@ -339,6 +344,7 @@ class PrivacyCallback(pl.Callback):
         batch_idx: int,
     ) -> None:
         self._unprotected.note_logged(trainer)
+        self._changed_outside.update(self.private.changed_outside)
         if trainer.accumulate_grad_batches != 1:
             return
         steps = self.ledger.num_steps
@@ -400,6 +406,7 @@ class PrivacyCallback(pl.Callback):
             ConfigurationError: before the first fit.
         """
         return self.private.statement(
+            changed_outside=tuple(sorted(self._changed_outside)),
             unprotected=tuple(sorted(self._unprotected.names)),
             postprocessing=", then ".join(self.postprocessing) or "none",
             earlier_targets=tuple(self.budget.earlier_targets),
@@ -441,6 +448,7 @@ class PrivacyCallback(pl.Callback):
             "settings": self._kept_settings,
             "step": self._private.state_dict(),
             "unprotected": sorted(self._unprotected.names),
+            "changed_outside": sorted(self._changed_outside),
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -449,6 +457,7 @@ class PrivacyCallback(pl.Callback):
         self._record.run = state_dict["run"]
         self.budget.load_state_dict(state_dict)
         self._unprotected.names |= set(state_dict["unprotected"])
+        self._changed_outside |= set(state_dict["changed_outside"])
         self._restored, self._stated = state_dict, self.ledger.num_steps
 
 

@@ -1,31 +1,67 @@
 """Stands in the place of a module's ``training_step`` during a private fit.
 
-Lightning calls it with a physical batch and gets a loss of zero, so that an optimizer's closure sees no raw number. The
-module's own ``training_step`` runs inside of ``PrivateStep``, on a batch of one example, with the number of the logical
-step in its epoch as ``batch_idx``: how many physical batches there are depends on the draw.
+Lightning gets a sealed object for each physical batch, so that the hooks around a step have no raw number in their
+hands, and a loss of zero, so that an optimizer's closure sees none either. The module's own ``training_step`` runs
+inside of ``PrivateStep``, on a batch of one example, with the number of the logical step in its epoch as ``batch_idx``:
+how many physical batches there are depends on the draw.
 ``on_before_batch_transfer`` runs on one example after collation, ``on_after_batch_transfer`` inside of the step.
 """
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, NoReturn
 
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor, nn
-from torchmetrics import Metric, MetricCollection
+from torch.utils.data import DataLoader, Dataset
+from torchmetrics import Metric, MetricCollection, SumMetric
 
-from dp_lightning.callbacks.observed import Observer
-from dp_lightning.errors import ConfigurationError
+from dp_lightning.callbacks.observed import CALLS, Observer
+from dp_lightning.callbacks.public_trainer import PublicTrainer, only_public
+from dp_lightning.errors import ConfigurationError, ModelError
 from dp_lightning.privacy.reading import ExampleBatch
 from dp_lightning.privacy.sampling import epoch_start
 from dp_lightning.privacy.step import PrivateStep
 
 _REPLACED = ("training_step", "_call_batch_hook")
-# Attributes that Lightning keeps in a module, and those that stand in front of its methods during a step.
-_KEPT = frozenset(vars(pl.LightningModule())) - set(vars(nn.Module()))
-_OF_LIGHTNING = _KEPT | {"trainer", "log", "log_dict", *_REPLACED}
+# Attributes that libraries keep in their objects, and those that stand in front of methods during a step.
+_KEPT: tuple[tuple[type, set[str]], ...] = (
+    (
+        pl.LightningModule,
+        {*vars(pl.LightningModule()), "trainer", "log", "log_dict", *_REPLACED} - set(vars(nn.Module())),
+    ),
+    (Metric, {*vars(SumMetric()), *CALLS} - set(vars(nn.Module()))),
+    (MetricCollection, {*vars(MetricCollection([])), *CALLS} - set(vars(nn.Module()))),
+)
+
+
+@dataclass(frozen=True, eq=False)
+class SealedBatch:
+    """What hooks get of a physical batch: nothing.
+
+    Attributes:
+        one: from which Lightning takes the weight of what hooks log, the same for each physical batch.
+    """
+
+    one: Tensor = field(default_factory=lambda: torch.zeros(1))
+
+    def _refuse(self, *args: Any) -> NoReturn:
+        raise ModelError(
+            "A hook uses the batch that it is given, which has the raw examples of a physical batch. In a private fit "
+            "only training_step and the batch transfer hooks see examples, one at a time. Move it there, and take "
+            "numbers of the batch out by self.log."
+        )
+
+    # Without __iter__, by which Lightning would look for a batch size, Python iterates by __getitem__.
+    __getitem__ = __len__ = _refuse
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        self._refuse()
 
 
 class PrivateTrainingStep:
@@ -40,13 +76,15 @@ class PrivateTrainingStep:
     """
 
     def __init__(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
-        self._module, self._step = module, module.training_step
+        self._trainer, self._module, self._step = trainer, module, module.training_step
         self._call_hook = module._call_batch_hook
         self._convert = trainer.precision_plugin.convert_input
         self._owners = [module, *filter(None, [getattr(trainer, "datamodule", None)])]
         self._observer = Observer(module)
         self._takes_index = is_param_in_hook_signature(self._step, "batch_idx", min_args=2)
         self._index = 0
+        self._batch: ExampleBatch | None = None
+        self._rates: list[dict[str, Any]] = []
         if is_param_in_hook_signature(self._step, "dataloader_iter", explicit=True):
             raise ConfigurationError(
                 "training_step takes dataloader_iter, and private training has to give it one example at a time. Give "
@@ -59,35 +97,72 @@ class PrivateTrainingStep:
             )
 
     @property
+    def batch(self) -> ExampleBatch:
+        """The physical batch that Lightning has now."""
+        assert self._batch is not None
+        return self._batch
+
+    @property
     def prepare(self) -> Callable[[Any], Any] | None:
         """What is applied to the batch of one example after collation."""
-        if not self._overrides("on_before_batch_transfer"):
-            return None
-        return lambda batch: self._call_hook("on_before_batch_transfer", batch, 0)
+        return self._hook("before")
+
+    @property
+    def also(self) -> dict[str, object]:
+        """What runs in the step beside the module: a data module that has ``on_after_batch_transfer``."""
+        owners = [owner for owner in self._owners[1:] if is_overridden("on_after_batch_transfer", owner)]
+        return {"datamodule": owners[0]} if owners else {}
 
     @property
     def has_transfer_hooks(self) -> bool:
         """Whether the user's hooks see examples before ``training_step`` does."""
-        return any(self._overrides(f"on_{time}_batch_transfer") for time in ("before", "after"))
+        return self._hook("before") is not None or self._hook("after") is not None
 
     def take_place(self, private: PrivateStep) -> None:
         """Stand in front of the module's own methods until ``close``."""
         plan = private.plan
 
-        def training_step(batch: ExampleBatch, batch_idx: int) -> Tensor:
-            step = batch.place.step
+        def training_step(batch: SealedBatch, batch_idx: int) -> Tensor:
+            examples = self.batch
+            # The user's own optimizer_step may set rates, and has been called by the last piece.
+            if not (examples.place.last and is_overridden("optimizer_step", self._module)):
+                self.require_same_rates()
+            step = examples.place.step
             start = epoch_start(step, num_train=plan.num_train, expected_batch_size=plan.expected_batch_size)
             self._index = step - start
-            with self._observer.step(batch.counted):
-                private.accumulate(batch)
+            owners = (part for owner in self._owners for part in _parts(owner))
+            with self._observer.step(examples.counted), only_public(self._trainer, owners):
+                private.accumulate(examples)
             return torch.zeros((), device=self._module.device, requires_grad=True)
 
         def call_batch_hook(name: str, batch: Any, *args: Any) -> Any:
-            if not isinstance(batch, ExampleBatch):
+            if not isinstance(batch, ExampleBatch | SealedBatch):
                 return self._call_hook(name, batch, *args)
-            return batch.to(args[0]) if name == "transfer_batch_to_device" else batch
+            if isinstance(batch, SealedBatch) or name != "transfer_batch_to_device":
+                return batch
+            self._batch = batch.to(args[0])
+            return SealedBatch()
 
         self._module.__dict__.update(training_step=training_step, _call_batch_hook=call_batch_hook)
+
+    def require_same_rates(self) -> None:
+        """The settings of the optimizer are the same for all physical batches of a step.
+
+        Raises:
+            ModelError: naming the setting.
+        """
+        groups = [group for optimizer in self._trainer.optimizers for group in optimizer.param_groups]
+        rates = [{name: _value(group[name]) for name in group if name != "params"} for group in groups]
+        if self.batch.place.piece == 0:
+            self._rates = rates
+        elif rates != self._rates:
+            pairs = zip(self._rates, rates, strict=False)
+            names = sorted({name for before, now in pairs for name in now if before.get(name) != now[name]})
+            raise ModelError(
+                f"The optimizer's {', '.join(names) or 'groups'} changed between two physical batches of one step. How "
+                "many there are depends on the draw. Leave schedules to Lightning, or change the optimizer once per "
+                "step, in optimizer_step."
+            )
 
     def close(self) -> None:
         """Give the module its own methods back."""
@@ -105,18 +180,35 @@ class PrivateTrainingStep:
 
     def _loss(self, training_step: Callable[..., Any], batch: Any) -> Any:
         batch = self._convert(batch)
-        if self._overrides("on_after_batch_transfer"):
-            batch = self._call_hook("on_after_batch_transfer", batch, 0)
+        if (hook := self._hook("after")) is not None:
+            batch = hook(batch)
         output = training_step(batch, self._index) if self._takes_index else training_step(batch)
         return output.get("loss") if isinstance(output, Mapping) else output
 
-    def is_no_state(self, owner: object, name: str) -> bool:
-        """Whether an attribute belongs to Lightning, or to a metric, which sees all examples by itself."""
-        if isinstance(owner, Metric | MetricCollection | Observer):
-            return True
-        if isinstance(owner, pl.LightningModule) and name in _OF_LIGHTNING:
-            return True
-        return isinstance(getattr(owner, "__dict__", {}).get(name), pl.Trainer)
-
     def _overrides(self, hook: str) -> bool:
         return any(is_overridden(hook, owner) for owner in self._owners)
+
+    def _hook(self, time: Literal["before", "after"]) -> Callable[[Any], Any] | None:
+        """The user's ``on_<time>_batch_transfer``: that of the data module, where both have one."""
+        name = f"on_{time}_batch_transfer"
+        owner = next((owner for owner in reversed(self._owners) if is_overridden(name, owner)), None)
+        return None if owner is None else lambda batch: getattr(owner, name)(batch, 0)
+
+
+def is_no_state(owner: object, name: str) -> bool:
+    """Whether an attribute is Lightning's own, data, or torchmetrics', which is called after the step."""
+    if isinstance(owner, Observer) or any(isinstance(owner, kind) and name in names for kind, names in _KEPT):
+        return True
+    if isinstance(owner, Metric) and name in owner._defaults:
+        return True
+    value = getattr(owner, "__dict__", {}).get(name)
+    of_the_data = isinstance(owner, pl.LightningDataModule) and isinstance(value, Dataset | DataLoader)
+    return of_the_data or isinstance(value, pl.Trainer | PublicTrainer)
+
+
+def _value(setting: Any) -> Any:
+    return setting.tolist() if isinstance(setting, Tensor) else setting
+
+
+def _parts(owner: object) -> Iterator[object]:
+    return owner.modules() if isinstance(owner, nn.Module) else iter((owner,))

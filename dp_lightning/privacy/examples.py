@@ -18,6 +18,7 @@ from dp_lightning.errors import ModelError
 from dp_lightning.privacy.gradients.clipped_sum import ClippedSum
 from dp_lightning.privacy.gradients.contribution import PerExample
 from dp_lightning.privacy.gradients.recording import Recording
+from dp_lightning.privacy.gradients.refusals import BATCH_NORM, is_of_batch_norm
 from dp_lightning.privacy.isolation import Isolation
 from dp_lightning.privacy.randomness import NoHostDraws, TrainingRandomness, no_seeding
 from dp_lightning.privacy.reading import Entries, ExampleBatch
@@ -100,8 +101,11 @@ class OneByOne(Examples):
             example = tree_unflatten(mine, spec)
             self._randomness.before_step(batch.place, index)
             with self._isolation.one_by_one():
-                with older:
-                    value = _scalar(loss(example))
+                try:
+                    with older:
+                        value = _scalar(loss(example))
+                except ValueError as error:
+                    raise (ModelError(BATCH_NORM) if is_of_batch_norm(str(error)) else error) from error
                 gradients = self._gradients(value)
                 del value
             total.begin(1, batch.counted[index : index + 1].to(total.flat.device))

@@ -11,6 +11,7 @@ took the place of others are put back.
 """
 
 import gc
+import types
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -24,6 +25,7 @@ from torch.overrides import TorchFunctionMode
 from dp_lightning.errors import ModelError
 from dp_lightning.privacy.gradients.functions import collect
 from dp_lightning.privacy.gradients.recording import Recording
+from dp_lightning.privacy.gradients.refusals import BATCH_NORM, is_of_batch_norm
 from dp_lightning.privacy.gradients.sources import leaves_of
 from dp_lightning.privacy.reachable import ATOMS, reachable
 from dp_lightning.privacy.state import ABSENT, Change, StateSnapshot
@@ -42,6 +44,7 @@ class Isolation:
         parameters: the trained ones by name.
         ignored: asked with an object and the name of one of its attributes, whether it is looked after elsewhere.
         raw: objects that hold training data; tensors in them are no constants.
+        also: further objects, by name, that the loss may change.
     """
 
     def __init__(
@@ -51,6 +54,7 @@ class Isolation:
         *,
         ignored: Callable[[object, str], bool] = lambda owner, name: False,
         raw: tuple[object, ...] = (),
+        also: Mapping[str, object] = types.MappingProxyType({}),
     ) -> None:
         self._module, self._parameters = module, {id(p): name for name, p in parameters.items()}
         # The gradients of the trained parameters are the optimizer's.
@@ -58,6 +62,7 @@ class Isolation:
             module,
             lambda owner, name: (name == "grad" and id(owner) in self._parameters) or ignored(owner, name),
             name="self",
+            also=also,
         )
         data = {_memory_of(value) for root in raw for _, value in reachable(root) if isinstance(value, Tensor)}
         self._constants: dict[int, weakref.ref[Tensor]] = {}
@@ -68,6 +73,7 @@ class Isolation:
             self.know(tensor)
         self._advanced: dict[object, Callable[[], None]] = {}
         self._undone: set[str] = set()
+        self._within_step = False
         #: Attributes that other code than ``training_step`` has changed since the start.
         self.changed_outside: set[str] = set()
 
@@ -87,6 +93,7 @@ class Isolation:
 
     def advance(self) -> None:
         """The logical step is over: state that is computed from weights alone takes its next value."""
+        self._within_step = False
         for advance in self._advanced.values():
             advance()
         if self._advanced:
@@ -137,31 +144,44 @@ class Isolation:
                 )
 
     def _begin(self) -> None:
-        self.changed_outside.update(change.path for change in self._snapshot.changes() if change.kind == "attribute")
+        changes = self._snapshot.changes()
+        if self._within_step:
+            self._require_one_model(changes)
+        self._within_step = True
+        self.changed_outside.update(change.path for change in changes if change.kind == "attribute")
         self._snapshot.refresh()
         for tensor in (*self._module.parameters(), *self._module.buffers()):
             if id(tensor) not in self._constants:
                 self.know(tensor)
 
+    def _require_one_model(self, changes: list[Change]) -> None:
+        held = {id(tensor) for tensor in (*self._module.parameters(), *self._module.buffers())}
+        if names := [change.path for change in changes if change.kind == "tensor" or id(change.new) in held]:
+            raise ModelError(
+                f"{', '.join(names[:5])} changed between two physical batches of one step, by other code than "
+                "training_step, such as a hook. How many there are depends on the draw. Change tensors of the model "
+                "once per step, after the optimizer: in a hook, where trainer.accumulate_grad_batches is 1."
+            )
+
     def _require_unchanged(self, allowed: Callable[[Change], bool]) -> None:
         changes = [change for change in self._snapshot.changes() if not allowed(change)]
         if changes:
             names = ", ".join(dict.fromkeys(change.path for change in changes[:5]))
-            raise ModelError(f"training_step changes {names}. {_FIX}")
+            raise ModelError(f"training_step changes {names}. {BATCH_NORM if is_of_batch_norm(names) else _FIX}")
 
     def _put_back(self, change: Change) -> bool:
         """Whether a plain value took the place of another one. Under vmap none can come from an example."""
-        if not _is_plain(change):
+        if not is_plain(change):
             return False
         holder, key, new = change.holder, change.key, change.new
-        self._advanced[id(holder), key] = lambda: _put(holder, key, new)
+        self._advanced[id(holder), key] = lambda: put(holder, key, new)
         if isinstance(new, Tensor):
             self.know(new)
-        _put(holder, key, change.old)
+        put(holder, key, change.old)
         return True
 
     def _undo(self, change: Change) -> bool:
-        if not _is_plain(change):
+        if not is_plain(change):
             return False
         if change.path not in self._undone:
             self._undone.add(change.path)
@@ -170,7 +190,7 @@ class Isolation:
                 "example, so that it never counts.",
                 stacklevel=2,
             )
-        _put(change.holder, change.key, change.old)
+        put(change.holder, change.key, change.old)
         return True
 
     def _require_gone(self, recording: Recording) -> None:
@@ -217,7 +237,7 @@ def _memory_of(tensor: Tensor) -> int:
         return id(tensor)
 
 
-def _is_plain(change: Change) -> bool:
+def is_plain(change: Change) -> bool:
     """Whether one value took the place of another one, and both hold nothing but themselves."""
     values = (change.old, change.new)
     return isinstance(change.holder, dict) and all(
@@ -225,7 +245,8 @@ def _is_plain(change: Change) -> bool:
     )
 
 
-def _put(holder: Any, key: Any, value: Any) -> None:
+def put(holder: Any, key: Any, value: Any) -> None:
+    """Let a value stand in a holder, or nothing where it is ABSENT."""
     if value is ABSENT:
         holder.pop(key, None)
     else:

@@ -72,16 +72,20 @@ class Place:
             return None
 
 
+def nothing_ignored(owner: object, name: str) -> bool:
+    return False
+
+
 def reachable(
     root: object, ignored: Ignored = lambda owner, name: False, name: str = "model"
 ) -> Iterator[tuple[str, object]]:
     """Every object that a :class:`~dp_lightning.privacy.state.StateSnapshot` looks at, with a shortest path to it."""
-    return ((path, value) for path, value, _ in walk(root, ignored, name))
+    return ((path, value) for path, value, _ in walk({name: root}, ignored))
 
 
-def walk(root: object, ignored: Ignored, name: str) -> Iterator[tuple[str, object, list[Place]]]:
-    """Each object that can be reached from a root, once, with a shortest path to it and its places."""
-    queue: deque[tuple[str, Any]] = deque([(name, root)])  # breadth first: no other path is shorter
+def walk(roots: Mapping[str, object], ignored: Ignored) -> Iterator[tuple[str, object, list[Place]]]:
+    """Each object that can be reached from the roots, once, with a shortest path to it and its places."""
+    queue: deque[tuple[str, Any]] = deque(roots.items())  # breadth first: no other path is shorter
     seen: Members = {}  # keeps what was made on the way alive, so that its id stays its own
     named: set[tuple[int, str]] = set()
     while queue:

@@ -2,19 +2,28 @@
 
 The data set's ``__getitem__`` is called for one example, or K times for its K views, and collation on that alone: a
 batch of one example. The results of a physical batch are stacked. ``__getitems__``, which gets several examples, is not
-used. ``__getitem__`` is trusted to look at one example.
+used. ``__getitem__`` is trusted to look at one example, and may keep caches in the data set. Collation and hooks keep
+nothing: what they lead to is compared after each physical batch. Where plain values have changed, they are put back and
+the batch is read again, with that comparison after each example; anything else is refused.
 """
 
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import cached_property
 from typing import Any
 
+import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_map_only, tree_unflatten
-from torch.utils.data import Dataset, default_collate
+from torch.utils.data import DataLoader, Dataset, default_collate
 
-from dp_lightning.errors import DataError
+from dp_lightning.errors import DataError, ModelError
+from dp_lightning.privacy.isolation import is_plain, put
+from dp_lightning.privacy.reachable import Ignored, nothing_ignored, reachable
 from dp_lightning.privacy.sampling import PhysicalBatch
+from dp_lightning.privacy.state import StateSnapshot
 
 
 class ExampleBatch:
@@ -61,6 +70,7 @@ class ExampleReader(Dataset[ExampleBatch]):
         augmult: K, how often the data set is asked for each example.
         prepare: applied to each example's batch before examples are stacked.
         before: called with the place before anything is read; it may fix the random numbers.
+        ignored: asked with an object and the name of one of its attributes, whether it is no state.
     """
 
     def __init__(
@@ -71,18 +81,21 @@ class ExampleReader(Dataset[ExampleBatch]):
         augmult: int = 1,
         prepare: Callable[[Any], Any] | None = None,
         before: Callable[[PhysicalBatch], None] | None = None,
+        ignored: Ignored = nothing_ignored,
     ) -> None:
         self.dataset, self.collate_fn = dataset, collate_fn
         self.augmult, self.prepare, self.before = augmult, prepare, before
+        self._ignored, self._each = ignored, False
         self._stand_in: Any = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "_watch"}
 
     def __len__(self) -> int:
         return len(self.dataset)
 
     def __getitem__(self, place: PhysicalBatch) -> ExampleBatch:
-        if self.before is not None:
-            self.before(place)
-        found = [self.read(index) for index in place.indices]
+        found = self._read_all(place)
         if all(example is None for example in found):
             found = [None]
         counted = torch.tensor([example is not None for example in found])
@@ -94,20 +107,91 @@ class ExampleReader(Dataset[ExampleBatch]):
 
     def read(self, index: int) -> Any:
         """The batch of one example; None where collation leaves nothing of it."""
-        batch = self.collate_fn([self.dataset[index] for _ in range(self.augmult)])
-        if batch is None or _is_empty(batch):
-            return None
-        return batch if self.prepare is None else self.prepare(batch)
+        views = [self.dataset[index] for _ in range(self.augmult)]
+        with self.nothing_kept() if self._each else nullcontext():
+            batch = self.collate_fn(views)
+            if batch is None or _is_empty(batch):
+                return None
+            return batch if self.prepare is None else self.prepare(batch)
+
+    def _read_all(self, place: PhysicalBatch) -> list[Any]:
+        if self.before is not None:
+            self.before(place)
+        with nullcontext() if self._each else self.nothing_kept():
+            each, found = self._each, [self.read(index) for index in place.indices]
+        return found if each == self._each else self._read_all(place)
+
+    @contextmanager
+    def nothing_kept(self) -> Iterator[None]:
+        """Around collation and hooks: plain values that they have changed are put back.
+
+        Raises:
+            ModelError: naming what else they have changed.
+        """
+        if self._watch is not None:
+            self._watch.refresh()
+        yield
+        if self._watch is not None and self._watch.undo():
+            self._each = True
+
+    @cached_property
+    def _watch(self) -> "_Watch | None":
+        functions = {"collate_fn": self.collate_fn, "on_before_batch_transfer": self.prepare}
+        own = {name: function for name, function in functions.items() if function not in (None, default_collate)}
+        return _Watch(own, self.dataset, self._ignored) if own else None
 
     def stand_in(self) -> Any:
         """A batch of one example of zeros."""
         if self._stand_in is None:
             found = (self.read(index) for index in range(len(self)))
-            example = next((example for example in found if example is not None), None)
+            with self.nothing_kept():
+                example = next((example for example in found if example is not None), None)
             if example is None:
                 raise DataError("Collation leaves nothing of any example of the training set.")
             self._stand_in = _zeros(example)
         return self._stand_in
+
+
+class _Watch:
+    """Compares what is reachable from collation and hooks, parameters and the data set's own state left out.
+
+    Args:
+        functions: by name.
+        dataset: what only it leads to is trusted, and so are its arrays.
+        ignored: as in ``ExampleReader``.
+    """
+
+    def __init__(self, functions: Mapping[str, object], dataset: object, ignored: Ignored) -> None:
+        arrays = {id(value): value for _, value in reachable(dataset) if isinstance(value, Tensor | np.ndarray)}
+
+        def left_out(owner: object, name: str) -> bool:
+            value = getattr(owner, "__dict__", {}).get(name)
+            data = isinstance(owner, Dataset | DataLoader) or value is dataset or id(value) in arrays
+            return data or (isinstance(owner, nn.Module) and name == "_parameters") or ignored(owner, name)
+
+        (name, root), *others = functions.items()
+        self._snapshot = StateSnapshot(root, left_out, name=name, also=dict(others))
+
+    def refresh(self) -> None:
+        """From here on, compare with what is now."""
+        self._snapshot.refresh()
+
+    def undo(self) -> bool:
+        """Put plain values back; whether there were any.
+
+        Raises:
+            ModelError: naming what else has changed.
+        """
+        changes = [change for change in self._snapshot.changes() if change.kind in ("attribute", "tensor")]
+        if names := [change.path for change in changes if not is_plain(change)]:
+            raise ModelError(
+                f"Reading an example changes {', '.join(names[:5])}. Other examples would meet what collate_fn and "
+                "on_before_batch_transfer keep of it. Make what they need before the fit, or keep it in the data set."
+            )
+        for change in changes:
+            warnings.warn(f"Reading an example changes {change.path}. That is undone each time.", stacklevel=2)
+            put(change.holder, change.key, change.old)
+        return bool(changes)
 
 
 def stacked(examples: Sequence[Any]) -> Any:

@@ -8,7 +8,8 @@ are written in C, and what is found only by its name, such as a logger that is m
 """
 
 import gc
-from collections.abc import Iterator
+import types
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
@@ -73,10 +74,18 @@ class StateSnapshot:
         ignored: asked with an object and the name of one of its attributes; where it says true, the attribute is
             neither compared nor followed. True for every name leaves out all of an object.
         name: what paths call the root.
+        also: further roots, by what paths call them.
     """
 
-    def __init__(self, root: object, ignored: Ignored = lambda owner, name: False, *, name: str = "model"):
-        self._root, self._ignored, self._name = root, ignored, name
+    def __init__(
+        self,
+        root: object,
+        ignored: Ignored = lambda owner, name: False,
+        *,
+        name: str = "model",
+        also: Mapping[str, object] = types.MappingProxyType({}),
+    ):
+        self._roots, self._ignored = {name: root, **also}, ignored
         self._settings = settings()
         with _plain_tensors():
             self._take()
@@ -107,7 +116,7 @@ class StateSnapshot:
         followed: list[Place] = []
         others: list[Place] = []
         self._arrays: list[tuple[str, Array]] = []
-        for path, value, places in walk(self._root, self._ignored, self._name):
+        for path, value, places in walk(self._roots, self._ignored):
             for place in places:
                 if not isinstance(place.source, tuple | frozenset):
                     (followed if place.followed else others).append(place)

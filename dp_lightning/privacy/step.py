@@ -10,8 +10,8 @@ Formal guarantee. Let the parameters and all earlier releases be given.
 2. Each example is read by itself (``reading``), and its loss l_i is computed where no other example can be reached
    (``examples``, ``isolation``), with secret random numbers (``randomness``): l_i is a function of example i, the
    weights, the number of the step, and random numbers that no one knows. What is trusted: the data set's
-   ``__getitem__``, collation and hooks look at one example and keep nothing of it, kernels of torch treat rows apart, and
-   the loss reads neither the data set nor a counter of physical batches. ``docs/sharp_edges.md`` lists what is known to
+   ``__getitem__`` looks at one example, kernels of torch treat rows apart, and code around the step neither reads the
+   training set by itself nor follows a training loss that was logged. ``docs/sharp_edges.md`` lists what is known to
    get past these lines.
 3. ``clip`` bounds what one example adds to the sum by ``sensitivity`` (``clipping``, ``gradients``); an example whose
    gradient is not finite adds nothing.
@@ -27,7 +27,8 @@ Several ranks take one step together: S is one draw, dealt out to them; each ran
 to its own sum, and one collective adds up the sums. What is released is the same on every rank, bit for bit.
 """
 
-from collections.abc import Callable, Iterator
+import types
+from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property
 from importlib.metadata import version
 from typing import Any
@@ -47,6 +48,7 @@ from dp_lightning.privacy.journal import Journal
 from dp_lightning.privacy.noise import GaussianNoise
 from dp_lightning.privacy.plan import PrivacyPlan
 from dp_lightning.privacy.randomness import TrainingRandomness
+from dp_lightning.privacy.reachable import Ignored, nothing_ignored
 from dp_lightning.privacy.reading import ExampleBatch, ExampleReader, require_shapes, shapes_of
 from dp_lightning.privacy.sampling import Key, PhysicalBatch, PoissonSampler, cut, sampling_key
 from dp_lightning.privacy.statement import PrivacyStatement
@@ -86,6 +88,7 @@ class PrivateStep:
         prepare: applied to the batch of one example after collation, before examples are stacked.
         ignored: asked with an object and the name of one of its attributes, whether it is no state of the module.
         raw: further objects that hold training data.
+        also: further objects, by name, that the loss may change.
 
     Raises:
         ConfigurationError: naming the setting.
@@ -111,8 +114,9 @@ class PrivateStep:
         sampling_key: Key | None = None,
         seed: int | None = None,
         prepare: Callable[[Any], Any] | None = None,
-        ignored: Callable[[object, str], bool] = lambda owner, name: False,
+        ignored: Ignored = nothing_ignored,
         raw: tuple[object, ...] = (),
+        also: Mapping[str, object] = types.MappingProxyType({}),
     ) -> None:
         check_step_settings(examples=examples, max_physical_batch_size=max_physical_batch_size, augmult=augmult)
         if len(dataset) != plan.num_train:
@@ -126,14 +130,19 @@ class PrivateStep:
         self.noise = GaussianNoise(seed=seed)
         self.seed, self.randomness = seed, TrainingRandomness(seed, rank=self.ranks.rank)
         self.reader = ExampleReader(
-            dataset, collate_fn, augmult=augmult, prepare=prepare, before=self.randomness.before_reading
+            dataset,
+            collate_fn,
+            augmult=augmult,
+            prepare=prepare,
+            before=self.randomness.before_reading,
+            ignored=ignored,
         )
         self._loss, self._max_examples = loss, max_physical_batch_size // augmult
         self._sampler = PoissonSampler(
             num_train=plan.num_train, sample_rate=plan.sample_rate, key=_sampling_key(sampling_key, seed)
         )
         self.examples, self.disk = examples, disk
-        self._ignored, self._raw = ignored, (dataset, *raw)
+        self._ignored, self._raw, self._also = ignored, (dataset, *raw), also
         self._sum = ClippedSum(self.parameters, self.clip_plan)
         self._extrapolation = None if disk is None else Extrapolation(self.parameters, disk.length)
         self._shapes: list[tuple[int, ...]] | None = None
@@ -145,8 +154,8 @@ class PrivateStep:
     def _way(self) -> Examples:
         self.randomness.start()
         roots = {"self": self.module, "the data set": self.reader.dataset, "collate_fn": self.reader.collate_fn}
-        self.randomness.rekey(roots, self._ignored)
-        isolation = Isolation(self.module, self.parameters, ignored=self._ignored, raw=self._raw)
+        self.randomness.rekey({**roots, **self._also}, self._ignored)
+        isolation = Isolation(self.module, self.parameters, ignored=self._ignored, raw=self._raw, also=self._also)
         return (Together if self.examples == "together" else OneByOne)(self.parameters, isolation, self.randomness)
 
     def start(self) -> None:
@@ -241,6 +250,11 @@ class PrivateStep:
         return self._way.ways
 
     @property
+    def changed_outside(self) -> tuple[str, ...]:
+        """Attributes of the module that other code than the loss has changed."""
+        return self._way.changed_outside
+
+    @property
     def discarded(self) -> Tensor:
         """How many examples of the logical batch have a gradient that is not finite; not private."""
         return self._sum.discarded
@@ -276,7 +290,7 @@ class PrivateStep:
             "examples": self.examples,
             "sensitivity": self.clip_plan.sensitivity,
             "sampler": "Poisson, each example independently with probability q in every logical step",
-            "changed_outside": self._way.changed_outside,
+            "changed_outside": self.changed_outside,
             "reproducible": self.seed is not None,
             "private": self.plan.noise_multiplier > 0,
             "num_ranks": self.ranks.size,

@@ -158,7 +158,7 @@ class FunctionalBatchNorm(Attack):
         )
 
 
-@CASES.expect("BatchNorm", None)
+@CASES.expect("BatchNorm", "BatchNorm")
 class BatchNorm(Attack):
     def __init__(self):
         super().__init__()
@@ -271,9 +271,7 @@ class GatheredOverRanks(Attack):
         return F.cross_entropy(z, y)
 
 
-HOLES: set[str] = {
-    "BatchNorm-together",
-}
+HOLES: set[str] = set()
 
 
 @pytest.mark.parametrize("case", CASES.parameters(HOLES))

@@ -7,6 +7,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from dp_lightning.callbacks import PrivacyCallback
+from dp_lightning.callbacks.privacy import privacy_of
 
 N, CLASSES = 60, 3
 
@@ -52,6 +53,11 @@ def trainer(tmp_path, *callbacks, **kwargs):
         "default_root_dir": str(tmp_path),
     }
     return pl.Trainer(callbacks=list(callbacks), **{**defaults, **kwargs})
+
+
+def physical_batch(trainer):
+    """What hooks get a sealed object for."""
+    return privacy_of(trainer)._training_step.batch
 
 
 def privacy(**kwargs):

@@ -6,7 +6,7 @@ import json
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
-from plain_run import N, Plain, examples, loader, privacy, trainer, without_noise
+from plain_run import N, Plain, examples, loader, physical_batch, privacy, trainer, without_noise
 from torch.nn import functional as F
 from torch.utils.data import Dataset
 
@@ -47,8 +47,8 @@ class Batches(Callback):
         self.rows = []
 
     def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
-        counted = batch.counted
-        self.rows.append(tuple(part[counted].flatten(0, 1) for part in batch.examples))
+        batch = physical_batch(trainer)
+        self.rows.append(tuple(part[batch.counted].flatten(0, 1) for part in batch.examples))
 
 
 def fitted(tmp_path, callback, module=None, dataset=None, **kwargs):

@@ -1,7 +1,10 @@
 """Losses that look at their batch: in a private run each sees a batch of one example, as in a loop over single ones."""
 
 import copy
+import json
 import math
+import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -306,20 +309,22 @@ class Views(Dataset):
 
 def test_collation_of_ones_own_sees_one_example_and_its_views(tmp_path):
     """It sorts, centres and mixes the rows that it gets, which are the views of one example."""
-    seen = []
+    path = str(tmp_path / "seen")  # a file, since collation may not keep a list
 
     def collate(rows):
         x, y = default_collate(sorted(rows, key=lambda row: -float(row[0].sum())))
-        seen.append(y.tolist())
+        with open(path, "a") as file:
+            file.write(f"{y.tolist()}\n")
         return x - x.mean(0) + 0.5 * x.flip(0) + x, y
 
     module = Own(plain_loss)
     views = Views()
     batches = [[collate([views[k] for _ in range(3)]) for k in range(N)] for _ in range(STEPS)]
     expected = by_loop_of_batches(module, batches)
-    seen.clear()
+    os.truncate(path, 0)
     found = by_run(tmp_path, module, Views(), collate_fn=collate, augmult=3, max_physical_batch_size=21)
     assert_equal(found, expected)
+    seen = [json.loads(line) for line in Path(path).read_text().splitlines()]
     # The comparison of a batch's loss before the first step sees a view of each, and nothing of it stays.
     assert [labels for labels in seen if len(labels) == 3] == [[int(y)] * 3 for y in examples().tensors[1]] * STEPS
 

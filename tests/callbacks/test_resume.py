@@ -137,13 +137,19 @@ def test_a_checkpoint_whose_steps_no_ledger_counts_is_refused(tmp_path):
         trainer(tmp_path, privacy()).fit(Plain(), loader(), ckpt_path=tmp_path / "plain.ckpt", weights_only=True)
 
 
-def test_a_subclass_and_the_names_of_logged_values_survive_a_resume(tmp_path):
+def test_a_subclass_and_the_names_that_the_statement_lists_survive_a_resume(tmp_path):
     class Own(PrivacyCallback):
         pass
 
+    class Counts(Plain):
+        count = 0
+
+        def on_train_batch_end(self, *args):
+            self.count += 1
+
     checkpoint = ModelCheckpoint(dirpath=tmp_path, filename="half", every_n_train_steps=4)
     run = trainer(tmp_path, privacy(), checkpoint, enable_checkpointing=True, max_epochs=3)
-    run.fit(Plain(), loader())
+    run.fit(Counts(), loader())
     again = Own(expected_batch_size=20, noise_multiplier=1.0, delta=1e-3, accountant="rdp")
 
     class Silent(Plain):
@@ -154,6 +160,7 @@ def test_a_subclass_and_the_names_of_logged_values_survive_a_resume(tmp_path):
     resumed.fit(Silent(), loader(), ckpt_path=checkpoint.best_model_path, weights_only=True)
     assert again.ledger.num_steps == 12
     assert again.statement(resumed).unprotected == ("train_loss",)
+    assert again.statement(resumed).changed_outside == ("self.count",)
 
 
 def crash(folder, callback, *, saved, stopped, checkpoints=None, **kwargs):

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from dp_lightning.callbacks import PostProcessCallback, PrivacyCallback
+from dp_lightning.callbacks.privacy import privacy_of
 from dp_lightning.postprocess import Momentum, Orthogonalize
 from dp_lightning.strategies import private
 
@@ -41,7 +42,7 @@ class Notes(pl.Callback):
         self.hashes, self.sizes, self.losses, self.size = [], [], [], 0
 
     def on_train_batch_start(self, trainer, module, batch, batch_idx):
-        self.size += int(batch.counted.sum())
+        self.size += int(privacy_of(trainer)._training_step.batch.counted.sum())
 
     def on_train_batch_end(self, trainer, module, *args):
         if trainer.accumulate_grad_batches == 1:
@@ -59,7 +60,7 @@ class Drift(pl.Callback):
         self.where = where
 
     def on_train_batch_end(self, trainer, module, *args):
-        if trainer.global_rank == 1:
+        if trainer.global_rank == 1 and trainer.accumulate_grad_batches == 1:
             with torch.no_grad():
                 {"parameter": module.net[-1].bias, "buffer": module.scale}[self.where][0].add_(1e-6)
 

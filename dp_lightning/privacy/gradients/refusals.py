@@ -42,6 +42,12 @@ SHARED_WRITE = (
     f"examples there is no rewrite. Or {ONE_BY_ONE}."
 )
 SAVED_TENSOR_HOOKS = f"Hooks on saved tensors see all examples at once. {_CHECKPOINTING}"
+BATCH_NORM = (
+    "BatchNorm in training mode writes statistics of the examples into its buffers, and mixes examples. Replace it "
+    "(models.batch_norm_to_group_norm, or batch_norm: group_norm of TimmModule), or keep it in evaluation mode "
+    "(models.freeze_batch_norm, or batch_norm: frozen)."
+)
+_OF_BATCH_NORM = re.compile(r"running_(mean|var)\b|more than 1 value per channel when training")
 
 # A part of torch's message, why it comes, and what to do. The first that fits is taken.
 _REASONS: list[tuple[str, str, str]] = [
@@ -55,11 +61,6 @@ _REASONS: list[tuple[str, str, str]] = [
         "The shape of a result depends on the numbers of the example, as of x[mask]",
         "Multiply by the mask: (x * mask).sum() / mask.sum() in the place of x[mask].mean(), and x.masked_fill(mask, "
         "value) or torch.where in the place of an assignment",
-    ),
-    (
-        r"running_mean or running_var|running_mean.*in.?place",
-        "BatchNorm in training mode writes statistics of the examples into its buffers, and mixes examples",
-        "Replace it (models.batch_norm_to_group_norm), or keep it in evaluation mode (models.freeze_batch_norm)",
     ),
     (
         r"doesn't work on out=|out variants",
@@ -98,12 +99,19 @@ def explained(error: Exception) -> Exception:
         return ModelError(f"{where}A module has a backward hook. {HOOKS}")
     if isinstance(error, ModelError) or text == SAVED_TENSOR_HOOKS:
         return ModelError(f"{where}{text}")
+    if is_of_batch_norm(text):
+        return ModelError(f"{where}{BATCH_NORM}")
     for pattern, why, rewrite in _REASONS:
         if re.search(pattern, text):
             return ModelError(f"{where}{why}. {rewrite}, or {ONE_BY_ONE}.")
     if _OF_VMAP.search(text):
         return ModelError(f"{where}torch.func.vmap cannot run this ({text}). Write it otherwise, or {ONE_BY_ONE}.")
     return error
+
+
+def is_of_batch_norm(text: str) -> bool:
+    """Whether torch's message, or the path of a buffer, is that of a BatchNorm in training mode."""
+    return _OF_BATCH_NORM.search(text) is not None
 
 
 def require_no_inner_transform(name: str) -> None:
