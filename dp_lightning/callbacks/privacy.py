@@ -236,7 +236,7 @@ class PrivacyCallback(pl.Callback):
             seed=self._seed,
             prepare=self._training_step.prepare,
             ignored=is_no_state,
-            raw=(loader, getattr(trainer, "datamodule", None)),
+            raw=(loader, getattr(trainer, "datamodule", None), self._training_step.metric_states()),
             also=self._training_step.also,
         )
         self._training_step.take_place(private)

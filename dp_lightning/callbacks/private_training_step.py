@@ -22,6 +22,7 @@ from torchmetrics import Metric, MetricCollection, SumMetric
 from dp_lightning.callbacks.observed import CALLS, Observer
 from dp_lightning.callbacks.public_trainer import PublicTrainer, only_public
 from dp_lightning.errors import ConfigurationError, ModelError
+from dp_lightning.privacy.reachable import reachable
 from dp_lightning.privacy.reading import ExampleBatch
 from dp_lightning.privacy.sampling import epoch_start
 from dp_lightning.privacy.step import PrivateStep
@@ -117,6 +118,11 @@ class PrivateTrainingStep:
     def has_transfer_hooks(self) -> bool:
         """Whether the user's hooks see examples before ``training_step`` does."""
         return self._hook("before") is not None or self._hook("after") is not None
+
+    def metric_states(self) -> list[Any]:
+        """What metrics of the module gather from examples, and no constant."""
+        found = [value for _, value in reachable(self._module, is_no_state) if isinstance(value, Metric)]
+        return [getattr(metric, name) for metric in found for name in metric._defaults]
 
     def take_place(self, private: PrivateStep) -> None:
         """Stand in front of the module's own methods until ``close``."""

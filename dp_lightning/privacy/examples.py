@@ -6,6 +6,7 @@ example, and slower. Plain Python can keep things from one to the next, so what 
 after each.
 """
 
+import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
@@ -96,8 +97,8 @@ class OneByOne(Examples):
             parameter.grad = None  # an earlier step's
         older = self._isolation.older_tensors()
         for index in range(len(batch)):
-            # In memory of its own: a view leads to the others.
-            mine = [leaf[index].clone() if isinstance(leaf, Tensor) else leaf[index] for leaf in leaves]
+            # In memory of its own: a view leads to the others, and so does an object that several share.
+            mine = [leaf[index].clone() if isinstance(leaf, Tensor) else copy.deepcopy(leaf[index]) for leaf in leaves]
             example = tree_unflatten(mine, spec)
             self._randomness.before_step(batch.place, index)
             with self._isolation.one_by_one():

@@ -23,11 +23,12 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from dp_lightning.errors import ModelError
-from dp_lightning.privacy.gradients.functions import collect
+from dp_lightning.privacy.gradients.functions import collect, initialized
 from dp_lightning.privacy.gradients.recording import Recording
-from dp_lightning.privacy.gradients.refusals import BATCH_NORM, is_of_batch_norm
+from dp_lightning.privacy.gradients.refusals import BATCH_NORM, RESIZED, is_of_batch_norm
 from dp_lightning.privacy.gradients.sources import leaves_of
-from dp_lightning.privacy.reachable import ATOMS, reachable
+from dp_lightning.privacy.reachable import ATOMS, Ignored, nothing_ignored
+from dp_lightning.privacy.sealed import SealedData
 from dp_lightning.privacy.state import ABSENT, Change, StateSnapshot
 
 _FIX = (
@@ -42,8 +43,8 @@ class Isolation:
     Args:
         module: whose loss is trained.
         parameters: the trained ones by name.
+        sealed: the training set; tensors in it are no constants.
         ignored: asked with an object and the name of one of its attributes, whether it is looked after elsewhere.
-        raw: objects that hold training data; tensors in them are no constants.
         also: further objects, by name, that the loss may change.
     """
 
@@ -52,19 +53,20 @@ class Isolation:
         module: nn.Module,
         parameters: Mapping[str, Tensor],
         *,
-        ignored: Callable[[object, str], bool] = lambda owner, name: False,
-        raw: tuple[object, ...] = (),
+        sealed: SealedData,
+        ignored: Ignored = nothing_ignored,
         also: Mapping[str, object] = types.MappingProxyType({}),
     ) -> None:
         self._module, self._parameters = module, {id(p): name for name, p in parameters.items()}
-        # The gradients of the trained parameters are the optimizer's.
-        self._snapshot = StateSnapshot(
-            module,
-            lambda owner, name: (name == "grad" and id(owner) in self._parameters) or ignored(owner, name),
-            name="self",
-            also=also,
-        )
-        data = {_memory_of(value) for root in raw for _, value in reachable(root) if isinstance(value, Tensor)}
+
+        def left_out(owner: object, name: str) -> bool:
+            # The gradients of the trained parameters are the optimizer's.
+            return owner in sealed or (name == "grad" and id(owner) in self._parameters) or ignored(owner, name)
+
+        sealed.require_not_in({"self": module, **also}, left_out)
+        self._sealed = sealed
+        self._snapshot = StateSnapshot(module, left_out, name="self", also=also)
+        data = {_memory_of(tensor) for tensor in sealed.tensors}
         self._constants: dict[int, weakref.ref[Tensor]] = {}
         for value in gc.get_objects():
             if issubclass(type(value), Tensor) and _memory_of(value) not in data:
@@ -108,7 +110,8 @@ class Isolation:
             ModelError: naming what it has left behind.
         """
         self._begin()
-        yield
+        with self._sealed.closed():
+            yield
         for ref in recording.shared:  # constants that were made on the way, and are kept
             if (tensor := ref()) is not None:
                 self.know(tensor)
@@ -127,7 +130,8 @@ class Isolation:
             ModelError: naming what it has left behind otherwise.
         """
         self._begin()
-        yield
+        with self._sealed.closed():
+            yield
         self._require_unchanged(self._undo)
 
     def require_own_leaves(self, loss: Tensor) -> None:
@@ -136,8 +140,8 @@ class Isolation:
         Raises:
             ModelError: with its shape.
         """
-        for leaf in leaves_of(loss):
-            if id(leaf) not in self._parameters:
+        for leaf in leaves_of(loss):  # one that the step has made is its own
+            if id(leaf) not in self._parameters and self.is_known(leaf):
                 raise ModelError(
                     f"training_step uses a tensor of shape {tuple(leaf.shape)} that requires a gradient and is not a "
                     "trained parameter of the module. Make it an nn.Parameter of the module, or detach it."
@@ -217,6 +221,8 @@ class OlderTensors(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if func in RESIZED:
+            raise ModelError(f"training_step uses {RESIZED[func]}")
         used: list[Tensor] = []
         collect((args, kwargs or {}), used)
         for tensor in used:
@@ -226,7 +232,7 @@ class OlderTensors(TorchFunctionMode):
                     f"training_step uses a tensor of shape {tuple(tensor.shape)} that is no parameter, no buffer, and "
                     "not made in this step, so that it may hold other examples. Make it a buffer of the module."
                 )
-        return func(*args, **(kwargs or {}))
+        return initialized(func, func(*args, **(kwargs or {})))
 
 
 def _memory_of(tensor: Tensor) -> int:

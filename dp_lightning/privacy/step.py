@@ -51,6 +51,7 @@ from dp_lightning.privacy.randomness import TrainingRandomness
 from dp_lightning.privacy.reachable import Ignored, nothing_ignored
 from dp_lightning.privacy.reading import ExampleBatch, ExampleReader, require_shapes, shapes_of
 from dp_lightning.privacy.sampling import Key, PhysicalBatch, PoissonSampler, cut, sampling_key
+from dp_lightning.privacy.sealed import SealedData
 from dp_lightning.privacy.statement import PrivacyStatement
 from dp_lightning.ranks import Ranks
 
@@ -155,7 +156,8 @@ class PrivateStep:
         self.randomness.start()
         roots = {"self": self.module, "the data set": self.reader.dataset, "collate_fn": self.reader.collate_fn}
         self.randomness.rekey({**roots, **self._also}, self._ignored)
-        isolation = Isolation(self.module, self.parameters, ignored=self._ignored, raw=self._raw, also=self._also)
+        sealed = SealedData(self._raw, self.plan.num_train, self._ignored)
+        isolation = Isolation(self.module, self.parameters, sealed=sealed, ignored=self._ignored, also=self._also)
         return (Together if self.examples == "together" else OneByOne)(self.parameters, isolation, self.randomness)
 
     def start(self) -> None:

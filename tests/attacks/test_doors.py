@@ -904,22 +904,8 @@ CASES.expect("training_step or harmless", None)(counter("VersionOfATensor", lamb
 
 
 HOLES: set[str] = {
-    "Through_KeepsArgumentHidden-together",
-    "Through_KeepsGradientHidden-together",
-    "NotInitialized-together",
-    "NotInitialized-one_by_one",
-    "ResizedInput-together",
-    "ResizedInput-one_by_one",
     "ThreadThatReads-together",
     "SpectralNorm-one_by_one",
-    "HoldsTheData-together",
-    "HoldsTheData-one_by_one",
-    "HoldsTheArrays-together",
-    "HoldsTheArrays-one_by_one",
-    "ReadsOtherExamples-together",
-    "ReadsOtherExamples-one_by_one",
-    "ObjectInTheBatch-one_by_one",
-    "VersionOfATensor-together",
 }
 
 
@@ -928,7 +914,6 @@ def test_a_way_past_the_wall_is_harmless_or_refused(case):
     check(case)
 
 
-@pytest.mark.xfail(strict=True, reason="by_rows takes the first dimension of the mask for that of examples")
 def test_a_mask_with_as_many_rows_as_there_are_examples_does_not_tell_them_apart():
     weight = nn.Parameter(torch.ones(6))
     mask = torch.tensor([[[0.0, -9.0]], [[-9.0, 0.0]], [[0.0, 0.0]], [[3.0, 0.0]]])  # (4, 1, 2)
@@ -940,6 +925,6 @@ def test_a_mask_with_as_many_rows_as_there_are_examples_does_not_tell_them_apart
     alike = torch.ones(4, 6)
     try:
         losses = Recording({"weight": weight}, 4, lambda contribution: None).run(step, alike)
-    except (DpLightningError, RuntimeError):  # as torch refuses it for one example alone
+    except (DpLightningError, RuntimeError, ValueError):  # as torch refuses it for one example alone
         return
     torch.testing.assert_close(losses, losses[:1].expand(4))

@@ -697,8 +697,6 @@ def outcome(kind, ways):
 
 
 HOLES: set[str] = {
-    "ReadsItsOwnLoader-together",
-    "ReadsExamplesOfItsOwnLoader-together",
     # What is logged is raw, and Lightning shows it to every hook. Changed once per step, a rate that follows a logged
     # number looks like any other schedule, until only public numbers and releases may change the optimizer.
     "RateByTheLoggedLoss-together",

@@ -27,8 +27,8 @@ def _attention(
 ) -> Tensor:
     """``query`` (..., heads, L, E) of one example."""
     lead = query.shape[:-3]
-    if attn_mask is not None and attn_mask.dim() > query.dim():
-        raise ValueError("A mask of attention has at most as many dimensions as the query.")
+    if any(tensor is not None and tensor.dim() > query.dim() for tensor in (key, value, attn_mask)):
+        raise ValueError("Key, value and mask of attention have at most as many dimensions as the query.")
 
     def rows(tensor: Tensor, dims: int) -> Tensor:
         """(b * lead, ...) of a tensor whose own ``dims`` dimensions may be less than the query's."""

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import HigherOrderOperator
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -33,6 +34,7 @@ from dp_lightning.privacy.gradients.functions import (
     REQUIRES_GRAD,
     SHOWN,
     collect,
+    initialized,
     name_of,
     writes,
 )
@@ -65,6 +67,7 @@ from dp_lightning.privacy.gradients.vmap import (
     unwrapped,
     wrapped,
 )
+from dp_lightning.privacy.gradients.watched import watched
 
 Take = Callable[[Contribution], None]
 
@@ -190,6 +193,7 @@ class Recording(TorchFunctionMode):
         finally:
             for name, parameter in self._parameters.items():
                 parameter.grad = held.get(name)
+        self.made, self.shared = self._provenance.living()
 
     # What the mode sees
 
@@ -222,6 +226,8 @@ class Recording(TorchFunctionMode):
         if not outermost and (sources or innermost() != "vmap"):
             require_no_inner_transform(innermost())
         require_no_own_vmap(func, args)
+        if isinstance(func, HigherOrderOperator):  # of an autograd function
+            args = (watched(args[0], self, self._provenance.note), *args[1:])
         if kwargs.get("generator") is not None:
             raise ModelError(
                 f"training_step draws from a generator of its own ({name_of(func)}): its numbers would follow from an "
@@ -241,7 +247,7 @@ class Recording(TorchFunctionMode):
         else:
             result = self._without_examples(func, args, kwargs, tensors, sources)
         self._provenance.note(result)
-        return result
+        return initialized(func, result)
 
     def _with_examples(
         self,

@@ -22,6 +22,10 @@ _CHECKPOINTING = (
     f"{ONE_BY_ONE}."
 )
 
+RESIZED: dict[Any, str] = {
+    function: f"Tensor.{function.__name__}, which adds memory that may hold other examples. Use F.pad, or reshape."
+    for function in (torch.Tensor.resize_, torch.Tensor.resize_as_)
+}
 REFUSED: dict[Any, str] = {
     torch.Tensor.register_hook: f"Tensor.register_hook: {HOOKS}",
     torch.Tensor.register_post_accumulate_grad_hook: f"Tensor.register_post_accumulate_grad_hook: {HOOKS}",
@@ -29,6 +33,8 @@ REFUSED: dict[Any, str] = {
     vars(torch._C.TensorBase)["grad_fn"].__get__: f"Tensor.grad_fn, as backward hooks do: {HOOKS}",
     torch.Tensor.backward: f"Tensor.backward: {_INNER}",
     torch.autograd.grad: f"torch.autograd.grad: {_INNER}",
+    vars(torch._C.TensorBase)["_version"].__get__: "Tensor._version, which counts what other batches have written.",
+    **RESIZED,
 }
 """By function; the step may not call them."""
 

@@ -1,0 +1,115 @@
+"""Keeps the training set out of reach while a loss is computed.
+
+A module may hold its training set, as one with a ``train_dataloader`` does. While a loss runs, each data set is of a
+class that refuses every use, whatever leads to it. Arrays and lists cannot be closed like this: a module must not hold
+those with the examples.
+"""
+
+import functools
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NoReturn
+
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+from dp_lightning.errors import ModelError
+from dp_lightning.privacy.reachable import Ignored, reachable, walk
+
+_FIX = (
+    "The step would see raw examples other than its own. Put what it needs to know of the data set, such as the number "
+    "of classes, into an attribute of the module."
+)
+
+
+class SealedData:
+    """The training set, and what it is made of.
+
+    Args:
+        roots: what leads to it.
+        num_train: number of examples N; what has fewer elements does not hold them.
+        ignored: attributes that are not followed.
+    """
+
+    def __init__(self, roots: tuple[object, ...], num_train: int, ignored: Ignored) -> None:
+        def outside(owner: object, name: str) -> bool:
+            return isinstance(owner, nn.Module) or ignored(owner, name)
+
+        self._objects: dict[int, tuple[Any, type]] = {}
+        self._arrays: dict[int, object] = {}
+        #: Tensors that are reached from the roots.
+        self.tensors: list[Tensor] = []
+        for root in roots:
+            for _, value in reachable(root, outside):
+                if isinstance(value, Tensor):
+                    self.tensors.append(value)
+                elif isinstance(value, Dataset) or _length(value) >= num_train:
+                    kind = type(value)
+                    if _close(value):
+                        _open(value, kind)
+                        self._objects[id(value)] = value, kind
+                    else:
+                        self._arrays[id(value)] = value
+
+    def __contains__(self, value: object) -> bool:
+        return id(value) in self._objects
+
+    def require_not_in(self, roots: Mapping[str, object], ignored: Ignored) -> None:
+        """Refuse objects that hold the examples where their use cannot be seen.
+
+        Raises:
+            ModelError: with the attribute.
+        """
+        for path, value, _ in walk(roots, ignored):
+            if id(value) in self._arrays:
+                raise ModelError(
+                    f"{path} holds the training data ({type(value).__name__} of {len(value)}), whose use inside of "  # type: ignore[arg-type]
+                    "training_step cannot be seen: it would see raw examples other than its own. Hold it in a data set "
+                    "or a data module."
+                )
+
+    @contextmanager
+    def closed(self) -> Iterator[None]:
+        """Around a loss.
+
+        Raises:
+            ModelError: where it uses the data set.
+        """
+        try:
+            for value, _ in self._objects.values():
+                _close(value)
+            yield
+        finally:
+            for value, kind in self._objects.values():
+                _open(value, kind)
+
+
+def _length(value: object) -> int:
+    """Of an object that can be indexed."""
+    try:
+        return len(value) if hasattr(type(value), "__getitem__") and not isinstance(value, nn.Module) else 0  # type: ignore[arg-type]
+    except Exception:  # an array without dimensions, or a user's object
+        return 0
+
+
+def _close(value: object) -> bool:
+    """Give an object a class that refuses every use; false where it is written in C."""
+    kind: Any = type(value)
+    try:
+        object.__setattr__(value, "__class__", _closed(kind))
+    except TypeError:
+        return False
+    return True
+
+
+def _open(value: object, kind: type) -> None:
+    object.__setattr__(value, "__class__", kind)
+
+
+@functools.cache
+def _closed(kind: type) -> type:
+    def refuse(self: object, *args: Any) -> NoReturn:
+        raise ModelError(f"training_step uses the training set ({kind.__name__}). {_FIX}")
+
+    names = ("getattribute", "setattr", "getitem", "len", "iter", "contains", "add", "call")
+    return type(kind.__name__, (kind,), {"__slots__": (), **{f"__{name}__": refuse for name in names}})
