@@ -106,7 +106,9 @@ class OneByOne(Examples):
                     with older:
                         value = _scalar(loss(example))
                 except ValueError as error:
-                    raise (ModelError(BATCH_NORM) if is_of_batch_norm(str(error)) else error) from error
+                    if is_of_batch_norm(str(error)):
+                        raise ModelError(BATCH_NORM) from error
+                    raise
                 gradients = self._gradients(value)
                 del value
             total.begin(1, batch.counted[index : index + 1].to(total.flat.device))

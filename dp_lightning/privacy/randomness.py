@@ -21,8 +21,9 @@ from numpy.typing import NDArray
 from torch.utils.data import get_worker_info
 
 from dp_lightning.errors import ConfigurationError, ModelError
+from dp_lightning.privacy.contents import generator_state
+from dp_lightning.privacy.reachable import Ignored, reachable
 from dp_lightning.privacy.sampling import PhysicalBatch
-from dp_lightning.privacy.state import Ignored, generator_state, reachable
 
 Keys: TypeAlias = Callable[[int], NDArray[np.uint32]]
 """Gives so many words of 32 bits, new ones with every call."""

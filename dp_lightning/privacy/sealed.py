@@ -28,12 +28,15 @@ class SealedData:
     Args:
         roots: what leads to it.
         num_train: number of examples N; what has fewer elements does not hold them.
+        module: that is trained; a loader may lead to it, and what it holds itself is not the data.
         ignored: attributes that are not followed.
     """
 
-    def __init__(self, roots: tuple[object, ...], num_train: int, ignored: Ignored) -> None:
+    def __init__(self, roots: tuple[object, ...], num_train: int, module: nn.Module, ignored: Ignored) -> None:
+        parts = {id(part) for part in module.modules()}
+
         def outside(owner: object, name: str) -> bool:
-            return isinstance(owner, nn.Module) or ignored(owner, name)
+            return id(owner) in parts or ignored(owner, name)
 
         self._objects: dict[int, tuple[Any, type]] = {}
         self._arrays: dict[int, object] = {}

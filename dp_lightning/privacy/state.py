@@ -21,11 +21,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dp_lightning.privacy.contents import GENERATORS, Array, Contents, generator_state
+from dp_lightning.privacy.contents import GENERATORS, Array, Contents
 from dp_lightning.privacy.process import settings
-from dp_lightning.privacy.reachable import ATOMS, Ignored, Place, gradient_of, reachable, walk
-
-__all__ = ["ABSENT", "Change", "Ignored", "StateSnapshot", "generator_state", "reachable"]
+from dp_lightning.privacy.reachable import ATOMS, Ignored, Place, gradient_of, walk
 
 #: Stands for the value of a key that is not there.
 ABSENT: Any = type("Absent", (), {"__repr__": lambda self: "ABSENT"})()

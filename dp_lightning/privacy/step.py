@@ -156,7 +156,7 @@ class PrivateStep:
         self.randomness.start()
         roots = {"self": self.module, "the data set": self.reader.dataset, "collate_fn": self.reader.collate_fn}
         self.randomness.rekey({**roots, **self._also}, self._ignored)
-        sealed = SealedData(self._raw, self.plan.num_train, self._ignored)
+        sealed = SealedData(self._raw, self.plan.num_train, self.module, self._ignored)
         isolation = Isolation(self.module, self.parameters, sealed=sealed, ignored=self._ignored, also=self._also)
         return (Together if self.examples == "together" else OneByOne)(self.parameters, isolation, self.randomness)
 

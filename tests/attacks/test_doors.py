@@ -771,6 +771,38 @@ class HoldsTheArrays(Attack):
 
 
 @CASES.expect("raw", "raw")
+class HoldsTheArrayItself(Attack):
+    """An array outside of any data set, whose use in the step nothing sees."""
+
+    @staticmethod
+    def dataset(x, y):
+        rows = _Rows(x, y)
+        HoldsTheArrayItself.rows = rows.x
+        return rows
+
+    def training_step(self, x, y):
+        return super().training_step(x + torch.tensor(self.rows.mean(0)), y)
+
+
+@CASES.expect("raw", "raw")
+class HoldsAList(Attack):
+    """A list of pairs of numbers and lists."""
+
+    @staticmethod
+    def dataset(x, y):
+        HoldsAList.rows = [(row, int(label)) for row, label in zip(x.tolist(), y, strict=True)]
+        return HoldsAList.rows
+
+    def collate_fn(self, examples):
+        rows, labels = zip(*examples, strict=True)
+        return torch.tensor(rows), torch.tensor(labels)
+
+    def training_step(self, x, y):
+        mean = sum(sum(row) for row, _ in self.rows) / len(self.rows)
+        return super().training_step(x + mean, y)
+
+
+@CASES.expect("raw", "raw")
 class ReadsOtherExamples(Attack):
     """A mate from the data set."""
 
@@ -928,3 +960,13 @@ def test_a_mask_with_as_many_rows_as_there_are_examples_does_not_tell_them_apart
     except (DpLightningError, RuntimeError, ValueError):  # as torch refuses it for one example alone
         return
     torch.testing.assert_close(losses, losses[:1].expand(4))
+
+
+def test_keys_with_as_many_heads_as_there_are_examples_do_not_tell_them_apart():
+    weight, key = nn.Parameter(torch.ones(6)), torch.arange(48.0).view(4, 2, 6) / 10  # (heads, S, E)
+
+    def step(x):
+        return F.scaled_dot_product_attention((x * weight).unsqueeze(0), key, key + x).sum()
+
+    with pytest.raises(ValueError, match="dimensions"):
+        Recording({"weight": weight}, 4, lambda contribution: None).run(step, torch.ones(4, 6))

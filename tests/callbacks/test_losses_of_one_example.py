@@ -251,12 +251,20 @@ def on_an_adversarial_input(module, x, y):
     return each(module, x.detach() + 0.1 * slope.sign(), y).mean()
 
 
+def with_a_penalty_on_its_input(module, x, y):
+    x = x.clone().requires_grad_()
+    loss = each(module, x, y)
+    (slope,) = torch.autograd.grad(loss.sum(), x, create_graph=True)
+    return (loss + slope.square().sum(1)).mean()
+
+
 @pytest.mark.parametrize(
     ("loss_of", "words"),
     [
         (by_a_mask, "x.mask"),
         (by_a_number, "torch.where"),
         (on_an_adversarial_input, "require a gradient"),
+        (with_a_penalty_on_its_input, "require a gradient"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
