@@ -112,9 +112,8 @@ class Isolation:
         self._begin()
         with self._sealed.closed():
             yield
-        for ref in recording.shared:  # constants that were made on the way, and are kept
-            if (tensor := ref()) is not None:
-                self.know(tensor)
+        for made in recording.living(of_examples=False):  # constants of later batches
+            self.know(made)
         with torch.no_grad():
             for key, (tensor, before) in recording.written.items():
                 self._advanced[key] = _setter(tensor, tensor.detach().clone())
@@ -201,10 +200,11 @@ class Isolation:
         for generation in (None, 1, 2):
             if generation is not None:
                 gc.collect(generation)
-            if not any(ref() is not None for ref in recording.made):
+            if not recording.living(of_examples=True):
                 return
-        alive = [tensor for ref in recording.made if (tensor := ref()) is not None]
-        raise ModelError(f"training_step keeps a tensor of an example{_owner(alive)}. {_FIX}")
+        raise ModelError(
+            f"training_step keeps a tensor of an example{_owner(recording.living(of_examples=True))}. {_FIX}"
+        )
 
 
 class OlderTensors(TorchFunctionMode):

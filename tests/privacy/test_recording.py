@@ -708,7 +708,7 @@ def test_a_tensor_of_an_earlier_batch_is_refused(keep):
     model = Module(forward, a=nn.Linear(4, 5))
     _, recording = record(model, squares, randn(B, 3, 4))
     gc.collect()
-    assert any(ref() is kept[0] for ref in recording.made)
+    assert any(made is kept[0] for made in recording.living(of_examples=True))
     with pytest.raises(ModelError, match="of an earlier batch"):
         record(model, squares, randn(B, 3, 4))
 
@@ -717,10 +717,10 @@ def test_a_table_that_the_step_keeps_may_be_a_constant_of_the_next_batch():
     table, known = functools.lru_cache(lambda: torch.arange(4.0)), set()
     model, x = Module(lambda m, x: m.a(x * table()), a=nn.Linear(4, 5)), randn(B, 3, 4)
     _, recording = record(model, squares, x, constants=lambda tensor: id(tensor) in known)
-    assert not [ref for ref in recording.made if ref() is not None]
+    assert not recording.living(of_examples=True)
     with pytest.raises(ModelError, match="not made in this step"):
         record(model, squares, x, constants=lambda tensor: id(tensor) in known)
-    known.update(id(ref()) for ref in recording.shared)
+    known.update(id(made) for made in recording.living(of_examples=False))
     assert id(table()) in known
     record(model, squares, x, constants=lambda tensor: id(tensor) in known)
 
@@ -740,7 +740,7 @@ def test_the_loss_of_an_earlier_batch_is_refused():
 def test_a_step_that_keeps_nothing_leaves_no_tensor_behind():
     _, recording = record(_twice(), squares, randn(B, 3, 4))
     gc.collect()
-    assert not [ref for ref in recording.made if ref() is not None]
+    assert not recording.living(of_examples=True)
 
 
 def test_the_gradients_that_were_there_stay():

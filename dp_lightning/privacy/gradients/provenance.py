@@ -108,15 +108,9 @@ class Provenance:
             "a function that says so, such as tensor.copy_(...)."
         )
 
-    def living(self) -> tuple[list[weakref.ref[Tensor]], list[weakref.ref[Tensor]]]:
-        """What the step has made and is still referred to: tensors of examples, and those that all examples share."""
-        made: list[weakref.ref[Tensor]] = []
-        shared: list[weakref.ref[Tensor]] = []
-        for ref in self._refs.values():
-            tensor = ref()
-            if tensor is not None:
-                (made if is_batched(tensor) else shared).append(ref)
-        return made, shared
+    def living(self) -> list[Tensor]:
+        """What the step has made and something still refers to."""
+        return [tensor for ref in self._refs.values() if (tensor := ref()) is not None]
 
     def _is_made(self, tensor: Tensor) -> bool:
         known = self._refs.get(id(tensor))

@@ -11,7 +11,6 @@ Parameters are told by ``requires_grad``. Inside of vmap a tensor that differs b
 not wrapped and requires a gradient is a trained parameter or computed from some.
 """
 
-import weakref
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -117,15 +116,19 @@ class Recording(TorchFunctionMode):
         self._single: frozenset[str] = frozenset()
         #: How the gradients of each parameter were taken.
         self.ways: dict[str, str] = {}
-        #: Tensors of examples that were made and were still referred to when the step had ended.
-        self.made: list[weakref.ref[Tensor]] = []
-        #: Likewise of weights and constants alone, such as a table in a cache: a constant of later batches.
-        self.shared: list[weakref.ref[Tensor]] = []
 
     @property
     def written(self) -> dict[int, tuple[Tensor, Tensor]]:
         """What the step has written to and not made: a tensor over all of the memory, and its value before."""
         return self._provenance.written
+
+    def living(self, *, of_examples: bool) -> list[Tensor]:
+        """What the step has made and something still refers to.
+
+        Args:
+            of_examples: tensors of examples, or those of weights and constants alone, such as a table in a cache.
+        """
+        return [tensor for tensor in self._provenance.living() if is_batched(tensor) == of_examples]
 
     def run(self, step: Callable[..., Tensor], *examples: Any) -> Tensor:
         """The losses (b,) of ``step`` on each example.
@@ -167,7 +170,6 @@ class Recording(TorchFunctionMode):
                 if explanation is error:
                     raise
                 raise explanation from error
-        self.made, self.shared = self._provenance.living()
         return losses
 
     def backward(self, losses: Tensor) -> None:
@@ -193,7 +195,6 @@ class Recording(TorchFunctionMode):
         finally:
             for name, parameter in self._parameters.items():
                 parameter.grad = held.get(name)
-        self.made, self.shared = self._provenance.living()
 
     # What the mode sees
 
