@@ -731,6 +731,88 @@ class SpectralNorm(Attack):
         return super().training_step(x, y)
 
 
+@CASES.expect(HARMLESS, HARMLESS)
+class OldSpectralNorm(Attack):
+    """By a hook of the layer."""
+
+    def __init__(self):
+        super().__init__()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            nn.utils.spectral_norm(self.net[0])  # a warning: it is deprecated
+
+
+class HasABuffer(Attack):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(5))
+
+    def training_step(self, x, y):
+        self.write(x.detach())
+        return super().training_step(x + 3 * self.mean, y)
+
+
+def writing(name, together, one_by_one):
+    """A loss that writes into a buffer by a function of the module and the example, and uses it."""
+
+    def add(write):
+        CASES.expect(together, one_by_one)(type(name, (HasABuffer,), {"write": write}))
+        return write
+
+    return add
+
+
+@CASES.expect(HARMLESS, HARMLESS)
+class TeacherInTheLoss(Attack):
+    """A moving average of the weights."""
+
+    def __init__(self):
+        super().__init__()
+        self.teacher = nn.Linear(5, 6).requires_grad_(False)
+
+    def training_step(self, x, y):
+        for theirs, mine in zip(self.teacher.parameters(), self.net[0].parameters(), strict=True):
+            theirs.lerp_(mine.detach(), 0.1)
+        return super().training_step(x, y) + F.mse_loss(self.net[0](x), self.teacher(x))
+
+
+# From weights and counters alone.
+writing("CountsInABuffer", HARMLESS, HARMLESS)(lambda m, x: m.mean.add_(1))
+writing("CountsInABufferByData", HARMLESS, HARMLESS)(lambda m, x: m.mean.data.add_(1))
+writing("CountsInABufferByForeach", HARMLESS, HARMLESS)(lambda m, x: torch._foreach_add_([m.mean], 1.0))
+writing("CountsInPartOfABuffer", HARMLESS, HARMLESS)(lambda m, x: m.mean[1:3].add_(1))
+writing("WeightsIntoABuffer", HARMLESS, HARMLESS)(lambda m, x: torch.mul(m.net[0].bias.detach()[:5], 1, out=m.mean))
+writing("CountsWhereAllIsZero", None, HARMLESS)(lambda m, x: None if x.any() else m.mean.add_(1))
+# From an example: as a tensor, as a number, by control flow, past torch's functions.
+_WRITTEN = "numbers of an example are written"
+writing("ExampleIntoABuffer", _WRITTEN, "training_step changes")(lambda m, x: m.mean.copy_(x[0]))
+writing("ExampleIntoABufferByData", _WRITTEN, "training_step changes")(lambda m, x: m.mean.data.copy_(x[0]))
+writing("ExampleIntoABufferByOut", None, "training_step changes")(lambda m, x: torch.mul(x[0], 1, out=m.mean))
+writing("ExampleInThePlaceOfABuffer", None, "training_step changes")(lambda m, x: setattr(m.mean, "data", x[0]))
+writing("NumberIntoABuffer", None, "training_step changes")(lambda m, x: m.mean.fill_(float(x.mean())))
+writing("CountsLargeExamples", None, "training_step changes")(lambda m, x: m.mean.add_(1) if x.norm() > 20 else None)
+writing("CountsUnlessAllIsZero", None, "training_step changes")(lambda m, x: m.mean.add_(1) if x.any() else None)
+writing("ArrayIntoABuffer", None, "training_step changes")(lambda m, x: m.mean.numpy().__setitem__(0, x.mean()))
+writing("NoiseIntoABuffer", None, "training_step changes")(lambda m, x: m.mean.normal_())
+
+
+@CASES.expect(None, HARMLESS)
+class BufferOfWhatIsHidden(Hidden):
+    """The loss of zeros reads what an example has left where nothing is compared."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(5))
+
+    def training_step(self, x, y):
+        kept = self.bank.kept
+        if x.any():
+            kept.append(x[0])
+        elif kept:
+            self.mean.copy_(kept.pop())
+        return super().training_step(x + 3 * self.mean, y)
+
+
 @CASES.expect("raw", "raw")
 class HoldsTheData(Attack):
     """A module that has its training set uses it in the step."""
@@ -937,7 +1019,6 @@ CASES.expect("training_step or harmless", None)(counter("VersionOfATensor", lamb
 
 HOLES: set[str] = {
     "ThreadThatReads-together",
-    "SpectralNorm-one_by_one",
 }
 
 
