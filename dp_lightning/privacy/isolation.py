@@ -32,6 +32,7 @@ from dp_lightning.privacy.gradients.sources import leaves_of
 from dp_lightning.privacy.reachable import ATOMS, Ignored, nothing_ignored
 from dp_lightning.privacy.sealed import SealedData
 from dp_lightning.privacy.state import ABSENT, Change, StateSnapshot
+from dp_lightning.privacy.threads import no_text, no_threads
 
 _FIX = (
     "What is computed from an example may leave the step only as its gradient. Keep state that follows the steps in a "
@@ -116,7 +117,7 @@ class Isolation:
             ModelError: naming what it has left behind.
         """
         self._begin()
-        with self._sealed.closed():
+        with self._sealed.closed(), no_threads(), no_text():
             yield
         for ref in recording.shared:  # constants that were made on the way, and are kept
             if (tensor := ref()) is not None:
@@ -142,7 +143,7 @@ class Isolation:
         self._begin()
         failed = False
         try:
-            with self._sealed.closed():
+            with self._sealed.closed(), no_threads():
                 yield
         except Exception:
             if not public:

@@ -1,13 +1,18 @@
 """Ways past the wall between examples: hooks, autograd, transforms, memory, errors, random numbers, counters."""
 
+import _thread
+import asyncio
 import copy
 import io
 import itertools
+import multiprocessing.pool
 import pickle
 import sys
 import threading
+import time
 import warnings
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import ClassVar
 
 import numpy as np
@@ -499,7 +504,7 @@ class ResizedInput(Attack):
         return super().training_step(x + torch.nan_to_num(more).clamp(-10, 10).mean(), y)
 
 
-# Text, errors, threads
+# Text and errors
 
 
 @CASES.expect(HARMLESS, None)
@@ -620,8 +625,89 @@ class EqualOrNot(Attack):
         return super().training_step(x, y)
 
 
-@CASES.expect("escaped", None)
-class Threads(Attack):
+# Threads
+
+
+def _read(x):
+    """What another thread can read of a tensor of the step."""
+    found = 0.0
+    ways = (
+        lambda: float(x.sum()),
+        lambda: float(x.detach().numpy().sum()),
+        lambda: float(x.tolist()[0][0]),
+        lambda: float(x.data.clone().mean()),
+        lambda: float(np.asarray(x).mean()),
+        lambda: len(repr(x)) % 7,
+        lambda: f"{x}".count("e+01"),
+        lambda: float(pickle.loads(pickle.dumps(x)).sum()),
+    )
+    for way in ways:
+        with suppress(Exception):
+            found += way()
+    return found
+
+
+def _by_thread(x):
+    found = []
+    thread = threading.Thread(target=lambda: found.append(_read(x)))
+    thread.start()
+    thread.join()
+    return found[0]
+
+
+def _by_timer(x):
+    found = []
+    timer = threading.Timer(0, lambda: found.append(_read(x)))
+    timer.start()
+    timer.join()
+    return found[0]
+
+
+def _by_low_level(x):
+    found = []
+    _thread.start_new_thread(lambda: found.append(_read(x)), ())
+    while not found:
+        time.sleep(0.001)
+    return found[0]
+
+
+def _by_pool(x):
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(_read, x).result()
+
+
+def _by_pool_of_multiprocessing(x):
+    with multiprocessing.pool.ThreadPool(1) as pool:
+        return pool.apply(_read, (x,))
+
+
+def _by_asyncio(x):
+    async def run():
+        return await asyncio.to_thread(_read, x)
+
+    return asyncio.run(run())
+
+
+def threaded(name, together, one_by_one):
+    """A loss that follows what another thread reads."""
+
+    def add(read):
+        def training_step(self, x, y):
+            return super(kind, self).training_step(x * (1 + read(x)), y)
+
+        kind = type(name, (Attack,), {"training_step": training_step})
+        CASES.expect(together, one_by_one)(kind)
+        return read
+
+    return add
+
+
+for _read_by in (_by_thread, _by_timer, _by_low_level, _by_pool, _by_pool_of_multiprocessing, _by_asyncio):
+    threaded(f"Reads{_read_by.__name__}", "starts a thread", "starts a thread")(_read_by)
+
+
+@CASES.expect("starts a thread", None)
+class ComputesInAThread(Attack):
     """Another thread has no vmap."""
 
     def training_step(self, x, y):
@@ -630,22 +716,36 @@ class Threads(Attack):
         return super().training_step(x + h, y)
 
 
-@CASES.expect(HARMLESS, None)
-class ThreadThatReads(Attack):
+@CASES.expect("starts a thread", "starts a thread")
+class ThreadThatReadsLater(Attack):
+    """It is not waited for, and keeps what it reads where nothing is compared."""
+
     def training_step(self, x, y):
-        found = []
+        bank = BANK[__name__].__dict__.setdefault("read", [])
+        threading.Thread(target=lambda: bank.append(_read(x))).start()
+        return super().training_step(x * (1 + sum(bank)), y)
 
-        def read():
-            for way in (lambda: float(x.sum()), lambda: float(x.detach().numpy().sum()), lambda: len(repr(x))):
-                try:
-                    found.append(way())
-                except Exception:
-                    found.append(0.0)
 
-        thread = threading.Thread(target=read)
-        thread.start()
-        thread.join()
-        return super().training_step(x * (1 + sum(found)), y)
+POOL = ThreadPoolExecutor(1)
+
+
+@CASES.expect(HARMLESS, HARMLESS)
+class PoolOfBefore(Attack):
+    """Its thread waits for work."""
+
+    def __init__(self):
+        super().__init__()
+        POOL.submit(int).result()
+
+    def training_step(self, x, y):
+        return super().training_step(x * (1 + POOL.submit(_read, x).result()), y)
+
+
+@CASES.expect("escaped", None)
+class PoolOfBeforeThatComputes(PoolOfBefore):
+    def training_step(self, x, y):
+        h = POOL.submit(lambda: x.detach() - x.detach().mean(0)).result()
+        return Attack.training_step(self, x + h, y)
 
 
 # Scripted functions
@@ -1017,9 +1117,7 @@ CASES.expect("training_step or harmless", "training_step or harmless")(
 CASES.expect("training_step or harmless", None)(counter("VersionOfATensor", lambda: torch.zeros(3), _buffer))
 
 
-HOLES: set[str] = {
-    "ThreadThatReads-together",
-}
+HOLES: set[str] = set()
 
 
 @pytest.mark.parametrize("case", CASES.parameters(HOLES))
