@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 from torchmetrics import Metric, MetricCollection
 
+from dp_lightning.callbacks.unprotected import POST_PROCESSING
 from dp_lightning.errors import ModelError
 from dp_lightning.privacy.gradients.vmap import detached, level
 
@@ -120,6 +121,8 @@ class Observer:
 
     def _log(self, name: str, value: Any, *args: Any, **options: Any) -> None:
         options = {**dict(zip(_LOG_ARGUMENTS, args, strict=False)), **options}
+        if name in POST_PROCESSING:
+            raise ModelError(f"training_step logs '{name}', a name that is reserved for a number that is not raw.")
         if isinstance(value, Metric):
             self._whole[name] = (value, options)
             return

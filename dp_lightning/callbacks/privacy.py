@@ -40,6 +40,7 @@ from dp_lightning.callbacks.private_training_step import PrivateTrainingStep, Se
 from dp_lightning.callbacks.run_journal import RunJournal
 from dp_lightning.callbacks.settings import check_optimizers, check_order, check_settings
 from dp_lightning.callbacks.unprotected import Unprotected
+from dp_lightning.callbacks.withheld import give_back, withhold
 from dp_lightning.errors import ConfigurationError, ModelError
 from dp_lightning.privacy.accounting import Ledger
 from dp_lightning.privacy.clipping import ClipPlan
@@ -240,6 +241,7 @@ class PrivacyCallback(pl.Callback):
             also=self._training_step.also,
         )
         self._training_step.take_place(private)
+        withhold(trainer)
         check_optimizers(trainer, private.parameters.values())
         if self._restored is not None:
             self._require_same(self._restored["settings"])
@@ -386,6 +388,7 @@ class PrivacyCallback(pl.Callback):
         """Take the hooks off the module and leave the statement, also after an error."""
         if self._training_step is not None:
             self._training_step.close()
+        give_back(trainer)
         trainer.accumulate_grad_batches = 1
         if trainer.is_global_zero:
             self.leave_statement(trainer)

@@ -7,8 +7,8 @@ from torch import Tensor
 
 from dp_lightning.callbacks.settings import check_monitors
 
-# Logged by the callbacks of this package, from public numbers and what the mechanism has released.
-_POST_PROCESSING = {"privacy/epsilon", "privacy/snr"}
+#: Logged by the callbacks of this package, from public numbers and what the mechanism has released.
+POST_PROCESSING = frozenset({"privacy/epsilon", "privacy/snr"})
 
 
 class Unprotected:
@@ -29,7 +29,7 @@ class Unprotected:
             ConfigurationError: when something is chosen by one of them.
         """
         results = trainer.fit_loop.epoch_loop._results
-        found = {result.meta.name for result in results.values()} - _POST_PROCESSING - self.names
+        found = {result.meta.name for result in results.values()} - POST_PROCESSING - self.names
         if found:
             self.names |= found
             check_monitors(trainer, self.names)

@@ -3,7 +3,7 @@
 ``together``: all examples of a physical batch at once, under vmap. Code that is mapped cannot reach another example.
 ``one_by_one``: ordinary autograd on one example after the other, exact for every model whose loss is a function of its
 example, and slower. Plain Python can keep things from one to the next, so what is reachable from the module is compared
-after each.
+after each. Each logical step begins with an example of zeros, whose loss moves buffers on and gives no gradient.
 """
 
 import copy
@@ -95,25 +95,30 @@ class OneByOne(Examples):
         leaves, spec = tree_flatten(batch.examples)
         for parameter in self._parameters.values():
             parameter.grad = None  # an earlier step's
-        older = self._isolation.older_tensors()
-        for index in range(len(batch)):
+        watch = self._isolation.watch()
+        for index, counted in enumerate(batch.counted.tolist()):
             # In memory of its own: a view leads to the others, and so does an object that several share.
             mine = [leaf[index].clone() if isinstance(leaf, Tensor) else copy.deepcopy(leaf[index]) for leaf in leaves]
+            if not counted:  # zeros, and what is no tensor is another example's
+                mine = [leaf if isinstance(leaf, Tensor) else Placeholder() for leaf in mine]
             example = tree_unflatten(mine, spec)
+            watch.note(mine)
             self._randomness.before_step(batch.place, index)
-            with self._isolation.one_by_one():
+            with self._isolation.one_by_one(watch, public=not counted):
                 try:
-                    with older:
+                    with watch:
                         value = _scalar(loss(example))
                 except ValueError as error:
                     if is_of_batch_norm(str(error)):
                         raise ModelError(BATCH_NORM) from error
                     raise
-                gradients = self._gradients(value)
+                gradients = self._gradients(value) if counted else {}
                 del value
-            total.begin(1, batch.counted[index : index + 1].to(total.flat.device))
-            total.take(PerExample({name: gradient.unsqueeze(0) for name, gradient in gradients.items()}, "one by one"))
-            total.end()
+            if counted:
+                parts = {name: gradient.unsqueeze(0) for name, gradient in gradients.items()}
+                total.begin(1)
+                total.take(PerExample(parts, "one by one"))
+                total.end()
 
     def _gradients(self, value: Tensor) -> dict[str, Tensor]:
         if not value.requires_grad:

@@ -7,14 +7,16 @@ not depend on how many physical batches there were. Everything else that is reac
 physical batch what it was before.
 
 Under ``one_by_one`` any of it may come from the example: all has to be what it was before each, and plain values that
-took the place of others are put back.
+took the place of others are put back. Buffers that are written in place are put back too, and advance once per logical
+step to what the loss of a public example, one of zeros, has made of them. That comes from weights alone whatever the
+code is. Where an example would make something else of a buffer, the step is refused.
 """
 
 import gc
 import types
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -23,13 +25,14 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from dp_lightning.errors import ModelError
-from dp_lightning.privacy.gradients.functions import collect, initialized
+from dp_lightning.privacy.gradients.functions import collect, initialized, writes
 from dp_lightning.privacy.gradients.recording import Recording
 from dp_lightning.privacy.gradients.refusals import BATCH_NORM, RESIZED, is_of_batch_norm
 from dp_lightning.privacy.gradients.sources import leaves_of
 from dp_lightning.privacy.reachable import ATOMS, Ignored, nothing_ignored
 from dp_lightning.privacy.sealed import SealedData
 from dp_lightning.privacy.state import ABSENT, Change, StateSnapshot
+from dp_lightning.privacy.threads import no_text, no_threads
 
 _FIX = (
     "What is computed from an example may leave the step only as its gradient. Keep state that follows the steps in a "
@@ -74,6 +77,7 @@ class Isolation:
         for tensor in (*module.parameters(), *module.buffers()):  # though the loader may lead to the module
             self.know(tensor)
         self._advanced: dict[object, Callable[[], None]] = {}
+        self._next: dict[int, Tensor] = {}  # what the public example has made of a buffer, by its storage
         self._undone: set[str] = set()
         self._within_step = False
         #: Attributes that other code than ``training_step`` has changed since the start.
@@ -88,14 +92,17 @@ class Isolation:
         """Whether a tensor is a parameter, a buffer, or a constant of before the fit."""
         return id(tensor) in self._constants
 
-    def older_tensors(self) -> "OlderTensors":
-        """The tensors that the examples of a physical batch may not use, since they may hold other examples."""
+    def watch(self) -> "Watch":
+        """Over the losses of a physical batch, one by one."""
         found = [value for value in gc.get_objects() if issubclass(type(value), Tensor) and not self.is_known(value)]
-        return OlderTensors(found)
+        trained = {_storage_of(tensor) for tensor in self._module.parameters() if id(tensor) in self._parameters}
+        tensors = (*self._module.parameters(), *self._module.buffers())
+        return Watch(self.is_known, found, {_storage_of(tensor) for tensor in tensors} - trained)
 
     def advance(self) -> None:
         """The logical step is over: state that is computed from weights alone takes its next value."""
         self._within_step = False
+        self._next.clear()
         for advance in self._advanced.values():
             advance()
         if self._advanced:
@@ -110,7 +117,7 @@ class Isolation:
             ModelError: naming what it has left behind.
         """
         self._begin()
-        with self._sealed.closed():
+        with self._sealed.closed(), no_threads(), no_text():
             yield
         for made in recording.living(of_examples=False):  # constants of later batches
             self.know(made)
@@ -122,15 +129,32 @@ class Isolation:
         self._require_gone(recording)
 
     @contextmanager
-    def one_by_one(self) -> Iterator[None]:
+    def one_by_one(self, watch: "Watch", *, public: bool) -> Iterator[None]:
         """Around a single example; values that it has put in the place of others are put back.
+
+        Args:
+            watch: over its loss.
+            public: whether it is one of zeros, and none of the training set. An error there makes nothing of buffers.
 
         Raises:
             ModelError: naming what it has left behind otherwise.
         """
         self._begin()
-        with self._sealed.closed():
-            yield
+        failed = False
+        try:
+            with self._sealed.closed(), no_threads():
+                yield
+        except Exception:
+            if not public:
+                raise
+            failed = True
+        with torch.no_grad():
+            for key, (tensor, before) in watch.end_example().items():
+                after = tensor.clone()
+                if public and not failed:
+                    self._next[key], self._advanced[key] = after, _setter(tensor, after)
+                if public or (key in self._next and _same_bits(after, self._next[key])):
+                    tensor.copy_(before)
         self._require_unchanged(self._undo)
 
     def require_own_leaves(self, loss: Tensor) -> None:
@@ -207,32 +231,78 @@ class Isolation:
         )
 
 
-class OlderTensors(TorchFunctionMode):
-    """Refuses tensors of before that are no constants, where code that runs by itself uses them.
+class Watch(TorchFunctionMode):
+    """Watches code that runs by itself, on one example after the other.
+
+    It refuses tensors of before that are no constants, those of an earlier example among them, and keeps the value of
+    a buffer from before it is written to.
 
     Args:
+        is_known: whether a tensor is a constant.
         tensors: those that are refused.
+        storages: of the buffers whose value is kept.
     """
 
-    def __init__(self, tensors: list[Tensor]) -> None:
+    def __init__(
+        self, is_known: Callable[[Tensor], bool], tensors: list[Tensor], storages: Collection[int | None]
+    ) -> None:
         super().__init__()
-        self._tensors = {id(tensor): weakref.ref(tensor) for tensor in tensors}
+        self._is_known = is_known
+        self._older = {id(tensor): weakref.ref(tensor) for tensor in tensors}
+        self._storages = storages
+        self._made: list[weakref.ref[Tensor]] = []
+        self._written: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def end_example(self) -> dict[int, tuple[Tensor, Tensor]]:
+        """What was written to, by its storage: a tensor over all of the memory, and its value before.
+
+        From here on, tensors of the example are refused.
+        """
+        alive = [tensor for ref in self._made if (tensor := ref()) is not None and not self._is_known(tensor)]
+        self._older.update((id(tensor), weakref.ref(tensor)) for tensor in alive)
+        self._made.clear()
+        written, self._written = self._written, {}
+        return written
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func in RESIZED:
             raise ModelError(f"training_step uses {RESIZED[func]}")
+        kwargs = kwargs or {}
         used: list[Tensor] = []
-        collect((args, kwargs or {}), used)
+        collect((args, kwargs), used)
         for tensor in used:
-            older = self._tensors.get(id(tensor))
+            older = self._older.get(id(tensor))
             if older is not None and older() is tensor:
                 raise ModelError(
                     f"training_step uses a tensor of shape {tuple(tensor.shape)} that is no parameter, no buffer, and "
                     "not made in this step, so that it may hold other examples. Make it a buffer of the module."
                 )
-        return initialized(func, func(*args, **(kwargs or {})))
+        if writes(func):
+            self._keep(args[:1])
+        if "out" in kwargs:
+            self._keep((kwargs["out"],))
+        result = func(*args, **kwargs)
+        self.note(result)
+        return initialized(func, result)
+
+    def note(self, result: Any) -> None:
+        """The tensors in it are of this example."""
+        if isinstance(result, Tensor):
+            self._made.append(weakref.ref(result))
+        elif isinstance(result, (list, tuple)):
+            for part in result:
+                self.note(part)
+
+    def _keep(self, values: tuple[Any, ...]) -> None:
+        targets: list[Tensor] = []
+        collect(values, targets)
+        for target in targets:
+            storage = _storage_of(target)
+            if storage is not None and storage in self._storages and storage not in self._written:
+                whole = torch.empty(0, dtype=target.dtype, device=target.device).set_(target.untyped_storage())
+                self._written[storage] = (whole, whole.clone())
 
 
 def _memory_of(tensor: Tensor) -> int:
@@ -241,6 +311,19 @@ def _memory_of(tensor: Tensor) -> int:
         return tensor.untyped_storage().data_ptr() or id(tensor)
     except Exception:  # sparse, or a wrapper, each of which raises its own
         return id(tensor)
+
+
+def _storage_of(tensor: Tensor) -> int | None:
+    """Of what a tensor's memory is known by; None where it has none of its own."""
+    try:
+        return tensor.untyped_storage()._cdata
+    except Exception:  # as above
+        return None
+
+
+def _same_bits(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors (n,) of one dtype are equal, a nan to itself too."""
+    return torch.equal(one.view(torch.uint8), other.view(torch.uint8))
 
 
 def is_plain(change: Change) -> bool:

@@ -34,7 +34,7 @@ class ExampleBatch:
         examples: a tree like a batch of one example, with tensors (b, ...) in the place of tensors, or with ``Entries``
             in the place of what is no tensor; b is at least 1.
         counted: (b,) whether each example takes part, on the CPU. One that collation leaves out does not, nor one that
-            only stands in where nothing was drawn.
+            only stands in. Those are of zeros.
     """
 
     def __init__(self, place: PhysicalBatch, examples: Any, counted: Tensor) -> None:
@@ -71,6 +71,7 @@ class ExampleReader(Dataset[ExampleBatch]):
         prepare: applied to each example's batch before examples are stacked.
         before: called with the place before anything is read; it may fix the random numbers.
         ignored: asked with an object and the name of one of its attributes, whether it is no state.
+        zeros_first: whether each logical step begins with an example of zeros, which does not take part.
     """
 
     def __init__(
@@ -82,10 +83,11 @@ class ExampleReader(Dataset[ExampleBatch]):
         prepare: Callable[[Any], Any] | None = None,
         before: Callable[[PhysicalBatch], None] | None = None,
         ignored: Ignored = nothing_ignored,
+        zeros_first: bool = False,
     ) -> None:
         self.dataset, self.collate_fn = dataset, collate_fn
         self.augmult, self.prepare, self.before = augmult, prepare, before
-        self._ignored, self._each = ignored, False
+        self._ignored, self._each, self._zeros_first = ignored, False, zeros_first
         self._stand_in: Any = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -98,6 +100,8 @@ class ExampleReader(Dataset[ExampleBatch]):
         found = self._read_all(place)
         if all(example is None for example in found):
             found = [None]
+        elif self._zeros_first and place.piece == 0:
+            found = [None, *found]
         counted = torch.tensor([example is not None for example in found])
         if any(example is None for example in found):
             stand_in = next((_zeros(example) for example in found if example is not None), None)

@@ -11,8 +11,8 @@ Formal guarantee. Let the parameters and all earlier releases be given.
    (``examples``, ``isolation``), with secret random numbers (``randomness``): l_i is a function of example i, the
    weights, the number of the step, and random numbers that no one knows. What is trusted: the data set's
    ``__getitem__`` looks at one example, kernels of torch treat rows apart, and code around the step neither reads the
-   training set by itself nor follows a training loss that was logged. ``docs/sharp_edges.md`` lists what is known to
-   get past these lines.
+   training set by itself nor follows what a training metric or a logger holds. ``docs/sharp_edges.md`` lists what is
+   known to get past these lines.
 3. ``clip`` bounds what one example adds to the sum by ``sensitivity`` (``clipping``, ``gradients``); an example whose
    gradient is not finite adds nothing.
 4. B is a constant of the plan, and the step is released whatever the draw is, the empty one included.
@@ -137,6 +137,7 @@ class PrivateStep:
             prepare=prepare,
             before=self.randomness.before_reading,
             ignored=ignored,
+            zeros_first=examples == "one_by_one",
         )
         self._loss, self._max_examples = loss, max_physical_batch_size // augmult
         self._sampler = PoissonSampler(

@@ -1,13 +1,18 @@
 """Ways past the wall between examples: hooks, autograd, transforms, memory, errors, random numbers, counters."""
 
+import _thread
+import asyncio
 import copy
 import io
 import itertools
+import multiprocessing.pool
 import pickle
 import sys
 import threading
+import time
 import warnings
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import ClassVar
 
 import numpy as np
@@ -499,7 +504,7 @@ class ResizedInput(Attack):
         return super().training_step(x + torch.nan_to_num(more).clamp(-10, 10).mean(), y)
 
 
-# Text, errors, threads
+# Text and errors
 
 
 @CASES.expect(HARMLESS, None)
@@ -620,8 +625,89 @@ class EqualOrNot(Attack):
         return super().training_step(x, y)
 
 
-@CASES.expect("escaped", None)
-class Threads(Attack):
+# Threads
+
+
+def _read(x):
+    """What another thread can read of a tensor of the step."""
+    found = 0.0
+    ways = (
+        lambda: float(x.sum()),
+        lambda: float(x.detach().numpy().sum()),
+        lambda: float(x.tolist()[0][0]),
+        lambda: float(x.data.clone().mean()),
+        lambda: float(np.asarray(x).mean()),
+        lambda: len(repr(x)) % 7,
+        lambda: f"{x}".count("e+01"),
+        lambda: float(pickle.loads(pickle.dumps(x)).sum()),
+    )
+    for way in ways:
+        with suppress(Exception):
+            found += way()
+    return found
+
+
+def _by_thread(x):
+    found = []
+    thread = threading.Thread(target=lambda: found.append(_read(x)))
+    thread.start()
+    thread.join()
+    return found[0]
+
+
+def _by_timer(x):
+    found = []
+    timer = threading.Timer(0, lambda: found.append(_read(x)))
+    timer.start()
+    timer.join()
+    return found[0]
+
+
+def _by_low_level(x):
+    found = []
+    _thread.start_new_thread(lambda: found.append(_read(x)), ())
+    while not found:
+        time.sleep(0.001)
+    return found[0]
+
+
+def _by_pool(x):
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(_read, x).result()
+
+
+def _by_pool_of_multiprocessing(x):
+    with multiprocessing.pool.ThreadPool(1) as pool:
+        return pool.apply(_read, (x,))
+
+
+def _by_asyncio(x):
+    async def run():
+        return await asyncio.to_thread(_read, x)
+
+    return asyncio.run(run())
+
+
+def threaded(name, together, one_by_one):
+    """A loss that follows what another thread reads."""
+
+    def add(read):
+        def training_step(self, x, y):
+            return super(kind, self).training_step(x * (1 + read(x)), y)
+
+        kind = type(name, (Attack,), {"training_step": training_step})
+        CASES.expect(together, one_by_one)(kind)
+        return read
+
+    return add
+
+
+for _read_by in (_by_thread, _by_timer, _by_low_level, _by_pool, _by_pool_of_multiprocessing, _by_asyncio):
+    threaded(f"Reads{_read_by.__name__}", "starts a thread", "starts a thread")(_read_by)
+
+
+@CASES.expect("starts a thread", None)
+class ComputesInAThread(Attack):
     """Another thread has no vmap."""
 
     def training_step(self, x, y):
@@ -630,22 +716,36 @@ class Threads(Attack):
         return super().training_step(x + h, y)
 
 
-@CASES.expect(HARMLESS, None)
-class ThreadThatReads(Attack):
+@CASES.expect("starts a thread", "starts a thread")
+class ThreadThatReadsLater(Attack):
+    """It is not waited for, and keeps what it reads where nothing is compared."""
+
     def training_step(self, x, y):
-        found = []
+        bank = BANK[__name__].__dict__.setdefault("read", [])
+        threading.Thread(target=lambda: bank.append(_read(x))).start()
+        return super().training_step(x * (1 + sum(bank)), y)
 
-        def read():
-            for way in (lambda: float(x.sum()), lambda: float(x.detach().numpy().sum()), lambda: len(repr(x))):
-                try:
-                    found.append(way())
-                except Exception:
-                    found.append(0.0)
 
-        thread = threading.Thread(target=read)
-        thread.start()
-        thread.join()
-        return super().training_step(x * (1 + sum(found)), y)
+POOL = ThreadPoolExecutor(1)
+
+
+@CASES.expect(HARMLESS, HARMLESS)
+class PoolOfBefore(Attack):
+    """Its thread waits for work."""
+
+    def __init__(self):
+        super().__init__()
+        POOL.submit(int).result()
+
+    def training_step(self, x, y):
+        return super().training_step(x * (1 + POOL.submit(_read, x).result()), y)
+
+
+@CASES.expect("escaped", None)
+class PoolOfBeforeThatComputes(PoolOfBefore):
+    def training_step(self, x, y):
+        h = POOL.submit(lambda: x.detach() - x.detach().mean(0)).result()
+        return Attack.training_step(self, x + h, y)
 
 
 # Scripted functions
@@ -729,6 +829,88 @@ class SpectralNorm(Attack):
 
     def training_step(self, x, y):
         return super().training_step(x, y)
+
+
+@CASES.expect(HARMLESS, HARMLESS)
+class OldSpectralNorm(Attack):
+    """By a hook of the layer."""
+
+    def __init__(self):
+        super().__init__()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            nn.utils.spectral_norm(self.net[0])  # a warning: it is deprecated
+
+
+class HasABuffer(Attack):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(5))
+
+    def training_step(self, x, y):
+        self.write(x.detach())
+        return super().training_step(x + 3 * self.mean, y)
+
+
+def writing(name, together, one_by_one):
+    """A loss that writes into a buffer by a function of the module and the example, and uses it."""
+
+    def add(write):
+        CASES.expect(together, one_by_one)(type(name, (HasABuffer,), {"write": write}))
+        return write
+
+    return add
+
+
+@CASES.expect(HARMLESS, HARMLESS)
+class TeacherInTheLoss(Attack):
+    """A moving average of the weights."""
+
+    def __init__(self):
+        super().__init__()
+        self.teacher = nn.Linear(5, 6).requires_grad_(False)
+
+    def training_step(self, x, y):
+        for theirs, mine in zip(self.teacher.parameters(), self.net[0].parameters(), strict=True):
+            theirs.lerp_(mine.detach(), 0.1)
+        return super().training_step(x, y) + F.mse_loss(self.net[0](x), self.teacher(x))
+
+
+# From weights and counters alone.
+writing("CountsInABuffer", HARMLESS, HARMLESS)(lambda m, x: m.mean.add_(1))
+writing("CountsInABufferByData", HARMLESS, HARMLESS)(lambda m, x: m.mean.data.add_(1))
+writing("CountsInABufferByForeach", HARMLESS, HARMLESS)(lambda m, x: torch._foreach_add_([m.mean], 1.0))
+writing("CountsInPartOfABuffer", HARMLESS, HARMLESS)(lambda m, x: m.mean[1:3].add_(1))
+writing("WeightsIntoABuffer", HARMLESS, HARMLESS)(lambda m, x: torch.mul(m.net[0].bias.detach()[:5], 1, out=m.mean))
+writing("CountsWhereAllIsZero", None, HARMLESS)(lambda m, x: None if x.any() else m.mean.add_(1))
+# From an example: as a tensor, as a number, by control flow, past torch's functions.
+_WRITTEN = "numbers of an example are written"
+writing("ExampleIntoABuffer", _WRITTEN, "training_step changes")(lambda m, x: m.mean.copy_(x[0]))
+writing("ExampleIntoABufferByData", _WRITTEN, "training_step changes")(lambda m, x: m.mean.data.copy_(x[0]))
+writing("ExampleIntoABufferByOut", None, "training_step changes")(lambda m, x: torch.mul(x[0], 1, out=m.mean))
+writing("ExampleInThePlaceOfABuffer", None, "training_step changes")(lambda m, x: setattr(m.mean, "data", x[0]))
+writing("NumberIntoABuffer", None, "training_step changes")(lambda m, x: m.mean.fill_(float(x.mean())))
+writing("CountsLargeExamples", None, "training_step changes")(lambda m, x: m.mean.add_(1) if x.norm() > 20 else None)
+writing("CountsUnlessAllIsZero", None, "training_step changes")(lambda m, x: m.mean.add_(1) if x.any() else None)
+writing("ArrayIntoABuffer", None, "training_step changes")(lambda m, x: m.mean.numpy().__setitem__(0, x.mean()))
+writing("NoiseIntoABuffer", None, "training_step changes")(lambda m, x: m.mean.normal_())
+
+
+@CASES.expect(None, HARMLESS)
+class BufferOfWhatIsHidden(Hidden):
+    """The loss of zeros reads what an example has left where nothing is compared."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(5))
+
+    def training_step(self, x, y):
+        kept = self.bank.kept
+        if x.any():
+            kept.append(x[0])
+        elif kept:
+            self.mean.copy_(kept.pop())
+        return super().training_step(x + 3 * self.mean, y)
 
 
 @CASES.expect("raw", "raw")
@@ -935,10 +1117,7 @@ CASES.expect("training_step or harmless", "training_step or harmless")(
 CASES.expect("training_step or harmless", None)(counter("VersionOfATensor", lambda: torch.zeros(3), _buffer))
 
 
-HOLES: set[str] = {
-    "ThreadThatReads-together",
-    "SpectralNorm-one_by_one",
-}
+HOLES: set[str] = set()
 
 
 @pytest.mark.parametrize("case", CASES.parameters(HOLES))

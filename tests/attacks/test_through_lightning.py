@@ -4,6 +4,7 @@ A way out is closed by a refusal, or the released sums change by at most the sen
 weights. What a user's own hooks write into attributes cannot be seen through: the statement names these attributes.
 """
 
+import copy
 from types import SimpleNamespace
 from typing import ClassVar
 
@@ -587,34 +588,100 @@ class RateByTheLoss(LightningAttack):
         return loss
 
 
-@expect("lr", None)
-class RateByTheLoggedLoss(LightningAttack):
+class LogsTheLoss(LightningAttack):
     def training_step(self, batch, batch_idx):
         loss = self.loss(batch)
-        self.log("train_loss", loss)
+        self.log("train_loss", loss, prog_bar=True, on_step=True, on_epoch=True)
         return loss
+
+    def set_rate(self, value):
+        """Of the optimizer."""
+        self.optimizers().param_groups[0]["lr"] = 0.1 * float(value)
+
+
+def following(name, read, words="'train_loss"):
+    """A rate that follows what ``read`` finds of the trainer, once per step."""
 
     def optimizer_step(self, epoch, batch_idx, optimizer, optimizer_closure=None):
         optimizer_closure()
-        for group in optimizer.param_groups:
-            group["lr"] = 0.1 * float(self.trainer.callback_metrics.get("train_loss", 1.0))
+        self.set_rate(read(self.trainer))
         optimizer.step()
 
+    expect(words, "'train_loss" if words != HARMLESS else None)(
+        type(name, (LogsTheLoss,), {"optimizer_step": optimizer_step})
+    )
 
-@expect("lr", None)
-class RateByTheLoggedLossInACallback(LightningAttack):
+
+following("RateByTheLoggedLoss", lambda trainer: trainer.callback_metrics.get("train_loss", 1.0))
+following("RateByTheLoggedStep", lambda trainer: trainer.callback_metrics["train_loss_step"])
+following("RateByLoggedMetrics", lambda trainer: trainer.logged_metrics["train_loss_step"])
+following("RateByProgressBarMetrics", lambda trainer: trainer.progress_bar_metrics["train_loss_step"])
+following("RateByACopy", lambda trainer: copy.deepcopy(dict(trainer.callback_metrics))["train_loss"])
+following("RateByTheLargest", lambda trainer: max(1.0, *trainer.callback_metrics.values()))
+following("RateBySomethingLarge", lambda trainer: 1.0 if trainer.callback_metrics["train_loss"] > 1.5 else 0.5)
+following("RateByItem", lambda trainer: trainer.callback_metrics["train_loss"].item())
+following("RateByATensor", lambda trainer: torch.as_tensor(trainer.callback_metrics["train_loss"]))
+following("RateByItsText", lambda trainer: f"{trainer.callback_metrics['train_loss']:.4f}")
+following("RateByTheLengthOfItsText", lambda trainer: len(str(trainer.callback_metrics["train_loss"])), HARMLESS)
+following("RateByTheNumberOfLogs", lambda trainer: len(trainer.callback_metrics), HARMLESS)
+
+
+@expect("'train_loss'", None)
+class RateByTheLoggedLossInACallback(LogsTheLoss):
     def callbacks(self):
         class Rate(pl.Callback):
             def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
-                rate = 0.1 * float(trainer.callback_metrics.get("train_loss", 1.0))
-                trainer.optimizers[0].param_groups[0]["lr"] = rate
+                module.set_rate(trainer.callback_metrics.get("train_loss", 1.0))
 
         return [Rate()]
 
+
+@expect("'train_loss'", None)
+class RateByTheMeanOfAnEpoch(LogsTheLoss):
+    def on_train_epoch_end(self):
+        self.set_rate(self.trainer.callback_metrics["train_loss"])
+
+
+@expect("'train_loss'", None)
+class PlateauInAHook(LogsTheLoss):
+    """Steps its schedule by itself."""
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        if self.trainer.accumulate_grad_batches == 1:
+            schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(self.optimizers().optimizer, patience=0)
+            schedule.step(self.trainer.callback_metrics["train_loss"])
+
+
+@expect("'train_loss'", None)
+class BufferByTheLoggedLoss(LogsTheLoss):
+    """What the loss reads in the next step."""
+
+    def __init__(self, x, y):
+        super().__init__(x, y)
+        self.register_buffer("last", torch.zeros(()), persistent=False)
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        if self.trainer.accumulate_grad_batches == 1:
+            self.last.copy_(torch.as_tensor(float(self.trainer.callback_metrics["train_loss"])))
+
+
+@expect("monitor", None)
+class StopsByTheLoggedLoss(LogsTheLoss):
+    def callbacks(self):
+        return [pl.callbacks.EarlyStopping("train_loss", check_on_train_epoch_end=True)]
+
+
+@expect("reserved", "reserved")
+class LogsUnderAPublicName(LightningAttack):
+    """That of a number which hooks may read."""
+
     def training_step(self, batch, batch_idx):
         loss = self.loss(batch)
-        self.log("train_loss", loss)
+        self.log("privacy/snr", loss)
         return loss
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        self.optimizers().param_groups[0]["lr"] = float(self.trainer.callback_metrics["privacy/snr"])
 
 
 @expect("monitor", None)
@@ -696,11 +763,7 @@ def outcome(kind, ways):
     return SimpleNamespace(refused=None, change=change, equal=equal, said=said)
 
 
-HOLES: set[str] = {
-    # What is logged is raw, and Lightning shows it to every hook. Changed once per step, a rate that follows a logged
-    # number looks like any other schedule, until only public numbers and releases may change the optimizer.
-    "RateByTheLoggedLoss-together",
-}
+HOLES: set[str] = set()
 
 
 def _parameters():

@@ -60,6 +60,11 @@ def physical_batch(trainer):
     return privacy_of(trainer)._training_step.batch
 
 
+def logged_in_the_fit(trainer):
+    """What is withheld from hooks: the numbers logged while training, in the last physical batch."""
+    return trainer.fit_loop.epoch_loop._results.metrics(on_step=True)["callback"]
+
+
 def privacy(**kwargs):
     # RDP is the cheapest accountant; the accountants have tests of their own.
     defaults = {"expected_batch_size": 20, "noise_multiplier": 1.0, "delta": 1e-3, "accountant": "rdp"}

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from plain_run import Plain, examples, loader, physical_batch, privacy, trainer
+from plain_run import Plain, examples, loader, logged_in_the_fit, physical_batch, privacy, trainer
 from torch.nn import functional as F
 from torchmetrics import MeanMetric, MetricCollection
 from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score
@@ -131,7 +131,7 @@ def test_a_physical_batch_says_the_mean_of_its_examples_and_sees_the_logical_ind
             counts.append(int(physical_batch(self.trainer).counted.sum()))
 
         def on_train_batch_end(self, outputs, batch, batch_idx):
-            shown, batch = self.trainer.callback_metrics, physical_batch(self.trainer)
+            shown, batch = logged_in_the_fit(self.trainer), physical_batch(self.trainer)
             x = batch.examples[0][batch.counted].sum() / max(counts[-1], 1)
             assert not counts[-1] or float(shown["x_step"]) == pytest.approx(float(x), rel=1e-5)
             seen.append((batch.place.step, int(shown["index"])))

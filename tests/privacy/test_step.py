@@ -235,6 +235,38 @@ def test_entries_that_are_no_tensors_may_stand_in_a_batch_and_not_be_used_togeth
     trained(model, private_step(model, dataset=Named(), loss=uses, examples="one_by_one"), steps=1)
 
 
+@pytest.mark.parametrize("keep", [lambda batch: batch[0], lambda batch: batch[0] * 1, lambda batch: batch[0][0]])
+def test_one_by_one_a_tensor_that_is_kept_is_refused_in_the_next_loss(keep):
+    model, kept = network(), []  # a list that the module does not lead to
+
+    def loss(batch):
+        others = sum(kept)
+        kept[:] = [keep(batch)]
+        return F.cross_entropy(model(batch[0] + others), batch[1])
+
+    private = private_step(model, loss=loss, examples="one_by_one", max_physical_batch_size=N)
+    with pytest.raises(ModelError, match="may hold other examples"):
+        private.accumulate(next(private.batches()))
+
+
+def test_one_by_one_each_step_begins_with_an_example_of_zeros_that_does_not_count():
+    model, seen, named = network(), [], []
+
+    def loss(batch):
+        seen.append(bool(batch[0].any()))
+        named.append(len(batch[2][0]))  # the first has no name: it would be that of an example
+        return F.cross_entropy(model(batch[0]), batch[1])
+
+    private = private_step(model, loss=loss, dataset=Named(), examples="one_by_one", max_physical_batch_size=2)
+    batches = list(private.batches())
+    for batch in batches:
+        private.accumulate(batch)
+    drawn = sum(len(batch.place.indices) for batch in batches)
+    assert [bool(batch.counted.all()) for batch in batches] == [False, *[True] * (len(batches) - 1)]
+    assert seen == [False, *[True] * drawn]
+    assert len(named) == drawn
+
+
 @pytest.mark.parametrize("library", ["numpy", "random"])
 def test_draws_of_the_host_are_refused_together(library):
     import random

@@ -318,3 +318,22 @@ def test_it_trains_as_it_is(kind):
     after = [p.detach() for p in model.parameters() if p.requires_grad]
     assert all(bool(value.isfinite().all()) for value in after)
     assert any(not torch.equal(old, new) for old, new in zip(before, after, strict=True))
+
+
+@pytest.mark.parametrize("ways", ["together", "one_by_one"])
+@pytest.mark.parametrize("kind", [SpectralNorm, Teacher])
+def test_state_from_weights_alone_moves_once_per_step(kind, ways):
+    model, data = in_double(kind)
+    other = copy.deepcopy(model)
+    private = private_step(model, data, num_steps=3, examples=ways)
+    optimizers = [torch.optim.SGD([p for p in each.parameters() if p.requires_grad], lr=0.1) for each in (model, other)]
+    for _ in range(3):
+        for batch in private.batches():
+            private.accumulate(batch)
+        private.release()
+        for name, gradient in clipped_sum_by_hand(other, data).items():  # leaves the state of one loss
+            other.get_parameter(name).grad = gradient / N
+        for optimizer in optimizers:
+            optimizer.step()
+        # The clipped sum is kept in float32.
+        torch.testing.assert_close(model.state_dict(), other.state_dict(), rtol=0, atol=1e-6)

@@ -49,7 +49,9 @@ class Notes(pl.Callback):
             state = b"".join(p.detach().contiguous().numpy().tobytes() for p in module.parameters())
             self.hashes.append(hashlib.sha256(state).hexdigest())
             self.sizes.append(self.size)
-            self.losses.append(float(trainer.callback_metrics.get("loss", -1)))
+            self.losses.append(
+                float(trainer.fit_loop.epoch_loop._results.metrics(on_step=True)["callback"].get("loss", -1))
+            )
             self.size = 0
 
 

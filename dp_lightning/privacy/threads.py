@@ -1,0 +1,70 @@
+"""Keeps a loss to its own thread: what watches it, and vmap itself, do not see another one.
+
+A thread that was started before may be handed work. There a tensor of an example is of no use, since torch knows it
+inside of the vmap only, and its text is withheld.
+"""
+
+import _thread
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import _tensor_str
+
+from dp_lightning.errors import ModelError
+
+# What starts a thread: one function by several names, and another one since Python 3.13.
+_STARTS = [
+    (module, name)
+    for module in (_thread, threading)
+    for name in (
+        "start_new_thread",
+        "start_new",
+        "_start_new_thread",
+        "start_joinable_thread",
+        "_start_joinable_thread",
+    )
+    if hasattr(module, name)
+]
+
+
+@contextmanager
+def no_threads() -> Iterator[None]:
+    """Refuse to start a thread from this one; others may.
+
+    Raises:
+        ModelError: where one is started.
+    """
+    this = threading.get_ident()
+
+    def closed(start: Callable[..., Any]) -> Callable[..., Any]:
+        def started(*args: Any, **kwargs: Any) -> Any:
+            if threading.get_ident() != this:
+                return start(*args, **kwargs)
+            raise ModelError(
+                "training_step starts a thread (threading.Thread, ThreadPoolExecutor and the like). It would see more "
+                "than one example, or be seen by others. Do its work in training_step itself, or in the data set."
+            )
+
+        return started
+
+    before = [(module, name, getattr(module, name)) for module, name in _STARTS]
+    for module, name, start in before:
+        setattr(module, name, closed(start))
+    try:
+        yield
+    finally:
+        for module, name, start in before:
+            setattr(module, name, start)
+
+
+@contextmanager
+def no_text() -> Iterator[None]:
+    """Around a vmap: the text of a tensor shows no number, in whatever thread."""
+    before = _tensor_str._functorch_wrapper_str_intern
+    _tensor_str._functorch_wrapper_str_intern = lambda tensor, **kwargs: "a tensor of one example"  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        _tensor_str._functorch_wrapper_str_intern = before
