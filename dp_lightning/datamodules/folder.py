@@ -90,16 +90,16 @@ class ImageFolder(ImageDataModule):
     @cached_property
     def split_folders(self) -> dict[Split, Path]:
         """The folder of each split that the data brings."""
-        train, val, test = (self.root / name for name in ("train", "val", "test"))
-        if not train.is_dir():
+        names: tuple[Split, ...] = ("train", "val", "test")
+        found = {name: self.root / name for name in names if (self.root / name).is_dir()}
+        if "train" not in found:
             raise DataError(
-                f"{train} is missing; set data.init_args.root to the folder that holds train/<class>/<image files>"
+                f"{self.root / 'train'} is missing; set data.init_args.root to the folder that holds "
+                "train/<class>/<image files>"
             )
-        if val.is_dir() and test.is_dir():
-            return {"train": train, "val": val, "test": test}
-        if val.is_dir():
-            return {"train": train, "test": val}
-        return {"train": train, "test": test} if test.is_dir() else {"train": train}
+        if "val" in found and "test" not in found:
+            found["test"] = found.pop("val")
+        return found
 
     def prepare_data(self) -> None:
         super().prepare_data()
@@ -131,11 +131,10 @@ class ImageFolder(ImageDataModule):
                     "Classes are those of the training set; add images of them to it, or remove the folders."
                 )
             by_class = [image_files(folder / name, left_out) if name in names else [] for name in self.classes]
-            empty = [str(folder / name) for name, found in zip(self.classes, by_class, strict=True) if not found]
-            if empty and split == "train":
-                raise DataError(f"{empty[0]} holds no image files; remove the folder or fill it")
-            if not any(by_class):
-                raise DataError(f"{folder} holds no image files; remove the folder or fill it")
+            empty = [folder / name for name, found in zip(self.classes, by_class, strict=True) if not found]
+            if empty and (split == "train" or not any(by_class)):
+                where = empty[0] if split == "train" else folder
+                raise DataError(f"{where} holds no image files; remove the folder or fill it")
             counts = torch.tensor([len(found) for found in by_class])
             listed = FileNames(path for found in by_class for path in found)
             files[split] = listed, torch.arange(len(by_class)).repeat_interleave(counts)
