@@ -7,6 +7,7 @@ within epsilon, or for epsilon itself. E epochs mean T = floor(E N / B) steps.
 
 import argparse
 import json
+from bisect import bisect_left
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -110,11 +111,8 @@ def _largest(fits: Callable[[int], bool], low: int, high: int) -> int | None:
     step = 1
     while low + step <= high and fits(low + step):
         low, step = low + step, 2 * step
-    high = min(high, low + step - 1)
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle - 1)
-    return low
+    beyond = range(low + 1, min(high, low + step - 1) + 1)
+    return low + bisect_left(beyond, True, key=lambda value: not fits(value))
 
 
 def _largest_batch_of_epochs(fits: Callable[[int, int], bool], examples: int, num_train: int) -> int | None:

@@ -133,8 +133,7 @@ class CachedFeatures(lightning.LightningDataModule):
     def test_dataloader(self) -> DataLoader:
         return self._loader("test")
 
-    def predict_dataloader(self) -> DataLoader:
-        return self._loader("test")
+    predict_dataloader = test_dataloader
 
     def _loader(self, split: Split, *, shuffle: bool = False) -> DataLoader:
         return DataLoader(self._sets[split], batch_size=self.images.eval_batch_size, shuffle=shuffle)
@@ -151,24 +150,16 @@ class CachedFeatures(lightning.LightningDataModule):
         kind = type(self.images)
         settings = {
             name: str(value)
-            for name, value in vars(self.images).items()
+            for name, value in sorted(vars(self.images).items())
             if not name.startswith("_") and not isinstance(getattr(kind, name, None), cached_property)
         }
-        passed_by = (
-            "download",
-            "crop_edges",
-            "eval_batch_size",
-            "num_workers",
-            "test_every_epoch",
-            "prepare_data_per_node",
-            "read_first",
-            "trainer",
-        )
+        passed_by = {"download", "crop_edges", "eval_batch_size", "num_workers", "test_every_epoch", "read_first"}
+        passed_by |= {"prepare_data_per_node", "trainer"}
         network = self._network.settings
         facts = [
             *(network[name] for name in ("backbone", "digest", "input_size", "backbone_kwargs")),
-            type(self.images).__name__,
-            {name: value for name, value in sorted(settings.items()) if name not in passed_by},
+            kind.__name__,
+            {name: value for name, value in settings.items() if name not in passed_by},
         ]
         return f"{network['backbone']}-{hashlib.sha256(json.dumps(facts, default=str).encode()).hexdigest()[:12]}"
 
@@ -213,11 +204,7 @@ class CachedFeatures(lightning.LightningDataModule):
 
 
 class FeatureDataset(Dataset[tuple[Tensor, int]]):
-    """Features and labels in memory: item i is (float32 (D,), label).
-
-    Args:
-        pieces: dictionaries with ``features`` (n, D) and ``labels`` int64 (n,).
-    """
+    """Features (n, D) and labels int64 (n,) of all pieces in memory: item i is (float32 (D,), label)."""
 
     def __init__(self, pieces: Sequence[dict[str, Tensor]]) -> None:
         self.features = torch.cat([piece["features"] for piece in pieces])

@@ -81,11 +81,6 @@ class FileSource:
 def require_readable(paths: FileNames, num_workers: int, where: str) -> None:
     """Decode every file, with the progress on standard error.
 
-    Args:
-        paths: The files.
-        num_workers: Processes that decode; 0 does it in this one.
-        where: What they are, for the progress and the message.
-
     Raises:
         DataError: Some cannot be read; the message names up to ten of them.
     """

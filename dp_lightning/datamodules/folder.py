@@ -42,7 +42,6 @@ class ImageFolder(ImageDataModule):
         read_first: Decode every file before anything else, and name all that cannot be read. Without it such
             a file stops the run when it is drawn, and a run that has begun can go on only with the file
             replaced: without the file its training set would be another one.
-        **kwargs: The arguments of ``ImageDataModule``.
     """
 
     in_channels = 3
@@ -53,10 +52,8 @@ class ImageFolder(ImageDataModule):
         super().__init__(**kwargs)
         if image_size < 1:
             raise ConfigurationError(f"image_size must be at least 1 pixel, not {image_size}")
-        self.root = Path(root)
-        self.size = image_size
-        self.flip = flip
-        self.read_first = read_first
+        self.root, self.size = Path(root), image_size
+        self.flip, self.read_first = flip, read_first
 
     @property
     def image_size(self) -> int:
@@ -154,7 +151,6 @@ class ImageNet(ImageFolder):
         image_size: Height and width of an image as the network receives it, in pixels.
         mean: Mean of each channel on the scale 0 to 1: the published constant.
         std: Standard deviation of each channel on the same scale: the published constant.
-        **kwargs: The other arguments of ``ImageDataModule``.
     """
 
     def __init__(
@@ -207,9 +203,7 @@ def class_names(folder: Path) -> list[str]:
 def image_files(folder: Path, left_out: Counter[str]) -> list[str]:
     """The paths of the image files directly inside ``folder``, in alphabetical order; hidden files are left out.
 
-    Args:
-        folder: To look into.
-        left_out: Counts what else is there, but for hidden files: by extension, and folders.
+    What else is there is counted in ``left_out``, by extension.
     """
     names = []
     with os.scandir(folder) as entries:

@@ -24,8 +24,6 @@ class _TorchvisionImages(ImageDataModule):
         root: Folder that holds the files in torchvision's layout (``cifar-10-batches-py``, ``cifar-100-python``,
             ``train_32x32.mat``), or receives them.
         download: Download missing files into ``root`` before the run.
-        **kwargs: The arguments of ``ImageDataModule`` except ``mean`` and ``std``, which are the published
-            constants.
     """
 
     published_mean: tuple[float, ...]

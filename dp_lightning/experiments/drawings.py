@@ -34,9 +34,6 @@ def _lines(
     """A line for each row over the columns, and the paper's beside it.
 
     Args:
-        ax: to draw on.
-        panel: the runs.
-        paper: its pairs of mean and deviation.
         shown: height of a point and length of its bar; a height of None is no point.
         of_pair: which number of the paper's pair is shown.
     """

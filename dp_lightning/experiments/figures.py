@@ -23,9 +23,6 @@ def figure(page: Document, name: str, caption: str, *, panels: int = 1) -> Itera
     """Axes to draw on; at the end the figure is written and stands on the page.
 
     Args:
-        page: gets the picture, which is written to its folder.
-        name: of the files.
-        caption: what it shows.
         panels: axes, two in a row.
 
     Raises:

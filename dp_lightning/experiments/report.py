@@ -33,9 +33,6 @@ def grid_report(grid: Grid, outcomes: Sequence[Outcome], folder: Path, *, overri
     """Write the figures into a folder and return the page.
 
     Args:
-        grid: the grid.
-        outcomes: of all its runs, finished or not.
-        folder: where the figures are written.
         override: settings that every run has in the place of the grid's; the page names them.
 
     Raises:
