@@ -7,7 +7,6 @@ in a folder that only their owner can read, and no noise protects them.
 import hashlib
 import json
 import pickle
-from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ import lightning
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, TensorDataset
 
 from dp_lightning.datamodules.base import ImageDataModule, Split
 from dp_lightning.datamodules.dataset import ImageDataset
@@ -82,7 +81,8 @@ class CachedFeatures(lightning.LightningDataModule):
             std=images.std,
         )
         self.folder = Path(cache) / self._key()
-        self._sets: dict[Split, FeatureDataset] = {}
+        #: Features float32 (n, D) and labels int64 (n,).
+        self._sets: dict[Split, TensorDataset] = {}
 
     @property
     def num_classes(self) -> int:
@@ -121,7 +121,10 @@ class CachedFeatures(lightning.LightningDataModule):
     def setup(self, stage: str | None = None) -> None:
         for split in self._datasets():
             if split not in self._sets:
-                self._sets[split] = FeatureDataset([_read(path) for path in self._files(split)])
+                pieces = [_read(path) for path in self._files(split)]
+                self._sets[split] = TensorDataset(
+                    *(torch.cat([p[name] for p in pieces]) for name in ("features", "labels"))
+                )
 
     def train_dataloader(self) -> DataLoader:
         return self._loader("train", shuffle=True)
@@ -201,24 +204,6 @@ class CachedFeatures(lightning.LightningDataModule):
                 torch.save({**piece, "digest": _digest(piece)}, file)
             rank_zero_info(f"Features of {rows.stop} of {len(dataset)} {split} images are in {self.folder}.")
         self._network = self._network.cpu()
-
-
-class FeatureDataset(Dataset[tuple[Tensor, int]]):
-    """Features (n, D) and labels int64 (n,) of all pieces in memory: item i is (float32 (D,), label)."""
-
-    def __init__(self, pieces: Sequence[dict[str, Tensor]]) -> None:
-        self.features = torch.cat([piece["features"] for piece in pieces])
-        self.labels = torch.cat([piece["labels"] for piece in pieces])
-
-    def __len__(self) -> int:
-        return len(self.labels)
-
-    def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        return self.__getitems__([index])[0]
-
-    def __getitems__(self, indices: Sequence[int]) -> list[tuple[Tensor, int]]:
-        chosen = torch.as_tensor(indices)
-        return list(zip(self.features[chosen], self.labels[chosen].tolist(), strict=True))
 
 
 @torch.inference_mode()
