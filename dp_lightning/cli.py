@@ -26,25 +26,12 @@ commands:
 line, as in `dpl fit --config configs/digits.yaml --privacy.target_epsilon 8`, and several --config files compose.
 """
 
-_MODULES = {
-    "fit": "training",
-    "validate": "training",
-    "test": "training",
-    "predict": "training",
-    "export": "export",
-    "account": "account",
-    "sweep": "sweep",
-    "report": "report",
-    "analyze": "analyze",
-}
+_TRAINING = ("fit", "validate", "test", "predict")
+_OTHERS = ("export", "account", "sweep", "report", "analyze")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run a command; exits with 2 and one message on an error that the user can act on.
-
-    Args:
-        argv: the arguments after ``dpl``; None takes them from the command line.
-    """
+    """Run a command; exits with 2 and one message on an error that the user can act on."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         print(_HELP, end="")
@@ -53,11 +40,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     if command in ("-V", "--version", "version"):
         print(f"dp-lightning {__version__}")
         return
-    if command not in _MODULES:
+    if command not in (*_TRAINING, *_OTHERS):
         print(f"dpl: there is no command '{command}'. `dpl --help` names them all.", file=sys.stderr)
         sys.exit(2)
     try:
-        import_module(f"dp_lightning.commands.{_MODULES[command]}").main(arguments)
+        import_module(f"dp_lightning.commands.{'training' if command in _TRAINING else command}").main(arguments)
     except DpLightningError as error:
         print(f"\ndpl {command}: error: {error}", file=sys.stderr)
         sys.exit(2)

@@ -1,7 +1,7 @@
 """The mathematics of Shanmugam et al. 2026, Section 4: signal and noise of privatized gradients, and spectra."""
 
 from dp_lightning.analysis.convergence import newton_schulz_cosines
-from dp_lightning.analysis.direction import direction_cosine, direction_recovery
+from dp_lightning.analysis.direction import direction_recovery
 from dp_lightning.analysis.recovery import detection_batch_size, recovery_batch_size
 from dp_lightning.analysis.signal_to_noise import SnrMeter
 from dp_lightning.analysis.spectra import bulk_density, bulk_edges, entropy_rank, participation_ratio
@@ -11,7 +11,6 @@ __all__ = [
     "bulk_density",
     "bulk_edges",
     "detection_batch_size",
-    "direction_cosine",
     "direction_recovery",
     "entropy_rank",
     "newton_schulz_cosines",

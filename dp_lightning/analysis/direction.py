@@ -1,10 +1,8 @@
-"""How well the first singular direction of a gradient survives the noise: by simulation, and in the limit.
+"""How well the first singular direction of a gradient survives the noise, by simulation.
 
 G~ = G + N is m x n, m <= n, N has independent N(0, s^2) entries. Since the noise looks alike from every side, only the
 singular values of G matter, and G is taken to be diagonal.
 """
-
-import math
 
 import torch
 from torch import Tensor
@@ -40,20 +38,3 @@ def direction_recovery(
         vectors = torch.linalg.eigh(noised @ noised.mT).eigenvectors
         found.append(vectors[:, 0, -1].abs())
     return torch.cat(found)
-
-
-def direction_cosine(top: float, rows: int, columns: int, *, noise_level: float) -> float:
-    """The limit of the same for large matrices of rank one (Benaych-Georges and Nadakuditi 2012).
-
-    With z = s_1 / (s sqrt(n)) and beta = m / n it is sqrt(1 - beta (1 + z^2) / (z^2 (z^2 + beta))), and zero up to
-    z = beta^(1/4).
-
-    Args:
-        top: s_1.
-        rows, columns, noise_level: see `direction_recovery`.
-    """
-    short, long = min(rows, columns), max(rows, columns)
-    beta, z = short / long, top / (noise_level * math.sqrt(long))
-    if z**4 <= beta:
-        return 0.0
-    return math.sqrt(1 - beta * (1 + z**2) / (z**2 * (z**2 + beta)))

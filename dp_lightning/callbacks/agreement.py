@@ -18,11 +18,6 @@ _EXAMPLES = 64
 def require_same_settings(settings: dict[str, object], ranks: Ranks, device: torch.device) -> None:
     """Every rank clips and samples by the same settings; every rank has to call it.
 
-    Args:
-        settings: by the names that users know.
-        ranks: the processes.
-        device: of this rank.
-
     Raises:
         ConfigurationError: on every rank, naming the settings that differ.
     """

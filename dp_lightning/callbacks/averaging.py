@@ -19,7 +19,7 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor
 
-from dp_lightning.callbacks.privacy import PrivacyCallback
+from dp_lightning.callbacks.privacy import privacy_of
 from dp_lightning.errors import ConfigurationError
 
 PREFIX = "averaged/"
@@ -47,32 +47,27 @@ class AveragedWeights(pl.Callback):
             raise ConfigurationError(f"averaging.decay is {decay}; choose from 0 to below 1, such as 0.999.")
         self.decay, self.predict_with = decay, predict_with
         self._num_updates = 0
-        self._average: dict[str, Tensor] = {}
+        #: The averaged parameters by name; empty before the first fit.
+        self.average: dict[str, Tensor] = {}
         self._copy: pl.LightningModule | None = None
         self._steps = 0
         self._set_aside: dict[str, Tensor] = {}
 
-    @property
-    def average(self) -> Mapping[str, Tensor]:
-        """The averaged parameters by name; empty before the first fit."""
-        return self._average
-
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self.decay is None:
-            self._average = {}  # of the checkpoint: it would no longer follow the weights
+            self.average = {}  # of the checkpoint: it would no longer follow the weights
             return
         self._copy_of(pl_module, {})  # a module that cannot be copied is refused now, not at the first validation
         trained = {name: p.detach() for name, p in pl_module.named_parameters() if p.requires_grad}
-        if self._average.keys() != trained.keys():
-            self._num_updates, self._average = 0, {name: p.clone() for name, p in trained.items()}
-        self._average = {name: average.to(trained[name]) for name, average in self._average.items()}
+        if self.average.keys() != trained.keys():
+            self._num_updates, self.average = 0, {name: p.clone() for name, p in trained.items()}
+        self.average = {name: average.to(trained[name]) for name, average in self.average.items()}
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._steps = trainer.global_step  # of a checkpoint, which Lightning restores after on_fit_start
-        callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
-        for callback in callbacks:
-            if isinstance(callback, PrivacyCallback) and self.decay is not None:
-                callback.postprocessing.append(f"moving average of the weights (decay {self.decay:g}, beside them)")
+        privacy = privacy_of(trainer)
+        if privacy is not None and self.decay is not None:
+            privacy.postprocessing.append(f"moving average of the weights (decay {self.decay:g}, beside them)")
 
     @torch.no_grad()
     def on_train_batch_end(
@@ -85,63 +80,51 @@ class AveragedWeights(pl.Callback):
         self._num_updates += 1
         parameters = dict(pl_module.named_parameters())
         torch._foreach_lerp_(
-            list(self._average.values()), [parameters[name].detach() for name in self._average], 1 - decay
+            list(self.average.values()), [parameters[name].detach() for name in self.average], 1 - decay
         )
 
     # Evaluation of the average
 
     def on_validation_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._prepare(trainer, pl_module)
-        self._hook("on_validation_epoch_start")
-
-    def on_test_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._prepare(trainer, pl_module)
-        self._hook("on_test_epoch_start")
+        self._hook(trainer, "epoch_start")
 
     def on_validation_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *inputs: Any) -> None:
-        self._hook("on_validation_batch_start", *inputs)
-
-    def on_test_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *inputs: Any) -> None:
-        self._hook("on_test_batch_start", *inputs)
+        self._hook(trainer, "batch_start", *inputs)
 
     def on_validation_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: STEP_OUTPUT, *inputs: Any
     ) -> None:
-        self._hook("on_validation_batch_end", self._evaluate(trainer, "validation_step", *inputs), *inputs)
-
-    def on_test_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: STEP_OUTPUT, *inputs: Any
-    ) -> None:
-        self._hook("on_test_batch_end", self._evaluate(trainer, "test_step", *inputs), *inputs)
+        self._hook(trainer, "batch_end", self._evaluate(trainer, *inputs), *inputs)
 
     def on_validation_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._hook("on_validation_epoch_end")
+        self._hook(trainer, "epoch_end")
         self._copy = None
 
-    def on_test_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._hook("on_test_epoch_end")
-        self._copy = None
+    on_test_epoch_start, on_test_epoch_end = on_validation_epoch_start, on_validation_epoch_end
+    on_test_batch_start = on_validation_batch_start  # type: ignore[assignment]
+    on_test_batch_end = on_validation_batch_end  # type: ignore[assignment]
 
     @torch.no_grad()
     def on_predict_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self.predict_with == "raw":
             return
         if self.decay is None:
-            if self._average:
+            if self.average:
                 rank_zero_warn(
                     "The checkpoint has an average of the weights, and predictions are made with the weights "
                     "themselves, since averaging.decay is not set. Set it to the run's value to use the average."
                 )
             return
-        if not self._average:
+        if not self.average:
             raise ConfigurationError(
                 "averaging.predict_with is 'averaged', and there is no average of the weights: give the ckpt_path of a "
                 "run that had averaging.decay, or set averaging.predict_with: raw."
             )
         for name, parameter in pl_module.named_parameters():
-            if name in self._average:
+            if name in self.average:
                 self._set_aside[name] = parameter.detach().clone()
-                parameter.copy_(self._average[name])
+                parameter.copy_(self.average[name])
 
     def on_predict_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._put_back(pl_module)
@@ -157,17 +140,17 @@ class AveragedWeights(pl.Callback):
         self._set_aside = {}
 
     def state_dict(self) -> dict[str, Any]:
-        return {"num_updates": self._num_updates, "average": self._average} if self._average else {}
+        return {"num_updates": self._num_updates, "average": self.average} if self.average else {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         if state_dict:
-            self._num_updates, self._average = state_dict["num_updates"], dict(state_dict["average"])
+            self._num_updates, self.average = state_dict["num_updates"], dict(state_dict["average"])
 
     def _prepare(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Make the copy as the module is now; the averaged weights are shared with it, not copied again."""
-        if self.decay is None or not self._average:
+        if self.decay is None or not self.average:
             return
-        module = self._copy_of(pl_module, self._average)
+        module = self._copy_of(pl_module, self.average)
         module.trainer = trainer
 
         def log(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
@@ -181,10 +164,8 @@ class AveragedWeights(pl.Callback):
         """A copy with the given weights, and the module's own parameters for the others."""
         memo: dict[int, Any] = {}
         for name, parameter in module.named_parameters():
-            given = weights.get(name)
-            memo[id(parameter)] = (
-                parameter if given is None else torch.nn.Parameter(given.to(parameter), requires_grad=False)
-            )
+            given = weights[name].to(parameter) if name in weights else None
+            memo[id(parameter)] = parameter if given is None else torch.nn.Parameter(given, requires_grad=False)
         try:
             return copy.deepcopy(module, memo)
         except Exception as error:
@@ -193,17 +174,19 @@ class AveragedWeights(pl.Callback):
                 "averaging.decay: null."
             ) from error
 
-    def _evaluate(
-        self, trainer: pl.Trainer, name: str, batch: Any, batch_idx: int, dataloader_idx: int | None = None
-    ) -> Any:
+    def _evaluate(self, trainer: pl.Trainer, batch: Any, batch_idx: int, dataloader_idx: int | None = None) -> Any:
         if self._copy is None:
             return None
-        step = getattr(self._copy, name)
+        step = getattr(self._copy, f"{_evaluation(trainer)}_step")
         takes_index = is_param_in_hook_signature(step, "batch_idx", min_args=2)
         inputs = [batch, *([batch_idx] if takes_index else []), *([] if dataloader_idx is None else [dataloader_idx])]
         with trainer.precision_plugin.val_step_context():
             return step(*inputs)
 
-    def _hook(self, name: str, *inputs: Any) -> None:
+    def _hook(self, trainer: pl.Trainer, moment: str, *inputs: Any) -> None:
         if self._copy is not None:
-            getattr(self._copy, name)(*inputs)
+            getattr(self._copy, f"on_{_evaluation(trainer)}_{moment}")(*inputs)
+
+
+def _evaluation(trainer: pl.Trainer) -> str:
+    return "test" if trainer.testing else "validation"

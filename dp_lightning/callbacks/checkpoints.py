@@ -34,8 +34,6 @@ def require_counted_steps(trainer: pl.Trainer, checkpoint: dict[str, Any], state
     """Refuse to train on from steps that no ledger counts, and from a file that Lightning has picked up by its name.
 
     Args:
-        trainer: about to fit.
-        checkpoint: as it was read.
         state: what ``PrivacyCallback.state_dict`` has left in it; empty where there is none.
 
     Raises:

@@ -11,7 +11,7 @@ import subprocess
 import threading
 from pathlib import Path
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -106,22 +106,13 @@ def _folder(trainer: pl.Trainer) -> Path:
     return Path(trainer.log_dir or trainer.default_root_dir) / "checkpoints"
 
 
-class EarlierStart(NamedTuple):
-    """What an earlier start of a SLURM job has noted."""
-
-    folder: Path
-    """Where its checkpoints stand."""
-    run: str
-    """Name of its run."""
-
-
-def earlier_start(trainer: pl.Trainer) -> EarlierStart | None:
-    """The note of an earlier start of this SLURM job; None outside of SLURM and at the first."""
+def earlier_start(trainer: pl.Trainer) -> tuple[Path, str] | None:
+    """The checkpoints' folder and the run's name of an earlier start of this SLURM job; None where there was none."""
     mark = _mark(trainer)
     if mark is None or not mark.is_file():
         return None
     note = json.loads(mark.read_text())
-    return EarlierStart(Path(note["folder"]), note["run"])
+    return Path(note["folder"]), note["run"]
 
 
 def _mark(trainer: pl.Trainer) -> Path | None:

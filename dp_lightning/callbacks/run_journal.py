@@ -27,9 +27,7 @@ class RunJournal:
         """Count the steps that ran after the checkpoint, on every rank, and record the coming ones.
 
         Args:
-            trainer: whose ``ckpt_path`` is the checkpoint.
             folder: where a journal is kept, besides those beside checkpoints.
-            ledger: gets the steps of the journal.
             goes_on: whether a checkpoint of a private run was loaded.
 
         Raises:

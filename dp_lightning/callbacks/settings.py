@@ -170,7 +170,6 @@ def check_monitors(trainer: pl.Trainer, unprotected: set[str]) -> None:
     """Refuse to choose checkpoints, learning rates or the end of the run by numbers computed from raw examples.
 
     Args:
-        trainer: with its schedules set up.
         unprotected: names of the values that were logged while training.
     """
     monitors = [
@@ -196,7 +195,6 @@ def check_optimizers(trainer: pl.Trainer, trained: Iterable[Tensor]) -> None:
     """Refuse several optimizers, closures that run more than once, and parameters that are not the module's.
 
     Args:
-        trainer: with its optimizers set up.
         trained: the parameters whose gradients are privatized.
     """
     check_monitors(trainer, set())

@@ -1,4 +1,1 @@
-"""The light commands of `dpl`: tools that answer from public numbers, without a Trainer or data.
-
-Each module has ``main(argv) -> int``, the exit status.
-"""
+"""The commands of `dpl`, a module each; ``main`` takes the command and its options."""

@@ -7,6 +7,7 @@ within epsilon, or for epsilon itself. E epochs mean T = floor(E N / B) steps.
 
 import argparse
 import json
+from bisect import bisect_left
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -19,11 +20,7 @@ _MOST_STEPS = 2**30
 
 
 def main(arguments: list[str]) -> None:
-    """Solve for the missing quantity and print it.
-
-    Args:
-        arguments: the command and its options.
-    """
+    """Solve for the missing quantity and print it."""
     options = _parser().parse_args(arguments[1:])
     plan = _solve(options)
     epsilons = plan.epsilons()
@@ -39,31 +36,15 @@ def _parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("--epsilon", "--target-epsilon", "--target_epsilon", type=float, help="the privacy budget")
-    add(
-        "--noise-multiplier",
-        "--noise_multiplier",
-        type=float,
-        help="noise standard deviation over sensitivity",
-    )
+    add("--noise-multiplier", "--noise_multiplier", type=float, help="noise standard deviation over sensitivity")
     length = parser.add_mutually_exclusive_group()
     length.add_argument("--steps", "--num-steps", "--num_steps", type=int, help="logical optimizer steps")
     length.add_argument("--epochs", type=int, help="steps as epochs, floor(epochs * num_train / batch_size)")
-    add(
-        "--batch-size",
-        "--batch_size",
-        "--expected-batch-size",
-        "--expected_batch_size",
-        type=int,
-        help="expected batch size, over all devices",
-    )
+    sizes = ("--batch-size", "--batch_size", "--expected-batch-size", "--expected_batch_size")
+    add(*sizes, type=int, help="expected batch size, over all devices")
     add("--num-train", "--num_train", type=int, required=True, help="number of training examples")
     add("--delta", type=float, required=True, help="below 1/num_train")
-    add(
-        "--accountant",
-        choices=("prv", "rdp", "pld"),
-        default="prv",
-        help="the one solved with (default: prv)",
-    )
+    add("--accountant", choices=("prv", "rdp", "pld"), default="prv", help="the one solved with (default: prv)")
     add("--json", action="store_true", help="print one JSON object")
     return parser
 
@@ -72,11 +53,10 @@ def _solve(options: argparse.Namespace) -> "PrivacyPlan":
     from dp_lightning.privacy.accounting import check_count
     from dp_lightning.privacy.plan import PrivacyPlan
 
-    length = options.steps if options.steps is not None else options.epochs
     given = {
         "--epsilon": options.epsilon,
         "--noise-multiplier": options.noise_multiplier,
-        "--steps or --epochs": length,
+        "--steps or --epochs": options.steps if options.steps is not None else options.epochs,
         "--batch-size": options.batch_size,
     }
     missing = [name for name, value in given.items() if value is None]
@@ -97,31 +77,18 @@ def _solve(options: argparse.Namespace) -> "PrivacyPlan":
         return max(1, steps)
 
     def plan(*, steps: int, batch_size: int) -> PrivacyPlan:
-        return PrivacyPlan(
-            num_train=num_train,
-            expected_batch_size=batch_size,
-            num_steps=steps,
-            noise_multiplier=options.noise_multiplier,
-            delta=options.delta,
-            accountant=options.accountant,
-            target_epsilon=options.epsilon,
-        )
+        known = {"num_train": num_train, "expected_batch_size": batch_size, "num_steps": steps}
+        known |= {"delta": options.delta, "accountant": options.accountant, "target_epsilon": options.epsilon}
+        if options.noise_multiplier is None:
+            return PrivacyPlan.calibrate(**known)
+        return PrivacyPlan(noise_multiplier=options.noise_multiplier, **known)
 
     def fits(steps: int, batch_size: int) -> bool:
         candidate = plan(steps=steps, batch_size=batch_size)
         # The Renyi bound is cheap and caps the others, so it settles the candidates that are well inside.
         return candidate.epsilon("rdp") <= options.epsilon or candidate.epsilon() <= options.epsilon
 
-    if missing == ["--noise-multiplier"]:
-        return PrivacyPlan.calibrate(
-            target_epsilon=options.epsilon,
-            delta=options.delta,
-            num_train=num_train,
-            expected_batch_size=options.batch_size,
-            num_steps=num_steps(options.batch_size),
-            accountant=options.accountant,
-        )
-    if missing == ["--epsilon"]:
+    if missing[0] in ("--noise-multiplier", "--epsilon"):
         return plan(steps=num_steps(options.batch_size), batch_size=options.batch_size)
     if missing == ["--steps or --epochs"]:
         steps = _largest(lambda steps: fits(steps, options.batch_size), 1, _MOST_STEPS)
@@ -144,11 +111,8 @@ def _largest(fits: Callable[[int], bool], low: int, high: int) -> int | None:
     step = 1
     while low + step <= high and fits(low + step):
         low, step = low + step, 2 * step
-    high = min(high, low + step - 1)
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle - 1)
-    return low
+    beyond = range(low + 1, min(high, low + step - 1) + 1)
+    return low + bisect_left(beyond, True, key=lambda value: not fits(value))
 
 
 def _largest_batch_of_epochs(fits: Callable[[int, int], bool], examples: int, num_train: int) -> int | None:

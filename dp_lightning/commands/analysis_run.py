@@ -1,36 +1,57 @@
-"""The run that an analysis looks at: its model, its data, and its noise at each batch size."""
+"""The run that an analysis looks at: its model, its data, its noise at each batch size, its gradients without noise.
 
+What these gradients show lies outside of every guarantee.
+"""
+
+import io
 from collections.abc import Sequence
-from dataclasses import dataclass
+from contextlib import redirect_stdout
+from dataclasses import dataclass, field
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from torch import Tensor
+from torch.optim import SGD, Optimizer
 
+from dp_lightning.callbacks import PrivacyCallback
 from dp_lightning.commands.composition import Stopped
 from dp_lightning.commands.pricing import plan_of
-from dp_lightning.commands.raw_gradients import clipped_gradients, load_weights
 from dp_lightning.commands.training import command_line
 from dp_lightning.errors import ConfigurationError
 from dp_lightning.postprocess import as_matrix
 from dp_lightning.postprocess.matrix import is_matrix
 from dp_lightning.privacy.clipping import ClipPlan
 from dp_lightning.privacy.plan import PrivacyPlan
+from dp_lightning.strategies.checkpoint_io import PrivateCheckpointIO
 
 _BATCH_SIZES = (256, 512, 1024, 2048, 4096, 8192)
 
 
-@dataclass(frozen=True)
-class Measured:
-    """Gradients without noise."""
+@dataclass(eq=False)
+class Measured(pl.Callback):
+    """Gradients without noise, taken from the logical steps of a fit."""
 
-    norms: list[float]
+    num_batches: int
+    norms: list[float] = field(default_factory=list)
     """Of the whole gradient, one for each draw."""
-    matrices: dict[str, Tensor]
+    matrices: dict[str, Tensor] = field(default_factory=dict)
     """The gradient of each matrix, (m, n), averaged over the draws, on the CPU."""
-    num_parameters: int
+    num_parameters: int = 0
+
+    def on_before_optimizer_step(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
+    ) -> None:
+        trained = {name: p.grad for name, p in pl_module.named_parameters() if p.requires_grad}
+        gradients = {name: gradient.detach() for name, gradient in trained.items() if gradient is not None}
+        self.norms.append(float(torch.stack(torch._foreach_norm(list(gradients.values()))).norm()))
+        self.num_parameters = sum(gradient.numel() for gradient in gradients.values())
+        for name, gradient in gradients.items():
+            if is_matrix(gradient.shape):
+                share = as_matrix(gradient).float().cpu() / self.num_batches
+                self.matrices[name] = self.matrices[name] + share if name in self.matrices else share
 
 
 class AnalysisRun:
@@ -67,7 +88,7 @@ class AnalysisRun:
         if self.settings["noise_multiplier"] == 0:
             raise ConfigurationError("privacy.noise_multiplier is 0: there is no noise to compare the signal with.")
         if checkpoint is not None:
-            load_weights(self.module, checkpoint)
+            self._load_weights(checkpoint)
 
     @property
     def batch_sizes(self) -> list[int]:
@@ -89,32 +110,44 @@ class AnalysisRun:
         """The plan of the run with another batch size."""
         return plan_of(self.settings, self._trainer, num_train=self.data.num_train, batch_size=batch_size)
 
-    def noise_level(self, plan: PrivacyPlan) -> float:
+    def noise_level(self, batch_size: int) -> float:
         """Standard deviation of the noise in each entry of the gradient, sigma S / B."""
-        return plan.noise_multiplier * self.clip_plan.sensitivity / plan.expected_batch_size
+        return self.plan(batch_size).noise_multiplier * self.clip_plan.sensitivity / batch_size
 
     def measure(self, batch_size: int) -> Measured:
-        """Take the gradients."""
-        norms: list[float] = []
-        sums: dict[str, Tensor] = {}
-        count = 0
+        """The clipped mean gradients of Poisson draws at fixed parameters.
 
-        def take(gradients: Any) -> None:
-            nonlocal count
-            norms.append(float(torch.stack(torch._foreach_norm(list(gradients.values()))).norm()))
-            count = sum(gradient.numel() for gradient in gradients.values())
-            for name, gradient in gradients.items():
-                if is_matrix(gradient.shape):
-                    share = as_matrix(gradient).float().cpu() / self.num_batches
-                    sums[name] = sums[name] + share if name in sums else share
+        They are those of private steps without noise, by an optimizer whose learning rate is zero.
+        """
+        settings = {key: value for key, value in self.settings.items() if key not in ("target_epsilon", "disk")}
+        settings |= {"expected_batch_size": batch_size, "noise_multiplier": 0.0, "not_private": True}
+        measured = Measured(self.num_batches)
+        self.module.__dict__["configure_optimizers"] = lambda: SGD(self.module.parameters(), lr=0.0)
+        try:
+            # The private step says that a run without noise is not private; this one is none.
+            with TemporaryDirectory() as folder, redirect_stdout(io.StringIO()):
+                pl.Trainer(
+                    **{name: self._trainer[name] for name in ("accelerator", "devices", "precision")},
+                    callbacks=[PrivacyCallback(**{**settings, "reproducible": True}), measured],
+                    max_steps=self.num_batches,
+                    max_epochs=-1,
+                    logger=False,
+                    enable_checkpointing=False,
+                    enable_model_summary=False,
+                    limit_val_batches=0,
+                    num_sanity_val_steps=0,
+                    default_root_dir=folder,
+                ).fit(self.module, self.data)
+        finally:
+            del self.module.__dict__["configure_optimizers"]
+        return measured
 
-        clipped_gradients(
-            self.module,
-            self.data,
-            privacy=self.settings,
-            trainer={name: self._trainer[name] for name in ("accelerator", "devices", "precision")},
-            batch_size=batch_size,
-            num_batches=self.num_batches,
-            take=take,
-        )
-        return Measured(norms, sums, count)
+    def _load_weights(self, checkpoint: Path) -> None:
+        saved = PrivateCheckpointIO().load_checkpoint(checkpoint)
+        try:
+            self.module.load_state_dict(saved["state_dict"])
+        except (KeyError, RuntimeError) as error:
+            raise ConfigurationError(
+                f"--ckpt-path {checkpoint} does not fit the configuration's model, {type(self.module).__name__}: "
+                f"{' '.join(str(error).split())[:300]}. Give the checkpoint of a run with the same model."
+            ) from error

@@ -6,7 +6,6 @@ released. The signal-to-noise ratio that `dpl fit` logs as privacy/snr comes fro
 
 import argparse
 import json
-from collections.abc import Mapping
 from pathlib import Path
 
 from dp_lightning.errors import ConfigurationError
@@ -16,14 +15,7 @@ KINDS = ("snr", "spectrum", "recovery", "newton-schulz", "direction")
 
 
 def main(arguments: list[str]) -> None:
-    """Analyse and write a page.
-
-    Args:
-        arguments: the command and its options; those that are not of the analysis are those of ``dpl fit``.
-
-    Raises:
-        DpLightningError: naming the setting and the fix.
-    """
+    """Analyse and write a page; options that are not of the analysis are those of ``dpl fit``."""
     options, of_fit = _parser().parse_known_args(arguments[1:])
     if not any(argument == "--config" or argument.startswith("--config=") for argument in of_fit):
         raise ConfigurationError("dpl analyze needs the --config of a run, such as configs/wrn16_cifar10.yaml.")
@@ -35,21 +27,16 @@ def main(arguments: list[str]) -> None:
     folder: Path = options.out / "unprotected" / options.kind
     require_writable(folder, "--out")
     # Imported here, so that --help answers at once.
-    from dp_lightning.commands.analysis_pages import PAGES
+    from dp_lightning.commands.analysis_pages import PAGES, new_page
     from dp_lightning.commands.analysis_run import AnalysisRun
 
     run = AnalysisRun(of_fit, options.ckpt_path, num_batches=options.batches, batch_sizes=options.batch_sizes)
-    page = PAGES[options.kind](run, folder)
-    texts: Mapping[str, str] = {
-        "page.md": page.document.markdown(),
-        "page.html": page.document.html(),
-        "numbers.json": json.dumps({"unprotected": page.document.warning, **page.facts}, indent=1) + "\n",
-    }
-    for name, text in texts.items():
-        with replacing(folder / name) as file:
-            file.write(text.encode())
-    print(texts["page.md"])
-    print(f"Written to {folder / 'page.html'}")
+    title, fill = PAGES[options.kind]
+    page = new_page(run, title, folder)
+    facts = fill(run, page)
+    with replacing(folder / "numbers.json") as file:
+        file.write((json.dumps({"unprotected": page.warning, **facts}, indent=1) + "\n").encode())
+    page.publish("page")
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -47,10 +47,7 @@ class Composer:
         self._cli: TrainingCLI | None = None
 
     def __call__(self, arguments: Sequence[str]) -> dict[str, Any]:
-        """Every setting with these options, defaults included but those that are null.
-
-        Args:
-            arguments: the options, such as ``--config`` and overrides.
+        """Every setting with these options of ``dpl fit``, defaults included but those that are null.
 
         Raises:
             ConfigurationError: for an option that does not parse.

@@ -23,41 +23,18 @@ from dp_lightning.models.trained import merge_low_rank
 from dp_lightning.privacy.statement import PrivacyStatement
 from dp_lightning.strategies.checkpoint_io import PrivateCheckpointIO
 
-_FORMATS = ("safetensors", "onnx")
 _FILES = ("model.safetensors", "model.onnx", "model.json")
 # What writes each format.
 _PACKAGES = {"safetensors": "safetensors", "onnx": "onnxscript"}
 
 
 def main(arguments: list[str]) -> None:
-    """Write the files and name them.
-
-    Args:
-        arguments: the command and its options.
-    """
-    options = _parser().parse_args(arguments[1:])
-    for path in export(
-        Path(options.ckpt_path),
-        Path(options.out),
-        weights=options.weights,
-        formats=options.format,
-        image_size=options.image_size,
-        module_class=options.module_class,
-        feature_weights=options.feature_weights,
-    ):
+    """Write the files and name them."""
+    for path in export(_parser().parse_args(arguments[1:])):
         print(path)
 
 
-def export(
-    checkpoint: Path,
-    out: Path,
-    *,
-    weights: str | None = None,
-    formats: list[str] | None = None,
-    image_size: int | None = None,
-    module_class: str | None = None,
-    feature_weights: str | None = None,
-) -> list[Path]:
+def export(options: argparse.Namespace) -> list[Path]:
     """Write ``model.safetensors``, ``model.onnx``, ``model.json`` and the privacy statement into ``out``.
 
     ``model.json`` also has the names of the classes, and the size to which the data module resizes an image before it
@@ -70,15 +47,6 @@ def export(
     what a ``TimmModule`` with pretrained weights does to its images before, resizing and another normalisation, is in
     ``model.onnx`` and stated in ``model.json``.
 
-    Args:
-        checkpoint: of a private run.
-        out: the folder.
-        weights: ``raw`` or ``averaged``; None is averaged where the checkpoint has an average.
-        formats: of ``safetensors`` and ``onnx``; None is both.
-        image_size: height and width of the images, where the checkpoint does not say.
-        module_class: path of the module's class, where it is not one of dp_lightning.
-        feature_weights: where the weights of the network before a linear probe lie now.
-
     Returns:
         The files.
 
@@ -86,9 +54,11 @@ def export(
         ConfigurationError: naming the option and the fix.
         DataError: the checkpoint cannot be read.
     """
-    formats = list(_FORMATS) if formats is None else formats
+    checkpoint, out, weights = Path(options.ckpt_path), Path(options.out), options.weights
+    formats = options.format or list(_PACKAGES)
     for name in formats:
-        _require(_PACKAGES[name], name)
+        if pydoc.safeimport(_PACKAGES[name]) is None:
+            raise ConfigurationError(f"--format {name} needs {_PACKAGES[name]}: pip install 'dp-lightning[export]'")
     saved = PrivateCheckpointIO().load_checkpoint(checkpoint)
     if STATEMENT not in saved:
         raise ConfigurationError(
@@ -101,7 +71,7 @@ def export(
         raise ConfigurationError(
             f"--out {out} holds {there[0]} of an earlier export. Give another folder, or remove that one."
         )
-    module, settings = _module(checkpoint, saved, module_class)
+    module, settings = _module(checkpoint, saved, options.module_class)
     average: dict[str, Tensor] = saved.get("callbacks", {}).get(AveragedWeights.__qualname__, {}).get("average", {})
     if weights == "averaged" and not average:
         raise ConfigurationError(f"{checkpoint} has no average of the weights. Leave --weights out, or set it to raw.")
@@ -115,7 +85,7 @@ def export(
     features = record.get("features")
     before = None
     if features is not None and "onnx" in formats:
-        before = FeatureNetwork.again(features["network"], weights=feature_weights, setting="--feature-weights")
+        before = FeatureNetwork.again(features["network"], weights=options.feature_weights, setting="--feature-weights")
     facts = {
         "class_path": settings.pop("_class_path", None),
         "settings": {name: value for name, value in settings.items() if name != "_instantiator"},
@@ -137,7 +107,7 @@ def export(
     if "onnx" in formats:
         images = settings if features is None else {**features["network"], **features}
         whole = module if before is None else nn.Sequential(before, module)
-        contents["model.onnx"] = _onnx(whole, images.get("in_channels"), image_size or images.get("image_size"))
+        contents["model.onnx"] = _onnx(whole, images.get("in_channels"), options.image_size or images.get("image_size"))
     contents["model.json"] = (json.dumps(facts, indent=2, default=str) + "\n").encode()
     written = list(statement.write(out))
     for name, content in contents.items():
@@ -207,26 +177,16 @@ def _onnx(module: nn.Module, channels: int | None, size: int | None) -> bytes:
     return content
 
 
-def _require(package: str, name: str) -> None:
-    if pydoc.safeimport(package) is None:
-        raise ConfigurationError(f"--format {name} needs {package}: pip install 'dp-lightning[export]'")
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="dpl export", description=__doc__)
-    parser.add_argument("--ckpt-path", "--ckpt_path", required=True, help="checkpoint of a private run")
-    parser.add_argument("--out", required=True, help="folder of the files")
-    parser.add_argument(
-        "--weights", choices=["raw", "averaged"], help="default: averaged where the checkpoint has an average"
-    )
-    parser.add_argument("--format", nargs="+", choices=_FORMATS, help="default: both")
-    parser.add_argument(
-        "--image-size", "--image_size", type=int, help="height and width, where the checkpoint does not say"
-    )
-    parser.add_argument(
-        "--module-class", "--module_class", help="class of the module, package.module.Class, where it is your own"
-    )
-    parser.add_argument(
+    add = parser.add_argument
+    add("--ckpt-path", "--ckpt_path", required=True, help="checkpoint of a private run")
+    add("--out", required=True, help="folder of the files")
+    add("--weights", choices=["raw", "averaged"], help="default: averaged where the checkpoint has an average")
+    add("--format", nargs="+", choices=tuple(_PACKAGES), help="default: both")
+    add("--image-size", "--image_size", type=int, help="height and width, where the checkpoint does not say")
+    add("--module-class", "--module_class", help="class of the module, package.module.Class, where it is your own")
+    add(
         "--feature-weights",
         "--feature_weights",
         help="of a linear probe: file with the weights of the network before it, where it has moved",

@@ -5,7 +5,7 @@ import json
 import math
 import time
 from collections.abc import Mapping
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -27,14 +27,6 @@ _NUMBERS = {
 _ROWS = 16
 
 
-class Price(NamedTuple):
-    """The cost of a run."""
-
-    plan: PrivacyPlan
-    seconds: float | None
-    """Of its training steps on this machine, from one step on made-up images; None where the model does not take it."""
-
-
 class Pricing:
     """Prices runs; what runs have in common is made and timed once."""
 
@@ -42,11 +34,10 @@ class Pricing:
         self._known: dict[str, tuple[int, float | None] | DpLightningError] = {}
         self._seconds_per_row: dict[str, float | None] = {}
 
-    def __call__(self, settings: Mapping[str, Any]) -> Price:
-        """The price of a run.
+    def __call__(self, settings: Mapping[str, Any]) -> tuple[PrivacyPlan, float | None]:
+        """The plan of a run with this whole configuration, and the seconds of its training steps on this machine.
 
-        Args:
-            settings: its whole configuration.
+        The seconds are from one step on made-up images; None where the model does not take it.
 
         Raises:
             DpLightningError: as ``dpl fit`` would, where the settings or the data are at fault.
@@ -64,7 +55,7 @@ class Pricing:
         privacy = settings["privacy"]
         plan = plan_of(privacy, settings["trainer"], num_train=num_train)
         rows = plan.num_steps * plan.expected_batch_size * privacy["augmult"]
-        return Price(plan, None if seconds_per_row is None else seconds_per_row * rows)
+        return plan, None if seconds_per_row is None else seconds_per_row * rows
 
     def _look_at(self, settings: Mapping[str, Any]) -> tuple[int, float | None] | DpLightningError:
         """N and the seconds of one row, or why ``dpl fit`` would refuse the run."""

@@ -9,18 +9,11 @@ from dp_lightning.commands.sweep import add_grid_options, planned_runs
 from dp_lightning.experiments.grid import Grid
 from dp_lightning.experiments.report import grid_report
 from dp_lightning.experiments.results import Outcome
-from dp_lightning.files import replacing, require_writable
+from dp_lightning.files import require_writable
 
 
 def main(arguments: list[str]) -> None:
-    """Write ``<out>/report/<grid>/report.md``, ``report.html`` and the figures, and print the Markdown.
-
-    Args:
-        arguments: the command and its options.
-
-    Raises:
-        DpLightningError: naming the setting and the fix.
-    """
+    """Write ``<out>/report/<grid>/report.md``, ``report.html`` and the figures, and print the Markdown."""
     options = _parser().parse_args(arguments[1:])
     grid = Grid.load(options.grid)
     runs = planned_runs(grid, options.out, options.override)
@@ -28,11 +21,7 @@ def main(arguments: list[str]) -> None:
     require_writable(folder, "--out")
     found = [Outcome.read(run.cell.labels, run.folder) for run in runs]
     page = grid_report(grid, found, folder, override=options.override)
-    for name, text in (("report.md", page.markdown()), ("report.html", page.html())):
-        with replacing(folder / name) as file:
-            file.write(text.encode())
-    print(page.markdown())
-    print(f"Written to {folder / 'report.html'}")
+    page.publish("report")
 
 
 def _name(grid: Path, override: Sequence[str]) -> str:

@@ -23,14 +23,11 @@ def checkpoint_to_resume(trainer: pl.Trainer, asked: str | None) -> str | None:
     Raises:
         ConfigurationError: when ``last`` is asked for and there is none.
     """
-    earlier = earlier_start(trainer)
-    if earlier is not None:
-        run = earlier.run
-        found = newest_intact(earlier.folder.glob("*.ckpt"), lambda path: _run_of(path) == run)
+    if (earlier := earlier_start(trainer)) is not None:
+        folder, run = earlier
+        found = newest_intact(folder.glob("*.ckpt"), lambda path: _run_of(path) == run)
         if found is not None:
             return str(found)
-    if asked is None:
-        return None
     if asked != "last":
         return asked
     folders = _folders(trainer)

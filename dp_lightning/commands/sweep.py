@@ -25,11 +25,10 @@ from dp_lightning.files import require_writable
 
 
 class PlannedRun(NamedTuple):
-    """A run of a grid and where it lives."""
+    """A run of a grid, its options of ``dpl fit`` with what was overridden, all its settings, and where it lives."""
 
     cell: Cell
     arguments: tuple[str, ...]
-    """Options of ``dpl fit``, what was overridden included."""
     settings: dict[str, Any]
     folder: RunFolder
 
@@ -37,11 +36,7 @@ class PlannedRun(NamedTuple):
 def main(arguments: list[str]) -> None:
     """Run the grid, or print what would be run.
 
-    Args:
-        arguments: the command and its options.
-
     Raises:
-        DpLightningError: naming the setting and the fix.
         SystemExit: with 1, where a run has failed; with 130 or 143 after SIGINT or SIGTERM.
     """
     options = _parser().parse_args(arguments[1:])
@@ -71,11 +66,10 @@ def main(arguments: list[str]) -> None:
 
 
 def planned_runs(grid: Grid, out: Path, override: Sequence[str]) -> list[PlannedRun]:
-    """The runs of a grid with their whole configurations.
+    """The runs of a grid with their whole configurations, in folders in ``out``.
 
     Args:
-        grid: the grid.
-        out: folder of its runs.
+        grid, out: the grid, and the folder of its runs.
         override: settings of every run, as ``name=value``.
 
     Raises:
@@ -195,12 +189,11 @@ def _print_prices(grid: Grid, runs: Sequence[PlannedRun]) -> None:
         print(f"\n{run.cell.name}" + (" (finished)" if run.folder.finished else ""))
         print(f"  {shlex.join(['dpl', 'fit', *run.arguments])}")
         try:
-            found = price(run.settings)
+            plan, seconds = price(run.settings)
         except DpLightningError as error:
             print(f"  no price: {error}", flush=True)
             untimed += 1
             continue
-        plan, seconds = found
         if not run.folder.finished:
             total, untimed = total + (seconds or 0.0), untimed + (seconds is None)
         time_ = "a time that only the run itself can tell" if seconds is None else f"about {_duration(seconds)} here"

@@ -119,17 +119,16 @@ class TrainingCLI(LightningCLI):
             if trains and config.get("strategy") == "auto" and _wants_processes(config):
                 config["strategy"] = PRIVATE_STRATEGY
         given = config.get("callbacks") or []
-        given = given if isinstance(given, list) else [given]
-        ours: list[pl.Callback] = [self.privacy, SignalToNoise(), self.postprocess, self.averaging]
-        given = [*given, DataRecord(), RunRecord()]
-        if self.subcommand == "fit":
-            given = [*given, Interruption()]
+        callbacks: list[pl.Callback] = [self.privacy, SignalToNoise(), self.postprocess, self.averaging]
+        callbacks += [*(given if isinstance(given, list) else [given]), DataRecord(), RunRecord()]
         if self.subcommand == "predict":
-            given = [*given, PredictionFile()]
-        wants_bar = self.subcommand == "fit" and config.get("enable_progress_bar") is not False
-        if wants_bar and not any(isinstance(callback, ProgressBar) for callback in given):
-            given = [*given, PrivateProgressBar()]
-        config["callbacks"] = [*ours, *given]
+            callbacks.append(PredictionFile())
+        if self.subcommand == "fit":
+            callbacks.append(Interruption())
+            has_bar = any(isinstance(callback, ProgressBar) for callback in callbacks)
+            if config.get("enable_progress_bar") is not False and not has_bar:
+                callbacks.append(PrivateProgressBar())
+        config["callbacks"] = callbacks
         with _named_refusals(config):
             return self._instantiate_trainer(config, [])
 
@@ -143,10 +142,9 @@ class TrainingCLI(LightningCLI):
             assert privacy is not None
             assert privacy.plan is not None
             lr_scheduler.set_num_steps(privacy.plan.num_steps)
-        if isinstance(lr_scheduler, ReduceLROnPlateau):
-            plateau = {"scheduler": lr_scheduler, "monitor": lr_scheduler.monitor}
-            return {"optimizer": optimizer, "lr_scheduler": plateau}
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": lr_scheduler, "interval": "step"}}
+        plateau = isinstance(lr_scheduler, ReduceLROnPlateau)
+        when = {"monitor": lr_scheduler.monitor} if plateau else {"interval": "step"}
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": lr_scheduler, **when}}
 
     def before_fit(self) -> None:
         """Refuse wrong settings before any data is touched."""
@@ -185,15 +183,7 @@ def _named_refusals(config: dict[str, Any]) -> Iterator[None]:
 
 
 def command_line(arguments: list[str], kind: type[TrainingCLI] = TrainingCLI) -> TrainingCLI:
-    """Read the options of one of the four commands, and do with them what ``kind`` does.
-
-    Args:
-        arguments: the command and its options.
-        kind: runs the command, or stops before.
-
-    Raises:
-        DpLightningError: naming the setting and the fix.
-    """
+    """Read one of the four commands and its options; ``kind`` runs it, or stops before."""
     # The classifiers' own optimizer serves plain Trainers; that the configuration's replaces it is no news.
     warnings.filterwarnings("ignore", message=".*will be overridden by `")
     # Lightning 2.6 on torch 2.14; nothing that a user can act on.
@@ -225,9 +215,5 @@ def named_errors() -> Iterator[None]:
 
 
 def main(arguments: list[str]) -> None:
-    """Run one of the four commands.
-
-    Args:
-        arguments: the command and its options.
-    """
+    """Run one of the four commands."""
     command_line(arguments)

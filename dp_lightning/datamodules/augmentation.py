@@ -19,7 +19,6 @@ class CropAndFlip:
 
     Args:
         padding: pixels on each side before the crop, at most the size of an image.
-        flip: whether images are mirrored.
         edges: what these pixels are: zeros, or the image mirrored at its edge, as De et al. 2022 have it.
     """
 

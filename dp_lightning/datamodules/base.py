@@ -76,15 +76,10 @@ class ImageDataModule(lightning.LightningDataModule, ABC):
             raise ConfigurationError(f"num_workers must be at least 0, not {num_workers}")
         if not mean or not std or min(std) <= 0.0:
             raise ConfigurationError(f"mean and std need a number per channel, std above 0: {mean=}, {std=}")
-        self.mean = tuple(mean)
-        self.std = tuple(std)
-        self.val_fraction = val_fraction
-        self.split_seed = split_seed
-        self.eval_batch_size = eval_batch_size
-        self.num_workers = num_workers
-        self.augment = augment
-        self.crop_edges = crop_edges
-        self.test_every_epoch = test_every_epoch
+        self.mean, self.std = tuple(mean), tuple(std)
+        self.val_fraction, self.split_seed = val_fraction, split_seed
+        self.eval_batch_size, self.num_workers = eval_batch_size, num_workers
+        self.augment, self.crop_edges, self.test_every_epoch = augment, crop_edges, test_every_epoch
         self._sources: dict[Split, ImageSource] = {}
 
     @property
@@ -216,10 +211,8 @@ class ImageDataModule(lightning.LightningDataModule, ABC):
 
     def val_dataloader(self) -> dict[str, DataLoader] | list[DataLoader]:
         """Loaders by name, ``val`` and ``test``, as far as there are such images; an empty list for none."""
-        loaders: dict[str, DataLoader] = {}
         val_dataset = self.val_dataset
-        if val_dataset is not None:
-            loaders["val"] = self._loader(val_dataset)
+        loaders = {} if val_dataset is None else {"val": self._loader(val_dataset)}
         if self.test_every_epoch and "test" in self.own_splits:
             loaders["test"] = self._loader(self.test_dataset)
         return loaders or []
@@ -227,8 +220,7 @@ class ImageDataModule(lightning.LightningDataModule, ABC):
     def test_dataloader(self) -> DataLoader:
         return self._loader(self.test_dataset)
 
-    def predict_dataloader(self) -> DataLoader:
-        return self._loader(self.test_dataset)
+    predict_dataloader = test_dataloader
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
         """Normalise what the loaders bring as bytes, on the device that trains."""

@@ -69,12 +69,8 @@ class ImageDataset(Dataset[tuple[Tensor, int]]):
         augment: Transform | None = None,
         random: bool = False,
     ) -> None:
-        self.source = source
-        self.indices = indices
-        self.transform = transform
-        self.normalize = normalize
-        self.augment = augment
-        self.random = random
+        self.source, self.indices = source, indices
+        self.transform, self.normalize, self.augment, self.random = transform, normalize, augment, random
 
     def __len__(self) -> int:
         return len(self.indices)

@@ -30,7 +30,6 @@ class Digits(ImageDataModule):
         mean: Mean of the pixels on the scale 0 to 1.
         std: Standard deviation of the pixels on the same scale.
         augment: Random crop of the training images after one pixel of padding.
-        **kwargs: The other arguments of ``ImageDataModule``.
     """
 
     num_classes = 10

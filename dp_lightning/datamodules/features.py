@@ -7,7 +7,6 @@ in a folder that only their owner can read, and no noise protects them.
 import hashlib
 import json
 import pickle
-from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ import lightning
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, TensorDataset
 
 from dp_lightning.datamodules.base import ImageDataModule, Split
 from dp_lightning.datamodules.dataset import ImageDataset
@@ -82,7 +81,8 @@ class CachedFeatures(lightning.LightningDataModule):
             std=images.std,
         )
         self.folder = Path(cache) / self._key()
-        self._sets: dict[Split, FeatureDataset] = {}
+        #: Features float32 (n, D) and labels int64 (n,).
+        self._sets: dict[Split, TensorDataset] = {}
 
     @property
     def num_classes(self) -> int:
@@ -121,7 +121,10 @@ class CachedFeatures(lightning.LightningDataModule):
     def setup(self, stage: str | None = None) -> None:
         for split in self._datasets():
             if split not in self._sets:
-                self._sets[split] = FeatureDataset([_read(path) for path in self._files(split)])
+                pieces = [_read(path) for path in self._files(split)]
+                self._sets[split] = TensorDataset(
+                    *(torch.cat([p[name] for p in pieces]) for name in ("features", "labels"))
+                )
 
     def train_dataloader(self) -> DataLoader:
         return self._loader("train", shuffle=True)
@@ -133,8 +136,7 @@ class CachedFeatures(lightning.LightningDataModule):
     def test_dataloader(self) -> DataLoader:
         return self._loader("test")
 
-    def predict_dataloader(self) -> DataLoader:
-        return self._loader("test")
+    predict_dataloader = test_dataloader
 
     def _loader(self, split: Split, *, shuffle: bool = False) -> DataLoader:
         return DataLoader(self._sets[split], batch_size=self.images.eval_batch_size, shuffle=shuffle)
@@ -151,24 +153,16 @@ class CachedFeatures(lightning.LightningDataModule):
         kind = type(self.images)
         settings = {
             name: str(value)
-            for name, value in vars(self.images).items()
+            for name, value in sorted(vars(self.images).items())
             if not name.startswith("_") and not isinstance(getattr(kind, name, None), cached_property)
         }
-        passed_by = (
-            "download",
-            "crop_edges",
-            "eval_batch_size",
-            "num_workers",
-            "test_every_epoch",
-            "prepare_data_per_node",
-            "read_first",
-            "trainer",
-        )
+        passed_by = {"download", "crop_edges", "eval_batch_size", "num_workers", "test_every_epoch", "read_first"}
+        passed_by |= {"prepare_data_per_node", "trainer"}
         network = self._network.settings
         facts = [
             *(network[name] for name in ("backbone", "digest", "input_size", "backbone_kwargs")),
-            type(self.images).__name__,
-            {name: value for name, value in sorted(settings.items()) if name not in passed_by},
+            kind.__name__,
+            {name: value for name, value in settings.items() if name not in passed_by},
         ]
         return f"{network['backbone']}-{hashlib.sha256(json.dumps(facts, default=str).encode()).hexdigest()[:12]}"
 
@@ -210,28 +204,6 @@ class CachedFeatures(lightning.LightningDataModule):
                 torch.save({**piece, "digest": _digest(piece)}, file)
             rank_zero_info(f"Features of {rows.stop} of {len(dataset)} {split} images are in {self.folder}.")
         self._network = self._network.cpu()
-
-
-class FeatureDataset(Dataset[tuple[Tensor, int]]):
-    """Features and labels in memory: item i is (float32 (D,), label).
-
-    Args:
-        pieces: dictionaries with ``features`` (n, D) and ``labels`` int64 (n,).
-    """
-
-    def __init__(self, pieces: Sequence[dict[str, Tensor]]) -> None:
-        self.features = torch.cat([piece["features"] for piece in pieces])
-        self.labels = torch.cat([piece["labels"] for piece in pieces])
-
-    def __len__(self) -> int:
-        return len(self.labels)
-
-    def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        return self.__getitems__([index])[0]
-
-    def __getitems__(self, indices: Sequence[int]) -> list[tuple[Tensor, int]]:
-        chosen = torch.as_tensor(indices)
-        return list(zip(self.features[chosen], self.labels[chosen].tolist(), strict=True))
 
 
 @torch.inference_mode()

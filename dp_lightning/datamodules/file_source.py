@@ -5,13 +5,13 @@ import os
 import struct
 from array import array
 from collections.abc import Iterable, Sequence
-from typing import overload
+from typing import Any, cast
 
 import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 from torchvision.io import ImageReadMode, decode_jpeg, read_file
 from tqdm import tqdm
 
@@ -22,7 +22,7 @@ _JPEG_START, _JPEG_END = [0xFF, 0xD8], [0xFF, 0xD9]
 _COMPRESSED = (".jpg", ".jpeg", ".png", ".webp")
 
 
-class FileNames(Sequence[str]):
+class FileNames:
     """Paths in one block of memory, which worker processes share with the main one.
 
     A list of strings would be copied page by page, as reading an object counts its references.
@@ -38,17 +38,8 @@ class FileNames(Sequence[str]):
     def __len__(self) -> int:
         return len(self._ends) - 1
 
-    @overload
-    def __getitem__(self, index: int) -> str: ...
-    @overload
-    def __getitem__(self, index: slice) -> "Sequence[str]": ...
-    def __getitem__(self, index: int | slice) -> "str | Sequence[str]":
-        if isinstance(index, slice):
-            return [self[position] for position in range(*index.indices(len(self)))]
-        if not -len(self) <= index < len(self):
-            raise IndexError(index)
-        position = index % len(self)
-        return os.fsdecode(self._text[self._ends[position] : self._ends[position + 1]].tobytes())
+    def __getitem__(self, index: int) -> str:
+        return os.fsdecode(self._text[self._ends[index] : self._ends[index + 1]].tobytes())
 
 
 class FileSource:
@@ -59,7 +50,7 @@ class FileSource:
         labels: int64 (N,).
     """
 
-    def __init__(self, paths: Iterable[str], labels: Tensor) -> None:
+    def __init__(self, paths: Iterable[str] | FileNames, labels: Tensor) -> None:
         self.paths = paths if isinstance(paths, FileNames) else FileNames(paths)
         self.labels = labels
 
@@ -79,7 +70,7 @@ class FileSource:
     def digest(self, indices: Tensor) -> bytes:
         """Of the sizes of compressed files; of the content of others, whose size their pixels do not change."""
         found = hashlib.sha256()
-        for path in (self.paths[index] for index in indices.tolist()):
+        for path in map(self.paths.__getitem__, indices.tolist()):
             found.update(os.path.getsize(path).to_bytes(8, "little"))
             if not path.lower().endswith(_COMPRESSED):
                 with open(path, "rb") as file:
@@ -87,39 +78,28 @@ class FileSource:
         return found.digest()
 
 
-class _Problems(Dataset[str]):
-    """Item i says why the i-th file cannot be read, or nothing."""
-
-    def __init__(self, paths: FileNames) -> None:
-        self._paths = paths
-
-    def __len__(self) -> int:
-        return len(self._paths)
-
-    def __getitem__(self, index: int) -> str:
-        try:
-            open_rgb(self._paths[index])
-        except DataError as error:
-            return str(error)
-        return ""
-
-
 def require_readable(paths: FileNames, num_workers: int, where: str) -> None:
     """Decode every file, with the progress on standard error.
-
-    Args:
-        paths: The files.
-        num_workers: Processes that decode; 0 does it in this one.
-        where: What they are, for the progress and the message.
 
     Raises:
         DataError: Some cannot be read; the message names up to ten of them.
     """
-    loader = DataLoader(_Problems(paths), batch_size=64, num_workers=num_workers, collate_fn=list)
-    found = [problem for batch in tqdm(loader, desc=f"Reading {where}", unit="batch") for problem in batch if problem]
+    loader: DataLoader = DataLoader(cast(Any, paths), batch_size=64, num_workers=num_workers, collate_fn=_problems)
+    found = [problem for batch in tqdm(loader, desc=f"Reading {where}", unit="batch") for problem in batch]
     if found:
         more = f" and {len(found) - 10} more" if len(found) > 10 else ""
         raise DataError(f"{len(found)} files in {where} cannot be read:\n" + "\n".join(found[:10]) + more)
+
+
+def _problems(paths: Sequence[str]) -> list[str]:
+    """Why some of these files cannot be read."""
+    found = []
+    for path in paths:
+        try:
+            open_rgb(path)
+        except DataError as error:
+            found.append(str(error))
+    return found
 
 
 def open_rgb(path: str) -> Tensor:

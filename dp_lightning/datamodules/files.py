@@ -8,11 +8,11 @@ from typing import Any
 import lightning
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 from torchvision.datasets.folder import IMG_EXTENSIONS
 from torchvision.transforms import v2
 
-from dp_lightning.datamodules.dataset import Transform
+from dp_lightning.datamodules.dataset import ImageDataset, Transform
 from dp_lightning.datamodules.file_source import FileNames, FileSource, require_readable
 from dp_lightning.datamodules.folder import warn_of_left_out
 from dp_lightning.datamodules.pixels import PixelNormalization
@@ -98,10 +98,20 @@ class ImageFiles(lightning.LightningDataModule):
             require_readable(FileNames(map(str, self.paths)), self.num_workers, str(self.root))
 
     def predict_dataloader(self) -> DataLoader:
+        assert self.image_size is not None
+        assert self.mean is not None
+        assert self.std is not None
+        steps: list[Transform] = [v2.Resize(self.resized_to), v2.CenterCrop(self.image_size)]
         return DataLoader(
-            _Unlabelled(self),
+            ImageDataset(
+                FileSource(map(str, self.paths), torch.zeros(len(self.paths), dtype=torch.int64)),
+                torch.arange(len(self.paths)),
+                v2.Compose(steps if self.channels == 3 else [*steps, _grey]),
+                PixelNormalization(self.mean, self.std),
+            ),
             batch_size=self.batch_size,
             num_workers=self.num_workers,
+            collate_fn=_images,
             pin_memory=torch.cuda.is_available(),
         )
 
@@ -110,26 +120,9 @@ class ImageFiles(lightning.LightningDataModule):
         return batch if self._network is None else self._network.to(batch.device)(batch)
 
 
-class _Unlabelled(Dataset[Tensor]):
-    """Item i is the float image (C, H, W) of the i-th file."""
-
-    def __init__(self, data: ImageFiles) -> None:
-        assert data.image_size is not None
-        assert data.mean is not None
-        assert data.std is not None
-        steps: list[Transform] = [v2.Resize(data.resized_to), v2.CenterCrop(data.image_size)]
-        self._transform = v2.Compose(steps if data.channels == 3 else [*steps, _grey])
-        self._normalize = PixelNormalization(data.mean, data.std)
-        self._source = FileSource(map(str, data.paths), torch.zeros(len(data.paths), dtype=torch.int64))
-
-    def __len__(self) -> int:
-        return len(self._source.paths)
-
-    def __getitem__(self, index: int) -> Tensor:
-        return self.__getitems__([index])[0]
-
-    def __getitems__(self, indices: Sequence[int]) -> list[Tensor]:
-        return list(self._normalize(self._source.read(indices, self._transform)))
+def _images(examples: Sequence[tuple[Tensor, int]]) -> Tensor:
+    """The images without their labels, which mean nothing here."""
+    return torch.stack([image for image, _ in examples])
 
 
 def _grey(image: Tensor) -> Tensor:

@@ -42,7 +42,6 @@ class ImageFolder(ImageDataModule):
         read_first: Decode every file before anything else, and name all that cannot be read. Without it such
             a file stops the run when it is drawn, and a run that has begun can go on only with the file
             replaced: without the file its training set would be another one.
-        **kwargs: The arguments of ``ImageDataModule``.
     """
 
     in_channels = 3
@@ -53,10 +52,8 @@ class ImageFolder(ImageDataModule):
         super().__init__(**kwargs)
         if image_size < 1:
             raise ConfigurationError(f"image_size must be at least 1 pixel, not {image_size}")
-        self.root = Path(root)
-        self.size = image_size
-        self.flip = flip
-        self.read_first = read_first
+        self.root, self.size = Path(root), image_size
+        self.flip, self.read_first = flip, read_first
 
     @property
     def image_size(self) -> int:
@@ -90,16 +87,16 @@ class ImageFolder(ImageDataModule):
     @cached_property
     def split_folders(self) -> dict[Split, Path]:
         """The folder of each split that the data brings."""
-        train, val, test = (self.root / name for name in ("train", "val", "test"))
-        if not train.is_dir():
+        names: tuple[Split, ...] = ("train", "val", "test")
+        found = {name: self.root / name for name in names if (self.root / name).is_dir()}
+        if "train" not in found:
             raise DataError(
-                f"{train} is missing; set data.init_args.root to the folder that holds train/<class>/<image files>"
+                f"{self.root / 'train'} is missing; set data.init_args.root to the folder that holds "
+                "train/<class>/<image files>"
             )
-        if val.is_dir() and test.is_dir():
-            return {"train": train, "val": val, "test": test}
-        if val.is_dir():
-            return {"train": train, "test": val}
-        return {"train": train, "test": test} if test.is_dir() else {"train": train}
+        if "val" in found and "test" not in found:
+            found["test"] = found.pop("val")
+        return found
 
     def prepare_data(self) -> None:
         super().prepare_data()
@@ -131,11 +128,10 @@ class ImageFolder(ImageDataModule):
                     "Classes are those of the training set; add images of them to it, or remove the folders."
                 )
             by_class = [image_files(folder / name, left_out) if name in names else [] for name in self.classes]
-            empty = [str(folder / name) for name, found in zip(self.classes, by_class, strict=True) if not found]
-            if empty and split == "train":
-                raise DataError(f"{empty[0]} holds no image files; remove the folder or fill it")
-            if not any(by_class):
-                raise DataError(f"{folder} holds no image files; remove the folder or fill it")
+            empty = [folder / name for name, found in zip(self.classes, by_class, strict=True) if not found]
+            if empty and (split == "train" or not any(by_class)):
+                where = empty[0] if split == "train" else folder
+                raise DataError(f"{where} holds no image files; remove the folder or fill it")
             counts = torch.tensor([len(found) for found in by_class])
             listed = FileNames(path for found in by_class for path in found)
             files[split] = listed, torch.arange(len(by_class)).repeat_interleave(counts)
@@ -155,7 +151,6 @@ class ImageNet(ImageFolder):
         image_size: Height and width of an image as the network receives it, in pixels.
         mean: Mean of each channel on the scale 0 to 1: the published constant.
         std: Standard deviation of each channel on the same scale: the published constant.
-        **kwargs: The other arguments of ``ImageDataModule``.
     """
 
     def __init__(
@@ -208,9 +203,7 @@ def class_names(folder: Path) -> list[str]:
 def image_files(folder: Path, left_out: Counter[str]) -> list[str]:
     """The paths of the image files directly inside ``folder``, in alphabetical order; hidden files are left out.
 
-    Args:
-        folder: To look into.
-        left_out: Counts what else is there, but for hidden files: by extension, and folders.
+    What else is there is counted in ``left_out``, by extension.
     """
     names = []
     with os.scandir(folder) as entries:

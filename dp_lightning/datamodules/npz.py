@@ -40,7 +40,6 @@ class NpzImages(ImageDataModule):
         num_classes: Number of classes. Without it, it is one more than the largest training label, which is
             then taken to be public.
         flip: Mirror training images at random; set it to false where a mirrored image is another thing.
-        **kwargs: The arguments of ``ImageDataModule``.
     """
 
     def __init__(self, path: str, *, num_classes: int | None = None, flip: bool = True, **kwargs: Any) -> None:

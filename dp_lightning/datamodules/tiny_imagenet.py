@@ -26,7 +26,6 @@ class TinyImageNet(ImageDataModule):
 
     Args:
         root: The unpacked folder that holds ``wnids.txt``.
-        **kwargs: The arguments of ``ImageDataModule`` except ``mean`` and ``std``.
     """
 
     in_channels = 3

@@ -21,10 +21,9 @@ class _TorchvisionImages(ImageDataModule):
     """Images of 32x32 pixels in RGB that torchvision can download.
 
     Args:
-        root: Folder that holds the files in torchvision's layout, or receives them.
+        root: Folder that holds the files in torchvision's layout (``cifar-10-batches-py``, ``cifar-100-python``,
+            ``train_32x32.mat``), or receives them.
         download: Download missing files into ``root`` before the run.
-        **kwargs: The arguments of ``ImageDataModule`` except ``mean`` and ``std``, which are the published
-            constants.
     """
 
     published_mean: tuple[float, ...]
@@ -46,9 +45,11 @@ class _TorchvisionImages(ImageDataModule):
     def open(self, split: Split, *, download: bool) -> ArraySource:
         """Read one split with torchvision, which compares the files with their checksums."""
 
+    def _missing(self) -> list[Path]:
+        return [path for name in self.file_names() if not (path := self.root / name).is_file()]
+
     def check_files(self) -> None:
-        missing = [self.root / name for name in self.file_names() if not (self.root / name).is_file()]
-        if missing and not self.download:
+        if not self.download and (missing := self._missing()):
             raise DataError(
                 f"{missing[0]} is missing; set data.init_args.download: true, or data.init_args.root to the "
                 f"folder that holds {self.file_names()[0]}"
@@ -56,7 +57,7 @@ class _TorchvisionImages(ImageDataModule):
 
     def prepare_data(self) -> None:
         self.check_files()
-        if self.download and any(not (self.root / name).is_file() for name in self.file_names()):
+        if self._missing():
             for split in self.own_splits:
                 self._open(split, download=True)
 
@@ -76,14 +77,7 @@ class _TorchvisionImages(ImageDataModule):
 
 
 class CIFAR10(_TorchvisionImages):
-    """CIFAR-10: 50,000 training and 10,000 test images of 32x32 pixels in 10 classes.
-
-    Args:
-        root: Folder that holds ``cifar-10-batches-py``, or receives it.
-        download: Download missing files into ``root`` before the run.
-        **kwargs: The arguments of ``ImageDataModule`` except ``mean`` and ``std``, which are the published
-            constants.
-    """
+    """CIFAR-10: 50,000 training and 10,000 test images of 32x32 pixels in 10 classes."""
 
     num_available = 50_000
     published_mean = (0.4914, 0.4822, 0.4465)
@@ -102,14 +96,7 @@ class CIFAR10(_TorchvisionImages):
 
 
 class CIFAR100(CIFAR10):
-    """CIFAR-100: 50,000 training and 10,000 test images of 32x32 pixels in 100 classes.
-
-    Args:
-        root: Folder that holds ``cifar-100-python``, or receives it.
-        download: Download missing files into ``root`` before the run.
-        **kwargs: The arguments of ``ImageDataModule`` except ``mean`` and ``std``, which are the published
-            constants.
-    """
+    """CIFAR-100: 50,000 training and 10,000 test images of 32x32 pixels in 100 classes."""
 
     num_classes = 100
     published_mean = (0.5071, 0.4865, 0.4409)
@@ -121,12 +108,6 @@ class SVHN(_TorchvisionImages):
     """SVHN: 73,257 training and 26,032 test images of 32x32 pixels in 10 classes.
 
     The extra images are not used. Augmentation crops only, since a mirrored digit is another shape.
-
-    Args:
-        root: Folder that holds ``train_32x32.mat`` and ``test_32x32.mat``, or receives them.
-        download: Download missing files into ``root`` before the run.
-        **kwargs: The arguments of ``ImageDataModule`` except ``mean`` and ``std``, which are the published
-            constants.
     """
 
     num_available = 73_257

@@ -2,27 +2,24 @@
 
 import statistics
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 from dp_lightning.experiments.document import Document
 from dp_lightning.experiments.figures import figure, place_on_axis, plain, style
 from dp_lightning.experiments.grid import Grid
-from dp_lightning.experiments.results import BESIDE, LAST, Panel, Spread, spread
+from dp_lightning.experiments.results import BESIDE, LAST, Panel, Spread
 
 
-def _draw_accuracy(page: Document, folder: Path, name: str, grid: Grid, panel: Panel, paper: Mapping[str, Any]) -> None:
+def _draw_accuracy(page: Document, name: str, grid: Grid, panel: Panel, paper: Mapping[str, Any]) -> None:
     caption = f"Test accuracy after the last step{', and the paper (best over epochs, dashed)' if paper else ''}"
-    with figure(page, folder, name, caption) as (ax,):
+    with figure(page, name, caption) as (ax,):
         _lines(ax, panel, paper, lambda found: (found.mean, found.deviation or 0.0), 0)
         _finish(ax, grid.report.columns or "", "test accuracy (%)")
 
 
-def _draw_deviation(
-    page: Document, folder: Path, name: str, grid: Grid, panel: Panel, paper: Mapping[str, Any]
-) -> None:
+def _draw_deviation(page: Document, name: str, grid: Grid, panel: Panel, paper: Mapping[str, Any]) -> None:
     caption = f"Standard deviation of the last test accuracy over seeds{', and the paper (dashed)' if paper else ''}"
-    with figure(page, folder, name, caption) as (ax,):
+    with figure(page, name, caption) as (ax,):
         _lines(ax, panel, paper, lambda found: (found.deviation, None), 1)
         _finish(ax, grid.report.columns or "", "standard deviation (points)")
 
@@ -37,9 +34,6 @@ def _lines(
     """A line for each row over the columns, and the paper's beside it.
 
     Args:
-        ax: to draw on.
-        panel: the runs.
-        paper: its pairs of mean and deviation.
         shown: height of a point and length of its bar; a height of None is no point.
         of_pair: which number of the paper's pair is shown.
     """
@@ -47,7 +41,7 @@ def _lines(
     for number, row in enumerate(panel.rows):
         known, theirs = [], []
         for x, column in zip(places, panel.columns, strict=True):
-            height, bar = shown(spread(panel.outcomes.get((row, column), ()), LAST))
+            height, bar = shown(panel.spread(row, column, LAST))
             if height is not None:
                 known.append((x, height, bar))
             pair = paper.get(row, {}).get(column, [])
@@ -62,11 +56,11 @@ def _lines(
             ax.plot(*zip(*theirs, strict=True), linestyle="--", alpha=0.6, label=label, **style(number))
 
 
-def _draw_curves(page: Document, folder: Path, name: str, grid: Grid, panel: Panel, paper: Mapping[str, Any]) -> None:
-    with figure(page, folder, name, "Test accuracy by steps taken, mean over seeds", panels=len(panel.columns)) as axes:
+def _draw_curves(page: Document, name: str, grid: Grid, panel: Panel, paper: Mapping[str, Any]) -> None:
+    with figure(page, name, "Test accuracy by steps taken, mean over seeds", panels=len(panel.columns)) as axes:
         for ax, column in zip(axes, panel.columns, strict=True):
             for number, row in enumerate(panel.rows):
-                results = [o.result for o in panel.outcomes.get((row, column), ()) if o.finished and o.result]
+                results = [o.result for o in panel.outcomes[row, column] if o.finished and o.result]
                 known = [result for result in results if result.get("test_accuracy_curve")]
                 if known:
                     curves = zip(*(result["test_accuracy_curve"] for result in known), strict=False)
@@ -77,21 +71,17 @@ def _draw_curves(page: Document, folder: Path, name: str, grid: Grid, panel: Pan
             _finish(ax, "steps", "test accuracy (%)")
 
 
-def _draw_snr(page: Document, folder: Path, name: str, grid: Grid, panel: Panel, paper: Mapping[str, Any]) -> None:
-    with figure(page, folder, name, "Accuracy beside steps and signal-to-noise ratio", panels=2) as axes:
+def _draw_snr(page: Document, name: str, grid: Grid, panel: Panel, paper: Mapping[str, Any]) -> None:
+    with figure(page, name, "Accuracy beside steps and signal-to-noise ratio", panels=2) as axes:
         for ax, (label, quantity) in zip(axes, BESIDE.items(), strict=True):
             for number, row in enumerate(panel.rows):
-                found = [panel.outcomes.get((row, column), ()) for column in panel.columns]
-                pairs = [(spread(o, quantity).mean, spread(o, LAST).mean) for o in found]
-                known = sorted((x, y) for x, y in pairs if x is not None and y is not None)
-                if known:
+                if known := sorted(panel.pairs(row, quantity, LAST)):
                     ax.plot(*zip(*known, strict=True), label=plain(row), **style(number))
             _finish(ax, label, "test accuracy (%)")
 
 
 def _finish(ax: Any, x: str, y: str) -> None:
-    ax.set_xlabel(plain(x))
-    ax.set_ylabel(y)
+    ax.set(xlabel=plain(x), ylabel=y)
     if ax.get_legend_handles_labels()[0]:
         ax.legend(frameon=False, fontsize=8)
 

@@ -3,11 +3,10 @@
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 from dp_lightning.errors import ConfigurationError
-from dp_lightning.experiments.document import Document, Picture
+from dp_lightning.experiments.document import Document
 
 # Okabe and Ito 2008: told apart by colour-blind people too.
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#999933")
@@ -20,14 +19,10 @@ def style(number: int) -> dict[str, Any]:
 
 
 @contextmanager
-def figure(page: Document, folder: Path, name: str, caption: str, *, panels: int = 1) -> Iterator[Sequence[Any]]:
+def figure(page: Document, name: str, caption: str, *, panels: int = 1) -> Iterator[Sequence[Any]]:
     """Axes to draw on; at the end the figure is written and stands on the page.
 
     Args:
-        page: gets the picture.
-        folder: where it is written.
-        name: of the files.
-        caption: what it shows.
         panels: axes, two in a row.
 
     Raises:
@@ -53,10 +48,9 @@ def figure(page: Document, folder: Path, name: str, caption: str, *, panels: int
         if page.warning:
             drawn.suptitle(page.warning.split(". ")[0], color=_COLOURS[1], fontsize=8)
         yield axes
-        picture = Picture(folder / f"{name}.png", folder / f"{name}.svg", caption)
-        drawn.savefig(picture.png, dpi=150, metadata={"Software": None})
-        drawn.savefig(picture.svg, metadata={"Date": None})
-    page.picture(picture)
+        drawn.savefig(page.folder / f"{name}.png", dpi=150, metadata={"Software": None})
+        drawn.savefig(page.folder / f"{name}.svg", metadata={"Date": None})
+    page.picture(name, caption)
 
 
 def plain(label: str) -> str:

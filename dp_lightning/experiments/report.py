@@ -14,12 +14,12 @@ from dp_lightning.experiments.results import (
     LAST,
     Outcome,
     Panel,
+    Quantity,
     Spread,
     correlation,
     panels,
     per_cent,
     shown_epsilon,
-    spread,
 )
 
 _BEST, _AVERAGED = per_cent("test_accuracy_best"), per_cent("averaged_test_accuracy_last")
@@ -33,16 +33,13 @@ def grid_report(grid: Grid, outcomes: Sequence[Outcome], folder: Path, *, overri
     """Write the figures into a folder and return the page.
 
     Args:
-        grid: the grid.
-        outcomes: of all its runs, finished or not.
-        folder: where the figures are written.
         override: settings that every run has in the place of the grid's; the page names them.
 
     Raises:
         ConfigurationError: where matplotlib is not installed, or the grid names a table that the paper does not have.
     """
     paper = _paper(grid)
-    page = Document(grid.title)
+    page = Document(grid.title, folder)
     if paper and override:
         paper = {}
         page.say("The paper's numbers are left out: they belong to the grid's own settings.")
@@ -57,7 +54,7 @@ def grid_report(grid: Grid, outcomes: Sequence[Outcome], folder: Path, *, overri
         _accuracies(page, grid, panel, paper)
         name = grid.path.stem + (f"_{number + 1}" if panel.title else "")
         for kind in grid.report.figures:
-            DRAWINGS[kind](page, folder, f"{name}_{kind}", grid, panel, paper)
+            DRAWINGS[kind](page, f"{name}_{kind}", grid, panel, paper)
         if "snr" in grid.report.figures:
             _correlations(page, grid, panel)
     _missing(page, outcomes)
@@ -82,41 +79,30 @@ def _paper(grid: Grid) -> Mapping[str, Mapping[str, list[float]]]:
 
 
 def _accuracies(page: Document, grid: Grid, panel: Panel, paper: Mapping[str, Mapping[str, list[float]]]) -> None:
-    def rows(quantity: Any) -> list[list[str]]:
-        return [
-            [_corner(grid), *panel.columns],
-            *(
-                [row, *(_cell(spread(panel.outcomes.get((row, column), ()), quantity)) for column in panel.columns)]
-                for row in panel.rows
-            ),
-        ]
+    head = [" by ".join(axis for axis in (grid.report.rows, grid.report.columns) if axis is not None) or "accuracy"]
+    head += panel.columns
+
+    def say(text: str, quantity: Quantity) -> None:
+        page.say(text)
+        rows = [[row, *(_cell(panel.spread(row, column, quantity)) for column in panel.columns)] for row in panel.rows]
+        page.table([head, *rows])
 
     seeds = f"mean ± standard deviation over {len(grid.axes[SEED])} seeds" if SEED in grid.axes else "one run each"
-    page.say(f"Accuracy after the last step, {seeds}:")
-    page.table(rows(LAST))
-    results = [o.result for found in panel.outcomes.values() for o in found if o.finished and o.result]
+    say(f"Accuracy after the last step, {seeds}:", LAST)
+    results = panel.results()
     if any(_AVERAGED(result) is not None for result in results):
-        page.say("The same of the averaged weights:")
-        page.table(rows(_AVERAGED))
+        say("The same of the averaged weights:", _AVERAGED)
     early = sum(map(_evaluated_early, results))
     if early:
         page.say(
             f"{early} of these runs were last evaluated before their last step, and it is that accuracy which stands "
             "here. Set trainer.check_val_every_n_epoch to a divisor of trainer.max_epochs."
         )
-    page.say("Best accuracy over evaluations. It is chosen on the test set, so it is no estimate for new images:")
-    page.table(rows(_BEST))
+    say("Best accuracy over evaluations. It is chosen on the test set, so it is no estimate for new images:", _BEST)
     if paper:
         page.say("The paper's numbers, which are best accuracies over epochs:")
-        shown = [
-            [row, *(_pair(paper[row].get(column)) for column in panel.columns)] for row in panel.rows if row in paper
-        ]
-        page.table([[_corner(grid), *panel.columns], *shown])
-
-
-def _corner(grid: Grid) -> str:
-    rows, columns = grid.report.rows, grid.report.columns
-    return " by ".join(axis for axis in (rows, columns) if axis is not None) or "accuracy"
+        shown = [[row, *(_pair(paper[row].get(c)) for c in panel.columns)] for row in panel.rows if row in paper]
+        page.table([head, *shown])
 
 
 def _cell(found: Spread) -> str:
@@ -151,7 +137,7 @@ def _missing(page: Document, outcomes: Sequence[Outcome]) -> None:
     for outcome in missing:
         steps = "-" if outcome.result is None else _steps(outcome.result)
         log = str(outcome.folder.log) if outcome.folder.log.is_file() else "not started"
-        rows.append([_name(outcome), steps, log])
+        rows.append([outcome.name, steps, log])
     page.table(rows)
 
 
@@ -164,10 +150,8 @@ def _set_aside(page: Document, outcomes: Sequence[Outcome]) -> None:
         f"{len(again)} runs were started anew after a start that left no intact checkpoint. The steps of that start "
         "are in no epsilon on this page; do not release what stands in its folder, abandoned_0 and so on."
     )
-    rows = [["run", "starts set aside", "folder"]]
-    for outcome in again:
-        rows.append([_name(outcome), str(outcome.folder.abandoned), outcome.folder.path.name])
-    page.table(rows)
+    rows = [[outcome.name, str(outcome.folder.abandoned), outcome.folder.path.name] for outcome in again]
+    page.table([["run", "starts set aside", "folder"], *rows])
 
 
 def _not_for_release(page: Document, outcomes: Sequence[Outcome]) -> None:
@@ -176,7 +160,7 @@ def _not_for_release(page: Document, outcomes: Sequence[Outcome]) -> None:
         return
     page.heading("Not for release")
     page.say(f"The privacy statements of {len(found)} runs say that they must not be released:")
-    page.table([["run", "statement"], *([_name(outcome), release] for outcome, release in found)])
+    page.table([["run", "statement"], *([outcome.name, release] for outcome, release in found)])
 
 
 def _evaluated_early(result: Mapping[str, Any]) -> bool:
@@ -190,26 +174,13 @@ def _steps(result: Mapping[str, Any]) -> str:
     return str(taken) if taken == planned else f"{taken} of {planned}"
 
 
-def _name(outcome: Outcome) -> str:
-    return " ".join(outcome.labels.values())
-
-
 def _runs(page: Document, grid: Grid, outcomes: Sequence[Outcome]) -> None:
     page.heading("Runs")
     rows = [[*grid.axes, "last", "best", "epsilon", "delta", "steps", "seconds", "folder"]]
     for outcome in outcomes:
-        result = outcome.result
-        if not outcome.finished or result is None:
-            continue
-        rows.append(
-            [
-                *outcome.labels.values(),
-                *("-" if value is None else f"{value:.1f}" for value in (LAST(result), _BEST(result))),
-                shown_epsilon(result["epsilon"]),
-                f"{result['delta']:g}",
-                _steps(result),
-                f"{result['seconds']:.0f}",
-                outcome.folder.path.name,
-            ]
-        )
+        if outcome.finished and (result := outcome.result) is not None:
+            accuracies = ("-" if value is None else f"{value:.1f}" for value in (LAST(result), _BEST(result)))
+            spent = (shown_epsilon(result["epsilon"]), f"{result['delta']:g}")
+            cost = (_steps(result), f"{result['seconds']:.0f}", outcome.folder.path.name)
+            rows.append([*outcome.labels.values(), *accuracies, *spent, *cost])
     page.table(rows)

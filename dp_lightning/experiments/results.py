@@ -25,9 +25,18 @@ class Outcome:
     result: Mapping[str, Any] | None
 
     @property
+    def name(self) -> str:
+        """Its labels, for people."""
+        return " ".join(self.labels.values())
+
+    @property
     def finished(self) -> bool:
         """Whether it has come to its end."""
         return is_finished(self.result)
+
+    def is_at(self, axis: str | None, label: str) -> bool:
+        """Whether it has this label on the axis; every run is on none."""
+        return axis is None or self.labels[axis] == label
 
     @classmethod
     def read(cls, labels: Mapping[str, str], folder: RunFolder) -> "Outcome":
@@ -66,6 +75,19 @@ class Panel:
     outcomes: Mapping[tuple[str, str], tuple[Outcome, ...]]
     """By row and column."""
 
+    def spread(self, row: str, column: str, quantity: Quantity) -> Spread:
+        """A quantity over the seeds of one place."""
+        return spread(self.outcomes[row, column], quantity)
+
+    def pairs(self, row: str, x: Quantity, y: Quantity) -> list[tuple[float, float]]:
+        """The means of two quantities at the columns that have both."""
+        found = [(self.spread(row, column, x).mean, self.spread(row, column, y).mean) for column in self.columns]
+        return [(x, y) for x, y in found if x is not None and y is not None]
+
+    def results(self) -> list[Mapping[str, Any]]:
+        """What its finished runs have reached."""
+        return [o.result for found in self.outcomes.values() for o in found if o.finished and o.result is not None]
+
 
 def panels(grid: Grid, outcomes: Sequence[Outcome]) -> Iterator[Panel]:
     """One panel for each combination of points on the axes that are neither rows, columns nor the seed."""
@@ -75,24 +97,16 @@ def panels(grid: Grid, outcomes: Sequence[Outcome]) -> Iterator[Panel]:
     for shared in itertools.product(*([point.label for point in grid.axes[axis]] for axis in others)):
         mine = [o for o in outcomes if all(o.labels[a] == label for a, label in zip(others, shared, strict=True))]
         places = {
-            (row, column): tuple(o for o in mine if _is_at(o, rows, row) and _is_at(o, columns, column))
+            (row, column): tuple(o for o in mine if o.is_at(rows, row) and o.is_at(columns, column))
             for row in row_labels
             for column in column_labels
         }
-        yield Panel(
-            ", ".join(f"{axis} {label}" for axis, label in zip(others, shared, strict=True)),
-            row_labels,
-            column_labels,
-            {place: found for place, found in places.items() if found},
-        )
+        title = ", ".join(f"{axis} {label}" for axis, label in zip(others, shared, strict=True))
+        yield Panel(title, row_labels, column_labels, places)
 
 
 def _labels(grid: Grid, axis: str | None) -> tuple[str, ...]:
     return (_ALL,) if axis is None else tuple(point.label for point in grid.axes[axis])
-
-
-def _is_at(outcome: Outcome, axis: str | None, label: str) -> bool:
-    return axis is None or outcome.labels[axis] == label
 
 
 def per_cent(key: str) -> Quantity:
@@ -116,16 +130,8 @@ def shown_epsilon(epsilon: float | str) -> str:
 
 def correlation(panel: Panel, row: str, accuracy: Quantity, other: Quantity) -> float | None:
     """Pearson's r of the mean accuracy with another quantity over the columns; None for fewer than three."""
-    pairs = []
-    for column in panel.columns:
-        here = panel.outcomes.get((row, column), ())
-        y, x = spread(here, accuracy).mean, spread(here, other).mean
-        if y is not None and x is not None:
-            pairs.append((x, y))
-    if len(pairs) < 3:
-        return None
-    xs, ys = zip(*pairs, strict=True)
+    pairs = panel.pairs(row, other, accuracy)
     try:
-        return statistics.correlation(xs, ys)
+        return statistics.correlation(*zip(*pairs, strict=True)) if len(pairs) > 2 else None
     except statistics.StatisticsError:  # one of them does not vary
         return None

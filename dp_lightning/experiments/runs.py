@@ -34,11 +34,7 @@ def is_finished(result: Mapping[str, Any] | None) -> bool:
 
 
 class RunFolder:
-    """Where one run lives.
-
-    Args:
-        path: the folder.
-    """
+    """Where one run lives."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -49,7 +45,6 @@ class RunFolder:
         """The folder of a run with these settings.
 
         Args:
-            out: folder of the grid's runs.
             name: for people; what a file system or a shell may not like is replaced in it.
             settings: the whole configuration, without ``trainer.default_root_dir``.
         """
@@ -118,12 +113,7 @@ class RunFolder:
 
 
 def components(trainer: Mapping[str, Any], kind: str) -> list[dict[str, Any]]:
-    """The settings of a trainer's loggers or callbacks that have arguments.
-
-    Args:
-        trainer: settings.
-        kind: ``logger`` or ``callbacks``.
-    """
+    """The settings of a trainer's ``logger`` or ``callbacks`` that have arguments."""
     given = trainer.get(kind)
     every = given if isinstance(given, list) else [given]
     return [one for one in every if isinstance(one, dict) and isinstance(one.get("init_args"), dict)]

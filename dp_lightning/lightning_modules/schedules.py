@@ -16,7 +16,6 @@ class WarmupCosine(LRScheduler):
     below w, and (1 + cos(pi * (t - w) / (T - w))) / 2 from there.
 
     Args:
-        optimizer: wrapped optimizer.
         warmup_fraction: part of the run spent on the warm-up, in [0, 1).
         num_steps: T, logical steps; None takes it from the privacy plan (``dpl`` does so).
     """

@@ -19,14 +19,9 @@ class FeatureNetwork(nn.Module):
     It stays in evaluation mode, and nothing in it is trained.
 
     Args:
-        backbone: Name in timm's registry.
         weights: File with its weights; None downloads timm's.
         digest: SHA-256 of that file, where it has to be a certain one.
         input_size: Height and width that images are resized to; None is the network's own, or its ``img_size``.
-        backbone_kwargs: Further arguments of the network.
-        in_channels: Channels of the images.
-        mean: Of the images' normalisation.
-        std: Likewise.
 
     Attributes:
         settings: the arguments, from which the same network can be made again; plain types.
@@ -63,27 +58,20 @@ class FeatureNetwork(nn.Module):
             data_std=std,
             size=input_size or backbone_kwargs.get("img_size"),
         )
-        self.settings = {
+        self.settings: dict[str, Any] = {
             "backbone": backbone,
             "weights": weights,
             "digest": found,
             "input_size": input_size,
-            "backbone_kwargs": backbone_kwargs,
-            "in_channels": in_channels,
-            "mean": list(mean),
-            "std": list(std),
         }
+        self.settings |= {"backbone_kwargs": backbone_kwargs, "in_channels": in_channels}
+        self.settings |= {"mean": list(mean), "std": list(std)}
         self.requires_grad_(False)
         self.train()
 
     @classmethod
     def again(cls, settings: Mapping[str, Any], *, weights: str | None, setting: str) -> "FeatureNetwork":
-        """The same network once more.
-
-        Args:
-            settings: as the attribute of that name had them.
-            weights: where the file with its weights lies now; None is where it lay.
-            setting: what the user sets it with.
+        """The network of these `settings` once more, with its file of weights where it lay, or where it lies now.
 
         Raises:
             ConfigurationError: the file is missing, or another one.

@@ -24,12 +24,9 @@ class ResNet(resnet.ResNet):
     """A residual network of four stages: (N, in_channels, H, W) to logits (N, num_classes).
 
     Args:
-        depth: 18 or 50.
-        num_classes: Number of logits.
         stem: ``imagenet`` is the 7x7 convolution of stride 2 and the max pooling of the paper, for images of
             about 224 pixels; ``cifar`` is a 3x3 convolution of stride 1 without pooling, for images of 28 to
             64 pixels.
-        in_channels: Channels of the images.
         num_groups: Groups of every GroupNorm; it must divide 64.
 
     Raises:

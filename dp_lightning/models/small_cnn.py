@@ -18,8 +18,6 @@ class SmallCNN(nn.Module):
     """Two convolutions and a linear layer: (N, in_channels, image_size, image_size) to (N, num_classes).
 
     Args:
-        num_classes: Number of logits.
-        in_channels: Channels of the images.
         image_size: Height and width of the images in pixels, at least 4.
         channels: Channels of each convolution, a multiple of 4.
 

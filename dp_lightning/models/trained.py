@@ -24,12 +24,7 @@ def train_biases(model: nn.Module, head: nn.Module) -> None:
 
 
 def train_matching(model: nn.Module, head: nn.Module, patterns: Sequence[str]) -> None:
-    """Only parameters whose name matches one of the patterns, and the last layer.
-
-    Args:
-        model: frozen in all other parameters.
-        head: the last layer.
-        patterns: with the wildcards * and ?, such as ``blocks.11.*``.
+    """Only parameters whose name matches one of the patterns, such as ``blocks.11.*``, and the last layer.
 
     Raises:
         ConfigurationError: naming a pattern that matches nothing.
@@ -44,20 +39,14 @@ def train_matching(model: nn.Module, head: nn.Module, patterns: Sequence[str]) -
             parameter.requires_grad_(True)
 
 
-def train_low_rank(
-    model: nn.Module, head: nn.Module, *, rank: int, layers: Sequence[str] = ("*",), alpha: int | None = None
-) -> None:
+def train_low_rank(model: nn.Module, head: nn.Module, *, rank: int, layers: Sequence[str] = ("*",)) -> None:
     """Only low-rank additions to linear layers and convolutions, and the last layer (LoRA, Hu et al. 2022).
 
-    A weight W becomes W + (alpha / rank) B A, with A of ``rank`` rows drawn at random and B zero, so that the network
-    starts as it was.
+    A weight W becomes W + B A, with A of ``rank`` rows drawn at random and B zero, so that the network starts as it
+    was. peft changes the model in place.
 
     Args:
-        model: changed in place by peft.
-        head: the last layer, trained whole.
-        rank: r.
         layers: patterns of layer names, with the wildcards * and ?; depthwise convolutions are left out.
-        alpha: None is ``rank``, a scale of 1.
 
     Raises:
         ConfigurationError: peft is not installed, or no layer's name matches a pattern.
@@ -85,7 +74,7 @@ def train_low_rank(
             )
     config = peft.LoraConfig(
         r=rank,
-        lora_alpha=rank if alpha is None else alpha,
+        lora_alpha=rank,  # a scale of 1
         # A regular expression, which has to match the whole name.
         target_modules="|".join(re.escape(name) for name in chosen),
     )

@@ -39,10 +39,6 @@ class PreActivationBlock(nn.Module):
     """Two 3x3 convolutions, each after a norm and a ReLU: (N, in, H, W) to (N, out, H / stride, W / stride).
 
     Args:
-        in_channels: Channels of the input.
-        out_channels: Channels of the output.
-        stride: Of the first convolution and of the shortcut.
-        num_groups: Groups of both norms.
         relu_first: Whether the ReLU comes before the norm.
         convolution: Makes a convolution of (in, out, kernel size, stride, padding).
     """
@@ -96,8 +92,6 @@ class WideResNet(nn.Module):
     Args:
         depth: Number of convolutional layers as the paper counts them: 10, 16, 22, 28, 40, ...
         width: Factor k on the channels 16, 32, 64 of the three groups.
-        num_classes: Number of logits.
-        in_channels: Channels of the images.
         num_groups: Groups of every GroupNorm; it must divide 16 and 16 * ``width``.
         weight_standardization: Standardise the weights of every convolution, which has a gain and a bias then.
         relu_first: ReLU before GroupNorm instead of after it.

@@ -52,10 +52,6 @@ class Chain:
     def check(self, shapes: Mapping[str, torch.Size], *, noise: float | None) -> None:
         """Refuse what cannot work for these parameters, before the first step.
 
-        Args:
-            shapes: of the trained parameters, by name.
-            noise: as `__call__` will get it.
-
         Raises:
             ConfigurationError: a pattern matches no parameter, momentum is applied twice to one, or a transform needs
                 to know the noise where it is not known.

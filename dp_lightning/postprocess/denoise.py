@@ -33,7 +33,6 @@ class SpectralShrinkage(Transform):
         loss: the norm in which the error is smallest.
         fallback: without memory; acts on a matrix whose largest singular value is below `noise_edge`. None shrinks it
             too; of noise alone little or nothing is left then.
-        where: see `Transform`.
 
     Raises:
         ConfigurationError: a setting that cannot be used.
@@ -87,7 +86,6 @@ class GatedOrthogonalize(Transform):
         scale_cap: upper bound of the dimension scale.
         fallback: without memory; acts on a matrix that has no such direction. None is `Normalize(norm=1)`, a step as
             long as that along a single direction.
-        where: see `Transform`.
 
     Raises:
         ConfigurationError: a setting that cannot be used.
@@ -129,7 +127,6 @@ class SelectiveOrthogonalize(Transform):
         orthogonalize: without memory; acts on these matrices. None is `Orthogonalize()`.
         otherwise: without memory; acts on the others. None is `NoiseNormalize()`, the step of DP-SGD at the same size
             as that of an orthogonalized matrix of noise.
-        where: see `Transform`.
 
     Raises:
         ConfigurationError: a setting that cannot be used.

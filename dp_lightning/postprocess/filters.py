@@ -37,7 +37,6 @@ class LowPass(LinearTransform):
         b: (b_0, ..., b_{n_b}): weights of the present and past gradients.
         bias_correction: divide by the filter's response to a constant 1, so that a constant gradient comes
             out as it is from the first step on (1 - beta^t for the exponential average).
-        applies_to, where: see `Transform`.
 
     Raises:
         ConfigurationError: coefficients that are not finite, an unstable recursion (a root of
@@ -119,7 +118,6 @@ class Kalman(LinearTransform):
         gain: constant K in (0, 1].
         process_to_measurement_ratio: Q/R, positive. The gain falls from 1 to the positive root of
             K^2 + (Q/R) K - Q/R = 0.
-        applies_to, where: see `Transform`.
 
     Raises:
         ConfigurationError: both or neither are given, or one is outside its range.

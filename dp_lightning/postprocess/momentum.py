@@ -27,7 +27,6 @@ class Momentum(LinearTransform):
     Args:
         beta: decay in [0, 1).
         kind: "heavy_ball" (Polyak 1964) or "ema_nesterov" (Jordan et al. 2024).
-        applies_to, where: see `Transform`.
 
     Raises:
         ConfigurationError: `beta` outside [0, 1), or an unknown `kind`.

@@ -17,13 +17,12 @@ from dp_lightning.postprocess.matrix import at_least_float32, dimension_scale, n
 from dp_lightning.postprocess.transform import Gradients, Noise, State, Transform, Where
 
 
-class Normalize(Transform):
-    """Give each matrix a Frobenius norm. Applies to matrices.
+class _OfNorm(Transform):
+    """What the two have in common.
 
     Args:
         norm: positive; None is that of an orthogonalized matrix of the same shape.
         scale_cap: upper bound of the dimension scale where `norm` is None.
-        where: see `Transform`.
 
     Raises:
         ConfigurationError: a setting outside its range.
@@ -31,30 +30,36 @@ class Normalize(Transform):
 
     def __init__(self, *, norm: float | None = None, scale_cap: float = 4.0, **where: Unpack[Where]) -> None:
         super().__init__(applies_to="matrices", **where)
-        _check("Normalize", norm, scale_cap)
-        self.norm = norm
-        self.scale_cap = scale_cap
+        if norm is not None and not (norm > 0 and math.isfinite(norm)):
+            raise ConfigurationError(f"{type(self).__name__}: norm must be positive and finite, got {norm}")
+        if not scale_cap > 0:
+            raise ConfigurationError(f"{type(self).__name__}: scale_cap must be positive, got {scale_cap}")
+        self.norm, self.scale_cap = norm, scale_cap
+
+    def norm_of(self, shape: torch.Size) -> float:
+        """The norm of a parameter of this shape."""
+        if self.norm is not None:
+            return self.norm
+        return dimension_scale(shape, cap=self.scale_cap) * math.sqrt(min(shape[0], shape[1:].numel()))
+
+
+class Normalize(_OfNorm):
+    """Give each matrix the Frobenius norm `norm`, or that of an orthogonalized matrix of its shape."""
 
     def update(self, gradients: Gradients, state: State, noise: Noise) -> tuple[Gradients, State]:
         output = {}
         for name, gradient in gradients.items():
             whole = unit_range(at_least_float32(gradient).flatten()[None])
             direction = whole / nonzero(torch.linalg.vector_norm(whole))
-            scaled = _norm(self.norm, gradient.shape, self.scale_cap) * direction
-            output[name] = scaled.reshape(gradient.shape).to(gradient.dtype)
+            output[name] = (self.norm_of(gradient.shape) * direction).reshape(gradient.shape).to(gradient.dtype)
         return output, {}
 
 
-class NoiseNormalize(LinearTransform):
-    """Divide each matrix by the Frobenius norm of its noise, times `norm`. Applies to matrices.
+class NoiseNormalize(_OfNorm, LinearTransform):
+    """Divide each matrix by the Frobenius norm of its noise, times `norm`: what the noise alone has then.
 
     A step then has the same size in units of the noise whatever the batch size, the noise multiplier and the momentum
     before it are. It is linear: directions and the ratio of signal to noise stay as they are.
-
-    Args:
-        norm: what the noise alone has then, positive; None is the norm of an orthogonalized matrix of the same shape.
-        scale_cap: upper bound of the dimension scale where `norm` is None.
-        where: see `Transform`.
 
     Raises:
         ConfigurationError: a setting outside its range, or, at the first step, a run without noise.
@@ -62,29 +67,10 @@ class NoiseNormalize(LinearTransform):
 
     needs_noise = True
 
-    def __init__(self, *, norm: float | None = None, scale_cap: float = 4.0, **where: Unpack[Where]) -> None:
-        super().__init__(applies_to="matrices", **where)
-        _check("NoiseNormalize", norm, scale_cap)
-        self.norm = norm
-        self.scale_cap = scale_cap
-
     def step(self, value: Tensor, slots: Slots, *, noise: float | None, shape: torch.Size) -> tuple[Tensor, Slots]:
         if not noise:
             raise ConfigurationError(
                 "NoiseNormalize divides by the norm of the noise, and there is none or it is not known. Train with "
                 "PrivacyCallback and noise, or take Normalize"
             )
-        return _norm(self.norm, shape, self.scale_cap) / (noise * math.sqrt(shape.numel())) * value, {}
-
-
-def _check(title: str, norm: float | None, scale_cap: float) -> None:
-    if norm is not None and not (norm > 0 and math.isfinite(norm)):
-        raise ConfigurationError(f"{title}: norm must be positive and finite, got {norm}")
-    if not scale_cap > 0:
-        raise ConfigurationError(f"{title}: scale_cap must be positive, got {scale_cap}")
-
-
-def _norm(norm: float | None, shape: torch.Size, cap: float) -> float:
-    if norm is not None:
-        return norm
-    return dimension_scale(shape, cap=cap) * math.sqrt(min(shape[0], shape[1:].numel()))
+        return self.norm_of(shape) / (noise * math.sqrt(shape.numel())) * value, {}

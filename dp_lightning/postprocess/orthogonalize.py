@@ -37,7 +37,6 @@ class Orthogonalize(Transform):
         scale_cap: upper bound of the dimension scale, positive. Infinity removes it, as in Muon (Jordan et
             al. 2024).
         precision: of the products. "bfloat16" is faster where the processor has it, and right to 2 %.
-        where: see `Transform`.
 
     Raises:
         ConfigurationError: a setting outside its range.

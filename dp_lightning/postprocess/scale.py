@@ -20,7 +20,6 @@ class Scale(LinearTransform):
 
     Args:
         factor: positive and finite.
-        applies_to, where: see `Transform`.
 
     Raises:
         ConfigurationError: `factor` is not positive and finite.

@@ -8,7 +8,6 @@ import torch
 
 from dp_lightning.analysis import (
     detection_batch_size,
-    direction_cosine,
     direction_recovery,
     participation_ratio,
     recovery_batch_size,
@@ -65,6 +64,17 @@ def test_the_detection_threshold_is_the_lower_one():
         detection = detection_batch_size(0.3, rows, columns, noise_multiplier=1.5, sensitivity=2.0)
         assert recovery / detection == pytest.approx(ratio)
         assert recovery == pytest.approx(1.5 * 2.0 * (rows**0.5 + columns**0.5) / 0.3)
+
+
+def direction_cosine(top, rows, columns, *, noise_level):
+    """The limit for large matrices of rank one (Benaych-Georges and Nadakuditi 2012).
+
+    With z = s_1 / (s sqrt(n)) and beta = m / n it is sqrt(1 - beta (1 + z^2) / (z^2 (z^2 + beta))), and zero up to
+    z = beta^(1/4).
+    """
+    short, long = min(rows, columns), max(rows, columns)
+    beta, z = short / long, top / (noise_level * math.sqrt(long))
+    return math.sqrt(1 - beta * (1 + z**2) / (z**2 * (z**2 + beta))) if z**4 > beta else 0.0
 
 
 @pytest.mark.parametrize("shape", [(64, 576), (256, 128)])

@@ -70,8 +70,8 @@ def test_features_are_the_networks_of_the_images_as_it_knows_them(tmp_path, weig
         with torch.no_grad():
             expected = network((resized - mean) / std)
         found = data._sets[name]
-        torch.testing.assert_close(found.features, expected, rtol=1e-4, atol=1e-4)
-        assert torch.equal(found.labels, wanted.labels)
+        torch.testing.assert_close(found.tensors[0], expected, rtol=1e-4, atol=1e-4)
+        assert torch.equal(found.tensors[1], wanted.labels)
     batch = next(iter(data.test_dataloader()))
     assert batch[0].shape == (10, 256)
     assert list(data.val_dataloader()) == ["val", "test"]
@@ -82,7 +82,7 @@ def test_features_are_computed_once(tmp_path, weights, few_per_file, monkeypatch
     monkeypatch.setattr(features, "_features", lambda network, images: pytest.fail("computed again"))
     again = ready(arrays(tmp_path), tmp_path, weights, batch_size=3)
     assert again.folder == first.folder
-    assert torch.equal(again._sets["train"].features, first._sets["train"].features)
+    assert torch.equal(again._sets["train"].tensors[0], first._sets["train"].tensors[0])
 
 
 def test_an_interruption_loses_one_file_at_most(tmp_path, weights, few_per_file, monkeypatch):
@@ -98,7 +98,7 @@ def test_an_interruption_loses_one_file_at_most(tmp_path, weights, few_per_file,
     files[2].unlink()
     again = ready(arrays(tmp_path), tmp_path, weights)
     assert files[1].stat().st_mtime_ns == kept
-    torch.testing.assert_close(again._sets["train"].features, whole._sets["train"].features)
+    torch.testing.assert_close(again._sets["train"].tensors[0], whole._sets["train"].tensors[0])
 
 
 def test_nobody_else_can_read_the_folder(tmp_path, weights):
@@ -175,7 +175,7 @@ def test_a_damaged_file_is_named(tmp_path, weights, damage):
     path = data.folder / "train-00000000.pt"
     content = path.read_bytes()
     # A number of the features themselves.
-    place = content.index(data._sets["train"].features[3].numpy().tobytes()) + 2
+    place = content.index(data._sets["train"].tensors[0][3].numpy().tobytes()) + 2
     flipped = content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :]
     path.write_bytes({"cut": content[:100], "nonsense": b"nonsense" * 50, "flipped": flipped, "list": b""}[damage])
     if damage == "list":

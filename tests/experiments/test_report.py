@@ -204,7 +204,7 @@ def drawn_lines(monkeypatch, tmp_path, kind):
     found = {}
 
     @contextmanager
-    def axes(page, folder, name, caption, *, panels=1):
+    def axes(page, name, caption, *, panels=1):
         made = Figure().subplots(1, panels, squeeze=False).flatten()
         yield made
         for ax in made:
