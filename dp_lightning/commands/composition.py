@@ -1,6 +1,7 @@
 """What ``dpl fit`` makes of its options: the whole configuration, or model, data and trainer, without a run."""
 
 import logging
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -10,6 +11,9 @@ import yaml
 
 from dp_lightning.commands.training import TrainingCLI, command_line, named_errors
 from dp_lightning.models.pretrained import without_weights
+
+# Given as one argument, as a grid gives it.
+_SEED = "--seed_everything="
 
 
 class Stopped(TrainingCLI):
@@ -41,10 +45,11 @@ class _Composed(_Prepared):
 
 
 class Composer:
-    """Reads the options of ``dpl fit``; the parser is made once."""
+    """Reads the options of ``dpl fit``; the parser is made once, and options that differ in the seed are read once."""
 
     def __init__(self) -> None:
         self._cli: TrainingCLI | None = None
+        self._known: dict[tuple[str, ...], str] = {}
 
     def __call__(self, arguments: Sequence[str]) -> dict[str, Any]:
         """Every setting with these options of ``dpl fit``, defaults included but those that are null.
@@ -52,15 +57,38 @@ class Composer:
         Raises:
             ConfigurationError: for an option that does not parse.
         """
+        before, seed, after = _split_at_seed(arguments)
+        rest = (*before, _SEED, *after)
+        text = self._known.get(rest) if seed is not None else None
+        if text is None:
+            text = self._read(arguments)
+        settings: dict[str, Any] = yaml.safe_load(text)
+        if seed is not None:
+            self._known[rest] = text
+            settings["seed_everything"] = seed
+        return settings
+
+    def _read(self, arguments: Sequence[str]) -> str:
         line = ["fit", *arguments]
         if self._cli is None:
             self._cli = command_line(line, _Composed)
         else:
             with named_errors():
                 self._cli.parse_arguments(self._cli.parser, line)
-        text = self._cli._parser("fit").dump(self._cli.config.fit, skip_link_targets=True)
-        settings: dict[str, Any] = yaml.safe_load(text)
-        return settings
+        text: str = self._cli._parser("fit").dump(self._cli.config.fit, skip_link_targets=True)
+        return text
+
+
+def _split_at_seed(arguments: Sequence[str]) -> tuple[Sequence[str], int | None, Sequence[str]]:
+    """The options before the last seed, the seed, and the options after it; no seed where a file may replace it."""
+    places = [place for place, argument in enumerate(arguments) if argument.startswith(_SEED)]
+    if not places:
+        return arguments, None, ()
+    place = places[-1]
+    before, value, after = arguments[:place], arguments[place].removeprefix(_SEED), arguments[place + 1 :]
+    if any(argument.startswith("--config") for argument in after) or not re.fullmatch("0|[1-9][0-9]*", value):
+        return arguments, None, ()
+    return before, int(value), after
 
 
 def prepare(settings: Mapping[str, Any]) -> TrainingCLI:
