@@ -62,7 +62,7 @@ def test_numbers_below_one_are_refused(step, option, capsys):
     assert f"argument {option}: 0 is below 1" in capsys.readouterr().err
 
 
-def test_a_small_run_prints_a_table_and_writes_every_row(tmp_path):
+def test_a_small_run_prints_a_table_and_writes_every_row(tmp_path, warm_python):
     out = tmp_path / "rows.json"
     arguments = [
         "--models",
@@ -78,7 +78,7 @@ def test_a_small_run_prints_a_table_and_writes_every_row(tmp_path):
     ]
     ways = ["--ways", "ours flat", "ours per-layer", "Opacus hooks", "Opacus ghost"]
     run = subprocess.run(
-        [sys.executable, str(BENCHMARKS / "step.py"), *arguments, *ways, "--json", str(out)],
+        [warm_python, BENCHMARKS / "step.py", *arguments, *ways, "--json", str(out)],
         capture_output=True,
         text=True,
         check=True,
@@ -113,11 +113,11 @@ def test_each_way_of_fine_tuning_trains_its_part(step, monkeypatch):
     assert not any(n.startswith("bn1") for n in found["ours, frozen BatchNorm"])
 
 
-def test_a_small_run_of_several_ranks_prints_every_part(tmp_path):
+def test_a_small_run_of_several_ranks_prints_every_part(tmp_path, warm_python):
     out = tmp_path / "times.json"
     arguments = ["--model", "small-cnn", "--batch-size", "4", "--rounds", "2", "--warmup", "0", "--json", str(out)]
     shown = subprocess.run(
-        [sys.executable, str(BENCHMARKS / "ranks.py"), *arguments], capture_output=True, text=True, check=True
+        [warm_python, BENCHMARKS / "ranks.py", *arguments], capture_output=True, text=True, check=True
     ).stdout
     times = json.loads(out.read_text())["times"]
     assert {len(values) for values in times.values()} == {2}
@@ -126,11 +126,11 @@ def test_a_small_run_of_several_ranks_prints_every_part(tmp_path):
     assert "operations in the time of a gathered byte" in shown
 
 
-def test_a_small_run_of_post_processing_prints_every_chain(tmp_path):
+def test_a_small_run_of_post_processing_prints_every_chain(tmp_path, warm_python):
     out = tmp_path / "times.json"
     arguments = ["--model", "small-cnn", "--batch-size", "4", "--rounds", "2", "--json", str(out)]
     shown = subprocess.run(
-        [sys.executable, str(BENCHMARKS / "postprocess.py"), *arguments], capture_output=True, text=True, check=True
+        [warm_python, BENCHMARKS / "postprocess.py", *arguments], capture_output=True, text=True, check=True
     ).stdout
     times = json.loads(out.read_text())["times"]
     assert {len(values) for values in times.values()} == {2}

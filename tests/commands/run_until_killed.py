@@ -27,7 +27,7 @@ from dp_lightning.callbacks import PrivacyCallback
 from dp_lightning.commands.resume import checkpoint_to_resume
 from dp_lightning.privacy import GaussianNoise
 
-INTERVAL, STEPS, TARGET = 5, 1000, 4.0
+INTERVAL, STEPS, TARGET = 5, 400, 4.0
 
 
 class Net(pl.LightningModule):

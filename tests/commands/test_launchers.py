@@ -12,9 +12,12 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
+# Long enough that a signal comes before the end.
+EPOCHS = 20
+STEPS = EPOCHS * 1437 // 512
 FIT = [
     *("--config", str(ROOT / "configs" / "digits.yaml"), "--trainer.accelerator", "cpu"),
-    *("--trainer.max_epochs", "40", "--trainer.enable_progress_bar", "false", "--privacy.accountant", "rdp"),
+    *("--trainer.max_epochs", str(EPOCHS), "--trainer.enable_progress_bar", "false", "--privacy.accountant", "rdp"),
 ]
 
 
@@ -52,7 +55,7 @@ class Nodes:
         while steps_in_journals(self.folder) < count:
             assert all(process.poll() is None for process in self.processes), self.said()
             assert time.monotonic() < deadline, self.said()
-            time.sleep(0.05)
+            time.sleep(0.01)
 
     def end(self):
         try:
@@ -81,9 +84,16 @@ def tool(folder, name, text):
     path.chmod(0o755)
 
 
+@pytest.fixture
+def place(tmp_path, warm_python):
+    """A folder with the programs that the image and the package install."""
+    for name, module in {"dpl": "dp_lightning", "torchrun": "torch.distributed.run"}.items():
+        tool(tmp_path, name, f'#!/bin/sh\nexec {warm_python} -m {module} "$@"\n')
+    return tmp_path
+
+
 def with_tools(folder):
-    places = [str(folder / "bin"), str(Path(sys.executable).parent), os.environ["PATH"]]
-    return {"PATH": os.pathsep.join(places)}
+    return {"PATH": f"{folder / 'bin'}{os.pathsep}{os.environ['PATH']}"}
 
 
 # Runs what the container would run, here and on a CPU.
@@ -111,22 +121,22 @@ def on_two_nodes(folder, *arguments):
     )
 
 
-@pytest.mark.slow  # two starts of Lightning with two processes
-def test_torchrun_trains_on_two_nodes_and_resumes(tmp_path):
-    nodes = on_two_nodes(tmp_path)
+@pytest.mark.slow  # two runs of two processes
+def test_torchrun_trains_on_two_nodes_and_resumes(place):
+    nodes = on_two_nodes(place)
     nodes.wait_for_steps(7)
     # One node is told to stop; the others learn of it.
     nodes.processes[1].send_signal(signal.SIGTERM)
     codes = nodes.end()
     assert all(code != 0 for code in codes), nodes.said()
-    (checkpoint,) = tmp_path.glob("lightning_logs/version_0/checkpoints/interrupted-step=*.ckpt")
-    taken = steps_in_journals(tmp_path)
+    (checkpoint,) = place.glob("lightning_logs/version_0/checkpoints/interrupted-step=*.ckpt")
+    taken = steps_in_journals(place)
     assert checkpoint.name == f"interrupted-step={taken}.ckpt"
-    assert taken < 112
-    nodes = on_two_nodes(tmp_path, "--ckpt_path", "last")
+    assert taken < STEPS
+    nodes = on_two_nodes(place, "--ckpt_path", "last")
     assert nodes.end() == [0, 0], nodes.said()
-    found = statement(tmp_path)
-    assert found["num_steps"] == found["num_steps_planned"] == 112
+    found = statement(place)
+    assert found["num_steps"] == found["num_steps_planned"] == STEPS
     assert (found["lost_steps"], found["num_ranks"]) == (0, 2)
     assert found["epsilon"]["rdp"] <= 3.0
 
@@ -151,7 +161,7 @@ sys.exit(max(task.returncode % 256 for task in tasks))
 def slurm(folder, job, *arguments):
     """A job as sbatch starts it, with a slow scontrol that notes what it is asked."""
     tool(folder, "srun", SRUN.format(python=sys.executable))
-    tool(folder, "scontrol", f'#!/bin/sh\nsleep 2\necho "$@" >> {folder}/scontrol.txt\n')
+    tool(folder, "scontrol", f'#!/bin/sh\nsleep 1\necho "$@" >> {folder}/scontrol.txt\n')
     environment = {
         **with_tools(folder),
         "SLURM_JOB_ID": job,
@@ -166,29 +176,29 @@ def slurm(folder, job, *arguments):
     return Nodes(folder, [[*script, *arguments]], [environment])
 
 
-@pytest.mark.slow  # three starts of Lightning with two processes
-def test_a_slurm_job_is_requeued_and_goes_on_by_itself_and_another_job_does_not(tmp_path):
+@pytest.mark.slow  # four runs of two processes
+def test_a_slurm_job_is_requeued_and_goes_on_by_itself_and_another_job_does_not(place):
     # A start that dies before its first checkpoint is no hindrance to the next one.
-    nodes = slurm(tmp_path, "77", "--trainer.callbacks", "ModelCheckpoint", "--trainer.callbacks.every_n_epochs", "99")
+    nodes = slurm(place, "77", "--trainer.callbacks", "ModelCheckpoint", "--trainer.callbacks.every_n_epochs", "99")
     nodes.wait_for_steps(1)
     os.killpg(nodes.processes[0].pid, signal.SIGKILL)
     nodes.end()
-    for path in tmp_path.glob("**/privacy_journal_*.jsonl"):
+    for path in place.glob("**/privacy_journal_*.jsonl"):
         path.unlink()
-    nodes = slurm(tmp_path, "77")
+    nodes = slurm(place, "77")
     nodes.wait_for_steps(7)
     nodes.processes[0].send_signal(signal.SIGUSR1)
     # The first task that leaves has the other one killed: by then everything must have been done.
     assert nodes.end() in ([143], [247]), nodes.said()
-    assert (tmp_path / "scontrol.txt").read_text() == "requeue 77\n"
-    taken = steps_in_journals(tmp_path)
-    assert statement(tmp_path)["num_steps"] == taken < 112
+    assert (place / "scontrol.txt").read_text() == "requeue 77\n"
+    taken = steps_in_journals(place)
+    assert statement(place)["num_steps"] == taken < STEPS
     # Another job in the same folder is a run of its own.
-    other = slurm(tmp_path, "78", "--trainer.max_epochs", "2")
+    other = slurm(place, "78", "--trainer.max_epochs", "2")
     assert other.end() == [0], other.said()
-    assert statement(tmp_path)["num_steps"] == 5
-    nodes = slurm(tmp_path, "77")
+    assert statement(place)["num_steps"] == 5
+    nodes = slurm(place, "77")
     assert nodes.end() == [0], nodes.said()
-    found = statement(tmp_path)
-    assert (found["num_steps"], found["lost_steps"], found["num_ranks"]) == (112, 0, 2)
+    found = statement(place)
+    assert (found["num_steps"], found["lost_steps"], found["num_ranks"]) == (STEPS, 0, 2)
     assert f"interrupted-step={taken}.ckpt" in nodes.said()

@@ -1,6 +1,7 @@
 """``dpl sweep`` and ``dpl report`` on small grids of real runs, and every shipped grid without a run."""
 
 import json
+import os
 import re
 import shutil
 import signal
@@ -16,6 +17,8 @@ import yaml
 from dp_lightning.cli import main
 from dp_lightning.commands import sweep
 from dp_lightning.commands.composition import Composer
+from dp_lightning.errors import ConfigurationError
+from dp_lightning.experiments import worker
 from dp_lightning.experiments.grid import Grid
 from dp_lightning.lightning_modules import ImageClassifier
 from dp_lightning.privacy.plan import PrivacyPlan
@@ -46,9 +49,13 @@ def grid_file(folder, seeds=(42, 43), sizes=(256, 512), methods=("DP-SGD", "DP-M
     return path
 
 
-def command(*arguments):
-    return subprocess.Popen(
-        [sys.executable, "-m", "dp_lightning", *map(str, arguments)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+@pytest.fixture
+def dpl(warm_python, monkeypatch):
+    """Starts ``dpl`` in a process of its own, as the runs of the sweeps of this process are started too."""
+    command = (str(warm_python), "-m", "dp_lightning")
+    monkeypatch.setattr(worker, "_DPL", command)
+    return lambda *arguments: subprocess.Popen(
+        [*command, *map(str, arguments)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT
     )
 
 
@@ -61,10 +68,10 @@ def starts(out):
     return {path.name: len(list(path.glob("run/lightning_logs/version_*"))) for path in out.glob("*-*")}
 
 
-@pytest.mark.slow  # eight real runs, each of which imports torch
-def test_a_killed_grid_is_completed_without_repeating_a_finished_run_and_reported(tmp_path, capsys):
+@pytest.mark.slow  # eight real runs
+def test_a_killed_grid_is_completed_without_repeating_a_finished_run_and_reported(tmp_path, capsys, dpl):
     grid, out = grid_file(tmp_path), tmp_path / "out"
-    process = command("sweep", grid, "--out", out, "--jobs", "2")
+    process = dpl("sweep", grid, "--out", out, "--jobs", "2")
     while len(results(out)) < 3:
         assert process.poll() is None, process.stdout.read().decode()
         time.sleep(0.1)
@@ -112,29 +119,59 @@ def look_at(page, *, images):
     assert rows > 12
 
 
+# Jobs of SLURM and tasks of Ray are processes of the real Python; only the runs in them are not.
+EACH_LAUNCHER = """
+import sys
+dpl = (sys.executable, "-m", "dp_lightning")
+sys.executable = {python!r}
+from dp_lightning.cli import main
+from dp_lightning.experiments import worker
+from dp_lightning.experiments.launchers import ray_cluster, slurm
+
+class Job(slurm._Job):
+    def __call__(self, folder):
+        worker._DPL = dpl
+        return super().__call__(folder)
+
+def task(folder, run=ray_cluster._run):
+    worker._DPL = dpl
+    return run(folder)
+
+slurm._Job, ray_cluster._run = Job, task
+for name, options in {launchers!r}.items():
+    main(["sweep", {grid!r}, "--out", name, "--launcher", name, *options])
+"""
+
+
 @pytest.mark.slow  # real runs through each launcher, and a Ray of its own
-def test_launchers_run_the_same_grid_to_the_same_results(tmp_path):
+def test_launchers_run_the_same_grid_to_the_same_results(tmp_path, warm_python):
     fixed = {"privacy.reproducible": True}
     grid = grid_file(tmp_path, seeds=[42], sizes=[256, 512], methods=["DP-SGD"], **fixed)
-    found = {}
     launchers = {
         "local": [],
         "slurm": ["--launcher-option", "cluster=local", "--launcher-option", "timeout_min=10"],
         "ray": ["--launcher-option", "num_cpus=1"],
     }
-    for name, options in launchers.items():
-        out = tmp_path / name
-        # In processes of their own: Ray redirects what it finds open.
-        process = command("sweep", grid, "--out", out, "--launcher", name, *options)
-        said = process.communicate()[0].decode()
-        assert "All runs are finished" in said, said
-        loaded = {run: json.loads(path.read_text()) for run, path in results(out).items()}
+    # In a process of its own: Ray redirects what it finds open.
+    script = tmp_path / "each_launcher.py"
+    script.write_text(EACH_LAUNCHER.format(python=sys.executable, launchers=launchers, grid=str(grid)))
+    # Ray gives a task as many threads as cores, and another number of threads sums in another order.
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    shown = subprocess.run(
+        [warm_python, script], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+    )
+    assert shown.returncode == 0, shown.stderr
+    assert shown.stdout.count("All runs are finished") == 3
+    found = {}
+    for name in launchers:
+        loaded = {run: json.loads(path.read_text()) for run, path in results(tmp_path / name).items()}
         found[name] = {run: {k: v for k, v in result.items() if k != "seconds"} for run, result in loaded.items()}
         assert len(found[name]) == 2
     assert found["local"] == found["slurm"] == found["ray"]
 
 
 @pytest.mark.slow  # real runs
+@pytest.mark.usefixtures("dpl")
 def test_a_run_that_fails_is_named_and_the_others_finish(tmp_path, capsys):
     grid, out = grid_file(tmp_path, seeds=[42], sizes=[256], methods=["wrong", "DP-SGD"]), tmp_path / "out"
     with pytest.raises(SystemExit) as exit_:
@@ -150,24 +187,24 @@ def test_a_run_that_fails_is_named_and_the_others_finish(tmp_path, capsys):
 
 
 @pytest.mark.slow  # a real run, stopped and started again
-def test_a_sweep_that_is_stopped_leaves_checkpoints_and_goes_on_from_them(tmp_path):
-    grid = grid_file(tmp_path, seeds=[42], sizes=[64], methods=["DP-SGD"], **{"trainer.max_epochs": 25})
+def test_a_sweep_that_is_stopped_leaves_checkpoints_and_goes_on_from_them(tmp_path, dpl):
+    grid = grid_file(tmp_path, seeds=[42], sizes=[64], methods=["DP-SGD"], **{"trainer.max_epochs": 12})
     out = tmp_path / "out"
-    process = command("sweep", grid, "--out", out)
+    process = dpl("sweep", grid, "--out", out)
     while not list(out.rglob("epoch=*.ckpt")):
         assert process.poll() is None, process.stdout.read().decode()
-        time.sleep(0.1)
+        time.sleep(0.02)
     process.terminate()
     assert process.wait(60) == 143
     (stopped,) = out.rglob("interrupted-step=*.ckpt")
     taken = int(stopped.stem.split("=")[1])
-    again = command("sweep", grid, "--out", out)
+    again = dpl("sweep", grid, "--out", out)
     said = again.communicate()[0].decode()
     assert again.returncode == 0, said
     (log,) = out.rglob("log.txt")
     assert f"Restored all states from the checkpoint at {stopped}" in log.read_text()
     steps = [json.loads(path.read_text())["num_steps"] for path in out.rglob("result.json")]
-    assert max(steps) == 25 * 1437 // 64 > taken
+    assert max(steps) == 12 * 1437 // 64 > taken
 
 
 def test_whatever_interrupts_a_sweep_its_launcher_is_closed_at_once(tmp_path, monkeypatch):
@@ -205,6 +242,13 @@ def test_composition_is_that_of_the_command_line(tmp_path):
     (tmp_path / "whole.yaml").write_text(yaml.safe_dump(settings))
     assert compose(["--config", str(tmp_path / "whole.yaml")]) == settings
     assert Composer()(arguments) == settings
+    # So do options that differ in the seed, whether the seed or a file after it decides.
+    (tmp_path / "seed.yaml").write_text("seed_everything: 5")
+    for seed, after in (("3", []), ("4", []), ("true", []), ("4", ["--config", str(tmp_path / "seed.yaml")])):
+        line = [*arguments, f"--seed_everything={seed}", *after]
+        assert compose(line) == Composer()(line)
+    with pytest.raises(ConfigurationError, match="seed_everything"):
+        compose([*arguments, "--seed_everything=1.5"])
 
 
 def test_a_setting_that_does_not_exist_is_named_with_its_run(tmp_path, capsys):
@@ -311,6 +355,7 @@ def test_a_launcher_option_that_is_not_yaml_is_named(tmp_path, capsys):
     assert "--launcher-option a=[: [ is not YAML" in capsys.readouterr().err
 
 
+@pytest.mark.usefixtures("dpl")
 def test_a_run_that_ends_by_a_setting_of_its_own_is_finished(tmp_path, capsys):
     limited = {"trainer.max_epochs": 500, "trainer.max_time": "00:00:00:02"}
     grid, out = grid_file(tmp_path, seeds=[42], sizes=[256], methods=["DP-SGD"], **limited), tmp_path / "out"

@@ -12,8 +12,7 @@ import torch
 from dp_lightning.strategies.checkpoint_io import PrivateCheckpointIO
 
 
-def save(folder):
-    number = 0
+def save(folder, number):
     while True:
         number += 1
         checkpoint = {"number": number, "weights": torch.full((250_000,), float(number))}
@@ -23,10 +22,10 @@ def save(folder):
 def main(folder, kills):
     torch.set_num_threads(1)
     draw = random.Random(0)
-    for _ in range(kills):
+    for kill in range(kills):
         child = os.fork()
         if child == 0:
-            save(folder)
+            save(folder, kill)  # each of the files comes first now and then
         time.sleep(draw.uniform(0.001, 0.05))
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)

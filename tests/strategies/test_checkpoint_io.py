@@ -3,7 +3,6 @@
 import os
 import random
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -99,13 +98,13 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path, folder):
 
 
 @pytest.mark.parametrize("temporary", ["same", "other"])
-def test_a_process_killed_while_it_writes_leaves_whole_checkpoints(tmp_path, temporary):
+def test_a_process_killed_while_it_writes_leaves_whole_checkpoints(tmp_path, warm_python, temporary):
     folder = tmp_path / "checkpoints"
     folder.mkdir()
     if temporary == "other" and not os.path.isdir("/dev/shm"):
         pytest.skip("there is no second file system")
     shown = subprocess.run(
-        [sys.executable, str(SCRIPT), str(folder), "100"],
+        [warm_python, SCRIPT, folder, "50"],
         capture_output=True,
         text=True,
         timeout=200,
