@@ -165,7 +165,7 @@ class BatchNorm(Attack):
         self.net.insert(1, nn.BatchNorm1d(6))
 
 
-@CASES.expect(None, "running_mean")
+@CASES.expect(None, "running_var")
 class BatchNormOverPositions(Attack):
     def __init__(self):
         super().__init__()
