@@ -22,7 +22,7 @@ from torchmetrics import Metric, MetricCollection, SumMetric
 from dp_lightning.callbacks.observed import CALLS, Observer
 from dp_lightning.callbacks.public_trainer import PublicTrainer, only_public
 from dp_lightning.errors import ConfigurationError, ModelError
-from dp_lightning.privacy.reachable import reachable
+from dp_lightning.privacy.isolation.reachable import reachable
 from dp_lightning.privacy.reading import ExampleBatch
 from dp_lightning.privacy.sampling import epoch_start
 from dp_lightning.privacy.step import PrivateStep

@@ -20,7 +20,7 @@ from dp_lightning.privacy.gradients.clipped_sum import ClippedSum
 from dp_lightning.privacy.gradients.contribution import PerExample
 from dp_lightning.privacy.gradients.recording import Recording
 from dp_lightning.privacy.gradients.refusals import BATCH_NORM, is_of_batch_norm
-from dp_lightning.privacy.isolation import Isolation
+from dp_lightning.privacy.isolation.between_examples import Isolation
 from dp_lightning.privacy.randomness import NoHostDraws, TrainingRandomness, no_seeding
 from dp_lightning.privacy.reading import Entries, ExampleBatch
 

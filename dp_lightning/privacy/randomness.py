@@ -21,8 +21,8 @@ from numpy.typing import NDArray
 from torch.utils.data import get_worker_info
 
 from dp_lightning.errors import ConfigurationError, ModelError
-from dp_lightning.privacy.contents import generator_state
-from dp_lightning.privacy.reachable import Ignored, reachable
+from dp_lightning.privacy.isolation.contents import generator_state
+from dp_lightning.privacy.isolation.reachable import Ignored, reachable
 from dp_lightning.privacy.sampling import PhysicalBatch
 
 Keys: TypeAlias = Callable[[int], NDArray[np.uint32]]
@@ -154,7 +154,7 @@ def rekey_generators(
     Args:
         roots: objects by the name that their paths begin with.
         keys: from :func:`keys_from`.
-        ignored: attributes that are not followed, as in :class:`~dp_lightning.privacy.state.StateSnapshot`.
+        ignored: attributes that are not followed, as in :class:`~dp_lightning.privacy.isolation.state.StateSnapshot`.
 
     Returns:
         The paths of the generators.

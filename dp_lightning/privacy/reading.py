@@ -20,10 +20,9 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_map_only, tree_unfl
 from torch.utils.data import DataLoader, Dataset, default_collate
 
 from dp_lightning.errors import DataError, ModelError
-from dp_lightning.privacy.isolation import is_plain, put
-from dp_lightning.privacy.reachable import Ignored, nothing_ignored, reachable
+from dp_lightning.privacy.isolation.reachable import Ignored, nothing_ignored, reachable
+from dp_lightning.privacy.isolation.state import StateSnapshot
 from dp_lightning.privacy.sampling import PhysicalBatch
-from dp_lightning.privacy.state import StateSnapshot
 
 
 class ExampleBatch:
@@ -187,14 +186,14 @@ class _Watch:
             ModelError: naming what else has changed.
         """
         changes = [change for change in self._snapshot.changes() if change.kind in ("attribute", "tensor")]
-        if names := [change.path for change in changes if not is_plain(change)]:
+        if names := [change.path for change in changes if not change.is_plain]:
             raise ModelError(
                 f"Reading an example changes {', '.join(names[:5])}. Other examples would meet what collate_fn and "
                 "on_before_batch_transfer keep of it. Make what they need before the fit, or keep it in the data set."
             )
         for change in changes:
             warnings.warn(f"Reading an example changes {change.path}. That is undone each time.", stacklevel=2)
-            put(change.holder, change.key, change.old)
+            change.undo()
         return bool(changes)
 
 

@@ -43,15 +43,15 @@ from dp_lightning.privacy.clipping import ClipPlan
 from dp_lightning.privacy.disk import DiSK, Extrapolation
 from dp_lightning.privacy.examples import WAYS, Examples, Loss, OneByOne, Together, trained_parameters
 from dp_lightning.privacy.gradients.clipped_sum import ClippedSum
-from dp_lightning.privacy.isolation import Isolation
+from dp_lightning.privacy.isolation.between_examples import Isolation
+from dp_lightning.privacy.isolation.reachable import Ignored, nothing_ignored
+from dp_lightning.privacy.isolation.sealed_data import SealedData
 from dp_lightning.privacy.journal import Journal
 from dp_lightning.privacy.noise import GaussianNoise
 from dp_lightning.privacy.plan import PrivacyPlan
 from dp_lightning.privacy.randomness import TrainingRandomness
-from dp_lightning.privacy.reachable import Ignored, nothing_ignored
 from dp_lightning.privacy.reading import ExampleBatch, ExampleReader, require_shapes, shapes_of
 from dp_lightning.privacy.sampling import Key, PhysicalBatch, PoissonSampler, cut, sampling_key
-from dp_lightning.privacy.sealed import SealedData
 from dp_lightning.privacy.statement import PrivacyStatement
 from dp_lightning.ranks import Ranks
 

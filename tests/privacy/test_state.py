@@ -21,8 +21,8 @@ import pytest
 import torch
 from torch import nn
 
-from dp_lightning.privacy.reachable import reachable
-from dp_lightning.privacy.state import ABSENT, StateSnapshot
+from dp_lightning.privacy.isolation.reachable import reachable
+from dp_lightning.privacy.isolation.state import ABSENT, StateSnapshot
 
 BANK = []
 CALLS = 0

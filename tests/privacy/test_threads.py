@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from dp_lightning.errors import ModelError
-from dp_lightning.privacy.threads import no_threads
+from dp_lightning.privacy.isolation.threads import no_threads
 
 
 def started():

@@ -2,9 +2,9 @@
 
 A step that keeps something of one example (a list that it appends to, a counter in a closure, a buffer written through
 NumPy) can carry it into the gradient of another. :class:`StateSnapshot` names such state by its path: what stands in
-the places that :mod:`~dp_lightning.privacy.reachable` finds, what arrays and generators hold, and the settings of the
-process that libraries keep in C. Out of its reach are files, threads, other processes, objects of other packages that
-are written in C, and what is found only by its name, such as a logger that is made on the way.
+the places that ``reachable`` finds, what arrays and generators hold, and the settings of the process that libraries
+keep in C. Out of its reach are files, threads, other processes, objects of other packages that are written in C, and
+what is found only by its name, such as a logger that is made on the way.
 """
 
 import gc
@@ -21,9 +21,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dp_lightning.privacy.contents import GENERATORS, Array, Contents
-from dp_lightning.privacy.process import settings
-from dp_lightning.privacy.reachable import ATOMS, Ignored, Place, gradient_of, walk
+from dp_lightning.privacy.isolation.contents import GENERATORS, Array, Contents
+from dp_lightning.privacy.isolation.process import settings
+from dp_lightning.privacy.isolation.reachable import ATOMS, Ignored, Place, gradient_of, walk
 
 #: Stands for the value of a key that is not there.
 ABSENT: Any = type("Absent", (), {"__repr__": lambda self: "ABSENT"})()
@@ -36,7 +36,7 @@ _NOTES += ("__builtins_dict__", "__compiled_fn_", "__dynamo_disable", "__import_
 class Change:
     """Something that is no longer what it was when the snapshot was taken.
 
-    Where there is a holder, ``holder[key] = old`` undoes the change, or ``del holder[key]`` where ``old`` is ABSENT.
+    Where there is a holder, the change can be undone.
 
     Attributes:
         path: such as ``model.layers[3].count``, or ``Net.bank`` for an attribute of a class.
@@ -55,6 +55,21 @@ class Change:
     key: Any = None
     old: Any = None
     new: Any = None
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether one value took the place of another one in a dict, and both hold nothing but themselves."""
+        return isinstance(self.holder, dict) and all(
+            value is ABSENT or type(value) in ATOMS or isinstance(value, Tensor) for value in (self.old, self.new)
+        )
+
+    def undo(self) -> None:
+        """Put the old value back into the holder."""
+        _put(self.holder, self.key, self.old)
+
+    def redo(self) -> None:
+        """Put the new value into the holder again."""
+        _put(self.holder, self.key, self.new)
 
 
 @contextmanager
@@ -195,6 +210,13 @@ def _is_note(key: Any, old: Any, new: Any) -> bool:
     if old is ABSENT:
         return type(new) is ModuleType or (type(key) is str and key.startswith(_NOTES))
     return type(new) is FunctionType and str(new.__globals__.get("__name__")).startswith("torch._dynamo.")
+
+
+def _put(holder: Any, key: Any, value: Any) -> None:
+    if value is ABSENT:
+        holder.pop(key, None)
+    else:
+        holder[key] = value
 
 
 def _same(old: Any, new: Any) -> bool:

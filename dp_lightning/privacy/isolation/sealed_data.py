@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from dp_lightning.errors import ModelError
-from dp_lightning.privacy.reachable import Ignored, reachable, walk
+from dp_lightning.privacy.isolation.reachable import Ignored, reachable, walk
 
 _FIX = (
     "The step would see raw examples other than its own. Put what it needs to know of the data set, such as the number "

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from dp_lightning.privacy.contents import GENERATORS, generator_state
+from dp_lightning.privacy.isolation.contents import GENERATORS, generator_state
 
 Ignored: TypeAlias = Callable[[object, str], bool]
 Members: TypeAlias = dict[Any, Any]
@@ -79,7 +79,7 @@ def nothing_ignored(owner: object, name: str) -> bool:
 def reachable(
     root: object, ignored: Ignored = lambda owner, name: False, name: str = "model"
 ) -> Iterator[tuple[str, object]]:
-    """Every object that a :class:`~dp_lightning.privacy.state.StateSnapshot` looks at, with a shortest path to it."""
+    """Every object that a ``StateSnapshot`` looks at, with a shortest path to it."""
     return ((path, value) for path, value, _ in walk({name: root}, ignored))
 
 

@@ -16,23 +16,22 @@ import gc
 import types
 import warnings
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from dp_lightning.errors import ModelError
-from dp_lightning.privacy.gradients.functions import collect, initialized, writes
 from dp_lightning.privacy.gradients.recording import Recording
-from dp_lightning.privacy.gradients.refusals import BATCH_NORM, RESIZED, is_of_batch_norm
+from dp_lightning.privacy.gradients.refusals import BATCH_NORM, is_of_batch_norm
 from dp_lightning.privacy.gradients.sources import leaves_of
-from dp_lightning.privacy.reachable import ATOMS, Ignored, nothing_ignored
-from dp_lightning.privacy.sealed import SealedData
-from dp_lightning.privacy.state import ABSENT, Change, StateSnapshot
-from dp_lightning.privacy.threads import no_text, no_threads
+from dp_lightning.privacy.isolation.reachable import Ignored, nothing_ignored
+from dp_lightning.privacy.isolation.sealed_data import SealedData
+from dp_lightning.privacy.isolation.state import Change, StateSnapshot
+from dp_lightning.privacy.isolation.threads import no_text, no_threads
+from dp_lightning.privacy.isolation.watch import Watch, memory_of, storage_of
 
 _FIX = (
     "What is computed from an example may leave the step only as its gradient. Keep state that follows the steps in a "
@@ -69,10 +68,10 @@ class Isolation:
         sealed.require_not_in({"self": module, **also}, left_out)
         self._sealed = sealed
         self._snapshot = StateSnapshot(module, left_out, name="self", also=also)
-        data = {_memory_of(tensor) for tensor in sealed.tensors}
+        data = {memory_of(tensor) for tensor in sealed.tensors}
         self._constants: dict[int, weakref.ref[Tensor]] = {}
         for value in gc.get_objects():
-            if issubclass(type(value), Tensor) and _memory_of(value) not in data:
+            if issubclass(type(value), Tensor) and memory_of(value) not in data:
                 self.know(value)
         for tensor in (*module.parameters(), *module.buffers()):  # though the loader may lead to the module
             self.know(tensor)
@@ -92,12 +91,12 @@ class Isolation:
         """Whether a tensor is a parameter, a buffer, or a constant of before the fit."""
         return id(tensor) in self._constants
 
-    def watch(self) -> "Watch":
+    def watch(self) -> Watch:
         """Over the losses of a physical batch, one by one."""
         found = [value for value in gc.get_objects() if issubclass(type(value), Tensor) and not self.is_known(value)]
-        trained = {_storage_of(tensor) for tensor in self._module.parameters() if id(tensor) in self._parameters}
+        trained = {storage_of(tensor) for tensor in self._module.parameters() if id(tensor) in self._parameters}
         tensors = (*self._module.parameters(), *self._module.buffers())
-        return Watch(self.is_known, found, {_storage_of(tensor) for tensor in tensors} - trained)
+        return Watch(self.is_known, found, {storage_of(tensor) for tensor in tensors} - trained)
 
     def advance(self) -> None:
         """The logical step is over: state that is computed from weights alone takes its next value."""
@@ -129,7 +128,7 @@ class Isolation:
         self._require_gone(recording)
 
     @contextmanager
-    def one_by_one(self, watch: "Watch", *, public: bool) -> Iterator[None]:
+    def one_by_one(self, watch: Watch, *, public: bool) -> Iterator[None]:
         """Around a single example; values that it has put in the place of others are put back.
 
         Args:
@@ -198,17 +197,16 @@ class Isolation:
 
     def _put_back(self, change: Change) -> bool:
         """Whether a plain value took the place of another one. Under vmap none can come from an example."""
-        if not is_plain(change):
+        if not change.is_plain:
             return False
-        holder, key, new = change.holder, change.key, change.new
-        self._advanced[id(holder), key] = lambda: put(holder, key, new)
-        if isinstance(new, Tensor):
-            self.know(new)
-        put(holder, key, change.old)
+        self._advanced[id(change.holder), change.key] = change.redo
+        if isinstance(change.new, Tensor):
+            self.know(change.new)
+        change.undo()
         return True
 
     def _undo(self, change: Change) -> bool:
-        if not is_plain(change):
+        if not change.is_plain:
             return False
         if change.path not in self._undone:
             self._undone.add(change.path)
@@ -217,7 +215,7 @@ class Isolation:
                 "example, so that it never counts.",
                 stacklevel=2,
             )
-        put(change.holder, change.key, change.old)
+        change.undo()
         return True
 
     def _require_gone(self, recording: Recording) -> None:
@@ -231,115 +229,9 @@ class Isolation:
         )
 
 
-class Watch(TorchFunctionMode):
-    """Watches code that runs by itself, on one example after the other.
-
-    It refuses tensors of before that are no constants, those of an earlier example among them, and keeps the value of
-    a buffer from before it is written to.
-
-    Args:
-        is_known: whether a tensor is a constant.
-        tensors: those that are refused.
-        storages: of the buffers whose value is kept.
-    """
-
-    def __init__(
-        self, is_known: Callable[[Tensor], bool], tensors: list[Tensor], storages: Collection[int | None]
-    ) -> None:
-        super().__init__()
-        self._is_known = is_known
-        self._older = {id(tensor): weakref.ref(tensor) for tensor in tensors}
-        self._storages = storages
-        self._made: list[weakref.ref[Tensor]] = []
-        self._written: dict[int, tuple[Tensor, Tensor]] = {}
-
-    def end_example(self) -> dict[int, tuple[Tensor, Tensor]]:
-        """What was written to, by its storage: a tensor over all of the memory, and its value before.
-
-        From here on, tensors of the example are refused.
-        """
-        alive = [tensor for ref in self._made if (tensor := ref()) is not None and not self._is_known(tensor)]
-        self._older.update((id(tensor), weakref.ref(tensor)) for tensor in alive)
-        self._made.clear()
-        written, self._written = self._written, {}
-        return written
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if func in RESIZED:
-            raise ModelError(f"training_step uses {RESIZED[func]}")
-        kwargs = kwargs or {}
-        used: list[Tensor] = []
-        collect((args, kwargs), used)
-        for tensor in used:
-            older = self._older.get(id(tensor))
-            if older is not None and older() is tensor:
-                raise ModelError(
-                    f"training_step uses a tensor of shape {tuple(tensor.shape)} that is no parameter, no buffer, and "
-                    "not made in this step, so that it may hold other examples. Make it a buffer of the module."
-                )
-        if writes(func):
-            self._keep(args[:1])
-        if "out" in kwargs:
-            self._keep((kwargs["out"],))
-        result = func(*args, **kwargs)
-        self.note(result)
-        return initialized(func, result)
-
-    def note(self, result: Any) -> None:
-        """The tensors in it are of this example."""
-        if isinstance(result, Tensor):
-            self._made.append(weakref.ref(result))
-        elif isinstance(result, (list, tuple)):
-            for part in result:
-                self.note(part)
-
-    def _keep(self, values: tuple[Any, ...]) -> None:
-        targets: list[Tensor] = []
-        collect(values, targets)
-        for target in targets:
-            storage = _storage_of(target)
-            if storage is not None and storage in self._storages and storage not in self._written:
-                whole = torch.empty(0, dtype=target.dtype, device=target.device).set_(target.untyped_storage())
-                self._written[storage] = (whole, whole.clone())
-
-
-def _memory_of(tensor: Tensor) -> int:
-    """What tells the memory of a tensor from that of others; views have that of their base."""
-    try:
-        return tensor.untyped_storage().data_ptr() or id(tensor)
-    except Exception:  # sparse, or a wrapper, each of which raises its own
-        return id(tensor)
-
-
-def _storage_of(tensor: Tensor) -> int | None:
-    """Of what a tensor's memory is known by; None where it has none of its own."""
-    try:
-        return tensor.untyped_storage()._cdata
-    except Exception:  # as above
-        return None
-
-
 def _same_bits(one: Tensor, other: Tensor) -> bool:
     """Whether two tensors (n,) of one dtype are equal, a nan to itself too."""
     return torch.equal(one.view(torch.uint8), other.view(torch.uint8))
-
-
-def is_plain(change: Change) -> bool:
-    """Whether one value took the place of another one, and both hold nothing but themselves."""
-    values = (change.old, change.new)
-    return isinstance(change.holder, dict) and all(
-        value is ABSENT or type(value) in ATOMS or isinstance(value, Tensor) for value in values
-    )
-
-
-def put(holder: Any, key: Any, value: Any) -> None:
-    """Let a value stand in a holder, or nothing where it is ABSENT."""
-    if value is ABSENT:
-        holder.pop(key, None)
-    else:
-        holder[key] = value
 
 
 def _setter(tensor: Tensor, value: Tensor) -> Callable[[], None]:

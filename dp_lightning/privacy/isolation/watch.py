@@ -1,0 +1,103 @@
+"""Watches a loss that runs by itself, on one example after the other, through the functions of torch that it calls."""
+
+import weakref
+from collections.abc import Callable, Collection
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from dp_lightning.errors import ModelError
+from dp_lightning.privacy.gradients.functions import collect, initialized, writes
+from dp_lightning.privacy.gradients.refusals import RESIZED
+
+
+class Watch(TorchFunctionMode):
+    """Watches code that runs by itself, on one example after the other.
+
+    It refuses tensors of before that are no constants, those of an earlier example among them, and keeps the value of
+    a buffer from before it is written to.
+
+    Args:
+        is_known: whether a tensor is a constant.
+        tensors: those that are refused.
+        storages: of the buffers whose value is kept.
+    """
+
+    def __init__(
+        self, is_known: Callable[[Tensor], bool], tensors: list[Tensor], storages: Collection[int | None]
+    ) -> None:
+        super().__init__()
+        self._is_known = is_known
+        self._older = {id(tensor): weakref.ref(tensor) for tensor in tensors}
+        self._storages = storages
+        self._made: list[weakref.ref[Tensor]] = []
+        self._written: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def end_example(self) -> dict[int, tuple[Tensor, Tensor]]:
+        """What was written to, by its storage: a tensor over all of the memory, and its value before.
+
+        From here on, tensors of the example are refused.
+        """
+        alive = [tensor for ref in self._made if (tensor := ref()) is not None and not self._is_known(tensor)]
+        self._older.update((id(tensor), weakref.ref(tensor)) for tensor in alive)
+        self._made.clear()
+        written, self._written = self._written, {}
+        return written
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func in RESIZED:
+            raise ModelError(f"training_step uses {RESIZED[func]}")
+        kwargs = kwargs or {}
+        used: list[Tensor] = []
+        collect((args, kwargs), used)
+        for tensor in used:
+            older = self._older.get(id(tensor))
+            if older is not None and older() is tensor:
+                raise ModelError(
+                    f"training_step uses a tensor of shape {tuple(tensor.shape)} that is no parameter, no buffer, and "
+                    "not made in this step, so that it may hold other examples. Make it a buffer of the module."
+                )
+        if writes(func):
+            self._keep(args[:1])
+        if "out" in kwargs:
+            self._keep((kwargs["out"],))
+        result = func(*args, **kwargs)
+        self.note(result)
+        return initialized(func, result)
+
+    def note(self, result: Any) -> None:
+        """The tensors in it are of this example."""
+        if isinstance(result, Tensor):
+            self._made.append(weakref.ref(result))
+        elif isinstance(result, (list, tuple)):
+            for part in result:
+                self.note(part)
+
+    def _keep(self, values: tuple[Any, ...]) -> None:
+        targets: list[Tensor] = []
+        collect(values, targets)
+        for target in targets:
+            storage = storage_of(target)
+            if storage is not None and storage in self._storages and storage not in self._written:
+                whole = torch.empty(0, dtype=target.dtype, device=target.device).set_(target.untyped_storage())
+                self._written[storage] = (whole, whole.clone())
+
+
+def memory_of(tensor: Tensor) -> int:
+    """What tells the memory of a tensor from that of others; views have that of their base."""
+    try:
+        return tensor.untyped_storage().data_ptr() or id(tensor)
+    except Exception:  # sparse, or a wrapper, each of which raises its own
+        return id(tensor)
+
+
+def storage_of(tensor: Tensor) -> int | None:
+    """Of what a tensor's memory is known by; None where it has none of its own."""
+    try:
+        return tensor.untyped_storage()._cdata
+    except Exception:  # as above
+        return None
