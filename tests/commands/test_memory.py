@@ -17,12 +17,11 @@ glibc = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other C li
 
 # Two blocks of 64 MiB are written and freed, and then two blocks of another size; 4 KiB a fault.
 WORK = """
-import resource, sys
-import numpy as np
+import resource, sys, torch
 from dp_lightning.commands.memory import keep_freed_memory
 told = keep_freed_memory() if sys.argv[1] == "keep" else None
 def use(mib):
-    blocks = [np.ones(mib * 2**18, np.float32) for _ in range(2)]
+    blocks = [torch.ones(mib * 2**18) for _ in range(2)]
 def faults():
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 use(64)

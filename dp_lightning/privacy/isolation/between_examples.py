@@ -31,7 +31,7 @@ from dp_lightning.privacy.isolation.reachable import Ignored, nothing_ignored
 from dp_lightning.privacy.isolation.sealed_data import SealedData
 from dp_lightning.privacy.isolation.state import Change, StateSnapshot
 from dp_lightning.privacy.isolation.threads import no_text, no_threads
-from dp_lightning.privacy.isolation.watch import Watch, memory_of, storage_of
+from dp_lightning.privacy.isolation.watch import UnknownTensors, Watch, memory_of, storage_of
 
 _FIX = (
     "What is computed from an example may leave the step only as its gradient. Keep state that follows the steps in a "
@@ -77,6 +77,7 @@ class Isolation:
             self.know(tensor)
         self._advanced: dict[object, Callable[[], None]] = {}
         self._next: dict[int, Tensor] = {}  # what the public example has made of a buffer, by its storage
+        self._unknown = UnknownTensors(self.is_known)
         self._undone: set[str] = set()
         self._within_step = False
         #: Attributes that other code than ``training_step`` has changed since the start.
@@ -93,10 +94,9 @@ class Isolation:
 
     def watch(self) -> Watch:
         """Over the losses of a physical batch, one by one."""
-        found = [value for value in gc.get_objects() if issubclass(type(value), Tensor) and not self.is_known(value)]
         trained = {storage_of(tensor) for tensor in self._module.parameters() if id(tensor) in self._parameters}
         tensors = (*self._module.parameters(), *self._module.buffers())
-        return Watch(self.is_known, found, {storage_of(tensor) for tensor in tensors} - trained)
+        return Watch(self.is_known, self._unknown.tensors(), {storage_of(tensor) for tensor in tensors} - trained)
 
     def advance(self) -> None:
         """The logical step is over: state that is computed from weights alone takes its next value."""

@@ -1,5 +1,7 @@
 """Watches a loss that runs by itself, on one example after the other, through the functions of torch that it calls."""
 
+import gc
+import sys
 import weakref
 from collections.abc import Callable, Collection
 from typing import Any
@@ -12,6 +14,9 @@ from dp_lightning.errors import ModelError
 from dp_lightning.privacy.gradients.functions import collect, initialized, writes
 from dp_lightning.privacy.gradients.refusals import RESIZED
 
+# Later versions of Python move objects on in other ways.
+_GENERATIONS = sys.version_info < (3, 14)
+
 
 class Watch(TorchFunctionMode):
     """Watches code that runs by itself, on one example after the other.
@@ -21,16 +26,19 @@ class Watch(TorchFunctionMode):
 
     Args:
         is_known: whether a tensor is a constant.
-        tensors: those that are refused.
+        older: tensors that are refused, by their ids.
         storages: of the buffers whose value is kept.
     """
 
     def __init__(
-        self, is_known: Callable[[Tensor], bool], tensors: list[Tensor], storages: Collection[int | None]
+        self,
+        is_known: Callable[[Tensor], bool],
+        older: dict[int, weakref.ref[Tensor]],
+        storages: Collection[int | None],
     ) -> None:
         super().__init__()
         self._is_known = is_known
-        self._older = {id(tensor): weakref.ref(tensor) for tensor in tensors}
+        self._older = older
         self._storages = storages
         self._made: list[weakref.ref[Tensor]] = []
         self._written: dict[int, tuple[Tensor, Tensor]] = {}
@@ -85,6 +93,34 @@ class Watch(TorchFunctionMode):
             if storage is not None and storage in self._storages and storage not in self._written:
                 whole = torch.empty(0, dtype=target.dtype, device=target.device).set_(target.untyped_storage())
                 self._written[storage] = (whole, whole.clone())
+
+
+class UnknownTensors:
+    """The tensors of the process that are no constants, as the garbage collector knows them.
+
+    To look at all objects of the process takes a tenth of a second and more. An object that was made since then is in
+    the collector's two younger generations, as long as these were not collected together.
+
+    Args:
+        is_known: whether a tensor is a constant.
+    """
+
+    def __init__(self, is_known: Callable[[Tensor], bool]) -> None:
+        self._is_known = is_known
+        self._found: dict[int, weakref.ref[Tensor]] = {}
+        self._collections: list[int] = []
+
+    def tensors(self) -> dict[int, weakref.ref[Tensor]]:
+        """Those that are there now, by their ids."""
+        young = gc.get_objects(0) + gc.get_objects(1)
+        now = [generation["collections"] for generation in gc.get_stats()[1:]]
+        objects = young if _GENERATIONS and now == self._collections else gc.get_objects()
+        self._collections = now
+        self._found = {key: ref for key, ref in self._found.items() if ref() is not None}
+        for value in objects:
+            if issubclass(type(value), Tensor) and not self._is_known(value):
+                self._found[id(value)] = weakref.ref(value)
+        return dict(self._found)
 
 
 def memory_of(tensor: Tensor) -> int:
