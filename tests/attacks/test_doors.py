@@ -720,8 +720,12 @@ class ComputesInAThread(Attack):
 class ThreadThatReadsLater(Attack):
     """It is not waited for, and keeps what it reads where nothing is compared."""
 
+    def __init__(self):
+        super().__init__()
+        BANK[__name__].__dict__.setdefault("read", [])
+
     def training_step(self, x, y):
-        bank = BANK[__name__].__dict__.setdefault("read", [])
+        bank = BANK[__name__].__dict__["read"]
         threading.Thread(target=lambda: bank.append(_read(x))).start()
         return super().training_step(x * (1 + sum(bank)), y)
 
