@@ -16,6 +16,21 @@ import torch  # noqa: E402
 import warm_python as warm  # noqa: E402
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put the slow tests first, so that no worker starts one when the others are done.
+
+    ``--dist worksteal`` gives each worker an equal part of the list, in order, and takes from the ends of the parts.
+    """
+    slow = [item for item in items if item.get_closest_marker("slow")]
+    others = [item for item in items if not item.get_closest_marker("slow")]
+    count, items[:] = len(items), []
+    for worker in range(_WORKERS):
+        part = slow[worker::_WORKERS]
+        size = max(count // (_WORKERS - worker) - len(part), 0)
+        items += [*part, *others[:size]]
+        others, count = others[size:], count - len(part) - size
+
+
 @pytest.fixture(autouse=True)
 def _same_start(monkeypatch: pytest.MonkeyPatch) -> None:
     """No test's numbers depend on which ones ran before it."""

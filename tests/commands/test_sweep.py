@@ -242,11 +242,14 @@ def test_composition_is_that_of_the_command_line(tmp_path):
     (tmp_path / "whole.yaml").write_text(yaml.safe_dump(settings))
     assert compose(["--config", str(tmp_path / "whole.yaml")]) == settings
     assert Composer()(arguments) == settings
-    # So do options that differ in the seed, whether the seed or a file after it decides.
+    # Options that differ in the seed are read once; a file after it replaces it.
     (tmp_path / "seed.yaml").write_text("seed_everything: 5")
-    for seed, after in (("3", []), ("4", []), ("true", []), ("4", ["--config", str(tmp_path / "seed.yaml")])):
-        line = [*arguments, f"--seed_everything={seed}", *after]
-        assert compose(line) == Composer()(line)
+    of_a_file = ["--config", str(tmp_path / "seed.yaml")]
+    of_a_line = (("3", [], 3), ("4", [], 4), ("true", [], True))
+    for seed, after, found in (*of_a_line, ("3", of_a_file, 5), ("4", of_a_file, 5)):
+        composed = compose([*arguments, f"--seed_everything={seed}", *after])
+        assert composed.pop("seed_everything") is found
+        assert composed == {name: value for name, value in settings.items() if name != "seed_everything"}
     with pytest.raises(ConfigurationError, match="seed_everything"):
         compose([*arguments, "--seed_everything=1.5"])
 
