@@ -35,6 +35,7 @@ class Interruption(pl.Callback):
         self._signal: int | None = None
         self._folder = Path()
         self._before: dict[int, Any] = {}
+        self._ours: Any = None
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._signal = None
@@ -63,6 +64,7 @@ class Interruption(pl.Callback):
             self._signal = number
             privacy.stop_requested = True
 
+        self._ours = note
         for number in (signal.SIGTERM, signal.SIGINT, *((_REQUEUE,) if slurm_job() else ())):
             self._before[number] = signal.signal(number, note)
 
@@ -89,8 +91,11 @@ class Interruption(pl.Callback):
         raise SystemExit(130 if number == signal.SIGINT else 143)
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        while self._before:
-            signal.signal(*self._before.popitem())
+        for number, handler in self._before.items():
+            # Lightning has put back by now what was there before its own handlers, which know the whole run.
+            if signal.getsignal(number) is self._ours:
+                signal.signal(number, handler)
+        self._before, self._ours = {}, None
 
 
 def _privacy(trainer: pl.Trainer) -> PrivacyCallback:

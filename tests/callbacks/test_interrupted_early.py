@@ -1,8 +1,10 @@
 """Signals before the first step, and which checkpoint a SLURM job goes on from."""
 
+import gc
 import json
 import os
 import signal
+import weakref
 import zipfile
 
 import pytest
@@ -36,6 +38,16 @@ def test_a_signal_in_the_sanity_check_stops_after_the_first_step(tmp_path):
     assert stop.value.code == 143
     assert (tmp_path / "checkpoints" / "interrupted-step=1.ckpt").is_file()
     assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_a_run_that_has_ended_leaves_signals_as_they_were_and_is_freed(tmp_path):
+    before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
+    run = trainer(tmp_path, privacy(), Interruption())
+    run.fit(Plain(), loader())
+    assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == before
+    run = weakref.ref(run)
+    gc.collect()
+    assert run() is None
 
 
 def checkpoints_of(folder, name):
