@@ -62,6 +62,7 @@ def test_numbers_below_one_are_refused(step, option, capsys):
     assert f"argument {option}: 0 is below 1" in capsys.readouterr().err
 
 
+@pytest.mark.slow  # two processes that import all that is compared
 def test_a_small_run_prints_a_table_and_writes_every_row(tmp_path, warm_python):
     out = tmp_path / "rows.json"
     arguments = [
@@ -123,6 +124,7 @@ def test_each_way_of_fine_tuning_trains_its_part(step, monkeypatch):
     assert not any(n.startswith("bn1") for n in found["ours, frozen BatchNorm"])
 
 
+@pytest.mark.slow  # two processes that import all that is compared
 def test_a_small_run_of_several_ranks_prints_every_part(tmp_path, warm_python):
     out = tmp_path / "times.json"
     arguments = ["--model", "small-cnn", "--batch-size", "4", "--rounds", "2", "--warmup", "0", "--json", str(out)]
@@ -224,6 +226,7 @@ def test_cells_that_share_their_runs_make_them_once(comparisons, monkeypatch, tm
     assert "| 64 | average | " in capsys.readouterr().out
 
 
+@pytest.mark.slow  # a run for each of them
 def test_every_cell_of_a_comparison_is_a_configuration(comparisons, tmp_path):
     methods, recipes, _ = comparisons
     images = np.random.default_rng(0).integers(0, 255, (40, 8, 8, 3), np.uint8)
