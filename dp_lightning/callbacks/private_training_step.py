@@ -203,7 +203,8 @@ class PrivateTrainingStep:
 
 def is_no_state(owner: object, name: str) -> bool:
     """Whether an attribute is Lightning's own, data, or torchmetrics', which is called after the step."""
-    if isinstance(owner, Observer) or any(isinstance(owner, kind) and name in names for kind, names in _KEPT):
+    ours = isinstance(owner, Observer) or (isinstance(owner, PrivateTrainingStep) and name != "_step")
+    if ours or any(isinstance(owner, kind) and name in names for kind, names in _KEPT):
         return True
     if isinstance(owner, Metric) and name in owner._defaults:
         return True

@@ -19,7 +19,7 @@ from dp_lightning.errors import ModelError
 from dp_lightning.privacy.gradients.clipped_sum import ClippedSum
 from dp_lightning.privacy.gradients.contribution import PerExample
 from dp_lightning.privacy.gradients.recording import Recording
-from dp_lightning.privacy.gradients.refusals import BATCH_NORM, is_of_batch_norm
+from dp_lightning.privacy.gradients.refusals import BATCH_NORM, HOST_DRAW, is_of_batch_norm
 from dp_lightning.privacy.isolation.between_examples import Isolation
 from dp_lightning.privacy.randomness import NoHostDraws, TrainingRandomness, no_seeding
 from dp_lightning.privacy.reading import Entries, ExampleBatch
@@ -79,10 +79,7 @@ class Together(Examples):
         with self._isolation.together(recording), no_seeding():
             recording.backward(recording.run(one, *(leaves[place] for place in places)))
         if drawn := draws.drawn():
-            raise ModelError(
-                f"training_step draws from {' and '.join(drawn)}: one number would serve all examples of a physical "
-                "batch. Draw with torch, such as torch.rand(()), or set privacy.examples: one_by_one."
-            )
+            raise ModelError(f"training_step draws from {' and '.join(drawn)}. {HOST_DRAW}")
         total.end()
         self.ways = recording.ways
 

@@ -60,14 +60,22 @@ class TrainingRandomness:
 
     def __init__(self, seed: int | None = None, *, rank: int = 0):
         self.seed, self.rank = seed, rank
+        self._reached: list[tuple[str, object]] = []
 
     def start(self) -> None:
         """Give all global generators of this process new keys; also where a run resumes."""
         rekey_global_generators(keys_from(self.seed, self.rank))
 
-    def rekey(self, roots: Mapping[str, object], ignored: Ignored = lambda owner, name: False) -> None:
-        """Give every generator that can be reached a new key; arguments and errors as of ``rekey_generators``."""
-        rekey_generators(roots, keys_from(self.seed, self.rank, 0), ignored)
+    def rekey(self, roots: Mapping[str, object], ignored: Ignored = lambda owner, name: False) -> list[object]:
+        """Give every generator that can be reached a new key; arguments and errors as of ``rekey_generators``.
+
+        From here on they get others before each loss, as the global ones do.
+
+        Returns:
+            The generators.
+        """
+        self._reached = rekey_generators(roots, keys_from(self.seed, self.rank, 0), ignored)
+        return [generator for _, generator in self._reached]
 
     def before_reading(self, place: PhysicalBatch) -> None:
         """Before the examples of a physical batch are read.
@@ -79,10 +87,14 @@ class TrainingRandomness:
 
     def before_step(self, place: PhysicalBatch, example: int = 0) -> None:
         """Before their losses are computed, or that of one of them."""
-        self._rekey(place, 2 + example)
+        keys = self._rekey(place, 2 + example)
+        for path, generator in self._reached:
+            _rekey(path, generator, keys)
 
-    def _rekey(self, place: PhysicalBatch, use: int) -> None:
-        rekey_global_generators(keys_from(self.seed, self.rank, place.step, place.piece, use))
+    def _rekey(self, place: PhysicalBatch, use: int) -> Keys:
+        keys = keys_from(self.seed, self.rank, place.step, place.piece, use)
+        rekey_global_generators(keys)
+        return keys
 
 
 @contextmanager
@@ -148,7 +160,7 @@ class WorkerSeeding:
 
 def rekey_generators(
     roots: Mapping[str, object], keys: Keys, ignored: Ignored = lambda owner, name: False
-) -> list[str]:
+) -> list[tuple[str, object]]:
     """Give every generator that can be reached from ``roots`` a new key.
 
     Args:
@@ -157,7 +169,7 @@ def rekey_generators(
         ignored: attributes that are not followed, as in :class:`~dp_lightning.privacy.isolation.state.StateSnapshot`.
 
     Returns:
-        The paths of the generators.
+        The generators, with their paths.
 
     Raises:
         ConfigurationError: naming a generator that cannot be given a key.
@@ -169,7 +181,7 @@ def rekey_generators(
                 found.setdefault(id(value), (path, value))
     for path, generator in found.values():
         _rekey(path, generator, keys)
-    return [path for path, _ in found.values()]
+    return list(found.values())
 
 
 class NoHostDraws:

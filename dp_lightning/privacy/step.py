@@ -70,7 +70,8 @@ class PrivateStep:
 
     Args:
         module: parameters that require a gradient now are the trained ones.
-        loss: from a batch of one example, as ``collate_fn`` makes it, to its loss, a scalar tensor.
+        loss: from a batch of one example, as ``collate_fn`` makes it, to its loss, a scalar tensor. What it leads to
+            is compared like the module.
         dataset: a map-style data set of the plan's number of examples.
         plan: the public numbers of the run.
         clip_plan: how examples are clipped.
@@ -156,9 +157,15 @@ class PrivateStep:
     def _way(self) -> Examples:
         self.randomness.start()
         roots = {"self": self.module, "the data set": self.reader.dataset, "collate_fn": self.reader.collate_fn}
-        self.randomness.rekey({**roots, **self._also}, self._ignored)
-        sealed = SealedData(self._raw, self.plan.num_train, self.module, self._ignored)
-        isolation = Isolation(self.module, self.parameters, sealed=sealed, ignored=self._ignored, also=self._also)
+        also = {"loss": self._loss, **self._also}
+        isolation = Isolation(
+            self.module,
+            self.parameters,
+            sealed=SealedData(self._raw, self.plan.num_train, self.module, self._ignored),
+            generators=self.randomness.rekey({**roots, **also}, self._ignored),
+            ignored=self._ignored,
+            also=also,
+        )
         return (Together if self.examples == "together" else OneByOne)(self.parameters, isolation, self.randomness)
 
     def start(self) -> None:

@@ -188,15 +188,15 @@ def test_every_generator_within_reach_gets_a_new_key():
     public, secret = Dropout(), Dropout()
     public.draw()
     secret.draw()  # so that legacy and Python's generators keep a normal value
-    paths = rekey_generators({"model": secret}, keys_from(None))
-    assert paths == [f"model.generators[{name!r}]" for name in public.generators]
+    found = rekey_generators({"model": secret}, keys_from(None))
+    assert found == [(f"model.generators[{name!r}]", each) for name, each in secret.generators.items()]
     assert_all_differ(public.draw(), secret.draw())
 
 
 def test_rekeyed_generators_of_a_reproducible_run_repeat_and_differ_from_each_other():
     def run(*place):
         models = {"model": Dropout(), "data": [torch.Generator()]}
-        assert rekey_generators(models, keys_from(3, *place))[-1] == "data[0]"
+        assert rekey_generators(models, keys_from(3, *place))[-1] == ("data[0]", models["data"][0])
         return [*models["model"].draw(), torch.rand(2, generator=models["data"][0]).tolist()]
 
     first = run(0)

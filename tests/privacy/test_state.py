@@ -536,7 +536,7 @@ def test_any_single_number_is_seen(name):
         new = ~old if tensor.dtype is torch.bool else old + 1
         (tensor[:, 0] if name == "expanded" else tensor)[place[:1] if name == "expanded" else place] = new
         (change,) = snapshot.changes()
-        assert (change.path, change.kind, change.tensor is tensor) == ("model.value[0]", "tensor", True)
+        assert (change.path, change.kind, change.source is tensor) == ("model.value[0]", "tensor", True)
         (tensor[:, 0] if name == "expanded" else tensor)[place[:1] if name == "expanded" else place] = old
         assert snapshot.changes() == []
 
@@ -573,7 +573,7 @@ def test_writes_that_autograd_does_not_count_are_seen():
     model.weight.data[3, 4] += 1
     model.mean.numpy()[1] = 5
     assert paths(snapshot) == ["model.weight", "model.mean"]
-    assert [change.tensor for change in snapshot.changes()] == [model.weight, model.mean]
+    assert [change.source for change in snapshot.changes()] == [model.weight, model.mean]
     snapshot.refresh()
     assert snapshot.changes() == []
     model.bias.data = torch.zeros(100)

@@ -1,5 +1,11 @@
 """One logical step by itself: a loop in plain torch drives it as Lightning does."""
 
+import importlib
+import random
+import sys
+import types
+
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -44,6 +50,18 @@ def trained(model, private, steps=10):
         private.release()
         optimizer.step()
     return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+
+
+@pytest.fixture
+def hidden(monkeypatch):
+    """A module that code finds by its name only, so that the isolation does not see what stands in it."""
+    module = types.ModuleType("hidden")
+    monkeypatch.setitem(sys.modules, "hidden", module)
+    return module
+
+
+def find_hidden():
+    return importlib.import_module("hidden")
 
 
 @pytest.mark.parametrize("ways", ["together", "one_by_one"])
@@ -236,10 +254,12 @@ def test_entries_that_are_no_tensors_may_stand_in_a_batch_and_not_be_used_togeth
 
 
 @pytest.mark.parametrize("keep", [lambda batch: batch[0], lambda batch: batch[0] * 1, lambda batch: batch[0][0]])
-def test_one_by_one_a_tensor_that_is_kept_is_refused_in_the_next_loss(keep):
-    model, kept = network(), []  # a list that the module does not lead to
+def test_one_by_one_a_tensor_that_is_kept_is_refused_in_the_next_loss(keep, hidden):
+    model = network()
+    hidden.kept = []
 
     def loss(batch):
+        kept = find_hidden().kept
         others = sum(kept)
         kept[:] = [keep(batch)]
         return F.cross_entropy(model(batch[0] + others), batch[1])
@@ -249,12 +269,14 @@ def test_one_by_one_a_tensor_that_is_kept_is_refused_in_the_next_loss(keep):
         private.accumulate(next(private.batches()))
 
 
-def test_one_by_one_each_step_begins_with_an_example_of_zeros_that_does_not_count():
-    model, seen, named = network(), [], []
+def test_one_by_one_each_step_begins_with_an_example_of_zeros_that_does_not_count(hidden):
+    model = network()
+    hidden.seen, hidden.named = seen, named = [], []
 
     def loss(batch):
-        seen.append(bool(batch[0].any()))
-        named.append(len(batch[2][0]))  # the first has no name: it would be that of an example
+        found = find_hidden()
+        found.seen.append(bool(batch[0].any()))
+        found.named.append(len(batch[2][0]))  # the first has no name: it would be that of an example
         return F.cross_entropy(model(batch[0]), batch[1])
 
     private = private_step(model, loss=loss, dataset=Named(), examples="one_by_one", max_physical_batch_size=2)
@@ -267,21 +289,92 @@ def test_one_by_one_each_step_begins_with_an_example_of_zeros_that_does_not_coun
     assert len(named) == drawn
 
 
-@pytest.mark.parametrize("library", ["numpy", "random"])
-def test_draws_of_the_host_are_refused_together(library):
-    import random
+class Callable:
+    """A loss that is no function."""
 
-    import numpy as np
+    def __init__(self, model):
+        self.model, self.seen = model, 0.0
 
+    def __call__(self, batch):
+        self.seen += 1.5
+        return F.cross_entropy(self.model(batch[0]), batch[1]) * self.seen
+
+
+def closure(model):
+    seen = []
+
+    def loss(batch):
+        seen.append(1.5)
+        return F.cross_entropy(model(batch[0]), batch[1]) * sum(seen)
+
+    return loss
+
+
+COUNTS = []
+
+
+def by_a_global(model):
+    def loss(batch):
+        COUNTS.append(1.5)
+        return F.cross_entropy(model(batch[0]), batch[1]) * sum(COUNTS)
+
+    return loss
+
+
+@pytest.mark.parametrize("ways", ["together", "one_by_one"])
+@pytest.mark.parametrize(
+    ("make", "name"),
+    [(closure, "loss.seen"), (by_a_global, "test_step.COUNTS"), (Callable, "")],
+    ids=["closure", "global", "object"],
+)
+def test_what_a_loss_beside_the_module_keeps_is_refused_or_counts_for_nothing(make, name, ways):
     model = network()
-    draw = {"numpy": np.random.rand, "random": random.random}[library]
+    private = private_step(model, loss=make(model), examples=ways)
+    if name:
+        with pytest.raises(ModelError, match=f"training_step changes {name}"):
+            trained(model, private, steps=1)
+    else:
+        trained(model, private, steps=2)
+        assert private._loss.seen == (3.0 if ways == "together" else 0.0)  # once per logical step, or undone
+
+
+DRAWS = {
+    "numpy": lambda: np.random.rand(),
+    "random": lambda: random.random(),
+    "loss.draw": random.Random().random,
+    "loss.draw.__self__": np.random.RandomState().rand,
+}
+
+
+@pytest.mark.parametrize("name", DRAWS)
+def test_draws_that_all_examples_would_share_are_refused_together(name):
+    model, draw, dataset = network(), DRAWS[name], examples()
 
     def loss(batch):
         return F.cross_entropy(model(batch[0]), batch[1]) * draw()
 
-    with pytest.raises(ModelError, match=library):
-        trained(model, private_step(model, loss=loss), steps=1)
-    trained(model, private_step(model, loss=loss, examples="one_by_one"), steps=1)
+    with pytest.raises(ModelError, match=f"draws from {name}"):
+        trained(model, private_step(model, loss=loss, dataset=dataset), steps=1)
+    trained(model, private_step(model, loss=loss, dataset=dataset, examples="one_by_one"), steps=1)
+
+
+def test_one_by_one_generators_of_the_loss_have_new_keys_for_each_example(hidden):
+    model, generator = network(), np.random.default_rng(0)
+    hidden.drawn = []
+
+    def loss(batch):
+        find_hidden().drawn.append(generator.random())
+        return F.cross_entropy(model(batch[0]), batch[1])
+
+    def drawn(seed):
+        hidden.drawn.clear()
+        trained(model, private_step(model, loss=loss, examples="one_by_one", seed=seed), steps=2)
+        return list(hidden.drawn)
+
+    first = drawn(3)
+    assert len(set(first)) == len(first)
+    assert drawn(3) == first
+    assert not set(first) & {*drawn(None), *drawn(4), *np.random.default_rng(0).random(100)}
 
 
 def test_generators_that_the_data_set_holds_get_secret_keys():
@@ -349,8 +442,9 @@ def test_wrong_settings_are_named(settings, said):
 
 
 @pytest.mark.parametrize("ways", ["together", "one_by_one"])
-def test_views_are_rows_of_one_example(ways):
-    model, shapes = network().eval(), set()
+def test_views_are_rows_of_one_example(ways, hidden):
+    model = network().eval()
+    hidden.shapes = set()
 
     class Shifted(torch.utils.data.Dataset):
         """Views that differ."""
@@ -365,10 +459,10 @@ def test_views_are_rows_of_one_example(ways):
             return x + torch.randn(5), y
 
     def loss(batch):
-        shapes.add(tuple(batch[0].shape))
+        find_hidden().shapes.add(tuple(batch[0].shape))
         return F.cross_entropy(model(batch[0]), batch[1])
 
     private = private_step(model, dataset=Shifted(), loss=loss, augmult=2, examples=ways)
     trained(model, private, steps=1)
-    assert shapes == {(2, 5)}
+    assert hidden.shapes == {(2, 5)}
     assert private.statement().clipping["augmult"] == "2 views of each example"

@@ -38,6 +38,10 @@ REFUSED: dict[Any, str] = {
 }
 """By function; the step may not call them."""
 
+HOST_DRAW = (
+    "One number would serve all examples of a physical batch. Draw with torch's own generator, such as torch.rand(()), "
+    f"or {ONE_BY_ONE}."
+)
 SHARED_DRAW = (
     "Random numbers are drawn into a tensor that is the same for all examples. Draw with torch.rand_like(x), "
     f"torch.randn(shape) or torch.bernoulli(p), which give each example its own, or {ONE_BY_ONE}."

@@ -16,7 +16,7 @@ import gc
 import types
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from dp_lightning.errors import ModelError
 from dp_lightning.privacy.gradients.recording import Recording
-from dp_lightning.privacy.gradients.refusals import BATCH_NORM, is_of_batch_norm
+from dp_lightning.privacy.gradients.refusals import BATCH_NORM, HOST_DRAW, is_of_batch_norm
 from dp_lightning.privacy.gradients.sources import leaves_of
 from dp_lightning.privacy.isolation.reachable import Ignored, nothing_ignored
 from dp_lightning.privacy.isolation.sealed_data import SealedData
@@ -46,6 +46,7 @@ class Isolation:
         module: whose loss is trained.
         parameters: the trained ones by name.
         sealed: the training set; tensors in it are no constants.
+        generators: that get a new key before each loss.
         ignored: asked with an object and the name of one of its attributes, whether it is looked after elsewhere.
         also: further objects, by name, that the loss may change.
     """
@@ -56,6 +57,7 @@ class Isolation:
         parameters: Mapping[str, Tensor],
         *,
         sealed: SealedData,
+        generators: Iterable[object] = (),
         ignored: Ignored = nothing_ignored,
         also: Mapping[str, object] = types.MappingProxyType({}),
     ) -> None:
@@ -78,6 +80,7 @@ class Isolation:
         self._advanced: dict[object, Callable[[], None]] = {}
         self._next: dict[int, Tensor] = {}  # what the public example has made of a buffer, by its storage
         self._unknown = UnknownTensors(self.is_known)
+        self._generators = {id(generator): generator for generator in generators}
         self._undone: set[str] = set()
         self._within_step = False
         #: Attributes that other code than ``training_step`` has changed since the start.
@@ -191,6 +194,8 @@ class Isolation:
 
     def _require_unchanged(self, allowed: Callable[[Change], bool]) -> None:
         changes = [change for change in self._snapshot.changes() if not allowed(change)]
+        if drawn := [change.path for change in changes if change.kind == "generator"]:
+            raise ModelError(f"training_step draws from {', '.join(drawn[:5])}. {HOST_DRAW}")
         if changes:
             names = ", ".join(dict.fromkeys(change.path for change in changes[:5]))
             raise ModelError(f"training_step changes {names}. {BATCH_NORM if is_of_batch_norm(names) else _FIX}")
@@ -206,6 +211,8 @@ class Isolation:
         return True
 
     def _undo(self, change: Change) -> bool:
+        if id(change.source) in self._generators:  # nothing of it is left for the next example
+            return True
         if not change.is_plain:
             return False
         if change.path not in self._undone:

@@ -42,7 +42,7 @@ class Change:
         path: such as ``model.layers[3].count``, or ``Net.bank`` for an attribute of a class.
         kind: ``tensor`` for the numbers of a tensor or array, ``generator`` for the state of a random generator,
             ``global`` for what is compared but not followed: settings, and members of modules and library classes.
-        tensor: whose numbers changed.
+        source: what was read, such as a tensor or a generator.
         holder: the dict or list in which another value stands, such as an object's ``__dict__`` or a module's
             ``_buffers``. None for all else, such as slots, closures, and lists of another length.
         key, old, new: where in the holder, what stood there, and what stands there now; ABSENT where nothing does.
@@ -50,7 +50,7 @@ class Change:
 
     path: str
     kind: Literal["attribute", "tensor", "generator", "global"]
-    tensor: Tensor | None = None
+    source: Any = None
     holder: dict[Any, Any] | list[Any] | None = None
     key: Any = None
     old: Any = None
@@ -110,7 +110,7 @@ class StateSnapshot:
         with _plain_tensors():
             found += [change for group in self._groups for place in group.suspects() for change in _changes(place)]
             for path, array in map(self._arrays.__getitem__, self._contents.changed()):
-                found.append(Change(path, "tensor", array if isinstance(array, Tensor) else None))
+                found.append(Change(path, "tensor", array))
         return found
 
     def refresh(self) -> None:
@@ -202,7 +202,7 @@ def _changes(place: Place) -> Iterator[Change]:
         old, new = held.get(key, ABSENT), now.get(key, ABSENT)
         if not _same(old, new) and not _is_note(key, old, new):
             undo = (source, key, old, new) if isinstance(source, dict | list) else ()
-            yield Change(place.path + place.label(key), kind, None, *undo)
+            yield Change(place.path + place.label(key), kind, source, *undo)
 
 
 def _is_note(key: Any, old: Any, new: Any) -> bool:
