@@ -17,7 +17,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from dp_lightning.callbacks.private_training_step import PrivateTrainingStep
 from dp_lightning.callbacks.public_trainer import PublicTrainer
 from dp_lightning.errors import ModelError
-from dp_lightning.privacy.reading import ExampleReader
+from dp_lightning.privacy.step import PrivateStep
 
 #: Under which name the statement lists the warning, which tells something of raw examples.
 NAME = "warning before the first step: loss of a batch"
@@ -27,18 +27,23 @@ _TOLERANCE = 0.005
 
 
 def warn_of_changed_meaning(
-    trainer: pl.Trainer, module: pl.LightningModule, step: PrivateTrainingStep, reader: ExampleReader
+    trainer: pl.Trainer, module: pl.LightningModule, step: PrivateTrainingStep, private: PrivateStep
 ) -> bool:
     """Compare the loss of a few examples together with the mean of their losses, on a copy of the module.
 
+    A copy shares globals, classes and closures with the module: what changes there is put back.
     Where the module cannot be copied, has batch transfer hooks, draws random numbers in evaluation mode, or takes no
     batch of several examples, nothing is compared.
 
     Returns:
         Whether a warning was given.
+
+    Raises:
+        ModelError: where the step would raise it too, or something changes that cannot be put back.
     """
     if step.has_transfer_hooks:  # Lightning calls the hooks of the module itself, which may keep what they see
         return False
+    reader = private.reader
     count = min(_EXAMPLES, len(reader))
     try:
         raw = [reader.dataset[number * len(reader) // count] for number in range(count)]
@@ -55,7 +60,7 @@ def warn_of_changed_meaning(
             batch = move_data_to_device(collated, module.device)
             return float(step.loss_of(trial, batch))
 
-        with torch.no_grad(), trainer.precision_plugin.train_step_context():
+        with torch.no_grad(), trainer.precision_plugin.train_step_context(), private.nothing_kept():
             together, again = loss_of(raw), loss_of(raw)
             mean = sum(loss_of([example]) for example in raw) / count
     except ModelError:  # the step would raise it too

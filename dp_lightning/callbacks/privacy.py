@@ -307,9 +307,7 @@ class PrivacyCallback(pl.Callback):
         assert self._training_step is not None
         if self.augmult > 1 and not self._training_step.has_transfer_hooks:
             warn_of_equal_views(self.private.reader.dataset)
-        if trainer.is_global_zero and warn_of_changed_meaning(
-            trainer, pl_module, self._training_step, self.private.reader
-        ):
+        if trainer.is_global_zero and warn_of_changed_meaning(trainer, pl_module, self._training_step, self.private):
             self._unprotected.names.add(NAME)
 
     # One physical batch

@@ -9,6 +9,7 @@ after each. Each logical step begins with an example of zeros, whose loss moves 
 import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any, NoReturn
 
 import torch
@@ -51,6 +52,10 @@ class Examples(ABC):
     def advance(self) -> None:
         """The logical step is over."""
         self._isolation.advance()
+
+    def nothing_kept(self) -> AbstractContextManager[None]:
+        """Around losses that are no step: what they leave behind is put back."""
+        return self._isolation.nothing_kept()
 
     @property
     def changed_outside(self) -> tuple[str, ...]:

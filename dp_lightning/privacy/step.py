@@ -29,6 +29,7 @@ to its own sum, and one collective adds up the sums. What is released is the sam
 
 import types
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from functools import cached_property
 from importlib.metadata import version
 from typing import Any
@@ -171,6 +172,14 @@ class PrivateStep:
     def start(self) -> None:
         """Take secret keys, and note which constants the losses may use; otherwise the first batch does."""
         _ = self._way
+
+    def nothing_kept(self) -> AbstractContextManager[None]:
+        """Around losses that are no step, such as those of a trial: what they leave behind is put back.
+
+        Raises:
+            ModelError: naming what cannot be.
+        """
+        return self._way.nothing_kept()
 
     def physical_batches(self, step: int) -> Iterator[PhysicalBatch]:
         """This rank's share of the draw of a logical step."""

@@ -6,6 +6,7 @@ import contextvars
 import copy
 import functools
 import hashlib
+import importlib
 import io
 import itertools
 import os
@@ -307,6 +308,66 @@ def test_a_note_of_python_or_its_compiler_is_no_change_and_hides_no_later_one():
     found = snapshot.changes()
     del UsesGlobals.__slotnames__, globals()["__compiled_fn_0"], globals()["imported"]
     assert {change.path.rpartition(".")[2] for change in found} == {"__slotnames__", "__compiled_fn_0", "imported"}
+
+
+@pytest.fixture
+def installed(tmp_path, monkeypatch):
+    """Two packages among the installed ones; the second has a module's class, and uses the first."""
+    folder = tmp_path / "site-packages"
+    folder.mkdir()
+    (folder / "some_tool.py").write_text("INNER = []\ndef count():\n    INNER.append(1)\n")
+    (folder / "some_models.py").write_text(
+        "import some_tool\nfrom torch import nn\nCOUNTS = []\n\n\n"
+        "class Net(nn.Module):\n    def forward(self, x):\n        COUNTS.append(some_tool.count())\n"
+        "\n\ndef loss(batch):\n    COUNTS.append(1)\n"
+    )
+    monkeypatch.syspath_prepend(folder)
+    yield importlib.import_module("some_models"), importlib.import_module("some_tool")
+    del sys.modules["some_models"], sys.modules["some_tool"]
+
+
+@pytest.mark.parametrize("make", [lambda models: nn.Sequential(models.Net()), lambda models: models.loss])
+def test_globals_of_an_installed_package_are_seen_where_classes_or_the_loss_come_from_it(installed, make):
+    models, tool = installed
+    snapshot = StateSnapshot(make(models))
+    models.COUNTS.append(1)
+    assert [change.path for change in snapshot.changes()] == ["some_models.COUNTS"]
+    snapshot.refresh()
+    tool.INNER.append(1)
+    assert snapshot.changes() == []
+
+
+def test_state_is_put_back_in_containers_classes_and_closures():
+    cell, items, named, unique, recent, slotted = [0], [1, 2], {"a": 1, "b": 2}, {1}, deque([1, 2]), Slotted()
+
+    @functools.lru_cache
+    def cached(value):
+        return value
+
+    def keeps():
+        return cell
+
+    holder = Holder([items, named, unique, recent, keeps, cached, WithClassState(), slotted])
+    snapshot = StateSnapshot(holder)
+
+    def change():
+        nonlocal cell
+        cell, holder.more, named["c"], WithClassState.count, WithClassState.more = [1], 3, 4, 5, 6
+        del items[:], named["a"]
+        unique.add(3)
+        recent.append(3)
+        cached(3)
+
+    change()
+    assert len(snapshot.changes()) > 7
+    assert snapshot.restore() == []
+    assert (cell, items, named, unique, list(recent)) == ([0], [1, 2], {"a": 1, "b": 2}, {1}, [1, 2])
+    assert (cached.cache_info().currsize, WithClassState.count) == (0, 0)
+    assert not hasattr(holder, "more")
+    assert not hasattr(WithClassState, "more")
+    change()
+    slotted.seen = 9
+    assert [change.path for change in snapshot.restore()] == ["model.value[7].seen"]
 
 
 SETTINGS = {

@@ -159,6 +159,19 @@ class Isolation:
                     tensor.copy_(before)
         self._require_unchanged(self._undo)
 
+    @contextmanager
+    def nothing_kept(self) -> Iterator[None]:
+        """Around losses that are no step, such as a trial's: what they leave behind is put back.
+
+        Raises:
+            ModelError: naming what cannot be.
+        """
+        self._snapshot.refresh()
+        try:
+            yield
+        finally:
+            _refuse([change for change in self._snapshot.restore() if change.kind != "generator"])
+
     def require_own_leaves(self, loss: Tensor) -> None:
         """Refuse a loss whose gradient would reach a tensor that is no trained parameter.
 
@@ -196,9 +209,7 @@ class Isolation:
         changes = [change for change in self._snapshot.changes() if not allowed(change)]
         if drawn := [change.path for change in changes if change.kind == "generator"]:
             raise ModelError(f"training_step draws from {', '.join(drawn[:5])}. {HOST_DRAW}")
-        if changes:
-            names = ", ".join(dict.fromkeys(change.path for change in changes[:5]))
-            raise ModelError(f"training_step changes {names}. {BATCH_NORM if is_of_batch_norm(names) else _FIX}")
+        _refuse(changes)
 
     def _put_back(self, change: Change) -> bool:
         """Whether a plain value took the place of another one. Under vmap none can come from an example."""
@@ -234,6 +245,12 @@ class Isolation:
         raise ModelError(
             f"training_step keeps a tensor of an example{_owner(recording.living(of_examples=True))}. {_FIX}"
         )
+
+
+def _refuse(changes: list[Change]) -> None:
+    if changes:
+        names = ", ".join(dict.fromkeys(change.path for change in changes[:5]))
+        raise ModelError(f"training_step changes {names}. {BATCH_NORM if is_of_batch_norm(names) else _FIX}")
 
 
 def _same_bits(one: Tensor, other: Tensor) -> bool:

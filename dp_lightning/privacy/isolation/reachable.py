@@ -15,7 +15,7 @@ import types
 import warnings
 import weakref
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
@@ -36,6 +36,7 @@ _NOT_FOLLOWED: tuple[type, ...] = (types.ModuleType, types.CodeType, types.Frame
 _NOT_FOLLOWED += (np.generic, types.GetSetDescriptorType, types.MemberDescriptorType, types.WrapperDescriptorType)
 _LIBRARIES = {"dp_lightning", "lightning", "lightning_fabric", "numpy", "pytorch_lightning", "torch", "torchmetrics"}
 _LIBRARIES |= sys.stdlib_module_names
+_OF_MODELS = {"einops", "monai", "opacus", "peft", "timm", "torchvision", "transformers"}  # with many globals
 _IMMUTABLE = 1 << 8  # Py_TPFLAGS_IMMUTABLETYPE
 _STATE = ("__reduce_ex__", "__reduce__", "__getstate__", "getstate", "tobytes", "digest")
 
@@ -71,6 +72,29 @@ class Place:
         except Exception:  # a user's object may raise anything; an empty slot does
             return None
 
+    def restore(self) -> None:
+        """Make the members what was held, where that can be done; a cache of functools is emptied."""
+        source, held, now = self.source, self.held or {}, self.now() or {}
+        if isinstance(source, dict | type):
+            base = type if isinstance(source, type) else _in_c(source)
+            put, remove = ("__setattr__", "__delattr__") if base is type else ("__setitem__", "__delitem__")
+            for key in now.keys() - held.keys():
+                getattr(base, remove)(source, key)
+            for key in [key for key in held if key not in now or now[key] is not held[key]]:
+                getattr(base, put)(source, key, held[key])
+        elif isinstance(source, list):
+            list.__setitem__(source, slice(None), held.values())
+        elif isinstance(source, set):
+            set.clear(source)
+            set.update(source, held)
+        elif isinstance(source, deque):
+            deque.clear(source)
+            deque.extend(source, held[""])
+        elif isinstance(source, types.CellType):
+            source.cell_contents = held[""]
+        elif isinstance(source, functools._lru_cache_wrapper):
+            source.cache_clear()
+
 
 def nothing_ignored(owner: object, name: str) -> bool:
     return False
@@ -88,6 +112,7 @@ def walk(roots: Mapping[str, object], ignored: Ignored) -> Iterator[tuple[str, o
     queue: deque[tuple[str, Any]] = deque(roots.items())  # breadth first: no other path is shorter
     seen: Members = {}  # keeps what was made on the way alive, so that its id stays its own
     named: set[tuple[int, str]] = set()
+    own = {_package(kind) for root in roots.values() for kind in _kinds(root)} - _LIBRARIES - _OF_MODELS
     while queue:
         path, value = queue.popleft()
         if id(value) in seen:
@@ -95,7 +120,7 @@ def walk(roots: Mapping[str, object], ignored: Ignored) -> Iterator[tuple[str, o
         seen[id(value)] = value
         places: list[Place] = []
         with suppress(Exception):  # what was found until then stands
-            places.extend(_places(path, value, ignored, named))
+            places.extend(_places(path, value, ignored, named, own))
         seen.update((id(place.source), place.source) for place in places)
         yield path, value, places
         for place in places:
@@ -105,7 +130,21 @@ def walk(roots: Mapping[str, object], ignored: Ignored) -> Iterator[tuple[str, o
         queue.append((type(value).__name__, type(value)))
 
 
-def _places(path: str, value: Any, ignored: Ignored, named: set[tuple[int, str]]) -> Iterator[Place]:
+def _kinds(root: Any) -> Iterator[Any]:
+    """Classes and functions whose packages are the user's own, installed or not."""
+    if isinstance(root, nn.Module):
+        yield from map(type, root.modules())
+    else:
+        yield root if isinstance(root, types.FunctionType | types.MethodType) else type(root)
+
+
+def _package(kind: Any) -> str:
+    return str(getattr(kind, "__module__", "")).partition(".")[0]
+
+
+def _places(
+    path: str, value: Any, ignored: Ignored, named: set[tuple[int, str]], own: Collection[str]
+) -> Iterator[Place]:
     kind = type(value)
     if kind in (dict, OrderedDict, set, list):  # first, since an nn.Module has 14 of them
         yield from _items(path, value)
@@ -120,7 +159,7 @@ def _places(path: str, value: Any, ignored: Ignored, named: set[tuple[int, str]]
             yield from _items(path, value)
         else:
             yield from _variables(path, value)
-            yield from _globals(value, named)
+            yield from _globals(value, named, own)
 
 
 def _attributes(path: str, value: Any, ignored: Ignored) -> Iterator[Place]:
@@ -198,9 +237,9 @@ def _class_attributes(kind: type, ignored: Ignored) -> Iterator[Place]:
     if kind.__flags__ & _IMMUTABLE:
         return
     if str(kind.__module__).partition(".")[0] in _LIBRARIES:
-        yield Place(kind.__name__, vars(kind), dict, _attribute, followed=False)
+        yield Place(kind.__name__, kind, lambda kind: dict(vars(kind)), _attribute, followed=False)
     else:
-        yield Place(kind.__name__, vars(kind), functools.partial(_kept, owner=kind, ignored=ignored), _attribute)
+        yield Place(kind.__name__, kind, lambda kind: _kept(vars(kind), kind, ignored), _attribute)
     yield Place(kind.__name__, kind.__bases__, lambda bases: dict(enumerate(bases)), _itself)
 
 
@@ -211,10 +250,10 @@ def _variables(path: str, function: types.FunctionType) -> Iterator[Place]:
         yield Place(f"{path}.{name}", cell, lambda cell: {"": cell.cell_contents}, _itself)
 
 
-def _globals(function: types.FunctionType, named: set[tuple[int, str]]) -> Iterator[Place]:
+def _globals(function: types.FunctionType, named: set[tuple[int, str]], own: Collection[str]) -> Iterator[Place]:
     """The modules of a user's function and those that it names, and of their members those that it names."""
     module, space = str(function.__globals__.get("__name__")), function.__globals__
-    if _installed(module):
+    if _is_library(module, own):
         return
     wanted, spaces = _names(function.__code__), {id(space): (module, space)}
     for key in (todo := [id(space)]):
@@ -229,7 +268,7 @@ def _globals(function: types.FunctionType, named: set[tuple[int, str]]) -> Itera
                 todo.append(id(vars(value)))
         new = {name: value for name, value in found.items() if (key, name) not in named}
         named.update((key, name) for name in new)
-        if _installed(module):
+        if _is_library(module, own):
             yield from _of_library(module, new)
         elif new:
             read = functools.partial(
@@ -253,9 +292,9 @@ def _names(code: types.CodeType) -> set[str]:
     return set(code.co_names).union(*(_names(part) for part in code.co_consts if isinstance(part, types.CodeType)))
 
 
-def _installed(module: str) -> bool:
-    path = str(getattr(sys.modules.get(module), "__file__", None))
-    return module.partition(".")[0] in _LIBRARIES or "site-packages" in path or "dist-packages" in path
+def _is_library(module: str, own: Collection[str]) -> bool:
+    package, path = module.partition(".")[0], str(getattr(sys.modules.get(module), "__file__", None))
+    return package in _LIBRARIES or (package not in own and ("site-packages" in path or "dist-packages" in path))
 
 
 def _attribute(name: Any) -> str:

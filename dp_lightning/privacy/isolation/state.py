@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
 from operator import is_
-from types import FunctionType, MappingProxyType, ModuleType
+from types import FunctionType, ModuleType
 from typing import Any, Literal
 
 import numpy as np
@@ -113,6 +113,14 @@ class StateSnapshot:
                 found.append(Change(path, "tensor", array))
         return found
 
+    def restore(self) -> list[Change]:
+        """Put back what stood in attributes, containers and closures; what has still changed then."""
+        with _plain_tensors():
+            for place in [place for group in self._groups for place in group.suspects()]:
+                if any(_changes(place)):
+                    place.restore()
+        return self.changes()
+
     def refresh(self) -> None:
         """Take the snapshot anew; the root is walked again only where an attribute has changed."""
         self._settings = settings()
@@ -151,8 +159,8 @@ class _Group:
         self._tensors: list[Tensor] = []
         for place in places:
             source = place.source
-            if isinstance(source, MappingProxyType):
-                (source,) = gc.get_referents(source)  # the dict of a class
+            if isinstance(source, type):
+                (source,) = gc.get_referents(vars(source))
             kind = next((kind for kind in self._containers if isinstance(source, kind)), None)
             if kind is not None and kind.__len__(source) == len(place.held or ()):
                 self._containers[kind].append(source)
