@@ -194,6 +194,8 @@ def check_monitors(trainer: pl.Trainer, unprotected: set[str]) -> None:
 def check_optimizers(trainer: pl.Trainer, trained: Iterable[Tensor]) -> None:
     """Refuse several optimizers, closures that run more than once, and parameters that are not the module's.
 
+    Schedules that count physical batches are refused too.
+
     Args:
         trained: the parameters whose gradients are privatized.
     """
@@ -202,6 +204,12 @@ def check_optimizers(trainer: pl.Trainer, trained: Iterable[Tensor]) -> None:
         len(trainer.optimizers) != 1,
         f"configure_optimizers returns {len(trainer.optimizers)} optimizers; private training needs exactly one.",
     )
+    for config in trainer.lr_scheduler_configs:
+        _refuse(
+            config.interval == "step" and config.frequency != 1,
+            f"The learning rate schedule has interval: step and frequency: {config.frequency}, which Lightning counts "
+            "in physical batches, whose number depends on the draw. Set frequency: 1, and count steps in the schedule.",
+        )
     optimizer: Any = trainer.optimizers[0]
     _refuse(
         isinstance(optimizer, optim.LBFGS),

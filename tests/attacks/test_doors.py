@@ -917,6 +917,15 @@ class BufferOfWhatIsHidden(Hidden):
         return super().training_step(x + 3 * self.mean, y)
 
 
+@CASES.expect("Tensor.new", "Tensor.new")
+class OldMemory(Attack):
+    """Of a tensor that has just been freed."""
+
+    def training_step(self, x, y):
+        before = x.new(1, 5)
+        return super().training_step(x + before.clamp(-9, 9), y)
+
+
 @CASES.expect("raw", "raw")
 class HoldsTheData(Attack):
     """A module that has its training set uses it in the step."""
@@ -968,6 +977,44 @@ class HoldsTheArrayItself(Attack):
 
     def training_step(self, x, y):
         return super().training_step(x + torch.tensor(self.rows.mean(0)), y)
+
+
+class HoldsTheTensor(Attack):
+    """The tensor of the data set as a buffer."""
+
+    def dataset(self, x, y):
+        self.hold(x)
+        return TensorDataset(x, y)
+
+    def hold(self, x):
+        self.register_buffer("bank", x)
+
+    def training_step(self, x, y):
+        return super().training_step(x + self.bank.mean(0), y)
+
+
+CASES.expect("raw", "raw")(HoldsTheTensor)
+
+
+@CASES.expect("raw", "raw")
+class HoldsAViewOfTheTensor(HoldsTheTensor):
+    def hold(self, x):
+        self.register_buffer("bank", x[2:])
+
+
+@CASES.expect("raw", "raw")
+class HoldsTheTensorAsAParameter(HoldsTheTensor):
+    def hold(self, x):
+        self.bank = nn.Parameter(x, requires_grad=False)
+
+
+@CASES.expect("raw", "raw")
+class HoldsTheTensorInAnArray(HoldsTheTensor):
+    def hold(self, x):
+        self.rows = x.numpy()[1:]
+
+    def training_step(self, x, y):
+        return Attack.training_step(self, x + torch.tensor(self.rows.mean(0)), y)
 
 
 @CASES.expect("raw", "raw")

@@ -555,6 +555,31 @@ class LeavesItsScheduleToLightning(LightningAttack):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 
+@expect("frequency", None)
+class EverySecondPhysicalBatch(LightningAttack):
+    """Lightning counts physical batches."""
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD(self.net.parameters(), lr=0.1)
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step", "frequency": 2}}
+
+
+@expect("training_step changes", "training_step changes")
+class StepOfAClosure(LightningAttack):
+    """An attribute of the module in the place of the method."""
+
+    def __init__(self, x, y):
+        super().__init__(x, y)
+        kept = []
+
+        def training_step(batch, batch_idx):
+            kept.append(1)
+            return self.loss(batch) * len(kept)
+
+        self.training_step = training_step
+
+
 @expect("lr", None)
 class DecaysItsRateBeforeTheStep(LightningAttack):
     def on_train_batch_start(self, batch, batch_idx):

@@ -98,5 +98,5 @@ def test_what_cannot_be_put_back_is_refused(tmp_path):
                 BANK.copy_(batch[0].mean())
             return super().training_step(batch, batch_idx)
 
-    with pytest.raises(ModelError, match="training_step changes .*BANK"):
+    with pytest.raises(ModelError, match=r"training_step changes .*BANK"):
         trainer(tmp_path, privacy(), max_epochs=1).fit(WritesATensor(), loader())

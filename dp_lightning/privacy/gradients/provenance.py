@@ -66,9 +66,9 @@ class Provenance:
         if self._constants is not None and not self._constants(tensor):
             raise ModelError(
                 f"training_step uses a tensor of shape {tuple(tensor.shape)} and type {tensor.dtype} that is no "
-                "parameter, no buffer, and not made in this step, so that it may hold other examples. Make it a "
-                "buffer of the module (register_buffer); write torch.tensor(...) for torch.Tensor(...), "
-                "torch.FloatTensor(...) or torch.from_numpy(...)."
+                "parameter, no buffer, and not made in this step, so that it may hold other examples. Where it holds "
+                "nothing of the training data, make it a buffer of the module (register_buffer), or write "
+                "torch.tensor(...) for torch.Tensor(...), torch.FloatTensor(...) or torch.from_numpy(...)."
             )
         self._outside[key] = tensor
 

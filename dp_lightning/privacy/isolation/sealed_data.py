@@ -15,6 +15,7 @@ from torch.utils.data import Dataset
 
 from dp_lightning.errors import ModelError
 from dp_lightning.privacy.isolation.reachable import Ignored, reachable, walk
+from dp_lightning.privacy.isolation.watch import memory_of
 
 _FIX = (
     "The step would see raw examples other than its own. Put what it needs to know of the data set, such as the number "
@@ -42,10 +43,13 @@ class SealedData:
         self._arrays: dict[int, object] = {}
         #: Tensors that are reached from the roots.
         self.tensors: list[Tensor] = []
+        self._memories: set[int] = set()  # of those with the examples
         for root in roots:
             for _, value in reachable(root, outside):
                 if isinstance(value, Tensor):
                     self.tensors.append(value)
+                    if value.dim() and len(value) >= num_train:
+                        self._memories.add(memory_of(value))
                 elif isinstance(value, Dataset) or _length(value) >= num_train:
                     kind = type(value)
                     if _close(value):
@@ -64,7 +68,7 @@ class SealedData:
             ModelError: with the attribute.
         """
         for path, value, _ in walk(roots, ignored):
-            if id(value) in self._arrays:
+            if id(value) in self._arrays or (isinstance(value, Tensor) and memory_of(value) in self._memories):
                 raise ModelError(
                     f"{path} holds the training data ({type(value).__name__} of {len(value)}), whose use inside of "  # type: ignore[arg-type]
                     "training_step cannot be seen: it would see raw examples other than its own. Hold it in a data set "

@@ -12,7 +12,7 @@ from torch.overrides import TorchFunctionMode
 
 from dp_lightning.errors import ModelError
 from dp_lightning.privacy.gradients.functions import collect, initialized, writes
-from dp_lightning.privacy.gradients.refusals import RESIZED
+from dp_lightning.privacy.gradients.refusals import OLD_MEMORY
 
 # Later versions of Python move objects on in other ways.
 _GENERATIONS = sys.version_info < (3, 14)
@@ -57,8 +57,8 @@ class Watch(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func in RESIZED:
-            raise ModelError(f"training_step uses {RESIZED[func]}")
+        if func in OLD_MEMORY:
+            raise ModelError(f"training_step uses {OLD_MEMORY[func]}")
         kwargs = kwargs or {}
         used: list[Tensor] = []
         collect((args, kwargs), used)
@@ -67,7 +67,8 @@ class Watch(TorchFunctionMode):
             if older is not None and older() is tensor:
                 raise ModelError(
                     f"training_step uses a tensor of shape {tuple(tensor.shape)} that is no parameter, no buffer, and "
-                    "not made in this step, so that it may hold other examples. Make it a buffer of the module."
+                    "not made in this step, so that it may hold other examples. Where it holds nothing of the training "
+                    "data, make it a buffer of the module."
                 )
         if writes(func):
             self._keep(args[:1])
