@@ -66,15 +66,16 @@ class TrainingRandomness:
         """Give all global generators of this process new keys; also where a run resumes."""
         rekey_global_generators(keys_from(self.seed, self.rank))
 
-    def rekey(self, roots: Mapping[str, object], ignored: Ignored = lambda owner, name: False) -> list[object]:
+    def rekey(self, roots: Mapping[str, object], ignored: Ignored = lambda owner, name: False) -> None:
         """Give every generator that can be reached a new key; arguments and errors as of ``rekey_generators``.
 
         From here on they get others before each loss, as the global ones do.
-
-        Returns:
-            The generators.
         """
         self._reached = rekey_generators(roots, keys_from(self.seed, self.rank, 0), ignored)
+
+    @property
+    def generators(self) -> list[object]:
+        """Those that were reached."""
         return [generator for _, generator in self._reached]
 
     def before_reading(self, place: PhysicalBatch) -> None:

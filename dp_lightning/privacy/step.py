@@ -159,11 +159,12 @@ class PrivateStep:
         self.randomness.start()
         roots = {"self": self.module, "the data set": self.reader.dataset, "collate_fn": self.reader.collate_fn}
         also = {"loss": self._loss, **self._also}
+        self.randomness.rekey({**roots, **also}, self._ignored)
         isolation = Isolation(
             self.module,
             self.parameters,
             sealed=SealedData(self._raw, self.plan.num_train, self.module, self._ignored),
-            generators=self.randomness.rekey({**roots, **also}, self._ignored),
+            generators=self.randomness.generators,
             ignored=self._ignored,
             also=also,
         )

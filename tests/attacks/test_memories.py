@@ -374,7 +374,7 @@ OF_NUMBERS = {
     ),
     "seed of a generator": Made(
         lambda m, v: m.generator.manual_seed(int(1000 * abs(v))),
-        lambda m: m.generator.initial_seed() % 1000,
+        lambda m: seed % 1000 if (seed := m.generator.initial_seed()) < 2**40 else 0,  # a fresh key is no seed of ours
         lambda m: setattr(m, "generator", torch.Generator()),
     ),
     "seed of Python": Made(

@@ -490,7 +490,7 @@ class CounterInTheDataModule(LightningAttack):
         return CountingData(self.loader)
 
 
-@expect("uses a tensor", None)
+@expect("training_step changes", None)
 class FilledBeforeTheFirstStep(LightningAttack):
     """A bank of the class that the first call fills; a trial of the loss on several examples must not."""
 

@@ -81,6 +81,7 @@ class Isolation:
         self._next: dict[int, Tensor] = {}  # what the public example has made of a buffer, by its storage
         self._unknown = UnknownTensors(self.is_known)
         self._generators = {id(generator): generator for generator in generators}
+        self._failure = ""  # of the public example's loss
         self._undone: set[str] = set()
         self._within_step = False
         #: Attributes that other code than ``training_step`` has changed since the start.
@@ -136,24 +137,25 @@ class Isolation:
 
         Args:
             watch: over its loss.
-            public: whether it is one of zeros, and none of the training set. An error there makes nothing of buffers.
+            public: whether it is none of the training set. An error there ends its loss, and no more.
 
         Raises:
             ModelError: naming what it has left behind otherwise.
         """
         self._begin()
-        failed = False
+        if public:
+            self._failure = ""
         try:
             with self._sealed.closed(), no_threads():
                 yield
-        except Exception:
+        except Exception as error:
             if not public:
                 raise
-            failed = True
+            self._failure = f" The made-up example's loss had failed: {type(error).__name__}: {error}"
         with torch.no_grad():
             for key, (tensor, before) in watch.end_example().items():
                 after = tensor.clone()
-                if public and not failed:
+                if public:
                     self._next[key], self._advanced[key] = after, _setter(tensor, after)
                 if public or (key in self._next and _same_bits(after, self._next[key])):
                     tensor.copy_(before)
@@ -209,7 +211,7 @@ class Isolation:
         changes = [change for change in self._snapshot.changes() if not allowed(change)]
         if drawn := [change.path for change in changes if change.kind == "generator"]:
             raise ModelError(f"training_step draws from {', '.join(drawn[:5])}. {HOST_DRAW}")
-        _refuse(changes)
+        _refuse(changes, self._failure)
 
     def _put_back(self, change: Change) -> bool:
         """Whether a plain value took the place of another one. Under vmap none can come from an example."""
@@ -247,10 +249,10 @@ class Isolation:
         )
 
 
-def _refuse(changes: list[Change]) -> None:
+def _refuse(changes: list[Change], failure: str = "") -> None:
     if changes:
         names = ", ".join(dict.fromkeys(change.path for change in changes[:5]))
-        raise ModelError(f"training_step changes {names}. {BATCH_NORM if is_of_batch_norm(names) else _FIX}")
+        raise ModelError(f"training_step changes {names}. {BATCH_NORM if is_of_batch_norm(names) else _FIX}{failure}")
 
 
 def _same_bits(one: Tensor, other: Tensor) -> bool:
