@@ -270,7 +270,7 @@ class PrivacyStatement:
             "Floating-point arithmetic: the theorem is about real numbers, and Gaussian noise in floating "
             "point has gaps that an attacker may use (Mironov 2012).",
             "Facts that are public here: the number of training examples, the settings of the run, the "
-            "model's architecture.",
+            "model's architecture, and whatever numbers the module held when the run started, such as buffers.",
         ]
 
 
