@@ -917,7 +917,7 @@ class BufferOfWhatIsHidden(Hidden):
         return super().training_step(x + 3 * self.mean, y)
 
 
-@CASES.expect("Tensor.new", "Tensor.new")
+@CASES.expect(HARMLESS, HARMLESS)
 class OldMemory(Attack):
     """Of a tensor that has just been freed."""
 

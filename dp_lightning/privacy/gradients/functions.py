@@ -1,7 +1,7 @@
 """Kinds of torch functions, as a function mode sees them."""
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -66,9 +66,10 @@ def writes(func: Any) -> bool:
     return name in _IN_PLACE or (name.endswith("_") and not name.endswith("__") and name not in _HARMLESS)
 
 
-def initialized(func: Any, result: Any) -> Any:
+def initialized(func: Any, args: Sequence[Any], result: Any) -> Any:
     """What a function has returned, zeros where it is memory that may hold what was there before."""
-    if _leaves_memory(func) and isinstance(result, Tensor):
+    of_size = func is not torch.Tensor.new or all(isinstance(size, int | torch.Size) for size in args[1:])
+    if _leaves_memory(func) and of_size and isinstance(result, Tensor):
         with torch.no_grad():
             result.zero_()
     return result
@@ -76,4 +77,4 @@ def initialized(func: Any, result: Any) -> Any:
 
 @functools.lru_cache(maxsize=4096)
 def _leaves_memory(func: Any) -> bool:
-    return name_of(func).startswith(("empty", "new_empty"))
+    return func is torch.Tensor.new or name_of(func).startswith(("empty", "new_empty"))

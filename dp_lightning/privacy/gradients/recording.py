@@ -248,7 +248,7 @@ class Recording(TorchFunctionMode):
         else:
             result = self._without_examples(func, args, kwargs, tensors, sources)
         self._provenance.note(result)
-        return initialized(func, result)
+        return initialized(func, args, result)
 
     def _with_examples(
         self,

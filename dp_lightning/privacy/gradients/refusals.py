@@ -22,13 +22,9 @@ _CHECKPOINTING = (
     f"{ONE_BY_ONE}."
 )
 
-OLD_MEMORY: dict[Any, str] = {
-    function: f"Tensor.{function.__name__}, which takes memory that may hold other examples. Use {instead}."
-    for function, instead in (
-        (torch.Tensor.resize_, "F.pad, or reshape"),
-        (torch.Tensor.resize_as_, "F.pad, or reshape"),
-        (torch.Tensor.new, "new_zeros, or new_tensor"),
-    )
+RESIZED: dict[Any, str] = {
+    function: f"Tensor.{function.__name__}, which adds memory that may hold other examples. Use F.pad, or reshape."
+    for function in (torch.Tensor.resize_, torch.Tensor.resize_as_)
 }
 REFUSED: dict[Any, str] = {
     torch.Tensor.register_hook: f"Tensor.register_hook: {HOOKS}",
@@ -38,7 +34,7 @@ REFUSED: dict[Any, str] = {
     torch.Tensor.backward: f"Tensor.backward: {_INNER}",
     torch.autograd.grad: f"torch.autograd.grad: {_INNER}",
     vars(torch._C.TensorBase)["_version"].__get__: "Tensor._version, which counts what other batches have written.",
-    **OLD_MEMORY,
+    **RESIZED,
 }
 """By function; the step may not call them."""
 

@@ -12,7 +12,7 @@ from torch.overrides import TorchFunctionMode
 
 from dp_lightning.errors import ModelError
 from dp_lightning.privacy.gradients.functions import collect, initialized, writes
-from dp_lightning.privacy.gradients.refusals import OLD_MEMORY
+from dp_lightning.privacy.gradients.refusals import RESIZED
 
 # Later versions of Python move objects on in other ways.
 _GENERATIONS = sys.version_info < (3, 14)
@@ -57,8 +57,8 @@ class Watch(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func in OLD_MEMORY:
-            raise ModelError(f"training_step uses {OLD_MEMORY[func]}")
+        if func in RESIZED:
+            raise ModelError(f"training_step uses {RESIZED[func]}")
         kwargs = kwargs or {}
         used: list[Tensor] = []
         collect((args, kwargs), used)
@@ -76,7 +76,7 @@ class Watch(TorchFunctionMode):
             self._keep((kwargs["out"],))
         result = func(*args, **kwargs)
         self.note(result)
-        return initialized(func, result)
+        return initialized(func, args, result)
 
     def note(self, result: Any) -> None:
         """The tensors in it are of this example."""
