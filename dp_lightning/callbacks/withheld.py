@@ -2,38 +2,48 @@
 
 Lightning shows what is logged to every hook, callback and schedule: ``trainer.callback_metrics``, ``logged_metrics``
 and ``progress_bar_metrics``. A learning rate that follows a training loss is no function of the releases. During a
-private fit, objects that refuse every use stand in the place of these numbers. Those of the progress bar have a text.
+private fit, objects that refuse every use stand in the place of these numbers. A progress bar reads the numbers
+themselves, while its ``get_metrics`` runs.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, NoReturn
 
 import lightning.pytorch as pl
+from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.trainer.connectors.logger_connector import _LoggerConnector
+from torch.utils._pytree import tree_leaves
 
 from dp_lightning.callbacks.unprotected import POST_PROCESSING
 from dp_lightning.errors import ModelError
 
+# Special methods by which code would use a number, for which Python looks in the class only.
+_UNARY = "abs bool bytes ceil complex float floor format hash index int invert neg pos reduce_ex round trunc"
+_COMPARE = "eq ge gt le lt ne"
+_CONTAINER = "array array_function array_ufunc call contains getitem iter len next reversed"
+_BINARY = "add and divmod floordiv lshift matmul mod mul or pow rshift sub truediv xor"
+# Where a trainer has the numbers.
+_SHOWN = ("callback_metrics", "logged_metrics", "progress_bar_metrics")
+
 
 class Withheld:
-    """Stands for a logged number.
+    """Stands for a logged number. Its text has the name and not the number.
 
     Args:
         name: under which it was logged.
         value: the number.
-        has_text: whether it may be shown.
     """
 
-    __slots__ = ("_has_text", "_name", "_value")
+    __slots__ = ("_name", "_value")
 
-    def __init__(self, name: str, value: Any, *, has_text: bool) -> None:
-        self._name, self._value, self._has_text = name, value, has_text
+    def __init__(self, name: str, value: Any) -> None:
+        self._name, self._value = name, value
 
     def _refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise ModelError(
             f"Code uses the logged value '{self._name}' during the fit, which is computed from raw training examples: "
-            "what follows it would not be a function of the releases. Loggers and the progress bar get it. Monitor a "
-            "validation metric, or read it after the fit."
+            "what follows it would not be a function of the releases. Loggers get it, and the progress bar by "
+            "self.log(..., prog_bar=True). Monitor a validation metric, or read it after the fit."
         )
 
     def __getattr__(self, name: str) -> Any:
@@ -41,23 +51,19 @@ class Withheld:
             raise AttributeError(name)
         self._refuse()
 
-    def __str__(self) -> str:
-        return f"{self._value:.3g}" if self._has_text else f"<{self._name}: of raw training examples>"
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
+        next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, cls))._refuse()
 
-    __repr__ = __str__
-
-    def __format__(self, spec: str) -> str:
-        if not spec:
-            return str(self)
-        return format(self._value, spec) if self._has_text else self._refuse()
+    def __repr__(self) -> str:
+        return f"<{self._name}: of raw training examples>"
 
     def __deepcopy__(self, memo: Any) -> "Withheld":
         return self
 
-    __float__ = __int__ = __index__ = __complex__ = __bool__ = __len__ = __iter__ = __getitem__ = __call__ = _refuse
-    __array__ = __reduce_ex__ = __hash__ = __round__ = __abs__ = __neg__ = _refuse  # type: ignore[assignment]
-    __lt__ = __le__ = __gt__ = __ge__ = __eq__ = __ne__ = _refuse  # type: ignore[assignment]
-    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = __pow__ = _refuse
+
+for _name in f"{_UNARY} {_COMPARE} {_CONTAINER} {_BINARY} r{_BINARY.replace(' ', ' r')}".split():
+    setattr(Withheld, f"__{_name}__", Withheld._refuse)
 
 
 class WithholdingConnector(_LoggerConnector):
@@ -71,7 +77,7 @@ class WithholdingConnector(_LoggerConnector):
         metrics: Any = super().metrics
         results = self.trainer._results
         if results is not None and results.training:
-            return {kind: _withheld(values, has_text=kind == "pbar") for kind, values in metrics.items()}
+            return {kind: _withheld(values) for kind, values in metrics.items()}
         return metrics
 
     def log_metrics(self, metrics: Any, step: int | None = None) -> None:
@@ -79,14 +85,46 @@ class WithholdingConnector(_LoggerConnector):
         self._logged_metrics.update({name: metrics[name] for name in metrics.keys() & self._logged_metrics.keys()})
 
 
+class _OpenTrainer:
+    """What a progress bar gets as its trainer while it asks for what to show: the numbers can be read."""
+
+    def __init__(self, trainer: pl.Trainer) -> None:
+        self._trainer = trainer
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._trainer, name)
+        return _given_back(value) if name in _SHOWN else value
+
+
+class _GetMetrics:
+    """Stands in front of a progress bar's ``get_metrics``.
+
+    Args:
+        before: what the progress bar has had as an attribute of its own.
+    """
+
+    def __init__(self, progress_bar: ProgressBar, before: dict[str, Any]) -> None:
+        self._get, self.before = progress_bar.get_metrics, before
+
+    def __call__(self, trainer: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        return _given_back(self._get(_OpenTrainer(trainer), *args, **kwargs))  # type: ignore[arg-type]
+
+
 def withhold(trainer: pl.Trainer) -> None:
     """From here on, what is logged while training is withheld from hooks, callbacks and schedules."""
     if not isinstance(trainer._logger_connector, WithholdingConnector):
         trainer._logger_connector = WithholdingConnector(trainer._logger_connector)
+    for progress_bar, own in _progress_bars(trainer):
+        if not isinstance(own.get("get_metrics"), _GetMetrics):
+            before = {name: own[name] for name in ("get_metrics",) if name in own}
+            own["get_metrics"] = _GetMetrics(progress_bar, before)
 
 
 def give_back(trainer: pl.Trainer) -> None:
     """The fit is over: the numbers can be read."""
+    for _, own in _progress_bars(trainer):
+        if isinstance(own.get("get_metrics"), _GetMetrics):
+            own.update(own.pop("get_metrics").before)
     if isinstance(trainer._logger_connector, WithholdingConnector):
         plain = object.__new__(_LoggerConnector)
         plain.__dict__ = trainer._logger_connector.__dict__
@@ -95,11 +133,14 @@ def give_back(trainer: pl.Trainer) -> None:
             values.update(_given_back(values))
 
 
-def _withheld(values: Mapping[str, Any], *, has_text: bool) -> dict[str, Any]:
-    return {
-        name: value if name in POST_PROCESSING else Withheld(name, value, has_text=has_text)
-        for name, value in values.items()
-    }
+def _progress_bars(trainer: pl.Trainer) -> Iterator[tuple[ProgressBar, dict[str, Any]]]:
+    """Each with its attributes."""
+    callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    return ((callback, vars(callback)) for callback in callbacks if isinstance(callback, ProgressBar))
+
+
+def _withheld(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value if name in POST_PROCESSING else Withheld(name, value) for name, value in values.items()}
 
 
 def _given_back(values: Mapping[str, Any]) -> dict[str, Any]:

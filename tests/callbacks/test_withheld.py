@@ -1,15 +1,25 @@
 """Numbers logged while training reach loggers and the progress bar; other code cannot follow them."""
 
+import copy
 import csv
+import math
+import pickle
 
+import numpy as np
 import pytest
 import torch
-from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint, TQDMProgressBar
+from lightning.pytorch.callbacks import (
+    EarlyStopping,
+    LearningRateMonitor,
+    ModelCheckpoint,
+    RichProgressBar,
+    TQDMProgressBar,
+)
 from lightning.pytorch.loggers import CSVLogger, Logger
 from plain_run import Plain, loader, privacy, trainer
 from torch.nn import functional as F
 
-from dp_lightning.callbacks.withheld import Withheld
+from dp_lightning.callbacks.withheld import Withheld, give_back, withhold
 from dp_lightning.errors import ModelError
 
 
@@ -51,6 +61,26 @@ class Bar(TQDMProgressBar):
         self.texts = [*getattr(self, "texts", []), self.train_progress_bar.postfix]
 
 
+class Formats(Bar):
+    """Has items of its own."""
+
+    def get_metrics(self, trainer, model):
+        items = super().get_metrics(trainer, model)
+        items["formatted"] = f"{items['train_loss_step']:.6f}" if "train_loss_step" in items else "none"
+        items["of_the_trainer"] = float(trainer.callback_metrics.get("train_loss_step", 0.0))
+        return items
+
+
+class Rich(RichProgressBar):
+    """Keeps what it shows."""
+
+    found: list
+
+    def _update_metrics(self, *args):
+        super()._update_metrics(*args)
+        self.found = [*getattr(self, "found", []), dict(self._metric_component._metrics)]
+
+
 def test_loggers_and_the_progress_bar_get_the_numbers(tmp_path):
     keeps, bar = Keeps(), Bar()
     settings = {"logger": [keeps, CSVLogger(tmp_path)], "log_every_n_steps": 1, "enable_progress_bar": True}
@@ -62,6 +92,101 @@ def test_loggers_and_the_progress_bar_get_the_numbers(tmp_path):
     with open(tmp_path / "lightning_logs" / "version_0" / "metrics.csv") as file:
         assert [float(row["train_loss_step"]) for row in csv.DictReader(file) if row["train_loss_step"]] == losses
     assert f"train_loss_step={losses[-1]:.3g}" in bar.texts[-1]
+
+
+def test_a_progress_bar_with_items_of_its_own_reads_the_numbers(tmp_path):
+    bar, keeps = Formats(), Keeps()
+    settings = {"logger": keeps, "log_every_n_steps": 1, "enable_progress_bar": True}
+    trainer(tmp_path, privacy(), bar, max_epochs=1, **settings).fit(Logs(), loader())
+    last = [found["train_loss_step"] for found in keeps.found if "train_loss_step" in found][-1]
+    assert f"formatted={last:.6f}" in bar.texts[-1]
+    assert f"of_the_trainer={last:.3g}" in bar.texts[-1]
+
+
+def test_a_rich_progress_bar_shows_the_numbers(tmp_path):
+    bar, keeps = Rich(), Keeps()
+    settings = {"logger": keeps, "log_every_n_steps": 1, "enable_progress_bar": True}
+    trainer(tmp_path, privacy(), bar, max_epochs=1, **settings).fit(Logs(), loader())
+    last = [found["train_loss_step"] for found in keeps.found if "train_loss_step" in found][-1]
+    assert bar.found[-1]["train_loss_step"] == pytest.approx(last)
+
+
+def test_the_progress_bar_keeps_its_own_method(tmp_path):
+    own, bar, shown = Bar(), Bar(), []
+    own.get_metrics = mine = lambda trainer, module: shown.append(trainer.progress_bar_metrics) or {}
+
+    for progress_bar in (bar, own):
+        run = trainer(tmp_path, privacy(), progress_bar, max_epochs=1, enable_progress_bar=True)
+        run.fit(Logs(), loader())
+    assert "get_metrics" not in vars(bar)
+    assert own.get_metrics is mine
+    assert isinstance(shown[-1]["train_loss_step"], float)
+
+    class Fails(Logs):
+        def on_train_epoch_end(self):
+            assert "get_metrics" in vars(bar)
+            raise RuntimeError("later")
+
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="later"):
+            trainer(tmp_path, privacy(), bar, enable_progress_bar=True).fit(Fails(), loader())
+        assert "get_metrics" not in vars(bar)
+
+
+def test_a_progress_bar_can_be_copied_while_numbers_are_withheld(tmp_path):
+    run = trainer(tmp_path, bar := Bar(), enable_progress_bar=True)
+    for _ in range(2):
+        withhold(run)
+        for found in (copy.deepcopy(bar), pickle.loads(pickle.dumps(bar))):
+            assert vars(found)["get_metrics"]._get.__self__ is found
+    give_back(run)
+    assert "get_metrics" not in vars(bar)
+
+
+@pytest.mark.parametrize("name", ["callback_metrics", "logged_metrics", "progress_bar_metrics"])
+def test_no_text_has_a_number(tmp_path, name):
+    class Parses(Logs):
+        def on_train_batch_end(self, *args):
+            value = getattr(self.trainer, name)["train_loss_step"]
+            assert str(value) == repr(value) == "<train_loss_step: of raw training examples>"
+            self.found = f"{getattr(self.trainer, name)}"
+
+    module = Parses()
+    trainer(tmp_path, privacy(), Bar(), max_epochs=1, enable_progress_bar=True).fit(module, loader())
+    assert "train_loss_step: of raw" in module.found
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        *(
+            float,
+            int,
+            bool,
+            complex,
+            hash,
+            bytes,
+            list,
+            len,
+            iter,
+            next,
+            abs,
+            round,
+            math.isnan,
+            math.floor,
+            math.trunc,
+        ),
+        *(torch.isnan, torch.as_tensor, torch.tensor, np.isnan, np.asarray, np.mean, np.float64, "{}".format),
+        *(lambda v: v // 1, lambda v: v % 1, lambda v: divmod(v, 1), lambda v: divmod(1, v), lambda v: 1 % v),
+        *(lambda v: 1 // v, lambda v: 1 + v, lambda v: v**2, lambda v: -v, lambda v: v > 0, lambda v: v in [1.0]),
+        *(lambda v: v.item(), lambda v: max(v, 1), lambda v: sum([v]), lambda v: f"{v:.2f}", lambda v: f"{v}"),
+        *("{:.2f}".format, lambda v: torch.ones(2) + v, lambda v: torch.ones(2).add_(v), lambda v: np.ones(2) * v),
+        *(lambda v: torch.stack([v]), lambda v: torch.ones(1).fill_(v), pickle.dumps, copy.copy),
+    ],
+)
+def test_every_use_is_refused_by_name(use):
+    with pytest.raises(ModelError, match="logged value 'loss'"):
+        use(Withheld("loss", 1.5))
 
 
 def test_hooks_read_validation_metrics_and_names_only(tmp_path):
@@ -111,5 +236,6 @@ def test_no_file_name_has_one(tmp_path):
         return best.best_model_path
 
     assert "val_loss=" in fit("{epoch}-{val_loss:.2f}", tmp_path / "a")
-    with pytest.raises(ModelError, match="'train_loss'"):
-        fit("{epoch}-{train_loss:.2f}", tmp_path / "b")
+    for name in ("{epoch}-{train_loss:.2f}", "{epoch}-{train_loss}"):
+        with pytest.raises(ModelError, match=r"'train_loss'.*prog_bar=True.*validation metric"):
+            fit(name, tmp_path / "b")
