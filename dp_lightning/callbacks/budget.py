@@ -83,6 +83,19 @@ class Budget:
         self.milestone = 0
         self._epsilons: dict[tuple[Run, ...], float] = {}
 
+    def count_steps(self, trainer: pl.Trainer, num_train: int) -> int:
+        """T.
+
+        Raises:
+            ConfigurationError: when the trainer does not bound it.
+        """
+        return planned_steps(
+            max_epochs=trainer.max_epochs,
+            max_steps=trainer.max_steps,
+            num_train=num_train,
+            expected_batch_size=self.expected_batch_size,
+        )
+
     def make_plan(self, trainer: pl.Trainer, num_train: int, *, earlier: PrivacyPlan | None = None) -> None:
         """Set ``plan``, the public numbers of the run.
 
@@ -96,12 +109,7 @@ class Budget:
         plan = PrivacyPlan(
             num_train=num_train,
             expected_batch_size=self.expected_batch_size,
-            num_steps=planned_steps(
-                max_epochs=trainer.max_epochs,
-                max_steps=trainer.max_steps,
-                num_train=num_train,
-                expected_batch_size=self.expected_batch_size,
-            ),
+            num_steps=self.count_steps(trainer, num_train),
             noise_multiplier=1.0 if self.noise_multiplier is None else self.noise_multiplier,
             delta=self.delta,
             accountant=self.accountant,

@@ -30,6 +30,7 @@ from dp_lightning.callbacks.checkpoints import (
     require_counted_steps,
     require_one_checkpoint,
 )
+from dp_lightning.callbacks.estimated_steps import estimate_by_loader, estimate_by_plan
 from dp_lightning.callbacks.private_loader import (
     PrivateSource,
     private_loader,
@@ -195,13 +196,13 @@ class PrivacyCallback(pl.Callback):
             trainer.strategy.checkpoint_io = PrivateCheckpointIO(self._record.beside)
         if stage != "fit":
             return
+        self._users_loader = self._training_step = None
         source = trainer.fit_loop._data_source
         if not isinstance(source, PrivateSource):
             trainer.fit_loop._data_source = PrivateSource(source, self._private_loader)
+        estimate_by_plan(trainer, lambda: self._num_steps(trainer))
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        source = trainer.fit_loop._data_source
-        assert isinstance(source, PrivateSource)
         # Asked now and by every rank: Lightning asks rank 0 for it, which may be alone at the end.
         self._folder = Path(trainer.log_dir or trainer.default_root_dir)
         self._ranks = trainer_ranks(trainer)
@@ -211,11 +212,10 @@ class PrivacyCallback(pl.Callback):
         require_same_settings(self._settings(), self._ranks, trainer.strategy.root_device)
         self._record.open(trainer, self._folder, self.ledger, goes_on=self._restored is not None)
         self._stated = self.ledger.num_steps
-        self._users_loader = loader = source.users()
+        loader = self._users(trainer)
         if self.plan is None or self._restored is not None:
-            dataset: Any = loader.dataset
             earlier = None if self._restored is None else PrivacyPlan(**self._restored["plan"])
-            self.budget.make_plan(trainer, len(dataset) if self.num_train is None else self.num_train, earlier=earlier)
+            self.budget.make_plan(trainer, self._count_examples(trainer), earlier=earlier)
         # One key for all ranks, and one plan: a solver may round differently on another kind of processor.
         self.budget.plan, key = trainer.strategy.broadcast((self.plan, sampling_key(self._seed)))
         self._training_step = PrivateTrainingStep(trainer, pl_module)
@@ -290,8 +290,32 @@ class PrivacyCallback(pl.Callback):
             "privacy.examples, augmult, disk or the seed of a reproducible run": self._kept_settings,
         }
 
+    def _users(self, trainer: pl.Trainer) -> DataLoader[Any]:
+        """The loader that the user wrote, asked for once in a fit."""
+        if self._users_loader is None:
+            source = trainer.fit_loop._data_source
+            assert isinstance(source, PrivateSource)
+            self._users_loader = source.users()
+        return self._users_loader
+
+    def _count_examples(self, trainer: pl.Trainer) -> int:
+        if self.num_train is not None:
+            return self.num_train
+        dataset: Any = self._users(trainer).dataset
+        return len(dataset)
+
+    def _num_steps(self, trainer: pl.Trainer) -> int:
+        """T, also in ``configure_optimizers``, which comes before ``on_fit_start`` makes the plan."""
+        if self.plan is not None and (self._restored is None or self._training_step is not None):
+            return self.plan.num_steps
+        return self.budget.count_steps(trainer, self._count_examples(trainer))
+
     def _private_loader(self) -> DataLoader[Any]:
-        assert self._users_loader is not None
+        if self._users_loader is None or self._training_step is None:
+            raise ConfigurationError(
+                "The private training loader is asked for before on_fit_start, as by fit_loop.setup_data() in "
+                "configure_optimizers. For the number of steps read trainer.estimated_stepping_batches."
+            )
         return private_loader(self._users_loader, self.private)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -387,6 +411,7 @@ class PrivacyCallback(pl.Callback):
         if self._training_step is not None:
             self._training_step.close()
         give_back(trainer)
+        estimate_by_loader(trainer)
         trainer.accumulate_grad_batches = 1
         if trainer.is_global_zero:
             self.leave_statement(trainer)
