@@ -3,7 +3,7 @@
 Lightning gets a sealed object for each physical batch, so that the hooks around a step have no raw number in their
 hands, and a loss of zero, so that an optimizer's closure sees none either. The module's own ``training_step`` runs
 inside of ``PrivateStep``, on a batch of one example, with the number of the logical step in its epoch as ``batch_idx``:
-how many physical batches there are depends on the draw.
+how many physical batches there are depends on the draw. The module's own ``optimizer_step`` gets the same number.
 ``on_before_batch_transfer`` runs on one example after collation, ``on_after_batch_transfer`` inside of the step.
 """
 
@@ -27,7 +27,7 @@ from dp_lightning.privacy.reading import ExampleBatch
 from dp_lightning.privacy.sampling import epoch_start
 from dp_lightning.privacy.step import PrivateStep
 
-_REPLACED = ("training_step", "_call_batch_hook")
+_REPLACED = ("training_step", "optimizer_step", "_call_batch_hook")
 # Attributes that libraries keep in their objects, and those that stand in front of methods during a step.
 _KEPT: tuple[tuple[type, set[str]], ...] = (
     (
@@ -82,6 +82,8 @@ class PrivateTrainingStep:
         self._convert = trainer.precision_plugin.convert_input
         self._owners = [module, *filter(None, [getattr(trainer, "datamodule", None)])]
         self._observer = Observer(module)
+        # The user's own may set rates, and is called with the last physical batch.
+        self._optimizer_step = module.optimizer_step if is_overridden("optimizer_step", module) else None
         self._takes_index = is_param_in_hook_signature(self._step, "batch_idx", min_args=2)
         self._index = 0
         self._batch: ExampleBatch | None = None
@@ -130,12 +132,8 @@ class PrivateTrainingStep:
 
         def training_step(batch: SealedBatch, batch_idx: int) -> Tensor:
             examples = self.batch
-            # The user's own optimizer_step may set rates, and has been called by the last piece.
-            if not (examples.place.last and is_overridden("optimizer_step", self._module)):
+            if not examples.place.last or self._optimizer_step is None:
                 self.require_same_rates()
-            step = examples.place.step
-            start = epoch_start(step, num_train=plan.num_train, expected_batch_size=plan.expected_batch_size)
-            self._index = step - start
             owners = (part for owner in self._owners for part in _parts(owner))
             with self._observer.step(examples.counted), only_public(self._trainer, owners):
                 private.accumulate(examples)
@@ -147,9 +145,18 @@ class PrivateTrainingStep:
             if isinstance(batch, SealedBatch) or name != "transfer_batch_to_device":
                 return batch
             self._batch = batch.to(args[0])
+            step = batch.place.step
+            start = epoch_start(step, num_train=plan.num_train, expected_batch_size=plan.expected_batch_size)
+            self._index = step - start
             return SealedBatch()
 
+        def optimizer_step(epoch: int, batch_idx: int, *args: Any, **kwargs: Any) -> None:
+            assert self._optimizer_step is not None
+            self._optimizer_step(epoch, self._index, *args, **kwargs)
+
         self._module.__dict__.update(training_step=training_step, _call_batch_hook=call_batch_hook)
+        if self._optimizer_step is not None:
+            self._module.__dict__.update(optimizer_step=optimizer_step)
 
     def require_same_rates(self) -> None:
         """The settings of the optimizer are the same for all physical batches of a step.

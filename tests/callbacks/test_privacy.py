@@ -681,6 +681,25 @@ def test_an_abandoned_logical_batch_is_dropped(tmp_path):
     assert norms
 
 
+def test_an_optimizer_step_gets_the_number_of_the_logical_step(tmp_path):
+    seen, pieces = [], []
+
+    class Steps(Plain):
+        def on_train_batch_start(self, batch, batch_idx):
+            pieces.append(batch_idx)
+
+        def optimizer_step(self, epoch, batch_idx, optimizer, optimizer_closure=None):
+            seen.append((epoch, batch_idx))
+            optimizer.param_groups[0]["lr"] = 0.1 * (batch_idx + 1)
+            super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
+
+    module = Steps()
+    trainer(tmp_path, privacy(max_physical_batch_size=4), max_epochs=2).fit(module, loader())
+    assert seen == [(epoch, step) for epoch in range(2) for step in range(3)]
+    assert len(pieces) > 6
+    assert "optimizer_step" not in vars(module)
+
+
 def test_a_skipped_optimizer_step_is_refused(tmp_path):
     class Skips(Plain):
         def optimizer_step(self, epoch, batch_idx, optimizer, optimizer_closure):
