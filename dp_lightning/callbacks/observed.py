@@ -3,6 +3,8 @@
 While the step sees one example, what it logs and what it gives to a metric is set aside. After the step the numbers of
 all examples are logged as their mean, and each metric is called once on the rows of all of them. So a metric's result
 is not known inside of the step: it can be logged and nothing else. Examples that do not take part are left out.
+Where examples go through one by one, a metric is called for each of them. One that is logged by itself has the value of
+all of them on the step.
 
 Where ranks log together (``sync_dist``), every one of them takes part with what it has, which may be nothing.
 """
@@ -61,6 +63,7 @@ class Observer:
         self._module = module
         self._metrics = [part for part in module.modules() if isinstance(part, Metric | MetricCollection)]
         self._counted: list[bool] = []
+        self._twins: dict[int, Metric] = {}
         self._clear()
 
     def _clear(self) -> None:
@@ -69,6 +72,8 @@ class Observer:
         self._logs: list[Callable[[], None]] = []
         self._numbers: dict[str, tuple[list[_OfAll | _OfMetric], dict[str, Any]]] = {}
         self._whole: dict[str, tuple[Metric, dict[str, Any]]] = {}
+        # For each metric's id and each call of the loss, what forward has got last.
+        self._inputs: dict[int, dict[int, tuple[Any, Any]]] = {}
 
     @contextmanager
     def step(self, counted: Tensor) -> Iterator[None]:
@@ -82,7 +87,7 @@ class Observer:
         standing: dict[str, Any] = {"log": self._log, "log_dict": self._log_dict}
         owners.append((self._module.__dict__, standing))
         for metric in self._metrics:
-            owners.append((metric.__dict__, {name: self._deferred(getattr(metric, name)) for name in CALLS}))
+            owners.append((metric.__dict__, {name: self._deferred(metric, name) for name in CALLS}))
         before = [{name: names[name] for name in mine if name in names} for names, mine in owners]
         for names, mine in owners:
             names.update(mine)
@@ -93,7 +98,8 @@ class Observer:
                 for name in mine:
                     del names[name]
                 names.update(old)
-            calls, logs, numbers, whole = self._calls, self._logs, self._numbers, self._whole
+            calls, logs, numbers = self._calls, self._logs, self._numbers
+            whole, inputs = self._whole, self._inputs
             self._clear()
         with torch.no_grad():
             for call in (*calls, *logs):
@@ -101,6 +107,8 @@ class Observer:
             for name, (values, options) in numbers.items():
                 self._log_mean(name, torch.stack([value.total_and_count() for value in values]).sum(0), options)
             for name, (metric, options) in whole.items():
+                if options.get("on_step") is not False:
+                    self._join(metric, list(inputs.get(id(metric), {}).values()))
                 self._module.log(name, metric, **options)
 
     def begin_example(self) -> None:
@@ -152,12 +160,31 @@ class Observer:
         if count := self._count:
             self._logs.append(lambda: self._module.log_dict(result_of(dictionary), batch_size=count, **options))
 
-    def _deferred(self, call: Callable[..., Any]) -> Callable[..., Any]:
+    def _join(self, metric: Metric, inputs: list[tuple[Any, Any]]) -> None:
+        """Let the metric's value on the step be that of all calls, and not of the last one."""
+        if len(inputs) < 2 or type(metric).forward is not Metric.forward:
+            return
+        if id(metric) not in self._twins:
+            self._twins[id(metric)] = metric.clone()
+        twin = self._twins[id(metric)]
+        twin.reset()
+        twin._to_sync = False  # as in forward
+        for args, kwargs in tree_map_only(_OfAll, _OfAll.rows, inputs):
+            twin.update(*args, **twin._filter_kwargs(**kwargs))
+        metric._forward_cache = twin.compute()
+        twin.reset()
+
+    def _deferred(self, metric: Metric | MetricCollection, name: str) -> Callable[..., Any]:
+        call = getattr(metric, name)
+
         def deferred(*args: Any, **kwargs: Any) -> Result:
             found: list[Any] = []
             # Ranks compute together, whether they have an example or not.
-            if self._count or call.__name__ in ("compute", "reset"):
+            if self._count or name in ("compute", "reset"):
                 kept = tree_map_only(Tensor, lambda tensor: _OfAll(tensor, self._mine), (args, kwargs))
+                if name == "forward":
+                    for part in [metric] if isinstance(metric, Metric) else metric.values(copy_state=False):
+                        self._inputs.setdefault(id(part), {})[self._example] = kept
 
                 def call_now() -> None:
                     rows, named = tree_map_only(_OfAll, _OfAll.rows, kept)

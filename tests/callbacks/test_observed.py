@@ -69,6 +69,50 @@ def test_logs_and_metrics_are_those_of_all_examples(tmp_path, ways, monkeypatch)
 
 
 @WAYS
+def test_a_metric_has_the_value_of_the_whole_physical_batch_on_the_step(tmp_path, ways):
+    found = []
+
+    class Logs(Plain):
+        def __init__(self):
+            super().__init__()
+            self.f1, self.mean = MulticlassF1Score(3), MeanMetric()
+            self.scores = MetricCollection({"again": MulticlassF1Score(3), "micro": MulticlassAccuracy(3)})
+
+        def training_step(self, batch, batch_idx):
+            logits = self.net(batch[0])
+            self.f1(logits, target=batch[1])
+            self.log("f1", self.f1, on_step=True, on_epoch=True)
+            self.mean(logits.sum())
+            self.log("mean", self.mean)
+            self.scores(logits, batch[1])
+            self.log_dict(self.scores, on_step=True, on_epoch=True)
+            return F.cross_entropy(logits, batch[1])
+
+        def on_train_batch_start(self, batch, batch_idx):
+            batch = physical_batch(self.trainer)
+            x, y = (part.flatten(0, 1)[batch.counted] for part in batch.examples)
+            self.logits, self.y = self.net(x).detach(), y
+
+        def on_train_batch_end(self, outputs, batch, batch_idx):
+            if len(self.y) == 0:
+                return
+            shown, f1 = logged_in_the_fit(self.trainer), MulticlassF1Score(3)(self.logits, self.y)
+            assert float(shown["f1_step"]) == pytest.approx(float(f1), abs=1e-6)
+            assert float(shown["again_step"]) == pytest.approx(float(f1), abs=1e-6)
+            assert float(shown["mean"]) == pytest.approx(float(self.logits.sum(1).mean()), abs=1e-5)
+            found.append((self.logits, self.y))
+
+    torch.manual_seed(0)
+    callback = privacy(max_physical_batch_size=7, examples=ways)
+    run = trainer(tmp_path, callback, max_epochs=1)
+    run.fit(Logs(), loader())
+    assert len(found) > 3
+    logits, y = (torch.cat(parts) for parts in zip(*found, strict=True))
+    for name in ("f1", "again"):
+        assert float(run.callback_metrics[f"{name}_epoch"]) == pytest.approx(float(MulticlassF1Score(3)(logits, y)))
+
+
+@WAYS
 def test_empty_draws_reach_no_log_and_no_metric(tmp_path, ways, monkeypatch):
     monkeypatch.setattr(PoissonSampler, "draw", lambda self, step: np.array([], dtype=np.int64))
 
