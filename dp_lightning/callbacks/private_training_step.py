@@ -13,6 +13,7 @@ from typing import Any, Literal, NoReturn
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.loops.optimization.automatic import ClosureResult
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor, nn
@@ -63,6 +64,23 @@ class SealedBatch:
         if name.startswith("__"):
             raise AttributeError(name)
         self._refuse()
+
+
+class _Outputs(dict[str, Any]):
+    """What ``on_train_batch_end`` gets of what ``training_step`` returned."""
+
+    def __missing__(self, name: str) -> NoReturn:
+        raise ModelError(
+            f"A hook uses '{name}' of what training_step returned, which is of raw examples. In a private fit its "
+            "outputs have a loss of zero and nothing else. Log numbers in training_step by self.log."
+        )
+
+
+class _SealedResult(ClosureResult):
+    """From which Lightning makes the outputs."""
+
+    def asdict(self) -> dict[str, Any]:
+        return _Outputs(super().asdict())
 
 
 class PrivateTrainingStep:
@@ -157,6 +175,7 @@ class PrivateTrainingStep:
         self._module.__dict__.update(training_step=training_step, _call_batch_hook=call_batch_hook)
         if self._optimizer_step is not None:
             self._module.__dict__.update(optimizer_step=optimizer_step)
+        vars(self._trainer.fit_loop.epoch_loop.automatic_optimization).update(output_result_cls=_SealedResult)
 
     def require_same_rates(self) -> None:
         """The settings of the optimizer are the same for all physical batches of a step.
@@ -181,6 +200,7 @@ class PrivateTrainingStep:
         """Give the module its own methods back."""
         for name in _REPLACED:
             self._module.__dict__.pop(name, None)
+        vars(self._trainer.fit_loop.epoch_loop.automatic_optimization).pop("output_result_cls", None)
 
     def loss(self, batch: Any) -> Any:
         """The loss of the module's ``training_step`` on a batch of one example."""

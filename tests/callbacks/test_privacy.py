@@ -681,6 +681,26 @@ def test_an_abandoned_logical_batch_is_dropped(tmp_path):
     assert norms
 
 
+@pytest.mark.parametrize("of", ["module", "callback"])
+def test_outputs_of_the_training_step_are_refused_by_name(tmp_path, of):
+    class Returns(Plain):
+        def training_step(self, batch, batch_idx):
+            return {"loss": super().training_step(batch, batch_idx), "preds": self.net(batch[0])}
+
+        def on_train_batch_end(self, outputs, batch, batch_idx):
+            assert float(outputs["loss"]) == 0
+            assert of == "callback" or outputs["preds"] is None
+
+    class Reads(pl.Callback):
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            assert of == "module" or outputs["preds"] is None
+
+    run = trainer(tmp_path, privacy(), Reads())
+    with pytest.raises(ModelError, match=r"'preds'.*self\.log"):
+        run.fit(Returns(), loader())
+    assert "output_result_cls" not in vars(run.fit_loop.epoch_loop.automatic_optimization)
+
+
 def test_an_optimizer_step_gets_the_number_of_the_logical_step(tmp_path):
     seen, pieces = [], []
 
