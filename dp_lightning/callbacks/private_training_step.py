@@ -99,6 +99,7 @@ class PrivateTrainingStep:
         self._call_hook = module._call_batch_hook
         self._convert = trainer.precision_plugin.convert_input
         self._owners = [module, *filter(None, [getattr(trainer, "datamodule", None)])]
+        self._own = {name: module.__dict__[name] for name in _REPLACED if name in module.__dict__}
         self._observer = Observer(module)
         # The user's own may set rates, and is called with the last physical batch.
         self._optimizer_step = module.optimizer_step if is_overridden("optimizer_step", module) else None
@@ -200,6 +201,7 @@ class PrivateTrainingStep:
         """Give the module its own methods back."""
         for name in _REPLACED:
             self._module.__dict__.pop(name, None)
+        self._module.__dict__.update(self._own)
         vars(self._trainer.fit_loop.epoch_loop.automatic_optimization).pop("output_result_cls", None)
 
     def loss(self, batch: Any) -> Any:

@@ -1,6 +1,7 @@
 """A plain LightningModule on a plain Trainer trains privately, and the run is what the plan says."""
 
 import copy
+import functools
 import json
 import math
 import re
@@ -851,3 +852,10 @@ def test_a_refused_fit_leaves_no_statement(tmp_path):
     with pytest.raises(BudgetError):
         trainer(tmp_path, callback).fit(Plain(), loader())
     assert not (tmp_path / "privacy_statement.json").exists()
+
+
+def test_a_training_step_that_is_an_attribute_is_the_modules_again_after_the_fit(tmp_path):
+    module = Plain()
+    own = module.training_step = functools.partial(Plain.training_step, module)
+    trainer(tmp_path, privacy(), max_epochs=1).fit(module, loader())
+    assert module.training_step is own
