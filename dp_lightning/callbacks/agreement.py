@@ -6,10 +6,10 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 from torch.utils.data import Dataset, Subset
 
 from dp_lightning.errors import ConfigurationError, DpLightningError
+from dp_lightning.privacy.reading import flatten
 from dp_lightning.ranks import Ranks
 
 _EXAMPLES = 64
@@ -66,7 +66,7 @@ def require_equal_replicas(module: pl.LightningModule, ranks: Ranks) -> None:
 def _whole_numbers(example: Any) -> list[object]:
     """Labels and the like; images as bytes are left out, since augmentation may act on them too."""
     found: list[object] = []
-    for leaf in tree_leaves(example):
+    for leaf in flatten(example)[0]:
         if isinstance(leaf, Tensor):
             if not leaf.is_floating_point() and leaf.numel() == 1:
                 found.append(int(leaf))

@@ -12,7 +12,6 @@ import torch
 from lightning.pytorch.trainer.connectors.data_connector import _DataLoaderSource
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -25,6 +24,7 @@ from torch.utils.data import (
 
 from dp_lightning.errors import ConfigurationError
 from dp_lightning.privacy.randomness import WorkerSeeding
+from dp_lightning.privacy.reading import flatten
 from dp_lightning.privacy.sampling import PhysicalBatch, epoch_end
 from dp_lightning.privacy.step import PrivateStep
 
@@ -113,11 +113,11 @@ def require_private_loader(trainer: pl.Trainer, private: PrivateStep) -> None:
 
 def warn_of_equal_views(dataset: Any) -> None:
     """Say that a data set which draws nothing at random has no use of augmentation multiplicity."""
-    views = [tree_leaves(dataset[0]) for _ in range(4)]
-    same = all(
+    (first, structure), *others = (flatten(dataset[0]) for _ in range(4))
+    same = all(other == structure for _, other in others) and all(
         torch.equal(leaf, other) if isinstance(leaf, Tensor) else leaf == other
-        for view in views[1:]
-        for leaf, other in zip(views[0], view, strict=True)
+        for view, _ in others
+        for leaf, other in zip(first, view, strict=True)
     )
     if same:
         rank_zero_warn(

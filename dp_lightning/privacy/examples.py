@@ -14,16 +14,15 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from dp_lightning.errors import ModelError
+from dp_lightning.errors import DataError, ModelError
 from dp_lightning.privacy.gradients.clipped_sum import ClippedSum
 from dp_lightning.privacy.gradients.contribution import PerExample
 from dp_lightning.privacy.gradients.recording import Recording
 from dp_lightning.privacy.gradients.refusals import BATCH_NORM, HOST_DRAW, is_of_batch_norm
 from dp_lightning.privacy.isolation.between_examples import Isolation
 from dp_lightning.privacy.randomness import NoHostDraws, TrainingRandomness, no_seeding
-from dp_lightning.privacy.reading import Entries, ExampleBatch
+from dp_lightning.privacy.reading import Entries, ExampleBatch, flatten, unflatten
 
 WAYS = ("together", "one_by_one")
 
@@ -67,16 +66,22 @@ class Together(Examples):
     """All examples of a physical batch under vmap."""
 
     def add(self, loss: Loss, batch: ExampleBatch, total: ClippedSum) -> None:
+        leaves, structure = flatten(batch.examples)
+        places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+        if not places:
+            raise DataError(
+                "The batches of the training set have no tensor. With privacy.examples: together all examples run at "
+                "once, and only tensors can differ between them. Let the data set or collate_fn return tensors, or set "
+                "privacy.examples: one_by_one."
+            )
         total.begin(len(batch), None if batch.counted.all() else batch.counted.to(total.flat.device))
         recording = Recording(self._parameters, len(batch), total.take, constants=self._isolation.is_known)
-        leaves, spec = tree_flatten(batch.examples)
-        places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
 
         def one(*tensors: Tensor) -> Tensor:
             mine: list[Any] = [Placeholder() if isinstance(leaf, Entries) else leaf for leaf in leaves]
             for place, tensor in zip(places, tensors, strict=True):
                 mine[place] = tensor
-            return _scalar(loss(tree_unflatten(mine, spec)))
+            return _scalar(loss(unflatten(mine, structure)))
 
         self._randomness.before_step(batch.place)
         draws = NoHostDraws()
@@ -94,7 +99,7 @@ class OneByOne(Examples):
 
     def add(self, loss: Loss, batch: ExampleBatch, total: ClippedSum) -> None:
         self.ways = dict.fromkeys(self._parameters, "one by one")
-        leaves, spec = tree_flatten(batch.examples)
+        leaves, structure = flatten(batch.examples)
         for parameter in self._parameters.values():
             parameter.grad = None  # an earlier step's
         watch = self._isolation.watch()
@@ -103,7 +108,7 @@ class OneByOne(Examples):
             mine = [leaf[index].clone() if isinstance(leaf, Tensor) else copy.deepcopy(leaf[index]) for leaf in leaves]
             if not counted:  # zeros, and what is no tensor is another example's
                 mine = [leaf if isinstance(leaf, Tensor) else Placeholder() for leaf in mine]
-            example = tree_unflatten(mine, spec)
+            example = unflatten(mine, structure)
             watch.note(mine)
             self._randomness.before_step(batch.place, index)
             with self._isolation.one_by_one(watch, public=not counted):

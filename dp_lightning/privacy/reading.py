@@ -8,19 +8,21 @@ the batch is read again, with that comparison after each example; anything else 
 """
 
 import warnings
+from collections import UserDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, is_dataclass
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_map_only, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from torch.utils.data import DataLoader, Dataset, default_collate
 
 from dp_lightning.errors import DataError, ModelError
-from dp_lightning.privacy.isolation.reachable import Ignored, nothing_ignored, reachable
+from dp_lightning.privacy.isolation.reachable import Ignored, in_c, nothing_ignored, reachable
 from dp_lightning.privacy.isolation.state import StateSnapshot
 from dp_lightning.privacy.sampling import PhysicalBatch
 
@@ -51,7 +53,7 @@ class ExampleBatch:
         return self._changed(Tensor.pin_memory)
 
     def _changed(self, change: Callable[[Tensor], Tensor]) -> "ExampleBatch":
-        return ExampleBatch(self.place, tree_map_only(Tensor, change, self.examples), self.counted)
+        return ExampleBatch(self.place, _with_tensors(change, self.examples), self.counted)
 
 
 class Entries(tuple[Any, ...]):
@@ -113,7 +115,7 @@ class ExampleReader(Dataset[ExampleBatch]):
         views = [self.dataset[index] for _ in range(self.augmult)]
         with self.nothing_kept() if self._each else nullcontext():
             batch = self.collate_fn(views)
-            if batch is None or _is_empty(batch):
+            if _is_empty(batch):
                 return None
             return batch if self.prepare is None else self.prepare(batch)
 
@@ -197,25 +199,104 @@ class _Watch:
         return bool(changes)
 
 
+@dataclass(frozen=True)
+class Structure:
+    """How a tree is put together. It says nothing of what its leaves hold.
+
+    Attributes:
+        spec: that of torch.
+        parts: what torch finds at the ends of it: the dtype of a tensor, None for None, the class of an object that is
+            opened and the structure of its attributes, and "entry" for anything else.
+    """
+
+    spec: TreeSpec
+    parts: tuple[Any, ...]
+
+
+def flatten(tree: Any) -> tuple[list[Any], Structure]:
+    """The leaves of a tree: those of torch, with a UserDict or a dataclass opened, and without None."""
+    ends, spec = tree_flatten(tree)
+    leaves, parts = [], []
+    for end in ends:
+        inner, part = _opened(end)
+        leaves.extend(inner)
+        parts.append(part)
+    return leaves, Structure(spec, tuple(parts))
+
+
+def _opened(end: Any) -> tuple[list[Any], Any]:
+    """Its leaves, and what ``Structure.parts`` says of it."""
+    if end is None:
+        return [], None
+    if isinstance(end, Tensor):
+        return [end], end.dtype
+    if (isinstance(end, UserDict) or is_dataclass(end)) and in_c(end) is object:
+        leaves, structure = flatten(_attributes(end))
+        return leaves, (type(end), structure)
+    return [end], "entry"
+
+
+def unflatten(leaves: Sequence[Any], structure: Structure) -> Any:
+    """The tree of these leaves, with new objects of the same classes."""
+    return _built(iter(leaves), structure)
+
+
+def _built(leaves: Iterator[Any], structure: Structure) -> Any:
+    ends = []
+    for part in structure.parts:
+        if isinstance(part, tuple):
+            kind, inner = part
+            made = object.__new__(kind)
+            for name, value in _built(leaves, inner).items():
+                object.__setattr__(made, name, value)
+            ends.append(made)
+        else:
+            ends.append(None if part is None else next(leaves))
+    return tree_unflatten(ends, structure.spec)
+
+
+def _attributes(value: object) -> dict[str, Any]:
+    """Those in its ``__dict__`` and in slots."""
+    state = object.__getstate__(value)
+    own, slots = state if isinstance(state, tuple) else (state, None)
+    return {**(own or {}), **(slots or {})}
+
+
+def _with_tensors(change: Callable[[Tensor], Tensor], tree: Any) -> Any:
+    leaves, structure = flatten(tree)
+    return unflatten([change(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves], structure)
+
+
 def stacked(examples: Sequence[Any]) -> Any:
     """Batches of one example each as one tree of tensors (b, ...).
 
     Raises:
         DataError: when examples differ in structure or in shape.
     """
-    flat = [tree_flatten(example) for example in examples]
-    spec: TreeSpec = flat[0][1]
-    if any(other != spec for _, other in flat):
+    flat = [flatten(example) for example in examples]
+    structure = flat[0][1]
+    for _, other in flat:
+        require_structure(other, structure)
+    return unflatten([_stacked(column) for column in zip(*(leaves for leaves, _ in flat), strict=True)], structure)
+
+
+def form_of(batch: ExampleBatch) -> tuple[Structure, list[tuple[int, ...]]]:
+    """The structure of one example, and the shapes that its tensors have."""
+    leaves, structure = flatten(batch.examples)
+    return structure, [tuple(leaf.shape[1:]) for leaf in leaves if isinstance(leaf, Tensor)]
+
+
+def require_structure(found: Structure, expected: Structure) -> None:
+    """Refuse examples of another structure.
+
+    Raises:
+        DataError: with the fix.
+    """
+    if found != expected:
         raise DataError(
-            "Examples of the training set have batches of different structure. Let collate_fn return the same keys and "
-            "lengths for every example."
+            "Examples of the training set have batches of different structure. Let collate_fn return the same keys, "
+            "lengths, classes and types of numbers for every example, and None for all of them or for none."
         )
-    return tree_unflatten([_stacked(column) for column in zip(*(leaves for leaves, _ in flat), strict=True)], spec)
-
-
-def shapes_of(batch: ExampleBatch) -> list[tuple[int, ...]]:
-    """The shapes that one example's tensors have."""
-    return [tuple(leaf.shape[1:]) for leaf in tree_flatten(batch.examples)[0] if isinstance(leaf, Tensor)]
 
 
 def require_shapes(found: object, expected: object) -> None:
@@ -242,9 +323,9 @@ def _stacked(column: Sequence[Any]) -> Any:
 
 
 def _zeros(example: Any) -> Any:
-    return tree_map_only(Tensor, torch.zeros_like, example)
+    return _with_tensors(torch.zeros_like, example)
 
 
 def _is_empty(batch: Any) -> bool:
-    leaves = tree_flatten(batch)[0]
+    leaves, _ = flatten(batch)
     return not leaves or all(isinstance(leaf, Tensor) and leaf.dim() > 0 and len(leaf) == 0 for leaf in leaves)

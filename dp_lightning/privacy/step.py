@@ -51,7 +51,14 @@ from dp_lightning.privacy.journal import Journal
 from dp_lightning.privacy.noise import GaussianNoise
 from dp_lightning.privacy.plan import PrivacyPlan
 from dp_lightning.privacy.randomness import TrainingRandomness
-from dp_lightning.privacy.reading import ExampleBatch, ExampleReader, require_shapes, shapes_of
+from dp_lightning.privacy.reading import (
+    ExampleBatch,
+    ExampleReader,
+    Structure,
+    form_of,
+    require_shapes,
+    require_structure,
+)
 from dp_lightning.privacy.sampling import Key, PhysicalBatch, PoissonSampler, cut, sampling_key
 from dp_lightning.privacy.statement import PrivacyStatement
 from dp_lightning.ranks import Ranks
@@ -149,7 +156,7 @@ class PrivateStep:
         self._ignored, self._raw, self._also = ignored, (dataset, *raw), also
         self._sum = ClippedSum(self.parameters, self.clip_plan)
         self._extrapolation = None if disk is None else Extrapolation(self.parameters, disk.length)
-        self._shapes: list[tuple[int, ...]] | None = None
+        self._form: tuple[Structure, list[tuple[int, ...]]] | None = None
         self._taken: PhysicalBatch | None = None
 
     # One logical step
@@ -200,14 +207,14 @@ class PrivateStep:
         Raises:
             BudgetError: when the plan's steps are all taken.
             ModelError: naming what of the module's code cannot be taken example by example.
-            DataError: when an example has another shape than those before.
+            DataError: when an example has another shape or structure than those before, or no tensor.
         """
         place, batch = batch.place, batch.to(self._device)
         if place.piece == 0:
             self._begin()
         elif self._taken is None or (place.step, place.piece) != (self._taken.step, self._taken.piece + 1):
             raise DpLightningError(f"{place} does not follow {self._taken}: the physical batches were reordered.")
-        self._require_shapes(batch)
+        self._require_one_form(batch)
         if self._extrapolation is not None:
             self._extrapolation.away()
         try:
@@ -339,11 +346,12 @@ class PrivateStep:
         if self._extrapolation is not None:
             self._extrapolation.advance()
 
-    def _require_shapes(self, batch: ExampleBatch) -> None:
-        shapes = shapes_of(batch)
-        if self._shapes is None:
-            self._shapes = shapes
-        require_shapes(shapes, self._shapes)
+    def _require_one_form(self, batch: ExampleBatch) -> None:
+        structure, shapes = form_of(batch)
+        if self._form is None:
+            self._form = structure, shapes
+        require_structure(structure, self._form[0])
+        require_shapes(shapes, self._form[1])
 
     def _over_ranks(self, total: Tensor, *, noised: bool, stop: bool) -> tuple[Tensor, bool]:
         """The sum over ranks, in which one has added noise, and whether one of them asks to stop."""

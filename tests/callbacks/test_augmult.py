@@ -1,6 +1,7 @@
 """Augmentation multiplicity: the mean over an example's views is clipped once, in a run of any module."""
 
 import copy
+import dataclasses
 import json
 
 import pytest
@@ -154,6 +155,42 @@ def test_views_that_are_all_alike_give_a_warning(tmp_path, recwarn, random):
             return F.cross_entropy(self.net(batch[0]), batch[1])
 
     fitted(tmp_path, privacy(augmult=2), Labelled(), Augmented() if random else examples())
+    assert any("all views of an example are the same" in str(warning.message) for warning in recwarn) != random
+
+
+@dataclasses.dataclass
+class Record:
+    x: torch.Tensor
+    y: torch.Tensor
+
+
+class Records(Dataset):
+    """Its examples, and the batches of them, are objects."""
+
+    def __init__(self, dataset):
+        self.dataset = dataset
+
+    def __len__(self):
+        return len(self.dataset)
+
+    def __getitem__(self, index):
+        return Record(*self.dataset[index][:2])
+
+    @staticmethod
+    def collate(records):
+        return Record(torch.stack([record.x for record in records]), torch.stack([record.y for record in records]))
+
+
+@pytest.mark.parametrize("random", [True, False])
+def test_views_may_be_objects(tmp_path, recwarn, random):
+    class TakesRecords(Plain):
+        def training_step(self, batch, batch_idx):
+            return F.cross_entropy(self.net(batch.x), batch.y)
+
+    dataset = Records(Augmented() if random else examples())
+    run = trainer(tmp_path, privacy(augmult=2), max_steps=2, max_epochs=-1)
+    run.fit(TakesRecords(), loader(dataset, collate_fn=Records.collate))
+    assert run.global_step == 2
     assert any("all views of an example are the same" in str(warning.message) for warning in recwarn) != random
 
 

@@ -1,9 +1,11 @@
 """One logical step by itself: a loop in plain torch drives it as Lightning does."""
 
+import dataclasses
 import importlib
 import random
 import sys
 import types
+from collections import UserDict
 
 import numpy as np
 import pytest
@@ -227,6 +229,91 @@ def test_examples_of_different_shapes_are_refused_with_the_fix():
     private.accumulate(first)
     with pytest.raises(DataError, match="pad or crop"):
         private.accumulate(second)
+
+
+@pytest.mark.parametrize("ways", ["together", "one_by_one"])
+@pytest.mark.parametrize("other", [lambda x, y: (x, None), lambda x, y: [x, y], lambda x, y: (x, y.int())])
+def test_examples_of_different_structure_are_refused_in_whatever_batch(ways, other):
+    def collate_fn(views):
+        x, y = torch.utils.data.default_collate(views)
+        return other(x, y) if y == 1 else (x, y)  # the examples 1, 4, 7, ...
+
+    for max_examples in (1, 2):
+        private = private_step(network(), collate_fn=collate_fn, examples=ways, max_physical_batch_size=max_examples)
+        private._sampler = Draws([0, 1])
+        with pytest.raises(DataError, match="different structure"):
+            trained(private.module, private, steps=1)
+
+
+@dataclasses.dataclass
+class Pair:
+    x: torch.Tensor
+    y: torch.Tensor
+    mask: torch.Tensor | None = None
+
+    @property
+    def twice(self):
+        return 2 * self.x
+
+
+@dataclasses.dataclass(frozen=True)
+class Frozen:
+    x: torch.Tensor
+    y: torch.Tensor
+    mask: torch.Tensor | None = None
+    twice = Pair.twice
+
+
+class Encoding(UserDict):
+    @property
+    def twice(self):
+        return 2 * self["x"]
+
+    def __getattr__(self, name):
+        return self.data[name]
+
+
+def encoding(x, y, mask=None):
+    return Encoding(x=x, y=y, mask=mask)
+
+
+@pytest.mark.parametrize("ways", ["together", "one_by_one"])
+@pytest.mark.parametrize("kind", [Pair, Frozen, encoding])
+@pytest.mark.parametrize("inside", [False, True])
+def test_batches_may_be_objects(ways, kind, inside):
+    made = []
+    for opened in (False, True):
+        model = network()
+
+        def collate_fn(views, opened=opened):
+            x, y = torch.utils.data.default_collate(views)
+            batch = kind(x, y) if opened else (x, y)
+            return {"batch": [batch], "task": None} if inside else batch
+
+        def loss(batch, opened=opened, model=model):
+            if inside:
+                assert batch["task"] is None
+                (batch,) = batch["batch"]
+            if not opened:
+                return F.cross_entropy(model(2 * batch[0]), batch[1])
+            assert batch.mask is None
+            assert type(batch) is (Encoding if kind is encoding else kind)
+            return F.cross_entropy(model(batch.twice), batch.y)
+
+        made.append(trained(model, private_step(model, loss=loss, collate_fn=collate_fn, examples=ways), steps=3))
+    assert torch.equal(*made)
+
+
+def test_batches_without_a_tensor_are_refused_together_with_the_fix():
+    model = network()
+
+    def loss(batch):
+        return model(torch.full((1, 5), float(len(batch[0])))).sum()
+
+    settings = {"loss": loss, "collate_fn": lambda views: ["a name"]}
+    with pytest.raises(DataError, match=r"no tensor.*one_by_one"):
+        trained(model, private_step(model, **settings), steps=1)
+    trained(model, private_step(model, **settings, examples="one_by_one"), steps=1)
 
 
 class Named(torch.utils.data.Dataset):

@@ -164,7 +164,7 @@ def _places(
 
 def _attributes(path: str, value: Any, ignored: Ignored) -> Iterator[Place]:
     with suppress(AttributeError):
-        own = _in_c(value).__getattribute__(value, "__dict__")  # type: ignore[call-arg]
+        own = in_c(value).__getattribute__(value, "__dict__")  # type: ignore[call-arg]
         parts = ("_parameters", "_buffers", "_modules") if issubclass(type(value), nn.Module) else ()
         for names in (*(own[part] for part in parts if part in own and not ignored(value, part)), own):
             yield Place(path, names, functools.partial(_kept, owner=value, ignored=ignored), _attribute)
@@ -177,7 +177,7 @@ def _kept(names: Mapping[str, Any], owner: object, ignored: Ignored) -> Members:
     return {key: value for key, value in names.items() if not ignored(owner, str(key))}
 
 
-def _in_c(value: Any) -> type:
+def in_c(value: Any) -> type:
     """The nearest base of its class that is written in C; ``object`` where all else is Python."""
     return _base_in_c(type(value))  # type: ignore[arg-type]
 
@@ -200,7 +200,7 @@ def _items(path: str, value: Any) -> Iterator[Place]:
         if issubclass(type(value), kinds):
             yield Place(path, value, read, label)
             return
-    if _in_c(value) is not object:
+    if in_c(value) is not object:
         yield Place(path, value, _described, _itself)
 
 
@@ -211,7 +211,7 @@ def _described(value: Any) -> Members:
 
 
 def _pickled(value: Any) -> Any:
-    base = _in_c(value)
+    base = in_c(value)
     names = [name for name in _STATE if getattr(base, name, None) is not getattr(object, name, None)]
     if not names or base.__module__.partition(".")[0] not in sys.stdlib_module_names:
         return None
@@ -228,7 +228,7 @@ def _fixed(part: Any, known: Members) -> Any:
     if type(part) in (list, tuple, dict):
         parts = part.items() if type(part) is dict else part
         return tuple(_fixed(item, known) for item in parts)
-    if issubclass(type(part), Iterator) and _in_c(part) is type(part):
+    if issubclass(type(part), Iterator) and in_c(part) is type(part):
         return tuple(_described(part).items())
     return part
 
