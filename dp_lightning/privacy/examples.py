@@ -21,6 +21,7 @@ from dp_lightning.privacy.gradients.contribution import PerExample
 from dp_lightning.privacy.gradients.recording import Recording
 from dp_lightning.privacy.gradients.refusals import BATCH_NORM, HOST_DRAW, is_of_batch_norm
 from dp_lightning.privacy.isolation.between_examples import Isolation
+from dp_lightning.privacy.isolation.reachable import ATOMS, reachable
 from dp_lightning.privacy.randomness import NoHostDraws, TrainingRandomness, no_seeding
 from dp_lightning.privacy.reading import Entries, ExampleBatch, flatten, unflatten
 
@@ -109,7 +110,8 @@ class OneByOne(Examples):
             if not counted:  # zeros, and what is no tensor is another example's
                 mine = [leaf if isinstance(leaf, Tensor) else Placeholder() for leaf in mine]
             example = unflatten(mine, structure)
-            watch.note(mine)
+            for leaf in mine:
+                watch.note(_tensors_in(leaf))
             self._randomness.before_step(batch.place, index)
             with self._isolation.one_by_one(watch, public=not counted):
                 try:
@@ -138,6 +140,15 @@ class OneByOne(Examples):
             if parameter.grad is not None:
                 found[name], parameter.grad = parameter.grad, None
         return found
+
+
+def _tensors_in(leaf: Any) -> list[Tensor]:
+    """Of an example: the leaf, or what an object of some other class leads to."""
+    if type(leaf) in ATOMS:
+        return []
+    if isinstance(leaf, Tensor):
+        return [leaf]
+    return [value for _, value in reachable(leaf) if issubclass(type(value), Tensor)]  # type: ignore[misc]
 
 
 class Placeholder:

@@ -6,6 +6,7 @@ import random
 import sys
 import types
 from collections import UserDict
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -352,6 +353,27 @@ def test_one_by_one_a_tensor_that_is_kept_is_refused_in_the_next_loss(keep, hidd
         return F.cross_entropy(model(batch[0] + others), batch[1])
 
     private = private_step(model, loss=loss, examples="one_by_one", max_physical_batch_size=N)
+    with pytest.raises(ModelError, match="may hold other examples"):
+        private.accumulate(next(private.batches()))
+
+
+def test_one_by_one_a_tensor_in_an_object_of_the_batch_that_is_kept_is_refused_in_the_next_loss(hidden):
+    model, hidden.kept = network(), []
+
+    def collate_fn(views):
+        x, y = torch.utils.data.default_collate(views)
+        return SimpleNamespace(inner=[SimpleNamespace(x=x)]), y
+
+    def loss(batch):
+        if not isinstance(batch[0], SimpleNamespace):  # the made-up one
+            raise ValueError
+        x, kept = batch[0].inner[0].x, find_hidden().kept
+        others = sum(kept)
+        kept[:] = [x]
+        return F.cross_entropy(model(x + others), batch[1])
+
+    settings = {"examples": "one_by_one", "max_physical_batch_size": N, "collate_fn": collate_fn}
+    private = private_step(model, loss=loss, **settings)
     with pytest.raises(ModelError, match="may hold other examples"):
         private.accumulate(next(private.batches()))
 
