@@ -63,6 +63,12 @@ def original_loader(loader: Any) -> DataLoader[Any]:
             "train_dataloader reads an IterableDataset. Poisson sampling needs a map-style data set with __len__ and "
             "__getitem__."
         )
+    if loader.batch_sampler is None:
+        raise ConfigurationError(
+            "train_dataloader has batch_size=None, so that collate_fn makes no batches. Private training needs batches "
+            "of one example: give the loader a batch_size, such as 1, and let __getitem__ return one example. The size "
+            "of a step is privacy.expected_batch_size."
+        )
     ordinary = isinstance(loader.sampler, RandomSampler) and not loader.sampler.replacement
     if type(loader.batch_sampler) is not BatchSampler or not (
         ordinary or isinstance(loader.sampler, SequentialSampler)

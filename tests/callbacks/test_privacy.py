@@ -15,7 +15,7 @@ from lightning.pytorch.plugins import Precision
 from plain_run import CLASSES, N, Plain, examples, loader, parameters_after, privacy, trainer, without_noise
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, TensorDataset
 
 from dp_lightning.callbacks import PostProcessCallback, PrivacyCallback, RunRecord, SignalToNoise
 from dp_lightning.callbacks.private_training_step import SealedBatch
@@ -618,6 +618,15 @@ def test_a_sampler_of_the_users_own_is_refused(tmp_path):
     weighted = torch.utils.data.WeightedRandomSampler(torch.ones(N), N)
     with pytest.raises(ConfigurationError, match="WeightedRandomSampler"):
         trainer(tmp_path, privacy()).fit(Plain(), DataLoader(examples(), sampler=weighted, batch_size=7))
+
+
+@pytest.mark.parametrize(
+    "kwargs", [{}, {"shuffle": True}, {"sampler": BatchSampler(SequentialSampler(range(N)), 4, False)}]
+)
+def test_a_loader_that_makes_no_batches_is_refused(tmp_path, kwargs):
+    dataloader = DataLoader(examples(), batch_size=None, **kwargs)
+    with pytest.raises(ConfigurationError, match=r"batch_size=None.*give the loader a batch_size"):
+        trainer(tmp_path, privacy()).fit(Plain(), dataloader)
 
 
 def test_worker_processes_deliver_the_same_batches(tmp_path):
