@@ -1,9 +1,12 @@
 """One logical step by itself: a loop in plain torch drives it as Lightning does."""
 
+import _thread
 import dataclasses
 import importlib
 import random
 import sys
+import threading
+import time
 import types
 from collections import UserDict
 from types import SimpleNamespace
@@ -396,6 +399,90 @@ def test_one_by_one_each_step_begins_with_an_example_of_zeros_that_does_not_coun
     assert [bool(batch.counted.all()) for batch in batches] == [False, *[True] * (len(batches) - 1)]
     assert seen == [False, *[True] * drawn]
     assert len(named) == drawn
+
+
+class ReadsAhead(torch.utils.data.Dataset):
+    """By a thread of its own. Iteration and what is looked for in it go by ``__getitem__``."""
+
+    def __init__(self):
+        self.rows, self.count, self.error, self.over = examples(), 0, None, False
+        self.thread = threading.Thread(target=self.read, daemon=True)
+        self.thread.start()
+
+    def read(self):
+        own = vars(self)
+        try:
+            while not self.over:
+                assert len(self) == len(self.rows) == N
+                assert self.name == "asked for"
+                assert next(iter(self))[0] is not None
+                assert self
+                self.count += 1
+        except BaseException as error:
+            own["error"] = error
+
+    def __getattr__(self, name):
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return "asked for"
+
+    def __len__(self):
+        return N
+
+    def __getitem__(self, index):
+        return self.rows[index]
+
+
+@pytest.mark.parametrize("ways", ["together", "one_by_one"])
+def test_a_thread_of_the_data_sets_own_goes_on_while_losses_run(ways, hidden):
+    model, dataset = network(), ReadsAhead()
+    hidden.own = vars(dataset)
+
+    def loss(batch):
+        own = find_hidden().own
+        before, end = own["count"], time.monotonic() + 30
+        while own["count"] < before + 2 and own["error"] is None and time.monotonic() < end:
+            time.sleep(0.001)
+        return F.cross_entropy(model(batch[0]), batch[1])
+
+    def uses(batch):
+        return loss(batch) * len(dataset)
+
+    try:
+        trained(model, private_step(model, loss=loss, dataset=dataset, examples=ways), steps=1)
+        assert dataset.error is None
+        with pytest.raises(ModelError, match=r"uses the training set \(ReadsAhead\)"):
+            trained(model, private_step(model, loss=uses, dataset=dataset, examples=ways), steps=1)
+        assert dataset.error is None
+    finally:
+        dataset.over = True
+        dataset.thread.join()
+
+
+def test_a_thread_that_python_has_not_started_as_one_of_autograd_is_refused_the_data_set(hidden):
+    model, dataset, hidden.found = network(), Named(), []
+    found = hidden.found
+    asked, answered = _thread.allocate_lock(), _thread.allocate_lock()
+    asked.acquire()
+    answered.acquire()
+
+    def look():
+        asked.acquire()
+        try:
+            found.append(dataset[0])
+        except ModelError as error:
+            found.append(error)
+        answered.release()
+
+    def loss(batch):
+        if not find_hidden().found:
+            asked.release()
+            answered.acquire()
+        return F.cross_entropy(model(batch[0]), batch[1])
+
+    _thread.start_new_thread(look, ())
+    trained(model, private_step(model, loss=loss, dataset=dataset), steps=1)
+    assert "uses the training set" in str(found[0])
 
 
 class Callable:

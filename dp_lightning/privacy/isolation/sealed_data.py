@@ -1,14 +1,16 @@
 """Keeps the training set out of reach while a loss is computed.
 
 A module may hold its training set, as one with a ``train_dataloader`` does. While a loss runs, each data set is of a
-class that refuses every use, whatever leads to it. Arrays and lists cannot be closed like this: a module must not hold
-those with the examples.
+class that refuses every use by the loss's thread, whatever leads to it. Python's other threads, such as one by which a
+data set reads ahead, may use it. Arrays and lists cannot be closed like this: a module must not hold those with the
+examples.
 """
 
 import functools
-from collections.abc import Iterator, Mapping
+import threading
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, NoReturn
+from typing import Any
 
 from torch import Tensor, nn
 from torch.utils.data import Dataset
@@ -21,6 +23,9 @@ _FIX = (
     "The step would see raw examples other than its own. Put what it needs to know of the data set, such as the number "
     "of classes, into an attribute of the module."
 )
+
+
+_RUNS_A_LOSS = threading.local()
 
 
 class SealedData:
@@ -80,13 +85,15 @@ class SealedData:
         """Around a loss.
 
         Raises:
-            ModelError: where it uses the data set.
+            ModelError: where its thread uses the data set.
         """
+        _RUNS_A_LOSS.now = True
         try:
             for value, _ in self._objects.values():
                 _close(value)
             yield
         finally:
+            _RUNS_A_LOSS.now = False
             for value, kind in self._objects.values():
                 _open(value, kind)
 
@@ -100,7 +107,7 @@ def _length(value: object) -> int:
 
 
 def _close(value: object) -> bool:
-    """Give an object a class that refuses every use; false where it is written in C."""
+    """Give an object a class that refuses every use by a loss; false where it is written in C."""
     kind: Any = type(value)
     try:
         object.__setattr__(value, "__class__", _closed(kind))
@@ -113,10 +120,21 @@ def _open(value: object, kind: type) -> None:
     object.__setattr__(value, "__class__", kind)
 
 
+def _in_a_loss() -> bool:
+    """Whether this thread runs a loss, or is none of Python's: that of a backward pass on a GPU is autograd's."""
+    return getattr(_RUNS_A_LOSS, "now", False) or isinstance(threading.current_thread(), threading._DummyThread)
+
+
 @functools.cache
 def _closed(kind: type) -> type:
-    def refuse(self: object, *args: Any) -> NoReturn:
-        raise ModelError(f"training_step uses the training set ({kind.__name__}). {_FIX}")
+    def refused(name: str) -> Callable[..., Any]:
+        def use(self: object, *args: Any, **kwargs: Any) -> Any:
+            if not _in_a_loss():
+                return getattr(kind, name)(self, *args, **kwargs)
+            raise ModelError(f"training_step uses the training set ({kind.__name__}). {_FIX}")
 
-    names = ("getattribute", "setattr", "getitem", "len", "iter", "contains", "add", "call")
-    return type(kind.__name__, (kind,), {"__slots__": (), **{f"__{name}__": refuse for name in names}})
+        return use
+
+    names = [f"__{name}__" for name in ("getattribute", "setattr", "getitem", "len", "iter", "contains", "add", "call")]
+    own = [name for name in names if any(name in vars(base) for base in kind.__mro__)]
+    return type(kind.__name__, (kind,), {"__slots__": (), **{name: refused(name) for name in own}})
