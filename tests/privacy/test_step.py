@@ -485,6 +485,16 @@ def test_a_thread_that_python_has_not_started_as_one_of_autograd_is_refused_the_
     assert "uses the training set" in str(found[0])
 
 
+@pytest.mark.parametrize("make", [lambda: {f"word {i}": i for i in range(N)}, lambda: [f"class {i}" for i in range(N)]])
+def test_a_vocabulary_that_the_data_set_shares_with_the_module_is_refused_with_the_fix(make):
+    model, dataset = network(), examples()
+    model.names = dataset.names = make()
+    with pytest.raises(ModelError, match=r"self\.names is shared.*give the module a copy"):
+        private_step(model, dataset=dataset).start()
+    model.names = type(dataset.names)(dataset.names)
+    trained(model, private_step(model, dataset=dataset), steps=1)
+
+
 class Callable:
     """A loss that is no function."""
 

@@ -75,9 +75,10 @@ class SealedData:
         for path, value, _ in walk(roots, ignored):
             if id(value) in self._arrays or (isinstance(value, Tensor) and memory_of(value) in self._memories):
                 raise ModelError(
-                    f"{path} holds the training data ({type(value).__name__} of {len(value)}), whose use inside of "  # type: ignore[arg-type]
-                    "training_step cannot be seen: it would see raw examples other than its own. Hold it in a data set "
-                    "or a data module."
+                    f"{path} is shared with the training set and may hold its examples ({type(value).__name__} of "
+                    f"{len(value)}). By it training_step would see raw examples other than its own, unnoticed. Hold "  # type: ignore[arg-type]
+                    "examples in a data set or a data module only. Where it holds none and is public, such as a "
+                    "vocabulary or class names, give the module a copy: dict(vocabulary), list(names)."
                 )
 
     @contextmanager
