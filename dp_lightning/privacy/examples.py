@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from dp_lightning.errors import DataError, ModelError
 from dp_lightning.privacy.gradients.clipped_sum import ClippedSum
@@ -188,8 +189,14 @@ def trained_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
     """By name.
 
     Raises:
-        ModelError: where there is none.
+        ModelError: where there is none, and where a lazy layer has not made its own yet.
     """
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        if is_lazy(tensor):
+            raise ModelError(
+                f"'{name}' belongs to a lazy layer and has no shape yet. Run a batch of zeros through the model before "
+                "training, or give the layer its size, as nn.Linear(in_features, out_features) does."
+            )
     found = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
     if not found:
         raise ModelError("The model has no parameter that requires a gradient: there is nothing to train.")

@@ -603,6 +603,12 @@ def test_a_step_that_needs_autocast_trains_with_it_alone(tmp_path):
         parameters_after(tmp_path, without_noise(), module=Converts(), precision="32-true")
 
 
+def test_a_lazy_layer_is_refused_by_name(tmp_path):
+    module = Plain(nn.Sequential(nn.LazyLinear(8), nn.Linear(8, CLASSES)))
+    with pytest.raises(ModelError, match=r"'net\.0\.weight' belongs to a lazy layer"):
+        trainer(tmp_path, privacy()).fit(module, loader())
+
+
 def test_a_parameter_unfrozen_during_the_run_is_refused(tmp_path):
     class Unfreeze(Callback):
         def on_train_epoch_start(self, trainer, pl_module):

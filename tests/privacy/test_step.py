@@ -607,6 +607,18 @@ def test_secret_randomness_does_not_follow_public_seeds():
     assert not torch.equal(*found)
 
 
+@pytest.mark.parametrize(
+    ("layer", "name"),
+    [(nn.LazyLinear(8), r"1\.weight"), (nn.LazyBatchNorm1d(affine=False).eval(), r"1\.running_mean")],
+)
+def test_lazy_layers_without_a_shape_are_refused_with_the_fix(layer, name):
+    model = nn.Sequential(nn.Linear(5, 8), layer, nn.Linear(8, 3))
+    with pytest.raises(ModelError, match=rf"'{name}' belongs to a lazy layer.*batch of zeros"):
+        private_step(model)
+    model(torch.zeros(1, 5))
+    trained(model, private_step(model), steps=1)
+
+
 def test_a_step_beyond_the_plan_is_refused_before_its_gradients():
     model = network()
     private = private_step(model, plan=plan(num_steps=1))
