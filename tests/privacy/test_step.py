@@ -23,6 +23,7 @@ from dp_lightning.errors import BudgetError, ConfigurationError, DataError, DpLi
 from dp_lightning.privacy import PrivacyPlan, PrivateStep
 
 N, B = 60, 12
+KEPT = []  # by one of the losses
 
 
 def network():
@@ -318,6 +319,32 @@ def test_batches_without_a_tensor_are_refused_together_with_the_fix():
     with pytest.raises(DataError, match=r"no tensor.*one_by_one"):
         trained(model, private_step(model, **settings), steps=1)
     trained(model, private_step(model, **settings, examples="one_by_one"), steps=1)
+
+
+@pytest.mark.parametrize(
+    ("keep", "name"),
+    [
+        (lambda model, x: setattr(model, "kept", x), r"self\.kept"),
+        (lambda model, x: setattr(model, "bank", x * 1), r"self\.bank"),
+        (lambda model, x: setattr(model.box, "inner", x * 1), r"self\.box\.inner"),
+        (lambda model, x: model.found.update(last=x), r"self\.found\['last'\]"),
+        (lambda model, x: KEPT.append(x), r"test_step\.KEPT"),
+    ],
+)
+def test_the_place_of_a_tensor_that_is_kept_is_named(keep, name):
+    model = network()
+    model.box, model.found = SimpleNamespace(), {}
+    model.register_buffer("bank", torch.zeros(1, 5))
+
+    def loss(batch):
+        keep(model, batch[0])
+        return F.cross_entropy(model(batch[0]), batch[1])
+
+    try:
+        with pytest.raises(ModelError, match=rf"keeps a tensor of an example in {name}\."):
+            trained(model, private_step(model, loss=loss), steps=1)
+    finally:
+        KEPT.clear()
 
 
 class Named(torch.utils.data.Dataset):

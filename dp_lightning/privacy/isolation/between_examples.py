@@ -277,6 +277,8 @@ def _owner(tensors: list[Tensor]) -> str:
             for holder in gc.get_referrers(value):
                 if any(holder is known for known in holders) or type(holder).__name__ == "frame":
                     continue
+                if type(holder) is Change:  # it was put back, and stood there
+                    return f" in {holder.path}"
                 if isinstance(holder, dict) and "__name__" in holder and "__builtins__" in holder:
                     names = [name for name, held in holder.items() if held is value]
                     return f" in {holder['__name__']}.{names[0] if names else '?'}"
