@@ -3,7 +3,7 @@
 ``together``: all examples of a physical batch at once, under vmap. Code that is mapped cannot reach another example.
 ``one_by_one``: ordinary autograd on one example after the other, exact for every model whose loss is a function of its
 example, and slower. Plain Python can keep things from one to the next, so what is reachable from the module is compared
-after each. Each logical step begins with an example of zeros, whose loss moves buffers on and gives no gradient.
+after each. Each logical step begins with a made-up example, whose loss moves buffers on and gives no gradient.
 """
 
 import copy
@@ -108,16 +108,15 @@ class OneByOne(Examples):
         for index, counted in enumerate(batch.counted.tolist()):
             # In memory of its own: a view leads to the others, and so does an object that several share.
             mine = [leaf[index].clone() if isinstance(leaf, Tensor) else copy.deepcopy(leaf[index]) for leaf in leaves]
-            if not counted:  # zeros, and what is no tensor is another example's
+            if not counted:  # made up, and what is no tensor is another example's
                 mine = [leaf if isinstance(leaf, Tensor) else Placeholder() for leaf in mine]
             example = unflatten(mine, structure)
             for leaf in mine:
                 watch.note(_tensors_in(leaf))
             self._randomness.before_step(batch.place, index)
-            with self._isolation.one_by_one(watch, public=not counted):
+            with self._isolation.one_by_one(watch, public=not counted), watch:
                 try:
-                    with watch:
-                        value = _scalar(loss(example))
+                    value = _scalar(loss(example))
                 except ValueError as error:
                     if is_of_batch_norm(str(error)):
                         raise ModelError(BATCH_NORM) from error

@@ -35,7 +35,7 @@ class ExampleBatch:
         examples: a tree like a batch of one example, with tensors (b, ...) in the place of tensors, or with ``Entries``
             in the place of what is no tensor; b is at least 1.
         counted: (b,) whether each example takes part, on the CPU. One that collation leaves out does not, nor one that
-            only stands in. Those are of zeros.
+            only stands in. Those are made up: ones where numbers are floating-point, and zeros.
     """
 
     def __init__(self, place: PhysicalBatch, examples: Any, counted: Tensor) -> None:
@@ -72,7 +72,7 @@ class ExampleReader(Dataset[ExampleBatch]):
         prepare: applied to each example's batch before examples are stacked.
         before: called with the place before anything is read; it may fix the random numbers.
         ignored: asked with an object and the name of one of its attributes, whether it is no state.
-        zeros_first: whether each logical step begins with an example of zeros, which does not take part.
+        made_up_first: whether each logical step begins with a made-up example, which does not take part.
     """
 
     def __init__(
@@ -84,11 +84,11 @@ class ExampleReader(Dataset[ExampleBatch]):
         prepare: Callable[[Any], Any] | None = None,
         before: Callable[[PhysicalBatch], None] | None = None,
         ignored: Ignored = nothing_ignored,
-        zeros_first: bool = False,
+        made_up_first: bool = False,
     ) -> None:
         self.dataset, self.collate_fn = dataset, collate_fn
         self.augmult, self.prepare, self.before = augmult, prepare, before
-        self._ignored, self._each, self._zeros_first = ignored, False, zeros_first
+        self._ignored, self._each, self._made_up_first = ignored, False, made_up_first
         self._stand_in: Any = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -101,11 +101,11 @@ class ExampleReader(Dataset[ExampleBatch]):
         found = self._read_all(place)
         if all(example is None for example in found):
             found = [None]
-        elif self._zeros_first and place.piece == 0:
+        elif self._made_up_first and place.piece == 0:
             found = [None, *found]
         counted = torch.tensor([example is not None for example in found])
         if any(example is None for example in found):
-            stand_in = next((_zeros(example) for example in found if example is not None), None)
+            stand_in = next((_made_up(example) for example in found if example is not None), None)
             stand_in = self.stand_in() if stand_in is None else stand_in
             found = [stand_in if example is None else example for example in found]
         return ExampleBatch(place, stacked(found), counted)
@@ -146,14 +146,14 @@ class ExampleReader(Dataset[ExampleBatch]):
         return _Watch(own, self.dataset, self._ignored) if own else None
 
     def stand_in(self) -> Any:
-        """A batch of one example of zeros."""
+        """A batch of one made-up example."""
         if self._stand_in is None:
             found = (self.read(index) for index in range(len(self)))
             with self.nothing_kept():
                 example = next((example for example in found if example is not None), None)
             if example is None:
                 raise DataError("Collation leaves nothing of any example of the training set.")
-            self._stand_in = _zeros(example)
+            self._stand_in = _made_up(example)
         return self._stand_in
 
 
@@ -322,8 +322,9 @@ def _stacked(column: Sequence[Any]) -> Any:
     return torch.stack(tensors)
 
 
-def _zeros(example: Any) -> Any:
-    return _with_tensors(torch.zeros_like, example)
+def _made_up(example: Any) -> Any:
+    """Of its structure and shapes: a one has a norm and a logarithm, a zero is an index."""
+    return _with_tensors(lambda leaf: torch.full_like(leaf, leaf.is_floating_point()), example)
 
 
 def _is_empty(batch: Any) -> bool:

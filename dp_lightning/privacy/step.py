@@ -146,7 +146,7 @@ class PrivateStep:
             prepare=prepare,
             before=self.randomness.before_reading,
             ignored=ignored,
-            zeros_first=examples == "one_by_one",
+            made_up_first=examples == "one_by_one",
         )
         self._loss, self._max_examples = loss, max_physical_batch_size // augmult
         self._sampler = PoissonSampler(

@@ -886,7 +886,7 @@ writing("CountsInABufferByData", HARMLESS, HARMLESS)(lambda m, x: m.mean.data.ad
 writing("CountsInABufferByForeach", HARMLESS, HARMLESS)(lambda m, x: torch._foreach_add_([m.mean], 1.0))
 writing("CountsInPartOfABuffer", HARMLESS, HARMLESS)(lambda m, x: m.mean[1:3].add_(1))
 writing("WeightsIntoABuffer", HARMLESS, HARMLESS)(lambda m, x: torch.mul(m.net[0].bias.detach()[:5], 1, out=m.mean))
-writing("CountsWhereAllIsZero", None, HARMLESS)(lambda m, x: None if x.any() else m.mean.add_(1))
+writing("CountsWhereAllIsOne", None, HARMLESS)(lambda m, x: None if (x != 1).any() else m.mean.add_(1))
 # From an example: as a tensor, as a number, by control flow, past torch's functions.
 _WRITTEN = "numbers of an example are written"
 writing("ExampleIntoABuffer", _WRITTEN, "training_step changes")(lambda m, x: m.mean.copy_(x[0]))
@@ -895,14 +895,14 @@ writing("ExampleIntoABufferByOut", None, "training_step changes")(lambda m, x: t
 writing("ExampleInThePlaceOfABuffer", None, "training_step changes")(lambda m, x: setattr(m.mean, "data", x[0]))
 writing("NumberIntoABuffer", None, "training_step changes")(lambda m, x: m.mean.fill_(float(x.mean())))
 writing("CountsLargeExamples", None, "training_step changes")(lambda m, x: m.mean.add_(1) if x.norm() > 20 else None)
-writing("CountsUnlessAllIsZero", None, "training_step changes")(lambda m, x: m.mean.add_(1) if x.any() else None)
+writing("CountsUnlessAllIsOne", None, "training_step changes")(lambda m, x: m.mean.add_(1) if (x != 1).any() else None)
 writing("ArrayIntoABuffer", None, "training_step changes")(lambda m, x: m.mean.numpy().__setitem__(0, x.mean()))
 writing("NoiseIntoABuffer", None, "training_step changes")(lambda m, x: m.mean.normal_())
 
 
 @CASES.expect(None, HARMLESS)
 class BufferOfWhatIsHidden(Hidden):
-    """The loss of zeros reads what an example has left where nothing is compared."""
+    """The loss of a made-up example reads what an example has left where nothing is compared."""
 
     def __init__(self):
         super().__init__()
@@ -910,7 +910,7 @@ class BufferOfWhatIsHidden(Hidden):
 
     def training_step(self, x, y):
         kept = self.bank.kept
-        if x.any():
+        if (x != 1).any():
             kept.append(x[0])
         elif kept:
             self.mean.copy_(kept.pop())

@@ -8,8 +8,8 @@ physical batch what it was before.
 
 Under ``one_by_one`` any of it may come from the example: all has to be what it was before each, and plain values that
 took the place of others are put back. Buffers that are written in place are put back too, and advance once per logical
-step to what the loss of a public example, one of zeros, has made of them. That comes from weights alone whatever the
-code is. Where an example would make something else of a buffer, the step is refused.
+step to what the loss of a made-up example has made of them. That comes from weights alone whatever the code is. Where
+an example would make something else of a buffer, the step is refused.
 """
 
 import gc
@@ -279,7 +279,7 @@ def _owner(tensors: list[Tensor]) -> str:
                     continue
                 if type(holder) is Change:  # it was put back, and stood there
                     return f" in {holder.path}"
-                if isinstance(holder, dict) and "__name__" in holder and "__builtins__" in holder:
+                if isinstance(holder, dict) and "__name__" in holder and "__spec__" in holder:
                     names = [name for name, held in holder.items() if held is value]
                     return f" in {holder['__name__']}.{names[0] if names else '?'}"
                 if hasattr(holder, "__dict__") and not isinstance(holder, type):

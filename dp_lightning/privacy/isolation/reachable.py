@@ -76,7 +76,7 @@ class Place:
         """Make the members what was held, where that can be done; a cache of functools is emptied."""
         source, held, now = self.source, self.held or {}, self.now() or {}
         if isinstance(source, dict | type):
-            base = type if isinstance(source, type) else _in_c(source)
+            base = type if isinstance(source, type) else in_c(source)
             put, remove = ("__setattr__", "__delattr__") if base is type else ("__setitem__", "__delitem__")
             for key in now.keys() - held.keys():
                 getattr(base, remove)(source, key)
