@@ -41,13 +41,13 @@ def record(model, loss, *examples, **options):
     return found, recording
 
 
-def check(model, loss, *examples, ways=None, **options):
+def check(model, loss, *examples, ways=None, rtol=1e-9, **options):
     """The gradients are those of the loop; ``examples``: (b, ...) each."""
     found, recording = record(model, loss, *examples, **options)
     expected = gradients_by_loop(model, lambda model, *example: loss(model, *example), *examples)
     assert set(found) == {name for name, gradients in expected.items() if gradients is not None}
     for name, gradients in found.items():
-        torch.testing.assert_close(gradients, expected[name], rtol=1e-9, atol=1e-12, msg=name)
+        torch.testing.assert_close(gradients, expected[name], rtol=rtol, atol=rtol / 1000, msg=name)
     if ways is not None:
         assert recording.ways == ways
     return recording
@@ -121,7 +121,8 @@ def _without_gradient(function, *arguments):
 
 @pytest.mark.parametrize("name", PRODUCTS)
 def test_a_weight_is_found_in_every_way_to_use_it(name):
-    check(Module(PRODUCTS[name], w=randn(5, 4)), squares, randn(B, 3, 4))
+    rtol = 1e-4 if name == "cast" else 1e-9  # it computes in float32
+    check(Module(PRODUCTS[name], w=randn(5, 4)), squares, randn(B, 3, 4), rtol=rtol)
 
 
 MODULES = {

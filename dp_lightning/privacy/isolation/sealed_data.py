@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
@@ -40,6 +41,7 @@ class SealedData:
 
     def __init__(self, roots: tuple[object, ...], num_train: int, module: nn.Module, ignored: Ignored) -> None:
         parts = {id(part) for part in module.modules()}
+        self._held = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
 
         def outside(owner: object, name: str) -> bool:
             return id(owner) in parts or ignored(owner, name)
@@ -73,13 +75,21 @@ class SealedData:
             ModelError: with the attribute.
         """
         for path, value, _ in walk(roots, ignored):
-            if id(value) in self._arrays or (isinstance(value, Tensor) and memory_of(value) in self._memories):
+            if id(value) in self._arrays or self._has_memory(value):
                 raise ModelError(
                     f"{path} is shared with the training set and may hold its examples ({type(value).__name__} of "
                     f"{len(value)}). By it training_step would see raw examples other than its own, unnoticed. Hold "  # type: ignore[arg-type]
                     "examples in a data set or a data module only. Where it holds none and is public, such as a "
                     "vocabulary or class names, give the module a copy: dict(vocabulary), list(names)."
                 )
+
+    def _has_memory(self, value: object) -> bool:
+        """Whether an array, a parameter or a buffer has the memory of examples. The use of other tensors is seen."""
+        while isinstance(value, np.ndarray):
+            value = value.base
+            if isinstance(value, Tensor):
+                return memory_of(value) in self._memories
+        return id(value) in self._held and memory_of(value) in self._memories  # type: ignore[arg-type]
 
     @contextmanager
     def closed(self) -> Iterator[None]:
