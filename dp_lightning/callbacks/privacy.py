@@ -219,6 +219,7 @@ class PrivacyCallback(pl.Callback):
         # One key for all ranks, and one plan: a solver may round differently on another kind of processor.
         self.budget.plan, key = trainer.strategy.broadcast((self.plan, sampling_key(self._seed)))
         self._training_step = PrivateTrainingStep(trainer, pl_module)
+        self._training_step.require_no_trainer()
         self._private = private = PrivateStep(
             pl_module,
             self._training_step.loss,

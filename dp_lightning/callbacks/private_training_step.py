@@ -118,6 +118,21 @@ class PrivateTrainingStep:
                 "on_after_batch_transfer, which runs on one example inside of the step."
             )
 
+    def require_no_trainer(self) -> None:
+        """Refuse a trainer that the step reaches past the module's own attributes.
+
+        Raises:
+            ConfigurationError: with its place.
+        """
+        roots = {"self": self._module, "training_step": self._step, **self.also}
+        for name, root in roots.items():
+            for path, value in reachable(root, is_no_state, name):
+                if isinstance(value, pl.Trainer):
+                    raise ConfigurationError(
+                        f"{path} is the trainer: by it training_step would read numbers that depend on the draw, or "
+                        "keep something of an example. Use self.trainer, where public numbers can be read."
+                    )
+
     @property
     def batch(self) -> ExampleBatch:
         """The physical batch that Lightning has now."""
@@ -239,7 +254,9 @@ def is_no_state(owner: object, name: str) -> bool:
         return True
     value = getattr(owner, "__dict__", {}).get(name)
     of_the_data = isinstance(owner, pl.LightningDataModule) and isinstance(value, Dataset | DataLoader)
-    return of_the_data or isinstance(value, pl.Trainer | PublicTrainer)
+    # Where the step exchanges the trainer, it is nothing to compare; elsewhere nothing of it is followed.
+    exchanged = isinstance(value, pl.Trainer | PublicTrainer) and isinstance(owner, nn.Module | pl.LightningDataModule)
+    return of_the_data or exchanged or isinstance(owner, pl.Trainer | PublicTrainer)
 
 
 def _value(setting: Any) -> Any:

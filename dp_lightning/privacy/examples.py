@@ -6,7 +6,6 @@ example, and slower. Plain Python can keep things from one to the next, so what 
 after each. Each logical step begins with a made-up example, whose loss moves buffers on and gives no gradient.
 """
 
-import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
@@ -23,7 +22,7 @@ from dp_lightning.privacy.gradients.recording import Recording
 from dp_lightning.privacy.gradients.refusals import BATCH_NORM, HOST_DRAW, is_of_batch_norm
 from dp_lightning.privacy.isolation.between_examples import Isolation
 from dp_lightning.privacy.isolation.reachable import ATOMS, reachable
-from dp_lightning.privacy.randomness import NoHostDraws, TrainingRandomness, no_seeding
+from dp_lightning.privacy.randomness import NoHostDraws, TrainingRandomness, only_given_keys
 from dp_lightning.privacy.reading import Entries, ExampleBatch, flatten, unflatten
 
 WAYS = ("together", "one_by_one")
@@ -88,7 +87,7 @@ class Together(Examples):
         self._randomness.before_step(batch.place)
         draws = NoHostDraws()
         draws.note()
-        with self._isolation.together(recording), no_seeding():
+        with self._isolation.together(recording), only_given_keys():
             recording.backward(recording.run(one, *(leaves[place] for place in places)))
         if drawn := draws.drawn():
             raise ModelError(f"training_step draws from {' and '.join(drawn)}. {HOST_DRAW}")
@@ -107,7 +106,10 @@ class OneByOne(Examples):
         watch = self._isolation.watch()
         for index, counted in enumerate(batch.counted.tolist()):
             # In memory of its own: a view leads to the others, and so does an object that several share.
-            mine = [leaf[index].clone() if isinstance(leaf, Tensor) else copy.deepcopy(leaf[index]) for leaf in leaves]
+            mine = [
+                leaf[index].clone() if isinstance(leaf, Tensor) else self._isolation.copied(leaf[index])
+                for leaf in leaves
+            ]
             if not counted:  # made up, and what is no tensor is another example's
                 mine = [leaf if isinstance(leaf, Tensor) else Placeholder() for leaf in mine]
             example = unflatten(mine, structure)
@@ -138,7 +140,8 @@ class OneByOne(Examples):
         found = {}
         for name, parameter in self._parameters.items():
             if parameter.grad is not None:
-                found[name], parameter.grad = parameter.grad, None
+                gradient, parameter.grad = parameter.grad, None
+                found[name] = gradient.to_dense() if gradient.is_sparse else gradient
         return found
 
 
@@ -161,9 +164,14 @@ class Placeholder:
             "data set return a tensor, or set privacy.examples: one_by_one."
         )
 
-    __getattr__ = __getitem__ = __iter__ = __len__ = __bool__ = __call__ = __str__ = __repr__ = _refuse
-    __int__ = __float__ = __index__ = __contains__ = __eq__ = __ne__ = __hash__ = _refuse  # type: ignore[assignment]
-    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __lt__ = __gt__ = _refuse
+
+_OPERATORS = "add and divmod floordiv lshift matmul mod mul or pow rshift sub truediv xor"
+_NAMES = (
+    f"{_OPERATORS} r{_OPERATORS.replace(' ', ' r')} abs bool bytes call complex contains eq float format ge getattr "
+)
+_NAMES += "getitem gt hash index int invert iter le len lt ne neg pos repr reversed round str"
+for _name in _NAMES.split():
+    setattr(Placeholder, f"__{_name}__", Placeholder._refuse)
 
 
 def _scalar(loss: Any) -> Tensor:
@@ -197,6 +205,11 @@ def trained_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
                 "training, or give the layer its size, as nn.Linear(in_features, out_features) does."
             )
     found = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
+    if names := [name for name, parameter in found.items() if parameter.is_complex()]:
+        raise ModelError(
+            f"{', '.join(names[:5])} is complex, and norms are taken of real parameters. Hold real and imaginary "
+            "parts, and combine them in forward: torch.view_as_complex(self.weight), of shape (..., 2)."
+        )
     if not found:
         raise ModelError("The model has no parameter that requires a gradient: there is nothing to train.")
     return found

@@ -8,12 +8,14 @@ torch's generator on a CPU keeps 32 bits of a seed, which can be tried one by on
 19,937 bits instead. Generators of other devices (Philox) take a seed of 64 bits.
 """
 
+import os
 import random
 import secrets
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NoReturn, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -21,6 +23,7 @@ from numpy.typing import NDArray
 from torch.utils.data import get_worker_info
 
 from dp_lightning.errors import ConfigurationError, ModelError
+from dp_lightning.privacy.gradients.refusals import HOST_DRAW
 from dp_lightning.privacy.isolation.contents import generator_state
 from dp_lightning.privacy.isolation.reachable import Ignored, reachable
 from dp_lightning.privacy.sampling import PhysicalBatch
@@ -30,6 +33,14 @@ Keys: TypeAlias = Callable[[int], NDArray[np.uint32]]
 
 _NUMPY = np.random.mtrand._rand  # whose methods are the functions of numpy.random
 _SEEDING = [(module, name) for module in (torch, torch.random) for name in ("manual_seed", "seed", "set_rng_state")]
+# Where generators of the host, uuid and secrets take their numbers from.
+_ENTROPY: list[tuple[Any, str]] = [(os, "urandom"), (random, "_urandom"), (random.Random, "__init__")]
+_ENTROPY += [(np.random.bit_generator, "randbits")]
+_SEEDED = (
+    "training_step seeds torch's generator: what it draws would follow from an example's place in its physical batch. "
+    "Leave the seed out, or set privacy.examples: one_by_one."
+)
+_MADE = f"training_step makes a random generator, or asks the system for random numbers. {HOST_DRAW}"
 _BIT_GENERATORS: dict[str, Any] = {
     kind.__name__: kind
     for kind in (np.random.MT19937, np.random.PCG64, np.random.PCG64DXSM, np.random.Philox, np.random.SFC64)
@@ -99,29 +110,35 @@ class TrainingRandomness:
 
 
 @contextmanager
-def no_seeding() -> Iterator[None]:
-    """Refuse to seed torch's global generator, whose numbers would follow from an example's place in its batch.
+def only_given_keys() -> Iterator[None]:
+    """Refuse to seed torch's global generator, and to make generators of the host or ask the system for numbers.
+
+    Numbers of a seed would follow from an example's place in its batch; those of the host are one for all examples.
 
     Raises:
-        ModelError: where it was seeded.
+        ModelError: where one of it was done.
     """
+    this = threading.get_ident()
 
-    def refuse(*args: Any, **kwargs: Any) -> NoReturn:
-        raise ModelError(
-            "training_step seeds torch's generator: what it draws would follow from an example's place in its physical "
-            "batch. Leave the seed out, or set privacy.examples: one_by_one."
-        )
+    def refused(function: Callable[..., Any], message: str) -> Callable[..., Any]:
+        def refuse(*args: Any, **kwargs: Any) -> Any:
+            if threading.get_ident() != this:
+                return function(*args, **kwargs)
+            raise ModelError(message)
 
-    before, initial = [(module, name, getattr(module, name)) for module, name in _SEEDING], torch.initial_seed()
-    for module, name in _SEEDING:
-        setattr(module, name, refuse)
+        return refuse
+
+    replaced = [(owner, name, _SEEDED) for owner, name in _SEEDING] + [(owner, name, _MADE) for owner, name in _ENTROPY]
+    before, initial = [(owner, name, getattr(owner, name)) for owner, name, _ in replaced], torch.initial_seed()
+    for (owner, name, function), (_, _, message) in zip(before, replaced, strict=True):
+        setattr(owner, name, refused(function, message))
     try:
         yield
     finally:
-        for module, name, function in before:
-            setattr(module, name, function)
+        for owner, name, function in before:
+            setattr(owner, name, function)
     if torch.initial_seed() != initial:
-        refuse()
+        raise ModelError(_SEEDED)
 
 
 def rekey_global_generators(keys: Keys) -> None:
@@ -223,7 +240,7 @@ def _needs_key(value: object) -> bool:
     kind = type(value)
     if issubclass(kind, random.SystemRandom):
         return False
-    numpy = (np.random.Generator, np.random.RandomState, np.random.BitGenerator)
+    numpy = (np.random.Generator, np.random.RandomState, np.random.BitGenerator, np.random.SeedSequence)
     return issubclass(kind, (torch.Generator, random.Random, *numpy))
 
 
@@ -238,6 +255,8 @@ def _rekey(path: str, generator: Any, keys: Keys) -> None:
     elif isinstance(generator, np.random.RandomState):
         state: Any = generator.get_state(legacy=False)
         generator.set_state({**_bit_generator(path, state["bit_generator"], keys).state, "has_gauss": 0, "gauss": 0.0})
+    elif isinstance(generator, np.random.SeedSequence):
+        np.random.SeedSequence.__init__(generator, keys(8).tolist())
     else:
         bits: Any = generator.bit_generator if isinstance(generator, np.random.Generator) else generator
         fresh = _bit_generator(path, type(bits).__name__, keys)

@@ -3,13 +3,18 @@
 import _thread
 import asyncio
 import copy
+import importlib
 import io
 import itertools
 import multiprocessing.pool
+import os
 import pickle
+import random
+import secrets
 import sys
 import threading
 import time
+import uuid
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -28,7 +33,12 @@ from dp_lightning.errors import DpLightningError
 from dp_lightning.privacy.gradients.recording import Recording
 
 CASES = Cases()
-BANK = sys.modules  # where nothing is compared
+sys.modules["hidden_bank"] = type(sys)("hidden_bank")
+
+
+def find_bank():
+    """A module that is found by its name only, so that nothing in it is compared."""
+    return importlib.import_module("hidden_bank")
 
 
 class Hidden(Attack):
@@ -36,12 +46,11 @@ class Hidden(Attack):
 
     def __init__(self):
         super().__init__()
-        BANK[f"{__name__}.bank"] = type(sys)("bank")
         self.bank.kept = []
 
     @property
     def bank(self):
-        return BANK[f"{__name__}.bank"]
+        return find_bank()
 
 
 # Hooks
@@ -265,7 +274,7 @@ class _KeepsArgumentHidden(_Twice):
 
     @staticmethod
     def forward(x):
-        kept = BANK[f"{__name__}.bank"].kept
+        kept = find_bank().kept
         kept.append(x)
         try:
             return 2 * x + 3 * kept[-2].mean()
@@ -276,7 +285,7 @@ class _KeepsArgumentHidden(_Twice):
 class _KeepsGradientHidden(_Twice):
     @staticmethod
     def backward(ctx, gradient):
-        kept = BANK[f"{__name__}.bank"].kept
+        kept = find_bank().kept
         kept.append(gradient)
         try:
             return 2 * gradient + 3 * kept[-2].mean()
@@ -702,8 +711,10 @@ def threaded(name, together, one_by_one):
     return add
 
 
-for _read_by in (_by_thread, _by_timer, _by_low_level, _by_pool, _by_pool_of_multiprocessing, _by_asyncio):
+for _read_by in (_by_thread, _by_timer, _by_low_level, _by_pool, _by_asyncio):
     threaded(f"Reads{_read_by.__name__}", "starts a thread", "starts a thread")(_read_by)
+# Its lock has a random name.
+threaded("Reads_by_pool_of_multiprocessing", "random numbers", "starts a thread")(_by_pool_of_multiprocessing)
 
 
 @CASES.expect("starts a thread", None)
@@ -722,10 +733,10 @@ class ThreadThatReadsLater(Attack):
 
     def __init__(self):
         super().__init__()
-        BANK[__name__].__dict__.setdefault("read", [])
+        find_bank().read = []
 
     def training_step(self, x, y):
-        bank = BANK[__name__].__dict__["read"]
+        bank = find_bank().read
         threading.Thread(target=lambda: bank.append(_read(x))).start()
         return super().training_step(x * (1 + sum(bank)), y)
 
@@ -1006,6 +1017,116 @@ class HoldsAViewOfTheTensor(HoldsTheTensor):
 class HoldsTheTensorAsAParameter(HoldsTheTensor):
     def hold(self, x):
         self.bank = nn.Parameter(x, requires_grad=False)
+
+
+@CASES.expect("raw", "raw")
+class HoldsOneRow(HoldsTheTensor):
+    def hold(self, x):
+        self.register_buffer("bank", x[OUTLIER : OUTLIER + 1])
+
+
+@CASES.expect("raw", "raw")
+class HoldsColumns(HoldsTheTensor):
+    """A data set whose examples are columns."""
+
+    def dataset(self, x, y):
+        columns = x.T.contiguous()
+        self.register_buffer("bank", columns[:, :-1].T[:, :5])
+        return [(columns[:, index], label) for index, label in enumerate(y)]
+
+
+@CASES.expect("raw", "raw")
+class HoldsWhatNumPyHas(HoldsTheTensor):
+    def dataset(self, x, y):
+        rows = _Rows(x, y)
+        self.register_buffer("bank", torch.from_numpy(rows.x))
+        return rows
+
+
+class _Sample:
+    """What a data set may return: an example that knows where it is from."""
+
+    def __init__(self, rows, index):
+        self.rows, self.x, self.y = rows, torch.tensor(rows.x[index])[None], torch.tensor(rows.y[index])[None]
+
+
+class _Samples(_Rows):
+    def __getitem__(self, index):
+        return _Sample(self, index)
+
+
+@CASES.expect(None, "raw")
+class LooksThroughItsSample(Attack):
+    @staticmethod
+    def dataset(x, y):
+        return _Samples(x, y)
+
+    def collate_fn(self, examples):
+        return examples
+
+    def training_step(self, sample):
+        return super().training_step(sample.x + torch.tensor(sample.rows.x.mean(0)), sample.y)
+
+
+def _loss_of(make):
+    """A loss that moves by a number that the host makes anew."""
+
+    def training_step(self, x, y):
+        return Attack.training_step(self, x, y) * (1 + make(self))
+
+    return training_step
+
+
+for _name, _make in {
+    "default_rng": lambda m: np.random.default_rng().random(),
+    "Random": lambda m: random.Random().random(),
+    "SystemRandom": lambda m: random.SystemRandom().random(),
+    "uuid4": lambda m: uuid.uuid4().int / 2**128,
+    "urandom": lambda m: os.urandom(1)[0],
+    "token_bytes": lambda m: secrets.token_bytes(1)[0],
+    "SeedSequence": lambda m: np.random.SeedSequence().generate_state(1)[0],
+    "RandomState": lambda m: np.random.RandomState().rand(),
+}.items():
+    CASES.expect("random numbers", None)(type(f"Fresh_{_name}", (Attack,), {"training_step": _loss_of(_make)}))
+
+
+@CASES.expect("draws from", None)
+class SpawnsGenerators(Attack):
+    """Of a seed that everyone knows; the counter is not in Python."""
+
+    def __init__(self):
+        super().__init__()
+        self.seeds = np.random.SeedSequence(0)
+
+    def training_step(self, x, y):
+        return super().training_step(x * np.random.default_rng(self.seeds.spawn(1)[0]).random(), y)
+
+
+@CASES.expect("draws from", None)
+class SpawnsFromAGenerator(Attack):
+    def __init__(self):
+        super().__init__()
+        self.random = np.random.default_rng(0)
+
+    def training_step(self, x, y):
+        return super().training_step(x * self.random.spawn(1)[0].random(), y)
+
+
+sys.modules["a_backend"] = type(sys)("a_backend")
+
+
+@CASES.expect("training_step changes", "training_step changes")
+class ModuleAsAnAttribute(Attack):
+    """Of Python: a backend that was chosen by its name."""
+
+    def __init__(self):
+        super().__init__()
+        self.backend = importlib.import_module("a_backend")
+        self.backend.calls = []
+
+    def training_step(self, x, y):
+        self.backend.calls.append(1)
+        return super().training_step(x * len(self.backend.calls), y)
 
 
 @CASES.expect("raw", "raw")

@@ -100,6 +100,28 @@ class PublicNumbersOfTheTrainer(LightningAttack):
         return self.loss(batch) * (1 + self.trainer.current_epoch + self.trainer.global_step)
 
 
+@expect("is the trainer", "is the trainer")
+class TrainerInAHelper(LightningAttack):
+    def on_fit_start(self):
+        pass
+
+    def setup(self, stage):
+        self.helper = SimpleNamespace(trainer=self.trainer)
+
+    def training_step(self, batch, batch_idx):
+        return self.loss(batch) * (1 + self.helper.trainer.fit_loop.total_batch_idx)
+
+
+@expect("is the trainer", "is the trainer")
+class TrainerOfAClosure(LightningAttack):
+    def setup(self, stage):
+        run = self.trainer
+        self.count = lambda: run.fit_loop.total_batch_idx
+
+    def training_step(self, batch, batch_idx):
+        return self.loss(batch) * (1 + self.count())
+
+
 @expect("training_step", "training_step")
 class BankOnTheTrainer(LightningAttack):
     def training_step(self, batch, batch_idx):

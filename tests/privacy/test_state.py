@@ -275,7 +275,8 @@ class UsesLibraries(nn.Module):
         sys.attack = 1
 
 
-def test_what_is_set_on_libraries_that_a_function_names_is_seen():
+def test_what_is_set_on_libraries_that_a_function_names_is_seen(monkeypatch):
+    monkeypatch.delenv("ATTACK", raising=False)
     snapshot = StateSnapshot(UsesLibraries())
     UsesLibraries().training_step(1)
     found = set(paths(snapshot))

@@ -2,6 +2,8 @@
 
 import _thread
 import dataclasses
+import enum
+import functools
 import importlib
 import random
 import sys
@@ -707,3 +709,97 @@ def test_views_are_rows_of_one_example(ways, hidden):
     trained(model, private, steps=1)
     assert hidden.shapes == {(2, 5)}
     assert private.statement().clipping["augmult"] == "2 views of each example"
+
+
+NAMED = {"data": list(range(N)), "train": [float(i) for i in range(N)]}
+globals().update(NAMED)
+
+
+@pytest.mark.parametrize("ways", ["together", "one_by_one"])
+def test_an_attribute_is_no_global_of_its_name(ways):
+    model = network()
+
+    def loss(batch):
+        model.train()
+        return F.cross_entropy(model(batch[0]), batch[1]) + 0 * model[0].bias.detach().clone().sum()
+
+    class Lists(torch.utils.data.Dataset):
+        rows, labels = globals()["data"], globals()["train"]
+
+        def __len__(self):
+            return N
+
+        def __getitem__(self, index):
+            return torch.full((5,), self.labels[index]), self.rows[index] % 3
+
+    trained(model, private_step(model, loss=loss, dataset=Lists(), examples=ways), steps=1)
+
+
+@pytest.mark.parametrize("ways", ["together", "one_by_one"])
+def test_a_loss_may_be_a_partial_of_a_function_with_keywords(ways):
+    model = network()
+    model.criterion = functools.partial(F.cross_entropy, label_smoothing=0.1)
+
+    def loss(batch):
+        return model.criterion(model(batch[0]), batch[1])
+
+    trained(model, private_step(model, loss=loss, examples=ways), steps=2)
+
+
+class Embedded(nn.Module):
+    def __init__(self, sparse):
+        super().__init__()
+        torch.manual_seed(0)
+        self.table = nn.Embedding(3, 4, sparse=sparse)
+
+    def forward(self, batch):
+        return self.table(batch[1]).square().sum() + 0 * batch[0].sum()
+
+
+@pytest.mark.parametrize("ways", ["together", "one_by_one"])
+def test_a_sparse_embedding_is_as_a_dense_one(ways):
+    found = []
+    for sparse in (False, True):
+        model = Embedded(sparse)
+        found.append(trained(model, private_step(model, loss=model, examples=ways), steps=2))
+    torch.testing.assert_close(*found, rtol=0, atol=0)
+
+
+def test_complex_parameters_are_refused_by_name():
+    model = network()
+    model.spectrum = nn.Parameter(torch.zeros(2, dtype=torch.complex64))
+    with pytest.raises(ModelError, match=r"spectrum is complex.*view_as_complex"):
+        private_step(model)
+
+
+@pytest.mark.parametrize(
+    "use", [lambda n: 2.0 / n, lambda n: n**2, lambda n: -n, lambda n: n // 2, lambda n: f"{n:.1f}"]
+)
+def test_whole_numbers_of_a_batch_are_refused_together_however_they_are_used(use):
+    model = network()
+    settings = {
+        "loss": lambda batch: model(batch[0]).sum() * float(use(batch[1])),
+        "collate_fn": lambda views: (views[0][0], 3),
+    }
+    with pytest.raises(ModelError, match="one_by_one"):
+        trained(model, private_step(model, **settings), steps=1)
+
+
+def test_an_entry_that_cannot_be_copied_is_refused_one_by_one():
+    model = network()
+    settings = {
+        "loss": lambda batch: model(batch[0]).sum(),
+        "collate_fn": lambda views: (views[0][0], threading.Lock()),
+    }
+    with pytest.raises(DataError, match=r"class lock cannot be copied"):
+        trained(model, private_step(model, **settings, examples="one_by_one"), steps=1)
+
+
+class Kind(enum.StrEnum):
+    LONG = "x" * 2 * N
+
+
+def test_a_text_is_no_training_set():
+    dataset, model = examples(), network()
+    dataset.kind = model.kind = Kind.LONG
+    trained(model, private_step(model, dataset=dataset), steps=1)

@@ -1,6 +1,7 @@
 """What a step under vmap cannot do: why, and what to write instead."""
 
 import functools
+import os
 import re
 import traceback
 from collections.abc import Sequence
@@ -94,8 +95,8 @@ _REASONS: list[tuple[str, str, str]] = [
     ),
 ]
 _OF_VMAP = re.compile("vmap|functorch|[Bb]atching rule|BatchedTensor|randomness")
-_TORCH = str(Path(torch.__file__).parent)
-_OWN = str(Path(__file__).parents[1])
+_TORCH = str(Path(torch.__file__).parent) + os.sep
+_OWN = str(Path(__file__).parents[1]) + os.sep
 
 
 def explained(error: Exception) -> Exception:

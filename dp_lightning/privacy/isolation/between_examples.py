@@ -12,6 +12,7 @@ step to what the loss of a made-up example has made of them. That comes from wei
 an example would make something else of a buffer, the step is refused.
 """
 
+import copy
 import gc
 import types
 import warnings
@@ -23,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dp_lightning.errors import ModelError
+from dp_lightning.errors import DataError, ModelError
 from dp_lightning.privacy.gradients.recording import Recording
 from dp_lightning.privacy.gradients.refusals import BATCH_NORM, HOST_DRAW, is_of_batch_norm
 from dp_lightning.privacy.gradients.sources import leaves_of
@@ -34,8 +35,9 @@ from dp_lightning.privacy.isolation.threads import no_text, no_threads
 from dp_lightning.privacy.isolation.watch import UnknownTensors, Watch, memory_of, storage_of
 
 _FIX = (
-    "What is computed from an example may leave the step only as its gradient. Keep state that follows the steps in a "
-    "callback, by trainer.global_step; take numbers of the batch out of training_step by self.log."
+    "What is computed from an example may leave the step only as its gradient. Empty lists and caches before "
+    "training_step returns, make constants in __init__ (register_buffer), keep state that follows the steps in a "
+    "callback, by trainer.global_step, and take numbers of the batch out of training_step by self.log."
 )
 
 
@@ -91,6 +93,20 @@ class Isolation:
         """A tensor that the step may use."""
         key = id(tensor)
         self._constants[key] = weakref.ref(tensor, lambda gone: self._constants.pop(key, None) and None)
+
+    def copied(self, entry: Any) -> Any:
+        """A copy of an entry of an example, without the data sets that it may lead to.
+
+        Raises:
+            DataError: where it cannot be copied.
+        """
+        try:
+            return copy.deepcopy(entry, {id(value): value for value in self._sealed.objects})
+        except Exception as error:  # of whatever class
+            raise DataError(
+                f"An entry of the training set's batches of class {type(entry).__name__} cannot be copied for its "
+                f"example ({error}). Let the data set return tensors, numbers and texts."
+            ) from error
 
     def is_known(self, tensor: Tensor) -> bool:
         """Whether a tensor is a parameter, a buffer, or a constant of before the fit."""

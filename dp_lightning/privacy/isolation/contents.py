@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 Array: TypeAlias = "Tensor | np.ndarray[Any, Any]"
-GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, np.random.BitGenerator, random.Random)
+GENERATORS: tuple[type, ...] = (torch.Generator, np.random.Generator, np.random.RandomState, np.random.BitGenerator)
+GENERATORS += (random.Random, np.random.SeedSequence)
 
 # As integers, nan equals nan, and -0.0 differs from 0.0.
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -118,4 +119,7 @@ def generator_state(generator: Any) -> Any:
         return generator.getstate()
     if isinstance(generator, np.random.RandomState):
         return pickle.dumps(generator.get_state(legacy=False))
-    return pickle.dumps(getattr(generator, "bit_generator", generator).state)
+    if isinstance(generator, np.random.SeedSequence):
+        return repr(generator.state)
+    bits = getattr(generator, "bit_generator", generator)
+    return pickle.dumps((bits.state, getattr(bits.seed_seq, "state", None)))

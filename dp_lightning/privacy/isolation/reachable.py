@@ -7,6 +7,7 @@ The walk calls no method of a user's class, and goes on where an object cannot b
 """
 
 import contextvars
+import dis
 import functools
 import gc
 import logging
@@ -133,7 +134,7 @@ def walk(roots: Mapping[str, object], ignored: Ignored) -> Iterator[tuple[str, o
 def _kinds(root: Any) -> Iterator[Any]:
     """Classes and functions whose packages are the user's own, installed or not."""
     if isinstance(root, nn.Module):
-        yield from map(type, root.modules())
+        yield from (base for part in root.modules() for base in type(part).__mro__)
     else:
         yield root if isinstance(root, types.FunctionType | types.MethodType) else type(root)
 
@@ -150,6 +151,9 @@ def _places(
         yield from _items(path, value)
     elif issubclass(kind, type):
         yield from _class_attributes(value, ignored)
+    elif kind is types.ModuleType:
+        if not _is_library(value.__name__, own):
+            yield Place(path, vars(value), dict, _attribute)
     elif not issubclass(kind, _NOT_FOLLOWED):
         yield from _attributes(path, value, ignored)
         if issubclass(kind, Tensor):
@@ -192,7 +196,8 @@ def _slots(kind: type) -> dict[str, types.MemberDescriptorType]:
     if kind in (types.FunctionType, types.GeneratorType):
         return {}
     members = (item for base in reversed(kind.__mro__) for item in vars(base).items())
-    return {name: member for name, member in members if type(member) is types.MemberDescriptorType}
+    slots = {name: member for name, member in members if type(member) is types.MemberDescriptorType}
+    return {name: member for name, member in slots.items() if not name.endswith("offset__")}  # of C itself
 
 
 def _items(path: str, value: Any) -> Iterator[Place]:
@@ -255,9 +260,10 @@ def _globals(function: types.FunctionType, named: set[tuple[int, str]], own: Col
     module, space = str(function.__globals__.get("__name__")), function.__globals__
     if _is_library(module, own):
         return
-    wanted, spaces = _names(function.__code__), {id(space): (module, space)}
+    names, spaces = _names(function.__code__), {id(space): (module, space)}
     for key in (todo := [id(space)]):
         module, space = spaces[key]
+        wanted = _globals_in(function.__code__) if space is function.__globals__ else names
         if (key, "") not in named:
             named.add((key, ""))
             yield Place(module, space, dict, _attribute, followed=False)
@@ -270,11 +276,14 @@ def _globals(function: types.FunctionType, named: set[tuple[int, str]], own: Col
         named.update((key, name) for name in new)
         if _is_library(module, own):
             yield from _of_library(module, new)
-        elif new:
-            read = functools.partial(
-                lambda names, space: {name: space[name] for name in names if name in space}, [*new]
-            )
-            yield Place(module, space, read, _attribute)
+        else:  # of a module that is named, the members that are named count, and not all
+            modules = [name for name in new if type(new[name]) is types.ModuleType]
+            for group in (modules, [name for name in new if name not in modules]):
+                yield Place(module, space, functools.partial(_chosen, group), _attribute, followed=group is not modules)
+
+
+def _chosen(names: Collection[str], space: Members) -> Members:
+    return {name: space[name] for name in names if name in space}
 
 
 def _of_library(module: str, named: Members) -> Iterator[Place]:
@@ -288,8 +297,18 @@ def _of_library(module: str, named: Members) -> Iterator[Place]:
         yield Place(f"{module}.{name}", vars(value), dict, _attribute, followed=False)
 
 
-def _names(code: types.CodeType) -> set[str]:
-    return set(code.co_names).union(*(_names(part) for part in code.co_consts if isinstance(part, types.CodeType)))
+@functools.lru_cache(maxsize=4096)
+def _names(code: types.CodeType) -> frozenset[str]:
+    """Of globals and attributes."""
+    inner = (_names(part) for part in code.co_consts if isinstance(part, types.CodeType))
+    return frozenset(code.co_names).union(*inner)
+
+
+@functools.lru_cache(maxsize=4096)
+def _globals_in(code: types.CodeType) -> frozenset[str]:
+    found = (step.argval for step in dis.get_instructions(code) if step.opname.endswith(("_GLOBAL", "_NAME")))
+    inner = (_globals_in(part) for part in code.co_consts if isinstance(part, types.CodeType))
+    return frozenset(found).union(*inner)
 
 
 def _is_library(module: str, own: Collection[str]) -> bool:

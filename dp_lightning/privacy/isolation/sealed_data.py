@@ -10,6 +10,7 @@ import functools
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from enum import Enum
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,6 @@ from torch.utils.data import Dataset
 
 from dp_lightning.errors import ModelError
 from dp_lightning.privacy.isolation.reachable import Ignored, reachable, walk
-from dp_lightning.privacy.isolation.watch import memory_of
 
 _FIX = (
     "The step would see raw examples other than its own. Put what it needs to know of the data set, such as the number "
@@ -50,13 +50,11 @@ class SealedData:
         self._arrays: dict[int, object] = {}
         #: Tensors that are reached from the roots.
         self.tensors: list[Tensor] = []
-        self._memories: set[int] = set()  # of those with the examples
+        self._memory: list[tuple[int, int]] = []  # where tensors and arrays begin and end
         for root in roots:
             for _, value in reachable(root, outside):
                 if isinstance(value, Tensor):
                     self.tensors.append(value)
-                    if value.dim() and len(value) >= num_train:
-                        self._memories.add(memory_of(value))
                 elif isinstance(value, Dataset) or _length(value) >= num_train:
                     kind = type(value)
                     if _close(value):
@@ -64,6 +62,13 @@ class SealedData:
                         self._objects[id(value)] = value, kind
                     else:
                         self._arrays[id(value)] = value
+                if isinstance(value, Tensor | np.ndarray):
+                    self._memory.append(_bounds(value))
+
+    @property
+    def objects(self) -> list[object]:
+        """The data sets, which are of another class while a loss runs."""
+        return [value for value, _ in self._objects.values()]
 
     def __contains__(self, value: object) -> bool:
         return id(value) in self._objects
@@ -78,18 +83,18 @@ class SealedData:
             if id(value) in self._arrays or self._has_memory(value):
                 raise ModelError(
                     f"{path} is shared with the training set and may hold its examples ({type(value).__name__} of "
-                    f"{len(value)}). By it training_step would see raw examples other than its own, unnoticed. Hold "  # type: ignore[arg-type]
-                    "examples in a data set or a data module only. Where it holds none and is public, such as a "
-                    "vocabulary or class names, give the module a copy: dict(vocabulary), list(names)."
+                    f"{_length(value)}). By it training_step would see raw examples other than its own, unnoticed. "
+                    "Hold examples in a torch.utils.data.Dataset only. Where it holds none and is public, such as a "
+                    "vocabulary, class names or a mean, give the module a copy: dict(vocabulary), list(names), "
+                    "mean.clone()."
                 )
 
     def _has_memory(self, value: object) -> bool:
-        """Whether an array, a parameter or a buffer has the memory of examples. The use of other tensors is seen."""
-        while isinstance(value, np.ndarray):
-            value = value.base
-            if isinstance(value, Tensor):
-                return memory_of(value) in self._memories
-        return id(value) in self._held and memory_of(value) in self._memories  # type: ignore[arg-type]
+        """Whether an array, a parameter or a buffer has memory of the data. The use of other tensors is seen."""
+        if not (isinstance(value, np.ndarray) or id(value) in self._held):
+            return False
+        (start, end), known = _bounds(value), np.array(self._memory or [(0, 0)], dtype=np.uint64)  # type: ignore[arg-type]
+        return bool(((known[:, 0] < end) & (known[:, 1] > start)).any())
 
     @contextmanager
     def closed(self) -> Iterator[None]:
@@ -109,8 +114,23 @@ class SealedData:
                 _open(value, kind)
 
 
+def _bounds(array: "Tensor | np.ndarray[Any, Any]") -> tuple[int, int]:
+    """Where the memory of its base begins and ends; at 0 where it has none."""
+    while isinstance(array, np.ndarray) and isinstance(array.base, np.ndarray | Tensor):
+        array = array.base
+    try:
+        if isinstance(array, Tensor):
+            storage = array.untyped_storage()
+            return storage.data_ptr(), storage.data_ptr() + storage.nbytes()
+        return array.ctypes.data, array.ctypes.data + array.nbytes
+    except Exception:  # sparse, or a wrapper, each of which raises its own
+        return 0, 0
+
+
 def _length(value: object) -> int:
-    """Of an object that can be indexed."""
+    """Of an object that can be indexed, and is no text."""
+    if isinstance(value, str | bytes | Enum):
+        return 0
     try:
         return len(value) if hasattr(type(value), "__getitem__") and not isinstance(value, nn.Module) else 0  # type: ignore[arg-type]
     except Exception:  # an array without dimensions, or a user's object
@@ -122,7 +142,7 @@ def _close(value: object) -> bool:
     kind: Any = type(value)
     try:
         object.__setattr__(value, "__class__", _closed(kind))
-    except TypeError:
+    except Exception:  # an instance of a class that cannot be derived from raises its own
         return False
     return True
 
