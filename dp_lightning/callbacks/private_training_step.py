@@ -254,8 +254,9 @@ def is_no_state(owner: object, name: str) -> bool:
         return True
     value = getattr(owner, "__dict__", {}).get(name)
     of_the_data = isinstance(owner, pl.LightningDataModule) and isinstance(value, Dataset | DataLoader)
-    # Where the step exchanges the trainer, it is nothing to compare; elsewhere nothing of it is followed.
-    exchanged = isinstance(value, pl.Trainer | PublicTrainer) and isinstance(owner, nn.Module | pl.LightningDataModule)
+    # Where the step exchanges the trainer, and in a callback, it is nothing to compare; nothing of it is followed.
+    owners = nn.Module | pl.LightningDataModule | pl.Callback
+    exchanged = isinstance(value, pl.Trainer | PublicTrainer) and isinstance(owner, owners)
     return of_the_data or exchanged or isinstance(owner, pl.Trainer | PublicTrainer)
 
 
