@@ -3,12 +3,19 @@
 A checkpoint holds the ledger as it stood when the checkpoint was written. Steps that ran after it and were lost in a
 crash have been spent all the same, and only the journal knows them. One stands in every folder that holds a
 checkpoint of the run; each only ever grows, and names the others.
+
+A step's name is a hash of its numbers and of the names of the last steps before it. So a line that was edited does not
+fit its name, and one that was taken out is missed by those after it. The names of the last steps, the heads, stand for
+all steps: a checkpoint and a statement hold them. Who writes all of these files anew can make them fit.
 """
 
+import hashlib
 import json
 import os
 import secrets
 from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +23,52 @@ from dp_lightning.errors import DataError
 from dp_lightning.files import replacing
 from dp_lightning.privacy.accounting import Ledger
 
-_NAMES = ("noise_multiplier", "sample_rate")
-_Step = tuple[float, float]
-_Steps = dict[str, _Step]
-"""Steps by their ids, which tell apart those that several journals share from those that only one of them holds."""
+_NAME_LENGTH = 32  # hexadecimal digits, 128 bits
+
+
+@dataclass(frozen=True)
+class Step:
+    """A line of a journal.
+
+    Attributes:
+        number: how many steps there are with it.
+        after: names of the last steps before it.
+        nonce: tells it from another step after the same ones.
+    """
+
+    noise_multiplier: float
+    sample_rate: float
+    number: int
+    after: tuple[str, ...]
+    nonce: str
+
+    @property
+    def spent(self) -> tuple[float, float]:
+        """What the ledger counts."""
+        return self.noise_multiplier, self.sample_rate
+
+    def name(self, run: str) -> str:
+        """By which other steps and the heads refer to it."""
+        content = json.dumps([run, *asdict(self).values()])
+        return hashlib.sha256(content.encode()).hexdigest()[:_NAME_LENGTH]
+
+
+Steps = dict[str, Step]
+"""By their names, each behind those that it comes after."""
+
+
+def heads_of(steps: Mapping[str, Step]) -> tuple[str, ...]:
+    """The names of the steps that no other one comes after."""
+    return tuple(sorted(steps.keys() - {name for step in steps.values() for name in step.after}))
+
+
+def up_to(heads: Iterable[str], steps: Mapping[str, Step]) -> Steps:
+    """The steps that these heads stand for, as far as they are there."""
+    wanted = set(heads)
+    for name in reversed(list(steps)):
+        if name in wanted:
+            wanted.update(steps[name].after)
+    return {name: step for name, step in steps.items() if name in wanted}
 
 
 class Journal:
@@ -32,14 +81,15 @@ class Journal:
     def __init__(self, run: str) -> None:
         self.run = run
         self._files: dict[Path, int] = {}  # with the bytes that each holds
-        self._steps: _Steps = {}
+        self._steps: Steps = {}
+        #: The names of the last steps, which stand for all.
+        self.heads: tuple[str, ...] = ()
 
     @property
     def ledger(self) -> Ledger:
         """Every step that one of the journals holds."""
         ledger = Ledger()
-        totals = Counter(self._steps.values())
-        ledger.load_state_dict({"runs": [[*step, count] for step, count in totals.items()]})
+        ledger.load_state_dict({"runs": [[*spent, count] for spent, count in spent_in(self._steps).items()]})
         return ledger
 
     def path(self, folder: Path) -> Path:
@@ -62,7 +112,7 @@ class Journal:
         for place in known:  # which grows by those that each of them names
             if place.is_file():
                 self._take(place)
-                named = [self.path(Path(entry["folder"])) for entry in _entries(place) if "folder" in entry]
+                named = [self.path(Path(folder)) for folder in read_journal(place, self.run)[1]]
                 known += [other for other in dict.fromkeys(named) if other not in known]
         self._complete()
         return self.ledger
@@ -76,15 +126,16 @@ class Journal:
         path = self.path(folder)
         if path in self._files:
             return
-        self._steps |= _steps(path) if path.is_file() else {}
-        for step in (ledger.totals - Counter(self._steps.values())).elements():
-            self._steps[secrets.token_hex(8)] = step
+        if path.is_file():
+            self._merge(path)
+        for spent in (ledger.totals - spent_in(self._steps)).elements():
+            self._add(self._next(*spent))
         folders = [_line({"folder": str(known.parent)}) for known in self._files]
         stood = path.is_file()
         if not stood:
             try:
                 with replacing(path) as file:
-                    file.writelines([*(_step_line(name, step) for name, step in self._steps.items()), *folders])
+                    file.writelines([*map(_step_line, self._steps, self._steps.values()), *folders])
             except OSError as error:
                 raise _not_written(path, error) from error
         self._append(_line({"folder": str(path.parent)}))
@@ -98,14 +149,28 @@ class Journal:
         Raises:
             DataError: when one of them cannot be written; the step must not be released.
         """
-        name, step = secrets.token_hex(8), (noise_multiplier, sample_rate)
-        self._append(_step_line(name, step))
-        self._steps[name] = step
+        step = self._next(noise_multiplier, sample_rate)
+        self._append(_step_line(step.name(self.run), step))
+        self._add(step)
+
+    def _next(self, noise_multiplier: float, sample_rate: float) -> Step:
+        return Step(noise_multiplier, sample_rate, len(self._steps) + 1, self.heads, secrets.token_hex(8))
+
+    def _add(self, step: Step) -> None:
+        self.heads = (step.name(self.run),)
+        self._steps[self.heads[0]] = step
+
+    def _merge(self, path: Path) -> None:
+        self._steps |= self._held(path)
+        self.heads = heads_of(self._steps)
+
+    def _held(self, path: Path) -> Steps:
+        return read_journal(path, self.run)[0]
 
     def _take(self, path: Path) -> None:
         """Count its steps and record in it from now on; a line that was cut short stays a line of its own."""
         if path not in self._files:
-            self._steps |= _steps(path)
+            self._merge(path)
             if path.read_bytes()[-1:] not in (b"", b"\n"):
                 _append(path, b"\n")
             self._files[path] = path.stat().st_size
@@ -113,7 +178,7 @@ class Journal:
     def _complete(self) -> None:
         """Give each file the steps that it lacks."""
         for path in self._files:
-            held = _steps(path)
+            held = self._held(path)
             self._write(path, [_step_line(name, step) for name, step in self._steps.items() if name not in held])
 
     def _append(self, line: bytes) -> None:
@@ -150,41 +215,72 @@ def _line(entry: dict[str, Any]) -> bytes:
     return json.dumps(entry).encode() + b"\n"
 
 
-def _step_line(name: str, step: _Step) -> bytes:
-    return _line({"step": name, **dict(zip(_NAMES, step, strict=True))})
+def _step_line(name: str, step: Step) -> bytes:
+    return _line({"step": name, **asdict(step)})
 
 
-def _steps(path: Path) -> _Steps:
-    steps = [entry for entry in _entries(path) if "folder" not in entry]
-    return {entry["step"]: (entry["noise_multiplier"], entry["sample_rate"]) for entry in steps}
+def spent_in(steps: Mapping[str, Step]) -> Counter[tuple[float, float]]:
+    """How often each noise multiplier and sample rate."""
+    return Counter(step.spent for step in steps.values())
 
 
-def _entries(path: Path) -> list[dict[str, Any]]:
-    """The lines; one that a power failure has cut short counts as a step like its neighbour."""
-    entries = [_entry(line) for line in path.read_bytes().split(b"\n") if line]
-    steps = [entry for entry in entries if entry is not None and "folder" not in entry]
-    if None in entries and not steps:
+def read_journal(path: Path, run: str) -> tuple[Steps, list[str]]:
+    """The steps of a journal, and the folders that it names.
+
+    A line that a power failure has cut short counts as a step like its neighbour.
+
+    Raises:
+        DataError: where lines were edited or are missing.
+    """
+    lines = [_parsed(line) for line in path.read_bytes().split(b"\n") if line]
+    like = next((line for line in lines if isinstance(line, tuple)), None)
+    if None in lines and like is None:
         raise DataError(
             f"The journal of steps {path} cannot be read, so it is unknown how many steps ran after the checkpoint. "
             "Restore the file from a copy."
         )
-    found: list[dict[str, Any]] = []
-    like = steps[0] if steps else {}
-    for entry in entries:
-        if entry is not None and "folder" not in entry:
-            like = entry
-        found.append({**like, "step": f"{path} {len(found)}"} if entry is None else entry)
-    return found
+    steps: Steps = {}
+    missing: set[str] = set()
+    last: tuple[str, ...] = ()
+    for number, line in enumerate(lines):
+        if isinstance(line, str):
+            continue
+        if line is None:
+            assert like is not None
+            line = None, Step(*like[1].spent, len(steps) + 1, last, f"line {number} of {path}")
+        name, step = like = line
+        missing.update(other for other in step.after if other not in steps)
+        if name not in (None, step.name(run)):
+            raise _tampered(path, f"line {number + 1} does not fit its name: it was edited")
+        if step.number > len(steps) + 1:
+            raise _tampered(path, f"line {number + 1} is of step {step.number}, and {len(steps)} stand before it")
+        last = (step.name(run),)
+        steps[last[0]] = step
+    if len(missing) > lines.count(None):
+        raise _tampered(
+            path, f"{len(missing)} steps are missing that others come after: {', '.join(sorted(missing)[:3])}"
+        )
+    return steps, [line for line in lines if isinstance(line, str)]
 
 
-def _entry(line: bytes) -> dict[str, Any] | None:
+def _parsed(line: bytes) -> str | tuple[str | None, Step] | None:
+    """A folder, or a step with the name that it claims; None where it cannot be read."""
     try:
         entry = json.loads(line)
         if "folder" in entry:
-            return {"folder": str(entry["folder"])}
-        return {"step": str(entry["step"]), **{name: float(entry[name]) for name in _NAMES}}
+            return str(entry["folder"])
+        numbers = float(entry["noise_multiplier"]), float(entry["sample_rate"])
+        after = tuple(map(str, entry["after"]))
+        return str(entry["step"]), Step(*numbers, int(entry["number"]), after, str(entry["nonce"]))
     except (ValueError, TypeError, KeyError):
         return None
+
+
+def _tampered(path: Path, what: str) -> DataError:
+    return DataError(
+        f"The journal of steps {path} is not as it was written: {what}. What this run has spent is unknown. Restore "
+        "the file from a copy."
+    )
 
 
 def _not_written(path: Path, error: OSError) -> DataError:

@@ -1,5 +1,8 @@
 """The journal of steps: nothing is released that it does not hold, and nothing that it holds is lost."""
 
+import json
+from dataclasses import asdict
+
 import pytest
 import torch
 from torch import nn
@@ -7,7 +10,7 @@ from torch.utils.data import TensorDataset
 
 from dp_lightning.errors import DataError
 from dp_lightning.privacy import Ledger, PrivacyPlan, PrivateStep
-from dp_lightning.privacy.journal import Journal
+from dp_lightning.privacy.journal import Journal, Step, heads_of, read_journal, spent_in, up_to
 
 STEP = {"noise_multiplier": 1.5, "sample_rate": 0.25}
 
@@ -22,6 +25,14 @@ def journal(folder, steps=0):
 
 def read(folder):
     return Journal("run").read(folder)
+
+
+def write_to(path, *, cut=0, nonce="a"):
+    """One more step in this file alone, as by a process that was killed before it wrote to the others."""
+    steps, _ = read_journal(path, "run")
+    step = Step(**STEP, number=len(steps) + 1, after=heads_of(steps), nonce=nonce)
+    line = json.dumps({"step": step.name("run"), **asdict(step)}).encode() + b"\n"
+    path.write_bytes(path.read_bytes() + line[: len(line) - cut])
 
 
 def test_steps_are_read_as_they_were_recorded(tmp_path):
@@ -97,20 +108,22 @@ def test_a_step_that_only_a_named_journal_holds_counts(tmp_path):
     one.record(**STEP)
     # Killed between the two files, or gone on from a copy of one of them.
     path = one.path(first)
-    line = b'{"step": "a", "noise_multiplier": 1.5, "sample_rate": 0.25}\n'
-    path.write_bytes(path.read_bytes() + line)
+    write_to(path)
     assert read(first).num_steps == read(second).num_steps == 2
     # Each of them holds one that the other lacks.
     other = one.path(second)
-    other.write_bytes(other.read_bytes() + line.replace(b'"a"', b'"b"'))
-    assert read(first).num_steps == read(second).num_steps == 3
+    steps = path.read_bytes(), other.read_bytes()
+    write_to(path, nonce="b")
+    write_to(other, nonce="c")
+    assert steps != (path.read_bytes(), other.read_bytes())
+    assert read(first).num_steps == read(second).num_steps == 4
     # From now on each of them holds all, so that the other may be lost.
     kept = path.read_bytes()
     path.unlink()
-    assert read(second).num_steps == 3
+    assert read(second).num_steps == 4
     other.unlink()
     path.write_bytes(kept)
-    assert read(first).num_steps == 3
+    assert read(first).num_steps == 4
 
 
 def test_a_step_counts_however_far_its_journal_is(tmp_path):
@@ -128,8 +141,7 @@ def test_a_journal_that_stood_there_learns_of_the_others(tmp_path):
     one = journal(second, 1)
     one.add_folder(first, Ledger())
     # Killed between the two files.
-    path = one.path(second)
-    path.write_bytes(path.read_bytes() + b'{"step": "a", "noise_multiplier": 1.5, "sample_rate": 0.25}\n')
+    write_to(one.path(second))
     assert read(first).num_steps == 4
 
 
@@ -139,8 +151,7 @@ def test_a_step_that_one_journal_holds_cut_short_is_the_same_step_in_all(tmp_pat
     one = journal(first, 2)
     one.add_folder(second, Ledger())
     # Killed while it wrote to the first file.
-    step = b'{"step": "a", "noise_multiplier": 1.5, "sample_rate": 0.25}\n'
-    one.path(first).write_bytes(one.path(first).read_bytes() + step[:-cut])
+    write_to(one.path(first), cut=cut)
     for _ in range(2):
         assert read(second).num_steps == read(first).num_steps == 3
     one.path(first).unlink()
@@ -193,3 +204,54 @@ def test_two_processes_do_not_record_the_same_run(tmp_path):
         first.record(**STEP)
     second.record(**STEP)
     assert read(tmp_path).num_steps == 4
+
+
+EDITS = {
+    "noise multiplier": lambda lines: [lines[0], lines[1].replace(b"1.5", b"9.5"), *lines[2:]],
+    "sample rate": lambda lines: [lines[0], lines[1].replace(b"0.25", b"0.01"), *lines[2:]],
+    "name": lambda lines: [lines[0], lines[1].replace(b'"step": "', b'"step": "0'), *lines[2:]],
+    "nonce": lambda lines: [lines[0], lines[1].replace(b'"nonce": "', b'"nonce": "0'), *lines[2:]],
+    "one step before": lambda lines: [lines[0], lines[1].replace(b'"after": ["', b'"after": ["0'), *lines[2:]],
+    "the same step twice": lambda lines: [lines[0], lines[0], *lines[2:]],
+    "a line less": lambda lines: [lines[0], *lines[2:]],
+    "all but the last": lambda lines: lines[-1:],
+    "two lines less and one that cannot be read": lambda lines: [lines[0], b"?", *lines[3:]],
+}
+
+
+@pytest.mark.parametrize("name", EDITS)
+def test_a_journal_that_was_edited_is_refused(tmp_path, name):
+    path = journal(tmp_path, 5).path(tmp_path)
+    lines = [line for line in path.read_bytes().splitlines() if b"folder" not in line]
+    edited = EDITS[name](lines)
+    assert edited != lines
+    path.write_bytes(b"\n".join([*edited, b""]))
+    with pytest.raises(DataError, match="is not as it was written"):
+        read(tmp_path)
+
+
+def test_a_run_does_not_take_the_steps_of_another(tmp_path):
+    other = Journal("other")
+    other.add_folder(tmp_path, Ledger())
+    other.record(**STEP)
+    other.path(tmp_path).rename(tmp_path / "privacy_journal_run.jsonl")
+    with pytest.raises(DataError, match="was edited"):
+        read(tmp_path)
+
+
+def test_the_heads_stand_for_all_steps(tmp_path):
+    first, second = journal(tmp_path / "a", 3), tmp_path / "b"
+    earlier = first.heads
+    first.add_folder(second, Ledger())
+    first.record(noise_multiplier=2.0, sample_rate=0.5)
+    write_to(first.path(tmp_path / "a"), nonce="a")
+    write_to(first.path(second), nonce="b")
+    again = Journal("run")
+    again.read(second)
+    assert len(again.heads) == 2  # two processes went on from the same step
+    again.record(**STEP)
+    (head,) = again.heads
+    steps, _ = read_journal(again.path(tmp_path / "a"), "run")
+    assert heads_of(steps) == (head,)
+    assert spent_in(up_to([head], steps)) == {(1.5, 0.25): 6, (2.0, 0.5): 1}
+    assert spent_in(up_to(earlier, steps)) == {(1.5, 0.25): 3}
