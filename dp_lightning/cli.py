@@ -17,6 +17,7 @@ commands:
   test      evaluate a checkpoint on the test set
   predict   class probabilities of a checkpoint
   export    the network of a checkpoint as safetensors and ONNX, with its privacy statement
+  verify    check a run's statement against its journal and its weights: dpl verify RUN
   account   price a run before it starts: three of epsilon, sigma, steps and batch size give the fourth
   sweep     the runs of a grid: dpl sweep configs/sweeps/digits.yaml
   report    the tables and figures of a grid's runs, beside the paper's numbers
@@ -27,7 +28,7 @@ line, as in `dpl fit --config configs/digits.yaml --privacy.target_epsilon 8`, a
 """
 
 _TRAINING = ("fit", "validate", "test", "predict")
-_OTHERS = ("export", "account", "sweep", "report", "analyze")
+_OTHERS = ("export", "verify", "account", "sweep", "report", "analyze")
 
 
 def main(argv: Sequence[str] | None = None) -> None:

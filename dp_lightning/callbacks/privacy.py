@@ -48,14 +48,12 @@ from dp_lightning.privacy.clipping import ClipPlan
 from dp_lightning.privacy.disk import DiSK
 from dp_lightning.privacy.plan import PrivacyPlan
 from dp_lightning.privacy.sampling import sampling_key
-from dp_lightning.privacy.statement import PrivacyStatement
+from dp_lightning.privacy.statement import STATEMENT, PrivacyStatement
 from dp_lightning.privacy.step import PrivateStep, check_step_settings
 from dp_lightning.ranks import Ranks
 from dp_lightning.strategies.checkpoint_io import PrivateCheckpointIO
 from dp_lightning.strategies.private import trainer_ranks
 
-#: Where a checkpoint keeps what the privacy statement of its steps says.
-STATEMENT = "privacy_statement"
 # Lightning divides the loss by it; a power of two is undone without rounding.
 _ACCUMULATE = 2**30
 
@@ -426,8 +424,11 @@ class PrivacyCallback(pl.Callback):
         statement.write(self._folder)
         trainer.print(statement.short())
 
-    def statement(self, trainer: pl.Trainer) -> PrivacyStatement:
+    def statement(self, trainer: pl.Trainer, **more: Any) -> PrivacyStatement:
         """The privacy statement of the steps taken so far.
+
+        Args:
+            more: fields that are known better than here.
 
         Raises:
             ConfigurationError: before the first fit.
@@ -439,6 +440,7 @@ class PrivacyCallback(pl.Callback):
             earlier_targets=tuple(self.budget.earlier_targets),
             lost_steps=self.ledger.num_steps - trainer.global_step,
             versions={name: version(name) for name in ("dp-lightning", "torch", "lightning", "opacus")},
+            **more,
         )
 
     def on_save_checkpoint(
@@ -451,7 +453,7 @@ class PrivacyCallback(pl.Callback):
             state["unprotected"] = sorted(self._unprotected.names)  # it was taken before this hook
         count_logical_steps(checkpoint, self.ledger.num_steps)
         if self._private is not None:
-            checkpoint[STATEMENT] = self.statement(trainer).saved()
+            checkpoint[STATEMENT] = self.statement(trainer, weights="").saved()  # known when all is in the checkpoint
 
     def on_load_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
@@ -471,6 +473,7 @@ class PrivacyCallback(pl.Callback):
             return self._restored or {}
         return {
             "run": self._record.run,
+            "heads": [] if self._record.journal is None else list(self._record.journal.heads),
             **self.budget.state_dict(),
             "settings": self._kept_settings,
             "step": self._private.state_dict(),
@@ -481,7 +484,7 @@ class PrivacyCallback(pl.Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         if not state_dict:
             return
-        self._record.run = state_dict["run"]
+        self._record.run, self._record.heads = state_dict["run"], tuple(state_dict["heads"])
         self.budget.load_state_dict(state_dict)
         self._unprotected.names |= set(state_dict["unprotected"])
         self._changed_outside |= set(state_dict["changed_outside"])

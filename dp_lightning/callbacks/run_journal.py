@@ -16,11 +16,13 @@ class RunJournal:
     Attributes:
         run: name of the run; a run that goes on keeps it.
         journal: on rank 0 after ``open``; None on other ranks.
+        heads: of the journal, as the checkpoint that a run goes on from holds them.
     """
 
     def __init__(self) -> None:
         self.run = secrets.token_hex(8)
         self.journal: Journal | None = None
+        self.heads: tuple[str, ...] = ()
         self._ledger = Ledger()
 
     def open(self, trainer: pl.Trainer, folder: Path, ledger: Ledger, *, goes_on: bool) -> None:
@@ -31,7 +33,7 @@ class RunJournal:
             goes_on: whether a checkpoint of a private run was loaded.
 
         Raises:
-            DataError: when the checkpoint's journal is missing, or one cannot be read or written.
+            DataError: when the checkpoint's journal is missing or older, or one cannot be read or written.
         """
         self._ledger = ledger
         self.run = trainer.strategy.broadcast(self.run)
@@ -44,6 +46,11 @@ class RunJournal:
                     raise DataError(
                         f"{self.journal.path(beside)} is missing, so it is unknown how many steps ran after the "
                         "checkpoint. Copy the journal together with the checkpoints of its folder."
+                    )
+                if missing := self.journal.missing(self.heads):
+                    raise DataError(
+                        f"{self.journal.path(beside)} is older than the checkpoint beside it: it lacks "
+                        f"{', '.join(missing)}, and nobody knows what else. Restore the file from a copy."
                     )
                 try:
                     ledger.load_state_dict(recorded.state_dict())

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from dp_lightning.callbacks import AveragedWeights, DataRecord
-from dp_lightning.callbacks.privacy import STATEMENT
 from dp_lightning.commands.saved_module import saved_module
 from dp_lightning.errors import ConfigurationError, DataError
 from dp_lightning.files import replacing, require_writable
@@ -20,7 +19,7 @@ from dp_lightning.models.feature_network import FeatureNetwork
 from dp_lightning.models.pretrained import without_weights
 from dp_lightning.models.pretrained_input import PretrainedInput
 from dp_lightning.models.trained import merge_low_rank
-from dp_lightning.privacy.statement import PrivacyStatement
+from dp_lightning.privacy.statement import STATEMENT, PrivacyStatement
 from dp_lightning.strategies.checkpoint_io import PrivateCheckpointIO
 
 _FILES = ("model.safetensors", "model.onnx", "model.json")

@@ -92,6 +92,10 @@ class Journal:
         ledger.load_state_dict({"runs": [[*spent, count] for spent, count in spent_in(self._steps).items()]})
         return ledger
 
+    def missing(self, heads: Iterable[str]) -> list[str]:
+        """Those of these steps that it does not hold."""
+        return [name for name in heads if name not in self._steps]
+
     def path(self, folder: Path) -> Path:
         """Where the journal stands in a folder."""
         return folder.resolve() / f"privacy_journal_{self.run}.jsonl"

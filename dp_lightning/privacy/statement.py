@@ -14,10 +14,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from dp_lightning.errors import DataError, DpLightningError
 from dp_lightning.files import replacing
 from dp_lightning.privacy.accounting import Ledger
 from dp_lightning.privacy.plan import PrivacyPlan
 
+#: Where a checkpoint keeps what the statement of its steps says.
+STATEMENT = "privacy_statement"
 _ISOLATION = {
     "together": "by construction, since the loss is computed under vmap, where it sees a single example",
     "one_by_one": "example by example, where what is reachable from the model was compared after each",
@@ -45,6 +48,9 @@ class PrivacyStatement:
         earlier_targets: targets that the run had before, each with the number of steps after which it was exchanged.
         lost_steps: steps of the ledger that an interruption has lost: they are spent, and not in the weights.
         num_ranks: processes that took the latest steps together.
+        run: name of the run, part of its journals' names.
+        journal_heads: names of the last steps in its journal, which stand for all of them.
+        weights: SHA-256 of the parameters and buffers that it speaks of (``weights.digest_of``).
         versions: package name to version.
     """
 
@@ -63,6 +69,9 @@ class PrivacyStatement:
     earlier_targets: tuple[tuple[float | None, int], ...] = ()
     lost_steps: int = 0
     num_ranks: int = 1
+    run: str = ""
+    journal_heads: tuple[str, ...] = ()
+    weights: str = ""
     versions: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -81,6 +90,32 @@ class PrivacyStatement:
         ledger = Ledger()
         ledger.load_state_dict(saved["ledger"])
         return cls(**{**saved, "plan": PrivacyPlan(**saved["plan"]), "ledger": ledger})
+
+    @classmethod
+    def from_dict(cls, facts: dict[str, Any]) -> "PrivacyStatement":
+        """The statement whose ``to_dict`` gives these values, as `privacy_statement.json` holds them.
+
+        Raises:
+            DataError: where they are no statement.
+        """
+        try:
+            plan = {item.name: facts[item.name] for item in fields(PrivacyPlan) if item.name != "num_steps"}
+            ledger = Ledger()
+            ledger.load_state_dict({"runs": facts["ledger"]})
+            known = {item.name for item in fields(cls)} - {"plan", "ledger", "private", "earlier_targets"}
+            rest: dict[str, Any] = {
+                name: tuple(facts[name]) if isinstance(facts[name], list) else facts[name] for name in known
+            }
+            earlier = tuple((target["target_epsilon"], target["until_step"]) for target in facts["earlier_targets"])
+            return cls(
+                plan=PrivacyPlan(**plan, num_steps=facts["num_steps_planned"]),
+                ledger=ledger,
+                private=facts["private"],
+                earlier_targets=earlier,
+                **rest,
+            )
+        except (KeyError, TypeError, ValueError, DpLightningError) as error:
+            raise DataError(f"This is no privacy statement: {type(error).__name__}: {error}") from error
 
     @cached_property
     def epsilon(self) -> dict[str, float | None]:
@@ -128,6 +163,9 @@ class PrivacyStatement:
                 "num_steps_planned": self.plan.num_steps,
                 "lost_steps": self.lost_steps,
                 "num_ranks": self.num_ranks,
+                "run": self.run,
+                "journal_heads": list(self.journal_heads),
+                "weights": self.weights,
                 "expected_batch_size": self.plan.expected_batch_size,
                 "num_train": self.plan.num_train,
                 "noise_multiplier": self.plan.noise_multiplier,
@@ -196,6 +234,9 @@ class PrivacyStatement:
             "random numbers": (
                 "from a seed that is written down" if self.reproducible else "keys of the operating system"
             ),
+            "run": self.run or "without a journal",
+            "last steps in its journal": ", ".join(self.journal_heads) or "none",
+            "SHA-256 of the weights": self.weights,
             "versions": ", ".join(f"{name} {version}" for name, version in facts["versions"].items()),
         }
         table = "\n".join(f"| {name} | {str(value).replace('|', chr(92) + '|')} |" for name, value in rows.items())

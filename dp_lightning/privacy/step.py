@@ -61,6 +61,7 @@ from dp_lightning.privacy.reading import (
 )
 from dp_lightning.privacy.sampling import Key, PhysicalBatch, PoissonSampler, cut, sampling_key
 from dp_lightning.privacy.statement import PrivacyStatement
+from dp_lightning.privacy.weights import digest_of
 from dp_lightning.ranks import Ranks
 
 
@@ -321,8 +322,12 @@ class PrivateStep:
             "reproducible": self.seed is not None,
             "private": self.plan.noise_multiplier > 0,
             "num_ranks": self.ranks.size,
+            "run": "" if self.journal is None else self.journal.run,
+            "journal_heads": () if self.journal is None else self.journal.heads,
             "versions": {name: version(name) for name in ("dp-lightning", "torch", "opacus")},
         }
+        if "weights" not in more:
+            fields["weights"] = digest_of(self.module.state_dict())
         return PrivacyStatement(**{**fields, **more})
 
     # Resuming

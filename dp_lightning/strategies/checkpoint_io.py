@@ -15,6 +15,8 @@ from lightning.fabric.plugins.io import TorchCheckpointIO
 from dp_lightning.errors import DataError
 from dp_lightning.files import replacing
 from dp_lightning.intact import damage, newest_intact
+from dp_lightning.privacy.statement import STATEMENT
+from dp_lightning.privacy.weights import digest_of
 
 
 class PrivateCheckpointIO(TorchCheckpointIO):
@@ -35,6 +37,8 @@ class PrivateCheckpointIO(TorchCheckpointIO):
             DataError: when it cannot be written.
         """
         target = _local(path)
+        if STATEMENT in checkpoint:
+            checkpoint[STATEMENT]["weights"] = digest_of(checkpoint["state_dict"])
         if self._before_save is not None:
             self._before_save(target.parent)
         try:

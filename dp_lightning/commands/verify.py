@@ -1,0 +1,184 @@
+"""`dpl verify`: whether the statement, the journals and the checkpoints of a run belong together, from the files alone.
+
+What is checked follows from what one file says of another: a statement is rendered and accounted again from its own
+numbers, the heads that it names have to stand in the journal and to count the steps of its ledger, and the weights have
+to be those of its digest. Who writes all files anew can make them fit. A copy of the heads that is kept elsewhere
+shows that too (``--head``).
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from dp_lightning.errors import DataError, DpLightningError
+from dp_lightning.privacy.journal import Steps, read_journal, spent_in, up_to
+from dp_lightning.privacy.statement import STATEMENT, PrivacyStatement
+from dp_lightning.privacy.weights import digest_of
+from dp_lightning.strategies.checkpoint_io import PrivateCheckpointIO
+
+_FILE = "privacy_statement.json"
+
+
+def main(arguments: list[str]) -> None:
+    """Print what holds and what does not; exits with 1 where something does not."""
+    options = _parser().parse_args(arguments[1:])
+    found = list(verify(Path(options.run), options.head))
+    for subject, finding in found:
+        print(f"{'ok    ' if finding is None else 'FAILED'}  {subject}{'' if finding is None else f': {finding}'}")
+    failed = sum(finding is not None for _, finding in found)
+    print(
+        f"\n{failed} of {len(found)} checks failed."
+        if failed
+        else f"\nAll {len(found)} checks hold. Files that were all put back to an earlier moment, or all written anew, "
+        "would pass too: only a copy of the last steps' names, kept elsewhere and given by --head, shows that."
+    )
+    sys.exit(1 if failed else 0)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="dpl verify",
+        allow_abbrev=False,
+        description="Check the files of a run against each other: statement, journals, checkpoints. Exits with 1 where "
+        "something does not hold.",
+    )
+    parser.add_argument("run", help="the folder of a run, or one of its checkpoints")
+    parser.add_argument(
+        "--head",
+        action="append",
+        default=[],
+        help="a name of one of the last steps, as a statement that was kept elsewhere has it; may be repeated",
+    )
+    return parser
+
+
+Finding = tuple[str, str | None]
+"""What was checked, and what is wrong with it; None for nothing."""
+
+
+def verify(place: Path, heads: list[str]) -> Iterator[Finding]:
+    """Check a run's folder, or a checkpoint, and what is below it.
+
+    Raises:
+        DataError: where there is nothing to check.
+    """
+    statement = place / _FILE
+    checkpoints = [place] if place.is_file() else sorted(place.rglob("*.ckpt"))
+    if not checkpoints and not statement.is_file():
+        raise DataError(f"{place} has no {_FILE} and no checkpoint below it. Give the folder of a private run.")
+    journals: dict[Path, Steps | str] = {}
+    digests: set[str] = set()
+    for path in checkpoints:
+        yield from _of_checkpoint(path, path.name if path == place else str(path.relative_to(place)), journals, digests)
+    if statement.is_file():
+        yield from _of_statement(statement, journals, digests, with_weights=bool(checkpoints))
+    for head in heads:
+        held = any(head in steps for steps in journals.values() if isinstance(steps, dict))
+        yield f"the step {head} is in a journal", None if held else "none holds it: the files are older, or others"
+
+
+def _of_checkpoint(path: Path, name: str, journals: dict[Path, Steps | str], digests: set[str]) -> Iterator[Finding]:
+    try:
+        saved = PrivateCheckpointIO().load_checkpoint(path)
+        claims = PrivacyStatement.from_saved(saved[STATEMENT])
+    except DpLightningError as error:
+        yield f"{name} can be read", str(error)
+        return
+    except (KeyError, TypeError, ValueError) as error:
+        yield f"{name} has a privacy statement", f"it has none that can be read ({type(error).__name__}: {error})"
+        return
+    digest = digest_of(saved.get("state_dict", {}))
+    digests.add(digest)
+    yield (
+        f"{name}: its weights are those of its statement",
+        _unless(digest == claims.weights, "they have another digest"),
+    )
+    state = saved.get("callbacks", {}).get("PrivacyCallback", {})
+    same = state.get("ledger") == claims.ledger.state_dict() and tuple(state.get("heads", ())) == claims.journal_heads
+    yield (
+        f"{name}: its ledger is that of its statement",
+        _unless(same and state.get("run") == claims.run, "the run would go on from other steps"),
+    )
+    taken, lost = saved.get("global_step", 0), claims.lost_steps
+    yield (
+        f"{name}: its {taken} steps are in the ledger",
+        _unless(lost >= 0 and taken + lost == claims.ledger.num_steps, f"the ledger has {claims.ledger.num_steps}"),
+    )
+    yield from _against_journal(name, claims, path.parent, journals)
+
+
+def _of_statement(
+    path: Path, journals: dict[Path, Steps | str], digests: set[str], *, with_weights: bool
+) -> Iterator[Finding]:
+    try:
+        facts = json.loads(path.read_text())
+        claims = PrivacyStatement.from_dict(facts)
+        again = claims.to_dict()
+    except (DpLightningError, ValueError, OSError) as error:
+        yield f"{path.name} can be read", str(error)
+        return
+    differing = sorted(name for name in {*facts, *again} if not _equal(facts.get(name), again.get(name)))
+    yield (
+        f"{path.name}: epsilon and all that follows from its numbers",
+        _unless(not differing, f"{', '.join(differing)} would be otherwise"),
+    )
+    page = path.with_suffix(".md")
+    yield (
+        f"{page.name} says the same",
+        _unless(page.is_file() and page.read_text() == claims.to_markdown(), "it is missing, or says something else"),
+    )
+    if with_weights:
+        yield (
+            f"{path.name}: a checkpoint has its weights",
+            _unless(claims.weights in digests, "none of the checkpoints below has weights of that digest"),
+        )
+    yield from _against_journal(path.name, claims, path.parent, journals)
+
+
+def _against_journal(
+    name: str, claims: PrivacyStatement, folder: Path, journals: dict[Path, Steps | str]
+) -> Iterator[Finding]:
+    path = folder / f"privacy_journal_{claims.run}.jsonl"
+    if path not in journals:
+        journals[path] = _read(path, claims.run)
+        steps = journals[path]
+        yield f"{path.name} in {folder.name}", steps if isinstance(steps, str) else None
+    steps = journals[path]
+    if isinstance(steps, str):
+        return
+    missing = [head for head in claims.journal_heads if head not in steps]
+    before = up_to(claims.journal_heads, steps)
+    counted = spent_in(before) == claims.ledger.totals
+    yield (
+        f"{name}: its {claims.ledger.num_steps} steps are those of the journal up to its last one",
+        f"the journal lacks {', '.join(missing)}"
+        if missing
+        else _unless(counted and bool(claims.journal_heads), f"the journal has {len(before)} steps until there"),
+    )
+
+
+def _read(path: Path, run: str) -> Steps | str:
+    try:
+        return read_journal(path, run)[0]
+    except FileNotFoundError:
+        return "it is missing"
+    except (DpLightningError, OSError) as error:
+        return str(error)
+
+
+def _equal(one: Any, other: Any) -> bool:
+    """Numbers to what another machine may round otherwise."""
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(_equal(one[key], other[key]) for key in one)
+    if isinstance(one, list) and isinstance(other, list):
+        return len(one) == len(other) and all(map(_equal, one, other))
+    if isinstance(one, float) and isinstance(other, float):
+        return abs(one - other) <= 1e-6 * max(abs(one), abs(other))
+    return type(one) is type(other) and bool(one == other)
+
+
+def _unless(holds: bool, finding: str) -> str | None:
+    return None if holds else finding

@@ -1,0 +1,18 @@
+"""Which weights a statement speaks of."""
+
+import hashlib
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def digest_of(weights: Mapping[str, Any]) -> str:
+    """SHA-256 of the tensors of a state dict, with their names, dtypes and shapes; their order does not matter."""
+    found = hashlib.sha256()
+    for name, tensor in sorted(weights.items()):
+        if isinstance(tensor, Tensor):
+            found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+            found.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return found.hexdigest()
