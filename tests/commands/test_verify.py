@@ -1,0 +1,263 @@
+"""`dpl verify` finds what was edited in the files of a run."""
+
+import json
+import shutil
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+from dp_lightning.callbacks import PrivacyCallback
+from dp_lightning.cli import main
+from dp_lightning.commands.verify import verify
+from dp_lightning.privacy.statement import STATEMENT
+
+
+class Module(pl.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.net = torch.nn.Linear(5, 3)
+
+    def training_step(self, batch, batch_idx):
+        return F.cross_entropy(self.net(batch[0]), batch[1])
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.5)
+
+
+def fit(folder, steps, ckpt_path=None):
+    data = TensorDataset(torch.randn(60, 5), torch.arange(60) % 3)
+    privacy = PrivacyCallback(expected_batch_size=20, noise_multiplier=1.0, delta=1e-3, accountant="rdp")
+    checkpoints = ModelCheckpoint(folder / "checkpoints", save_top_k=-1, filename="{step}", save_last=True)
+    trainer = pl.Trainer(
+        callbacks=[privacy, checkpoints],
+        max_steps=steps,
+        max_epochs=-1,
+        accelerator="cpu",
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=folder,
+    )
+    trainer.fit(Module(), DataLoader(data, batch_size=7), ckpt_path=ckpt_path)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """A run that was resumed: checkpoints of steps 3, 6 and 9."""
+    folder = tmp_path_factory.mktemp("whole")
+    fit(folder, 6)
+    fit(folder, 9, ckpt_path=folder / "checkpoints" / "last.ckpt")
+    return folder
+
+
+@pytest.fixture
+def run(whole, tmp_path):
+    return shutil.copytree(whole, tmp_path / "run")
+
+
+def failed(run, *heads):
+    return [f"{subject}: {finding}" for subject, finding in verify(run, list(heads)) if finding is not None]
+
+
+def statement(run):
+    return run / "privacy_statement.json"
+
+
+def of_statement(name, value):
+    def edit(run):
+        facts = json.loads(statement(run).read_text())
+        assert facts[name] != value
+        statement(run).write_text(json.dumps({**facts, name: value}))
+
+    return edit
+
+
+def of_page(old, new):
+    def edit(run):
+        page = statement(run).with_suffix(".md")
+        text = page.read_text()
+        assert old in text
+        page.write_text(text.replace(old, new))
+
+    return edit
+
+
+def of_checkpoint(change, name="last.ckpt"):
+    def edit(run):
+        path = run / "checkpoints" / name
+        saved = torch.load(path, weights_only=True)
+        change(saved)
+        torch.save(saved, path)
+
+    return edit
+
+
+def journals(run):
+    return sorted(run.rglob("privacy_journal_*.jsonl"))
+
+
+def of_journal(change, which=0):
+    def edit(run):
+        path = journals(run)[which]
+        lines = path.read_bytes().splitlines(keepends=True)
+        changed = change(lines)
+        assert changed != lines
+        path.write_bytes(b"".join(changed))
+
+    return edit
+
+
+def in_step(number, old, new):
+    """In the line of a step, the first of which is 0."""
+
+    def change(lines):
+        steps = [place for place, line in enumerate(lines) if b"folder" not in line]
+        return [line.replace(old, new) if place == steps[number] else line for place, line in enumerate(lines)]
+
+    return change
+
+
+def without_step(*numbers):
+    def change(lines):
+        steps = [place for place, line in enumerate(lines) if b"folder" not in line]
+        gone = [steps[number] for number in numbers]
+        return [line for place, line in enumerate(lines) if place not in gone]
+
+    return change
+
+
+def claims(saved):
+    return saved[STATEMENT]
+
+
+def callback(saved):
+    return saved["callbacks"]["PrivacyCallback"]
+
+
+def fewer_steps(saved):
+    for state in (claims(saved), callback(saved)):
+        state["ledger"]["runs"] = [[1.0, 1 / 3, 1]]
+    claims(saved)["lost_steps"] = 1 - saved["global_step"]
+
+
+def all_fewer_steps(saved):
+    fewer_steps(saved)
+    saved["global_step"], claims(saved)["lost_steps"] = 1, 0
+
+
+EDITS = {
+    "epsilon of the statement": of_statement("epsilon", {"prv": 0.1, "rdp": 0.1, "pld": 0.1}),
+    "one epsilon of the statement": lambda run: statement(run).write_text(
+        json.dumps({**(facts := json.loads(statement(run).read_text())), "epsilon": {**facts["epsilon"], "prv": 0.5}})
+    ),
+    "delta": of_statement("delta", 1e-6),
+    "sigma of the plan": of_statement("noise_multiplier", 9.0),
+    "number of examples": of_statement("num_train", 6000),
+    "batch size": of_statement("expected_batch_size", 2),
+    "number of steps": of_statement("num_steps", 1),
+    "ledger of the statement": of_statement("ledger", [[1.0, 1 / 3, 1]]),
+    "sigma in the ledger of the statement": of_statement("ledger", [[9.0, 1 / 3, 9]]),
+    "lost steps of the statement": of_statement("lost_steps", -5),
+    "release": of_statement("release", "not for release: something"),
+    "target": of_statement("target_epsilon", 0.01),
+    "reproducible": of_statement("reproducible", True),
+    "heads of the statement": of_statement("journal_heads", []),
+    "another head": of_statement("journal_heads", ["0" * 32]),
+    "run of the statement": of_statement("run", "another"),
+    "weights of the statement": of_statement("weights", "0" * 64),
+    "a field less": lambda run: statement(run).write_text(
+        json.dumps(
+            {name: value for name, value in json.loads(statement(run).read_text()).items() if name != "clipping"}
+        )
+    ),
+    "a field more": of_statement("approved", "yes")
+    if False
+    else lambda run: statement(run).write_text(
+        json.dumps({**json.loads(statement(run).read_text()), "approved": "yes"})
+    ),
+    "no JSON": lambda run: statement(run).write_text("fine"),
+    "epsilon of the page": of_page("-differentially private", "-differentially private (checked)"),
+    "page taken away": lambda run: statement(run).with_suffix(".md").unlink(),
+    "a weight": of_checkpoint(lambda saved: saved["state_dict"]["net.weight"][0, 0].add_(1e-3)),
+    "a bit of a weight": of_checkpoint(
+        lambda saved: saved["state_dict"]["net.bias"].view(torch.int32)[0].bitwise_xor_(1)
+    ),
+    "a weight by another name": of_checkpoint(
+        lambda saved: saved["state_dict"].update(other=saved["state_dict"].pop("net.bias"))
+    ),
+    "a weight of an earlier checkpoint": of_checkpoint(
+        lambda saved: saved["state_dict"]["net.weight"].zero_(), "step=3.ckpt"
+    ),
+    "digest of a checkpoint": of_checkpoint(lambda saved: claims(saved).update(weights="0" * 64)),
+    "ledger of a checkpoint": of_checkpoint(fewer_steps),
+    "ledger and steps of a checkpoint": of_checkpoint(all_fewer_steps),
+    "ledger of the callback alone": of_checkpoint(
+        lambda saved: callback(saved)["ledger"].update(runs=[[1.0, 1 / 3, 1]])
+    ),
+    "sigma in both ledgers of a checkpoint": of_checkpoint(
+        lambda saved: [state["ledger"].update(runs=[[9.0, 1 / 3, 9]]) for state in (claims(saved), callback(saved))]
+    ),
+    "heads of a checkpoint": of_checkpoint(
+        lambda saved: (claims(saved).update(journal_heads=()), callback(saved).update(heads=[]))
+    ),
+    "run of a checkpoint": of_checkpoint(lambda saved: callback(saved).update(run="another")),
+    "steps of a checkpoint": of_checkpoint(lambda saved: saved.update(global_step=1)),
+    "lost steps of a checkpoint": of_checkpoint(lambda saved: claims(saved).update(lost_steps=-3)),
+    "statement of a checkpoint taken away": of_checkpoint(lambda saved: saved.pop(STATEMENT)),
+    "checkpoint cut short": lambda run: (run / "checkpoints" / "last.ckpt").write_bytes(
+        (run / "checkpoints" / "last.ckpt").read_bytes()[:-100]
+    ),
+    "weights of another run": lambda run: [
+        fit(run / "other", 9),
+        shutil.copy(run / "other" / "checkpoints" / "last.ckpt", run / "checkpoints"),
+    ],
+    "sigma in a journal": of_journal(in_step(2, b'"noise_multiplier": 1.0', b'"noise_multiplier": 9.0')),
+    "q in a journal": of_journal(in_step(2, b"0.33333", b"0.00333")),
+    "sigma of the last step": of_journal(in_step(-1, b'"noise_multiplier": 1.0', b'"noise_multiplier": 9.0'), 1),
+    "a step of a journal less": of_journal(without_step(4)),
+    "first steps of a journal less": of_journal(without_step(0, 1, 2), 1),
+    "last steps of a journal less": of_journal(without_step(-1, -2)),
+    "all steps of a journal less": of_journal(without_step(*range(9)), 1),
+    "one name for all": of_journal(lambda lines: [line.replace(line[10:42], b"0" * 32) for line in lines]),
+    "journal taken away": lambda run: journals(run)[0].unlink(),
+    "journal of an earlier moment": lambda run: journals(run)[1].write_bytes(
+        b"".join(journals(run)[1].read_bytes().splitlines(keepends=True)[:5])
+    ),
+}
+
+
+def test_a_run_that_was_not_touched_holds(run, capsys):
+    assert failed(run) == []
+    with pytest.raises(SystemExit, match="0"):
+        main(["verify", str(run)])
+    assert "only a copy of the last steps' names" in capsys.readouterr().out
+    assert failed(run / "checkpoints" / "step=3.ckpt") == []
+
+
+@pytest.mark.parametrize("name", EDITS)
+def test_an_edit_is_found(run, name, capsys):
+    EDITS[name](run)
+    assert failed(run)
+    with pytest.raises(SystemExit, match="1"):
+        main(["verify", str(run)])
+    assert "FAILED" in capsys.readouterr().out
+
+
+def test_a_whole_folder_of_an_earlier_moment_passes_and_a_kept_head_finds_it(tmp_path):
+    fit(tmp_path, 3)
+    earlier = shutil.copytree(tmp_path, tmp_path.parent / "earlier")
+    fit(tmp_path, 6, ckpt_path=tmp_path / "checkpoints" / "last.ckpt")
+    (head,) = json.loads(statement(tmp_path).read_text())["journal_heads"]
+    assert failed(tmp_path, head) == []
+    assert failed(earlier) == []
+    assert failed(earlier, head)
+
+
+def test_a_folder_without_a_run_is_named(tmp_path, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(["verify", str(tmp_path)])
+    assert "Give the folder of a private run" in capsys.readouterr().err
