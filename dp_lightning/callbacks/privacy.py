@@ -42,7 +42,7 @@ from dp_lightning.callbacks.run_journal import RunJournal
 from dp_lightning.callbacks.settings import check_optimizers, check_order, check_settings
 from dp_lightning.callbacks.unprotected import Unprotected
 from dp_lightning.callbacks.withheld import give_back, withhold
-from dp_lightning.errors import ConfigurationError, ModelError
+from dp_lightning.errors import BudgetError, ConfigurationError, ModelError
 from dp_lightning.privacy.accounting import Ledger
 from dp_lightning.privacy.clipping import ClipPlan
 from dp_lightning.privacy.disk import DiSK
@@ -399,6 +399,8 @@ class PrivacyCallback(pl.Callback):
         self._close(trainer)
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        if self._private is not None and isinstance(exception, Exception) and not isinstance(exception, BudgetError):
+            self._private.faults.add(f"the run ended by an error ({type(exception).__name__})")
         try:
             self._close(trainer)
         except OSError as error:

@@ -21,6 +21,9 @@ from dp_lightning.privacy.plan import PrivacyPlan
 
 #: Where a checkpoint keeps what the statement of its steps says.
 STATEMENT = "privacy_statement"
+#: Epsilon above which a run is not for release. A test for one example that is right with certainty may then be wrong
+#: about others less than once in exp(20), half a billion: the guarantee excludes nothing that an attack would do.
+LARGEST_EPSILON = 20.0
 _ISOLATION = {
     "together": "by construction, since the loss is computed under vmap, where it sees a single example",
     "one_by_one": "example by example, where what is reachable from the model was compared after each",
@@ -50,6 +53,7 @@ class PrivacyStatement:
         num_ranks: processes that took the latest steps together.
         run: name of the run, part of its journals' names.
         journal_heads: names of the last steps in its journal, which stand for all of them.
+        faults: what has happened during the run that keeps it from release, in words.
         weights: SHA-256 of the parameters and buffers that it speaks of (``weights.digest_of``).
         versions: package name to version.
     """
@@ -71,6 +75,7 @@ class PrivacyStatement:
     num_ranks: int = 1
     run: str = ""
     journal_heads: tuple[str, ...] = ()
+    faults: tuple[str, ...] = ()
     weights: str = ""
     versions: dict[str, str] = field(default_factory=dict)
 
@@ -139,6 +144,9 @@ class PrivacyStatement:
             reasons.append("not private: epsilon is infinite")
         elif target is not None and spent > target:
             reasons.append(f"epsilon {spent:.4g} exceeds its target of {target:g}")
+        elif spent > LARGEST_EPSILON:
+            reasons.append(f"epsilon {spent:.4g} is above {LARGEST_EPSILON:g} and protects nobody")
+        reasons.extend(self.faults)
         if self.reproducible:
             reasons.append("it is reproducible, and whoever knows its seed can subtract the noise")
         return f"not for release: {'; '.join(reasons)}" if reasons else "ok"
@@ -179,6 +187,7 @@ class PrivacyStatement:
                 "isolation": _ISOLATION[self.examples],
                 "changed_outside": list(self.changed_outside),
                 "reproducible": self.reproducible,
+                "faults": list(self.faults),
                 "versions": self.versions,
             }
         )

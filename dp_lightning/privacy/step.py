@@ -157,6 +157,8 @@ class PrivateStep:
         self._ignored, self._raw, self._also = ignored, (dataset, *raw), also
         self._sum = ClippedSum(self.parameters, self.clip_plan)
         self._extrapolation = None if disk is None else Extrapolation(self.parameters, disk.length)
+        #: What keeps the run from release, in words.
+        self.faults: set[str] = set()
         self._form: tuple[Structure, list[tuple[int, ...]]] | None = None
         self._taken: PhysicalBatch | None = None
 
@@ -220,6 +222,9 @@ class PrivateStep:
             self._extrapolation.away()
         try:
             self._way.add(self._loss, batch, self._sum)
+        except Exception as error:
+            self.faults.add(f"a step ended by an error ({type(error).__name__})")
+            raise
         finally:
             if self._extrapolation is not None:
                 self._extrapolation.back()
@@ -322,6 +327,7 @@ class PrivateStep:
             "reproducible": self.seed is not None,
             "private": self.plan.noise_multiplier > 0,
             "num_ranks": self.ranks.size,
+            "faults": tuple(sorted(self._faults_of_now())),
             "run": "" if self.journal is None else self.journal.run,
             "journal_heads": () if self.journal is None else self.journal.heads,
             "versions": {name: version(name) for name in ("dp-lightning", "torch", "opacus")},
@@ -329,6 +335,10 @@ class PrivateStep:
         if "weights" not in more:
             fields["weights"] = digest_of(self.module.state_dict())
         return PrivacyStatement(**{**fields, **more})
+
+    def _faults_of_now(self) -> set[str]:
+        finite = all(bool(parameter.isfinite().all()) for parameter in self.parameters.values())
+        return self.faults | (set() if finite else {"weights are not finite"})
 
     # Resuming
 

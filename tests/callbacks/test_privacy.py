@@ -10,7 +10,7 @@ import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.plugins import Precision
 from plain_run import CLASSES, N, Plain, examples, loader, parameters_after, privacy, trainer, without_noise
 from torch import nn
@@ -23,6 +23,7 @@ from dp_lightning.errors import BudgetError, ConfigurationError, ModelError
 from dp_lightning.postprocess import Momentum
 from dp_lightning.privacy import ClipPlan, PoissonSampler, clipped_gradient_sum
 from dp_lightning.privacy.sampling import sampling_key
+from dp_lightning.privacy.statement import PrivacyStatement
 
 
 def test_a_plain_module_trains_and_reaches_high_accuracy(tmp_path):
@@ -518,6 +519,37 @@ def test_a_name_logged_after_the_epoch_survives_a_resume(tmp_path):
     run = trainer(tmp_path, again, max_epochs=2)
     run.fit(Once(), loader(), ckpt_path=tmp_path / "epoch=0.ckpt", weights_only=True)
     assert again.statement(run).unprotected == ("late", "train_loss")
+
+
+@pytest.mark.parametrize("fault", ["refused", "error", "weights"])
+def test_a_run_that_ends_badly_is_not_for_release(tmp_path, fault):
+    class EndsBadly(Plain):
+        def training_step(self, batch, batch_idx):
+            if self.global_step == 2 and fault == "refused":
+                self.net(batch[0])[0, 0].item()
+            return super().training_step(batch, batch_idx)
+
+        def on_train_batch_start(self, batch, batch_idx):
+            if self.global_step == 2 and fault == "error":
+                raise RuntimeError("of the user's own")
+
+        def on_train_end(self):
+            if fault == "weights":
+                torch.nn.init.constant_(self.net[0].weight, torch.inf)
+
+    run = trainer(tmp_path, privacy(), OnExceptionCheckpoint(tmp_path), max_epochs=1, enable_checkpointing=True)
+    said = {"refused": "a step ended by an error (ModelError)", "error": "the run ended by an error (RuntimeError)"}
+    said["weights"] = "weights are not finite"
+    if fault == "weights":
+        run.fit(EndsBadly(), loader())
+    else:
+        with pytest.raises((ModelError, RuntimeError)):
+            run.fit(EndsBadly(), loader())
+        saved = torch.load(tmp_path / "on_exception.ckpt", weights_only=True)["privacy_statement"]
+        assert said[fault] in PrivacyStatement.from_saved(saved).release
+    statement = json.loads((tmp_path / "privacy_statement.json").read_text())
+    assert statement["release"].startswith("not for release")
+    assert said[fault] in statement["release"]
 
 
 def test_a_learning_rate_by_a_training_metric_is_refused(tmp_path):

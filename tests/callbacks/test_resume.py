@@ -200,7 +200,7 @@ def test_a_journal_with_too_few_steps_is_refused_by_name(tmp_path):
     crash(tmp_path, privacy(), saved=4, stopped=6)
     (path,) = tmp_path.glob("privacy_journal_*")
     path.write_text("".join(path.read_text().splitlines(keepends=True)[:3]))
-    with pytest.raises(DataError, match=rf"{path.name} does not hold the 4 steps"):
+    with pytest.raises(DataError, match=rf"{path.name} is older than the checkpoint"):
         resume(tmp_path, privacy(), tmp_path / "step=4.ckpt")
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from dp_lightning.errors import DataError
 from dp_lightning.privacy.accounting import Ledger, epsilon
 from dp_lightning.privacy.plan import PrivacyPlan
 from dp_lightning.privacy.statement import PrivacyStatement
@@ -39,6 +40,10 @@ KEYS = {
     "changed_outside",
     "isolation",
     "reproducible",
+    "run",
+    "journal_heads",
+    "weights",
+    "faults",
     "versions",
 }
 
@@ -99,11 +104,24 @@ def test_a_run_without_noise_is_not_private(run: dict) -> None:
     assert "differentially private" not in result.to_markdown()
 
 
+def test_a_statement_is_read_again_from_its_own_values() -> None:
+    first = statement(unprotected=("a", "b"), target=3.0, earlier_targets=((None, 2),), run="r", journal_heads=("h",))
+    facts = json.loads(json.dumps(first.to_dict()))
+    again = PrivacyStatement.from_dict(facts)
+    assert again.to_dict() == first.to_dict()
+    assert again.to_markdown() == first.to_markdown()
+    for broken in ({}, {**facts, "ledger": "none"}, {**facts, "delta": 7}, {**facts, "num_train": None}):
+        with pytest.raises(DataError, match="no privacy statement"):
+            PrivacyStatement.from_dict(broken)
+
+
 @pytest.mark.parametrize(
     ("facts", "reason"),
     [
         ({"reproducible": True}, "knows its seed can subtract the noise"),
         ({"target": 1e-3}, "exceeds its target"),
+        ({"noise_multiplier": 0.02}, "is above 20 and protects nobody"),
+        ({"faults": ("weights are not finite", "the run ended")}, "weights are not finite; the run ended"),
     ],
 )
 def test_a_broken_condition_is_not_for_release(facts: dict, reason: str) -> None:
