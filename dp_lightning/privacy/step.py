@@ -59,6 +59,7 @@ from dp_lightning.privacy.reading import (
     require_shapes,
     require_structure,
 )
+from dp_lightning.privacy.records import require_single_records
 from dp_lightning.privacy.sampling import Key, PhysicalBatch, PoissonSampler, cut, sampling_key
 from dp_lightning.privacy.statement import PrivacyStatement
 from dp_lightning.privacy.weights import digest_of
@@ -102,7 +103,7 @@ class PrivateStep:
         also: further objects, by name, that the loss may change.
 
     Raises:
-        ConfigurationError: naming the setting.
+        ConfigurationError: naming the setting, or a record that stands in the data set twice.
         ModelError: where nothing is trained.
     """
 
@@ -135,6 +136,7 @@ class PrivateStep:
                 f"The training data set has {len(dataset)} examples, but the plan was made for num_train "
                 f"{plan.num_train}. Remove num_train, or correct it."
             )
+        require_single_records(dataset)
         self.module, self.plan, self.clip_plan = module, plan, clip_plan or ClipPlan.flat()
         self.ledger, self.journal, self.ranks = ledger or Ledger(), journal, ranks or Ranks()
         self.parameters = trained_parameters(module)

@@ -1,0 +1,47 @@
+"""Which records a training set consists of: one that stands in it twice would enter a step twice.
+
+What torch combines data sets with is looked through. A record is a row of a tensor, a file of a folder, or else a place
+in a data set; two data sets over the same tensors or files have the same records. What a data set of the user's own
+does with its index is not known.
+"""
+
+from itertools import chain
+from typing import Any
+
+from torch.utils.data import ConcatDataset, Subset, TensorDataset
+
+from dp_lightning.errors import ConfigurationError
+
+
+def require_single_records(dataset: Any) -> None:
+    """Refuse a training set with a record that stands in it more than once.
+
+    Raises:
+        ConfigurationError: with the places of one of them.
+    """
+    places: dict[object, int] = {}
+    for place, record in enumerate(_records(dataset)):
+        if (first := places.setdefault(record, place)) != place:
+            raise ConfigurationError(
+                f"Examples {first} and {place} of the training set are the same record, so that it would count twice: "
+                "epsilon is about adding or removing one. Take each record once: look at the indices of Subset, at "
+                "ConcatDataset of overlapping parts, and at files that are listed twice. To weight examples, weight "
+                "their loss."
+            )
+
+
+def _records(dataset: Any) -> list[object]:
+    """A name of each element's record."""
+    if isinstance(dataset, Subset):
+        inner = _records(dataset.dataset)
+        return [inner[int(index)] for index in dataset.indices]
+    if isinstance(dataset, ConcatDataset):
+        return list(chain.from_iterable(map(_records, dataset.datasets)))
+    if isinstance(dataset, TensorDataset) and dataset.tensors[0].numel():
+        rows = dataset.tensors[0]
+        start, step = rows.data_ptr(), rows.stride(0) * rows.element_size()
+        return [(start + step * row, str(rows.device)) for row in range(len(rows))]
+    samples = getattr(dataset, "samples", None)  # of torchvision's folders: a path and a class
+    if isinstance(samples, list) and len(samples) == len(dataset) and all(isinstance(pair, tuple) for pair in samples):
+        return [str(pair[0]) for pair in samples]
+    return [(id(dataset), index) for index in range(len(dataset))]

@@ -1,0 +1,77 @@
+"""A record that stands in the training set twice is found, however data sets are put together."""
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
+
+from dp_lightning.errors import ConfigurationError
+from dp_lightning.privacy import PrivacyPlan, PrivateStep
+from dp_lightning.privacy.records import require_single_records
+
+X, Y = torch.randn(10, 3), torch.arange(10)
+
+
+class Own(Dataset):
+    def __len__(self):
+        return 10
+
+    def __getitem__(self, index):
+        return X[index], index
+
+
+class Folder(Own):
+    """As torchvision lists files."""
+
+    def __init__(self, *names):
+        self.samples = [(name, 0) for name in names]
+
+    def __len__(self):
+        return len(self.samples)
+
+
+class Named(Own):
+    samples = [3] * 10
+
+
+OWN = Own()
+ROWS = TensorDataset(X, Y)
+REPEATED = {
+    "indices": (Subset(OWN, [0, 4, 4]), 1, 2),
+    "negative index": (Subset(ROWS, [9, 3, -1]), 0, 2),
+    "tensor of indices": (Subset(OWN, torch.tensor([5, 1, 5])), 0, 2),
+    "indices of indices": (Subset(Subset(OWN, [7, 8, 7]), [1, 0, 2]), 1, 2),
+    "a data set twice": (ConcatDataset([OWN, OWN]), 0, 10),
+    "overlapping parts": (ConcatDataset([Subset(OWN, range(5)), Subset(OWN, range(4, 8))]), 4, 5),
+    "rows of the same memory": (ConcatDataset([TensorDataset(X[:6]), TensorDataset(X[5:], Y[5:])]), 5, 6),
+    "the same row again": (TensorDataset(X[:1].expand(4, 3)), 0, 1),
+    "files listed twice": (Folder("a.png", "b.png", "a.png"), 0, 2),
+    "a file in two folders": (ConcatDataset([Folder("a.png", "b.png"), Folder("c.png", "b.png")]), 1, 3),
+}
+SINGLE = {
+    "own": OWN,
+    "part": Subset(OWN, [3, 1, 2]),
+    "parts": ConcatDataset([Subset(OWN, range(5)), Subset(OWN, range(5, 10))]),
+    "two data sets": ConcatDataset([OWN, Own()]),
+    "rows": ConcatDataset([TensorDataset(X[:5]), TensorDataset(X[5:])]),
+    "equal rows": TensorDataset(torch.zeros(4, 3)),
+    "files": ConcatDataset([Folder("a.png"), Folder("b.png")]),
+    "samples of another meaning": Named(),
+    "a list": [1, 1, 2],
+    "rows without numbers": TensorDataset(torch.zeros(4, 0)),
+}
+
+
+@pytest.mark.parametrize("name", REPEATED)
+def test_a_record_that_stands_twice_is_refused_with_its_places(name):
+    dataset, first, second = REPEATED[name]
+    with pytest.raises(ConfigurationError, match=f"Examples {first} and {second} of the training set are the same"):
+        require_single_records(dataset)
+    plan = PrivacyPlan(num_train=len(dataset), expected_batch_size=2, num_steps=1, noise_multiplier=1.0, delta=1e-3)
+    with pytest.raises(ConfigurationError, match="same record"):
+        PrivateStep(nn.Linear(3, 1), lambda batch: batch[0].sum(), dataset, plan=plan)
+
+
+@pytest.mark.parametrize("name", SINGLE)
+def test_a_record_that_stands_once_is_taken(name):
+    require_single_records(SINGLE[name])
