@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from dp_lightning.callbacks.settings import check_settings
 from dp_lightning.cli import main
-from dp_lightning.commands import analyze, export, report, sweep
+from dp_lightning.commands import analyze, export, report, sweep, verify
 from dp_lightning.commands.analysis_run import AnalysisRun
 from dp_lightning.commands.training import TrainingCLI
 from dp_lightning.experiments.grid import Grid
@@ -258,6 +258,11 @@ def test_the_recipes_noise_is_what_their_steps_need():
                 assert plan.noise_multiplier == pytest.approx(float(said), abs=0.005)
             else:
                 assert plan.noise_multiplier == pytest.approx(float(theirs), rel=0.012)
+
+
+def test_a_check_is_shown_as_it_is_called():
+    (line,) = [line for line in commands() if line.startswith("dpl verify")]
+    assert verify._parser().parse_args(line.split()[2:]).run == "lightning_logs/version_0"
 
 
 def test_an_export_is_shown_as_it_is_called():
