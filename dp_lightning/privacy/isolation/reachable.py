@@ -147,7 +147,9 @@ def _places(
     path: str, value: Any, ignored: Ignored, named: set[tuple[int, str]], own: Collection[str]
 ) -> Iterator[Place]:
     kind = type(value)
-    if kind in (dict, OrderedDict, set, list):  # first, since an nn.Module has 14 of them
+    if value is sys.modules:
+        yield Place(path, value, dict, _item, followed=False)
+    elif kind in (dict, OrderedDict, set, list):  # first, since an nn.Module has 14 of them
         yield from _items(path, value)
     elif issubclass(kind, type):
         yield from _class_attributes(value, ignored)
