@@ -16,12 +16,8 @@ from torch.utils._pytree import tree_leaves
 
 from dp_lightning.callbacks.unprotected import POST_PROCESSING
 from dp_lightning.errors import ModelError
+from dp_lightning.refusing import refuse_every_use
 
-# Special methods by which code would use a number, for which Python looks in the class only.
-_UNARY = "abs bool bytes ceil complex float floor format hash index int invert neg pos reduce_ex round trunc"
-_COMPARE = "eq ge gt le lt ne"
-_CONTAINER = "array array_function array_ufunc call contains getitem iter len next reversed"
-_BINARY = "add and divmod floordiv lshift matmul mod mul or pow rshift sub truediv xor"
 # Where a trainer has the numbers.
 _SHOWN = ("callback_metrics", "logged_metrics", "progress_bar_metrics")
 
@@ -62,8 +58,7 @@ class Withheld:
         return self
 
 
-for _name in f"{_UNARY} {_COMPARE} {_CONTAINER} {_BINARY} r{_BINARY.replace(' ', ' r')}".split():
-    setattr(Withheld, f"__{_name}__", Withheld._refuse)
+refuse_every_use(Withheld, Withheld._refuse)
 
 
 class WithholdingConnector(_LoggerConnector):

@@ -24,6 +24,7 @@ from dp_lightning.privacy.isolation.between_examples import Isolation
 from dp_lightning.privacy.isolation.reachable import ATOMS, reachable
 from dp_lightning.privacy.randomness import NoHostDraws, TrainingRandomness, only_given_keys
 from dp_lightning.privacy.reading import Entries, ExampleBatch, flatten, unflatten
+from dp_lightning.refusing import refuse_every_use
 
 WAYS = ("together", "one_by_one")
 
@@ -164,14 +165,10 @@ class Placeholder:
             "data set return a tensor, or set privacy.examples: one_by_one."
         )
 
+    __getattr__ = __str__ = __repr__ = _refuse
 
-_OPERATORS = "add and divmod floordiv lshift matmul mod mul or pow rshift sub truediv xor"
-_NAMES = (
-    f"{_OPERATORS} r{_OPERATORS.replace(' ', ' r')} abs bool bytes call complex contains eq float format ge getattr "
-)
-_NAMES += "getitem gt hash index int invert iter le len lt ne neg pos repr reversed round str"
-for _name in _NAMES.split():
-    setattr(Placeholder, f"__{_name}__", Placeholder._refuse)
+
+refuse_every_use(Placeholder, Placeholder._refuse)
 
 
 def _scalar(loss: Any) -> Tensor:
