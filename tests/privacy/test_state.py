@@ -371,6 +371,20 @@ def test_state_is_put_back_in_containers_classes_and_closures():
     assert [change.path for change in snapshot.restore()] == ["model.value[7].seen"]
 
 
+def test_a_variable_without_a_value_has_none_again():
+    def keeps():
+        return late
+
+    snapshot = StateSnapshot(Holder(keeps))
+    late = 1
+    assert [change.path for change in snapshot.changes()] == ["model.value.late"]
+    assert snapshot.restore() == []
+    with pytest.raises(NameError):
+        keeps()
+    late = late_again = 2
+    assert late == late_again
+
+
 SETTINGS = {
     "torch.get_default_dtype": (torch.set_default_dtype, torch.float32, torch.float64),
     "torch.get_num_threads": (torch.set_num_threads, torch.get_num_threads(), torch.get_num_threads() + 1),

@@ -803,3 +803,25 @@ def test_a_text_is_no_training_set():
     dataset, model = examples(), network()
     dataset.kind = model.kind = Kind.LONG
     trained(model, private_step(model, dataset=dataset), steps=1)
+
+
+class Counted(nn.Module):
+    """As the page on one example shows it."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = network()
+        self.register_buffer("steps", torch.zeros(()))
+        self.plain = 0
+
+    def forward(self, batch):
+        self.steps += 1
+        self.plain += 1
+        return F.cross_entropy(self.net(batch[0]), batch[1])
+
+
+@pytest.mark.parametrize(("ways", "plain"), [("together", 3), ("one_by_one", 0)])
+def test_a_buffer_counts_logical_steps_in_both_ways_and_an_attribute_together_only(ways, plain):
+    model = Counted()
+    trained(model, private_step(model, loss=model, examples=ways), steps=3)
+    assert (float(model.steps), model.plain) == (3, plain)

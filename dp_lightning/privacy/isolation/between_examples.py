@@ -28,7 +28,7 @@ from dp_lightning.errors import DataError, ModelError
 from dp_lightning.privacy.gradients.recording import Recording
 from dp_lightning.privacy.gradients.refusals import BATCH_NORM, HOST_DRAW, is_of_batch_norm
 from dp_lightning.privacy.gradients.sources import leaves_of
-from dp_lightning.privacy.isolation.reachable import Ignored, nothing_ignored
+from dp_lightning.privacy.isolation.reachable import ATOMS, Ignored, nothing_ignored
 from dp_lightning.privacy.isolation.sealed_data import SealedData
 from dp_lightning.privacy.isolation.state import Change, StateSnapshot
 from dp_lightning.privacy.isolation.threads import no_text, no_threads
@@ -100,6 +100,8 @@ class Isolation:
         Raises:
             DataError: where it cannot be copied.
         """
+        if type(entry) in ATOMS:
+            return entry
         try:
             return copy.deepcopy(entry, {id(value): value for value in self._sealed.objects})
         except Exception as error:  # of whatever class

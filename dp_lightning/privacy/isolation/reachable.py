@@ -75,8 +75,11 @@ class Place:
 
     def restore(self) -> None:
         """Make the members what was held, where that can be done; a cache of functools is emptied."""
-        source, held, now = self.source, self.held or {}, self.now() or {}
-        if isinstance(source, dict | type):
+        source, held, now = self.source, self.held, self.now() or {}
+        if held is None:
+            if isinstance(source, types.CellType):  # of a variable that had no value
+                del source.cell_contents
+        elif isinstance(source, dict | type):
             base = type if isinstance(source, type) else in_c(source)
             put, remove = ("__setattr__", "__delattr__") if base is type else ("__setitem__", "__delitem__")
             for key in now.keys() - held.keys():
