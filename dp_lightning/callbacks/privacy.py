@@ -486,6 +486,11 @@ class PrivacyCallback(pl.Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         if not state_dict:
             return
+        if lacking := {"run", "heads", "settings", "step", "unprotected", "changed_outside"} - state_dict.keys():
+            raise ConfigurationError(
+                f"The checkpoint is of an earlier version of dp-lightning: it lacks {', '.join(sorted(lacking))}. Go "
+                "on with the version that has written it."
+            )
         self._record.run, self._record.heads = state_dict["run"], tuple(state_dict["heads"])
         self.budget.load_state_dict(state_dict)
         self._unprotected.names |= set(state_dict["unprotected"])

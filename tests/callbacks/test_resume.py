@@ -204,6 +204,15 @@ def test_a_journal_with_too_few_steps_is_refused_by_name(tmp_path):
         resume(tmp_path, privacy(), tmp_path / "step=4.ckpt")
 
 
+def test_a_checkpoint_of_an_earlier_version_is_refused_by_what_it_lacks(tmp_path):
+    crash(tmp_path, privacy(), saved=4, stopped=6)
+    saved = torch.load(tmp_path / "step=4.ckpt", weights_only=True)
+    del saved["callbacks"]["PrivacyCallback"]["heads"]
+    torch.save(saved, tmp_path / "step=4.ckpt")
+    with pytest.raises(ConfigurationError, match="earlier version of dp-lightning: it lacks heads"):
+        resume(tmp_path, privacy(), tmp_path / "step=4.ckpt")
+
+
 def test_a_checkpoint_that_is_saved_again_keeps_its_ledger(tmp_path):
     crash(tmp_path, privacy(), saved=4, stopped=4)
 
