@@ -7,25 +7,13 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
-from torch.nn import functional as F
+from run_until_killed import Net
 from torch.utils.data import DataLoader, TensorDataset
 
 from dp_lightning.callbacks import PrivacyCallback
 from dp_lightning.cli import main
 from dp_lightning.commands.verify import verify
 from dp_lightning.privacy.statement import STATEMENT
-
-
-class Module(pl.LightningModule):
-    def __init__(self):
-        super().__init__()
-        self.net = torch.nn.Linear(5, 3)
-
-    def training_step(self, batch, batch_idx):
-        return F.cross_entropy(self.net(batch[0]), batch[1])
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.5)
 
 
 def fit(folder, steps, ckpt_path=None):
@@ -42,7 +30,7 @@ def fit(folder, steps, ckpt_path=None):
         enable_model_summary=False,
         default_root_dir=folder,
     )
-    trainer.fit(Module(), DataLoader(data, batch_size=7), ckpt_path=ckpt_path)
+    trainer.fit(Net(), DataLoader(data, batch_size=7), ckpt_path=ckpt_path)
 
 
 @pytest.fixture(scope="module")
@@ -179,6 +167,11 @@ EDITS = {
     else lambda run: statement(run).write_text(
         json.dumps({**json.loads(statement(run).read_text()), "approved": "yes"})
     ),
+    "way of another name": of_statement("examples", "at_once"),
+    "clipping in words": of_statement("clipping", "flat"),
+    "no statement": lambda run: statement(run).write_text("[1, 2]"),
+    "statement of a checkpoint in words": of_checkpoint(lambda saved: saved.update({STATEMENT: "ok"})),
+    "a checkpoint without callbacks": of_checkpoint(lambda saved: saved.pop("callbacks")),
     "no JSON": lambda run: statement(run).write_text("fine"),
     "epsilon of the page": of_page("-differentially private", "-differentially private (checked)"),
     "page taken away": lambda run: statement(run).with_suffix(".md").unlink(),
