@@ -37,8 +37,8 @@ def _records(dataset: Any) -> list[object]:
         return [inner[int(index)] for index in dataset.indices]
     if isinstance(dataset, ConcatDataset):
         return list(chain.from_iterable(map(_records, dataset.datasets)))
-    if isinstance(dataset, TensorDataset) and dataset.tensors[0].numel():
-        rows = dataset.tensors[0]
+    if isinstance(dataset, TensorDataset) and (filled := [rows for rows in dataset.tensors if rows.numel()]):
+        rows = next((rows for rows in filled if rows.stride(0)), filled[0])  # one that is not the same for all
         start, step = rows.data_ptr(), rows.stride(0) * rows.element_size()
         return [(start + step * row, str(rows.device)) for row in range(len(rows))]
     samples = getattr(dataset, "samples", None)  # of torchvision's folders: a path and a class

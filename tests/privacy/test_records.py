@@ -58,6 +58,7 @@ SINGLE = {
     "files": ConcatDataset([Folder("a.png"), Folder("b.png")]),
     "samples of another meaning": Named(),
     "a list": [1, 1, 2],
+    "rows beside one that all share": TensorDataset(torch.zeros(1, 3).expand(10, 3), X),
     "rows without numbers": TensorDataset(torch.zeros(4, 0)),
 }
 
