@@ -135,7 +135,7 @@ class Budget:
             else:
                 settings = asdict(plan)
                 del settings["noise_multiplier"]
-                plan = PrivacyPlan.calibrate(**settings, taken=self.ledger.runs)
+                plan = PrivacyPlan.calibrate(**settings, taken=self.ledger.runs, earlier=self.ledger.earlier_steps)
             if earlier is not None and plan.noise_multiplier > 2 * earlier.noise_multiplier > 0:
                 rank_zero_warn(
                     f"To meet privacy.target_epsilon {self.target_epsilon} the steps that are left need a noise "
@@ -169,6 +169,9 @@ class Budget:
         )
         if self.ledger.num_steps:
             text += f"\n{self.ledger.num_steps} of the steps are taken, with epsilon {self.spent():.3f}"
+        if earlier := self.ledger.earlier:
+            steps = sum(count for _, _, count in self.ledger.earlier_steps)
+            text += f"\nThe weights had taken {steps} private steps before, in {', '.join(earlier)}: they count too"
         if plan.noise_multiplier == 0:
             return text + "\nNo noise is added: this run is NOT PRIVATE."
         text += f"\nEpsilon {self.planned:.3f} by {plan.accountant.upper()} after the last step"
@@ -191,6 +194,8 @@ class Budget:
         if more := num_steps - totals.total():
             assert self.plan is not None
             totals[self.plan.noise_multiplier, self.plan.sample_rate] += more
+        for sigma, q, count in self.ledger.earlier_steps:
+            totals[sigma, q] += count
         runs = tuple((*kind, count) for kind, count in sorted(totals.items()))
         if runs not in self._epsilons:
             self._epsilons[runs] = compose(runs, delta=self.delta, accountant=self.accountant)

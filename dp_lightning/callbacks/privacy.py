@@ -14,7 +14,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 import lightning.pytorch as pl
+import torch
 from lightning.fabric.plugins.io import TorchCheckpointIO
+from lightning.pytorch.callbacks import WeightAveraging
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch.utilities.types import STEP_OUTPUT
@@ -46,6 +48,7 @@ from dp_lightning.errors import BudgetError, ConfigurationError, ModelError
 from dp_lightning.privacy.accounting import Ledger
 from dp_lightning.privacy.clipping import ClipPlan
 from dp_lightning.privacy.disk import DiSK
+from dp_lightning.privacy.lineage import Origin, origin_of
 from dp_lightning.privacy.plan import PrivacyPlan
 from dp_lightning.privacy.sampling import sampling_key
 from dp_lightning.privacy.statement import STATEMENT, PrivacyStatement
@@ -54,6 +57,8 @@ from dp_lightning.ranks import Ranks
 from dp_lightning.strategies.checkpoint_io import PrivateCheckpointIO
 from dp_lightning.strategies.private import trainer_ranks
 
+# What earlier versions have not saved.
+_STATE = {"run", "heads", "settings", "step", "unprotected", "changed_outside", "earlier_training"}
 # Lightning divides the loss by it; a power of two is undone without rounding.
 _ACCUMULATE = 2**30
 
@@ -85,6 +90,9 @@ class PrivacyCallback(pl.Callback):
             anew by the data set's transform, and the gradient of its loss is clipped once. It costs no privacy.
         disk: takes each example's gradient where DiSK does (Zhang et al. 2025); its filter is `Kalman` in the
             post-processing. None is the gradient at the parameters.
+        earlier_training: on what the weights were trained before the run. ``same_data``: private steps that are known
+            count in this run's epsilon, and steps without privacy in this process keep it from release. ``other_data``:
+            on other people's data, or public data, by your word; the statement says so.
 
     Raises:
         ConfigurationError: naming the setting and the fix; from the constructor, and when ``fit`` starts.
@@ -109,6 +117,7 @@ class PrivacyCallback(pl.Callback):
         not_private: bool = False,
         augmult: int = 1,
         disk: DiSK | None = None,
+        earlier_training: Literal["same_data", "other_data"] = "same_data",
     ) -> None:
         super().__init__()
         self.budget = Budget(
@@ -121,6 +130,11 @@ class PrivacyCallback(pl.Callback):
         )
         check_step_settings(examples=examples, max_physical_batch_size=max_physical_batch_size, augmult=augmult)
         self.examples, self.augmult, self.disk = examples, augmult, disk
+        if earlier_training not in ("same_data", "other_data"):
+            raise ConfigurationError(
+                f"privacy.earlier_training is {earlier_training!r}; choose 'same_data' or 'other_data'."
+            )
+        self.earlier_training = earlier_training
         make = {"flat": ClipPlan.flat, "per_layer": ClipPlan.per_layer}
         if clipping not in make:
             raise ConfigurationError(f"privacy.clipping is {clipping!r}; choose 'flat' or 'per_layer'.")
@@ -137,6 +151,7 @@ class PrivacyCallback(pl.Callback):
         self._unprotected = Unprotected()
         self._changed_outside: set[str] = set()
         self._restored: dict[str, Any] | None = None
+        self._origin = Origin()
         #: What acts on the privatized gradient, in words; `PostProcessCallback` adds to it when ``fit`` starts.
         self.postprocessing: list[str] = []
         #: Set on one rank to ask all of them to stop after a step; and whether some rank asked before the last step.
@@ -208,10 +223,19 @@ class PrivacyCallback(pl.Callback):
         self.postprocessing = []
         require_one_checkpoint(trainer, self._ranks)
         require_same_settings(self._settings(), self._ranks, trainer.strategy.root_device)
+        if self._restored is None:
+            self._origin = origin_of(
+                pl_module,
+                self.ledger,
+                run=self.run,
+                other_data=self.earlier_training == "other_data",
+                file=getattr(pl_module, "weights_file", None),
+            )
         self._record.open(trainer, self._folder, self.ledger, goes_on=self._restored is not None)
         self._stated = self.ledger.num_steps
         loader = self._users(trainer)
-        if self.plan is None or self._restored is not None:
+        more = bool(self.ledger.earlier) and not self.ledger.num_steps
+        if self.plan is None or self._restored is not None or more:
             earlier = None if self._restored is None else PrivacyPlan(**self._restored["plan"])
             self.budget.make_plan(trainer, self._count_examples(trainer), earlier=earlier)
         # One key for all ranks, and one plan: a solver may round differently on another kind of processor.
@@ -231,6 +255,8 @@ class PrivacyCallback(pl.Callback):
             disk=self.disk,
             ledger=self.ledger,
             journal=self._record.journal,
+            run=self.run,
+            origin=self._origin,
             ranks=self._ranks,
             sampling_key=key,
             seed=self._seed,
@@ -347,8 +373,6 @@ class PrivacyCallback(pl.Callback):
         place = self._training_step.batch.place
         if place.piece == 0:
             self._steps_before = self.ledger.num_steps
-        else:
-            self._training_step.require_same_rates()
         trainer.accumulate_grad_batches = 1 if place.last else _ACCUMULATE
 
     def on_before_optimizer_step(
@@ -389,6 +413,14 @@ class PrivacyCallback(pl.Callback):
             # Where steps were lost in a crash, Lightning's own counters would go on without any.
             trainer.should_stop = True
 
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if trainer.state.fn == TrainerFn.FITTING and self._private is not None:
+            self._private.isolation.require_untouched()
+
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if trainer.state.fn == TrainerFn.FITTING and self._private is not None:
+            self._private.isolation.evaluated()
+
     # After the run
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -396,6 +428,9 @@ class PrivacyCallback(pl.Callback):
         trainer.accumulate_grad_batches = 1
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self._private is not None and (average := _average_in(trainer, pl_module)):
+            self.postprocessing.append(average)
+            self._private.isolation.stepped()
         self._close(trainer)
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
@@ -479,6 +514,7 @@ class PrivacyCallback(pl.Callback):
             **self.budget.state_dict(),
             "settings": self._kept_settings,
             "step": self._private.state_dict(),
+            "earlier_training": {"words": self._origin.words, "faults": self._origin.faults},
             "unprotected": sorted(self._unprotected.names),
             "changed_outside": sorted(self._changed_outside),
         }
@@ -486,7 +522,7 @@ class PrivacyCallback(pl.Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         if not state_dict:
             return
-        if lacking := {"run", "heads", "settings", "step", "unprotected", "changed_outside"} - state_dict.keys():
+        if lacking := _STATE - state_dict.keys():
             raise ConfigurationError(
                 f"The checkpoint is of an earlier version of dp-lightning: it lacks {', '.join(sorted(lacking))}. Go "
                 "on with the version that has written it."
@@ -495,6 +531,7 @@ class PrivacyCallback(pl.Callback):
         self.budget.load_state_dict(state_dict)
         self._unprotected.names |= set(state_dict["unprotected"])
         self._changed_outside |= set(state_dict["changed_outside"])
+        self._origin = Origin(**state_dict["earlier_training"])
         self._restored, self._stated = state_dict, self.ledger.num_steps
 
 
@@ -502,6 +539,16 @@ def privacy_of(trainer: pl.Trainer) -> PrivacyCallback | None:
     """The trainer's ``PrivacyCallback``; None where it has none."""
     callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
     return next((callback for callback in callbacks if isinstance(callback, PrivacyCallback)), None)
+
+
+def _average_in(trainer: pl.Trainer, module: nn.Module) -> str | None:
+    """The callback of Lightning whose average of the weights the module holds since training has ended."""
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, WeightAveraging) and callback._average_model is not None:
+            pairs = zip(module.parameters(), callback._average_model.module.parameters(), strict=True)
+            if all(torch.equal(mine, average) for mine, average in pairs):
+                return type(callback).__name__
+    return None
 
 
 def fixed_statistics(module: nn.Module) -> list[str]:

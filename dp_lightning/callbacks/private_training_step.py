@@ -3,7 +3,8 @@
 Lightning gets a sealed object for each physical batch, so that the hooks around a step have no raw number in their
 hands, and a loss of zero, so that an optimizer's closure sees none either. The module's own ``training_step`` runs
 inside of ``PrivateStep``, on a batch of one example, with the number of the logical step in its epoch as ``batch_idx``:
-how many physical batches there are depends on the draw. The module's own ``optimizer_step`` gets the same number.
+how many physical batches there are depends on the draw. The module's own ``optimizer_step`` gets the same number. What
+runs in it, and in ``lr_scheduler_step``, is all that may change the optimizer and, between two losses, the model.
 ``on_before_batch_transfer`` runs on one example after collation, ``on_after_batch_transfer`` inside of the step.
 """
 
@@ -21,6 +22,7 @@ from torch.utils.data import DataLoader, Dataset
 from torchmetrics import Metric, MetricCollection, SumMetric
 
 from dp_lightning.callbacks.observed import CALLS, Observer
+from dp_lightning.callbacks.optimizer_state import OptimizerState
 from dp_lightning.callbacks.public_trainer import PublicTrainer, only_public
 from dp_lightning.errors import ConfigurationError, ModelError
 from dp_lightning.privacy.isolation.reachable import reachable
@@ -28,7 +30,7 @@ from dp_lightning.privacy.reading import ExampleBatch
 from dp_lightning.privacy.sampling import epoch_start
 from dp_lightning.privacy.step import PrivateStep
 
-_REPLACED = ("training_step", "optimizer_step", "_call_batch_hook")
+_REPLACED = ("training_step", "optimizer_step", "lr_scheduler_step", "_call_batch_hook")
 # Attributes that libraries keep in their objects, and those that stand in front of methods during a step.
 _KEPT: tuple[tuple[type, set[str]], ...] = (
     (
@@ -102,11 +104,11 @@ class PrivateTrainingStep:
         self._own = {name: module.__dict__[name] for name in _REPLACED if name in module.__dict__}
         self._observer = Observer(module)
         # The user's own may set rates, and is called with the last physical batch.
-        self._optimizer_step = module.optimizer_step if is_overridden("optimizer_step", module) else None
+        self._optimizer_step, self._schedule_step = module.optimizer_step, module.lr_scheduler_step
+        self._sets_rates = is_overridden("optimizer_step", module)
         self._takes_index = is_param_in_hook_signature(self._step, "batch_idx", min_args=2)
         self._index = 0
         self._batch: ExampleBatch | None = None
-        self._rates: list[dict[str, Any]] = []
         if is_param_in_hook_signature(self._step, "dataloader_iter", explicit=True):
             raise ConfigurationError(
                 "training_step takes dataloader_iter, and private training has to give it one example at a time. Give "
@@ -162,12 +164,12 @@ class PrivateTrainingStep:
 
     def take_place(self, private: PrivateStep) -> None:
         """Stand in front of the module's own methods until ``close``."""
-        plan = private.plan
+        plan, state = private.plan, OptimizerState(self._trainer.optimizers[0])
 
         def training_step(batch: SealedBatch, batch_idx: int) -> Tensor:
             examples = self.batch
-            if not examples.place.last or self._optimizer_step is None:
-                self.require_same_rates()
+            if not examples.place.last or not self._sets_rates:
+                state.require_same_settings()
             owners = (part for owner in self._owners for part in _parts(owner))
             with self._observer.step(examples.counted), only_public(self._trainer, owners):
                 private.accumulate(examples)
@@ -185,32 +187,19 @@ class PrivateTrainingStep:
             return SealedBatch()
 
         def optimizer_step(epoch: int, batch_idx: int, *args: Any, **kwargs: Any) -> None:
-            assert self._optimizer_step is not None
+            state.require_same()
             self._optimizer_step(epoch, self._index, *args, **kwargs)
+            private.isolation.stepped()
+            state.note()
+
+        def lr_scheduler_step(*args: Any, **kwargs: Any) -> None:
+            state.require_same_settings()
+            self._schedule_step(*args, **kwargs)
+            state.note_settings()
 
         self._module.__dict__.update(training_step=training_step, _call_batch_hook=call_batch_hook)
-        if self._optimizer_step is not None:
-            self._module.__dict__.update(optimizer_step=optimizer_step)
+        self._module.__dict__.update(optimizer_step=optimizer_step, lr_scheduler_step=lr_scheduler_step)
         vars(self._trainer.fit_loop.epoch_loop.automatic_optimization).update(output_result_cls=_SealedResult)
-
-    def require_same_rates(self) -> None:
-        """The settings of the optimizer are the same for all physical batches of a step.
-
-        Raises:
-            ModelError: naming the setting.
-        """
-        groups = [group for optimizer in self._trainer.optimizers for group in optimizer.param_groups]
-        rates = [{name: _value(group[name]) for name in group if name != "params"} for group in groups]
-        if self.batch.place.piece == 0:
-            self._rates = rates
-        elif rates != self._rates:
-            pairs = zip(self._rates, rates, strict=False)
-            names = sorted({name for before, now in pairs for name in now if before.get(name) != now[name]})
-            raise ModelError(
-                f"The optimizer's {', '.join(names) or 'groups'} changed between two physical batches of one step. How "
-                "many there are depends on the draw. Leave schedules to Lightning, or change the optimizer once per "
-                "step, in optimizer_step."
-            )
 
     def close(self) -> None:
         """Give the module its own methods back."""
@@ -258,10 +247,6 @@ def is_no_state(owner: object, name: str) -> bool:
     owners = nn.Module | pl.LightningDataModule | pl.Callback
     exchanged = isinstance(value, pl.Trainer | PublicTrainer) and isinstance(owner, owners)
     return of_the_data or exchanged or isinstance(owner, pl.Trainer | PublicTrainer)
-
-
-def _value(setting: Any) -> Any:
-    return setting.tolist() if isinstance(setting, Tensor) else setting
 
 
 def _parts(owner: object) -> Iterator[object]:

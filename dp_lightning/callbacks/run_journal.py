@@ -1,13 +1,12 @@
 """The journal of one run: in its log folder and beside every checkpoint, written by rank 0."""
 
-import secrets
 from pathlib import Path
 
 import lightning.pytorch as pl
 
-from dp_lightning.errors import DataError, DpLightningError
+from dp_lightning.errors import ConfigurationError, DataError, DpLightningError
 from dp_lightning.privacy.accounting import Ledger
-from dp_lightning.privacy.journal import Journal
+from dp_lightning.privacy.journal import Journal, run_name, stands_for
 
 
 class RunJournal:
@@ -20,7 +19,7 @@ class RunJournal:
     """
 
     def __init__(self) -> None:
-        self.run = secrets.token_hex(8)
+        self.run = run_name({})
         self.journal: Journal | None = None
         self.heads: tuple[str, ...] = ()
         self._ledger = Ledger()
@@ -36,6 +35,13 @@ class RunJournal:
             DataError: when the checkpoint's journal is missing or older, or one cannot be read or written.
         """
         self._ledger = ledger
+        if not goes_on and self.journal is None:
+            self.run = run_name(ledger.earlier, self.run)
+        if not stands_for(self.run, ledger.earlier):
+            raise ConfigurationError(
+                "The weights were trained by other private runs than this PrivacyCallback's, which has named its own "
+                "already. Make a new PrivacyCallback for them."
+            )
         self.run = trainer.strategy.broadcast(self.run)
         if trainer.is_global_zero:
             self.journal = self.journal or Journal(self.run)

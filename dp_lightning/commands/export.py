@@ -102,7 +102,10 @@ def export(options: argparse.Namespace) -> list[Path]:
     if "safetensors" in formats:
         from safetensors.torch import save
 
-        contents["model.safetensors"] = save(_tensors(module), metadata={"facts": json.dumps(facts, default=str)})
+        contents["model.safetensors"] = save(
+            _tensors(module),
+            metadata={"facts": json.dumps(facts, default=str), STATEMENT: json.dumps(statement.saved())},
+        )
     if "onnx" in formats:
         images = settings if features is None else {**features["network"], **features}
         whole = module if before is None else nn.Sequential(before, module)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from dp_lightning.errors import DataError, DpLightningError
-from dp_lightning.privacy.journal import Steps, read_journal, spent_in, up_to
+from dp_lightning.privacy.journal import Steps, read_journal, spent_in, stands_for, up_to
 from dp_lightning.privacy.statement import STATEMENT, PrivacyStatement
 from dp_lightning.privacy.weights import digest_of
 from dp_lightning.strategies.checkpoint_io import PrivateCheckpointIO
@@ -150,6 +150,10 @@ def _against_journal(
     steps = journals[path]
     if isinstance(steps, str):
         return
+    yield (
+        f"{name}: its earlier runs are those that the run's name stands for",
+        _unless(stands_for(claims.run, claims.ledger.earlier), "they were edited"),
+    )
     missing = [head for head in claims.journal_heads if head not in steps]
     before = up_to(claims.journal_heads, steps)
     counted = spent_in(before) == claims.ledger.totals

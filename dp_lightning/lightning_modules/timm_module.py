@@ -79,6 +79,8 @@ class TimmModule(ImageClassifier):
         if batch_norm == "group_norm":
             _say_what_was_replaced(name, batch_norm_to_group_norm(model))
         super().__init__(model, num_classes)
+        #: The private steps behind a file that `dpl export` has written count in a private run.
+        self.weights_file = weights
         self._choose_trained(trained, lora_rank=lora_rank, lora_layers=lora_layers)
         self._frozen_norms = batch_norm == "frozen"
         if self._frozen_norms:

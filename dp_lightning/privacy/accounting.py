@@ -21,7 +21,8 @@ import importlib.util
 import math
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -137,10 +138,14 @@ class Ledger:
 
     Steps are kept as runs of equal `(noise_multiplier, sample_rate)`, in plain Python types, so that a
     checkpoint that holds the state loads with ``torch.load(weights_only=True)``.
+
+    Attributes:
+        earlier: steps that the weights had taken before, in other runs, by the runs' names. Epsilon counts them.
     """
 
     def __init__(self) -> None:
         self._runs: list[Run] = []
+        self.earlier: dict[str, tuple[Run, ...]] = {}
 
     @property
     def runs(self) -> tuple[Run, ...]:
@@ -149,47 +154,72 @@ class Ledger:
 
     @property
     def num_steps(self) -> int:
-        """The number of logical steps recorded."""
+        """The number of logical steps recorded, without earlier runs."""
         return self.totals.total()
 
     @property
     def totals(self) -> Counter[tuple[float, float]]:
-        """How many steps were taken with each ``(noise_multiplier, sample_rate)``."""
+        """How many steps were taken with each ``(noise_multiplier, sample_rate)``, without earlier runs."""
         return _totals(self._runs)
+
+    @property
+    def earlier_steps(self) -> list[Run]:
+        """The steps of earlier runs."""
+        return [run for runs in self.earlier.values() for run in runs]
+
+    def count_earlier(self, runs: Mapping[str, Sequence[Run]]) -> None:
+        """Add the steps of earlier runs, by the runs' names; of a run that is known, the longer record counts.
+
+        Raises:
+            ConfigurationError: for steps outside their ranges.
+        """
+        for name, steps in runs.items():
+            checked = tuple(_check_run(*run) for run in steps)
+            known = self.earlier.get(str(name), ())
+            if sum(run[2] for run in checked) > sum(run[2] for run in known):
+                self.earlier[str(name)] = checked
 
     def record(self, *, noise_multiplier: float, sample_rate: float) -> None:
         """Add one logical step. Raises ConfigurationError for values outside their ranges."""
         self._append(_check_run(noise_multiplier, sample_rate, 1))
 
     def epsilon(self, *, delta: float, accountant: str = "prv") -> float:
-        """Epsilon spent by the recorded steps at `delta`."""
-        return compose(self._runs, delta=delta, accountant=accountant)
+        """Epsilon spent by the recorded steps and those of earlier runs at `delta`."""
+        return compose([*self.earlier_steps, *self._runs], delta=delta, accountant=accountant)
 
     def epsilons(self, *, delta: float) -> dict[str, float | None]:
         """Epsilon spent, by every accountant; "pld" is None where dp-accounting is not installed."""
-        return compose_all(self._runs, delta=delta)
+        return compose_all([*self.earlier_steps, *self._runs], delta=delta)
 
-    def state_dict(self) -> dict[str, list[list[float | int]]]:
-        """The runs as lists ``[noise_multiplier, sample_rate, count]`` under the key "runs"."""
-        return {"runs": [list(run) for run in self._runs]}
+    def state_dict(self) -> dict[str, Any]:
+        """The runs as lists ``[noise_multiplier, sample_rate, count]`` under "runs"; "earlier" has more by name."""
+        earlier = {name: [list(run) for run in runs] for name, runs in self.earlier.items()}
+        return {"runs": [list(run) for run in self._runs], "earlier": earlier}
 
-    def load_state_dict(self, state: dict) -> None:
-        """Replace the record by a saved one that holds at least the same steps.
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Replace the record by a saved one that holds at least the same steps. No earlier run is forgotten.
 
         Raises:
             ConfigurationError: the state is not one that `state_dict` can have written.
             BudgetError: the state lacks steps that this ledger has recorded.
         """
-        if not isinstance(state, dict) or set(state) != {"runs"} or not isinstance(state["runs"], list | tuple):
-            raise ConfigurationError("The saved ledger is malformed: it must hold the one key 'runs', a list.")
-        loaded = Ledger()
-        for run in state["runs"]:
-            if not isinstance(run, list | tuple) or len(run) != 3:
-                raise ConfigurationError(f"The saved ledger is malformed: {run!r} is not a run of steps.")
-            try:
+        if not isinstance(state, dict) or set(state) - {"earlier"} != {"runs"}:
+            raise ConfigurationError("The saved ledger is malformed: it must hold 'runs', and may hold 'earlier'.")
+        earlier, loaded = state.get("earlier", {}), Ledger()
+        if not isinstance(earlier, dict):
+            raise ConfigurationError("The saved ledger is malformed: 'earlier' must map names of runs to their steps.")
+        for runs in (state["runs"], *earlier.values()):
+            if not isinstance(runs, list | tuple):
+                raise ConfigurationError(f"The saved ledger is malformed: {runs!r} is no list of runs of steps.")
+            for run in runs:
+                if not isinstance(run, list | tuple) or len(run) != 3:
+                    raise ConfigurationError(f"The saved ledger is malformed: {run!r} is not a run of steps.")
+        try:
+            for run in state["runs"]:
                 loaded._append(_check_run(*run))
-            except ConfigurationError as error:
-                raise ConfigurationError(f"The saved ledger is malformed: {error}") from None
+            loaded.count_earlier(earlier)
+        except ConfigurationError as error:
+            raise ConfigurationError(f"The saved ledger is malformed: {error}") from None
         before, after = self.totals, loaded.totals
         if any(count > after[kind] for kind, count in before.items()):
             raise BudgetError(
@@ -198,6 +228,7 @@ class Ledger:
                 "new process."
             )
         self._runs = loaded._runs
+        self.count_earlier(loaded.earlier)
 
     def _append(self, run: Run) -> None:
         if self._runs and self._runs[-1][:2] == run[:2]:

@@ -8,7 +8,6 @@ after each. Each logical step begins with a made-up example, whose loss moves bu
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
 from typing import Any, NoReturn
 
 import torch
@@ -42,26 +41,13 @@ class Examples(ABC):
     """
 
     def __init__(self, parameters: Mapping[str, Tensor], isolation: Isolation, randomness: TrainingRandomness) -> None:
-        self._parameters, self._isolation, self._randomness = parameters, isolation, randomness
+        self._parameters, self.isolation, self._randomness = parameters, isolation, randomness
         #: How the gradients of each parameter were taken in the last physical batch.
         self.ways: dict[str, str] = {}
 
     @abstractmethod
     def add(self, loss: Loss, batch: ExampleBatch, total: ClippedSum) -> None:
         """Add the clipped gradients of the examples in ``batch``."""
-
-    def advance(self) -> None:
-        """The logical step is over."""
-        self._isolation.advance()
-
-    def nothing_kept(self) -> AbstractContextManager[None]:
-        """Around losses that are no step: what they leave behind is put back."""
-        return self._isolation.nothing_kept()
-
-    @property
-    def changed_outside(self) -> tuple[str, ...]:
-        """Attributes of the module that other code than the loss has changed."""
-        return tuple(sorted(self._isolation.changed_outside))
 
 
 class Together(Examples):
@@ -77,7 +63,7 @@ class Together(Examples):
                 "privacy.examples: one_by_one."
             )
         total.begin(len(batch), None if batch.counted.all() else batch.counted.to(total.flat.device))
-        recording = Recording(self._parameters, len(batch), total.take, constants=self._isolation.is_known)
+        recording = Recording(self._parameters, len(batch), total.take, constants=self.isolation.is_known)
 
         def one(*tensors: Tensor) -> Tensor:
             mine: list[Any] = [Placeholder() if isinstance(leaf, Entries) else leaf for leaf in leaves]
@@ -88,7 +74,7 @@ class Together(Examples):
         self._randomness.before_step(batch.place)
         draws = NoHostDraws()
         draws.note()
-        with self._isolation.together(recording), only_given_keys():
+        with self.isolation.together(recording), only_given_keys():
             recording.backward(recording.run(one, *(leaves[place] for place in places)))
         if drawn := draws.drawn():
             raise ModelError(f"training_step draws from {' and '.join(drawn)}. {HOST_DRAW}")
@@ -104,11 +90,11 @@ class OneByOne(Examples):
         leaves, structure = flatten(batch.examples)
         for parameter in self._parameters.values():
             parameter.grad = None  # an earlier step's
-        watch = self._isolation.watch()
+        watch = self.isolation.watch()
         for index, counted in enumerate(batch.counted.tolist()):
             # In memory of its own: a view leads to the others, and so does an object that several share.
             mine = [
-                leaf[index].clone() if isinstance(leaf, Tensor) else self._isolation.copied(leaf[index])
+                leaf[index].clone() if isinstance(leaf, Tensor) else self.isolation.copied(leaf[index])
                 for leaf in leaves
             ]
             if not counted:  # made up, and what is no tensor is another example's
@@ -117,7 +103,7 @@ class OneByOne(Examples):
             for leaf in mine:
                 watch.note(_tensors_in(leaf))
             self._randomness.before_step(batch.place, index)
-            with self._isolation.one_by_one(watch, public=not counted), watch:
+            with self.isolation.one_by_one(watch, public=not counted), watch:
                 try:
                     value = _scalar(loss(example))
                 except ValueError as error:
@@ -135,7 +121,7 @@ class OneByOne(Examples):
     def _gradients(self, value: Tensor) -> dict[str, Tensor]:
         if not value.requires_grad:
             _refuse_unconnected()
-        self._isolation.require_own_leaves(value)
+        self.isolation.require_own_leaves(value)
         with torch.autocast(value.device.type, enabled=False):
             value.backward()
         found = {}

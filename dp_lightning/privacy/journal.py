@@ -21,7 +21,7 @@ from typing import Any
 
 from dp_lightning.errors import DataError
 from dp_lightning.files import replacing
-from dp_lightning.privacy.accounting import Ledger
+from dp_lightning.privacy.accounting import Ledger, Run
 
 _NAME_LENGTH = 32  # hexadecimal digits, 128 bits
 
@@ -51,6 +51,25 @@ class Step:
         """By which other steps and the heads refer to it."""
         content = json.dumps([run, *asdict(self).values()])
         return hashlib.sha256(content.encode()).hexdigest()[:_NAME_LENGTH]
+
+
+def run_name(earlier: Mapping[str, Iterable[Run]], token: str | None = None) -> str:
+    """A new name for a run; where weights had taken steps before, it stands for them too.
+
+    Args:
+        earlier: the steps of earlier runs by their names.
+        token: what tells it from other runs; None for a new one.
+    """
+    token = token or secrets.token_hex(8)
+    if not earlier:
+        return token
+    content = json.dumps([token, {name: [list(run) for run in runs] for name, runs in sorted(earlier.items())}])
+    return f"{token}-{hashlib.sha256(content.encode()).hexdigest()[:_NAME_LENGTH]}"
+
+
+def stands_for(run: str, earlier: Mapping[str, Iterable[Run]]) -> bool:
+    """Whether the name of a run is that of one after these steps."""
+    return run == run_name(earlier, run.partition("-")[0])
 
 
 Steps = dict[str, Step]

@@ -85,6 +85,7 @@ class PrivacyPlan:
         num_steps: int,
         accountant: str = "prv",
         taken: Sequence[Run] = (),
+        earlier: Sequence[Run] = (),
     ) -> "PrivacyPlan":
         """The plan with the smallest noise multiplier, to 1e-4, whose epsilon is at most `target_epsilon`.
 
@@ -92,6 +93,7 @@ class PrivacyPlan:
             target_epsilon, delta, num_train, expected_batch_size, num_steps, accountant: as in the plan.
             taken: steps of the ``num_steps`` that were taken with other noise. The noise is then that of the
                 steps which are left, so that all of them together meet the target.
+            earlier: steps that the weights had taken before the run, which count too.
 
         Raises:
             ConfigurationError: a value is outside its range, or no noise multiplier below 1e6 reaches the
@@ -118,11 +120,13 @@ class PrivacyPlan:
                 f"num_steps is {num_steps} and {num_steps - steps} are taken already. Plan more "
                 "steps: trainer.max_epochs or trainer.max_steps."
             )
+        taken = [*earlier, *taken]
         spent_already = compose(taken, delta=delta, accountant=accountant)
         if spent_already >= target_epsilon:
             raise BudgetError(
-                f"The {num_steps - steps} steps taken have spent epsilon {spent_already:.4g} by {accountant.upper()}, "
-                f"and target_epsilon is {target_epsilon:g}: no further step can be taken. Raise the target."
+                f"The {sum(count for _, _, count in taken)} steps taken have spent epsilon {spent_already:.4g} by "
+                f"{accountant.upper()}, and target_epsilon is {target_epsilon:g}: no further step can be taken. Raise "
+                "the target."
             )
 
         def total(noise_multiplier: float, by: str = accountant) -> float:

@@ -53,6 +53,7 @@ class PrivacyStatement:
         num_ranks: processes that took the latest steps together.
         run: name of the run, part of its journals' names.
         journal_heads: names of the last steps in its journal, which stand for all of them.
+        earlier_training: what has trained the weights before the run, in words.
         faults: what has happened during the run that keeps it from release, in words.
         weights: SHA-256 of the parameters and buffers that it speaks of (``weights.digest_of``).
         versions: package name to version.
@@ -75,6 +76,7 @@ class PrivacyStatement:
     num_ranks: int = 1
     run: str = ""
     journal_heads: tuple[str, ...] = ()
+    earlier_training: tuple[str, ...] = ()
     faults: tuple[str, ...] = ()
     weights: str = ""
     versions: dict[str, str] = field(default_factory=dict)
@@ -106,7 +108,7 @@ class PrivacyStatement:
         try:
             plan = {item.name: facts[item.name] for item in fields(PrivacyPlan) if item.name != "num_steps"}
             ledger = Ledger()
-            ledger.load_state_dict({"runs": facts["ledger"]})
+            ledger.load_state_dict({"runs": facts["ledger"], "earlier": facts["earlier_runs"]})
             known = {item.name for item in fields(cls)} - {"plan", "ledger", "private", "earlier_targets"}
             rest: dict[str, Any] = {
                 name: tuple(facts[name]) if isinstance(facts[name], list) else facts[name] for name in known
@@ -178,6 +180,8 @@ class PrivacyStatement:
                 "num_train": self.plan.num_train,
                 "noise_multiplier": self.plan.noise_multiplier,
                 "ledger": [list(run) for run in self.ledger.runs],
+                "earlier_runs": self.ledger.state_dict()["earlier"],
+                "earlier_training": list(self.earlier_training),
                 "clipping": self.clipping,
                 "sensitivity": self.sensitivity,
                 "sampler": self.sampler,
@@ -236,6 +240,7 @@ class PrivacyStatement:
                 f"{count} steps with noise multiplier {_show(sigma)}, sample rate {_show(q)}"
                 for sigma, q, count in self.ledger.runs
             ),
+            "training before the run": "; ".join(self.earlier_training) or "none that is known",
             "clipping": ", ".join(f"{key}: {_show(value)}" for key, value in facts["clipping"].items()),
             "sensitivity": _show(facts["sensitivity"]),
             "post-processing": self.postprocessing,
@@ -270,8 +275,13 @@ class PrivacyStatement:
         spent = self._spent
         if math.isinf(spent):
             return "None. This run is not private: its weights may reveal any training example."
+        before = (
+            f" Together with the {len(self.ledger.earlier)} private runs that trained the weights before, the"
+            if self.ledger.earlier
+            else " The"
+        ).strip()
         return (
-            f"The sequence of {self.ledger.num_steps} privatized gradients is ({spent:.4g}, "
+            f"{before} sequence of {self.ledger.num_steps} privatized gradients is ({spent:.4g}, "
             f"{self.plan.delta:g})-differentially private, by the {self.plan.accountant.upper()} "
             f"accountant's upper bound, for data sets that differ by adding or removing "
             f"{self.unit_of_privacy}. The model's weights are computed from these gradients and from "

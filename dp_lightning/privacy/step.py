@@ -47,7 +47,8 @@ from dp_lightning.privacy.gradients.clipped_sum import ClippedSum
 from dp_lightning.privacy.isolation.between_examples import Isolation
 from dp_lightning.privacy.isolation.reachable import Ignored, nothing_ignored
 from dp_lightning.privacy.isolation.sealed_data import SealedData
-from dp_lightning.privacy.journal import Journal
+from dp_lightning.privacy.journal import Journal, run_name
+from dp_lightning.privacy.lineage import Origin, marks, origin_of, released, remember
 from dp_lightning.privacy.noise import GaussianNoise
 from dp_lightning.privacy.plan import PrivacyPlan
 from dp_lightning.privacy.randomness import TrainingRandomness
@@ -93,6 +94,8 @@ class PrivateStep:
         disk: takes gradients where DiSK does; None is at the parameters.
         ledger: where each release is recorded; it may hold steps taken before.
         journal: where each release is brought to disk before it is made, on rank 0.
+        run: name of the run; that of its journal without one.
+        origin: what has trained the module before, which has been counted; None finds it out and counts it.
         ranks: the processes that take each step together.
         sampling_key: of the draws, the same on all ranks; None makes a secret one.
         seed: fixes sampling, noise and all that is random in a step; whoever knows it can subtract the noise. None
@@ -122,6 +125,8 @@ class PrivateStep:
         disk: DiSK | None = None,
         ledger: Ledger | None = None,
         journal: Journal | None = None,
+        run: str | None = None,
+        origin: Origin | None = None,
         ranks: Ranks | None = None,
         sampling_key: Key | None = None,
         seed: int | None = None,
@@ -139,7 +144,10 @@ class PrivateStep:
         require_single_records(dataset)
         self.module, self.plan, self.clip_plan = module, plan, clip_plan or ClipPlan.flat()
         self.ledger, self.journal, self.ranks = ledger or Ledger(), journal, ranks or Ranks()
+        self.run = run or (run_name({}) if journal is None else journal.run)
+        self.origin = origin or origin_of(module, self.ledger, run=self.run, other_data=False)
         self.parameters = trained_parameters(module)
+        self._start = frozenset(marks(self.parameters.values()))
         self.noise = GaussianNoise(seed=seed)
         self.seed, self.randomness = seed, TrainingRandomness(seed, rank=self.ranks.rank)
         self.reader = ExampleReader(
@@ -160,7 +168,7 @@ class PrivateStep:
         self._sum = ClippedSum(self.parameters, self.clip_plan)
         self._extrapolation = None if disk is None else Extrapolation(self.parameters, disk.length)
         #: What keeps the run from release, in words.
-        self.faults: set[str] = set()
+        self.faults: set[str] = set(self.origin.faults)
         self._form: tuple[Structure, list[tuple[int, ...]]] | None = None
         self._taken: PhysicalBatch | None = None
 
@@ -192,7 +200,7 @@ class PrivateStep:
         Raises:
             ModelError: naming what cannot be.
         """
-        return self._way.nothing_kept()
+        return self.isolation.nothing_kept()
 
     def physical_batches(self, step: int) -> Iterator[PhysicalBatch]:
         """This rank's share of the draw of a logical step."""
@@ -264,7 +272,8 @@ class PrivateStep:
         self._sum.reset()
         for name, gradient in self._sum.views(total.div_(self.plan.expected_batch_size)).items():
             self.parameters[name].grad = gradient.to(self.parameters[name].dtype)
-        self._way.advance()
+        released(self.parameters.values(), self.run, self.ledger)
+        self.isolation.advance()
         return stop
 
     # Public numbers
@@ -285,9 +294,14 @@ class PrivateStep:
         return self._way.ways
 
     @property
+    def isolation(self) -> Isolation:
+        """What the module keeps from example to example, and from step to step."""
+        return self._way.isolation
+
+    @property
     def changed_outside(self) -> tuple[str, ...]:
         """Attributes of the module that other code than the loss has changed."""
-        return self._way.changed_outside
+        return tuple(sorted(self.isolation.changed_outside))
 
     @property
     def discarded(self) -> Tensor:
@@ -330,17 +344,24 @@ class PrivateStep:
             "private": self.plan.noise_multiplier > 0,
             "num_ranks": self.ranks.size,
             "faults": tuple(sorted(self._faults_of_now())),
-            "run": "" if self.journal is None else self.journal.run,
+            "run": self.run,
+            "earlier_training": tuple(self.origin.words),
             "journal_heads": () if self.journal is None else self.journal.heads,
             "versions": {name: version(name) for name in ("dp-lightning", "torch", "opacus")},
         }
+        # Whoever asks for a statement may copy the weights now.
+        remember(self.parameters.values(), self.run, self.ledger, start=self._start)
         if "weights" not in more:
             fields["weights"] = digest_of(self.module.state_dict())
         return PrivacyStatement(**{**fields, **more})
 
     def _faults_of_now(self) -> set[str]:
-        finite = all(bool(parameter.isfinite().all()) for parameter in self.parameters.values())
-        return self.faults | (set() if finite else {"weights are not finite"})
+        found = set(self.faults)
+        if not all(bool(parameter.isfinite().all()) for parameter in self.parameters.values()):
+            found.add("weights are not finite")
+        if touched := self.isolation.touched():
+            found.add(f"other code than the optimizer has changed {', '.join(touched[:5])} after the last step")
+        return found
 
     # Resuming
 
@@ -361,6 +382,7 @@ class PrivateStep:
         self.require_budget()
         self._sum.reset()
         if self._extrapolation is not None:
+            self.isolation.begin_elsewhere()
             self._extrapolation.advance()
 
     def _require_one_form(self, batch: ExampleBatch) -> None:

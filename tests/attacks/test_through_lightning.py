@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import ClassVar
 
 import lightning.pytorch as pl
+import numpy as np
 import pytest
 import torch
 import torchmetrics
@@ -383,14 +384,11 @@ class DecaysWeightsInAHook(LightningAttack):
 
 @expect(HARMLESS, HARMLESS)
 class ChangesTheModelOncePerStep(LightningAttack):
-    def on_train_batch_end(self, outputs, batch, batch_idx):
-        if self.trainer.accumulate_grad_batches == 1:
-            self.net[0].weight.data.mul_(0.99)
-
     def optimizer_step(self, epoch, batch_idx, optimizer, optimizer_closure=None):
         for group in optimizer.param_groups:
             group["lr"] = 0.1 / (1 + self.trainer.global_step)
         optimizer.step(closure=optimizer_closure)
+        self.net[0].weight.data.mul_(0.99)
 
 
 @expect("hook", None)
@@ -793,13 +791,53 @@ class MovingAverageOfWeights(LightningAttack):
         super().__init__(x, y)
         self.teacher = nn.Linear(5, 6).requires_grad_(False)
 
-    def on_train_batch_end(self, outputs, batch, batch_idx):
-        if self.trainer.accumulate_grad_batches == 1:
-            for mine, theirs in zip(self.teacher.parameters(), self.net[0].parameters(), strict=True):
-                mine.data.lerp_(theirs.data, 0.1)
+    def optimizer_step(self, *args, **kwargs):
+        super().optimizer_step(*args, **kwargs)
+        for mine, theirs in zip(self.teacher.parameters(), self.net[0].parameters(), strict=True):
+            mine.data.lerp_(theirs.data, 0.1)
 
     def training_step(self, batch, batch_idx):
         return self.loss(batch) + F.mse_loss(self.net[0](batch[0]), self.teacher(batch[0]))
+
+
+def by_a_metric(name, change):
+    """What a metric has computed from the examples of a step changes something of the model in a hook."""
+
+    class Follows(LightningAttack):
+        def __init__(self, x, y):
+            super().__init__(x, y)
+            self.seen = torchmetrics.MeanMetric()
+            self.register_buffer("scale", torch.ones(()))
+
+        def training_step(self, batch, batch_idx):
+            loss = self.scale * self.loss(batch)
+            self.seen.update(loss)
+            return loss
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.net.parameters(), lr=0.1, momentum=0.9)
+
+        def on_train_batch_end(self, outputs, batch, batch_idx):
+            if self.trainer.accumulate_grad_batches == 1:
+                change(self, float(self.seen.compute()))
+
+    expect("between two steps", None)(type(name, (Follows,), {}))
+
+
+def _state(module):
+    optimizer = module.optimizers()
+    return optimizer.state[module.net[0].weight]
+
+
+by_a_metric("RateByAMetric", lambda module, value: module.optimizers().param_groups[0].update(lr=0.1 * value))
+by_a_metric("BufferByAMetric", lambda module, value: module.scale.fill_(value))
+by_a_metric("WeightsByAMetric", lambda module, value: module.net[2].bias.data.add_(value))
+by_a_metric("WeightsThroughNumPy", lambda module, value: np.add.at(module.net[2].bias.detach().numpy(), 0, value))
+by_a_metric("MomentumByAMetric", lambda module, value: _state(module)["momentum_buffer"].mul_(value))
+by_a_metric(
+    "AnotherMomentum",
+    lambda module, value: _state(module).update(momentum_buffer=value * _state(module)["momentum_buffer"]),
+)
 
 
 def outcome(kind, ways):

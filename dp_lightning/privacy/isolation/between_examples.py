@@ -85,7 +85,7 @@ class Isolation:
         self._generators = {id(generator): generator for generator in generators}
         self._failure = ""  # of the public example's loss
         self._undone: set[str] = set()
-        self._within_step = False
+        self._within_step = self._after_optimizer = self._evaluated = False
         #: Attributes that other code than ``training_step`` has changed since the start.
         self.changed_outside: set[str] = set()
 
@@ -129,6 +129,37 @@ class Isolation:
         if self._advanced:
             self._advanced.clear()
             self._snapshot.refresh()
+
+    def stepped(self) -> None:
+        """The optimizer has stepped: until the next loss nothing else may change a tensor of the model."""
+        self._note_outside(self._snapshot.changes())
+        self._snapshot.refresh()
+        self._after_optimizer, self._evaluated = True, False
+
+    def evaluated(self) -> None:
+        """Validation data went through the model, by which all tensors but the trained ones may follow it."""
+        self._evaluated = True
+
+    def touched(self) -> list[str]:
+        """Tensors of the model that other code has changed since the optimizer has stepped."""
+        return self._touched(self._snapshot.changes()) if self._after_optimizer else []
+
+    def require_untouched(self) -> None:
+        """Only the optimizer changes the model between two losses.
+
+        Raises:
+            ModelError: naming what other code has changed.
+        """
+        _require_only_releases(self.touched())
+
+    def begin_elsewhere(self) -> None:
+        """The next loss is computed with other parameters than those that the optimizer has left.
+
+        Raises:
+            ModelError: as of :meth:`require_untouched`.
+        """
+        self.require_untouched()
+        self._after_optimizer = False
 
     @contextmanager
     def together(self, recording: Recording) -> Iterator[None]:
@@ -209,20 +240,33 @@ class Isolation:
         changes = self._snapshot.changes()
         if self._within_step:
             self._require_one_model(changes)
-        self._within_step = True
-        self.changed_outside.update(change.path for change in changes if change.kind == "attribute")
+        elif self._after_optimizer:
+            _require_only_releases(self._touched(changes))
+        self._within_step, self._after_optimizer = True, False
+        self._note_outside(changes)
         self._snapshot.refresh()
         for tensor in (*self._module.parameters(), *self._module.buffers()):
             if id(tensor) not in self._constants:
                 self.know(tensor)
 
-    def _require_one_model(self, changes: list[Change]) -> None:
+    def _note_outside(self, changes: list[Change]) -> None:
+        self.changed_outside.update(change.path for change in changes if change.kind == "attribute")
+
+    def _touched(self, changes: list[Change]) -> list[str]:
+        if self._evaluated:
+            return [change.path for change in changes if id(change.source) in self._parameters]
+        return self._tensors_in(changes)
+
+    def _tensors_in(self, changes: list[Change]) -> list[str]:
         held = {id(tensor) for tensor in (*self._module.parameters(), *self._module.buffers())}
-        if names := [change.path for change in changes if change.kind == "tensor" or id(change.new) in held]:
+        return [change.path for change in changes if change.kind == "tensor" or id(change.new) in held]
+
+    def _require_one_model(self, changes: list[Change]) -> None:
+        if names := self._tensors_in(changes):
             raise ModelError(
                 f"{', '.join(names[:5])} changed between two physical batches of one step, by other code than "
                 "training_step, such as a hook. How many there are depends on the draw. Change tensors of the model "
-                "once per step, after the optimizer: in a hook, where trainer.accumulate_grad_batches is 1."
+                "once per step, in optimizer_step after the optimizer."
             )
 
     def _require_unchanged(self, allowed: Callable[[Change], bool]) -> None:
@@ -264,6 +308,15 @@ class Isolation:
                 return
         raise ModelError(
             f"training_step keeps a tensor of an example{_owner(recording.living(of_examples=True))}. {_FIX}"
+        )
+
+
+def _require_only_releases(names: list[str]) -> None:
+    if names:
+        raise ModelError(
+            f"{', '.join(names[:5])} changed between two steps, by other code than the optimizer, such as a hook. Only "
+            "what the steps release may change the model. Change tensors of it, such as the weights of a teacher, in "
+            "training_step, or in optimizer_step after the optimizer."
         )
 
 

@@ -1,0 +1,184 @@
+"""The ledger belongs to the weights, whichever callback or Trainer goes on with them."""
+
+import copy
+import json
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from plain_run import Plain, examples, loader, privacy, trainer
+from torch.nn import functional as F
+
+from dp_lightning.callbacks import PrivacyCallback
+from dp_lightning.commands.verify import verify
+from dp_lightning.errors import BudgetError, ConfigurationError
+from dp_lightning.privacy import PrivacyPlan, PrivateStep
+from dp_lightning.privacy.accounting import compose
+
+
+def fit(folder, module, callback=None, **kwargs):
+    callback = callback or privacy()
+    run = trainer(folder, callback, **kwargs)
+    run.fit(module, loader())
+    return callback, callback.statement(run)
+
+
+def ordinarily(folder, module):
+    trainer(folder, max_epochs=1).fit(module, loader())
+    return module
+
+
+SAME = {
+    "the same module": lambda module: module,
+    "a copy": copy.deepcopy,
+    "its network in another module": lambda module: Plain(module.net),
+    "its state dict": lambda module: loaded(Plain(), module.state_dict()),
+    "a part of it": lambda module: Plain(torch.nn.Sequential(copy.deepcopy(module.net[0]), torch.nn.Linear(8, 3))),
+}
+
+
+def loaded(module, state):
+    module.load_state_dict(state)
+    return module
+
+
+@pytest.mark.parametrize("way", SAME)
+def test_a_second_private_fit_counts_the_steps_of_the_first(tmp_path, way):
+    module = Plain()
+    _, first = fit(tmp_path / "1", module, max_epochs=2)
+    again, second = fit(tmp_path / "2", SAME[way](module), privacy(noise_multiplier=2.0), max_epochs=1)
+    together = compose([(1.0, 1 / 3, 6), (2.0, 1 / 3, 3)], delta=1e-3, accountant="rdp")
+    assert second.epsilon["rdp"] == pytest.approx(together)
+    assert again.budget.spent() == pytest.approx(together)
+    assert again.ledger.num_steps == 3
+    assert second.release == "ok"
+    assert f"run {first.run}: 6 private steps, which count here" in second.to_markdown()
+    third = fit(tmp_path / "3", SAME[way](module), max_epochs=1)[1]
+    assert first.run in third.ledger.earlier
+
+
+def test_weights_of_a_checkpoint_that_this_process_has_saved_count_too(tmp_path):
+    saving = ModelCheckpoint(dirpath=tmp_path / "1", save_last=True)
+    run = trainer(tmp_path / "1", privacy(), saving, enable_checkpointing=True)
+    run.fit(Plain(), loader())
+    state = torch.load(tmp_path / "1" / "last.ckpt", weights_only=True)["state_dict"]
+    del run
+    assert len(fit(tmp_path / "2", loaded(Plain(), state))[1].ledger.earlier) == 1
+
+
+def test_other_weights_count_nothing(tmp_path):
+    fit(tmp_path / "1", Plain())
+    assert fit(tmp_path / "2", Plain())[1].ledger.earlier == {}
+
+
+def test_the_target_holds_for_all_runs_together(tmp_path):
+    module = Plain()
+    spent = fit(tmp_path / "1", module)[0].budget.spent()
+    wanted = {"noise_multiplier": None, "target_epsilon": spent + 1.0}
+    callback, _ = fit(tmp_path / "2", module, privacy(**wanted), max_epochs=1)
+    assert spent < callback.budget.spent() <= spent + 1.0
+    with pytest.raises(BudgetError, match="Raise the target"):
+        fit(tmp_path / "3", module, privacy(**{**wanted, "target_epsilon": spent}), max_epochs=1)
+
+
+def test_a_run_that_goes_on_keeps_what_came_before_it(tmp_path):
+    module = Plain()
+    _, first = fit(tmp_path / "1", module)
+    saving = ModelCheckpoint(dirpath=tmp_path / "2", every_n_train_steps=3, save_top_k=-1, filename="{step}")
+    run = trainer(tmp_path / "2", privacy(), saving, enable_checkpointing=True, max_epochs=2)
+    run.fit(module, loader())
+    assert [finding for finding in verify(tmp_path / "2", []) if finding[1]] == []
+    again = privacy()
+    resumed = trainer(tmp_path / "2", again, max_epochs=4)
+    resumed.fit(Plain(), loader(), ckpt_path=tmp_path / "2" / "step=6.ckpt", weights_only=True)
+    said = again.statement(resumed)
+    assert said.ledger.earlier == {first.run: first.ledger.runs}
+    assert said.ledger.num_steps == 12
+    assert first.run in said.to_markdown()
+
+
+def test_earlier_runs_that_are_edited_away_are_found(tmp_path):
+    module = Plain()
+    fit(tmp_path / "1", module)
+    run = trainer(tmp_path / "2", privacy(), enable_checkpointing=False)
+    run.fit(module, loader())
+    run.save_checkpoint(tmp_path / "2" / "end.ckpt")
+    saved = torch.load(tmp_path / "2" / "end.ckpt", weights_only=True)
+    saved["privacy_statement"]["ledger"]["earlier"] = saved["callbacks"]["PrivacyCallback"]["ledger"]["earlier"] = {}
+    torch.save(saved, tmp_path / "2" / "end.ckpt")
+    assert any(wrong and "earlier runs" in what for what, wrong in verify(tmp_path / "2", []))
+
+
+def test_a_callback_does_not_go_on_with_weights_of_another_run(tmp_path):
+    one, other = Plain(), Plain()
+    fit(tmp_path / "1", other)
+    callback, _ = fit(tmp_path / "2", one, max_epochs=1)
+    with pytest.raises(ConfigurationError, match="new PrivacyCallback"):
+        fit(tmp_path / "2", other, callback, max_epochs=2)
+
+
+@pytest.mark.parametrize("way", [way for way in SAME if way != "its state dict"])
+def test_training_without_privacy_before_is_not_for_release(tmp_path, way):
+    before = ordinarily(tmp_path, Plain())
+    _, said = fit(tmp_path, SAME[way](before))
+    assert "not for release: the weights were trained before by steps without privacy on net.0." in said.release
+    assert json.loads((tmp_path / "privacy_statement.json").read_text())["release"] == said.release
+
+
+def test_it_stays_so_where_the_run_goes_on(tmp_path):
+    saving = ModelCheckpoint(dirpath=tmp_path, every_n_train_steps=3, save_top_k=-1, filename="{step}")
+    run = trainer(tmp_path, privacy(), saving, enable_checkpointing=True, max_epochs=1)
+    run.fit(ordinarily(tmp_path, Plain()), loader())
+    again = privacy()
+    resumed = trainer(tmp_path, again)
+    resumed.fit(Plain(), loader(), ckpt_path=tmp_path / "step=3.ckpt", weights_only=True)
+    assert "trained before by steps without privacy" in again.statement(resumed).release
+
+
+def test_training_on_other_data_may_be_declared_and_is_said(tmp_path):
+    module = ordinarily(tmp_path, Plain())
+    fit(tmp_path, module, privacy(earlier_training="other_data"))
+    _, said = fit(tmp_path, module, privacy(earlier_training="other_data"))
+    assert said.release == "ok"
+    assert said.ledger.earlier == {}
+    assert said.to_markdown().count("on data that was declared to be other") == 2
+    with pytest.raises(ConfigurationError, match="earlier_training is 'none'"):
+        PrivacyCallback(10, noise_multiplier=1.0, earlier_training="none")
+
+
+class Steps:
+    """A plain loop."""
+
+    def __init__(self, net, **kwargs):
+        plan = PrivacyPlan(num_train=60, expected_batch_size=20, num_steps=9, noise_multiplier=1.0, delta=1e-3)
+        self.private = PrivateStep(net, lambda b: F.cross_entropy(net(b[0]), b[1]), examples(), plan=plan, **kwargs)
+        self.optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+
+    def take(self, num=1):
+        for _ in range(num):
+            for batch in self.private.batches():
+                self.private.accumulate(batch)
+            self.private.release()
+            self.optimizer.step()
+        return self.private.statement()
+
+
+def test_a_plain_loop_counts_them_as_well(tmp_path):
+    net = torch.nn.Linear(5, 3)
+    first = Steps(net).take(2)
+    assert first.release == "ok"
+    again = Steps(net)
+    assert again.take(1).ledger.earlier == {first.run: first.ledger.runs}
+    again.optimizer.step()  # with the same release once more
+    assert Steps(net).take().release == "ok"
+
+
+@pytest.mark.parametrize("fresh", [True, False])
+def test_a_gradient_in_the_place_of_a_release_is_seen(fresh):
+    net = torch.nn.Linear(5, 3)
+    steps = Steps(net)
+    steps.take()
+    steps.optimizer.zero_grad(set_to_none=fresh)
+    net(torch.randn(4, 5)).sum().backward()
+    steps.optimizer.step()
+    assert "trained before by steps without privacy" in Steps(net).take().release
