@@ -33,6 +33,7 @@ from dp_lightning.callbacks.checkpoints import (
     require_one_checkpoint,
 )
 from dp_lightning.callbacks.estimated_steps import estimate_by_loader, estimate_by_plan
+from dp_lightning.callbacks.nothing_raw import check_hyperparameters, check_metrics, require_nothing_raw
 from dp_lightning.callbacks.private_loader import (
     PrivateSource,
     private_loader,
@@ -199,6 +200,8 @@ class PrivacyCallback(pl.Callback):
         """
         check_settings(trainer, pl_module)
         check_order(trainer, self)
+        check_hyperparameters(trainer, pl_module)
+        check_metrics(pl_module)
         if self.plan is None and self.num_train is not None:
             self.budget.make_plan(trainer, self.num_train)
 
@@ -206,7 +209,9 @@ class PrivacyCallback(pl.Callback):
         if stage == "fit":
             self.check(trainer, pl_module)
         if type(trainer.strategy.checkpoint_io) is TorchCheckpointIO:
-            trainer.strategy.checkpoint_io = PrivateCheckpointIO(self._record.beside)
+            trainer.strategy.checkpoint_io = PrivateCheckpointIO(
+                lambda checkpoint, folder: self._before_save(trainer, checkpoint, folder)
+            )
         if stage != "fit":
             return
         self._users_loader = self._training_step = None
@@ -491,6 +496,12 @@ class PrivacyCallback(pl.Callback):
         count_logical_steps(checkpoint, self.ledger.num_steps)
         if self._private is not None:
             checkpoint[STATEMENT] = self.statement(trainer, weights="").saved()  # known when all is in the checkpoint
+
+    def _before_save(self, trainer: pl.Trainer, checkpoint: dict[str, Any], folder: Path) -> None:
+        if self._private is not None:
+            self._unprotected.note_epoch(trainer)
+            require_nothing_raw(checkpoint, trainer, self._unprotected.numbers)
+        self._record.beside(folder)
 
     def on_load_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]

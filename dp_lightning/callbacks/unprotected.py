@@ -5,6 +5,7 @@ import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
+from dp_lightning.callbacks.nothing_raw import LoggedNumbers
 from dp_lightning.callbacks.settings import check_monitors
 
 #: Logged by the callbacks of this package, from public numbers and what the mechanism has released.
@@ -16,10 +17,12 @@ class Unprotected:
 
     Attributes:
         names: tags that were logged while training.
+        numbers: what was logged under them.
     """
 
     def __init__(self) -> None:
         self.names: set[str] = set()
+        self.numbers = LoggedNumbers()
         self._non_finite: Tensor | int = 0
 
     def note_logged(self, trainer: pl.Trainer) -> None:
@@ -29,10 +32,21 @@ class Unprotected:
             ConfigurationError: when something is chosen by one of them.
         """
         results = trainer.fit_loop.epoch_loop._results
-        found = {result.meta.name for result in results.values()} - POST_PROCESSING - self.names
+        raw = [result for result in results.values() if result.meta.name not in POST_PROCESSING]
+        for result in raw:
+            if isinstance(result._forward_cache, Tensor) and result._forward_cache.numel() == 1:
+                self.numbers.note(result.meta.name, result._forward_cache)
+        found = {result.meta.name for result in raw} - self.names
         if found:
             self.names |= found
             check_monitors(trainer, self.names)
+
+    def note_epoch(self, trainer: pl.Trainer) -> None:
+        """The numbers that this rank has gathered in the epoch so far."""
+        for result in trainer.fit_loop.epoch_loop._results.values():
+            if result.is_tensor and result.meta.on_epoch and result.meta.name not in POST_PROCESSING:
+                count = result.cumulated_batch_size if result.meta.is_mean_reduction else 1
+                self.numbers.note(result.meta.name, result.value / count)
 
     def add_non_finite(self, count: Tensor) -> None:
         """Count examples, without waiting for their device."""

@@ -23,10 +23,10 @@ class PrivateCheckpointIO(TorchCheckpointIO):
     """Writes and reads checkpoints on a local file system.
 
     Args:
-        before_save: called with the folder before a checkpoint appears in it.
+        before_save: called with a checkpoint and the folder in which it is about to appear.
     """
 
-    def __init__(self, before_save: Callable[[Path], None] | None = None) -> None:
+    def __init__(self, before_save: Callable[[dict[str, Any], Path], None] | None = None) -> None:
         super().__init__()
         self._before_save = before_save
 
@@ -40,7 +40,7 @@ class PrivateCheckpointIO(TorchCheckpointIO):
         if STATEMENT in checkpoint:
             checkpoint[STATEMENT]["weights"] = digest_of(checkpoint["state_dict"])
         if self._before_save is not None:
-            self._before_save(target.parent)
+            self._before_save(checkpoint, target.parent)
         try:
             with replacing(target) as file:
                 torch.save(checkpoint, file)

@@ -26,7 +26,9 @@ def load(path):
 def test_what_was_saved_is_loaded_and_nothing_else_is_left(tmp_path):
     told = []
     path = tmp_path / "below" / "one.ckpt"
-    PrivateCheckpointIO(told.append).save_checkpoint({"weights": torch.arange(5)}, path)
+    PrivateCheckpointIO(lambda checkpoint, folder: told.append(folder)).save_checkpoint(
+        {"weights": torch.arange(5)}, path
+    )
     assert torch.equal(load(path)["weights"], torch.arange(5))
     assert told == [path.parent]
     assert [file.name for file in path.parent.iterdir()] == ["one.ckpt"]
