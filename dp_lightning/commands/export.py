@@ -3,6 +3,7 @@
 import argparse
 import json
 import pydoc
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 
 from dp_lightning.callbacks import AveragedWeights, DataRecord
 from dp_lightning.commands.saved_module import saved_module
+from dp_lightning.commands.verify import EXPORTED, verify
 from dp_lightning.errors import ConfigurationError, DataError
 from dp_lightning.files import replacing, require_writable
 from dp_lightning.lightning_modules import TimmModule
@@ -19,10 +21,12 @@ from dp_lightning.models.feature_network import FeatureNetwork
 from dp_lightning.models.pretrained import without_weights
 from dp_lightning.models.pretrained_input import PretrainedInput
 from dp_lightning.models.trained import merge_low_rank
+from dp_lightning.privacy.journal import journal_name, journal_of, read_journal, up_to
 from dp_lightning.privacy.statement import STATEMENT, PrivacyStatement
+from dp_lightning.privacy.weights import digest_of
 from dp_lightning.strategies.checkpoint_io import PrivateCheckpointIO
 
-_FILES = ("model.safetensors", "model.onnx", "model.json")
+_FILES = (EXPORTED, "model.onnx", "model.json")
 # What writes each format.
 _PACKAGES = {"safetensors": "safetensors", "onnx": "onnxscript"}
 
@@ -36,8 +40,10 @@ def main(arguments: list[str]) -> None:
 def export(options: argparse.Namespace) -> list[Path]:
     """Write ``model.safetensors``, ``model.onnx``, ``model.json`` and the privacy statement into ``out``.
 
-    ``model.json`` also has the names of the classes, and the size to which the data module resizes an image before it
-    cuts out the middle. Of a linear probe ``model.onnx`` has the network before it too, and ``model.safetensors`` the
+    The checkpoint is verified first, as by `dpl verify`, which checks the folder too: it has the journal up to the
+    checkpoint's steps, and the statement's digest is that of the tensors in ``model.safetensors``. ``model.json`` has
+    the checkpoint's, the names of the classes, and the size to which the data module resizes an image before it cuts
+    out the middle. Of a linear probe ``model.onnx`` has the network before it too, and ``model.safetensors`` the
     probe alone. Low-rank additions are merged into the weights. The folder must hold no other export: a statement must
     not stand beside a network that it does not speak of.
 
@@ -71,6 +77,11 @@ def export(options: argparse.Namespace) -> list[Path]:
             f"--out {out} holds {there[0]} of an earlier export. Give another folder, or remove that one."
         )
     module, settings = _module(checkpoint, saved, options.module_class)
+    if wrong := [f"{subject}: {finding}" for subject, finding in verify(checkpoint, []) if finding is not None]:
+        raise DataError(
+            f"{checkpoint} and the journal beside it do not belong together, so nothing of it is exported: "
+            f"{'; '.join(wrong)}. Take the checkpoint as the run has left it, with the journal of its folder."
+        )
     average: dict[str, Tensor] = saved.get("callbacks", {}).get(AveragedWeights.__qualname__, {}).get("average", {})
     if weights == "averaged" and not average:
         raise ConfigurationError(f"{checkpoint} has no average of the weights. Leave --weights out, or set it to raw.")
@@ -79,7 +90,8 @@ def export(options: argparse.Namespace) -> list[Path]:
         module.load_state_dict(average, strict=False)
     if isinstance(module, TimmModule):
         merge_low_rank(module.model)
-    statement = PrivacyStatement.from_saved(saved[STATEMENT])
+    claims, tensors = PrivacyStatement.from_saved(saved[STATEMENT]), _tensors(module)
+    statement = replace(claims, weights=digest_of(tensors))
     record = saved.get("callbacks", {}).get(DataRecord.__qualname__, {})
     features = record.get("features")
     before = None
@@ -97,13 +109,15 @@ def export(options: argparse.Namespace) -> list[Path]:
         "epsilon": statement.to_dict()["epsilon"],
         "delta": statement.plan.delta,
         "release": statement.release,
+        "checkpoint": claims.weights,
     }
-    contents: dict[str, bytes] = {}
+    steps, _ = read_journal(checkpoint.parent / journal_name(claims.run), claims.run)
+    contents = {journal_name(claims.run): journal_of(up_to(claims.journal_heads, steps))}
     if "safetensors" in formats:
         from safetensors.torch import save
 
-        contents["model.safetensors"] = save(
-            _tensors(module),
+        contents[EXPORTED] = save(
+            tensors,
             metadata={"facts": json.dumps(facts, default=str), STATEMENT: json.dumps(statement.saved())},
         )
     if "onnx" in formats:

@@ -14,12 +14,14 @@ from pathlib import Path
 from typing import Any
 
 from dp_lightning.errors import DataError, DpLightningError
-from dp_lightning.privacy.journal import Steps, read_journal, spent_in, stands_for, up_to
+from dp_lightning.privacy.journal import Steps, journal_name, read_journal, spent_in, stands_for, up_to
 from dp_lightning.privacy.statement import STATEMENT, PrivacyStatement
 from dp_lightning.privacy.weights import digest_of
 from dp_lightning.strategies.checkpoint_io import PrivateCheckpointIO
 
 _FILE = "privacy_statement.json"
+#: The weights that `dpl export` writes.
+EXPORTED = "model.safetensors"
 
 
 def main(arguments: list[str]) -> None:
@@ -45,7 +47,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Check the files of a run against each other: statement, journals, checkpoints. Exits with 1 where "
         "something does not hold.",
     )
-    parser.add_argument("run", help="the folder of a run, or one of its checkpoints")
+    parser.add_argument("run", help="the folder of a run or of an export, or a checkpoint")
     parser.add_argument(
         "--head",
         action="append",
@@ -60,7 +62,7 @@ Finding = tuple[str, str | None]
 
 
 def verify(place: Path, heads: list[str]) -> Iterator[Finding]:
-    """Check a run's folder, or a checkpoint, and what is below it.
+    """Check a run's folder, an export, or a checkpoint, and what is below it.
 
     Raises:
         DataError: where there is nothing to check.
@@ -71,10 +73,13 @@ def verify(place: Path, heads: list[str]) -> Iterator[Finding]:
         raise DataError(f"{place} has no {_FILE} and no checkpoint below it. Give the folder of a private run.")
     journals: dict[Path, Steps | str] = {}
     digests: set[str] = set()
+    exported = place / EXPORTED
+    if exported.is_file():
+        digests.add(_digest_of_file(exported))
     for path in checkpoints:
         yield from _of_checkpoint(path, path.name if path == place else str(path.relative_to(place)), journals, digests)
     if statement.is_file():
-        yield from _of_statement(statement, journals, digests, with_weights=bool(checkpoints))
+        yield from _of_statement(statement, journals, digests, with_weights=bool(checkpoints or digests))
     for head in heads:
         held = any(head in steps for steps in journals.values() if isinstance(steps, dict))
         yield f"the step {head} is in a journal", None if held else "none holds it: the files are older, or others"
@@ -133,16 +138,25 @@ def _of_statement(
     )
     if with_weights:
         yield (
-            f"{path.name}: a checkpoint has its weights",
-            _unless(claims.weights in digests, "none of the checkpoints below has weights of that digest"),
+            f"{path.name}: a file has its weights",
+            _unless(claims.weights in digests, "no checkpoint or export below has weights of that digest"),
         )
     yield from _against_journal(path.name, claims, path.parent, journals)
+
+
+def _digest_of_file(path: Path) -> str:
+    from safetensors.torch import load_file
+
+    try:
+        return digest_of(load_file(path))
+    except Exception as error:  # the file may hold anything
+        return f"unknown: {error}"
 
 
 def _against_journal(
     name: str, claims: PrivacyStatement, folder: Path, journals: dict[Path, Steps | str]
 ) -> Iterator[Finding]:
-    path = folder / f"privacy_journal_{claims.run}.jsonl"
+    path = folder / journal_name(claims.run)
     if path not in journals:
         journals[path] = _read(path, claims.run)
         steps = journals[path]

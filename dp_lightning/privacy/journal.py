@@ -90,6 +90,16 @@ def up_to(heads: Iterable[str], steps: Mapping[str, Step]) -> Steps:
     return {name: step for name, step in steps.items() if name in wanted}
 
 
+def journal_of(steps: Mapping[str, Step]) -> bytes:
+    """A journal with these steps, and no folder."""
+    return b"".join(map(_step_line, steps, steps.values()))
+
+
+def journal_name(run: str) -> str:
+    """The name of a run's journal in each folder."""
+    return f"privacy_journal_{run}.jsonl"
+
+
 class Journal:
     """Records the steps of one run in all folders that it was given.
 
@@ -117,7 +127,7 @@ class Journal:
 
     def path(self, folder: Path) -> Path:
         """Where the journal stands in a folder."""
-        return folder.resolve() / f"privacy_journal_{self.run}.jsonl"
+        return folder.resolve() / journal_name(self.run)
 
     def read(self, folder: Path) -> Ledger | None:
         """The steps in the journal that stands in ``folder`` and in those that they name; None where there is none.

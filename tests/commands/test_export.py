@@ -1,6 +1,7 @@
 """What ``dpl export`` writes is the network of the checkpoint, and its statement is that of the checkpoint's steps."""
 
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +11,7 @@ import torch
 
 from dp_lightning.cli import main
 from dp_lightning.commands import export as export_module
+from dp_lightning.commands.verify import verify
 from dp_lightning.datamodules import Digits
 from dp_lightning.errors import ConfigurationError
 from dp_lightning.lightning_modules import LinearProbeModule, SmallCNNModule
@@ -34,6 +36,14 @@ def fit(folder, *settings):
 def checkpoint_of(folder):
     (found,) = folder.rglob("*.ckpt")
     return found
+
+
+def beside(checkpoint, folder):
+    """The folder, which has the journal of the checkpoint."""
+    folder.mkdir(exist_ok=True)
+    for journal in checkpoint.parent.glob("privacy_journal_*.jsonl"):
+        shutil.copy(journal, folder)
+    return folder
 
 
 @pytest.fixture(scope="module")
@@ -98,7 +108,15 @@ def test_the_statement_is_that_of_the_checkpoints_steps(tmp_path):
         assert found["epsilon"]["rdp"] <= last["epsilon"]["rdp"]
     assert sorted(by_steps) == [4, 8]
     whole = json.loads((tmp_path / "8" / "privacy_statement.json").read_text())
-    assert whole == last
+    assert {**whole, "weights": ""} == {**last, "weights": ""}
+    # The digest is that of the tensors in the export, which anyone can check.
+    assert not any(finding for _, finding in verify(tmp_path / "8", []))
+    tensors = safetensors_torch.load_file(tmp_path / "8" / "model.safetensors")
+    next(iter(tensors.values())).mul_(1.01)
+    safetensors_torch.save_file(tensors, tmp_path / "8" / "model.safetensors")
+    assert [what for what, wrong in verify(tmp_path / "8", []) if wrong] == [
+        "privacy_statement.json: a file has its weights"
+    ]
     first = json.loads((tmp_path / "4" / "privacy_statement.json").read_text())
     assert first["epsilon"]["rdp"] < last["epsilon"]["rdp"]
     assert "4 of 8" in (tmp_path / "4" / "privacy_statement.md").read_text()
@@ -173,18 +191,22 @@ def test_what_cannot_be_exported_is_refused_with_the_reason(trained, tmp_path, c
 
     assert "is not a usable checkpoint" in refusal("--ckpt-path", tmp_path / "missing.ckpt")
     saved = torch.load(path, weights_only=True)
-    (tmp_path / "plain").mkdir()
+    beside(path, tmp_path / "plain")
     torch.save(
         {key: value for key, value in saved.items() if key != "privacy_statement"}, tmp_path / "plain" / "a.ckpt"
     )
     assert "has no privacy statement" in refusal("--ckpt-path", tmp_path / "plain" / "a.ckpt")
     torch.save({**saved, "hyper_parameters": {}}, tmp_path / "plain" / "b.ckpt")
     assert "is of the class (not named)" in refusal("--ckpt-path", tmp_path / "plain" / "b.ckpt")
-    torch.save({**saved, "callbacks": {}}, tmp_path / "plain" / "c.ckpt")
+    del saved["callbacks"]["AveragedWeights"]
+    torch.save(saved, tmp_path / "plain" / "c.ckpt")
     assert "has no average" in refusal("--ckpt-path", tmp_path / "plain" / "c.ckpt", "--weights", "averaged")
     sizeless = {key: value for key, value in saved["hyper_parameters"].items() if key != "image_size"}
     torch.save({**saved, "hyper_parameters": sizeless}, tmp_path / "plain" / "d.ckpt")
     assert "Give --image-size" in refusal("--ckpt-path", tmp_path / "plain" / "d.ckpt")
+    saved["state_dict"]["model.classifier.weight"][0] += 1
+    torch.save(saved, tmp_path / "plain" / "e.ckpt")
+    assert "do not belong together" in refusal("--ckpt-path", tmp_path / "plain" / "e.ckpt")
     monkeypatch.setattr(export_module.pydoc, "safeimport", lambda package: None)
     assert "pip install 'dp-lightning[export]'" in refusal("--ckpt-path", path)
     assert not list((tmp_path / "out").glob("*.onnx"))
@@ -192,7 +214,7 @@ def test_what_cannot_be_exported_is_refused_with_the_reason(trained, tmp_path, c
 
 @pytest.mark.parametrize("named", [False, True])
 def test_a_checkpoint_does_not_choose_which_code_runs(trained, tmp_path, capsys, named):
-    trap = tmp_path / "sprung"
+    trap = beside(checkpoint_of(trained), tmp_path) / "sprung"
     saved = torch.load(checkpoint_of(trained), weights_only=True)
     saved["hyper_parameters"] = {"_class_path": "subprocess.Popen", "args": ["touch", str(trap)]}
     torch.save(saved, tmp_path / "trap.ckpt")
@@ -206,7 +228,7 @@ def test_a_module_of_ones_own_is_exported_when_it_is_named(trained, tmp_path):
     saved = torch.load(checkpoint_of(trained), weights_only=True)
     path = f"{OwnModule.__module__}.OwnModule"
     saved["hyper_parameters"]["_class_path"] = path
-    torch.save(saved, tmp_path / "own.ckpt")
+    torch.save(saved, beside(checkpoint_of(trained), tmp_path) / "own.ckpt")
     arguments = ["--ckpt-path", tmp_path / "own.ckpt", "--out", tmp_path / "out", "--format", "safetensors"]
     assert export(*arguments) == 2
     assert export(*arguments, "--module-class", path) == 0
