@@ -72,10 +72,11 @@ def _draw(page: Document, audit: Audit) -> None:
         "parameter over the claimed one, with the range that holds"
     )
     with figure(page, "audit", caption, panels=2) as (scores, sizes):
-        low = min(float(audit.excluded.min()), float(audit.included.min()), -4.0)
-        high = max(float(audit.included.max()), float(audit.excluded.max()), audit.mu + 4.0)
+        included, excluded = (values[np.isfinite(values)] for values in (audit.included, audit.excluded))
+        low = min([*included, *excluded, -4.0])
+        high = max([*included, *excluded, audit.mu + 4.0])
         grid, bins = np.linspace(low, high, 300), np.linspace(low, high, 50)
-        drawn = (("took part", audit.included, audit.mu), ("took no part", audit.excluded, 0.0))
+        drawn = (("took part", included, audit.mu), ("took no part", excluded, 0.0))
         for number, (label, values, mean) in enumerate(drawn):
             colour = style(number)["color"]
             scores.hist(values, bins, density=True, alpha=0.5, color=colour, label=label)
