@@ -18,6 +18,7 @@ commands:
   predict   class probabilities of a checkpoint
   export    the network of a checkpoint as safetensors and ONNX, with its privacy statement
   verify    check a run's statement against its journal and its weights: dpl verify RUN
+  audit     test the noise and the clipping of a configuration: dpl audit --config configs/digits.yaml
   account   price a run before it starts: three of epsilon, sigma, steps and batch size give the fourth
   sweep     the runs of a grid: dpl sweep configs/sweeps/digits.yaml
   report    the tables and figures of a grid's runs, beside the paper's numbers
@@ -28,7 +29,7 @@ line, as in `dpl fit --config configs/digits.yaml --privacy.target_epsilon 8`, a
 """
 
 _TRAINING = ("fit", "validate", "test", "predict")
-_OTHERS = ("export", "verify", "account", "sweep", "report", "analyze")
+_OTHERS = ("export", "verify", "audit", "account", "sweep", "report", "analyze")
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -339,3 +339,27 @@ def test_processor_time_of_workers_counts(monkeypatch):
     before = pipeline.processor_seconds()
     subprocess.run([sys.executable, "-c", "sum(range(10**7))"], check=True)
     assert pipeline.processor_seconds() - before > 0.05
+
+
+def test_a_soak_passes_where_memory_and_time_stay_and_names_what_grew(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import soak
+
+    lines = soak.run(20, 10, tmp_path / "soak.jsonl")
+    assert [line["step"] for line in lines] == [10, 20]
+    assert lines[1]["journal_bytes"] > lines[0]["journal_bytes"] > 0
+    assert [json.loads(line) for line in (tmp_path / "soak.jsonl").read_text().splitlines()] == lines
+    even = [{**lines[0], "step": step} for step in range(1000, 5001, 500)]
+    assert soak.verdict(even)["passed"]
+    for name, factor in (("resident_mib", 1.06), ("median_ms", 1.2), ("files", 2), ("threads", 2)):
+        grown = [*even[:-2], *({**line, name: line[name] * factor} for line in even[-2:])]
+        assert not soak.verdict(grown)["passed"], name
+
+
+def test_the_audit_campaign_counts_what_was_found(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import audit
+
+    line = {"fault": "2 C", "found_by": ["Canaries, all together"], "canaries_above": True}
+    missed = {**line, "found_by": [], "canaries_above": False}
+    assert audit.table([line, line, missed]).endswith("| 2 C | 2 of 3 | Canaries, all together | 2 of 3 |")

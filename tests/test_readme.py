@@ -15,8 +15,9 @@ from torch.nn import functional as F
 
 from dp_lightning.callbacks.settings import check_settings
 from dp_lightning.cli import main
-from dp_lightning.commands import analyze, export, report, sweep, verify
+from dp_lightning.commands import analyze, audit, export, report, sweep, verify
 from dp_lightning.commands.analysis_run import AnalysisRun
+from dp_lightning.commands.audit_runs import AuditRuns
 from dp_lightning.commands.training import TrainingCLI
 from dp_lightning.experiments.grid import Grid
 from dp_lightning.models import WideResNet
@@ -26,6 +27,7 @@ from dp_lightning.privacy import ClipPlan, PrivacyPlan, clipped_gradient_sum
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
 DOCUMENTS = ("README.md", "configs/README.md", *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md"))))
+AUDIT = (ROOT / "docs/audit.md").read_text()
 CLUSTERS = (ROOT / "docs/clusters.md").read_text()
 PERFORMANCE = (ROOT / "docs/performance.md").read_text()
 METHODS = (ROOT / "docs/methods.md").read_text()
@@ -121,6 +123,18 @@ def test_a_command_of_an_analysis_builds_its_run(line, workplace):
     options, of_fit = analyze._parser().parse_known_args(shlex.split(line)[2:])
     run = AnalysisRun(of_fit, options.ckpt_path, num_batches=options.batches)
     assert run.data.num_train == 50_000
+
+
+AUDITED = [line for line in dpl_lines() if line.split()[1] == "audit"]
+AUDITED += [line for line in "".join(blocks("bash", AUDIT)).splitlines() if line.startswith("dpl ")]
+
+
+@pytest.mark.parametrize("line", AUDITED)
+def test_a_command_of_an_audit_builds_its_runs(line, workplace):
+    options, of_fit = audit._parser().parse_known_args(shlex.split(line)[2:])
+    assert options.canaries >= 500
+    runs = AuditRuns([*of_fit, "--trainer.accelerator", "cpu", "--trainer.devices", "1"])
+    assert runs.noise_standard_deviation > 0
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "configs/sweeps").glob("*.yaml")), ids=lambda path: path.stem)

@@ -1,0 +1,385 @@
+"""The runs of an audit: the configuration's own module and private step at q = 1, on made-up examples.
+
+Each run is a fit as ``dpl fit`` makes it: the module, the optimizer, ``PrivacyCallback`` and the post-processing of the
+configuration. Only three things are exchanged: the examples, the numbers N = B and T, and what is returned in the place
+of the loss. A callback before
+``PostProcessCallback`` looks at the privatized gradient.
+
+* noise: the module's own loss times zero. The released sum is the noise alone.
+* canaries: the loss of a canary is a large number times the sum of a few coordinates of the parameters, one in each
+  clipping group, so that each group is clipped to its bound in a direction that is known.
+* contributions: without noise. All canaries in one step; then one step for each of some examples, whose loss is the
+  module's own times a large number, while those of the others are multiplied by zero.
+"""
+
+import contextlib
+import io
+import logging
+import math
+import secrets
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader, Dataset
+
+from dp_lightning.callbacks import PostProcessCallback
+from dp_lightning.commands.composition import Composer, prepare
+from dp_lightning.commands.pricing import plan_of
+from dp_lightning.commands.training import TrainingCLI
+from dp_lightning.datamodules.base import ImageDataModule
+from dp_lightning.errors import ConfigurationError, DpLightningError
+from dp_lightning.privacy.clipping import ClipPlan
+from dp_lightning.privacy.plan import PrivacyPlan
+
+# Examples of the runs of the noise and of the contributions.
+EXAMPLES = 8
+# Numbers of noise that are asked for.
+_DRAWS = 200_000
+# Canaries that take no part for each one that does: they cost nothing, and sharpen the false positive rate.
+EXCLUDED = 4
+# Times C: the length of a gradient before it is clipped. Far above C, and its square far below the end of float32.
+_LENGTH = 1e4
+# Each canary has a gradient in memory while its physical batch goes through the step.
+_MEMORY = 2**28
+
+Releases = Callable[[int, dict[str, Tensor]], None]
+"""Called with the number of the step, and the released sum of each parameter on the CPU."""
+
+
+@dataclass(frozen=True)
+class Canaries:
+    """Coordinates of the parameters, at most one of each parameter in each canary.
+
+    Attributes:
+        places: (n, P) int64, position in the flattened parameter.
+        chosen: (n, P) whether the canary has a coordinate in the parameter.
+    """
+
+    places: Tensor
+    chosen: Tensor
+
+    def __len__(self) -> int:
+        return len(self.places)
+
+    def along(self, released: Sequence[Tensor]) -> Tensor:
+        """(n, P) the coordinates of a released sum, zero where a canary has none; float64."""
+        columns = [tensor.flatten()[self.places[:, k]] for k, tensor in enumerate(released)]
+        return torch.stack(columns, dim=1).double() * self.chosen
+
+
+def place_canaries(
+    sizes: Mapping[str, int], groups: Sequence[Sequence[str]], count: int, generator: torch.Generator
+) -> tuple[Canaries, Canaries]:
+    """Draw coordinates at random, all different: for those that take part, and for those that do not.
+
+    Each canary has a coordinate in every group, as far as there are enough: a group keeps four fifths of its
+    coordinates for those that take no part.
+
+    Args:
+        sizes: numbers of each parameter.
+        groups: names of the parameters that are clipped together.
+        count: canaries that take part, where the parameters have room for them.
+    """
+    index = {name: k for k, name in enumerate(sizes)}
+    drawn: tuple[list[list[tuple[int, int]]], list[list[tuple[int, int]]]] = ([], [])
+    for group in groups:
+        room = [_room(sizes[name]) for name in group]
+        slots: tuple[list[tuple[int, int]], list[tuple[int, int]]] = ([], [])
+        for name, taken in zip(group, _spread(count, room), strict=True):
+            order = torch.randperm(sizes[name], generator=generator)[: (1 + EXCLUDED) * taken].tolist()
+            slots[0].extend((index[name], place) for place in order[:taken])
+            slots[1].extend((index[name], place) for place in order[taken:])
+        for kept, mine in zip(drawn, slots, strict=True):
+            kept.append([mine[k] for k in torch.randperm(len(mine), generator=generator).tolist()])
+    first, second = (_canaries(kept, len(sizes)) for kept in drawn)
+    return first, second
+
+
+def _room(size: int) -> int:
+    """Canaries that take part in a parameter of ``size`` numbers, at most."""
+    return max(1, size // (1 + EXCLUDED))
+
+
+def _spread(count: int, room: Sequence[int]) -> list[int]:
+    """Shares of ``count``, as equal as the room allows."""
+    taken = [0] * len(room)
+    left = min(count, sum(room))
+    while left:
+        open_ = [k for k in range(len(room)) if taken[k] < room[k]]
+        each = max(left // len(open_), 1)
+        for k in open_:
+            more = min(each, room[k] - taken[k], left)
+            taken[k], left = taken[k] + more, left - more
+    return taken
+
+
+def _canaries(groups: Sequence[Sequence[tuple[int, int]]], parameters: int) -> Canaries:
+    count = max(map(len, groups))
+    places = torch.zeros(count, parameters, dtype=torch.int64)
+    chosen = torch.zeros(count, parameters, dtype=torch.bool)
+    for slots in groups:
+        for row, (parameter, place) in enumerate(slots):
+            places[row, parameter], chosen[row, parameter] = place, True
+    return Canaries(places, chosen)
+
+
+class MadeUp(Dataset[tuple[Any, ...]]):
+    """Random images and labels, each followed by the tensors of its row in ``columns``.
+
+    Args:
+        dtype: of the images: bytes where the data module brings bytes.
+        shape: of one image.
+        num_classes: of the labels.
+    """
+
+    def __init__(self, dtype: torch.dtype, shape: tuple[int, ...], num_classes: int) -> None:
+        self.dtype, self.shape, self.num_classes = dtype, shape, num_classes
+        self.key = 0
+        self.columns: tuple[Tensor, ...] = ()
+
+    def fill(self, key: int, columns: Callable[[torch.Generator], tuple[Tensor, ...]]) -> None:
+        """Draw the columns; what it holds is a function of ``key``, which all ranks have in common."""
+        self.key, self.columns = key, columns(torch.Generator().manual_seed(key))
+
+    def __len__(self) -> int:
+        return len(self.columns[0])
+
+    def __getitem__(self, index: int) -> tuple[Any, ...]:
+        generator = torch.Generator().manual_seed(self.key + 1 + index)
+        if self.dtype == torch.uint8:
+            image = torch.randint(256, self.shape, dtype=torch.uint8, generator=generator)
+        else:
+            image = torch.randn(self.shape, generator=generator)
+        label = int(torch.randint(self.num_classes, (), generator=generator))
+        return (image, label), *(column[index] for column in self.columns)
+
+
+class _Look(pl.Callback):
+    """Hands on what each step releases."""
+
+    def __init__(self, batch_size: int, releases: Releases) -> None:
+        self._batch_size, self._releases, self._step = batch_size, releases, 0
+
+    def on_before_optimizer_step(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
+    ) -> None:
+        trained = {name: p.grad for name, p in pl_module.named_parameters() if p.requires_grad}
+        sums = {name: g.detach().cpu() * self._batch_size for name, g in trained.items() if g is not None}
+        self._releases(self._step, sums)
+        self._step += 1
+
+
+class AuditRuns:
+    """Makes the runs.
+
+    Args:
+        arguments: options of ``dpl fit``.
+
+    Raises:
+        DpLightningError: naming the setting and the fix.
+    """
+
+    def __init__(self, arguments: Sequence[str]) -> None:
+        self.settings = Composer()(arguments)
+        cli = prepare(self.settings)
+        data: Any = cli.datamodule
+        self.plan: PrivacyPlan = plan_of(self.settings["privacy"], self.settings["trainer"], num_train=data.num_train)
+        if self.plan.noise_multiplier == 0:
+            raise ConfigurationError("privacy.noise_multiplier is 0: the run claims no privacy, so nothing is audited.")
+        self.clip_plan: ClipPlan = cli.privacy.clip_plan
+        self.names = f"{type(cli.model).__name__}, {type(data).__name__}"
+        self.sizes = {name: p.numel() for name, p in cli.model.named_parameters() if p.requires_grad}
+        self.groups = list(self.clip_plan.groups(self.sizes).values())
+        self.num_ranks = cli.trainer.world_size
+        self.is_first = cli.trainer.is_global_zero
+        devices = cli.trainer.strategy.root_device.type
+        self.machine = f"{self.num_ranks} processes on {devices}" if self.num_ranks > 1 else f"one {devices} device"
+
+    @property
+    def noise_standard_deviation(self) -> float:
+        """Of the noise on the sum, as the configuration claims it."""
+        return self.plan.noise_multiplier * self.clip_plan.sensitivity
+
+    @property
+    def steps_of_noise(self) -> int:
+        """From 8 to 32, so that a small model has some numbers too."""
+        return min(max(-(-_DRAWS // sum(self.sizes.values())), 8), 32)
+
+    @property
+    def _length(self) -> float:
+        return _LENGTH * max(self.clip_plan.max_grad_norm, 1.0)
+
+    def noise(self, releases: Releases) -> None:
+        """``steps_of_noise`` steps of noise alone."""
+
+        def step(module: pl.LightningModule, own: Callable[[Any], Any]) -> Callable[[Any], Tensor]:
+            return lambda batch: own(batch[0]) * 0.0
+
+        self._fit(step, lambda generator: (torch.arange(EXAMPLES),), EXAMPLES, self.steps_of_noise, releases)
+
+    def canaries(
+        self,
+        count: int,
+        steps: int,
+        releases: Callable[[int, Canaries, Canaries, list[Tensor]], None],
+        *,
+        private: bool = True,
+    ) -> None:
+        """Steps in which ``count`` canaries take part.
+
+        Args:
+            releases: called with the step, the canaries that take part, those that do not, and the released sums.
+            private: False takes the noise away.
+        """
+        length = self._length
+        found: list[Canaries] = []
+
+        def columns(generator: torch.Generator) -> tuple[Tensor, ...]:
+            found[:] = place_canaries(self.sizes, self.groups, count, generator)
+            return found[0].places, found[0].chosen
+
+        def step(module: pl.LightningModule, own: Callable[[Any], Any]) -> Callable[[Any], Tensor]:
+            parameters = [p for p in module.parameters() if p.requires_grad]
+
+            def loss(batch: Any) -> Tensor:
+                _, places, chosen = (part[0] if isinstance(part, Tensor) else part for part in batch)  # of one view
+                values = [p.reshape(-1).gather(0, places[k : k + 1]) for k, p in enumerate(parameters)]
+                return length * (torch.cat(values) * chosen).sum()
+
+            return loss
+
+        def look(number: int, sums: dict[str, Tensor]) -> None:
+            releases(number, found[0], found[1], list(sums.values()))
+
+        rows = max(min(count, sum(_room(self.sizes[name]) for name in group)) for group in self.groups)
+        largest = max(_MEMORY // (4 * sum(self.sizes.values())), 1)
+        self._fit(step, columns, rows, steps, look, private=private, largest=largest)
+
+    def contributions(self, releases: Releases) -> None:
+        """``EXAMPLES`` steps without noise, in each of which one example counts."""
+        length = self._length
+
+        def step(module: pl.LightningModule, own: Callable[[Any], Any]) -> Callable[[Any], Tensor]:
+            return lambda batch: own(batch[0]) * ((batch[1][0] == module.trainer.global_step) * length)
+
+        self._fit(step, lambda generator: (torch.arange(EXAMPLES),), EXAMPLES, EXAMPLES, releases, private=False)
+
+    def _fit(
+        self,
+        step: Callable[[pl.LightningModule, Callable[[Any], Any]], Callable[[Any], Tensor]],
+        columns: Callable[[torch.Generator], tuple[Tensor, ...]],
+        examples: int,
+        steps: int,
+        releases: Releases,
+        *,
+        private: bool = True,
+        largest: int | None = None,
+    ) -> None:
+        """A fit at q = 1.
+
+        Args:
+            step: from the module, and its own loss of a batch, to what takes the place of that loss.
+            columns: the tensors that follow each image and label, from a generator that is the same on all ranks.
+            examples: N = B.
+            steps: T.
+            releases: gets what is released.
+            private: False takes the noise away.
+            largest: physical batch, where that is less than the configuration's.
+        """
+        augmult = self.settings["privacy"].get("augmult", 1)
+        physical = self.settings["privacy"]["max_physical_batch_size"]
+        privacy = {
+            **self.settings["privacy"],
+            "expected_batch_size": examples,
+            "target_epsilon": None,
+            "noise_multiplier": self.plan.noise_multiplier if private else 0.0,
+            "not_private": not private,
+            "delta": min(self.plan.delta, 0.5 / examples),
+            "accountant": "rdp",  # it is not what these runs are for
+            "max_physical_batch_size": physical if largest is None else min(physical, largest * augmult),
+        }
+        with TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of data and schedules that are not the run's
+            trainer = {
+                **self.settings["trainer"],
+                **{"max_steps": steps, "max_epochs": -1, "callbacks": None, "default_root_dir": folder},
+                **{"limit_val_batches": 0, "num_sanity_val_steps": 0, "max_time": None},
+            }
+            settings = {**self.settings, "privacy": privacy, "trainer": trainer}
+            settings.pop("lr_scheduler", None)  # it may follow a validation that there is not
+            cli = prepare(settings)
+            cli.privacy.num_train = None
+            _exchange(cli, step, columns)
+            callbacks: list[pl.Callback] = cli.trainer.callbacks  # type: ignore[attr-defined]
+            place = next(k for k, callback in enumerate(callbacks) if isinstance(callback, PostProcessCallback))
+            callbacks.insert(place, _Look(examples, releases))
+            notes = logging.getLogger("lightning.pytorch.utilities.rank_zero")
+            level = notes.level
+            try:
+                notes.setLevel(logging.WARNING)  # that the steps are over
+                cli.trainer.fit(cli.model, datamodule=cli.datamodule)
+            except DpLightningError:
+                raise
+            except (RuntimeError, TypeError, ValueError, KeyError, IndexError, AttributeError) as error:
+                raise ConfigurationError(
+                    f"The model does not take made-up examples, images {cli.datamodule.made_up.shape} with a label: "  # type: ignore[union-attr]
+                    f"{type(error).__name__}: {error}. An audit needs a data module of images and labels."
+                ) from error
+            finally:
+                notes.setLevel(level)
+
+
+def _exchange(cli: TrainingCLI, step: Any, columns: Callable[[torch.Generator], tuple[Tensor, ...]]) -> None:
+    """Let the module and the data module be those of an audit; nothing of the data is read."""
+    module, data = cli.model, cli.datamodule
+    assert isinstance(data, pl.LightningDataModule)
+    known: Any = data
+    dtype = torch.uint8 if isinstance(data, ImageDataModule) else torch.float32
+    shape = (known.in_channels,) if known.image_size == 1 else (known.in_channels, *[known.image_size] * 2)
+    made_up = MadeUp(dtype, shape, known.num_classes)
+
+    def train_dataloader() -> DataLoader[Any]:
+        key = data.trainer.strategy.broadcast(secrets.randbits(62))  # type: ignore[union-attr]
+        made_up.fill(key, columns)
+        return DataLoader(made_up, batch_size=1)
+
+    vars(data).update(made_up=made_up, train_dataloader=train_dataloader)
+    vars(data).update(prepare_data=lambda: None, setup=lambda stage=None: None)
+    for owner in (module, data):
+        for name in ("on_before_batch_transfer", "on_after_batch_transfer"):
+            if is_overridden(name, owner):
+                vars(owner)[name] = _of_first(getattr(owner, name))
+    own = module.training_step
+
+    def own_loss(batch: Any) -> Any:
+        output = own(batch, 0)
+        return output["loss"] if isinstance(output, Mapping) else output
+
+    loss = step(module, own_loss)
+
+    def training_step(batch: Any, batch_idx: int) -> Tensor:
+        return loss(batch)
+
+    vars(module)["training_step"] = training_step
+
+
+def _of_first(hook: Callable[[Any, int], Any]) -> Callable[[Any, int], Any]:
+    """The user's hook on the user's part of a batch."""
+
+    def on_batch_transfer(batch: Any, dataloader_idx: int) -> Any:
+        return [hook(batch[0], dataloader_idx), *batch[1:]]
+
+    return on_batch_transfer
+
+
+def steps_of_canaries(noise_multiplier: float) -> int:
+    """So many that a doubled contribution stands out, from 2 to 16."""
+    return min(max(math.ceil((0.7 * noise_multiplier) ** 2), 2), 16)

@@ -1,0 +1,106 @@
+"""``dpl audit`` on the digits network: honest ones pass, and planted faults are found."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from dp_lightning.cli import main
+from dp_lightning.commands.audit_runs import place_canaries
+
+QUICK = ["--config", "configs/digits.yaml", "--trainer.accelerator", "cpu", "--privacy.target_epsilon", "null"]
+QUICK += ["--privacy.noise_multiplier", "1.0", "--canaries", "100"]
+
+
+@pytest.fixture(autouse=True)
+def _root(monkeypatch, request):
+    monkeypatch.chdir(request.config.rootpath)
+
+
+@pytest.fixture
+def faults(monkeypatch):
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
+    from audit import FAULTS
+
+    return FAULTS
+
+
+def audit(out, *options):
+    with pytest.raises(SystemExit) as ended:
+        main(["audit", *QUICK, "--out", str(out), *options])
+    numbers = json.loads((out / "numbers.json").read_text())
+    assert ended.value.code == (0 if numbers["holds"] else 1)
+    return numbers
+
+
+def failed(numbers):
+    return [check["subject"] for check in numbers["checks"] if not check["holds"]]
+
+
+def test_an_honest_configuration_passes_and_leaves_a_page(tmp_path, capsys):
+    numbers = audit(tmp_path)
+    assert failed(numbers) == []
+    assert 0 < numbers["epsilon_shown"] < numbers["epsilon_claimed"]
+    # The canaries reach the bound: without that they would show nothing.
+    assert numbers["contributions"]["Largest contribution of a canary"] == pytest.approx(1.0, abs=1e-5)
+    assert numbers["contributions"]["Largest contribution by the module's own loss"] == pytest.approx(1.0, abs=1e-5)
+    page = (tmp_path / "page.html").read_text()
+    assert "All checks hold." in page
+    assert "<figure>" in page
+    assert "What this cannot show" in page
+    assert "All checks hold." in capsys.readouterr().out
+
+
+def test_layers_views_and_the_extrapolation_of_disk_pass_too(tmp_path):
+    layers = ["--privacy.clipping", "per_layer", "--privacy.max_grad_norm", "0.3", "--privacy.augmult", "2"]
+    disk = ["--config", "configs/postprocess/disk_sgd.yaml"]
+    numbers = audit(tmp_path, *disk, *layers)
+    assert failed(numbers) == []
+    assert numbers["contributions"]["Largest contribution of a canary"] == pytest.approx(1.0, abs=1e-5)
+
+
+FOUND = {
+    "2 C": "Canaries, all together",
+    "a bias without noise": "Standard deviation of the noise in each tensor",
+    "noise reused from step to step": "No noise is used again in another step",
+}
+
+
+@pytest.mark.parametrize("fault", FOUND)
+def test_a_planted_fault_is_found(fault, faults, tmp_path):
+    plant, more = faults[fault]
+    with plant():
+        numbers = audit(tmp_path, *more, *(["--canaries", "500"] if fault == "2 C" else []))
+    assert FOUND[fault] in failed(numbers)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ([], "needs the --config"),
+        (["--config", "configs/digits.yaml", "--canaries", "0"], "--canaries is 0"),
+        ([*QUICK, "--privacy.noise_multiplier", "0", "--privacy.not_private", "true"], "claims no privacy"),
+    ],
+)
+def test_what_cannot_be_audited_is_refused(options, message, tmp_path, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["audit", *options, "--out", str(tmp_path)])
+    assert ended.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("groups", [[["a", "b", "c"]], [["a", "b"], ["c"]]], ids=["flat", "per layer"])
+def test_canaries_have_coordinates_of_their_own_in_every_group(groups):
+    sizes = {"a": 1000, "b": 1, "c": 60}
+    included, excluded = place_canaries(sizes, groups, 50, torch.Generator().manual_seed(0))
+    assert len(included) == 50
+    names = list(sizes)
+    for group in groups:
+        columns = [names.index(name) for name in group]
+        assert (included.chosen[:, columns].sum(1) <= 1).all()
+    assert included.chosen.any(1).all()
+    assert included.chosen.any(0).all()  # each parameter has one
+    for k in range(3):
+        mine, others = (which.places[:, k][which.chosen[:, k]].tolist() for which in (included, excluded))
+        assert len({*mine, *others}) == len(mine) + len(others)
