@@ -26,8 +26,8 @@ from dp_lightning.intact import newest_intact
 # What every run writes.
 _NEEDED: dict[str, tuple[type, ...]] = {
     "completed": (bool,),
-    "num_steps": (int,),
-    "num_steps_planned": (int,),
+    "num_steps": (int, float),
+    "num_steps_planned": (int, float),
     "epsilon": (int, float, str),
     "delta": (int, float),
     "seconds": (int, float),
