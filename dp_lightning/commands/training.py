@@ -67,11 +67,12 @@ class TrainingCLI(LightningCLI):
         foreign = ForeignModules()
         with refusals("The configuration is not of the form that its settings need"), foreign.named_before_they_run():
             self.config = parser.parse_args(args)
-        command = self.config.subcommand
-        foreign.name_those_of_classes(self.config[command])
-        require_plausible(self.config[command])
+        command = self.config.get("subcommand")
+        settings = self.config if command is None else self.config[command]
+        foreign.name_those_of_classes(settings)
+        require_plausible(settings)
         for group in ("trainer", "privacy", "postprocess", "averaging"):
-            if not isinstance(self.config[command].get(group), Namespace):
+            if not isinstance(settings.get(group), Namespace):
                 raise ConfigurationError(f"{group} must be a mapping of its settings, as in {group}: {{...}}.")
 
     def _set_seed(self) -> None:
