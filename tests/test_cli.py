@@ -11,9 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from jsonargparse import Namespace
 from PIL import Image
 
 from dp_lightning.cli import main
+from dp_lightning.commands.foreign_modules import ForeignModules
 from dp_lightning.datamodules import Digits
 
 ROOT = Path(__file__).parents[1]
@@ -93,6 +95,39 @@ WRONG = {
         "^error: GatedOrthogonalize: fallback must be a transform of matrices without memory",
     ),
     "disk": (["--privacy.disk.gain", "1.5"], r"^error: privacy\.disk\.gain must lie between 0 and 1"),
+    "endless_rate": (
+        ["--optimizer.init_args.lr", ".inf"],
+        r"^error: optimizer\.init_args\.lr is inf; settings are finite",
+    ),
+    "no_momentum": (
+        ["--optimizer.init_args.momentum=.nan"],
+        r"optimizer\.init_args\.momentum is nan; settings are finite",
+    ),
+    "no_beta": (transform("Momentum", beta=".nan"), r"postprocess\.transforms\[0\]\.init_args\.beta is nan"),
+    "beyond": (["--privacy.max_grad_norm=1e300"], r"privacy\.max_grad_norm is 1e\+300, beyond float32"),
+    "noise": (
+        ["--privacy.noise_multiplier=1e30", "--privacy.target_epsilon=null"],
+        "noise_multiplier is 1e\\+30; above 1e\\+06 nothing is left",
+    ),
+    "digits": (["--seed_everything", str(2**64)], "seed_everything is a number of 20 digits; whole numbers are below"),
+    "seed": (["--seed_everything", str(2**33)], "^error: seed_everything: "),
+    "rate": (
+        ["--optimizer.init_args.momentum=-1.0"],
+        r"Invalid momentum value: -1.0 \(ValueError in .*sgd.py, line \d+\)",
+    ),
+    "fraction": (["--data.init_args.val_fraction=null"], "data"),
+    "processes": (["--trainer.devices", "5000"], "trainer.devices is 5000; at most 1,024"),
+    "nodes": (
+        ["--trainer.num_nodes", "2", "--trainer.accelerator=cpu"],
+        "num_nodes is 2, and nothing has started the others",
+    ),
+    "workers": (["--data.init_args.num_workers", "100000"], "num_workers must be at least 0 and at most"),
+    "interval": (["--trainer.log_every_n_steps", "0"], "trainer.log_every_n_steps is 0; it must be at least 1"),
+    "width": (
+        ["--model.init_args.channels", str(2**31)],
+        "channels=2147483648, .* weights, and this small network has at most",
+    ),
+    "deep": (["--model", "[" * 90 + "]" * 90], "model|There is no class"),
     "list": (["--postprocess", "[{class_path: Momentum}]"], "postprocess"),
 }
 
@@ -112,6 +147,67 @@ def test_a_wrong_setting_ends_with_one_message_before_data_is_touched(name, caps
     assert re.search(message, text, flags=re.DOTALL), text
     assert not touched
     assert not list(tmp_path.rglob("*.json"))
+
+
+@pytest.mark.parametrize("content", [b"[" * 100_000, b"a: &a [*a]", b"\xff\xfe", bytes(2**21), b"x: " + b"9" * 9_999])
+def test_a_configuration_beyond_all_bounds_is_refused(content, tmp_path, capsys):
+    (tmp_path / "run.yaml").write_bytes(content)
+    started = time.process_time()
+    with pytest.raises(SystemExit) as exit_:
+        main(["fit", "--config", str(tmp_path / "run.yaml")])
+    assert exit_.value.code == 2
+    assert len(capsys.readouterr().err) < 3_000
+    assert time.process_time() - started < 5  # half a second; the text of brackets alone takes 25 s to read
+
+
+def test_a_learning_rate_that_cannot_be_meant_is_refused(tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        main(
+            [
+                *("fit", "--config", DIGITS, "--trainer.default_root_dir", str(tmp_path)),
+                *("--optimizer.init_args.lr=1e12", "--lr_scheduler=null"),
+            ]
+        )
+    assert "lr of SGD is 1000000000000.0; choose from 0 to 1e+06" in capsys.readouterr().err
+    assert not list(tmp_path.rglob("privacy_statement*"))
+
+
+OWN = """
+print("imported")
+from dp_lightning.lightning_modules import SmallCNNModule
+class Own(SmallCNNModule):
+    pass
+"""
+
+
+def test_modules_from_outside_are_named_before_they_run(tmp_path, monkeypatch, capsys):
+    (tmp_path / "a_module_of_mine.py").write_text(OWN)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    arguments = ["--config", DIGITS, "--model", "a_module_of_mine.Own", "--privacy.delta", "0.9"]
+    monkeypatch.setattr("builtins.print", lambda *text, file=None, **kwargs: said.append(text[0]))
+    said: list[str] = []
+    with pytest.raises(SystemExit):
+        main(["fit", *arguments, "--trainer.default_root_dir", str(tmp_path)])
+    about = [text for text in said if "a_module_of_mine" in text or text == "imported"]
+    assert about[0] == (
+        f"dpl: the configuration imports a_module_of_mine from {tmp_path}/a_module_of_mine.py. A configuration is "
+        "code: run only those that you trust."
+    )
+    assert about[1:] == ["imported"]
+
+
+def test_packages_that_a_class_is_taken_from_are_named_and_ours_are_not(tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        main(["fit", "--config", DIGITS, "--privacy.delta", "0.9", "--trainer.default_root_dir", str(tmp_path)])
+    assert "A configuration is code" not in capsys.readouterr().err
+    logger = {"class_path": "collections.OrderedDict"}
+    named = ForeignModules()
+    named.name_those_of_classes(
+        Namespace(trainer=Namespace(logger=[logger, logger]), model=Namespace(class_path="torch.x"))
+    )
+    shown = capsys.readouterr().err
+    assert shown.count("dpl: ") == 1
+    assert "takes the class collections.OrderedDict from outside of dp_lightning" in shown
 
 
 def test_what_the_first_step_refuses_ends_with_one_message_and_releases_nothing(capsys, tmp_path):

@@ -18,7 +18,9 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from dp_lightning.callbacks.privacy import PrivacyCallback, privacy_of
+from dp_lightning.errors import DataError
 from dp_lightning.files import replacing
+from dp_lightning.foreign_text import read_json
 
 _REQUEUE = signal.SIGUSR1
 
@@ -116,7 +118,9 @@ def earlier_start(trainer: pl.Trainer) -> tuple[Path, str] | None:
     mark = _mark(trainer)
     if mark is None or not mark.is_file():
         return None
-    note = json.loads(mark.read_text())
+    note = read_json(mark)
+    if not isinstance(note, dict) or not all(isinstance(note.get(name), str) for name in ("folder", "run")):
+        raise DataError(f"{mark} does not name the folder and the run of an earlier start. Remove it.")
     return Path(note["folder"]), note["run"]
 
 

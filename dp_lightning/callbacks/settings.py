@@ -1,5 +1,6 @@
 """Trainer and module settings that would break or blur the guarantee, each refused with what to change."""
 
+import math
 import os
 from collections.abc import Iterable
 from typing import Any
@@ -16,6 +17,8 @@ from dp_lightning.errors import ConfigurationError, ModelError
 from dp_lightning.strategies.checkpoint_io import PrivateCheckpointIO
 from dp_lightning.strategies.private import NAME, PrivateStrategy
 
+# Normalised updates, such as a sign or an orthogonal matrix, are trained with rates below 10.
+_LARGEST_LR = 1e6
 _REFUSED_CALLBACKS: tuple[tuple[type[pl.Callback], str], ...] = (
     (
         standard.GradientAccumulationScheduler,
@@ -112,6 +115,16 @@ def _check_trainer(trainer: pl.Trainer) -> None:
         "no run could go on from them. Remove it; checkpoints are written whole and checked when they are read.",
     )
     settings: Any = trainer
+    _refuse(
+        settings.log_every_n_steps < 1,
+        f"trainer.log_every_n_steps is {settings.log_every_n_steps}; it must be at least 1. For no log set "
+        "trainer.logger: false.",
+    )
+    _refuse(
+        settings.check_val_every_n_epoch is not None and settings.check_val_every_n_epoch < 1,
+        f"trainer.check_val_every_n_epoch is {settings.check_val_every_n_epoch}; it must be at least 1. For no "
+        "validation set trainer.limit_val_batches: 0.",
+    )
     _refuse(settings.overfit_batches != 0, "trainer.overfit_batches repeats the same batch. Remove it.")
     _refuse(trainer._detect_anomaly, "trainer.detect_anomaly stops at a step that depends on the data. Remove it.")
     _refuse(
@@ -194,7 +207,8 @@ def check_monitors(trainer: pl.Trainer, unprotected: set[str]) -> None:
 def check_optimizers(trainer: pl.Trainer, trained: Iterable[Tensor]) -> None:
     """Refuse several optimizers, closures that run more than once, and parameters that are not the module's.
 
-    Schedules that count physical batches are refused too.
+    Numbers that are not finite, learning rates that cannot be meant, and schedules that count physical batches are
+    refused too.
 
     Args:
         trained: the parameters whose gradients are privatized.
@@ -215,6 +229,18 @@ def check_optimizers(trainer: pl.Trainer, trained: Iterable[Tensor]) -> None:
         isinstance(optimizer, optim.LBFGS),
         "optimizer LBFGS reads the gradient several times per step. Use SGD, Adam or AdamW.",
     )
+    for group in optimizer.param_groups:
+        for name, value in group.items():
+            for number in value if isinstance(value, list | tuple) and name != "params" else [value]:
+                is_number = isinstance(number, int | float) or (isinstance(number, Tensor) and number.numel() == 1)
+                _refuse(
+                    is_number and not math.isfinite(number),
+                    f"{name} of {type(optimizer).__name__} is {number}; the optimizer's settings are finite numbers.",
+                )
+        _refuse(
+            not 0 <= float(group.get("lr", 0)) <= _LARGEST_LR,
+            f"lr of {type(optimizer).__name__} is {group.get('lr')}; choose from 0 to {_LARGEST_LR:g}.",
+        )
     ids = {id(parameter) for parameter in trained}
     for group in optimizer.param_groups:
         for parameter in group["params"]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from dp_lightning.commands.training import TrainingCLI, command_line, named_errors
+from dp_lightning.commands.training import TrainingCLI, command_line
 from dp_lightning.models.pretrained import without_weights
 
 # Given as one argument, as a grid gives it.
@@ -73,8 +73,7 @@ class Composer:
         if self._cli is None:
             self._cli = command_line(line, _Composed)
         else:
-            with named_errors():
-                self._cli.parse_arguments(self._cli.parser, line)
+            self._cli.parse_arguments(self._cli.parser, line)
         text: str = self._cli._parser("fit").dump(self._cli.config.fit, skip_link_targets=True)
         return text
 

@@ -1,17 +1,27 @@
 """The parser of the training commands: no abbreviations, and one message for a setting that does not parse."""
 
 import difflib
+import os
 import re
+from pathlib import Path
 from typing import Any, NoReturn
 
+from jsonargparse import Namespace, get_loader, set_loader
 from lightning.pytorch.cli import LightningArgumentParser
 from torch import optim
+from yaml import YAMLError
 
 from dp_lightning import datamodules, lightning_modules, postprocess
 from dp_lightning.errors import ConfigurationError
+from dp_lightning.foreign_text import LARGEST_YAML, load_yaml, read_text
 
 # Imported, their classes are also found by their short names in YAML.
 _ROOMS = (datamodules, lightning_modules, postprocess, optim)
+# Characters of a message. The parser repeats the value that it cannot read, which may be a whole file.
+_LONGEST = 1500
+
+_load = get_loader("yaml")
+set_loader("yaml", lambda text: load_yaml(text, _load), (YAMLError,))
 
 
 class StrictParser(LightningArgumentParser):
@@ -19,6 +29,16 @@ class StrictParser(LightningArgumentParser):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **{**kwargs, "allow_abbrev": False})
+
+    def parse_path(self, path: str | os.PathLike[str], *args: Any, **kwargs: Any) -> Namespace:
+        """Read a configuration.
+
+        Raises:
+            DataError: for a file that is too large or no text.
+        """
+        if Path(path).is_file():  # and no pipe, which can be read once
+            read_text(Path(path), most=LARGEST_YAML)
+        return super().parse_path(path, *args, **kwargs)
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         """Raise the message instead of printing the usage of some hundred settings.
@@ -35,16 +55,24 @@ class StrictParser(LightningArgumentParser):
             known = {key for room in _ROOMS for key in getattr(room, "__all__", dir(room)) if key[0].isupper()}
             near = difflib.get_close_matches(class_name[1], known, n=1, cutoff=0.6)
             raise ConfigurationError(
-                f"There is no class '{class_name[1]}' for this setting. Give a short name of ours or torch's, or the "
-                f"whole path, package.module.Class.{f' Did you mean {near[0]}?' if near else ''}"
+                f"There is no class '{shortened(class_name[1])}' for this setting. Give a short name of ours or "
+                f"torch's, or the whole path, package.module.Class.{f' Did you mean {near[0]}?' if near else ''}"
             ) from ex
         if unknown is not None:
             near = difflib.get_close_matches(unknown[1], self._known(), n=1, cutoff=0.8)
             hint = f". Did you mean {near[0]}?" if near else ""
-        raise ConfigurationError(f"{message.strip()}{hint}") from ex
+        raise ConfigurationError(f"{shortened(message.strip())}{hint}") from ex
 
     def _known(self) -> set[str]:
         """Settings of this parser and of its commands."""
         commands = [action.choices.values() for action in self._actions if isinstance(action.choices, dict)]
         parsers = [self, *(parser for choices in commands for parser in choices)]
         return {option.removeprefix("--") for parser in parsers for option in parser._option_string_actions}
+
+
+def shortened(message: str) -> str:
+    """A message without its middle, where it is long."""
+    left_out = len(message) - _LONGEST
+    if left_out <= 0:
+        return message
+    return f"{message[: _LONGEST // 2]} [... {left_out:,} characters ...] {message[-_LONGEST // 2 :]}"

@@ -22,6 +22,7 @@ from dp_lightning.experiments.launchers import LAUNCHERS
 from dp_lightning.experiments.results import shown_epsilon
 from dp_lightning.experiments.runs import RunFolder, components, is_finished
 from dp_lightning.files import require_writable
+from dp_lightning.foreign_text import load_yaml
 
 
 class PlannedRun(NamedTuple):
@@ -221,7 +222,7 @@ def _option(text: str) -> tuple[str, Any]:
     if not equals:
         raise ConfigurationError(f"--launcher-option {text}: give name=value, such as timeout_min=600.")
     try:
-        return name, yaml.safe_load(value)
+        return name, load_yaml(value, yaml.safe_load)
     except yaml.YAMLError as error:
         raise ConfigurationError(f"--launcher-option {text}: {value} is not YAML.") from error
 

@@ -1,5 +1,7 @@
 """``dpl fit | validate | test | predict``: LightningCLI with ``privacy``, ``postprocess`` and ``averaging``."""
 
+import os
+import traceback
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -7,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+from jsonargparse import Namespace
+from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, ReduceLROnPlateau, SaveConfigCallback
 from lightning.pytorch.strategies import DDPStrategy
@@ -28,15 +32,20 @@ from dp_lightning.callbacks import (
 from dp_lightning.callbacks.interruption import slurm_job
 from dp_lightning.callbacks.privacy import privacy_of
 from dp_lightning.callbacks.settings import check_precision
+from dp_lightning.commands.foreign_modules import ForeignModules
 from dp_lightning.commands.memory import keep_freed_memory
-from dp_lightning.commands.parser import StrictParser
+from dp_lightning.commands.parser import StrictParser, shortened
+from dp_lightning.commands.plausible import require_plausible
 from dp_lightning.commands.resume import checkpoint_to_resume
 from dp_lightning.commands.saved_module import saved_module
-from dp_lightning.errors import ConfigurationError, DpLightningError
+from dp_lightning.errors import ConfigurationError, DataError, DpLightningError
 from dp_lightning.files import require_writable
 from dp_lightning.lightning_modules.schedules import WarmupCosine
 from dp_lightning.strategies.checkpoint_io import PrivateCheckpointIO
 from dp_lightning.strategies.private import NAME as PRIVATE_STRATEGY
+
+# Processes of one node, and nodes.
+_MOST_DEVICES, _MOST_NODES = 1024, 65_536
 
 
 class TrainingCLI(LightningCLI):
@@ -55,13 +64,24 @@ class TrainingCLI(LightningCLI):
         parser.link_arguments("data.num_train", "privacy.num_train", apply_on="instantiate")
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
-        try:
+        foreign = ForeignModules()
+        with refusals("The configuration is not of the form that its settings need"), foreign.named_before_they_run():
             self.config = parser.parse_args(args)
-        except TypeError as error:
-            raise ConfigurationError(
-                f"The configuration is not of the form that its settings need ({error}). A group such as postprocess "
-                "is a mapping: postprocess: {transforms: [...]}"
-            ) from error
+        command = self.config.get("subcommand")
+        settings = self.config if command is None else self.config[command]
+        foreign.name_those_of_classes(settings)
+        require_plausible(settings)
+        for group in ("trainer", "privacy", "postprocess", "averaging"):
+            if not isinstance(settings.get(group), Namespace):
+                raise ConfigurationError(f"{group} must be a mapping of its settings, as in {group}: {{...}}.")
+
+    def _set_seed(self) -> None:
+        with refusals("seed_everything"):
+            super()._set_seed()
+
+    def instantiate_classes(self) -> None:
+        with refusals("A class of the configuration refuses its settings"):
+            super().instantiate_classes()
 
     def _parse_ckpt_path(self) -> None:
         """Take the module's settings from the checkpoint, as Lightning does, but no setting that it has not."""
@@ -114,6 +134,7 @@ class TrainingCLI(LightningCLI):
         self.postprocess = self._get(self.config_init, "postprocess")
         self.averaging = self._get(self.config_init, "averaging")
         config: dict[str, Any] = {**self._get(self.config_init, "trainer", default={}), **kwargs}
+        _require_startable(config)
         trains = self.subcommand in ("fit", None)
         with _named_refusals(config):
             if trains and config.get("strategy") == "auto" and _wants_processes(config):
@@ -146,10 +167,29 @@ class TrainingCLI(LightningCLI):
         when = {"monitor": lr_scheduler.monitor} if plateau else {"interval": "step"}
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": lr_scheduler, **when}}
 
+    def _run_subcommand(self, subcommand: str) -> None:
+        """Run it; a checkpoint that does not fit is refused as data, whatever the code that restores it raises."""
+        try:
+            super()._run_subcommand(subcommand)
+        except DpLightningError:
+            raise
+        except MisconfigurationException as error:
+            raise ConfigurationError(f"Lightning refuses the settings of trainer: {error}") from error
+        except Exception as error:
+            frames = traceback.extract_tb(error.__traceback__)
+            restoring = [frame for frame in frames if frame.name.lstrip("_").startswith(("restore", "resume_start"))]
+            if not any(Path(frame.filename).name == "checkpoint_connector.py" for frame in restoring):
+                raise
+            raise DataError(
+                f"ckpt_path {self.config_init[subcommand].get('ckpt_path')} does not fit this configuration: "
+                f"{shortened(str(error))} ({type(error).__name__})"
+            ) from error
+
     def before_fit(self) -> None:
         """Refuse wrong settings before any data is touched."""
         self.privacy.check(self.trainer, self.model)
         require_writable(Path(self.trainer.default_root_dir), "trainer.default_root_dir")
+        _require_other_nodes(self.trainer)
         path = checkpoint_to_resume(self.trainer, self.config_init.fit.ckpt_path)
         self.config_init.fit.ckpt_path = path
         for callback in self.trainer.callbacks:  # type: ignore[attr-defined]
@@ -161,6 +201,43 @@ class TrainingCLI(LightningCLI):
         check_files = getattr(self.datamodule, "check_files", None)
         if check_files is not None:
             check_files()
+
+
+@contextmanager
+def refusals(what: str) -> Iterator[None]:
+    """Raise what code has against its settings as an error that a user can act on; the message begins with ``what``."""
+    try:
+        yield
+    except Exception as error:
+        cause: BaseException | None = error
+        while cause is not None and not isinstance(cause, DpLightningError):
+            cause = cause.__cause__
+        if cause is not None:
+            raise cause from None
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        where = "/".join(Path(place.filename).parts[-3:])
+        raise ConfigurationError(
+            f"{what}: {shortened(str(error)) or 'no reason is given'} ({type(error).__name__} in {where}, line "
+            f"{place.lineno})"
+        ) from error
+
+
+def _require_startable(config: dict[str, Any]) -> None:
+    """Refuse numbers of processes and nodes that nobody has: Lightning would start as many, or wait for them."""
+    for name, most in (("devices", _MOST_DEVICES), ("num_nodes", _MOST_NODES)):
+        text = str(config.get(name)).strip()
+        if text.isdecimal() and int(text) > most:
+            raise ConfigurationError(f"trainer.{name} is {shortened(text)}; at most {most:,} are started.")
+
+
+def _require_other_nodes(trainer: pl.Trainer) -> None:
+    """Refuse to wait for nodes that nothing starts."""
+    environment = getattr(trainer.strategy, "cluster_environment", None)
+    if trainer.num_nodes > 1 and type(environment) is LightningEnvironment and "MASTER_ADDR" not in os.environ:
+        raise ConfigurationError(
+            f"trainer.num_nodes is {trainer.num_nodes}, and nothing has started the others. Start `dpl` by srun or "
+            "torchrun, or set MASTER_ADDR, MASTER_PORT and NODE_RANK on each node."
+        )
 
 
 def _wants_processes(config: dict[str, Any]) -> bool:
@@ -188,30 +265,15 @@ def command_line(arguments: list[str], kind: type[TrainingCLI] = TrainingCLI) ->
     warnings.filterwarnings("ignore", message=".*will be overridden by `")
     # Lightning 2.6 on torch 2.14; nothing that a user can act on.
     warnings.filterwarnings("ignore", message=".*treespec, LeafSpec")
-    with named_errors():
-        return kind(
-            model_class=pl.LightningModule,
-            datamodule_class=pl.LightningDataModule,
-            subclass_mode_model=True,
-            subclass_mode_data=True,
-            args=arguments,
-            parser_class=StrictParser,
-            parser_kwargs={"prog": "dpl"},
-        )
-
-
-@contextmanager
-def named_errors() -> Iterator[None]:
-    """Raise what the constructor of a setting has raised, without what the parser wraps around it."""
-    try:
-        yield
-    except ValueError as error:
-        cause: BaseException | None = error
-        while cause is not None and not isinstance(cause, DpLightningError):
-            cause = cause.__cause__
-        if cause is None:
-            raise
-        raise cause from None
+    return kind(
+        model_class=pl.LightningModule,
+        datamodule_class=pl.LightningDataModule,
+        subclass_mode_model=True,
+        subclass_mode_data=True,
+        args=arguments,
+        parser_class=StrictParser,
+        parser_kwargs={"prog": "dpl"},
+    )
 
 
 def main(arguments: list[str]) -> None:

@@ -7,13 +7,13 @@ anew can make them fit. A copy of the heads that is kept elsewhere shows that to
 """
 
 import argparse
-import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from dp_lightning.errors import DataError, DpLightningError
+from dp_lightning.foreign_text import LARGEST_JSON, read_json, read_text
 from dp_lightning.privacy.journal import Steps, journal_name, read_journal, spent_in, stands_for, up_to
 from dp_lightning.privacy.statement import STATEMENT, PrivacyStatement
 from dp_lightning.privacy.weights import digest_of
@@ -120,7 +120,7 @@ def _of_statement(
     path: Path, journals: dict[Path, Steps | str], digests: set[str], *, with_weights: bool
 ) -> Iterator[Finding]:
     try:
-        facts = json.loads(path.read_text())
+        facts = read_json(path)
         claims = PrivacyStatement.from_dict(facts)
         again, markdown = claims.to_dict(), claims.to_markdown()
     except Exception as error:  # the file may hold anything
@@ -134,7 +134,7 @@ def _of_statement(
     page = path.with_suffix(".md")
     yield (
         f"{page.name} says the same",
-        _unless(page.is_file() and page.read_text() == markdown, "it is missing, or says something else"),
+        _unless(_text_of(page) == markdown, "it is missing, or says something else"),
     )
     if with_weights:
         yield (
@@ -186,6 +186,13 @@ def _read(path: Path, run: str) -> Steps | str:
         return "it is missing"
     except (DpLightningError, OSError) as error:
         return str(error)
+
+
+def _text_of(path: Path) -> str | None:
+    try:
+        return read_text(path, most=LARGEST_JSON)
+    except (OSError, DataError):
+        return None
 
 
 def _equal(one: Any, other: Any) -> bool:

@@ -5,6 +5,7 @@ states them from public constants, file names or array headers, and reading the 
 them.
 """
 
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, Literal
@@ -20,6 +21,12 @@ from dp_lightning.datamodules.pixels import PixelNormalization
 from dp_lightning.errors import ConfigurationError, DataError
 
 Split = Literal["train", "val", "test"]
+#: Classes that a network can be given: its last layer has a row of weights for each.
+MOST_CLASSES = 100_000
+#: Pixels of a side of an image that a network is given: activations and flattened layers grow with its square.
+LARGEST_SIDE = 4096
+# Each is a process; a configuration may come from a machine with more cores than this one.
+_MOST_WORKERS = max(64, 4 * (os.cpu_count() or 1))
 
 
 class ImageDataModule(lightning.LightningDataModule, ABC):
@@ -72,8 +79,8 @@ class ImageDataModule(lightning.LightningDataModule, ABC):
             raise ConfigurationError(f"val_fraction must lie in [0, 1), not {val_fraction}")
         if eval_batch_size < 1:
             raise ConfigurationError(f"eval_batch_size must be at least 1, not {eval_batch_size}")
-        if num_workers < 0:
-            raise ConfigurationError(f"num_workers must be at least 0, not {num_workers}")
+        if not 0 <= num_workers <= _MOST_WORKERS:
+            raise ConfigurationError(f"num_workers must be at least 0 and at most {_MOST_WORKERS:,}, not {num_workers}")
         if not mean or not std or min(std) <= 0.0:
             raise ConfigurationError(f"mean and std need a number per channel, std above 0: {mean=}, {std=}")
         self.mean, self.std = tuple(mean), tuple(std)

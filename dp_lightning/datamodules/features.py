@@ -2,11 +2,18 @@
 
 The network has to come from public data. Its features of private images are as private as the images: the files stay
 in a folder that only their owner can read, and no noise protects them.
+
+Whoever can write a cache decides what is trained on. A cache that is found is used where folder and files belong to the
+user, nobody else can write them, and the features of some of its images, drawn at random, are those that the network
+gives now. That finds a file of other features, and not a single row that was changed.
 """
 
 import hashlib
 import json
-import pickle
+import os
+import random
+import stat
+from collections.abc import Callable
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -21,12 +28,18 @@ from dp_lightning.datamodules.base import ImageDataModule, Split
 from dp_lightning.datamodules.dataset import ImageDataset
 from dp_lightning.errors import ConfigurationError, DataError
 from dp_lightning.files import replacing
+from dp_lightning.foreign_text import read_text
+from dp_lightning.intact import damage
 from dp_lightning.models.feature_network import FeatureNetwork
 
 # Images whose features go into one file: what an interruption can lose, and what is in memory while they are computed.
 _PER_FILE = 4096
 # Images that are compared with those of a cache before it is used.
 _COMPARED = 32
+# Images of each file of a cache whose features are computed again before it is used, and how far from them its own may
+# be, relative to their length: other hardware and TF32 differ by some thousandths.
+_COMPUTED_AGAIN = 2
+_TOLERANCE = 0.05
 
 
 class CachedFeatures(lightning.LightningDataModule):
@@ -47,7 +60,7 @@ class CachedFeatures(lightning.LightningDataModule):
 
     Raises:
         ConfigurationError: ``batch_size`` is below 1, or the network cannot be built.
-        DataError: The cache belongs to other images.
+        DataError: The cache belongs to other images, to somebody else, or does not hold the network's features.
     """
 
     #: A feature vector has no height and no normalisation of its own.
@@ -114,6 +127,7 @@ class CachedFeatures(lightning.LightningDataModule):
         self.images.prepare_data()
         self.images.setup()
         self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        _require_own(self.folder, stat.S_ISDIR, 0o077)
         for split, dataset in self._datasets().items():
             self._require_same_images(split, dataset)
             self._compute(split, dataset)
@@ -121,7 +135,7 @@ class CachedFeatures(lightning.LightningDataModule):
     def setup(self, stage: str | None = None) -> None:
         for split in self._datasets():
             if split not in self._sets:
-                pieces = [_read(path) for path in self._files(split)]
+                pieces = [_read(path, self.in_channels) for path in self._files(split)]
                 self._sets[split] = TensorDataset(
                     *(torch.cat([p[name] for p in pieces]) for name in ("features", "labels"))
                 )
@@ -180,21 +194,23 @@ class CachedFeatures(lightning.LightningDataModule):
         if not path.is_file():
             with replacing(path) as file:
                 file.write(json.dumps({"images": found}).encode())
-        elif path.read_text() != json.dumps({"images": found}):
+            return
+        _require_own(path, stat.S_ISREG, 0o022)
+        if read_text(path, most=1000) != json.dumps({"images": found}):
             raise DataError(
                 f"{self.folder} holds features of other images: the {split} images have changed. Remove the folder, or "
                 "set data.init_args.cache to another one."
             )
 
     def _compute(self, split: Split, dataset: ImageDataset) -> None:
-        missing = [path for path in self._files(split) if not path.is_file()]
-        if not missing:
-            return
         device = self.trainer.strategy.root_device if self.trainer is not None else torch.device("cpu")
         network = self._network.to(device)
-        for path in missing:
+        for path in self._files(split):
             start = int(path.stem.rpartition("-")[2])
             rows = range(start, min(start + _PER_FILE, len(dataset)))
+            if os.path.lexists(path):
+                self._require_features(path, dataset, rows, network, device)
+                continue
             loader = DataLoader(
                 torch.utils.data.Subset(dataset, rows), self.batch_size, num_workers=self.images.num_workers
             )
@@ -204,6 +220,25 @@ class CachedFeatures(lightning.LightningDataModule):
                 torch.save({**piece, "digest": _digest(piece)}, file)
             rank_zero_info(f"Features of {rows.stop} of {len(dataset)} {split} images are in {self.folder}.")
         self._network = self._network.cpu()
+
+    def _require_features(
+        self, path: Path, dataset: ImageDataset, rows: range, network: nn.Module, device: torch.device
+    ) -> None:
+        """Refuse a file that holds other labels, or other features of those images that are computed again."""
+        _require_own(path, stat.S_ISREG, 0o022)
+        held = _read(path, self.in_channels)
+        same = torch.equal(held["labels"], dataset.labels[rows.start : rows.stop])
+        if same:
+            chosen = random.SystemRandom().sample(rows, min(_COMPUTED_AGAIN, len(rows)))
+            images = torch.stack([image for image, _ in dataset.__getitems__(chosen)])
+            features = _features(network, images.to(device))
+            found = held["features"][torch.tensor(chosen) - rows.start]
+            same = bool(((found - features).norm(dim=1) <= _TOLERANCE * features.norm(dim=1) + 1e-6).all())
+        if not same:
+            raise DataError(
+                f"{path} does not hold the features of these images by this network: it was damaged, or written by "
+                "something else. Remove it, and it is computed again."
+            )
 
 
 @torch.inference_mode()
@@ -215,12 +250,34 @@ def _digest(piece: dict[str, Tensor]) -> str:
     return hashlib.sha256(piece["features"].numpy().tobytes() + piece["labels"].numpy().tobytes()).hexdigest()
 
 
-def _read(path: Path) -> dict[str, Tensor]:
-    try:
-        found: dict[str, Any] = torch.load(path, weights_only=True)
-        if found.pop("digest", None) == _digest(found):
-            return found
-        reason = "its numbers have changed"
-    except (OSError, RuntimeError, EOFError, TypeError, ValueError, KeyError, pickle.UnpicklingError) as error:
-        reason = str(error).partition("\n")[0]
+def _require_own(path: Path, is_kind: Callable[[int], bool], others: int) -> None:
+    """Refuse a path of another kind or owner, or one that lets the others do what the bits ``others`` stand for."""
+    facts = path.lstat()
+    if not is_kind(facts.st_mode) or facts.st_uid != os.geteuid():
+        raise DataError(
+            f"{path} is a link, or belongs to another user: who can write features decides what is trained on. Set "
+            "data.init_args.cache to a folder of your own."
+        )
+    if facts.st_mode & others:
+        raise DataError(
+            f"{path} is open to other users (mode {stat.S_IMODE(facts.st_mode):o}). Features are as private as the "
+            f"images, and who can write them decides what is trained on: chmod {'700' if others == 0o077 else '600'}, "
+            "or set data.init_args.cache to another folder."
+        )
+
+
+def _read(path: Path, length: int) -> dict[str, Tensor]:
+    """Features float32 (n, length) and labels int64 (n,)."""
+    reason = damage(path)
+    if reason is None:
+        try:
+            found: dict[str, Any] = torch.load(path, weights_only=True)
+            if found.pop("digest", None) != _digest(found):
+                reason = "its numbers have changed"
+            elif found["features"].shape != (len(found["labels"]), length) or not found["features"].isfinite().all():
+                reason = f"it does not hold {length} finite numbers for each image"
+            else:
+                return found
+        except Exception as error:  # the file may hold anything
+            reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
     raise DataError(f"{path} cannot be read ({reason}). Remove it: it is computed again.")

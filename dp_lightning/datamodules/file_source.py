@@ -2,9 +2,9 @@
 
 import hashlib
 import os
-import struct
 from array import array
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from typing import Any, cast
 
 import numpy as np
@@ -18,6 +18,10 @@ from tqdm import tqdm
 from dp_lightning.datamodules.dataset import Transform
 from dp_lightning.errors import DataError
 
+#: Pixels of an image, read from its header before any is decoded: 8192 x 8192. Up to 14 bytes are taken for each.
+MOST_PIXELS = 2**26
+# Files are taken by their names' endings, and PIL goes by the content: of all kinds that it knows, some start programs.
+_FORMATS = ("JPEG", "PNG", "PPM", "BMP", "TIFF", "WEBP", "GIF")
 _JPEG_START, _JPEG_END = [0xFF, 0xD8], [0xFF, 0xD9]
 _COMPRESSED = (".jpg", ".jpeg", ".png", ".webp")
 
@@ -48,17 +52,23 @@ class FileSource:
     Args:
         paths: The N files.
         labels: int64 (N,).
+        size: Height and width in pixels, where the data set has one; images of another size are refused.
     """
 
-    def __init__(self, paths: Iterable[str] | FileNames, labels: Tensor) -> None:
+    def __init__(self, paths: Iterable[str] | FileNames, labels: Tensor, *, size: int | None = None) -> None:
         self.paths = paths if isinstance(paths, FileNames) else FileNames(paths)
-        self.labels = labels
+        self.labels, self.size = labels, size
 
     def read(self, indices: Sequence[int], transform: Transform | None) -> Tensor:
         images: list[Tensor] = []
         for position, index in enumerate(indices):
             if position == 0 or index != indices[position - 1]:
                 image = open_rgb(self.paths[index])
+                if self.size is not None and image.shape[1:] != (self.size, self.size):
+                    raise DataError(
+                        f"{self.paths[index]} has {image.shape[2]} x {image.shape[1]} pixels, and images of this data "
+                        f"set {self.size} x {self.size}; replace the file"
+                    )
             images.append(image if transform is None else transform(image))
             if images[-1].shape != images[0].shape:
                 raise DataError(
@@ -106,22 +116,25 @@ def open_rgb(path: str) -> Tensor:
     """Decode one image file: uint8 (3, H, W).
 
     Raises:
-        DataError: The file is missing, truncated or no image; the message names it.
+        DataError: The file is missing, truncated, no image, or has more than ``MOST_PIXELS``; the message names it.
     """
     try:
-        content = read_file(path)
-        # A JPEG without its end is left to PIL, which refuses it; libjpeg would fill it up in grey.
-        if content[:2].tolist() == _JPEG_START and content[-2:].tolist() == _JPEG_END:
-            return decode_jpeg(content, mode=ImageReadMode.RGB)
-    except RuntimeError:
-        pass  # PIL tells what is wrong, or knows this kind of file
-    try:
-        with Image.open(path) as image:
+        with Image.open(path, formats=_FORMATS) as image:
+            width, height = image.size
+            if width * height > MOST_PIXELS:
+                raise ValueError(f"its header says {width:,} x {height:,} pixels; at most {MOST_PIXELS:,} are read")
+            if image.format in ("JPEG", "MPO") and os.path.getsize(path) <= 4 * MOST_PIXELS:
+                content = read_file(path)
+                # A JPEG without its end is left to PIL, which refuses it; libjpeg would fill it up in grey.
+                if content[:2].tolist() == _JPEG_START and content[-2:].tolist() == _JPEG_END:
+                    with suppress(RuntimeError):  # PIL tells what is wrong
+                        return decode_jpeg(content, mode=ImageReadMode.RGB)
             if image.mode not in ("I", "F"):
                 # PIL would cut 16 bits off at 255.
-                shown = _eight_bits(image) if image.mode.startswith("I;16") else image.convert("RGB")
+                shown = _eight_bits(image) if image.mode.startswith("I;16") else image
+                shown = shown if shown.mode == "RGB" else shown.convert("RGB")
                 return torch.from_numpy(np.array(shown)).permute(2, 0, 1)
-    except (OSError, SyntaxError, ValueError, struct.error, Image.DecompressionBombError) as error:
+    except Exception as error:  # each kind of file has its own, and a damaged file any
         raise DataError(
             f"{path} cannot be read as an image ({error}); replace the file or remove it. "
             "data.init_args.read_first: true finds all such files before a run begins"
@@ -130,6 +143,6 @@ def open_rgb(path: str) -> Tensor:
 
 
 def _eight_bits(image: Image.Image) -> Image.Image:
-    """A grey image of 16 bits as RGB: 0 to 65,535 becomes 0 to 255."""
+    """A grey image of 16 bits as one of 8: 0 to 65,535 becomes 0 to 255."""
     grey = np.asarray(image).astype(np.float32) / 257
-    return Image.fromarray(grey.round().astype(np.uint8)).convert("RGB")
+    return Image.fromarray(grey.round().astype(np.uint8))

@@ -8,7 +8,7 @@ Counts come from file names; an image is opened when a batch needs it.
 
 import os
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from torchvision.datasets.folder import IMG_EXTENSIONS
 from torchvision.transforms import v2
 
 from dp_lightning.datamodules.augmentation import CropAndFlip, RandomResizedCrop
-from dp_lightning.datamodules.base import ImageDataModule, Split, checked_labels
+from dp_lightning.datamodules.base import LARGEST_SIDE, ImageDataModule, Split, checked_labels
 from dp_lightning.datamodules.dataset import Transform
 from dp_lightning.datamodules.file_source import FileNames, FileSource, require_readable
 from dp_lightning.errors import ConfigurationError, DataError
@@ -50,8 +50,10 @@ class ImageFolder(ImageDataModule):
         self, root: str, *, image_size: int = 64, flip: bool = True, read_first: bool = False, **kwargs: Any
     ) -> None:
         super().__init__(**kwargs)
-        if image_size < 1:
-            raise ConfigurationError(f"image_size must be at least 1 pixel, not {image_size}")
+        if not 1 <= image_size <= LARGEST_SIDE:
+            raise ConfigurationError(
+                f"image_size must be at least 1 pixel and at most {LARGEST_SIDE}, not {image_size}"
+            )
         self.root, self.size = Path(root), image_size
         self.flip, self.read_first = flip, read_first
 
@@ -194,10 +196,18 @@ def class_names(folder: Path) -> list[str]:
         DataError: There is none.
     """
     with os.scandir(folder) as entries:
-        names = sorted(entry.name for entry in entries if entry.is_dir() and not entry.name.startswith("."))
+        names = sorted(entry.name for entry in entries if _is(entry.is_dir) and not entry.name.startswith("."))
     if not names:
         raise DataError(f"{folder} has no class folders; each class needs a folder of its images")
     return names
+
+
+def _is(kind: Callable[[], bool]) -> bool:
+    """Whether an entry of a folder is of a kind; a link to itself is of none."""
+    try:
+        return kind()
+    except OSError:
+        return False
 
 
 def image_files(folder: Path, left_out: Counter[str]) -> list[str]:
@@ -210,11 +220,7 @@ def image_files(folder: Path, left_out: Counter[str]) -> list[str]:
         for entry in entries:
             if entry.name.startswith("."):
                 continue
-            try:
-                is_file = entry.is_file()
-            except OSError:
-                is_file = False  # a link to itself
-            if not is_file:
+            if not _is(entry.is_file):
                 left_out["broken link" if entry.is_symlink() else "folder"] += 1
             elif entry.name.lower().endswith(IMG_EXTENSIONS):
                 names.append(entry.name)

@@ -4,8 +4,9 @@ The file holds ``train_images`` and ``train_labels``, and optionally the same fo
 are read from the headers of the arrays, so that a run is planned without reading an image.
 """
 
+import math
+import os
 import zipfile
-import zlib
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,13 +14,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from dp_lightning.datamodules.base import ImageDataModule, Split, checked_labels
+from dp_lightning.datamodules.base import LARGEST_SIDE, MOST_CLASSES, ImageDataModule, Split, checked_labels
 from dp_lightning.datamodules.dataset import ArraySource
-from dp_lightning.errors import DataError
+from dp_lightning.errors import ConfigurationError, DataError
 
 SPLITS: tuple[Split, ...] = ("train", "val", "test")
-# What numpy and zipfile raise on a damaged file.
-READ_ERRORS = (OSError, EOFError, ValueError, KeyError, zipfile.BadZipFile, zlib.error, NotImplementedError)
 
 
 class Header(NamedTuple):
@@ -28,22 +27,30 @@ class Header(NamedTuple):
     shape: tuple[int, ...]
     dtype: np.dtype
 
+    @property
+    def num_bytes(self) -> int:
+        """Memory of the array."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
 
 class NpzImages(ImageDataModule):
     """Square images in one ``.npz`` file.
 
     ``*_images`` are uint8 (N, H, W) or (N, H, W, C) with at most 4 channels, ``*_labels`` are integers (N,)
-    or (N, 1). Several labels per image are refused.
+    or (N, 1). Several labels per image are refused, and so are arrays that this machine's memory cannot hold twice.
 
     Args:
         path: The ``.npz`` file.
-        num_classes: Number of classes. Without it, it is one more than the largest training label, which is
-            then taken to be public.
+        num_classes: Number of classes, at most 100,000. Without it, it is one more than the largest training label,
+            which is then taken to be public, and which must be below the number of training images: the network gets
+            an output for each class.
         flip: Mirror training images at random; set it to false where a mirrored image is another thing.
     """
 
     def __init__(self, path: str, *, num_classes: int | None = None, flip: bool = True, **kwargs: Any) -> None:
         super().__init__(**kwargs)
+        if num_classes is not None and not 1 <= num_classes <= MOST_CLASSES:
+            raise ConfigurationError(f"num_classes must lie in 1 to {MOST_CLASSES:,}, not {num_classes}")
         self.path = Path(path)
         self.given_num_classes = num_classes
         self.flip = flip
@@ -56,7 +63,14 @@ class NpzImages(ImageDataModule):
         if labels.size == 0 or labels.min() < 0:
             found = f"has label {labels.min()}" if labels.size else "is empty"
             raise DataError(f"train_labels {found}; classes are numbered from 0: correct it in {self.path}")
-        return int(labels.max()) + 1
+        count = int(labels.max()) + 1
+        if count > min(self.num_available, MOST_CLASSES):
+            raise DataError(
+                f"{self.path}: train_labels has label {count - 1} among {self.num_available} images, and the network "
+                "would get an output for each class up to it. Number the classes from 0, or set "
+                "data.init_args.num_classes."
+            )
+        return count
 
     @property
     def in_channels(self) -> int:
@@ -90,17 +104,17 @@ class NpzImages(ImageDataModule):
         """Headers of the arrays by name, checked against each other."""
         if not self.path.is_file():
             raise DataError(f"{self.path} is missing; set data.init_args.path to the .npz file")
-        headers: dict[str, Header] = {}
         try:
             with zipfile.ZipFile(self.path) as archive:
-                for member in archive.namelist():
-                    with archive.open(member) as file:
-                        headers[member.removesuffix(".npy")] = _read_header(file)
-        except READ_ERRORS as error:
+                present = {name.removesuffix(".npy"): name for name in archive.namelist()}
+                wanted = [f"{split}_{kind}" for split in SPLITS for kind in ("images", "labels")]
+                headers = {key: _read_header(archive, present[key]) for key in wanted if key in present}
+        except Exception as error:  # numpy and zipfile have many for a damaged file
             raise self._damaged(error) from error
+        self._check_memory(headers)
         for split in SPLITS:
             if split == "train" or f"{split}_images" in headers or f"{split}_labels" in headers:
-                self._check_pair(headers, split)
+                self._check_pair(headers, split, sorted(present)[:20])
         train = headers["train_images"].shape
         for split in SPLITS:
             shape = headers.get(f"{split}_images", headers["train_images"]).shape
@@ -108,10 +122,10 @@ class NpzImages(ImageDataModule):
                 raise DataError(f"{self.path}: {split}_images are {shape[1:]}, but train_images are {train[1:]}")
         return headers
 
-    def _check_pair(self, headers: dict[str, Header], split: Split) -> None:
+    def _check_pair(self, headers: dict[str, Header], split: Split, present: list[str]) -> None:
         for key in (f"{split}_images", f"{split}_labels"):
             if key not in headers:
-                raise DataError(f"{self.path}: the array {key} is missing; the file has {', '.join(sorted(headers))}")
+                raise DataError(f"{self.path}: the array {key} is missing; the file has {', '.join(present)}")
         images, labels = headers[f"{split}_images"], headers[f"{split}_labels"]
         if images.dtype != np.uint8:
             raise DataError(f"{self.path}: {split}_images must be uint8, not {images.dtype}")
@@ -124,6 +138,10 @@ class NpzImages(ImageDataModule):
             raise DataError(f"{self.path}: {split}_images must be square, not {images.shape[1]}x{images.shape[2]}")
         if images.shape[0] == 0:
             raise DataError(f"{self.path}: {split}_images holds no images")
+        if not 1 <= images.shape[1] <= LARGEST_SIDE:
+            raise DataError(
+                f"{self.path}: {split}_images have {images.shape[1]} pixels a side; they must have 1 to {LARGEST_SIDE}"
+            )
         if labels.dtype.kind not in "iu":
             raise DataError(f"{self.path}: {split}_labels must be integers, not {labels.dtype}")
         if len(labels.shape) == 2 and labels.shape[1] > 1:
@@ -144,15 +162,35 @@ class NpzImages(ImageDataModule):
         try:
             with np.load(self.path, allow_pickle=False) as arrays:
                 return arrays[key]
-        except READ_ERRORS as error:
+        except Exception as error:
             raise self._damaged(error) from error
+
+    def _check_memory(self, headers: dict[str, Header]) -> None:
+        """The arrays are read in whole, and copied once."""
+        needed = 2 * sum(header.num_bytes for header in headers.values())
+        there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        if needed > there:
+            raise DataError(
+                f"{self.path} takes {needed / 1e9:,.1f} GB of memory when it is read, and this machine has "
+                f"{there / 1e9:,.1f} GB; save the images as files and use ImageFolder"
+            )
 
     def _damaged(self, error: Exception) -> DataError:
         return DataError(f"{self.path} is no complete .npz file ({error}); copy or download it again")
 
 
-def _read_header(file: Any) -> Header:
-    version = np.lib.format.read_magic(file)
-    read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-    shape, _, dtype = read(file)
-    return Header(shape, dtype)
+def _read_header(archive: zipfile.ZipFile, name: str) -> Header:
+    """Shape and type of an array.
+
+    Raises:
+        ValueError: They are not those of as many bytes as the file says that it holds.
+    """
+    with archive.open(name) as file:
+        version = np.lib.format.read_magic(file)
+        read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+        shape, _, dtype = read(file)
+        header, before = Header(shape, dtype), file.tell()
+    held = archive.getinfo(name).file_size - before
+    if not dtype.hasobject and (min(shape, default=0) < 0 or header.num_bytes != held):
+        raise ValueError(f"{name} says that it has shape {shape} of {dtype}, and has {held:,} bytes")
+    return header

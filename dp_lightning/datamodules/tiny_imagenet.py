@@ -16,6 +16,10 @@ from dp_lightning.datamodules.base import ImageDataModule, Split, checked_labels
 from dp_lightning.datamodules.file_source import FileSource
 from dp_lightning.datamodules.folder import image_files
 from dp_lightning.errors import DataError
+from dp_lightning.foreign_text import read_text
+
+# Bytes of a list; that of the validation images has 262,000.
+_LARGEST_LIST = 2**24
 
 
 class TinyImageNet(ImageDataModule):
@@ -62,7 +66,7 @@ class TinyImageNet(ImageDataModule):
     def read_split(self, split: Split) -> FileSource:
         files = self._train_files if split == "train" else self._test_files
         labels = checked_labels([label for _, label in files], self.num_classes, str(self.root))
-        return FileSource([path for path, _ in files], labels)
+        return FileSource([path for path, _ in files], labels, size=self.image_size)
 
     @cached_property
     def _train_files(self) -> list[tuple[str, int]]:
@@ -97,7 +101,7 @@ class TinyImageNet(ImageDataModule):
     def _lines(self, path: Path) -> list[str]:
         if not path.is_file():
             raise self._missing(path)
-        return [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+        return [line for line in read_text(path, most=_LARGEST_LIST).splitlines() if line.strip()]
 
     def _missing(self, path: Path) -> DataError:
         return DataError(

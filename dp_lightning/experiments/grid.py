@@ -15,6 +15,7 @@ its points in the order of the axes, and the settings last. Paths are relative t
 
 import itertools
 import json
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,10 +24,13 @@ from typing import Any
 import yaml
 
 from dp_lightning.errors import ConfigurationError
+from dp_lightning.foreign_text import LARGEST_YAML, load_yaml, read_text
 
 _KEYS = {"title", "base", "settings", "axes", "report"}
 _REPORT = {"rows", "columns", "published", "figures"}
 FIGURES = ("accuracy", "deviation", "curves", "snr")
+#: Runs of a grid: each has a folder, and is read by the parser before the first one starts.
+MOST_RUNS = 10_000
 #: The axis that is averaged over.
 SEED = "seed"
 
@@ -87,16 +91,18 @@ class Grid:
             ConfigurationError: naming the file, the key and the fix.
         """
         try:
-            content = yaml.load(path.read_text(encoding="utf-8"), _Loader)
+            content = load_yaml(read_text(path, most=LARGEST_YAML), lambda text: yaml.load(text, _Loader))
         except OSError as error:
             raise ConfigurationError(f"{path} cannot be read: {error.strerror}.") from error
-        except (yaml.YAMLError, UnicodeDecodeError) as error:
+        except yaml.YAMLError as error:
             raise ConfigurationError(f"{path} is not YAML: {error}") from error
         content = _mapping(path, "The grid", content, _KEYS)
         axes = _mapping(path, "axes", content.get("axes"))
         if not axes:
             raise ConfigurationError(f"{path}: axes is empty. Name at least one axis with its points.")
         found = {str(name): _points(path, str(name), points) for name, points in axes.items()}
+        if (runs := math.prod(map(len, found.values()))) > MOST_RUNS:
+            raise ConfigurationError(f"{path}: axes make {runs:,} runs; at most {MOST_RUNS:,} are in one grid.")
         return cls(
             path,
             str(content.get("title", path.stem)),

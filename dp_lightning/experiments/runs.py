@@ -13,17 +13,29 @@ import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 import yaml
 
-from dp_lightning.errors import ConfigurationError
+from dp_lightning.errors import ConfigurationError, DataError
 from dp_lightning.files import replacing
+from dp_lightning.foreign_text import read_json
 from dp_lightning.intact import newest_intact
 
 # What every run writes.
-_NEEDED = {"completed", "num_steps", "num_steps_planned", "epsilon", "delta", "seconds"}
-_NEEDED |= {"test_accuracy_last", "test_accuracy_best"}
+_NEEDED: dict[str, tuple[type, ...]] = {
+    "completed": (bool,),
+    "num_steps": (int, float),
+    "num_steps_planned": (int, float),
+    "epsilon": (int, float, str),
+    "delta": (int, float),
+    "seconds": (int, float),
+    "test_accuracy_last": (int, float, NoneType),
+    "test_accuracy_best": (int, float, NoneType),
+}
+# What some runs write besides: a number, and lists of them.
+_NUMBERS, _LISTS = ("snr_first_epoch",), ("test_accuracy_curve", "evaluated_after_steps")
 # A file system takes names of 255 bytes.
 _LONGEST = 60
 
@@ -78,9 +90,9 @@ class RunFolder:
         found = []
         for path in self.root.rglob("result.json"):
             result = _read(path)
-            if result.keys() >= _NEEDED:
+            if _is_result(result):
                 release = _read(path.with_name("privacy_statement.json")).get("release")
-                found.append({**result, "release": release or "not for release: there is no privacy statement"})
+                found.append({**result, "release": str(release or "not for release: there is no privacy statement")})
         return max(found, key=lambda result: (result["completed"] is True, result["num_steps"]), default=None)
 
     @property
@@ -112,6 +124,16 @@ class RunFolder:
             self.root.rename(self.path / f"abandoned_{max(self._abandoned, default=-1) + 1}")
 
 
+def _is_result(content: Mapping[str, Any]) -> bool:
+    """Whether each value is of the kind that a run writes: the file may hold anything."""
+    lists = [content.get(name) or [] for name in _LISTS]
+    return (
+        all(name in content and isinstance(content[name], kinds) for name, kinds in _NEEDED.items())
+        and all(isinstance(content.get(name, 0), int | float | NoneType) for name in _NUMBERS)
+        and all(isinstance(one, list) and all(isinstance(value, int | float) for value in one) for one in lists)
+    )
+
+
 def components(trainer: Mapping[str, Any], kind: str) -> list[dict[str, Any]]:
     """The settings of a trainer's ``logger`` or ``callbacks`` that have arguments."""
     given = trainer.get(kind)
@@ -122,7 +144,7 @@ def components(trainer: Mapping[str, Any], kind: str) -> list[dict[str, Any]]:
 def _read(path: Path) -> dict[str, Any]:
     """A file's mapping; empty where it is missing, cut off, or of another kind."""
     try:
-        content = json.loads(path.read_text())
-    except (OSError, ValueError):
+        content = read_json(path)
+    except (OSError, DataError):
         return {}
     return content if isinstance(content, dict) else {}

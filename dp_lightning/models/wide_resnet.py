@@ -22,6 +22,8 @@ from torch import Tensor, nn
 from dp_lightning.errors import ModelError
 
 STEM_CHANNELS = 16
+# Seven times WRN-28-10's.
+MOST_WEIGHTS = 2**28
 
 
 def group_norm(num_groups: int, channels: int) -> nn.GroupNorm:
@@ -119,6 +121,9 @@ class WideResNet(nn.Module):
         if width < 1:
             raise ModelError(f"width must be at least 1, not {width}")
         blocks_per_group = (depth - 4) // 6
+        weights = 2 * 9 * (16**2 + 32**2 + 64**2) * width**2 * blocks_per_group
+        if weights > MOST_WEIGHTS:
+            raise ModelError(f"{depth=} and {width=} make some {weights:,} weights; at most {MOST_WEIGHTS:,} are built")
         convolution = standardized_convolution if weight_standardization else plain_convolution
         self.relu_first = relu_first
         self.stem = convolution(in_channels, STEM_CHANNELS, 3, stride=1, padding=1)

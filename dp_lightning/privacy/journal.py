@@ -305,7 +305,7 @@ def _parsed(line: bytes) -> str | tuple[str | None, Step] | None:
         numbers = float(entry["noise_multiplier"]), float(entry["sample_rate"])
         after = tuple(map(str, entry["after"]))
         return str(entry["step"]), Step(*numbers, int(entry["number"]), after, str(entry["nonce"]))
-    except (ValueError, TypeError, KeyError):
+    except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
         return None
 
 

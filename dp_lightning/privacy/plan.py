@@ -64,6 +64,11 @@ class PrivacyPlan:
                 f"expected_batch_size must be at most num_train = {self.num_train}; got {self.expected_batch_size}."
             )
         check_noise_multiplier(self.noise_multiplier)
+        if self.noise_multiplier > _LARGEST_NOISE_MULTIPLIER:
+            raise ConfigurationError(
+                f"noise_multiplier is {self.noise_multiplier:g}; above {_LARGEST_NOISE_MULTIPLIER:g} nothing is left "
+                "of the gradient. Lower it, or set target_epsilon."
+            )
         check_delta(self.delta)
         if self.delta >= 1 / self.num_train:
             raise ConfigurationError(

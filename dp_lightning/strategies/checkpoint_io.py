@@ -4,7 +4,6 @@ Whoever finds a file with a checkpoint's name finds all of it. When it is read, 
 first.
 """
 
-import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -63,17 +62,27 @@ class PrivateCheckpointIO(TorchCheckpointIO):
         problem = damage(source)
         if problem is None:
             try:
-                loaded: dict[str, Any] = torch.load(source, map_location=map_location, weights_only=True)
-            except (OSError, RuntimeError, pickle.UnpicklingError, EOFError, KeyError, ValueError) as error:
-                problem = f"it cannot be loaded without running code ({str(error).splitlines()[0]})"
+                loaded: Any = torch.load(source, map_location=map_location, weights_only=True)
+            except Exception as error:  # the file may hold anything
+                problem = f"it cannot be loaded without running code ({' '.join(str(error).splitlines()[:1])})"
             else:
-                if isinstance(loaded, dict):
+                problem = _misfit(loaded)
+                if problem is None:
                     return loaded
-                problem = f"it holds a {type(loaded).__name__}"
         others = [path for path in source.parent.glob("*.ckpt") if path != source]
         intact = newest_intact(others)
         hint = f"The newest intact one beside it is {intact}." if intact else "There is no intact one beside it."
         raise DataError(f"{source} is not a usable checkpoint: {problem}. {hint}")
+
+
+def _misfit(loaded: Any) -> str | None:
+    """What keeps the content from being that of a checkpoint; None for nothing."""
+    if not isinstance(loaded, dict):
+        return f"it holds a {type(loaded).__name__}"
+    for name in ("state_dict", "hyper_parameters", "callbacks", "loops", STATEMENT):
+        if not isinstance(loaded.get(name, {}), dict):
+            return f"its {name} is a {type(loaded[name]).__name__}"
+    return None
 
 
 def _local(path: Any) -> Path:

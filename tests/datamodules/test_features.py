@@ -1,6 +1,7 @@
 """Features of a frozen network: computed once, right, and never those of other images."""
 
 import json
+import os
 from pathlib import Path
 
 import numpy as np
@@ -79,8 +80,13 @@ def test_features_are_the_networks_of_the_images_as_it_knows_them(tmp_path, weig
 
 def test_features_are_computed_once(tmp_path, weights, few_per_file, monkeypatch):
     first = ready(arrays(tmp_path), tmp_path, weights)
-    monkeypatch.setattr(features, "_features", lambda network, images: pytest.fail("computed again"))
+    again_computed = []
+    compute = features._features
+    monkeypatch.setattr(
+        features, "_features", lambda network, images: again_computed.append(len(images)) or compute(network, images)
+    )
     again = ready(arrays(tmp_path), tmp_path, weights, batch_size=3)
+    assert again_computed == [2] * 4  # those that are compared with the files
     assert again.folder == first.folder
     assert torch.equal(again._sets["train"].tensors[0], first._sets["train"].tensors[0])
 
@@ -244,3 +250,67 @@ def test_a_private_probe_from_the_command_line(tmp_path, weights):
     assert result["test_accuracy_last"] > 0.3
     assert result["epsilon"] <= 8
     assert len(list(Path(tmp_path / "cache").rglob("train-*.pt"))) == 1
+
+
+def changed(path, **changes):
+    """The file with other content, and a digest that fits."""
+    piece = torch.load(path, weights_only=True)
+    piece |= changes
+    piece["digest"] = features._digest(piece)
+    torch.save(piece, path)
+
+
+def test_a_file_of_zeros_with_a_digest_that_fits_is_refused(tmp_path, weights):
+    data = ready(arrays(tmp_path), tmp_path, weights)
+    changed(data.folder / "train-00000000.pt", features=torch.zeros(30, 256))
+    with pytest.raises(DataError, match=r"train-00000000.pt does not hold the features of these images.*Remove it"):
+        ready(arrays(tmp_path), tmp_path, weights)
+
+
+def test_a_file_of_other_labels_or_sizes_is_refused(tmp_path, weights):
+    data = ready(arrays(tmp_path), tmp_path, weights)
+    path = data.folder / "train-00000000.pt"
+    changed(path, labels=torch.zeros(30, dtype=torch.int64))
+    with pytest.raises(DataError, match="does not hold the features of these images"):
+        ready(arrays(tmp_path), tmp_path, weights)
+    changed(path, features=torch.full((30, 256), torch.inf))
+    with pytest.raises(DataError, match="does not hold 256 finite numbers for each image"):
+        ready(arrays(tmp_path), tmp_path, weights)
+
+
+def test_features_of_other_hardware_are_used(tmp_path, weights):
+    data = ready(arrays(tmp_path), tmp_path, weights)
+    path = data.folder / "train-00000000.pt"
+    held = torch.load(path, weights_only=True)["features"]
+    changed(path, features=held * (1 + 0.01 * torch.randn_like(held)))
+    ready(arrays(tmp_path), tmp_path, weights)
+
+
+@pytest.mark.parametrize("name", [".", "train-00000000.pt", "train.json"])
+def test_a_cache_of_another_user_is_refused(tmp_path, weights, name, monkeypatch):
+    path = ready(arrays(tmp_path), tmp_path, weights).folder / name
+    lstat = Path.lstat
+
+    def of_another(self):
+        facts = lstat(self)
+        return os.stat_result((*facts[:4], facts.st_uid + 1, *facts[5:])) if self == path else facts
+
+    monkeypatch.setattr(Path, "lstat", of_another)
+    with pytest.raises(DataError, match=r"belongs to another user.*data.init_args.cache"):
+        ready(arrays(tmp_path), tmp_path, weights)
+
+
+@pytest.mark.parametrize(("name", "mode"), [(".", 0o770), (".", 0o755), ("train-00000000.pt", 0o622)])
+def test_a_cache_that_others_can_open_is_refused(tmp_path, weights, name, mode):
+    path = ready(arrays(tmp_path), tmp_path, weights).folder / name
+    path.chmod(mode)
+    with pytest.raises(DataError, match=r"is open to other users.*chmod"):
+        ready(arrays(tmp_path), tmp_path, weights)
+
+
+def test_a_link_in_the_place_of_a_cache_is_refused(tmp_path, weights):
+    folder = ready(arrays(tmp_path), tmp_path, weights).folder
+    folder.rename(tmp_path / "elsewhere")
+    folder.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(DataError, match="is a link, or belongs to another user"):
+        ready(arrays(tmp_path), tmp_path, weights)

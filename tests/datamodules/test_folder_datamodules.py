@@ -1,12 +1,15 @@
 """Images in folders: ImageFolder, ImageNet and Tiny ImageNet on small trees."""
 
+import io
 import shutil
+import struct
+import zlib
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from PIL import Image
+from PIL import Image, ImageFile
 from torchvision.transforms import v2
 
 from dp_lightning.datamodules import ImageFiles, ImageFolder, ImageNet, TinyImageNet, file_source
@@ -306,7 +309,7 @@ def test_a_damaged_tiny_imagenet_is_named_before_training(tmp_path, spoil, messa
 def test_an_image_of_another_size_is_named(tmp_path):
     root = write_tiny(tmp_path)
     write_image(tmp_path / "val" / "images" / "val_0.JPEG", size=(32, 64))
-    with pytest.raises(DataError, match=r"val_0.JPEG has shape \(3, 64, 32\)"):
+    with pytest.raises(DataError, match=r"val_0.JPEG has 32 x 64 pixels, and images of this data set 64 x 64"):
         list(TinyImageNet(root).test_dataloader())
 
 
@@ -361,3 +364,47 @@ def test_names_of_files_are_kept_in_one_block():
     # The bytes of the names and eight more for each.
     many = FileNames(f"train/n{k % 1000:08d}/n{k:08d}.JPEG" for k in range(10_000))
     assert many._text.nbytes + many._ends.nbytes < 10_000 * (36 + 8) + 100
+
+
+def claims(suffix, width, height):
+    """A small image file whose header says that it is a large one."""
+    file = io.BytesIO()
+    Image.new("RGB", (8, 8)).save(file, {"png": "PNG", "jpg": "JPEG", "bmp": "BMP", "ppm": "PPM"}[suffix])
+    content = file.getvalue()
+    if suffix == "png":
+        head = b"IHDR" + struct.pack(">II", width, height) + content[24:29]
+        return content[:12] + head + struct.pack(">I", zlib.crc32(head)) + content[33:]
+    if suffix == "jpg":
+        place = content.index(b"\xff\xc0") + 5
+        return content[:place] + struct.pack(">HH", height, width) + content[place + 4 :]
+    if suffix == "bmp":
+        return content[:18] + struct.pack("<ii", width, height) + content[26:]
+    return content.replace(b"8 8", f"{width} {height}".encode(), 1)
+
+
+@pytest.mark.parametrize(
+    ("suffix", "side"), [("png", 9_000), ("png", 10**6), ("jpg", 65_000), ("bmp", 9_000), ("ppm", 9_000)]
+)
+def test_an_image_is_decoded_only_where_its_header_claims_a_size_that_is_read(tmp_path, suffix, side, monkeypatch):
+    path = tmp_path / f"large.{suffix}"
+    path.write_bytes(claims(suffix, side, side))
+    for decode in (Image.Image, ImageFile.ImageFile):
+        monkeypatch.setattr(decode, "load", lambda self: pytest.fail("decoded"))
+    monkeypatch.setattr(file_source, "decode_jpeg", lambda *args, **kwargs: pytest.fail("decoded"))
+    with pytest.raises(DataError, match=rf"large.{suffix} cannot be read as an image.*(pixels|decompression bomb)"):
+        open_rgb(str(path))
+
+
+def test_an_image_file_starts_no_program(tmp_path):
+    """PIL would give PostScript to Ghostscript, whatever the file is called."""
+    path = tmp_path / "x.png"
+    path.write_bytes(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 8 8\n%%EndComments\nshowpage\n%%EOF\n")
+    with pytest.raises(DataError, match=r"x.png cannot be read as an image \(cannot identify"):
+        open_rgb(str(path))
+
+
+def test_a_list_of_classes_that_is_no_text_is_named(tmp_path):
+    root = write_tiny(tmp_path)
+    (tmp_path / "wnids.txt").write_bytes(b"\xff\xfe\xe9")
+    with pytest.raises(DataError, match=r"wnids.txt is no text in UTF-8"):
+        _ = TinyImageNet(root).num_classes

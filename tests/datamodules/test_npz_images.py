@@ -1,5 +1,11 @@
 """Images in an .npz file: what is read, and the message for each malformed file."""
 
+import io
+import os
+import struct
+import zipfile
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -157,3 +163,52 @@ def test_pickled_arrays_are_refused(tmp_path):
     path = write(tmp_path, train_labels=np.array([{}] * 9, dtype=object))
     with pytest.raises(DataError, match="train_labels must be integers, not object"):
         NpzImages(path).check_files()
+
+
+def test_one_large_label_makes_no_layer_of_that_width(tmp_path):
+    path = write(tmp_path, train_images=images(9), train_labels=np.array([0, 1, 2, 3, 4, 5, 6, 7, 5_000_000]))
+    with pytest.raises(DataError, match=r"label 5000000 among 9 images.*set data.init_args.num_classes"):
+        _ = NpzImages(path).num_classes
+    assert NpzImages(path, num_classes=7).num_classes == 7
+    with pytest.raises(ConfigurationError, match="num_classes must lie in 1 to 100,000"):
+        NpzImages(path, num_classes=5_000_001)
+
+
+def with_header(folder, shape, numbers):
+    """A file whose images say that they have this shape, with so many bytes behind it."""
+    path = write(folder)
+    header = f"{{'descr': '|u1', 'fortran_order': False, 'shape': {shape}}}\n".encode()
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        start = b"\x93NUMPY\x01\x00" + struct.pack("<H", len(header))
+        archive.writestr("train_images.npy", start + header + bytes(numbers))
+        file = io.BytesIO()
+        np.save(file, labels(4))
+        archive.writestr("train_labels.npy", file.getvalue())
+    return path
+
+
+@pytest.mark.parametrize("shape", ["(4, 500000, 500000)", f"(4, {2**62}, {2**62})", "(4, -8, -8)", "(" * 3000])
+def test_a_header_is_compared_with_what_the_file_holds(tmp_path, shape):
+    with pytest.raises(DataError, match=r"data.npz is no complete .npz file"):
+        _ = NpzImages(with_header(tmp_path, shape, 256)).image_size
+
+
+def test_an_encrypted_file_is_named(tmp_path):
+    path = Path(write(tmp_path))
+    content = path.read_bytes().replace(b"PK\3\4\x2d\0\0\0", b"PK\3\4\x2d\0\1\0")
+    path.write_bytes(content.replace(b"PK\1\2\x2d\x03\x2d\0\0\0", b"PK\1\2\x2d\x03\x2d\0\1\0"))
+    with pytest.raises(DataError, match=r"no complete .npz file.*encrypted"):
+        NpzImages(str(path)).check_files()
+
+
+def test_arrays_beyond_memory_are_not_read(tmp_path, monkeypatch):
+    path = write(tmp_path)
+    monkeypatch.setattr(os, "sysconf", lambda name: 10)
+    monkeypatch.setattr(np, "load", lambda *args, **kwargs: pytest.fail("read"))
+    with pytest.raises(DataError, match=r"data.npz takes 0.0 GB of memory when it is read, and this machine has"):
+        NpzImages(path).setup("fit")
+
+
+def test_images_too_large_for_a_network_are_refused(tmp_path):
+    with pytest.raises(DataError, match="have 5000 pixels a side; they must have 1 to 4096"):
+        _ = NpzImages(with_header(tmp_path, "(4, 5000, 5000)", 4 * 5000 * 5000)).image_size

@@ -3,7 +3,7 @@
 import pytest
 import yaml
 
-from dp_lightning.errors import ConfigurationError
+from dp_lightning.errors import ConfigurationError, DataError
 from dp_lightning.experiments.grid import Grid
 
 
@@ -115,6 +115,12 @@ def test_the_report_shows_the_first_two_axes_but_the_seed(load):
             "report.rows and report.columns are both 'a'",
         ),
         ("axes: {a: {A: {}, B: {}, A: {settings: {s: 1}}}}", "is not YAML: A stands twice"),
+        ("axes: {a: &a {A: {}, B: *a}}", "is not YAML: the alias"),
+        ("axes: " + "[" * 100_000, "is not YAML: it is nested deeper"),
+        (
+            "axes:\n" + "".join(f"  a{i}: {{setting: s{i}, values: {list(range(100))}}}\n" for i in range(9)),
+            "axes make 1,000,000,000,000,000,000 runs; at most 10,000",
+        ),
         ("axes: {a: {A: {}}}\nreport: {figures: [{a: 1}]}", "report.figures is .*; choose from accuracy"),
         ("axes: {a: {A: {}}}\nreport: {figures: [pie]}", "report.figures is \\['pie'\\]; choose from accuracy"),
     ],
@@ -126,7 +132,7 @@ def test_what_cannot_be_read_is_named(load, text, message):
 
 def test_a_file_of_another_encoding_is_named(tmp_path):
     (tmp_path / "grid.yaml").write_bytes("title: Größe".encode("latin-1"))
-    with pytest.raises(ConfigurationError, match=r"grid\.yaml is not YAML"):
+    with pytest.raises(DataError, match=r"grid\.yaml is no text in UTF-8"):
         Grid.load(tmp_path / "grid.yaml")
 
 

@@ -3,6 +3,7 @@
 import os
 import random
 import subprocess
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -58,6 +59,31 @@ def test_a_truncated_file_is_refused_and_the_newest_intact_one_named(tmp_path):
             DataError, match=r"last.ckpt is not a usable checkpoint.*newest intact one beside it is .*good.ckpt"
         ):
             load(tmp_path / "last.ckpt")
+
+
+def test_parts_that_claim_more_than_the_file_has_are_not_unpacked(tmp_path, monkeypatch):
+    path = tmp_path / "bomb.ckpt"
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("archive/data.pkl", bytes(10_000_000))
+    monkeypatch.setattr(zipfile.ZipFile, "open", lambda *args: pytest.fail("unpacked"))
+    with pytest.raises(DataError, match=r"bomb.ckpt is not a usable checkpoint: its parts claim 10,000,000 bytes"):
+        load(path)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ([1], "it holds a list"),
+        ({"hyper_parameters": [1]}, "its hyper_parameters is a list"),
+        ({"callbacks": "x"}, "its callbacks is a str"),
+        ({"state_dict": None}, "its state_dict is a NoneType"),
+        ({"privacy_statement": 1}, "its privacy_statement is a int"),
+    ],
+)
+def test_content_of_another_form_is_refused(tmp_path, content, message):
+    torch.save(content, tmp_path / "x.ckpt")
+    with pytest.raises(DataError, match=f"not a usable checkpoint: {message}"):
+        load(tmp_path / "x.ckpt")
 
 
 def test_a_flipped_bit_is_never_loaded(tmp_path):

@@ -1,0 +1,75 @@
+"""YAML and JSON beyond all bounds are refused before anything is built of them."""
+
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+
+from dp_lightning.errors import DataError
+from dp_lightning.foreign_text import DEEPEST, LARGEST_YAML, MOST_VALUES, load_yaml, read_json, read_text
+
+ALIASES = "\n".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9) if i else '1'}]" for i in range(12))
+CHAIN = "\n".join(f"a{i}: &a{i} [{f'*a{i - 1}' if i else '1'}]" for i in range(DEEPEST + 1))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (ALIASES, "more than 20,000 values, aliases written out"),
+        (CHAIN, "nested deeper than 40 levels"),
+        ("[" * 100_000, "nested deeper"),
+        ("a: &a [*a]", r"alias \*a stands for nothing, or for what it is a part of"),
+        ("a: *b", r"alias \*b stands for nothing"),
+        ("x" * (LARGEST_YAML + 1), "at most 1,048,576 are read"),
+        ("[" + "1," * (MOST_VALUES + 1) + "]", "more than 20,000 values"),
+        ("a: 2024-99-99", "a value cannot be read"),
+        ("a: " + "9" * 5_000, "a value cannot be read"),
+        ("a: !!python/object/apply:os.system [true]", "could not determine a constructor"),
+    ],
+)
+def test_what_no_configuration_is_like_is_refused_at_once(text, message):
+    started = time.process_time()
+    with pytest.raises(yaml.YAMLError, match=message):
+        load_yaml(text, yaml.safe_load)
+    assert time.process_time() - started < 1  # building any of these takes longer, or does not end
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "a: &a {b: [1, 2]}\nc: *a\nd: {<<: *a, e: 1}",
+        "[" * DEEPEST + "]" * DEEPEST,
+        "a: &a 1\nb: [*a, *a]",
+        "",
+        "a: 'é'\n---",
+        "[" + "1," * (MOST_VALUES - 2) + "]",
+    ],
+)
+def test_what_is_within_the_bounds_is_what_the_loader_makes_of_it(text):
+    assert load_yaml(text, lambda text: list(yaml.safe_load_all(text))) == list(yaml.safe_load_all(text))
+
+
+def test_a_text_is_read_from_a_regular_file_of_a_bounded_size(tmp_path):
+    path = tmp_path / "x.json"
+    path.write_text('{"a": 1}')
+    assert read_json(path) == {"a": 1}
+    with pytest.raises(DataError, match=r"x.json has 8 bytes; a text of at most 7"):
+        read_text(path, most=7)
+    with path.open("wb") as file:
+        file.truncate(10**12)  # takes no disk
+    with pytest.raises(DataError, match=r"x.json has 1,000,000,000,000 bytes"):
+        read_json(path)
+
+
+@pytest.mark.parametrize("content", [b"\xff", b"[" * 200_000, b"9" * 5_000, b"{"])
+def test_what_is_no_json_is_named(tmp_path, content):
+    (tmp_path / "x.json").write_bytes(content)
+    with pytest.raises(DataError, match=r"x.json is no"):
+        read_json(tmp_path / "x.json")
+
+
+@pytest.mark.parametrize("path", ["/dev/zero", "/dev/null"])
+def test_a_device_is_not_read(path):
+    with pytest.raises(DataError, match=f"{path} is no regular file"):
+        read_json(Path(path))

@@ -1,0 +1,102 @@
+"""A part of the campaign of hostile configurations and files; ``python benchmarks/fuzz.py`` runs all of it."""
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from dp_lightning import foreign_text
+from dp_lightning.commands import foreign_modules
+from dp_lightning.datamodules import base, file_source
+from dp_lightning.experiments import grid
+
+ROOT = Path(__file__).parents[1]
+#: One of each way in which memory, time or code could be taken.
+FILES = (
+    "npz_label_5000000",
+    "npz_pickle",
+    "png_a_million_squared",
+    "postscript_as_png",
+    "checkpoint_runs_code",
+    "checkpoint_bomb",
+    "statement_nests",
+    "journal_number_is_infinite",
+    "yaml_aliases",
+    "yaml_runs_code",
+    "grid_without_end",
+)
+
+
+@pytest.fixture
+def fuzz(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    import fuzz
+
+    return fuzz
+
+
+def test_what_is_hostile_gets_one_message_and_nothing_else(warm_python):
+    names = [f"{number}-{kind}" for number in range(8) for kind in ("number", "tree", "text", "option")]
+    campaign = [warm_python, "benchmarks/fuzz.py", "--configurations", "8", "--only", ",".join([*names, *FILES])]
+    shown = subprocess.run(campaign, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert f"{8 + len(FILES)} cases" in shown.stdout
+    assert shown.returncode == 0, shown.stdout + shown.stderr
+
+
+@pytest.mark.parametrize(
+    ("outcome", "fault"),
+    [
+        ({"said": "Traceback (most recent call last):"}, "traceback"),
+        ({"status": 3}, "status 3"),
+        ({"canary": True}, "code executed"),
+        ({"memory": 2e9}, "2.0 GB"),
+        ({"seconds": 2.5}, "2.5 s"),
+        ({"seconds": 60.0, "status": 0}, None),
+        ({}, None),
+    ],
+)
+def test_what_counts_as_a_fault(fuzz, outcome, fault):
+    usual = {"status": 2, "seconds": 0.5, "memory": 1e6, "said": "error: x", "canary": False}
+    assert fuzz._faults(**{**usual, **outcome}) == (() if fault is None else (fault,))
+
+
+def test_a_seed_gives_the_same_configurations(fuzz, tmp_path):
+    def written(seed, folder):
+        for case in fuzz.configurations(5, seed):
+            place = tmp_path / folder / case.name
+            place.mkdir(parents=True)
+            yield case.write(place), (place / "run.yaml").read_bytes()
+
+    assert list(written(1, "a")) == list(written(1, "b"))
+    assert list(written(1, "c")) != list(written(2, "d"))
+
+
+def test_there_are_hostile_files_of_every_format(fuzz):
+    names = [case.name for case in fuzz.files()]
+    assert len(names) >= 60
+    assert set(FILES) <= set(names)
+    kinds = ["npz", "png", "jpeg", "gif", "bmp", "tiff", "ppm", "webp", "checkpoint", "safetensors", "weights"]
+    kinds += ["statement", "journal", "yaml", "grid", "report", "tiny_imagenet"]
+    assert all(any(name.startswith(kind) for name in names) for kind in kinds)
+
+
+def test_the_page_shows_the_bounds_and_the_command(fuzz):
+    page = (ROOT / "docs" / "hostile_input.md").read_text()
+    bounds = [
+        (foreign_text.LARGEST_YAML, "bytes"),
+        (foreign_text.MOST_VALUES, "values with aliases written out"),
+        (foreign_text.DEEPEST, "levels"),
+        (foreign_text.LARGEST_JSON, "bytes"),
+        (file_source.MOST_PIXELS, "|"),
+        (base.LARGEST_SIDE, "pixels"),
+        (base.MOST_CLASSES, ";"),
+        (grid.MOST_RUNS, "|"),
+    ]
+    for number, unit in bounds:
+        assert re.search(rf"\| (.*, )?{number:,} ?{re.escape(unit)}", page), number
+    (line,) = re.findall(r"^python benchmarks/fuzz.py (.*)$", page, re.M)
+    assert fuzz.parse(line.split()).configurations == 500
+    assert all(name in page.lower() for name in foreign_modules._OWN - {"pytorch_lightning"})
+    formats = re.search(r"decoders of (.*) and (GIF)", page)
+    assert set(file_source._FORMATS) == {name.upper() for name in [*formats[1].split(", "), formats[2]]}
