@@ -7,7 +7,7 @@ import lightning.pytorch as pl
 
 from dp_lightning.errors import DataError, DpLightningError
 from dp_lightning.privacy.accounting import Ledger
-from dp_lightning.privacy.journal import Journal
+from dp_lightning.privacy.journal import Journal, run_of
 
 
 class RunJournal:
@@ -24,22 +24,39 @@ class RunJournal:
         self.journal: Journal | None = None
         self.heads: tuple[str, ...] = ()
         self._ledger = Ledger()
+        self._left: Path | None = None
 
-    def open(self, trainer: pl.Trainer, folder: Path, ledger: Ledger, *, goes_on: bool) -> None:
+    def count_steps_of(self, journal: Path) -> None:
+        """The next ``open`` without a checkpoint goes on with the run that has left this journal."""
+        self._left = journal
+
+    def open(self, trainer: pl.Trainer, folder: Path, ledger: Ledger, *, restored: bool) -> bool:
         """Count the steps that ran after the checkpoint, on every rank, and record the coming ones.
 
         Args:
             folder: where a journal is kept, besides those beside checkpoints.
-            goes_on: whether a checkpoint of a private run was loaded.
+            restored: whether a checkpoint of a private run was loaded.
+
+        Returns:
+            Whether this fit goes on with a run that stands on disk.
 
         Raises:
             DataError: when the checkpoint's journal is missing or older, or one cannot be read or written.
         """
         self._ledger = ledger
-        self.run = trainer.strategy.broadcast(self.run)
+        from_checkpoint = restored and trainer.ckpt_path is not None
+        left, self._left = self._left, None
+        if from_checkpoint or self.journal is not None:
+            left = None
+        if left is not None:
+            self.run = run_of(left)
+        self.run, from_journal = trainer.strategy.broadcast((self.run, left is not None))
         if trainer.is_global_zero:
             self.journal = self.journal or Journal(self.run)
-            if goes_on and trainer.ckpt_path is not None:
+            if left is not None:
+                self.journal.read(left.parent)
+            if from_checkpoint:
+                assert trainer.ckpt_path is not None
                 beside = Path(trainer.ckpt_path).parent
                 recorded = self.journal.read(beside)
                 if recorded is None:
@@ -62,6 +79,7 @@ class RunJournal:
             self.journal.add_folder(folder, ledger)
             ledger.load_state_dict(self.journal.ledger.state_dict())
         ledger.load_state_dict(trainer.strategy.broadcast(ledger.state_dict()))
+        return from_checkpoint or from_journal
 
     def beside(self, folder: Path) -> None:
         """Keep a journal in a folder to which a checkpoint is about to be written."""

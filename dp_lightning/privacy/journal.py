@@ -24,6 +24,17 @@ from dp_lightning.files import replacing
 from dp_lightning.privacy.accounting import Ledger
 
 _NAME_LENGTH = 32  # hexadecimal digits, 128 bits
+_PREFIX, _SUFFIX = "privacy_journal_", ".jsonl"
+
+
+def journals_in(folder: Path) -> list[Path]:
+    """The journals that stand in a folder, of whatever runs."""
+    return sorted(folder.glob(f"{_PREFIX}*{_SUFFIX}"))
+
+
+def run_of(journal: Path) -> str:
+    """Name of the run whose steps a journal holds."""
+    return journal.name.removeprefix(_PREFIX).removesuffix(_SUFFIX)
 
 
 @dataclass(frozen=True)
@@ -98,7 +109,7 @@ class Journal:
 
     def path(self, folder: Path) -> Path:
         """Where the journal stands in a folder."""
-        return folder.resolve() / f"privacy_journal_{self.run}.jsonl"
+        return folder.resolve() / f"{_PREFIX}{self.run}{_SUFFIX}"
 
     def read(self, folder: Path) -> Ledger | None:
         """The steps in the journal that stands in ``folder`` and in those that they name; None where there is none.
