@@ -123,15 +123,16 @@ def left_journal(folder, callback, after):
 def test_steps_of_a_run_without_a_checkpoint_stay_counted(tmp_path, after, settings):
     first, again = privacy(**settings), privacy(**settings)
     again.count_steps_of(left_journal(tmp_path, first, after))
-    run, module = fit(tmp_path, again, saved=99)
+    folder = tmp_path / "again"  # as each start of dpl has a log folder of its own
+    run, module = fit(folder, again, saved=99)
     assert again.run == first.run
     assert run.global_step == 9 - after
     assert module.validated > 0
     # The noise of the plan, which its last digit does not change.
     assert len(again.ledger.runs) == 1
-    found = statement(tmp_path)
+    found = statement(folder)
     assert (found["num_steps"], found["lost_steps"], found["release"]) == (9, after, "ok")
-    assert (tmp_path / "result.json").is_file()
+    assert (folder / "result.json").is_file()
 
 
 def test_steps_without_a_checkpoint_count_under_another_target(tmp_path):
