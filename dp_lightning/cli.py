@@ -1,8 +1,13 @@
 """The ``dpl`` command. Commands are imported when they are called, so that help and light commands answer at once."""
 
+import os
+import signal
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from importlib import import_module
+from types import FrameType
 
 from dp_lightning import __version__
 from dp_lightning.errors import DpLightningError
@@ -33,7 +38,11 @@ _OTHERS = ("export", "verify", "audit", "account", "sweep", "report", "analyze")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run a command; exits with 2 and one message on an error that the user can act on."""
+    """Run a command; exits with 2 and one message on an error that the user can act on.
+
+    Args:
+        argv: what follows ``dpl``; None is the process's own, which then is the command's alone.
+    """
     arguments = list(sys.argv[1:] if argv is None else argv)
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         print(_HELP, end="")
@@ -46,7 +55,36 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(f"dpl: there is no command '{command}'. `dpl --help` names them all.", file=sys.stderr)
         sys.exit(2)
     try:
-        import_module(f"dp_lightning.commands.{'training' if command in _TRAINING else command}").main(arguments)
+        with _exit_codes(put_back=argv is not None) if command in _TRAINING else nullcontext():
+            import_module(f"dp_lightning.commands.{'training' if command in _TRAINING else command}").main(arguments)
     except DpLightningError as error:
         print(f"\ndpl {command}: error: {error}", file=sys.stderr)
         sys.exit(2)
+
+
+@contextmanager
+def _exit_codes(*, put_back: bool) -> Iterator[None]:
+    """SIGTERM and Ctrl-C end the process with 143 and 130 from now on, without a traceback.
+
+    Nothing is lost by that: before a fit there is nothing to save, and during one `Interruption` has the signals.
+
+    Args:
+        put_back: whether they do what they did before, at the end.
+    """
+    numbers = (signal.SIGTERM, signal.SIGINT) if threading.current_thread() is threading.main_thread() else ()
+    before = {number: signal.signal(number, _leave) for number in numbers}
+    try:
+        yield
+    finally:
+        if put_back:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+def _leave(number: int, frame: FrameType | None) -> None:
+    # An exception here could be lost, as in an import that catches all of them.
+    try:
+        sys.stdout.flush()
+        sys.stderr.flush()
+    finally:  # they fail where the signal has come in the middle of a print
+        os._exit(128 + number)

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import subprocess
 import sys
 import time
@@ -363,3 +364,20 @@ def test_the_audit_campaign_counts_what_was_found(monkeypatch):
     line = {"fault": "2 C", "found_by": ["Canaries, all together"], "canaries_above": True}
     missed = {**line, "found_by": [], "canaries_above": False}
     assert audit.table([line, line, missed]).endswith("| 2 C | 2 of 3 | Canaries, all together | 2 of 3 |")
+
+
+def test_runs_that_are_killed_are_finished(tmp_path, warm_python):
+    command = [warm_python, BENCHMARKS / "kills.py", tmp_path, "--kills", "2", "--ranks", "1"]
+    for kills in (2, 2):  # the second one finds all of them done
+        shown = subprocess.run(
+            [*command[:-3], str(kills), *command[-2:]],
+            capture_output=True,
+            text=True,
+            timeout=250,
+            check=False,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+        assert shown.returncode == 0, shown.stdout + shown.stderr[-3000:]
+        assert shown.stdout.startswith("2 kills")
+    trials = [json.loads(line) for line in (tmp_path / "trials.jsonl").read_text().splitlines()]
+    assert all(trial["num_steps"] >= trial["recorded"] > 0 for trial in trials)

@@ -1,8 +1,11 @@
 """What the README and docs show works: code runs, commands parse, output is what the command prints."""
 
 import contextlib
+import json
+import os
 import re
 import shlex
+import subprocess
 import warnings
 from pathlib import Path
 
@@ -149,7 +152,31 @@ def test_the_list_of_grids_has_their_runs_and_costs(path):
     assert re.search(rf"^\| `{path.stem}` \| .* \| {runs} \| {shown} \|$", table, re.M)
 
 
-@pytest.mark.parametrize("line", "".join(blocks("bash", CLUSTERS)).splitlines())
+LOOPS = {line for text in (README, CLUSTERS) for line in "".join(blocks("bash", text)).splitlines() if "until " in line}
+# Short, and killed the first time, when it has saved something.
+DPL = """#!/bin/sh
+set -- "$@" --trainer.accelerator cpu --trainer.max_epochs 6 --privacy.accountant rdp
+[ -e killed ] && exec {python} -m dp_lightning "$@"
+touch killed
+{python} -m dp_lightning "$@" &
+while ! ls lightning_logs/*/checkpoints/*.ckpt; do sleep 0.02; done
+kill -9 $!
+exit 137
+"""
+
+
+def test_the_loop_shown_brings_a_run_that_is_killed_to_its_end(workplace, warm_python):
+    (line,) = LOOPS
+    (workplace / "dpl").write_text(DPL.format(python=warm_python))
+    (workplace / "dpl").chmod(0o755)
+    environment = {**os.environ, "PATH": f"{workplace}{os.pathsep}{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
+    subprocess.run(["bash", "-c", line], env=environment, check=True, timeout=200, capture_output=True)
+    assert (workplace / "killed").exists()
+    assert json.loads(Path("lightning_logs/version_1/result.json").read_text())["completed"] is True
+    assert json.loads(Path("lightning_logs/version_1/privacy_statement.json").read_text())["num_steps"] == 16
+
+
+@pytest.mark.parametrize("line", sorted({*"".join(blocks("bash", CLUSTERS)).splitlines()} - LOOPS))
 def test_a_command_for_a_cluster_builds_its_run(line, workplace):
     """Each has the arguments of ``dpl fit`` at its end; the devices are exchanged for one that is here."""
     start = shlex.split(line)[0]

@@ -1,5 +1,6 @@
 """What a run may spend, what it has spent, and what it will have spent at its end."""
 
+import math
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -9,7 +10,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from dp_lightning.errors import BudgetError, ConfigurationError
 from dp_lightning.privacy.accounting import Ledger, Run, compose
 from dp_lightning.privacy.clipping import ClipPlan
-from dp_lightning.privacy.plan import PrivacyPlan
+from dp_lightning.privacy.plan import TOLERANCE, PrivacyPlan
 
 # Epsilon by PRV can cost a second, so it is brought up to date this many times in a run.
 _EPSILON_UPDATES = 10
@@ -76,6 +77,8 @@ class Budget:
         self.target_epsilon, self.noise_multiplier = target_epsilon, noise_multiplier
         self.ledger = Ledger()
         self.plan: PrivacyPlan | None = None
+        #: Whether the plan is that of the steps in the ledger.
+        self.kept = False
         #: Targets that the run had before, each with the number of steps after which it was exchanged.
         self.earlier_targets: list[tuple[float | None, int]] = []
         #: Epsilon that is not exceeded before the next update, and epsilon after the last step.
@@ -100,7 +103,8 @@ class Budget:
         """Set ``plan``, the public numbers of the run.
 
         A run that goes on with the settings of its ``earlier`` plan keeps its noise. With other settings the noise of
-        the steps that are left is solved for, so that they and those in the ledger together meet the target.
+        the steps that are left is solved for, so that they and those in the ledger together meet the target. Where
+        steps in the ledger have no ``earlier`` plan, it is read off their noise.
 
         Raises:
             ConfigurationError: when the numbers are impossible, or the trainer does not bound the number of steps.
@@ -129,13 +133,16 @@ class Budget:
             noted = [target for target, _ in self.earlier_targets[-1:]] == [earlier.target_epsilon]
             if earlier.target_epsilon != self.target_epsilon and not noted:
                 self.earlier_targets.append((earlier.target_epsilon, self.ledger.num_steps))
+        if earlier is None and self.ledger.num_steps:
+            earlier = self._plan_of_ledger(plan)
+        if earlier is not None and self.target_epsilon is not None:
+            plan = replace(plan, noise_multiplier=earlier.noise_multiplier)
+        self.kept = plan == earlier
         if self.target_epsilon is not None:
-            if earlier is not None and replace(earlier, noise_multiplier=1.0) == plan:
-                plan = earlier
-            else:
-                settings = asdict(plan)
-                del settings["noise_multiplier"]
-                plan = PrivacyPlan.calibrate(**settings, taken=self.ledger.runs, earlier=self.ledger.earlier_steps)
+            if not self.kept:
+                plan = PrivacyPlan.calibrate(
+                    **_without_noise(plan), taken=self.ledger.runs, earlier=self.ledger.earlier_steps
+                )
             if earlier is not None and plan.noise_multiplier > 2 * earlier.noise_multiplier > 0:
                 rank_zero_warn(
                     f"To meet privacy.target_epsilon {self.target_epsilon} the steps that are left need a noise "
@@ -143,6 +150,24 @@ class Budget:
                     "will teach the model little: raise the target, or stop here."
                 )
         self.plan = plan
+
+    def _plan_of_ledger(self, plan: PrivacyPlan) -> PrivacyPlan | None:
+        """``plan`` with the noise of the steps in the ledger; None where they were planned otherwise."""
+        (noise_multiplier, sample_rate), *others = self.ledger.totals
+        if self.ledger.num_steps >= plan.num_steps:
+            return replace(plan, noise_multiplier=self.ledger.runs[-1][0])  # no step is left to solve for
+        if self.target_epsilon is not None:
+            plan = PrivacyPlan.calibrate(**_without_noise(plan), earlier=self.ledger.earlier_steps)
+        # Another machine may solve for the same noise to another last digit.
+        same = math.isclose(plan.noise_multiplier, noise_multiplier, rel_tol=2 * TOLERANCE)
+        if others or sample_rate != plan.sample_rate or not same:
+            return None
+        return replace(plan, noise_multiplier=noise_multiplier)
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether all steps of the plan are taken, and no setting asks for others."""
+        return self.kept and self.plan is not None and self.ledger.num_steps >= self.plan.num_steps
 
     def require_affordable(self) -> None:
         """The steps that are still planned must fit into the target together with those in the ledger.
@@ -189,9 +214,9 @@ class Budget:
         return self.at(self.ledger.num_steps)
 
     def at(self, num_steps: int) -> float:
-        """Epsilon once the ledger holds ``num_steps``, which are at least those it holds now."""
+        """Epsilon once the ledger holds ``num_steps``, or of those it holds where they are more."""
         totals = self.ledger.totals
-        if more := num_steps - totals.total():
+        if (more := num_steps - totals.total()) > 0:
             assert self.plan is not None
             totals[self.plan.noise_multiplier, self.plan.sample_rate] += more
         for sigma, q, count in self.ledger.earlier_steps:
@@ -214,3 +239,9 @@ class Budget:
         """Take the ledger and the earlier targets; the plan is made anew, with the saved one as ``earlier``."""
         self.ledger.load_state_dict(state["ledger"])
         self.earlier_targets = [(target, steps) for target, steps in state["earlier_targets"]]
+
+
+def _without_noise(plan: PrivacyPlan) -> dict[str, Any]:
+    settings = asdict(plan)
+    del settings["noise_multiplier"]
+    return settings

@@ -1,7 +1,8 @@
 """Stops a run in order on SIGTERM, SIGINT and SLURM's requeue signal: after a logical step, with a checkpoint.
 
 A signal is only noted. At the end of the step the ranks learn of it together, by the same collective that adds up their
-sums; then all of them save one checkpoint and leave. A second SIGINT stops at once, as Ctrl-C does everywhere.
+sums; then all of them save one checkpoint and leave. Where no step is left, the run ends as it would have, and leaves
+with the exit code of the signal. A second SIGINT stops at once, as Ctrl-C does everywhere.
 """
 
 import json
@@ -11,16 +12,17 @@ import subprocess
 import threading
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
+from dp_lightning.callbacks.finish import checkpoint_folder
 from dp_lightning.callbacks.privacy import PrivacyCallback, privacy_of
 from dp_lightning.errors import DataError
 from dp_lightning.files import replacing
 from dp_lightning.foreign_text import read_json
+from dp_lightning.strategies.launcher import starter_of
 
 _REQUEUE = signal.SIGUSR1
 
@@ -37,23 +39,16 @@ class Interruption(pl.Callback):
         self._signal: int | None = None
         self._folder = Path()
         self._before: dict[int, Any] = {}
-        self._ours: Any = None
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._signal = None
-        # Asked by every rank: without a ModelCheckpoint it takes a collective.
-        self._folder = _folder(trainer)
+        # Asked by every rank: they take collectives.
+        self._folder, log = checkpoint_folder(trainer), Path(trainer.log_dir or trainer.default_root_dir)
         if (mark := _mark(trainer)) is not None and trainer.is_global_zero:
             with replacing(mark) as file:
-                file.write(json.dumps({"folder": str(self._folder), "run": _privacy(trainer).run}).encode())
-
-    # Lightning has set its own handlers by then: that of SIGTERM runs a collective wherever a rank happens to be.
-    def on_sanity_check_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+                note = {"folder": str(self._folder), "log": str(log), "run": _privacy(trainer).run}
+                file.write(json.dumps(note).encode())
         self._set_handlers(trainer)
-
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if not self._before:
-            self._set_handlers(trainer)
 
     def _set_handlers(self, trainer: pl.Trainer) -> None:
         privacy = _privacy(trainer)
@@ -62,13 +57,15 @@ class Interruption(pl.Callback):
 
         def note(number: int, frame: FrameType | None) -> None:
             if self._signal is not None and number == signal.SIGINT:
-                raise KeyboardInterrupt
+                raise SystemExit(_exit_code(number))
             self._signal = number
             privacy.stop_requested = True
 
-        self._ours = note
+        self._put_back_handlers(trainer)
         for number in (signal.SIGTERM, signal.SIGINT, *((_REQUEUE,) if slurm_job() else ())):
             self._before[number] = signal.signal(number, note)
+        # Lightning's own handler of SIGTERM comes before this one, and runs a collective wherever a rank happens to be.
+        vars(trainer._signal_connector)["_sigterm_notifier_fn"] = lambda number, frame: None
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
         privacy = _privacy(trainer)
@@ -87,17 +84,38 @@ class Interruption(pl.Callback):
                 _requeue()
         # A launcher may kill the others once the first has left.
         trainer.strategy.barrier("interruption")
-        external = trainer._accelerator_connector.cluster_environment.creates_processes_externally
-        if trainer.local_rank > 0 and not external:
-            raise SystemExit(0)  # where Lightning has started a process that fails, it kills the others
-        raise SystemExit(130 if number == signal.SIGINT else 143)
+        self._leave(trainer, number)
+
+    def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        # Rank 0 has written what a run leaves behind; a launcher may kill it once another one has left.
+        trainer.strategy.barrier("end")
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        self._put_back_handlers(trainer)
+        if self._signal is not None:  # it came when no step was left
+            self._leave(trainer, self._signal)
+
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        self._put_back_handlers(trainer)
+
+    def _put_back_handlers(self, trainer: pl.Trainer) -> None:
+        vars(trainer._signal_connector).pop("_sigterm_notifier_fn", None)
+        # What Lightning puts back behind an exception.
+        kept = trainer._signal_connector._original_handlers
         for number, handler in self._before.items():
-            # Lightning has put back by now what was there before its own handlers, which know the whole run.
-            if signal.getsignal(number) is self._ours:
-                signal.signal(number, handler)
-        self._before, self._ours = {}, None
+            signal.signal(number, handler)
+            kept.pop(signal.Signals(number), None)
+        self._before = {}
+
+    def _leave(self, trainer: pl.Trainer, number: int) -> NoReturn:
+        self._signal = None
+        if starter_of(trainer.local_rank) is not None:
+            raise SystemExit(0)  # where a rank that another one has started fails, Lightning kills all of them
+        raise SystemExit(_exit_code(number))
+
+
+def _exit_code(number: int) -> int:
+    return 128 + (signal.SIGTERM if number == _REQUEUE else number)
 
 
 def _privacy(trainer: pl.Trainer) -> PrivacyCallback:
@@ -106,22 +124,15 @@ def _privacy(trainer: pl.Trainer) -> PrivacyCallback:
     return privacy
 
 
-def _folder(trainer: pl.Trainer) -> Path:
-    for callback in trainer.checkpoint_callbacks:
-        if isinstance(callback, ModelCheckpoint) and callback.dirpath:
-            return Path(callback.dirpath)
-    return Path(trainer.log_dir or trainer.default_root_dir) / "checkpoints"
-
-
-def earlier_start(trainer: pl.Trainer) -> tuple[Path, str] | None:
-    """The checkpoints' folder and the run's name of an earlier start of this SLURM job; None where there was none."""
+def earlier_start(trainer: pl.Trainer) -> tuple[list[Path], str] | None:
+    """The folders of checkpoints and journals and the run's name of an earlier start of this SLURM job, if any."""
     mark = _mark(trainer)
     if mark is None or not mark.is_file():
         return None
     note = read_json(mark)
     if not isinstance(note, dict) or not all(isinstance(note.get(name), str) for name in ("folder", "run")):
         raise DataError(f"{mark} does not name the folder and the run of an earlier start. Remove it.")
-    return Path(note["folder"]), note["run"]
+    return [Path(str(note[name])) for name in ("folder", "log") if name in note], note["run"]
 
 
 def _mark(trainer: pl.Trainer) -> Path | None:

@@ -33,6 +33,7 @@ from dp_lightning.callbacks.checkpoints import (
     require_one_checkpoint,
 )
 from dp_lightning.callbacks.estimated_steps import estimate_by_loader, estimate_by_plan
+from dp_lightning.callbacks.finish import finish_instead_of_training, train_again
 from dp_lightning.callbacks.nothing_raw import check_hyperparameters, check_metrics, require_nothing_raw
 from dp_lightning.callbacks.private_loader import (
     PrivateSource,
@@ -98,7 +99,8 @@ class PrivacyCallback(pl.Callback):
     Raises:
         ConfigurationError: naming the setting and the fix; from the constructor, and when ``fit`` starts.
         ModelError: naming what of the module's code cannot be taken example by example.
-        BudgetError: when a step would spend more than was planned.
+        BudgetError: when a step would spend more than was planned. A fit from a checkpoint of a run whose steps are
+            all taken is none: it evaluates, and writes the statement.
     """
 
     def __init__(
@@ -153,6 +155,7 @@ class PrivacyCallback(pl.Callback):
         self._changed_outside: set[str] = set()
         self._restored: dict[str, Any] | None = None
         self._origin = Origin()
+        self._finishes = False
         #: What acts on the privatized gradient, in words; `PostProcessCallback` adds to it when ``fit`` starts.
         self.postprocessing: list[str] = []
         #: Set on one rank to ask all of them to stop after a step; and whether some rank asked before the last step.
@@ -185,6 +188,16 @@ class PrivacyCallback(pl.Callback):
     def run(self) -> str:
         """Name of the run; one that goes on keeps it."""
         return self._record.run
+
+    def count_steps_of(self, journal: Path) -> None:
+        """Let the next fit go on with a run that has left a journal and no checkpoint.
+
+        Its weights are lost and its steps are spent: they count in the ledger, and are missing in the new weights.
+
+        Args:
+            journal: of the run.
+        """
+        self._record.count_steps_of(journal)
 
     @property
     def ledger(self) -> Ledger:
@@ -236,15 +249,18 @@ class PrivacyCallback(pl.Callback):
                 other_data=self.earlier_training == "other_data",
                 file=getattr(pl_module, "weights_file", None),
             )
-        self._record.open(trainer, self._folder, self.ledger, goes_on=self._restored is not None)
+        goes_on = self._record.open(trainer, self._folder, self.ledger, restored=self._restored is not None)
         self._stated = self.ledger.num_steps
         loader = self._users(trainer)
         more = bool(self.ledger.earlier) and not self.ledger.num_steps
-        if self.plan is None or self._restored is not None or more:
+        if self.plan is None or self._restored is not None or goes_on or more:
             earlier = None if self._restored is None else PrivacyPlan(**self._restored["plan"])
             self.budget.make_plan(trainer, self._count_examples(trainer), earlier=earlier)
         # One key for all ranks, and one plan: a solver may round differently on another kind of processor.
-        self.budget.plan, key = trainer.strategy.broadcast((self.plan, sampling_key(self._seed)))
+        finishes = goes_on and self.budget.is_finished
+        self.budget.plan, key, self._finishes = trainer.strategy.broadcast(
+            (self.plan, sampling_key(self._seed), finishes)
+        )
         self._training_step = PrivateTrainingStep(trainer, pl_module)
         self._training_step.require_no_trainer()
         self._private = private = PrivateStep(
@@ -276,8 +292,12 @@ class PrivacyCallback(pl.Callback):
         if self._restored is not None:
             self._require_same(self._restored["settings"])
             private.load_state_dict(self._restored["step"])
-        private.require_budget()
-        self.budget.require_affordable()
+        if self._finishes:
+            self._stated, self.budget.planned = -1, self.budget.spent()  # the statement is still to be written
+            finish_instead_of_training(trainer, self.ledger.num_steps)
+        else:
+            private.require_budget()
+            self.budget.require_affordable()
         self.budget.look_ahead()
         trainer.print(self.budget.announcement(self.clip_plan, reproducible=self.reproducible))
         if fixed := fixed_statistics(pl_module):
@@ -354,6 +374,8 @@ class PrivacyCallback(pl.Callback):
                 f"privacy.disk needs its filter: put Kalman with gain {self.disk.gain:g} and applies_to: all first "
                 "into the transforms of PostProcessCallback."
             )
+        if self._finishes:
+            return
         require_private_loader(trainer, self.private)
         require_same_data(self.private.reader.dataset, self._ranks, trainer.strategy.root_device)
         # Before anything runs on examples, so that nothing made from them counts as a constant.
@@ -452,6 +474,7 @@ class PrivacyCallback(pl.Callback):
         if self._training_step is not None:
             self._training_step.close()
         give_back(trainer)
+        train_again(trainer)
         estimate_by_loader(trainer)
         trainer.accumulate_grad_batches = 1
         if trainer.is_global_zero:

@@ -6,7 +6,7 @@ import lightning.pytorch as pl
 
 from dp_lightning.errors import ConfigurationError, DataError, DpLightningError
 from dp_lightning.privacy.accounting import Ledger
-from dp_lightning.privacy.journal import Journal, run_name, stands_for
+from dp_lightning.privacy.journal import Journal, run_name, run_of, stands_for
 
 
 class RunJournal:
@@ -23,29 +23,46 @@ class RunJournal:
         self.journal: Journal | None = None
         self.heads: tuple[str, ...] = ()
         self._ledger = Ledger()
+        self._left: Path | None = None
 
-    def open(self, trainer: pl.Trainer, folder: Path, ledger: Ledger, *, goes_on: bool) -> None:
+    def count_steps_of(self, journal: Path) -> None:
+        """The next ``open`` without a checkpoint goes on with the run that has left this journal."""
+        self._left = journal
+
+    def open(self, trainer: pl.Trainer, folder: Path, ledger: Ledger, *, restored: bool) -> bool:
         """Count the steps that ran after the checkpoint, on every rank, and record the coming ones.
 
         Args:
             folder: where a journal is kept, besides those beside checkpoints.
-            goes_on: whether a checkpoint of a private run was loaded.
+            restored: whether a checkpoint of a private run was loaded.
+
+        Returns:
+            Whether this fit goes on with a run that stands on disk.
 
         Raises:
             DataError: when the checkpoint's journal is missing or older, or one cannot be read or written.
         """
         self._ledger = ledger
-        if not goes_on and self.journal is None:
+        from_checkpoint = restored and trainer.ckpt_path is not None
+        left, self._left = self._left, None
+        if from_checkpoint or self.journal is not None:
+            left = None
+        if left is not None:
+            self.run = run_of(left)
+        elif not restored and self.journal is None:
             self.run = run_name(ledger.earlier, self.run)
         if not stands_for(self.run, ledger.earlier):
             raise ConfigurationError(
-                "The weights were trained by other private runs than this PrivacyCallback's, which has named its own "
-                "already. Make a new PrivacyCallback for them."
+                "The weights were trained by other private runs than those that the steps of this run came after. Make "
+                "a new PrivacyCallback for them, and start without ckpt_path."
             )
-        self.run = trainer.strategy.broadcast(self.run)
+        self.run, from_journal = trainer.strategy.broadcast((self.run, left is not None))
         if trainer.is_global_zero:
             self.journal = self.journal or Journal(self.run)
-            if goes_on and trainer.ckpt_path is not None:
+            if left is not None:
+                self.journal.read(left.parent)
+            if from_checkpoint:
+                assert trainer.ckpt_path is not None
                 beside = Path(trainer.ckpt_path).parent
                 recorded = self.journal.read(beside)
                 if recorded is None:
@@ -68,6 +85,7 @@ class RunJournal:
             self.journal.add_folder(folder, ledger)
             ledger.load_state_dict(self.journal.ledger.state_dict())
         ledger.load_state_dict(trainer.strategy.broadcast(ledger.state_dict()))
+        return from_checkpoint or from_journal
 
     def beside(self, folder: Path) -> None:
         """Keep a journal in a folder to which a checkpoint is about to be written."""

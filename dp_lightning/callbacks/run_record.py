@@ -34,12 +34,13 @@ class RunRecord(pl.Callback):
         super().__init__()
         self._curves: dict[str, list[float]] = {name: [] for name in _CURVES}
         self._steps: list[int] = []
+        self._completed = False
         self._started = 0.0
         self._seconds = 0.0
         self._folder = Path()
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._started = time.monotonic()
+        self._started, self._completed = time.monotonic(), False
         # Asked now and by every rank: Lightning asks rank 0 for it, which may be alone at the end.
         self._folder = Path(trainer.log_dir or trainer.default_root_dir)
 
@@ -48,16 +49,19 @@ class RunRecord(pl.Callback):
             return
         if any(name in trainer.callback_metrics for name in _CURVES):
             privacy = privacy_of(trainer)
-            self._steps.append(trainer.global_step if privacy is None else privacy.ledger.num_steps)
-        for name, curve in self._curves.items():
-            if name in trainer.callback_metrics:
-                curve.append(float(trainer.callback_metrics[name]))
+            steps = trainer.global_step if privacy is None else privacy.ledger.num_steps
+            again = self._steps[-1:] == [steps]  # a run that comes back to nothing but its end
+            self._steps[len(self._steps) - again :] = [steps]
+            for name, curve in self._curves.items():
+                if name in trainer.callback_metrics:
+                    curve[len(curve) - again :] = [float(trainer.callback_metrics[name])]
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._write(trainer, completed=True)
+        self._completed = True
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        if self._started and any(self._curves.values()):
+        if self._started and not self._completed and any(self._curves.values()):
             try:
                 self._write(trainer, completed=False)
             except OSError as error:

@@ -36,7 +36,7 @@ from dp_lightning.commands.foreign_modules import ForeignModules
 from dp_lightning.commands.memory import keep_freed_memory
 from dp_lightning.commands.parser import StrictParser, shortened
 from dp_lightning.commands.plausible import require_plausible
-from dp_lightning.commands.resume import checkpoint_to_resume
+from dp_lightning.commands.resume import where_to_start
 from dp_lightning.commands.saved_module import saved_module
 from dp_lightning.errors import ConfigurationError, DataError, DpLightningError
 from dp_lightning.files import require_writable
@@ -125,7 +125,7 @@ class TrainingCLI(LightningCLI):
             )
         resumes = self.subcommand == "fit" and path == "last"
         if path is not None and not resumes and not Path(path).is_file():
-            known = " (or 'last', the newest one)" if self.subcommand == "fit" else ""
+            known = " (or 'last', that of the run before)" if self.subcommand == "fit" else ""
             raise ConfigurationError(f"ckpt_path {path} is not a file; give the path of a checkpoint{known}.")
 
     def instantiate_trainer(self, **kwargs: Any) -> pl.Trainer:
@@ -190,11 +190,14 @@ class TrainingCLI(LightningCLI):
         self.privacy.check(self.trainer, self.model)
         require_writable(Path(self.trainer.default_root_dir), "trainer.default_root_dir")
         _require_other_nodes(self.trainer)
-        path = checkpoint_to_resume(self.trainer, self.config_init.fit.ckpt_path)
-        self.config_init.fit.ckpt_path = path
+        asked = self.config_init.fit.ckpt_path
+        start = where_to_start(self.trainer, asked)
+        self.config_init.fit.ckpt_path = start.checkpoint
+        if start.journal is not None:
+            self.privacy.count_steps_of(start.journal)
         for callback in self.trainer.callbacks:  # type: ignore[attr-defined]
-            if isinstance(callback, SaveConfigCallback) and (path is not None or slurm_job() is not None):
-                # A SLURM job that starts again has the log folder that it had before.
+            if isinstance(callback, SaveConfigCallback) and (asked is not None or slurm_job() is not None):
+                # A run that comes back may have the log folder that it had before.
                 callback.overwrite = True
         if self.trainer.strategy.root_device.type == "cpu":
             keep_freed_memory()

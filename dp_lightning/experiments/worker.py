@@ -43,11 +43,10 @@ def run_to_its_end(
         if run.finished:
             return 0
         command = [*_DPL, "fit", "--config", str(run.config)]
-        checkpoint = run.checkpoint
-        if checkpoint is None:
+        if run.checkpoint is None:
             run.abandon()
         else:
-            command += ["--ckpt_path", str(checkpoint)]
+            command += ["--ckpt_path", "last"]
         # SLURM sends submitit's warning to every process of the job, and it would kill the run before its checkpoint.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR2})
         try:

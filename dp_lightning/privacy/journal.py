@@ -24,6 +24,17 @@ from dp_lightning.files import replacing
 from dp_lightning.privacy.accounting import Ledger, Run
 
 _NAME_LENGTH = 32  # hexadecimal digits, 128 bits
+_PREFIX, _SUFFIX = "privacy_journal_", ".jsonl"
+
+
+def journals_in(folder: Path) -> list[Path]:
+    """The journals that stand in a folder, of whatever runs."""
+    return sorted(folder.glob(f"{_PREFIX}*{_SUFFIX}"))
+
+
+def run_of(journal: Path) -> str:
+    """Name of the run whose steps a journal holds."""
+    return journal.name.removeprefix(_PREFIX).removesuffix(_SUFFIX)
 
 
 @dataclass(frozen=True)
@@ -97,7 +108,7 @@ def journal_of(steps: Mapping[str, Step]) -> bytes:
 
 def journal_name(run: str) -> str:
     """The name of a run's journal in each folder."""
-    return f"privacy_journal_{run}.jsonl"
+    return f"{_PREFIX}{run}{_SUFFIX}"
 
 
 class Journal:

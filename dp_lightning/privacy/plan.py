@@ -26,7 +26,7 @@ from dp_lightning.privacy.accounting import (
 )
 
 # Relative width of the interval in which calibration places the noise multiplier.
-_TOLERANCE = 1e-4
+TOLERANCE = 1e-4
 _LARGEST_NOISE_MULTIPLIER = 1e6
 
 
@@ -182,7 +182,7 @@ def _check_target(target_epsilon: float) -> None:
 
 
 def _smallest_noise(spent: Callable[[float], float], target: float, *, start: float) -> float:
-    """The smallest sigma with spent(sigma) <= target, to `_TOLERANCE`, on the side that meets the target."""
+    """The smallest sigma with spent(sigma) <= target, to `TOLERANCE`, on the side that meets the target."""
     spent = functools.cache(spent)  # the search asks again at the ends of its interval
     high = start
     while spent(high) > target:
@@ -203,9 +203,9 @@ def _smallest_noise(spent: Callable[[float], float], target: float, *, start: fl
         # interpolation.
         return min(50.0, math.log(max(spent(math.exp(log_sigma)), 1e-300) / target))
 
-    root = brentq(excess, math.log(low), math.log(high), xtol=_TOLERANCE / 4)
+    root = brentq(excess, math.log(low), math.log(high), xtol=TOLERANCE / 4)
     sigma = math.exp(root)
     # The root has an error of its own; step up until the target is met.
     while sigma < high and spent(sigma) > target:
-        sigma *= 1 + _TOLERANCE / 2
+        sigma *= 1 + TOLERANCE / 2
     return min(sigma, high)

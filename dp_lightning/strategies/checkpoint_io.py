@@ -62,17 +62,32 @@ class PrivateCheckpointIO(TorchCheckpointIO):
         problem = damage(source)
         if problem is None:
             try:
-                loaded: Any = torch.load(source, map_location=map_location, weights_only=True)
-            except Exception as error:  # the file may hold anything
-                problem = f"it cannot be loaded without running code ({' '.join(str(error).splitlines()[:1])})"
-            else:
-                problem = _misfit(loaded)
-                if problem is None:
-                    return loaded
+                return _loaded(source, map_location=map_location)
+            except DataError as error:
+                problem = str(error)
         others = [path for path in source.parent.glob("*.ckpt") if path != source]
         intact = newest_intact(others)
         hint = f"The newest intact one beside it is {intact}." if intact else "There is no intact one beside it."
         raise DataError(f"{source} is not a usable checkpoint: {problem}. {hint}")
+
+    def peek(self, path: Path) -> dict[str, Any]:
+        """The plain values of a checkpoint, without reading its tensors or their checksums; by no code that it holds.
+
+        Raises:
+            DataError: when it is missing, cut short or foreign.
+        """
+        return _loaded(_local(path), mmap=True)
+
+
+def _loaded(source: Path, **how: Any) -> dict[str, Any]:
+    try:
+        loaded: Any = torch.load(source, weights_only=True, **how)
+    except Exception as error:  # it may hold anything
+        reason = next(iter(str(error).splitlines()), type(error).__name__)
+        raise DataError(f"it cannot be loaded without running code ({reason})") from error
+    if (misfit := _misfit(loaded)) is not None:
+        raise DataError(misfit)
+    return loaded
 
 
 def _misfit(loaded: Any) -> str | None:

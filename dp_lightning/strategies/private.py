@@ -11,6 +11,7 @@ import torch.distributed
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 
 from dp_lightning.ranks import Ranks
+from dp_lightning.strategies.launcher import WatchedLauncher, end_with, starter_of
 
 NAME = "dp_ddp"
 
@@ -20,6 +21,18 @@ class PrivateStrategy(DDPStrategy):
 
     Takes the arguments of ``DDPStrategy`` that concern processes, such as ``timeout`` and ``process_group_backend``.
     """
+
+    def _configure_launcher(self) -> None:
+        super()._configure_launcher()
+        if self._start_method == "popen":
+            assert self.cluster_environment is not None
+            self._launcher = WatchedLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
+
+    def setup_environment(self) -> None:
+        """Meet the other ranks."""
+        if (starter := starter_of(self.local_rank)) is not None:
+            end_with(starter)
+        super().setup_environment()
 
     def configure_ddp(self) -> None:
         """Give every rank the parameters and buffers of rank 0; there is no wrapper."""

@@ -12,8 +12,9 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from plain_run import Plain, loader, parameters_after, privacy, trainer
 from torch.utils.data import DataLoader
 
-from dp_lightning.callbacks import Interruption
-from dp_lightning.commands.resume import checkpoint_to_resume
+from dp_lightning.callbacks import Interruption, RunRecord
+from dp_lightning.commands.resume import where_to_start
+from dp_lightning.errors import ConfigurationError
 
 
 class Validated(Plain):
@@ -22,6 +23,11 @@ class Validated(Plain):
 
     def val_dataloader(self):
         return DataLoader(loader().dataset, batch_size=30)
+
+
+class Logged(Validated):
+    def validation_step(self, batch, batch_idx):
+        self.log("val/accuracy", 0.5)
 
 
 class Signal(Callback):
@@ -50,6 +56,58 @@ def test_a_run_that_has_ended_leaves_signals_as_they_were_and_is_freed(tmp_path)
     assert run() is None
 
 
+class SignalAtTheEnd(Callback):
+    """When the last step is taken and its evaluation runs."""
+
+    def __init__(self, number):
+        self.number = number
+
+    def on_validation_start(self, trainer, pl_module):
+        if trainer.global_step == 9:
+            os.kill(os.getpid(), self.number)
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+@pytest.mark.parametrize("moment", ["evaluation", "statement"])
+def test_a_signal_behind_the_last_step_leaves_a_whole_run_and_its_exit_code(
+    tmp_path, monkeypatch, number, code, moment
+):
+    before, others = signal.getsignal(number), [SignalAtTheEnd(number)]
+    if moment == "statement":
+        others, replace = [], os.replace
+
+        def signalled(source, target):
+            if target.name == "privacy_statement.json":
+                os.kill(os.getpid(), number)
+            replace(source, target)
+
+        monkeypatch.setattr(os, "replace", signalled)
+    run = trainer(tmp_path, privacy(), *others, RunRecord(), Interruption())
+    with pytest.raises(SystemExit) as stop:
+        run.fit(Logged(), loader())
+    assert stop.value.code == code
+    assert signal.getsignal(number) == before
+    assert json.loads((tmp_path / "privacy_statement.json").read_text())["num_steps"] == 9
+    assert json.loads((tmp_path / "result.json").read_text())["completed"] is True
+
+
+class Twice(Callback):
+    def on_train_batch_end(self, *args):
+        for _ in range(2):
+            os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_a_second_ctrl_c_ends_at_once_with_its_exit_code(tmp_path):
+    before = signal.getsignal(signal.SIGINT)
+    run = trainer(tmp_path, privacy(), Twice(), Interruption())
+    with pytest.raises(SystemExit) as stop:
+        run.fit(Plain(), loader())
+    assert stop.value.code == 130
+    assert signal.getsignal(signal.SIGINT) == before
+    assert json.loads((tmp_path / "privacy_statement.json").read_text())["num_steps"] == 1
+    assert not (tmp_path / "checkpoints").exists()
+
+
 def checkpoints_of(folder, name):
     """One checkpoint of a run of its own; and the name of that run."""
     callback = privacy()
@@ -65,11 +123,17 @@ def test_a_job_goes_on_from_its_own_run_whatever_else_was_asked(tmp_path, monkey
     os.utime(mine, (1, 1))  # the other one is newer
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     now = trainer(tmp_path)
-    assert checkpoint_to_resume(now, None) is None
-    (tmp_path / ".dpl_slurm_job_7.json").write_text(json.dumps({"folder": str(shared), "run": run}))
-    assert checkpoint_to_resume(now, None) == checkpoint_to_resume(now, str(theirs)) == str(mine)
+    assert where_to_start(now, None).checkpoint is None
+    (tmp_path / ".dpl_slurm_job_7.json").write_text(json.dumps({"folder": str(shared), "log": str(shared), "run": run}))
+    assert where_to_start(now, None).checkpoint == where_to_start(now, str(theirs)).checkpoint == str(mine)
     mine.unlink()
     with zipfile.ZipFile(shared / "foreign.ckpt", "w") as foreign:
         foreign.writestr("notes.txt", "not a checkpoint")
-    assert checkpoint_to_resume(now, None) is None
-    assert checkpoint_to_resume(now, str(theirs)) == str(theirs)
+    with pytest.raises(ConfigurationError, match=r"foreign.ckpt does not load"):
+        where_to_start(now, None)
+    (shared / "foreign.ckpt").unlink()
+    # No checkpoint of its own is left: its steps stay counted.
+    journal = shared / f"privacy_journal_{run}.jsonl"
+    assert where_to_start(now, None) == where_to_start(now, str(theirs)) == (None, journal)
+    journal.unlink()
+    assert where_to_start(now, str(theirs)) == (str(theirs), None)

@@ -24,7 +24,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from dp_lightning.callbacks import PrivacyCallback
-from dp_lightning.commands.resume import checkpoint_to_resume
+from dp_lightning.commands.resume import where_to_start
 from dp_lightning.privacy import GaussianNoise
 
 INTERVAL, STEPS, TARGET = 5, 400, 4.0
@@ -79,7 +79,7 @@ def train(folder, rank, settings):
     torch.manual_seed(0)
     x, y = torch.randn(400, 5), torch.arange(400) % 3
     started = any((folder / "checkpoints").glob("*.ckpt"))
-    path = checkpoint_to_resume(trainer, "last") if started else None
+    path = where_to_start(trainer, "last").checkpoint if started else None
     trainer.fit(Net(), DataLoader(TensorDataset(x, y)), ckpt_path=path, weights_only=True)
 
 

@@ -116,6 +116,20 @@ def test_kills_at_random_moments_lose_little_and_never_repeat_noise(tmp_path, wa
     assert found["lost"] > 0
 
 
+@pytest.mark.parametrize(
+    ("numbers", "seconds", "code"),
+    [([signal.SIGTERM], 0.5, 143), ([signal.SIGTERM], 2.0, 143), ([signal.SIGINT, signal.SIGINT], 1.0, 130)],
+)
+def test_a_signal_while_a_run_starts_has_its_exit_code_and_no_traceback(tmp_path, numbers, seconds, code):
+    run = start(sys.executable, tmp_path)  # the real Python, which imports
+    time.sleep(seconds)
+    for number in numbers:
+        run.send_signal(number)
+    returned, output = end(run)
+    assert returned == code, output
+    assert "Traceback" not in output
+
+
 @pytest.mark.slow  # two processes of the real Python
 def test_a_rank_that_dies_ends_the_run_with_an_error(tmp_path):
     run = start(sys.executable, tmp_path, devices=2)

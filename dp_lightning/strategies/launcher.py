@@ -1,0 +1,58 @@
+"""Starts the other ranks of a machine, and lets each of them end with the one that has started it.
+
+A rank that waits for another one in the start of a run would wait for the timeout of a collective, half an hour, where
+that one has died. Its launcher watches the ranks that it has started; here they watch it.
+"""
+
+import os
+import select
+import sys
+import threading
+import time
+from contextlib import suppress
+
+from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
+
+# The process id of the rank that has started this one.
+_STARTED_BY = "DPL_STARTED_BY"
+# A rank that can end in order, with an error of its own, has this time for it.
+_SECONDS = 10.0
+
+
+class WatchedLauncher(_SubprocessScriptLauncher):
+    """Lightning's launcher; tells each rank which process has started it."""
+
+    def _call_children_scripts(self) -> None:
+        os.environ[_STARTED_BY] = str(os.getpid())
+        super()._call_children_scripts()
+
+
+def starter_of(local_rank: int) -> int | None:
+    """The process of the rank that has started this one; None where torchrun or the like has, and for rank 0."""
+    starter = os.environ.get(_STARTED_BY)
+    return None if starter is None or local_rank == 0 else int(starter)
+
+
+def end_with(process: int) -> None:
+    """Let this process end once another one of this machine has ended."""
+    threading.Thread(target=_watch, args=(process,), name="starter-observer", daemon=True).start()
+
+
+def _watch(process: int) -> None:
+    with suppress(ProcessLookupError):  # it has ended already
+        _wait_for_end(process)
+    time.sleep(_SECONDS)
+    print("The rank that has started this one has ended. This one ends too.", file=sys.stderr, flush=True)
+    os._exit(1)
+
+
+def _wait_for_end(process: int) -> None:
+    if not hasattr(os, "pidfd_open"):  # not on Linux
+        while os.getppid() == process:
+            time.sleep(1.0)
+        return
+    descriptor = os.pidfd_open(process)
+    ended = select.poll()
+    ended.register(descriptor, select.POLLIN)
+    ended.poll()
+    os.close(descriptor)

@@ -1,0 +1,37 @@
+"""A rank does not outlive the one that has started it, whatever it waits for."""
+
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from dp_lightning.strategies.launcher import starter_of
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_a_rank_whose_starter_is_killed_during_the_start_ends(tmp_path, warm_python):
+    started = time.monotonic()
+    shown = subprocess.run(
+        [
+            *(warm_python, ROOT / "tests" / "strategies" / "fit_without_rank_0.py", "fit"),
+            *("--config", ROOT / "configs" / "digits.yaml", "--trainer.accelerator", "cpu", "--trainer.devices", "2"),
+            *("--privacy.accountant", "rdp", "--trainer.default_root_dir", tmp_path),
+        ],
+        capture_output=True,  # read until the second rank has ended too
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert shown.returncode == -9
+    assert "The rank that has started this one has ended" in shown.stderr
+    assert time.monotonic() - started < 60
+
+
+@pytest.mark.parametrize(("started_by", "rank", "starter"), [(None, 1, None), ("7", 0, None), ("7", 1, 7)])
+def test_only_ranks_that_another_one_has_started_have_a_starter(monkeypatch, started_by, rank, starter):
+    monkeypatch.delenv("DPL_STARTED_BY", raising=False)
+    if started_by is not None:
+        monkeypatch.setenv("DPL_STARTED_BY", started_by)
+    assert starter_of(rank) == starter
