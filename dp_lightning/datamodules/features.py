@@ -7,6 +7,7 @@ in a folder that only their owner can read, and no noise protects them.
 import hashlib
 import json
 import pickle
+from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -22,11 +23,18 @@ from dp_lightning.datamodules.dataset import ImageDataset
 from dp_lightning.errors import ConfigurationError, DataError
 from dp_lightning.files import replacing
 from dp_lightning.models.feature_network import FeatureNetwork
+from dp_lightning.privacy.groups import Group
 
 # Images whose features go into one file: what an interruption can lose, and what is in memory while they are computed.
 _PER_FILE = 4096
 # Images that are compared with those of a cache before it is used.
 _COMPARED = 32
+
+
+class _FeatureSet(TensorDataset):
+    """Features and labels, with the id of the person of each image where the data tells them."""
+
+    groups: Sequence[Group] | None = None
 
 
 class CachedFeatures(lightning.LightningDataModule):
@@ -82,7 +90,7 @@ class CachedFeatures(lightning.LightningDataModule):
         )
         self.folder = Path(cache) / self._key()
         #: Features float32 (n, D) and labels int64 (n,).
-        self._sets: dict[Split, TensorDataset] = {}
+        self._sets: dict[Split, _FeatureSet] = {}
 
     @property
     def num_classes(self) -> int:
@@ -95,6 +103,10 @@ class CachedFeatures(lightning.LightningDataModule):
     @property
     def num_train(self) -> int:
         return self.images.num_train
+
+    @property
+    def num_train_groups(self) -> int:
+        return self.images.num_train_groups
 
     @property
     def in_channels(self) -> int:
@@ -119,12 +131,12 @@ class CachedFeatures(lightning.LightningDataModule):
             self._compute(split, dataset)
 
     def setup(self, stage: str | None = None) -> None:
-        for split in self._datasets():
+        for split, dataset in self._datasets().items():
             if split not in self._sets:
                 pieces = [_read(path) for path in self._files(split)]
-                self._sets[split] = TensorDataset(
-                    *(torch.cat([p[name] for p in pieces]) for name in ("features", "labels"))
-                )
+                rows = (torch.cat([p[name] for p in pieces]) for name in ("features", "labels"))
+                self._sets[split] = _FeatureSet(*rows)
+                self._sets[split].groups = dataset.groups
 
     def train_dataloader(self) -> DataLoader:
         return self._loader("train", shuffle=True)

@@ -1,7 +1,8 @@
 """Images in one ``.npz`` file, in the layout of MedMNIST (Yang et al. 2023).
 
-The file holds ``train_images`` and ``train_labels``, and optionally the same for ``val`` and ``test``. Shapes
-are read from the headers of the arrays, so that a run is planned without reading an image.
+The file holds ``train_images`` and ``train_labels``, and optionally the same for ``val`` and ``test``. ``train_groups``
+tells the persons of the images, where there are several images of a person; ``val_groups`` and ``test_groups`` too.
+Shapes are read from the headers of the arrays, so that a run is planned without reading an image.
 """
 
 import zipfile
@@ -16,6 +17,7 @@ import torch
 from dp_lightning.datamodules.base import ImageDataModule, Split, checked_labels
 from dp_lightning.datamodules.dataset import ArraySource
 from dp_lightning.errors import DataError
+from dp_lightning.privacy.groups import Group, checked_groups
 
 SPLITS: tuple[Split, ...] = ("train", "val", "test")
 # What numpy and zipfile raise on a damaged file.
@@ -33,7 +35,8 @@ class NpzImages(ImageDataModule):
     """Square images in one ``.npz`` file.
 
     ``*_images`` are uint8 (N, H, W) or (N, H, W, C) with at most 4 channels, ``*_labels`` are integers (N,)
-    or (N, 1). Several labels per image are refused.
+    or (N, 1). Several labels per image are refused. ``*_groups``, integers or text (N,) or (N, 1), have the id of the
+    person of each image.
 
     Args:
         path: The ``.npz`` file.
@@ -85,6 +88,17 @@ class NpzImages(ImageDataModule):
         where = f"{self.path}: {split}_labels"
         return ArraySource(images, checked_labels(torch.from_numpy(labels), self.num_classes, where))
 
+    def groups(self, split: Split) -> list[Group] | None:
+        return self._groups.get(split)
+
+    @cached_property
+    def _groups(self) -> dict[Split, list[Group]]:
+        told = [split for split in self.own_splits if f"{split}_groups" in self._headers]
+        names: dict[Split, str] = {split: f"{split}_groups" for split in told}
+        return {
+            split: checked_groups(self._read(name).reshape(-1), f"{self.path}: {name}") for split, name in names.items()
+        }
+
     @cached_property
     def _headers(self) -> dict[str, Header]:
         """Headers of the arrays by name, checked against each other."""
@@ -101,6 +115,7 @@ class NpzImages(ImageDataModule):
         for split in SPLITS:
             if split == "train" or f"{split}_images" in headers or f"{split}_labels" in headers:
                 self._check_pair(headers, split)
+            self._check_groups(headers, split)
         train = headers["train_images"].shape
         for split in SPLITS:
             shape = headers.get(f"{split}_images", headers["train_images"]).shape
@@ -137,6 +152,22 @@ class NpzImages(ImageDataModule):
             raise DataError(
                 f"{self.path}: {split}_images has {images.shape[0]} images, but {split}_labels has "
                 f"{labels.shape[0]} labels"
+            )
+
+    def _check_groups(self, headers: dict[str, Header], split: Split) -> None:
+        key = f"{split}_groups"
+        if key not in headers:
+            return
+        groups, images = headers[key], headers.get(f"{split}_images")
+        if images is None:
+            raise DataError(f"{self.path}: {key} has no {split}_images beside it")
+        if groups.dtype.kind not in "iuU":
+            raise DataError(
+                f"{self.path}: {key} must be integers or text, not {groups.dtype}; ids that are missing too"
+            )
+        if groups.shape not in ((images.shape[0],), (images.shape[0], 1)):
+            raise DataError(
+                f"{self.path}: {key} must have one id for each of {images.shape[0]} images, not shape {groups.shape}"
             )
 
     def _read(self, key: str) -> np.ndarray:
