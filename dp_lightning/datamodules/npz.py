@@ -20,6 +20,8 @@ from dp_lightning.errors import DataError
 from dp_lightning.privacy.groups import Group, checked_groups
 
 SPLITS: tuple[Split, ...] = ("train", "val", "test")
+# Bytes of an id, 4 for each character: an array has as many for each image as for the longest one.
+_LONGEST_ID = 1024
 # What numpy and zipfile raise on a damaged file.
 READ_ERRORS = (OSError, EOFError, ValueError, KeyError, zipfile.BadZipFile, zlib.error, NotImplementedError)
 
@@ -165,6 +167,8 @@ class NpzImages(ImageDataModule):
             raise DataError(
                 f"{self.path}: {key} must be integers or text, not {groups.dtype}; ids that are missing too"
             )
+        if groups.dtype.itemsize > _LONGEST_ID:
+            raise DataError(f"{self.path}: {key} must have ids of at most {_LONGEST_ID // 4} characters")
         if groups.shape not in ((images.shape[0],), (images.shape[0], 1)):
             raise DataError(
                 f"{self.path}: {key} must have one id for each of {images.shape[0]} images, not shape {groups.shape}"
