@@ -7,22 +7,19 @@ them.
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from functools import cached_property
 from typing import Any, Literal
 
 import lightning
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import DataLoader
 
 from dp_lightning.datamodules.augmentation import CropAndFlip, Edges
 from dp_lightning.datamodules.dataset import ImageDataset, ImageSource, Transform
-from dp_lightning.datamodules.persons import warn_of_shared_persons
+from dp_lightning.datamodules.persons import PersonIds, warn_of_shared_persons
 from dp_lightning.datamodules.pixels import PixelNormalization
 from dp_lightning.errors import ConfigurationError, DataError
-from dp_lightning.privacy.groups import Group
 
 Split = Literal["train", "val", "test"]
 
@@ -139,7 +136,7 @@ class ImageDataModule(lightning.LightningDataModule, ABC):
             DataError: Its files are malformed.
         """
 
-    def groups(self, split: Split) -> list[Group] | None:
+    def groups(self, split: Split) -> PersonIds | None:
         """The id of the person of each image in one of ``own_splits``, in their order, read without an image.
 
         None where the data tells no persons.
@@ -156,7 +153,7 @@ class ImageDataModule(lightning.LightningDataModule, ABC):
         Raises:
             ConfigurationError: The data brings its own validation set, or a part would be empty.
         """
-        return self._num_held_out if self._persons is None else len(self._split_indices()[1])
+        return self._num_held_out if self.groups("train") is None else len(self._split_indices()[1])
 
     @property
     def num_train(self) -> int:
@@ -170,13 +167,14 @@ class ImageDataModule(lightning.LightningDataModule, ABC):
         Raises:
             ConfigurationError: The data tells no persons.
         """
-        if self._persons is None:
+        persons = self.groups("train")
+        if persons is None:
             raise ConfigurationError(
                 f"privacy.unit_of_privacy is group, but {type(self).__name__} is not told which images are of one "
                 "person. Set data.init_args.group_folders or group_file of ImageFolder, or put the array train_groups "
                 "into the file of NpzImages."
             )
-        return int(self._persons.max()) + 1 - self._num_held_out
+        return persons.count - self._num_held_out
 
     def prepare_data(self) -> None:
         self.check_files()
@@ -187,11 +185,10 @@ class ImageDataModule(lightning.LightningDataModule, ABC):
         for split in splits:
             if split in self.own_splits:
                 self._source(split)
-        if "train" in splits and self._persons is not None:
-            trained = self._groups_at("train", self._split_indices()[0])
+        if "train" in splits and (persons := self.groups("train")) is not None:
             for split in self.own_splits:
                 if split != "train":
-                    warn_of_shared_persons(trained or (), self.groups(split) or (), split)
+                    warn_of_shared_persons(persons.at(self._split_indices()[0]), self.groups(split) or (), split)
 
     def image_transform(self) -> Transform | None:
         """What happens to each image by itself, nothing at random: an image as it is read to ``image_size``."""
@@ -267,15 +264,6 @@ class ImageDataModule(lightning.LightningDataModule, ABC):
             self._sources[split] = source
         return self._sources[split]
 
-    @cached_property
-    def _persons(self) -> NDArray[np.int64] | None:
-        """The number of the person of each available training image; None where the data tells no persons."""
-        groups = self.groups("train")
-        if groups is None:
-            return None
-        numbers: dict[Group, int] = {}
-        return np.array([numbers.setdefault(group, len(numbers)) for group in groups])
-
     @property
     def _num_held_out(self) -> int:
         """Persons, or else images, that the validation split takes out."""
@@ -283,29 +271,26 @@ class ImageDataModule(lightning.LightningDataModule, ABC):
             return 0
         if "val" in self.own_splits:
             raise ConfigurationError("the data brings its own validation set; set val_fraction to 0")
-        available, what = self.num_available, "images"
-        if self._persons is not None:
-            available, what = int(self._persons.max()) + 1, "persons"
+        persons = self.groups("train")
+        available, what = (self.num_available, "images") if persons is None else (persons.count, "persons")
         held_out = round(self.val_fraction * available)
         if not 0 < held_out < available:
             raise ConfigurationError(f"val_fraction={self.val_fraction} of {available} {what} leaves an empty part")
         return held_out
 
     def _split_indices(self) -> tuple[Tensor, Tensor]:
-        persons = np.arange(self.num_available) if self._persons is None else self._persons
-        order = torch.randperm(int(persons.max()) + 1, generator=torch.Generator().manual_seed(self.split_seed))
-        held_out = torch.from_numpy(np.isin(persons, order[: self._num_held_out].numpy()))
+        persons = self.groups("train")
+        units = np.arange(self.num_available) if persons is None else persons.numbers
+        count = self.num_available if persons is None else persons.count
+        order = torch.randperm(count, generator=torch.Generator().manual_seed(self.split_seed))
+        held_out = torch.from_numpy(np.isin(units, order[: self._num_held_out].numpy()))
         return (~held_out).nonzero().flatten(), held_out.nonzero().flatten()
-
-    def _groups_at(self, split: Split, indices: Tensor) -> list[Group] | None:
-        groups = self.groups(split)
-        return None if groups is None else [groups[index] for index in indices.tolist()]
 
     def _dataset(self, split: Split, indices: Tensor, *, train: bool = False) -> ImageDataset:
         for name, values in (("mean", self.mean), ("std", self.std)):
             if len(values) not in (1, self.in_channels):
                 raise ConfigurationError(f"{name} has {len(values)} numbers for {self.in_channels} channels")
-        drawn = self.random_transform() if train else None
+        drawn, groups = self.random_transform() if train else None, self.groups(split)
         return ImageDataset(
             self._source(split),
             indices,
@@ -313,7 +298,7 @@ class ImageDataModule(lightning.LightningDataModule, ABC):
             PixelNormalization(self.mean, self.std),
             augment=self.augmentation() if train else None,
             random=drawn is not None,
-            groups=self._groups_at(split, indices),
+            groups=None if groups is None else groups.at(indices),
         )
 
     def _loader(self, dataset: ImageDataset, *, shuffle: bool = False) -> DataLoader:

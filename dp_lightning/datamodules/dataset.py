@@ -6,7 +6,7 @@ all of them.
 
 import copy
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 import torch
@@ -71,7 +71,7 @@ class ImageDataset(Dataset[tuple[Tensor, int]]):
         *,
         augment: Transform | None = None,
         random: bool = False,
-        groups: Sequence[Group] | None = None,
+        groups: Iterable[Group] | None = None,
     ) -> None:
         self.source, self.indices = source, indices
         self.transform, self.normalize, self.augment, self.random = transform, normalize, augment, random

@@ -7,7 +7,7 @@ in a folder that only their owner can read, and no noise protects them.
 import hashlib
 import json
 import pickle
-from collections.abc import Sequence
+from collections.abc import Iterable
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,7 @@ _COMPARED = 32
 class _FeatureSet(TensorDataset):
     """Features and labels, with the id of the person of each image where the data tells them."""
 
-    groups: Sequence[Group] | None = None
+    groups: Iterable[Group] | None = None
 
 
 class CachedFeatures(lightning.LightningDataModule):

@@ -24,9 +24,9 @@ from dp_lightning.datamodules.augmentation import CropAndFlip, RandomResizedCrop
 from dp_lightning.datamodules.base import ImageDataModule, Split, checked_labels
 from dp_lightning.datamodules.dataset import Transform
 from dp_lightning.datamodules.file_source import FileNames, FileSource, require_readable
-from dp_lightning.datamodules.persons import GroupTable
+from dp_lightning.datamodules.persons import GroupTable, PersonIds
 from dp_lightning.errors import ConfigurationError, DataError
-from dp_lightning.privacy.groups import Group, checked_groups
+from dp_lightning.privacy.groups import checked_groups
 
 
 class ImageFolder(ImageDataModule):
@@ -144,19 +144,21 @@ class ImageFolder(ImageDataModule):
         names, labels = self._files[split]
         return FileSource(names, checked_labels(labels, self.num_classes, str(self.split_folders[split])))
 
-    def groups(self, split: Split) -> list[Group] | None:
+    def groups(self, split: Split) -> PersonIds | None:
         return self._groups.get(split)
 
     def image_transform(self) -> Transform:
         return v2.Compose([v2.Resize(self.resized_to), v2.CenterCrop(self.image_size)])
 
     @cached_property
-    def _groups(self) -> dict[Split, list[Group]]:
+    def _groups(self) -> dict[Split, PersonIds]:
         """The person of each image by split, where the data tells persons."""
         files = {split: [names[index] for index in range(len(names))] for split, (names, _) in self._files.items()}
         if self.group_folders:
             return {
-                split: checked_groups((Path(name).parent.name for name in names), str(self.split_folders[split]))
+                split: PersonIds(
+                    checked_groups([Path(name).parent.name for name in names], str(self.split_folders[split]))
+                )
                 for split, names in files.items()
             }
         if self.group_file is None or self.group_column is None:

@@ -16,8 +16,9 @@ import torch
 
 from dp_lightning.datamodules.base import ImageDataModule, Split, checked_labels
 from dp_lightning.datamodules.dataset import ArraySource
+from dp_lightning.datamodules.persons import PersonIds
 from dp_lightning.errors import DataError
-from dp_lightning.privacy.groups import Group, checked_groups
+from dp_lightning.privacy.groups import checked_groups
 
 SPLITS: tuple[Split, ...] = ("train", "val", "test")
 # Bytes of an id, 4 for each character: an array has as many for each image as for the longest one.
@@ -90,15 +91,16 @@ class NpzImages(ImageDataModule):
         where = f"{self.path}: {split}_labels"
         return ArraySource(images, checked_labels(torch.from_numpy(labels), self.num_classes, where))
 
-    def groups(self, split: Split) -> list[Group] | None:
+    def groups(self, split: Split) -> PersonIds | None:
         return self._groups.get(split)
 
     @cached_property
-    def _groups(self) -> dict[Split, list[Group]]:
+    def _groups(self) -> dict[Split, PersonIds]:
         told = [split for split in self.own_splits if f"{split}_groups" in self._headers]
         names: dict[Split, str] = {split: f"{split}_groups" for split in told}
         return {
-            split: checked_groups(self._read(name).reshape(-1), f"{self.path}: {name}") for split, name in names.items()
+            split: PersonIds(checked_groups(self._read(name).reshape(-1), f"{self.path}: {name}"))
+            for split, name in names.items()
         }
 
     @cached_property

@@ -1,10 +1,15 @@
 """Persons of a data set: ids in a table of files, and persons that are trained on and evaluated."""
 
 import csv
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property
 from pathlib import Path, PurePath
 
+import numpy as np
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.utils.data import Dataset
 
 from dp_lightning.errors import DataError
 from dp_lightning.privacy.groups import Group, checked_groups
@@ -18,6 +23,41 @@ def warn_of_shared_persons(trained: Iterable[Group], evaluated: Iterable[Group],
             "from those images lie outside of the guarantee, and say less about new persons. Take these persons out of "
             "one of the two."
         )
+
+
+class PersonIds(Dataset[Group]):
+    """The id of the person of each image. As a data set, it is closed while a loss is computed.
+
+    Args:
+        ids: As ``checked_groups`` returns them.
+    """
+
+    def __init__(self, ids: Sequence[Group]) -> None:
+        self._ids = ids
+
+    def __len__(self) -> int:
+        return len(self._ids)
+
+    def __iter__(self) -> Iterator[Group]:
+        return iter(self._ids)
+
+    def __getitem__(self, index: int) -> Group:
+        return self._ids[index]
+
+    def at(self, indices: Tensor) -> "PersonIds":
+        """Those of the images at ``indices``, int64 (n,)."""
+        return PersonIds([self._ids[index] for index in indices.tolist()])
+
+    @cached_property
+    def numbers(self) -> NDArray[np.int64]:
+        """The number of each image's person, counted in the order of the ids."""
+        number = {group: place for place, group in enumerate(sorted(set(self._ids)))}
+        return np.array([number[group] for group in self._ids])
+
+    @property
+    def count(self) -> int:
+        """How many persons there are."""
+        return len(set(self._ids))
 
 
 class GroupTable:
@@ -54,7 +94,7 @@ class GroupTable:
         except (OSError, UnicodeDecodeError, csv.Error) as error:
             raise DataError(f"{path} cannot be read as a table ({error}); set data.init_args.group_file") from error
 
-    def groups(self, files: Sequence[str], root: Path, *, required: bool) -> list[Group] | None:
+    def groups(self, files: Sequence[str], root: Path, *, required: bool) -> PersonIds | None:
         """The person of each file; None where the table has none of them, unless they are required.
 
         A file is named in the table by its path from ``root``, by its name, or by its name without the extension.
@@ -79,7 +119,7 @@ class GroupTable:
                     f"{root}."
                 )
             found.append(self._groups[named])
-        return checked_groups(found, str(self.path))
+        return PersonIds(checked_groups(found, str(self.path)))
 
     def _row(self, file: PurePath, root: Path) -> str | None:
         """How the table names a file; None where it does not."""
