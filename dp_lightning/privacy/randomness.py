@@ -123,6 +123,8 @@ def only_given_keys() -> Iterator[None]:
     Raises:
         ModelError: where one of it was done.
     """
+    import torch.fx.experimental.symbolic_shapes  # torch does so in a loss, and sympy makes a generator
+
     this = threading.get_ident()
 
     def refused(function: Callable[..., Any], message: str) -> Callable[..., Any]:
