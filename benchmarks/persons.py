@@ -37,9 +37,10 @@ def deal(path: Path) -> int:
 
 
 def run(folder: Path, settings: dict[str, Any]) -> dict[str, Any]:
-    """The result of a run with these settings; one that was made before is read."""
-    found = list(folder.rglob("result.json"))
-    if not found:
+    """The result of a run with these settings; one that was made before, and not interrupted, is read."""
+    results = (json.loads(path.read_text()) for path in folder.rglob("result.json"))
+    result = next((result for result in results if result["completed"]), None)
+    if result is None:
         given = [text for name, value in settings.items() for text in (f"--{name}", str(value))]
         command = [sys.executable, "-m", "dp_lightning", "fit", "--config", str(_ROOT / "configs/digits.yaml"), *given]
         quiet = ["--trainer.enable_progress_bar", "false", "--trainer.default_root_dir", str(folder)]
@@ -47,8 +48,8 @@ def run(folder: Path, settings: dict[str, Any]) -> dict[str, Any]:
         with (folder / "run.log").open("w") as log:
             environment = {**os.environ, "PYTHONPATH": str(_ROOT)}
             subprocess.run([*command, *quiet], check=True, stdout=log, stderr=log, env=environment)
-        found = list(folder.rglob("result.json"))
-    return json.loads(found[0].read_text())
+        return run(folder, settings)
+    return result
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:

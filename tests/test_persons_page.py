@@ -14,7 +14,7 @@ from test_readme import ROOT, blocks
 from dp_lightning.cli import main
 
 PAGE = (ROOT / "docs/persons.md").read_text()
-FIT, ACCOUNT = "".join(blocks("bash", PAGE)).splitlines()
+FIT, BENCHMARK, ACCOUNT = "".join(blocks("bash", PAGE)).splitlines()
 
 
 def write_scans(root):
@@ -92,3 +92,10 @@ def test_the_price_shown_is_that_of_the_command(capsys):
     with contextlib.suppress(SystemExit):
         main(shlex.split(ACCOUNT)[1:])
     assert capsys.readouterr().out == shown
+
+
+def test_the_benchmark_shown_takes_its_options(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    import persons
+
+    assert persons.parse(shlex.split(BENCHMARK)[2:]).images_per_group == [1, 4]
