@@ -64,6 +64,8 @@ def workplace(tmp_path, monkeypatch):
     for folder in ("train/cat", "train/dog", "test/cat", "test/dog"):
         (tmp_path / "photos" / folder).mkdir(parents=True)
         Image.new("RGB", (40, 50)).save(tmp_path / "photos" / folder / "0.png")
+        (tmp_path / "scans" / folder / "p1").mkdir(parents=True)
+        Image.new("RGB", (40, 50)).save(tmp_path / "scans" / folder / "p1" / "0.png")
     np.savez("images.npz", train_images=np.zeros((4, 28, 28, 3), np.uint8), train_labels=np.array([0, 1, 2, 1]))
     for block in blocks("yaml"):
         name = block.splitlines()[0].removeprefix("# ")
@@ -97,7 +99,8 @@ def test_a_training_command_builds_its_run_from_allowed_settings(line, workplace
     with without_weights():  # which cannot be downloaded in a test
         cli = instantiate(arguments)
     check_settings(cli.trainer, cli.model)
-    assert cli.privacy.num_train == cli.datamodule.num_train
+    data, persons = cli.datamodule, cli.privacy.unit_of_privacy == "group"
+    assert cli.privacy.num_train == (data.num_train_groups if persons else data.num_train)
 
 
 GRIDS = [line for line in dpl_lines() if line.split()[1] in ("sweep", "report")]

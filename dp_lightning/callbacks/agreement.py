@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils.data import Dataset, Subset
 
 from dp_lightning.errors import ConfigurationError, DpLightningError
-from dp_lightning.privacy.reading import flatten
+from dp_lightning.privacy.reading import ExampleReader, flatten
 from dp_lightning.ranks import Ranks
 
 _EXAMPLES = 64
@@ -28,8 +28,8 @@ def require_same_settings(settings: dict[str, object], ranks: Ranks, device: tor
         )
 
 
-def require_same_data(dataset: Dataset[Any], ranks: Ranks, device: torch.device) -> None:
-    """Every rank has the same training set in the same order, as far as labels and subsets tell.
+def require_same_data(reader: ExampleReader, ranks: Ranks, device: torch.device) -> None:
+    """Every rank has the same training set in the same order, as far as labels, subsets and persons tell.
 
     An example that stands at another place on another rank could enter one step twice. Images are not compared, since
     random augmentation makes them differ.
@@ -39,9 +39,11 @@ def require_same_data(dataset: Dataset[Any], ranks: Ranks, device: torch.device)
     """
     if ranks.size == 1:
         return
+    dataset, groups = reader.dataset, reader.groups
     sized: Any = dataset
     places = range(0, len(sized), max(len(sized) // _EXAMPLES, 1))
-    facts = {"training set": ([_whole_numbers(sized[place]) for place in places], _indices(dataset))}
+    labels = [_whole_numbers(sized[place]) for place in places]
+    facts = {"training set": (labels, _indices(dataset), None if groups is None else groups.ids)}
     if ranks.differing_facts(facts, device):
         raise ConfigurationError(
             "The ranks have different training sets, or the same one in another order, so an example could enter a "

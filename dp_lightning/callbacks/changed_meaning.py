@@ -46,7 +46,8 @@ def warn_of_changed_meaning(
     reader = private.reader
     count = min(_EXAMPLES, len(reader))
     try:
-        raw = [reader.dataset[number * len(reader) // count] for number in range(count)]
+        drawn = [reader.elements(number * len(reader) // count, step=0) for number in range(count)]
+        raw = [[reader.dataset[element] for element in elements] for elements in drawn]
         trial = copy.deepcopy(module)
         trial.eval()
         public: Any = PublicTrainer(trainer)
@@ -54,15 +55,16 @@ def warn_of_changed_meaning(
         silence: Callable[..., None] = lambda *args, **kwargs: None  # noqa: E731
         trial.__dict__.update(log=silence, log_dict=silence)
 
-        def loss_of(examples: list[Any]) -> float:
+        def loss_of(elements: list[Any]) -> float:
             with reader.nothing_kept():
-                collated = reader.collate_fn(examples)
+                collated = reader.collate_fn(elements)
             batch = move_data_to_device(collated, module.device)
             return float(step.loss_of(trial, batch))
 
         with torch.no_grad(), trainer.precision_plugin.train_step_context(), private.nothing_kept():
-            together, again = loss_of(raw), loss_of(raw)
-            mean = sum(loss_of([example]) for example in raw) / count
+            everything = [element for example in raw for element in example]
+            together, again = loss_of(everything), loss_of(everything)
+            mean = sum(map(loss_of, raw)) / count
     except ModelError:  # the step would raise it too
         raise
     except Exception:  # whatever the user's own code raises on a batch that it will not see

@@ -35,6 +35,7 @@ from dp_lightning.callbacks.checkpoints import (
 from dp_lightning.callbacks.estimated_steps import estimate_by_loader, estimate_by_plan
 from dp_lightning.callbacks.finish import finish_instead_of_training, train_again
 from dp_lightning.callbacks.nothing_raw import check_hyperparameters, check_metrics, require_nothing_raw
+from dp_lightning.callbacks.persons import warn_of_evaluated_persons, warn_of_persons
 from dp_lightning.callbacks.private_loader import (
     PrivateSource,
     private_loader,
@@ -50,6 +51,7 @@ from dp_lightning.errors import BudgetError, ConfigurationError, ModelError
 from dp_lightning.privacy.accounting import Ledger
 from dp_lightning.privacy.clipping import ClipPlan
 from dp_lightning.privacy.disk import DiSK
+from dp_lightning.privacy.groups import Groups
 from dp_lightning.privacy.lineage import Origin, origin_of
 from dp_lightning.privacy.plan import PrivacyPlan
 from dp_lightning.privacy.sampling import sampling_key
@@ -81,10 +83,14 @@ class PrivacyCallback(pl.Callback):
         clip_factor: ``abadi`` min(1, C/norm), or ``automatic`` C/(norm + 0.01).
         examples: how ``training_step`` sees one example at a time. ``together``: all of a physical batch at once, under
             torch.func.vmap. ``one_by_one``: one after the other, slower, for code that vmap cannot run.
-        max_physical_batch_size: most images that go through the model at once, every view of an example counted. It
-            bounds memory and changes nothing else.
+        max_physical_batch_size: most images that go through the model at once, every view of an example counted, and
+            every image of a person. It bounds memory and changes nothing else.
         accountant: by which epsilon is planned and shown.
         num_train: N; None reads it from the training data set. A number that differs from the data set is refused.
+        unit_of_privacy: what one neighbour adds or removes. ``example``: one element of the training set. ``group``:
+            one person, all elements with the same id in the data set's ``groups``; N and B then count persons.
+        images_per_group: how many images of a person are drawn for each step in which the person takes part; 1 without
+            it. They are the rows of one example, whose gradient is clipped once.
         reproducible: fixes sampling, noise, dropout and augmentation by the seed of ``seed_everything`` (0 without
             one), and makes the run not fit for release.
         not_private: must be true to allow ``noise_multiplier: 0``.
@@ -116,6 +122,8 @@ class PrivacyCallback(pl.Callback):
         max_physical_batch_size: int = 128,
         accountant: Literal["prv", "rdp", "pld"] = "prv",
         num_train: int | None = None,
+        unit_of_privacy: Literal["example", "group"] = "example",
+        images_per_group: int | None = None,
         reproducible: bool = False,
         not_private: bool = False,
         augmult: int = 1,
@@ -131,7 +139,14 @@ class PrivacyCallback(pl.Callback):
             accountant=accountant,
             not_private=not_private,
         )
-        check_step_settings(examples=examples, max_physical_batch_size=max_physical_batch_size, augmult=augmult)
+        self.unit_of_privacy = unit_of_privacy
+        self.images_per_group = _images_per_group(unit_of_privacy, images_per_group)
+        check_step_settings(
+            examples=examples,
+            max_physical_batch_size=max_physical_batch_size,
+            augmult=augmult,
+            images_per_group=self.images_per_group,
+        )
         self.examples, self.augmult, self.disk = examples, augmult, disk
         if earlier_training not in ("same_data", "other_data"):
             raise ConfigurationError(
@@ -252,6 +267,8 @@ class PrivacyCallback(pl.Callback):
         goes_on = self._record.open(trainer, self._folder, self.ledger, restored=self._restored is not None)
         self._stated = self.ledger.num_steps
         loader = self._users(trainer)
+        if self._restored is not None:
+            self._require_same(self._restored["settings"])
         more = bool(self.ledger.earlier) and not self.ledger.num_steps
         if self.plan is None or self._restored is not None or goes_on or more:
             earlier = None if self._restored is None else PrivacyPlan(**self._restored["plan"])
@@ -273,6 +290,7 @@ class PrivacyCallback(pl.Callback):
             examples=self.examples,
             max_physical_batch_size=self.max_physical_batch_size,
             augmult=self.augmult,
+            images_per_group=self.images_per_group,
             disk=self.disk,
             ledger=self.ledger,
             journal=self._record.journal,
@@ -290,7 +308,6 @@ class PrivacyCallback(pl.Callback):
         withhold(trainer)
         check_optimizers(trainer, private.parameters.values())
         if self._restored is not None:
-            self._require_same(self._restored["settings"])
             private.load_state_dict(self._restored["step"])
         if self._finishes:
             self._stated, self.budget.planned = -1, self.budget.spent()  # the statement is still to be written
@@ -320,10 +337,12 @@ class PrivacyCallback(pl.Callback):
     def _kept_settings(self) -> dict[str, Any]:
         """What a run that resumes has to keep: its statement says it once for all steps."""
         disk = None if self.disk is None else self.disk.gain
-        return {"examples": self.examples, "augmult": self.augmult, "disk": disk, "seed": self._seed}
+        unit = {"unit_of_privacy": self.unit_of_privacy, "images_per_group": self.images_per_group}
+        return {"examples": self.examples, "augmult": self.augmult, "disk": disk, "seed": self._seed, **unit}
 
     def _require_same(self, earlier: dict[str, Any]) -> None:
         now = self._kept_settings
+        earlier = {"unit_of_privacy": "example", "images_per_group": None, **earlier}  # runs from before these settings
         if differing := [name for name in now if earlier[name] != now[name]]:
             differences = ", ".join(f"privacy.{name} {earlier[name]}, and it is {now[name]} now" for name in differing)
             raise ConfigurationError(
@@ -337,7 +356,9 @@ class PrivacyCallback(pl.Callback):
             "privacy.max_grad_norm, clipping or clip_factor": (self.clip_plan.describe(), self.clip_plan.sensitivity),
             "privacy.expected_batch_size": self.budget.expected_batch_size,
             "privacy.max_physical_batch_size": self.max_physical_batch_size,
-            "privacy.examples, augmult, disk or the seed of a reproducible run": self._kept_settings,
+            "privacy.examples, augmult, disk, unit_of_privacy, images_per_group or the seed of a reproducible run": (
+                self._kept_settings
+            ),
         }
 
     def _users(self, trainer: pl.Trainer) -> DataLoader[Any]:
@@ -352,7 +373,7 @@ class PrivacyCallback(pl.Callback):
         if self.num_train is not None:
             return self.num_train
         dataset: Any = self._users(trainer).dataset
-        return len(dataset)
+        return len(dataset if self.images_per_group is None else Groups(dataset, self.images_per_group))
 
     def _num_steps(self, trainer: pl.Trainer) -> int:
         """T, also in ``configure_optimizers``, which comes before ``on_fit_start`` makes the plan."""
@@ -377,14 +398,22 @@ class PrivacyCallback(pl.Callback):
         if self._finishes:
             return
         require_private_loader(trainer, self.private)
-        require_same_data(self.private.reader.dataset, self._ranks, trainer.strategy.root_device)
+        require_same_data(self.private.reader, self._ranks, trainer.strategy.root_device)
         # Before anything runs on examples, so that nothing made from them counts as a constant.
         self.private.start()
         assert self._training_step is not None
         if self.augmult > 1 and not self._training_step.has_transfer_hooks:
             warn_of_equal_views(self.private.reader.dataset)
+        if self.images_per_group is None:
+            warn_of_persons(self.private.reader.dataset)
         if trainer.is_global_zero and warn_of_changed_meaning(trainer, pl_module, self._training_step, self.private):
             self._unprotected.names.add(NAME)
+
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self._private is not None and (groups := self._private.reader.groups) is not None:
+            warn_of_evaluated_persons(groups.ids, trainer, "val")
+        if self._private is not None and trainer.state.fn == TrainerFn.FITTING:
+            self._private.isolation.require_untouched()
 
     # One physical batch
 
@@ -439,10 +468,6 @@ class PrivacyCallback(pl.Callback):
         if self.plan is not None and self.ledger.num_steps >= self.plan.num_steps:
             # Where steps were lost in a crash, Lightning's own counters would go on without any.
             trainer.should_stop = True
-
-    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if trainer.state.fn == TrainerFn.FITTING and self._private is not None:
-            self._private.isolation.require_untouched()
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if trainer.state.fn == TrainerFn.FITTING and self._private is not None:
@@ -567,6 +592,20 @@ class PrivacyCallback(pl.Callback):
         self._changed_outside |= set(state_dict["changed_outside"])
         self._origin = Origin(**state_dict["earlier_training"])
         self._restored, self._stated = state_dict, self.ledger.num_steps
+
+
+def _images_per_group(unit_of_privacy: str, given: int | None) -> int | None:
+    """k where the unit of privacy is a person, and None where it is an example."""
+    if unit_of_privacy not in ("example", "group"):
+        raise ConfigurationError(f"privacy.unit_of_privacy is {unit_of_privacy!r}; choose 'example' or 'group'.")
+    if unit_of_privacy == "group":
+        return 1 if given is None else given
+    if given is not None:
+        raise ConfigurationError(
+            f"privacy.images_per_group is {given}, but each image is an example of its own. Set "
+            "privacy.unit_of_privacy: group to protect persons, or remove images_per_group."
+        )
+    return None
 
 
 def privacy_of(trainer: pl.Trainer) -> PrivacyCallback | None:

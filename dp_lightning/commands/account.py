@@ -41,8 +41,14 @@ def _parser() -> argparse.ArgumentParser:
     length.add_argument("--steps", "--num-steps", "--num_steps", type=int, help="logical optimizer steps")
     length.add_argument("--epochs", type=int, help="steps as epochs, floor(epochs * num_train / batch_size)")
     sizes = ("--batch-size", "--batch_size", "--expected-batch-size", "--expected_batch_size")
-    add(*sizes, type=int, help="expected batch size, over all devices")
-    add("--num-train", "--num_train", type=int, required=True, help="number of training examples")
+    add(*sizes, type=int, help="expected batch size, over all devices, in what --num-train counts")
+    add(
+        "--num-train",
+        "--num_train",
+        type=int,
+        required=True,
+        help="number of training examples, or of persons (unit_of_privacy: group)",
+    )
     add("--delta", type=float, required=True, help="below 1/num_train")
     add("--accountant", choices=("prv", "rdp", "pld"), default="prv", help="the one solved with (default: prv)")
     add("--json", action="store_true", help="print one JSON object")

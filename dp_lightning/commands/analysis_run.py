@@ -9,7 +9,7 @@ from contextlib import redirect_stdout
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, cast
 
 import lightning.pytorch as pl
 import torch
@@ -80,6 +80,7 @@ class AnalysisRun:
         cli = command_line(["fit", *arguments, "--trainer.logger", "false"], Stopped)
         self.module: pl.LightningModule = cli.model
         self.data: Any = cli.datamodule
+        self.num_train = cast(int, cli.privacy.num_train)
         self.settings = cli.config.fit.privacy.as_dict()
         self._trainer = cli.config.fit.trainer.as_dict()
         self.num_batches, self.asked = num_batches, batch_sizes
@@ -98,17 +99,17 @@ class AnalysisRun:
             ConfigurationError: for one that was asked for and is above the number of examples.
         """
         given = (*_BATCH_SIZES, self.batch_size) if self.asked is None else self.asked
-        found = sorted({size for size in given if 1 <= size <= self.data.num_train})
+        found = sorted({size for size in given if 1 <= size <= self.num_train})
         if self.asked is not None and len(found) < len(set(self.asked)):
             raise ConfigurationError(
                 f"--batch-sizes has {', '.join(map(str, sorted(set(self.asked) - set(found))))}; choose from 1 to the "
-                f"number of training examples, {self.data.num_train}."
+                f"number of training examples, {self.num_train}."
             )
         return found
 
     def plan(self, batch_size: int) -> PrivacyPlan:
         """The plan of the run with another batch size."""
-        return plan_of(self.settings, self._trainer, num_train=self.data.num_train, batch_size=batch_size)
+        return plan_of(self.settings, self._trainer, num_train=self.num_train, batch_size=batch_size)
 
     def noise_level(self, batch_size: int) -> float:
         """Standard deviation of the noise in each entry of the gradient, sigma S / B."""

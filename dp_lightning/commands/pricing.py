@@ -54,7 +54,7 @@ class Pricing:
         num_train, seconds_per_row = known
         privacy = settings["privacy"]
         plan = plan_of(privacy, settings["trainer"], num_train=num_train)
-        rows = plan.num_steps * plan.expected_batch_size * privacy["augmult"]
+        rows = plan.num_steps * plan.expected_batch_size * privacy["augmult"] * (privacy.get("images_per_group") or 1)
         return plan, None if seconds_per_row is None else seconds_per_row * rows
 
     def _look_at(self, settings: Mapping[str, Any]) -> tuple[int, float | None] | DpLightningError:
@@ -63,7 +63,7 @@ class Pricing:
             cli = prepare(settings)
             check_settings(cli.trainer, cli.model)
             check_order(cli.trainer, cli.privacy)
-            num_train: int = cast(Any, cli.datamodule).num_train
+            num_train = cast(int, cli.privacy.num_train)
         except DpLightningError as error:
             return error
         privacy = settings["privacy"]

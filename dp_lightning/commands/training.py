@@ -136,6 +136,8 @@ class TrainingCLI(LightningCLI):
         config: dict[str, Any] = {**self._get(self.config_init, "trainer", default={}), **kwargs}
         _require_startable(config)
         trains = self.subcommand in ("fit", None)
+        if trains and self.privacy.unit_of_privacy == "group":
+            self.privacy.num_train = _count_persons(self.datamodule)
         with _named_refusals(config):
             if trains and config.get("strategy") == "auto" and _wants_processes(config):
                 config["strategy"] = PRIVATE_STRATEGY
@@ -241,6 +243,16 @@ def _require_other_nodes(trainer: pl.Trainer) -> None:
             f"trainer.num_nodes is {trainer.num_nodes}, and nothing has started the others. Start `dpl` by srun or "
             "torchrun, or set MASTER_ADDR, MASTER_PORT and NODE_RANK on each node."
         )
+
+
+def _count_persons(data: Any) -> int:
+    """N, where the unit of privacy is a person."""
+    if not hasattr(type(data), "num_train_groups"):
+        raise ConfigurationError(
+            f"privacy.unit_of_privacy is group, and {type(data).__name__} does not say how many persons it trains on. "
+            "Give the data module a property num_train_groups, and its training set an attribute groups."
+        )
+    return data.num_train_groups
 
 
 def _wants_processes(config: dict[str, Any]) -> bool:

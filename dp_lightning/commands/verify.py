@@ -2,8 +2,9 @@
 
 What is checked follows from what one file says of another: a statement is rendered and accounted again from its own
 numbers, the heads that it names have to stand in the journal and to count the steps of its ledger, and the weights have
-to be those of its digest. Not compared are the optimizer's state and an average of the weights. Who writes all files
-anew can make them fit. A copy of the heads that is kept elsewhere shows that too (``--head``).
+to be those of its digest. The unit of privacy and the clipping are compared with the checkpoint of the same weights.
+Not compared are the optimizer's state and an average of the weights. Who writes all files anew can make them fit. A
+copy of the heads that is kept elsewhere shows that too (``--head``).
 """
 
 import argparse
@@ -22,6 +23,8 @@ from dp_lightning.strategies.checkpoint_io import PrivateCheckpointIO
 _FILE = "privacy_statement.json"
 #: The weights that `dpl export` writes.
 EXPORTED = "model.safetensors"
+# What a run's statements say once for all of its steps, and no number of the journal tells.
+_CONSTANT = ("unit_of_privacy", "clipping", "sensitivity", "examples")
 
 
 def main(arguments: list[str]) -> None:
@@ -72,10 +75,10 @@ def verify(place: Path, heads: list[str]) -> Iterator[Finding]:
     if not checkpoints and not statement.is_file():
         raise DataError(f"{place} has no {_FILE} and no checkpoint below it. Give the folder of a private run.")
     journals: dict[Path, Steps | str] = {}
-    digests: set[str] = set()
+    digests: dict[str, PrivacyStatement | None] = {}
     exported = place / EXPORTED
     if exported.is_file():
-        digests.add(_digest_of_file(exported))
+        digests[_digest_of_file(exported)] = None
     for path in checkpoints:
         yield from _of_checkpoint(path, path.name if path == place else str(path.relative_to(place)), journals, digests)
     if statement.is_file():
@@ -85,7 +88,9 @@ def verify(place: Path, heads: list[str]) -> Iterator[Finding]:
         yield f"the step {head} is in a journal", None if held else "none holds it: the files are older, or others"
 
 
-def _of_checkpoint(path: Path, name: str, journals: dict[Path, Steps | str], digests: set[str]) -> Iterator[Finding]:
+def _of_checkpoint(
+    path: Path, name: str, journals: dict[Path, Steps | str], digests: dict[str, PrivacyStatement | None]
+) -> Iterator[Finding]:
     try:
         saved = PrivateCheckpointIO().load_checkpoint(path)
         claims = PrivacyStatement.from_saved(saved[STATEMENT])
@@ -98,7 +103,7 @@ def _of_checkpoint(path: Path, name: str, journals: dict[Path, Steps | str], dig
         yield f"{name} has a privacy statement", f"it has none that can be read ({type(error).__name__}: {error})"
         return
     digest = digest_of(state_dict)
-    digests.add(digest)
+    digests[digest] = claims
     yield (
         f"{name}: its weights are those of its statement",
         _unless(digest == claims.weights, "they have another digest"),
@@ -117,7 +122,7 @@ def _of_checkpoint(path: Path, name: str, journals: dict[Path, Steps | str], dig
 
 
 def _of_statement(
-    path: Path, journals: dict[Path, Steps | str], digests: set[str], *, with_weights: bool
+    path: Path, journals: dict[Path, Steps | str], digests: dict[str, PrivacyStatement | None], *, with_weights: bool
 ) -> Iterator[Finding]:
     try:
         facts = read_json(path)
@@ -140,6 +145,12 @@ def _of_statement(
         yield (
             f"{path.name}: a file has its weights",
             _unless(claims.weights in digests, "no checkpoint or export below has weights of that digest"),
+        )
+    if (same := digests.get(claims.weights)) is not None:
+        differing = [name for name in _CONSTANT if not _equal(getattr(claims, name), getattr(same, name))]
+        yield (
+            f"{path.name}: the unit of privacy and the clipping are its checkpoint's",
+            _unless(not differing, f"{', '.join(differing)} would be otherwise"),
         )
     yield from _against_journal(path.name, claims, path.parent, journals)
 

@@ -11,12 +11,14 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 import lightning
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
 from dp_lightning.datamodules.augmentation import CropAndFlip, Edges
 from dp_lightning.datamodules.dataset import ImageDataset, ImageSource, Transform
+from dp_lightning.datamodules.persons import PersonIds, warn_of_shared_persons
 from dp_lightning.datamodules.pixels import PixelNormalization
 from dp_lightning.errors import ConfigurationError, DataError
 
@@ -43,7 +45,8 @@ class ImageDataModule(lightning.LightningDataModule, ABC):
         mean: Mean of each channel on the scale 0 to 1, subtracted from the images; one number serves all
             channels. A public constant, never computed from private images.
         std: Standard deviation of each channel on the same scale, a public constant like ``mean``.
-        val_fraction: Part of the training set, in [0, 1), that is taken out of it for validation.
+        val_fraction: Part of the training set, in [0, 1), that is taken out of it for validation: of its persons,
+            where the data tells them, so that no person is in both.
         split_seed: Seed of that split. It is public: the same seed gives the same split on every machine.
         eval_batch_size: Images per batch of validation, test and prediction.
         num_workers: Processes that load images; 0 loads them in the main process.
@@ -140,6 +143,16 @@ class ImageDataModule(lightning.LightningDataModule, ABC):
             DataError: Its files are malformed.
         """
 
+    def groups(self, split: Split) -> PersonIds | None:
+        """The id of the person of each image in one of ``own_splits``, in their order, read without an image.
+
+        None where the data tells no persons.
+
+        Raises:
+            DataError: An id is missing or is none.
+        """
+        return None
+
     @property
     def num_val(self) -> int:
         """Training images that ``val_fraction`` takes out for validation.
@@ -147,21 +160,28 @@ class ImageDataModule(lightning.LightningDataModule, ABC):
         Raises:
             ConfigurationError: The data brings its own validation set, or a part would be empty.
         """
-        if self.val_fraction == 0.0:
-            return 0
-        if "val" in self.own_splits:
-            raise ConfigurationError("the data brings its own validation set; set val_fraction to 0")
-        num_val = round(self.val_fraction * self.num_available)
-        if not 0 < num_val < self.num_available:
-            raise ConfigurationError(
-                f"val_fraction={self.val_fraction} of {self.num_available} images leaves an empty part"
-            )
-        return num_val
+        return self._num_held_out if self.groups("train") is None else len(self._split_indices()[1])
 
     @property
     def num_train(self) -> int:
-        """Training images after the validation split is taken out: the N of the privacy plan."""
+        """Training images after the validation split is taken out: the N of the plan, where it counts images."""
         return self.num_available - self.num_val
+
+    @property
+    def num_train_groups(self) -> int:
+        """Persons in the training set after the validation split is taken out: the N of the plan for persons.
+
+        Raises:
+            ConfigurationError: The data tells no persons.
+        """
+        persons = self.groups("train")
+        if persons is None:
+            raise ConfigurationError(
+                f"privacy.unit_of_privacy is group, but {type(self).__name__} is not told which images are of one "
+                "person. Set data.init_args.group_folders or group_file of ImageFolder, or put the array train_groups "
+                "into the file of NpzImages."
+            )
+        return persons.count - self._num_held_out
 
     def prepare_data(self) -> None:
         self.check_files()
@@ -172,6 +192,10 @@ class ImageDataModule(lightning.LightningDataModule, ABC):
         for split in splits:
             if split in self.own_splits:
                 self._source(split)
+        if "train" in splits and (persons := self.groups("train")) is not None:
+            for split in self.own_splits:
+                if split != "train":
+                    warn_of_shared_persons(persons.at(self._split_indices()[0]), self.groups(split) or (), split)
 
     def image_transform(self) -> Transform | None:
         """What happens to each image by itself, nothing at random: an image as it is read to ``image_size``."""
@@ -247,15 +271,33 @@ class ImageDataModule(lightning.LightningDataModule, ABC):
             self._sources[split] = source
         return self._sources[split]
 
+    @property
+    def _num_held_out(self) -> int:
+        """Persons, or else images, that the validation split takes out."""
+        if self.val_fraction == 0.0:
+            return 0
+        if "val" in self.own_splits:
+            raise ConfigurationError("the data brings its own validation set; set val_fraction to 0")
+        persons = self.groups("train")
+        available, what = (self.num_available, "images") if persons is None else (persons.count, "persons")
+        held_out = round(self.val_fraction * available)
+        if not 0 < held_out < available:
+            raise ConfigurationError(f"val_fraction={self.val_fraction} of {available} {what} leaves an empty part")
+        return held_out
+
     def _split_indices(self) -> tuple[Tensor, Tensor]:
-        order = torch.randperm(self.num_available, generator=torch.Generator().manual_seed(self.split_seed))
-        return order[self.num_val :].sort().values, order[: self.num_val].sort().values
+        persons = self.groups("train")
+        units = np.arange(self.num_available) if persons is None else persons.numbers
+        count = self.num_available if persons is None else persons.count
+        order = torch.randperm(count, generator=torch.Generator().manual_seed(self.split_seed))
+        held_out = torch.from_numpy(np.isin(units, order[: self._num_held_out].numpy()))
+        return (~held_out).nonzero().flatten(), held_out.nonzero().flatten()
 
     def _dataset(self, split: Split, indices: Tensor, *, train: bool = False) -> ImageDataset:
         for name, values in (("mean", self.mean), ("std", self.std)):
             if len(values) not in (1, self.in_channels):
                 raise ConfigurationError(f"{name} has {len(values)} numbers for {self.in_channels} channels")
-        drawn = self.random_transform() if train else None
+        drawn, groups = self.random_transform() if train else None, self.groups(split)
         return ImageDataset(
             self._source(split),
             indices,
@@ -263,6 +305,7 @@ class ImageDataModule(lightning.LightningDataModule, ABC):
             PixelNormalization(self.mean, self.std),
             augment=self.augmentation() if train else None,
             random=drawn is not None,
+            groups=None if groups is None else groups.at(indices),
         )
 
     def _loader(self, dataset: ImageDataset, *, shuffle: bool = False) -> DataLoader:

@@ -6,12 +6,14 @@ all of them.
 
 import copy
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
+
+from dp_lightning.privacy.groups import Group
 
 Transform = Callable[..., Tensor]
 
@@ -57,6 +59,7 @@ class ImageDataset(Dataset[tuple[Tensor, int]]):
         normalize: Applied to a uint8 batch (n, C, H, W); returns float32. None leaves it to the one who trains.
         augment: Applied to a uint8 batch (n, C, H, W) before ``normalize``; draws for each image by itself.
         random: Whether ``transform`` draws at random, so that each view of an image needs it anew.
+        groups: The id of the person of each image of this part, in its order; None where the data tells none.
     """
 
     def __init__(
@@ -68,9 +71,11 @@ class ImageDataset(Dataset[tuple[Tensor, int]]):
         *,
         augment: Transform | None = None,
         random: bool = False,
+        groups: Iterable[Group] | None = None,
     ) -> None:
         self.source, self.indices = source, indices
         self.transform, self.normalize, self.augment, self.random = transform, normalize, augment, random
+        self.groups = groups
 
     def __len__(self) -> int:
         return len(self.indices)

@@ -13,7 +13,7 @@ import json
 import os
 import random
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,7 @@ from dp_lightning.files import replacing
 from dp_lightning.foreign_text import read_text
 from dp_lightning.intact import damage
 from dp_lightning.models.feature_network import FeatureNetwork
+from dp_lightning.privacy.groups import Group
 
 # Images whose features go into one file: what an interruption can lose, and what is in memory while they are computed.
 _PER_FILE = 4096
@@ -40,6 +41,12 @@ _COMPARED = 32
 # be, relative to their length: other hardware and TF32 differ by some thousandths.
 _COMPUTED_AGAIN = 2
 _TOLERANCE = 0.05
+
+
+class _FeatureSet(TensorDataset):
+    """Features and labels, with the id of the person of each image where the data tells them."""
+
+    groups: Iterable[Group] | None = None
 
 
 class CachedFeatures(lightning.LightningDataModule):
@@ -95,7 +102,7 @@ class CachedFeatures(lightning.LightningDataModule):
         )
         self.folder = Path(cache) / self._key()
         #: Features float32 (n, D) and labels int64 (n,).
-        self._sets: dict[Split, TensorDataset] = {}
+        self._sets: dict[Split, _FeatureSet] = {}
 
     @property
     def num_classes(self) -> int:
@@ -108,6 +115,10 @@ class CachedFeatures(lightning.LightningDataModule):
     @property
     def num_train(self) -> int:
         return self.images.num_train
+
+    @property
+    def num_train_groups(self) -> int:
+        return self.images.num_train_groups
 
     @property
     def in_channels(self) -> int:
@@ -133,12 +144,12 @@ class CachedFeatures(lightning.LightningDataModule):
             self._compute(split, dataset)
 
     def setup(self, stage: str | None = None) -> None:
-        for split in self._datasets():
+        for split, dataset in self._datasets().items():
             if split not in self._sets:
                 pieces = [_read(path, self.in_channels) for path in self._files(split)]
-                self._sets[split] = TensorDataset(
-                    *(torch.cat([p[name] for p in pieces]) for name in ("features", "labels"))
-                )
+                rows = (torch.cat([p[name] for p in pieces]) for name in ("features", "labels"))
+                self._sets[split] = _FeatureSet(*rows)
+                self._sets[split].groups = dataset.groups
 
     def train_dataloader(self) -> DataLoader:
         return self._loader("train", shuffle=True)

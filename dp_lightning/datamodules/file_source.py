@@ -5,13 +5,12 @@ import os
 from array import array
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from typing import Any, cast
 
 import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 from torchvision.io import ImageReadMode, decode_jpeg, read_file
 from tqdm import tqdm
 
@@ -26,10 +25,11 @@ _JPEG_START, _JPEG_END = [0xFF, 0xD8], [0xFF, 0xD9]
 _COMPRESSED = (".jpg", ".jpeg", ".png", ".webp")
 
 
-class FileNames:
+class FileNames(Dataset[str]):
     """Paths in one block of memory, which worker processes share with the main one.
 
-    A list of strings would be copied page by page, as reading an object counts its references.
+    A list of strings would be copied page by page, as reading an object counts its references. As a data set, it is
+    closed while a loss is computed, however few the paths are.
     """
 
     def __init__(self, paths: Iterable[str]) -> None:
@@ -94,7 +94,7 @@ def require_readable(paths: FileNames, num_workers: int, where: str) -> None:
     Raises:
         DataError: Some cannot be read; the message names up to ten of them.
     """
-    loader: DataLoader = DataLoader(cast(Any, paths), batch_size=64, num_workers=num_workers, collate_fn=_problems)
+    loader: DataLoader = DataLoader(paths, batch_size=64, num_workers=num_workers, collate_fn=_problems)
     found = [problem for batch in tqdm(loader, desc=f"Reading {where}", unit="batch") for problem in batch]
     if found:
         more = f" and {len(found) - 10} more" if len(found) > 10 else ""

@@ -2,6 +2,7 @@
 
     root/train/<class>/*
     root/val/<class>/*      or root/test, or both
+    root/train/<class>/<person>/*, where each person has a folder
 
 Counts come from file names; an image is opened when a batch needs it.
 """
@@ -23,7 +24,9 @@ from dp_lightning.datamodules.augmentation import CropAndFlip, RandomResizedCrop
 from dp_lightning.datamodules.base import LARGEST_SIDE, ImageDataModule, Split, checked_labels
 from dp_lightning.datamodules.dataset import Transform
 from dp_lightning.datamodules.file_source import FileNames, FileSource, require_readable
+from dp_lightning.datamodules.persons import GroupTable, PersonIds
 from dp_lightning.errors import ConfigurationError, DataError
+from dp_lightning.privacy.groups import checked_groups
 
 
 class ImageFolder(ImageDataModule):
@@ -42,12 +45,31 @@ class ImageFolder(ImageDataModule):
         read_first: Decode every file before anything else, and name all that cannot be read. Without it such
             a file stops the run when it is drawn, and a run that has begun can go on only with the file
             replaced: without the file its training set would be another one.
+        group_folders: Whether each class folder holds a folder per person, with the person's images. Folders of one
+            name are one person, in all classes and sets.
+        group_file: A CSV file with a header that says which person each image is of. It names an image by its path
+            from ``root``, by its name, or by its name without the extension.
+        group_column: The column of ``group_file`` with the ids of the persons.
+        file_column: The column of ``group_file`` with the images.
+
+    Raises:
+        ConfigurationError: The settings of persons contradict each other, or ``image_size`` is below 1.
     """
 
     in_channels = 3
 
     def __init__(
-        self, root: str, *, image_size: int = 64, flip: bool = True, read_first: bool = False, **kwargs: Any
+        self,
+        root: str,
+        *,
+        image_size: int = 64,
+        flip: bool = True,
+        read_first: bool = False,
+        group_folders: bool = False,
+        group_file: str | None = None,
+        group_column: str | None = None,
+        file_column: str = "file",
+        **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
         if not 1 <= image_size <= LARGEST_SIDE:
@@ -56,6 +78,17 @@ class ImageFolder(ImageDataModule):
             )
         self.root, self.size = Path(root), image_size
         self.flip, self.read_first = flip, read_first
+        if (group_file is None) != (group_column is None):
+            raise ConfigurationError(
+                f"data.init_args.group_file is {group_file} and group_column is {group_column}; set both: the "
+                "table and its column with the ids of the persons."
+            )
+        if group_folders and group_file is not None:
+            raise ConfigurationError(
+                "data.init_args.group_folders and group_file both say which images are of one person; set one of them."
+            )
+        self.group_folders = group_folders
+        self.group_file, self.group_column, self.file_column = group_file, group_column, file_column
 
     @property
     def image_size(self) -> int:
@@ -113,8 +146,28 @@ class ImageFolder(ImageDataModule):
         names, labels = self._files[split]
         return FileSource(names, checked_labels(labels, self.num_classes, str(self.split_folders[split])))
 
+    def groups(self, split: Split) -> PersonIds | None:
+        return self._groups.get(split)
+
     def image_transform(self) -> Transform:
         return v2.Compose([v2.Resize(self.resized_to), v2.CenterCrop(self.image_size)])
+
+    @cached_property
+    def _groups(self) -> dict[Split, PersonIds]:
+        """The person of each image by split, where the data tells persons."""
+        files = {split: [names[index] for index in range(len(names))] for split, (names, _) in self._files.items()}
+        if self.group_folders:
+            return {
+                split: PersonIds(
+                    checked_groups([Path(name).parent.name for name in names], str(self.split_folders[split]))
+                )
+                for split, names in files.items()
+            }
+        if self.group_file is None or self.group_column is None:
+            return {}
+        table = GroupTable(Path(self.group_file), file_column=self.file_column, group_column=self.group_column)
+        told = {split: table.groups(names, self.root, required=split == "train") for split, names in files.items()}
+        return {split: groups for split, groups in told.items() if groups is not None}
 
     @cached_property
     def _files(self) -> dict[Split, tuple[FileNames, Tensor]]:
@@ -129,11 +182,15 @@ class ImageFolder(ImageDataModule):
                     f"{folder} has class folders that {self.split_folders['train']} has not: {', '.join(unknown)}. "
                     "Classes are those of the training set; add images of them to it, or remove the folders."
                 )
-            by_class = [image_files(folder / name, left_out) if name in names else [] for name in self.classes]
+            listed_in = files_of_persons if self.group_folders else image_files
+            by_class = [listed_in(folder / name, left_out) if name in names else [] for name in self.classes]
             empty = [folder / name for name, found in zip(self.classes, by_class, strict=True) if not found]
             if empty and (split == "train" or not any(by_class)):
                 where = empty[0] if split == "train" else folder
-                raise DataError(f"{where} holds no image files; remove the folder or fill it")
+                persons = "; for folders of persons inside, set data.init_args.group_folders: true"
+                raise DataError(
+                    f"{where} holds no image files; remove the folder or fill it{persons if left_out['folder'] else ''}"
+                )
             counts = torch.tensor([len(found) for found in by_class])
             listed = FileNames(path for found in by_class for path in found)
             files[split] = listed, torch.arange(len(by_class)).repeat_interleave(counts)
@@ -227,6 +284,22 @@ def image_files(folder: Path, left_out: Counter[str]) -> list[str]:
             else:
                 left_out[os.path.splitext(entry.name)[1].lower() or "no extension"] += 1
     return [os.path.join(folder, name) for name in sorted(names)]
+
+
+def files_of_persons(folder: Path, left_out: Counter[str]) -> list[str]:
+    """The paths of the image files in the folders of persons inside ``folder``; otherwise as ``image_files``.
+
+    Raises:
+        DataError: An image is in no person's folder.
+    """
+    beside: Counter[str] = Counter()
+    if lone := image_files(folder, beside):
+        raise DataError(f"{lone[0]} is in no person's folder; with group_folders each image needs one")
+    del beside["folder"]
+    left_out.update(beside)
+    with os.scandir(folder) as entries:
+        persons = sorted(entry.name for entry in entries if entry.is_dir() and not entry.name.startswith("."))
+    return [path for person in persons for path in image_files(folder / person, left_out)]
 
 
 def warn_of_left_out(left_out: Mapping[str, int], root: str) -> None:

@@ -1,7 +1,8 @@
 """Images in one ``.npz`` file, in the layout of MedMNIST (Yang et al. 2023).
 
-The file holds ``train_images`` and ``train_labels``, and optionally the same for ``val`` and ``test``. Shapes
-are read from the headers of the arrays, so that a run is planned without reading an image.
+The file holds ``train_images`` and ``train_labels``, and optionally the same for ``val`` and ``test``. ``train_groups``
+tells the persons of the images, where there are several images of a person; ``val_groups`` and ``test_groups`` too.
+Shapes are read from the headers of the arrays, so that a run is planned without reading an image.
 """
 
 import math
@@ -16,9 +17,13 @@ import torch
 
 from dp_lightning.datamodules.base import LARGEST_SIDE, MOST_CLASSES, ImageDataModule, Split, checked_labels
 from dp_lightning.datamodules.dataset import ArraySource
+from dp_lightning.datamodules.persons import PersonIds
 from dp_lightning.errors import ConfigurationError, DataError
+from dp_lightning.privacy.groups import checked_groups
 
 SPLITS: tuple[Split, ...] = ("train", "val", "test")
+# Bytes of an id, 4 for each character: an array has as many for each image as for the longest one.
+_LONGEST_ID = 1024
 
 
 class Header(NamedTuple):
@@ -38,6 +43,7 @@ class NpzImages(ImageDataModule):
 
     ``*_images`` are uint8 (N, H, W) or (N, H, W, C) with at most 4 channels, ``*_labels`` are integers (N,)
     or (N, 1). Several labels per image are refused, and so are arrays that this machine's memory cannot hold twice.
+    ``*_groups``, integers or text (N,) or (N, 1), have the id of the person of each image.
 
     Args:
         path: The ``.npz`` file.
@@ -99,6 +105,18 @@ class NpzImages(ImageDataModule):
         where = f"{self.path}: {split}_labels"
         return ArraySource(images, checked_labels(torch.from_numpy(labels), self.num_classes, where))
 
+    def groups(self, split: Split) -> PersonIds | None:
+        return self._groups.get(split)
+
+    @cached_property
+    def _groups(self) -> dict[Split, PersonIds]:
+        told = [split for split in self.own_splits if f"{split}_groups" in self._headers]
+        names: dict[Split, str] = {split: f"{split}_groups" for split in told}
+        return {
+            split: PersonIds(checked_groups(self._read(name).reshape(-1), f"{self.path}: {name}"))
+            for split, name in names.items()
+        }
+
     @cached_property
     def _headers(self) -> dict[str, Header]:
         """Headers of the arrays by name, checked against each other."""
@@ -107,7 +125,7 @@ class NpzImages(ImageDataModule):
         try:
             with zipfile.ZipFile(self.path) as archive:
                 present = {name.removesuffix(".npy"): name for name in archive.namelist()}
-                wanted = [f"{split}_{kind}" for split in SPLITS for kind in ("images", "labels")]
+                wanted = [f"{split}_{kind}" for split in SPLITS for kind in ("images", "labels", "groups")]
                 headers = {key: _read_header(archive, present[key]) for key in wanted if key in present}
         except Exception as error:  # numpy and zipfile have many for a damaged file
             raise self._damaged(error) from error
@@ -115,6 +133,7 @@ class NpzImages(ImageDataModule):
         for split in SPLITS:
             if split == "train" or f"{split}_images" in headers or f"{split}_labels" in headers:
                 self._check_pair(headers, split, sorted(present)[:20])
+            self._check_groups(headers, split)
         train = headers["train_images"].shape
         for split in SPLITS:
             shape = headers.get(f"{split}_images", headers["train_images"]).shape
@@ -155,6 +174,24 @@ class NpzImages(ImageDataModule):
             raise DataError(
                 f"{self.path}: {split}_images has {images.shape[0]} images, but {split}_labels has "
                 f"{labels.shape[0]} labels"
+            )
+
+    def _check_groups(self, headers: dict[str, Header], split: Split) -> None:
+        key = f"{split}_groups"
+        if key not in headers:
+            return
+        groups, images = headers[key], headers.get(f"{split}_images")
+        if images is None:
+            raise DataError(f"{self.path}: {key} has no {split}_images beside it")
+        if groups.dtype.kind not in "iuU":
+            raise DataError(
+                f"{self.path}: {key} must be integers or text, not {groups.dtype}; ids that are missing too"
+            )
+        if groups.dtype.itemsize > _LONGEST_ID:
+            raise DataError(f"{self.path}: {key} must have ids of at most {_LONGEST_ID // 4} characters")
+        if groups.shape not in ((images.shape[0],), (images.shape[0], 1)):
+            raise DataError(
+                f"{self.path}: {key} must have one id for each of {images.shape[0]} images, not shape {groups.shape}"
             )
 
     def _read(self, key: str) -> np.ndarray:

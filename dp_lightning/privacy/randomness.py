@@ -60,6 +60,11 @@ def keys_from(seed: int | None, *place: int) -> Keys:
     return lambda words: sequence.spawn(1)[0].generate_state(words, np.uint32).astype(np.uint32)
 
 
+def host_generator(keys: Keys) -> np.random.Generator:
+    """A generator of NumPy with a key of 256 bits."""
+    return np.random.Generator(np.random.PCG64(np.random.SeedSequence(keys(8).tolist(), pool_size=8)))
+
+
 class TrainingRandomness:
     """The global generators of torch, NumPy and Python in a private run.
 
@@ -118,6 +123,8 @@ def only_given_keys() -> Iterator[None]:
     Raises:
         ModelError: where one of it was done.
     """
+    import torch.fx.experimental.symbolic_shapes  # torch does so in a loss, and sympy makes a generator
+
     this = threading.get_ident()
 
     def refused(function: Callable[..., Any], message: str) -> Callable[..., Any]:

@@ -2,7 +2,8 @@
 
 The data set's ``__getitem__`` is called for one example, or K times for its K views, and collation on that alone: a
 batch of one example. The results of a physical batch are stacked. ``__getitems__``, which gets several examples, is not
-used. ``__getitem__`` is trusted to look at one example, and may keep caches in the data set. Collation and hooks keep
+used. Where an example is a person, it is some of the person's elements, drawn for each step (``groups``).
+``__getitem__`` is trusted to look at one element, and may keep caches in the data set. Collation and hooks keep
 nothing: what they lead to is compared after each physical batch. Where plain values have changed, they are put back and
 the batch is read again, with that comparison after each example; anything else is refused.
 """
@@ -22,6 +23,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from torch.utils.data import DataLoader, Dataset, default_collate
 
 from dp_lightning.errors import DataError, ModelError
+from dp_lightning.privacy.groups import Groups
 from dp_lightning.privacy.isolation.reachable import Ignored, in_c, nothing_ignored, reachable
 from dp_lightning.privacy.isolation.state import StateSnapshot
 from dp_lightning.privacy.sampling import PhysicalBatch
@@ -68,7 +70,8 @@ class ExampleReader(Dataset[ExampleBatch]):
     Args:
         dataset: a map-style data set.
         collate_fn: makes a batch of one example, from a list of its views.
-        augmult: K, how often the data set is asked for each example.
+        augmult: K, how often the data set is asked for each element.
+        groups: the persons of the data set, where an example is a person; None where it is an element.
         prepare: applied to each example's batch before examples are stacked.
         before: called with the place before anything is read; it may fix the random numbers.
         ignored: asked with an object and the name of one of its attributes, whether it is no state.
@@ -81,13 +84,14 @@ class ExampleReader(Dataset[ExampleBatch]):
         collate_fn: Callable[[list[Any]], Any] = default_collate,
         *,
         augmult: int = 1,
+        groups: Groups | None = None,
         prepare: Callable[[Any], Any] | None = None,
         before: Callable[[PhysicalBatch], None] | None = None,
         ignored: Ignored = nothing_ignored,
         made_up_first: bool = False,
     ) -> None:
         self.dataset, self.collate_fn = dataset, collate_fn
-        self.augmult, self.prepare, self.before = augmult, prepare, before
+        self.augmult, self.groups, self.prepare, self.before = augmult, groups, prepare, before
         self._ignored, self._each, self._made_up_first = ignored, False, made_up_first
         self._stand_in: Any = None
 
@@ -95,7 +99,7 @@ class ExampleReader(Dataset[ExampleBatch]):
         return {name: value for name, value in vars(self).items() if name != "_watch"}
 
     def __len__(self) -> int:
-        return len(self.dataset)
+        return len(self.dataset if self.groups is None else self.groups)
 
     def __getitem__(self, place: PhysicalBatch) -> ExampleBatch:
         found = self._read_all(place)
@@ -106,13 +110,17 @@ class ExampleReader(Dataset[ExampleBatch]):
         counted = torch.tensor([example is not None for example in found])
         if any(example is None for example in found):
             stand_in = next((_made_up(example) for example in found if example is not None), None)
-            stand_in = self.stand_in() if stand_in is None else stand_in
+            stand_in = self.stand_in(place.step) if stand_in is None else stand_in
             found = [stand_in if example is None else example for example in found]
         return ExampleBatch(place, stacked(found), counted)
 
-    def read(self, index: int) -> Any:
-        """The batch of one example; None where collation leaves nothing of it."""
-        views = [self.dataset[index] for _ in range(self.augmult)]
+    def elements(self, index: int, step: int) -> list[int]:
+        """The places in the data set of what an example consists of in a logical step."""
+        return [index] if self.groups is None else self.groups.draw(index, step)
+
+    def read(self, index: int, step: int) -> Any:
+        """The batch of one example in a logical step; None where collation leaves nothing of it."""
+        views = [self.dataset[element] for element in self.elements(index, step) for _ in range(self.augmult)]
         with self.nothing_kept() if self._each else nullcontext():
             batch = self.collate_fn(views)
             if _is_empty(batch):
@@ -123,7 +131,7 @@ class ExampleReader(Dataset[ExampleBatch]):
         if self.before is not None:
             self.before(place)
         with nullcontext() if self._each else self.nothing_kept():
-            each, found = self._each, [self.read(index) for index in place.indices]
+            each, found = self._each, [self.read(index, place.step) for index in place.indices]
         return found if each == self._each else self._read_all(place)
 
     @contextmanager
@@ -145,10 +153,10 @@ class ExampleReader(Dataset[ExampleBatch]):
         own = {name: function for name, function in functions.items() if function not in (None, default_collate)}
         return _Watch(own, self.dataset, self._ignored) if own else None
 
-    def stand_in(self) -> Any:
+    def stand_in(self, step: int) -> Any:
         """A batch of one made-up example."""
         if self._stand_in is None:
-            found = (self.read(index) for index in range(len(self)))
+            found = (self.read(index, step) for index in range(len(self)))
             with self.nothing_kept():
                 example = next((example for example in found if example is not None), None)
             if example is None:

@@ -24,6 +24,8 @@ STATEMENT = "privacy_statement"
 #: Epsilon above which a run is not for release. A test for one example that is right with certainty may then be wrong
 #: about others less than once in exp(20), half a billion: the guarantee excludes nothing that an attack would do.
 LARGEST_EPSILON = 20.0
+#: What a neighbour adds or removes: an element of the training set, or all of a person's elements.
+ONE_EXAMPLE, ONE_PERSON = "one training example", "one person (all images with the same group)"
 _ISOLATION = {
     "together": "by construction, since the loss is computed under vmap, where it sees a single example",
     "one_by_one": "example by example, where what is reachable from the model was compared after each",
@@ -64,7 +66,7 @@ class PrivacyStatement:
     clipping: dict[str, Any]
     sensitivity: float
     sampler: str
-    unit_of_privacy: str = "one training example"
+    unit_of_privacy: str = ONE_EXAMPLE
     unprotected: tuple[str, ...] = ()
     examples: str = "together"
     changed_outside: tuple[str, ...] = ()
@@ -130,6 +132,11 @@ class PrivacyStatement:
         if not self.private:
             return {"prv": math.inf, "rdp": math.inf, "pld": math.inf}
         return self.ledger.epsilons(delta=self.plan.delta)
+
+    @property
+    def _units(self) -> str:
+        """What N counts."""
+        return "persons" if self.unit_of_privacy == ONE_PERSON else "examples"
 
     @property
     def _spent(self) -> float:
@@ -228,7 +235,7 @@ class PrivacyStatement:
             ),
             "delta": _show(facts["delta"]),
             "neighbouring data sets": f"add or remove {self.unit_of_privacy}",
-            "training examples": facts["num_train"],
+            f"training {self._units}": facts["num_train"],
             "expected batch size": facts["expected_batch_size"],
             "sample rate": _show(facts["sample_rate"]),
             "sampler": self.sampler,
@@ -280,11 +287,17 @@ class PrivacyStatement:
             if self.ledger.earlier
             else " The"
         ).strip()
+        persons = (
+            "An example of a step is a person: the images that are drawn of the person for the step, always of the "
+            "same number. So the guarantee is the same for a person of one image and of many. "
+            if self.unit_of_privacy == ONE_PERSON
+            else ""
+        )
         return (
             f"{before} sequence of {self.ledger.num_steps} privatized gradients is ({spent:.4g}, "
             f"{self.plan.delta:g})-differentially private, by the {self.plan.accountant.upper()} "
             f"accountant's upper bound, for data sets that differ by adding or removing "
-            f"{self.unit_of_privacy}. The model's weights are computed from these gradients and from "
+            f"{self.unit_of_privacy}. {persons}The model's weights are computed from these gradients and from "
             "public values alone, so the guarantee holds for them too (post-processing).\n\nIt rests on "
             "Poisson sampling: every step draws each example independently with the sample rate below, "
             "and the draw stays secret. Each example's contribution to a step has an L2 norm of at most "
@@ -329,7 +342,7 @@ class PrivacyStatement:
             "not protected, and the best test score is not an unbiased one.",
             "Floating-point arithmetic: the theorem is about real numbers, and Gaussian noise in floating "
             "point has gaps that an attacker may use (Mironov 2012).",
-            "Facts that are public here: the number of training examples, the settings of the run, the "
+            f"Facts that are public here: the number of training {self._units}, the settings of the run, the "
             "model's architecture, and whatever numbers the module held when the run started, such as buffers.",
         ]
 

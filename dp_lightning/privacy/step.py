@@ -23,10 +23,14 @@ Each release is then a Poisson-subsampled Gaussian mechanism with noise multipli
 neighbours that differ by adding or removing one example. The ledger counts the releases, and its accountants give
 (epsilon, delta) for all of them together. Everything computed from the releases alone is post-processing.
 
+Where the unit of privacy is a person, read "person" for "example": N counts persons, and l_i is the loss of
+``images_per_group`` elements of person i (``groups``), drawn by random numbers that follow from no other person.
+
 Several ranks take one step together: S is one draw, dealt out to them; each rank sums its share, rank 0 adds the noise
 to its own sum, and one collective adds up the sums. What is released is the same on every rank, bit for bit.
 """
 
+import math
 import types
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
@@ -44,6 +48,7 @@ from dp_lightning.privacy.clipping import ClipPlan
 from dp_lightning.privacy.disk import DiSK, Extrapolation
 from dp_lightning.privacy.examples import WAYS, Examples, Loss, OneByOne, Together, trained_parameters
 from dp_lightning.privacy.gradients.clipped_sum import ClippedSum
+from dp_lightning.privacy.groups import Groups
 from dp_lightning.privacy.isolation.between_examples import Isolation
 from dp_lightning.privacy.isolation.reachable import Ignored, nothing_ignored
 from dp_lightning.privacy.isolation.sealed_data import SealedData
@@ -62,7 +67,7 @@ from dp_lightning.privacy.reading import (
 )
 from dp_lightning.privacy.records import require_single_records
 from dp_lightning.privacy.sampling import Key, PhysicalBatch, PoissonSampler, cut, sampling_key
-from dp_lightning.privacy.statement import PrivacyStatement
+from dp_lightning.privacy.statement import ONE_EXAMPLE, ONE_PERSON, PrivacyStatement
 from dp_lightning.privacy.weights import digest_of
 from dp_lightning.ranks import Ranks
 
@@ -83,14 +88,16 @@ class PrivateStep:
         module: parameters that require a gradient now are the trained ones.
         loss: from a batch of one example, as ``collate_fn`` makes it, to its loss, a scalar tensor. What it leads to
             is compared like the module.
-        dataset: a map-style data set of the plan's number of examples.
+        dataset: a map-style data set of the plan's number of examples, or of persons.
         plan: the public numbers of the run.
         clip_plan: how examples are clipped.
         collate_fn: makes a batch of one example from a list of its views.
         examples: ``together`` under vmap, or ``one_by_one``, which is slower and takes any code.
         max_physical_batch_size: most rows, every view of an example counted, that go through the model at once. It
             bounds memory and changes nothing else.
-        augmult: K, the views of each example in its batch of one.
+        augmult: K, the views of each element in its batch of one.
+        images_per_group: k, where an example is a person: how many elements of a group of the data set are drawn for
+            each step, the rows of one example. None where each element is an example.
         disk: takes gradients where DiSK does; None is at the parameters.
         ledger: where each release is recorded; it may hold steps taken before.
         journal: where each release is brought to disk before it is made, on rank 0.
@@ -122,6 +129,7 @@ class PrivateStep:
         examples: str = "together",
         max_physical_batch_size: int = 128,
         augmult: int = 1,
+        images_per_group: int | None = None,
         disk: DiSK | None = None,
         ledger: Ledger | None = None,
         journal: Journal | None = None,
@@ -135,11 +143,17 @@ class PrivateStep:
         raw: tuple[object, ...] = (),
         also: Mapping[str, object] = types.MappingProxyType({}),
     ) -> None:
-        check_step_settings(examples=examples, max_physical_batch_size=max_physical_batch_size, augmult=augmult)
-        if len(dataset) != plan.num_train:
+        check_step_settings(
+            examples=examples,
+            max_physical_batch_size=max_physical_batch_size,
+            augmult=augmult,
+            images_per_group=images_per_group,
+        )
+        groups = None if images_per_group is None else Groups(dataset, images_per_group, seed=seed)
+        if (size := len(dataset if groups is None else groups)) != plan.num_train:
             raise ConfigurationError(
-                f"The training data set has {len(dataset)} examples, but the plan was made for num_train "
-                f"{plan.num_train}. Remove num_train, or correct it."
+                f"The training data set has {size} {'examples' if groups is None else 'persons'}, but the plan was "
+                f"made for num_train {plan.num_train}. Remove num_train, or correct it."
             )
         require_single_records(dataset)
         self.module, self.plan, self.clip_plan = module, plan, clip_plan or ClipPlan.flat()
@@ -154,12 +168,13 @@ class PrivateStep:
             dataset,
             collate_fn,
             augmult=augmult,
+            groups=groups,
             prepare=prepare,
             before=self.randomness.before_reading,
             ignored=ignored,
             made_up_first=examples == "one_by_one",
         )
-        self._loss, self._max_examples = loss, max_physical_batch_size // augmult
+        self._loss, self._max_examples = loss, max_physical_batch_size // (augmult * (images_per_group or 1))
         self._sampler = PoissonSampler(
             num_train=plan.num_train, sample_rate=plan.sample_rate, key=_sampling_key(sampling_key, seed)
         )
@@ -327,9 +342,12 @@ class PrivateStep:
         Args:
             more: further fields of ``PrivacyStatement``, such as ``postprocessing`` and ``unprotected``.
         """
-        clipping = self.clip_plan.describe()
+        clipping, groups = self.clip_plan.describe(), self.reader.groups
+        unit, one = (ONE_EXAMPLE, "example") if groups is None else (ONE_PERSON, "person")
+        if groups is not None:
+            clipping["images_per_group"] = f"{groups.images_per_group} images of each person, drawn anew in each step"
         if self.reader.augmult > 1:
-            clipping["augmult"] = f"{self.reader.augmult} views of each example"
+            clipping["augmult"] = f"{self.reader.augmult} views of each {'example' if groups is None else 'image'}"
         if self.disk is not None:
             clipping["gradients"] = self.disk.describe()
         fields = {
@@ -338,7 +356,8 @@ class PrivateStep:
             "clipping": clipping,
             "examples": self.examples,
             "sensitivity": self.clip_plan.sensitivity,
-            "sampler": "Poisson, each example independently with probability q in every logical step",
+            "sampler": f"Poisson, each {one} independently with probability q in every logical step",
+            "unit_of_privacy": unit,
             "changed_outside": self.changed_outside,
             "reproducible": self.seed is not None,
             "private": self.plan.noise_multiplier > 0,
@@ -405,7 +424,9 @@ class PrivateStep:
         return total[:-2], stopping > 0
 
 
-def check_step_settings(*, examples: str, max_physical_batch_size: int, augmult: int) -> None:
+def check_step_settings(
+    *, examples: str, max_physical_batch_size: int, augmult: int, images_per_group: int | None = None
+) -> None:
     """Refuse values outside of their ranges.
 
     Raises:
@@ -413,12 +434,15 @@ def check_step_settings(*, examples: str, max_physical_batch_size: int, augmult:
     """
     if examples not in WAYS:
         raise ConfigurationError(f"privacy.examples is {examples!r}; choose 'together' or 'one_by_one'.")
-    if augmult < 1:
-        raise ConfigurationError(f"privacy.augmult is {augmult}; it must be at least 1.")
-    if max_physical_batch_size < augmult:
+    counts = {"augmult": augmult, "images_per_group": 1 if images_per_group is None else images_per_group}
+    for name, count in counts.items():
+        if count < 1:
+            raise ConfigurationError(f"privacy.{name} is {count}; it must be at least 1.")
+    if max_physical_batch_size < (rows := math.prod(counts.values())):
+        names = " times ".join(f"privacy.{name}" for name, count in counts.items() if count > 1)
         raise ConfigurationError(
-            f"privacy.max_physical_batch_size is {max_physical_batch_size}; it must be at least {augmult}"
-            + (", privacy.augmult: all views of an example go through the model at once." if augmult > 1 else ".")
+            f"privacy.max_physical_batch_size is {max_physical_batch_size}; it must be at least {rows}"
+            + (f", {names}: all rows of an example go through the model at once." if names else ".")
         )
 
 

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from dp_lightning.callbacks import PrivacyCallback
 from dp_lightning.cli import main
 from dp_lightning.commands.verify import verify
-from dp_lightning.privacy.statement import STATEMENT
+from dp_lightning.privacy.statement import ONE_PERSON, STATEMENT, PrivacyStatement
 
 
 def fit(folder, steps, ckpt_path=None):
@@ -70,6 +70,17 @@ def of_page(old, new):
         text = page.read_text()
         assert old in text
         page.write_text(text.replace(old, new))
+
+    return edit
+
+
+def in_both_files(name, value):
+    """What a forger does who knows that the page is compared with the numbers."""
+
+    def edit(run):
+        facts = json.loads(statement(run).read_text())
+        assert facts[name] != value
+        PrivacyStatement.from_dict({**facts, name: value}).write(run)
 
     return edit
 
@@ -194,6 +205,8 @@ EDITS = {
     "sigma in both ledgers of a checkpoint": of_checkpoint(
         lambda saved: [state["ledger"].update(runs=[[9.0, 1 / 3, 9]]) for state in (claims(saved), callback(saved))]
     ),
+    "unit of privacy": in_both_files("unit_of_privacy", ONE_PERSON),
+    "clipping": in_both_files("clipping", {"images_per_group": "4 images of each person"}),
     "heads of a checkpoint": of_checkpoint(
         lambda saved: (claims(saved).update(journal_heads=()), callback(saved).update(heads=[]))
     ),

@@ -2,6 +2,9 @@
 
 import pickle
 import random
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -240,3 +243,23 @@ def test_draws_on_the_host_are_named(draw, names):
     assert host.drawn() == names
     host.note()
     assert host.drawn() == []
+
+
+def test_a_fresh_process_may_import_in_a_loss_what_torch_imports_there():
+    """torch imports sympy at the first loss, and sympy makes a random generator."""
+    code = """
+import torch
+from torch.nn import functional as F
+from torch.utils.data import TensorDataset
+from dp_lightning.privacy import PrivacyPlan, PrivateStep
+
+model = torch.nn.Linear(5, 3)
+plan = PrivacyPlan(num_train=9, expected_batch_size=9, num_steps=1, noise_multiplier=1.0, delta=1e-3)
+dataset = TensorDataset(torch.randn(9, 5), torch.arange(9) % 3)
+private = PrivateStep(model, lambda batch: F.cross_entropy(model(batch[0]), batch[1]), dataset, plan=plan)
+for batch in private.batches():
+    private.accumulate(batch)
+private.release()
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=Path(__file__).parents[2])
+    assert done.returncode == 0, done.stderr

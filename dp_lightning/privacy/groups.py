@@ -1,0 +1,155 @@
+"""Where the unit of privacy is a person: which elements of a training set are of one person, and which are read.
+
+A data set tells the person of each element by its attribute ``groups``: a sequence with one id per element. Elements
+with the same id are one person, wherever they stand. ``Subset`` and ``ConcatDataset`` are looked through. One example
+of a step is then a person, and its rows are ``images_per_group`` of the person's elements: always the same number, so
+that no size and no scale tells how many elements a person has.
+"""
+
+import hashlib
+import math
+from collections.abc import Iterable
+from numbers import Integral, Real
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+from torch.utils.data import ConcatDataset, Subset
+
+from dp_lightning.errors import ConfigurationError, DataError
+from dp_lightning.privacy.randomness import host_generator, keys_from
+
+Group = int | str
+"""The id of a person."""
+
+# What tables write where they have no value, without capitals.
+_MISSING = {"", "nan", "none", "null", "na", "n/a", "<na>", "-1"}
+# Whole numbers above it have no floating-point number of their own.
+_EXACT = 2**53
+# Tells these keys from the others of a reproducible run.
+_DRAWS_OF_IMAGES = 3
+
+
+class Groups:
+    """The persons of a training set, in the order of their ids.
+
+    Args:
+        dataset: a map-style data set with ``groups``, or a combination of such.
+        images_per_group: k, how many elements of a person are drawn for each step.
+        seed: fixes the draws: each follows from the seed, the step and the person's id. None takes secret keys.
+
+    Raises:
+        ConfigurationError: where the data set tells no groups.
+        DataError: where an id is missing or is none.
+    """
+
+    def __init__(self, dataset: Any, images_per_group: int, *, seed: int | None = None) -> None:
+        ids = groups_of(dataset)
+        if ids is None:
+            raise ConfigurationError(
+                "privacy.unit_of_privacy is group, but the training set tells no groups. Name them: "
+                "data.init_args.group_folders or group_file of ImageFolder, the array train_groups of NpzImages, or an "
+                "attribute `groups` of a data set of your own, a sequence with the id of the person of each element."
+            )
+        self.images_per_group, self._seed = images_per_group, seed
+        places: dict[Group, list[int]] = {}
+        for place, group in enumerate(ids):
+            places.setdefault(group, []).append(place)
+        #: The id of each person. Their order follows from no number of images, and so neither does that of a sum.
+        self.ids = sorted(places)  # type: ignore[type-var]  # all of them are numbers, or all text
+        self._ends = np.cumsum([0, *(len(places[group]) for group in self.ids)])
+        self._places = np.fromiter((place for group in self.ids for place in places[group]), np.int64, len(ids))
+
+    def __len__(self) -> int:
+        """The number of persons."""
+        return len(self.ids)
+
+    def draw(self, person: int, step: int) -> list[int]:
+        """k places in the data set of one person's elements, in random order.
+
+        They are drawn without replacement, or with replacement where the person has fewer than k.
+
+        Args:
+            person: position in ``ids``.
+            step: number of the logical step.
+        """
+        own = self._places[self._ends[person] : self._ends[person + 1]]
+        name = np.frombuffer(hashlib.sha256(repr(self.ids[person]).encode()).digest(), dtype=np.uint32)
+        generator = host_generator(keys_from(self._seed, _DRAWS_OF_IMAGES, step, *name.tolist()))
+        return generator.choice(own, self.images_per_group, replace=len(own) < self.images_per_group).tolist()
+
+
+def groups_of(dataset: Any) -> list[Group] | None:
+    """The id of the person of each element; None where the data set tells none.
+
+    Raises:
+        DataError: where ids are missing, of other kinds than text and whole numbers, or too few or many.
+    """
+    if isinstance(dataset, Subset):
+        inner = groups_of(dataset.dataset)
+        return None if inner is None else [inner[int(index)] for index in dataset.indices]
+    if isinstance(dataset, ConcatDataset):
+        parts = [groups_of(part) for part in dataset.datasets]
+        told = [part for part in parts if part is not None]
+        if not told:
+            return None
+        if len(told) < len(parts):
+            raise DataError(
+                "A part of the training set's ConcatDataset tells no groups, and another part does. Give each of them "
+                "the attribute `groups`."
+            )
+        return checked_groups([group for part in told for group in part], "groups of the ConcatDataset")
+    found = getattr(dataset, "groups", None)
+    if found is None:
+        return None
+    where = f"groups of {type(dataset).__name__}"
+    if not isinstance(found, Iterable):
+        raise DataError(f"{where} is no sequence: make it an attribute or a property with one id per element.")
+    ids = checked_groups(found, where)
+    if len(ids) != len(dataset):
+        raise DataError(f"{where} has {len(ids)} ids for {len(dataset)} elements; it needs one for each.")
+    return ids
+
+
+def checked_groups(found: Iterable[Any], where: str) -> list[Group]:
+    """Ids as text, without spaces around it, or as whole numbers.
+
+    Args:
+        found: a sequence, an array or a tensor, with one id per element.
+        where: begins the message of an error.
+
+    Raises:
+        DataError: naming the first element whose id is missing, of another kind, or unlike the others.
+    """
+    ids = found.tolist() if isinstance(found, Tensor | np.ndarray) else list(found)
+    result = [_group(group, f"{where}, element {place}") for place, group in enumerate(ids)]
+    if len({type(group) for group in result}) > 1:
+        raise DataError(
+            f"{where}: some ids are numbers and some are text, so that one person may have two ids (7 and '7'). Write "
+            "all of them in one way."
+        )
+    return result
+
+
+def _group(found: Any, where: str) -> Group:
+    """One id.
+
+    Raises:
+        DataError: beginning with ``where``.
+    """
+    number = isinstance(found, Real) and not isinstance(found, bool)
+    exact = isinstance(found, Integral) or (number and float(found).is_integer() and abs(found) < _EXACT)
+    if isinstance(found, str):
+        group: Group | None = found.strip()
+    elif number and exact:
+        group = int(found)
+    elif found is None or (number and math.isnan(found)):
+        group = None
+    else:
+        raise DataError(f"{where}: the id is {found!r} ({type(found).__name__}). An id is text or a whole number.")
+    if group is None or str(group).lower() in _MISSING:
+        raise DataError(
+            f"{where}: the id of the person is missing ({found!r}). All elements without an id would be taken for one "
+            "person. Give each element the id of its person, or leave the element out."
+        )
+    return group

@@ -1,0 +1,257 @@
+"""Which images are of one person: folders, a table, an array; the validation split; persons that are evaluated too."""
+
+import numpy as np
+import pytest
+import timm
+import torch
+from PIL import Image
+from torch.utils.data import DataLoader
+
+from dp_lightning.datamodules import CachedFeatures, Digits, ImageFolder, NpzImages
+from dp_lightning.errors import ConfigurationError, DataError
+from dp_lightning.privacy.groups import groups_of
+
+#: Images by class and person: p1 has both.
+TRAIN = {"benign": {"p1": 3, "p2": 1, "p3": 2}, "malign": {"p1": 1, "p4": 5}}
+TEST = {"benign": {"p5": 2}, "malign": {"p6": 1}}
+
+
+def write_persons(root, **splits):
+    for split, classes in (splits or {"train": TRAIN, "test": TEST}).items():
+        for name, persons in classes.items():
+            for person, count in persons.items():
+                folder = root / split / name / person
+                folder.mkdir(parents=True)
+                for number in range(count):
+                    Image.new("RGB", (8, 8), (40 * number, 0, 0)).save(folder / f"{person}_{name}_{number}.png")
+    return str(root)
+
+
+def folder_of_persons(root, **kwargs):
+    return ImageFolder(str(root), image_size=8, group_folders=True, augment=False, **kwargs)
+
+
+def write_npz(root, groups, n=12, **more):
+    pixels = np.random.default_rng(0).integers(0, 255, (n, 8, 8), np.uint8)
+    arrays = {"train_images": pixels, "train_labels": np.arange(n) % 3, "train_groups": groups, **more}
+    np.savez(root / "data.npz", **{name: value for name, value in arrays.items() if value is not None})
+    return NpzImages(str(root / "data.npz"))
+
+
+# Folders
+
+
+def test_folders_of_one_name_are_one_person_in_every_class(tmp_path):
+    data = folder_of_persons(write_persons(tmp_path))
+    data.setup()
+    dataset = data.train_dataset
+    assert (data.num_train, data.num_train_groups, len(dataset)) == (12, 4, 12)
+    assert groups_of(dataset) == ["p1"] * 3 + ["p2"] + ["p3"] * 2 + ["p1"] + ["p4"] * 5
+    assert dataset.labels.tolist() == [0] * 6 + [1] * 6
+    assert all(f"/{group}/" in path for group, path in zip(dataset.groups, map(str, dataset.source.paths), strict=True))
+    assert groups_of(data.test_dataset) == ["p5", "p5", "p6"]
+    loader = data.train_dataloader()
+    assert isinstance(loader, DataLoader)
+    assert groups_of(loader.dataset) == list(dataset.groups)
+
+
+def test_an_image_beside_the_folders_of_persons_is_named(tmp_path):
+    write_persons(tmp_path)
+    Image.new("RGB", (8, 8)).save(tmp_path / "train" / "benign" / "lone.png")
+    with pytest.raises(DataError, match=r"benign/lone.png is in no person's folder"):
+        folder_of_persons(tmp_path).check_files()
+
+
+def test_folders_of_persons_without_the_setting_name_it(tmp_path):
+    write_persons(tmp_path)
+    with pytest.raises(DataError, match=r"train/benign holds no image files.*group_folders: true"):
+        ImageFolder(str(tmp_path)).check_files()
+
+
+def test_what_is_no_image_in_a_persons_folder_is_said(tmp_path):
+    write_persons(tmp_path)
+    (tmp_path / "train" / "benign" / "p1" / "scan.dcm").touch()
+    (tmp_path / "train" / "benign" / "notes.txt").touch()
+    with pytest.warns(UserWarning, match=r"not taken as images: 1 x \.dcm, 1 x \.txt\."):
+        folder_of_persons(tmp_path).check_files()
+
+
+def test_data_without_persons_has_none(tmp_path):
+    for data in (Digits(), write_npz(tmp_path, None)):
+        assert groups_of(data.train_dataset) is None
+        with pytest.raises(ConfigurationError, match=r"unit_of_privacy is group, but \w+ is not told which images"):
+            data.num_train_groups  # noqa: B018
+
+
+# A table
+
+
+def folder_with_table(root, text, encoding="utf-8", **kwargs):
+    for name, numbers in (("cat", range(4)), ("dog", range(4, 7))):
+        (root / "train" / name).mkdir(parents=True, exist_ok=True)
+        for number in numbers:
+            Image.new("RGB", (8, 8)).save(root / "train" / name / f"{number}.png")
+    (root / "owners.csv").write_text(text, encoding=encoding)
+    settings = {"group_file": str(root / "owners.csv"), "group_column": "owner", **kwargs}
+    return ImageFolder(str(root), image_size=8, **settings)
+
+
+PATHS = "owner,file\n" + "".join(f"o{n % 3},train/{'cat' if n < 4 else 'dog'}/{n}.png\n" for n in range(7))
+NAMES = "file,age,owner\n" + "".join(f'{n}.png,"4, or 5", o{n % 3} \n' for n in range(9))
+STEMS = "id,owner\n" + "".join(f"{n},o{n % 3}\n" for n in range(7))
+
+
+@pytest.mark.parametrize(
+    ("text", "settings"), [(PATHS, {}), (NAMES, {"encoding": "utf-8-sig"}), (STEMS, {"file_column": "id"})]
+)
+def test_a_table_names_images_by_path_name_or_stem(tmp_path, text, settings):
+    data = folder_with_table(tmp_path, text, **settings)
+    assert groups_of(data.train_dataset) == [f"o{n % 3}" for n in range(7)]
+    assert (data.num_train, data.num_train_groups) == (7, 3)
+
+
+@pytest.mark.parametrize(
+    ("text", "settings", "message"),
+    [
+        (PATHS, {"group_column": "patient"}, r"owners.csv has no column 'patient'; it has owner, file"),
+        (PATHS, {"file_column": "image"}, r"owners.csv has no column 'image'"),
+        ("", {}, "has no column 'file'; it has none"),
+        (PATHS + "o9,train/cat/0.png\n", {}, r"line 9: train/cat/0.png is of 'o9' here and of 'o0' before"),
+        (PATHS.replace("o2,train/dog/5.png\n", ""), {}, r"does not say of which person .*dog/5.png is"),
+        (
+            PATHS.replace("o2,train/dog/5", ",train/dog/5"),
+            {},
+            r"owners.csv, element 5: the id of the person is missing",
+        ),
+        (PATHS.replace("o2,train/dog/5", "N/A,train/dog/5"), {}, r"element 5: the id of the person is missing \('N/A'"),
+        (PATHS, {"group_file": "/nowhere.csv"}, "nowhere.csv cannot be read as a table"),
+        ("file,owner\n" + "x" * 200_000, {}, "cannot be read as a table"),
+    ],
+)
+def test_a_table_that_leaves_a_person_open_is_refused(tmp_path, text, settings, message):
+    data = folder_with_table(tmp_path, text, **settings)
+    with pytest.raises(DataError, match=message):
+        data.num_train_groups  # noqa: B018
+
+
+def test_a_name_that_two_images_have_is_refused(tmp_path):
+    data = folder_with_table(tmp_path, NAMES)
+    Image.new("RGB", (8, 8)).save(tmp_path / "train" / "dog" / "0.png")
+    with pytest.raises(
+        DataError, match=r"0.png may be .*cat/0.png or .*dog/0.png. Name files in the table by their path"
+    ):
+        data.num_train_groups  # noqa: B018
+
+
+def test_test_images_may_be_left_out_of_a_table_all_or_none(tmp_path):
+    data = folder_with_table(tmp_path, PATHS)
+    folder = tmp_path / "test" / "cat"
+    folder.mkdir(parents=True)
+    Image.new("RGB", (8, 8)).save(folder / "70.png")
+    data.setup()
+    assert groups_of(data.test_dataset) is None
+    data = folder_with_table(tmp_path, PATHS + "o8,70.png\n")
+    assert groups_of(data.test_dataset) == ["o8"]
+    Image.new("RGB", (8, 8)).save(folder / "71.png")
+    with pytest.raises(DataError, match=r"does not say of which person .*71.png is"):
+        folder_with_table(tmp_path, PATHS + "o8,70.png\n").setup()
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"group_file": "a.csv"}, r"group_file is a.csv and group_column is None; set both"),
+        ({"group_column": "owner"}, r"group_file is None and group_column is owner; set both"),
+        ({"group_file": "a.csv", "group_column": "b", "group_folders": True}, "set one of them"),
+    ],
+)
+def test_settings_that_contradict_each_other_are_refused(tmp_path, settings, message):
+    with pytest.raises(ConfigurationError, match=message):
+        ImageFolder(str(tmp_path), **settings)
+
+
+# An array
+
+IDS = np.array([5, 5, 5, 8, 8, 9, 5, 3, 3, 3, 3, 7])
+
+
+@pytest.mark.parametrize("groups", [IDS, IDS.reshape(-1, 1), IDS.astype(str)])
+def test_an_array_tells_persons(tmp_path, groups):
+    data = write_npz(tmp_path, groups)
+    assert (data.num_train, data.num_train_groups) == (12, 5)
+    assert groups_of(data.train_dataset) == groups.reshape(-1).tolist()
+
+
+@pytest.mark.parametrize(
+    ("arrays", "message"),
+    [
+        ({"groups": IDS[:5]}, r"train_groups must have one id for each of 12 images, not shape \(5,\)"),
+        ({"groups": IDS.reshape(6, 2)}, r"must have one id for each of 12 images, not shape \(6, 2\)"),
+        ({"groups": IDS.astype(float)}, "train_groups must be integers or text, not float64"),
+        ({"groups": np.array(["x" * 300] * 12)}, "ids of at most 256 characters"),
+        ({"groups": np.array(["p", ""] * 6)}, r"train_groups, element 1: the id of the person is missing"),
+        ({"groups": IDS, "test_groups": IDS}, "test_groups has no test_images beside it"),
+    ],
+)
+def test_an_array_that_leaves_a_person_open_is_refused(tmp_path, arrays, message):
+    with pytest.raises(DataError, match=message):
+        write_npz(tmp_path, **arrays).num_train_groups  # noqa: B018
+
+
+def test_features_keep_their_persons(tmp_path):
+    images = write_npz(tmp_path, IDS, val_images=np.zeros((2, 8, 8), np.uint8), val_labels=np.array([0, 1]))
+    weights = tmp_path / "network.pth"
+    torch.save(timm.create_model("test_efficientnet_gn", in_chans=1).state_dict(), weights)
+    data = CachedFeatures(
+        images, "test_efficientnet_gn", weights=str(weights), cache=str(tmp_path / "cache"), input_size=32
+    )
+    data.prepare_data()
+    data.setup("fit")
+    assert (data.num_train, data.num_train_groups) == (12, 5)
+    assert groups_of(data.train_dataloader().dataset) == IDS.tolist()
+    assert groups_of(data.val_dataloader()["val"].dataset) is None
+
+
+# The validation split
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_no_person_is_in_training_and_validation(tmp_path, seed):
+    ids = np.random.default_rng(seed).integers(0, 20, 120)
+    data = write_npz(tmp_path, ids, n=120)
+    data.val_fraction, data.split_seed = 0.3, seed
+    train, val = data.train_dataset, data.val_dataset
+    assert set(train.groups).isdisjoint(val.groups)
+    assert sorted([*train.indices.tolist(), *val.indices.tolist()]) == list(range(120))
+    persons = len(np.unique(ids))
+    assert data.num_train_groups == len(set(train.groups)) == persons - round(0.3 * persons)
+    assert (data.num_train, data.num_val) == (len(train), len(val))
+    assert groups_of(train) == ids[train.indices].tolist()
+
+
+def test_a_split_follows_from_the_persons_and_not_from_their_images(tmp_path):
+    one = write_npz(tmp_path, np.arange(12))
+    one.val_fraction = 0.25
+    held_out = set(one.val_dataset.groups)
+    many = write_npz(tmp_path, np.concatenate([np.arange(12), [3] * 10, [11] * 7]), n=29)
+    many.val_fraction = 0.25
+    assert set(many.val_dataset.groups) == held_out
+    assert len(held_out) == 3
+
+
+def test_a_split_without_persons_on_one_side_is_refused(tmp_path):
+    data = write_npz(tmp_path, IDS)
+    data.val_fraction = 0.05
+    with pytest.raises(ConfigurationError, match=r"val_fraction=0.05 of 5 persons leaves an empty part"):
+        data.num_train_groups  # noqa: B018
+
+
+@pytest.mark.parametrize(("other", "warns"), [("p3", True), ("p9", False)])
+def test_a_person_in_training_and_in_test_gives_a_warning(tmp_path, recwarn, other, warns):
+    test = {"benign": {other: 1}, "malign": {"p8": 1}}
+    data = folder_of_persons(write_persons(tmp_path, train=TRAIN, test=test))
+    data.setup("fit")
+    said = [str(warning.message) for warning in recwarn]
+    assert (
+        any("Persons of the training set are among the test images too, such as 'p3'" in text for text in said) == warns
+    )
