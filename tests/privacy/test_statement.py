@@ -172,7 +172,7 @@ def test_it_says_how_examples_were_kept_apart_and_what_is_trusted(examples: str,
     facts = result.to_dict()
     assert facts["examples"] == examples
     assert facts["isolation"].startswith(words)
-    for phrase in (words, "data set's __getitem__", "| random numbers | keys of the operating system |"):
+    for phrase in (words, "data set's methods", "| random numbers | keys of the operating system |"):
         assert phrase in result.to_markdown()
 
 
