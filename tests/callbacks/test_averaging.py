@@ -196,8 +196,8 @@ class Elaborate(Watched):
     def on_train_start(self):
         self.scale = 5.0
 
-    def on_train_batch_end(self, outputs, batch, batch_idx):
-        super().on_train_batch_end(outputs, batch, batch_idx)
+    def optimizer_step(self, *args, **kwargs):
+        super().optimizer_step(*args, **kwargs)
         self.offset = self.offset.clone() + 0.01
 
     def on_validation_start(self):

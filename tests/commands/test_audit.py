@@ -60,19 +60,11 @@ def test_layers_views_and_the_extrapolation_of_disk_pass_too(tmp_path):
     assert numbers["contributions"]["Largest contribution of a canary"] == pytest.approx(1.0, abs=1e-5)
 
 
-FOUND = {
-    "2 C": "Canaries, all together",
-    "a bias without noise": "Standard deviation of the noise in each tensor",
-    "noise reused from step to step": "No noise is used again in another step",
-}
-
-
-@pytest.mark.parametrize("fault", FOUND)
-def test_a_planted_fault_is_found(fault, faults, tmp_path):
-    plant, more = faults[fault]
+def test_a_planted_fault_is_found(faults, tmp_path):
+    plant, more = faults["2 C"]
     with plant():
-        numbers = audit(tmp_path, *more, *(["--canaries", "500"] if fault == "2 C" else []))
-    assert FOUND[fault] in failed(numbers)
+        numbers = audit(tmp_path, *more, "--canaries", "500")
+    assert "Canaries, all together" in failed(numbers)
 
 
 @pytest.mark.parametrize(

@@ -61,8 +61,8 @@ class Drift(pl.Callback):
     def __init__(self, where):
         self.where = where
 
-    def on_train_batch_end(self, trainer, module, *args):
-        if trainer.global_rank == 1 and trainer.accumulate_grad_batches == 1:
+    def on_before_optimizer_step(self, trainer, module, optimizer):
+        if trainer.global_rank == 1:
             with torch.no_grad():
                 {"parameter": module.net[-1].bias, "buffer": module.scale}[self.where][0].add_(1e-6)
 
