@@ -55,7 +55,7 @@ from dp_lightning.privacy.groups import Groups
 from dp_lightning.privacy.lineage import Origin, origin_of
 from dp_lightning.privacy.plan import PrivacyPlan
 from dp_lightning.privacy.sampling import sampling_key
-from dp_lightning.privacy.statement import STATEMENT, PrivacyStatement
+from dp_lightning.privacy.statement import ONE_EXAMPLE, ONE_PERSON, STATEMENT, PrivacyStatement
 from dp_lightning.privacy.step import PrivateStep, check_step_settings
 from dp_lightning.ranks import Ranks
 from dp_lightning.strategies.checkpoint_io import PrivateCheckpointIO
@@ -261,6 +261,7 @@ class PrivacyCallback(pl.Callback):
                 pl_module,
                 self.ledger,
                 run=self.run,
+                unit=ONE_EXAMPLE if self.images_per_group is None else ONE_PERSON,
                 other_data=self.earlier_training == "other_data",
                 file=getattr(pl_module, "weights_file", None),
             )

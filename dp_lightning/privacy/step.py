@@ -53,7 +53,7 @@ from dp_lightning.privacy.isolation.between_examples import Isolation
 from dp_lightning.privacy.isolation.reachable import Ignored, nothing_ignored
 from dp_lightning.privacy.isolation.sealed_data import SealedData
 from dp_lightning.privacy.journal import Journal, run_name
-from dp_lightning.privacy.lineage import Origin, marks, origin_of, released, remember
+from dp_lightning.privacy.lineage import Origin, Training, marks, origin_of, released, remember
 from dp_lightning.privacy.noise import GaussianNoise
 from dp_lightning.privacy.plan import PrivacyPlan
 from dp_lightning.privacy.randomness import TrainingRandomness
@@ -159,7 +159,8 @@ class PrivateStep:
         self.module, self.plan, self.clip_plan = module, plan, clip_plan or ClipPlan.flat()
         self.ledger, self.journal, self.ranks = ledger or Ledger(), journal, ranks or Ranks()
         self.run = run or (run_name({}) if journal is None else journal.run)
-        self.origin = origin or origin_of(module, self.ledger, run=self.run, other_data=False)
+        self.unit = ONE_EXAMPLE if groups is None else ONE_PERSON
+        self.origin = origin or origin_of(module, self.ledger, run=self.run, unit=self.unit, other_data=False)
         self.parameters = trained_parameters(module)
         self._start = frozenset(marks(self.parameters.values()))
         self.noise = GaussianNoise(seed=seed)
@@ -184,6 +185,7 @@ class PrivateStep:
         self._extrapolation = None if disk is None else Extrapolation(self.parameters, disk.length)
         #: What keeps the run from release, in words.
         self.faults: set[str] = set(self.origin.faults)
+        self._training = Training(self.run, self.ledger, self.unit, seed is not None, self.faults)
         self._form: tuple[Structure, list[tuple[int, ...]]] | None = None
         self._taken: PhysicalBatch | None = None
 
@@ -287,7 +289,7 @@ class PrivateStep:
         self._sum.reset()
         for name, gradient in self._sum.views(total.div_(self.plan.expected_batch_size)).items():
             self.parameters[name].grad = gradient.to(self.parameters[name].dtype)
-        released(self.parameters.values(), self.run, self.ledger)
+        released(self.parameters.values(), self._training)
         self.isolation.advance()
         return stop
 
@@ -343,7 +345,7 @@ class PrivateStep:
             more: further fields of ``PrivacyStatement``, such as ``postprocessing`` and ``unprotected``.
         """
         clipping, groups = self.clip_plan.describe(), self.reader.groups
-        unit, one = (ONE_EXAMPLE, "example") if groups is None else (ONE_PERSON, "person")
+        one = "example" if groups is None else "person"
         if groups is not None:
             clipping["images_per_group"] = f"{groups.images_per_group} images of each person, drawn anew in each step"
         if self.reader.augmult > 1:
@@ -357,7 +359,7 @@ class PrivateStep:
             "examples": self.examples,
             "sensitivity": self.clip_plan.sensitivity,
             "sampler": f"Poisson, each {one} independently with probability q in every logical step",
-            "unit_of_privacy": unit,
+            "unit_of_privacy": self.unit,
             "changed_outside": self.changed_outside,
             "reproducible": self.seed is not None,
             "private": self.plan.noise_multiplier > 0,
@@ -369,7 +371,7 @@ class PrivateStep:
             "versions": {name: version(name) for name in ("dp-lightning", "torch", "opacus")},
         }
         # Whoever asks for a statement may copy the weights now.
-        remember(self.parameters.values(), self.run, self.ledger, start=self._start)
+        remember(self.parameters.values(), self._training, start=self._start)
         if "weights" not in more:
             fields["weights"] = digest_of(self.module.state_dict())
         return PrivacyStatement(**{**fields, **more})

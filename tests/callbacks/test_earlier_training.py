@@ -8,12 +8,16 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from plain_run import Plain, examples, loader, privacy, trainer
 from torch.nn import functional as F
+from torch.utils.data import TensorDataset
 
 from dp_lightning.callbacks import PrivacyCallback
 from dp_lightning.commands.verify import verify
-from dp_lightning.errors import BudgetError, ConfigurationError
+from dp_lightning.errors import BudgetError, ConfigurationError, DataError
 from dp_lightning.privacy import PrivacyPlan, PrivateStep
 from dp_lightning.privacy.accounting import compose
+from dp_lightning.privacy.statement import STATEMENT
+
+save_file = pytest.importorskip("safetensors.torch").save_file
 
 
 def fit(folder, module, callback=None, **kwargs):
@@ -144,6 +148,56 @@ def test_training_on_other_data_may_be_declared_and_is_said(tmp_path):
     assert said.to_markdown().count("on data that was declared to be other") == 2
     with pytest.raises(ConfigurationError, match="earlier_training is 'none'"):
         PrivacyCallback(10, noise_multiplier=1.0, earlier_training="none")
+
+
+def test_what_keeps_an_earlier_run_from_release_keeps_this_one(tmp_path):
+    module = Plain()
+    _, first = fit(tmp_path / "1", module, privacy(reproducible=True))
+    _, second = fit(tmp_path / "2", module)
+    assert f"run {first.run}, which trained the weights before: it is reproducible" in second.release
+
+    class Fails(Plain):
+        def on_train_epoch_end(self):
+            raise RuntimeError("stops")
+
+    failed = Fails()
+    with pytest.raises(RuntimeError, match="stops"):
+        fit(tmp_path / "3", failed)
+    assert "before: the run ended by an error" in fit(tmp_path / "4", Plain(failed.net))[1].release
+
+
+class Grouped(TensorDataset):
+    groups = tuple(str(row // 2) for row in range(60))
+
+
+def test_runs_with_another_unit_of_privacy_cannot_be_added_up(tmp_path):
+    module = Plain()
+    fit(tmp_path / "1", module)
+    persons = {"unit_of_privacy": "group", "images_per_group": 2, "expected_batch_size": 10}
+    data = loader(Grouped(*examples().tensors))
+    with pytest.raises(ConfigurationError, match=r"protects one training example.*cannot be added up"):
+        trainer(tmp_path / "2", privacy(**persons)).fit(module, data)
+    trainer(tmp_path / "2", privacy(**persons, earlier_training="other_data"), max_epochs=1).fit(module, data)
+
+
+def test_weights_of_an_export_bring_their_steps(tmp_path):
+    module = Plain()
+    first = fit(tmp_path / "1", module)[1]
+    file = str(tmp_path / "model.safetensors")
+    save_file({"w": torch.ones(3)}, file, metadata={STATEMENT: json.dumps(first.saved())})
+    fresh = Plain()
+    fresh.weights_file = file
+    said = fit(tmp_path / "2", fresh)[1]
+    assert said.ledger.earlier == {first.run: first.ledger.runs}
+    save_file({"w": torch.ones(3)}, file)
+    fresh = Plain()
+    fresh.weights_file = file
+    assert "nobody knows on what they were trained" in fit(tmp_path / "3", fresh)[1].to_markdown()
+    save_file({"w": torch.ones(3)}, file, metadata={STATEMENT: '{"ledger": 3}'})
+    fresh = Plain()
+    fresh.weights_file = file
+    with pytest.raises(DataError, match="cannot be read"):
+        fit(tmp_path / "4", fresh)
 
 
 class Steps:
