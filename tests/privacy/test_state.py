@@ -5,6 +5,7 @@ import collections
 import contextvars
 import copy
 import functools
+import gc
 import hashlib
 import importlib
 import io
@@ -14,6 +15,7 @@ import queue
 import random
 import sys
 import threading
+import weakref
 from collections import OrderedDict, defaultdict, deque
 from dataclasses import dataclass, field
 
@@ -383,6 +385,22 @@ def test_a_variable_without_a_value_has_none_again():
         keeps()
     late = late_again = 2
     assert late == late_again
+
+
+class Watched:
+    pass
+
+
+def test_what_a_weak_set_loses_with_its_object_is_no_change():
+    kept = [Watched(), Watched()]
+    holder = Holder([weakref.WeakSet(kept), weakref.WeakValueDictionary(enumerate(kept))])
+    snapshot = StateSnapshot(holder)
+    kept.pop()
+    gc.collect()
+    assert len(holder.value[0]) == 1
+    assert snapshot.changes() == []
+    holder.value[0].discard(kept[0])
+    assert snapshot.changes()
 
 
 SETTINGS = {

@@ -32,7 +32,7 @@ from dp_lightning.privacy.isolation.reachable import ATOMS, Ignored, nothing_ign
 from dp_lightning.privacy.isolation.sealed_data import SealedData
 from dp_lightning.privacy.isolation.state import Change, StateSnapshot
 from dp_lightning.privacy.isolation.threads import no_text, no_threads
-from dp_lightning.privacy.isolation.watch import UnknownTensors, Watch, memory_of, storage_of
+from dp_lightning.privacy.isolation.watch import UnknownTensors, Watch, all_tensors, memory_of, storage_of
 
 _FIX = (
     "What is computed from an example may leave the step only as its gradient. Empty lists and caches before "
@@ -74,8 +74,8 @@ class Isolation:
         self._snapshot = StateSnapshot(module, left_out, name="self", also=also)
         data = {memory_of(tensor) for tensor in sealed.tensors}
         self._constants: dict[int, weakref.ref[Tensor]] = {}
-        for value in gc.get_objects():
-            if issubclass(type(value), Tensor) and memory_of(value) not in data:
+        for value in all_tensors():
+            if memory_of(value) not in data:
                 self.know(value)
         for tensor in (*module.parameters(), *module.buffers()):  # though the loader may lead to the module
             self.know(tensor)

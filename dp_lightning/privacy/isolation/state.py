@@ -9,6 +9,7 @@ what is found only by its name, such as a logger that is made on the way.
 
 import gc
 import types
+import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -214,7 +215,9 @@ def _changes(place: Place) -> Iterator[Change]:
 
 
 def _is_note(key: Any, old: Any, new: Any) -> bool:
-    """Whether code did not set it: a module that was imported, or what Python or torch.compile has put there."""
+    """Whether no code has done it: an import, what Python or torch.compile puts there, a weak reference that died."""
+    if new is ABSENT:
+        return any(issubclass(type(part), weakref.ref) and weakref.ref.__call__(part) is None for part in (key, old))
     if old is ABSENT:
         return type(new) is ModuleType or (type(key) is str and key.startswith(_NOTES))
     return type(new) is FunctionType and str(new.__globals__.get("__name__")).startswith("torch._dynamo.")

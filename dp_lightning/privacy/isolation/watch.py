@@ -113,15 +113,31 @@ class UnknownTensors:
 
     def tensors(self) -> dict[int, weakref.ref[Tensor]]:
         """Those that are there now, by their ids."""
-        young = gc.get_objects(0) + gc.get_objects(1)
         now = [generation["collections"] for generation in gc.get_stats()[1:]]
-        objects = young if _GENERATIONS and now == self._collections else gc.get_objects()
+        tensors = _young_tensors() if _GENERATIONS and now == self._collections else all_tensors()
         self._collections = now
         self._found = {key: ref for key, ref in self._found.items() if ref() is not None}
-        for value in objects:
-            if issubclass(type(value), Tensor) and not self._is_known(value):
+        for value in tensors:
+            if not self._is_known(value):
                 self._found[id(value)] = weakref.ref(value)
         return dict(self._found)
+
+
+def all_tensors() -> list[Tensor]:
+    """All that there are.
+
+    They are found by their classes. In the list of all objects there may be a tuple that another thread makes, which
+    Python cannot finish while something else holds it.
+    """
+    kinds: list[type] = [Tensor]
+    for kind in kinds:  # which grows by their subclasses
+        kinds += type.__subclasses__(kind)
+    return [value for value in gc.get_referrers(*kinds) if issubclass(type(value), Tensor)]
+
+
+def _young_tensors() -> list[Tensor]:
+    """Those of the garbage collector's young generations."""
+    return [value for value in gc.get_objects(0) + gc.get_objects(1) if issubclass(type(value), Tensor)]
 
 
 def memory_of(tensor: Tensor) -> int:
