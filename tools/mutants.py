@@ -35,7 +35,7 @@ _COPIED = ("dp_lightning", "tests", "benchmarks", "configs", "docs", "cli.py", "
 _PRELOADED = ("torchvision", "lightning.pytorch", "opacus.accountants", "timm", "torchmetrics", "scipy.stats")
 _PRELOADED += ("sklearn.datasets", "dp_accounting.pld.privacy_loss_distribution", "hypothesis", "pytest")
 # Seconds for all tests of a fault; one that makes them hang is noticed too.
-_LIMIT = 300
+_LIMIT = 120
 # A fault that ends in one of these is written wrongly.
 _BROKEN = ("NameError", "SyntaxError", "IndentationError", "ImportError", "ModuleNotFoundError", "UnboundLocalError")
 
