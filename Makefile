@@ -7,13 +7,14 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 RUNS := runs/quickstart
 
-.PHONY: help install quickstart lint test bench clean
+.PHONY: help install quickstart lint test bench mutants clean
 
 help:
 	@echo "make quickstart  train a small network privately on scikit-learn's digits and write its privacy statement"
 	@echo "make test        run the linters and the tests"
 	@echo "make lint        run the linters alone"
 	@echo "make bench       time one training step against the ordinary one and Opacus, by model (an hour or more on a CPU)"
+	@echo "make mutants     apply faults that would break a promise, and see that the tests notice (before a release)"
 	@echo "make clean       remove $(VENV)"
 
 install: $(INSTALLED)
@@ -47,6 +48,9 @@ test: lint
 
 bench: $(INSTALLED)
 	$(BIN)/python benchmarks/step.py --json runs/bench.json
+
+mutants: $(INSTALLED)
+	$(BIN)/python tools/mutants.py
 
 clean:
 	rm -rf $(VENV)

@@ -230,6 +230,21 @@ def test_a_journal_that_was_edited_is_refused(tmp_path, name):
         read(tmp_path)
 
 
+def test_a_step_of_one_of_two_branches_is_missed(tmp_path):
+    """Two processes went on from one step. The numbers fit without it, since the other branch makes up for it."""
+    path = journal(tmp_path, 1).path(tmp_path)
+    (first,), _ = read_journal(path, "run")
+    one, other = (Step(**STEP, number=2, after=(first,), nonce=nonce) for nonce in "ab")
+    last = Step(**STEP, number=3, after=(other.name("run"),), nonce="c")
+    start = path.read_bytes()
+    lines = [json.dumps({"step": step.name("run"), **asdict(step)}).encode() + b"\n" for step in (one, other, last)]
+    path.write_bytes(start + b"".join(lines))
+    assert read(tmp_path).num_steps == 4
+    path.write_bytes(start + lines[0] + lines[2])
+    with pytest.raises(DataError, match=f"1 steps are missing that others come after: {other.name('run')}"):
+        read(tmp_path)
+
+
 def test_a_run_does_not_take_the_steps_of_another(tmp_path):
     other = Journal("other")
     other.add_folder(tmp_path, Ledger())

@@ -89,6 +89,27 @@ def test_successive_and_separate_noise_is_uncorrelated():
     assert np.abs(correlation).max() < 5 / math.sqrt(SIZE)
 
 
+def test_every_number_of_every_parameter_has_noise_of_its_own():
+    module = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 1))
+    private = PrivateStep(
+        module,
+        lambda batch: 0 * module(batch[0]).sum(),
+        TensorDataset(torch.ones(1000, 3)),
+        plan=PrivacyPlan(num_train=1000, expected_batch_size=10, num_steps=100, delta=1e-5, noise_multiplier=1.5),
+        clip_plan=ClipPlan.per_layer(max_grad_norm=2.0),
+    )
+    draws = []
+    for _ in range(100):
+        for batch in private.batches():
+            private.accumulate(batch)
+        private.release()
+        draws.append(torch.cat([parameter.grad.flatten() for parameter in module.parameters()]))
+    values = torch.stack(draws).numpy() / (1.5 * 2.0 / 10)
+    # Six standard errors, of a standard deviation and of a correlation of 100 independent values.
+    assert np.abs(values.std(0) - 1).max() < 6 / math.sqrt(200)
+    assert np.abs(np.corrcoef(values.T) - np.eye(21)).max() < 6 / math.sqrt(100)
+
+
 def test_seed_everything_does_not_reach_the_noise():
     torch.manual_seed(0)
     first = GaussianNoise().add_to(torch.zeros(100), 1.0, step=0)

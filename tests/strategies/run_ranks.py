@@ -40,9 +40,12 @@ class Notes(pl.Callback):
 
     def __init__(self):
         self.hashes, self.sizes, self.losses, self.size = [], [], [], 0
+        self.drawn, self.indices = [], []
 
     def on_train_batch_start(self, trainer, module, batch, batch_idx):
-        self.size += int(privacy_of(trainer)._training_step.batch.counted.sum())
+        physical = privacy_of(trainer)._training_step.batch
+        self.size += int(physical.counted.sum())
+        self.indices += physical.place.indices
 
     def on_train_batch_end(self, trainer, module, *args):
         if trainer.accumulate_grad_batches == 1:
@@ -52,7 +55,8 @@ class Notes(pl.Callback):
             self.losses.append(
                 float(trainer.fit_loop.epoch_loop._results.metrics(on_step=True)["callback"].get("loss", -1))
             )
-            self.size = 0
+            self.drawn.append(self.indices)
+            self.size, self.indices = 0, []
 
 
 class Drift(pl.Callback):
@@ -127,6 +131,7 @@ def main(settings):
             "parameters": dict(module.state_dict()),
             "hashes": notes.hashes,
             "sizes": notes.sizes,
+            "drawn": notes.drawn,
             "losses": notes.losses,
             "owned": owned.names,
             "steps": privacy.ledger.num_steps,

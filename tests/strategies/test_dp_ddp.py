@@ -67,6 +67,9 @@ def test_with_noise_ranks_are_equal_bit_for_bit_after_every_step(tmp_path):
     first, second = fit(tmp_path, 2, privacy={"noise_multiplier": 1.0, "not_private": False, "reproducible": False})
     assert len(first["hashes"]) == len(set(first["hashes"])) == STEPS
     assert first["hashes"] == second["hashes"]
+    # One secret draw in each step, of which no example is dealt to both.
+    assert not any(set(one) & set(other) for one, other in zip(first["drawn"], second["drawn"], strict=True))
+    assert all(map(any, (first["drawn"], second["drawn"])))
 
 
 @pytest.fixture(scope="module")

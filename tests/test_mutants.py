@@ -1,0 +1,125 @@
+"""The faults of ``tools/mutants.py`` fit the code, and it tells which of them the tests notice."""
+
+import ast
+import json
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT / "tools"))
+import mutants  # noqa: E402
+
+FAULTS = mutants.read_faults()
+PAGE = (ROOT / "docs/threat_model.md").read_text()
+
+
+def functions(path):
+    """The names of the tests in a file."""
+    tree = ast.parse((ROOT / path).read_text())
+    return {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+
+
+def test_every_fault_fits_the_code_and_names_tests():
+    known = {}
+    for fault in FAULTS:
+        fault.applied(ROOT)  # which says what to adapt
+        assert fault.file.startswith("dp_lightning/")
+        for test in fault.tests:
+            path, name = re.fullmatch(r"(tests/[^:]*\.py)::(\w+)(?:\[.*\])?", test).groups()
+            if path not in known:
+                known[path] = functions(path)
+            assert name in known[path], f"{fault.name}: there is no {test}"
+        assert fault.tests
+    names = [fault.name for fault in FAULTS]
+    assert len(names) == len(set(names))
+
+
+def test_every_promise_has_faults_and_the_page_counts_them():
+    rows = re.findall(r"^\| ([^|]*) \|", PAGE.partition("## What is promised")[2], re.MULTILINE)
+    promises = [row for row in rows if row not in ("promise", "---")]
+    assert {fault.promise for fault in FAULTS} == set(promises)
+    assert f"has {len(FAULTS)} faults" in PAGE
+
+
+def test_the_commands_shown_are_accepted():
+    lines = re.findall(r"^python tools/mutants\.py.*", PAGE, re.MULTILINE)
+    assert len(lines) == 2
+    for line in lines:
+        for name in mutants.parse(shlex.split(line, comments=True)[2:]).names:
+            assert any(name in fault.name for fault in FAULTS)
+
+
+SMALL = "def noise(sigma):\n    return 2 * sigma\n"
+TESTS = """
+from small import noise
+
+
+def test_noise():
+    assert noise(3) == 6
+
+
+def test_a_number():
+    assert noise(3) > 0
+
+
+def test_nothing():
+    assert noise(0) == 1
+"""
+FOUND = {
+    "noticed": ("return 2 * sigma", "return sigma", "test_noise", "killed"),
+    "not noticed": ("return 2 * sigma", "return sigma", "test_a_number", "survived"),
+    "written wrongly": ("return 2 * sigma", "return 2 * stigma", "test_noise", "broken"),
+    "always noticed": ("return 2 * sigma", "return sigma", "test_nothing", "broken"),
+    "no longer there": ("return 3 * sigma", "return sigma", "test_noise", "broken"),
+}
+
+
+@pytest.fixture
+def project(tmp_path):
+    for name in mutants._COPIED:
+        (tmp_path / name).touch() if "." in name else (tmp_path / name).mkdir()
+    (tmp_path / "tests" / "small.py").write_text(SMALL)
+    (tmp_path / "tests" / "test_small.py").write_text(TESTS)
+    (tmp_path / "tools").mkdir()
+    shutil.copy(mutants.__file__, tmp_path / "tools")
+    return tmp_path
+
+
+def tried(project, python, names, **explained):
+    """The outcomes by name, what was printed, and the exit code."""
+    entries = [
+        {"name": name, "promise": "some", "file": "tests/small.py", "old": old, "new": new}
+        | {"tests": [f"tests/test_small.py::{test}"]}
+        | ({"survives": explained[name]} if name in explained else {})
+        for name, (old, new, test, _) in FOUND.items()
+        if name in names
+    ]
+    (project / "tools" / "faults.yaml").write_text(yaml.safe_dump(entries))
+    done = subprocess.run([python, "tools/mutants.py"], cwd=project, capture_output=True, text=True, check=False)
+    lines = (project / "runs" / "mutants.jsonl").read_text().splitlines()
+    return {entry["name"]: entry["outcome"] for entry in map(json.loads, lines)}, done.stdout, done.returncode
+
+
+def test_it_tells_what_is_noticed_from_what_is_not(project, warm_python):
+    found, shown, code = tried(project, warm_python, FOUND)
+    assert found == {name: outcome for name, (*_, outcome) in FOUND.items()}
+    assert code == 1
+    assert "5 faults: 1 killed, 1 survived, 3 broken." in shown
+    for words in ("NameError", "does not pass without the fault", "stands in tests/small.py 0 times"):
+        assert words in shown
+    assert (project / "tests" / "small.py").read_text() == SMALL
+    # What is known and was not changed is not tried again; a survivor may be explained.
+    few = ("noticed", "not noticed")
+    _, shown, code = tried(project, warm_python, few, **{"not noticed": "as it should"})
+    assert code == 0
+    assert shown.startswith("\n  1 of  2  some\n\nsurvived: not noticed\n    as it should\n")
+    _, shown, code = tried(project, warm_python, few[:1], noticed="it is said")
+    assert code == 1
+    assert "It is said to survive: it is said" in shown
