@@ -5,6 +5,7 @@ import gc
 import pytest
 import torch
 
+from dp_lightning.privacy.isolation import watch
 from dp_lightning.privacy.isolation.watch import UnknownTensors
 
 
@@ -24,24 +25,34 @@ def test_every_tensor_is_found_however_far_the_collector_has_moved_it(collected)
 
 
 def test_only_the_young_are_looked_at_until_they_are_collected(monkeypatch):
-    unknown, asked, objects = UnknownTensors(lambda tensor: False), [], gc.get_objects
+    unknown, asked, every = UnknownTensors(lambda tensor: False), [], watch.all_tensors
 
-    def get_objects(*generation):
-        asked.append(generation)
-        return objects(*generation)
+    def all_tensors():
+        asked.append("all")
+        return every()
 
     gc.collect()
     gc.disable()
     try:
         unknown.tensors()
-        monkeypatch.setattr(gc, "get_objects", get_objects)
+        monkeypatch.setattr(watch, "all_tensors", all_tensors)
         unknown.tensors()
-        assert asked == [(0,), (1,)]
+        assert asked == []
         gc.collect(1)
         unknown.tensors()
-        assert asked == [(0,), (1,)] * 2 + [()]
+        assert asked == ["all"]
     finally:
         gc.enable()
+
+
+def test_all_tensors_are_found_by_their_classes():
+    class Kind(torch.Tensor):
+        pass
+
+    kept = [torch.zeros(2), torch.nn.Parameter(torch.zeros(2)), torch.zeros(2).as_subclass(Kind)]
+    found = {id(tensor) for tensor in watch.all_tensors()}
+    assert {id(value) for value in gc.get_objects() if issubclass(type(value), torch.Tensor)} <= found
+    assert all(id(tensor) in found for tensor in kept)
 
 
 def test_a_tensor_that_is_gone_is_forgotten():

@@ -113,8 +113,10 @@ class UnknownTensors:
 
     def tensors(self) -> dict[int, weakref.ref[Tensor]]:
         """Those that are there now, by their ids."""
+        tensors = _young_tensors()
         now = [generation["collections"] for generation in gc.get_stats()[1:]]
-        tensors = _young_tensors() if _GENERATIONS and now == self._collections else all_tensors()
+        if not _GENERATIONS or now != self._collections:
+            tensors = all_tensors()
         self._collections = now
         self._found = {key: ref for key, ref in self._found.items() if ref() is not None}
         for value in tensors:
