@@ -4,6 +4,7 @@ A tensor there may be of raw examples, whatever code has put it there. A number 
 training. Both are refused by their place, before anything is on disk.
 """
 
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from fractions import Fraction
 from typing import Any
@@ -13,6 +14,7 @@ import numpy as np
 import torch
 from lightning.pytorch.callbacks import WeightAveraging
 from lightning.pytorch.core.mixins import HyperparametersMixin
+from numpy.typing import NDArray
 from torch import Tensor
 from torchmetrics import Metric
 
@@ -35,13 +37,13 @@ class LoggedNumbers:
     _MANY = 4096  # tensors are brought to the host together
 
     def __init__(self) -> None:
-        self._waiting: list[tuple[str, Tensor]] = []
-        self._known: dict[float, str] = {}
+        self._waiting: dict[str, list[Tensor]] = defaultdict(list)
+        self._known: dict[str, NDArray[np.float32]] = {}
 
     def note(self, tag: str, value: Tensor) -> None:
         """One number, without waiting for its device."""
-        self._waiting.append((tag, value.detach().clone()))
-        if len(self._waiting) >= self._MANY:
+        self._waiting[tag].append(value.detach().float().reshape(()).clone())
+        if len(self._waiting[tag]) >= self._MANY:
             self._read()
 
     def tag_of(self, number: float) -> str | None:
@@ -50,14 +52,14 @@ class LoggedNumbers:
         single = np.float32(number)
         if not np.isfinite(single) or np.float32(Fraction(number).limit_denominator(_SIMPLE)) == single:
             return None
-        return self._known.get(float(single))
+        return next((tag for tag, numbers in self._known.items() if single in numbers), None)
 
     def _read(self) -> None:
-        if self._waiting:
-            numbers = torch.stack([value.float().reshape(()).cpu() for _, value in self._waiting]).tolist()
-            tags = [tag for tag, _ in self._waiting]
-            self._known.update(zip(numbers, tags, strict=True))
-            self._waiting.clear()
+        for tag, values in self._waiting.items():
+            device = values[-1].device
+            read = torch.stack([value.to(device) for value in values]).cpu().numpy()
+            self._known[tag] = np.union1d(self._known.get(tag, read[:0]), read)
+        self._waiting.clear()
 
 
 def check_hyperparameters(trainer: pl.Trainer, module: pl.LightningModule) -> None:

@@ -7,6 +7,7 @@ from plain_run import Plain, loader, privacy, trainer
 from torch.nn import functional as F
 from torchmetrics import MeanMetric
 
+from dp_lightning.callbacks.nothing_raw import LoggedNumbers
 from dp_lightning.errors import ConfigurationError, ModelError
 
 
@@ -128,3 +129,15 @@ def test_metrics_that_are_saved_with_the_model_are_refused(tmp_path):
     module.seen.persistent(True)
     with pytest.raises(ModelError, match=r"metric seen saves its state.*persistent\(False\)"):
         trainer(tmp_path, privacy()).fit(module, loader())
+
+
+def test_numbers_of_a_long_run_are_known_by_their_tags():
+    logged = LoggedNumbers()
+    numbers = torch.rand(10_000, generator=torch.Generator().manual_seed(0))
+    for number in numbers:
+        logged.note("loss", number)
+        logged.note("norm", 10 + number[None])
+    assert logged.tag_of(float(numbers[0])) == logged.tag_of(float(numbers[-1])) == "loss"
+    assert logged.tag_of(float(10 + numbers[3])) == "norm"
+    assert logged.tag_of(0.123456789) is None
+    assert logged.tag_of(float("nan")) is logged.tag_of(1e300) is None
