@@ -282,11 +282,7 @@ class PrivacyStatement:
         spent = self._spent
         if math.isinf(spent):
             return "None. This run is not private: its weights may reveal any training example."
-        before = (
-            f" Together with the {len(self.ledger.earlier)} private runs that trained the weights before, the"
-            if self.ledger.earlier
-            else " The"
-        ).strip()
+        before = "Together with the steps of earlier private runs, the" if self.ledger.earlier else "The"
         persons = (
             "An example of a step is a person: the images that are drawn of the person for the step, always of the "
             "same number. So the guarantee is the same for a person of one image and of many. "

@@ -216,7 +216,7 @@ def _changes(place: Place) -> Iterator[Change]:
 
 def _is_note(key: Any, old: Any, new: Any) -> bool:
     """Whether no code has done it: an import, what Python or torch.compile puts there, a weak reference that died."""
-    if new is ABSENT:
+    if new is ABSENT:  # where the object was dropped on purpose, what had held it has changed
         return any(issubclass(type(part), weakref.ref) and weakref.ref.__call__(part) is None for part in (key, old))
     if old is ABSENT:
         return type(new) is ModuleType or (type(key) is str and key.startswith(_NOTES))
