@@ -4,8 +4,8 @@ import json
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint
-from plain_run import Plain, loader, privacy, trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from plain_run import Plain, Stop, loader, privacy, trainer
 from torch.utils.data import DataLoader
 
 from dp_lightning.callbacks import RunRecord
@@ -29,17 +29,10 @@ class Validated(Plain):
         return DataLoader(loader().dataset, batch_size=30)
 
 
-class CrashAfter(Callback):
+class CrashAfter(Stop):
     """Before the next step, or in the evaluation where there is none."""
 
-    def __init__(self, step):
-        self.step = step
-
-    def on_train_batch_start(self, trainer, *args):
-        if trainer.global_step == self.step:
-            raise RuntimeError("crashed")
-
-    on_validation_start = on_train_batch_start
+    on_validation_start = Stop.on_train_batch_start
 
 
 def fit(folder, callback, *others, saved=4, checkpoint=None, **kwargs):
@@ -52,7 +45,7 @@ def fit(folder, callback, *others, saved=4, checkpoint=None, **kwargs):
 
 
 def crash(folder, callback, *, after, **kwargs):
-    with pytest.raises(RuntimeError, match="crashed"):
+    with pytest.raises(RuntimeError, match="stopped"):
         fit(folder, callback, CrashAfter(after), **kwargs)
 
 

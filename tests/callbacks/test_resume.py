@@ -7,7 +7,7 @@ import torch
 from lightning.fabric.plugins.environments import LightningEnvironment, SLURMEnvironment
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
-from plain_run import N, Plain, examples, loader, parameters_after, privacy, trainer, without_noise
+from plain_run import N, Plain, Stop, examples, loader, parameters_after, privacy, trainer, without_noise
 from torch.nn import functional as F
 
 from dp_lightning.callbacks import PostProcessCallback, PrivacyCallback
@@ -50,17 +50,6 @@ def test_a_resumed_run_goes_on_and_never_reports_less(tmp_path):
         resume(5.0)
     facts = json.loads((tmp_path / "privacy_statement.json").read_text())
     assert (facts["num_steps"], facts["lost_steps"]) == (18, 9)
-
-
-class Stop(Callback):
-    """Ends a run as a crash does, before the step after ``step``."""
-
-    def __init__(self, step):
-        self.step = step
-
-    def on_train_batch_start(self, trainer, *args):
-        if trainer.global_step == self.step:
-            raise RuntimeError("stopped")
 
 
 class Scheduled(Plain):
