@@ -6,6 +6,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from dp_accounting.pld import privacy_loss_distribution
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from opacus.accountants import PRVAccountant
@@ -134,6 +135,19 @@ def test_epsilon_falls_with_noise_and_grows_with_steps_and_rate(accountant: str)
     assert by_noise == sorted(by_noise, reverse=True)
     assert by_steps == sorted(by_steps)
     assert by_rate == sorted(by_rate)
+
+
+@pytest.mark.parametrize(
+    ("sigma", "rate", "steps"),
+    [(1.0, 1 / 6, 2), (50.0, 0.1, 3), (0.8, 0.2, 11), (1.0, 0.08, 1000), (1.2, 0.01, 100_000)],
+)
+def test_plds_grid_costs_little(sigma: float, rate: float, steps: int) -> None:
+    """Against a grid as fine as dp-accounting's own."""
+    fine = privacy_loss_distribution.from_gaussian_mechanism(
+        sigma, sampling_prob=rate, value_discretization_interval=1e-4
+    )
+    finest = fine.self_compose(steps).get_epsilon_for_delta(1e-5)
+    assert finest * (1 - 1e-9) <= compose([(sigma, rate, steps)], delta=1e-5, accountant="pld") <= finest * 1.0015
 
 
 def test_pld_is_optional(monkeypatch: pytest.MonkeyPatch) -> None:
