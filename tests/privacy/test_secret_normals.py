@@ -19,16 +19,16 @@ WAYS = {"bytes": lambda shape: module.secret_normals(shape, CPU), "seeds": lambd
 
 @pytest.mark.parametrize("way", WAYS)
 def test_values_are_independent_standard_normals(way):
-    values = WAYS[way]((400_000,))
+    values = WAYS[way]((12 * module._PAIRS,))
     assert values.dtype == torch.float32
     assert stats.kstest(values.numpy(), "norm").pvalue > 1e-6
     # The tails by themselves: how many of the values lie beyond 3.5 deviations on either side.
     for tail in (values > 3.5, values < -3.5):
         assert stats.binomtest(int(tail.sum()), len(values), stats.norm.sf(3.5)).pvalue > 1e-6
-    blocks = values.view(8, -1).double().numpy()  # a pair lies in different halves of a block of the product
-    correlation = np.corrcoef(blocks) - np.eye(8)
+    blocks = values.view(12, -1).double().numpy()  # the two values of a pair lie at one place of two of them
+    correlation = np.corrcoef(blocks) - np.eye(12)
     assert np.abs(correlation).max() < 5.5 / math.sqrt(blocks.shape[1])
-    squares = np.corrcoef(blocks**2) - np.eye(8)
+    squares = np.corrcoef(blocks**2) - np.eye(12)
     assert np.abs(squares).max() < 5.5 / math.sqrt(blocks.shape[1])
 
 
