@@ -8,6 +8,7 @@ them.
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from numbers import Integral, Real
 from typing import Any, Literal
 
 import lightning
@@ -55,8 +56,8 @@ class ImageDataModule(lightning.LightningDataModule, ABC):
         test_every_epoch: Evaluate on the test set after every epoch too, beside the validation set.
 
     Raises:
-        ConfigurationError: ``val_fraction``, ``mean``, ``std``, ``eval_batch_size`` or ``num_workers`` is out
-            of range.
+        ConfigurationError: ``val_fraction``, ``split_seed``, ``mean``, ``std``, ``eval_batch_size`` or ``num_workers``
+            is no number, or out of range.
     """
 
     #: Zero pixels on each side before the random crop.
@@ -78,13 +79,13 @@ class ImageDataModule(lightning.LightningDataModule, ABC):
         test_every_epoch: bool = True,
     ) -> None:
         super().__init__()
-        if not 0.0 <= val_fraction < 1.0:
-            raise ConfigurationError(f"val_fraction must lie in [0, 1), not {val_fraction}")
-        if eval_batch_size < 1:
-            raise ConfigurationError(f"eval_batch_size must be at least 1, not {eval_batch_size}")
-        if not 0 <= num_workers <= _MOST_WORKERS:
-            raise ConfigurationError(f"num_workers must be at least 0 and at most {_MOST_WORKERS:,}, not {num_workers}")
-        if not mean or not std or min(std) <= 0.0:
+        if not is_number(val_fraction, Real) or not 0.0 <= val_fraction < 1.0:
+            raise ConfigurationError(f"data.init_args.val_fraction must lie in [0, 1), not {val_fraction!r}")
+        require_whole("split_seed", split_seed, at_most=2**63 - 1)
+        require_whole("eval_batch_size", eval_batch_size, at_least=1)
+        require_whole("num_workers", num_workers, at_most=_MOST_WORKERS)
+        lists = isinstance(mean, list | tuple) and isinstance(std, list | tuple)
+        if not lists or not mean or not std or not all(is_number(x, Real) for x in (*mean, *std)) or min(std) <= 0.0:
             raise ConfigurationError(f"mean and std need a number per channel, std above 0: {mean=}, {std=}")
         self.mean, self.std = tuple(mean), tuple(std)
         self.val_fraction, self.split_seed = val_fraction, split_seed
@@ -316,6 +317,24 @@ class ImageDataModule(lightning.LightningDataModule, ABC):
             num_workers=self.num_workers,
             persistent_workers=self.num_workers > 0,
             pin_memory=torch.cuda.is_available(),
+        )
+
+
+def is_number(value: object, kind: type = Integral) -> bool:
+    """Whether a setting is a number of this kind; null, a text and a truth value are none."""
+    return isinstance(value, kind) and not isinstance(value, bool)
+
+
+def require_whole(name: str, value: Any, *, at_least: int = 0, at_most: int | None = None) -> None:
+    """Refuse a setting that is no whole number, or out of range.
+
+    Raises:
+        ConfigurationError: naming the setting and what it may be.
+    """
+    if not is_number(value) or value < at_least or (at_most is not None and value > at_most):
+        most = "" if at_most is None else f" and at most {at_most:,}"
+        raise ConfigurationError(
+            f"data.init_args.{name} must be at least {at_least}{most}, a whole number, not {value!r}"
         )
 
 

@@ -80,6 +80,12 @@ class ImageDataset(Dataset[tuple[Tensor, int]]):
     def __len__(self) -> int:
         return len(self.indices)
 
+    @property
+    def image_files(self) -> list[str] | None:
+        """The files of the images in their order, where they are read from files."""
+        names = getattr(self.source, "paths", None)
+        return None if names is None else [names[index] for index in self.indices.tolist()]
+
     def as_bytes(self) -> "ImageDataset":
         """The same images without the normalisation: a quarter of the memory between processes and devices."""
         raw = copy.copy(self)

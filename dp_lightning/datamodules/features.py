@@ -24,9 +24,9 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from dp_lightning.datamodules.base import ImageDataModule, Split
+from dp_lightning.datamodules.base import ImageDataModule, Split, require_whole
 from dp_lightning.datamodules.dataset import ImageDataset
-from dp_lightning.errors import ConfigurationError, DataError
+from dp_lightning.errors import DataError
 from dp_lightning.files import replacing
 from dp_lightning.foreign_text import read_text
 from dp_lightning.intact import damage
@@ -66,7 +66,7 @@ class CachedFeatures(lightning.LightningDataModule):
         backbone_kwargs: Further arguments of the network.
 
     Raises:
-        ConfigurationError: ``batch_size`` is below 1, or the network cannot be built.
+        ConfigurationError: ``batch_size`` is no whole number of at least 1, or the network cannot be built.
         DataError: The cache belongs to other images, to somebody else, or does not hold the network's features.
     """
 
@@ -86,11 +86,12 @@ class CachedFeatures(lightning.LightningDataModule):
         backbone_kwargs: dict[str, Any] | None = None,
     ) -> None:
         super().__init__()
-        if batch_size < 1:
-            raise ConfigurationError(f"batch_size must be at least 1, not {batch_size}")
+        require_whole("batch_size", batch_size, at_least=1)
         self.images = images
         self.images.augment = False
         self.batch_size = batch_size
+        #: The private steps behind a file that `dpl export` has written count in a private run on the features.
+        self.weights_file = weights
         self._network = FeatureNetwork(
             backbone,
             weights=weights,

@@ -21,7 +21,7 @@ from torchvision.datasets.folder import IMG_EXTENSIONS
 from torchvision.transforms import v2
 
 from dp_lightning.datamodules.augmentation import CropAndFlip, RandomResizedCrop
-from dp_lightning.datamodules.base import LARGEST_SIDE, ImageDataModule, Split, checked_labels
+from dp_lightning.datamodules.base import LARGEST_SIDE, ImageDataModule, Split, checked_labels, require_whole
 from dp_lightning.datamodules.dataset import Transform
 from dp_lightning.datamodules.file_source import FileNames, FileSource, require_readable
 from dp_lightning.datamodules.persons import GroupTable, PersonIds
@@ -72,10 +72,7 @@ class ImageFolder(ImageDataModule):
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
-        if not 1 <= image_size <= LARGEST_SIDE:
-            raise ConfigurationError(
-                f"image_size must be at least 1 pixel and at most {LARGEST_SIDE}, not {image_size}"
-            )
+        require_whole("image_size", image_size, at_least=1, at_most=LARGEST_SIDE)
         self.root, self.size = Path(root), image_size
         self.flip, self.read_first = flip, read_first
         if (group_file is None) != (group_column is None):

@@ -15,10 +15,17 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from dp_lightning.datamodules.base import LARGEST_SIDE, MOST_CLASSES, ImageDataModule, Split, checked_labels
+from dp_lightning.datamodules.base import (
+    LARGEST_SIDE,
+    MOST_CLASSES,
+    ImageDataModule,
+    Split,
+    checked_labels,
+    require_whole,
+)
 from dp_lightning.datamodules.dataset import ArraySource
 from dp_lightning.datamodules.persons import PersonIds
-from dp_lightning.errors import ConfigurationError, DataError
+from dp_lightning.errors import DataError
 from dp_lightning.privacy.groups import checked_groups
 
 SPLITS: tuple[Split, ...] = ("train", "val", "test")
@@ -55,8 +62,8 @@ class NpzImages(ImageDataModule):
 
     def __init__(self, path: str, *, num_classes: int | None = None, flip: bool = True, **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        if num_classes is not None and not 1 <= num_classes <= MOST_CLASSES:
-            raise ConfigurationError(f"num_classes must lie in 1 to {MOST_CLASSES:,}, not {num_classes}")
+        if num_classes is not None:
+            require_whole("num_classes", num_classes, at_least=1, at_most=MOST_CLASSES)
         self.path = Path(path)
         self.given_num_classes = num_classes
         self.flip = flip

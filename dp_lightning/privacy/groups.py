@@ -8,6 +8,7 @@ that no size and no scale tells how many elements a person has.
 
 import hashlib
 import math
+import unicodedata
 from collections.abc import Iterable
 from numbers import Integral, Real
 from typing import Any
@@ -112,15 +113,17 @@ def groups_of(dataset: Any) -> list[Group] | None:
 
 
 def checked_groups(found: Iterable[Any], where: str) -> list[Group]:
-    """Ids as text, without spaces around it, or as whole numbers.
+    """Ids as text, in Unicode's form NFC and without spaces around it, or as whole numbers.
 
     Args:
         found: a sequence, an array or a tensor, with one id per element.
         where: begins the message of an error.
 
     Raises:
-        DataError: naming the first element whose id is missing, of another kind, or unlike the others.
+        DataError: naming the first element whose id is missing, of another kind, or unlike the others; or the dtype,
+            where it may have rounded ids.
     """
+    _require_exact(str(getattr(found, "dtype", "")), where)
     ids = found.tolist() if isinstance(found, Tensor | np.ndarray) else list(found)
     result = [_group(group, f"{where}, element {place}") for place, group in enumerate(ids)]
     if len({type(group) for group in result}) > 1:
@@ -131,16 +134,31 @@ def checked_groups(found: Iterable[Any], where: str) -> list[Group]:
     return result
 
 
+def _require_exact(dtype: str, where: str) -> None:
+    """Refuse floating-point numbers but those of 64 bits: ids that were rounded to them may have become one.
+
+    Raises:
+        DataError: beginning with ``where``.
+    """
+    name = dtype.lower().removeprefix("torch.")
+    if "float" in name and name != "float64":
+        raise DataError(
+            f"{where}: the ids are of {name}, which rounds them, so that two persons may have become one. Make the ids "
+            "integers or text where they are first read."
+        )
+
+
 def _group(found: Any, where: str) -> Group:
     """One id.
 
     Raises:
         DataError: beginning with ``where``.
     """
+    _require_exact(str(getattr(found, "dtype", "")), where)
     number = isinstance(found, Real) and not isinstance(found, bool)
     exact = isinstance(found, Integral) or (number and float(found).is_integer() and abs(found) < _EXACT)
     if isinstance(found, str):
-        group: Group | None = found.strip()
+        group: Group | None = unicodedata.normalize("NFC", found).strip()
     elif number and exact:
         group = int(found)
     elif found is None or (number and math.isnan(found)):

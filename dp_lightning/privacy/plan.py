@@ -17,6 +17,7 @@ from dp_lightning.errors import BudgetError, ConfigurationError
 from dp_lightning.privacy.accounting import (
     Run,
     check_accountant,
+    check_batch_size,
     check_count,
     check_delta,
     check_noise_multiplier,
@@ -59,10 +60,7 @@ class PrivacyPlan:
         check_count("num_train", self.num_train)
         check_count("expected_batch_size", self.expected_batch_size)
         check_count("num_steps", self.num_steps)
-        if self.expected_batch_size > self.num_train:
-            raise ConfigurationError(
-                f"expected_batch_size must be at most num_train = {self.num_train}; got {self.expected_batch_size}."
-            )
+        check_batch_size(self.expected_batch_size, self.num_train)
         check_noise_multiplier(self.noise_multiplier)
         if self.noise_multiplier > _LARGEST_NOISE_MULTIPLIER:
             raise ConfigurationError(

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from torch.utils.data import DataLoader, Dataset, default_collate
 
-from dp_lightning.errors import DataError, ModelError
+from dp_lightning.errors import DataError, DpLightningError, ModelError
 from dp_lightning.privacy.groups import Groups
 from dp_lightning.privacy.isolation.reachable import Ignored, in_c, nothing_ignored, reachable
 from dp_lightning.privacy.isolation.state import StateSnapshot
@@ -36,8 +36,8 @@ class ExampleBatch:
         place: its place among the draws, and its examples' positions in the data set.
         examples: a tree like a batch of one example, with tensors (b, ...) in the place of tensors, or with ``Entries``
             in the place of what is no tensor; b is at least 1.
-        counted: (b,) whether each example takes part, on the CPU. One that collation leaves out does not, nor one that
-            only stands in. Those are made up: ones where numbers are floating-point, and zeros.
+        counted: (b,) whether each example takes part, on the CPU. One that is None or that collation leaves out does
+            not, nor one that only stands in. Those are made up: ones where numbers are floating-point, and zeros.
     """
 
     def __init__(self, place: PhysicalBatch, examples: Any, counted: Tensor) -> None:
@@ -119,13 +119,30 @@ class ExampleReader(Dataset[ExampleBatch]):
         return [index] if self.groups is None else self.groups.draw(index, step)
 
     def read(self, index: int, step: int) -> Any:
-        """The batch of one example in a logical step; None where collation leaves nothing of it."""
+        """The batch of one example in a logical step; None where a view of it is None, or collation leaves nothing.
+
+        Raises:
+            DataError: where ``collate_fn`` does not take a list of one example.
+        """
         views = [self.dataset[element] for element in self.elements(index, step) for _ in range(self.augmult)]
+        if any(view is None for view in views):  # as a data set gives what it cannot read
+            return None
         with self.nothing_kept() if self._each else nullcontext():
-            batch = self.collate_fn(views)
+            batch = self._collated(views)
             if _is_empty(batch):
                 return None
             return batch if self.prepare is None else self.prepare(batch)
+
+    def _collated(self, views: list[Any]) -> Any:
+        try:
+            return self.collate_fn(views)
+        except DpLightningError:
+            raise
+        except Exception as error:  # it is the user's own code
+            raise DataError(
+                f"collate_fn fails ({type(error).__name__}: {error}). It gets one example at a time, here a list of "
+                f"length {len(views)}: return a batch of that example, or None to leave it out."
+            ) from error
 
     def _read_all(self, place: PhysicalBatch) -> list[Any]:
         if self.before is not None:
@@ -160,7 +177,7 @@ class ExampleReader(Dataset[ExampleBatch]):
             with self.nothing_kept():
                 example = next((example for example in found if example is not None), None)
             if example is None:
-                raise DataError("Collation leaves nothing of any example of the training set.")
+                raise DataError("Every example of the training set is None, or collation leaves nothing of it.")
             self._stand_in = _made_up(example)
         return self._stand_in
 

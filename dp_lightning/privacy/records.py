@@ -1,10 +1,11 @@
 """Which records a training set consists of: one that stands in it twice would enter a step twice.
 
 What torch combines data sets with is looked through. A record is a row of a tensor, a file of a folder, or else a place
-in a data set; two data sets over the same tensors or files have the same records. What a data set of the user's own
-does with its index is not known.
+in a data set; two data sets over the same tensors or files have the same records. A file is one under all of its names,
+as links give it. What a data set of the user's own does with its index is not known.
 """
 
+import os
 from itertools import chain
 from typing import Any
 
@@ -25,8 +26,8 @@ def require_single_records(dataset: Any) -> None:
             raise ConfigurationError(
                 f"Examples {first} and {place} of the training set are the same record, so that it would count twice: "
                 "epsilon is about adding or removing one. Take each record once: look at the indices of Subset, at "
-                "ConcatDataset of overlapping parts, and at files that are listed twice. To weight examples, weight "
-                "their loss."
+                "ConcatDataset of overlapping parts, and at files that are listed or linked twice. To weight "
+                "examples, weight their loss."
             )
 
 
@@ -43,5 +44,16 @@ def _records(dataset: Any) -> list[object]:
         return [(start + step * row, str(rows.device)) for row in range(len(rows))]
     samples = getattr(dataset, "samples", None)  # of torchvision's folders: a path and a class
     if isinstance(samples, list) and len(samples) == len(dataset) and all(isinstance(pair, tuple) for pair in samples):
-        return [str(pair[0]) for pair in samples]
+        return [_file(str(pair[0])) for pair in samples]
+    if (paths := getattr(dataset, "image_files", None)) is not None:  # of this package's folders
+        return [_file(path) for path in paths]
     return [(id(dataset), index) for index in range(len(dataset))]
+
+
+def _file(path: str) -> object:
+    """A file's device and number, which all of its links share; its path where there is no such file."""
+    try:
+        status = os.stat(path)
+    except (OSError, ValueError):
+        return path
+    return status.st_dev, status.st_ino

@@ -187,10 +187,24 @@ def test_mean_and_std_normalise_each_channel(tmp_path):
         NpzImages(str(tmp_path / "a.npz"), mean=(0.1, 0.2)).train_dataset  # noqa: B018
 
 
+NO_NUMBERS = (None, "a few", True, float("nan"))
+WHOLE = ("split_seed", "eval_batch_size", "num_workers")
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         ({"val_fraction": 1.0}, "val_fraction must lie in"),
+        *(
+            ({"val_fraction": value}, r"data\.init_args\.val_fraction must lie in \[0, 1\), not ")
+            for value in NO_NUMBERS
+        ),
+        *(
+            ({name: value}, rf"{name} must be at least \d.*, a whole number, not ")
+            for name in WHOLE
+            for value in NO_NUMBERS
+        ),
+        *(({"std": value}, "mean and std need a number per channel") for value in (None, 0.5, (None,), ("a",))),
         ({"val_fraction": -0.1}, "val_fraction must lie in"),
         ({"eval_batch_size": 0}, "eval_batch_size must be at least 1"),
         ({"num_workers": -1}, "num_workers must be at least 0"),

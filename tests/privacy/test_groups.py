@@ -75,6 +75,7 @@ def released(private, transcript=None):
         if transcript is not None:
             for parameter, value in zip(parameters, transcript[1][step], strict=True):
                 parameter.data.copy_(value)
+            private.stepped()  # the transcript stands for the releases
         weights.append([parameter.detach().clone() for parameter in parameters])
         for batch in private.batches():
             private.accumulate(batch)
@@ -233,7 +234,10 @@ SAME = [7, 8, 7, 7, 9, 8]
         (told(tuple(SAME)), SAME),
         (told(np.array(SAME, np.uint8)), SAME),
         (told(torch.tensor(SAME)), SAME),
-        (told([7.0, np.float32(8), np.int64(7), 7, 9, 8]), SAME),
+        (told([7.0, np.float64(8), np.int64(7), 7, 9, 8]), SAME),
+        (told(torch.tensor(SAME).double()), SAME),
+        # e and an accent, as one character and as two.
+        (told(["Ren\u00e9", "Rene\u0301", "q", "q", "r", "r"]), ["Ren\u00e9", "Ren\u00e9", "q", "q", "r", "r"]),
         (told(["p", " p ", "q", np.str_("q"), "r", "r"]), ["p", "p", "q", "q", "r", "r"]),
         (told(np.array(["p", "q"] * 3)), ["p", "q"] * 3),
         (Subset(told(SAME), [4, 0, -1]), [9, 7, 8]),
@@ -276,6 +280,23 @@ def test_a_person_without_an_id_is_refused(missing):
 def test_what_is_no_id_is_refused(groups, message):
     with pytest.raises(DataError, match=message):
         groups_of(told(groups))
+
+
+@pytest.mark.parametrize(
+    "ids",
+    [
+        torch.arange(500).bfloat16(),
+        torch.arange(500).half(),
+        2**24 + torch.arange(500).float(),
+        np.arange(500, dtype=np.float16),
+        np.arange(500, dtype=np.longdouble),
+        list(np.arange(500, dtype=np.float32)),
+    ],
+)
+def test_ids_that_were_rounded_may_be_those_of_several_persons(ids):
+    dtype = str(getattr(ids, "dtype", "float32")).removeprefix("torch.")
+    with pytest.raises(DataError, match=f"the ids are of {dtype}, .* integers or text"):
+        groups_of(told(ids, 500))
 
 
 def test_parts_have_to_agree():

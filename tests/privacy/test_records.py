@@ -1,10 +1,15 @@
 """A record that stands in the training set twice is found, however data sets are put together."""
 
+import os
+
 import pytest
 import torch
+import torchvision
+from PIL import Image
 from torch import nn
 from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
 
+from dp_lightning.datamodules import ImageFolder
 from dp_lightning.errors import ConfigurationError
 from dp_lightning.privacy import PrivacyPlan, PrivateStep
 from dp_lightning.privacy.records import require_single_records
@@ -71,6 +76,28 @@ def test_a_record_that_stands_twice_is_refused_with_its_places(name):
     plan = PrivacyPlan(num_train=len(dataset), expected_batch_size=2, num_steps=1, noise_multiplier=1.0, delta=1e-3)
     with pytest.raises(ConfigurationError, match="same record"):
         PrivateStep(nn.Linear(3, 1), lambda batch: batch[0].sum(), dataset, plan=plan)
+
+
+@pytest.mark.parametrize("link", [os.symlink, os.link])
+@pytest.mark.parametrize("kind", [ImageFolder, torchvision.datasets.ImageFolder])
+def test_a_file_that_is_linked_is_the_same_record(tmp_path, kind, link):
+    files = [tmp_path / "train" / name for name in ("a/0.png", "a/1.png", "b/l0.png")]
+    for number, file in enumerate(files):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (8, 8), (number, 0, 0)).save(file)
+
+    def dataset():
+        if kind is not ImageFolder:
+            return kind(tmp_path / "train")
+        data = ImageFolder(str(tmp_path), image_size=8)
+        data.setup("fit")
+        return data.train_dataset
+
+    require_single_records(dataset())
+    files[2].unlink()
+    link(files[0], files[2])
+    with pytest.raises(ConfigurationError, match=r"Examples 0 and 2 .* same record.*linked twice"):
+        require_single_records(dataset())
 
 
 @pytest.mark.parametrize("name", SINGLE)
