@@ -1,27 +1,43 @@
 """What has trained weights before a run: private steps, which go on counting, and steps without privacy.
 
 The ledger belongs to the weights. In this process every release is noted at the parameters that it is for, and every
-step of an optimizer of torch that takes another gradient as a release, whoever drives it. A copy is known by its
-numbers: those of private runs from the moments at which they ended or were saved, those of other training while the
-trained parameters are alive. What another process has trained is known only where a statement came with the weights.
+step of an optimizer of torch that takes another gradient than a release, whoever drives it. From its start on, the
+parameters of a private run are compared: only such steps on releases change them. A copy is known by its numbers: those
+of private runs after each step, those of other training while the trained parameters are alive. What another process
+has trained is known only where a statement came with the weights.
 """
 
-import json
+import functools
+import hashlib
 import weakref
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
-from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+from torch.optim.optimizer import (
+    Optimizer,
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
-from dp_lightning.errors import ConfigurationError, DataError, DpLightningError
+from dp_lightning.errors import ConfigurationError, DataError, ModelError
 from dp_lightning.privacy.accounting import Ledger, Run
-from dp_lightning.privacy.statement import STATEMENT, PrivacyStatement
+from dp_lightning.privacy.exported import statement_of
+from dp_lightning.privacy.isolation.contents import Contents
 from dp_lightning.privacy.weights import fingerprint
+
+# Numbers of a tensor by which a copy is known, and tensors whose copies are known from each step; those of the others
+# are known from the statements.
+_NUMBERS, _TENSORS = 256, 8
+# Fewer numbers than these may be equal by chance when they are rounded.
+_MANY = 8
 
 
 @dataclass
@@ -29,6 +45,7 @@ class _Release:
     """A privatized gradient that an optimizer may step with, any number of times."""
 
     gradient: weakref.ref[Tensor]
+    hook: RemovableHandle  # called where a backward pass adds to the gradient before the first step
     version: int | None = None  # of the gradient after the first step, until which post-processing may change it
 
 
@@ -58,8 +75,100 @@ class Training:
 
 _waiting = WeakIdKeyDictionary()  # parameter: _Release
 _private = WeakIdKeyDictionary()  # parameter: the trainings of it, by their runs
-_copies: dict[str, Training] = {}  # by the fingerprint of a trained parameter
+# What private runs have trained, by the id of each: its marks in a row, which take 0.2 KB for a step.
+_copies: dict[int, tuple[Training, bytearray]] = {}
 _ordinary = WeakIdKeyDictionary()  # parameters that a step without privacy has trained
+_followed = WeakIdKeyDictionary()  # parameter: the set of TrainedWeights with it
+# For each optimizer that is in a step: the parameters with a gradient, and whether it was a release.
+_stepping: "weakref.WeakKeyDictionary[Optimizer, list[tuple[Tensor, bool]]]" = weakref.WeakKeyDictionary()
+
+
+class TrainedWeights:
+    """The trained parameters of a run, which only steps on releases change from here on.
+
+    Args:
+        parameters: by name.
+        training: the run.
+    """
+
+    def __init__(self, parameters: Mapping[str, Tensor], training: Training) -> None:
+        self._parameters, self._training = dict(parameters), training
+        self._names = {id(parameter): name for name, parameter in parameters.items()}
+        self._devices = [parameter.device for parameter in parameters.values()]
+        self._largest = sorted(parameters.values(), key=Tensor.numel, reverse=True)[:_TENSORS]
+        self._start = frozenset(marks(parameters.values()))
+        self._others = {id(other): other.ledger.num_steps for other in self._trainings()}
+        self._touched: dict[str, None] = {}
+        self._arrays = self._look()
+        self._contents = Contents(self._arrays)
+        self._arrays.clear()
+        for parameter in parameters.values():
+            _followed.setdefault(parameter, weakref.WeakSet()).add(self)
+
+    def begin(self) -> None:
+        """The losses of the next step are computed, and have gradients of their own."""
+        for parameter in self._parameters.values():
+            if (release := _waiting.get(parameter)) is not None:
+                release.hook.remove()
+
+    def hold(self) -> None:
+        """From here on, compare with what the parameters hold now; copies of it are known."""
+        self._arrays[:] = self._look()
+        self._contents.hold()
+        self._arrays.clear()
+        self.remember(self._largest)
+
+    def note(self) -> None:
+        """Note what has changed by now."""
+        self._arrays[:] = self._look()
+        names = list(self._parameters)
+        self._touched.update(dict.fromkeys(names[index] for index in self._contents.changed()))
+        self._arrays.clear()
+
+    def note_step_without_privacy(self, parameter: Tensor) -> None:
+        """An optimizer has stepped on another gradient than a release."""
+        self._touched[self._names[id(parameter)]] = None
+
+    def touched(self) -> list[str]:
+        """Names of the parameters that other code than steps on releases has changed."""
+        self.note()
+        return list(self._touched)
+
+    def require_untouched(self) -> None:
+        """Refuse parameters that other code has changed.
+
+        Raises:
+            ModelError: naming them.
+        """
+        if names := self.touched():
+            raise ModelError(
+                f"{', '.join(names[:5])} changed since the private run began, by other code than an optimizer's step "
+                "on a release. Only what the steps release may change what is trained. Set weights before the run, "
+                "as in __init__ or configure_model; during the run change them in optimizer_step after the optimizer, "
+                "or in a hook of the optimizer (register_step_post_hook)."
+            )
+
+    def remember(self, tensors: Iterable[Tensor] | None = None) -> None:
+        """Copies of these tensors, which follow from the run's releases, are known; None is all that it trains.
+
+        Those that no step has changed are not its own.
+        """
+        found = marks(self._parameters.values() if tensors is None else tensors)
+        _, kept = _copies.setdefault(id(self._training), (self._training, bytearray()))
+        kept += b"".join(mark for mark in found if mark not in self._start)
+
+    def others(self) -> list[Training]:
+        """Other private runs that have taken steps on these parameters since."""
+        return [other for other in self._trainings() if other.ledger.num_steps > self._others.get(id(other), 0)]
+
+    def _trainings(self) -> list[Training]:
+        found = (training for p in self._parameters.values() for training in _private.get(p, {}).values())
+        return list({id(training): training for training in found if training.run != self._training.run}.values())
+
+    def _look(self) -> list[Tensor]:
+        # After the run a model may be frozen and moved to another device.
+        pairs = zip(self._parameters.values(), self._devices, strict=True)
+        return [parameter.detach().to(device) for parameter, device in pairs]
 
 
 @dataclass
@@ -76,7 +185,7 @@ class Origin:
 
 
 def origin_of(
-    module: nn.Module, ledger: Ledger, *, run: str, unit: str, other_data: bool, file: str | None = None
+    module: nn.Module, ledger: Ledger, *, run: str, unit: str, other_data: bool, files: Iterable[str] = ()
 ) -> Origin:
     """Count the private steps behind a module's parameters and buffers in ``ledger``, and say what else is known.
 
@@ -86,15 +195,15 @@ def origin_of(
         unit: what one neighbour adds or removes, in words.
         other_data: whether someone has declared that all training before was on other people's data; its steps are
             then named and not counted.
-        file: from which the weights were read.
+        files: from which weights were read.
 
     Raises:
         ConfigurationError: where a run before has another unit of privacy.
-        DataError: where the file has a statement that cannot be read.
+        DataError: where a file has a statement that cannot be read.
     """
     trainings, ordinary = _past_of(module)
     origin = Origin()
-    if file is not None:
+    for file in files:
         if (known := training_behind(file)) is None:
             origin.words.append(f"weights of {file}: nobody knows on what they were trained")
         else:
@@ -106,9 +215,7 @@ def origin_of(
             continue
         if not other_data:
             _require_same_unit(training, unit)
-            origin.faults += [
-                f"run {training.run}, which trained the weights before: {why}" for why in _faults(training)
-            ]
+            origin.faults += faults_of(training, "before")
         for name, steps in training.runs.items():
             if name != run and count_of(steps) > count_of(runs.get(name, ())):
                 runs[name] = steps
@@ -131,16 +238,12 @@ def training_behind(file: str) -> Training | None:
     """
     if not file.endswith(".safetensors"):
         return None
-    from safetensors import safe_open
-
-    with safe_open(file, framework="pt") as opened:
-        said = (opened.metadata() or {}).get(STATEMENT)
-    if said is None:
-        return None
     try:
-        claims = PrivacyStatement.from_saved(json.loads(said))
-    except (ValueError, TypeError, KeyError, DpLightningError) as error:
+        claims = statement_of(file)
+    except DataError as error:
         raise DataError(f"{file} has a privacy statement that cannot be read ({error}). Export it anew.") from error
+    if claims is None:
+        return None
     return Training(claims.run, claims.ledger, claims.unit_of_privacy, claims.reproducible, claims.faults)
 
 
@@ -153,9 +256,10 @@ def _require_same_unit(training: Training, unit: str) -> None:
         )
 
 
-def _faults(training: Training) -> list[str]:
+def faults_of(training: Training, when: str) -> list[str]:
+    """What keeps a training, and so another one of the same weights, from release."""
     reasons = [*training.faults, *(["it is reproducible"] if training.reproducible else [])]
-    return [f"run {training.run}, which trained the weights before: {reason}" for reason in reasons]
+    return [f"run {training.run}, which trained the weights {when}: {reason}" for reason in reasons]
 
 
 def count_of(runs: Iterable[Run]) -> int:
@@ -167,58 +271,124 @@ def released(parameters: Iterable[Tensor], training: Training) -> None:
     """Their ``.grad`` is a release of this training."""
     for parameter in parameters:
         assert parameter.grad is not None
-        _waiting[parameter] = _Release(weakref.ref(parameter.grad))
+        hook = parameter.register_post_accumulate_grad_hook(_drop_release)  # type: ignore[attr-defined]
+        _waiting[parameter] = _Release(weakref.ref(parameter.grad), hook)
         _private.setdefault(parameter, {})[training.run] = training
 
 
-def remember(parameters: Iterable[Tensor], training: Training, *, start: Collection[str]) -> None:
-    """Copies of these parameters are known from here on.
-
-    Args:
-        start: the ``marks`` of the parameters when the run began. Those that no step has changed are not its own.
-    """
-    _copies.update((mark, training) for mark in marks(parameters) if mark not in start)
+def _drop_release(parameter: Tensor) -> None:
+    if (release := _waiting.pop(parameter, None)) is not None:
+        release.hook.remove()
 
 
 def _past_of(module: nn.Module) -> tuple[list[Training], list[str]]:
     """The private runs behind its tensors, and the names of those that were trained without privacy."""
-    ordinary = set(marks(_ordinary.keys()))
+    ordinary = {mark for parameter in _ordinary.keys() for mark in _exact_mark(parameter)}  # noqa: SIM118
+    copies = [(training, np.unique(_numbers(kept))) for training, kept in _copies.values() if kept]
     found: dict[int, Training] = {}
     without: list[str] = []
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
-        mine = marks([tensor]) if _copies or ordinary else []
-        trainings = [*_private.get(tensor, {}).values(), *(_copies[mark] for mark in mine if mark in _copies)]
+        mine = _numbers(b"".join(marks([tensor]))) if copies else _numbers(b"")
+        trainings = [*_private.get(tensor, {}).values(), *(t for t, known in copies if _holds_any(known, mine))]
         found |= {id(training): training for training in trainings}
-        if tensor in _ordinary or ordinary.intersection(mine):
+        if tensor in _ordinary or (ordinary and not ordinary.isdisjoint(_exact_mark(tensor))):
             without.append(name)
     return list(found.values()), without
 
 
-def marks(tensors: Iterable[Tensor]) -> list[str]:
-    """Fingerprints of those that can be told from others: not all of their numbers are the same."""
+def marks(tensors: Iterable[Tensor]) -> list[bytes]:
+    """By which copies of tensors are known, also in another shape or dtype.
+
+    Each is a hash of some numbers, and of them as they are after rounding to bfloat16 and to float16. Tensors whose
+    numbers are all the same cannot be told from others.
+    """
     found = []
-    for tensor in tensors:
-        if not is_lazy(tensor) and tensor.layout is torch.strided and tensor.device.type != "meta":
-            flat = tensor.detach().reshape(-1)
-            if flat.numel() and bool((flat != flat[0]).any()):
-                found.append(fingerprint(tensor))
+    for tensor in filter(_is_readable, tensors):
+        size = tensor.numel()
+        numbers = tensor.detach().reshape(-1)[_places(size, tensor.device)].cpu()
+        if size and bool((numbers != numbers[0]).any()):
+            found.append(_hash(size, numbers))
+            if len(numbers) >= _MANY and numbers.is_floating_point():
+                rounded = numbers.bfloat16(), numbers.half().bfloat16()  # what bfloat16 makes of a copy in float16
+                found += [_hash(size, each, b"rounded") for each in rounded]
     return found
 
 
+def _numbers(found: bytes | bytearray) -> NDArray[np.uint64]:
+    """Marks as numbers; a copy, since the row may grow."""
+    return np.frombuffer(bytes(found), np.uint64)
+
+
+def _holds_any(known: NDArray[np.uint64], mine: NDArray[np.uint64]) -> bool:
+    """Whether one of the marks is among the known ones, which are sorted."""
+    places = np.searchsorted(known, mine).clip(max=len(known) - 1)
+    return bool((known[places] == mine).any())
+
+
+def _exact_mark(tensor: Tensor) -> list[str]:
+    """Of all numbers of a tensor, in whatever dtype; empty where they are all the same."""
+    if not _is_readable(tensor) or not tensor.numel():
+        return []
+    numbers = tensor.detach()
+    same = bool((numbers == numbers.reshape(-1)[0]).all())
+    return [] if same else [fingerprint(numbers.double() if numbers.is_floating_point() else numbers)]
+
+
+def _is_readable(tensor: Tensor) -> bool:
+    return not is_lazy(tensor) and tensor.layout is torch.strided and tensor.device.type != "meta"
+
+
+@functools.lru_cache(maxsize=256)
+def _places(size: int, device: torch.device) -> Tensor:
+    """The same places for all tensors of a size."""
+    every = torch.arange(size)
+    if size > _NUMBERS:
+        every = torch.randint(size, (_NUMBERS,), generator=torch.Generator().manual_seed(size))
+    return every.to(device)
+
+
+def _hash(size: int, numbers: Tensor, kind: bytes = b"exact") -> bytes:
+    numbers = torch.view_as_real(numbers) if numbers.is_complex() else numbers
+    said = kind + size.to_bytes(8, "big") + numbers.double().numpy().tobytes()
+    return hashlib.blake2b(said, digest_size=8).digest()
+
+
+def _before_step(optimizer: Optimizer, args: Any, kwargs: Mapping[str, Any]) -> None:
+    _stepping[optimizer] = _with_gradient(optimizer)
+    followers = (_followed.get(parameter, ()) for group in optimizer.param_groups for parameter in group["params"])
+    for weights in {weights for each in followers for weights in each}:
+        weights.note()
+
+
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Mapping[str, Any]) -> None:
-    for parameter in _trained(optimizer):
-        release = _waiting.get(parameter)
-        gradient = parameter.grad
-        same = release is not None and release.gradient() is gradient
-        if same and release.version in (None, gradient._version):
-            release.version = gradient._version
+    # A closure may make gradients in the step, and the step may clear them.
+    cleared = [(parameter, was) for parameter, was in _stepping.pop(optimizer, []) if parameter.grad is None]
+    stepped: set[TrainedWeights] = set()
+    for parameter, is_release in (*cleared, *_with_gradient(optimizer)):
+        followers = set(_followed.get(parameter, ()))
+        stepped |= followers
+        if is_release:
+            release = _waiting[parameter]
+            release.hook.remove()
+            release.version = None if parameter.grad is None else parameter.grad._version
         else:
             _ordinary[parameter] = True
+            for weights in followers:
+                weights.note_step_without_privacy(parameter)
+    for weights in stepped:
+        weights.hold()
 
 
-def _trained(optimizer: Optimizer) -> Iterator[Any]:
-    for group in optimizer.param_groups:
-        yield from (parameter for parameter in group["params"] if parameter.grad is not None)
+def _with_gradient(optimizer: Optimizer) -> list[tuple[Any, bool]]:
+    """The parameters that an optimizer steps on, and whether by a release."""
+    found = []
+    for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
+        gradient, release = parameter.grad, _waiting.get(parameter)
+        if gradient is not None:
+            same = release is not None and release.gradient() is gradient
+            found.append((parameter, same and release.version in (None, gradient._version)))
+    return found
 
 
+register_optimizer_step_pre_hook(_before_step)
 register_optimizer_step_post_hook(_after_step)

@@ -9,7 +9,7 @@ written down.
 
 import json
 import math
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from dp_lightning.errors import DataError, DpLightningError
 from dp_lightning.files import replacing
 from dp_lightning.privacy.accounting import Ledger
 from dp_lightning.privacy.plan import PrivacyPlan
+from dp_lightning.privacy.seal import SEAL, sealed
 
 #: Where a checkpoint keeps what the statement of its steps says.
 STATEMENT = "privacy_statement"
@@ -44,7 +45,7 @@ class PrivacyStatement:
         sensitivity: L2 sensitivity of the clipped sum under the stated neighbours.
         sampler: how batches were drawn, in words.
         unit_of_privacy: what one neighbour adds or removes.
-        unprotected: log tags of everything computed from raw training examples.
+        unprotected: log tags of everything computed from raw training examples, and what else was written that may be.
         examples: how the loss saw one example at a time, ``together`` or ``one_by_one``.
         changed_outside: attributes of the module that other code than the loss has changed during the run.
         reproducible: all random numbers came from a seed that is written down.
@@ -59,6 +60,7 @@ class PrivacyStatement:
         faults: what has happened during the run that keeps it from release, in words.
         weights: SHA-256 of the parameters and buffers that it speaks of (``weights.digest_of``).
         versions: package name to version.
+        files: of an export, the SHA-256 of each file that was written with the statement, by its name.
     """
 
     plan: PrivacyPlan
@@ -82,23 +84,41 @@ class PrivacyStatement:
     faults: tuple[str, ...] = ()
     weights: str = ""
     versions: dict[str, str] = field(default_factory=dict)
+    files: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         copy = Ledger()
         copy.load_state_dict(self.ledger.state_dict())
         object.__setattr__(self, "ledger", copy)
+        object.__setattr__(self, "private", self.private and self.plan.noise_multiplier > 0)
 
     def saved(self) -> dict[str, Any]:
-        """All of it in plain values, without any epsilon computed; `from_saved` reads it."""
+        """All of it in plain values and their seal, without any epsilon computed; `from_saved` reads it."""
         rest = {item.name: getattr(self, item.name) for item in fields(self) if item.name not in ("plan", "ledger")}
-        return {"plan": asdict(self.plan), "ledger": self.ledger.state_dict(), **rest}
+        return sealed({"plan": asdict(self.plan), "ledger": self.ledger.state_dict(), **rest})
+
+    @property
+    def seal(self) -> str:
+        """SHA-256 of all its fields."""
+        return str(self.saved()[SEAL])
 
     @classmethod
     def from_saved(cls, saved: dict[str, Any]) -> "PrivacyStatement":
-        """The statement of `saved`."""
+        """The statement of `saved`.
+
+        Raises:
+            DataError: where its seal is missing, or not that of its fields.
+        """
+        if saved.get(SEAL) != sealed(saved)[SEAL]:
+            raise DataError(
+                "its seal is not that of its fields, so it was edited"
+                if SEAL in saved
+                else "it has no seal, so it is of an earlier version, or was edited"
+            )
         ledger = Ledger()
         ledger.load_state_dict(saved["ledger"])
-        return cls(**{**saved, "plan": PrivacyPlan(**saved["plan"]), "ledger": ledger})
+        values = {name: value for name, value in saved.items() if name != SEAL}
+        return cls(**{**values, "plan": PrivacyPlan(**saved["plan"]), "ledger": ledger})
 
     @classmethod
     def from_dict(cls, facts: dict[str, Any]) -> "PrivacyStatement":
@@ -116,13 +136,14 @@ class PrivacyStatement:
                 name: tuple(facts[name]) if isinstance(facts[name], list) else facts[name] for name in known
             }
             earlier = tuple((target["target_epsilon"], target["until_step"]) for target in facts["earlier_targets"])
-            return cls(
+            claims = cls(
                 plan=PrivacyPlan(**plan, num_steps=facts["num_steps_planned"]),
                 ledger=ledger,
-                private=facts["private"],
                 earlier_targets=earlier,
                 **rest,
             )
+            # A run with noise has an infinite epsilon too, where its noise is too small for the accountant.
+            return claims if facts["private"] or math.isinf(claims._spent) else replace(claims, private=False)
         except (KeyError, TypeError, ValueError, DpLightningError) as error:
             raise DataError(f"This is no privacy statement: {type(error).__name__}: {error}") from error
 
@@ -200,6 +221,8 @@ class PrivacyStatement:
                 "reproducible": self.reproducible,
                 "faults": list(self.faults),
                 "versions": self.versions,
+                "files": self.files,
+                SEAL: self.seal,
             }
         )
 
@@ -258,6 +281,8 @@ class PrivacyStatement:
             "run": self.run or "without a journal",
             "last steps in its journal": ", ".join(self.journal_heads) or "none",
             "SHA-256 of the weights": self.weights,
+            **{f"SHA-256 of {name}": digest for name, digest in self.files.items()},
+            "seal, SHA-256 of all fields": facts[SEAL],
             "versions": ", ".join(f"{name} {version}" for name, version in facts["versions"].items()),
         }
         table = "\n".join(f"| {name} | {str(value).replace('|', chr(92) + '|')} |" for name, value in rows.items())
@@ -307,8 +332,8 @@ class PrivacyStatement:
     def _not_covered(self) -> list[str]:
         tags = ", ".join(f"`{tag}`" for tag in self.unprotected)
         logged = (
-            f"Values computed from raw training examples and logged without noise: {tags}. Releasing them "
-            "is outside the guarantee."
+            "Values that may be computed from raw training examples, and are logged or saved without noise: "
+            f"{tags}. Releasing them is outside the guarantee."
             if tags
             else "Values computed from raw training examples: none were logged in the training steps and epochs of "
             "this run. Values that were logged elsewhere, such as at the end of a validation, are not looked at."

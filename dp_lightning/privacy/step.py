@@ -32,7 +32,7 @@ to its own sum, and one collective adds up the sums. What is released is the sam
 
 import math
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from functools import cached_property
 from importlib.metadata import version
@@ -53,7 +53,15 @@ from dp_lightning.privacy.isolation.between_examples import Isolation
 from dp_lightning.privacy.isolation.reachable import Ignored, nothing_ignored
 from dp_lightning.privacy.isolation.sealed_data import SealedData
 from dp_lightning.privacy.journal import Journal, run_name
-from dp_lightning.privacy.lineage import Origin, Training, marks, origin_of, released, remember
+from dp_lightning.privacy.lineage import (
+    Origin,
+    TrainedWeights,
+    Training,
+    count_of,
+    faults_of,
+    origin_of,
+    released,
+)
 from dp_lightning.privacy.noise import GaussianNoise
 from dp_lightning.privacy.plan import PrivacyPlan
 from dp_lightning.privacy.randomness import TrainingRandomness
@@ -149,6 +157,15 @@ class PrivateStep:
             augmult=augmult,
             images_per_group=images_per_group,
         )
+        self.module, self.plan, self.clip_plan = module, plan, clip_plan or ClipPlan.flat()
+        self.ledger, self.journal, self.ranks = ledger or Ledger(), journal, ranks or Ranks()
+        self.run = run or (run_name({}) if journal is None else journal.run)
+        self.unit = ONE_EXAMPLE if images_per_group is None else ONE_PERSON
+        #: What keeps the run from release, in words.
+        self.faults: set[str] = set()
+        self._training = Training(self.run, self.ledger, self.unit, seed is not None, self.faults)
+        self.parameters = trained_parameters(module)
+        self._weights = TrainedWeights(self.parameters, self._training)
         groups = None if images_per_group is None else Groups(dataset, images_per_group, seed=seed)
         if (size := len(dataset if groups is None else groups)) != plan.num_train:
             raise ConfigurationError(
@@ -156,13 +173,8 @@ class PrivateStep:
                 f"made for num_train {plan.num_train}. Remove num_train, or correct it."
             )
         require_single_records(dataset)
-        self.module, self.plan, self.clip_plan = module, plan, clip_plan or ClipPlan.flat()
-        self.ledger, self.journal, self.ranks = ledger or Ledger(), journal, ranks or Ranks()
-        self.run = run or (run_name({}) if journal is None else journal.run)
-        self.unit = ONE_EXAMPLE if groups is None else ONE_PERSON
         self.origin = origin or origin_of(module, self.ledger, run=self.run, unit=self.unit, other_data=False)
-        self.parameters = trained_parameters(module)
-        self._start = frozenset(marks(self.parameters.values()))
+        self.faults.update(self.origin.faults)
         self.noise = GaussianNoise(seed=seed)
         self.seed, self.randomness = seed, TrainingRandomness(seed, rank=self.ranks.rank)
         self.reader = ExampleReader(
@@ -183,9 +195,6 @@ class PrivateStep:
         self._ignored, self._raw, self._also = ignored, (dataset, *raw), also
         self._sum = ClippedSum(self.parameters, self.clip_plan)
         self._extrapolation = None if disk is None else Extrapolation(self.parameters, disk.length)
-        #: What keeps the run from release, in words.
-        self.faults: set[str] = set(self.origin.faults)
-        self._training = Training(self.run, self.ledger, self.unit, seed is not None, self.faults)
         self._form: tuple[Structure, list[tuple[int, ...]]] | None = None
         self._taken: PhysicalBatch | None = None
 
@@ -255,6 +264,8 @@ class PrivateStep:
         finally:
             if self._extrapolation is not None:
                 self._extrapolation.back()
+        if place.piece == 0:
+            self._weights.require_untouched()
         self._taken = place
 
     @torch.no_grad()
@@ -290,8 +301,23 @@ class PrivateStep:
         for name, gradient in self._sum.views(total.div_(self.plan.expected_batch_size)).items():
             self.parameters[name].grad = gradient.to(self.parameters[name].dtype)
         released(self.parameters.values(), self._training)
-        self.isolation.advance()
+        if self.isolation.advance():
+            self._weights.hold()
         return stop
+
+    def stepped(self) -> None:
+        """The optimizer has stepped, and what belongs to its step is done: until the next loss nothing else changes the
+        model.
+
+        A loop without Lightning need not say so: there, an optimizer's step ends where torch says it does, and the
+        trained parameters alone are compared.
+        """
+        self.isolation.stepped()
+        self._weights.hold()
+
+    def remember(self, tensors: Iterable[Tensor]) -> None:
+        """Tensors that follow from the releases, such as an average: a run that starts from a copy counts the steps."""
+        self._weights.remember(tensors)
 
     # Public numbers
 
@@ -344,6 +370,7 @@ class PrivateStep:
         Args:
             more: further fields of ``PrivacyStatement``, such as ``postprocessing`` and ``unprotected``.
         """
+        words = [*self.origin.words, *self._count_others()]
         clipping, groups = self.clip_plan.describe(), self.reader.groups
         one = "example" if groups is None else "person"
         if groups is not None:
@@ -364,25 +391,44 @@ class PrivateStep:
             "reproducible": self.seed is not None,
             "private": self.plan.noise_multiplier > 0,
             "num_ranks": self.ranks.size,
-            "faults": tuple(sorted(self._faults_of_now())),
+            "faults": tuple(self.all_faults),
             "run": self.run,
-            "earlier_training": tuple(self.origin.words),
+            "earlier_training": tuple(words),
             "journal_heads": () if self.journal is None else self.journal.heads,
             "versions": {name: version(name) for name in ("dp-lightning", "torch", "opacus")},
         }
-        # Whoever asks for a statement may copy the weights now.
-        remember(self.parameters.values(), self._training, start=self._start)
+        # Whoever asks for a statement may copy any part of the weights now.
+        self._weights.remember()
         if "weights" not in more:
             fields["weights"] = digest_of(self.module.state_dict())
         return PrivacyStatement(**{**fields, **more})
 
-    def _faults_of_now(self) -> set[str]:
+    @property
+    def all_faults(self) -> list[str]:
+        """What keeps the model, as it is now, from release."""
         found = set(self.faults)
         if not all(bool(parameter.isfinite().all()) for parameter in self.parameters.values()):
             found.add("weights are not finite")
         if touched := self.isolation.touched():
             found.add(f"other code than the optimizer has changed {', '.join(touched[:5])} after the last step")
-        return found
+        elif touched := self._weights.touched():
+            found.add(f"other code than an optimizer's step on a release has changed {', '.join(touched[:5])}")
+        for other in self._weights.others():
+            found.update(faults_of(other, "in turns with this one"))
+            if other.unit != self.unit:
+                found.add(f"run {other.run}, which trained the weights in turns with this one, protects {other.unit}")
+        return sorted(found)
+
+    def _count_others(self) -> list[str]:
+        """Count the steps of other private runs that train the same parameters meanwhile, and say so."""
+        words = []
+        for other in self._weights.others():
+            self.ledger.count_earlier({name: steps for name, steps in other.runs.items() if name != self.run})
+            words.append(
+                f"run {other.run}: {count_of(other.ledger.runs)} private steps, taken in turns with this run, which "
+                "count here"
+            )
+        return words
 
     # Resuming
 
@@ -401,6 +447,8 @@ class PrivateStep:
 
     def _begin(self) -> None:
         self.require_budget()
+        self._count_others()
+        self._weights.begin()
         self._sum.reset()
         if self._extrapolation is not None:
             self.isolation.begin_elsewhere()

@@ -116,6 +116,7 @@ def run(
                 with torch.no_grad():
                     for parameter, value in zip(private.parameters.values(), transcript.weights[step], strict=True):
                         parameter.copy_(value)
+                private._weights.hold()  # the transcript stands for the releases
             done.weights.append([parameter.detach().clone() for parameter in private.parameters.values()])
             for batch in private.batches():
                 private.accumulate(batch)

@@ -60,7 +60,6 @@ class Fit:
     sums: list[Tensor] = field(default_factory=list)
     gradients: list[list[Tensor]] = field(default_factory=list)
     state: dict[str, Tensor] = field(default_factory=dict)
-    said: tuple[str, ...] = ()
 
 
 def fit(
@@ -104,20 +103,18 @@ def fit(
             default_root_dir=folder,
         )
         trainer.fit(module, datamodule=module.data())
-        done.said = privacy.statement(trainer).changed_outside
     done.state = {name: value.clone() for name, value in module.state_dict().items()}
     return done
 
 
 def compared(
     kind: Callable[[Tensor, Tensor], LightningAttack], ways: str = "together", removed: tuple[int, ...] = (OUTLIER,)
-) -> tuple[float, bool, tuple[str, ...]]:
-    """The largest change of a released sum, whether equal releases leave equal weights, and the attributes that the
-    statement names."""
+) -> tuple[float, bool]:
+    """The largest change of a released sum, and whether equal releases leave equal weights."""
     whole = fit(kind, list(range(N)), ways)
     change, equal = 0.0, True
     for index in removed:
         rest = fit(kind, [other for other in range(N) if other != index], ways, whole)
         change = max(change, *(float((a - b).norm()) for a, b in zip(whole.sums, rest.sums, strict=True)))
         equal = equal and all(torch.equal(value, rest.state[name]) for name, value in whole.state.items())
-    return change, equal, whole.said
+    return change, equal

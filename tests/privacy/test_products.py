@@ -150,6 +150,22 @@ def test_norms_of_patches_are_taken_without_patches(layer, shape, augmult):
     torch.testing.assert_close(patches.right_norms(rows), patches.right(rows, torch.float32).norm(dim=3))
 
 
+@pytest.mark.parametrize("kernel", [(3, 2), (1, 3)])
+@pytest.mark.parametrize("stride", [(1, 1), (2, 1), (3, 2)])
+@pytest.mark.parametrize("dilation", [(1, 1), (2, 3)])
+@pytest.mark.parametrize("padding", [(0, 0), (1, 2), "same"])
+def test_gram_matrices_of_patches_are_taken_without_patches(kernel, stride, dilation, padding):
+    if padding == "same" and stride != (1, 1):
+        pytest.skip("torch has none of it")
+    torch.manual_seed(0)
+    layer = nn.Conv2d(3, 4, kernel, stride, padding, dilation)
+    x = torch.randn(4, 3, 9, 8)
+    conv = convolution.geometry(layer.weight.shape, layer.stride, layer.padding, layer.dilation, layer.groups)
+    patches = convolution.Patches(conv, x, torch.randn_like(layer(x)), augmult=2)
+    right = patches.right(slice(0, 2), torch.float64)
+    torch.testing.assert_close(patches.right_gram(slice(0, 2)), right @ right.mT)
+
+
 @pytest.mark.parametrize("positions", [96, 1024])
 @pytest.mark.parametrize("way", ["Gram", "formed twice"])
 def test_terms_that_round_all_in_one_direction_do_not_exceed_the_bound(monkeypatch, way, positions):

@@ -28,6 +28,8 @@ KEYS = {
     "num_train",
     "noise_multiplier",
     "ledger",
+    "seal",
+    "files",
     "earlier_runs",
     "earlier_training",
     "clipping",

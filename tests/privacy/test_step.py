@@ -196,6 +196,66 @@ def test_an_example_of_which_collation_leaves_nothing_contributes_zero(ways):
     torch.testing.assert_close(*found, rtol=0, atol=1e-6)
 
 
+class Unreadable(TensorDataset):
+    """Every third is None."""
+
+    def __getitem__(self, index):
+        return super().__getitem__(index) if index % 3 else None
+
+
+def drop_unreadable(views):
+    return torch.utils.data.default_collate([view for view in views if view is not None])
+
+
+def must_have_two(views):
+    return views[0], views[1]
+
+
+@pytest.mark.parametrize("ways", ["together", "one_by_one"])
+@pytest.mark.parametrize("collate_fn", [drop_unreadable, torch.utils.data.default_collate])
+def test_an_example_that_is_none_contributes_zero_and_is_not_collated(ways, collate_fn):
+    found = []
+    for dataset in (Unreadable, TensorDataset):
+        model = network().eval()
+        private = private_step(
+            model,
+            plan=plan(expected_batch_size=N, noise_multiplier=0.0),
+            dataset=dataset(*examples().tensors),
+            collate_fn=collate_fn,
+            examples=ways,
+        )
+        # Then a draw of nothing but unreadable examples, and one of none.
+        private._sampler = Draws([i for i in range(N) if dataset is Unreadable or i % 3], [0, 3], [])
+        for _ in range(3 if dataset is Unreadable else 1):
+            for batch in private.batches():
+                private.accumulate(batch)
+            private.release()
+            found.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
+    kept, of_unreadable, of_none, expected = found
+    torch.testing.assert_close(kept, expected, rtol=0, atol=1e-6)
+    assert expected.any()
+    assert not of_unreadable.any()
+    assert not of_none.any()
+
+
+@pytest.mark.parametrize("ways", ["together", "one_by_one"])
+def test_collation_that_takes_no_single_example_is_refused_in_one_message(ways):
+    private = private_step(network(), collate_fn=must_have_two, examples=ways)
+    private._sampler = Draws([1, 2])
+    with pytest.raises(DataError, match=r"fails \(IndexError.*one example at a time, here a list of length 1"):
+        list(private.batches())
+
+
+def test_a_training_set_of_nothing_but_none_is_refused():
+    class Nothing(TensorDataset):
+        def __getitem__(self, index):
+            return None
+
+    private = private_step(network(), dataset=Nothing(*examples().tensors))
+    with pytest.raises(DataError, match="Every example of the training set is None"):
+        list(private.batches())
+
+
 def test_a_logical_batch_of_nothing_but_left_out_examples_is_a_step():
     private = private_step(network(), collate_fn=leave_out_every_third)
     private._sampler = Draws([0, 3, 6], [1])
@@ -343,6 +403,26 @@ def test_the_place_of_a_tensor_that_is_kept_is_named(keep, name, hidden):
 
     with pytest.raises(ModelError, match=rf"keeps a tensor of an example in {name}\."):
         trained(model, private_step(model, loss=loss), steps=1)
+
+
+def test_a_hook_that_the_first_call_registers_is_refused_with_the_fix():
+    class Lazy(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net, self.hooked = network(), False
+
+        def forward(self, x):
+            if not self.hooked:
+                self.net.register_forward_hook(lambda module, inputs, output: None)
+                self.hooked = True
+            return self.net(x)
+
+    model = Lazy()
+    with pytest.raises(ModelError, match=r"_forward_hooks\[.* call the model once before the fit"):
+        trained(model, private_step(model), steps=1)
+    model = Lazy()
+    model(examples()[:1][0])
+    trained(model, private_step(model), steps=1)
 
 
 class Named(torch.utils.data.Dataset):

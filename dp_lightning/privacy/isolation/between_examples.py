@@ -14,6 +14,7 @@ an example would make something else of a buffer, the step is refused.
 
 import copy
 import gc
+import re
 import types
 import warnings
 import weakref
@@ -39,6 +40,11 @@ _FIX = (
     "training_step returns, make constants in __init__ (register_buffer), keep state that follows the steps in a "
     "callback, by trainer.global_step, and take numbers of the batch out of training_step by self.log."
 )
+_HOOK = (
+    "Hooks of modules are registered before the fit. Where a library does so in the first call of its model, call the "
+    "model once before the fit, as in configure_model. Otherwise register the hook in __init__."
+)
+_OF_HOOKS = re.compile(r"\._(forward|backward)(_pre)?_hooks\w*\[")
 
 
 class Isolation:
@@ -120,15 +126,21 @@ class Isolation:
         tensors = (*self._module.parameters(), *self._module.buffers())
         return Watch(self.is_known, self._unknown.tensors(), {storage_of(tensor) for tensor in tensors} - trained)
 
-    def advance(self) -> None:
-        """The logical step is over: state that is computed from weights alone takes its next value."""
+    def advance(self) -> bool:
+        """The logical step is over: state that is computed from weights alone takes its next value.
+
+        Returns:
+            Whether there is any.
+        """
         self._within_step = False
         self._next.clear()
         for advance in self._advanced.values():
             advance()
-        if self._advanced:
-            self._advanced.clear()
-            self._snapshot.refresh()
+        if not self._advanced:
+            return False
+        self._advanced.clear()
+        self._snapshot.refresh()
+        return True
 
     def stepped(self) -> None:
         """The optimizer has stepped: until the next loss nothing else may change a tensor of the model."""
@@ -262,11 +274,11 @@ class Isolation:
         return [change.path for change in changes if change.kind == "tensor" or id(change.new) in held]
 
     def _require_one_model(self, changes: list[Change]) -> None:
-        if names := self._tensors_in(changes):
+        if names := [*self._tensors_in(changes), *(change.path for change in changes if change.kind == "attribute")]:
             raise ModelError(
-                f"{', '.join(names[:5])} changed between two physical batches of one step, by other code than "
-                "training_step, such as a hook. How many there are depends on the draw. Change tensors of the model "
-                "once per step, in optimizer_step after the optimizer."
+                f"{', '.join(dict.fromkeys(names[:5]))} changed between two physical batches of one step, by other "
+                "code than training_step, such as a callback. How many there are depends on the draw. Change what the "
+                "loss can see once per step, in optimizer_step after the optimizer, or keep it in the callback."
             )
 
     def _require_unchanged(self, allowed: Callable[[Change], bool]) -> None:
@@ -323,7 +335,8 @@ def _require_only_releases(names: list[str]) -> None:
 def _refuse(changes: list[Change], failure: str = "") -> None:
     if changes:
         names = ", ".join(dict.fromkeys(change.path for change in changes[:5]))
-        raise ModelError(f"training_step changes {names}. {BATCH_NORM if is_of_batch_norm(names) else _FIX}{failure}")
+        fix = BATCH_NORM if is_of_batch_norm(names) else _HOOK if _OF_HOOKS.search(names) else _FIX
+        raise ModelError(f"training_step changes {names}. {fix}{failure}")
 
 
 def _same_bits(one: Tensor, other: Tensor) -> bool:

@@ -1,0 +1,43 @@
+"""The statement in a file of weights that `dpl export` has written, which goes where the file goes."""
+
+import json
+from pathlib import Path
+
+from dp_lightning.errors import DataError, DpLightningError
+from dp_lightning.privacy.statement import STATEMENT, PrivacyStatement
+from dp_lightning.privacy.weights import digest_of
+
+#: Where the metadata has the facts that stand in `model.json` too.
+FACTS = "facts"
+
+
+def statement_of(file: str | Path) -> PrivacyStatement | None:
+    """The statement of the tensors in a safetensors file; None where it has none.
+
+    Raises:
+        DataError: where it was edited, or speaks of other tensors.
+    """
+    from safetensors import safe_open
+
+    said = metadata_of(file).get(STATEMENT)
+    if said is None:
+        return None
+    try:
+        claims = PrivacyStatement.from_saved(json.loads(said))
+        with safe_open(file, framework="pt") as opened:
+            digest = digest_of({name: opened.get_tensor(name) for name in opened.keys()})  # noqa: SIM118
+    except DataError:
+        raise
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError, DpLightningError) as error:
+        raise DataError(f"{type(error).__name__}: {error}") from error
+    if claims.weights != digest:
+        raise DataError("it speaks of other tensors")
+    return claims
+
+
+def metadata_of(file: str | Path) -> dict[str, str]:
+    """What a safetensors file says beside its tensors."""
+    from safetensors import safe_open
+
+    with safe_open(file, framework="pt") as opened:
+        return dict(opened.metadata() or {})
