@@ -7,7 +7,7 @@ from pathlib import Path
 from tempfile import TemporaryFile
 from typing import BinaryIO
 
-from dp_lightning.errors import ConfigurationError
+from dp_lightning.errors import ConfigurationError, DataError
 
 
 def require_writable(folder: Path, setting: str) -> None:
@@ -24,6 +24,16 @@ def require_writable(folder: Path, setting: str) -> None:
         raise ConfigurationError(
             f"{setting} is {folder}, and nothing can be written there ({error.strerror}). Choose another folder."
         ) from error
+
+
+def require_regular(path: Path) -> None:
+    """Refuse a pipe, a device or a folder, which would be waited for or read without end; it may be missing.
+
+    Raises:
+        DataError: naming it.
+    """
+    if path.exists() and not path.is_file():
+        raise DataError(f"{path} is no regular file.")
 
 
 @contextmanager

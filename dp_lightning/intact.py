@@ -1,6 +1,7 @@
 """Whether a checkpoint is whole, from its checksums alone."""
 
 import hashlib
+import stat
 import zipfile
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -11,6 +12,7 @@ from dp_lightning.errors import DataError
 def damage(path: Path) -> str | None:
     """What is wrong with the file, as far as its checksums tell; None for nothing."""
     try:
+        _require_regular(path)
         with zipfile.ZipFile(path) as file:
             claimed, there = sum(part.file_size for part in file.infolist()), path.stat().st_size
             # torch does not compress; what is small here and large in memory was not written by it.
@@ -31,11 +33,17 @@ def fingerprint(path: Path) -> int:
         DataError: when the file is not a checkpoint.
     """
     try:
+        _require_regular(path)
         with zipfile.ZipFile(path) as file:
             sums = [(part.filename, part.CRC) for part in file.infolist()]
     except (OSError, zipfile.BadZipFile) as error:
         raise DataError(f"{path} is not a usable checkpoint: {error}.") from error
     return int.from_bytes(hashlib.sha256(repr(sums).encode()).digest()[:7])
+
+
+def _require_regular(path: Path) -> None:
+    if not stat.S_ISREG(path.stat().st_mode):  # a pipe without a writer would wait
+        raise OSError("it is no regular file")
 
 
 def newest_intact(checkpoints: Iterable[Path], accept: Callable[[Path], bool] = lambda path: True) -> Path | None:

@@ -82,6 +82,8 @@ class AveragedWeights(pl.Callback):
         torch._foreach_lerp_(
             list(self.average.values()), [parameters[name].detach() for name in self.average], 1 - decay
         )
+        if (privacy := privacy_of(trainer)) is not None:
+            privacy.private.remember(self.average.values())
 
     # Evaluation of the average
 

@@ -8,7 +8,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from dp_lightning.errors import BudgetError, ConfigurationError
-from dp_lightning.privacy.accounting import Ledger, Run, compose
+from dp_lightning.privacy.accounting import Ledger, Run, check_batch_size, compose
 from dp_lightning.privacy.clipping import ClipPlan
 from dp_lightning.privacy.plan import TOLERANCE, PrivacyPlan
 
@@ -20,8 +20,9 @@ def planned_steps(*, max_epochs: int | None, max_steps: int, num_train: int, exp
     """T: ``max_steps``, or floor(``max_epochs`` * N / B) where it is less; -1 sets no limit, and None no epochs.
 
     Raises:
-        ConfigurationError: when neither sets a limit, or no step is left.
+        ConfigurationError: when neither sets a limit, or no step is left, or B is above N.
     """
+    check_batch_size(expected_batch_size, num_train)
     limits = []
     if max_steps != -1:
         limits.append(max_steps)

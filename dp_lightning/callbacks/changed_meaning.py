@@ -47,7 +47,8 @@ def warn_of_changed_meaning(
     count = min(_EXAMPLES, len(reader))
     try:
         drawn = [reader.elements(number * len(reader) // count, step=0) for number in range(count)]
-        raw = [[reader.dataset[element] for element in elements] for elements in drawn]
+        read = [[reader.dataset[element] for element in elements] for elements in drawn]
+        raw = [example for example in read if not any(view is None for view in example)]
         trial = copy.deepcopy(module)
         trial.eval()
         public: Any = PublicTrainer(trainer)
@@ -64,7 +65,7 @@ def warn_of_changed_meaning(
         with torch.no_grad(), trainer.precision_plugin.train_step_context(), private.nothing_kept():
             everything = [element for example in raw for element in example]
             together, again = loss_of(everything), loss_of(everything)
-            mean = sum(map(loss_of, raw)) / count
+            mean = sum(map(loss_of, raw)) / len(raw)
     except ModelError:  # the step would raise it too
         raise
     except Exception:  # whatever the user's own code raises on a batch that it will not see
@@ -72,8 +73,8 @@ def warn_of_changed_meaning(
     if together != again or abs(together - mean) <= _TOLERANCE * max(abs(together), abs(mean)):
         return False
     rank_zero_warn(
-        f"The loss of {count} examples together is {together:.4g}, and the mean of their losses is {mean:.4g}. Private "
-        "training uses each example's own loss: what the loss takes from the rest of a batch, such as negatives, class "
-        "weights of a mean, statistics or thresholds, comes from the example alone."
+        f"The loss of {len(raw)} examples together is {together:.4g}, and the mean of their losses is {mean:.4g}. "
+        "Private training uses each example's own loss: what the loss takes from the rest of a batch, such as "
+        "negatives, class weights of a mean, statistics or thresholds, comes from the example alone."
     )
     return True

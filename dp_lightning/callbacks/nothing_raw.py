@@ -1,13 +1,20 @@
 """Nothing raw is written: what a checkpoint holds beside the model, the optimizer and what this package puts there.
 
-A tensor there may be of raw examples, whatever code has put it there. A number may be one that was logged while
-training. Both are refused by their place, before anything is on disk.
+Hyperparameters are settings, and what callbacks and hooks add is small and plain: numbers, text, and classes or
+functions by reference. Tensors, arrays, bytes and other objects may hold raw examples, whatever code has put them
+there, and so may thousands of numbers or a long text. A number may be one that was logged while training. All of these
+are refused before anything is on disk. What is left of callbacks and hooks is the user's, and the statement names it.
 """
 
-from collections import defaultdict
+from argparse import Namespace
+from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping
+from enum import Enum
 from fractions import Fraction
-from typing import Any
+from functools import partial
+from pathlib import PurePath
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType, NoneType
+from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
 import numpy as np
@@ -16,19 +23,54 @@ from lightning.pytorch.callbacks import WeightAveraging
 from lightning.pytorch.core.mixins import HyperparametersMixin
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 from torchmetrics import Metric
 
 from dp_lightning.errors import ConfigurationError, ModelError
 from dp_lightning.privacy.statement import STATEMENT
 
+
+class _Bounds(NamedTuple):
+    """The most that a part of a checkpoint may hold."""
+
+    values: int  # other than text
+    characters: int
+
+
+# All hyperparameters of one module. Settings are few and data are many: a weight for each of the 1,000 classes of
+# ImageNet fits, and so do the names of the 21,841 of ImageNet-21k (501,000 characters).
+_SETTINGS = _Bounds(values=2_000, characters=600_000)
+# The state of one callback, or another entry. Scores of thousands of epochs fit.
+_STATE = _Bounds(values=10_000, characters=100_000)
+_SEQUENCES = (list, tuple, set, frozenset, deque)
+_NUMBERS_AND_TEXT = (int, float, complex, str, np.number, np.bool_)
+# Written as they are, by name, or by reference.
+_PLAIN = (*_NUMBERS_AND_TEXT, NoneType, type, FunctionType, ModuleType, PurePath, torch.dtype, torch.device)
+# Subclasses of these may have attributes, which are written too.
+_WITH_ATTRIBUTES = (dict, *_SEQUENCES, *_NUMBERS_AND_TEXT, partial, Tensor, np.ndarray)
 # Tensors in these are the model's and the optimizer's.
 _MODEL = {"state_dict", "optimizer_states", STATEMENT}
+_HYPERPARAMETERS = (pl.LightningModule.CHECKPOINT_HYPER_PARAMS_KEY, pl.LightningDataModule.CHECKPOINT_HYPER_PARAMS_KEY)
+# What Lightning itself writes beside the model, the callbacks and the schedules.
+_LIGHTNING = {
+    "epoch",
+    "global_step",
+    "pytorch-lightning_version",
+    "loops",
+    *(owner.CHECKPOINT_HYPER_PARAMS_NAME for owner in (pl.LightningModule, pl.LightningDataModule)),
+    *(owner.CHECKPOINT_HYPER_PARAMS_TYPE for owner in (pl.LightningModule, pl.LightningDataModule)),
+}
 # Code of these cannot read what is withheld.
 _TRUSTED = ("dp_lightning.", "lightning.")
 # Largest denominator of a simple fraction. Of 50 losses one is taken for such.
 _SIMPLE = 1000
 # Where Lightning's own average of the weights is, beside the state dict.
 _AVERAGE = {"current_model_state", "averaging_state"}
+
+_Place = tuple[Any, ...]
+_Leaves = list[tuple[_Place, Any]]
+#: Saved hyperparameters by the entry of the checkpoint that they go into, each as its single values and their places.
+Settings = dict[str, _Leaves]
 
 
 class LoggedNumbers:
@@ -62,21 +104,39 @@ class LoggedNumbers:
         self._waiting.clear()
 
 
-def check_hyperparameters(trainer: pl.Trainer, module: pl.LightningModule) -> None:
-    """Refuse tensors in saved hyperparameters, which go into every checkpoint and to the loggers.
+class _NotPlainError(Exception):
+    """What is not allowed, and where."""
+
+    def __init__(self, what: str, place: _Place) -> None:
+        super().__init__(what)
+        self.what, self.place = what, place
+
+
+def check_hyperparameters(trainer: pl.Trainer, module: pl.LightningModule) -> Settings:
+    """Refuse saved hyperparameters that are no settings: they go into every checkpoint and to the loggers.
+
+    Returns:
+        The hyperparameters as they are now.
 
     Raises:
         ConfigurationError: naming the hyperparameter.
     """
-    for owner in (module, getattr(trainer, "datamodule", None)):
+    settings: Settings = {}
+    for owner, entry in zip((module, getattr(trainer, "datamodule", None)), _HYPERPARAMETERS, strict=True):
         if isinstance(owner, HyperparametersMixin):
-            for place, value in _leaves(dict(owner.hparams), ()):
-                if isinstance(value, Tensor | np.ndarray):
-                    raise ConfigurationError(
-                        f"The hyperparameter {_text(place)} of {type(owner).__name__} is an array: it goes into every "
-                        "checkpoint and may be of raw examples. Leave it out, by "
-                        f"save_hyperparameters(ignore=['{place[0]}']), and keep what the model needs in a buffer."
-                    )
+            try:
+                settings[entry] = _plain_leaves(dict(owner.hparams), (), _SETTINGS)
+                for place, value in settings[entry]:
+                    if isinstance(value, Tensor | np.ndarray):
+                        raise _NotPlainError("an array", place)
+            except _NotPlainError as error:
+                raise ConfigurationError(
+                    f"The hyperparameter {_text(error.place)} of {type(owner).__name__} holds {error.what}: it goes "
+                    "into every checkpoint and may be of raw examples. Leave it out, by "
+                    f"save_hyperparameters(ignore=['{error.place[0]}']), and keep tensors that the model needs in "
+                    "buffers."
+                ) from None
+    return settings
 
 
 def check_metrics(module: pl.LightningModule) -> None:
@@ -93,33 +153,78 @@ def check_metrics(module: pl.LightningModule) -> None:
             )
 
 
-def require_nothing_raw(checkpoint: Mapping[str, Any], trainer: pl.Trainer, logged: LoggedNumbers) -> None:
-    """Refuse a checkpoint that holds an array or a logged number where neither belongs.
+def require_nothing_raw(
+    checkpoint: Mapping[str, Any], trainer: pl.Trainer, logged: LoggedNumbers, settings: Settings
+) -> set[str]:
+    """Refuse a checkpoint with more than plain values, or with a logged number, where neither belongs.
 
     Args:
         checkpoint: as it is about to be written.
         logged: the numbers of the fit.
+        settings: the hyperparameters before the first step.
+
+    Returns:
+        What it holds by the user's code, in words for the statement: nobody knows from what it was computed.
 
     Raises:
         ModelError: naming the place.
     """
-    callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
-    averaging = any(isinstance(callback, WeightAveraging) for callback in callbacks)
-    trusted = {callback.state_key for callback in callbacks if type(callback).__module__.startswith(_TRUSTED)}
     known = trainer.lightning_module.state_dict().keys()
     if foreign := sorted(checkpoint.get("state_dict", {}).keys() - known):
         raise _refusal(f"a tensor in state_dict that is not the model's: {foreign[0]}")
-    for name, part in checkpoint.items():
-        if name in _MODEL or (averaging and name in _AVERAGE):
-            continue
-        if name == "callbacks":
-            part = {key: state for key, state in part.items() if key not in trusted}
-        for place, value in _leaves(part, (name,)):
-            if isinstance(value, Tensor | np.ndarray) and np.prod(value.shape) != 1:
-                raise _refusal(f"an array at {_text(place)}")
+    by_users = set()
+    for place, part, words in _parts(checkpoint, trainer):
+        entry = place[0]
+        try:
+            leaves = _plain_leaves(part, place, _SETTINGS if entry in _HYPERPARAMETERS else _STATE)
+        except _NotPlainError as error:
+            raise _refusal(f"{error.what} at {_text(error.place)}") from None
+        for where, value in leaves:
             number = isinstance(value, float | Tensor | np.ndarray | np.floating)
             if number and (tag := logged.tag_of(float(value))) is not None:
-                raise _refusal(f"the number at {_text(place)}, which was logged as '{tag}'")
+                raise _refusal(f"the number at {_text(where)}, which was logged as '{tag}'")
+        as_before = [(where[1:], value) for where, value in leaves] == settings.get(entry)
+        if leaves and words is not None and not as_before:
+            by_users.add(f"{words} in checkpoints")
+    return by_users
+
+
+def _parts(checkpoint: Mapping[str, Any], trainer: pl.Trainer) -> Iterator[tuple[_Place, Any, str | None]]:
+    """What is neither the model's nor ours: its place, its content, and in words whose it is unless Lightning's."""
+    callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    averaging = any(isinstance(callback, WeightAveraging) for callback in callbacks)
+    of_users = {callback.state_key: callback for callback in callbacks if not _is_of(_TRUSTED, callback)}
+    trusted = {callback.state_key for callback in callbacks} - of_users.keys()
+    schedules = dict(enumerate(config.scheduler for config in trainer.lr_scheduler_configs))
+    for name, part in checkpoint.items():
+        if name == "callbacks":
+            for key, state in part.items():
+                if key not in trusted:
+                    yield (name, key), state, f"state of {type(of_users[key]).__name__ if key in of_users else key}"
+        elif name == "lr_schedulers":
+            for index, state in enumerate(part):
+                schedule = schedules.get(index)
+                words = f"state of {type(schedule).__name__}" if _is_users(schedule) else None
+                yield (name, index), state, words
+        elif name == "state_dict":
+            for key, value in part.items():
+                if not isinstance(value, Tensor) or key.endswith(_EXTRA_STATE_KEY_SUFFIX):
+                    yield (name, key), value, f"entry '{key}'"
+        elif name not in _MODEL and not (averaging and name in _AVERAGE):
+            yield (name,), part, None if name in _LIGHTNING else f"entry '{name}'"
+
+
+def _is_of(packages: tuple[str, ...], part: Any) -> bool:
+    return type(part).__module__.startswith(packages)
+
+
+def _is_users(schedule: Any) -> bool:
+    """Whether a schedule's state is by the user's code, or holds such."""
+    if not _is_of((*_TRUSTED, "torch."), schedule):
+        return True
+    inside = [*getattr(schedule, "_schedulers", ()), *getattr(schedule, "lr_lambdas", ())]
+    inside.append(getattr(schedule, "_scale_fn_custom", None))
+    return any(_is_users(part) for part in inside if getattr(part, "__dict__", None))  # a plain function has no state
 
 
 def _refusal(what: str) -> ModelError:
@@ -130,16 +235,64 @@ def _refusal(what: str) -> ModelError:
     )
 
 
-def _leaves(value: Any, place: tuple[Any, ...]) -> Iterator[tuple[tuple[Any, ...], Any]]:
-    if isinstance(value, Mapping):
+def _plain_leaves(part: Any, place: _Place, bounds: _Bounds) -> _Leaves:
+    """All single values and their places.
+
+    Raises:
+        _NotPlainError: at the first that is not plain, or where there are too many.
+    """
+    leaves = []
+    values = characters = 0
+    for where, value in _leaves(part, place):
+        if isinstance(value, Tensor | np.ndarray):
+            if not _is_one_number(value):
+                raise _NotPlainError("an array", where)
+        elif not isinstance(value, _PLAIN):
+            raise _NotPlainError(f"an object of type {type(value).__name__}", where)
+        if isinstance(value, str | PurePath):
+            characters += len(str(value))
+        else:
+            values += 1
+        if values > bounds.values:
+            raise _NotPlainError(f"more than {bounds.values:,} values in all", place or where[:1])
+        if characters > bounds.characters:
+            raise _NotPlainError(f"more than {bounds.characters:,} characters of text in all", place or where[:1])
+        leaves.append((where, value))
+    return leaves
+
+
+def _is_one_number(array: Tensor | NDArray[Any]) -> bool:
+    """And no view of a larger array: torch writes all that a view is of."""
+    if isinstance(array, Tensor):
+        whole = array.layout is torch.strided and array.untyped_storage().nbytes() == array.element_size()
+        return array.numel() == 1 and whole and not array.is_complex()
+    return array.size == 1 and array.dtype.kind in "biuf"
+
+
+def _leaves(value: Any, place: _Place) -> Iterator[tuple[_Place, Any]]:
+    """What it is made of, as pickle would write it; keys are at the places of their values."""
+    if isinstance(value, Namespace):
+        value = vars(value)
+    if isinstance(value, dict):
         for key, part in value.items():
+            yield from _leaves(key, (*place, key))
             yield from _leaves(part, (*place, key))
-    elif isinstance(value, list | tuple | set | frozenset):
+    elif isinstance(value, _SEQUENCES):
         for index, part in enumerate(value):
             yield from _leaves(part, (*place, index))
+    elif isinstance(value, Enum):
+        yield from _leaves(value.value, place)
+        return
+    elif isinstance(value, partial):
+        yield from _leaves((value.func, *value.args), place)
+        yield from _leaves(value.keywords, place)
+    elif isinstance(value, MethodType | BuiltinFunctionType):
+        yield from _leaves(value.__self__, place)
     else:
         yield place, value
+    if isinstance(value, _WITH_ATTRIBUTES) and (attributes := getattr(value, "__dict__", None)):
+        yield from _leaves(attributes, place)
 
 
-def _text(place: tuple[Any, ...]) -> str:
+def _text(place: _Place) -> str:
     return str(place[0]) + "".join(f"[{key!r}]" for key in place[1:])

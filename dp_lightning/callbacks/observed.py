@@ -9,7 +9,7 @@ all of them on the step.
 Where ranks log together (``sync_dist``), every one of them takes part with what it has, which may be nothing.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
@@ -64,6 +64,7 @@ class Observer:
         self._metrics = [part for part in module.modules() if isinstance(part, Metric | MetricCollection)]
         self._counted: list[bool] = []
         self._twins: dict[int, Metric] = {}
+        self._inside = False
         self._clear()
 
     def _clear(self) -> None:
@@ -82,22 +83,11 @@ class Observer:
         Args:
             counted: (b,) whether each example takes part.
         """
-        self._counted = counted.tolist()
-        owners: list[tuple[dict[str, Any], dict[str, Any]]] = []
-        standing: dict[str, Any] = {"log": self._log, "log_dict": self._log_dict}
-        owners.append((self._module.__dict__, standing))
-        for metric in self._metrics:
-            owners.append((metric.__dict__, {name: self._deferred(metric, name) for name in CALLS}))
-        before = [{name: names[name] for name in mine if name in names} for names, mine in owners]
-        for names, mine in owners:
-            names.update(mine)
+        self._counted, self._inside = counted.tolist(), True
         try:
-            yield
+            with self._standing({"log": self._log, "log_dict": self._log_dict}, CALLS, self._deferred):
+                yield
         finally:
-            for (names, mine), old in zip(owners, before, strict=True):
-                for name in mine:
-                    del names[name]
-                names.update(old)
             calls, logs, numbers = self._calls, self._logs, self._numbers
             whole, inputs = self._whole, self._inputs
             self._clear()
@@ -110,6 +100,36 @@ class Observer:
                 if options.get("on_step") is not False:
                     self._join(metric, list(inputs.get(id(metric), {}).values()))
                 self._module.log(name, metric, **options)
+        self._inside = False
+
+    @contextmanager
+    def closed(self) -> Iterator[None]:
+        """While the optimizer steps: metrics may have gathered from examples, and are not read but by the step."""
+
+        def refused(metric: Metric | MetricCollection, name: str) -> Callable[..., Any]:
+            call = getattr(metric, name)
+            return lambda *args, **kwargs: call(*args, **kwargs) if self._inside else _not_read()
+
+        with self._standing({}, ("forward", "compute"), refused):
+            yield
+
+    @contextmanager
+    def _standing(
+        self, of_module: dict[str, Any], names: Sequence[str], of_metric: Callable[[Any, str], Any]
+    ) -> Iterator[None]:
+        """Put others in the place of methods of the module and of its metrics."""
+        owners = [(self._module.__dict__, of_module)]
+        owners += [(metric.__dict__, {name: of_metric(metric, name) for name in names}) for metric in self._metrics]
+        before = [{name: own[name] for name in others if name in own} for own, others in owners]
+        for own, others in owners:
+            own.update(others)
+        try:
+            yield
+        finally:
+            for (own, others), old in zip(owners, before, strict=True):
+                for name in others:
+                    del own[name]
+                own.update(old)
 
     def begin_example(self) -> None:
         """The loss is called: for all examples together, or for the next one."""
@@ -194,6 +214,14 @@ class Observer:
             return Result(lambda: found[0])
 
         return deferred
+
+
+def _not_read() -> NoReturn:
+    raise ModelError(
+        "optimizer_step or lr_scheduler_step computes a metric, which may have gathered from raw training examples: "
+        "what follows it would not be a function of the releases. Follow the number of the step, or a validation "
+        "metric by trainer.callback_metrics."
+    )
 
 
 class _OfAll:

@@ -9,6 +9,7 @@ hooks of any other callback, and the optimizer steps. Lightning's counters see l
 
 import os
 from collections.abc import Iterable
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal
@@ -34,7 +35,7 @@ from dp_lightning.callbacks.checkpoints import (
 )
 from dp_lightning.callbacks.estimated_steps import estimate_by_loader, estimate_by_plan
 from dp_lightning.callbacks.finish import finish_instead_of_training, train_again
-from dp_lightning.callbacks.nothing_raw import check_hyperparameters, check_metrics, require_nothing_raw
+from dp_lightning.callbacks.nothing_raw import Settings, check_hyperparameters, check_metrics, require_nothing_raw
 from dp_lightning.callbacks.persons import warn_of_evaluated_persons, warn_of_persons
 from dp_lightning.callbacks.private_loader import (
     PrivateSource,
@@ -57,12 +58,13 @@ from dp_lightning.privacy.plan import PrivacyPlan
 from dp_lightning.privacy.sampling import sampling_key
 from dp_lightning.privacy.statement import ONE_EXAMPLE, ONE_PERSON, STATEMENT, PrivacyStatement
 from dp_lightning.privacy.step import PrivateStep, check_step_settings
+from dp_lightning.privacy.weights import changed_tensors, fingerprints_in
 from dp_lightning.ranks import Ranks
 from dp_lightning.strategies.checkpoint_io import PrivateCheckpointIO
 from dp_lightning.strategies.private import trainer_ranks
 
 # What earlier versions have not saved.
-_STATE = {"run", "heads", "settings", "step", "unprotected", "changed_outside", "earlier_training"}
+_STATE = {"run", "heads", "settings", "step", "unprotected", "changed_outside", "earlier_training", "fingerprints"}
 # Lightning divides the loss by it; a power of two is undone without rounding.
 _ACCUMULATE = 2**30
 
@@ -167,6 +169,8 @@ class PrivacyCallback(pl.Callback):
         self._record = RunJournal()
         self._ranks = Ranks()
         self._unprotected = Unprotected()
+        self._hyperparameters: Settings = {}
+        self._written: PrivacyStatement | None = None
         self._changed_outside: set[str] = set()
         self._restored: dict[str, Any] | None = None
         self._origin = Origin()
@@ -238,7 +242,9 @@ class PrivacyCallback(pl.Callback):
             self.check(trainer, pl_module)
         if type(trainer.strategy.checkpoint_io) is TorchCheckpointIO:
             trainer.strategy.checkpoint_io = PrivateCheckpointIO(
-                lambda checkpoint, folder: self._before_save(trainer, checkpoint, folder)
+                lambda checkpoint, folder: self._before_save(trainer, checkpoint, folder),
+                # As the file has it, before the module's own hook may adapt it.
+                lambda checkpoint: changed_tensors(checkpoint) if trainer.state.fn == TrainerFn.FITTING else None,
             )
         if stage != "fit":
             return
@@ -254,20 +260,23 @@ class PrivacyCallback(pl.Callback):
         self._ranks = trainer_ranks(trainer)
         self.stop_requested = self.stopping = False
         self.postprocessing = []
+        self._written = None
+        self._hyperparameters = check_hyperparameters(trainer, pl_module)  # setup may have saved more
         require_one_checkpoint(trainer, self._ranks)
         require_same_settings(self._settings(), self._ranks, trainer.strategy.root_device)
+        loader = self._users(trainer)  # the user's code, after which it is asked what has trained the weights
         if self._restored is None:
+            owners = pl_module, getattr(trainer, "datamodule", None)
             self._origin = origin_of(
                 pl_module,
                 self.ledger,
                 run=self.run,
                 unit=ONE_EXAMPLE if self.images_per_group is None else ONE_PERSON,
                 other_data=self.earlier_training == "other_data",
-                file=getattr(pl_module, "weights_file", None),
+                files=[file for owner in owners if (file := getattr(owner, "weights_file", None)) is not None],
             )
         goes_on = self._record.open(trainer, self._folder, self.ledger, restored=self._restored is not None)
         self._stated = self.ledger.num_steps
-        loader = self._users(trainer)
         if self._restored is not None:
             self._require_same(self._restored["settings"])
         more = bool(self.ledger.earlier) and not self.ledger.num_steps
@@ -337,13 +346,22 @@ class PrivacyCallback(pl.Callback):
     @property
     def _kept_settings(self) -> dict[str, Any]:
         """What a run that resumes has to keep: its statement says it once for all steps."""
-        disk = None if self.disk is None else self.disk.gain
-        unit = {"unit_of_privacy": self.unit_of_privacy, "images_per_group": self.images_per_group}
-        return {"examples": self.examples, "augmult": self.augmult, "disk": disk, "seed": self._seed, **unit}
+        clip = self.clip_plan
+        return {
+            "examples": self.examples,
+            "augmult": self.augmult,
+            "disk": None if self.disk is None else self.disk.gain,
+            "seed": self._seed,
+            "unit_of_privacy": self.unit_of_privacy,
+            "images_per_group": self.images_per_group,
+            "clipping": clip.kind,
+            "clip_factor": clip.factor,
+            "max_grad_norm": clip.max_grad_norm,
+        }
 
     def _require_same(self, earlier: dict[str, Any]) -> None:
         now = self._kept_settings
-        earlier = {"unit_of_privacy": "example", "images_per_group": None, **earlier}  # runs from before these settings
+        earlier = {**now, "unit_of_privacy": "example", "images_per_group": None, **earlier}  # a file from before them
         if differing := [name for name in now if earlier[name] != now[name]]:
             differences = ", ".join(f"privacy.{name} {earlier[name]}, and it is {now[name]} now" for name in differing)
             raise ConfigurationError(
@@ -483,7 +501,7 @@ class PrivacyCallback(pl.Callback):
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self._private is not None and (average := _average_in(trainer, pl_module)):
             self.postprocessing.append(average)
-            self._private.isolation.stepped()
+            self._private.stepped()
         self._close(trainer)
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
@@ -511,7 +529,10 @@ class PrivacyCallback(pl.Callback):
         if self._private is None or self.ledger.num_steps == self._stated:
             return
         self._stated = self.ledger.num_steps
-        statement = self.statement(trainer)
+        self._write(trainer, self.statement(trainer))
+
+    def _write(self, trainer: pl.Trainer, statement: PrivacyStatement) -> None:
+        self._written = statement
         statement.write(self._folder)
         trainer.print(statement.short())
 
@@ -539,9 +560,6 @@ class PrivacyCallback(pl.Callback):
     ) -> None:
         # The module's own hook at the end of an epoch comes after this callback's, and before a checkpoint is chosen.
         self._unprotected.note_logged(trainer)
-        state = checkpoint.get("callbacks", {}).get(self.state_key)
-        if state is not None:
-            state["unprotected"] = sorted(self._unprotected.names)  # it was taken before this hook
         count_logical_steps(checkpoint, self.ledger.num_steps)
         if self._private is not None:
             checkpoint[STATEMENT] = self.statement(trainer, weights="").saved()  # known when all is in the checkpoint
@@ -549,7 +567,17 @@ class PrivacyCallback(pl.Callback):
     def _before_save(self, trainer: pl.Trainer, checkpoint: dict[str, Any], folder: Path) -> None:
         if self._private is not None:
             self._unprotected.note_epoch(trainer)
-            require_nothing_raw(checkpoint, trainer, self._unprotected.numbers)
+            by_users = require_nothing_raw(checkpoint, trainer, self._unprotected.numbers, self._hyperparameters)
+            self._unprotected.names |= by_users
+            names = tuple(sorted(self._unprotected.names))
+            # The state and the statement in it were taken before the hooks of others.
+            if (state := checkpoint.get("callbacks", {}).get(self.state_key)) is not None:
+                state["unprotected"] = list(names)
+                state["fingerprints"] = fingerprints_in(checkpoint)
+            if STATEMENT in checkpoint:
+                checkpoint[STATEMENT]["unprotected"] = names
+            if self._written is not None and not by_users <= set(self._written.unprotected):
+                self._write(trainer, replace(self._written, unprotected=names))
         self._record.beside(folder)
 
     def on_load_checkpoint(
@@ -575,6 +603,7 @@ class PrivacyCallback(pl.Callback):
             "settings": self._kept_settings,
             "step": self._private.state_dict(),
             "earlier_training": {"words": self._origin.words, "faults": self._origin.faults},
+            "faults": self._private.all_faults,
             "unprotected": sorted(self._unprotected.names),
             "changed_outside": sorted(self._changed_outside),
         }
@@ -592,6 +621,7 @@ class PrivacyCallback(pl.Callback):
         self._unprotected.names |= set(state_dict["unprotected"])
         self._changed_outside |= set(state_dict["changed_outside"])
         self._origin = Origin(**state_dict["earlier_training"])
+        self._origin.faults += [fault for fault in state_dict.get("faults", ()) if fault not in self._origin.faults]
         self._restored, self._stated = state_dict, self.ledger.num_steps
 
 

@@ -120,10 +120,14 @@ def require_private_loader(trainer: pl.Trainer, private: PrivateStep) -> None:
 def warn_of_equal_views(dataset: Any) -> None:
     """Say that a data set which draws nothing at random has no use of augmentation multiplicity."""
     (first, structure), *others = (flatten(dataset[0]) for _ in range(4))
-    same = all(other == structure for _, other in others) and all(
-        torch.equal(leaf, other) if isinstance(leaf, Tensor) else leaf == other
-        for view, _ in others
-        for leaf, other in zip(first, view, strict=True)
+    same = (
+        bool(first)
+        and all(other == structure for _, other in others)
+        and all(
+            torch.equal(leaf, other) if isinstance(leaf, Tensor) else leaf == other
+            for view, _ in others
+            for leaf, other in zip(first, view, strict=True)
+        )
     )
     if same:
         rank_zero_warn(

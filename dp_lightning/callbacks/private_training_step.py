@@ -3,8 +3,9 @@
 Lightning gets a sealed object for each physical batch, so that the hooks around a step have no raw number in their
 hands, and a loss of zero, so that an optimizer's closure sees none either. The module's own ``training_step`` runs
 inside of ``PrivateStep``, on a batch of one example, with the number of the logical step in its epoch as ``batch_idx``:
-how many physical batches there are depends on the draw. The module's own ``optimizer_step`` gets the same number. What
-runs in it, and in ``lr_scheduler_step``, is all that may change the optimizer and, between two losses, the model.
+how many physical batches there are depends on the draw. The module's own ``optimizer_step`` gets the same number. So do
+its hooks around a batch, which are called once for each logical batch. What runs in ``optimizer_step`` and
+``lr_scheduler_step`` is all that may change the optimizer and, between two losses, the model.
 ``on_before_batch_transfer`` runs on one example after collation, ``on_after_batch_transfer`` inside of the step.
 """
 
@@ -18,6 +19,7 @@ from lightning.pytorch.loops.optimization.automatic import ClosureResult
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset
 from torchmetrics import Metric, MetricCollection, SumMetric
 
@@ -30,7 +32,10 @@ from dp_lightning.privacy.reading import ExampleBatch
 from dp_lightning.privacy.sampling import epoch_start
 from dp_lightning.privacy.step import PrivateStep
 
-_REPLACED = ("training_step", "optimizer_step", "lr_scheduler_step", "_call_batch_hook")
+# Hooks of the module that Lightning calls for each physical batch: before one, and when it is over.
+_STARTS = ("on_train_batch_start",)
+_ENDS = ("on_before_zero_grad", "optimizer_zero_grad", "on_before_backward", "on_after_backward", "on_train_batch_end")
+_REPLACED = ("training_step", "optimizer_step", "lr_scheduler_step", "_call_batch_hook", *_STARTS, *_ENDS)
 # Attributes that libraries keep in their objects, and those that stand in front of methods during a step.
 _KEPT: tuple[tuple[type, set[str]], ...] = (
     (
@@ -39,6 +44,7 @@ _KEPT: tuple[tuple[type, set[str]], ...] = (
     ),
     (Metric, {*vars(SumMetric()), *CALLS} - set(vars(nn.Module()))),
     (MetricCollection, {*vars(MetricCollection([])), *CALLS} - set(vars(nn.Module()))),
+    (Optimizer, {"_opt_called"}),  # set before the closure runs
 )
 
 
@@ -188,16 +194,19 @@ class PrivateTrainingStep:
 
         def optimizer_step(epoch: int, batch_idx: int, *args: Any, **kwargs: Any) -> None:
             state.require_same()
-            self._optimizer_step(epoch, self._index, *args, **kwargs)
-            private.isolation.stepped()
+            with self._observer.closed():
+                self._optimizer_step(epoch, self._index, *args, **kwargs)
+            private.stepped()
             state.note()
 
         def lr_scheduler_step(*args: Any, **kwargs: Any) -> None:
             state.require_same_settings()
-            self._schedule_step(*args, **kwargs)
+            with self._observer.closed():
+                self._schedule_step(*args, **kwargs)
             state.note_settings()
 
-        self._module.__dict__.update(training_step=training_step, _call_batch_hook=call_batch_hook)
+        hooks = {name: self._once(name) for name in (*_STARTS, *_ENDS) if is_overridden(name, self._module)}
+        self._module.__dict__.update(hooks, training_step=training_step, _call_batch_hook=call_batch_hook)
         self._module.__dict__.update(optimizer_step=optimizer_step, lr_scheduler_step=lr_scheduler_step)
         vars(self._trainer.fit_loop.epoch_loop.automatic_optimization).update(output_result_cls=_SealedResult)
 
@@ -223,6 +232,18 @@ class PrivateTrainingStep:
             batch = hook(batch)
         output = training_step(batch, self._index) if self._takes_index else training_step(batch)
         return output.get("loss") if isinstance(output, Mapping) else output
+
+    def _once(self, name: str) -> Callable[..., Any]:
+        """The module's own hook, once for a logical batch and with its index."""
+        hook, numbered = getattr(self._module, name), name.endswith(("batch_start", "batch_end"))
+
+        def once(*args: Any, **kwargs: Any) -> Any:
+            place = self.batch.place
+            if place.piece != 0 if name in _STARTS else not place.last:
+                return None
+            return hook(*args[:-1], self._index, **kwargs) if numbered else hook(*args, **kwargs)
+
+        return once
 
     def _overrides(self, hook: str) -> bool:
         return any(is_overridden(hook, owner) for owner in self._owners)

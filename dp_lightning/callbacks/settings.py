@@ -2,6 +2,7 @@
 
 import math
 import os
+import re
 from collections.abc import Iterable
 from typing import Any
 
@@ -19,6 +20,8 @@ from dp_lightning.strategies.private import NAME, PrivateStrategy
 
 # Normalised updates, such as a sign or an orthogonal matrix, are trained with rates below 10.
 _LARGEST_LR = 1e6
+# Such as s3://, and file:/ where Lightning has shortened it.
+_URL = re.compile(r"(^|/)[a-z][a-z0-9+.:-]+:/", re.IGNORECASE)
 _REFUSED_CALLBACKS: tuple[tuple[type[pl.Callback], str], ...] = (
     (
         standard.GradientAccumulationScheduler,
@@ -38,6 +41,7 @@ def check_settings(trainer: pl.Trainer, module: pl.LightningModule) -> None:
         ConfigurationError: for a setting of the trainer.
         ModelError: for a compiled module.
     """
+    check_folders(trainer)
     _check_trainer(trainer)
     _check_callbacks(trainer)
     _check_compiled(module)
@@ -63,6 +67,24 @@ def check_order(trainer: pl.Trainer, privacy: pl.Callback) -> None:
             any(getattr(type(callback), name) is not getattr(pl.Callback, name) for name in names),
             f"{type(callback).__name__} stands before PrivacyCallback in trainer.callbacks and acts on gradients. Put "
             "PrivacyCallback first, so that every other callback sees the privatized gradient.",
+        )
+
+
+def check_folders(trainer: pl.Trainer) -> None:
+    """Refuse URLs where a run writes: journals and statements are files of this machine.
+
+    Raises:
+        ConfigurationError: naming the setting.
+    """
+    folders: dict[str, Any] = {"trainer.default_root_dir": trainer.default_root_dir}
+    folders |= {f"save_dir of {type(logger).__name__}": logger.save_dir for logger in trainer.loggers}
+    for callback in trainer.checkpoint_callbacks:
+        folders[f"dirpath of {type(callback).__name__}"] = getattr(callback, "dirpath", None)
+    for setting, folder in folders.items():
+        _refuse(
+            folder is not None and _URL.search(str(folder)) is not None,
+            f"{setting} is {folder}, a URL, and a run writes into folders of this machine. Give a path, such as runs, "
+            "or mount what the URL names.",
         )
 
 
@@ -127,6 +149,11 @@ def _check_trainer(trainer: pl.Trainer) -> None:
     )
     _refuse(settings.overfit_batches != 0, "trainer.overfit_batches repeats the same batch. Remove it.")
     _refuse(trainer._detect_anomaly, "trainer.detect_anomaly stops at a step that depends on the data. Remove it.")
+    _refuse(
+        getattr(trainer.profiler, "_record_module_names", False),  # type: ignore[attr-defined]
+        f"trainer.profiler is {type(trainer.profiler).__name__}, whose hooks on modules keep something of each call. "  # type: ignore[attr-defined]
+        "Set record_module_names: false in its init_args, or trainer.profiler: simple.",
+    )
     _refuse(
         bool(getattr(trainer, "fast_dev_run", False)),
         "trainer.fast_dev_run cuts a logical batch short. Remove it; for a short run set trainer.max_steps: 2.",

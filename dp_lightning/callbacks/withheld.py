@@ -6,12 +6,14 @@ private fit, objects that refuse every use stand in the place of these numbers. 
 themselves, while its ``get_metrics`` runs.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NoReturn
 
 import lightning.pytorch as pl
+import numpy as np
 from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.trainer.connectors.logger_connector import _LoggerConnector
+from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from dp_lightning.callbacks.unprotected import POST_PROCESSING
@@ -61,6 +63,39 @@ class Withheld:
 refuse_every_use(Withheld, Withheld._refuse)
 
 
+class _Shown(dict[str, Any]):
+    """What a trainer shows of the logged numbers. What is put there by hand is withheld; a copy is a plain dictionary.
+
+    Args:
+        kept: where the trainer has them.
+        is_public: of a value that is put there by hand, such as a learning rate.
+    """
+
+    def __init__(self, kept: dict[str, Any], is_public: Callable[[Any], bool]) -> None:
+        super().__init__(kept)
+        self._kept, self._is_public = kept, is_public
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        self._kept[name] = value if self._is_public(value) else Withheld(name, value)
+        super().__setitem__(name, self._kept[name])
+
+    def update(self, *others: Any, **more: Any) -> None:
+        for name, value in dict(*others, **more).items():
+            self[name] = value
+
+    def __ior__(self, other: Any) -> "_Shown":  # type: ignore[override, misc]
+        self.update(other)
+        return self
+
+    def setdefault(self, name: str, default: Any = None) -> Any:
+        if name not in self:
+            self[name] = default
+        return self[name]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return dict, (dict(self),)
+
+
 class WithholdingConnector(_LoggerConnector):
     """Stands in the place of a trainer's connector to its loggers, and shares its state."""
 
@@ -74,6 +109,28 @@ class WithholdingConnector(_LoggerConnector):
         if results is not None and results.training:
             return {kind: _withheld(values) for kind, values in metrics.items()}
         return metrics
+
+    @property
+    def callback_metrics(self) -> _Shown:
+        return _Shown(super().callback_metrics, self._is_setting)
+
+    @property
+    def logged_metrics(self) -> _Shown:
+        return _Shown(super().logged_metrics, self._is_setting)
+
+    @property
+    def progress_bar_metrics(self) -> _Shown:
+        return _Shown(super().progress_bar_metrics, self._is_setting)
+
+    def _is_setting(self, value: Any) -> bool:
+        """Whether a number is one of the optimizer's, as LearningRateMonitor shows them."""
+        if isinstance(value, Withheld):
+            return True
+        if not isinstance(value, float | int | Tensor) or (isinstance(value, Tensor) and value.numel() != 1):
+            return False
+        groups = [group for optimizer in self.trainer.optimizers for group in optimizer.param_groups]
+        settings = [setting for group in groups for setting in group.values() if isinstance(setting, float | int)]
+        return np.float32(float(value)) in np.array(settings, np.float32)
 
     def log_metrics(self, metrics: Any, step: int | None = None) -> None:
         super().log_metrics(_given_back(metrics), step)

@@ -12,8 +12,9 @@ import torch
 from lightning.fabric.plugins.io import TorchCheckpointIO
 
 from dp_lightning.errors import DataError
-from dp_lightning.files import replacing
+from dp_lightning.files import replacing, require_regular
 from dp_lightning.intact import damage, newest_intact
+from dp_lightning.privacy.seal import CHECKPOINT_SEAL, checkpoint_seal, sealed
 from dp_lightning.privacy.statement import STATEMENT
 from dp_lightning.privacy.weights import digest_of
 
@@ -23,11 +24,16 @@ class PrivateCheckpointIO(TorchCheckpointIO):
 
     Args:
         before_save: called with a checkpoint and the folder in which it is about to appear.
+        problem_of: called with a loaded checkpoint; returns what makes it unusable, or None.
     """
 
-    def __init__(self, before_save: Callable[[dict[str, Any], Path], None] | None = None) -> None:
+    def __init__(
+        self,
+        before_save: Callable[[dict[str, Any], Path], None] | None = None,
+        problem_of: Callable[[dict[str, Any]], str | None] = lambda checkpoint: None,
+    ) -> None:
         super().__init__()
-        self._before_save = before_save
+        self._before_save, self._problem_of = before_save, problem_of
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
         """Write all of it, or leave what was there.
@@ -36,10 +42,11 @@ class PrivateCheckpointIO(TorchCheckpointIO):
             DataError: when it cannot be written.
         """
         target = _local(path)
-        if STATEMENT in checkpoint:
-            checkpoint[STATEMENT]["weights"] = digest_of(checkpoint["state_dict"])
         if self._before_save is not None:
             self._before_save(checkpoint, target.parent)
+        if STATEMENT in checkpoint:
+            checkpoint[STATEMENT] = sealed({**checkpoint[STATEMENT], "weights": digest_of(checkpoint["state_dict"])})
+            checkpoint[CHECKPOINT_SEAL] = checkpoint_seal(checkpoint)
         try:
             with replacing(target) as file:
                 torch.save(checkpoint, file)
@@ -56,19 +63,29 @@ class PrivateCheckpointIO(TorchCheckpointIO):
         """Read a whole checkpoint; never by running code that it holds.
 
         Raises:
-            DataError: when it is missing, damaged or foreign; the message names the newest intact one beside it.
+            DataError: when it is missing, damaged, foreign or not usable; the message names the newest intact one
+                beside it.
         """
         source = _local(path)
         problem = damage(source)
         if problem is None:
             try:
-                return _loaded(source, map_location=map_location)
+                loaded = _loaded(source, map_location=map_location)
+                problem = self._problem_of(loaded)
+                if problem is None:
+                    return loaded
             except DataError as error:
                 problem = str(error)
         others = [path for path in source.parent.glob("*.ckpt") if path != source]
-        intact = newest_intact(others)
+        intact = newest_intact(others, self._is_usable)
         hint = f"The newest intact one beside it is {intact}." if intact else "There is no intact one beside it."
         raise DataError(f"{source} is not a usable checkpoint: {problem}. {hint}")
+
+    def _is_usable(self, path: Path) -> bool:
+        try:
+            return self._problem_of(_loaded(path)) is None
+        except DataError:
+            return False
 
     def peek(self, path: Path) -> dict[str, Any]:
         """The plain values of a checkpoint, without reading its tensors or their checksums; by no code that it holds.
@@ -80,6 +97,7 @@ class PrivateCheckpointIO(TorchCheckpointIO):
 
 
 def _loaded(source: Path, **how: Any) -> dict[str, Any]:
+    require_regular(source)
     try:
         loaded: Any = torch.load(source, weights_only=True, **how)
     except Exception as error:  # it may hold anything

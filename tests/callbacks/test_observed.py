@@ -1,5 +1,6 @@
 """What a training step logs, and what it gives to metrics, is said for the whole physical batch at once."""
 
+import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
@@ -88,15 +89,16 @@ def test_a_metric_has_the_value_of_the_whole_physical_batch_on_the_step(tmp_path
             self.log_dict(self.scores, on_step=True, on_epoch=True)
             return F.cross_entropy(logits, batch[1])
 
-        def on_train_batch_start(self, batch, batch_idx):
-            batch = physical_batch(self.trainer)
+    class Compares(pl.Callback):
+        def on_train_batch_start(self, trainer, module, batch, batch_idx):
+            batch = physical_batch(trainer)
             x, y = (part.flatten(0, 1)[batch.counted] for part in batch.examples)
-            self.logits, self.y = self.net(x).detach(), y
+            self.logits, self.y = module.net(x).detach(), y
 
-        def on_train_batch_end(self, outputs, batch, batch_idx):
+        def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
             if len(self.y) == 0:
                 return
-            shown, f1 = logged_in_the_fit(self.trainer), MulticlassF1Score(3)(self.logits, self.y)
+            shown, f1 = logged_in_the_fit(trainer), MulticlassF1Score(3)(self.logits, self.y)
             assert float(shown["f1_step"]) == pytest.approx(float(f1), abs=1e-6)
             assert float(shown["again_step"]) == pytest.approx(float(f1), abs=1e-6)
             assert float(shown["mean"]) == pytest.approx(float(self.logits.sum(1).mean()), abs=1e-5)
@@ -104,7 +106,7 @@ def test_a_metric_has_the_value_of_the_whole_physical_batch_on_the_step(tmp_path
 
     torch.manual_seed(0)
     callback = privacy(max_physical_batch_size=7, examples=ways)
-    run = trainer(tmp_path, callback, max_epochs=1)
+    run = trainer(tmp_path, callback, Compares(), max_epochs=1)
     run.fit(Logs(), loader())
     assert len(found) > 3
     logits, y = (torch.cat(parts) for parts in zip(*found, strict=True))
@@ -171,16 +173,17 @@ def test_a_physical_batch_says_the_mean_of_its_examples_and_sees_the_logical_ind
             self.log("x", batch[0].sum(), on_step=True, on_epoch=True)
             return super().training_step(batch, batch_idx)
 
-        def on_train_batch_start(self, batch, batch_idx):
-            counts.append(int(physical_batch(self.trainer).counted.sum()))
+    class Looks(pl.Callback):
+        def on_train_batch_start(self, trainer, module, batch, batch_idx):
+            counts.append(int(physical_batch(trainer).counted.sum()))
 
-        def on_train_batch_end(self, outputs, batch, batch_idx):
-            shown, batch = logged_in_the_fit(self.trainer), physical_batch(self.trainer)
+        def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+            shown, batch = logged_in_the_fit(trainer), physical_batch(trainer)
             x = batch.examples[0][batch.counted].sum() / max(counts[-1], 1)
             assert not counts[-1] or float(shown["x_step"]) == pytest.approx(float(x), rel=1e-5)
             seen.append((batch.place.step, int(shown["index"])))
 
-    run = trainer(tmp_path, privacy(max_physical_batch_size=4, examples=ways), max_epochs=2)
+    run = trainer(tmp_path, privacy(max_physical_batch_size=4, examples=ways), Looks(), max_epochs=2)
     run.fit(Says(), loader())
     # Three steps in an epoch, whatever the number of physical batches is.
     assert sorted(set(seen)) == [(step, step % 3) for step in range(6)]

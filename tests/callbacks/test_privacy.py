@@ -11,7 +11,9 @@ import numpy as np
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint, OnExceptionCheckpoint
+from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins import Precision
+from lightning.pytorch.profilers import PyTorchProfiler
 from plain_run import CLASSES, N, Plain, examples, loader, parameters_after, privacy, trainer, without_noise
 from torch import nn
 from torch.nn import functional as F
@@ -276,6 +278,10 @@ REFUSED_TRAINERS = {
     "precision": {"precision": "bf16-true"},
     "overfit_batches": {"overfit_batches": 1},
     "detect_anomaly": {"detect_anomaly": True},
+    "profiler": {"profiler": "pytorch"},
+    "default_root_dir is file:/": {"default_root_dir": "file:///tmp/x"},
+    "default_root_dir is memory://": {"default_root_dir": "memory://x"},
+    "save_dir of CSVLogger": {"logger": CSVLogger("memory://x")},
     "fast_dev_run": {"fast_dev_run": True},
     "limit_train_batches": {"limit_train_batches": 3},
     "reload_dataloaders_every_n_epochs": {"reload_dataloaders_every_n_epochs": 1},
@@ -288,6 +294,26 @@ REFUSED_TRAINERS = {
 def test_settings_that_would_break_the_guarantee_are_refused_by_name(tmp_path, setting):
     with pytest.raises(ConfigurationError, match=setting):
         trainer(tmp_path, privacy(), **REFUSED_TRAINERS[setting]).fit(Plain(), loader())
+
+
+def test_checkpoints_in_a_url_are_refused(tmp_path):
+    checkpoint = ModelCheckpoint(dirpath="file:///tmp/x")
+    with pytest.raises(ConfigurationError, match=r"dirpath of ModelCheckpoint is .*file:/tmp/x.*Give a path"):
+        trainer(tmp_path, privacy(), checkpoint, enable_checkpointing=True).fit(Plain(), loader())
+
+
+@pytest.mark.parametrize("profiler", ["simple", "advanced", PyTorchProfiler(record_module_names=False)])
+def test_other_profilers_change_nothing(tmp_path, profiler):
+    run = trainer(tmp_path, privacy(), profiler=profiler)
+    run.fit(Plain(), loader())
+    assert run.global_step == 9
+
+
+@pytest.mark.parametrize("settings", [{"max_epochs": 1}, {"max_steps": 3, "max_epochs": -1}])
+def test_a_batch_above_the_data_set_is_named(tmp_path, settings):
+    callback = privacy(expected_batch_size=1000)
+    with pytest.raises(ConfigurationError, match=r"expected_batch_size must be at most .*; got 1000\. Lower"):
+        trainer(tmp_path, callback, **settings).fit(Plain(), loader())
 
 
 def test_a_backward_of_ones_own_is_refused(tmp_path):
@@ -749,23 +775,43 @@ def test_outputs_of_the_training_step_are_refused_by_name(tmp_path, of):
     assert "output_result_cls" not in vars(run.fit_loop.epoch_loop.automatic_optimization)
 
 
-def test_an_optimizer_step_gets_the_number_of_the_logical_step(tmp_path):
+def test_hooks_of_the_module_are_called_once_for_each_logical_step_with_its_number(tmp_path):
     seen, pieces = [], []
+
+    class Pieces(pl.Callback):
+        def on_train_batch_start(self, trainer, module, batch, batch_idx):
+            pieces.append(batch_idx)
 
     class Steps(Plain):
         def on_train_batch_start(self, batch, batch_idx):
-            pieces.append(batch_idx)
+            seen.append(("start", batch_idx))
+
+        def on_before_backward(self, loss):
+            self.backward_passes = getattr(self, "backward_passes", 0) + 1
 
         def optimizer_step(self, epoch, batch_idx, optimizer, optimizer_closure=None):
-            seen.append((epoch, batch_idx))
             optimizer.param_groups[0]["lr"] = 0.1 * (batch_idx + 1)
             super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
+            seen.append(("optimizer", batch_idx))
+
+        def on_train_batch_end(self, outputs, batch, batch_idx):
+            seen.append(("end", batch_idx))
 
     module = Steps()
-    trainer(tmp_path, privacy(max_physical_batch_size=4), max_epochs=2).fit(module, loader())
-    assert seen == [(epoch, step) for epoch in range(2) for step in range(3)]
+    trainer(tmp_path, privacy(max_physical_batch_size=4), Pieces(), max_epochs=2).fit(module, loader())
+    assert seen == [(name, step % 3) for step in range(6) for name in ("start", "optimizer", "end")]
+    assert module.backward_passes == 6
     assert len(pieces) > 6
-    assert "optimizer_step" not in vars(module)
+    assert not {"optimizer_step", "on_train_batch_start", "on_before_backward"} & set(vars(module))
+
+
+def test_what_a_callback_counts_in_the_module_is_refused(tmp_path):
+    class Counts(pl.Callback):
+        def on_train_batch_start(self, trainer, module, batch, batch_idx):
+            module.count = getattr(module, "count", 0) + 1
+
+    with pytest.raises(ModelError, match=r"self\.count changed between two physical batches of one step"):
+        trainer(tmp_path, privacy(max_physical_batch_size=4), Counts(), max_epochs=2).fit(Plain(), loader())
 
 
 def test_a_skipped_optimizer_step_is_refused(tmp_path):

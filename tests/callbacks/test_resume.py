@@ -1,20 +1,21 @@
 """A run that comes back: from its checkpoint, with what the journal knows, within its budget."""
 
 import json
+import re
 
 import pytest
 import torch
 from lightning.fabric.plugins.environments import LightningEnvironment, SLURMEnvironment
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.callbacks import Callback, EMAWeightAveraging, ModelCheckpoint
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from plain_run import N, Plain, Stop, examples, loader, parameters_after, privacy, trainer, without_noise
 from torch.nn import functional as F
 
-from dp_lightning.callbacks import PostProcessCallback, PrivacyCallback
+from dp_lightning.callbacks import AveragedWeights, PostProcessCallback, PrivacyCallback
 from dp_lightning.errors import BudgetError, ConfigurationError, DataError
 from dp_lightning.lightning_modules.schedules import WarmupCosine
 from dp_lightning.postprocess import LowPass, MagnitudeScale, Orthogonalize
-from dp_lightning.privacy import GaussianNoise, PrivacyPlan
+from dp_lightning.privacy import ClipPlan, GaussianNoise, PrivacyPlan
 
 
 def test_a_resumed_run_goes_on_and_never_reports_less(tmp_path):
@@ -154,11 +155,11 @@ def test_a_subclass_and_the_names_that_the_statement_lists_survive_a_resume(tmp_
     assert again.statement(resumed).changed_outside == ("self.count",)
 
 
-def crash(folder, callback, *, saved, stopped, checkpoints=None, **kwargs):
+def crash(folder, callback, *others, saved, stopped, checkpoints=None, **kwargs):
     """A run of 9 steps (3 epochs) with a checkpoint after each ``saved`` steps that ends after ``stopped``."""
     writer = ModelCheckpoint(dirpath=checkpoints or folder, filename="{step}", every_n_train_steps=saved, save_top_k=-1)
     with pytest.raises(RuntimeError, match="stopped"):
-        parameters_after(folder, callback, writer, Stop(stopped), enable_checkpointing=True, **kwargs)
+        parameters_after(folder, callback, *others, writer, Stop(stopped), enable_checkpointing=True, **kwargs)
 
 
 def resume(folder, callback, checkpoint, **kwargs):
@@ -202,6 +203,92 @@ def test_a_checkpoint_of_an_earlier_version_is_refused_by_what_it_lacks(tmp_path
     torch.save(saved, tmp_path / "step=4.ckpt")
     with pytest.raises(ConfigurationError, match="earlier version of dp-lightning: it lacks heads"):
         resume(tmp_path, privacy(), tmp_path / "step=4.ckpt")
+
+
+class WithMomentum(Plain):
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+
+
+EDITS = {
+    "a weight": (lambda saved: saved["state_dict"]["net.0.weight"], "['state_dict']['net.0.weight']"),
+    "momentum": (
+        lambda saved: saved["optimizer_states"][0]["state"][0]["momentum_buffer"],
+        "['optimizer_states'][0]['state'][0]['momentum_buffer']",
+    ),
+    "the average": (
+        lambda saved: saved["callbacks"]["AveragedWeights"]["average"]["net.0.weight"],
+        "['callbacks']['AveragedWeights']['average']['net.0.weight']",
+    ),
+}
+
+
+@pytest.mark.parametrize("edited", EDITS)
+def test_a_checkpoint_whose_tensors_changed_is_refused_by_their_names(tmp_path, edited):
+    def fit(name):
+        run = trainer(tmp_path, callback := privacy(), AveragedWeights(0.9))
+        run.fit(WithMomentum(), loader(), ckpt_path=tmp_path / name, weights_only=True)
+        return callback.ledger.num_steps
+
+    crash(tmp_path, privacy(), AveragedWeights(0.9), saved=2, stopped=4, module=WithMomentum())
+    find, place = EDITS[edited]
+    saved = torch.load(tmp_path / "step=4.ckpt", weights_only=True)
+    find(saved).view(-1)[0] += 1
+    torch.save(saved, tmp_path / "step=4.ckpt")
+    (tmp_path / "step=4.ckpt").rename(tmp_path / "edited.ckpt")
+    message = rf"edited.ckpt is not a usable.*{re.escape(place)} changed after.*one beside it is .*step=2.ckpt"
+    with pytest.raises(DataError, match=message):
+        fit("edited.ckpt")
+    assert fit("step=2.ckpt") == 9
+
+
+def test_an_added_tensor_is_refused_and_fingerprints_that_are_taken_out_are_missed(tmp_path):
+    crash(tmp_path, privacy(), saved=4, stopped=6)
+    saved = torch.load(tmp_path / "step=4.ckpt", weights_only=True)
+    saved["optimizer_states"][0]["state"][0] = {"momentum_buffer": torch.ones(8, 5)}
+    torch.save(saved, tmp_path / "step=4.ckpt")
+    with pytest.raises(DataError, match=r"momentum_buffer.* changed after"):
+        resume(tmp_path, privacy(), tmp_path / "step=4.ckpt")
+    del saved["callbacks"]["PrivacyCallback"]["fingerprints"]
+    torch.save(saved, tmp_path / "step=4.ckpt")
+    with pytest.raises(ConfigurationError, match="it lacks fingerprints"):
+        resume(tmp_path, privacy(), tmp_path / "step=4.ckpt")
+
+
+@pytest.mark.filterwarnings("ignore:.*weight averaging")
+@pytest.mark.parametrize("part", ["state_dict", "current_model_state"])
+def test_with_lightnings_average_both_sets_of_weights_are_compared(tmp_path, part):
+    def fit(**more):
+        run = trainer(tmp_path, privacy(), EMAWeightAveraging(decay=0.5), *more.pop("callbacks", ()), **more)
+        return run, Plain()
+
+    writer = ModelCheckpoint(dirpath=tmp_path, filename="{step}", every_n_train_steps=4)
+    run, module = fit(callbacks=[writer, Stop(5)], enable_checkpointing=True)
+    with pytest.raises(RuntimeError, match="stopped"):
+        run.fit(module, loader())
+    saved = torch.load(tmp_path / "step=4.ckpt", weights_only=True)
+    assert not torch.equal(saved["state_dict"]["net.0.weight"], saved["current_model_state"]["net.0.weight"])
+    run, module = fit()
+    run.fit(module, loader(), ckpt_path=tmp_path / "step=4.ckpt", weights_only=True)
+    saved[part]["net.0.weight"][0, 0] += 1
+    torch.save(saved, tmp_path / "step=4.ckpt")
+    run, module = fit()
+    with pytest.raises(DataError, match=rf"\['{part}'\]\['net.0.weight'\] changed after"):
+        run.fit(module, loader(), ckpt_path=tmp_path / "step=4.ckpt", weights_only=True)
+
+
+def test_a_module_may_leave_out_weights_and_adapt_what_is_loaded(tmp_path):
+    class Part(Plain):
+        def on_save_checkpoint(self, checkpoint):
+            del checkpoint["state_dict"]["net.0.bias"]
+
+        def on_load_checkpoint(self, checkpoint):
+            checkpoint["state_dict"]["net.0.bias"] = torch.zeros(8)
+
+    crash(tmp_path, privacy(), saved=4, stopped=6, module=Part())
+    run = trainer(tmp_path, privacy())
+    run.fit(Part(), loader(), ckpt_path=tmp_path / "step=4.ckpt", weights_only=True)
+    assert run.global_step == 7
 
 
 def test_a_checkpoint_that_is_saved_again_keeps_its_ledger(tmp_path):
@@ -322,6 +409,35 @@ def test_another_batch_size_is_refused(tmp_path, interrupted):
     checkpoint, *_ = interrupted
     with pytest.raises(ConfigurationError, match="expected_batch_size 20, and it is 10 now"):
         resume(tmp_path, budgeted(5.0, expected_batch_size=10), checkpoint)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("clip_plan", ClipPlan.flat(max_grad_norm=7.0), r"privacy\.max_grad_norm 1\.0, and it is 7\.0 now"),
+        ("clip_plan", ClipPlan.per_layer(max_grad_norm=1.0), r"privacy\.clipping flat, and it is per_layer now"),
+    ],
+)
+def test_another_clipping_is_refused(tmp_path, interrupted, name, value, said):
+    checkpoint, *_ = interrupted
+    callback = budgeted(5.0)
+    setattr(callback, name, value)
+    with pytest.raises(ConfigurationError, match=said):
+        resume(tmp_path, callback, checkpoint)
+
+
+def test_what_kept_a_checkpoint_from_release_keeps_the_run_that_goes_on_from_it(tmp_path):
+    run, module = trainer(tmp_path, privacy(), max_epochs=1), Plain()
+    run.fit(module, loader())
+    with torch.no_grad():
+        module.net[0].weight.add_(1.0)
+    run.save_checkpoint(tmp_path / "changed.ckpt")
+    again = privacy()
+    resumed = trainer(tmp_path, again, max_epochs=2)
+    resumed.fit(Plain(), loader(), ckpt_path=tmp_path / "changed.ckpt", weights_only=True)
+    statement = again.statement(resumed)
+    assert statement.release.startswith("not for release")
+    assert any("other code than the optimizer has changed" in fault for fault in statement.faults)
 
 
 def test_more_steps_lengthen_the_schedule():

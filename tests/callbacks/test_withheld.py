@@ -18,6 +18,7 @@ from lightning.pytorch.callbacks import (
 from lightning.pytorch.loggers import CSVLogger, Logger
 from plain_run import Plain, loader, privacy, trainer
 from torch.nn import functional as F
+from torchmetrics import MeanMetric
 
 from dp_lightning.callbacks.withheld import Withheld, give_back, withhold
 from dp_lightning.errors import ModelError
@@ -239,3 +240,51 @@ def test_no_file_name_has_one(tmp_path):
     for name in ("{epoch}-{train_loss:.2f}", "{epoch}-{train_loss}"):
         with pytest.raises(ModelError, match=r"'train_loss'.*prog_bar=True.*validation metric"):
             fit(name, tmp_path / "b")
+
+
+class ByHand(Logs):
+    """Shows the mean of the training losses to whatever follows a metric."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = MeanMetric()
+
+    def training_step(self, batch, batch_idx):
+        loss = F.cross_entropy(self.net(batch[0]), batch[1])
+        self.seen.update(loss)
+        return loss
+
+    def on_train_epoch_end(self):
+        self.trainer.callback_metrics["mine"] = self.seen.compute()
+        self.trainer.callback_metrics.update(steps=7.0)
+
+
+@pytest.mark.parametrize(
+    "follower",
+    [
+        lambda folder: ModelCheckpoint(folder, filename="{mine:.8f}", save_on_train_epoch_end=True),
+        lambda folder: ModelCheckpoint(folder, monitor="mine", save_on_train_epoch_end=True),
+        lambda folder: EarlyStopping("mine", check_on_train_epoch_end=True),
+    ],
+)
+def test_a_number_that_is_shown_by_hand_is_followed_by_nothing(tmp_path, follower):
+    run = trainer(tmp_path, privacy(), follower(tmp_path), max_epochs=2, enable_checkpointing=True)
+    with pytest.raises(ModelError, match="the logged value 'mine'"):
+        run.fit(ByHand(), loader())
+    assert not [path for path in tmp_path.rglob("*.ckpt") if "mine" in path.name]
+
+
+def test_after_the_fit_a_number_that_was_shown_by_hand_can_be_read(tmp_path):
+    run = trainer(tmp_path, privacy(), max_epochs=1)
+    run.fit(ByHand(), loader())
+    assert float(run.callback_metrics["mine"]) > 0
+    assert run.callback_metrics["steps"] == 7.0
+
+
+def test_a_file_name_may_have_the_learning_rate(tmp_path):
+    named = ModelCheckpoint(tmp_path, filename="{lr-SGD:.3f}", save_on_train_epoch_end=True)
+    keeps = {"logger": Keeps(), "log_every_n_steps": 1}
+    trainer(tmp_path, privacy(), LearningRateMonitor("step"), named, enable_checkpointing=True, **keeps).fit(
+        Logs(), loader()
+    )
+    assert [path.name for path in tmp_path.glob("*.ckpt")] == ["lr-SGD=0.500.ckpt"]
