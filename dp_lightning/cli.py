@@ -5,9 +5,10 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, suppress
 from importlib import import_module
 from types import FrameType
+from typing import TextIO
 
 from dp_lightning import __version__
 from dp_lightning.errors import DpLightningError
@@ -31,19 +32,30 @@ commands:
 
 `dpl COMMAND --help` shows the options of a command. Every setting of a configuration can be overridden on the command
 line, as in `dpl fit --config configs/digits.yaml --privacy.target_epsilon 8`, and several --config files compose.
+
+exit codes: 0 done; 1 a check does not hold, or a run of a grid has failed; 2 an error, with what to change;
+74 the output cannot be written; 130 and 143 after Ctrl-C and SIGTERM
 """
 
 _TRAINING = ("fit", "validate", "test", "predict")
 _OTHERS = ("export", "verify", "audit", "account", "sweep", "report", "analyze")
+# EX_IOERR of sysexits.h. 1 would read as a check that does not hold, and 128 and more as a signal.
+_UNWRITTEN = 74
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run a command; exits with 2 and one message on an error that the user can act on.
 
+    SIGTERM and Ctrl-C end it with 143 and 130, and output that cannot be written with 74, all without a traceback.
+
     Args:
         argv: what follows ``dpl``; None is the process's own, which then is the command's alone.
     """
-    arguments = list(sys.argv[1:] if argv is None else argv)
+    with _ended_by_signals(put_back=argv is not None), _output_written():
+        _run(list(sys.argv[1:] if argv is None else argv))
+
+
+def _run(arguments: list[str]) -> None:
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         print(_HELP, end="")
         return
@@ -55,18 +67,18 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(f"dpl: there is no command '{command}'. `dpl --help` names them all.", file=sys.stderr)
         sys.exit(2)
     try:
-        with _exit_codes(put_back=argv is not None) if command in _TRAINING else nullcontext():
-            import_module(f"dp_lightning.commands.{'training' if command in _TRAINING else command}").main(arguments)
+        import_module(f"dp_lightning.commands.{'training' if command in _TRAINING else command}").main(arguments)
     except DpLightningError as error:
         print(f"\ndpl {command}: error: {error}", file=sys.stderr)
         sys.exit(2)
 
 
 @contextmanager
-def _exit_codes(*, put_back: bool) -> Iterator[None]:
+def _ended_by_signals(*, put_back: bool) -> Iterator[None]:
     """SIGTERM and Ctrl-C end the process with 143 and 130 from now on, without a traceback.
 
-    Nothing is lost by that: before a fit there is nothing to save, and during one `Interruption` has the signals.
+    Nothing is lost by that: files are whole or absent, `Interruption` has the signals during a fit, and a sweep handles
+    them itself while it has runs.
 
     Args:
         put_back: whether they do what they did before, at the end.
@@ -88,3 +100,32 @@ def _leave(number: int, frame: FrameType | None) -> None:
         sys.stderr.flush()
     finally:  # they fail where the signal has come in the middle of a print
         os._exit(128 + number)
+
+
+@contextmanager
+def _output_written() -> Iterator[None]:
+    """Output that cannot be written, on a full disk or into a pipe that nobody reads, ends the process with 74."""
+    try:
+        try:
+            yield
+        finally:
+            for stream in filter(None, (sys.stdout, sys.stderr)):  # None where it was closed from the start
+                stream.flush()
+    except OSError as error:
+        broken = [stream for stream in filter(None, (sys.stdout, sys.stderr)) if not _takes(stream)]
+        if not broken:
+            raise
+        with suppress(OSError):
+            print(f"dpl: error: the output cannot be written ({error.strerror}).", file=sys.stderr)
+        for stream in broken:  # what is left in it would fail again when Python ends
+            with suppress(OSError), open(os.devnull, "w") as nowhere:
+                os.dup2(nowhere.fileno(), stream.fileno())
+        sys.exit(_UNWRITTEN)
+
+
+def _takes(stream: TextIO) -> bool:
+    try:
+        print(file=stream, flush=True)
+    except OSError:
+        return False
+    return True

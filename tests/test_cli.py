@@ -2,7 +2,10 @@
 
 import csv
 import json
+import os
 import re
+import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -55,6 +58,60 @@ def test_an_unknown_command_is_refused(capsys):
     assert "'fitt'" in capsys.readouterr().err
 
 
+# A command that does what `code` says, so that none waits for torch.
+STAND_IN = """
+import sys, types
+module = types.ModuleType("dp_lightning.commands." + {module!r})
+exec({code!r}, module.__dict__)
+sys.modules[module.__name__] = module
+from dp_lightning.cli import main
+main()
+"""
+
+
+def stand_in(command, code):
+    module = "training" if command in ("fit", "validate", "test", "predict") else command
+    return ["-c", STAND_IN.format(module=module, code=code), command]
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize("command", [*COMMANDS, "export", "verify", "audit", "sweep", "report", "analyze"])
+def test_a_signal_ends_every_command_with_its_exit_code_and_no_traceback(command, number, code):
+    # A signal just before a sleep does not end it.
+    waits = "import time\ndef main(arguments):\n    print('begun', flush=True)\n    while True: time.sleep(0.01)"
+    process = subprocess.Popen(
+        [sys.executable, *stand_in(command, waits)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT
+    )
+    assert process.stdout.readline() == "begun\n"
+    process.send_signal(number)
+    _, error = process.communicate(timeout=60)
+    assert (process.returncode, error) == (code, "")
+
+
+@pytest.mark.parametrize("unbuffered", [[], ["-u"]])
+@pytest.mark.parametrize("failed", [False, True])
+def test_output_that_cannot_be_written_has_an_exit_code_of_its_own(unbuffered, failed):
+    prints = f"import sys\ndef main(arguments):\n    print('text' * 9999)\n    sys.exit({failed:d})"
+    command = [*unbuffered, *stand_in("verify", prints)]
+    unread, pipe = os.pipe()
+    os.close(unread)
+    for output, why in ((os.open("/dev/full", os.O_WRONLY), "No space left"), (pipe, "Broken pipe")):
+        shown = subprocess.run(
+            [sys.executable, *command], stdout=output, stderr=subprocess.PIPE, text=True, cwd=ROOT, timeout=60
+        )
+        os.close(output)
+        assert shown.returncode == 74
+        assert re.fullmatch(rf"\s*dpl: error: the output cannot be written \({why}.*\)\.\n", shown.stderr)
+    closed = [sys.executable, "-c", "import os, sys; os.close(1); os.execv(sys.executable, sys.argv[1:])"]
+    assert subprocess.run([*closed, sys.executable, *command], cwd=ROOT, timeout=60).returncode == failed
+
+
+def test_an_error_of_another_file_is_not_that_of_the_output():
+    shown = python(*stand_in("verify", "def main(arguments):\n    open('/nowhere/x')"))
+    assert shown.returncode == 1
+    assert "FileNotFoundError" in shown.stderr
+
+
 def transform(name, **settings):
     return ["--postprocess.transforms", json.dumps([{"class_path": name, "init_args": settings}])]
 
@@ -84,6 +141,12 @@ WRONG = {
     "best": (["--ckpt_path", "best"], "ckpt_path best is not a file.*'last'"),
     "devices": (["--trainer.devices", "0"], r"Lightning refuses.*trainer \(.*devices: 0.*not a valid input"),
     "strategy": (["--trainer.strategy", "all"], "Lightning refuses.*strategy: all"),
+    "barebones": (["--trainer.barebones", "true"], "^error: trainer.barebones is true.*Remove it"),
+    "url": (["--trainer.default_root_dir", "file:///tmp/x"], "trainer.default_root_dir is file:.*, a URL.*Give a path"),
+    "check_interval": (
+        ["--trainer.val_check_interval", "2.5"],
+        r"Lightning refuses.*trainer \(val_check_interval: 2.5\)",
+    ),
     "max_time": (["--trainer.max_time", "soon"], "Lightning refuses.*DD:HH:MM:SS"),
     "no_epochs": (["--trainer.max_epochs", "0"], "max_epochs.*at least one"),
     "unwritable": (["--trainer.default_root_dir", "/dev/null/runs"], "trainer.default_root_dir is /dev/null/runs"),
@@ -120,6 +183,10 @@ WRONG = {
     "nodes": (
         ["--trainer.num_nodes", "2", "--trainer.accelerator=cpu"],
         "num_nodes is 2, and nothing has started the others",
+    ),
+    "no_fraction": (
+        ["--data.init_args.val_fraction", "null"],
+        r"^error: data\.init_args\.val_fraction must lie in \[0, 1\), not None",
     ),
     "workers": (["--data.init_args.num_workers", "100000"], "num_workers must be at least 0 and at most"),
     "interval": (["--trainer.log_every_n_steps", "0"], "trainer.log_every_n_steps is 0; it must be at least 1"),
@@ -231,6 +298,15 @@ def test_a_misspelt_key_in_the_file_is_refused(tmp_path, capsys):
     assert "Did you mean privacy.target_epsilon?" in capsys.readouterr().err
 
 
+def test_data_without_a_class_is_refused_by_name(tmp_path, capsys):
+    config = {**yaml.safe_load(Path(DIGITS).read_text()), "data": {}}
+    path = tmp_path / "run.yaml"
+    path.write_text(yaml.safe_dump(config))
+    with pytest.raises(SystemExit, match="2"):
+        main(["fit", "--config", str(path), "--trainer.default_root_dir", str(tmp_path)])
+    assert "error: data names no data module. Set data.class_path" in capsys.readouterr().err
+
+
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
     """A short run of the quick start with DP-Muon composed, and its log directory."""
@@ -246,6 +322,20 @@ def finished(tmp_path_factory):
     )
     (folder,) = (root / "lightning_logs").iterdir()
     return folder
+
+
+@pytest.mark.parametrize("asked", ["the file", "last"])
+def test_a_checkpoint_whose_weights_changed_is_not_resumed(finished, tmp_path, asked, capsys):
+    run = shutil.copytree(finished, tmp_path / "lightning_logs" / "version_0")
+    (checkpoint,) = (run / "checkpoints").glob("*.ckpt")
+    saved = torch.load(checkpoint, weights_only=True)
+    next(iter(saved["state_dict"].values())).view(-1)[0] += 1
+    torch.save(saved, checkpoint)
+    path = str(checkpoint) if asked == "the file" else "last"
+    settings = ["--trainer.default_root_dir", str(tmp_path), "--trainer.max_epochs", "3", "--ckpt_path", path]
+    with pytest.raises(SystemExit, match="2"):
+        main(["fit", "--config", str(finished / "config.yaml"), *settings])
+    assert re.search(r"\['state_dict'\]\[.*\] changed after the run saved it", capsys.readouterr().err)
 
 
 def test_a_run_leaves_everything_behind(finished):

@@ -125,9 +125,10 @@ def test_make_names_a_python_that_is_missing(tmp_path):
 def test_the_check_script_is_make_test_and_passes_its_status_on(tmp_path):
     script = ROOT / ".ci" / "run"
     assert os.access(script, os.X_OK)
-    make = tmp_path / "make"
-    make.write_text('#!/bin/sh\necho "make $*"\nexit 7\n')
-    make.chmod(0o755)
+    for name in ("make", "apt-get"):
+        stand_in = tmp_path / name
+        stand_in.write_text(f'#!/bin/sh\necho "{name} $*"\nexit 7\n')
+        stand_in.chmod(0o755)
     run = subprocess.run(
         ["bash", script],
         env={**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"},

@@ -1,6 +1,7 @@
 """`dpl export`: a checkpoint as safetensors and ONNX, with the privacy statement of its steps beside it."""
 
 import argparse
+import hashlib
 import json
 import pydoc
 from dataclasses import replace
@@ -21,6 +22,7 @@ from dp_lightning.models.feature_network import FeatureNetwork
 from dp_lightning.models.pretrained import without_weights
 from dp_lightning.models.pretrained_input import PretrainedInput
 from dp_lightning.models.trained import merge_low_rank
+from dp_lightning.privacy.exported import FACTS
 from dp_lightning.privacy.journal import journal_name, journal_of, read_journal, up_to
 from dp_lightning.privacy.statement import STATEMENT, PrivacyStatement
 from dp_lightning.privacy.weights import digest_of
@@ -41,9 +43,10 @@ def export(options: argparse.Namespace) -> list[Path]:
     """Write ``model.safetensors``, ``model.onnx``, ``model.json`` and the privacy statement into ``out``.
 
     The checkpoint is verified first, as by `dpl verify`, which checks the folder too: it has the journal up to the
-    checkpoint's steps, and the statement's digest is that of the tensors in ``model.safetensors``. ``model.json`` has
-    the checkpoint's, the names of the classes, and the size to which the data module resizes an image before it cuts
-    out the middle. Of a linear probe ``model.onnx`` has the network before it too, and ``model.safetensors`` the
+    checkpoint's steps, and the statement holds the digest of each file. Its ``weights`` are those of the tensors in
+    ``model.safetensors``, whose metadata has the same statement but for the files. ``model.json`` has the digest of the
+    checkpoint, the names of the classes, and the size to which the data module resizes an image before it cuts out the
+    middle. Of a linear probe ``model.onnx`` has the network before it too, and ``model.safetensors`` the
     probe alone. Low-rank additions are merged into the weights. The folder must hold no other export: a statement must
     not stand beside a network that it does not speak of.
 
@@ -118,14 +121,15 @@ def export(options: argparse.Namespace) -> list[Path]:
 
         contents[EXPORTED] = save(
             tensors,
-            metadata={"facts": json.dumps(facts, default=str), STATEMENT: json.dumps(statement.saved())},
+            metadata={FACTS: json.dumps(facts, default=str), STATEMENT: json.dumps(statement.saved())},
         )
     if "onnx" in formats:
         images = settings if features is None else {**features["network"], **features}
         whole = module if before is None else nn.Sequential(before, module)
         contents["model.onnx"] = _onnx(whole, images.get("in_channels"), options.image_size or images.get("image_size"))
     contents["model.json"] = (json.dumps(facts, indent=2, default=str) + "\n").encode()
-    written = list(statement.write(out))
+    digests = {name: hashlib.sha256(content).hexdigest() for name, content in contents.items()}
+    written = list(replace(statement, files=digests).write(out))
     for name, content in contents.items():
         with replacing(out / name) as file:
             file.write(content)

@@ -13,6 +13,7 @@ from dp_lightning.callbacks.checkpoints import saved_steps
 from dp_lightning.callbacks.interruption import earlier_start
 from dp_lightning.errors import ConfigurationError, DataError
 from dp_lightning.privacy.journal import journals_in, run_of
+from dp_lightning.privacy.weights import changed_tensors
 from dp_lightning.strategies.checkpoint_io import PrivateCheckpointIO
 
 
@@ -45,9 +46,9 @@ def where_to_start(trainer: pl.Trainer, asked: str | None) -> Start:
     """From where a fit goes on.
 
     ``last`` is the run that was written to last, of those that stand where runs of this configuration leave their
-    files, and of its checkpoints the one with the most steps in its ledger. One that cannot be loaded is passed over,
-    with a warning. A run that was killed before its first checkpoint has a journal only: its weights start anew, and
-    its steps stay counted. Where nothing stands, it is a new run.
+    files, and of its checkpoints the one with the most steps in its ledger. One that cannot be loaded, or whose tensors
+    changed after the run saved them, is passed over with a warning. A run that was killed before its first checkpoint
+    has a journal only: its weights start anew, and its steps stay counted. Where nothing stands, it is a new run.
 
     Args:
         trainer: before its run.
@@ -82,7 +83,7 @@ def _start_of(run: _Run, broken: dict[Path, str]) -> Start:
     beside = {path: why for path, why in broken.items() if any(path.parent == known.parent for known in _files(run))}
     for _, path in sorted(run.checkpoints, reverse=True):
         try:
-            PrivateCheckpointIO().load_checkpoint(path)
+            PrivateCheckpointIO(problem_of=changed_tensors).load_checkpoint(path)
         except DataError as error:
             beside[path] = str(error)
             continue
@@ -123,6 +124,11 @@ def _runs_in(folders: Iterable[Path]) -> tuple[dict[str, _Run], dict[Path, str]]
                 saved = PrivateCheckpointIO().peek(path)
             except DataError as error:
                 broken[path] = str(error)
+                continue
+            if "state_dict" in saved and "optimizer_states" not in saved:
+                broken[path] = (
+                    "it has weights alone, by save_weights_only: true of its ModelCheckpoint; set it to false"
+                )
                 continue
             try:
                 state = saved["callbacks"]["PrivacyCallback"]

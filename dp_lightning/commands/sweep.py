@@ -157,18 +157,19 @@ def _launch(runs: Sequence[PlannedRun], options: argparse.Namespace) -> list[Pla
 
 @contextmanager
 def _ended_by_signals() -> Iterator[None]:
-    """SIGTERM ends the sweep as Ctrl-C does: its local runs leave checkpoints."""
+    """SIGTERM and Ctrl-C end the sweep in order: its local runs leave checkpoints."""
 
     def leave(number: int, frame: Any) -> None:
         raise SystemExit(128 + number)
 
-    before = signal.signal(signal.SIGTERM, leave)
+    before = {number: signal.signal(number, leave) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         yield
     except KeyboardInterrupt:
         raise SystemExit(130) from None
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _outcome(run: PlannedRun, status: int) -> str:

@@ -1,6 +1,7 @@
 """``dpl fit | validate | test | predict``: LightningCLI with ``privacy``, ``postprocess`` and ``averaging``."""
 
 import os
+import re
 import traceback
 import warnings
 from collections.abc import Iterator
@@ -31,7 +32,7 @@ from dp_lightning.callbacks import (
 )
 from dp_lightning.callbacks.interruption import slurm_job
 from dp_lightning.callbacks.privacy import privacy_of
-from dp_lightning.callbacks.settings import check_precision
+from dp_lightning.callbacks.settings import check_folders, check_precision
 from dp_lightning.commands.foreign_modules import ForeignModules
 from dp_lightning.commands.memory import keep_freed_memory
 from dp_lightning.commands.parser import StrictParser, shortened
@@ -117,6 +118,12 @@ class TrainingCLI(LightningCLI):
         """Refuse a precision here: on a CPU Lightning would turn 16-mixed into another one in silence."""
         if self.subcommand == "fit":
             check_precision(self.config.fit.trainer.precision)
+        data = self._get(self.config, "data")
+        if data is not None and data.class_path == "lightning.LightningDataModule":  # an empty mapping is parsed as it
+            raise ConfigurationError(
+                "data names no data module. Set data.class_path, such as Digits or ImageFolder, and its settings in "
+                "data.init_args."
+            )
         path = self._get(self.config, "ckpt_path")
         if path is None and self.subcommand in ("validate", "test", "predict"):
             rank_zero_warn(
@@ -153,7 +160,9 @@ class TrainingCLI(LightningCLI):
                 callbacks.append(PrivateProgressBar())
         config["callbacks"] = callbacks
         with _named_refusals(config):
-            return self._instantiate_trainer(config, [])
+            trainer = self._instantiate_trainer(config, [])
+        check_folders(trainer)
+        return trainer
 
     @staticmethod
     def configure_optimizers(lightning_module: pl.LightningModule, optimizer: Any, lr_scheduler: Any = None) -> Any:
@@ -228,7 +237,15 @@ def refusals(what: str) -> Iterator[None]:
 
 
 def _require_startable(config: dict[str, Any]) -> None:
-    """Refuse numbers of processes and nodes that nobody has: Lightning would start as many, or wait for them."""
+    """Refuse what no command can run with.
+
+    Nobody has numbers of processes and nodes beyond the bounds: Lightning would start as many, or wait for them.
+    """
+    if config.get("barebones"):
+        raise ConfigurationError(
+            "trainer.barebones is true: it leaves out checkpoints and logs, without which a run leaves nothing behind. "
+            "Remove it; trainer.enable_progress_bar: false and trainer.logger: false make a run quiet."
+        )
     for name, most in (("devices", _MOST_DEVICES), ("num_nodes", _MOST_NODES)):
         text = str(config.get(name)).strip()
         if text.isdecimal() and int(text) > most:
@@ -264,14 +281,15 @@ def _wants_processes(config: dict[str, Any]) -> bool:
 @contextmanager
 def _named_refusals(config: dict[str, Any]) -> Iterator[None]:
     """Raise what Lightning has against the Trainer's settings as an error that a user can act on."""
-    named = {name: config[name] for name in ("accelerator", "devices", "strategy") if name in config}
     try:
         yield
     except DpLightningError:
         raise
     except (MisconfigurationException, ValueError) as error:
-        settings = ", ".join(f"{name}: {value}" for name, value in named.items())
-        raise ConfigurationError(f"Lightning refuses the settings of trainer ({settings}): {error}") from error
+        told = str(error)
+        named = [f"{name}: {value}" for name, value in config.items() if re.search(rf"\b{name}\b", told)]
+        which = f" ({', '.join(named)})" if named else ""
+        raise ConfigurationError(f"Lightning refuses the settings of trainer{which}: {told}") from error
 
 
 def command_line(arguments: list[str], kind: type[TrainingCLI] = TrainingCLI) -> TrainingCLI:

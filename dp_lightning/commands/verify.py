@@ -1,30 +1,46 @@
 """`dpl verify`: whether the statement, the journals and the checkpoints of a run belong together, from the files alone.
 
 What is checked follows from what one file says of another: a statement is rendered and accounted again from its own
-numbers, the heads that it names have to stand in the journal and to count the steps of its ledger, and the weights have
-to be those of its digest. The unit of privacy and the clipping are compared with the checkpoint of the same weights.
-Not compared are the optimizer's state and an average of the weights. Who writes all files anew can make them fit. A
+numbers, and every field of it is compared with the checkpoint of the same steps; the heads that it names have to stand
+in the journal and to count the steps of its ledger, and the weights have to be those of its digest. A statement and a
+checkpoint are sealed, so that an edit of any other value in them shows. Who writes all files anew can make them fit. A
 copy of the heads that is kept elsewhere shows that too (``--head``).
 """
 
 import argparse
+import hashlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator, Mapping
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from dp_lightning.errors import DataError, DpLightningError
+from dp_lightning.files import require_regular
 from dp_lightning.foreign_text import LARGEST_JSON, read_json, read_text
+from dp_lightning.privacy.exported import statement_of
 from dp_lightning.privacy.journal import Steps, journal_name, read_journal, spent_in, stands_for, up_to
+from dp_lightning.privacy.seal import CHECKPOINT_SEAL, SEAL, checkpoint_seal
 from dp_lightning.privacy.statement import STATEMENT, PrivacyStatement
-from dp_lightning.privacy.weights import digest_of
+from dp_lightning.privacy.weights import changed_tensors, digest_of
 from dp_lightning.strategies.checkpoint_io import PrivateCheckpointIO
 
-_FILE = "privacy_statement.json"
+_FILE, _RESULT = "privacy_statement.json", "result.json"
+_ALSO_IN_RESULT = ("num_steps", "num_steps_planned", "epsilon", "accountant", "delta")
+_ABSENT = object()
 #: The weights that `dpl export` writes.
 EXPORTED = "model.safetensors"
-# What a run's statements say once for all of its steps, and no number of the journal tells.
-_CONSTANT = ("unit_of_privacy", "clipping", "sensitivity", "examples")
+# Where the checkpoint of the same steps may say less, since it may be older: what was noted after it, and what follows.
+_NOTED_LATER = ("unprotected", "changed_outside", "faults")
+_FOLLOWING = ("release", SEAL)
+# Has a check of its own.
+_WEIGHTS = "weights"
+# What the steps of a run change, and what a resume may set anew. All else is the same in all statements of a run.
+_CHANGING = (
+    *("num_steps", "ledger", "journal_heads", "lost_steps", "epsilon", "private", _WEIGHTS, *_NOTED_LATER, *_FOLLOWING),
+    *("noise_multiplier", "delta", "accountant", "target_epsilon", "earlier_targets", "num_steps_planned"),
+    *("clipping", "sensitivity", "postprocessing", "num_ranks", "versions"),
+)
 
 
 def main(arguments: list[str]) -> None:
@@ -38,7 +54,9 @@ def main(arguments: list[str]) -> None:
         f"\n{failed} of {len(found)} checks failed."
         if failed
         else f"\nAll {len(found)} checks hold. Files that were all put back to an earlier moment, or all written anew, "
-        "would pass too: only a copy of the last steps' names, kept elsewhere and given by --head, shows that."
+        "would pass too: only a copy of the last steps' names, kept elsewhere and given by --head, shows that. What "
+        "was noted after the last checkpoint (faults, unprotected values, attributes changed outside) stands in the "
+        "statement alone: only a copy of its seal shows whether it was edited and sealed anew."
     )
     sys.exit(1 if failed else 0)
 
@@ -64,38 +82,57 @@ Finding = tuple[str, str | None]
 """What was checked, and what is wrong with it; None for nothing."""
 
 
+@dataclass
+class _Found:
+    """What the files say that were read so far.
+
+    Attributes:
+        journals: by their paths: their steps, or what is wrong with them.
+        statements: of checkpoints, by their names.
+        digests: of the weights in checkpoints and exports.
+        exported: what the metadata of exported weights say.
+    """
+
+    journals: dict[Path, Steps | str] = field(default_factory=dict)
+    statements: dict[str, PrivacyStatement] = field(default_factory=dict)
+    digests: set[str] = field(default_factory=set)
+    exported: PrivacyStatement | None = None
+
+
 def verify(place: Path, heads: list[str]) -> Iterator[Finding]:
     """Check a run's folder, an export, or a checkpoint, and what is below it.
 
     Raises:
         DataError: where there is nothing to check.
     """
-    statement = place / _FILE
+    statement, result = place / _FILE, place / _RESULT
     checkpoints = [place] if place.is_file() else sorted(place.rglob("*.ckpt"))
-    if not checkpoints and not statement.is_file():
+    if not checkpoints and not statement.exists():
         raise DataError(f"{place} has no {_FILE} and no checkpoint below it. Give the folder of a private run.")
-    journals: dict[Path, Steps | str] = {}
-    digests: dict[str, PrivacyStatement | None] = {}
-    exported = place / EXPORTED
-    if exported.is_file():
-        digests[_digest_of_file(exported)] = None
+    found = _Found()
     for path in checkpoints:
-        yield from _of_checkpoint(path, path.name if path == place else str(path.relative_to(place)), journals, digests)
-    if statement.is_file():
-        yield from _of_statement(statement, journals, digests, with_weights=bool(checkpoints or digests))
+        yield from _of_checkpoint(path, path.name if path == place else str(path.relative_to(place)), found)
+    claims = None
+    if (place / EXPORTED).exists():
+        yield from _of_weights(place / EXPORTED, found)
+    if statement.exists():
+        claims = yield from _of_statement(statement, found)
+    if result.exists():
+        yield f"{_RESULT} says what the statement says", _of_result(result, claims)
+    yield from _of_one_run(claims, found)
     for head in heads:
-        held = any(head in steps for steps in journals.values() if isinstance(steps, dict))
+        held = any(head in steps for steps in found.journals.values() if isinstance(steps, dict))
         yield f"the step {head} is in a journal", None if held else "none holds it: the files are older, or others"
 
 
-def _of_checkpoint(
-    path: Path, name: str, journals: dict[Path, Steps | str], digests: dict[str, PrivacyStatement | None]
-) -> Iterator[Finding]:
+def _of_checkpoint(path: Path, name: str, found: _Found) -> Iterator[Finding]:
     try:
         saved = PrivateCheckpointIO().load_checkpoint(path)
         claims = PrivacyStatement.from_saved(saved[STATEMENT])
         state_dict, state = dict(saved["state_dict"]), dict(saved["callbacks"]["PrivacyCallback"])
-        taken = int(saved["global_step"])
+        taken, seal = int(saved["global_step"]), checkpoint_seal(saved)
+        same = _state_of(claims) == {key: state[key] for key in _state_of(claims)}
+        same &= state["earlier_training"]["words"] == list(claims.earlier_training)
     except DpLightningError as error:
         yield f"{name} can be read", str(error)
         return
@@ -103,37 +140,52 @@ def _of_checkpoint(
         yield f"{name} has a privacy statement", f"it has none that can be read ({type(error).__name__}: {error})"
         return
     digest = digest_of(state_dict)
-    digests[digest] = claims
+    found.digests.add(digest)
+    found.statements[name] = claims
+    yield f"{name}: its seal is that of its content", _unless(seal == saved.get(CHECKPOINT_SEAL), "it was edited")
     yield (
         f"{name}: its weights are those of its statement",
         _unless(digest == claims.weights, "they have another digest"),
     )
-    same = state.get("ledger") == claims.ledger.state_dict() and tuple(state.get("heads", ())) == claims.journal_heads
+    if "fingerprints" in state:  # earlier versions have not saved them
+        yield f"{name}: its tensors are those that the run saved", changed_tensors(saved)
     yield (
         f"{name}: its ledger is that of its statement",
-        _unless(same and state.get("run") == claims.run, "the run would go on from other steps"),
+        _unless(same, "the run would go on from other steps, or with another plan"),
     )
     lost = claims.lost_steps
     yield (
         f"{name}: its {taken} steps are in the ledger",
         _unless(lost >= 0 and taken + lost == claims.ledger.num_steps, f"the ledger has {claims.ledger.num_steps}"),
     )
-    yield from _against_journal(name, claims, path.parent, journals)
+    yield from _against_journal(name, claims, path.parent, found.journals)
 
 
-def _of_statement(
-    path: Path, journals: dict[Path, Steps | str], digests: dict[str, PrivacyStatement | None], *, with_weights: bool
-) -> Iterator[Finding]:
+def _state_of(claims: PrivacyStatement) -> dict[str, Any]:
+    """What the state of ``PrivacyCallback`` says that a statement says too."""
+    return {
+        "run": claims.run,
+        "heads": list(claims.journal_heads),
+        "ledger": claims.ledger.state_dict(),
+        "plan": asdict(claims.plan),
+        "earlier_targets": [list(target) for target in claims.earlier_targets],
+        "unprotected": list(claims.unprotected),
+        "changed_outside": list(claims.changed_outside),
+    }
+
+
+def _of_statement(path: Path, found: _Found) -> Generator[Finding, None, PrivacyStatement | None]:
+    """Returns the statement, where it can be read."""
     try:
         facts = read_json(path)
         claims = PrivacyStatement.from_dict(facts)
         again, markdown = claims.to_dict(), claims.to_markdown()
     except Exception as error:  # the file may hold anything
         yield f"{path.name} can be read", f"{type(error).__name__}: {error}"
-        return
-    differing = sorted(name for name in {*facts, *again} if not _equal(facts.get(name), again.get(name)))
+        return None
+    differing = _differing(facts, again)
     yield (
-        f"{path.name}: epsilon and all that follows from its numbers",
+        f"{path.name}: epsilon, the seal and all that follows from its numbers",
         _unless(not differing, f"{', '.join(differing)} would be otherwise"),
     )
     page = path.with_suffix(".md")
@@ -141,27 +193,92 @@ def _of_statement(
         f"{page.name} says the same",
         _unless(_text_of(page) == markdown, "it is missing, or says something else"),
     )
-    if with_weights:
+    if found.digests:
         yield (
             f"{path.name}: a file has its weights",
-            _unless(claims.weights in digests, "no checkpoint or export below has weights of that digest"),
+            _unless(claims.weights in found.digests, "no checkpoint or export below has weights of that digest"),
         )
-    if (same := digests.get(claims.weights)) is not None:
-        differing = [name for name in _CONSTANT if not _equal(getattr(claims, name), getattr(same, name))]
+    same = [
+        (name, _differing_at_the_same_steps(claims, other))
+        for name, other in found.statements.items()
+        if (other.run, other.journal_heads) == (claims.run, claims.journal_heads)
+    ]
+    if same:
+        # A run that lost steps may have left checkpoints with and without them.
+        name, differing = min(same, key=lambda pair: len(pair[1]))
         yield (
-            f"{path.name}: the unit of privacy and the clipping are its checkpoint's",
+            f"{path.name}: all that it says is what {name} says, of the same steps",
             _unless(not differing, f"{', '.join(differing)} would be otherwise"),
         )
-    yield from _against_journal(path.name, claims, path.parent, journals)
+    if found.exported is not None:
+        same_again = replace(claims, files={}).seal == found.exported.seal
+        yield f"{EXPORTED} has the same statement", _unless(same_again, "they differ")
+    yield from _of_files(claims, path.parent)
+    yield from _against_journal(path.name, claims, path.parent, found.journals)
+    return claims
 
 
-def _digest_of_file(path: Path) -> str:
-    from safetensors.torch import load_file
+def _differing_at_the_same_steps(claims: PrivacyStatement, checkpoint: PrivacyStatement) -> list[str]:
+    now, then = claims.to_dict(), checkpoint.to_dict()
+    kept = {name: set(then[name]) <= set(now[name]) for name in _NOTED_LATER}
+    before = "" if checkpoint.postprocessing == "none" else f"{checkpoint.postprocessing}, then "
+    kept["postprocessing"] = claims.postprocessing.removeprefix(before).isidentifier()  # an average comes last
+    return [name for name in _differing(now, then) if not kept.get(name) and name not in (*_FOLLOWING, _WEIGHTS)]
 
+
+def _of_one_run(claims: PrivacyStatement | None, found: _Found) -> Iterator[Finding]:
+    """What no step and no resume changes is the same in all statements of a run."""
+    runs: dict[str, PrivacyStatement] = {} if claims is None else {claims.run: claims}
+    for checkpoint, other in found.statements.items():
+        first = runs.setdefault(other.run, other)
+        differing = [name for name in _differing(first.to_dict(), other.to_dict()) if name not in _CHANGING]
+        if first is not other:
+            yield (
+                f"{checkpoint}: its statement is of the same run as the others",
+                _unless(not differing, f"{', '.join(differing)} would be otherwise"),
+            )
+
+
+def _of_result(path: Path, claims: PrivacyStatement | None) -> str | None:
+    """What is wrong with the numbers of ``result.json`` that the statement has too; nothing else has the accuracies."""
     try:
-        return digest_of(load_file(path))
+        facts = read_json(path)
+        said = {name: facts[name] for name in _ALSO_IN_RESULT if name in facts}
+    except (OSError, DataError, TypeError) as error:
+        return str(error)
+    if not said or claims is None:
+        return "its run has left a statement, which is missing or cannot be read" if "epsilon" in said else None
+    again = claims.to_dict()
+    again["epsilon"] = again["epsilon"][claims.plan.accountant]
+    differing = _differing(said, {name: again[name] for name in _ALSO_IN_RESULT})
+    return _unless(not differing, f"{', '.join(differing)} would be otherwise")
+
+
+def _of_weights(path: Path, found: _Found) -> Iterator[Finding]:
+    try:
+        require_regular(path)
+        claims = statement_of(path)
+        finding = None if claims is not None else "it has none"
     except Exception as error:  # the file may hold anything
-        return f"unknown: {error}"
+        claims, finding = None, f"{type(error).__name__}: {error}"
+    yield f"{path.name} has the statement of its tensors", finding
+    if claims is not None:
+        found.digests.add(claims.weights)
+        found.exported = claims
+
+
+def _of_files(claims: PrivacyStatement, folder: Path) -> Iterator[Finding]:
+    """Each file that was written with the statement of an export."""
+    for name, digest in claims.files.items():
+        try:
+            wrong = _unless(Path(name).name == name, "it is no name of a file beside the statement")
+            if wrong is None:
+                require_regular(folder / name)
+                with (folder / name).open("rb") as file:
+                    wrong = _unless(hashlib.file_digest(file, "sha256").hexdigest() == digest, "it was edited")
+        except (OSError, DataError) as error:
+            wrong = str(error)
+        yield f"{name} is as it was written", wrong
 
 
 def _against_journal(
@@ -197,6 +314,11 @@ def _read(path: Path, run: str) -> Steps | str:
         return "it is missing"
     except (DpLightningError, OSError) as error:
         return str(error)
+
+
+def _differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
+    """The names under which two mappings have not the same."""
+    return sorted(name for name in {*one, *other} if not _equal(one.get(name, _ABSENT), other.get(name, _ABSENT)))
 
 
 def _text_of(path: Path) -> str | None:

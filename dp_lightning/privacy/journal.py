@@ -20,10 +20,11 @@ from pathlib import Path
 from typing import Any
 
 from dp_lightning.errors import DataError
-from dp_lightning.files import replacing
+from dp_lightning.files import replacing, require_regular
 from dp_lightning.privacy.accounting import Ledger, Run
 
 _NAME_LENGTH = 32  # hexadecimal digits, 128 bits
+_LARGEST = 2**30  # bytes, of some five million steps
 _PREFIX, _SUFFIX = "privacy_journal_", ".jsonl"
 
 
@@ -276,6 +277,9 @@ def read_journal(path: Path, run: str) -> tuple[Steps, list[str]]:
     Raises:
         DataError: where lines were edited or are missing.
     """
+    require_regular(path)
+    if (size := path.stat().st_size) > _LARGEST:
+        raise DataError(f"The journal of steps {path} has {size:,} bytes; at most {_LARGEST:,} are read.")
     lines = [_parsed(line) for line in path.read_bytes().split(b"\n") if line]
     like = next((line for line in lines if isinstance(line, tuple)), None)
     if None in lines and like is None:

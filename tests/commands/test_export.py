@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,8 +14,11 @@ from dp_lightning.cli import main
 from dp_lightning.commands import export as export_module
 from dp_lightning.commands.verify import verify
 from dp_lightning.datamodules import Digits
-from dp_lightning.errors import ConfigurationError
+from dp_lightning.errors import ConfigurationError, DataError
 from dp_lightning.lightning_modules import LinearProbeModule, SmallCNNModule
+from dp_lightning.privacy.exported import statement_of
+from dp_lightning.privacy.statement import STATEMENT
+from dp_lightning.strategies.checkpoint_io import PrivateCheckpointIO
 
 onnxruntime = pytest.importorskip("onnxruntime")
 safetensors_torch = pytest.importorskip("safetensors.torch")
@@ -44,6 +48,11 @@ def beside(checkpoint, folder):
     for journal in checkpoint.parent.glob("privacy_journal_*.jsonl"):
         shutil.copy(journal, folder)
     return folder
+
+
+def save(checkpoint, path):
+    """Write an edited checkpoint as its own run would have, sealed anew."""
+    PrivateCheckpointIO().save_checkpoint(checkpoint, path)
 
 
 @pytest.fixture(scope="module")
@@ -108,18 +117,48 @@ def test_the_statement_is_that_of_the_checkpoints_steps(tmp_path):
         assert found["epsilon"]["rdp"] <= last["epsilon"]["rdp"]
     assert sorted(by_steps) == [4, 8]
     whole = json.loads((tmp_path / "8" / "privacy_statement.json").read_text())
-    assert {**whole, "weights": ""} == {**last, "weights": ""}
+    own = {"weights": "", "seal": "", "files": {}}
+    assert {**whole, **own} == {**last, **own}
     # The digest is that of the tensors in the export, which anyone can check.
     assert not any(finding for _, finding in verify(tmp_path / "8", []))
     tensors = safetensors_torch.load_file(tmp_path / "8" / "model.safetensors")
     next(iter(tensors.values())).mul_(1.01)
     safetensors_torch.save_file(tensors, tmp_path / "8" / "model.safetensors")
-    assert [what for what, wrong in verify(tmp_path / "8", []) if wrong] == [
-        "privacy_statement.json: a file has its weights"
+    assert "model.safetensors has the statement of its tensors" in [
+        what for what, wrong in verify(tmp_path / "8", []) if wrong
     ]
     first = json.loads((tmp_path / "4" / "privacy_statement.json").read_text())
     assert first["epsilon"]["rdp"] < last["epsilon"]["rdp"]
     assert "4 of 8" in (tmp_path / "4" / "privacy_statement.md").read_text()
+
+
+def test_an_edit_of_any_file_of_an_export_is_found(trained, tmp_path):
+    out = tmp_path / "out"
+    assert export("--ckpt-path", checkpoint_of(trained), "--out", out) == 0
+    assert not [wrong for _, wrong in verify(out, []) if wrong]
+    files = sorted(out.iterdir())
+    assert {"model.safetensors", "model.onnx", "model.json", "privacy_statement.md"} < {path.name for path in files}
+    for path in files:
+        whole = path.read_bytes()
+        for edited in (whole[:-30] + b"9" + whole[-29:], b"some text", None):
+            path.unlink()
+            if edited is not None:
+                path.write_bytes(edited)
+            if path.name == "privacy_statement.json" and edited is None:
+                with pytest.raises(DataError):
+                    list(verify(out, []))
+            else:
+                assert any(wrong for _, wrong in verify(out, [])), path
+            path.write_bytes(whole)
+    # Another statement of the same tensors, or none.
+    weights = out / "model.safetensors"
+    tensors, whole = safetensors_torch.load_file(weights), weights.read_bytes()
+    claims = statement_of(weights)
+    for metadata in ({}, {STATEMENT: json.dumps(replace(claims, run="another").saved())}):
+        safetensors_torch.save_file(tensors, weights, metadata=metadata)
+        assert any(wrong for _, wrong in verify(out, []))
+    weights.write_bytes(whole)
+    assert not [wrong for _, wrong in verify(out, []) if wrong]
 
 
 def test_pretrained_weights_are_not_loaded_again(tmp_path):
@@ -196,13 +235,13 @@ def test_what_cannot_be_exported_is_refused_with_the_reason(trained, tmp_path, c
         {key: value for key, value in saved.items() if key != "privacy_statement"}, tmp_path / "plain" / "a.ckpt"
     )
     assert "has no privacy statement" in refusal("--ckpt-path", tmp_path / "plain" / "a.ckpt")
-    torch.save({**saved, "hyper_parameters": {}}, tmp_path / "plain" / "b.ckpt")
+    save({**saved, "hyper_parameters": {}}, tmp_path / "plain" / "b.ckpt")
     assert "is of the class (not named)" in refusal("--ckpt-path", tmp_path / "plain" / "b.ckpt")
     del saved["callbacks"]["AveragedWeights"]
-    torch.save(saved, tmp_path / "plain" / "c.ckpt")
+    save(saved, tmp_path / "plain" / "c.ckpt")
     assert "has no average" in refusal("--ckpt-path", tmp_path / "plain" / "c.ckpt", "--weights", "averaged")
     sizeless = {key: value for key, value in saved["hyper_parameters"].items() if key != "image_size"}
-    torch.save({**saved, "hyper_parameters": sizeless}, tmp_path / "plain" / "d.ckpt")
+    save({**saved, "hyper_parameters": sizeless}, tmp_path / "plain" / "d.ckpt")
     assert "Give --image-size" in refusal("--ckpt-path", tmp_path / "plain" / "d.ckpt")
     saved["state_dict"]["model.classifier.weight"][0] += 1
     torch.save(saved, tmp_path / "plain" / "e.ckpt")
@@ -217,7 +256,7 @@ def test_a_checkpoint_does_not_choose_which_code_runs(trained, tmp_path, capsys,
     trap = beside(checkpoint_of(trained), tmp_path) / "sprung"
     saved = torch.load(checkpoint_of(trained), weights_only=True)
     saved["hyper_parameters"] = {"_class_path": "subprocess.Popen", "args": ["touch", str(trap)]}
-    torch.save(saved, tmp_path / "trap.ckpt")
+    save(saved, tmp_path / "trap.ckpt")
     trust = ["--module-class", "subprocess.Popen"] if named else []
     assert export("--ckpt-path", tmp_path / "trap.ckpt", "--out", tmp_path / "out", *trust) == 2
     assert "A file does not choose which code runs" in capsys.readouterr().err
@@ -228,7 +267,7 @@ def test_a_module_of_ones_own_is_exported_when_it_is_named(trained, tmp_path):
     saved = torch.load(checkpoint_of(trained), weights_only=True)
     path = f"{OwnModule.__module__}.OwnModule"
     saved["hyper_parameters"]["_class_path"] = path
-    torch.save(saved, beside(checkpoint_of(trained), tmp_path) / "own.ckpt")
+    save(saved, beside(checkpoint_of(trained), tmp_path) / "own.ckpt")
     arguments = ["--ckpt-path", tmp_path / "own.ckpt", "--out", tmp_path / "out", "--format", "safetensors"]
     assert export(*arguments) == 2
     assert export(*arguments, "--module-class", path) == 0

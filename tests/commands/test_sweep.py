@@ -68,6 +68,25 @@ def starts(out):
     return {path.name: len(list(path.glob("run/lightning_logs/version_*"))) for path in out.glob("*-*")}
 
 
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_stops_the_runs_of_a_grid_in_order(tmp_path, monkeypatch, number, code):
+    stopped = []
+
+    def launch(folders, options):
+        try:
+            os.kill(os.getpid(), number)
+            yield folders[0], 0
+        finally:
+            stopped.append(True)
+
+    monkeypatch.setitem(sweep.LAUNCHERS, "local", launch)
+    before = [signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGINT)]
+    with pytest.raises(SystemExit) as exit_:
+        main(["sweep", str(grid_file(tmp_path)), "--out", str(tmp_path / "out")])
+    assert (exit_.value.code, stopped) == (code, [True])
+    assert [signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGINT)] == before
+
+
 @pytest.mark.slow  # eight real runs
 def test_a_killed_grid_is_completed_without_repeating_a_finished_run_and_reported(tmp_path, capsys, dpl):
     grid, out = grid_file(tmp_path), tmp_path / "out"

@@ -1,7 +1,9 @@
 """`dpl verify` finds what was edited in the files of a run."""
 
 import json
+import os
 import shutil
+from dataclasses import fields, replace
 
 import lightning.pytorch as pl
 import pytest
@@ -13,6 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from dp_lightning.callbacks import PrivacyCallback
 from dp_lightning.cli import main
 from dp_lightning.commands.verify import verify
+from dp_lightning.privacy.plan import PrivacyPlan
 from dp_lightning.privacy.statement import ONE_PERSON, STATEMENT, PrivacyStatement
 
 
@@ -196,6 +199,9 @@ EDITS = {
     "a weight of an earlier checkpoint": of_checkpoint(
         lambda saved: saved["state_dict"]["net.weight"].zero_(), "step=3.ckpt"
     ),
+    "momentum": of_checkpoint(
+        lambda saved: saved["optimizer_states"][0]["state"][0]["momentum_buffer"][0, 0].add_(1e-3)
+    ),
     "digest of a checkpoint": of_checkpoint(lambda saved: claims(saved).update(weights="0" * 64)),
     "ledger of a checkpoint": of_checkpoint(fewer_steps),
     "ledger and steps of a checkpoint": of_checkpoint(all_fewer_steps),
@@ -251,6 +257,108 @@ def test_an_edit_is_found(run, name, capsys):
     with pytest.raises(SystemExit, match="1"):
         main(["verify", str(run)])
     assert "FAILED" in capsys.readouterr().out
+
+
+def altered(value):
+    """Another value of the same kind."""
+    if isinstance(value, torch.Tensor):
+        return torch.ones_like(value) if not value.any() else torch.zeros_like(value)
+    if isinstance(value, bool):
+        return not value
+    if isinstance(value, int | float):
+        return value + 1
+    if isinstance(value, dict):
+        return {**value, "another": "value"}
+    if isinstance(value, list | tuple):
+        return type(value)([*value[1:]] if value else ["another"])
+    return "another" if value is None else f"{value}, or another"
+
+
+def leaves(values, place=()):
+    """The places of all values in nested mappings and lists, and of those themselves."""
+    items = values.items() if isinstance(values, dict) else enumerate(values) if isinstance(values, list) else ()
+    for key, value in items:
+        yield (*place, key)
+        yield from leaves(value, (*place, key))
+
+
+def edited(values, place):
+    *above, last = place
+    inner = values
+    for key in above:
+        inner = inner[key]
+    inner[last] = altered(inner[last])
+
+
+def test_an_edit_of_any_field_of_the_statement_is_found(run):
+    whole = statement(run).read_text()
+    for place in leaves(json.loads(whole)):
+        facts = json.loads(whole)
+        edited(facts, place)
+        statement(run).write_text(json.dumps(facts))
+        assert failed(run), place
+
+
+@pytest.mark.parametrize("name", [item.name for item in fields(PrivacyStatement)])
+def test_a_field_that_was_edited_in_both_files_of_the_statement_is_found(run, name):
+    claims = PrivacyStatement.from_dict(json.loads(statement(run).read_text()))
+    if name == "plan":
+        forged = [replace(claims, plan=changed) for changed in plans(claims.plan)]
+    elif name in ("ledger", "unprotected", "changed_outside", "faults"):
+        pytest.skip("the steps of the ledger are in the journal; more may be noted after the last checkpoint")
+    elif name == "examples":
+        forged = [replace(claims, examples="one_by_one")]
+    elif name == "earlier_targets":
+        forged = [replace(claims, earlier_targets=((2.0, 3),))]
+    else:
+        forged = [replace(claims, **{name: altered(getattr(claims, name))})]
+    for other in forged:
+        other.write(run)
+        assert failed(run), other
+
+
+def plans(plan):
+    others = {"accountant": "prv", "delta": 1e-4, "target_epsilon": 90.0, "expected_batch_size": 10}
+    for item in fields(PrivacyPlan):
+        yield replace(plan, **{item.name: others.get(item.name) or getattr(plan, item.name) + 1})
+
+
+def test_an_edit_of_anything_in_a_checkpoint_is_found(run):
+    path = run / "checkpoints" / "last.ckpt"
+    whole = path.read_bytes()
+    for place in list(leaves(torch.load(path, weights_only=True))):
+        saved = torch.load(path, weights_only=True)
+        edited(saved, place)
+        torch.save(saved, path)
+        assert failed(path), place
+        path.write_bytes(whole)
+
+
+def test_a_result_that_does_not_fit_its_statement_is_found(run):
+    facts = json.loads(statement(run).read_text())
+    also = ("num_steps", "num_steps_planned", "accountant", "delta")
+    result = {"epsilon": facts["epsilon"]["rdp"], **{name: facts[name] for name in also}, "test_accuracy_last": 0.5}
+    (run / "result.json").write_text(json.dumps(result))
+    assert failed(run) == []
+    for name in ("epsilon", *also):
+        (run / "result.json").write_text(json.dumps({**result, name: altered(result[name])}))
+        assert failed(run), name
+    (run / "result.json").write_text(json.dumps(result))
+    statement(run).unlink()
+    assert failed(run)
+
+
+@pytest.mark.parametrize("name", ["a.ckpt", "journal", "privacy_statement.json", "result.json", "model.safetensors"])
+def test_a_pipe_is_not_waited_for(run, name):
+    path = journals(run)[0] if name == "journal" else run / name
+    path.unlink(missing_ok=True)
+    os.mkfifo(path)
+    assert failed(run)
+
+
+def test_a_ledger_of_too_many_kinds_of_steps_is_not_accounted(run):
+    of_statement("ledger", [[1 + number / 1e5, 0.1, 1] for number in range(20_000)])(run)
+    assert any("20000 kinds of steps" in finding for finding in failed(run))
 
 
 def test_a_whole_folder_of_an_earlier_moment_passes_and_a_kept_head_finds_it(tmp_path):

@@ -208,6 +208,7 @@ def test_two_processes_do_not_record_the_same_run(tmp_path):
 
 EDITS = {
     "noise multiplier": lambda lines: [lines[0], lines[1].replace(b"1.5", b"9.5"), *lines[2:]],
+    "noise multiplier of the last step": lambda lines: [*lines[:-1], lines[-1].replace(b"1.5", b"9.5")],
     "sample rate": lambda lines: [lines[0], lines[1].replace(b"0.25", b"0.01"), *lines[2:]],
     "name": lambda lines: [lines[0], lines[1].replace(b'"step": "', b'"step": "0'), *lines[2:]],
     "nonce": lambda lines: [lines[0], lines[1].replace(b'"nonce": "', b'"nonce": "0'), *lines[2:]],
