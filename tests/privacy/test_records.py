@@ -39,6 +39,32 @@ class Named(Own):
     samples = [3] * 10
 
 
+class Loaded(Own):
+    """Two objects over one file, as torchvision's CIFAR10 reads it."""
+
+    def __init__(self, rows, labels=None, transform=None):
+        self.data, self.transform = rows, transform
+        self.targets = [0] * len(rows) if labels is None else labels
+
+    def __len__(self):
+        return len(self.data)
+
+
+class Paths(Own):
+    def __init__(self, *paths):
+        self.paths = list(paths)
+
+    def __len__(self):
+        return len(self.paths)
+
+
+class Computed(Own):
+    """Knows its labels alone."""
+
+    def __init__(self, offset):
+        self.offset, self.targets, self.ids = offset, [0, 1] * 5, torch.zeros(10)
+
+
 OWN = Own()
 ROWS = TensorDataset(X, Y)
 REPEATED = {
@@ -51,6 +77,15 @@ REPEATED = {
     "rows of the same memory": (ConcatDataset([TensorDataset(X[:6]), TensorDataset(X[5:], Y[5:])]), 5, 6),
     "the same row again": (TensorDataset(X[:1].expand(4, 3)), 0, 1),
     "files listed twice": (Folder("a.png", "b.png", "a.png"), 0, 2),
+    "a file read twice": (ConcatDataset([Loaded(X.numpy()), Loaded(X.numpy().copy(), transform=len)]), 0, 10),
+    "parts of a file read twice": (
+        ConcatDataset([Subset(Loaded(X.numpy()), [1, 2]), Subset(Loaded(X.numpy().copy(), [1] * 10), [3, 2])]),
+        1,
+        3,
+    ),
+    "a copy of the rows": (ConcatDataset([TensorDataset(X, Y), TensorDataset(X.clone())]), 0, 10),
+    "a list read twice": (ConcatDataset([Paths("a", "b", "c"), Paths("a", "b", "c")]), 0, 3),
+    "rows in a list": (ConcatDataset([Loaded(list(X)), Loaded([row.clone() for row in X])]), 0, 10),
     "a file in two folders": (ConcatDataset([Folder("a.png", "b.png"), Folder("c.png", "b.png")]), 1, 3),
 }
 SINGLE = {
@@ -60,6 +95,10 @@ SINGLE = {
     "two data sets": ConcatDataset([OWN, Own()]),
     "rows": ConcatDataset([TensorDataset(X[:5]), TensorDataset(X[5:])]),
     "equal rows": TensorDataset(torch.zeros(4, 3)),
+    "two data sets with the same labels": ConcatDataset([Loaded(X.numpy()), Loaded(X.numpy() + 1)]),
+    "two data sets that compute": ConcatDataset([Computed(0), Computed(10)]),
+    "other lists": ConcatDataset([Paths("a", "b", "c"), Paths("d", "e", "f")]),
+    "equal rows, and others": ConcatDataset([Loaded(torch.zeros(4, 3)), Loaded(torch.zeros(4, 3))]),
     "files": ConcatDataset([Folder("a.png"), Folder("b.png")]),
     "samples of another meaning": Named(),
     "a list": [1, 1, 2],
