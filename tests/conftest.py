@@ -1,5 +1,6 @@
 """What all tests have in common."""
 
+import gc
 import os
 import tempfile
 from collections.abc import Iterator
@@ -29,6 +30,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         size = max(count // (_WORKERS - worker) - len(part), 0)
         items += [*part, *others[:size]]
         others, count = others[size:], count - len(part) - size
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _imported() -> None:
+    """What was imported is not looked through again at each collection of garbage."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

@@ -8,6 +8,7 @@ gives to the real Python. Processes that the forked one starts by ``sys.executab
 """
 
 import contextlib
+import gc
 import json
 import os
 import selectors
@@ -218,6 +219,7 @@ def _main(role, place, path, *arguments):
     sys.executable = path
     for name in _IMPORTED:
         import_module(name)
+    gc.freeze()  # what was imported is not looked through, nor copied, by each of the processes
     owner = os.dup(0)
     asked, files = _serve(socket.socket(fileno=int(place)), owner)
     _become(asked, files)
