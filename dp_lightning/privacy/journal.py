@@ -122,7 +122,7 @@ class Journal:
     def __init__(self, run: str) -> None:
         self.run = run
         self._files: dict[Path, int] = {}  # with the bytes that each holds
-        self._steps: Steps = {}
+        self._spent: Counter[tuple[float, float]] = Counter()
         #: The names of the last steps, which stand for all.
         self.heads: tuple[str, ...] = ()
 
@@ -130,12 +130,13 @@ class Journal:
     def ledger(self) -> Ledger:
         """Every step that one of the journals holds."""
         ledger = Ledger()
-        ledger.load_state_dict({"runs": [[*spent, count] for spent, count in spent_in(self._steps).items()]})
+        ledger.load_state_dict({"runs": [[*spent, count] for spent, count in self._spent.items()]})
         return ledger
 
     def missing(self, heads: Iterable[str]) -> list[str]:
         """Those of these steps that it does not hold."""
-        return [name for name in heads if name not in self._steps]
+        steps = self._held()
+        return [name for name in heads if name not in steps]
 
     def path(self, folder: Path) -> Path:
         """Where the journal stands in a folder."""
@@ -153,13 +154,16 @@ class Journal:
         path = self.path(folder)
         if not path.is_file():
             return None
-        known = [path]
+        known, steps = [path], self._held()
         for place in known:  # which grows by those that each of them names
             if place.is_file():
+                held, folders = read_journal(place, self.run)
+                steps |= held
                 self._take(place)
-                named = [self.path(Path(folder)) for folder in read_journal(place, self.run)[1]]
+                named = [self.path(Path(folder)) for folder in folders]
                 known += [other for other in dict.fromkeys(named) if other not in known]
-        self._complete()
+        self._count(steps)
+        self._complete(steps)
         return self.ledger
 
     def add_folder(self, folder: Path, ledger: Ledger) -> None:
@@ -171,22 +175,26 @@ class Journal:
         path = self.path(folder)
         if path in self._files:
             return
+        steps = self._held()
         if path.is_file():
-            self._merge(path)
-        for spent in (ledger.totals - spent_in(self._steps)).elements():
-            self._add(self._next(*spent))
+            steps |= read_journal(path, self.run)[0]
+        self._count(steps)
+        for spent in (ledger.totals - self._spent).elements():
+            step = self._next(*spent)
+            self._add(step)
+            steps[self.heads[0]] = step
         folders = [_line({"folder": str(known.parent)}) for known in self._files]
         stood = path.is_file()
         if not stood:
             try:
                 with replacing(path) as file:
-                    file.writelines([*map(_step_line, self._steps, self._steps.values()), *folders])
+                    file.writelines([*map(_step_line, steps, steps.values()), *folders])
             except OSError as error:
                 raise _not_written(path, error) from error
         self._append(_line({"folder": str(path.parent)}))
         self._take(path)
         self._write(path, folders if stood else [])
-        self._complete()
+        self._complete(steps)
 
     def record(self, *, noise_multiplier: float, sample_rate: float) -> None:
         """Write one step to disk, in every folder.
@@ -199,32 +207,40 @@ class Journal:
         self._add(step)
 
     def _next(self, noise_multiplier: float, sample_rate: float) -> Step:
-        return Step(noise_multiplier, sample_rate, len(self._steps) + 1, self.heads, secrets.token_hex(8))
+        return Step(noise_multiplier, sample_rate, self._spent.total() + 1, self.heads, secrets.token_hex(8))
 
     def _add(self, step: Step) -> None:
         self.heads = (step.name(self.run),)
-        self._steps[self.heads[0]] = step
+        self._spent[step.spent] += 1
 
-    def _merge(self, path: Path) -> None:
-        self._steps |= self._held(path)
-        self.heads = heads_of(self._steps)
+    def _count(self, steps: Steps) -> None:
+        self.heads, self._spent = heads_of(steps), spent_in(steps)
 
-    def _held(self, path: Path) -> Steps:
-        return read_journal(path, self.run)[0]
+    def _held(self) -> Steps:
+        """All steps that are recorded."""
+        steps: Steps = {}
+        for path in self._files:
+            try:
+                steps |= read_journal(path, self.run)[0]
+            except OSError as error:
+                raise DataError(
+                    f"The journal of steps {path} cannot be read any more ({error.strerror or error}). Put it back: the "
+                    "run cannot go on without it."
+                ) from error
+        return steps
 
     def _take(self, path: Path) -> None:
-        """Count its steps and record in it from now on; a line that was cut short stays a line of its own."""
+        """Record in it from now on; a line that was cut short stays a line of its own."""
         if path not in self._files:
-            self._merge(path)
             if path.read_bytes()[-1:] not in (b"", b"\n"):
                 _append(path, b"\n")
             self._files[path] = path.stat().st_size
 
-    def _complete(self) -> None:
+    def _complete(self, steps: Steps) -> None:
         """Give each file the steps that it lacks."""
         for path in self._files:
-            held = self._held(path)
-            self._write(path, [_step_line(name, step) for name, step in self._steps.items() if name not in held])
+            held = read_journal(path, self.run)[0]
+            self._write(path, [_step_line(name, step) for name, step in steps.items() if name not in held])
 
     def _append(self, line: bytes) -> None:
         for path, held in self._files.items():

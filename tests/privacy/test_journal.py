@@ -191,8 +191,13 @@ def test_a_step_that_cannot_be_recorded_is_not_released(tmp_path, fault):
         take(private)
     assert private.ledger.num_steps == 1
     assert all(torch.equal(p.grad, old) for p, old in zip(private.parameters.values(), before, strict=True))
+    with pytest.raises(DataError, match="cannot be read any more|no regular file"):
+        steps.add_folder(tmp_path / "other", private.ledger)
+    assert not (tmp_path / "other").exists()
+    path.unlink(missing_ok=True)
+    path.touch()
     with pytest.raises(DataError, match="cannot be written"):
-        steps.add_folder(path / "below a file", private.ledger)
+        Journal("run").add_folder(path / "below a file", private.ledger)
 
 
 def test_two_processes_do_not_record_the_same_run(tmp_path):
