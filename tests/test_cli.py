@@ -335,7 +335,7 @@ def test_a_checkpoint_whose_weights_changed_is_not_resumed(finished, tmp_path, a
     settings = ["--trainer.default_root_dir", str(tmp_path), "--trainer.max_epochs", "3", "--ckpt_path", path]
     with pytest.raises(SystemExit, match="2"):
         main(["fit", "--config", str(finished / "config.yaml"), *settings])
-    assert re.search(r"\['state_dict'\]\[.*\] changed after the run saved it", capsys.readouterr().err)
+    assert "was edited after the run saved it" in capsys.readouterr().err
 
 
 def test_a_run_leaves_everything_behind(finished):

@@ -58,13 +58,12 @@ from dp_lightning.privacy.plan import PrivacyPlan
 from dp_lightning.privacy.sampling import sampling_key
 from dp_lightning.privacy.statement import ONE_EXAMPLE, ONE_PERSON, STATEMENT, PrivacyStatement
 from dp_lightning.privacy.step import PrivateStep, check_step_settings
-from dp_lightning.privacy.weights import changed_tensors, fingerprints_in
 from dp_lightning.ranks import Ranks
-from dp_lightning.strategies.checkpoint_io import PrivateCheckpointIO
+from dp_lightning.strategies.checkpoint_io import PrivateCheckpointIO, broken_seal
 from dp_lightning.strategies.private import trainer_ranks
 
 # What earlier versions have not saved.
-_STATE = {"run", "heads", "settings", "step", "unprotected", "changed_outside", "earlier_training", "fingerprints"}
+_STATE = {"run", "heads", "settings", "step", "unprotected", "changed_outside", "earlier_training"}
 # Lightning divides the loss by it; a power of two is undone without rounding.
 _ACCUMULATE = 2**30
 
@@ -244,7 +243,7 @@ class PrivacyCallback(pl.Callback):
             trainer.strategy.checkpoint_io = PrivateCheckpointIO(
                 lambda checkpoint, folder: self._before_save(trainer, checkpoint, folder),
                 # As the file has it, before the module's own hook may adapt it.
-                lambda checkpoint: changed_tensors(checkpoint) if trainer.state.fn == TrainerFn.FITTING else None,
+                lambda checkpoint: broken_seal(checkpoint) if trainer.state.fn == TrainerFn.FITTING else None,
             )
         if stage != "fit":
             return
@@ -573,7 +572,6 @@ class PrivacyCallback(pl.Callback):
             # The state and the statement in it were taken before the hooks of others.
             if (state := checkpoint.get("callbacks", {}).get(self.state_key)) is not None:
                 state["unprotected"] = list(names)
-                state["fingerprints"] = fingerprints_in(checkpoint)
             if STATEMENT in checkpoint:
                 checkpoint[STATEMENT]["unprotected"] = names
             if self._written is not None and not by_users <= set(self._written.unprotected):

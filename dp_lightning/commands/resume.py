@@ -13,8 +13,7 @@ from dp_lightning.callbacks.checkpoints import saved_steps
 from dp_lightning.callbacks.interruption import earlier_start
 from dp_lightning.errors import ConfigurationError, DataError
 from dp_lightning.privacy.journal import journals_in, run_of
-from dp_lightning.privacy.weights import changed_tensors
-from dp_lightning.strategies.checkpoint_io import PrivateCheckpointIO
+from dp_lightning.strategies.checkpoint_io import PrivateCheckpointIO, broken_seal
 
 
 class Start(NamedTuple):
@@ -83,7 +82,7 @@ def _start_of(run: _Run, broken: dict[Path, str]) -> Start:
     beside = {path: why for path, why in broken.items() if any(path.parent == known.parent for known in _files(run))}
     for _, path in sorted(run.checkpoints, reverse=True):
         try:
-            PrivateCheckpointIO(problem_of=changed_tensors).load_checkpoint(path)
+            PrivateCheckpointIO(problem_of=broken_seal).load_checkpoint(path)
         except DataError as error:
             beside[path] = str(error)
             continue

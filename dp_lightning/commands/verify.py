@@ -20,10 +20,10 @@ from dp_lightning.files import require_regular
 from dp_lightning.foreign_text import LARGEST_JSON, read_json, read_text
 from dp_lightning.privacy.exported import statement_of
 from dp_lightning.privacy.journal import Steps, journal_name, read_journal, spent_in, stands_for, up_to
-from dp_lightning.privacy.seal import CHECKPOINT_SEAL, SEAL, checkpoint_seal
+from dp_lightning.privacy.seal import SEAL
 from dp_lightning.privacy.statement import STATEMENT, PrivacyStatement
-from dp_lightning.privacy.weights import changed_tensors, digest_of
-from dp_lightning.strategies.checkpoint_io import PrivateCheckpointIO
+from dp_lightning.privacy.weights import digest_of
+from dp_lightning.strategies.checkpoint_io import PrivateCheckpointIO, broken_seal
 
 _FILE, _RESULT = "privacy_statement.json", "result.json"
 _ALSO_IN_RESULT = ("num_steps", "num_steps_planned", "epsilon", "accountant", "delta")
@@ -130,7 +130,7 @@ def _of_checkpoint(path: Path, name: str, found: _Found) -> Iterator[Finding]:
         saved = PrivateCheckpointIO().load_checkpoint(path)
         claims = PrivacyStatement.from_saved(saved[STATEMENT])
         state_dict, state = dict(saved["state_dict"]), dict(saved["callbacks"]["PrivacyCallback"])
-        taken, seal = int(saved["global_step"]), checkpoint_seal(saved)
+        taken, broken = int(saved["global_step"]), broken_seal(saved)
         same = _state_of(claims) == {key: state[key] for key in _state_of(claims)}
         same &= state["earlier_training"]["words"] == list(claims.earlier_training)
     except DpLightningError as error:
@@ -142,13 +142,11 @@ def _of_checkpoint(path: Path, name: str, found: _Found) -> Iterator[Finding]:
     digest = digest_of(state_dict)
     found.digests.add(digest)
     found.statements[name] = claims
-    yield f"{name}: its seal is that of its content", _unless(seal == saved.get(CHECKPOINT_SEAL), "it was edited")
+    yield f"{name}: its seal is that of its content", broken
     yield (
         f"{name}: its weights are those of its statement",
         _unless(digest == claims.weights, "they have another digest"),
     )
-    if "fingerprints" in state:  # earlier versions have not saved them
-        yield f"{name}: its tensors are those that the run saved", changed_tensors(saved)
     yield (
         f"{name}: its ledger is that of its statement",
         _unless(same, "the run would go on from other steps, or with another plan"),

@@ -224,8 +224,8 @@ class Journal:
                 steps |= read_journal(path, self.run)[0]
             except OSError as error:
                 raise DataError(
-                    f"The journal of steps {path} cannot be read any more ({error.strerror or error}). Put it back: the "
-                    "run cannot go on without it."
+                    f"The journal of steps {path} cannot be read any more ({error.strerror or error}). Put it back: "
+                    "the run cannot go on without it."
                 ) from error
         return steps
 

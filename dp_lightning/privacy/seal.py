@@ -15,8 +15,8 @@ from torch import Tensor
 
 from dp_lightning.privacy.weights import fingerprint
 
-#: Under which name a statement holds its seal, and a checkpoint its own.
-SEAL, CHECKPOINT_SEAL = "seal", "privacy_seal"
+#: Under which name a statement holds its seal.
+SEAL = "seal"
 
 
 def seal_of(values: Mapping[Any, Any]) -> str:
@@ -35,11 +35,6 @@ def sealed(statement: Mapping[str, Any]) -> dict[str, Any]:
     """The values of a statement, with their seal."""
     values = {name: value for name, value in statement.items() if name != SEAL}
     return {**values, SEAL: seal_of(values)}
-
-
-def checkpoint_seal(checkpoint: Mapping[str, Any]) -> str:
-    """The seal of all that a checkpoint holds beside it."""
-    return seal_of({name: value for name, value in checkpoint.items() if name != CHECKPOINT_SEAL})
 
 
 def _parts(value: Any) -> Iterator[str]:

@@ -4,7 +4,7 @@ Whoever finds a file with a checkpoint's name finds all of it. When it is read, 
 first.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +14,11 @@ from lightning.fabric.plugins.io import TorchCheckpointIO
 from dp_lightning.errors import DataError
 from dp_lightning.files import replacing, require_regular
 from dp_lightning.intact import damage, newest_intact
-from dp_lightning.privacy.seal import CHECKPOINT_SEAL, checkpoint_seal, sealed
+from dp_lightning.privacy.seal import seal_of, sealed
 from dp_lightning.privacy.statement import STATEMENT
 from dp_lightning.privacy.weights import digest_of
+
+_SEAL = "privacy_seal"
 
 
 class PrivateCheckpointIO(TorchCheckpointIO):
@@ -46,7 +48,8 @@ class PrivateCheckpointIO(TorchCheckpointIO):
             self._before_save(checkpoint, target.parent)
         if STATEMENT in checkpoint:
             checkpoint[STATEMENT] = sealed({**checkpoint[STATEMENT], "weights": digest_of(checkpoint["state_dict"])})
-            checkpoint[CHECKPOINT_SEAL] = checkpoint_seal(checkpoint)
+        if _is_private(checkpoint):
+            checkpoint[_SEAL] = _seal_of(checkpoint)
         try:
             with replacing(target) as file:
                 torch.save(checkpoint, file)
@@ -94,6 +97,29 @@ class PrivateCheckpointIO(TorchCheckpointIO):
             DataError: when it is missing, cut short or foreign.
         """
         return _loaded(_local(path), mmap=True)
+
+
+def broken_seal(checkpoint: Mapping[str, Any]) -> str | None:
+    """What is wrong with the seal of a checkpoint of a private run, in words; None for nothing, and for other ones.
+
+    A run resumes from all that a checkpoint holds: momentum reaches the weights with the next step, and an average is
+    evaluated.
+    """
+    if not _is_private(checkpoint):
+        return None
+    if _SEAL not in checkpoint:
+        return "it has no seal, so it is of an earlier version of dp-lightning, or was edited"
+    if checkpoint[_SEAL] != _seal_of(checkpoint):
+        return "it was edited after the run saved it, so its statement does not hold for it"
+    return None
+
+
+def _is_private(checkpoint: Mapping[str, Any]) -> bool:
+    return STATEMENT in checkpoint or "PrivacyCallback" in checkpoint.get("callbacks", {})
+
+
+def _seal_of(checkpoint: Mapping[str, Any]) -> str:
+    return seal_of({name: value for name, value in checkpoint.items() if name != _SEAL})
 
 
 def _loaded(source: Path, **how: Any) -> dict[str, Any]:

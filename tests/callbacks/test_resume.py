@@ -1,7 +1,6 @@
 """A run that comes back: from its checkpoint, with what the journal knows, within its budget."""
 
 import json
-import re
 
 import pytest
 import torch
@@ -16,6 +15,7 @@ from dp_lightning.errors import BudgetError, ConfigurationError, DataError
 from dp_lightning.lightning_modules.schedules import WarmupCosine
 from dp_lightning.postprocess import LowPass, MagnitudeScale, Orthogonalize
 from dp_lightning.privacy import ClipPlan, GaussianNoise, PrivacyPlan
+from dp_lightning.strategies.checkpoint_io import PrivateCheckpointIO
 
 
 def test_a_resumed_run_goes_on_and_never_reports_less(tmp_path):
@@ -200,7 +200,7 @@ def test_a_checkpoint_of_an_earlier_version_is_refused_by_what_it_lacks(tmp_path
     crash(tmp_path, privacy(), saved=4, stopped=6)
     saved = torch.load(tmp_path / "step=4.ckpt", weights_only=True)
     del saved["callbacks"]["PrivacyCallback"]["heads"]
-    torch.save(saved, tmp_path / "step=4.ckpt")
+    PrivateCheckpointIO().save_checkpoint(saved, tmp_path / "step=4.ckpt")
     with pytest.raises(ConfigurationError, match="earlier version of dp-lightning: it lacks heads"):
         resume(tmp_path, privacy(), tmp_path / "step=4.ckpt")
 
@@ -211,47 +211,40 @@ class WithMomentum(Plain):
 
 
 EDITS = {
-    "a weight": (lambda saved: saved["state_dict"]["net.0.weight"], "['state_dict']['net.0.weight']"),
-    "momentum": (
-        lambda saved: saved["optimizer_states"][0]["state"][0]["momentum_buffer"],
-        "['optimizer_states'][0]['state'][0]['momentum_buffer']",
-    ),
-    "the average": (
-        lambda saved: saved["callbacks"]["AveragedWeights"]["average"]["net.0.weight"],
-        "['callbacks']['AveragedWeights']['average']['net.0.weight']",
-    ),
+    "a weight": lambda saved: saved["state_dict"]["net.0.weight"][0].add_(1),
+    "momentum": lambda saved: saved["optimizer_states"][0]["state"][0]["momentum_buffer"][0].add_(1),
+    "the average": lambda saved: saved["callbacks"]["AveragedWeights"]["average"]["net.0.weight"][0].add_(1),
+    "a learning rate": lambda saved: saved["optimizer_states"][0]["param_groups"][0].update(lr=1e6),
+    "a tensor more": lambda saved: saved["callbacks"]["AveragedWeights"].update(more=torch.ones(2)),
+    "faults": lambda saved: saved["callbacks"]["PrivacyCallback"].update(faults=["none"]),
+    "no statement": lambda saved: saved.pop("privacy_statement"),
 }
 
 
 @pytest.mark.parametrize("edited", EDITS)
-def test_a_checkpoint_whose_tensors_changed_is_refused_by_their_names(tmp_path, edited):
+def test_a_checkpoint_that_was_edited_is_refused(tmp_path, edited):
     def fit(name):
         run = trainer(tmp_path, callback := privacy(), AveragedWeights(0.9))
         run.fit(WithMomentum(), loader(), ckpt_path=tmp_path / name, weights_only=True)
         return callback.ledger.num_steps
 
     crash(tmp_path, privacy(), AveragedWeights(0.9), saved=2, stopped=4, module=WithMomentum())
-    find, place = EDITS[edited]
     saved = torch.load(tmp_path / "step=4.ckpt", weights_only=True)
-    find(saved).view(-1)[0] += 1
+    EDITS[edited](saved)
     torch.save(saved, tmp_path / "step=4.ckpt")
     (tmp_path / "step=4.ckpt").rename(tmp_path / "edited.ckpt")
-    message = rf"edited.ckpt is not a usable.*{re.escape(place)} changed after.*one beside it is .*step=2.ckpt"
+    message = r"edited.ckpt is not a usable.*was edited after the run saved it.*one beside it is .*step=2.ckpt"
     with pytest.raises(DataError, match=message):
         fit("edited.ckpt")
     assert fit("step=2.ckpt") == 9
 
 
-def test_an_added_tensor_is_refused_and_fingerprints_that_are_taken_out_are_missed(tmp_path):
+def test_a_checkpoint_whose_seal_was_taken_out_is_refused(tmp_path):
     crash(tmp_path, privacy(), saved=4, stopped=6)
     saved = torch.load(tmp_path / "step=4.ckpt", weights_only=True)
-    saved["optimizer_states"][0]["state"][0] = {"momentum_buffer": torch.ones(8, 5)}
+    del saved["privacy_seal"], saved["privacy_statement"]
     torch.save(saved, tmp_path / "step=4.ckpt")
-    with pytest.raises(DataError, match=r"momentum_buffer.* changed after"):
-        resume(tmp_path, privacy(), tmp_path / "step=4.ckpt")
-    del saved["callbacks"]["PrivacyCallback"]["fingerprints"]
-    torch.save(saved, tmp_path / "step=4.ckpt")
-    with pytest.raises(ConfigurationError, match="it lacks fingerprints"):
+    with pytest.raises(DataError, match="has no seal, so it is of an earlier version"):
         resume(tmp_path, privacy(), tmp_path / "step=4.ckpt")
 
 
@@ -273,7 +266,7 @@ def test_with_lightnings_average_both_sets_of_weights_are_compared(tmp_path, par
     saved[part]["net.0.weight"][0, 0] += 1
     torch.save(saved, tmp_path / "step=4.ckpt")
     run, module = fit()
-    with pytest.raises(DataError, match=rf"\['{part}'\]\['net.0.weight'\] changed after"):
+    with pytest.raises(DataError, match="was edited after the run saved it"):
         run.fit(module, loader(), ckpt_path=tmp_path / "step=4.ckpt", weights_only=True)
 
 
