@@ -4,13 +4,13 @@ What is checked follows from what one file says of another: a statement is rende
 numbers, and every field of it is compared with the checkpoint of the same steps; the heads that it names have to stand
 in the journal and to count the steps of its ledger, and the weights have to be those of its digest. A statement and a
 checkpoint are sealed, so that an edit of any other value in them shows. Who writes all files anew can make them fit. A
-copy of the heads that is kept elsewhere shows that too (``--head``).
+copy of the heads or of a seal that is kept elsewhere shows that too (``--head``, ``--seal``).
 """
 
 import argparse
 import hashlib
 import sys
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from dp_lightning.privacy.journal import Steps, journal_name, read_journal, spen
 from dp_lightning.privacy.seal import SEAL
 from dp_lightning.privacy.statement import STATEMENT, PrivacyStatement
 from dp_lightning.privacy.weights import digest_of
-from dp_lightning.strategies.checkpoint_io import PrivateCheckpointIO, broken_seal
+from dp_lightning.strategies.checkpoint_io import CHECKPOINT_SEAL, PrivateCheckpointIO, broken_seal
 
 _FILE, _RESULT = "privacy_statement.json", "result.json"
 _ALSO_IN_RESULT = ("num_steps", "num_steps_planned", "epsilon", "accountant", "delta")
@@ -46,7 +46,7 @@ _CHANGING = (
 def main(arguments: list[str]) -> None:
     """Print what holds and what does not; exits with 1 where something does not."""
     options = _parser().parse_args(arguments[1:])
-    found = list(verify(Path(options.run), options.head))
+    found = list(verify(Path(options.run), options.head, options.seal))
     for subject, finding in found:
         print(f"{'ok    ' if finding is None else 'FAILED'}  {subject}{'' if finding is None else f': {finding}'}")
     failed = sum(finding is not None for _, finding in found)
@@ -54,9 +54,9 @@ def main(arguments: list[str]) -> None:
         f"\n{failed} of {len(found)} checks failed."
         if failed
         else f"\nAll {len(found)} checks hold. Files that were all put back to an earlier moment, or all written anew, "
-        "would pass too: only a copy of the last steps' names, kept elsewhere and given by --head, shows that. What "
-        "was noted after the last checkpoint (faults, unprotected values, attributes changed outside) stands in the "
-        "statement alone: only a copy of its seal shows whether it was edited and sealed anew."
+        "would pass too: only a copy of the last steps' names (--head) or of the statement's seal (--seal), kept "
+        "elsewhere, shows that. What was noted after the last checkpoint (faults, unprotected values, attributes "
+        "changed outside) stands in the statement alone: only its seal shows whether that was edited and sealed anew."
     )
     sys.exit(1 if failed else 0)
 
@@ -75,6 +75,12 @@ def _parser() -> argparse.ArgumentParser:
         default=[],
         help="a name of one of the last steps, as a statement that was kept elsewhere has it; may be repeated",
     )
+    parser.add_argument(
+        "--seal",
+        action="append",
+        default=[],
+        help="the seal of a statement or a checkpoint of the run, as it was kept elsewhere; may be repeated",
+    )
     return parser
 
 
@@ -91,16 +97,22 @@ class _Found:
         statements: of checkpoints, by their names.
         digests: of the weights in checkpoints and exports.
         exported: what the metadata of exported weights say.
+        seals: of statements, and of checkpoints.
     """
 
     journals: dict[Path, Steps | str] = field(default_factory=dict)
     statements: dict[str, PrivacyStatement] = field(default_factory=dict)
     digests: set[str] = field(default_factory=set)
     exported: PrivacyStatement | None = None
+    seals: set[str] = field(default_factory=set)
 
 
-def verify(place: Path, heads: list[str]) -> Iterator[Finding]:
+def verify(place: Path, heads: Iterable[str] = (), seals: Iterable[str] = ()) -> Iterator[Finding]:
     """Check a run's folder, an export, or a checkpoint, and what is below it.
+
+    Args:
+        heads: names of steps that have to be there.
+        seals: of statements or checkpoints that have to be there.
 
     Raises:
         DataError: where there is nothing to check.
@@ -123,6 +135,11 @@ def verify(place: Path, heads: list[str]) -> Iterator[Finding]:
     for head in heads:
         held = any(head in steps for steps in found.journals.values() if isinstance(steps, dict))
         yield f"the step {head} is in a journal", None if held else "none holds it: the files are older, or others"
+    for seal in seals:
+        yield (
+            f"the seal {seal} is there",
+            _unless(seal in found.seals, "no statement or checkpoint has it: they differ"),
+        )
 
 
 def _of_checkpoint(path: Path, name: str, found: _Found) -> Iterator[Finding]:
@@ -142,6 +159,8 @@ def _of_checkpoint(path: Path, name: str, found: _Found) -> Iterator[Finding]:
     digest = digest_of(state_dict)
     found.digests.add(digest)
     found.statements[name] = claims
+    if broken is None:
+        found.seals |= {claims.seal, str(saved[CHECKPOINT_SEAL])}
     yield f"{name}: its seal is that of its content", broken
     yield (
         f"{name}: its weights are those of its statement",
@@ -182,6 +201,7 @@ def _of_statement(path: Path, found: _Found) -> Generator[Finding, None, Privacy
         yield f"{path.name} can be read", f"{type(error).__name__}: {error}"
         return None
     differing = _differing(facts, again)
+    found.seals.add(claims.seal)
     yield (
         f"{path.name}: epsilon, the seal and all that follows from its numbers",
         _unless(not differing, f"{', '.join(differing)} would be otherwise"),

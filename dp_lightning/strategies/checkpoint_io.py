@@ -18,7 +18,8 @@ from dp_lightning.privacy.seal import seal_of, sealed
 from dp_lightning.privacy.statement import STATEMENT
 from dp_lightning.privacy.weights import digest_of
 
-_SEAL = "privacy_seal"
+#: Under which name a checkpoint holds its seal.
+CHECKPOINT_SEAL = "privacy_seal"
 
 
 class PrivateCheckpointIO(TorchCheckpointIO):
@@ -49,7 +50,7 @@ class PrivateCheckpointIO(TorchCheckpointIO):
         if STATEMENT in checkpoint:
             checkpoint[STATEMENT] = sealed({**checkpoint[STATEMENT], "weights": digest_of(checkpoint["state_dict"])})
         if _is_private(checkpoint):
-            checkpoint[_SEAL] = _seal_of(checkpoint)
+            checkpoint[CHECKPOINT_SEAL] = _seal_of(checkpoint)
         try:
             with replacing(target) as file:
                 torch.save(checkpoint, file)
@@ -107,9 +108,9 @@ def broken_seal(checkpoint: Mapping[str, Any]) -> str | None:
     """
     if not _is_private(checkpoint):
         return None
-    if _SEAL not in checkpoint:
+    if CHECKPOINT_SEAL not in checkpoint:
         return "it has no seal, so it is of an earlier version of dp-lightning, or was edited"
-    if checkpoint[_SEAL] != _seal_of(checkpoint):
+    if checkpoint[CHECKPOINT_SEAL] != _seal_of(checkpoint):
         return "it was edited after the run saved it, so its statement does not hold for it"
     return None
 
@@ -119,7 +120,7 @@ def _is_private(checkpoint: Mapping[str, Any]) -> bool:
 
 
 def _seal_of(checkpoint: Mapping[str, Any]) -> str:
-    return seal_of({name: value for name, value in checkpoint.items() if name != _SEAL})
+    return seal_of({name: value for name, value in checkpoint.items() if name != CHECKPOINT_SEAL})
 
 
 def _loaded(source: Path, **how: Any) -> dict[str, Any]:

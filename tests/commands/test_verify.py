@@ -371,6 +371,32 @@ def test_a_whole_folder_of_an_earlier_moment_passes_and_a_kept_head_finds_it(tmp
     assert failed(earlier, head)
 
 
+def test_a_statement_that_was_sealed_anew_passes_and_a_kept_seal_finds_it(run, capsys):
+    kept = PrivacyStatement.from_dict(json.loads(statement(run).read_text())).seal
+    main_ends(run, "--seal", kept, code=0)
+    for checkpoint in run.rglob("*.ckpt"):
+        checkpoint.unlink()
+    claims = PrivacyStatement.from_dict(json.loads(statement(run).read_text()))
+    replace(claims, clipping={**claims.clipping, "max_grad_norm": 0.1}).write(run)
+    main_ends(run, code=0)
+    capsys.readouterr()
+    main_ends(run, "--seal", kept, code=1)
+    assert f"FAILED  the seal {kept} is there" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("which", ["its own", "its statement's"])
+def test_the_seal_of_a_checkpoint_is_known(run, which):
+    (checkpoint,) = [path for path in run.rglob("step=3.ckpt")]
+    saved = torch.load(checkpoint, weights_only=True)
+    seal = saved["privacy_seal"] if which == "its own" else saved["privacy_statement"]["seal"]
+    main_ends(checkpoint, "--seal", seal, code=0)
+
+
+def main_ends(run, *arguments, code):
+    with pytest.raises(SystemExit, match=str(code)):
+        main(["verify", str(run), *arguments])
+
+
 def test_a_folder_without_a_run_is_named(tmp_path, capsys):
     with pytest.raises(SystemExit, match="2"):
         main(["verify", str(tmp_path)])
