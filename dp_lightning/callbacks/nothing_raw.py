@@ -1,19 +1,17 @@
 """Nothing raw is written: what a checkpoint holds beside the model, the optimizer and what this package puts there.
 
-Hyperparameters are settings, and what callbacks and hooks add is small and plain: numbers, text, and classes or
-functions by reference. Tensors, arrays, bytes and other objects may hold raw examples, whatever code has put them
-there, and so may thousands of numbers or a long text. A number may be one that was logged while training. All of these
-are refused before anything is on disk. What is left of callbacks and hooks is the user's, and the statement names it.
+Hyperparameters are settings, and what callbacks and hooks add is small and plain: numbers, text, paths, and lists and
+dictionaries of them. Tensors, arrays, bytes and other objects may hold raw examples, whatever code has put them there,
+and so may thousands of numbers or a long text; objects cannot be read again without running code either. A number may
+be one that was logged while training. All of these are refused before anything is on disk. What is left of callbacks
+and hooks is the user's, and the statement names it.
 """
 
-from argparse import Namespace
-from collections import defaultdict, deque
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Iterator, Mapping
-from enum import Enum
 from fractions import Fraction
-from functools import partial
 from pathlib import PurePath
-from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType, NoneType
+from types import NoneType
 from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
@@ -42,12 +40,9 @@ class _Bounds(NamedTuple):
 _SETTINGS = _Bounds(values=2_000, characters=600_000)
 # The state of one callback, or another entry. Scores of thousands of epochs fit.
 _STATE = _Bounds(values=10_000, characters=100_000)
-_SEQUENCES = (list, tuple, set, frozenset, deque)
-_NUMBERS_AND_TEXT = (int, float, complex, str, np.number, np.bool_)
-# Written as they are, by name, or by reference.
-_PLAIN = (*_NUMBERS_AND_TEXT, NoneType, type, FunctionType, ModuleType, PurePath, torch.dtype, torch.device)
-# Subclasses of these may have attributes, which are written too.
-_WITH_ATTRIBUTES = (dict, *_SEQUENCES, *_NUMBERS_AND_TEXT, partial, Tensor, np.ndarray)
+# Of these types, and not of subclasses, which may hold more.
+_MAPPINGS, _SEQUENCES = (dict, OrderedDict, Counter), (list, tuple, set, torch.Size)
+_PLAIN = {bool, int, float, complex, str, NoneType, torch.dtype, torch.device}
 # Tensors in these are the model's and the optimizer's.
 _MODEL = {"state_dict", "optimizer_states", STATEMENT}
 _HYPERPARAMETERS = (pl.LightningModule.CHECKPOINT_HYPER_PARAMS_KEY, pl.LightningDataModule.CHECKPOINT_HYPER_PARAMS_KEY)
@@ -127,14 +122,15 @@ def check_hyperparameters(trainer: pl.Trainer, module: pl.LightningModule) -> Se
             try:
                 settings[entry] = _plain_leaves(dict(owner.hparams), (), _SETTINGS)
                 for place, value in settings[entry]:
-                    if isinstance(value, Tensor | np.ndarray):
+                    if isinstance(value, Tensor):
                         raise _NotPlainError("an array", place)
             except _NotPlainError as error:
                 raise ConfigurationError(
-                    f"The hyperparameter {_text(error.place)} of {type(owner).__name__} holds {error.what}: it goes "
-                    "into every checkpoint and may be of raw examples. Leave it out, by "
-                    f"save_hyperparameters(ignore=['{error.place[0]}']), and keep tensors that the model needs in "
-                    "buffers."
+                    f"The hyperparameter {_text(error.place)} of {type(owner).__name__} holds {error.what}. It goes "
+                    "into every checkpoint, which holds no examples and is read without running code: numbers, text, "
+                    "paths, and lists and dictionaries of them. Leave it out, by "
+                    f"save_hyperparameters(ignore=['{error.place[0]}']), or save a name for it. Tensors that the model "
+                    "needs belong into buffers."
                 ) from None
     return settings
 
@@ -180,8 +176,7 @@ def require_nothing_raw(
         except _NotPlainError as error:
             raise _refusal(f"{error.what} at {_text(error.place)}") from None
         for where, value in leaves:
-            number = isinstance(value, float | Tensor | np.ndarray | np.floating)
-            if number and (tag := logged.tag_of(float(value))) is not None:
+            if isinstance(value, float | Tensor | np.floating) and (tag := logged.tag_of(float(value))) is not None:
                 raise _refusal(f"the number at {_text(where)}, which was logged as '{tag}'")
         as_before = [(where[1:], value) for where, value in leaves] == settings.get(entry)
         if leaves and words is not None and not as_before:
@@ -230,8 +225,8 @@ def _is_users(schedule: Any) -> bool:
 def _refusal(what: str) -> ModelError:
     return ModelError(
         f"The checkpoint would hold {what}. It may be computed from raw training examples, and whoever gets the file "
-        "would get it. Take it out of on_save_checkpoint or of the callback's state_dict; what the model needs belongs "
-        "into a buffer of it."
+        "would get it. Take it out of on_save_checkpoint or of the callback's state_dict, which may hold a few "
+        "numbers, text, paths, and lists and dictionaries of them; what the model needs belongs into a buffer of it."
     )
 
 
@@ -247,7 +242,7 @@ def _plain_leaves(part: Any, place: _Place, bounds: _Bounds) -> _Leaves:
         if isinstance(value, Tensor | np.ndarray):
             if not _is_one_number(value):
                 raise _NotPlainError("an array", where)
-        elif not isinstance(value, _PLAIN):
+        elif not (type(value) in _PLAIN or isinstance(value, PurePath) or _is_numpys(value)):
             raise _NotPlainError(f"an object of type {type(value).__name__}", where)
         if isinstance(value, str | PurePath):
             characters += len(str(value))
@@ -263,34 +258,29 @@ def _plain_leaves(part: Any, place: _Place, bounds: _Bounds) -> _Leaves:
 
 def _is_one_number(array: Tensor | NDArray[Any]) -> bool:
     """And no view of a larger array: torch writes all that a view is of."""
-    if isinstance(array, Tensor):
-        whole = array.layout is torch.strided and array.untyped_storage().nbytes() == array.element_size()
-        return array.numel() == 1 and whole and not array.is_complex()
-    return array.size == 1 and array.dtype.kind in "biuf"
+    if not isinstance(array, Tensor):
+        return False
+    whole = array.layout is torch.strided and array.untyped_storage().nbytes() == array.element_size()
+    return array.numel() == 1 and whole and not array.is_complex()
+
+
+def _is_numpys(value: Any) -> bool:
+    """Whether it is a number of NumPy."""
+    return isinstance(value, np.number | np.bool_) and type(value).__module__ == "numpy"
 
 
 def _leaves(value: Any, place: _Place) -> Iterator[tuple[_Place, Any]]:
     """What it is made of, as pickle would write it; keys are at the places of their values."""
-    if isinstance(value, Namespace):
-        value = vars(value)
-    if isinstance(value, dict):
+    if type(value) in _MAPPINGS:
         for key, part in value.items():
             yield from _leaves(key, (*place, key))
             yield from _leaves(part, (*place, key))
-    elif isinstance(value, _SEQUENCES):
+    elif type(value) in _SEQUENCES:
         for index, part in enumerate(value):
             yield from _leaves(part, (*place, index))
-    elif isinstance(value, Enum):
-        yield from _leaves(value.value, place)
-        return
-    elif isinstance(value, partial):
-        yield from _leaves((value.func, *value.args), place)
-        yield from _leaves(value.keywords, place)
-    elif isinstance(value, MethodType | BuiltinFunctionType):
-        yield from _leaves(value.__self__, place)
     else:
         yield place, value
-    if isinstance(value, _WITH_ATTRIBUTES) and (attributes := getattr(value, "__dict__", None)):
+    if isinstance(value, OrderedDict | Tensor) and (attributes := getattr(value, "__dict__", None)):
         yield from _leaves(attributes, place)
 
 

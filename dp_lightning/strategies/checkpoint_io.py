@@ -5,9 +5,10 @@ first.
 """
 
 from collections.abc import Callable, Mapping
-from pathlib import Path
+from pathlib import Path, PosixPath, PurePosixPath, PureWindowsPath, WindowsPath
 from typing import Any
 
+import numpy as np
 import torch
 from lightning.fabric.plugins.io import TorchCheckpointIO
 
@@ -18,6 +19,9 @@ from dp_lightning.privacy.seal import seal_of, sealed
 from dp_lightning.privacy.statement import STATEMENT
 from dp_lightning.privacy.weights import digest_of
 
+# What torch does not take for data by itself: paths and numbers of NumPy.
+_DATA: list[Any] = [PosixPath, PurePosixPath, WindowsPath, PureWindowsPath, np.float64(0).__reduce__()[0], np.dtype]
+_DATA += [type(np.dtype(code)) for code in np.typecodes["AllInteger"] + np.typecodes["AllFloat"] + "?"]
 #: Under which name a checkpoint holds its seal.
 CHECKPOINT_SEAL = "privacy_seal"
 
@@ -126,7 +130,8 @@ def _seal_of(checkpoint: Mapping[str, Any]) -> str:
 def _loaded(source: Path, **how: Any) -> dict[str, Any]:
     require_regular(source)
     try:
-        loaded: Any = torch.load(source, weights_only=True, **how)
+        with torch.serialization.safe_globals(_DATA):
+            loaded: Any = torch.load(source, weights_only=True, **how)
     except Exception as error:  # it may hold anything
         reason = next(iter(str(error).splitlines()), type(error).__name__)
         raise DataError(f"it cannot be loaded without running code ({reason})") from error

@@ -2,10 +2,10 @@
 
 import json
 from argparse import Namespace
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from enum import StrEnum
 from functools import partial
-from pathlib import Path
+from pathlib import Path, PureWindowsPath
 
 import lightning.pytorch as pl
 import numpy as np
@@ -24,6 +24,7 @@ from dp_lightning.callbacks.nothing_raw import LoggedNumbers
 from dp_lightning.errors import ConfigurationError, ModelError
 from dp_lightning.lightning_modules import SmallCNNModule
 from dp_lightning.privacy.statement import STATEMENT
+from dp_lightning.strategies.checkpoint_io import PrivateCheckpointIO
 
 
 class Seen(Plain):
@@ -73,8 +74,11 @@ class RowsIn(dict):
     """A dict with an attribute."""
 
 
-def attributed(rows):
-    value = RowsIn(a=1)
+class Mode(StrEnum):
+    FAST = "fast"
+
+
+def attributed(value, rows):
     value.rows = rows
     return value
 
@@ -88,9 +92,14 @@ HOLDERS = {
     "a bytearray": (bytearray(ROWS.numpy().tobytes()), "an object of type bytearray"),
     "a data set": (examples(), "an object of type TensorDataset"),
     "a module": (nn.Linear(2, 2), "an object of type Linear"),
-    "an attribute of a dict": (attributed(ROWS), "an array"),
-    "an argument of a partial": (partial(torch.optim.SGD, lr=ROWS), "an array"),
-    "a method": (Holder(ROWS).__init__, "an object of type Holder"),
+    "an attribute of a dict": (attributed(OrderedDict(a=1), ROWS), "an array"),
+    "a class of dicts": (attributed(RowsIn(a=1), ROWS), "an object of type RowsIn"),
+    "a text with an attribute": (attributed(Mode("fast"), ROWS), "an object of type Mode"),
+    "a partial": (partial(torch.optim.SGD, lr=ROWS), "an object of type partial"),
+    "a method": (Holder(ROWS).__init__, "an object of type method"),
+    "a class": (torch.optim.SGD, "an object of type type"),
+    "a function": (F.relu, "an object of type function"),
+    "a Namespace": (Namespace(lr=0.1), "an object of type Namespace"),
     "a key": ({Holder(1): 2}, "an object of type Holder"),
     "an array of one object": (np.array([None], dtype=object), "an array"),
 }
@@ -394,19 +403,11 @@ def test_hyperparameters_that_setup_saves_and_those_of_a_datamodule_are_refused(
         trainer(tmp_path, privacy()).fit(Plain(), datamodule=Data(examples()))
 
 
-class Mode(StrEnum):
-    FAST = "fast"
-
-
 SETTINGS = {
-    "plain": [None, True, 1, 0.5, 1j, "text", np.float64(0.5), np.int64(3), torch.__version__],
+    "plain": [None, True, 1, 0.5, 1j, "text", np.float64(0.5), np.float32(0.5), np.int64(3), np.bool_(True)],
     "of torch": [torch.float32, torch.device("cpu"), torch.Size([3, 32, 32])],
-    "Path": Path("data"),
-    "Enum": Mode.FAST,
-    "classes and functions": [torch.optim.SGD, F.relu, torch.tanh, dict.fromkeys],
-    "partial": partial(torch.optim.SGD, lr=0.1, momentum=0.9),
-    "Namespace": Namespace(lr=0.1, sizes=(1, 2)),
-    "dicts": OrderedDict(lr={"warmup": [1, 2]}),
+    "paths": [Path("data"), PureWindowsPath("data")],
+    "dicts": OrderedDict(lr={"warmup": [1, 2]}, counts=Counter("aab"), sizes={(1, 2)}),
     "mean and std": {"mean": (0.485, 0.456, 0.406), "std": (0.229, 0.224, 0.225)},
     "weights of the classes of ImageNet": [0.1] * 1000,
     # The lemmas of its 21,841 classes have 23 characters in the mean.
@@ -421,7 +422,9 @@ def test_settings_are_hyperparameters(tmp_path, case):
     run.fit(Given(SETTINGS[case]), loader())
     assert "given" in run.lightning_module.hparams
     assert named(tmp_path) == ["train_loss"]
-    assert list(tmp_path.glob("*.ckpt"))
+    (checkpoint,) = tmp_path.glob("*.ckpt")
+    trainer(tmp_path, privacy(), max_epochs=2).fit(Given(SETTINGS[case]), loader(), ckpt_path=checkpoint)
+    assert repr(PrivateCheckpointIO().load_checkpoint(checkpoint)["hyper_parameters"]["given"]) == repr(SETTINGS[case])
 
 
 def test_what_the_command_line_saves_is_settings(tmp_path):
