@@ -184,6 +184,19 @@ def require_nothing_raw(
     return by_users
 
 
+def cut_views(checkpoint: Mapping[str, Any]) -> None:
+    """Let the model's tensors that are views stand for themselves: torch writes all of the memory that a view is of."""
+    for part in ("state_dict", *_AVERAGE):
+        tensors = checkpoint.get(part, {})
+        for name, value in tensors.items():
+            if isinstance(value, Tensor) and value.layout is torch.strided and _is_view_of_more(value):
+                tensors[name] = value.clone()
+
+
+def _is_view_of_more(tensor: Tensor) -> bool:
+    return tensor.untyped_storage().nbytes() > tensor.numel() * tensor.element_size()
+
+
 def _parts(checkpoint: Mapping[str, Any], trainer: pl.Trainer) -> Iterator[tuple[_Place, Any, str | None]]:
     """What is neither the model's nor ours: its place, its content, and in words whose it is unless Lightning's."""
     callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
@@ -260,7 +273,7 @@ def _is_one_number(array: Tensor | NDArray[Any]) -> bool:
     """And no view of a larger array: torch writes all that a view is of."""
     if not isinstance(array, Tensor):
         return False
-    whole = array.layout is torch.strided and array.untyped_storage().nbytes() == array.element_size()
+    whole = array.layout is torch.strided and not _is_view_of_more(array)
     return array.numel() == 1 and whole and not array.is_complex()
 
 

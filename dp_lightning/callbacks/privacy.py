@@ -35,7 +35,13 @@ from dp_lightning.callbacks.checkpoints import (
 )
 from dp_lightning.callbacks.estimated_steps import estimate_by_loader, estimate_by_plan
 from dp_lightning.callbacks.finish import finish_instead_of_training, train_again
-from dp_lightning.callbacks.nothing_raw import Settings, check_hyperparameters, check_metrics, require_nothing_raw
+from dp_lightning.callbacks.nothing_raw import (
+    Settings,
+    check_hyperparameters,
+    check_metrics,
+    cut_views,
+    require_nothing_raw,
+)
 from dp_lightning.callbacks.persons import warn_of_evaluated_persons, warn_of_persons
 from dp_lightning.callbacks.private_loader import (
     PrivateSource,
@@ -568,6 +574,7 @@ class PrivacyCallback(pl.Callback):
             self._unprotected.note_epoch(trainer)
             by_users = require_nothing_raw(checkpoint, trainer, self._unprotected.numbers, self._hyperparameters)
             self._unprotected.names |= by_users
+            cut_views(checkpoint)
             names = tuple(sorted(self._unprotected.names))
             # The state and the statement in it were taken before the hooks of others.
             if (state := checkpoint.get("callbacks", {}).get(self.state_key)) is not None:

@@ -266,6 +266,14 @@ class Extra(nn.Linear):
         self.state = state
 
 
+def test_of_a_view_only_its_own_numbers_are_written(tmp_path):
+    module = Plain()
+    module.register_buffer("first", ROWS[:2])
+    state = saved(tmp_path, module)["state_dict"]
+    assert torch.equal(state["first"], ROWS[:2])
+    assert state["first"].untyped_storage().nbytes() == 2 * 5 * 4
+
+
 def test_extra_state_of_a_module_is_looked_at(tmp_path):
     saved(tmp_path, Plain(Extra({"version": 2})))
     assert named(tmp_path) == ["entry 'net._extra_state' in checkpoints", "train_loss"]
