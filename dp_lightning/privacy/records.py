@@ -3,7 +3,7 @@
 What torch combines data sets with is looked through. A record is a row of a tensor, a file of a folder, or else a place
 in a data set; two data sets over the same tensors or files have the same records, and so have two that hold equal
 content. A file is one under all of its names, as links give it. What a data set of the user's own does with its index
-is not known.
+is known where a few elements show it (``repeats``).
 """
 
 import hashlib
@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.utils.data import ConcatDataset, Subset, TensorDataset
 
 from dp_lightning.errors import ConfigurationError
+from dp_lightning.privacy.repeats import record_numbers
 
 
 def require_single_records(dataset: Any) -> None:
@@ -32,8 +33,9 @@ def require_single_records(dataset: Any) -> None:
             raise ConfigurationError(
                 f"Examples {first} and {place} of the training set are the same record, so that it would count twice: "
                 "epsilon is about adding or removing one. Take each record once: look at the indices of Subset, at "
-                "ConcatDataset of overlapping or equal parts, and at files that are listed or linked twice. To weight "
-                "examples, weight their loss; for several transforms of each, set privacy.augmult."
+                "ConcatDataset of overlapping or equal parts, at files that are listed or linked twice, and at a data "
+                "set that hands out one record under several indices. To weight examples, weight their loss; for "
+                "several transforms of each, set privacy.augmult."
             )
 
 
@@ -58,7 +60,7 @@ def _records(dataset: Any, same: dict[int, object]) -> list[object]:
     if isinstance(dataset, ConcatDataset):
         return list(chain.from_iterable(_records(part, same) for part in dataset.datasets))
     if id(dataset) in same:
-        return [(same[id(dataset)], index) for index in range(len(dataset))]
+        return [(same[id(dataset)], number) for number in record_numbers(dataset)]
     if isinstance(dataset, TensorDataset) and (filled := [rows for rows in dataset.tensors if rows.numel()]):
         rows = next((rows for rows in filled if rows.stride(0)), filled[0])  # one that is not the same for all
         start, step = rows.data_ptr(), rows.stride(0) * rows.element_size()
@@ -68,7 +70,7 @@ def _records(dataset: Any, same: dict[int, object]) -> list[object]:
         return [_file(str(pair[0])) for pair in samples]
     if (paths := getattr(dataset, "image_files", None)) is not None:  # of this package's folders
         return [_file(path) for path in paths]
-    return [(id(dataset), index) for index in range(len(dataset))]
+    return [(id(dataset), number) for number in record_numbers(dataset)]
 
 
 def _same_content(parts: Iterable[Any]) -> dict[int, object]:

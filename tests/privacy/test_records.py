@@ -1,7 +1,9 @@
 """A record that stands in the training set twice is found, however data sets are put together."""
 
 import os
+import random
 
+import numpy as np
 import pytest
 import torch
 import torchvision
@@ -35,6 +37,20 @@ class Folder(Own):
         return len(self.samples)
 
 
+class Images(Own):
+    """As PIL has them, at sizes of their own."""
+
+    def __init__(self, colours, size):
+        self.colours, self.size = colours, size
+
+    def __len__(self):
+        return self.size
+
+    def __getitem__(self, index):
+        colour = self.colours[index % len(self.colours)]
+        return Image.new("RGB", (4 + colour, 4), (colour, 0, 0)), index
+
+
 class Named(Own):
     samples = [3] * 10
 
@@ -56,6 +72,21 @@ class Paths(Own):
 
     def __len__(self):
         return len(self.paths)
+
+
+class Repeats(Own):
+    """Hands out each row several times, with noise from a global generator, as augmentation would."""
+
+    def __init__(self, size, number_of, base=X):
+        self.size, self.number_of, self.base = size, number_of, base
+
+    def __len__(self):
+        return self.size
+
+    def __getitem__(self, index):
+        noise = torch.randn(3) + random.random() + np.random.rand()
+        rows = X if self.base is None else self.base
+        return {"image": rows[self.number_of(index)] + noise, "index": index}
 
 
 class Computed(Own):
@@ -84,6 +115,11 @@ REPEATED = {
         3,
     ),
     "a copy of the rows": (ConcatDataset([TensorDataset(X, Y), TensorDataset(X.clone())]), 0, 10),
+    "each row again": (Repeats(25, lambda index: index % 10), 0, 10),
+    "each row again, of what it does not hold": (Repeats(24, lambda index: index % 6, None), 0, 6),
+    "each row twice": (Repeats(20, lambda index: index // 2), 0, 1),
+    "a part of rows again": (Subset(Repeats(20, lambda index: index % 10), [1, 5, 3, 15]), 1, 3),
+    "images again": (Images(range(5), 10), 0, 5),
     "a list read twice": (ConcatDataset([Paths("a", "b", "c"), Paths("a", "b", "c")]), 0, 3),
     "rows in a list": (ConcatDataset([Loaded(list(X)), Loaded([row.clone() for row in X])]), 0, 10),
     "a file in two folders": (ConcatDataset([Folder("a.png", "b.png"), Folder("c.png", "b.png")]), 1, 3),
@@ -95,6 +131,10 @@ SINGLE = {
     "two data sets": ConcatDataset([OWN, Own()]),
     "rows": ConcatDataset([TensorDataset(X[:5]), TensorDataset(X[5:])]),
     "equal rows": TensorDataset(torch.zeros(4, 3)),
+    "rows again, each taken once": Subset(Repeats(20, lambda index: index % 10), [1, 5, 3, 14]),
+    "all rows are equal": Repeats(20, lambda index: 0),
+    "two rows": Repeats(2, lambda index: index),
+    "images": Images(range(10), 10),
     "two data sets with the same labels": ConcatDataset([Loaded(X.numpy()), Loaded(X.numpy() + 1)]),
     "two data sets that compute": ConcatDataset([Computed(0), Computed(10)]),
     "other lists": ConcatDataset([Paths("a", "b", "c"), Paths("d", "e", "f")]),
@@ -115,6 +155,17 @@ def test_a_record_that_stands_twice_is_refused_with_its_places(name):
     plan = PrivacyPlan(num_train=len(dataset), expected_batch_size=2, num_steps=1, noise_multiplier=1.0, delta=1e-3)
     with pytest.raises(ConfigurationError, match="same record"):
         PrivateStep(nn.Linear(3, 1), lambda batch: batch[0].sum(), dataset, plan=plan)
+
+
+def test_looking_at_elements_changes_no_random_numbers():
+    states = random.getstate(), str(np.random.get_state()), torch.get_rng_state()
+    require_single_records(Repeats(10, lambda index: index))
+    assert (random.getstate(), str(np.random.get_state())) == states[:2]
+    assert torch.equal(torch.get_rng_state(), states[2])
+
+
+def test_an_element_that_cannot_be_read_says_so_where_it_is_used():
+    require_single_records(Repeats(30, lambda index: index))  # of 10 rows
 
 
 @pytest.mark.parametrize("link", [os.symlink, os.link])
