@@ -69,7 +69,7 @@ from dp_lightning.strategies.checkpoint_io import PrivateCheckpointIO, broken_se
 from dp_lightning.strategies.private import trainer_ranks
 
 # What earlier versions have not saved.
-_STATE = {"run", "heads", "settings", "step", "unprotected", "changed_outside", "earlier_training"}
+_STATE = {"run", "heads", "settings", "step", "unprotected", "changed_outside", "earlier_training", "faults"}
 # Lightning divides the loss by it; a power of two is undone without rounding.
 _ACCUMULATE = 2**30
 
@@ -366,9 +366,9 @@ class PrivacyCallback(pl.Callback):
 
     def _require_same(self, earlier: dict[str, Any]) -> None:
         now = self._kept_settings
-        earlier = {**now, "unit_of_privacy": "example", "images_per_group": None, **earlier}  # a file from before them
-        if differing := [name for name in now if earlier[name] != now[name]]:
-            differences = ", ".join(f"privacy.{name} {earlier[name]}, and it is {now[name]} now" for name in differing)
+        if differing := [name for name in now if earlier.get(name) != now[name]]:
+            pairs = ((name, earlier.get(name), now[name]) for name in differing)
+            differences = ", ".join(f"privacy.{name} {before}, and it is {after} now" for name, before, after in pairs)
             raise ConfigurationError(
                 f"The checkpoint's run has {differences}: the statement could not say what the run clips. Set it to "
                 "the run's value."
@@ -626,7 +626,7 @@ class PrivacyCallback(pl.Callback):
         self._unprotected.names |= set(state_dict["unprotected"])
         self._changed_outside |= set(state_dict["changed_outside"])
         self._origin = Origin(**state_dict["earlier_training"])
-        self._origin.faults += [fault for fault in state_dict.get("faults", ()) if fault not in self._origin.faults]
+        self._origin.faults += [fault for fault in state_dict["faults"] if fault not in self._origin.faults]
         self._restored, self._stated = state_dict, self.ledger.num_steps
 
 
