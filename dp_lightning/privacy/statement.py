@@ -324,9 +324,9 @@ class PrivacyStatement:
             "and the draw stays secret. Each example's contribution to a step has an L2 norm of at most "
             "the sensitivity, and Gaussian noise of standard deviation noise multiplier times sensitivity "
             "is added once to the sum. One example's contribution depends on no other example: "
-            f"{_ISOLATION[self.examples]}. What is trusted: each element of the data set is a record of "
-            "its own, and its methods look at one, kernels of torch treat rows apart, and hooks neither read the training set by themselves nor follow a logged "
-            "training loss."
+            f"{_ISOLATION[self.examples]}. What is trusted: each element of the data set is a record of its own, and "
+            "its methods look at one, kernels of torch treat rows apart, and hooks neither read the training set by "
+            "themselves nor follow a logged training loss."
         )
 
     def _not_covered(self) -> list[str]:
