@@ -34,7 +34,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def _imported() -> None:
-    """What was imported is not looked through again at each collection of garbage."""
+    gc.freeze()
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left() -> Iterator[None]:
+    """What was imported or stays is not looked through again at each collection of garbage, which takes a second."""
+    yield
     gc.collect()
     gc.freeze()
 
@@ -42,7 +48,7 @@ def _imported() -> None:
 @pytest.fixture(autouse=True)
 def _same_start(monkeypatch: pytest.MonkeyPatch) -> None:
     """No test's numbers depend on which ones ran before it."""
-    torch.manual_seed(0)
+    torch.default_generator.manual_seed(0)
     monkeypatch.delenv("PL_GLOBAL_SEED", raising=False)  # of an earlier test's seed_everything
     # Reproducible runs of different tests have the same weights, which would be taken for copies.
     monkeypatch.setattr("dp_lightning.privacy.lineage._copies", {})

@@ -10,7 +10,6 @@ hooks of any other callback, and the optimizer steps. Lightning's counters see l
 import os
 from collections.abc import Iterable
 from dataclasses import replace
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal
 
@@ -62,7 +61,7 @@ from dp_lightning.privacy.groups import Groups
 from dp_lightning.privacy.lineage import Origin, origin_of
 from dp_lightning.privacy.plan import PrivacyPlan
 from dp_lightning.privacy.sampling import sampling_key
-from dp_lightning.privacy.statement import ONE_EXAMPLE, ONE_PERSON, STATEMENT, PrivacyStatement
+from dp_lightning.privacy.statement import ONE_EXAMPLE, ONE_PERSON, STATEMENT, PrivacyStatement, installed
 from dp_lightning.privacy.step import PrivateStep, check_step_settings
 from dp_lightning.ranks import Ranks
 from dp_lightning.strategies.checkpoint_io import PrivateCheckpointIO, broken_seal
@@ -556,7 +555,7 @@ class PrivacyCallback(pl.Callback):
             postprocessing=", then ".join(self.postprocessing) or "none",
             earlier_targets=tuple(self.budget.earlier_targets),
             lost_steps=self.ledger.num_steps - trainer.global_step,
-            versions={name: version(name) for name in ("dp-lightning", "torch", "lightning", "opacus")},
+            versions={name: installed(name) for name in ("dp-lightning", "torch", "lightning", "opacus")},
             **more,
         )
 

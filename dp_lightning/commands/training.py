@@ -298,7 +298,7 @@ def command_line(arguments: list[str], kind: type[TrainingCLI] = TrainingCLI) ->
     warnings.filterwarnings("ignore", message=".*will be overridden by `")
     # Lightning 2.6 on torch 2.14; nothing that a user can act on.
     warnings.filterwarnings("ignore", message=".*treespec, LeafSpec")
-    return kind(
+    return _of_the_asked(kind, arguments)(
         model_class=pl.LightningModule,
         datamodule_class=pl.LightningDataModule,
         subclass_mode_model=True,
@@ -307,6 +307,13 @@ def command_line(arguments: list[str], kind: type[TrainingCLI] = TrainingCLI) ->
         parser_class=StrictParser,
         parser_kwargs={"prog": "dpl"},
     )
+
+
+def _of_the_asked(kind: type[TrainingCLI], arguments: list[str]) -> type[TrainingCLI]:
+    """The same with a parser of the command that is asked for: to make all four takes as long as to read a run."""
+    commands = kind.subcommands()
+    asked = {name: commands[name] for name in arguments[:1] if name in commands}
+    return type(kind.__name__, (kind,), {"subcommands": staticmethod(lambda: asked)}) if asked else kind
 
 
 def main(arguments: list[str]) -> None:

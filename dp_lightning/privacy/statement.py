@@ -10,7 +10,8 @@ written down.
 import json
 import math
 from dataclasses import asdict, dataclass, field, fields, replace
-from functools import cached_property
+from functools import cache, cached_property
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -366,6 +367,12 @@ class PrivacyStatement:
             f"Facts that are public here: the number of training {self._units}, the settings of the run, the "
             "model's architecture, and whatever numbers the module held when the run started, such as buffers.",
         ]
+
+
+@cache
+def installed(name: str) -> str:
+    """The version of a package: to find it, all of its metadata are read."""
+    return version(name)
 
 
 def _plain(value: Any) -> Any:

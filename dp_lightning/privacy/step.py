@@ -36,7 +36,6 @@ import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from functools import cached_property
-from importlib.metadata import version
 from typing import Any
 
 import torch
@@ -76,7 +75,7 @@ from dp_lightning.privacy.reading import (
 )
 from dp_lightning.privacy.records import require_single_records
 from dp_lightning.privacy.sampling import Key, PhysicalBatch, PoissonSampler, cut, sampling_key
-from dp_lightning.privacy.statement import ONE_EXAMPLE, ONE_PERSON, PrivacyStatement
+from dp_lightning.privacy.statement import ONE_EXAMPLE, ONE_PERSON, PrivacyStatement, installed
 from dp_lightning.privacy.weights import digest_of
 from dp_lightning.ranks import Ranks
 
@@ -396,7 +395,7 @@ class PrivateStep:
             "run": self.run,
             "earlier_training": tuple(words),
             "journal_heads": () if self.journal is None else self.journal.heads,
-            "versions": {name: version(name) for name in ("dp-lightning", "torch", "opacus")},
+            "versions": {name: installed(name) for name in ("dp-lightning", "torch", "opacus")},
         }
         # Whoever asks for a statement may copy any part of the weights now.
         self._weights.remember()

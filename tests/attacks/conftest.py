@@ -1,6 +1,4 @@
-"""Attacks are many short runs: one thread each, and nothing that is left of the run before."""
-
-import gc
+"""Attacks are many short runs, of one thread each."""
 
 import pytest
 import torch
@@ -12,9 +10,3 @@ def _short_runs():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
-
-
-@pytest.fixture(autouse=True)
-def _nothing_is_left():
-    yield
-    gc.collect()

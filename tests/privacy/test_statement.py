@@ -176,7 +176,11 @@ def test_it_says_how_examples_were_kept_apart_and_what_is_trusted(examples: str,
     facts = result.to_dict()
     assert facts["examples"] == examples
     assert facts["isolation"].startswith(words)
-    for phrase in (words, "data set's methods", "| random numbers | keys of the operating system |"):
+    for phrase in (
+        words,
+        "each element of the data set is a record",
+        "| random numbers | keys of the operating system |",
+    ):
         assert phrase in result.to_markdown()
 
 
