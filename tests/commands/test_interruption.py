@@ -102,7 +102,7 @@ def test_steps_lost_in_a_crash_count_as_spent(tmp_path, warm_python):
 
 
 @pytest.mark.slow  # many starts
-@pytest.mark.parametrize(("ranks", "kills", "reproducible"), [(1, 10, False), (2, 8, False), (1, 5, True)])
+@pytest.mark.parametrize(("ranks", "kills", "reproducible"), [(1, 5, False), (2, 4, False), (1, 3, True)])
 def test_kills_at_random_moments_lose_little_and_never_repeat_noise(tmp_path, warm_python, ranks, kills, reproducible):
     settings = {"folder": str(tmp_path), "ranks": ranks, "kills": kills, "reproducible": reproducible}
     script = Path(__file__).parent / "run_until_killed.py"
