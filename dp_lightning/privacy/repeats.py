@@ -9,7 +9,7 @@ import functools
 import hashlib
 import random
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import numpy as np
@@ -40,8 +40,11 @@ def record_numbers(dataset: Any) -> list[int]:
 
 def _lengths(dataset: Any) -> set[int]:
     """Of what a data set holds."""
-    held = [value for value in getattr(dataset, "__dict__", {}).values() if hasattr(type(value), "__len__")]
-    return {len(value) for value in held if getattr(value, "ndim", 1)}
+    found = set()
+    for value in getattr(dataset, "__dict__", {}).values():
+        with suppress(Exception):  # a scalar has none, and an object of the user's may raise anything
+            found.add(len(value))
+    return found
 
 
 def _are_repeats(pairs: list[tuple[int, int]], content: Callable[[int], str | None]) -> bool:

@@ -94,6 +94,7 @@ class Computed(Own):
 
     def __init__(self, offset):
         self.offset, self.targets, self.ids = offset, [0, 1] * 5, torch.zeros(10)
+        self.scale, self.unsized = torch.tensor(1.0), iter([])
 
 
 OWN = Own()
