@@ -16,6 +16,7 @@ from dp_lightning.callbacks import PrivacyCallback
 from dp_lightning.cli import main
 from dp_lightning.commands.verify import verify
 from dp_lightning.privacy.plan import PrivacyPlan
+from dp_lightning.privacy.seal import seal_of, sealed
 from dp_lightning.privacy.statement import ONE_PERSON, STATEMENT, PrivacyStatement
 
 
@@ -88,11 +89,17 @@ def in_both_files(name, value):
     return edit
 
 
-def of_checkpoint(change, name="last.ckpt"):
+def of_checkpoint(change, name="last.ckpt", *, seal=True):
+    """An edit of a checkpoint; sealed anew, so that its other values have to find it."""
+
     def edit(run):
         path = run / "checkpoints" / name
         saved = torch.load(path, weights_only=True)
         change(saved)
+        if seal and isinstance(saved.get(STATEMENT), dict):
+            saved[STATEMENT] = sealed(saved[STATEMENT])
+        if seal:
+            saved["privacy_seal"] = seal_of({key: value for key, value in saved.items() if key != "privacy_seal"})
         torch.save(saved, path)
 
     return edit
@@ -176,9 +183,7 @@ EDITS = {
             {name: value for name, value in json.loads(statement(run).read_text()).items() if name != "clipping"}
         )
     ),
-    "a field more": of_statement("approved", "yes")
-    if False
-    else lambda run: statement(run).write_text(
+    "a field more": lambda run: statement(run).write_text(
         json.dumps({**json.loads(statement(run).read_text()), "approved": "yes"})
     ),
     "way of another name": of_statement("examples", "at_once"),
@@ -200,7 +205,7 @@ EDITS = {
         lambda saved: saved["state_dict"]["net.weight"].zero_(), "step=3.ckpt"
     ),
     "momentum": of_checkpoint(
-        lambda saved: saved["optimizer_states"][0]["state"][0]["momentum_buffer"][0, 0].add_(1e-3)
+        lambda saved: saved["optimizer_states"][0]["state"][0]["momentum_buffer"][0, 0].add_(1e-3), seal=False
     ),
     "digest of a checkpoint": of_checkpoint(lambda saved: claims(saved).update(weights="0" * 64)),
     "ledger of a checkpoint": of_checkpoint(fewer_steps),

@@ -382,6 +382,22 @@ def test_batches_without_a_tensor_are_refused_together_with_the_fix():
     trained(model, private_step(model, **settings, examples="one_by_one"), steps=1)
 
 
+@pytest.mark.parametrize("ways", ["together", "one_by_one"])
+def test_what_a_loss_has_changed_is_refused_in_its_own_batch(ways):
+    model = network()
+    model.seen = [0.0]
+
+    def loss(batch):
+        model.seen[0] += 1.0 if ways == "together" else float(batch[0].mean())
+        model.seen.append(0.0)
+        return F.cross_entropy(model(batch[0]), batch[1])
+
+    private = private_step(model, loss=loss, examples=ways, max_physical_batch_size=N)
+    (batch,) = private.batches()
+    with pytest.raises(ModelError, match=r"training_step changes .*seen"):
+        private.accumulate(batch)
+
+
 @pytest.mark.parametrize(
     ("keep", "name"),
     [
