@@ -178,7 +178,7 @@ class PrivacyCallback(pl.Callback):
         self._changed_outside: set[str] = set()
         self._restored: dict[str, Any] | None = None
         self._origin = Origin()
-        self._finishes = False
+        self._finishes = self._evaluates = False
         #: What acts on the privatized gradient, in words; `PostProcessCallback` adds to it when ``fit`` starts.
         self.postprocessing: list[str] = []
         #: Set on one rank to ask all of them to stop after a step; and whether some rank asked before the last step.
@@ -587,7 +587,8 @@ class PrivacyCallback(pl.Callback):
     def on_load_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        if trainer.state.fn == TrainerFn.FITTING:
+        self._evaluates = trainer.state.fn != TrainerFn.FITTING
+        if not self._evaluates:
             saved = checkpoint.get("callbacks", {}).get(self.state_key) or {}
             require_counted_steps(trainer, checkpoint, saved)
 
@@ -613,7 +614,8 @@ class PrivacyCallback(pl.Callback):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        if not state_dict:
+        # To evaluate an earlier checkpoint after a fit takes back no step of it.
+        if not state_dict or (self._evaluates and self._private is not None):
             return
         if lacking := _STATE - state_dict.keys():
             raise ConfigurationError(

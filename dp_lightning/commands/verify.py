@@ -73,12 +73,14 @@ def _parser() -> argparse.ArgumentParser:
         "--head",
         action="append",
         default=[],
+        type=lambda text: text.strip().lower(),
         help="a name of one of the last steps, as a statement that was kept elsewhere has it; may be repeated",
     )
     parser.add_argument(
         "--seal",
         action="append",
         default=[],
+        type=lambda text: text.strip().lower(),
         help="the seal of a statement or a checkpoint of the run, as it was kept elsewhere; may be repeated",
     )
     return parser

@@ -8,17 +8,19 @@ is known where a few elements show it (``repeats``).
 
 import hashlib
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
+from contextlib import suppress
 from itertools import chain
 from pathlib import PurePath
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
-from torch.utils.data import ConcatDataset, Subset, TensorDataset
+from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
 
 from dp_lightning.errors import ConfigurationError
-from dp_lightning.privacy.repeats import record_numbers
+from dp_lightning.privacy.repeats import bytes_of, record_numbers
 
 
 def require_single_records(dataset: Any) -> None:
@@ -40,12 +42,20 @@ def require_single_records(dataset: Any) -> None:
 
 
 def _parts(dataset: Any) -> list[Any]:
-    """The data sets that torch's classes combine."""
+    """The data sets that torch's classes and wrappers combine."""
     if isinstance(dataset, Subset):
         return _parts(dataset.dataset)
     if isinstance(dataset, ConcatDataset):
         return list(chain.from_iterable(map(_parts, dataset.datasets)))
-    return [dataset]
+    return [dataset] if (base := _wrapped(dataset)) is None else _parts(base)
+
+
+def _wrapped(dataset: Any) -> Any:
+    """The data set of the same length that another one holds, as one that adds a transform does; None for none."""
+    held = [value for value in getattr(dataset, "__dict__", {}).values() if isinstance(value, Dataset)]
+    with suppress(TypeError):  # without a length
+        return held[0] if len(held) == 1 and len(held[0]) == len(dataset) else None  # type: ignore[arg-type]
+    return None
 
 
 def _records(dataset: Any, same: dict[int, object]) -> list[object]:
@@ -59,62 +69,92 @@ def _records(dataset: Any, same: dict[int, object]) -> list[object]:
         return [inner[int(index)] for index in dataset.indices]
     if isinstance(dataset, ConcatDataset):
         return list(chain.from_iterable(_records(part, same) for part in dataset.datasets))
-    if id(dataset) in same:
-        return [(same[id(dataset)], number) for number in record_numbers(dataset)]
-    if isinstance(dataset, TensorDataset) and (filled := [rows for rows in dataset.tensors if rows.numel()]):
-        rows = next((rows for rows in filled if rows.stride(0)), filled[0])  # one that is not the same for all
-        start, step = rows.data_ptr(), rows.stride(0) * rows.element_size()
-        return [(start + step * row, str(rows.device)) for row in range(len(rows))]
     samples = getattr(dataset, "samples", None)  # of torchvision's folders: a path and a class
     if isinstance(samples, list) and len(samples) == len(dataset) and all(isinstance(pair, tuple) for pair in samples):
         return [_file(str(pair[0])) for pair in samples]
     if (paths := getattr(dataset, "image_files", None)) is not None:  # of this package's folders
         return [_file(path) for path in paths]
-    return [(id(dataset), number) for number in record_numbers(dataset)]
+    if id(dataset) in same:
+        names: list[object] = [(same[id(dataset)], index) for index in range(len(dataset))]
+    elif isinstance(dataset, TensorDataset) and (filled := [rows for rows in dataset.tensors if _is_filled(rows)]):
+        rows = next((rows for rows in filled if rows.stride(0)), filled[0])  # one that is not the same for all
+        start, step = rows.data_ptr(), rows.stride(0) * rows.element_size()
+        names = [(start + step * row, str(rows.device)) for row in range(len(rows))]
+    elif (base := _wrapped(dataset)) is not None:
+        names = _records(base, same)
+    else:
+        names = [(id(dataset), index) for index in range(len(dataset))]
+    return [names[number] for number in record_numbers(dataset)]
+
+
+def _is_filled(rows: Tensor) -> bool:
+    return rows.layout is torch.strided and rows.numel() > 0
 
 
 def _same_content(parts: Iterable[Any]) -> dict[int, object]:
     """A name for each of those data sets that hold the same rows as another one, by their ids.
 
-    Two objects over one file, such as ``CIFAR10`` twice with other transforms, share no memory. They are known by an
-    attribute with an entry for each element, most of them different.
+    Two objects over one file, such as ``CIFAR10`` twice with other transforms, share no memory. They are known by equal
+    arrays of rows, or where they have none, by all their attributes.
     """
     different = list({id(part): part for part in parts}.values())
     lengths = [len(part) for part in different]
     found: dict[str, list[int]] = {}
     for part, length in zip(different, lengths, strict=True):
         if lengths.count(length) > 1:
-            for name in {_content(rows) for rows in _rows_of(part, length)} - {None}:
-                found.setdefault(str(name), []).append(id(part))
+            for name in _contents(part, length):
+                found.setdefault(name, []).append(id(part))
     return {part: name for name, ids in found.items() if len(ids) > 1 for part in ids}
 
 
-def _rows_of(dataset: Any, length: int) -> Iterator[Any]:
-    values = dataset.tensors if isinstance(dataset, TensorDataset) else vars(dataset).values()
-    for value in values if hasattr(dataset, "__dict__") else ():
-        is_rows = isinstance(value, list | tuple) or (isinstance(value, np.ndarray | Tensor) and value.ndim > 0)
-        if is_rows and len(value) == length:
-            yield value
+def _contents(part: Any, length: int) -> set[str]:
+    """Names of a data set's content, each of which tells it from others."""
+    values = {name: value for name, value in getattr(part, "__dict__", {}).items() if not callable(value)}
+    if isinstance(part, TensorDataset):
+        values = dict(enumerate(part.tensors))
+    rows = {name: hashes for name, value in values.items() if (hashes := _hashes_of_rows(value, length)) is not None}
+    wide = {
+        _joined(hashes) for name, hashes in rows.items() if _is_wide(values[name]) and 2 * len(set(hashes)) > length
+    }
+    if wide or not all(name in rows or _is_plain(value) for name, value in values.items() if value is not None):
+        return wide
+    said = [f"{name} {_joined(rows[name]) if name in rows else value!r}" for name, value in values.items()]
+    varied = any(2 * len(set(hashes)) > length for hashes in rows.values())
+    settings = any(isinstance(value, str | PurePath) for value in values.values())
+    return {repr((type(part).__qualname__, *said))} if varied or settings else set()
 
 
-def _content(rows: Any) -> str | None:
-    """A hash of all rows; None where they are of another kind, or too often equal to tell data sets apart."""
+def _hashes_of_rows(value: Any, length: int) -> list[bytes] | None:
+    """Of each entry of a sequence with one for each element; None for anything else."""
+    is_rows = isinstance(value, list | tuple) or (isinstance(value, np.ndarray | Tensor) and value.ndim > 0)
+    if not is_rows or len(value) != length:
+        return None
     hashes = []
-    for row in rows:
-        if isinstance(row, Tensor):
-            row = row.numpy(force=True)
-        if isinstance(row, np.ndarray | np.generic) and not row.dtype.hasobject:
-            said = f"{row.dtype} {row.shape}".encode() + row.tobytes()
+    for row in value:
+        if isinstance(row, np.ndarray | np.generic | Tensor):
+            if (said := bytes_of(row)) is None:
+                return None
         elif _is_plain(row):
             said = repr(row).encode()
         else:
             return None
         hashes.append(hashlib.blake2b(said, digest_size=16).digest())
-    return hashlib.sha256(b"".join(hashes)).hexdigest() if len(set(hashes)) > len(hashes) / 2 else None
+    return hashes
+
+
+def _joined(hashes: list[bytes]) -> str:
+    return hashlib.sha256(b"".join(hashes)).hexdigest()
+
+
+def _is_wide(value: Any) -> bool:
+    """Whether its rows are arrays, and no labels or ids."""
+    if isinstance(value, list | tuple):
+        return isinstance(value[0], np.ndarray | Tensor) and value[0].ndim > 0
+    return bool(value.ndim > 1)
 
 
 def _is_plain(value: Any) -> bool:
-    if isinstance(value, tuple):
+    if isinstance(value, list | tuple):
         return all(map(_is_plain, value))
     return isinstance(value, str | bytes | int | float | PurePath)
 

@@ -1,8 +1,8 @@
 """Whether a data set of the user's own hands out one record under several indices, as ``base[index % len(base)]`` does.
 
 A few elements are read, each with the same random numbers, and compared at the distances at which such data sets
-repeat: the lengths of what they hold, a simple part of their own length, and neighbours. A data set that repeats in
-another way is not known.
+repeat: the lengths of what they hold, a simple part of their own length, and neighbours. They are equal where all their
+parts are, but for a number that is the index itself. A data set that repeats in another way is not known.
 """
 
 import functools
@@ -10,6 +10,7 @@ import hashlib
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from itertools import combinations
 from typing import Any
 
 import numpy as np
@@ -18,9 +19,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 # How many times a record may stand there.
-_TIMES = range(2, 9)
-# So many pairs are compared, and hold as many records.
-_PAIRS = 3
+_TIMES = range(2, 17)
 
 
 def record_numbers(dataset: Any) -> list[int]:
@@ -28,12 +27,12 @@ def record_numbers(dataset: Any) -> list[int]:
     size = len(dataset)
     content = functools.cache(functools.partial(_content, dataset))
     for distance in sorted(_lengths(dataset) | {size // times for times in _TIMES if size % times == 0}):
-        pairs = [(index, index + distance) for index in range(_PAIRS)]
-        if _PAIRS <= distance <= size - _PAIRS and _are_repeats(pairs, content):
+        firsts = _spread(min(distance, size - distance))
+        if _are_repeats([(first, first + distance) for first in firsts], content):
             return [index % distance for index in range(size)]
     for times in _TIMES:
-        pairs = [(times * index, times * index + 1) for index in range(_PAIRS)]
-        if times * _PAIRS <= size and _are_repeats(pairs, content):
+        firsts = [times * number for number in _spread(size // times)]
+        if _are_repeats([(first, first + 1) for first in firsts], content):
             return [index // times for index in range(size)]
     return list(range(size))
 
@@ -47,28 +46,57 @@ def _lengths(dataset: Any) -> set[int]:
     return found
 
 
-def _are_repeats(pairs: list[tuple[int, int]], content: Callable[[int], str | None]) -> bool:
+def _spread(count: int) -> list[int]:
+    """Three places among so many: the first ones may all be blank."""
+    return [0, count // 2, count - 1] if count >= 3 else []
+
+
+def _are_repeats(pairs: list[tuple[int, int]], content: Callable[[int], "_Content | None"]) -> bool:
     """Whether each pair is of one record, and no two pairs of the same."""
-    equal = all(content(one) is not None and content(one) == content(other) for one, other in pairs)
-    return equal and len({content(one) for one, _ in pairs}) == len(pairs)
+    if not pairs or not all(_are_equal(content(one), content(other)) for one, other in pairs):
+        return False
+    return not any(_are_equal(content(one), content(other)) for (one, _), (other, _) in combinations(pairs, 2))
 
 
-def _content(dataset: Any, index: int) -> str | None:
-    """A hash of the largest part of an element; None where it cannot be read, or is of another kind."""
+_Content = list[tuple[str, bool]]
+"""For each part of an element a hash, and whether it is the index."""
+
+
+def _are_equal(one: _Content | None, other: _Content | None) -> bool:
+    if one is None or other is None or len(one) != len(other):
+        return False
+    pairs = zip(one, other, strict=True)
+    return all(mine == yours or (is_mine and is_yours) for (mine, is_mine), (yours, is_yours) in pairs)
+
+
+def _content(dataset: Any, index: int) -> _Content | None:
+    """Of an element; None where it cannot be read, or a part of it is of another kind."""
+    found: _Content = []
     try:
         with _same_numbers():
-            leaves = [np.asarray(_on_host(leaf)) for leaf in tree_leaves(dataset[index])]
+            leaves = tree_leaves(dataset[index])
+        for leaf in leaves:
+            array = leaf if isinstance(leaf, Tensor) else np.asarray(leaf)
+            if (said := bytes_of(array)) is None:
+                return None
+            found.append((hashlib.sha256(said).hexdigest(), array.ndim == 0 and bool(leaf == index)))
     except Exception:  # of the user's code, which says so where the element is used
         return None
-    arrays = [array for array in leaves if not array.dtype.hasobject]
-    if not arrays:
+    return found
+
+
+def bytes_of(array: Any) -> bytes | None:
+    """What a tensor or an array of NumPy holds, with its dtype and shape; None where it is not in memory like that."""
+    shape = tuple(array.shape)
+    if isinstance(array, Tensor):
+        if array.layout is not torch.strided:
+            return None
+        kind, array = str(array.dtype), array.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    elif array.dtype.hasobject:
         return None
-    largest = max(arrays, key=lambda array: array.nbytes)
-    return hashlib.sha256(f"{largest.dtype} {largest.shape}".encode() + largest.tobytes()).hexdigest()
-
-
-def _on_host(leaf: Any) -> Any:
-    return leaf.numpy(force=True) if isinstance(leaf, Tensor) else leaf
+    else:
+        kind = str(array.dtype)
+    return f"{kind} {shape}".encode() + array.tobytes()
 
 
 @contextmanager

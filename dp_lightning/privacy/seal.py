@@ -8,8 +8,10 @@ import hashlib
 import json
 import math
 from collections.abc import Iterator, Mapping
+from pathlib import PurePath
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -38,8 +40,10 @@ def sealed(statement: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _parts(value: Any) -> Iterator[str]:
+    if isinstance(value, np.generic):  # torch may give it back with another type of the same size
+        value = value.item()
     if isinstance(value, Tensor):
-        yield f"tensor {fingerprint(value)}" if value.layout is torch.strided else f"tensor {value.layout}"
+        yield f"tensor {fingerprint(value if value.layout is torch.strided else value.to_dense())}"
     elif isinstance(value, Mapping):
         yield "{"
         for key in sorted(value, key=repr):
@@ -57,5 +61,9 @@ def _parts(value: Any) -> Iterator[str]:
         yield json.dumps(value)
     elif isinstance(value, bytes):
         yield f"bytes {value.hex()}"
+    elif isinstance(value, set | frozenset):
+        yield f"set {sorted(map(repr, value))}"
+    elif isinstance(value, complex | PurePath | torch.dtype | torch.device):
+        yield repr(value)
     else:
         yield type(value).__qualname__

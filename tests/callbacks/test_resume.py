@@ -476,3 +476,21 @@ def test_checkpoints_that_have_no_journal_are_refused(tmp_path):
     run = trainer(tmp_path, privacy(), plugins=[AsyncCheckpointIO()])
     with pytest.raises(ConfigurationError, match="AsyncCheckpointIO"):
         run.fit(Plain(), loader())
+
+
+@pytest.mark.parametrize("again", ["validate", "test"])
+def test_to_evaluate_an_earlier_checkpoint_takes_back_no_step(tmp_path, again):
+    class Evaluated(Plain):
+        def validation_step(self, batch, batch_idx):
+            self.log("val", F.cross_entropy(self.net(batch[0]), batch[1]))
+
+        test_step = validation_step
+
+    callback, module = privacy(), Evaluated()
+    writer = ModelCheckpoint(dirpath=tmp_path, filename="{step}", every_n_train_steps=3, save_top_k=-1)
+    run = trainer(tmp_path, callback, writer, enable_checkpointing=True)
+    run.fit(module, loader())
+    getattr(run, again)(module, loader(), ckpt_path=tmp_path / "step=3.ckpt", weights_only=True)
+    assert callback.ledger.num_steps == 9
+    with pytest.raises(BudgetError, match="budget is spent"):
+        run.fit(module, loader())

@@ -37,6 +37,36 @@ class Folder(Own):
         return len(self.samples)
 
 
+class Wrapped(Own):
+    """Adds a transform, as many data sets do."""
+
+    def __init__(self, base, transform):
+        self.base, self.transform = base, transform
+
+    def __len__(self):
+        return len(self.base)
+
+    def __getitem__(self, index):
+        return self.transform(self.base[index][0])
+
+
+class Lazy(Own):
+    """Knows where its files are."""
+
+    def __init__(self, root, *files):
+        self.root, self.files = root, list(files)
+
+    def __len__(self):
+        return len(self.files) or 10
+
+
+class Captions(Own):
+    """Each image with several texts."""
+
+    def __getitem__(self, index):
+        return X[index // 2], f"text {index}"
+
+
 class Images(Own):
     """As PIL has them, at sizes of their own."""
 
@@ -121,6 +151,14 @@ REPEATED = {
     "each row twice": (Repeats(20, lambda index: index // 2), 0, 1),
     "a part of rows again": (Subset(Repeats(20, lambda index: index % 10), [1, 5, 3, 15]), 1, 3),
     "images again": (Images(range(5), 10), 0, 5),
+    "rows again in one tensor": (TensorDataset(torch.cat([X, X]), torch.cat([Y, Y])), 0, 10),
+    "rows twice in one tensor": (TensorDataset(X.repeat_interleave(2, 0)), 0, 1),
+    "of many bits": (TensorDataset(torch.cat([X, X]).bfloat16()), 0, 10),
+    "two transforms of one data set": (ConcatDataset([Wrapped(ROWS, abs), Wrapped(ROWS, torch.neg)]), 0, 10),
+    "a data set and a transform of it": (ConcatDataset([ROWS, Wrapped(Wrapped(ROWS, abs), abs)]), 0, 10),
+    "a folder read twice": (ConcatDataset([Lazy("a"), Lazy("a")]), 0, 10),
+    "each row twelve times": (Repeats(120, lambda index: index // 12), 0, 1),
+    "behind blank ones": (Images([0, 0, 0, 1, 2, 3, 4], 14), 0, 7),
     "a list read twice": (ConcatDataset([Paths("a", "b", "c"), Paths("a", "b", "c")]), 0, 3),
     "rows in a list": (ConcatDataset([Loaded(list(X)), Loaded([row.clone() for row in X])]), 0, 10),
     "a file in two folders": (ConcatDataset([Folder("a.png", "b.png"), Folder("c.png", "b.png")]), 1, 3),
@@ -134,6 +172,15 @@ SINGLE = {
     "equal rows": TensorDataset(torch.zeros(4, 3)),
     "rows again, each taken once": Subset(Repeats(20, lambda index: index % 10), [1, 5, 3, 14]),
     "all rows are equal": Repeats(20, lambda index: 0),
+    "halves with ids of their own": ConcatDataset(
+        [Loaded(rows, labels=list(range(10))) for rows in (X.numpy(), X.numpy() + 1)]
+    ),
+    "files of two sites": ConcatDataset([Lazy("a", "0.png", "1.png"), Lazy("b", "0.png", "1.png")]),
+    "texts of images": Captions(),
+    "lists": ConcatDataset([[(1, 2), (3, 4)], [(5, 6), (7, 8)]]),
+    "rows of many bits": ConcatDataset([TensorDataset(X.bfloat16()), TensorDataset(2 * X.bfloat16())]),
+    "sparse rows": ConcatDataset([TensorDataset(X.to_sparse()), TensorDataset(Y)]),
+    "transforms of two data sets": ConcatDataset([Wrapped(ROWS, abs), Wrapped(TensorDataset(X + 1), abs)]),
     "two rows": Repeats(2, lambda index: index),
     "images": Images(range(10), 10),
     "two data sets with the same labels": ConcatDataset([Loaded(X.numpy()), Loaded(X.numpy() + 1)]),
