@@ -467,18 +467,18 @@ def main() -> None:
         cases = [case for case in cases if case.name in options.only.split(",")]
     ended: Counter[int] = Counter()
     kinds: Counter[str] = Counter()
-    slowest = most = 0.0
+    most, slowest = (0.0, ""), (0.0, "")
     for outcome in run(cases, jobs=options.jobs):
         ended[outcome.status] += 1
-        most = max(most, outcome.memory)
-        slowest = max(slowest, outcome.seconds if outcome.status else 0.0)
+        most = max(most, (outcome.memory, outcome.name))
+        slowest = max(slowest, (outcome.seconds if outcome.status else 0.0, outcome.name))
         if outcome.faults or options.show:
             print(f"{outcome.name}: {', '.join(outcome.faults) or outcome.status} ({outcome.seconds:.1f} s)")
             print("    " + "\n    ".join(line[:300] for line in outcome.said.strip().splitlines()[-12:]), flush=True)
         kinds.update(fault.split()[-1] if fault[0].isdigit() else fault for fault in outcome.faults)
     print(
         f"{len(cases)} cases, seed {options.seed}; status: {dict(sorted(ended.items()))}; faults: {dict(kinds)}; "
-        f"most memory {most / 1e6:.0f} MB, slowest answer {slowest:.1f} s"
+        f"most memory {most[0] / 1e6:.0f} MB ({most[1]}), slowest answer {slowest[0]:.1f} s ({slowest[1]})"
     )
     sys.exit(1 if kinds else 0)
 
