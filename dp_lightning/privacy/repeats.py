@@ -30,9 +30,9 @@ def record_numbers(dataset: Any) -> list[int]:
         firsts = _spread(min(distance, size - distance))
         if _are_repeats([(first, first + distance) for first in firsts], content):
             return [index % distance for index in range(size)]
-    for times in _TIMES:
+    for times in reversed(_TIMES):  # a row that stands there four times stands there twice, too
         firsts = [times * number for number in _spread(size // times)]
-        if _are_repeats([(first, first + 1) for first in firsts], content):
+        if all(_are_repeats([(first, first + step) for first in firsts], content) for step in (1, times - 1)):
             return [index // times for index in range(size)]
     return list(range(size))
 

@@ -157,7 +157,13 @@ REPEATED = {
     "two transforms of one data set": (ConcatDataset([Wrapped(ROWS, abs), Wrapped(ROWS, torch.neg)]), 0, 10),
     "a data set and a transform of it": (ConcatDataset([ROWS, Wrapped(Wrapped(ROWS, abs), abs)]), 0, 10),
     "a folder read twice": (ConcatDataset([Lazy("a"), Lazy("a")]), 0, 10),
-    "each row twelve times": (Repeats(120, lambda index: index // 12), 0, 1),
+    "transforms of a file read twice": (
+        ConcatDataset([Wrapped(Loaded(rows), abs) for rows in (X.numpy(), X.numpy().copy())]),
+        0,
+        10,
+    ),
+    "rows of those that stand there sixteen times": (Subset(Repeats(160, lambda index: index // 16), [0, 16, 15]), 0, 2),
+    "a row of those that stand there twelve times": (Subset(Repeats(120, lambda index: index // 12), [0, 12, 2]), 0, 2),
     "behind blank ones": (Images([0, 0, 0, 1, 2, 3, 4], 14), 0, 7),
     "a list read twice": (ConcatDataset([Paths("a", "b", "c"), Paths("a", "b", "c")]), 0, 3),
     "rows in a list": (ConcatDataset([Loaded(list(X)), Loaded([row.clone() for row in X])]), 0, 10),
@@ -171,6 +177,7 @@ SINGLE = {
     "rows": ConcatDataset([TensorDataset(X[:5]), TensorDataset(X[5:])]),
     "equal rows": TensorDataset(torch.zeros(4, 3)),
     "rows again, each taken once": Subset(Repeats(20, lambda index: index % 10), [1, 5, 3, 14]),
+    "rows of which each stands there twelve times": Subset(Repeats(120, lambda index: index // 12), range(0, 120, 12)),
     "all rows are equal": Repeats(20, lambda index: 0),
     "halves with ids of their own": ConcatDataset(
         [Loaded(rows, labels=list(range(10))) for rows in (X.numpy(), X.numpy() + 1)]
