@@ -61,6 +61,11 @@ def main(arguments: list[str]) -> None:
     sys.exit(1 if failed else 0)
 
 
+def _as_written(name: str) -> str:
+    """A hash as the files have it, however it was copied."""
+    return name.strip().lower()
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="dpl verify",
@@ -73,14 +78,14 @@ def _parser() -> argparse.ArgumentParser:
         "--head",
         action="append",
         default=[],
-        type=lambda text: text.strip().lower(),
+        type=_as_written,
         help="a name of one of the last steps, as a statement that was kept elsewhere has it; may be repeated",
     )
     parser.add_argument(
         "--seal",
         action="append",
         default=[],
-        type=lambda text: text.strip().lower(),
+        type=_as_written,
         help="the seal of a statement or a checkpoint of the run, as it was kept elsewhere; may be repeated",
     )
     return parser

@@ -394,7 +394,7 @@ def test_the_seal_of_a_checkpoint_is_known(run, which):
     (checkpoint,) = [path for path in run.rglob("step=3.ckpt")]
     saved = torch.load(checkpoint, weights_only=True)
     seal = saved["privacy_seal"] if which == "its own" else saved["privacy_statement"]["seal"]
-    main_ends(checkpoint, "--seal", seal, code=0)
+    main_ends(checkpoint, "--seal", f" {seal.upper()}", code=0)
 
 
 def main_ends(run, *arguments, code):
