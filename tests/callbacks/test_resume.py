@@ -494,3 +494,5 @@ def test_to_evaluate_an_earlier_checkpoint_takes_back_no_step(tmp_path, again):
     assert callback.ledger.num_steps == 9
     with pytest.raises(BudgetError, match="budget is spent"):
         run.fit(module, loader())
+    with pytest.raises(BudgetError, match="cannot forget"):
+        run.fit(module, loader(), ckpt_path=tmp_path / "step=3.ckpt", weights_only=True)
