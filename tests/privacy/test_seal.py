@@ -37,10 +37,13 @@ VALUES = [
     torch.eye(2).to_sparse(),
     2 * torch.eye(2).to_sparse(),
     np.int64(3),
+    np.int64(8),
     np.longlong(4),
     np.ulonglong(5),
     np.float32(6.5),
+    np.float32(8.5),
     np.float64(7.5),
+    np.float64(9.5),
     np.bool_(False),
 ]
 
