@@ -77,7 +77,7 @@ def _run(arguments: list[str]) -> None:
 def _ended_by_signals(*, put_back: bool) -> Iterator[None]:
     """SIGTERM and Ctrl-C end the process with 143 and 130 from now on, without a traceback.
 
-    Nothing is lost by that: files are whole or absent, `Interruption` has the signals during a fit, and a sweep handles
+    Nothing is lost by that: files are whole or absent, `StopOnSignal` has the signals during a fit, and a sweep handles
     them itself while it has runs.
 
     Args:

@@ -16,7 +16,6 @@ from lightning.pytorch import LightningDataModule, LightningModule
 from PIL import Image
 from torch.nn import functional as F
 
-from dp_lightning.callbacks.settings import check_settings
 from dp_lightning.cli import main
 from dp_lightning.commands import analyze, audit, export, report, sweep, verify
 from dp_lightning.commands.analysis_run import AnalysisRun
@@ -26,6 +25,7 @@ from dp_lightning.experiments.grid import Grid
 from dp_lightning.models import WideResNet
 from dp_lightning.models.pretrained import without_weights
 from dp_lightning.privacy import ClipPlan, PrivacyPlan, clipped_gradient_sum
+from dp_lightning.private_run.trainer_checks import check_settings
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()

@@ -2,22 +2,22 @@
 
 from dp_lightning.callbacks.averaging import AveragedWeights
 from dp_lightning.callbacks.data_record import DataRecord
-from dp_lightning.callbacks.interruption import Interruption
 from dp_lightning.callbacks.postprocess import PostProcessCallback
 from dp_lightning.callbacks.predictions import PredictionFile
 from dp_lightning.callbacks.privacy import PrivacyCallback
 from dp_lightning.callbacks.progress import PrivateProgressBar
 from dp_lightning.callbacks.run_record import RunRecord
 from dp_lightning.callbacks.signal_to_noise import SignalToNoise
+from dp_lightning.callbacks.stop_on_signal import StopOnSignal
 
 __all__ = [
     "AveragedWeights",
     "DataRecord",
-    "Interruption",
     "PostProcessCallback",
     "PredictionFile",
     "PrivacyCallback",
     "PrivateProgressBar",
     "RunRecord",
     "SignalToNoise",
+    "StopOnSignal",
 ]

@@ -24,35 +24,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from dp_lightning.callbacks.agreement import require_equal_replicas, require_same_data, require_same_settings
-from dp_lightning.callbacks.budget import Budget
-from dp_lightning.callbacks.changed_meaning import NAME, warn_of_changed_meaning
-from dp_lightning.callbacks.checkpoints import (
-    count_logical_steps,
-    require_counted_steps,
-    require_one_checkpoint,
-)
-from dp_lightning.callbacks.estimated_steps import estimate_by_loader, estimate_by_plan
-from dp_lightning.callbacks.finish import finish_instead_of_training, train_again
-from dp_lightning.callbacks.nothing_raw import (
-    Settings,
-    check_hyperparameters,
-    check_metrics,
-    cut_views,
-    require_nothing_raw,
-)
-from dp_lightning.callbacks.persons import warn_of_evaluated_persons, warn_of_persons
-from dp_lightning.callbacks.private_loader import (
-    PrivateSource,
-    private_loader,
-    require_private_loader,
-    warn_of_equal_views,
-)
-from dp_lightning.callbacks.private_training_step import PrivateTrainingStep, SealedBatch, is_no_state
-from dp_lightning.callbacks.run_journal import RunJournal
-from dp_lightning.callbacks.settings import check_optimizers, check_order, check_settings
-from dp_lightning.callbacks.unprotected import Unprotected
-from dp_lightning.callbacks.withheld import give_back, withhold
 from dp_lightning.errors import BudgetError, ConfigurationError, ModelError
 from dp_lightning.privacy.accounting import Ledger
 from dp_lightning.privacy.clipping import ClipPlan
@@ -63,6 +34,35 @@ from dp_lightning.privacy.plan import PrivacyPlan
 from dp_lightning.privacy.sampling import sampling_key
 from dp_lightning.privacy.statement import ONE_EXAMPLE, ONE_PERSON, STATEMENT, PrivacyStatement, installed
 from dp_lightning.privacy.step import PrivateStep, check_step_settings
+from dp_lightning.private_run.agreement import require_equal_replicas, require_same_data, require_same_settings
+from dp_lightning.private_run.budget import Budget
+from dp_lightning.private_run.checkpoint_contents import (
+    Settings,
+    check_hyperparameters,
+    check_metrics,
+    cut_views,
+    require_nothing_raw,
+)
+from dp_lightning.private_run.checkpoints import (
+    count_logical_steps,
+    require_counted_steps,
+    require_one_checkpoint,
+)
+from dp_lightning.private_run.estimated_steps import estimate_by_loader, estimate_by_plan
+from dp_lightning.private_run.finished_run import finish_instead_of_training, train_again
+from dp_lightning.private_run.journal import RunJournal
+from dp_lightning.private_run.loader import (
+    PrivateSource,
+    private_loader,
+    require_private_loader,
+    warn_of_equal_views,
+)
+from dp_lightning.private_run.loss_comparison import NAME, warn_of_changed_meaning
+from dp_lightning.private_run.person_warnings import warn_of_evaluated_persons, warn_of_persons
+from dp_lightning.private_run.trainer_checks import check_optimizers, check_order, check_settings
+from dp_lightning.private_run.training_step import PrivateTrainingStep, SealedBatch, is_no_state
+from dp_lightning.private_run.unprotected import Unprotected
+from dp_lightning.private_run.withheld_metrics import give_back, withhold
 from dp_lightning.ranks import Ranks
 from dp_lightning.strategies.checkpoint_io import PrivateCheckpointIO, broken_seal
 from dp_lightning.strategies.private import trainer_ranks

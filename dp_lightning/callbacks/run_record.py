@@ -9,9 +9,9 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
+from dp_lightning.atomic_files import replacing
 from dp_lightning.callbacks.privacy import privacy_of
 from dp_lightning.callbacks.signal_to_noise import SignalToNoise
-from dp_lightning.files import replacing
 
 _CURVES = ("test/accuracy", "val/accuracy", "averaged/test/accuracy", "averaged/val/accuracy")
 

@@ -8,8 +8,8 @@ import argparse
 import json
 from pathlib import Path
 
+from dp_lightning.atomic_files import replacing, require_writable
 from dp_lightning.errors import ConfigurationError
-from dp_lightning.files import replacing, require_writable
 
 KINDS = ("snr", "spectrum", "recovery", "newton-schulz", "direction")
 

@@ -10,8 +10,8 @@ import json
 import sys
 from pathlib import Path
 
+from dp_lightning.atomic_files import replacing, require_writable
 from dp_lightning.errors import ConfigurationError
-from dp_lightning.files import replacing, require_writable
 
 
 def main(arguments: list[str]) -> None:

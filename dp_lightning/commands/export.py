@@ -12,11 +12,10 @@ import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
 
+from dp_lightning.atomic_files import replacing, require_writable
 from dp_lightning.callbacks import AveragedWeights, DataRecord
-from dp_lightning.commands.saved_module import saved_module
 from dp_lightning.commands.verify import EXPORTED, verify
 from dp_lightning.errors import ConfigurationError, DataError
-from dp_lightning.files import replacing, require_writable
 from dp_lightning.lightning_modules import TimmModule
 from dp_lightning.models.feature_network import FeatureNetwork
 from dp_lightning.models.pretrained import without_weights
@@ -26,6 +25,7 @@ from dp_lightning.privacy.exported import FACTS
 from dp_lightning.privacy.journal import journal_name, journal_of, read_journal, up_to
 from dp_lightning.privacy.statement import STATEMENT, PrivacyStatement
 from dp_lightning.privacy.weights import digest_of
+from dp_lightning.private_run.saved_model import saved_module
 from dp_lightning.strategies.checkpoint_io import PrivateCheckpointIO
 
 _FILES = (EXPORTED, "model.onnx", "model.json")

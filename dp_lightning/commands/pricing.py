@@ -10,13 +10,13 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from dp_lightning.callbacks.budget import planned_steps
-from dp_lightning.callbacks.settings import check_order, check_settings
 from dp_lightning.commands.composition import prepare
 from dp_lightning.commands.training import TrainingCLI
 from dp_lightning.errors import DpLightningError
 from dp_lightning.privacy.gradients.gradient_sum import clipped_gradient_sum
 from dp_lightning.privacy.plan import PrivacyPlan
+from dp_lightning.private_run.budget import planned_steps
+from dp_lightning.private_run.trainer_checks import check_order, check_settings
 
 # Runs that differ in these alone are accepted or refused together.
 _NUMBERS = {

@@ -5,11 +5,11 @@ import hashlib
 from collections.abc import Sequence
 from pathlib import Path
 
+from dp_lightning.atomic_files import require_writable
 from dp_lightning.commands.sweep import add_grid_options, planned_runs
 from dp_lightning.experiments.grid import Grid
 from dp_lightning.experiments.report import grid_report
 from dp_lightning.experiments.results import Outcome
-from dp_lightning.files import require_writable
 
 
 def main(arguments: list[str]) -> None:

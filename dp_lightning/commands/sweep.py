@@ -16,12 +16,12 @@ from typing import Any, NamedTuple
 
 import yaml
 
+from dp_lightning.atomic_files import require_writable
 from dp_lightning.errors import ConfigurationError, DpLightningError
 from dp_lightning.experiments.grid import Cell, Grid
 from dp_lightning.experiments.launchers import LAUNCHERS
 from dp_lightning.experiments.results import shown_epsilon
 from dp_lightning.experiments.runs import RunFolder, components, is_finished
-from dp_lightning.files import require_writable
 from dp_lightning.foreign_text import load_yaml
 
 

@@ -19,29 +19,29 @@ from lightning.pytorch.trainer.connectors.accelerator_connector import _Accelera
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
+from dp_lightning.atomic_files import require_writable
 from dp_lightning.callbacks import (
     AveragedWeights,
     DataRecord,
-    Interruption,
     PostProcessCallback,
     PredictionFile,
     PrivacyCallback,
     PrivateProgressBar,
     RunRecord,
     SignalToNoise,
+    StopOnSignal,
 )
-from dp_lightning.callbacks.interruption import slurm_job
 from dp_lightning.callbacks.privacy import privacy_of
-from dp_lightning.callbacks.settings import check_folders, check_precision
 from dp_lightning.commands.foreign_modules import ForeignModules
 from dp_lightning.commands.memory import keep_freed_memory
 from dp_lightning.commands.parser import StrictParser, shortened
 from dp_lightning.commands.plausible import require_plausible
-from dp_lightning.commands.resume import where_to_start
-from dp_lightning.commands.saved_module import saved_module
 from dp_lightning.errors import ConfigurationError, DataError, DpLightningError
-from dp_lightning.files import require_writable
 from dp_lightning.lightning_modules.schedules import WarmupCosine
+from dp_lightning.private_run.resume import where_to_start
+from dp_lightning.private_run.saved_model import saved_module
+from dp_lightning.private_run.slurm import slurm_job
+from dp_lightning.private_run.trainer_checks import check_folders, check_precision
 from dp_lightning.strategies.checkpoint_io import PrivateCheckpointIO
 from dp_lightning.strategies.private import NAME as PRIVATE_STRATEGY
 
@@ -154,7 +154,7 @@ class TrainingCLI(LightningCLI):
         if self.subcommand == "predict":
             callbacks.append(PredictionFile())
         if self.subcommand == "fit":
-            callbacks.append(Interruption())
+            callbacks.append(StopOnSignal())
             has_bar = any(isinstance(callback, ProgressBar) for callback in callbacks)
             if config.get("enable_progress_bar") is not False and not has_bar:
                 callbacks.append(PrivateProgressBar())

@@ -15,8 +15,8 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from dp_lightning.atomic_files import require_regular
 from dp_lightning.errors import DataError, DpLightningError
-from dp_lightning.files import require_regular
 from dp_lightning.foreign_text import LARGEST_JSON, read_json, read_text
 from dp_lightning.privacy.exported import statement_of
 from dp_lightning.privacy.journal import Steps, journal_name, read_journal, spent_in, stands_for, up_to

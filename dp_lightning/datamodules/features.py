@@ -24,12 +24,12 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from dp_lightning.atomic_files import replacing
+from dp_lightning.checksums import damage
 from dp_lightning.datamodules.base import ImageDataModule, Split, require_whole
 from dp_lightning.datamodules.dataset import ImageDataset
 from dp_lightning.errors import DataError
-from dp_lightning.files import replacing
 from dp_lightning.foreign_text import read_text
-from dp_lightning.intact import damage
 from dp_lightning.models.feature_network import FeatureNetwork
 from dp_lightning.privacy.groups import Group
 

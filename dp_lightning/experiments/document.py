@@ -8,7 +8,7 @@ from urllib.parse import quote
 
 from markdown import Markdown
 
-from dp_lightning.files import replacing
+from dp_lightning.atomic_files import replacing
 
 _PAGE = """<!doctype html>
 <html lang="en">

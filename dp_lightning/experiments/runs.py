@@ -18,10 +18,10 @@ from typing import Any
 
 import yaml
 
+from dp_lightning.atomic_files import replacing
+from dp_lightning.checksums import newest_intact
 from dp_lightning.errors import ConfigurationError, DataError
-from dp_lightning.files import replacing
 from dp_lightning.foreign_text import read_json
-from dp_lightning.intact import newest_intact
 
 # What every run writes.
 _NEEDED: dict[str, tuple[type, ...]] = {

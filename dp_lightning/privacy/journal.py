@@ -19,8 +19,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from dp_lightning.atomic_files import replacing, require_regular
 from dp_lightning.errors import DataError
-from dp_lightning.files import replacing, require_regular
 from dp_lightning.privacy.accounting import Ledger, Run
 
 _NAME_LENGTH = 32  # hexadecimal digits, 128 bits

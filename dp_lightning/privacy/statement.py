@@ -15,8 +15,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from dp_lightning.atomic_files import replacing
 from dp_lightning.errors import DataError, DpLightningError
-from dp_lightning.files import replacing
 from dp_lightning.privacy.accounting import Ledger
 from dp_lightning.privacy.plan import PrivacyPlan
 from dp_lightning.privacy.seal import SEAL, sealed

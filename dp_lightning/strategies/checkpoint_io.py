@@ -12,9 +12,9 @@ import numpy as np
 import torch
 from lightning.fabric.plugins.io import TorchCheckpointIO
 
+from dp_lightning.atomic_files import replacing, require_regular
+from dp_lightning.checksums import damage, newest_intact
 from dp_lightning.errors import DataError
-from dp_lightning.files import replacing, require_regular
-from dp_lightning.intact import damage, newest_intact
 from dp_lightning.privacy.seal import seal_of, sealed
 from dp_lightning.privacy.statement import STATEMENT
 from dp_lightning.privacy.weights import digest_of

@@ -8,8 +8,8 @@ import torch
 from plain_run import Plain, loader, parameters_after, privacy, trainer, without_noise
 from torch.nn import functional as F
 
-from dp_lightning.callbacks.changed_meaning import NAME
 from dp_lightning.errors import ModelError
+from dp_lightning.private_run.loss_comparison import NAME
 
 KEPT = {}
 BANK = torch.zeros(1)

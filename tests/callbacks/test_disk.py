@@ -11,11 +11,11 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 from dp_lightning.callbacks import PostProcessCallback, PrivacyCallback
-from dp_lightning.callbacks.observed import Observer
 from dp_lightning.errors import ConfigurationError, ModelError
 from dp_lightning.postprocess import Kalman, Momentum
 from dp_lightning.privacy import ClipPlan, PrivacyPlan, PrivateStep
 from dp_lightning.privacy.disk import DiSK, Extrapolation
+from dp_lightning.private_run.step_logging import Observer
 
 GAIN, LR = 0.7, 0.5
 

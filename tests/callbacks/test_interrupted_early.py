@@ -12,9 +12,9 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from plain_run import Plain, loader, parameters_after, privacy, trainer
 from torch.utils.data import DataLoader
 
-from dp_lightning.callbacks import Interruption, RunRecord
-from dp_lightning.commands.resume import where_to_start
+from dp_lightning.callbacks import RunRecord, StopOnSignal
 from dp_lightning.errors import ConfigurationError
+from dp_lightning.private_run.resume import where_to_start
 
 
 class Validated(Plain):
@@ -38,7 +38,7 @@ class Signal(Callback):
 
 def test_a_signal_in_the_sanity_check_stops_after_the_first_step(tmp_path):
     before = signal.getsignal(signal.SIGTERM)
-    run = trainer(tmp_path, privacy(), Signal(), Interruption())
+    run = trainer(tmp_path, privacy(), Signal(), StopOnSignal())
     with pytest.raises(SystemExit) as stop:
         run.fit(Validated(), loader())
     assert stop.value.code == 143
@@ -48,7 +48,7 @@ def test_a_signal_in_the_sanity_check_stops_after_the_first_step(tmp_path):
 
 def test_a_run_that_has_ended_leaves_signals_as_they_were_and_is_freed(tmp_path):
     before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
-    run = trainer(tmp_path, privacy(), Interruption())
+    run = trainer(tmp_path, privacy(), StopOnSignal())
     run.fit(Plain(), loader())
     assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == before
     run = weakref.ref(run)
@@ -82,7 +82,7 @@ def test_a_signal_behind_the_last_step_leaves_a_whole_run_and_its_exit_code(
             replace(source, target)
 
         monkeypatch.setattr(os, "replace", signalled)
-    run = trainer(tmp_path, privacy(), *others, RunRecord(), Interruption())
+    run = trainer(tmp_path, privacy(), *others, RunRecord(), StopOnSignal())
     with pytest.raises(SystemExit) as stop:
         run.fit(Logged(), loader())
     assert stop.value.code == code
@@ -99,7 +99,7 @@ class Twice(Callback):
 
 def test_a_second_ctrl_c_ends_at_once_with_its_exit_code(tmp_path):
     before = signal.getsignal(signal.SIGINT)
-    run = trainer(tmp_path, privacy(), Twice(), Interruption())
+    run = trainer(tmp_path, privacy(), Twice(), StopOnSignal())
     with pytest.raises(SystemExit) as stop:
         run.fit(Plain(), loader())
     assert stop.value.code == 130

@@ -20,10 +20,10 @@ from torch.optim.lr_scheduler import LambdaLR, SequentialLR, StepLR
 from torchmetrics import MeanMetric
 
 from dp_lightning.callbacks import PrivacyCallback
-from dp_lightning.callbacks.nothing_raw import LoggedNumbers
 from dp_lightning.errors import ConfigurationError, ModelError
 from dp_lightning.lightning_modules import SmallCNNModule
 from dp_lightning.privacy.statement import STATEMENT
+from dp_lightning.private_run.checkpoint_contents import LoggedNumbers
 from dp_lightning.strategies.checkpoint_io import PrivateCheckpointIO
 
 

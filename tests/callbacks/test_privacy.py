@@ -20,12 +20,12 @@ from torch.nn import functional as F
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, TensorDataset
 
 from dp_lightning.callbacks import PostProcessCallback, PrivacyCallback, RunRecord, SignalToNoise
-from dp_lightning.callbacks.private_training_step import SealedBatch
 from dp_lightning.errors import BudgetError, ConfigurationError, ModelError
 from dp_lightning.postprocess import Momentum
 from dp_lightning.privacy import ClipPlan, PoissonSampler, clipped_gradient_sum
 from dp_lightning.privacy.sampling import sampling_key
 from dp_lightning.privacy.statement import PrivacyStatement
+from dp_lightning.private_run.training_step import SealedBatch
 
 
 def test_a_plain_module_trains_and_reaches_high_accuracy(tmp_path):

@@ -8,9 +8,9 @@ import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from plain_run import Plain, loader, privacy, trainer
 
-from dp_lightning.commands.resume import where_to_start
 from dp_lightning.errors import ConfigurationError
 from dp_lightning.privacy.journal import journals_in
+from dp_lightning.private_run.resume import where_to_start
 
 
 @pytest.fixture(scope="module")

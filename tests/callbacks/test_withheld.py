@@ -20,8 +20,8 @@ from plain_run import Plain, loader, privacy, trainer
 from torch.nn import functional as F
 from torchmetrics import MeanMetric
 
-from dp_lightning.callbacks.withheld import Withheld, give_back, withhold
 from dp_lightning.errors import ModelError
+from dp_lightning.private_run.withheld_metrics import Withheld, give_back, withhold
 
 
 class Logs(Plain):

@@ -24,8 +24,8 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from dp_lightning.callbacks import PrivacyCallback
-from dp_lightning.commands.resume import where_to_start
 from dp_lightning.privacy import GaussianNoise
+from dp_lightning.private_run.resume import where_to_start
 
 INTERVAL, STEPS, TARGET = 5, 400, 4.0
 

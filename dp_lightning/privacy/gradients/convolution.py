@@ -20,8 +20,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from dp_lightning.privacy.gradients.contribution import scaled, sum_of_views, without
+from dp_lightning.privacy.gradients.cost_model import Size, formed_by_products, product_dtype, products_are_as_fast
 from dp_lightning.privacy.gradients.products import Empty, Factors
-from dp_lightning.privacy.gradients.ways import Size, formed_by_products, product_dtype, products_are_as_fast
 
 
 @dataclass(frozen=True)

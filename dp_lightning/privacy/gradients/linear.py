@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
+from dp_lightning.privacy.gradients.cost_model import Size, product_dtype
 from dp_lightning.privacy.gradients.products import Factors
-from dp_lightning.privacy.gradients.ways import Size, product_dtype
 
 
 class Tokens(Factors):

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from dp_lightning.privacy.gradients.call import Call
 from dp_lightning.privacy.gradients.contribution import Contribution, PerExample, sum_of_views
-from dp_lightning.privacy.gradients.ways import examples_at_a_time
+from dp_lightning.privacy.gradients.cost_model import examples_at_a_time
 
 Normalize = Callable[[Tensor, Call], Tensor]
 """The function's own normalisation of rows without scale and shift, in memory of its own."""

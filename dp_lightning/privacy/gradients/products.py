@@ -36,7 +36,7 @@ from dp_lightning.privacy.gradients.contribution import (
     weighted_rows,
     without,
 )
-from dp_lightning.privacy.gradients.ways import Size, examples_at_a_time, kept_way, streamed_way
+from dp_lightning.privacy.gradients.cost_model import Size, examples_at_a_time, kept_way, streamed_way
 from dp_lightning.privacy.gradients.workspace import Workspace
 
 Empty = Callable[..., Tensor]

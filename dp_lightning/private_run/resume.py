@@ -9,10 +9,10 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
-from dp_lightning.callbacks.checkpoints import saved_steps
-from dp_lightning.callbacks.interruption import earlier_start
 from dp_lightning.errors import ConfigurationError, DataError
 from dp_lightning.privacy.journal import journals_in, run_of
+from dp_lightning.private_run.checkpoints import saved_steps
+from dp_lightning.private_run.slurm import earlier_start
 from dp_lightning.strategies.checkpoint_io import PrivateCheckpointIO, broken_seal
 
 

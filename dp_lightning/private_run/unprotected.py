@@ -5,8 +5,8 @@ import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
-from dp_lightning.callbacks.nothing_raw import LoggedNumbers
-from dp_lightning.callbacks.settings import check_monitors
+from dp_lightning.private_run.checkpoint_contents import LoggedNumbers
+from dp_lightning.private_run.trainer_checks import check_monitors
 
 #: Logged by the callbacks of this package, from public numbers and what the mechanism has released.
 POST_PROCESSING = frozenset({"privacy/epsilon", "privacy/snr"})

@@ -5,8 +5,8 @@ from typing import Any
 
 import lightning.pytorch as pl
 
+from dp_lightning.checksums import fingerprint
 from dp_lightning.errors import ConfigurationError
-from dp_lightning.intact import fingerprint
 from dp_lightning.ranks import Ranks
 
 

@@ -14,10 +14,10 @@ import torch
 from lightning.fabric.utilities.apply_func import move_data_to_device
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
-from dp_lightning.callbacks.private_training_step import PrivateTrainingStep
-from dp_lightning.callbacks.public_trainer import PublicTrainer
 from dp_lightning.errors import ModelError
 from dp_lightning.privacy.step import PrivateStep
+from dp_lightning.private_run.public_trainer import PublicTrainer
+from dp_lightning.private_run.training_step import PrivateTrainingStep
 
 #: Under which name the statement lists the warning, which tells something of raw examples.
 NAME = "warning before the first step: loss of a batch"

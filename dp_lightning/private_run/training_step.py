@@ -23,14 +23,14 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset
 from torchmetrics import Metric, MetricCollection, SumMetric
 
-from dp_lightning.callbacks.observed import CALLS, Observer
-from dp_lightning.callbacks.optimizer_state import OptimizerState
-from dp_lightning.callbacks.public_trainer import PublicTrainer, only_public
 from dp_lightning.errors import ConfigurationError, ModelError
 from dp_lightning.privacy.isolation.reachable import reachable
 from dp_lightning.privacy.reading import ExampleBatch
 from dp_lightning.privacy.sampling import epoch_start
 from dp_lightning.privacy.step import PrivateStep
+from dp_lightning.private_run.optimizer_state import OptimizerState
+from dp_lightning.private_run.public_trainer import PublicTrainer, only_public
+from dp_lightning.private_run.step_logging import CALLS, Observer
 
 # Hooks of the module that Lightning calls for each physical batch: before one, and when it is over.
 _STARTS = ("on_train_batch_start",)

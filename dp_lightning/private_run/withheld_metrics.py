@@ -16,8 +16,8 @@ from lightning.pytorch.trainer.connectors.logger_connector import _LoggerConnect
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from dp_lightning.callbacks.unprotected import POST_PROCESSING
 from dp_lightning.errors import ModelError
+from dp_lightning.private_run.unprotected import POST_PROCESSING
 from dp_lightning.refusing import refuse_every_use
 
 # Where a trainer has the numbers.

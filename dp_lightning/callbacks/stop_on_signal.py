@@ -5,29 +5,24 @@ sums; then all of them save one checkpoint and leave. Where no step is left, the
 with the exit code of the signal. A second SIGINT stops at once, as Ctrl-C does everywhere.
 """
 
-import json
-import os
 import signal
-import subprocess
 import threading
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
 import lightning.pytorch as pl
-from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
-from dp_lightning.callbacks.finish import checkpoint_folder
 from dp_lightning.callbacks.privacy import PrivacyCallback, privacy_of
-from dp_lightning.errors import DataError
-from dp_lightning.files import replacing
-from dp_lightning.foreign_text import read_json
+from dp_lightning.private_run.finished_run import checkpoint_folder
+from dp_lightning.private_run.slurm import leave_mark, requeue, slurm_job
 from dp_lightning.strategies.launcher import starter_of
 
 _REQUEUE = signal.SIGUSR1
 
 
-class Interruption(pl.Callback):
+class StopOnSignal(pl.Callback):
     """Ends ``fit`` with exit code 143 on SIGTERM and on SLURM's requeue signal, and 130 on SIGINT, at a step's end.
 
     The checkpoint ``interrupted-step=<n>.ckpt`` stands beside those of the first ``ModelCheckpoint``. A SLURM job that
@@ -44,10 +39,7 @@ class Interruption(pl.Callback):
         self._signal = None
         # Asked by every rank: they take collectives.
         self._folder, log = checkpoint_folder(trainer), Path(trainer.log_dir or trainer.default_root_dir)
-        if (mark := _mark(trainer)) is not None and trainer.is_global_zero:
-            with replacing(mark) as file:
-                note = {"folder": str(self._folder), "log": str(log), "run": _privacy(trainer).run}
-                file.write(json.dumps(note).encode())
+        leave_mark(trainer, run=_privacy(trainer).run, checkpoints=self._folder, log=log)
         self._set_handlers(trainer)
 
     def _set_handlers(self, trainer: pl.Trainer) -> None:
@@ -81,7 +73,7 @@ class Interruption(pl.Callback):
         if trainer.is_global_zero:
             privacy.leave_statement(trainer)
             if number == _REQUEUE:
-                _requeue()
+                requeue()
         # A launcher may kill the others once the first has left.
         trainer.strategy.barrier("interruption")
         self._leave(trainer, number)
@@ -122,35 +114,3 @@ def _privacy(trainer: pl.Trainer) -> PrivacyCallback:
     privacy = privacy_of(trainer)
     assert privacy is not None  # dpl always has one
     return privacy
-
-
-def earlier_start(trainer: pl.Trainer) -> tuple[list[Path], str] | None:
-    """The folders of checkpoints and journals and the run's name of an earlier start of this SLURM job, if any."""
-    mark = _mark(trainer)
-    if mark is None or not mark.is_file():
-        return None
-    note = read_json(mark)
-    if not isinstance(note, dict) or not all(isinstance(note.get(name), str) for name in ("folder", "run")):
-        raise DataError(f"{mark} does not name the folder and the run of an earlier start. Remove it.")
-    return [Path(str(note[name])) for name in ("folder", "log") if name in note], note["run"]
-
-
-def _mark(trainer: pl.Trainer) -> Path | None:
-    job = slurm_job()
-    return Path(trainer.default_root_dir) / f".dpl_slurm_job_{job}.json" if job else None
-
-
-def slurm_job() -> str | None:
-    """The id by which this job is put back into the queue; None outside of SLURM."""
-    array = os.environ.get("SLURM_ARRAY_JOB_ID")
-    return f"{array}_{os.environ['SLURM_ARRAY_TASK_ID']}" if array else os.environ.get("SLURM_JOB_ID")
-
-
-def _requeue() -> None:
-    job = slurm_job()
-    assert job is not None
-    try:
-        subprocess.run(["scontrol", "requeue", job], check=True, capture_output=True, text=True)
-    except (OSError, subprocess.CalledProcessError) as error:
-        reason = getattr(error, "stderr", "") or str(error)
-        rank_zero_warn(f"Job {job} could not be put back into the queue: {reason.strip()}. Requeue it by hand.")

@@ -1,0 +1,1 @@
+"""What a private run of a Trainer consists of, below the callbacks that Lightning calls."""
