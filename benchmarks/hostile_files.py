@@ -291,9 +291,12 @@ _CHECKPOINTS: dict[str, tuple[Callable[[], bytes], str]] = {
     "checkpoint_names_code": (lambda: _torch(_checkpoint(hyper_parameters={"_class_path": "os.system"})), "test"),
     "checkpoint_callbacks_are_text": (lambda: _torch(_checkpoint(callbacks="x")), "fit"),
     "checkpoint_without_weights": (lambda: _torch(_checkpoint(state_dict=None)), "test"),
-    "checkpoint_without_loops": (lambda: _torch(_checkpoint(callbacks={"PrivacyCallback": {"run": [1]}})), "fit"),
-    "checkpoint_statement_is_text": (lambda: _torch(_checkpoint(privacy_statement="x")), "export"),
-    "checkpoint_statement_is_empty": (lambda: _torch(_checkpoint(privacy_statement={})), "verify"),
+    "checkpoint_without_loops": (
+        lambda: _torch(_checkpoint(private_run={"version": 2, "statement": {"run": [1]}, "settings": {}, "step": {}})),
+        "fit",
+    ),
+    "checkpoint_statement_is_text": (lambda: _torch(_checkpoint(private_run="x")), "export"),
+    "checkpoint_statement_is_empty": (lambda: _torch(_checkpoint(private_run={})), "verify"),
 }
 FILES.update({name: _of_checkpoint(*facts) for name, facts in _CHECKPOINTS.items()})
 
@@ -352,11 +355,13 @@ def _beside_checkpoint(journal: str) -> Callable[[Path], list[str]]:
 
     def write(folder: Path) -> list[str]:
         from dp_lightning.privacy import Ledger, PrivacyPlan, PrivacyStatement
+        from dp_lightning.private_run.resume import SavedRun
 
         plan = PrivacyPlan(num_train=9, expected_batch_size=3, num_steps=2, noise_multiplier=1.0, delta=1e-3)
         facts: dict[str, Any] = {"clipping": {}, "sensitivity": 1.0, "sampler": "", "run": "x", "journal_heads": ("a",)}
         statement = PrivacyStatement(plan=plan, ledger=Ledger(), **facts)
-        saved = _checkpoint(callbacks={"PrivacyCallback": {"run": "x"}}, privacy_statement=statement.saved())
+        saved = _checkpoint()
+        SavedRun(statement=statement, settings={}, step={}).write(saved)
         arguments = _of_checkpoint(lambda: _torch(saved), "verify")(folder)
         (folder / "privacy_journal_x.jsonl").write_text(journal)
         return arguments

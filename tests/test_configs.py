@@ -163,12 +163,12 @@ def test_every_run_instantiates_and_plans_for_its_data(path, request, tmp_path):
     assert isinstance(cli.trainer.callbacks[0], PrivacyCallback)
     assert isinstance(cli.trainer.callbacks[1], SignalToNoise)
     assert isinstance(cli.trainer.callbacks[2], PostProcessCallback)
-    cli.privacy.budget.accountant = "rdp"  # the cheapest; calibration itself is tested elsewhere
+    cli.privacy.accountant = "rdp"  # the cheapest; calibration itself is tested elsewhere
     cli.privacy.check(cli.trainer, cli.model)
     plan = cli.privacy.plan
     by_epochs = cli.trainer.max_epochs * plan.num_train // plan.expected_batch_size
     assert plan.num_steps == (by_epochs if cli.trainer.max_steps == -1 else cli.trainer.max_steps)
-    assert plan.epsilon() <= cli.privacy.budget.target_epsilon
+    assert plan.epsilon() <= cli.privacy.target_epsilon
 
 
 @pytest.mark.parametrize("path", FRAGMENTS, ids=lambda path: path.stem)
@@ -250,7 +250,7 @@ def test_settings_are_overridden_on_the_command_line(tmp_path):
         *("--privacy.target_epsilon", "8", "--privacy.clipping", "per_layer", "--optimizer.init_args.lr", "0.7"),
         *("--data.init_args.val_fraction", "0.1", "--trainer.max_steps", "3"),
     )
-    assert cli.privacy.budget.target_epsilon == 8
+    assert cli.privacy.target_epsilon == 8
     assert cli.privacy.clip_plan.kind == "per_layer"
     assert cli.privacy.num_train == cli.datamodule.num_train == 1437 - 144
     assert cli.trainer.max_steps == 3

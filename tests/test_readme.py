@@ -24,7 +24,7 @@ from dp_lightning.commands.training import TrainingCLI
 from dp_lightning.experiments.grid import Grid
 from dp_lightning.models import WideResNet
 from dp_lightning.models.pretrained import without_weights
-from dp_lightning.privacy import ClipPlan, PrivacyPlan, clipped_gradient_sum
+from dp_lightning.privacy import ClipPlan, RunShape, clipped_gradient_sum
 from dp_lightning.private_run.trainer_checks import check_settings
 
 ROOT = Path(__file__).parents[1]
@@ -289,13 +289,8 @@ def test_the_recipes_noise_is_what_their_steps_need():
     for (network, batch_size), noise in zip((("WRN-16-4", 4096), ("WRN-40-4", 16384)), noises, strict=True):
         steps = [int(cell.replace(",", "")) for cell in rows[f"{network}, B = {batch_size:,}: steps"]]
         for epsilon, count, theirs in zip(epsilons, steps, noise.split(" | "), strict=True):
-            plan = PrivacyPlan.calibrate(
-                target_epsilon=epsilon,
-                delta=1e-5,
-                num_train=50_000,
-                expected_batch_size=batch_size,
-                num_steps=count,
-                accountant="rdp",
+            plan = RunShape(delta=1e-5, num_train=50_000, expected_batch_size=batch_size, num_steps=count).calibrate(
+                epsilon, accountant="rdp"
             )
             if (network, epsilon) == ("WRN-16-4", 8):
                 (said,) = re.findall(r"at ε = 8 a noise multiplier of ([\d.]+) is enough", RECIPES)

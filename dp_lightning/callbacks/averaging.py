@@ -21,6 +21,7 @@ from torch import Tensor
 
 from dp_lightning.callbacks.privacy import privacy_of
 from dp_lightning.errors import ConfigurationError
+from dp_lightning.private_run.saved_model import AVERAGE_STATE
 
 PREFIX = "averaged/"
 
@@ -53,6 +54,10 @@ class AveragedWeights(pl.Callback):
         self._steps = 0
         self._set_aside: dict[str, Tensor] = {}
 
+    @property
+    def state_key(self) -> str:
+        return AVERAGE_STATE
+
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self.decay is None:
             self.average = {}  # of the checkpoint: it would no longer follow the weights
@@ -67,7 +72,9 @@ class AveragedWeights(pl.Callback):
         self._steps = trainer.global_step  # of a checkpoint, which Lightning restores after on_fit_start
         privacy = privacy_of(trainer)
         if privacy is not None and self.decay is not None:
-            privacy.postprocessing.append(f"moving average of the weights (decay {self.decay:g}, beside them)")
+            privacy.private_run.postprocessing.append(
+                f"moving average of the weights (decay {self.decay:g}, beside them)"
+            )
 
     @torch.no_grad()
     def on_train_batch_end(
@@ -83,7 +90,7 @@ class AveragedWeights(pl.Callback):
             list(self.average.values()), [parameters[name].detach() for name in self.average], 1 - decay
         )
         if (privacy := privacy_of(trainer)) is not None:
-            privacy.private.remember(self.average.values())
+            privacy.private_run.step.remember(self.average.values())
 
     # Evaluation of the average
 

@@ -41,7 +41,9 @@ class PostProcessCallback(Callback):
             return
         self._privacy = privacy_of(trainer)
         if self._privacy is not None:
-            self._privacy.postprocessing += [type(transform).__name__ for transform in self.chain.transforms]
+            self._privacy.private_run.postprocessing += [
+                type(transform).__name__ for transform in self.chain.transforms
+            ]
             self._check_disk(self._privacy)
         shapes = {name: p.shape for name, p in pl_module.named_parameters() if p.requires_grad}
         self.chain.check(shapes, noise=self._noise())
@@ -86,7 +88,7 @@ class PostProcessCallback(Callback):
             )
 
     def _noise(self) -> float | None:
-        return None if self._privacy is None else self._privacy.noise_level
+        return None if self._privacy is None else self._privacy.private_run.step.noise_level
 
     def state_dict(self) -> dict[str, Any]:
         return self.chain.state_dict()

@@ -45,6 +45,6 @@ class PrivateProgressBar(TQDMProgressBar):
         metrics.pop("v_num", None)
         privacy = privacy_of(trainer)
         if privacy is not None and privacy.plan is not None and privacy.plan.noise_multiplier > 0:
-            allowed = privacy.budget.target_epsilon or privacy.budget.planned
+            allowed = privacy.target_epsilon or privacy.budget.planned
             metrics["epsilon at most"] = f"{privacy.budget.bound:.2f} of {allowed:.2f}"
         return metrics

@@ -106,8 +106,8 @@ class RunRecord(pl.Callback):
                 "num_steps": privacy.ledger.num_steps,
                 "num_steps_planned": privacy.plan.num_steps,
                 "epsilon": epsilon if math.isfinite(epsilon) else "inf",
-                "accountant": privacy.budget.accountant,
-                "delta": privacy.budget.delta,
+                "accountant": privacy.accountant,
+                "delta": privacy.delta,
             }
         with replacing(self._folder / "result.json") as file:
             file.write((json.dumps(result, indent=2) + "\n").encode())

@@ -41,7 +41,7 @@ class SignalToNoise(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
     ) -> None:
         assert self._privacy is not None
-        level = self._privacy.noise_level
+        level = self._privacy.private_run.step.noise_level
         gradients = [p.grad for p in pl_module.parameters() if p.requires_grad and p.grad is not None]
         if level == 0 or not gradients:
             return

@@ -15,6 +15,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from dp_lightning.callbacks.privacy import PrivacyCallback, privacy_of
+from dp_lightning.errors import ConfigurationError
 from dp_lightning.private_run.finished_run import checkpoint_folder
 from dp_lightning.private_run.slurm import leave_mark, requeue, slurm_job
 from dp_lightning.strategies.launcher import starter_of
@@ -43,7 +44,7 @@ class StopOnSignal(pl.Callback):
         self._set_handlers(trainer)
 
     def _set_handlers(self, trainer: pl.Trainer) -> None:
-        privacy = _privacy(trainer)
+        run = _privacy(trainer).private_run
         if threading.current_thread() is not threading.main_thread():
             return  # signals are the main thread's affair
 
@@ -51,7 +52,7 @@ class StopOnSignal(pl.Callback):
             if self._signal is not None and number == signal.SIGINT:
                 raise SystemExit(_exit_code(number))
             self._signal = number
-            privacy.stop_requested = True
+            run.stop_requested = True
 
         self._put_back_handlers(trainer)
         for number in (signal.SIGTERM, signal.SIGINT, *((_REQUEUE,) if slurm_job() else ())):
@@ -61,17 +62,17 @@ class StopOnSignal(pl.Callback):
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
         privacy = _privacy(trainer)
-        if not privacy.stopping:
+        if not privacy.private_run.stopping:
             return
         number = self._signal or signal.SIGTERM
         path = self._folder / f"interrupted-step={trainer.global_step}.ckpt"
         trainer.save_checkpoint(path, weights_only=False)
         rank_zero_info(
             f"\nStopped by {signal.Signals(number).name} after step {privacy.ledger.num_steps}. "
-            f"To go on: --ckpt_path {path}"
+            f"To resume: --ckpt_path {path}"
         )
         if trainer.is_global_zero:
-            privacy.leave_statement(trainer)
+            privacy.private_run.leave_statement()
             if number == _REQUEUE:
                 requeue()
         # A launcher may kill the others once the first has left.
@@ -111,6 +112,8 @@ def _exit_code(number: int) -> int:
 
 
 def _privacy(trainer: pl.Trainer) -> PrivacyCallback:
-    privacy = privacy_of(trainer)
-    assert privacy is not None  # dpl always has one
+    if (privacy := privacy_of(trainer)) is None:
+        raise ConfigurationError(
+            "StopOnSignal stops a private run: put PrivacyCallback before it in trainer.callbacks."
+        )
     return privacy

@@ -56,8 +56,32 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _solve(options: argparse.Namespace) -> "PrivacyPlan":
+    missing = _missing(options)
+    if missing in ("--noise-multiplier", "--epsilon"):
+        return _plan(options, batch_size=options.batch_size)
+
+    def fits(steps: int, batch_size: int) -> bool:
+        candidate = _plan(options, steps=steps, batch_size=batch_size)
+        # The Renyi bound is cheap and caps the others, so it settles the candidates that are well inside.
+        return candidate.epsilon("rdp") <= options.epsilon or candidate.epsilon() <= options.epsilon
+
+    if missing == "--steps or --epochs":
+        steps = _largest(lambda steps: fits(steps, options.batch_size), 1, _MOST_STEPS)
+        if steps is None:
+            raise ConfigurationError(f"one step already spends more than epsilon = {options.epsilon:g}.")
+        return _plan(options, steps=steps, batch_size=options.batch_size)
+    if options.steps is not None:
+        batch_size = _largest(lambda size: fits(options.steps, size), 1, options.num_train)
+    else:
+        batch_size = _largest_batch_of_epochs(fits, options.epochs * options.num_train, options.num_train)
+    if batch_size is None:
+        raise ConfigurationError(f"no batch size stays within epsilon = {options.epsilon:g}: raise --noise-multiplier.")
+    return _plan(options, batch_size=batch_size)
+
+
+def _missing(options: argparse.Namespace) -> str:
+    """The one option of four that is not given; the others are checked."""
     from dp_lightning.privacy.accounting import check_count
-    from dp_lightning.privacy.plan import PrivacyPlan
 
     given = {
         "--epsilon": options.epsilon,
@@ -72,42 +96,23 @@ def _solve(options: argparse.Namespace) -> "PrivacyPlan":
             f"give exactly three of {', '.join(given)}; the fourth is solved for. "
             f"Given: {', '.join(present) or 'none'}."
         )
-    num_train = options.num_train
-    check_count("num_train", num_train)
-    for name in ("steps", "epochs", "batch_size"):
+    for name in ("num_train", "steps", "epochs", "batch_size"):
         if getattr(options, name) is not None:
             check_count(name, getattr(options, name))
+    return missing[0]
 
-    def num_steps(batch_size: int) -> int:
-        steps = options.steps if options.epochs is None else options.epochs * num_train // batch_size
-        return max(1, steps)
 
-    def plan(*, steps: int, batch_size: int) -> PrivacyPlan:
-        known = {"num_train": num_train, "expected_batch_size": batch_size, "num_steps": steps}
-        known |= {"delta": options.delta, "accountant": options.accountant, "target_epsilon": options.epsilon}
-        if options.noise_multiplier is None:
-            return PrivacyPlan.calibrate(**known)
-        return PrivacyPlan(noise_multiplier=options.noise_multiplier, **known)
+def _plan(options: argparse.Namespace, *, batch_size: int, steps: int | None = None) -> "PrivacyPlan":
+    """The plan of these options; without ``steps`` it is that of their steps or epochs."""
+    from dp_lightning.privacy.plan import RunShape
 
-    def fits(steps: int, batch_size: int) -> bool:
-        candidate = plan(steps=steps, batch_size=batch_size)
-        # The Renyi bound is cheap and caps the others, so it settles the candidates that are well inside.
-        return candidate.epsilon("rdp") <= options.epsilon or candidate.epsilon() <= options.epsilon
-
-    if missing[0] in ("--noise-multiplier", "--epsilon"):
-        return plan(steps=num_steps(options.batch_size), batch_size=options.batch_size)
-    if missing == ["--steps or --epochs"]:
-        steps = _largest(lambda steps: fits(steps, options.batch_size), 1, _MOST_STEPS)
-        if steps is None:
-            raise ConfigurationError(f"one step already spends more than epsilon = {options.epsilon:g}.")
-        return plan(steps=steps, batch_size=options.batch_size)
-    if options.steps is not None:
-        batch_size = _largest(lambda size: fits(options.steps, size), 1, num_train)
-    else:
-        batch_size = _largest_batch_of_epochs(fits, options.epochs * num_train, num_train)
-    if batch_size is None:
-        raise ConfigurationError(f"no batch size stays within epsilon = {options.epsilon:g}: raise --noise-multiplier.")
-    return plan(steps=num_steps(batch_size), batch_size=batch_size)
+    if steps is None:
+        steps = options.steps if options.epochs is None else options.epochs * options.num_train // batch_size
+        steps = max(1, steps)
+    shape = RunShape(num_train=options.num_train, expected_batch_size=batch_size, num_steps=steps, delta=options.delta)
+    if options.noise_multiplier is None:
+        return shape.calibrate(options.epsilon, accountant=options.accountant)
+    return shape.with_noise(options.noise_multiplier, accountant=options.accountant, target_epsilon=options.epsilon)
 
 
 def _largest(fits: Callable[[int], bool], low: int, high: int) -> int | None:

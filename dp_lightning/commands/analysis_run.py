@@ -113,7 +113,7 @@ class AnalysisRun:
 
     def noise_level(self, batch_size: int) -> float:
         """Standard deviation of the noise in each entry of the gradient, sigma S / B."""
-        return self.plan(batch_size).noise_multiplier * self.clip_plan.sensitivity / batch_size
+        return self.plan(batch_size).noise_level(self.clip_plan.sensitivity)
 
     def measure(self, batch_size: int) -> Measured:
         """The clipped mean gradients of Poisson draws at fixed parameters.

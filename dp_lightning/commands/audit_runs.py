@@ -206,7 +206,7 @@ class AuditRuns:
     @property
     def noise_standard_deviation(self) -> float:
         """Of the noise on the sum, as the configuration claims it."""
-        return self.plan.noise_multiplier * self.clip_plan.sensitivity
+        return self.plan.noise_on_sum(self.clip_plan.sensitivity)
 
     @property
     def steps_of_noise(self) -> int:

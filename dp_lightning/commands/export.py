@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from dp_lightning.atomic_files import replacing, require_writable
-from dp_lightning.callbacks import AveragedWeights, DataRecord
 from dp_lightning.commands.verify import EXPORTED, verify
 from dp_lightning.errors import ConfigurationError, DataError
 from dp_lightning.lightning_modules import TimmModule
@@ -23,9 +22,10 @@ from dp_lightning.models.pretrained_input import PretrainedInput
 from dp_lightning.models.trained import merge_low_rank
 from dp_lightning.privacy.exported import FACTS
 from dp_lightning.privacy.journal import journal_name, journal_of, read_journal, up_to
-from dp_lightning.privacy.statement import STATEMENT, PrivacyStatement
+from dp_lightning.privacy.statement import STATEMENT
 from dp_lightning.privacy.weights import digest_of
-from dp_lightning.private_run.saved_model import saved_module
+from dp_lightning.private_run.resume import SavedRun
+from dp_lightning.private_run.saved_model import SavedModel
 from dp_lightning.strategies.checkpoint_io import PrivateCheckpointIO
 
 _FILES = (EXPORTED, "model.onnx", "model.json")
@@ -68,7 +68,8 @@ def export(options: argparse.Namespace) -> list[Path]:
         if pydoc.safeimport(_PACKAGES[name]) is None:
             raise ConfigurationError(f"--format {name} needs {_PACKAGES[name]}: pip install 'dp-lightning[export]'")
     saved = PrivateCheckpointIO().load_checkpoint(checkpoint)
-    if STATEMENT not in saved:
+    run, model = SavedRun.read(saved), SavedModel.read(saved)
+    if run is None:
         raise ConfigurationError(
             f"{checkpoint} has no privacy statement: it is not from a private run, and nobody could say what its "
             "weights reveal."
@@ -79,34 +80,32 @@ def export(options: argparse.Namespace) -> list[Path]:
         raise ConfigurationError(
             f"--out {out} holds {there[0]} of an earlier export. Give another folder, or remove that one."
         )
-    module, settings = _module(checkpoint, saved, options.module_class)
+    module = _module(checkpoint, saved["state_dict"], model, options.module_class)
     if wrong := [f"{subject}: {finding}" for subject, finding in verify(checkpoint, []) if finding is not None]:
         raise DataError(
             f"{checkpoint} and the journal beside it do not belong together, so nothing of it is exported: "
             f"{'; '.join(wrong)}. Take the checkpoint as the run has left it, with the journal of its folder."
         )
-    average: dict[str, Tensor] = saved.get("callbacks", {}).get(AveragedWeights.__qualname__, {}).get("average", {})
-    if weights == "averaged" and not average:
+    if weights == "averaged" and not model.average:
         raise ConfigurationError(f"{checkpoint} has no average of the weights. Leave --weights out, or set it to raw.")
-    chosen = weights or ("averaged" if average else "raw")
+    chosen = weights or ("averaged" if model.average else "raw")
     if chosen == "averaged":
-        module.load_state_dict(average, strict=False)
+        module.load_state_dict(model.average, strict=False)
     if isinstance(module, TimmModule):
         merge_low_rank(module.model)
-    claims, tensors = PrivacyStatement.from_saved(saved[STATEMENT]), _tensors(module)
+    claims, tensors = run.statement, _tensors(module)
     statement = replace(claims, weights=digest_of(tensors))
-    record = saved.get("callbacks", {}).get(DataRecord.__qualname__, {})
-    features = record.get("features")
+    features = model.features
     before = None
     if features is not None and "onnx" in formats:
         before = FeatureNetwork.again(features["network"], weights=options.feature_weights, setting="--feature-weights")
     facts = {
-        "class_path": settings.pop("_class_path", None),
-        "settings": {name: value for name, value in settings.items() if name != "_instantiator"},
+        "class_path": model.class_path,
+        "settings": dict(model.settings),
         "input": _input_of(module),
         "features": features,
-        "resized_to": record.get("resized_to"),
-        "class_names": record.get("class_names"),
+        "resized_to": model.resized_to,
+        "class_names": model.class_names,
         "weights": chosen,
         "num_steps": statement.ledger.num_steps,
         "epsilon": statement.to_dict()["epsilon"],
@@ -124,7 +123,7 @@ def export(options: argparse.Namespace) -> list[Path]:
             metadata={FACTS: json.dumps(facts, default=str), STATEMENT: json.dumps(statement.saved())},
         )
     if "onnx" in formats:
-        images = settings if features is None else {**features["network"], **features}
+        images = model.settings if features is None else {**features["network"], **features}
         whole = module if before is None else nn.Sequential(before, module)
         contents["model.onnx"] = _onnx(whole, images.get("in_channels"), options.image_size or images.get("image_size"))
     contents["model.json"] = (json.dumps(facts, indent=2, default=str) + "\n").encode()
@@ -138,24 +137,23 @@ def export(options: argparse.Namespace) -> list[Path]:
 
 
 def _module(
-    checkpoint: Path, saved: dict[str, Any], module_class: str | None
-) -> tuple[pl.LightningModule, dict[str, Any]]:
-    """The module of the checkpoint, and the settings that it was made with."""
-    settings = dict(saved.get("hyper_parameters", {}))
-    kind, known = saved_module(settings, trusted=module_class)
+    checkpoint: Path, weights: dict[str, Tensor], saved: SavedModel, module_class: str | None
+) -> pl.LightningModule:
+    """The module of the checkpoint, as it was trained."""
+    kind = saved.module_class(trusted=module_class)
     if kind is None:
         raise ConfigurationError(
-            f"The module of {checkpoint} is of the class {settings.get('_class_path', '(not named)')}. A file does not "
+            f"The module of {checkpoint} is of the class {saved.class_path or '(not named)'}. A file does not "
             "choose which code runs: where that is a LightningModule of yours that `dpl fit` has trained, name it by "
             "--module-class."
         )
     with without_weights():
-        module: pl.LightningModule = kind(**known)
+        module: pl.LightningModule = kind(**saved.arguments_of(kind))
     try:
-        module.load_state_dict(saved["state_dict"])
+        module.load_state_dict(weights)
     except RuntimeError as error:
         raise DataError(f"{checkpoint} does not fit {kind.__name__}: {str(error).splitlines()[-1].strip()}") from error
-    return module.eval(), settings
+    return module.eval()
 
 
 def _input_of(module: pl.LightningModule) -> dict[str, Any] | None:

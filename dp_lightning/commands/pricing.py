@@ -1,6 +1,5 @@
 """What a run costs, before it starts: epsilon, noise, steps, and an estimate of its time on this machine."""
 
-import functools
 import json
 import math
 import time
@@ -15,7 +14,7 @@ from dp_lightning.commands.training import TrainingCLI
 from dp_lightning.errors import DpLightningError
 from dp_lightning.privacy.gradients.gradient_sum import clipped_gradient_sum
 from dp_lightning.privacy.plan import PrivacyPlan
-from dp_lightning.private_run.budget import planned_steps
+from dp_lightning.private_run.settings import PrivacySettings
 from dp_lightning.private_run.trainer_checks import check_order, check_settings
 
 # Runs that differ in these alone are accepted or refused together.
@@ -92,29 +91,14 @@ def plan_of(
     Raises:
         ConfigurationError: as ``dpl fit`` would, where the numbers are impossible.
     """
+    given: dict[str, Any] = {
+        name: privacy.get(name) for name in ("target_epsilon", "noise_multiplier", "delta", "accountant")
+    }
     size = privacy["expected_batch_size"] if batch_size is None else batch_size
-    return _plan(
-        num_train=num_train,
-        expected_batch_size=size,
-        num_steps=planned_steps(
-            max_epochs=trainer.get("max_epochs"),
-            max_steps=trainer["max_steps"],
-            num_train=num_train,
-            expected_batch_size=size,
-        ),
-        target_epsilon=privacy.get("target_epsilon"),
-        noise_multiplier=privacy.get("noise_multiplier"),
-        delta=privacy["delta"],
-        accountant=privacy["accountant"],
+    run = PrivacySettings(size, **given, not_private=bool(privacy.get("not_private")))
+    return run.make_plan(
+        run.shape(num_train=num_train, max_epochs=trainer.get("max_epochs"), max_steps=trainer["max_steps"])
     )
-
-
-@functools.lru_cache(maxsize=4096)
-def _plan(*, target_epsilon: float | None, noise_multiplier: float | None, **public: Any) -> PrivacyPlan:
-    if target_epsilon is not None:
-        return PrivacyPlan.calibrate(target_epsilon=target_epsilon, **public)
-    assert noise_multiplier is not None
-    return PrivacyPlan(noise_multiplier=noise_multiplier, target_epsilon=None, **public)
 
 
 def _seconds_per_row(cli: TrainingCLI) -> float | None:

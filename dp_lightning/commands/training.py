@@ -31,15 +31,14 @@ from dp_lightning.callbacks import (
     SignalToNoise,
     StopOnSignal,
 )
-from dp_lightning.callbacks.privacy import privacy_of
 from dp_lightning.commands.foreign_modules import ForeignModules
 from dp_lightning.commands.memory import keep_freed_memory
 from dp_lightning.commands.parser import StrictParser, shortened
 from dp_lightning.commands.plausible import require_plausible
 from dp_lightning.errors import ConfigurationError, DataError, DpLightningError
 from dp_lightning.lightning_modules.schedules import WarmupCosine
-from dp_lightning.private_run.resume import where_to_start
-from dp_lightning.private_run.saved_model import saved_module
+from dp_lightning.private_run.latest_run import where_to_start
+from dp_lightning.private_run.saved_model import SavedModel
 from dp_lightning.private_run.slurm import slurm_job
 from dp_lightning.private_run.trainer_checks import check_folders, check_precision
 from dp_lightning.strategies.checkpoint_io import PrivateCheckpointIO
@@ -96,22 +95,20 @@ class TrainingCLI(LightningCLI):
                 f"ckpt_path {path} is not a checkpoint of a run: it holds weights alone, or something else. A run "
                 "starts from weights by the model's own settings, such as TimmModule's `weights`."
             )
-        saved = checkpoint.get("hyper_parameters", {})
-        model = self.config[command].get("model")
-        kind, settings = saved_module(saved, trusted=None if model is None else model.class_path)
+        saved, model = SavedModel.read(checkpoint), self.config[command].get("model")
+        kind = saved.module_class(trusted=None if model is None else model.class_path)
         if kind is None:
             return
         data = self.config[command].get("data")
         if data is not None and data.class_path.endswith(".ImageFiles"):
-            known = {**saved, **checkpoint.get("callbacks", {}).get(DataRecord.__qualname__, {})}
-            features = known.get("features")
-            if features is not None:
+            known = {**saved.settings, "class_names": saved.class_names, "resized_to": saved.resized_to}
+            if (features := saved.features) is not None:
                 # A probe: its files are the images of the network before it.
                 known = {**known, **features["network"], **features, "features": features["network"]}
             for name, value in data.init_args.items():
                 if value is None and name in known:
                     data.init_args[name] = known[name]
-        model = {"class_path": saved["_class_path"], "dict_kwargs": settings}
+        model = {"class_path": saved.class_path, "dict_kwargs": saved.arguments_of(kind)}
         self.config = self.parser.parse_object({command: {"model": model}}, self.config)
 
     def before_instantiate_classes(self) -> None:
@@ -170,10 +167,7 @@ class TrainingCLI(LightningCLI):
         if lr_scheduler is None:
             return optimizer
         if isinstance(lr_scheduler, WarmupCosine):
-            privacy = privacy_of(lightning_module.trainer)
-            assert privacy is not None
-            assert privacy.plan is not None
-            lr_scheduler.set_num_steps(privacy.plan.num_steps)
+            lr_scheduler.set_num_steps(int(lightning_module.trainer.estimated_stepping_batches))
         plateau = isinstance(lr_scheduler, ReduceLROnPlateau)
         when = {"monitor": lr_scheduler.monitor} if plateau else {"interval": "step"}
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": lr_scheduler, **when}}

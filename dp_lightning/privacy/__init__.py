@@ -6,7 +6,7 @@ from dp_lightning.privacy.disk import DiSK
 from dp_lightning.privacy.gradients.gradient_sum import clipped_gradient_sum
 from dp_lightning.privacy.gradients.rules import Rule, per_example, register_rule
 from dp_lightning.privacy.noise import GaussianNoise
-from dp_lightning.privacy.plan import PrivacyPlan
+from dp_lightning.privacy.plan import PrivacyPlan, RunShape
 from dp_lightning.privacy.sampling import PoissonSampler
 from dp_lightning.privacy.statement import PrivacyStatement
 from dp_lightning.privacy.step import PrivateStep
@@ -21,6 +21,7 @@ __all__ = [
     "PrivacyStatement",
     "PrivateStep",
     "Rule",
+    "RunShape",
     "clipped_gradient_sum",
     "per_example",
     "register_rule",

@@ -32,17 +32,14 @@ _LARGEST_NOISE_MULTIPLIER = 1e6
 
 
 @dataclass(frozen=True, kw_only=True)
-class PrivacyPlan:
-    """What a run has promised to do; none of it depends on the data.
+class RunShape:
+    """What a run draws and how often, whatever its noise is.
 
     Args:
         num_train: N, the number of training examples.
         expected_batch_size: B, the expected number of examples in a logical batch, over all ranks.
         num_steps: T, the number of logical optimizer steps.
-        noise_multiplier: sigma, noise standard deviation over sensitivity; 0 means no privacy.
         delta: below 1/num_train.
-        accountant: the one that the plan is held to, "prv", "rdp" or "pld".
-        target_epsilon: the budget, where there is one.
 
     Raises:
         ConfigurationError: a value is outside its range; the message names it.
@@ -51,49 +48,58 @@ class PrivacyPlan:
     num_train: int
     expected_batch_size: int
     num_steps: int
-    noise_multiplier: float
     delta: float
-    accountant: str = "prv"
-    target_epsilon: float | None = None
 
     def __post_init__(self) -> None:
         check_count("num_train", self.num_train)
         check_count("expected_batch_size", self.expected_batch_size)
         check_count("num_steps", self.num_steps)
         check_batch_size(self.expected_batch_size, self.num_train)
-        check_noise_multiplier(self.noise_multiplier)
-        if self.noise_multiplier > _LARGEST_NOISE_MULTIPLIER:
-            raise ConfigurationError(
-                f"noise_multiplier is {self.noise_multiplier:g}; above {_LARGEST_NOISE_MULTIPLIER:g} nothing is left "
-                "of the gradient. Lower it, or set target_epsilon."
-            )
         check_delta(self.delta)
         if self.delta >= 1 / self.num_train:
             raise ConfigurationError(
                 f"delta must be below 1/num_train = {1 / self.num_train:.3g}; got {self.delta:g}. "
                 "At 1/num_train, publishing one whole example would count as private."
             )
-        check_accountant(self.accountant)
-        if self.target_epsilon is not None:
-            _check_target(self.target_epsilon)
 
-    @classmethod
+    @property
+    def sample_rate(self) -> float:
+        """q, the probability with which a step draws each example."""
+        return self.expected_batch_size / self.num_train
+
+    def with_noise(
+        self, noise_multiplier: float, *, accountant: str = "prv", target_epsilon: float | None = None
+    ) -> "PrivacyPlan":
+        """The plan of a run of this shape.
+
+        Args:
+            noise_multiplier, accountant, target_epsilon: as in the plan.
+
+        Raises:
+            ConfigurationError: a value is outside its range.
+        """
+        return PrivacyPlan(
+            num_train=self.num_train,
+            expected_batch_size=self.expected_batch_size,
+            num_steps=self.num_steps,
+            delta=self.delta,
+            noise_multiplier=noise_multiplier,
+            accountant=accountant,
+            target_epsilon=target_epsilon,
+        )
+
     def calibrate(
-        cls,
-        *,
+        self,
         target_epsilon: float,
-        delta: float,
-        num_train: int,
-        expected_batch_size: int,
-        num_steps: int,
+        *,
         accountant: str = "prv",
         taken: Sequence[Run] = (),
         earlier: Sequence[Run] = (),
     ) -> "PrivacyPlan":
-        """The plan with the smallest noise multiplier, to 1e-4, whose epsilon is at most `target_epsilon`.
+        """The plan with the smallest noise multiplier, to 1e-4, whose epsilon is at most ``target_epsilon``.
 
         Args:
-            target_epsilon, delta, num_train, expected_batch_size, num_steps, accountant: as in the plan.
+            target_epsilon, accountant: as in the plan.
             taken: steps of the ``num_steps`` that were taken with other noise. The noise is then that of the
                 steps which are left, so that all of them together meet the target.
             earlier: steps that the weights had taken before the run, which count too.
@@ -103,51 +109,87 @@ class PrivacyPlan:
                 target.
             BudgetError: the steps taken leave no step, or have spent the target.
         """
+        check_accountant(accountant)
         _check_target(target_epsilon)
+        behind = [*earlier, *taken]
+        steps = self._steps_left(taken)
+        self._require_affordable(behind, target_epsilon, accountant)
 
-        def plan(noise_multiplier: float) -> PrivacyPlan:
-            return cls(
-                num_train=num_train,
-                expected_batch_size=expected_batch_size,
-                num_steps=num_steps,
-                noise_multiplier=noise_multiplier,
-                delta=delta,
-                accountant=accountant,
-                target_epsilon=target_epsilon,
-            )
+        def spent(noise_multiplier: float, by: str = accountant) -> float:
+            return compose([*behind, (noise_multiplier, self.sample_rate, steps)], delta=self.delta, accountant=by)
 
-        first = plan(1.0)  # names a wrong setting before the search starts
-        steps = num_steps - sum(count for _, _, count in taken)
-        if steps < 1:
+        noise_multiplier = 1.0
+        if not behind or accountant == "rdp":
+            # The Renyi bound is cheap and never below the others, so its solution starts their search from above.
+            noise_multiplier = _smallest_noise(lambda sigma: spent(sigma, "rdp"), target_epsilon, start=1.0)
+        if accountant != "rdp":
+            noise_multiplier = _smallest_noise(spent, target_epsilon, start=noise_multiplier)
+        return self.with_noise(noise_multiplier, accountant=accountant, target_epsilon=target_epsilon)
+
+    def _steps_left(self, taken: Sequence[Run]) -> int:
+        count = sum(count for _, _, count in taken)
+        if count >= self.num_steps:
             raise BudgetError(
-                f"num_steps is {num_steps} and {num_steps - steps} are taken already. Plan more "
+                f"num_steps is {self.num_steps} and {count} are taken already. Plan more "
                 "steps: trainer.max_epochs or trainer.max_steps."
             )
-        taken = [*earlier, *taken]
-        spent_already = compose(taken, delta=delta, accountant=accountant)
-        if spent_already >= target_epsilon:
+        return self.num_steps - count
+
+    def _require_affordable(self, runs: Sequence[Run], target_epsilon: float, accountant: str) -> None:
+        spent = compose(runs, delta=self.delta, accountant=accountant)
+        if spent >= target_epsilon:
             raise BudgetError(
-                f"The {sum(count for _, _, count in taken)} steps taken have spent epsilon {spent_already:.4g} by "
+                f"The {sum(count for _, _, count in runs)} steps taken have spent epsilon {spent:.4g} by "
                 f"{accountant.upper()}, and target_epsilon is {target_epsilon:g}: no further step can be taken. Raise "
                 "the target."
             )
 
-        def total(noise_multiplier: float, by: str = accountant) -> float:
-            runs = [*taken, (noise_multiplier, first.sample_rate, steps)]
-            return compose(runs, delta=delta, accountant=by)
 
-        if taken and accountant != "rdp":
-            return plan(_smallest_noise(total, target_epsilon, start=1.0))
-        # The Renyi bound is cheap and never below the others, so its solution starts their search from above.
-        start = _smallest_noise(lambda sigma: total(sigma, "rdp"), target_epsilon, start=1.0)
-        if accountant == "rdp":
-            return plan(start)
-        return plan(_smallest_noise(total, target_epsilon, start=start))
+@dataclass(frozen=True, kw_only=True)
+class PrivacyPlan(RunShape):
+    """What a run has promised to do; none of it depends on the data.
 
-    @property
-    def sample_rate(self) -> float:
-        """q, the probability with which a step draws each example."""
-        return self.expected_batch_size / self.num_train
+    Args:
+        num_train, expected_batch_size, num_steps, delta: N, B, T and delta, as in `RunShape`.
+        noise_multiplier: sigma, noise standard deviation over sensitivity; 0 means no privacy.
+        accountant: the one that the plan is held to, "prv", "rdp" or "pld".
+        target_epsilon: the budget, where there is one.
+
+    Raises:
+        ConfigurationError: a value is outside its range; the message names it.
+    """
+
+    noise_multiplier: float
+    accountant: str = "prv"
+    target_epsilon: float | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_noise_multiplier(self.noise_multiplier)
+        if self.noise_multiplier > _LARGEST_NOISE_MULTIPLIER:
+            raise ConfigurationError(
+                f"noise_multiplier is {self.noise_multiplier:g}; above {_LARGEST_NOISE_MULTIPLIER:g} nothing is left "
+                "of the gradient. Lower it, or set target_epsilon."
+            )
+        check_accountant(self.accountant)
+        if self.target_epsilon is not None:
+            _check_target(self.target_epsilon)
+
+    def noise_on_sum(self, sensitivity: float) -> float:
+        """Standard deviation of the noise in each entry of the clipped sum, sigma S.
+
+        Args:
+            sensitivity: S, the L2 sensitivity of the sum; C under flat clipping.
+        """
+        return self.noise_multiplier * sensitivity
+
+    def noise_level(self, sensitivity: float) -> float:
+        """Standard deviation of the noise in each entry of the privatized gradient, sigma S / B.
+
+        Args:
+            sensitivity: S, the L2 sensitivity of the clipped sum; C under flat clipping.
+        """
+        return self.noise_on_sum(sensitivity) / self.expected_batch_size
 
     def epsilon(self, accountant: str | None = None, num_steps: int | None = None) -> float:
         """Epsilon after `num_steps` steps (all by default), by `accountant` (the plan's by default)."""
@@ -170,7 +212,7 @@ class PrivacyPlan:
             num_parameters: d, the number of trained parameters.
             sensitivity: S, the L2 sensitivity of the clipped sum; C under flat clipping.
         """
-        return self.noise_multiplier * sensitivity * math.sqrt(num_parameters) / self.expected_batch_size
+        return self.noise_level(sensitivity) * math.sqrt(num_parameters)
 
 
 def _check_target(target_epsilon: float) -> None:

@@ -315,8 +315,12 @@ class PrivateStep:
         self.isolation.stepped()
         self._weights.hold()
 
-    def remember(self, tensors: Iterable[Tensor]) -> None:
-        """Tensors that follow from the releases, such as an average: a run that starts from a copy counts the steps."""
+    def remember(self, tensors: Iterable[Tensor] | None = None) -> None:
+        """A run that starts from a copy of these tensors counts the steps.
+
+        Args:
+            tensors: that follow from the releases, such as an average; None is the trained parameters.
+        """
         self._weights.remember(tensors)
 
     # Public numbers
@@ -324,12 +328,12 @@ class PrivateStep:
     @property
     def noise_standard_deviation(self) -> float:
         """Of the noise on the sum, before the division by B."""
-        return self.plan.noise_multiplier * self.clip_plan.sensitivity
+        return self.plan.noise_on_sum(self.clip_plan.sensitivity)
 
     @property
     def noise_level(self) -> float:
         """Standard deviation of the noise in each entry of the privatized gradient, sigma S / B."""
-        return self.noise_standard_deviation / self.plan.expected_batch_size
+        return self.plan.noise_level(self.clip_plan.sensitivity)
 
     @property
     def ways(self) -> dict[str, str]:

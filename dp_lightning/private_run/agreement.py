@@ -1,6 +1,7 @@
 """What all ranks must have in common for one private step: settings, training set, and the model that comes of it."""
 
 from numbers import Integral
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -8,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, Subset
 
+from dp_lightning.checksums import fingerprint
 from dp_lightning.errors import ConfigurationError, DpLightningError
 from dp_lightning.privacy.reading import ExampleReader, flatten
 from dp_lightning.ranks import Ranks
@@ -25,6 +27,20 @@ def require_same_settings(settings: dict[str, object], ranks: Ranks, device: tor
         raise ConfigurationError(
             f"The ranks have different settings: {', '.join(differing)} (on rank {ranks.rank}: "
             f"{', '.join(str(settings[name]) for name in differing)}). Start all of them with the same configuration."
+        )
+
+
+def require_one_checkpoint(trainer: pl.Trainer, ranks: Ranks) -> None:
+    """All ranks go on from the same checkpoint, or none from any; every rank has to call it.
+
+    Raises:
+        ConfigurationError: on every rank, where they do not.
+    """
+    mark = None if trainer.ckpt_path is None else fingerprint(Path(trainer.ckpt_path))
+    if ranks.differing_facts({"checkpoint": mark}, trainer.strategy.root_device):
+        raise ConfigurationError(
+            f"The ranks resume from different checkpoints; rank {ranks.rank} from {trainer.ckpt_path}. Give ckpt_path "
+            "a file that every node sees, and start all of them with the same settings."
         )
 
 

@@ -7,9 +7,8 @@ be one that was logged while training. All of these are refused before anything 
 and hooks is the user's, and the statement names it.
 """
 
-from collections import Counter, OrderedDict, defaultdict
+from collections import Counter, OrderedDict
 from collections.abc import Iterator, Mapping
-from fractions import Fraction
 from pathlib import PurePath
 from types import NoneType
 from typing import Any, NamedTuple
@@ -25,7 +24,8 @@ from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 from torchmetrics import Metric
 
 from dp_lightning.errors import ConfigurationError, ModelError
-from dp_lightning.privacy.statement import STATEMENT
+from dp_lightning.private_run.resume import PRIVATE_RUN
+from dp_lightning.private_run.unprotected import LoggedNumbers
 
 
 class _Bounds(NamedTuple):
@@ -44,7 +44,7 @@ _STATE = _Bounds(values=10_000, characters=100_000)
 _MAPPINGS, _SEQUENCES = (dict, OrderedDict, Counter), (list, tuple, set, torch.Size)
 _PLAIN = {bool, int, float, complex, str, NoneType, torch.dtype, torch.device}
 # Tensors in these are the model's and the optimizer's.
-_MODEL = {"state_dict", "optimizer_states", STATEMENT}
+_MODEL = {"state_dict", "optimizer_states", PRIVATE_RUN}
 _HYPERPARAMETERS = (pl.LightningModule.CHECKPOINT_HYPER_PARAMS_KEY, pl.LightningDataModule.CHECKPOINT_HYPER_PARAMS_KEY)
 # What Lightning itself writes beside the model, the callbacks and the schedules.
 _LIGHTNING = {
@@ -57,8 +57,6 @@ _LIGHTNING = {
 }
 # Code of these cannot read what is withheld.
 _TRUSTED = ("dp_lightning.", "lightning.")
-# Largest denominator of a simple fraction. Of 50 losses one is taken for such.
-_SIMPLE = 1000
 # Where Lightning's own average of the weights is, beside the state dict.
 _AVERAGE = {"current_model_state", "averaging_state"}
 
@@ -66,37 +64,6 @@ _Place = tuple[Any, ...]
 _Leaves = list[tuple[_Place, Any]]
 #: Saved hyperparameters by the entry of the checkpoint that they go into, each as its single values and their places.
 Settings = dict[str, _Leaves]
-
-
-class LoggedNumbers:
-    """The numbers that were logged while training, by their tags."""
-
-    _MANY = 4096  # tensors are brought to the host together
-
-    def __init__(self) -> None:
-        self._waiting: dict[str, list[Tensor]] = defaultdict(list)
-        self._known: dict[str, NDArray[np.float32]] = {}
-
-    def note(self, tag: str, value: Tensor) -> None:
-        """One number, without waiting for its device."""
-        self._waiting[tag].append(value.detach().float().reshape(()).clone())
-        if len(self._waiting[tag]) >= self._MANY:
-            self._read()
-
-    def tag_of(self, number: float) -> str | None:
-        """Under which tag it was logged; None for a simple fraction, as an accuracy is, which many things are."""
-        self._read()
-        single = np.float32(number)
-        if not np.isfinite(single) or np.float32(Fraction(number).limit_denominator(_SIMPLE)) == single:
-            return None
-        return next((tag for tag, numbers in self._known.items() if single in numbers), None)
-
-    def _read(self) -> None:
-        for tag, values in self._waiting.items():
-            device = values[-1].device
-            read = torch.stack([value.to(device) for value in values]).cpu().numpy()
-            self._known[tag] = np.union1d(self._known.get(tag, read[:0]), read)
-        self._waiting.clear()
 
 
 class _NotPlainError(Exception):
@@ -182,6 +149,21 @@ def require_nothing_raw(
         if leaves and words is not None and not as_before:
             by_users.add(f"{words} in checkpoints")
     return by_users
+
+
+def count_logical_steps(checkpoint: dict[str, Any], num_steps: int) -> None:
+    """Replace the counters of physical batches, whose number follows the realized draws and is not protected.
+
+    Args:
+        checkpoint: as Lightning is about to save it; changed in place.
+        num_steps: logical steps in the ledger.
+    """
+    loop = checkpoint.get("loops", {}).get("fit_loop", {})
+    progress = loop.get("epoch_loop.automatic_optimization.optim_progress", {})
+    for counter in (loop.get("epoch_loop.batch_progress"), progress.get("optimizer", {}).get("zero_grad")):
+        for part in ("total", "current"):
+            if counter is not None and part in counter:
+                counter[part] = dict.fromkeys(counter[part], num_steps)
 
 
 def cut_views(checkpoint: Mapping[str, Any]) -> None:

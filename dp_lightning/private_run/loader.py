@@ -4,7 +4,8 @@ The loader's data set, collate function and workers are kept; its sampler and ba
 is read by itself. The new loader has no length, since the number of physical batches of an epoch is random.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from functools import cached_property
 from typing import Any
 
 import lightning.pytorch as pl
@@ -23,10 +24,12 @@ from torch.utils.data import (
 )
 
 from dp_lightning.errors import ConfigurationError
+from dp_lightning.privacy.groups import Groups
 from dp_lightning.privacy.randomness import WorkerSeeding
 from dp_lightning.privacy.reading import flatten
 from dp_lightning.privacy.sampling import PhysicalBatch, epoch_end
 from dp_lightning.privacy.step import PrivateStep
+from dp_lightning.private_run.settings import PrivacySettings
 
 
 class EpochBatches(Sampler[list[PhysicalBatch]]):
@@ -138,18 +141,57 @@ def warn_of_equal_views(dataset: Any) -> None:
 
 
 class PrivateSource(_DataLoaderSource):
-    """Stands where the Trainer looks for the training loader, and hands out the private one."""
+    """Stands where the Trainer looks for the training loader of one fit, and hands out the private one.
 
-    def __init__(self, source: _DataLoaderSource, make: Callable[[], DataLoader[Any]]) -> None:
+    Attributes:
+        private: the step that the loader is for; None before ``on_fit_start``.
+    """
+
+    def __init__(self, source: _DataLoaderSource) -> None:
         super().__init__(source.instance, source.name)
-        self._make = make
+        self.private: PrivateStep | None = None
+        self._num_train: int | None = None
 
+    @classmethod
+    def stand_in(cls, trainer: pl.Trainer) -> "PrivateSource":
+        """From here on the trainer asks a new one for its loader."""
+        trainer.fit_loop._data_source = source = cls(trainer.fit_loop._data_source)
+        return source
+
+    @classmethod
+    def of(cls, trainer: pl.Trainer) -> "PrivateSource":
+        """The one that ``stand_in`` has made.
+
+        Raises:
+            ConfigurationError: where other code has exchanged it.
+        """
+        source = trainer.fit_loop._data_source
+        if not isinstance(source, cls):
+            raise ConfigurationError("The trainer's training loader was exchanged between setup and on_fit_start.")
+        return source
+
+    @cached_property
     def users(self) -> DataLoader[Any]:
-        """The loader that the user wrote."""
+        """The loader that the user wrote, asked for once."""
         return original_loader(super().dataloader())
 
+    def num_train(self, settings: PrivacySettings) -> int:
+        """N: the examples of the loader's data set, or its persons."""
+        if settings.num_train is not None:
+            return settings.num_train
+        if self._num_train is None:  # counted once, before the data set is closed to the step
+            dataset: Any = self.users.dataset
+            size = settings.images_per_group
+            self._num_train = len(dataset if size is None else Groups(dataset, size))
+        return self._num_train
+
     def dataloader(self) -> Any:
-        return self._make()
+        if self.private is None:
+            raise ConfigurationError(
+                "The private training loader is asked for before on_fit_start, as by fit_loop.setup_data() in "
+                "configure_optimizers. For the number of steps read trainer.estimated_stepping_batches."
+            )
+        return private_loader(self.users, self.private)
 
 
 def _single(items: list[Any]) -> Any:

@@ -1,151 +1,328 @@
-"""Which checkpoint a ``dpl fit`` goes on from, or which journal where a run has left no checkpoint."""
+"""How a run resumes: what a checkpoint holds of it, the steps that ran after it, and the plan of those that are left.
 
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+`SavedRun` is the only reader and writer of the entry ``private_run`` of a checkpoint.
+"""
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any
 
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch import Tensor
 
-from dp_lightning.errors import ConfigurationError, DataError
-from dp_lightning.privacy.journal import journals_in, run_of
-from dp_lightning.private_run.checkpoints import saved_steps
-from dp_lightning.private_run.slurm import earlier_start
-from dp_lightning.strategies.checkpoint_io import PrivateCheckpointIO, broken_seal
+from dp_lightning.errors import ConfigurationError, DataError, DpLightningError
+from dp_lightning.privacy.accounting import Ledger
+from dp_lightning.privacy.journal import Journal, run_name, run_of, stands_for
+from dp_lightning.privacy.lineage import Origin
+from dp_lightning.privacy.plan import TOLERANCE, PrivacyPlan, RunShape
+from dp_lightning.privacy.seal import seal_of
+from dp_lightning.privacy.statement import PrivacyStatement
+from dp_lightning.private_run.settings import PrivacySettings
+from dp_lightning.private_run.unprotected import Unprotected
+
+#: Under which name a checkpoint holds a run.
+PRIVATE_RUN = "private_run"
+_VERSION = 2
+# Where version 1, which had no number, kept what is one entry now.
+_ENTRIES_OF_VERSION_1 = ("privacy_statement", "privacy_seal")
 
 
-class Start(NamedTuple):
-    """From where a fit starts; both are None for a new run.
+@dataclass(frozen=True, kw_only=True)
+class SavedRun:
+    """A run as a checkpoint holds it.
+
+    Lightning saves in this order, on every rank: ``state_dict`` of each callback; ``on_save_checkpoint`` of each
+    callback, then of the module; the checkpoint IO, on rank 0. `PrivacyCallback` reserves the entry in its hook, and
+    the IO has it written, when all else is in the checkpoint: the statement has the digest of the weights, and the
+    seal is of the whole.
+
+    It loads in this order, on every rank: the checkpoint IO, which compares the seal before a fit; ``setup`` of each
+    callback, before it; ``on_load_checkpoint`` of the data module and of the module, then the weights;
+    ``on_load_checkpoint`` of each callback, where `PrivacyCallback` reads the entry; ``load_state_dict`` of each
+    callback; ``on_fit_start``, where `PrivacyCallback` makes the `PrivateRun` from it; optimizers, schedules and
+    counters; ``on_train_start``.
 
     Attributes:
-        checkpoint: the path for ``trainer.fit(ckpt_path=...)``.
-        journal: of a run that has left no checkpoint, for ``PrivacyCallback.count_steps_of``.
+        statement: of the steps in the checkpoint's weights and of those that were lost.
+        settings: ``PrivacySettings.of_the_run``.
+        step: ``PrivateStep.state_dict``.
     """
 
-    checkpoint: str | None = None
-    journal: Path | None = None
+    statement: PrivacyStatement
+    settings: Mapping[str, Any]
+    step: Mapping[str, Tensor]
+
+    def write(self, checkpoint: dict[str, Any]) -> None:
+        """Put it into a checkpoint that is complete otherwise, and seal the whole."""
+        entry = {
+            "version": _VERSION,
+            "statement": self.statement.saved(),
+            "settings": dict(self.settings),
+            "step": dict(self.step),
+        }
+        checkpoint[PRIVATE_RUN] = entry
+        entry["seal"] = _seal_of(checkpoint)
+
+    @classmethod
+    def read(cls, checkpoint: Mapping[str, Any]) -> "SavedRun | None":
+        """The run of a checkpoint; None where it is not of a private run.
+
+        Raises:
+            DataError: where it is of another version, or not as a run has written it.
+        """
+        if PRIVATE_RUN not in checkpoint:
+            callbacks = checkpoint.get("callbacks")
+            in_callbacks = isinstance(callbacks, dict) and "PrivacyCallback" in callbacks
+            if in_callbacks or any(name in checkpoint for name in _ENTRIES_OF_VERSION_1):
+                raise _of_version(1)
+            return None
+        entry = checkpoint[PRIVATE_RUN]
+        try:
+            version = int(entry["version"])
+        except Exception as error:  # it may hold anything
+            raise DataError(f"what it holds of a private run is of no version ({type(error).__name__})") from error
+        if version != _VERSION:
+            raise _of_version(version)
+        try:
+            return cls(
+                statement=PrivacyStatement.from_saved(dict(entry["statement"])),
+                settings=dict(entry["settings"]),
+                step=dict(entry["step"]),
+            )
+        except DpLightningError as error:
+            raise DataError(f"its privacy statement cannot be read: {error}") from error
+        except Exception as error:  # it may hold anything
+            raise DataError(
+                f"what it holds of a private run cannot be read ({type(error).__name__}: {error})"
+            ) from error
 
 
-@dataclass
-class _Run:
-    """What stands on disk of a run."""
-
-    checkpoints: list[tuple[tuple[int, int, float], Path]] = field(default_factory=list)
-    journals: list[Path] = field(default_factory=list)
-
-    @property
-    def latest(self) -> float:
-        """When it was last written to."""
-        return max(path.stat().st_mtime for path in [*self.journals, *(path for _, path in self.checkpoints)])
+def seal_in(checkpoint: Mapping[str, Any]) -> str:
+    """The seal of a checkpoint of a private run, as it is written in it."""
+    return str(checkpoint[PRIVATE_RUN]["seal"])
 
 
-def where_to_start(trainer: pl.Trainer, asked: str | None) -> Start:
-    """From where a fit goes on.
+def broken_seal(checkpoint: Mapping[str, Any]) -> str | None:
+    """What is wrong with the seal of a checkpoint of a private run, in words; None for nothing, and for other ones.
 
-    ``last`` is the run that was written to last, of those that stand where runs of this configuration leave their
-    files, and of its checkpoints the one with the most steps in its ledger. One that cannot be loaded, or whose tensors
-    changed after the run saved them, is passed over with a warning. A run that was killed before its first checkpoint
-    has a journal only: its weights start anew, and its steps stay counted. Where nothing stands, it is a new run.
+    A run resumes from all that a checkpoint holds: momentum reaches the weights with the next step, and an average is
+    evaluated.
+    """
+    try:
+        if SavedRun.read(checkpoint) is None:
+            return None
+        if seal_in(checkpoint) != _seal_of(checkpoint):
+            return "it was edited after the run saved it, so its statement does not hold for it"
+    except DataError as error:
+        return str(error)
+    except KeyError:
+        return "it has no seal, so it was edited"
+    return None
 
-    Args:
-        trainer: before its run.
-        asked: the setting ``ckpt_path``: a path, ``last``, or None for a new run. A SLURM job that was put back into
-            the queue goes on with its own run, whatever was asked when it was submitted.
+
+def _seal_of(checkpoint: Mapping[str, Any]) -> str:
+    entry = {name: value for name, value in checkpoint[PRIVATE_RUN].items() if name != "seal"}
+    return seal_of({**checkpoint, PRIVATE_RUN: entry})
+
+
+def _of_version(version: int) -> DataError:
+    return DataError(
+        f"what it holds of a private run is of version {version}, and this dp-lightning reads version {_VERSION}. "
+        f"Resume and export it with the {'newer' if version > _VERSION else 'earlier'} dp-lightning that wrote it"
+    )
+
+
+def require_counted_steps(trainer: pl.Trainer, checkpoint: Mapping[str, Any], saved: SavedRun | None) -> None:
+    """Refuse to train on from steps that no ledger counts, and from a file that Lightning has picked up by its name.
 
     Raises:
-        ConfigurationError: when a run has checkpoints, and none of them can be loaded.
+        ConfigurationError: with what to do instead.
     """
-    if (earlier := earlier_start(trainer)) is not None:
-        folders, name = earlier
-        runs, broken = _runs_in(folders)
-        if name in runs:
-            return _start_of(runs[name], broken)
-    if asked != "last":
-        return Start(asked)
-    folders = _folders(trainer)
-    runs, broken = _runs_in(folders)
-    if runs:
-        return _start_of(max(runs.values(), key=lambda run: run.latest), broken)
-    if broken:
-        raise ConfigurationError(f"ckpt_path is 'last', and no checkpoint can be loaded. {_listed(broken)}")
-    rank_zero_warn(
-        f"ckpt_path is 'last', and no run has left a checkpoint or a journal in {', '.join(map(str, folders))}: this "
-        "is a new run. Where you meant another one, stop here and name its checkpoint, or its trainer.default_root_dir."
-    )
-    return Start()
-
-
-def _start_of(run: _Run, broken: dict[Path, str]) -> Start:
-    # Those of other runs cannot be told from those of this one: what they hold is unknown.
-    beside = {path: why for path, why in broken.items() if any(path.parent == known.parent for known in _files(run))}
-    for _, path in sorted(run.checkpoints, reverse=True):
-        try:
-            PrivateCheckpointIO(problem_of=broken_seal).load_checkpoint(path)
-        except DataError as error:
-            beside[path] = str(error)
-            continue
-        if beside:
-            rank_zero_warn(f"Going on from {path}, which loads. {_listed(beside)}")
-        return Start(str(path))
-    if beside:
+    name = Path(trainer.ckpt_path or "").name
+    if name.startswith("hpc_ckpt_"):
         raise ConfigurationError(
-            f"The run has no checkpoint that can be loaded. {_listed(beside)} To start anew, with its steps counted as "
-            "spent, move these files away."
+            f"Under SLURM Lightning resumes from any hpc_ckpt_*.ckpt in trainer.default_root_dir, and {name} may be "
+            "another job's. Move it away for a new run, or give it another name and pass it as ckpt_path."
         )
-    journal = max(run.journals, key=lambda path: path.stat().st_mtime)
-    rank_zero_warn(
-        f"The run of {journal} was stopped before its first checkpoint. Its weights are lost, and its steps are spent: "
-        "they count in this fit, which starts anew. Leave ckpt_path out for a run with a ledger of its own."
-    )
-    return Start(journal=journal)
+    counted = 0 if saved is None else saved.statement.ledger.num_steps
+    if checkpoint.get("global_step", 0) > counted:
+        raise ConfigurationError(
+            f"The checkpoint has taken {checkpoint['global_step']} steps and its ledger holds {counted}: what the "
+            "other steps spent is unknown. Resume from a checkpoint of a private run, or load its weights into a "
+            "new run if they come from public data."
+        )
 
 
-def _files(run: _Run) -> list[Path]:
-    return [*run.journals, *(path for _, path in run.checkpoints)]
+class RunHistory:
+    """What a run has behind it when a fit begins, in earlier fits of this process or in a checkpoint.
+
+    Attributes:
+        run: name of the run; one that resumes keeps it.
+        ledger: its steps, which no fit and no checkpoint takes back.
+        journal: on rank 0 once a fit has begun; None on other ranks.
+        saved: what a checkpoint holds of it, until a fit begins.
+        plan: of its last steps.
+        origin: what trained the weights before the run.
+        earlier_targets: targets that it had, each with the number of steps after which it was exchanged.
+        changed_outside: attributes of the module that other code than the loss has changed.
+        unprotected: what was logged of raw examples.
+    """
+
+    def __init__(self) -> None:
+        self.run = run_name({})
+        self.ledger = Ledger()
+        self.journal: Journal | None = None
+        self.saved: SavedRun | None = None
+        self.plan: PrivacyPlan | None = None
+        self.origin = Origin()
+        self.earlier_targets: list[tuple[float | None, int]] = []
+        self.changed_outside: set[str] = set()
+        self.unprotected = Unprotected()
+        self._left: Path | None = None
+
+    def load(self, saved: SavedRun) -> None:
+        """Resume the run of a checkpoint with the next fit.
+
+        Raises:
+            BudgetError: where its ledger lacks steps that this one has.
+        """
+        said = saved.statement
+        self.ledger.load_state_dict(said.ledger.state_dict())
+        self.run, self.plan, self.saved = said.run, said.plan, saved
+        self.origin = Origin(words=list(said.earlier_training), faults=list(said.faults))
+        self.earlier_targets = list(said.earlier_targets)
+        self.changed_outside |= set(said.changed_outside)
+        self.unprotected.names |= set(said.unprotected)
+
+    def count_steps_of(self, journal: Path) -> None:
+        """The next fit without a checkpoint resumes the run that has left this journal.
+
+        Its weights are lost and its steps are spent: they count in the ledger, and are missing in the new weights.
+        """
+        self._left = journal
+
+    def note_target(self, target: float | None) -> None:
+        """The next steps are planned for another target than those before."""
+        noted = [before for before, _ in self.earlier_targets[-1:]]
+        if self.plan is not None and self.plan.target_epsilon != target and noted != [self.plan.target_epsilon]:
+            self.earlier_targets.append((self.plan.target_epsilon, self.ledger.num_steps))
+
+    def open_journal(self, trainer: pl.Trainer, folder: Path) -> bool:
+        """Count the steps that ran after the checkpoint, on every rank, and record the coming ones.
+
+        Args:
+            trainer: about to fit.
+            folder: where a journal is kept, besides those beside checkpoints.
+
+        Returns:
+            Whether this fit resumes a run that stands on disk.
+
+        Raises:
+            ConfigurationError: where the weights were trained by other runs than the name of this one stands for.
+            DataError: when the checkpoint's journal is missing or older, or one cannot be read or written.
+        """
+        from_checkpoint = self.saved is not None and trainer.ckpt_path is not None
+        left, self._left = self._left, None
+        if from_checkpoint or self.journal is not None:
+            left = None
+        if left is not None:
+            self.run = run_of(left)
+        elif self.saved is None and self.journal is None:
+            self.run = run_name(self.ledger.earlier, self.run)
+        if not stands_for(self.run, self.ledger.earlier):
+            raise ConfigurationError(
+                "The weights were trained by other private runs than those that the steps of this run came after. Make "
+                "a new PrivacyCallback for them, and start without ckpt_path."
+            )
+        self.run, from_journal = trainer.strategy.broadcast((self.run, left is not None))
+        if trainer.is_global_zero:
+            self.journal = self.journal or Journal(self.run)
+            if left is not None:
+                self.journal.read(left.parent)
+            if self.saved is not None and trainer.ckpt_path is not None:
+                self._read_beside(Path(trainer.ckpt_path).parent, self.journal, self.saved.statement.journal_heads)
+            self.journal.add_folder(folder, self.ledger)
+            self.ledger.load_state_dict(self.journal.ledger.state_dict())
+        self.ledger.load_state_dict(trainer.strategy.broadcast(self.ledger.state_dict()))
+        return from_checkpoint or from_journal
+
+    def _read_beside(self, folder: Path, journal: Journal, heads: Iterable[str]) -> None:
+        """Count the steps in the journal that stands beside a checkpoint."""
+        recorded = journal.read(folder)
+        if recorded is None:
+            raise DataError(
+                f"{journal.path(folder)} is missing, so it is unknown how many steps ran after the "
+                "checkpoint. Copy the journal together with the checkpoints of its folder."
+            )
+        if missing := journal.missing(heads):
+            raise DataError(
+                f"{journal.path(folder)} is older than the checkpoint beside it: it lacks "
+                f"{', '.join(missing)}, and nobody knows what else. Restore the file from a copy."
+            )
+        try:
+            self.ledger.load_state_dict(recorded.state_dict())
+        except DpLightningError as error:
+            raise DataError(
+                f"{journal.path(folder)} does not hold the {self.ledger.num_steps} steps of the checkpoint "
+                "beside it. Restore the file from a copy."
+            ) from error
+
+    def keep_journal_in(self, folder: Path) -> None:
+        """Keep a journal in a folder to which a checkpoint is about to be written."""
+        if self.journal is not None:
+            self.journal.add_folder(folder, self.ledger)
 
 
-def _listed(broken: dict[Path, str]) -> str:
-    return " ".join(f"{path.name} does not load: {why}" for path, why in sorted(broken.items()))
+def plan_of_fit(
+    settings: PrivacySettings, shape: RunShape, ledger: Ledger, earlier: PrivacyPlan | None
+) -> tuple[PrivacyPlan, bool]:
+    """The plan of a fit.
+
+    A run that resumes with the settings of its ``earlier`` plan keeps its noise. With other settings the noise of
+    the steps that are left is solved for, so that they and those in the ledger together meet the target. Where
+    steps in the ledger have no ``earlier`` plan, it is read off their noise.
+
+    Args:
+        settings: of the run now.
+        shape: N, B, T and delta now.
+        ledger: the steps that count.
+        earlier: the plan of the fit or the checkpoint before.
+
+    Returns:
+        The plan, and whether it is that of the steps in the ledger.
+
+    Raises:
+        ConfigurationError: when the numbers are impossible.
+        BudgetError: when nothing is left to spend.
+    """
+    if earlier is None and ledger.num_steps:
+        earlier = _plan_of_ledger(settings, shape, ledger)
+    if settings.target_epsilon is None:
+        plan = settings.make_plan(shape)
+    elif earlier is not None and earlier == settings.plan_with(shape, earlier.noise_multiplier):
+        plan = earlier
+    else:
+        plan = settings.make_plan(shape, taken=ledger.runs, earlier=tuple(ledger.earlier_steps))
+        if earlier is not None and plan.noise_multiplier > 2 * earlier.noise_multiplier > 0:
+            rank_zero_warn(
+                f"To meet privacy.target_epsilon {settings.target_epsilon} the steps that are left need a noise "
+                f"multiplier of {plan.noise_multiplier:.4g}, after {earlier.noise_multiplier:.4g} so far. They "
+                "will teach the model little: raise the target, or stop here."
+            )
+    return plan, plan == earlier
 
 
-def _runs_in(folders: Iterable[Path]) -> tuple[dict[str, _Run], dict[Path, str]]:
-    """The runs that have left something in these folders, and the checkpoints that cannot be read, with the reason."""
-    runs: dict[str, _Run] = {}
-    broken: dict[Path, str] = {}
-    for folder in dict.fromkeys(folders):
-        for path in journals_in(folder):
-            if b'"step"' in path.read_bytes():
-                runs.setdefault(run_of(path), _Run()).journals.append(path)
-        for path in sorted(folder.glob("*.ckpt")):
-            try:
-                saved = PrivateCheckpointIO().peek(path)
-            except DataError as error:
-                broken[path] = str(error)
-                continue
-            if "state_dict" in saved and "optimizer_states" not in saved:
-                broken[path] = (
-                    "it has weights alone, by save_weights_only: true of its ModelCheckpoint; set it to false"
-                )
-                continue
-            try:
-                state = saved["callbacks"]["PrivacyCallback"]
-                order = saved_steps(state), int(saved["global_step"]), path.stat().st_mtime
-                runs.setdefault(str(state["run"]), _Run()).checkpoints.append((order, path))
-            except (KeyError, TypeError, ValueError, AttributeError):  # it may hold anything
-                broken[path] = "it is no checkpoint of a private run"
-    return runs, broken
-
-
-def _folders(trainer: pl.Trainer) -> list[Path]:
-    """Where runs of this configuration leave checkpoints and journals."""
-    given = [
-        Path(callback.dirpath)
-        for callback in trainer.checkpoint_callbacks
-        if isinstance(callback, ModelCheckpoint) and callback.dirpath
-    ]
-    roots = [Path(root) for logger in trainer.loggers if (root := getattr(logger, "root_dir", logger.save_dir))]
-    logs = [folder for root in roots for folder in sorted(root.glob("*")) if folder.is_dir()]
-    logs.append(Path(trainer.default_root_dir))
-    return [*given, *logs, *(folder / "checkpoints" for folder in logs)]
+def _plan_of_ledger(settings: PrivacySettings, shape: RunShape, ledger: Ledger) -> PrivacyPlan | None:
+    """The plan with the noise of the steps in the ledger; None where they were planned otherwise."""
+    (noise_multiplier, sample_rate), *others = ledger.totals
+    if ledger.num_steps >= shape.num_steps:
+        return settings.plan_with(shape, ledger.runs[-1][0])  # no step is left to solve for
+    plan = settings.make_plan(shape, earlier=tuple(ledger.earlier_steps))
+    # Another machine may solve for the same noise to another last digit.
+    same = math.isclose(plan.noise_multiplier, noise_multiplier, rel_tol=2 * TOLERANCE)
+    if others or sample_rate != shape.sample_rate or not same:
+        return None
+    return settings.plan_with(shape, noise_multiplier)

@@ -1,30 +1,75 @@
-"""The class and the settings of the module that a checkpoint holds."""
+"""The model that a checkpoint holds, and what its outputs mean."""
 
 import inspect
 import pydoc
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import lightning.pytorch as pl
+from torch import Tensor
+
+#: Under which names callbacks keep their state in a checkpoint: `DataRecord` and `AveragedWeights`.
+DATA_STATE, AVERAGE_STATE = "DataRecord", "AveragedWeights"
 
 
-def saved_module(hyper_parameters: dict[str, Any], *, trusted: str | None = None) -> tuple[Any, dict[str, Any]]:
-    """The class, and those of the saved settings that it has arguments for.
+@dataclass(frozen=True)
+class SavedModel:
+    """What a checkpoint says of its model; each part is empty or None where it does not say it.
 
-    A checkpoint is data, and must not choose which code runs: its class is one of ours or the one that the user names.
-    Lightning saves what is linked from the data, such as image_size, with modules that have no such argument too.
-
-    Args:
-        hyper_parameters: of the checkpoint.
-        trusted: path of a class that the user has named.
-
-    Returns:
-        The class, None where the checkpoint names none of these, and its settings.
+    Attributes:
+        class_path: of the LightningModule.
+        settings: its hyperparameters. Lightning saves what is linked from the data, such as image_size, with modules
+            that have no such argument too.
+        class_names: in the order of the outputs.
+        resized_to: the shorter side of an image in pixels before the middle is cut out.
+        features: the network whose features take the place of the images, and its images.
+        average: averaged parameters by name.
     """
-    path = str(hyper_parameters.get("_class_path"))
-    if not path.startswith("dp_lightning.") and path != trusted:
-        return None, {}
-    kind = pydoc.locate(path)
-    if not inspect.isclass(kind) or not issubclass(kind, pl.LightningModule):
-        return None, {}
-    known = inspect.signature(kind).parameters
-    return kind, {name: value for name, value in hyper_parameters.items() if name in known}
+
+    class_path: str | None
+    settings: Mapping[str, Any]
+    class_names: list[str] | None
+    resized_to: int | None
+    features: Mapping[str, Any] | None
+    average: Mapping[str, Tensor]
+
+    @classmethod
+    def read(cls, checkpoint: Mapping[str, Any]) -> "SavedModel":
+        """That of a checkpoint as `PrivateCheckpointIO` loads it."""
+        states = checkpoint.get("callbacks", {})
+        hyperparameters = dict(checkpoint.get("hyper_parameters", {}))
+        path = hyperparameters.pop("_class_path", None)
+        hyperparameters.pop("_instantiator", None)
+        data, average = (_mapping(states.get(name)) for name in (DATA_STATE, AVERAGE_STATE))
+        return cls(
+            class_path=None if path is None else str(path),
+            settings=hyperparameters,
+            class_names=data.get("class_names"),
+            resized_to=data.get("resized_to"),
+            features=data.get("features"),
+            average=_mapping(average.get("average")),
+        )
+
+    def module_class(self, trusted: str | None = None) -> type[pl.LightningModule] | None:
+        """The class of the module; None where the checkpoint names none that may be used.
+
+        A checkpoint is data, and must not choose which code runs: its class is one of ours or the one that the user
+        names.
+
+        Args:
+            trusted: path of a class that the user has named.
+        """
+        if self.class_path is None or not (self.class_path.startswith("dp_lightning.") or self.class_path == trusted):
+            return None
+        kind: Any = pydoc.locate(self.class_path)
+        return kind if inspect.isclass(kind) and issubclass(kind, pl.LightningModule) else None
+
+    def arguments_of(self, kind: type[pl.LightningModule]) -> dict[str, Any]:
+        """Those of the settings that the class has arguments for."""
+        known = inspect.signature(kind).parameters
+        return {name: value for name, value in self.settings.items() if name in known}
+
+
+def _mapping(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}

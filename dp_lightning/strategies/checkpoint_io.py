@@ -4,7 +4,7 @@ Whoever finds a file with a checkpoint's name finds all of it. When it is read, 
 first.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path, PosixPath, PurePosixPath, PureWindowsPath, WindowsPath
 from typing import Any
 
@@ -15,15 +15,10 @@ from lightning.fabric.plugins.io import TorchCheckpointIO
 from dp_lightning.atomic_files import replacing, require_regular
 from dp_lightning.checksums import damage, newest_intact
 from dp_lightning.errors import DataError
-from dp_lightning.privacy.seal import seal_of, sealed
-from dp_lightning.privacy.statement import STATEMENT
-from dp_lightning.privacy.weights import digest_of
 
 # What torch does not take for data by itself: paths and numbers of NumPy.
 _DATA: list[Any] = [PosixPath, PurePosixPath, WindowsPath, PureWindowsPath, np.float64(0).__reduce__()[0], np.dtype]
 _DATA += [type(np.dtype(code)) for code in np.typecodes["AllInteger"] + np.typecodes["AllFloat"] + "?"]
-#: Under which name a checkpoint holds its seal.
-CHECKPOINT_SEAL = "privacy_seal"
 
 
 class PrivateCheckpointIO(TorchCheckpointIO):
@@ -51,10 +46,6 @@ class PrivateCheckpointIO(TorchCheckpointIO):
         target = _local(path)
         if self._before_save is not None:
             self._before_save(checkpoint, target.parent)
-        if STATEMENT in checkpoint:
-            checkpoint[STATEMENT] = sealed({**checkpoint[STATEMENT], "weights": digest_of(checkpoint["state_dict"])})
-        if _is_private(checkpoint):
-            checkpoint[CHECKPOINT_SEAL] = _seal_of(checkpoint)
         try:
             with replacing(target) as file:
                 torch.save(checkpoint, file)
@@ -104,29 +95,6 @@ class PrivateCheckpointIO(TorchCheckpointIO):
         return _loaded(_local(path), mmap=True)
 
 
-def broken_seal(checkpoint: Mapping[str, Any]) -> str | None:
-    """What is wrong with the seal of a checkpoint of a private run, in words; None for nothing, and for other ones.
-
-    A run resumes from all that a checkpoint holds: momentum reaches the weights with the next step, and an average is
-    evaluated.
-    """
-    if not _is_private(checkpoint):
-        return None
-    if CHECKPOINT_SEAL not in checkpoint:
-        return "it has no seal, so it is of an earlier version of dp-lightning, or was edited"
-    if checkpoint[CHECKPOINT_SEAL] != _seal_of(checkpoint):
-        return "it was edited after the run saved it, so its statement does not hold for it"
-    return None
-
-
-def _is_private(checkpoint: Mapping[str, Any]) -> bool:
-    return STATEMENT in checkpoint or "PrivacyCallback" in checkpoint.get("callbacks", {})
-
-
-def _seal_of(checkpoint: Mapping[str, Any]) -> str:
-    return seal_of({name: value for name, value in checkpoint.items() if name != CHECKPOINT_SEAL})
-
-
 def _loaded(source: Path, **how: Any) -> dict[str, Any]:
     require_regular(source)
     try:
@@ -144,7 +112,7 @@ def _misfit(loaded: Any) -> str | None:
     """What keeps the content from being that of a checkpoint; None for nothing."""
     if not isinstance(loaded, dict):
         return f"it holds a {type(loaded).__name__}"
-    for name in ("state_dict", "hyper_parameters", "callbacks", "loops", STATEMENT):
+    for name in ("state_dict", "hyper_parameters", "callbacks", "loops"):
         if not isinstance(loaded.get(name, {}), dict):
             return f"its {name} is a {type(loaded[name]).__name__}"
     return None

@@ -13,7 +13,7 @@ from dp_lightning.analysis import (
     recovery_batch_size,
 )
 from dp_lightning.experiments.published import published
-from dp_lightning.privacy.plan import PrivacyPlan
+from dp_lightning.privacy.plan import RunShape
 
 CIFAR10 = published()["recovery_cifar10"]
 IMAGENET = published()["recovery_imagenet"]
@@ -41,14 +41,14 @@ def test_the_papers_thresholds_on_imagenet_do_not_come_out():
     """Its noise multipliers are not printed; those of its privacy budget let every layer pass at B = 512 already."""
     num_train = IMAGENET["num_train"]
     sigmas = [
-        PrivacyPlan.calibrate(
-            target_epsilon=IMAGENET["epsilon"],
+        RunShape(
             delta=num_train**-1.1,
             num_train=num_train,
             expected_batch_size=batch_size,
             num_steps=IMAGENET["epochs"] * num_train // batch_size,
-            accountant="rdp",
-        ).noise_multiplier
+        )
+        .calibrate(IMAGENET["epsilon"], accountant="rdp")
+        .noise_multiplier
         for batch_size in IMAGENET["batch_sizes"]
     ]
     assert sigmas == sorted(sigmas)

@@ -68,7 +68,7 @@ def trainer(tmp_path, *callbacks, **kwargs):
 
 def physical_batch(trainer):
     """What hooks get a sealed object for."""
-    return privacy_of(trainer)._training_step.batch
+    return privacy_of(trainer).private_run._training_step.batch
 
 
 def logged_in_the_fit(trainer):

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 
 from dp_lightning.callbacks import RunRecord, StopOnSignal
 from dp_lightning.errors import ConfigurationError
-from dp_lightning.private_run.resume import where_to_start
+from dp_lightning.private_run.latest_run import where_to_start
 
 
 class Validated(Plain):

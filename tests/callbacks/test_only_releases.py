@@ -8,6 +8,7 @@ from plain_run import Plain, examples, loader, privacy, trainer
 from torch.utils.data import DataLoader
 
 from dp_lightning.errors import ModelError
+from dp_lightning.private_run.resume import SavedRun
 
 
 class Buffered(Plain):
@@ -33,7 +34,7 @@ def fit(tmp_path, *callbacks, module=None, **kwargs):
 
 def test_schedules_momentum_and_validation_may_change_what_is_theirs(tmp_path):
     run = fit(tmp_path)
-    assert run.callbacks[0].statement(run).release == "ok"
+    assert run.callbacks[0].statement().release == "ok"
 
 
 HOOKS = ("on_train_batch_start", "on_train_batch_end", "on_train_epoch_start", "on_train_epoch_end")
@@ -82,7 +83,7 @@ def test_weights_that_are_exchanged_for_a_validation_alone_are_allowed(tmp_path)
                     parameter.copy_(kept)
 
     run = fit(tmp_path, Swaps())
-    assert run.callbacks[0].statement(run).release == "ok"
+    assert run.callbacks[0].statement().release == "ok"
 
 
 def test_what_changes_after_the_last_step_is_not_for_release(tmp_path):
@@ -91,7 +92,7 @@ def test_what_changes_after_the_last_step_is_not_for_release(tmp_path):
             pl_module.net[2].weight.data.mul_(10)
 
     run = fit(tmp_path, Sharpens(), check_val_every_n_epoch=10)
-    said = run.callbacks[0].statement(run)
+    said = run.callbacks[0].statement()
     assert "has changed self.net[2].weight after the last step" in said.release
     assert "not for release" in (tmp_path / "privacy_statement.json").read_text()
 
@@ -100,12 +101,12 @@ def test_a_fit_without_privacy_after_the_private_one_is_not_for_release(tmp_path
     module = Plain()
     run = trainer(tmp_path, privacy())
     run.fit(module, loader())
-    assert run.callbacks[0].statement(run).release == "ok"
+    assert run.callbacks[0].statement().release == "ok"
     trainer(tmp_path, max_epochs=1).fit(module, loader())
-    assert "after the last step" in run.callbacks[0].statement(run).release
+    assert "after the last step" in run.callbacks[0].statement().release
     run.save_checkpoint(tmp_path / "after.ckpt")
     saved = torch.load(tmp_path / "after.ckpt", weights_only=True)
-    assert saved["privacy_statement"]["faults"]
+    assert SavedRun.read(saved).statement.faults
 
 
 @pytest.mark.filterwarnings("ignore:.*weight averaging")
@@ -113,6 +114,6 @@ def test_lightnings_own_average_of_the_weights_is_post_processing(tmp_path):
     average = pl.callbacks.EMAWeightAveraging(decay=0.5)
     run = fit(tmp_path, average)
     assert torch.equal(run.model.net[0].weight, average._average_model.module.net[0].weight)
-    said = run.callbacks[0].statement(run)
+    said = run.callbacks[0].statement()
     assert said.release == "ok"
     assert "EMAWeightAveraging" in said.postprocessing

@@ -91,7 +91,7 @@ def test_a_resumed_run_keeps_its_persons(tmp_path):
         callback = for_persons(**kwargs)
         again = trainer(tmp_path, callback, max_steps=5, max_epochs=-1)
         again.fit(Plain(), loader(dataset or of_persons()), ckpt_path=tmp_path / "run.ckpt")
-        return callback.statement(again)
+        return callback.statement()
 
     for changed, message in (
         ({"images_per_group": 2}, r"privacy\.images_per_group 3, and it is 2 now"),

@@ -529,7 +529,7 @@ def test_the_statement_names_a_value_logged_after_the_last_epoch(tmp_path):
     callback = privacy()
     run = trainer(tmp_path, callback, max_epochs=1)
     run.fit(LogsLate(), loader())
-    assert callback.statement(run).unprotected == ("late", "train_loss")
+    assert callback.statement().unprotected == ("late", "train_loss")
     assert json.loads((tmp_path / "privacy_statement.json").read_text())["unprotected"] == ["late", "train_loss"]
 
 
@@ -544,7 +544,7 @@ def test_a_name_logged_after_the_epoch_survives_a_resume(tmp_path):
     again = privacy()
     run = trainer(tmp_path, again, max_epochs=2)
     run.fit(Once(), loader(), ckpt_path=tmp_path / "epoch=0.ckpt", weights_only=True)
-    assert again.statement(run).unprotected == ("late", "train_loss")
+    assert again.statement().unprotected == ("late", "train_loss")
 
 
 @pytest.mark.parametrize("fault", ["refused", "error", "weights"])
@@ -571,7 +571,7 @@ def test_a_run_that_ends_badly_is_not_for_release(tmp_path, fault):
     else:
         with pytest.raises((ModelError, RuntimeError)):
             run.fit(EndsBadly(), loader())
-        saved = torch.load(tmp_path / "on_exception.ckpt", weights_only=True)["privacy_statement"]
+        saved = torch.load(tmp_path / "on_exception.ckpt", weights_only=True)["private_run"]["statement"]
         assert said[fault] in PrivacyStatement.from_saved(saved).release
     statement = json.loads((tmp_path / "privacy_statement.json").read_text())
     assert statement["release"].startswith("not for release")
@@ -604,7 +604,7 @@ def test_a_non_finite_example_does_not_stop_the_run_and_is_reported(tmp_path):
     reported = sum(int(match[1]) for match in found if match)
     sampler = PoissonSampler(num_train=N, sample_rate=20 / N, key=sampling_key(0))
     assert reported == sum(int((sampler.draw(step) < 2).sum()) for step in range(9)) > 0
-    assert "unprotected/non_finite_gradients" in callback.statement(trainer(tmp_path)).unprotected
+    assert "unprotected/non_finite_gradients" in callback.statement().unprotected
 
 
 @pytest.mark.parametrize("precision", ["bf16-mixed", "64-true"])

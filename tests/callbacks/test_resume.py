@@ -15,6 +15,7 @@ from dp_lightning.errors import BudgetError, ConfigurationError, DataError
 from dp_lightning.lightning_modules.schedules import WarmupCosine
 from dp_lightning.postprocess import LowPass, MagnitudeScale, Orthogonalize
 from dp_lightning.privacy import ClipPlan, GaussianNoise, PrivacyPlan
+from dp_lightning.private_run.resume import PRIVATE_RUN
 from dp_lightning.strategies.checkpoint_io import PrivateCheckpointIO
 
 
@@ -151,8 +152,8 @@ def test_a_subclass_and_the_names_that_the_statement_lists_survive_a_resume(tmp_
     resumed = trainer(tmp_path, again, max_epochs=4)
     resumed.fit(Silent(), loader(), ckpt_path=checkpoint.best_model_path, weights_only=True)
     assert again.ledger.num_steps == 12
-    assert again.statement(resumed).unprotected == ("train_loss",)
-    assert again.statement(resumed).changed_outside == ("self.count",)
+    assert again.statement().unprotected == ("train_loss",)
+    assert again.statement().changed_outside == ("self.count",)
 
 
 def crash(folder, callback, *others, saved, stopped, checkpoints=None, **kwargs):
@@ -196,13 +197,39 @@ def test_a_journal_with_too_few_steps_is_refused_by_name(tmp_path):
         resume(tmp_path, privacy(), tmp_path / "step=4.ckpt")
 
 
-def test_a_checkpoint_of_an_earlier_version_is_refused_by_what_it_lacks(tmp_path):
+class Evaluated(Plain):
+    def validation_step(self, batch):
+        return None
+
+
+def of_version_1(saved):
+    """What earlier checkpoints had in the place of one entry."""
+    statement = saved.pop(PRIVATE_RUN)["statement"]
+    saved["callbacks"]["PrivacyCallback"] = {"run": statement["run"], "ledger": statement["ledger"]}
+    saved.update(privacy_statement=statement, privacy_seal="0" * 64)
+
+
+@pytest.mark.parametrize(
+    ("change", "version"),
+    [
+        (of_version_1, "version 1,.*the earlier dp-lightning"),
+        (lambda saved: saved[PRIVATE_RUN].update(version=0), "version 0,.*the earlier dp-lightning"),
+        (lambda saved: saved[PRIVATE_RUN].update(version=99), "version 99,.*the newer dp-lightning"),
+        (lambda saved: saved[PRIVATE_RUN].pop("version"), "is of no version .KeyError"),
+        (lambda saved: saved[PRIVATE_RUN].pop("settings"), "cannot be read .KeyError"),
+        (lambda saved: saved.update({PRIVATE_RUN: 3}), "is of no version .TypeError"),
+    ],
+)
+def test_a_checkpoint_of_another_version_is_refused_by_its_version(tmp_path, change, version):
     crash(tmp_path, privacy(), saved=4, stopped=6)
     saved = torch.load(tmp_path / "step=4.ckpt", weights_only=True)
-    del saved["callbacks"]["PrivacyCallback"]["heads"]
+    change(saved)
     PrivateCheckpointIO().save_checkpoint(saved, tmp_path / "step=4.ckpt")
-    with pytest.raises(ConfigurationError, match="earlier version of dp-lightning: it lacks heads"):
+    with pytest.raises(DataError, match=version):
         resume(tmp_path, privacy(), tmp_path / "step=4.ckpt")
+    run = trainer(tmp_path, privacy())
+    with pytest.raises(DataError, match=version):
+        run.validate(Evaluated(), loader(), ckpt_path=tmp_path / "step=4.ckpt", weights_only=True)
 
 
 class WithMomentum(Plain):
@@ -216,8 +243,8 @@ EDITS = {
     "the average": lambda saved: saved["callbacks"]["AveragedWeights"]["average"]["net.0.weight"][0].add_(1),
     "a learning rate": lambda saved: saved["optimizer_states"][0]["param_groups"][0].update(lr=1e6),
     "a tensor more": lambda saved: saved["callbacks"]["AveragedWeights"].update(more=torch.ones(2)),
-    "faults": lambda saved: saved["callbacks"]["PrivacyCallback"].update(faults=["none"]),
-    "no statement": lambda saved: saved.pop("privacy_statement"),
+    "faults": lambda saved: saved[PRIVATE_RUN]["statement"].update(faults=["none"]),
+    "settings": lambda saved: saved[PRIVATE_RUN]["settings"].update(max_grad_norm=9.0),
 }
 
 
@@ -233,7 +260,7 @@ def test_a_checkpoint_that_was_edited_is_refused(tmp_path, edited):
     EDITS[edited](saved)
     torch.save(saved, tmp_path / "step=4.ckpt")
     (tmp_path / "step=4.ckpt").rename(tmp_path / "edited.ckpt")
-    message = r"edited.ckpt is not a usable.*was edited after the run saved it.*one beside it is .*step=2.ckpt"
+    message = r"edited.ckpt is not a usable.*was edited.*one beside it is .*step=2.ckpt"
     with pytest.raises(DataError, match=message):
         fit("edited.ckpt")
     assert fit("step=2.ckpt") == 9
@@ -242,9 +269,18 @@ def test_a_checkpoint_that_was_edited_is_refused(tmp_path, edited):
 def test_a_checkpoint_whose_seal_was_taken_out_is_refused(tmp_path):
     crash(tmp_path, privacy(), saved=4, stopped=6)
     saved = torch.load(tmp_path / "step=4.ckpt", weights_only=True)
-    del saved["privacy_seal"], saved["privacy_statement"]
+    del saved[PRIVATE_RUN]["seal"]
     torch.save(saved, tmp_path / "step=4.ckpt")
-    with pytest.raises(DataError, match="has no seal, so it is of an earlier version"):
+    with pytest.raises(DataError, match="has no seal, so it was edited"):
+        resume(tmp_path, privacy(), tmp_path / "step=4.ckpt")
+
+
+def test_a_checkpoint_whose_run_was_taken_out_is_refused(tmp_path):
+    crash(tmp_path, privacy(), saved=4, stopped=6)
+    saved = torch.load(tmp_path / "step=4.ckpt", weights_only=True)
+    del saved[PRIVATE_RUN]
+    torch.save(saved, tmp_path / "step=4.ckpt")
+    with pytest.raises(ConfigurationError, match="has taken 4 steps and its ledger holds 0"):
         resume(tmp_path, privacy(), tmp_path / "step=4.ckpt")
 
 
@@ -364,7 +400,7 @@ def test_a_second_fit_after_another_target_does_not_exchange_it_again(tmp_path, 
     resume(tmp_path, again, checkpoint)
     with pytest.raises(BudgetError):
         parameters_after(tmp_path, again)
-    assert again.budget.earlier_targets == [(5.0, 5)]
+    assert again.history.earlier_targets == [(5.0, 5)]
 
 
 def test_the_same_target_keeps_the_noise(tmp_path, interrupted, monkeypatch):
@@ -428,7 +464,7 @@ def test_what_kept_a_checkpoint_from_release_keeps_the_run_that_goes_on_from_it(
     again = privacy()
     resumed = trainer(tmp_path, again, max_epochs=2)
     resumed.fit(Plain(), loader(), ckpt_path=tmp_path / "changed.ckpt", weights_only=True)
-    statement = again.statement(resumed)
+    statement = again.statement()
     assert statement.release.startswith("not for release")
     assert any("other code than the optimizer has changed" in fault for fault in statement.faults)
 
@@ -449,7 +485,7 @@ def test_more_steps_lengthen_the_schedule():
 def test_there_is_no_statement_before_a_fit(tmp_path):
     callback = privacy()
     with pytest.raises(ConfigurationError, match=r"before trainer\.fit"):
-        callback.statement(trainer(tmp_path, callback))
+        callback.statement()
 
 
 def test_another_data_set_is_refused(tmp_path, interrupted):

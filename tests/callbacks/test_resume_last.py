@@ -10,7 +10,7 @@ from plain_run import Plain, loader, privacy, trainer
 
 from dp_lightning.errors import ConfigurationError
 from dp_lightning.privacy.journal import journals_in
-from dp_lightning.private_run.resume import where_to_start
+from dp_lightning.private_run.latest_run import where_to_start
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +69,7 @@ def edit(path):
 @pytest.mark.parametrize("damage", [not_a_checkpoint, code, cut, flip, edit])
 def test_one_that_does_not_load_is_passed_over_by_name(run, damage):
     damage(of_step(run, 9))
-    with pytest.warns(UserWarning, match=r"Going on from .*step=6.ckpt.*step=9.ckpt does not load: "):
+    with pytest.warns(UserWarning, match=r"Resuming from .*step=6.ckpt.*step=9.ckpt does not load: "):
         assert last(run) == (str(of_step(run, 6)), None)
     damage(of_step(run, 6))
     damage(of_step(run, 3))
@@ -86,7 +86,7 @@ def test_weights_alone_are_passed_over_by_the_setting_that_saved_them(tmp_path):
     light = ModelCheckpoint(tmp_path / "checkpoints", filename="light", save_weights_only=True)
     trainer(tmp_path, privacy(), whole, light, enable_checkpointing=True).fit(Plain(), loader())
     why = "light.ckpt does not load: it has weights alone, by save_weights_only: true"
-    with pytest.warns(UserWarning, match=f"Going on from .*step=9.ckpt.*{why}"):
+    with pytest.warns(UserWarning, match=f"Resuming from .*step=9.ckpt.*{why}"):
         assert last(tmp_path) == (str(of_step(tmp_path, 9)), None)
     for path in (tmp_path / "checkpoints").glob("step=*"):
         path.unlink()

@@ -46,7 +46,7 @@ def test_it_is_no_number_outside_of_the_guarantee(tmp_path):
     callback = privacy()
     run = trainer(tmp_path, callback, SignalToNoise())
     run.fit(Plain(), loader())
-    assert callback.statement(run).unprotected == ("train_loss",)
+    assert callback.statement().unprotected == ("train_loss",)
 
 
 def test_a_run_without_noise_has_none(tmp_path):

@@ -25,7 +25,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from dp_lightning.callbacks import PrivacyCallback
 from dp_lightning.privacy import GaussianNoise
-from dp_lightning.private_run.resume import where_to_start
+from dp_lightning.private_run.latest_run import where_to_start
+from dp_lightning.private_run.resume import SavedRun
 
 INTERVAL, STEPS, TARGET = 5, 400, 4.0
 
@@ -129,8 +130,7 @@ def recorded(folder):
 def newest(folder):
     """Steps in the ledger of the newest checkpoint."""
     paths = sorted((folder / "checkpoints").glob("*.ckpt"), key=lambda path: path.stat().st_mtime)
-    state = torch.load(paths[-1], weights_only=True)["callbacks"]["PrivacyCallback"]
-    return sum(run[2] for run in state["ledger"]["runs"])
+    return SavedRun.read(torch.load(paths[-1], weights_only=True)).statement.ledger.num_steps
 
 
 def compare(folder):

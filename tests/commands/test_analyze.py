@@ -14,7 +14,7 @@ from dp_lightning.commands.analysis_pages import PAGES
 from dp_lightning.commands.analysis_run import AnalysisRun
 from dp_lightning.commands.analyze import KINDS
 from dp_lightning.privacy import ClipPlan, clipped_gradient_sum
-from dp_lightning.privacy.plan import PrivacyPlan
+from dp_lightning.privacy.plan import RunShape
 
 QUICK = ["--config", "configs/digits.yaml", "--privacy.accountant", "rdp", "--trainer.accelerator", "cpu"]
 QUICK += ["--trainer.enable_progress_bar", "false"]
@@ -73,13 +73,8 @@ def test_signal_and_noise_by_batch_size(tmp_path, capsys):
     assert numbers["unprotected"].startswith("UNPROTECTED")
     assert "<strong>UNPROTECTED: these numbers" in (folder / "page.html").read_text()
     for fact, size in zip(numbers["by_batch_size"], (128, 512), strict=True):
-        plan = PrivacyPlan.calibrate(
-            target_epsilon=3.0,
-            delta=1e-4,
-            num_train=N,
-            expected_batch_size=size,
-            num_steps=57 * N // size,
-            accountant="rdp",
+        plan = RunShape(delta=1e-4, num_train=N, expected_batch_size=size, num_steps=57 * N // size).calibrate(
+            3.0, accountant="rdp"
         )
         count = sum(p.numel() for p in AnalysisRun(QUICK, None).module.parameters())
         assert fact["noise_multiplier"] == pytest.approx(plan.noise_multiplier)

@@ -18,6 +18,7 @@ from dp_lightning.errors import ConfigurationError, DataError
 from dp_lightning.lightning_modules import LinearProbeModule, SmallCNNModule
 from dp_lightning.privacy.exported import statement_of
 from dp_lightning.privacy.statement import STATEMENT
+from dp_lightning.private_run.resume import PRIVATE_RUN, SavedRun
 from dp_lightning.strategies.checkpoint_io import PrivateCheckpointIO
 
 onnxruntime = pytest.importorskip("onnxruntime")
@@ -52,6 +53,7 @@ def beside(checkpoint, folder):
 
 def save(checkpoint, path):
     """Write an edited checkpoint as its own run would have, sealed anew."""
+    SavedRun.read(checkpoint).write(checkpoint)
     PrivateCheckpointIO().save_checkpoint(checkpoint, path)
 
 
@@ -231,9 +233,7 @@ def test_what_cannot_be_exported_is_refused_with_the_reason(trained, tmp_path, c
     assert "is not a usable checkpoint" in refusal("--ckpt-path", tmp_path / "missing.ckpt")
     saved = torch.load(path, weights_only=True)
     beside(path, tmp_path / "plain")
-    torch.save(
-        {key: value for key, value in saved.items() if key != "privacy_statement"}, tmp_path / "plain" / "a.ckpt"
-    )
+    torch.save({key: value for key, value in saved.items() if key != PRIVATE_RUN}, tmp_path / "plain" / "a.ckpt")
     assert "has no privacy statement" in refusal("--ckpt-path", tmp_path / "plain" / "a.ckpt")
     save({**saved, "hyper_parameters": {}}, tmp_path / "plain" / "b.ckpt")
     assert "is of the class (not named)" in refusal("--ckpt-path", tmp_path / "plain" / "b.ckpt")

@@ -21,7 +21,7 @@ from dp_lightning.errors import ConfigurationError
 from dp_lightning.experiments import worker
 from dp_lightning.experiments.grid import Grid
 from dp_lightning.lightning_modules import ImageClassifier
-from dp_lightning.privacy.plan import PrivacyPlan
+from dp_lightning.privacy.plan import PrivacyPlan, RunShape
 
 ROOT = Path(__file__).parents[2]
 SWEEPS = sorted((ROOT / "configs" / "sweeps").glob("*.yaml"))
@@ -422,13 +422,8 @@ def test_a_dry_run_prints_commands_and_prices_and_writes_nothing(tmp_path, capsy
     said = capsys.readouterr().out
     assert not out.exists()
     assert f"dpl fit --config {DIGITS} --privacy.accountant=rdp" in said
-    plan = PrivacyPlan.calibrate(
-        target_epsilon=3.0,
-        delta=1e-4,
-        num_train=1437,
-        expected_batch_size=256,
-        num_steps=4 * 1437 // 256,
-        accountant="rdp",
+    plan = RunShape(delta=1e-4, num_train=1437, expected_batch_size=256, num_steps=4 * 1437 // 256).calibrate(
+        3.0, accountant="rdp"
     )
     assert said.count("--trainer.max_epochs=4") == 2
     assert f"epsilon 3.000, delta 0.0001, sigma {plan.noise_multiplier:.4g}, 22 steps, about " in said

@@ -17,7 +17,8 @@ from dp_lightning.cli import main
 from dp_lightning.commands.verify import verify
 from dp_lightning.privacy.plan import PrivacyPlan
 from dp_lightning.privacy.seal import seal_of, sealed
-from dp_lightning.privacy.statement import ONE_PERSON, STATEMENT, PrivacyStatement
+from dp_lightning.privacy.statement import ONE_PERSON, PrivacyStatement
+from dp_lightning.private_run.resume import PRIVATE_RUN
 
 
 def fit(folder, steps, ckpt_path=None):
@@ -96,10 +97,12 @@ def of_checkpoint(change, name="last.ckpt", *, seal=True):
         path = run / "checkpoints" / name
         saved = torch.load(path, weights_only=True)
         change(saved)
-        if seal and isinstance(saved.get(STATEMENT), dict):
-            saved[STATEMENT] = sealed(saved[STATEMENT])
-        if seal:
-            saved["privacy_seal"] = seal_of({key: value for key, value in saved.items() if key != "privacy_seal"})
+        run = saved.get(PRIVATE_RUN)
+        if seal and run is not None:
+            if isinstance(run.get("statement"), dict):
+                run["statement"] = sealed(run["statement"])
+            rest = {key: value for key, value in run.items() if key != "seal"}
+            run["seal"] = seal_of({**saved, PRIVATE_RUN: rest})
         torch.save(saved, path)
 
     return edit
@@ -140,16 +143,11 @@ def without_step(*numbers):
 
 
 def claims(saved):
-    return saved[STATEMENT]
-
-
-def callback(saved):
-    return saved["callbacks"]["PrivacyCallback"]
+    return saved[PRIVATE_RUN]["statement"]
 
 
 def fewer_steps(saved):
-    for state in (claims(saved), callback(saved)):
-        state["ledger"]["runs"] = [[1.0, 1 / 3, 1]]
+    claims(saved)["ledger"]["runs"] = [[1.0, 1 / 3, 1]]
     claims(saved)["lost_steps"] = 1 - saved["global_step"]
 
 
@@ -189,8 +187,8 @@ EDITS = {
     "way of another name": of_statement("examples", "at_once"),
     "clipping in words": of_statement("clipping", "flat"),
     "no statement": lambda run: statement(run).write_text("[1, 2]"),
-    "statement of a checkpoint in words": of_checkpoint(lambda saved: saved.update({STATEMENT: "ok"})),
-    "a checkpoint without callbacks": of_checkpoint(lambda saved: saved.pop("callbacks")),
+    "statement of a checkpoint in words": of_checkpoint(lambda saved: saved[PRIVATE_RUN].update(statement="ok")),
+    "a checkpoint without callbacks": of_checkpoint(lambda saved: saved.pop("callbacks"), seal=False),
     "no JSON": lambda run: statement(run).write_text("fine"),
     "epsilon of the page": of_page("-differentially private", "-differentially private (checked)"),
     "page taken away": lambda run: statement(run).with_suffix(".md").unlink(),
@@ -210,21 +208,19 @@ EDITS = {
     "digest of a checkpoint": of_checkpoint(lambda saved: claims(saved).update(weights="0" * 64)),
     "ledger of a checkpoint": of_checkpoint(fewer_steps),
     "ledger and steps of a checkpoint": of_checkpoint(all_fewer_steps),
-    "ledger of the callback alone": of_checkpoint(
-        lambda saved: callback(saved)["ledger"].update(runs=[[1.0, 1 / 3, 1]])
+    "sigma in the ledger of a checkpoint": of_checkpoint(
+        lambda saved: claims(saved)["ledger"].update(runs=[[9.0, 1 / 3, 9]])
     ),
-    "sigma in both ledgers of a checkpoint": of_checkpoint(
-        lambda saved: [state["ledger"].update(runs=[[9.0, 1 / 3, 9]]) for state in (claims(saved), callback(saved))]
-    ),
+    "version of a checkpoint": of_checkpoint(lambda saved: saved[PRIVATE_RUN].update(version=1)),
+    "settings of a checkpoint in words": of_checkpoint(lambda saved: saved[PRIVATE_RUN].update(settings="all")),
     "unit of privacy": in_both_files("unit_of_privacy", ONE_PERSON),
     "clipping": in_both_files("clipping", {"images_per_group": "4 images of each person"}),
-    "heads of a checkpoint": of_checkpoint(
-        lambda saved: (claims(saved).update(journal_heads=()), callback(saved).update(heads=[]))
-    ),
-    "run of a checkpoint": of_checkpoint(lambda saved: callback(saved).update(run="another")),
+    "heads of a checkpoint": of_checkpoint(lambda saved: claims(saved).update(journal_heads=())),
+    "run of a checkpoint": of_checkpoint(lambda saved: claims(saved).update(run="another")),
     "steps of a checkpoint": of_checkpoint(lambda saved: saved.update(global_step=1)),
     "lost steps of a checkpoint": of_checkpoint(lambda saved: claims(saved).update(lost_steps=-3)),
-    "statement of a checkpoint taken away": of_checkpoint(lambda saved: saved.pop(STATEMENT)),
+    "statement of a checkpoint taken away": of_checkpoint(lambda saved: saved[PRIVATE_RUN].pop("statement")),
+    "run of a checkpoint taken away": of_checkpoint(lambda saved: saved.pop(PRIVATE_RUN)),
     "checkpoint cut short": lambda run: (run / "checkpoints" / "last.ckpt").write_bytes(
         (run / "checkpoints" / "last.ckpt").read_bytes()[:-100]
     ),
@@ -393,7 +389,7 @@ def test_a_statement_that_was_sealed_anew_passes_and_a_kept_seal_finds_it(run, c
 def test_the_seal_of_a_checkpoint_is_known(run, which):
     (checkpoint,) = [path for path in run.rglob("step=3.ckpt")]
     saved = torch.load(checkpoint, weights_only=True)
-    seal = saved["privacy_seal"] if which == "its own" else saved["privacy_statement"]["seal"]
+    seal = saved[PRIVATE_RUN]["seal"] if which == "its own" else claims(saved)["seal"]
     main_ends(checkpoint, "--seal", f" {seal.upper()}", code=0)
 
 

@@ -9,7 +9,7 @@ import pytest
 from dp_lightning.errors import ConfigurationError
 from dp_lightning.privacy import accounting
 from dp_lightning.privacy.accounting import epsilon
-from dp_lightning.privacy.plan import PrivacyPlan
+from dp_lightning.privacy.plan import PrivacyPlan, RunShape
 
 BATCH_SIZES = (256, 512, 1024, 2048, 4096, 8192)
 # Noise multipliers of tab:privacy_params: epsilon 4, delta 1e-5, 50 epochs, by number of training examples.
@@ -47,14 +47,9 @@ def test_table_of_privacy_parameters_is_prv(num_train: int, batch_size: int, pub
 
 @pytest.mark.parametrize(("batch_size", "sigma", "noise_norm"), SNR)
 def test_table_of_signal_to_noise_is_rdp(batch_size: int, sigma: float, noise_norm: float) -> None:
-    plan = PrivacyPlan.calibrate(
-        target_epsilon=4.0,
-        delta=1e-5,
-        num_train=50_000,
-        expected_batch_size=batch_size,
-        num_steps=50 * (50_000 // batch_size),
-        accountant="rdp",
-    )
+    plan = RunShape(
+        delta=1e-5, num_train=50_000, expected_batch_size=batch_size, num_steps=50 * (50_000 // batch_size)
+    ).calibrate(4.0, accountant="rdp")
     assert plan.noise_multiplier == pytest.approx(sigma, abs=0.01)
     # The table rounds the norm to 0.01 after an unrounded sigma.
     norm = plan.noise_norm(num_parameters=WRN_16_4_PARAMETERS, sensitivity=1.0)
@@ -80,13 +75,8 @@ def test_noise_norm_is_proportional_to_sensitivity() -> None:
 def test_calibration_meets_its_target_and_barely(
     accountant: str, target: float, batch_size: int, num_steps: int
 ) -> None:
-    plan = PrivacyPlan.calibrate(
-        target_epsilon=target,
-        delta=1e-5,
-        num_train=50_000,
-        expected_batch_size=batch_size,
-        num_steps=num_steps,
-        accountant=accountant,
+    plan = RunShape(delta=1e-5, num_train=50_000, expected_batch_size=batch_size, num_steps=num_steps).calibrate(
+        target, accountant=accountant
     )
     assert plan.epsilon() <= target
     assert plan.target_epsilon == target
@@ -96,19 +86,19 @@ def test_calibration_meets_its_target_and_barely(
 
 def test_calibration_is_quick() -> None:
     started = time.process_time()
-    PrivacyPlan.calibrate(target_epsilon=4.0, **{**SETTINGS, "num_steps": 4882})
+    RunShape(**{**SETTINGS, "num_steps": 4882}).calibrate(4.0)
     assert time.process_time() - started < 15, "takes about 1.5 s on one core"
 
 
 def test_calibration_names_a_target_out_of_reach() -> None:
     with pytest.raises(ConfigurationError, match="target_epsilon = 1e-06 cannot be reached"):
-        PrivacyPlan.calibrate(target_epsilon=1e-6, **SETTINGS, accountant="rdp")
+        RunShape(**SETTINGS).calibrate(1e-6, accountant="rdp")
 
 
 @pytest.mark.parametrize("target", [0.0, -1.0, math.inf, math.nan, "4"])
 def test_calibration_refuses_a_target_that_is_not_positive_and_finite(target: object) -> None:
     with pytest.raises(ConfigurationError, match="target_epsilon"):
-        PrivacyPlan.calibrate(target_epsilon=target, **SETTINGS)
+        RunShape(**SETTINGS).calibrate(target)
 
 
 def test_sample_rate_is_the_quotient_for_every_batch_size() -> None:

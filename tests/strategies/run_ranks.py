@@ -43,7 +43,7 @@ class Notes(pl.Callback):
         self.drawn, self.indices = [], []
 
     def on_train_batch_start(self, trainer, module, batch, batch_idx):
-        physical = privacy_of(trainer)._training_step.batch
+        physical = privacy_of(trainer).private_run._training_step.batch
         self.size += int(physical.counted.sum())
         self.indices += physical.place.indices
 

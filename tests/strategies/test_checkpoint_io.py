@@ -77,7 +77,6 @@ def test_parts_that_claim_more_than_the_file_has_are_not_unpacked(tmp_path, monk
         ({"hyper_parameters": [1]}, "its hyper_parameters is a list"),
         ({"callbacks": "x"}, "its callbacks is a str"),
         ({"state_dict": None}, "its state_dict is a NoneType"),
-        ({"privacy_statement": 1}, "its privacy_statement is a int"),
     ],
 )
 def test_content_of_another_form_is_refused(tmp_path, content, message):

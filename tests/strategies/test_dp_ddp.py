@@ -149,7 +149,7 @@ def test_ranks_that_go_on_from_different_checkpoints_are_refused(tmp_path):
         fit(Path(path).parent, 1, trainer={"max_steps": 2}, save=path)
     shown = start(tmp_path, 2, ckpt_paths=paths)
     assert all(shown.codes)
-    assert "go on from different checkpoints" in shown.stderr
+    assert "resume from different checkpoints" in shown.stderr
 
 
 def test_empty_shares_and_empty_draws_take_part(tmp_path):

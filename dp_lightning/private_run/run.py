@@ -1,0 +1,399 @@
+"""One private fit of a Trainer: from the agreement of its ranks to the statement that it leaves.
+
+`PrivacyCallback` makes a `PrivateRun` when a fit starts and calls it from Lightning's hooks. Whatever a fit has, such
+as its plan and its private step, is there from then on.
+"""
+
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+
+from dp_lightning.errors import BudgetError, ConfigurationError, ModelError
+from dp_lightning.lightning_internals import average_of
+from dp_lightning.privacy.lineage import Origin, origin_of
+from dp_lightning.privacy.plan import PrivacyPlan
+from dp_lightning.privacy.sampling import Key, sampling_key
+from dp_lightning.privacy.statement import PrivacyStatement, installed
+from dp_lightning.privacy.step import PrivateStep
+from dp_lightning.privacy.weights import digest_of
+from dp_lightning.private_run.agreement import (
+    require_equal_replicas,
+    require_one_checkpoint,
+    require_same_data,
+    require_same_settings,
+)
+from dp_lightning.private_run.budget import Budget
+from dp_lightning.private_run.checkpoint_contents import (
+    check_hyperparameters,
+    count_logical_steps,
+    cut_views,
+    require_nothing_raw,
+)
+from dp_lightning.private_run.finished_run import finish_instead_of_training, train_again
+from dp_lightning.private_run.loader import PrivateSource, require_private_loader, warn_of_equal_views
+from dp_lightning.private_run.loss_comparison import NAME, warn_of_changed_meaning
+from dp_lightning.private_run.person_warnings import warn_of_evaluated_persons, warn_of_persons
+from dp_lightning.private_run.resume import RunHistory, SavedRun, plan_of_fit
+from dp_lightning.private_run.settings import PrivacySettings
+from dp_lightning.private_run.trainer_checks import check_optimizers
+from dp_lightning.private_run.training_step import PrivateTrainingStep, SealedBatch, is_no_state
+from dp_lightning.private_run.withheld_metrics import give_back, withhold
+from dp_lightning.strategies.private import trainer_ranks
+
+# Lightning divides the loss by it; a power of two is undone without rounding.
+_ACCUMULATE = 2**30
+
+
+class PrivateRun:
+    """One fit.
+
+    Args:
+        trainer: about to fit; every rank makes its run.
+        module: to train.
+        settings: of the user.
+        history: what the run has behind it; its ledger and journal record the steps of this fit.
+        source: of the training loader.
+
+    Attributes:
+        plan: the public numbers.
+        step: the private mechanism.
+        budget: what is spent, and will be.
+        postprocessing: what acts on the privatized gradient, in words; other callbacks add to it.
+        stop_requested: set on one rank to ask all of them to stop after a step.
+        stopping: whether some rank asked before the last step.
+
+    Raises:
+        ConfigurationError, ModelError, DataError: naming what cannot be trained privately.
+        BudgetError: when nothing is left to spend.
+    """
+
+    def __init__(
+        self,
+        trainer: pl.Trainer,
+        module: pl.LightningModule,
+        settings: PrivacySettings,
+        history: RunHistory,
+        source: PrivateSource,
+    ) -> None:
+        self.trainer, self.module, self.settings, self.history = trainer, module, settings, history
+        # Asked now and by every rank: Lightning asks rank 0 for it, which may be alone at the end.
+        self.folder = Path(trainer.log_dir or trainer.default_root_dir)
+        self.postprocessing: list[str] = []
+        self.stop_requested = self.stopping = False
+        self._hyperparameters = check_hyperparameters(trainer, module)  # setup may have saved more
+        self._ranks = trainer_ranks(trainer)
+        require_one_checkpoint(trainer, self._ranks)
+        require_same_settings(settings.of_all_ranks, self._ranks, trainer.strategy.root_device)
+        loader = source.users  # the user's code, after which it is asked what has trained the weights
+        history.origin = self._origin()
+        resumes = history.open_journal(trainer, self.folder)
+        self.plan, key, self._finishes = self._agree_on_plan(source.num_train(settings), resumes=resumes)
+        self._training_step = PrivateTrainingStep(trainer, module)
+        self._training_step.require_no_trainer()
+        self.step = self._private_step(loader, key)
+        self.budget = Budget(self.plan, history.ledger)
+        self._source = source
+        # Steps before the logical batch, and at the last statement: one of a run that only finishes is still to come.
+        self._steps_before, self._stated = history.ledger.num_steps, -1 if self._finishes else history.ledger.num_steps
+        self._written: PrivacyStatement | None = None
+
+    # Before the first step
+
+    def _origin(self) -> Origin:
+        """What trained the weights, besides this run; its private steps count in the ledger."""
+        history, settings = self.history, self.settings
+        if history.saved is not None:
+            settings.require_same(dict(history.saved.settings))
+            if self.trainer.ckpt_path is not None:  # the weights are the checkpoint's
+                return history.origin
+        owners = self.module, getattr(self.trainer, "datamodule", None)
+        found = origin_of(
+            self.module,
+            history.ledger,
+            run=history.run,
+            unit=settings.unit,
+            other_data=settings.earlier_training == "other_data",
+            files=[file for owner in owners if (file := getattr(owner, "weights_file", None)) is not None],
+        )
+        before = history.origin
+        return Origin(
+            words=list(dict.fromkeys([*before.words, *found.words])),
+            faults=list(dict.fromkeys([*before.faults, *found.faults])),
+        )
+
+    def _agree_on_plan(self, num_train: int, *, resumes: bool) -> tuple[PrivacyPlan, Key, bool]:
+        """The plan and the sampling key of rank 0, and whether its steps are all taken.
+
+        A solver may round differently on another kind of processor.
+        """
+        trainer, history, settings = self.trainer, self.history, self.settings
+        if (earlier := history.plan) is not None:
+            _require_one_data_set(earlier, num_train, settings.expected_batch_size)
+            history.note_target(settings.target_epsilon)
+        plan, kept = plan_of_fit(settings, settings.shape_for(trainer, num_train), history.ledger, earlier)
+        finishes = resumes and kept and history.ledger.num_steps >= plan.num_steps
+        plan, key, finishes = trainer.strategy.broadcast((plan, sampling_key(settings.seed), finishes))
+        history.plan = plan
+        return plan, key, finishes
+
+    def _private_step(self, loader: DataLoader[Any], key: Key) -> PrivateStep:
+        settings, history, training_step = self.settings, self.history, self._training_step
+        return PrivateStep(
+            self.module,
+            training_step.loss,
+            loader.dataset,
+            plan=self.plan,
+            clip_plan=settings.clip_plan,
+            collate_fn=loader.collate_fn,
+            examples=settings.examples,
+            max_physical_batch_size=settings.max_physical_batch_size,
+            augmult=settings.augmult,
+            images_per_group=settings.images_per_group,
+            disk=settings.disk,
+            ledger=history.ledger,
+            journal=history.journal,
+            run=history.run,
+            origin=history.origin,
+            ranks=self._ranks,
+            sampling_key=key,
+            seed=settings.seed,
+            prepare=training_step.prepare,
+            ignored=is_no_state,
+            raw=(loader, getattr(self.trainer, "datamodule", None), training_step.metric_states()),
+            also=training_step.also,
+        )
+
+    def start(self) -> None:
+        """Take the place of the module's training step and of the trainer's loader; from here on `close` is due.
+
+        Raises:
+            ConfigurationError: for an optimizer that cannot take private steps.
+            BudgetError: when the steps that are left cost too much.
+        """
+        self._training_step.take_place(self.step)
+        self._source.private = self.step
+        withhold(self.trainer)
+        check_optimizers(self.trainer, self.step.parameters.values())
+        if self.history.saved is not None:
+            self.step.load_state_dict(dict(self.history.saved.step))
+        self.history.saved = None
+        if self._finishes:
+            finish_instead_of_training(self.trainer, self.history.ledger.num_steps)
+        else:
+            self.step.require_budget()
+            self.budget.require_affordable()
+        self.trainer.print(self.budget.announcement(self.settings.clip_plan, reproducible=self.settings.reproducible))
+        if fixed := fixed_statistics(self.module):
+            self.trainer.print(
+                f"{len(fixed)} BatchNorm layers stay in evaluation mode. Their statistics are outside of the guarantee "
+                "and have to come from public data."
+            )
+
+    def training_starts(self) -> None:
+        """Ranks have the same data, secret keys are taken, and the user is warned of what a loss means now."""
+        disk, reader = self.settings.disk, self.step.reader
+        if disk is not None and not self.postprocessing:  # PostProcessCallback looks at the filter itself
+            raise ConfigurationError(
+                f"privacy.disk needs its filter: put Kalman with gain {disk.gain:g} and applies_to: all first "
+                "into the transforms of PostProcessCallback."
+            )
+        if self._finishes:
+            return
+        require_private_loader(self.trainer, self.step)
+        require_same_data(reader, self._ranks, self.trainer.strategy.root_device)
+        # Before anything runs on examples, so that nothing made from them counts as a constant.
+        self.step.start()
+        if self.settings.augmult > 1 and not self._training_step.has_transfer_hooks:
+            warn_of_equal_views(reader.dataset)
+        if self.settings.images_per_group is None:
+            warn_of_persons(reader.dataset)
+        if self.trainer.is_global_zero and warn_of_changed_meaning(
+            self.trainer, self.module, self._training_step, self.step
+        ):
+            self.history.unprotected.names.add(NAME)
+
+    # One logical step
+
+    def batch_starts(self, batch: Any) -> None:
+        """Lightning steps after the last physical batch of a logical one, and accumulates before it."""
+        if not isinstance(batch, SealedBatch):
+            raise ConfigurationError(
+                f"The training loader hands out {type(batch).__name__} and not the batches of the private step. Remove "
+                "callbacks that exchange loaders."
+            )
+        place = self._training_step.batch.place
+        if place.piece == 0:
+            self._steps_before = self.history.ledger.num_steps
+        self.trainer.accumulate_grad_batches = 1 if place.last else _ACCUMULATE
+
+    def release(self, optimizer: Optimizer) -> None:
+        """Put the privatized gradient into ``.grad``, before the hooks of any other callback."""
+        _require_no_others(optimizer, self.step.parameters.values())
+        self.history.unprotected.add_non_finite(self.step.discarded)
+        self.stopping = self.step.release(stop=self.stop_requested)
+
+    def batch_ends(self) -> None:
+        """After the last physical batch the ledger has one step more."""
+        self.history.unprotected.note_logged(self.trainer)
+        if self.trainer.accumulate_grad_batches != 1:
+            return
+        steps = self.history.ledger.num_steps
+        if steps != self._steps_before + 1:
+            raise ModelError(
+                "A logical batch ended without an optimizer step. Do not skip steps in optimizer_step: each one is "
+                "in the plan, and skipping changes what the ledger says."
+            )
+        if steps == self.budget.milestone:
+            self.module.log("privacy/epsilon", self.budget.spent(), on_step=True, on_epoch=False, batch_size=1)
+            self.budget.look_ahead()
+
+    def epoch_ends(self) -> None:
+        """Ranks compare their models."""
+        self.history.unprotected.report_non_finite(self.trainer, self.module)
+        self.history.unprotected.note_logged(self.trainer)
+        require_equal_replicas(self.module, self._ranks)
+        if self.history.ledger.num_steps >= self.plan.num_steps:
+            # Where steps were lost in a crash, Lightning's own counters would ask for more.
+            self.trainer.should_stop = True
+
+    def evaluation_starts(self) -> None:
+        """A validation of the fit may change what a module keeps, and no step may depend on it."""
+        if (groups := self.step.reader.groups) is not None:
+            warn_of_evaluated_persons(groups.ids, self.trainer, "val")
+        if self.trainer.state.fn == TrainerFn.FITTING:
+            self.step.isolation.require_untouched()
+
+    def evaluation_ends(self) -> None:
+        """What a validation of the fit has changed is no state of a step."""
+        if self.trainer.state.fn == TrainerFn.FITTING:
+            self.step.isolation.evaluated()
+
+    # Checkpoints and the end
+
+    def last_step_taken(self) -> None:
+        """Training is over, and Lightning counts as it did."""
+        self.history.unprotected.note_logged(self.trainer)
+        self.trainer.accumulate_grad_batches = 1
+
+    def training_ends(self) -> None:
+        """An average of the weights that Lightning has put into the module is post-processing."""
+        if average := average_of(self.trainer, self.module):
+            self.postprocessing.append(average)
+            self.step.stepped()
+
+    def fails(self, error: BaseException) -> None:
+        """An error of its own keeps a run from release; an interruption and a spent budget do not."""
+        if isinstance(error, Exception) and not isinstance(error, BudgetError):
+            fault = f"the run ended by an error ({type(error).__name__})"
+            self.step.faults.add(fault)
+            self.history.origin.faults.append(fault)  # of the weights that a later fit starts from
+
+    def close(self) -> None:
+        """Give the module and the trainer back what is theirs, and leave the statement."""
+        self._training_step.close()
+        give_back(self.trainer)
+        train_again(self.trainer)
+        self.trainer.accumulate_grad_batches = 1
+        if self.trainer.is_global_zero:
+            self.leave_statement()
+
+    def leave_statement(self) -> None:
+        """Write the privacy statement to the log folder and show it, unless no step was taken."""
+        if self.history.ledger.num_steps != self._stated:
+            self._stated = self.history.ledger.num_steps
+            self._write(self.statement())
+
+    def _write(self, statement: PrivacyStatement) -> None:
+        self._written = statement
+        statement.write(self.folder)
+        self.trainer.print(statement.short())
+
+    def statement(self, **more: Any) -> PrivacyStatement:
+        """The privacy statement of the steps taken so far.
+
+        Args:
+            more: fields that are known better than here.
+        """
+        history = self.history
+        history.changed_outside.update(self.step.changed_outside)
+        return self.step.statement(
+            changed_outside=tuple(sorted(history.changed_outside)),
+            unprotected=tuple(sorted(history.unprotected.names)),
+            postprocessing=", then ".join(self.postprocessing) or "none",
+            earlier_targets=tuple(history.earlier_targets),
+            lost_steps=history.ledger.num_steps - self.trainer.global_step,
+            versions={name: installed(name) for name in ("dp-lightning", "torch", "lightning", "opacus")},
+            **more,
+        )
+
+    def note_copy(self) -> None:
+        """A checkpoint is a copy of the weights, and may be chosen by what was logged since the last step."""
+        # The module's own hook at the end of an epoch comes after that of PrivacyCallback.
+        self.history.unprotected.note_logged(self.trainer)
+        self.step.remember()
+
+    def complete(self, checkpoint: dict[str, Any], *, whole: bool) -> None:
+        """Refuse what is raw in a checkpoint, and write the run into one that a fit can resume.
+
+        Args:
+            checkpoint: about to be written, on rank 0.
+            whole: whether it has more than weights.
+
+        Raises:
+            ModelError: naming what may hold a raw example.
+        """
+        unprotected = self.history.unprotected
+        unprotected.note_epoch(self.trainer)
+        by_users = require_nothing_raw(checkpoint, self.trainer, unprotected.numbers, self._hyperparameters)
+        unprotected.names |= by_users
+        cut_views(checkpoint)
+        if whole:
+            count_logical_steps(checkpoint, self.history.ledger.num_steps)
+            statement = self.statement(weights=digest_of(checkpoint["state_dict"]))
+            SavedRun(statement=statement, settings=self.settings.of_the_run, step=self.step.state_dict()).write(
+                checkpoint
+            )
+        if self._written is not None and not by_users <= set(self._written.unprotected):
+            self._write(replace(self._written, unprotected=tuple(sorted(unprotected.names))))
+
+
+def fixed_statistics(module: nn.Module) -> list[str]:
+    """Names of the BatchNorm layers in evaluation mode, whose statistics have to be public."""
+    return [
+        name
+        for name, part in module.named_modules()
+        if isinstance(part, nn.modules.batchnorm._BatchNorm) and not part.training and part.running_mean is not None
+    ]
+
+
+def _require_one_data_set(earlier: PrivacyPlan, num_train: int, expected_batch_size: int) -> None:
+    """Epsilon holds for one data set, and steps are counted in one batch size."""
+    if earlier.num_train != num_train:
+        raise ConfigurationError(
+            f"The run has trained on {earlier.num_train} examples, and there are {num_train} now. Its "
+            "epsilon holds for one data set: resume with that one, or start a new run."
+        )
+    if earlier.expected_batch_size != expected_batch_size:
+        raise ConfigurationError(
+            f"The run has privacy.expected_batch_size {earlier.expected_batch_size}, and it is "
+            f"{expected_batch_size} now; epochs and steps are counted by it. Set it to the run's value."
+        )
+
+
+def _require_no_others(optimizer: Optimizer, trained: Iterable[Tensor]) -> None:
+    """Refuse a gradient that is not one of the trained parameters'."""
+    ids = {id(parameter) for parameter in trained}
+    for group in optimizer.param_groups:
+        for raw in group["params"]:
+            if raw.grad is not None and id(raw) not in ids:
+                raise ModelError(
+                    f"A parameter of shape {tuple(raw.shape)} that was frozen when training started has a raw "
+                    "gradient. Which parameters are trained must not change during a private run."
+                )

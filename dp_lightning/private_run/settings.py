@@ -1,0 +1,229 @@
+"""The settings of a private run, stated once: the group ``privacy:`` of a configuration."""
+
+import functools
+import os
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import lightning.pytorch as pl
+
+from dp_lightning.errors import ConfigurationError
+from dp_lightning.privacy.accounting import check_batch_size
+from dp_lightning.privacy.clipping import ClipPlan
+from dp_lightning.privacy.disk import DiSK
+from dp_lightning.privacy.plan import PrivacyPlan, RunShape
+from dp_lightning.privacy.statement import ONE_EXAMPLE, ONE_PERSON
+from dp_lightning.privacy.step import check_step_settings
+
+# Solving for the noise can take a second, and is asked for before the data is read and again when the fit starts.
+_calibrated = functools.lru_cache(maxsize=4096)(RunShape.calibrate)
+
+
+@dataclass(eq=False, repr=False)
+class PrivacySettings:
+    """What a user sets of a private run.
+
+    Exactly one of ``target_epsilon`` and ``noise_multiplier`` is given.
+
+    Args:
+        expected_batch_size: B, the mean number of examples in a logical batch.
+        target_epsilon: the epsilon that the whole run may spend; the noise is solved for it.
+        noise_multiplier: sigma, the noise's standard deviation over the sensitivity.
+        delta: probability with which epsilon may be exceeded; below 1/N.
+        max_grad_norm: C, the most that one example can contribute, in L2 norm.
+        clipping: one norm over all parameters, or one per layer with C / sqrt(L) each.
+        clip_factor: ``abadi`` min(1, C/norm), or ``automatic`` C/(norm + 0.01).
+        examples: how ``training_step`` sees one example at a time. ``together``: all of a physical batch at once, under
+            torch.func.vmap. ``one_by_one``: one after the other, slower, for code that vmap cannot run.
+        max_physical_batch_size: most images that go through the model at once, every view of an example counted, and
+            every image of a person. It bounds memory and changes nothing else.
+        accountant: by which epsilon is planned and shown.
+        num_train: N; None reads it from the training data set. A number that differs from the data set is refused.
+        unit_of_privacy: what one neighbour adds or removes. ``example``: one element of the training set. ``group``:
+            one person, all elements with the same id in the data set's ``groups``; N and B then count persons.
+        images_per_group: how many images of a person are drawn for each step in which the person takes part; 1 without
+            it. They are the rows of one example, whose gradient is clipped once.
+        reproducible: fixes sampling, noise, dropout and augmentation by the seed of ``seed_everything`` (0 without
+            one), and makes the run not fit for release.
+        not_private: must be true to allow ``noise_multiplier: 0``.
+        augmult: K, augmentation multiplicity (De et al. 2022): ``training_step`` sees K views of each example, drawn
+            anew by the data set's transform, and the gradient of its loss is clipped once. It costs no privacy.
+        disk: takes each example's gradient where DiSK does (Zhang et al. 2025); its filter is `Kalman` in the
+            post-processing. None is the gradient at the parameters.
+        earlier_training: on what the weights were trained before the run. ``same_data``: private steps that are known
+            count in this run's epsilon, and steps without privacy in this process keep it from release. ``other_data``:
+            on other people's data, or public data, by your word; the statement says so.
+
+    Raises:
+        ConfigurationError: naming the setting and the fix.
+    """
+
+    expected_batch_size: int
+    target_epsilon: float | None = None
+    noise_multiplier: float | None = None
+    delta: float = 1e-5
+    max_grad_norm: float = 1.0
+    clipping: Literal["flat", "per_layer"] = "flat"
+    clip_factor: Literal["abadi", "automatic"] = "abadi"
+    examples: Literal["together", "one_by_one"] = "together"
+    max_physical_batch_size: int = 128
+    accountant: Literal["prv", "rdp", "pld"] = "prv"
+    num_train: int | None = None
+    unit_of_privacy: Literal["example", "group"] = "example"
+    images_per_group: int | None = None
+    reproducible: bool = False
+    not_private: bool = False
+    augmult: int = 1
+    disk: DiSK | None = None
+    earlier_training: Literal["same_data", "other_data"] = "same_data"
+
+    def __post_init__(self) -> None:
+        self._check_noise()
+        _require_choice("unit_of_privacy", self.unit_of_privacy, "example", "group")
+        self._check_images_per_group()
+        check_step_settings(
+            examples=self.examples,
+            max_physical_batch_size=self.max_physical_batch_size,
+            augmult=self.augmult,
+            images_per_group=self.images_per_group,
+        )
+        _require_choice("earlier_training", self.earlier_training, "same_data", "other_data")
+        _require_choice("clipping", self.clipping, "flat", "per_layer")
+        self.clip_plan = ClipPlan(kind=self.clipping, factor=self.clip_factor, max_grad_norm=float(self.max_grad_norm))
+
+    def _check_noise(self) -> None:
+        if (self.target_epsilon is None) == (self.noise_multiplier is None):
+            raise ConfigurationError(
+                "Set exactly one of privacy.target_epsilon (the noise is solved for it) and privacy.noise_multiplier; "
+                f"they are {self.target_epsilon} and {self.noise_multiplier}."
+            )
+        if self.noise_multiplier == 0 and not self.not_private:
+            raise ConfigurationError(
+                "privacy.noise_multiplier is 0: the run would not be private. If that is what you want, set "
+                "privacy.not_private: true."
+            )
+        if self.not_private and self.noise_multiplier != 0:
+            raise ConfigurationError(
+                "privacy.not_private is true but noise is added. Remove it, or set privacy.noise_multiplier: 0."
+            )
+
+    def _check_images_per_group(self) -> None:
+        if self.unit_of_privacy == "group":
+            self.images_per_group = 1 if self.images_per_group is None else self.images_per_group
+        elif self.images_per_group is not None:
+            raise ConfigurationError(
+                f"privacy.images_per_group is {self.images_per_group}, but each image is an example of its own. Set "
+                "privacy.unit_of_privacy: group to protect persons, or remove images_per_group."
+            )
+
+    @property
+    def unit(self) -> str:
+        """What one neighbour adds or removes, in words."""
+        return ONE_EXAMPLE if self.images_per_group is None else ONE_PERSON
+
+    @property
+    def seed(self) -> int | None:
+        """What fixes all random numbers of a reproducible run; None takes secret keys."""
+        return int(os.environ.get("PL_GLOBAL_SEED", 0)) if self.reproducible else None
+
+    def shape(self, *, num_train: int, max_epochs: int | None, max_steps: int) -> RunShape:
+        """N, B, T and delta of a run.
+
+        Args:
+            num_train: N.
+            max_epochs, max_steps: of the trainer. T is ``max_steps``, or floor(``max_epochs`` * N / B) where it is
+                less; -1 sets no limit, and None no epochs.
+
+        Raises:
+            ConfigurationError: when neither sets a limit, or no step is left, or a number is impossible.
+        """
+        check_batch_size(self.expected_batch_size, num_train)
+        limits = [] if max_steps == -1 else [max_steps]
+        if max_epochs is not None and max_epochs != -1:
+            limits.append(max_epochs * num_train // max(self.expected_batch_size, 1))
+        if not limits:
+            raise ConfigurationError(
+                "The number of steps must be known before the start. Set trainer.max_epochs or trainer.max_steps."
+            )
+        if min(limits) < 1:
+            raise ConfigurationError(
+                "trainer.max_epochs and trainer.max_steps leave no step to take; set at least one epoch or step."
+            )
+        return RunShape(
+            num_train=num_train,
+            expected_batch_size=self.expected_batch_size,
+            num_steps=min(limits),
+            delta=self.delta,
+        )
+
+    def shape_for(self, trainer: pl.Trainer, num_train: int) -> RunShape:
+        """The same, with the trainer's limits."""
+        return self.shape(num_train=num_train, max_epochs=trainer.max_epochs, max_steps=trainer.max_steps)
+
+    def make_plan(self, shape: RunShape, *, taken: tuple[Any, ...] = (), earlier: tuple[Any, ...] = ()) -> PrivacyPlan:
+        """The plan of a run of this shape: with the noise that is set, or the noise that the target needs.
+
+        Args:
+            taken, earlier: steps that count, as in `RunShape.calibrate`.
+
+        Raises:
+            ConfigurationError: where the numbers are impossible.
+            BudgetError: when nothing is left to spend.
+        """
+        if self.target_epsilon is None:
+            return self.plan_with(shape, self.noise_multiplier or 0.0)
+        return _calibrated(shape, self.target_epsilon, accountant=self.accountant, taken=taken, earlier=earlier)
+
+    def plan_with(self, shape: RunShape, noise_multiplier: float) -> PrivacyPlan:
+        """The plan of a run of this shape and noise, held to the accountant and the target that are set."""
+        return shape.with_noise(noise_multiplier, accountant=self.accountant, target_epsilon=self.target_epsilon)
+
+    @property
+    def of_the_run(self) -> dict[str, Any]:
+        """What a run that resumes has to keep, in plain values: its statement says it once for all steps."""
+        return {
+            "examples": self.examples,
+            "augmult": self.augmult,
+            "disk": None if self.disk is None else self.disk.gain,
+            "seed": self.seed,
+            "unit_of_privacy": self.unit_of_privacy,
+            "images_per_group": self.images_per_group,
+            "clipping": self.clip_plan.kind,
+            "clip_factor": self.clip_plan.factor,
+            "max_grad_norm": self.clip_plan.max_grad_norm,
+        }
+
+    def require_same(self, earlier: dict[str, Any]) -> None:
+        """Refuse to resume with settings that differ from ``of_the_run`` of the run before.
+
+        Raises:
+            ConfigurationError: naming them.
+        """
+        now = self.of_the_run
+        differences = ", ".join(
+            f"privacy.{name} {earlier.get(name)}, and it is {now[name]} now"
+            for name in now
+            if earlier.get(name) != now[name]
+        )
+        if differences:
+            raise ConfigurationError(
+                f"The checkpoint's run has {differences}: the statement could not say what the run clips. Set it to "
+                "the run's value."
+            )
+
+    @property
+    def of_all_ranks(self) -> dict[str, object]:
+        """What ranks need to have in common; the plan and the sampling key come from rank 0."""
+        return {
+            "privacy.max_grad_norm, clipping or clip_factor": (self.clip_plan.describe(), self.clip_plan.sensitivity),
+            "privacy.expected_batch_size": self.expected_batch_size,
+            "privacy.max_physical_batch_size": self.max_physical_batch_size,
+            "privacy.examples, augmult, disk, unit_of_privacy, images_per_group or the seed of a reproducible run": (
+                self.of_the_run
+            ),
+        }
+
+
+def _require_choice(name: str, value: str, *choices: str) -> None:
+    if value not in choices:
+        raise ConfigurationError(f"privacy.{name} is {value!r}; choose {' or '.join(map(repr, choices))}.")
