@@ -73,3 +73,12 @@ def _group_norm_like(norm: nn.modules.batchnorm._BatchNorm, num_groups: int, pat
     if norm.affine:
         replacement.weight, replacement.bias = norm.weight, norm.bias
     return cast(nn.GroupNorm, replacement)
+
+
+def fixed_statistics(module: nn.Module) -> list[str]:
+    """Names of the BatchNorm layers in evaluation mode, whose statistics have to be public."""
+    return [
+        name
+        for name, part in module.named_modules()
+        if isinstance(part, nn.modules.batchnorm._BatchNorm) and not part.training and part.running_mean is not None
+    ]

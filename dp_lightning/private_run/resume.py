@@ -250,7 +250,7 @@ class RunHistory:
         return from_checkpoint or from_journal
 
     def _read_beside(self, folder: Path, journal: Journal, heads: Iterable[str]) -> None:
-        """Count the steps in the journal that stands beside a checkpoint."""
+        """Let the journal have the steps of the one that stands beside a checkpoint."""
         recorded = journal.read(folder)
         if recorded is None:
             raise DataError(
@@ -262,13 +262,11 @@ class RunHistory:
                 f"{journal.path(folder)} is older than the checkpoint beside it: it lacks "
                 f"{', '.join(missing)}, and nobody knows what else. Restore the file from a copy."
             )
-        try:
-            self.ledger.load_state_dict(recorded.state_dict())
-        except DpLightningError as error:
+        if self.ledger.totals - recorded.totals:
             raise DataError(
                 f"{journal.path(folder)} does not hold the {self.ledger.num_steps} steps of the checkpoint "
                 "beside it. Restore the file from a copy."
-            ) from error
+            )
 
     def keep_journal_in(self, folder: Path) -> None:
         """Keep a journal in a folder to which a checkpoint is about to be written."""
@@ -276,9 +274,7 @@ class RunHistory:
             self.journal.add_folder(folder, self.ledger)
 
 
-def plan_of_fit(
-    settings: PrivacySettings, shape: RunShape, ledger: Ledger, earlier: PrivacyPlan | None
-) -> tuple[PrivacyPlan, bool]:
+def plan_of_fit(settings: PrivacySettings, shape: RunShape, history: RunHistory) -> tuple[PrivacyPlan, bool]:
     """The plan of a fit.
 
     A run that resumes with the settings of its ``earlier`` plan keeps its noise. With other settings the noise of
@@ -288,17 +284,20 @@ def plan_of_fit(
     Args:
         settings: of the run now.
         shape: N, B, T and delta now.
-        ledger: the steps that count.
-        earlier: the plan of the fit or the checkpoint before.
+        history: with the steps that count, and the plan of the fit or the checkpoint before.
 
     Returns:
         The plan, and whether it is that of the steps in the ledger.
 
     Raises:
-        ConfigurationError: when the numbers are impossible.
+        ConfigurationError: when the numbers are impossible, or those of another data set.
         BudgetError: when nothing is left to spend.
     """
-    if earlier is None and ledger.num_steps:
+    ledger, earlier = history.ledger, history.plan
+    if earlier is not None:
+        _require_one_data_set(earlier, shape)
+        history.note_target(settings.target_epsilon)
+    elif ledger.num_steps:
         earlier = _plan_of_ledger(settings, shape, ledger)
     if settings.target_epsilon is None:
         plan = settings.make_plan(shape)
@@ -313,6 +312,20 @@ def plan_of_fit(
                 "will teach the model little: raise the target, or stop here."
             )
     return plan, plan == earlier
+
+
+def _require_one_data_set(earlier: PrivacyPlan, now: RunShape) -> None:
+    """Epsilon holds for one data set, and steps are counted in one batch size."""
+    if earlier.num_train != now.num_train:
+        raise ConfigurationError(
+            f"The run has trained on {earlier.num_train} examples, and there are {now.num_train} now. Its "
+            "epsilon holds for one data set: resume with that one, or start a new run."
+        )
+    if earlier.expected_batch_size != now.expected_batch_size:
+        raise ConfigurationError(
+            f"The run has privacy.expected_batch_size {earlier.expected_batch_size}, and it is "
+            f"{now.expected_batch_size} now; epochs and steps are counted by it. Set it to the run's value."
+        )
 
 
 def _plan_of_ledger(settings: PrivacySettings, shape: RunShape, ledger: Ledger) -> PrivacyPlan | None:

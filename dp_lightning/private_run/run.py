@@ -11,12 +11,13 @@ from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.trainer.states import TrainerFn
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from dp_lightning.errors import BudgetError, ConfigurationError, ModelError
 from dp_lightning.lightning_internals import average_of
+from dp_lightning.models.batch_norm import fixed_statistics
 from dp_lightning.privacy.lineage import Origin, origin_of
 from dp_lightning.privacy.plan import PrivacyPlan
 from dp_lightning.privacy.sampling import Key, sampling_key
@@ -134,10 +135,7 @@ class PrivateRun:
         A solver may round differently on another kind of processor.
         """
         trainer, history, settings = self.trainer, self.history, self.settings
-        if (earlier := history.plan) is not None:
-            _require_one_data_set(earlier, num_train, settings.expected_batch_size)
-            history.note_target(settings.target_epsilon)
-        plan, kept = plan_of_fit(settings, settings.shape_for(trainer, num_train), history.ledger, earlier)
+        plan, kept = plan_of_fit(settings, settings.shape_for(trainer, num_train), history)
         finishes = resumes and kept and history.ledger.num_steps >= plan.num_steps
         plan, key, finishes = trainer.strategy.broadcast((plan, sampling_key(settings.seed), finishes))
         history.plan = plan
@@ -362,29 +360,6 @@ class PrivateRun:
             )
         if self._written is not None and not by_users <= set(self._written.unprotected):
             self._write(replace(self._written, unprotected=tuple(sorted(unprotected.names))))
-
-
-def fixed_statistics(module: nn.Module) -> list[str]:
-    """Names of the BatchNorm layers in evaluation mode, whose statistics have to be public."""
-    return [
-        name
-        for name, part in module.named_modules()
-        if isinstance(part, nn.modules.batchnorm._BatchNorm) and not part.training and part.running_mean is not None
-    ]
-
-
-def _require_one_data_set(earlier: PrivacyPlan, num_train: int, expected_batch_size: int) -> None:
-    """Epsilon holds for one data set, and steps are counted in one batch size."""
-    if earlier.num_train != num_train:
-        raise ConfigurationError(
-            f"The run has trained on {earlier.num_train} examples, and there are {num_train} now. Its "
-            "epsilon holds for one data set: resume with that one, or start a new run."
-        )
-    if earlier.expected_batch_size != expected_batch_size:
-        raise ConfigurationError(
-            f"The run has privacy.expected_batch_size {earlier.expected_batch_size}, and it is "
-            f"{expected_batch_size} now; epochs and steps are counted by it. Set it to the run's value."
-        )
 
 
 def _require_no_others(optimizer: Optimizer, trained: Iterable[Tensor]) -> None:

@@ -6,9 +6,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from dp_lightning.callbacks.privacy import fixed_statistics
 from dp_lightning.errors import ModelError
 from dp_lightning.models import batch_norm_to_group_norm, freeze_batch_norm
+from dp_lightning.models.batch_norm import fixed_statistics
 from dp_lightning.privacy import ClipPlan, clipped_gradient_sum
 
 
