@@ -1,9 +1,164 @@
-"""Private members of Lightning, torchmetrics and jsonargparse that this package uses, and nothing else of them."""
+"""Every private member of Lightning, torchmetrics and jsonargparse that this package uses.
+
+They may change with any release. Each has a public name here, and `tests/test_internals.py` calls each, so that a
+release without one of them shows in one place.
+"""
+
+import signal
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import WeightAveraging
-from torch import nn
+from lightning.pytorch.callbacks import TQDMProgressBar, WeightAveraging
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+from lightning.pytorch.profilers import Profiler
+from lightning.pytorch.strategies import DDPStrategy, Strategy
+from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
+from lightning.pytorch.trainer.connectors.accelerator_connector import _AcceleratorConnector
+from lightning.pytorch.trainer.connectors.data_connector import _DataLoaderSource as LoaderSource
+from lightning.pytorch.trainer.connectors.logger_connector import _LoggerConnector
+from torch import Tensor, nn
+from torchmetrics import Metric
+
+#: The versions with which these members were tried.
+TRIED = {"lightning": "2.6.6", "torchmetrics": "1.9.0", "jsonargparse": "4.53.0"}
+
+__all__ = [
+    "CALL_BATCH_HOOK",
+    "TRIED",
+    "CommandLine",
+    "LoaderSource",
+    "LoggerConnector",
+    "ProcessStrategy",
+    "ScriptLauncher",
+    "average_of",
+    "detects_anomalies",
+    "flags_of",
+    "gathered_value",
+    "is_due",
+    "joined",
+    "loader_source",
+    "logged_in_step",
+    "logged_in_training",
+    "logger_connector",
+    "put_back_handlers",
+    "records_modules",
+    "saves_states",
+    "set_loader_source",
+    "set_logger_connector",
+    "silence_sigterm",
+    "start_method",
+    "state_defaults",
+    "strategy_for",
+    "training_is_logged",
+]
+
+# The training loader
+
+
+def loader_source(trainer: pl.Trainer) -> LoaderSource:
+    """From where the trainer takes its training loader."""
+    return trainer.fit_loop._data_source
+
+
+def set_loader_source(trainer: pl.Trainer, source: LoaderSource) -> None:
+    """From here on the trainer takes its training loader from there."""
+    trainer.fit_loop._data_source = source
+
+
+#: Attribute of a LightningModule by which Lightning calls the hooks that see a batch.
+CALL_BATCH_HOOK = "_call_batch_hook"
+
+# What is logged
+
+
+class LoggerConnector(_LoggerConnector):
+    """Through which a trainer shows what is logged."""
+
+    @property
+    def kept(self) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+        """What is shown to callbacks, to loggers and to progress bars."""
+        return self._callback_metrics, self._logged_metrics, self._progress_bar_metrics
+
+
+def logger_connector(trainer: pl.Trainer) -> _LoggerConnector:
+    """That of a trainer."""
+    return trainer._logger_connector
+
+
+def set_logger_connector(trainer: pl.Trainer, connector: _LoggerConnector | None) -> None:
+    """Exchange it; None is one of Lightning's own, with the state of the one that is there."""
+    if connector is None:
+        connector = object.__new__(_LoggerConnector)
+        connector.__dict__ = trainer._logger_connector.__dict__
+    trainer._logger_connector = connector
+
+
+def training_is_logged(trainer: pl.Trainer) -> bool:
+    """Whether what is shown now is of training."""
+    return trainer._results is not None and trainer._results.training
+
+
+def logged_in_training(trainer: pl.Trainer) -> Iterable[Any]:
+    """All that is logged in the training epoch so far, each with its ``meta``."""
+    return trainer.fit_loop.epoch_loop._results.values()
+
+
+def logged_in_step(logged: Any) -> Tensor | None:
+    """The number of the step, where there is one."""
+    value = logged._forward_cache
+    return value if isinstance(value, Tensor) and value.numel() == 1 else None
+
+
+def gathered_value(logged: Any) -> Tensor | None:
+    """What an epoch has gathered so far on this rank; None for a metric object and for what is logged by step alone."""
+    if not (logged.is_tensor and logged.meta.on_epoch):
+        return None
+    mean: Tensor = logged.value / (logged.cumulated_batch_size if logged.meta.is_mean_reduction else 1)
+    return mean
+
+
+# Metrics
+
+
+def state_defaults(metric: Metric) -> Mapping[str, Any]:
+    """The names of a metric's states, and what they are before the first update."""
+    return metric._defaults
+
+
+def saves_states(metric: Metric) -> bool:
+    """Whether its states go into the module's state dict."""
+    return any(metric._persistent.values())
+
+
+def joined(metric: Metric, twin: Metric, calls: Sequence[tuple[tuple[Any, ...], dict[str, Any]]]) -> None:
+    """Let a metric's value on the step be that of several calls of its ``forward``, and not of the last one.
+
+    Args:
+        metric: that was called.
+        twin: a clone of it, whose states are used.
+        calls: positional and named arguments of each.
+    """
+    twin.reset()
+    twin._to_sync = False  # as in forward
+    for args, kwargs in calls:
+        twin.update(*args, **twin._filter_kwargs(**kwargs))
+    metric._forward_cache = twin.compute()
+    twin.reset()
+
+
+# Trainers
+
+
+def detects_anomalies(trainer: pl.Trainer) -> bool:
+    """The setting ``detect_anomaly``."""
+    return trainer._detect_anomaly
+
+
+def records_modules(profiler: Profiler) -> bool:
+    """Whether a profiler has hooks on the modules."""
+    return getattr(profiler, "_record_module_names", False)
 
 
 def average_of(trainer: pl.Trainer, module: nn.Module) -> str | None:
@@ -14,3 +169,104 @@ def average_of(trainer: pl.Trainer, module: nn.Module) -> str | None:
             if all(torch.equal(mine, average) for mine, average in pairs):
                 return type(callback).__name__
     return None
+
+
+def is_due(progress_bar: TQDMProgressBar, current: int, total: int) -> bool:
+    """Whether the bar is to be drawn again after ``current`` of ``total``."""
+    return progress_bar._should_update(current, total)
+
+
+def silence_sigterm(trainer: pl.Trainer) -> None:
+    """Lightning's own handler of SIGTERM comes before others, and runs a collective wherever a rank happens to be."""
+    vars(trainer._signal_connector)["_sigterm_notifier_fn"] = lambda number, frame: None
+
+
+def put_back_handlers(trainer: pl.Trainer, handlers: Mapping[int, Any]) -> None:
+    """Undo `silence_sigterm`, and set these handlers, which Lightning shall not exchange behind an exception."""
+    connector = trainer._signal_connector
+    vars(connector).pop("_sigterm_notifier_fn", None)
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+        connector._original_handlers.pop(signal.Signals(number), None)
+
+
+# Processes
+
+
+class ScriptLauncher(_SubprocessScriptLauncher):
+    """Starts the other processes of a machine by the command line of this one."""
+
+    def before_start(self) -> None:
+        """Called before they are started."""
+
+    def _call_children_scripts(self) -> None:
+        self.before_start()
+        super()._call_children_scripts()
+
+
+class ProcessStrategy(DDPStrategy):
+    """Lightning's ``ddp`` with a launcher of its own where it starts processes by the command line."""
+
+    launcher_class: Callable[..., ScriptLauncher] = ScriptLauncher
+
+    def _configure_launcher(self) -> None:
+        super()._configure_launcher()
+        if self._start_method == "popen" and self.cluster_environment is not None:
+            self._launcher = self.launcher_class(self.cluster_environment, self.num_processes, self.num_nodes)
+
+
+def start_method(strategy: DDPStrategy) -> str:
+    """How the other processes of a machine are started: popen, fork or spawn."""
+    return strategy._start_method
+
+
+def strategy_for(**settings: Any) -> Strategy:
+    """The strategy that a Trainer would choose for these of its settings, here and now."""
+    return _AcceleratorConnector(**settings).strategy
+
+
+# The command line
+
+
+class CommandLine(LightningCLI):
+    """LightningCLI, whose steps are open to subclasses."""
+
+    def set_seed(self) -> None:
+        """Seed everything as ``seed_everything`` says."""
+        super()._set_seed()
+
+    def read_checkpoint_settings(self) -> None:
+        """Take the module's settings from the checkpoint of ``ckpt_path``."""
+        super()._parse_ckpt_path()
+
+    def run_command(self, command: str) -> None:
+        """Call the method of the trainer."""
+        super()._run_subcommand(command)
+
+    def setting(self, config: Any, name: str, default: Any = None) -> Any:
+        """The value of a setting of the command that runs."""
+        return self._get(config, name, default=default)
+
+    def make_trainer(self, settings: dict[str, Any]) -> pl.Trainer:
+        """A Trainer with these settings."""
+        return self._instantiate_trainer(settings, [])
+
+    def parser_of(self, command: str) -> LightningArgumentParser:
+        """The parser of a command's options."""
+        return self._parser(command)
+
+    def _set_seed(self) -> None:
+        self.set_seed()
+
+    def _parse_ckpt_path(self) -> None:
+        self.read_checkpoint_settings()
+
+    def _run_subcommand(self, subcommand: str) -> None:
+        self.run_command(subcommand)
+
+
+def flags_of(parser: LightningArgumentParser) -> set[str]:
+    """The options of a parser and of its commands, without their dashes."""
+    commands = [action.choices.values() for action in parser._actions if isinstance(action.choices, dict)]
+    parsers = [parser, *(one for choices in commands for one in choices)]
+    return {option.removeprefix("--") for one in parsers for option in one._option_string_actions}

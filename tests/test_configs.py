@@ -56,7 +56,7 @@ def instantiate(*arguments):
     """The command line up to, and without, ``fit``."""
 
     class Instantiated(TrainingCLI):
-        def _run_subcommand(self, subcommand):
+        def run_command(self, command):
             pass
 
     return Instantiated(

@@ -7,6 +7,7 @@ from lightning.pytorch.callbacks import TQDMProgressBar
 from lightning.pytorch.callbacks.progress.tqdm_progress import Tqdm
 
 from dp_lightning.callbacks.privacy import privacy_of
+from dp_lightning.lightning_internals import is_due
 
 
 class PrivateProgressBar(TQDMProgressBar):
@@ -35,7 +36,7 @@ class PrivateProgressBar(TQDMProgressBar):
         if steps == self.train_progress_bar.n:
             return None
         self.train_progress_bar.n = steps
-        if self._should_update(steps, privacy.plan.num_steps):
+        if is_due(self, steps, privacy.plan.num_steps):
             self.train_progress_bar.set_postfix(self.get_metrics(trainer, pl_module), refresh=False)
             self.train_progress_bar.refresh()
         return None

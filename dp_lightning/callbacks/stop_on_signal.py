@@ -16,6 +16,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from dp_lightning.callbacks.privacy import PrivacyCallback, privacy_of
 from dp_lightning.errors import ConfigurationError
+from dp_lightning.lightning_internals import put_back_handlers, silence_sigterm
 from dp_lightning.private_run.finished_run import checkpoint_folder
 from dp_lightning.private_run.slurm import leave_mark, requeue, slurm_job
 from dp_lightning.strategies.launcher import starter_of
@@ -57,8 +58,7 @@ class StopOnSignal(pl.Callback):
         self._put_back_handlers(trainer)
         for number in (signal.SIGTERM, signal.SIGINT, *((_REQUEUE,) if slurm_job() else ())):
             self._before[number] = signal.signal(number, note)
-        # Lightning's own handler of SIGTERM comes before this one, and runs a collective wherever a rank happens to be.
-        vars(trainer._signal_connector)["_sigterm_notifier_fn"] = lambda number, frame: None
+        silence_sigterm(trainer)
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
         privacy = _privacy(trainer)
@@ -92,12 +92,7 @@ class StopOnSignal(pl.Callback):
         self._put_back_handlers(trainer)
 
     def _put_back_handlers(self, trainer: pl.Trainer) -> None:
-        vars(trainer._signal_connector).pop("_sigterm_notifier_fn", None)
-        # What Lightning puts back behind an exception.
-        kept = trainer._signal_connector._original_handlers
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-            kept.pop(signal.Signals(number), None)
+        put_back_handlers(trainer, self._before)
         self._before = {}
 
     def _leave(self, trainer: pl.Trainer, number: int) -> NoReturn:

@@ -19,14 +19,14 @@ _SEED = "--seed_everything="
 class Stopped(TrainingCLI):
     """Makes model, data and trainer, and stops there."""
 
-    def _run_subcommand(self, subcommand: str) -> None:
+    def run_command(self, command: str) -> None:
         pass
 
 
 class _Prepared(Stopped):
     """The same without pretrained weights, and without a seed of its own."""
 
-    def _set_seed(self) -> None:
+    def set_seed(self) -> None:
         pass
 
     def instantiate_classes(self) -> None:
@@ -74,7 +74,7 @@ class Composer:
             self._cli = command_line(line, _Composed)
         else:
             self._cli.parse_arguments(self._cli.parser, line)
-        text: str = self._cli._parser("fit").dump(self._cli.config.fit, skip_link_targets=True)
+        text: str = self._cli.parser_of("fit").dump(self._cli.config.fit, skip_link_targets=True)
         return text
 
 

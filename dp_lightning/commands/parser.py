@@ -14,6 +14,7 @@ from yaml import YAMLError
 from dp_lightning import datamodules, lightning_modules, postprocess
 from dp_lightning.errors import ConfigurationError
 from dp_lightning.foreign_text import LARGEST_YAML, load_yaml, read_text
+from dp_lightning.lightning_internals import flags_of
 
 # Imported, their classes are also found by their short names in YAML.
 _ROOMS = (datamodules, lightning_modules, postprocess, optim)
@@ -59,15 +60,9 @@ class StrictParser(LightningArgumentParser):
                 f"torch's, or the whole path, package.module.Class.{f' Did you mean {near[0]}?' if near else ''}"
             ) from ex
         if unknown is not None:
-            near = difflib.get_close_matches(unknown[1], self._known(), n=1, cutoff=0.8)
+            near = difflib.get_close_matches(unknown[1], flags_of(self), n=1, cutoff=0.8)
             hint = f". Did you mean {near[0]}?" if near else ""
         raise ConfigurationError(f"{shortened(message.strip())}{hint}") from ex
-
-    def _known(self) -> set[str]:
-        """Settings of this parser and of its commands."""
-        commands = [action.choices.values() for action in self._actions if isinstance(action.choices, dict)]
-        parsers = [self, *(parser for choices in commands for parser in choices)]
-        return {option.removeprefix("--") for parser in parsers for option in parser._option_string_actions}
 
 
 def shortened(message: str) -> str:

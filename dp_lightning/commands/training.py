@@ -13,9 +13,8 @@ import lightning.pytorch as pl
 from jsonargparse import Namespace
 from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.pytorch.callbacks import ProgressBar
-from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, ReduceLROnPlateau, SaveConfigCallback
+from lightning.pytorch.cli import LightningArgumentParser, ReduceLROnPlateau, SaveConfigCallback
 from lightning.pytorch.strategies import DDPStrategy
-from lightning.pytorch.trainer.connectors.accelerator_connector import _AcceleratorConnector
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
@@ -36,6 +35,7 @@ from dp_lightning.commands.memory import keep_freed_memory
 from dp_lightning.commands.parser import StrictParser, shortened
 from dp_lightning.commands.plausible import require_plausible
 from dp_lightning.errors import ConfigurationError, DataError, DpLightningError
+from dp_lightning.lightning_internals import CommandLine, strategy_for
 from dp_lightning.lightning_modules.schedules import WarmupCosine
 from dp_lightning.private_run.latest_run import where_to_start
 from dp_lightning.private_run.saved_model import SavedModel
@@ -48,7 +48,7 @@ from dp_lightning.strategies.private import NAME as PRIVATE_STRATEGY
 _MOST_DEVICES, _MOST_NODES = 1024, 65_536
 
 
-class TrainingCLI(LightningCLI):
+class TrainingCLI(CommandLine):
     """The command line of a private run."""
 
     privacy: PrivacyCallback
@@ -75,15 +75,15 @@ class TrainingCLI(LightningCLI):
             if not isinstance(settings.get(group), Namespace):
                 raise ConfigurationError(f"{group} must be a mapping of its settings, as in {group}: {{...}}.")
 
-    def _set_seed(self) -> None:
+    def set_seed(self) -> None:
         with refusals("seed_everything"):
-            super()._set_seed()
+            super().set_seed()
 
     def instantiate_classes(self) -> None:
         with refusals("A class of the configuration refuses its settings"):
             super().instantiate_classes()
 
-    def _parse_ckpt_path(self) -> None:
+    def read_checkpoint_settings(self) -> None:
         """Take the module's settings from the checkpoint, as Lightning does, but no setting that it has not."""
         command = self.config.get("subcommand")
         path = self.config[command].get("ckpt_path") if command else None
@@ -115,13 +115,13 @@ class TrainingCLI(LightningCLI):
         """Refuse a precision here: on a CPU Lightning would turn 16-mixed into another one in silence."""
         if self.subcommand == "fit":
             check_precision(self.config.fit.trainer.precision)
-        data = self._get(self.config, "data")
+        data = self.setting(self.config, "data")
         if data is not None and data.class_path == "lightning.LightningDataModule":  # an empty mapping is parsed as it
             raise ConfigurationError(
                 "data names no data module. Set data.class_path, such as Digits or ImageFolder, and its settings in "
                 "data.init_args."
             )
-        path = self._get(self.config, "ckpt_path")
+        path = self.setting(self.config, "ckpt_path")
         if path is None and self.subcommand in ("validate", "test", "predict"):
             rank_zero_warn(
                 f"`dpl {self.subcommand}` without --ckpt_path takes the module as it is built: no training has changed "
@@ -134,10 +134,10 @@ class TrainingCLI(LightningCLI):
 
     def instantiate_trainer(self, **kwargs: Any) -> pl.Trainer:
         """The trainer with the privacy callback first, so that every other callback sees the privatized gradient."""
-        self.privacy = self._get(self.config_init, "privacy")
-        self.postprocess = self._get(self.config_init, "postprocess")
-        self.averaging = self._get(self.config_init, "averaging")
-        config: dict[str, Any] = {**self._get(self.config_init, "trainer", default={}), **kwargs}
+        self.privacy = self.setting(self.config_init, "privacy")
+        self.postprocess = self.setting(self.config_init, "postprocess")
+        self.averaging = self.setting(self.config_init, "averaging")
+        config: dict[str, Any] = {**self.setting(self.config_init, "trainer", default={}), **kwargs}
         _require_startable(config)
         trains = self.subcommand in ("fit", None)
         if trains and self.privacy.unit_of_privacy == "group":
@@ -157,7 +157,7 @@ class TrainingCLI(LightningCLI):
                 callbacks.append(PrivateProgressBar())
         config["callbacks"] = callbacks
         with _named_refusals(config):
-            trainer = self._instantiate_trainer(config, [])
+            trainer = self.make_trainer(config)
         check_folders(trainer)
         return trainer
 
@@ -172,10 +172,10 @@ class TrainingCLI(LightningCLI):
         when = {"monitor": lr_scheduler.monitor} if plateau else {"interval": "step"}
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": lr_scheduler, **when}}
 
-    def _run_subcommand(self, subcommand: str) -> None:
+    def run_command(self, command: str) -> None:
         """Run it; a checkpoint that does not fit is refused as data, whatever the code that restores it raises."""
         try:
-            super()._run_subcommand(subcommand)
+            super().run_command(command)
         except DpLightningError:
             raise
         except MisconfigurationException as error:
@@ -186,7 +186,7 @@ class TrainingCLI(LightningCLI):
             if not any(Path(frame.filename).name == "checkpoint_connector.py" for frame in restoring):
                 raise
             raise DataError(
-                f"ckpt_path {self.config_init[subcommand].get('ckpt_path')} does not fit this configuration: "
+                f"ckpt_path {self.config_init[command].get('ckpt_path')} does not fit this configuration: "
                 f"{shortened(str(error))} ({type(error).__name__})"
             ) from error
 
@@ -269,7 +269,7 @@ def _count_persons(data: Any) -> int:
 def _wants_processes(config: dict[str, Any]) -> bool:
     """Whether Lightning would start one process per device for these settings, here and now."""
     asked = {name: config[name] for name in ("accelerator", "devices", "num_nodes", "plugins") if name in config}
-    return isinstance(_AcceleratorConnector(**asked).strategy, DDPStrategy)
+    return isinstance(strategy_for(**asked), DDPStrategy)
 
 
 @contextmanager

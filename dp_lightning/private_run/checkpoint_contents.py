@@ -24,6 +24,7 @@ from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 from torchmetrics import Metric
 
 from dp_lightning.errors import ConfigurationError, ModelError
+from dp_lightning.lightning_internals import saves_states
 from dp_lightning.private_run.resume import PRIVATE_RUN
 from dp_lightning.private_run.unprotected import LoggedNumbers
 
@@ -109,7 +110,7 @@ def check_metrics(module: pl.LightningModule) -> None:
         ModelError: naming the metric.
     """
     for name, part in module.named_modules():
-        if isinstance(part, Metric) and any(part._persistent.values()):
+        if isinstance(part, Metric) and saves_states(part):
             raise ModelError(
                 f"The metric {name} saves its state with the model, and it is of raw examples. Call "
                 "metric.persistent(False)."

@@ -10,7 +10,6 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.trainer.connectors.data_connector import _DataLoaderSource
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.utils.data import (
@@ -24,6 +23,7 @@ from torch.utils.data import (
 )
 
 from dp_lightning.errors import ConfigurationError
+from dp_lightning.lightning_internals import LoaderSource, loader_source, set_loader_source
 from dp_lightning.privacy.groups import Groups
 from dp_lightning.privacy.randomness import WorkerSeeding
 from dp_lightning.privacy.reading import flatten
@@ -140,14 +140,14 @@ def warn_of_equal_views(dataset: Any) -> None:
         )
 
 
-class PrivateSource(_DataLoaderSource):
+class PrivateSource(LoaderSource):
     """Stands where the Trainer looks for the training loader of one fit, and hands out the private one.
 
     Attributes:
         private: the step that the loader is for; None before ``on_fit_start``.
     """
 
-    def __init__(self, source: _DataLoaderSource) -> None:
+    def __init__(self, source: LoaderSource) -> None:
         super().__init__(source.instance, source.name)
         self.private: PrivateStep | None = None
         self._num_train: int | None = None
@@ -155,7 +155,8 @@ class PrivateSource(_DataLoaderSource):
     @classmethod
     def stand_in(cls, trainer: pl.Trainer) -> "PrivateSource":
         """From here on the trainer asks a new one for its loader."""
-        trainer.fit_loop._data_source = source = cls(trainer.fit_loop._data_source)
+        source = cls(loader_source(trainer))
+        set_loader_source(trainer, source)
         return source
 
     @classmethod
@@ -165,7 +166,7 @@ class PrivateSource(_DataLoaderSource):
         Raises:
             ConfigurationError: where other code has exchanged it.
         """
-        source = trainer.fit_loop._data_source
+        source = loader_source(trainer)
         if not isinstance(source, cls):
             raise ConfigurationError("The trainer's training loader was exchanged between setup and on_fit_start.")
         return source

@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_map_only
 from torchmetrics import Metric, MetricCollection
 
 from dp_lightning.errors import ModelError
+from dp_lightning.lightning_internals import joined
 from dp_lightning.privacy.gradients.vmap import detached, level
 from dp_lightning.private_run.unprotected import POST_PROCESSING
 
@@ -186,13 +187,7 @@ class Observer:
             return
         if id(metric) not in self._twins:
             self._twins[id(metric)] = metric.clone()
-        twin = self._twins[id(metric)]
-        twin.reset()
-        twin._to_sync = False  # as in forward
-        for args, kwargs in tree_map_only(_OfAll, _OfAll.rows, inputs):
-            twin.update(*args, **twin._filter_kwargs(**kwargs))
-        metric._forward_cache = twin.compute()
-        twin.reset()
+        joined(metric, self._twins[id(metric)], tree_map_only(_OfAll, _OfAll.rows, inputs))
 
     def _deferred(self, metric: Metric | MetricCollection, name: str) -> Callable[..., Any]:
         call = getattr(metric, name)

@@ -15,6 +15,7 @@ from lightning.pytorch.strategies import SingleDeviceStrategy, Strategy
 from torch import Tensor, optim
 
 from dp_lightning.errors import ConfigurationError, ModelError
+from dp_lightning.lightning_internals import detects_anomalies, records_modules, start_method
 from dp_lightning.strategies.checkpoint_io import PrivateCheckpointIO
 from dp_lightning.strategies.private import NAME, PrivateStrategy
 
@@ -120,7 +121,7 @@ def _check_trainer(trainer: pl.Trainer) -> None:
         f"model into pieces. Set trainer.strategy: {NAME}.",
     )
     _refuse(
-        isinstance(trainer.strategy, PrivateStrategy) and trainer.strategy._start_method != "popen",
+        isinstance(trainer.strategy, PrivateStrategy) and start_method(trainer.strategy) != "popen",
         "trainer.strategy starts its processes by fork or spawn: what they spend would be lost with them. Leave "
         "start_method out, and run a script rather than a notebook.",
     )
@@ -148,9 +149,9 @@ def _check_trainer(trainer: pl.Trainer) -> None:
         "validation set trainer.limit_val_batches: 0.",
     )
     _refuse(settings.overfit_batches != 0, "trainer.overfit_batches repeats the same batch. Remove it.")
-    _refuse(trainer._detect_anomaly, "trainer.detect_anomaly stops at a step that depends on the data. Remove it.")
+    _refuse(detects_anomalies(trainer), "trainer.detect_anomaly stops at a step that depends on the data. Remove it.")
     _refuse(
-        getattr(trainer.profiler, "_record_module_names", False),  # type: ignore[attr-defined]
+        records_modules(trainer.profiler),  # type: ignore[attr-defined]
         f"trainer.profiler is {type(trainer.profiler).__name__}, whose hooks on modules keep something of each call. "  # type: ignore[attr-defined]
         "Set record_module_names: false in its init_args, or trainer.profiler: simple.",
     )

@@ -24,6 +24,7 @@ from torch.utils.data import DataLoader, Dataset
 from torchmetrics import Metric, MetricCollection, SumMetric
 
 from dp_lightning.errors import ConfigurationError, ModelError
+from dp_lightning.lightning_internals import CALL_BATCH_HOOK, state_defaults
 from dp_lightning.privacy.isolation.reachable import reachable
 from dp_lightning.privacy.reading import ExampleBatch
 from dp_lightning.privacy.sampling import epoch_start
@@ -35,7 +36,7 @@ from dp_lightning.private_run.step_logging import CALLS, Observer
 # Hooks of the module that Lightning calls for each physical batch: before one, and when it is over.
 _STARTS = ("on_train_batch_start",)
 _ENDS = ("on_before_zero_grad", "optimizer_zero_grad", "on_before_backward", "on_after_backward", "on_train_batch_end")
-_REPLACED = ("training_step", "optimizer_step", "lr_scheduler_step", "_call_batch_hook", *_STARTS, *_ENDS)
+_REPLACED = ("training_step", "optimizer_step", "lr_scheduler_step", CALL_BATCH_HOOK, *_STARTS, *_ENDS)
 # Attributes that libraries keep in their objects, and those that stand in front of methods during a step.
 _KEPT: tuple[tuple[type, set[str]], ...] = (
     (
@@ -104,7 +105,7 @@ class PrivateTrainingStep:
 
     def __init__(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         self._trainer, self._module, self._step = trainer, module, module.training_step
-        self._call_hook = module._call_batch_hook
+        self._call_hook = getattr(module, CALL_BATCH_HOOK)
         self._convert = trainer.precision_plugin.convert_input
         self._owners = [module, *filter(None, [getattr(trainer, "datamodule", None)])]
         self._own = {name: module.__dict__[name] for name in _REPLACED if name in module.__dict__}
@@ -166,7 +167,7 @@ class PrivateTrainingStep:
     def metric_states(self) -> list[Any]:
         """What metrics of the module gather from examples, and no constant."""
         found = [value for _, value in reachable(self._module, is_no_state) if isinstance(value, Metric)]
-        return [getattr(metric, name) for metric in found for name in metric._defaults]
+        return [getattr(metric, name) for metric in found for name in state_defaults(metric)]
 
     def take_place(self, private: PrivateStep) -> None:
         """Stand in front of the module's own methods until ``close``."""
@@ -206,7 +207,7 @@ class PrivateTrainingStep:
             state.note_settings()
 
         hooks = {name: self._once(name) for name in (*_STARTS, *_ENDS) if is_overridden(name, self._module)}
-        self._module.__dict__.update(hooks, training_step=training_step, _call_batch_hook=call_batch_hook)
+        self._module.__dict__.update(hooks, training_step=training_step, **{CALL_BATCH_HOOK: call_batch_hook})
         self._module.__dict__.update(optimizer_step=optimizer_step, lr_scheduler_step=lr_scheduler_step)
         vars(self._trainer.fit_loop.epoch_loop.automatic_optimization).update(output_result_cls=_SealedResult)
 
@@ -260,7 +261,7 @@ def is_no_state(owner: object, name: str) -> bool:
     ours = isinstance(owner, Observer) or (isinstance(owner, PrivateTrainingStep) and name != "_step")
     if ours or any(isinstance(owner, kind) and name in names for kind, names in _KEPT):
         return True
-    if isinstance(owner, Metric) and name in owner._defaults:
+    if isinstance(owner, Metric) and name in state_defaults(owner):
         return True
     value = getattr(owner, "__dict__", {}).get(name)
     of_the_data = isinstance(owner, pl.LightningDataModule) and isinstance(value, Dataset | DataLoader)

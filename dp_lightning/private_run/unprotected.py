@@ -10,6 +10,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from numpy.typing import NDArray
 from torch import Tensor
 
+from dp_lightning.lightning_internals import gathered_value, logged_in_step, logged_in_training
 from dp_lightning.private_run.trainer_checks import check_monitors
 
 #: Logged by the callbacks of this package, from public numbers and what the mechanism has released.
@@ -70,11 +71,10 @@ class Unprotected:
         Raises:
             ConfigurationError: when something is chosen by one of them.
         """
-        results = trainer.fit_loop.epoch_loop._results
-        raw = [result for result in results.values() if result.meta.name not in POST_PROCESSING]
+        raw = [result for result in logged_in_training(trainer) if result.meta.name not in POST_PROCESSING]
         for result in raw:
-            if isinstance(result._forward_cache, Tensor) and result._forward_cache.numel() == 1:
-                self.numbers.note(result.meta.name, result._forward_cache)
+            if (number := logged_in_step(result)) is not None:
+                self.numbers.note(result.meta.name, number)
         found = {result.meta.name for result in raw} - self.names
         if found:
             self.names |= found
@@ -82,10 +82,9 @@ class Unprotected:
 
     def note_epoch(self, trainer: pl.Trainer) -> None:
         """The numbers that this rank has gathered in the epoch so far."""
-        for result in trainer.fit_loop.epoch_loop._results.values():
-            if result.is_tensor and result.meta.on_epoch and result.meta.name not in POST_PROCESSING:
-                count = result.cumulated_batch_size if result.meta.is_mean_reduction else 1
-                self.numbers.note(result.meta.name, result.value / count)
+        for result in logged_in_training(trainer):
+            if result.meta.name not in POST_PROCESSING and (mean := gathered_value(result)) is not None:
+                self.numbers.note(result.meta.name, mean)
 
     def add_non_finite(self, count: Tensor) -> None:
         """Count examples, without waiting for their device."""

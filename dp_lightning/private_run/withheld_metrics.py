@@ -12,11 +12,16 @@ from typing import Any, NoReturn
 import lightning.pytorch as pl
 import numpy as np
 from lightning.pytorch.callbacks import ProgressBar
-from lightning.pytorch.trainer.connectors.logger_connector import _LoggerConnector
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from dp_lightning.errors import ModelError
+from dp_lightning.lightning_internals import (
+    LoggerConnector,
+    logger_connector,
+    set_logger_connector,
+    training_is_logged,
+)
 from dp_lightning.private_run.unprotected import POST_PROCESSING
 from dp_lightning.refusing import refuse_every_use
 
@@ -96,17 +101,16 @@ class _Shown(dict[str, Any]):
         return dict, (dict(self),)
 
 
-class WithholdingConnector(_LoggerConnector):
+class WithholdingConnector(LoggerConnector):
     """Stands in the place of a trainer's connector to its loggers, and shares its state."""
 
-    def __init__(self, connector: _LoggerConnector) -> None:
+    def __init__(self, connector: Any) -> None:
         self.__dict__ = connector.__dict__
 
     @property
     def metrics(self) -> Any:
         metrics: Any = super().metrics
-        results = self.trainer._results
-        if results is not None and results.training:
+        if training_is_logged(self.trainer):
             return {kind: _withheld(values) for kind, values in metrics.items()}
         return metrics
 
@@ -134,7 +138,8 @@ class WithholdingConnector(_LoggerConnector):
 
     def log_metrics(self, metrics: Any, step: int | None = None) -> None:
         super().log_metrics(_given_back(metrics), step)
-        self._logged_metrics.update({name: metrics[name] for name in metrics.keys() & self._logged_metrics.keys()})
+        _, logged, _ = self.kept
+        logged.update({name: metrics[name] for name in metrics.keys() & logged.keys()})
 
 
 class _OpenTrainer:
@@ -164,8 +169,8 @@ class _GetMetrics:
 
 def withhold(trainer: pl.Trainer) -> None:
     """From here on, what is logged while training is withheld from hooks, callbacks and schedules."""
-    if not isinstance(trainer._logger_connector, WithholdingConnector):
-        trainer._logger_connector = WithholdingConnector(trainer._logger_connector)
+    if not isinstance(connector := logger_connector(trainer), WithholdingConnector):
+        set_logger_connector(trainer, WithholdingConnector(connector))
     for progress_bar, own in _progress_bars(trainer):
         if not isinstance(own.get("get_metrics"), _GetMetrics):
             before = {name: own[name] for name in ("get_metrics",) if name in own}
@@ -177,11 +182,9 @@ def give_back(trainer: pl.Trainer) -> None:
     for _, own in _progress_bars(trainer):
         if isinstance(own.get("get_metrics"), _GetMetrics):
             own.update(own.pop("get_metrics").before)
-    if isinstance(trainer._logger_connector, WithholdingConnector):
-        plain = object.__new__(_LoggerConnector)
-        plain.__dict__ = trainer._logger_connector.__dict__
-        trainer._logger_connector = plain
-        for values in (plain._callback_metrics, plain._logged_metrics, plain._progress_bar_metrics):
+    if isinstance(connector := logger_connector(trainer), WithholdingConnector):
+        set_logger_connector(trainer, None)
+        for values in connector.kept:
             values.update(_given_back(values))
 
 

@@ -11,7 +11,7 @@ import threading
 import time
 from contextlib import suppress
 
-from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
+from dp_lightning.lightning_internals import ScriptLauncher
 
 # The process id of the rank that has started this one.
 _STARTED_BY = "DPL_STARTED_BY"
@@ -19,12 +19,12 @@ _STARTED_BY = "DPL_STARTED_BY"
 _SECONDS = 10.0
 
 
-class WatchedLauncher(_SubprocessScriptLauncher):
+class WatchedLauncher(ScriptLauncher):
     """Lightning's launcher; tells each rank which process has started it."""
 
-    def _call_children_scripts(self) -> None:
+    def before_start(self) -> None:
+        """They inherit who starts them."""
         os.environ[_STARTED_BY] = str(os.getpid())
-        super()._call_children_scripts()
 
 
 def starter_of(local_rank: int) -> int | None:

@@ -8,25 +8,22 @@ module as it is.
 
 import lightning.pytorch as pl
 import torch.distributed
-from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
+from lightning.pytorch.strategies import StrategyRegistry
 
+from dp_lightning.lightning_internals import ProcessStrategy
 from dp_lightning.ranks import Ranks
 from dp_lightning.strategies.launcher import WatchedLauncher, end_with, starter_of
 
 NAME = "dp_ddp"
 
 
-class PrivateStrategy(DDPStrategy):
+class PrivateStrategy(ProcessStrategy):
     """Private training on several devices and nodes, one process each; gloo on CPUs and NCCL on GPUs.
 
     Takes the arguments of ``DDPStrategy`` that concern processes, such as ``timeout`` and ``process_group_backend``.
     """
 
-    def _configure_launcher(self) -> None:
-        super()._configure_launcher()
-        if self._start_method == "popen":
-            assert self.cluster_environment is not None
-            self._launcher = WatchedLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
+    launcher_class = WatchedLauncher
 
     def setup_environment(self) -> None:
         """Meet the other ranks."""

@@ -1,0 +1,217 @@
+"""Private members of libraries stand in one file for each family of libraries, and each of them is there."""
+
+import ast
+import signal
+from importlib.metadata import version
+from pathlib import Path
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.fabric.plugins.environments import LightningEnvironment
+from lightning.pytorch.callbacks import TQDMProgressBar
+from lightning.pytorch.cli import LightningArgumentParser
+from lightning.pytorch.profilers import PyTorchProfiler, SimpleProfiler
+from lightning.pytorch.strategies import DDPStrategy
+from torch.utils.data import DataLoader, TensorDataset
+from torchmetrics import MeanMetric, MetricCollection
+
+import dp_lightning
+from dp_lightning import lightning_internals as internals
+
+PACKAGE = Path(dp_lightning.__file__).parent
+LINES = (PACKAGE.parent / "constraints.txt").read_text().splitlines()
+PINNED = dict(line.split("==") for line in LINES if "==" in line and not line.startswith("#"))
+
+
+def names_in(tree):
+    """What a file defines, whatever its kind."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            yield node.name
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and ast.unparse(node.value) == "self":
+            yield node.attr
+
+
+def private(name):
+    return name.startswith("_") and not name.startswith("__")
+
+
+def foreign_members(tree, own):
+    """Private attributes and imports that the package itself does not define."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and private(node.attr) and node.attr not in own:
+            yield node.attr
+        elif isinstance(node, ast.ImportFrom) and not str(node.module).startswith("dp_lightning"):
+            parts = str(node.module).split(".")
+            yield from (part for part in parts if private(part))
+            yield from (alias.name for alias in node.names if private(alias.name))
+
+
+class Fit(pl.LightningModule):
+    """Logs by step, by epoch and as a metric, and notes what the internals say meanwhile."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.mean, self.said = torch.nn.Linear(2, 1), MeanMetric(), []
+
+    def training_step(self, batch, batch_idx):
+        loss = self.layer(batch[0]).mean()
+        self.log("both", loss, on_step=True, on_epoch=True)
+        self.log("total", torch.tensor(2.0), on_step=False, on_epoch=True, reduce_fx="sum")
+        self.mean(loss.detach())
+        self.log("metric", self.mean)
+        return loss
+
+    def on_train_batch_end(self, *args):
+        logged = {one.meta.name: one for one in internals.logged_in_training(self.trainer)}
+        step = {name: internals.logged_in_step(one) for name, one in logged.items()}
+        gathered = {name: internals.gathered_value(one) for name, one in logged.items()}
+        self.said.append((internals.training_is_logged(self.trainer), step, gathered))
+
+    def train_dataloader(self):
+        return DataLoader(TensorDataset(torch.randn(4, 2)), batch_size=2)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.0)
+
+
+def trainer(tmp_path, **kwargs):
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_model_summary": False}
+    return pl.Trainer(max_epochs=1, accelerator="cpu", devices=1, default_root_dir=tmp_path, **quiet, **kwargs)
+
+
+def test_the_versions_that_were_tried_are_those_that_are_installed_here():
+    assert {name: PINNED[name] for name in internals.TRIED} == internals.TRIED
+    assert all(version(name) == tried for name, tried in internals.TRIED.items())
+
+
+def test_what_a_fit_logs(tmp_path):
+    module, run = Fit(), trainer(tmp_path, enable_progress_bar=False)
+    run.fit(module)
+    (_, *_), (training, step, gathered) = module.said
+    assert training
+    assert step["both"].numel() == 1
+    assert gathered["total"] == 4
+    assert gathered["both"].numel() == 1
+    assert gathered["metric"] is None
+    kept = internals.LoggerConnector.kept.fget(internals.logger_connector(run))
+    assert "both" in kept[0] and all(isinstance(shown, dict) for shown in kept)  # noqa: PT018
+
+
+def test_the_connector_to_loggers_is_exchanged_and_put_back(tmp_path):
+    run = trainer(tmp_path)
+    own = internals.logger_connector(run)
+    mine = internals.LoggerConnector(run)
+    internals.set_logger_connector(run, mine)
+    assert internals.logger_connector(run) is mine
+    run.callback_metrics["a"] = torch.tensor(1.0)
+    internals.set_logger_connector(run, None)
+    assert type(internals.logger_connector(run)) is type(own)
+    assert not internals.training_is_logged(run)
+
+
+def test_the_loader_of_a_trainer_is_exchanged(tmp_path):
+    class Source(internals.LoaderSource):
+        def dataloader(self):
+            return DataLoader(TensorDataset(torch.ones(2, 2)), batch_size=1)
+
+    class Exchanges(Fit):
+        def on_fit_start(self):
+            source = internals.loader_source(self.trainer)
+            internals.set_loader_source(self.trainer, Source(source.instance, source.name))
+
+    module = Exchanges()
+    trainer(tmp_path, enable_progress_bar=False).fit(module)
+    assert len(module.said) == 2
+
+
+def test_the_hook_of_a_batch_is_called_by_its_name(tmp_path):
+    module, called = Fit(), []
+    hook = getattr(module, internals.CALL_BATCH_HOOK)
+    module.__dict__[internals.CALL_BATCH_HOOK] = lambda name, *args: called.append(name) or hook(name, *args)
+    trainer(tmp_path, enable_progress_bar=False).fit(module)
+    assert called[:3] == ["on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer"]
+
+
+def test_states_of_metrics():
+    metric = MeanMetric()
+    assert set(internals.state_defaults(metric)) == {"mean_value", "weight"}
+    assert not internals.saves_states(metric)
+    metric.persistent(True)
+    assert internals.saves_states(metric)
+    internals.joined(metric, metric.clone(), [((torch.tensor(1.0),), {}), ((torch.tensor(4.0),), {"weight": 2.0})])
+    assert metric._forward_cache == 3
+    assert MetricCollection([metric])  # whose members are called alike
+
+
+def test_settings_of_trainers(tmp_path):
+    assert internals.detects_anomalies(trainer(tmp_path, detect_anomaly=True))
+    assert not internals.detects_anomalies(trainer(tmp_path))
+    assert internals.records_modules(PyTorchProfiler(record_module_names=True))
+    assert not internals.records_modules(SimpleProfiler())
+    assert isinstance(internals.strategy_for(accelerator="cpu", devices=2), DDPStrategy)
+    bar = TQDMProgressBar(refresh_rate=3)
+    assert [internals.is_due(bar, step, 8) for step in (2, 3, 8)] == [False, True, True]
+
+
+def test_signals_are_let_through_and_put_back(tmp_path):
+    run, before = trainer(tmp_path), signal.getsignal(signal.SIGTERM)
+    try:
+        connector = run._signal_connector
+        connector.register_signal_handlers()
+        internals.silence_sigterm(run)
+        assert connector._sigterm_notifier_fn(15, None) is None
+        internals.put_back_handlers(run, {signal.SIGTERM: before})
+        assert signal.getsignal(signal.SIGTERM) is before
+        assert signal.SIGTERM not in connector._original_handlers
+        assert type(connector)._sigterm_notifier_fn.__get__(connector) == connector._sigterm_notifier_fn
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_the_launcher_of_a_strategy(monkeypatch):
+    started = []
+
+    class Launcher(internals.ScriptLauncher):
+        def before_start(self):
+            started.append(self.num_processes)
+            raise KeyboardInterrupt  # nothing is started here
+
+    class Strategy(internals.ProcessStrategy):
+        launcher_class = Launcher
+
+    strategy = Strategy(parallel_devices=[torch.device("cpu")] * 2)
+    assert internals.start_method(strategy) == "popen"
+    strategy.cluster_environment = LightningEnvironment()
+    strategy._configure_launcher()
+    with pytest.raises(KeyboardInterrupt):
+        strategy.launcher.launch(lambda: None)
+    assert started == [2]
+
+
+def test_the_steps_of_the_command_line(tmp_path):
+    called = []
+
+    class Steps(internals.CommandLine):
+        def set_seed(self):
+            called.append("seed")
+            super().set_seed()
+
+        def read_checkpoint_settings(self):
+            called.append("checkpoint")
+            super().read_checkpoint_settings()
+
+        def run_command(self, command):
+            called.append((command, self.setting(self.config, "ckpt_path"), self.parser_of(command)))
+
+    arguments = ["fit", f"--trainer.default_root_dir={tmp_path}", "--trainer.logger=false", "--trainer.accelerator=cpu"]
+    cli = Steps(Fit, args=arguments, save_config_callback=None)
+    assert called[:2] == ["checkpoint", "seed"]
+    command, path, parser = called[2]
+    assert (command, path, isinstance(parser, LightningArgumentParser)) == ("fit", None, True)
+    assert {"config", "trainer.max_epochs"} <= internals.flags_of(parser)
+    made = cli.make_trainer({"logger": False, "accelerator": "cpu", "callbacks": []})
+    assert isinstance(made, pl.Trainer)
