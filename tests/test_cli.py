@@ -23,6 +23,7 @@ from dp_lightning.datamodules import Digits
 
 ROOT = Path(__file__).parents[1]
 DIGITS = str(ROOT / "configs" / "digits.yaml")
+MUON = str(ROOT / "configs" / "fragments" / "postprocess" / "dp_muon.yaml")
 COMMANDS = ("fit", "validate", "test", "predict", "account")
 
 
@@ -313,7 +314,7 @@ def finished(tmp_path_factory):
     root = tmp_path_factory.mktemp("run")
     main(
         [
-            *("fit", "--config", DIGITS, "--config", str(ROOT / "configs" / "postprocess" / "dp_muon.yaml")),
+            *("fit", "--config", DIGITS, "--config", MUON),
             *("--privacy.expected_batch_size", "100", "--privacy.max_physical_batch_size", "40"),
             *("--privacy.accountant", "rdp", "--trainer.max_epochs", "2", "--trainer.log_every_n_steps", "1"),
             *("--data.init_args.val_fraction", "0.1", "--trainer.default_root_dir", str(root)),

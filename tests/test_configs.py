@@ -18,8 +18,9 @@ from dp_lightning.strategies.private import PrivateStrategy
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 RUNS = sorted(CONFIGS.glob("*.yaml"))
-CLUSTERS = sorted((CONFIGS / "clusters").glob("*.yaml"))
-FRAGMENTS = sorted((CONFIGS / "postprocess").glob("*.yaml"))
+AVERAGING = CONFIGS / "fragments" / "averaging" / "ema.yaml"
+CLUSTERS = sorted((CONFIGS / "fragments" / "clusters").glob("*.yaml"))
+FRAGMENTS = sorted((CONFIGS / "fragments" / "postprocess").glob("*.yaml"))
 N = {
     "cifar10": 50_000,
     "cifar100": 50_000,
@@ -209,7 +210,7 @@ def test_views_and_an_average_of_weights_compose_with_a_run(tmp_path):
     quiet = ["--trainer.logger", "false", "--trainer.enable_progress_bar", "false", "--trainer.accelerator", "cpu"]
     main(
         [
-            *("fit", "--config", str(CONFIGS / "digits.yaml"), "--config", str(CONFIGS / "averaging" / "ema.yaml")),
+            *("fit", "--config", str(CONFIGS / "digits.yaml"), "--config", str(AVERAGING)),
             *("--privacy.augmult", "4", "--privacy.accountant", "rdp", *quiet),
             *("--trainer.max_steps", "6", "--trainer.default_root_dir", str(tmp_path)),
         ]

@@ -143,7 +143,7 @@ def test_a_command_of_an_audit_builds_its_runs(line, workplace):
     assert runs.noise_standard_deviation > 0
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "configs/sweeps").glob("*.yaml")), ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", sorted((ROOT / "configs/grids").glob("*.yaml")), ids=lambda path: path.stem)
 def test_the_list_of_grids_has_their_runs_and_costs(path):
     sizes = {"tiny_imagenet": 100_000, "imagenet": 4 * 1_281_167, "svhn": 73_257, "digits": 1437}
     examples = next((count for name, count in sizes.items() if name in path.stem), 50_000)
@@ -315,13 +315,14 @@ def test_an_export_is_shown_as_it_is_called():
 
 
 def test_every_fragment_is_on_the_page_of_methods():
-    listed = re.findall(r"`(configs/postprocess/[^`]+)`", METHODS)
-    assert sorted(listed) == sorted(f"configs/postprocess/{p.name}" for p in (ROOT / "configs/postprocess").iterdir())
+    listed = re.findall(r"`(configs/fragments/postprocess/[^`]+)`", METHODS)
+    folder = "configs/fragments/postprocess"
+    assert sorted(listed) == sorted(f"{folder}/{path.name}" for path in (ROOT / folder).iterdir())
 
 
 def test_every_configuration_is_in_the_table_and_no_other():
     listed = set(re.findall(r"^\| `(configs/[^`]+)`", README, re.MULTILINE))
-    grids = set((ROOT / "configs/sweeps").iterdir())  # they have a table of their own
+    grids = set((ROOT / "configs/grids").iterdir())  # they have a table of their own
     assert listed == {str(path.relative_to(ROOT)) for path in set((ROOT / "configs").rglob("*.yaml")) - grids}
 
 

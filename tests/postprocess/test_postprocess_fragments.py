@@ -1,4 +1,4 @@
-"""Every fragment in configs/postprocess composes with a base configuration and is the method of its name."""
+"""Every fragment in configs/fragments/postprocess composes with a base configuration and is the method of its name."""
 
 from pathlib import Path
 
@@ -9,7 +9,7 @@ from lightning.pytorch.cli import instantiate_class
 
 from dp_lightning.callbacks import PostProcessCallback, PrivacyCallback
 
-FRAGMENTS = sorted((Path(__file__).parents[2] / "configs" / "postprocess").glob("*.yaml"))
+FRAGMENTS = sorted((Path(__file__).parents[2] / "configs" / "fragments" / "postprocess").glob("*.yaml"))
 
 # Learning rate, optimizer and transforms per method: Shanmugam et al. 2026, table of method hyperparameters.
 TABLE = {
