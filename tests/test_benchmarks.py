@@ -15,6 +15,8 @@ import yaml
 
 from dp_lightning.cli import main
 
+pytestmark = pytest.mark.benchmarks
+
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 
 
