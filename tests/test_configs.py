@@ -1,5 +1,7 @@
 """Every YAML file in ``configs/`` is parsed and instantiated, alone or composed with a run."""
 
+import copy
+import functools
 import json
 from pathlib import Path
 
@@ -39,6 +41,12 @@ SHAPES = {
 }
 # More than ten seconds on two busy cores, for many layers.
 HEAVY = {"wrn28_cifar10", "de_wrn40_cifar10", "nf_resnet50_imagenet", "vit_small_cifar100", "vit_small_cifar100_lora"}
+
+
+@functools.cache
+def content(path):
+    """Of a file that several tests read; whoever changes it copies it first."""
+    return yaml.safe_load(path.read_text())
 
 
 def data_of(path):
@@ -115,7 +123,7 @@ def two_steps_on_synthetic_images(path, tmp_path):
         test_images=images[:2],
         test_labels=labels[:2],
     )
-    config = yaml.safe_load(path.read_text())
+    config = copy.deepcopy(content(path))
     synthetic = {"path": str(tmp_path / "synthetic.npz"), "num_classes": classes, "eval_batch_size": 2}
     if "probe" in path.stem:
         config["data"]["init_args"]["images"] = {"class_path": "NpzImages", "init_args": synthetic}
@@ -179,7 +187,7 @@ def test_every_fragment_composes_with_a_run(path, tmp_path):
         *("--config", str(CONFIGS / "wrn16_cifar10.yaml"), "--config", str(path)),
         *("--trainer.accelerator", "cpu", "--trainer.default_root_dir", str(tmp_path)),
     )
-    fragment = yaml.safe_load(path.read_text())
+    fragment = content(path)
     names = [entry["class_path"] for entry in fragment["postprocess"]["transforms"] or []]
     assert [type(transform).__name__ for transform in cli.postprocess.chain.transforms] == names
     optimizer = cli.model.configure_optimizers.__func__.keywords["optimizer"]
@@ -201,7 +209,7 @@ def test_every_method_trains(path, tmp_path):
         ]
     )
     facts = json.loads((tmp_path / "privacy_statement.json").read_text())
-    names = [entry["class_path"] for entry in yaml.safe_load(path.read_text())["postprocess"]["transforms"]]
+    names = [entry["class_path"] for entry in content(path)["postprocess"]["transforms"]]
     assert facts["num_steps"] == 2
     assert facts["postprocessing"] == (", then ".join(names) or "none")
 
