@@ -8,7 +8,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -18,6 +17,7 @@ from jsonargparse import Namespace
 from PIL import Image
 
 from dp_lightning.cli import main
+from dp_lightning.commands import parser
 from dp_lightning.commands.foreign_modules import ForeignModules
 from dp_lightning.datamodules import Digits
 
@@ -46,10 +46,7 @@ def test_help_imports_neither_torch_nor_lightning():
         "import sys; from dp_lightning.cli import main; main(['--help']);"
         "assert not {'torch', 'lightning', 'opacus', 'numpy'} & set(sys.modules)"
     )
-    started = time.monotonic()
     assert python("-c", code).returncode == 0
-    # Not a measurement: importing torch alone takes longer than this on a slow machine.
-    assert time.monotonic() - started < 10
 
 
 def test_an_unknown_command_is_refused(capsys):
@@ -218,14 +215,16 @@ def test_a_wrong_setting_ends_with_one_message_before_data_is_touched(name, caps
 
 
 @pytest.mark.parametrize("content", [b"[" * 100_000, b"a: &a [*a]", b"\xff\xfe", bytes(2**21), b"x: " + b"9" * 9_999])
-def test_a_configuration_beyond_all_bounds_is_refused(content, tmp_path, capsys):
+def test_a_configuration_beyond_all_bounds_is_refused(content, tmp_path, capsys, monkeypatch):
     (tmp_path / "run.yaml").write_bytes(content)
-    started = time.process_time()
+    built = []  # to build the text of brackets takes 25 s
+    monkeypatch.setattr(parser, "_load", lambda text, load=parser._load: built.append(text) or load(text))
     with pytest.raises(SystemExit) as exit_:
         main(["fit", "--config", str(tmp_path / "run.yaml")])
     assert exit_.value.code == 2
     assert len(capsys.readouterr().err) < 3_000
-    assert time.process_time() - started < 5  # half a second; the text of brackets alone takes 25 s to read
+    # The number of many digits is within the bounds: it is the loader that refuses it.
+    assert (content in [text.encode() for text in built]) == content.endswith(b"9")
 
 
 def test_a_learning_rate_that_cannot_be_meant_is_refused(tmp_path, capsys):
