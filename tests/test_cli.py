@@ -99,7 +99,9 @@ def test_output_that_cannot_be_written_has_an_exit_code_of_its_own(unbuffered, f
         )
         os.close(output)
         assert shown.returncode == 74
-        assert re.fullmatch(rf"\s*dpl: error: the output cannot be written \({why}.*\)\.\n", shown.stderr)
+        (said,) = shown.stderr.strip().splitlines()
+        assert said.startswith("dpl: error: ")
+        assert why in said
     closed = [sys.executable, "-c", "import os, sys; os.close(1); os.execv(sys.executable, sys.argv[1:])"]
     assert subprocess.run([*closed, sys.executable, *command], cwd=ROOT, timeout=60).returncode == failed
 
@@ -284,7 +286,8 @@ def test_what_the_first_step_refuses_ends_with_one_message_and_releases_nothing(
     assert exit_.value.code == 2
     error = capsys.readouterr().err
     assert "Traceback" not in error
-    assert re.search("error: .*BatchNorm.*one_by_one|error: .*BatchNorm.*batch_norm", error, flags=re.DOTALL), error
+    assert "BatchNorm" in error
+    assert {"one_by_one", "batch_norm"} & set(re.findall(r"\w+", error))
     assert not list(tmp_path.rglob("privacy_statement*"))
 
 
