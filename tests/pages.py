@@ -5,6 +5,7 @@ CommonMark with tables, parsed by markdown-it-py: what a forge would show as a t
 
 from dataclasses import dataclass
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 
 from markdown_it import MarkdownIt
@@ -75,15 +76,23 @@ def links(text: str) -> list[str]:
     return [str(token.attrs["href"]) for token in _inline(text) if token.type == "link_open"]
 
 
+def headings(text: str, level: int) -> list[str]:
+    """The headings of a level, 1 to 6."""
+    tokens = _tokens(text)
+    return [
+        after.content for token, after in pairwise(tokens) if (token.type, token.tag) == ("heading_open", f"h{level}")
+    ]
+
+
 def tables(text: str) -> list[Table]:
     """The tables, from the first to the last one."""
     found: list[list[list[Cell]]] = []
-    for before, token in zip([None, *_tokens(text)], _tokens(text), strict=False):
+    for before, token in pairwise(_tokens(text)):
         if token.type == "table_open":
             found.append([])
         elif token.type == "tr_open":
             found[-1].append([])
-        elif before is not None and before.type in ("th_open", "td_open"):
+        elif before.type in ("th_open", "td_open"):
             children = token.children or []
             code = tuple(child.content for child in children if child.type == "code_inline")
             found[-1][-1].append(Cell(token.content, "".join(child.content for child in children), code))

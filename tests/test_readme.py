@@ -30,7 +30,8 @@ from dp_lightning.private_run.trainer_checks import check_settings
 
 pytestmark = pytest.mark.docs
 
-DOCUMENTS = ("README.md", "configs/README.md", *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md"))))
+DOCUMENTS = ("README.md", "CHANGELOG.md", "SECURITY.md", "configs/README.md")
+DOCUMENTS += tuple(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md")))
 README, AUDIT, CLUSTERS = read("README.md"), read("docs/audit.md"), read("docs/clusters.md")
 PERFORMANCE, METHODS, RECIPES = read("docs/performance.md"), read("docs/methods.md"), read("docs/recipes.md")
 COMMANDS = lines("bash", README)
