@@ -12,6 +12,7 @@ RUNS := runs/quickstart
 help:
 	@echo "make quickstart  train a small network privately on scikit-learn's digits and write its privacy statement"
 	@echo "make test        run the linters and the tests"
+	@echo "                 without those of the documentation and the benchmarks: $(BIN)/pytest -m 'not docs and not benchmarks'"
 	@echo "make lint        run the linters alone"
 	@echo "make bench       time one training step against the ordinary one and Opacus, by model (an hour or more on a CPU)"
 	@echo "make mutants     apply faults that would break a promise, and see that the tests notice (before a release)"

@@ -168,7 +168,7 @@ class Outcome:
 def configurations(count: int, seed: int) -> Iterator[Case]:
     """`count` configurations, the same for the same seed: those of `configs` and a small one, changed."""
     chance = random.Random(seed)
-    fragments = [yaml.safe_load(path.read_text()) for path in sorted(CONFIGS.glob("postprocess/*.yaml"))]
+    fragments = [yaml.safe_load(path.read_text()) for path in sorted(CONFIGS.glob("fragments/postprocess/*.yaml"))]
     bases = [SMALL, *({**SMALL, **fragment} for fragment in fragments)]
     bases += [_one_step(yaml.safe_load(path.read_text())) for path in sorted(CONFIGS.glob("*.yaml"))]
     for number in range(count):

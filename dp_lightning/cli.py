@@ -26,7 +26,7 @@ commands:
   verify    check a run's statement against its journal and its weights: dpl verify RUN
   audit     test the noise and the clipping of a configuration: dpl audit --config configs/digits.yaml
   account   price a run before it starts: three of epsilon, sigma, steps and batch size give the fourth
-  sweep     the runs of a grid: dpl sweep configs/sweeps/digits.yaml
+  sweep     the runs of a grid: dpl sweep configs/grids/digits.yaml
   report    the tables and figures of a grid's runs, beside the paper's numbers
   analyze   signal and noise of a run's gradients: dpl analyze snr --config configs/digits.yaml
 

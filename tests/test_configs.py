@@ -1,5 +1,7 @@
 """Every YAML file in ``configs/`` is parsed and instantiated, alone or composed with a run."""
 
+import copy
+import functools
 import json
 from pathlib import Path
 
@@ -18,8 +20,9 @@ from dp_lightning.strategies.private import PrivateStrategy
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 RUNS = sorted(CONFIGS.glob("*.yaml"))
-CLUSTERS = sorted((CONFIGS / "clusters").glob("*.yaml"))
-FRAGMENTS = sorted((CONFIGS / "postprocess").glob("*.yaml"))
+AVERAGING = CONFIGS / "fragments" / "averaging" / "ema.yaml"
+CLUSTERS = sorted((CONFIGS / "fragments" / "clusters").glob("*.yaml"))
+FRAGMENTS = sorted((CONFIGS / "fragments" / "postprocess").glob("*.yaml"))
 N = {
     "cifar10": 50_000,
     "cifar100": 50_000,
@@ -38,6 +41,12 @@ SHAPES = {
 }
 # More than ten seconds on two busy cores, for many layers.
 HEAVY = {"wrn28_cifar10", "de_wrn40_cifar10", "nf_resnet50_imagenet", "vit_small_cifar100", "vit_small_cifar100_lora"}
+
+
+@functools.cache
+def content(path):
+    """Of a file that several tests read; whoever changes it copies it first."""
+    return yaml.safe_load(path.read_text())
 
 
 def data_of(path):
@@ -114,7 +123,7 @@ def two_steps_on_synthetic_images(path, tmp_path):
         test_images=images[:2],
         test_labels=labels[:2],
     )
-    config = yaml.safe_load(path.read_text())
+    config = copy.deepcopy(content(path))
     synthetic = {"path": str(tmp_path / "synthetic.npz"), "num_classes": classes, "eval_batch_size": 2}
     if "probe" in path.stem:
         config["data"]["init_args"]["images"] = {"class_path": "NpzImages", "init_args": synthetic}
@@ -178,7 +187,7 @@ def test_every_fragment_composes_with_a_run(path, tmp_path):
         *("--config", str(CONFIGS / "wrn16_cifar10.yaml"), "--config", str(path)),
         *("--trainer.accelerator", "cpu", "--trainer.default_root_dir", str(tmp_path)),
     )
-    fragment = yaml.safe_load(path.read_text())
+    fragment = content(path)
     names = [entry["class_path"] for entry in fragment["postprocess"]["transforms"] or []]
     assert [type(transform).__name__ for transform in cli.postprocess.chain.transforms] == names
     optimizer = cli.model.configure_optimizers.__func__.keywords["optimizer"]
@@ -200,7 +209,7 @@ def test_every_method_trains(path, tmp_path):
         ]
     )
     facts = json.loads((tmp_path / "privacy_statement.json").read_text())
-    names = [entry["class_path"] for entry in yaml.safe_load(path.read_text())["postprocess"]["transforms"]]
+    names = [entry["class_path"] for entry in content(path)["postprocess"]["transforms"]]
     assert facts["num_steps"] == 2
     assert facts["postprocessing"] == (", then ".join(names) or "none")
 
@@ -209,7 +218,7 @@ def test_views_and_an_average_of_weights_compose_with_a_run(tmp_path):
     quiet = ["--trainer.logger", "false", "--trainer.enable_progress_bar", "false", "--trainer.accelerator", "cpu"]
     main(
         [
-            *("fit", "--config", str(CONFIGS / "digits.yaml"), "--config", str(CONFIGS / "averaging" / "ema.yaml")),
+            *("fit", "--config", str(CONFIGS / "digits.yaml"), "--config", str(AVERAGING)),
             *("--privacy.augmult", "4", "--privacy.accountant", "rdp", *quiet),
             *("--trainer.max_steps", "6", "--trainer.default_root_dir", str(tmp_path)),
         ]

@@ -1,17 +1,16 @@
 """A part of the campaign of hostile configurations and files; ``python benchmarks/fuzz.py`` runs all of it."""
 
-import re
+import shlex
 import subprocess
-from pathlib import Path
 
 import pytest
+from pages import ROOT, lines, read, table
 
 from dp_lightning import foreign_text
 from dp_lightning.commands import foreign_modules
 from dp_lightning.datamodules import base, file_source
 from dp_lightning.experiments import grid
 
-ROOT = Path(__file__).parents[1]
 #: One of each way in which memory, time or code could be taken.
 FILES = (
     "npz_label_5000000",
@@ -76,22 +75,25 @@ def test_there_are_hostile_files_of_every_format(fuzz):
     assert all(any(name.startswith(kind) for name in names) for kind in kinds)
 
 
+@pytest.mark.docs
 def test_the_page_shows_the_bounds_and_the_command(fuzz):
-    page = (ROOT / "docs" / "hostile_input.md").read_text()
-    bounds = [
-        (foreign_text.LARGEST_YAML, "bytes"),
-        (foreign_text.MOST_VALUES, "values with aliases written out"),
-        (foreign_text.DEEPEST, "levels"),
-        (foreign_text.LARGEST_JSON, "bytes"),
-        (file_source.MOST_PIXELS, "|"),
-        (base.LARGEST_SIDE, "pixels"),
-        (base.MOST_CLASSES, ";"),
-        (grid.MOST_RUNS, "|"),
-    ]
-    for number, unit in bounds:
-        assert re.search(rf"\| (.*, )?{number:,} ?{re.escape(unit)}", page), number
-    (line,) = re.findall(r"^python benchmarks/fuzz.py (.*)$", page, re.M)
-    assert fuzz.parse(line.split()).configurations == 500
+    page = read("docs/hostile_input.md")
+    shown = table(page, "what", "bound")
+    bounds = {
+        "YAML": (
+            f"{foreign_text.LARGEST_YAML:,} bytes",
+            f"{foreign_text.MOST_VALUES:,} values with aliases written out",
+            f"{foreign_text.DEEPEST} levels",
+        ),
+        "JSON (statements, results)": (f"{foreign_text.LARGEST_JSON:,} bytes",),
+        "formats of images": tuple(name.replace("WEBP", "WebP") for name in file_source._FORMATS),
+        "pixels of an image file, from its header": (f"{file_source.MOST_PIXELS:,}",),
+        "side of an image that a network is given": (f"{base.LARGEST_SIDE:,} pixels",),
+        "runs of a grid": (f"{grid.MOST_RUNS:,}",),
+    }
+    for what, bound in bounds.items():
+        assert shown.row(what)[0].text == ", ".join(bound)
+    assert shown.row("classes")[0].text.split("; ")[0] == f"{base.MOST_CLASSES:,}"
+    (line,) = lines("bash", page)
+    assert fuzz.parse(shlex.split(line)[2:]).configurations == 500
     assert all(name in page.lower() for name in foreign_modules._OWN - {"pytorch_lightning"})
-    formats = re.search(r"decoders of (.*) and (GIF)", page)
-    assert set(file_source._FORMATS) == {name.upper() for name in [*formats[1].split(", "), formats[2]]}

@@ -7,17 +7,16 @@ import shlex
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import yaml
+from pages import ROOT, lines, read, table
 
-ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "tools"))
-import mutants  # noqa: E402
+import mutants
 
 FAULTS = mutants.read_faults()
-PAGE = (ROOT / "docs/threat_model.md").read_text()
+PAGE = read("docs/threat_model.md")
 
 
 def functions(path):
@@ -41,17 +40,18 @@ def test_every_fault_fits_the_code_and_names_tests():
     assert len(names) == len(set(names))
 
 
+@pytest.mark.docs
 def test_every_promise_has_faults_and_the_page_counts_them():
-    rows = re.findall(r"^\| ([^|]*) \|", PAGE.partition("## What is promised")[2], re.MULTILINE)
-    promises = [row for row in rows if row not in ("promise", "---")]
-    assert {fault.promise for fault in FAULTS} == set(promises)
+    promises = {row[0].text for row in table(PAGE, "promise").rows}
+    assert {fault.promise for fault in FAULTS} == promises
     assert f"has {len(FAULTS)} faults" in PAGE
 
 
+@pytest.mark.docs
 def test_the_commands_shown_are_accepted():
-    lines = re.findall(r"^python tools/mutants\.py.*", PAGE, re.MULTILINE)
-    assert len(lines) == 2
-    for line in lines:
+    shown = [line for line in lines("bash", PAGE) if line.startswith("python tools/mutants.py")]
+    assert len(shown) == 2
+    for line in shown:
         for name in mutants.parse(shlex.split(line, comments=True)[2:]).names:
             assert any(name in fault.name for fault in FAULTS)
 

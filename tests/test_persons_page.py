@@ -8,13 +8,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from pages import ROOT, blocks, lines, read
 from PIL import Image
-from test_readme import ROOT, blocks
 
 from dp_lightning.cli import main
 
-PAGE = (ROOT / "docs/persons.md").read_text()
-FIT, BENCHMARK, ACCOUNT = "".join(blocks("bash", PAGE)).splitlines()
+pytestmark = pytest.mark.docs
+
+PAGE, README = read("docs/persons.md"), read("README.md")
+FIT, BENCHMARK, ACCOUNT = lines("bash", PAGE)
 
 
 def write_scans(root):
@@ -34,8 +36,8 @@ def write_scans(root):
 
 def test_the_run_shown_trains_on_a_folder_by_person(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert f"\n{FIT}\n" in (ROOT / "README.md").read_text()
-    (photos,) = [block for block in blocks("yaml") if block.startswith("# photos.yaml")]
+    assert FIT in lines("bash", README)
+    (photos,) = [block for block in blocks("yaml", README) if block.startswith("# photos.yaml")]
     Path("photos.yaml").write_text(photos)
     write_scans(tmp_path / "scans")
     small = ["--model.init_args.depth", "10", "--model.init_args.width", "1", "--data.init_args.val_fraction", "0.25"]
@@ -64,7 +66,7 @@ def test_the_run_shown_trains_on_a_folder_by_person(tmp_path, monkeypatch):
 )
 def test_the_run_shown_with_a_setting_that_does_not_fit_is_refused(changed, message, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    (photos,) = [block for block in blocks("yaml") if block.startswith("# photos.yaml")]
+    (photos,) = [block for block in blocks("yaml", README) if block.startswith("# photos.yaml")]
     Path("photos.yaml").write_text(photos)
     write_scans(tmp_path / "scans")
     # The class of the data comes first, and its settings are those of the class that was there before.
@@ -94,6 +96,7 @@ def test_the_price_shown_is_that_of_the_command(capsys):
     assert capsys.readouterr().out == shown
 
 
+@pytest.mark.benchmarks
 def test_the_benchmark_shown_takes_its_options(monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     import persons

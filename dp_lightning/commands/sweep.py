@@ -246,7 +246,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def add_grid_options(parser: argparse.ArgumentParser) -> None:
     """What `dpl sweep` and `dpl report` have in common: together they name the folders of the runs."""
-    parser.add_argument("grid", type=Path, metavar="GRID.yaml", help="such as configs/sweeps/digits.yaml")
+    parser.add_argument("grid", type=Path, metavar="GRID.yaml", help="such as configs/grids/digits.yaml")
     parser.add_argument("--out", type=Path, default=Path("sweeps"), help="folder of the runs; default: sweeps")
     parser.add_argument(
         "--override",

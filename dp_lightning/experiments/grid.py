@@ -5,7 +5,7 @@
     axes:
       method:
         DP-SGD: {}
-        DP-Muon: {config: ../postprocess/dp_muon.yaml}
+        DP-Muon: {config: ../fragments/postprocess/dp_muon.yaml}
       batch_size: {setting: privacy.expected_batch_size, values: [256, 1024]}
       seed: {setting: seed_everything, values: [42, 43, 44]}
 

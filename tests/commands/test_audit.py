@@ -54,7 +54,7 @@ def test_an_honest_configuration_passes_and_leaves_a_page(tmp_path, capsys):
 
 def test_layers_views_and_the_extrapolation_of_disk_pass_too(tmp_path):
     layers = ["--privacy.clipping", "per_layer", "--privacy.max_grad_norm", "0.3", "--privacy.augmult", "2"]
-    disk = ["--config", "configs/postprocess/disk_sgd.yaml"]
+    disk = ["--config", "configs/fragments/postprocess/disk_sgd.yaml"]
     numbers = audit(tmp_path, *disk, *layers)
     assert failed(numbers) == []
     assert numbers["contributions"]["Largest contribution of a canary"] == pytest.approx(1.0, abs=1e-5)

@@ -24,7 +24,7 @@ from dp_lightning.strategies.checkpoint_io import PrivateCheckpointIO
 onnxruntime = pytest.importorskip("onnxruntime")
 safetensors_torch = pytest.importorskip("safetensors.torch")
 DIGITS = str(Path(__file__).parents[2] / "configs" / "digits.yaml")
-EMA = str(Path(__file__).parents[2] / "configs" / "averaging" / "ema.yaml")
+EMA = str(Path(__file__).parents[2] / "configs" / "fragments" / "averaging" / "ema.yaml")
 
 
 def fit(folder, *settings):

@@ -24,9 +24,9 @@ from dp_lightning.lightning_modules import ImageClassifier
 from dp_lightning.privacy.plan import PrivacyPlan, RunShape
 
 ROOT = Path(__file__).parents[2]
-SWEEPS = sorted((ROOT / "configs" / "sweeps").glob("*.yaml"))
+SWEEPS = sorted((ROOT / "configs" / "grids").glob("*.yaml"))
 DIGITS = ROOT / "configs" / "digits.yaml"
-MUON = ROOT / "configs" / "postprocess" / "dp_muon.yaml"
+MUON = ROOT / "configs" / "fragments" / "postprocess" / "dp_muon.yaml"
 QUICK = {
     "privacy.accountant": "rdp",
     "trainer.accelerator": "cpu",

@@ -113,7 +113,7 @@ def test_nobody_else_can_read_the_folder(tmp_path, weights):
 
 def test_other_images_under_the_same_name_are_refused(tmp_path, weights):
     ready(arrays(tmp_path), tmp_path, weights)
-    with pytest.raises(DataError, match=r"features of other images: the train images have changed. Remove the folder"):
+    with pytest.raises(DataError, match=r"the train images have changed"):
         ready(arrays(tmp_path, seed=1), tmp_path, weights)
 
 
@@ -263,7 +263,7 @@ def changed(path, **changes):
 def test_a_file_of_zeros_with_a_digest_that_fits_is_refused(tmp_path, weights):
     data = ready(arrays(tmp_path), tmp_path, weights)
     changed(data.folder / "train-00000000.pt", features=torch.zeros(30, 256))
-    with pytest.raises(DataError, match=r"train-00000000.pt does not hold the features of these images.*Remove it"):
+    with pytest.raises(DataError, match=r"train-00000000\.pt does not hold"):
         ready(arrays(tmp_path), tmp_path, weights)
 
 

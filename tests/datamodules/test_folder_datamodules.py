@@ -309,7 +309,7 @@ def test_a_damaged_tiny_imagenet_is_named_before_training(tmp_path, spoil, messa
 def test_an_image_of_another_size_is_named(tmp_path):
     root = write_tiny(tmp_path)
     write_image(tmp_path / "val" / "images" / "val_0.JPEG", size=(32, 64))
-    with pytest.raises(DataError, match=r"val_0.JPEG has 32 x 64 pixels, and images of this data set 64 x 64"):
+    with pytest.raises(DataError, match=r"val_0\.JPEG.*32 x 64.*64 x 64"):
         list(TinyImageNet(root).test_dataloader())
 
 

@@ -137,9 +137,7 @@ def test_a_table_that_leaves_a_person_open_is_refused(tmp_path, text, settings, 
 def test_a_name_that_two_images_have_is_refused(tmp_path):
     data = folder_with_table(tmp_path, NAMES)
     Image.new("RGB", (8, 8)).save(tmp_path / "train" / "dog" / "0.png")
-    with pytest.raises(
-        DataError, match=r"0.png may be .*cat/0.png or .*dog/0.png. Name files in the table by their path"
-    ):
+    with pytest.raises(DataError, match=r"0\.png.*cat/0\.png.*dog/0\.png"):
         data.num_train_groups  # noqa: B018
 
 

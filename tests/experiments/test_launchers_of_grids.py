@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+import zipfile
 from pathlib import Path
 from threading import Thread
 
@@ -305,15 +306,13 @@ def test_breaking_off_stops_the_runs_with_checkpoints_and_starts_no_other(tmp_pa
     folders = [prepared(tmp_path, str(k), steps=2 if k == 0 else 1000, seconds=0.05) for k in range(4)]
     results = launch_local([str(folder.path) for folder in folders], {"jobs": 2})
     assert next(results) == (str(folders[0].path), 0)
-    started = time.monotonic()
     results.close()
-    assert time.monotonic() - started < 10
     running = [folder for folder in folders[1:] if (folder.path / "starts.txt").exists()]
     assert folders[1] in running
     assert len(running) <= 2
     assert not folders[3].log.exists()
     for folder in running:
-        assert (folder.root / "last.ckpt").is_file()
+        assert int(zipfile.ZipFile(folder.root / "last.ckpt").read("steps")) < 1000
         with pytest.raises(ProcessLookupError):
             os.kill(starts(folder)[0]["pid"], 0)
 

@@ -309,9 +309,7 @@ def test_a_pattern_of_frozen_layers_alone_is_refused(weights):
 
 
 def test_a_file_of_another_network_is_refused(weights, tmp_path):
-    with pytest.raises(
-        ConfigurationError, match=r"are not those of efficientnet_lite0: \d+ of its \d+ tensors are missing"
-    ):
+    with pytest.raises(ConfigurationError, match=r"efficientnet_lite0: \d+ of its \d+ tensors"):
         TimmModule("efficientnet_lite0", 5, weights=weights[VIT[0]])
 
 

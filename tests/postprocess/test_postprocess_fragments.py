@@ -1,5 +1,6 @@
-"""Every fragment in configs/postprocess composes with a base configuration and is the method of its name."""
+"""Every fragment in configs/fragments/postprocess composes with a base configuration and is the method of its name."""
 
+import functools
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ from lightning.pytorch.cli import instantiate_class
 
 from dp_lightning.callbacks import PostProcessCallback, PrivacyCallback
 
-FRAGMENTS = sorted((Path(__file__).parents[2] / "configs" / "postprocess").glob("*.yaml"))
+FRAGMENTS = sorted((Path(__file__).parents[2] / "configs" / "fragments" / "postprocess").glob("*.yaml"))
 
 # Learning rate, optimizer and transforms per method: Shanmugam et al. 2026, table of method hyperparameters.
 TABLE = {
@@ -44,17 +45,26 @@ postprocess:
 """
 
 
-def compose(fragment: Path, base: Path):
-    """The callback and the optimizer's configuration, as LightningCLI reads them."""
+@pytest.fixture(scope="session")
+def compose(tmp_path_factory):
+    """The chain, the optimizer's configuration and the callback of a fragment, as LightningCLI reads them.
+
+    Each fragment is read once. The chain has state, so it is made anew for each test.
+    """
+    base = tmp_path_factory.mktemp("fragments") / "base.yaml"
     base.write_text(BASE)
     parser = ArgumentParser(exit_on_error=False)
     parser.add_argument("--config", action="config")
     parser.add_subclass_arguments(torch.optim.Optimizer, "optimizer", instantiate=False, skip={"params"})
     parser.add_class_arguments(PrivacyCallback, "privacy")
     parser.add_class_arguments(PostProcessCallback, "postprocess")
-    config = parser.parse_args([f"--config={base}", f"--config={fragment}"])
-    made = parser.instantiate_classes(config)
-    return made.postprocess.chain, config.optimizer, made.privacy
+    read = functools.cache(lambda fragment: parser.parse_args([f"--config={base}", f"--config={fragment}"]))
+
+    def composed(fragment):
+        made = parser.instantiate_classes(read(fragment))
+        return made.postprocess.chain, read(fragment).optimizer, made.privacy
+
+    return composed
 
 
 def test_there_is_one_fragment_per_method():
@@ -62,9 +72,9 @@ def test_there_is_one_fragment_per_method():
 
 
 @pytest.mark.parametrize("fragment", [f for f in FRAGMENTS if f.stem in TABLE], ids=lambda path: path.stem)
-def test_a_fragment_sets_the_method_of_the_table(fragment, tmp_path):
+def test_a_fragment_sets_the_method_of_the_table(fragment, compose):
     name, lr, momentum, transforms = TABLE[fragment.stem]
-    chain, optimizer, _ = compose(fragment, tmp_path / "base.yaml")
+    chain, optimizer, _ = compose(fragment)
     assert optimizer.class_path == f"torch.optim.{name}"
     assert optimizer.init_args.lr == lr
     assert optimizer.init_args.get("momentum") == momentum
@@ -73,8 +83,8 @@ def test_a_fragment_sets_the_method_of_the_table(fragment, tmp_path):
 
 
 @pytest.mark.parametrize("fragment", [f for f in FRAGMENTS if f.stem in OWN], ids=lambda path: path.stem)
-def test_a_fragment_of_our_own_has_the_transforms_of_its_name(fragment, tmp_path):
-    chain, optimizer, _ = compose(fragment, tmp_path / "base.yaml")
+def test_a_fragment_of_our_own_has_the_transforms_of_its_name(fragment, compose):
+    chain, optimizer, _ = compose(fragment)
     assert [type(t).__name__ for t in chain.transforms if "matrices" in t.kinds()] == OWN[fragment.stem]
     assert optimizer.init_args.momentum == 0.0
     scales = [t.factor for t in chain.transforms if type(t).__name__ == "Scale"]
@@ -82,8 +92,8 @@ def test_a_fragment_of_our_own_has_the_transforms_of_its_name(fragment, tmp_path
     assert scales == ([] if fragment.stem == "disk_full_sgd" else [pytest.approx(1 / optimizer.init_args.lr)])
 
 
-def test_disk_in_full_has_one_gain(tmp_path):
-    chain, _, privacy = compose(FRAGMENTS[0].with_name("disk_full_sgd.yaml"), tmp_path / "base.yaml")
+def test_disk_in_full_has_one_gain(compose):
+    chain, _, privacy = compose(FRAGMENTS[0].with_name("disk_full_sgd.yaml"))
     (kalman,) = chain.transforms
     assert kalman.gain == privacy.disk.gain == 0.7
 
@@ -91,8 +101,8 @@ def test_disk_in_full_has_one_gain(tmp_path):
 @pytest.mark.parametrize(
     "fragment", [f for f in FRAGMENTS if f.stem in TABLE and "adam" not in f.stem], ids=lambda path: path.stem
 )
-def test_one_dimensional_parameters_take_the_steps_of_dp_sgd(fragment, tmp_path):
-    chain, optimizer_config, _ = compose(fragment, tmp_path / "base.yaml")
+def test_one_dimensional_parameters_take_the_steps_of_dp_sgd(fragment, compose):
+    chain, optimizer_config, _ = compose(fragment)
     bias, reference = (torch.nn.Parameter(torch.zeros(3, dtype=torch.float64)) for _ in range(2))
     optimizer = instantiate_class([bias], optimizer_config.as_dict())
     dp_sgd = torch.optim.SGD([reference], lr=0.3, momentum=0.9)
@@ -106,10 +116,9 @@ def test_one_dimensional_parameters_take_the_steps_of_dp_sgd(fragment, tmp_path)
     torch.testing.assert_close(bias, reference, rtol=0, atol=1e-12)
 
 
-def test_disk_and_muon_carry_the_numbers_of_the_table(tmp_path):
-    kalman, momentum, orthogonalize, *_ = compose(FRAGMENTS[0].with_name("disk_muon.yaml"), tmp_path / "base.yaml")[
-        0
-    ].transforms
+def test_disk_and_muon_carry_the_numbers_of_the_table(compose):
+    chain, _, _ = compose(FRAGMENTS[0].with_name("disk_muon.yaml"))
+    kalman, momentum, orthogonalize, *_ = chain.transforms
     assert kalman.process_to_measurement_ratio == 1.5
     assert (momentum.beta, momentum.kind) == (0.95, "ema_nesterov")
     assert (orthogonalize.steps, orthogonalize.coefficients, orthogonalize.scale_cap) == (5, "muon", 4.0)

@@ -55,9 +55,7 @@ def test_a_truncated_file_is_refused_and_the_newest_intact_one_named(tmp_path):
     content = save(tmp_path / "last.ckpt", 3).read_bytes()
     for length in (0, 1, 100, len(content) // 2, len(content) - 1):
         (tmp_path / "last.ckpt").write_bytes(content[:length])
-        with pytest.raises(
-            DataError, match=r"last.ckpt is not a usable checkpoint.*newest intact one beside it is .*good.ckpt"
-        ):
+        with pytest.raises(DataError, match=r"last\.ckpt.*good\.ckpt"):
             load(tmp_path / "last.ckpt")
 
 
@@ -66,7 +64,7 @@ def test_parts_that_claim_more_than_the_file_has_are_not_unpacked(tmp_path, monk
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("archive/data.pkl", bytes(10_000_000))
     monkeypatch.setattr(zipfile.ZipFile, "open", lambda *args: pytest.fail("unpacked"))
-    with pytest.raises(DataError, match=r"bomb.ckpt is not a usable checkpoint: its parts claim 10,000,000 bytes"):
+    with pytest.raises(DataError, match=r"bomb\.ckpt.*10,000,000 bytes"):
         load(path)
 
 

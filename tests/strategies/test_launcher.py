@@ -1,7 +1,6 @@
 """A rank does not outlive the one that has started it, whatever it waits for."""
 
 import subprocess
-import time
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,6 @@ ROOT = Path(__file__).parents[2]
 
 
 def test_a_rank_whose_starter_is_killed_during_the_start_ends(tmp_path, warm_python):
-    started = time.monotonic()
     shown = subprocess.run(
         [
             *(warm_python, ROOT / "tests" / "strategies" / "fit_without_rank_0.py", "fit"),
@@ -21,12 +19,11 @@ def test_a_rank_whose_starter_is_killed_during_the_start_ends(tmp_path, warm_pyt
         ],
         capture_output=True,  # read until the second rank has ended too
         text=True,
-        timeout=120,
+        timeout=120,  # without its starter, a rank would wait for the others much longer
         check=False,
     )
     assert shown.returncode == -9
     assert "The rank that has started this one has ended" in shown.stderr
-    assert time.monotonic() - started < 60
 
 
 @pytest.mark.parametrize(("started_by", "rank", "starter"), [(None, 1, None), ("7", 0, None), ("7", 1, 7)])

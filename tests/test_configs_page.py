@@ -1,0 +1,88 @@
+"""The page about configurations lists all of them, with the numbers that are in their files."""
+
+import functools
+
+import pytest
+import yaml
+from pages import ROOT, blocks, read, table
+
+from dp_lightning.experiments.grid import Grid
+
+pytestmark = pytest.mark.docs
+
+CONFIGS = ROOT / "configs"
+PAGE = read("configs/README.md")
+RUNS, FRAGMENTS, GRIDS = (table(PAGE, "file", head) for head in ("what", "what it adds to a run", "what of the paper"))
+# Images of the training set, by the class of the data.
+IMAGES = {
+    "Digits": 1437,
+    "CIFAR10": 50_000,
+    "CIFAR100": 50_000,
+    "SVHN": 73_257,
+    "TinyImageNet": 100_000,
+    "ImageNet": 1_281_167,
+}
+
+
+@functools.cache
+def settings(path):
+    return yaml.safe_load(path.read_text())
+
+
+def millions_of_images(path):
+    """Through the network in a run with this configuration, views counted."""
+    run = settings(path)
+    data = run["data"].get("init_args", {}).get("images", run["data"])
+    privacy, trainer = run["privacy"], run["trainer"]
+    if trainer.get("max_steps", -1) > 0:
+        examples = trainer["max_steps"] * privacy["expected_batch_size"]
+    else:
+        examples = trainer["max_epochs"] * IMAGES[data["class_path"]]
+    return examples * privacy.get("augmult", 1) / 1e6
+
+
+@pytest.mark.parametrize(
+    ("listed", "folder"), [(RUNS, ""), (FRAGMENTS, "fragments"), (GRIDS, "grids")], ids=["runs", "fragments", "grids"]
+)
+def test_every_configuration_is_in_its_table_and_no_other(listed, folder):
+    there = (CONFIGS / folder).rglob("*.yaml") if folder else CONFIGS.glob("*.yaml")
+    names = [row[0].code for row in listed.rows]
+    assert sorted(names) == sorted((str(path.relative_to(CONFIGS)),) for path in there)
+
+
+def test_no_yaml_file_is_outside_of_the_three_tables():
+    listed = {row[0].text for each in (RUNS, FRAGMENTS, GRIDS) for row in each.rows}
+    assert listed == {str(path.relative_to(CONFIGS)) for path in CONFIGS.rglob("*.yaml")}
+
+
+@pytest.mark.parametrize("row", RUNS.rows, ids=lambda row: row[0].text)
+def test_a_run_is_listed_with_its_own_privacy_and_cost(row):
+    cells = dict(zip(RUNS.head, row, strict=True))
+    path = CONFIGS / cells["file"].text
+    privacy = settings(path)["privacy"]
+    epsilon, delta = cells["ε, δ"].text.split(", ")
+    assert (float(epsilon), float(delta)) == (privacy["target_epsilon"], privacy["delta"])
+    assert cells["images"].text == f"{millions_of_images(path):.3g}"
+    assert all(cell.text for cell in row)
+
+
+@pytest.mark.parametrize("row", GRIDS.rows, ids=lambda row: row[0].text)
+def test_a_grid_is_listed_with_its_runs_and_cost(row):
+    grid = Grid.load(CONFIGS / row[0].text)
+    runs = len(list(grid.cells()))
+    millions = runs * millions_of_images(grid.base[0])
+    assert row[2].text == str(runs)
+    assert row[3].text == (f"{millions:.0f}" if millions >= 1 else f"{millions:.1f}")
+
+
+def test_the_grids_shown_are_grids(tmp_path):
+    found = []
+    for block in blocks("yaml", PAGE):
+        (tmp_path / "own.yaml").write_text(block)
+        (tmp_path / "fragments").symlink_to(CONFIGS / "fragments")
+        content = yaml.safe_load(block)
+        for name in content["base"]:
+            (tmp_path / name).symlink_to(CONFIGS / name)
+        found.append(len(list(Grid.load(tmp_path / "own.yaml").cells())))
+        (tmp_path / "fragments").unlink()
+    assert found == [1, 12]
