@@ -16,7 +16,6 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
-from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor
 
 from dp_lightning.callbacks.privacy import privacy_of
@@ -77,9 +76,7 @@ class AveragedWeights(pl.Callback):
             )
 
     @torch.no_grad()
-    def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: STEP_OUTPUT, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
         if self.decay is None or trainer.global_step == self._steps:
             return
         self._steps = trainer.global_step
@@ -102,7 +99,7 @@ class AveragedWeights(pl.Callback):
         self._hook(trainer, "batch_start", *inputs)
 
     def on_validation_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: STEP_OUTPUT, *inputs: Any
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, *inputs: Any
     ) -> None:
         self._hook(trainer, "batch_end", self._evaluate(trainer, *inputs), *inputs)
 

@@ -14,7 +14,6 @@ import lightning.pytorch as pl
 from lightning.fabric.plugins.io import TorchCheckpointIO
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
-from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch.optim import Optimizer
 
 from dp_lightning.errors import ConfigurationError
@@ -94,14 +93,6 @@ class PrivacyCallback(PrivacySettings, pl.Callback):
         """
         return self.private_run.statement(**more)
 
-    def count_steps_of(self, journal: Path) -> None:
-        """Let the next fit resume a run that has left a journal and no checkpoint.
-
-        Args:
-            journal: of the run.
-        """
-        self.history.count_steps_of(journal)
-
     def check(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Refuse settings that would break the guarantee, before any data is touched; makes the plan where N is known.
 
@@ -131,9 +122,7 @@ class PrivacyCallback(PrivacySettings, pl.Callback):
             source = PrivateSource.stand_in(trainer)
             estimate_by_plan(trainer, lambda: self.shape_for(trainer, source.num_train(self)).num_steps)
 
-    def on_load_checkpoint(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
-    ) -> None:
+    def on_load_checkpoint(self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: Any) -> None:
         fits, saved = trainer.state.fn == TrainerFn.FITTING, SavedRun.read(checkpoint)
         if fits:
             require_counted_steps(trainer, checkpoint, saved)
@@ -148,9 +137,7 @@ class PrivacyCallback(PrivacySettings, pl.Callback):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self.private_run.training_starts()
 
-    def on_train_batch_start(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, *args: Any) -> None:
         self.private_run.batch_starts(batch)
 
     def on_before_optimizer_step(
@@ -158,14 +145,7 @@ class PrivacyCallback(PrivacySettings, pl.Callback):
     ) -> None:
         self.private_run.release(optimizer)
 
-    def on_train_batch_end(
-        self,
-        trainer: pl.Trainer,
-        pl_module: pl.LightningModule,
-        outputs: STEP_OUTPUT,
-        batch: Any,
-        batch_idx: int,
-    ) -> None:
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
         self.private_run.batch_ends()
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -179,9 +159,7 @@ class PrivacyCallback(PrivacySettings, pl.Callback):
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self.private_run.epoch_ends()
 
-    def on_save_checkpoint(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
-    ) -> None:
+    def on_save_checkpoint(self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: Any) -> None:
         if self._run is not None:
             self._run.note_copy()
         if self._run is not None or self.history.saved is not None:

@@ -199,7 +199,7 @@ class TrainingCLI(CommandLine):
         start = where_to_start(self.trainer, asked)
         self.config_init.fit.ckpt_path = start.checkpoint
         if start.journal is not None:
-            self.privacy.count_steps_of(start.journal)
+            self.privacy.history.count_steps_of(start.journal)
         for callback in self.trainer.callbacks:  # type: ignore[attr-defined]
             if isinstance(callback, SaveConfigCallback) and (asked is not None or slurm_job() is not None):
                 # A run that comes back may have the log folder that it had before.

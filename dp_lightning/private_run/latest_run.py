@@ -21,7 +21,7 @@ class Start(NamedTuple):
 
     Attributes:
         checkpoint: the path for ``trainer.fit(ckpt_path=...)``.
-        journal: of a run that has left no checkpoint, for ``PrivacyCallback.count_steps_of``.
+        journal: of a run that has left no checkpoint, for ``RunHistory.count_steps_of``.
     """
 
     checkpoint: str | None = None

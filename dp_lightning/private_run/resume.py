@@ -293,7 +293,8 @@ def plan_of_fit(settings: PrivacySettings, shape: RunShape, history: RunHistory)
         ConfigurationError: when the numbers are impossible, or those of another data set.
         BudgetError: when nothing is left to spend.
     """
-    ledger, earlier = history.ledger, history.plan
+    ledger = history.ledger
+    earlier = history.plan if ledger.num_steps else None  # a fit that was refused has taken no step of its plan
     if earlier is not None:
         _require_one_data_set(earlier, shape)
         history.note_target(settings.target_epsilon)

@@ -101,8 +101,10 @@ class PrivateRun:
         self.step = self._private_step(loader, key)
         self.budget = Budget(self.plan, history.ledger)
         self._source = source
-        # Steps before the logical batch, and at the last statement: one of a run that only finishes is still to come.
-        self._steps_before, self._stated = history.ledger.num_steps, -1 if self._finishes else history.ledger.num_steps
+        # Steps before the fit, before the logical batch, and at the last statement. That of a fit without a step is
+        # still to come.
+        self._before = self._steps_before = history.ledger.num_steps
+        self._stated = -1 if self._finishes else history.ledger.num_steps
         self._written: PrivacyStatement | None = None
 
     # Before the first step
@@ -175,10 +177,10 @@ class PrivateRun:
             ConfigurationError: for an optimizer that cannot take private steps.
             BudgetError: when the steps that are left cost too much.
         """
+        check_optimizers(self.trainer, self.step.parameters.values())
         self._training_step.take_place(self.step)
         self._source.private = self.step
         withhold(self.trainer)
-        check_optimizers(self.trainer, self.step.parameters.values())
         if self.history.saved is not None:
             self.step.load_state_dict(dict(self.history.saved.step))
         self.history.saved = None
@@ -291,7 +293,8 @@ class PrivateRun:
         if isinstance(error, Exception) and not isinstance(error, BudgetError):
             fault = f"the run ended by an error ({type(error).__name__})"
             self.step.faults.add(fault)
-            self.history.origin.faults.append(fault)  # of the weights that a later fit starts from
+            if self.history.ledger.num_steps > self._before:  # a later fit starts from these weights
+                self.history.origin.faults.append(fault)
 
     def close(self) -> None:
         """Give the module and the trainer back what is theirs, and leave the statement."""

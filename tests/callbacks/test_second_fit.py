@@ -1,0 +1,48 @@
+"""A second fit of one callback continues its run: what counts, what is planned, and what keeps it from release."""
+
+import pytest
+from plain_run import Plain, Stop, examples, loader, privacy, trainer
+
+from dp_lightning.errors import ConfigurationError
+
+TARGET = {"noise_multiplier": None, "target_epsilon": 5.0, "accountant": "rdp"}
+
+
+def test_a_longer_second_fit_is_planned_for_the_same_target(tmp_path):
+    callback, module = privacy(**TARGET), Plain()
+    trainer(tmp_path / "1", callback, max_epochs=1).fit(module, loader())
+    first = callback.plan
+    trainer(tmp_path / "2", callback, max_epochs=3).fit(module, loader())
+    assert callback.ledger.num_steps == 3 * first.num_steps
+    assert callback.plan.noise_multiplier > first.noise_multiplier
+    assert 4.9 < callback.budget.spent() <= 5.0
+    assert callback.ledger.totals == {
+        (first.noise_multiplier, first.sample_rate): first.num_steps,
+        (callback.plan.noise_multiplier, first.sample_rate): 2 * first.num_steps,
+    }
+
+
+def test_what_kept_the_first_fit_from_release_keeps_the_second(tmp_path):
+    callback, module = privacy(), Plain()
+    with pytest.raises(RuntimeError, match="stopped"):
+        trainer(tmp_path / "1", callback, Stop(2)).fit(module, loader())
+    trainer(tmp_path / "2", callback).fit(module, loader())
+    assert "the run ended by an error (RuntimeError)" in callback.statement().release
+
+
+def test_a_fit_that_was_refused_binds_no_later_one(tmp_path):
+    callback, module = privacy(**TARGET), Plain()
+    module.configure_optimizers = lambda: []
+    with pytest.raises(ConfigurationError, match="optimizers"):
+        trainer(tmp_path, callback).fit(module, loader())
+    assert callback.ledger.num_steps == 0
+    trainer(tmp_path, callback).fit(Plain(), loader(examples(40)))
+    assert (callback.plan.num_train, callback.ledger.num_steps) == (40, callback.plan.num_steps)
+    assert callback.statement().release == "ok"
+
+
+def test_another_data_set_is_refused(tmp_path):
+    callback, module = privacy(), Plain()
+    trainer(tmp_path, callback, max_epochs=1).fit(module, loader())
+    with pytest.raises(ConfigurationError, match="trained on 60 examples, and there are 61 now"):
+        trainer(tmp_path, callback).fit(module, loader(examples(61)))
