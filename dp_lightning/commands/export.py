@@ -4,6 +4,7 @@ import argparse
 import hashlib
 import json
 import pydoc
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from dp_lightning.models.pretrained_input import PretrainedInput
 from dp_lightning.models.trained import merge_low_rank
 from dp_lightning.privacy.exported import FACTS
 from dp_lightning.privacy.journal import journal_name, journal_of, read_journal, up_to
-from dp_lightning.privacy.statement import STATEMENT
+from dp_lightning.privacy.statement import STATEMENT, PrivacyStatement
 from dp_lightning.privacy.weights import digest_of
 from dp_lightning.private_run.resume import SavedRun
 from dp_lightning.private_run.saved_model import SavedModel
@@ -62,71 +63,111 @@ def export(options: argparse.Namespace) -> list[Path]:
         ConfigurationError: naming the option and the fix.
         DataError: the checkpoint cannot be read.
     """
-    checkpoint, out, weights = Path(options.ckpt_path), Path(options.out), options.weights
+    checkpoint, out = Path(options.ckpt_path), Path(options.out)
     formats = options.format or list(_PACKAGES)
+    _require_packages(formats)
+    weights, run, model = _read(checkpoint)
+    _require_empty(out)
+    module = _module(checkpoint, weights, model, options.module_class)
+    _require_whole(checkpoint)
+    chosen = _load_chosen(module, model, options.weights, checkpoint)
+    tensors = _tensors(module)
+    statement = replace(run.statement, weights=digest_of(tensors))
+    facts = _facts(module, model, statement, weights=chosen, checkpoint=run.statement.weights)
+    contents = _journal(checkpoint, run.statement)
+    if "safetensors" in formats:
+        contents[EXPORTED] = _safetensors(tensors, facts, statement)
+    if "onnx" in formats:
+        contents["model.onnx"] = _onnx_of(module, model, options)
+    contents["model.json"] = (json.dumps(facts, indent=2, default=str) + "\n").encode()
+    return _written(contents, statement, out)
+
+
+def _require_packages(formats: list[str]) -> None:
     for name in formats:
         if pydoc.safeimport(_PACKAGES[name]) is None:
             raise ConfigurationError(f"--format {name} needs {_PACKAGES[name]}: pip install 'dp-lightning[export]'")
+
+
+def _read(checkpoint: Path) -> tuple[dict[str, Tensor], SavedRun, SavedModel]:
+    """The weights of a checkpoint, its run and its model."""
     saved = PrivateCheckpointIO().load_checkpoint(checkpoint)
-    run, model = SavedRun.read(saved), SavedModel.read(saved)
+    try:
+        run = SavedRun.read(saved)
+    except DataError as error:
+        raise DataError(f"{checkpoint} is not exported: {error}.") from error
     if run is None:
         raise ConfigurationError(
             f"{checkpoint} has no privacy statement: it is not from a private run, and nobody could say what its "
             "weights reveal."
         )
+    return saved["state_dict"], run, SavedModel.read(saved)
+
+
+def _require_empty(out: Path) -> None:
     require_writable(out, "--out")
     there = [name for name in (*_FILES, "privacy_statement.json") if (out / name).exists()]
     if there:
         raise ConfigurationError(
             f"--out {out} holds {there[0]} of an earlier export. Give another folder, or remove that one."
         )
-    module = _module(checkpoint, saved["state_dict"], model, options.module_class)
+
+
+def _require_whole(checkpoint: Path) -> None:
     if wrong := [f"{subject}: {finding}" for subject, finding in verify(checkpoint, []) if finding is not None]:
         raise DataError(
             f"{checkpoint} and the journal beside it do not belong together, so nothing of it is exported: "
             f"{'; '.join(wrong)}. Take the checkpoint as the run has left it, with the journal of its folder."
         )
-    if weights == "averaged" and not model.average:
+
+
+def _load_chosen(module: pl.LightningModule, model: SavedModel, asked: str | None, checkpoint: Path) -> str:
+    """Let the module have the weights that are exported; returns which those are."""
+    if asked == "averaged" and not model.average:
         raise ConfigurationError(f"{checkpoint} has no average of the weights. Leave --weights out, or set it to raw.")
-    chosen = weights or ("averaged" if model.average else "raw")
+    chosen = asked or ("averaged" if model.average else "raw")
     if chosen == "averaged":
         module.load_state_dict(model.average, strict=False)
     if isinstance(module, TimmModule):
         merge_low_rank(module.model)
-    claims, tensors = run.statement, _tensors(module)
-    statement = replace(claims, weights=digest_of(tensors))
-    features = model.features
-    before = None
-    if features is not None and "onnx" in formats:
-        before = FeatureNetwork.again(features["network"], weights=options.feature_weights, setting="--feature-weights")
-    facts = {
+    return chosen
+
+
+def _facts(
+    module: pl.LightningModule, model: SavedModel, statement: PrivacyStatement, *, weights: str, checkpoint: str
+) -> dict[str, Any]:
+    """What ``model.json`` says."""
+    return {
         "class_path": model.class_path,
         "settings": dict(model.settings),
         "input": _input_of(module),
-        "features": features,
+        "features": model.features,
         "resized_to": model.resized_to,
         "class_names": model.class_names,
-        "weights": chosen,
+        "weights": weights,
         "num_steps": statement.ledger.num_steps,
         "epsilon": statement.to_dict()["epsilon"],
         "delta": statement.plan.delta,
         "release": statement.release,
-        "checkpoint": claims.weights,
+        "checkpoint": checkpoint,
     }
-    steps, _ = read_journal(checkpoint.parent / journal_name(claims.run), claims.run)
-    contents = {journal_name(claims.run): journal_of(up_to(claims.journal_heads, steps))}
-    if "safetensors" in formats:
-        from safetensors.torch import save
 
-        contents[EXPORTED] = save(
-            tensors,
-            metadata={FACTS: json.dumps(facts, default=str), STATEMENT: json.dumps(statement.saved())},
-        )
-    if "onnx" in formats:
-        images = model.settings if features is None else {**features["network"], **features}
-        whole = module if before is None else nn.Sequential(before, module)
-        contents["model.onnx"] = _onnx(whole, images.get("in_channels"), options.image_size or images.get("image_size"))
-    contents["model.json"] = (json.dumps(facts, indent=2, default=str) + "\n").encode()
+
+def _journal(checkpoint: Path, claims: PrivacyStatement) -> dict[str, bytes]:
+    """The journal up to the checkpoint's steps, by its name."""
+    name = journal_name(claims.run)
+    steps, _ = read_journal(checkpoint.parent / name, claims.run)
+    return {name: journal_of(up_to(claims.journal_heads, steps))}
+
+
+def _safetensors(tensors: dict[str, Tensor], facts: dict[str, Any], statement: PrivacyStatement) -> bytes:
+    from safetensors.torch import save
+
+    return save(tensors, metadata={FACTS: json.dumps(facts, default=str), STATEMENT: json.dumps(statement.saved())})
+
+
+def _written(contents: dict[str, bytes], statement: PrivacyStatement, out: Path) -> list[Path]:
+    """Write the files, and the statement with their digests."""
     digests = {name: hashlib.sha256(content).hexdigest() for name, content in contents.items()}
     written = list(replace(statement, files=digests).write(out))
     for name, content in contents.items():
@@ -173,6 +214,18 @@ def _tensors(module: pl.LightningModule) -> dict[str, Tensor]:
     state = {name: tensor for name, tensor in module.state_dict().items() if isinstance(tensor, Tensor)}
     network = {name.removeprefix("model."): tensor for name, tensor in state.items() if name.startswith("model.")}
     return {name: tensor.detach().clone().contiguous() for name, tensor in (network or state).items()}
+
+
+def _onnx_of(module: pl.LightningModule, model: SavedModel, options: argparse.Namespace) -> bytes:
+    """The network behind the one whose features it takes, where it takes any."""
+    if (features := model.features) is None:
+        whole: nn.Module = module
+        images: Mapping[str, Any] = model.settings
+    else:
+        weights, images = options.feature_weights, {**features["network"], **features}
+        before = FeatureNetwork.again(features["network"], weights=weights, setting="--feature-weights")
+        whole = nn.Sequential(before, module)
+    return _onnx(whole, images.get("in_channels"), options.image_size or images.get("image_size"))
 
 
 def _onnx(module: nn.Module, channels: int | None, size: int | None) -> bytes:
