@@ -35,7 +35,7 @@ def test_the_hooks_are_the_linters_of_make_lint():
     assert repository["repo"] == "local"  # and no version of its own beside constraints.txt
     hooks = repository["hooks"]
     assert {(hook["language"], hook["pass_filenames"]) for hook in hooks} == {("system", False)}
-    command = ["make", "--dry-run", "--always-make", "lint", f"PYTHON={sys.executable}"]
+    command = ["make", "--no-print-directory", "--dry-run", "--always-make", "lint", f"PYTHON={sys.executable}"]
     shown = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
     installed = next(number for number, line in enumerate(shown) if line.startswith("touch"))
     assert [hook["entry"] for hook in hooks] == shown[installed + 1 :]
