@@ -1,5 +1,4 @@
-"""CIFAR-10, CIFAR-100 (Krizhevsky 2009) and SVHN (Netzer et al. 2011), read by torchvision and held in
-memory.
+"""CIFAR-10, CIFAR-100 (Krizhevsky 2009) and SVHN (Netzer et al. 2011), read by torchvision and held in memory.
 
 Sizes and normalisation are the published constants of these data sets, so that a run can be planned before a
 file exists.
@@ -18,7 +17,7 @@ from dp_lightning.errors import DataError
 
 
 class _TorchvisionImages(ImageDataModule):
-    """Images of 32x32 pixels in RGB that torchvision can download.
+    """Images that torchvision can download, 32x32 pixels in RGB unless the class says otherwise.
 
     Args:
         root: Folder that holds the files in torchvision's layout (``cifar-10-batches-py``, ``cifar-100-python``,

@@ -1,4 +1,4 @@
-"""CIFAR and SVHN on small files in torchvision's format.
+"""The data sets of torchvision on small files in its format.
 
 torchvision compares each file with the checksum of the published one; the small files cannot have it, so the
 comparison is replaced by a look for the file.
@@ -18,7 +18,18 @@ from dp_lightning.datamodules import CIFAR10, CIFAR100, SVHN
 from dp_lightning.errors import DataError
 
 RNG = np.random.default_rng(0)
-DATASETS = (CIFAR10, CIFAR100, SVHN)
+# As published: training images, classes, channels, pixels on a side.
+SIZES = {
+    CIFAR10: (50_000, 10, 3, 32),
+    CIFAR100: (50_000, 100, 3, 32),
+    SVHN: (73_257, 10, 3, 32),
+}
+DATASETS = tuple(SIZES)
+# Those of torchvision that compare checksums and download.
+MODULES = (
+    torchvision.datasets.cifar,
+    torchvision.datasets.svhn,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -53,13 +64,17 @@ def write_svhn(root: Path, labels: list[int]) -> None:
         scipy.io.savemat(root / f"{name}_32x32.mat", {"X": images, "y": digits})
 
 
-WRITERS = {CIFAR10: write_cifar10, CIFAR100: write_cifar100, SVHN: write_svhn}
+WRITERS = {
+    CIFAR10: write_cifar10,
+    CIFAR100: write_cifar100,
+    SVHN: write_svhn,
+}
 
 
 @pytest.fixture
 def small_files(tmp_path, monkeypatch):
     """A function that writes the files of a data set with four test images and twenty training images."""
-    for module in (torchvision.datasets.cifar, torchvision.datasets.svhn):
+    for module in MODULES:
         monkeypatch.setattr(module, "check_integrity", lambda path, md5=None: Path(path).is_file())
 
     def write(kind, labels=(0, 3, 9, 1)) -> str:
@@ -70,13 +85,10 @@ def small_files(tmp_path, monkeypatch):
     return write
 
 
-@pytest.mark.parametrize(
-    ("kind", "num_train", "num_classes"), [(CIFAR10, 50_000, 10), (CIFAR100, 50_000, 100), (SVHN, 73_257, 10)]
-)
-def test_sizes_are_known_without_files(tmp_path, kind, num_train, num_classes):
-    data = kind(str(tmp_path))
-    assert (data.num_train, data.num_classes) == (num_train, num_classes)
-    assert (data.in_channels, data.image_size) == (3, 32)
+@pytest.mark.parametrize("kind", DATASETS)
+def test_sizes_are_known_without_files(tmp_path, kind):
+    data, num_train = kind(str(tmp_path)), SIZES[kind][0]
+    assert (data.num_train, data.num_classes, data.in_channels, data.image_size) == SIZES[kind]
     assert kind(str(tmp_path), val_fraction=0.1).num_train == num_train - round(0.1 * num_train)
     # The published constants lie within the range of pixels and differ between channels.
     assert len(data.mean) == len(data.std) == 3
@@ -90,7 +102,7 @@ def test_files_are_read_into_both_sets(small_files, kind):
     assert (len(data.train_dataset), len(data.val_dataset), len(data.test_dataset)) == (15, 5, 4)
     assert data.num_train == 15
     (images, labels), *_ = data.test_dataloader()
-    assert images.shape == (4, 3, 32, 32)
+    assert images.shape == (4, kind.in_channels, kind.image_size, kind.image_size)
     assert labels.tolist() == [0, 3, 9, 1]
 
 
@@ -123,8 +135,9 @@ def test_a_failed_download_is_named(tmp_path, monkeypatch, kind):
     def refuse(*args, **kwargs):
         raise OSError("no route to host")
 
-    monkeypatch.setattr(torchvision.datasets.cifar, "download_and_extract_archive", refuse)
-    monkeypatch.setattr(torchvision.datasets.svhn, "download_url", refuse)
+    for module in MODULES:
+        for name in {"download_url", "download_and_extract_archive"} & vars(module).keys():
+            monkeypatch.setattr(module, name, refuse)
     with pytest.raises(DataError, match=r"the download into .* failed: no route to host"):
         kind(str(tmp_path), download=True).prepare_data()
 
