@@ -2,8 +2,8 @@
 
 from dp_lightning.postprocess.chain import Chain
 from dp_lightning.postprocess.denoise import GatedOrthogonalize, SelectiveOrthogonalize, SpectralShrinkage
+from dp_lightning.postprocess.entrywise_linear import Entry, EntrywiseLinear, Memory
 from dp_lightning.postprocess.filters import Kalman, LowPass
-from dp_lightning.postprocess.linear import LinearTransform
 from dp_lightning.postprocess.matrix import (
     as_matrix,
     dimension_scale,
@@ -24,12 +24,14 @@ from dp_lightning.postprocess.transform import Gradients, Noise, State, Transfor
 
 __all__ = [
     "Chain",
+    "Entry",
+    "EntrywiseLinear",
     "GatedOrthogonalize",
     "Gradients",
     "Kalman",
-    "LinearTransform",
     "LowPass",
     "MagnitudeScale",
+    "Memory",
     "Momentum",
     "Noise",
     "NoiseNormalize",

@@ -53,10 +53,10 @@ class Chain:
         """Refuse what cannot work for these parameters, before the first step.
 
         Raises:
-            ConfigurationError: a pattern matches no parameter, momentum is applied twice to one, or a transform needs
-                to know the noise where it is not known.
+            ConfigurationError: a pattern matches no parameter, momentum is applied twice to one, a transform needs
+                to know the noise where it is not known, or one that says it is linear and entrywise is not.
         """
-        levels = NoiseTracker(self.transforms).step(shapes, noise)
+        levels = self._levels(shapes, noise)
         with_momentum: dict[str, int] = {}
         for place, (transform, level) in enumerate(zip(self.transforms, levels, strict=False)):
             title = type(transform).__name__
@@ -83,6 +83,19 @@ class Chain:
                             else f"Put {title} before the transforms that are not linear, such as Orthogonalize"
                         )
                     )
+
+    def _levels(self, shapes: Mapping[str, torch.Size], noise: float | None) -> list[Noise]:
+        """The noise of the input of each transform at the first step."""
+        trackers = NoiseTracker(self.transforms), NoiseTracker(self.transforms)
+        first, again = ([tracker.step(shapes, noise) for _ in range(3)] for tracker in trackers)
+        for place, transform in enumerate(self.transforms, start=1):
+            if any(one[place] != other[place] for one, other in zip(first, again, strict=True)):
+                raise ConfigurationError(
+                    f"{type(transform).__name__} gives another noise when it starts anew. The weights of a transform "
+                    "derived from EntrywiseLinear may depend on its settings and its memory alone: keep no counter "
+                    "in the transform, and draw nothing at random."
+                )
+        return first[0]
 
     @torch.no_grad()
     def __call__(self, gradients: Mapping[str, Tensor], *, noise: float | None = None) -> Gradients:

@@ -16,18 +16,19 @@ K = P / (P + R), then P <- (1 - K) P + Q.
 """
 
 import math
-from collections.abc import Sequence
-from typing import Unpack
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar, Unpack
 
 import torch
-from torch import Tensor
 
 from dp_lightning.errors import ConfigurationError
-from dp_lightning.postprocess.linear import LinearTransform, Slots
+from dp_lightning.postprocess.entrywise_linear import Entry, EntrywiseLinear, Memory
 from dp_lightning.postprocess.transform import AppliesTo, Where
 
+T = TypeVar("T")  # an entry, or a public number
 
-class LowPass(LinearTransform):
+
+class LowPass(EntrywiseLinear):
     """A linear recursive filter of the privatized gradients. The default is m <- 0.9 m + 0.1 g.
 
     An exponential average with decay beta is a = (-beta,), b = (1 - beta,).
@@ -71,28 +72,24 @@ class LowPass(LinearTransform):
         self.b = tuple(b)
         self.bias_correction = bias_correction
 
-    def step(self, value: Tensor, slots: Slots, *, noise: float | None, shape: torch.Size) -> tuple[Tensor, Slots]:
-        filtered, new_slots = self._recursion(value, slots, prefix="")
+    def step(self, value: Entry, memory: Memory, *, noise: float | None, shape: torch.Size) -> tuple[Entry, Memory]:
+        filtered, entries = self._recursion(value, memory.entries, zero=value.zeros())
         if not self.bias_correction:
-            return filtered.clone(), new_slots
-        # The response is a number, whatever the parameter's shape: its history stays on the CPU.
-        response, unit_slots = self._recursion(torch.ones((), dtype=torch.float64), slots, prefix="unit_")
-        return filtered / response.item(), new_slots | unit_slots
+            return filtered, Memory(entries)
+        response, numbers = self._recursion(1.0, memory.numbers, zero=0.0)
+        return filtered / response, Memory(entries, numbers)
 
-    def _recursion(self, value: Tensor, slots: Slots, *, prefix: str) -> tuple[Tensor, Slots]:
-        """One step of the recursion on `value`; the history is in slots output_1, ... and input_1, ..."""
-        zero = torch.zeros_like(value)
-        outputs = [slots.get(f"{prefix}output_{i}", zero) for i in range(1, len(self.a) + 1)]
-        inputs = [value, *(slots.get(f"{prefix}input_{i}", zero) for i in range(1, len(self.b)))]
-        result = zero
-        for weight, past in zip((*(-x for x in self.a), *self.b), (*outputs, *inputs), strict=True):
+    def _recursion(self, value: T, history: Mapping[str, T], *, zero: T) -> tuple[T, dict[str, T]]:
+        """One step of the recursion on `value`; the history is in output_1, ... and input_1, ..."""
+        outputs: list[T] = [history.get(f"output_{i}", zero) for i in range(1, len(self.a) + 1)]
+        inputs: list[T] = [value, *(history.get(f"input_{i}", zero) for i in range(1, len(self.b)))]
+        result: Any = zero
+        pasts: tuple[Any, ...] = *outputs, *inputs
+        for weight, past in zip((*(-x for x in self.a), *self.b), pasts, strict=True):
             result = result + weight * past
-        # The present gradient enters the history as a copy: the caller may overwrite it.
-        new_outputs = [result, *outputs][: len(self.a)]
-        new_inputs = [value.clone(), *inputs[1:]][: len(self.b) - 1]
-        history = {f"{prefix}output_{i}": past for i, past in enumerate(new_outputs, start=1)}
-        history |= {f"{prefix}input_{i}": past for i, past in enumerate(new_inputs, start=1)}
-        return result, history
+        new_outputs, new_inputs = [result, *outputs][: len(self.a)], inputs[: len(self.b) - 1]
+        new = {f"output_{i}": past for i, past in enumerate(new_outputs, start=1)}
+        return result, new | {f"input_{i}": past for i, past in enumerate(new_inputs, start=1)}
 
 
 def _largest_pole(a: Sequence[float]) -> float:
@@ -104,7 +101,7 @@ def _largest_pole(a: Sequence[float]) -> float:
     return torch.linalg.eigvals(companion).abs().max().item()
 
 
-class Kalman(LinearTransform):
+class Kalman(EntrywiseLinear):
     """Scalar Kalman filter of the privatized gradients; the first estimate is the first gradient.
 
     Starting from the first gradient is the limit of no prior knowledge, P = infinity: K_1 = 1, and then
@@ -151,18 +148,19 @@ class Kalman(LinearTransform):
         self.gain = gain
         self.process_to_measurement_ratio = ratio
 
-    def step(self, value: Tensor, slots: Slots, *, noise: float | None, shape: torch.Size) -> tuple[Tensor, Slots]:
-        ratio = self.process_to_measurement_ratio
-        if ratio is None:
-            assert self.gain is not None
-            gain, variances = self.gain, {}
-        else:
-            # P in units of R.
-            gain = posterior = 1.0
-            if slots:
-                variance = slots["error_variance"].item()
-                gain = variance / (variance + 1)
-                posterior = (1 - gain) * variance
-            variances = {"error_variance": torch.tensor(posterior + ratio, dtype=torch.float64)}
-        estimate = (1 - gain) * slots["estimate"] + gain * value if slots else value.clone()
-        return estimate.clone(), {"estimate": estimate, **variances}
+    def step(self, value: Entry, memory: Memory, *, noise: float | None, shape: torch.Size) -> tuple[Entry, Memory]:
+        gain, numbers = self._gain(memory.numbers)
+        estimate = (1 - gain) * memory.entries["estimate"] + gain * value if memory.entries else value
+        return estimate, Memory({"estimate": estimate}, numbers)
+
+    def _gain(self, numbers: Mapping[str, float]) -> tuple[float, dict[str, float]]:
+        """Of this step, and what follows for the next one: the variance of the error, in units of R."""
+        if self.gain is not None:
+            return self.gain, {}
+        assert self.process_to_measurement_ratio is not None
+        gain = posterior = 1.0
+        if numbers:
+            variance = numbers["error_variance"]
+            gain = variance / (variance + 1)
+            posterior = (1 - gain) * variance
+        return gain, {"error_variance": posterior + self.process_to_measurement_ratio}

@@ -14,14 +14,13 @@ Both start from M = 0. G is the privatized gradient.
 from typing import Literal, Unpack
 
 import torch
-from torch import Tensor
 
 from dp_lightning.errors import ConfigurationError
-from dp_lightning.postprocess.linear import LinearTransform, Slots
+from dp_lightning.postprocess.entrywise_linear import Entry, EntrywiseLinear, Memory
 from dp_lightning.postprocess.transform import AppliesTo, Where
 
 
-class Momentum(LinearTransform):
+class Momentum(EntrywiseLinear):
     """Momentum on the privatized gradient.
 
     Args:
@@ -50,10 +49,10 @@ class Momentum(LinearTransform):
         self.beta = beta
         self.kind = kind
 
-    def step(self, value: Tensor, slots: Slots, *, noise: float | None, shape: torch.Size) -> tuple[Tensor, Slots]:
-        previous = slots["momentum"] if slots else torch.zeros_like(value)
+    def step(self, value: Entry, memory: Memory, *, noise: float | None, shape: torch.Size) -> tuple[Entry, Memory]:
+        previous = memory.entries["momentum"] if memory.entries else value.zeros()
         if self.kind == "heavy_ball":
             momentum = self.beta * previous + value
-            return momentum.clone(), {"momentum": momentum}
+            return momentum, Memory({"momentum": momentum})
         momentum = self.beta * previous + (1 - self.beta) * value
-        return (1 - self.beta) * value + self.beta * momentum, {"momentum": momentum}
+        return (1 - self.beta) * value + self.beta * momentum, Memory({"momentum": momentum})

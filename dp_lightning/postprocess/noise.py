@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from dp_lightning.errors import ConfigurationError
-from dp_lightning.postprocess.linear import LinearTransform, Slots
+from dp_lightning.postprocess.entrywise_linear import EntrywiseLinear, Slots
 from dp_lightning.postprocess.transform import Noise, State, Transform
 
 
@@ -81,9 +81,9 @@ class NoiseTracker:
         new_slots: list[Slots] = []
         for transform, here, own in zip(self._transforms, chosen, slots, strict=True):
             updated = own
-            if here and isinstance(transform, LinearTransform) and entry is not None:
+            if here and isinstance(transform, EntrywiseLinear) and entry is not None:
                 widened = {key: _with_zero(value) if value.ndim else value for key, value in own.items()}
-                entry, updated = transform.step(entry, widened, noise=levels[-1], shape=shape)
+                entry, updated = transform.advance(entry, widened, noise=levels[-1], shape=shape)
             elif here:
                 entry = None
             levels.append(None if entry is None else torch.linalg.vector_norm(entry).item())

@@ -9,10 +9,9 @@ import math
 from typing import Unpack
 
 import torch
-from torch import Tensor
 
 from dp_lightning.errors import ConfigurationError
-from dp_lightning.postprocess.linear import LinearTransform, Slots
+from dp_lightning.postprocess.entrywise_linear import Entry, EntrywiseLinear, Memory
 from dp_lightning.postprocess.matrix import at_least_float32, dimension_scale, nonzero, unit_range
 from dp_lightning.postprocess.transform import Gradients, Noise, State, Transform, Where
 
@@ -55,7 +54,7 @@ class Normalize(_OfNorm):
         return output, {}
 
 
-class NoiseNormalize(_OfNorm, LinearTransform):
+class NoiseNormalize(_OfNorm, EntrywiseLinear):
     """Divide each matrix by the Frobenius norm of its noise, times `norm`: what the noise alone has then.
 
     A step then has the same size in units of the noise whatever the batch size, the noise multiplier and the momentum
@@ -67,10 +66,10 @@ class NoiseNormalize(_OfNorm, LinearTransform):
 
     needs_noise = True
 
-    def step(self, value: Tensor, slots: Slots, *, noise: float | None, shape: torch.Size) -> tuple[Tensor, Slots]:
+    def step(self, value: Entry, memory: Memory, *, noise: float | None, shape: torch.Size) -> tuple[Entry, Memory]:
         if not noise:
             raise ConfigurationError(
                 "NoiseNormalize divides by the norm of the noise, and there is none or it is not known. Train with "
                 "PrivacyCallback and noise, or take Normalize"
             )
-        return self.norm_of(shape) / (noise * math.sqrt(shape.numel())) * value, {}
+        return self.norm_of(shape) / (noise * math.sqrt(shape.numel())) * value, Memory()

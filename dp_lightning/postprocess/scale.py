@@ -8,14 +8,13 @@ import math
 from typing import Unpack
 
 import torch
-from torch import Tensor
 
 from dp_lightning.errors import ConfigurationError
-from dp_lightning.postprocess.linear import LinearTransform, Slots
+from dp_lightning.postprocess.entrywise_linear import Entry, EntrywiseLinear, Memory
 from dp_lightning.postprocess.transform import AppliesTo, Where
 
 
-class Scale(LinearTransform):
+class Scale(EntrywiseLinear):
     """Multiply the gradient by a constant.
 
     Args:
@@ -31,5 +30,5 @@ class Scale(LinearTransform):
             raise ConfigurationError(f"Scale: factor must be positive and finite, got {factor}")
         self.factor = factor
 
-    def step(self, value: Tensor, slots: Slots, *, noise: float | None, shape: torch.Size) -> tuple[Tensor, Slots]:
-        return self.factor * value, {}
+    def step(self, value: Entry, memory: Memory, *, noise: float | None, shape: torch.Size) -> tuple[Entry, Memory]:
+        return self.factor * value, Memory()

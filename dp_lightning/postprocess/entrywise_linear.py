@@ -1,0 +1,183 @@
+"""Transforms that add gradients and scale them by public numbers, so that what they do to the noise is known.
+
+The code of such a transform never has a tensor in its hands. It gets an `Entry`, which stands for each entry of a
+gradient and can be added to others and scaled. What it cannot do, such as mixing entries, adding a constant, or taking
+a sign, would change the noise in a way that is not stated, and is refused.
+"""
+
+from abc import abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, NoReturn, final
+
+import torch
+from torch import Tensor
+
+from dp_lightning.errors import ConfigurationError
+from dp_lightning.postprocess.transform import Gradients, Noise, State, Transform
+from dp_lightning.refusing import refuse_every_use
+
+Slots = dict[str, Tensor]
+# A public number stands in the state beside the tensors, as a float64 without dimensions.
+_NUMBER = "number/"
+
+
+class _NotEntrywiseError(Exception):
+    """What a step has done to an entry, in words."""
+
+
+class _Refusing:
+    """Refuses every use."""
+
+    def _refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise _NotEntrywiseError("does more with an entry than to add it to another and to scale it by a number")
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise _NotEntrywiseError(f"uses .{name} of an entry")
+
+    @classmethod
+    def __torch_function__(cls, function: Any, *args: Any) -> NoReturn:
+        raise _NotEntrywiseError(f"calls {getattr(function, '__name__', function)} on an entry")
+
+
+refuse_every_use(_Refusing, _Refusing._refuse)
+
+
+class Entry(_Refusing):
+    """Each entry of a gradient, or of what a transform remembers of gradients.
+
+    ``a + b``, ``a - b``, ``2.0 * a``, ``a * 2.0``, ``a / 2.0`` and ``a.zeros()`` are all there is.
+    """
+
+    __slots__ = ("_value",)
+
+    def __init__(self, value: Tensor) -> None:
+        self._value = value
+
+    def zeros(self) -> "Entry":
+        """An entry of zero."""
+        return Entry(torch.zeros_like(self._value))
+
+    def __add__(self, other: "Entry") -> "Entry":
+        return Entry(self._value + _value_of(other))
+
+    def __sub__(self, other: "Entry") -> "Entry":
+        return Entry(self._value - _value_of(other))
+
+    def __mul__(self, factor: float) -> "Entry":
+        return Entry(_number(factor) * self._value)
+
+    __rmul__ = __mul__
+
+    def __truediv__(self, divisor: float) -> "Entry":
+        return Entry(self._value / _number(divisor))
+
+
+def _value_of(other: Any) -> Tensor:
+    if not isinstance(other, Entry):
+        raise _NotEntrywiseError(f"adds {type(other).__name__} to an entry")
+    return other._value
+
+
+def _number(factor: Any) -> float:
+    if not isinstance(factor, int | float):
+        raise _NotEntrywiseError(f"scales an entry by {type(factor).__name__}, and may by int or float")
+    return factor
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What a transform remembers of the steps before, for one parameter. It is empty at the first.
+
+    Attributes:
+        entries: sums of the gradients so far.
+        numbers: public ones, such as a gain that depends on the number of steps.
+    """
+
+    entries: Mapping[str, Entry] = field(default_factory=dict)
+    numbers: Mapping[str, float] = field(default_factory=dict)
+
+
+class EntrywiseLinear(Transform):
+    """A transform whose output is, in each entry, a sum of the present and past gradients with public weights.
+
+    A subclass implements `step`. `NoiseTracker` runs the same `step` on the noise's own coordinates, so the
+    noise that a chain states is that of the code which made its output.
+
+    Raises:
+        ConfigurationError: `step` does to an entry what is not linear or not entrywise, or a subclass has an `update`
+            of its own, which the noise would not follow.
+    """
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        for name in ("update", "advance", "apply"):
+            if getattr(cls, name) is not getattr(EntrywiseLinear, name):
+                raise ConfigurationError(
+                    f"{cls.__name__} derives from EntrywiseLinear and has its own {name}, which would change a "
+                    f"gradient and not its noise. Implement step, or derive from Transform."
+                )
+
+    @abstractmethod
+    def step(self, value: Entry, memory: Memory, *, noise: float | None, shape: torch.Size) -> tuple[Entry, Memory]:
+        """One step for one parameter.
+
+        The weights may depend on the settings, on ``memory.numbers``, ``noise`` and ``shape``, and on nothing else.
+
+        Args:
+            value: the gradient.
+            memory: what the step before returned.
+            noise: standard deviation of the noise in each entry of the gradient; None where it is not known.
+            shape: of the parameter.
+
+        Returns:
+            The output, and the new memory.
+        """
+
+    @final
+    def advance(self, value: Tensor, slots: Slots, *, noise: float | None, shape: torch.Size) -> tuple[Tensor, Slots]:
+        """`step` on a tensor: a gradient, or the coordinates of the noise of one entry.
+
+        Args:
+            value: its shape need not be that of the parameter.
+            slots: what the step before returned; empty at the first.
+            noise, shape: as in `step`.
+
+        Returns:
+            The output and the new slots, none of which shares memory with another or with `value`.
+        """
+        memory = Memory(
+            {name: Entry(slot) for name, slot in slots.items() if not name.startswith(_NUMBER)},
+            {name.removeprefix(_NUMBER): slot.item() for name, slot in slots.items() if name.startswith(_NUMBER)},
+        )
+        try:
+            output, memory = self.step(Entry(value), memory, noise=noise, shape=shape)
+            found = {name: _value_of(entry) for name, entry in memory.entries.items()}
+            numbers = {f"{_NUMBER}{name}": _number(number) for name, number in memory.numbers.items()}
+            result = _value_of(output)
+        except _NotEntrywiseError as error:
+            raise ConfigurationError(
+                f"{type(self).__name__} derives from EntrywiseLinear, and its step {error}. It may add entries and "
+                "scale them by public numbers, so that the noise behind it is known. Derive from Transform, behind "
+                "which the noise is not known."
+            ) from error
+        taken = {id(value)}
+        for name, slot in found.items():
+            found[name] = slot.clone() if id(slot) in taken else slot
+            taken.add(id(found[name]))
+        if id(result) in taken:
+            result = result.clone()
+        return result, found | {name: torch.tensor(number, dtype=torch.float64) for name, number in numbers.items()}
+
+    @final
+    def update(self, gradients: Gradients, state: State, noise: Noise) -> tuple[Gradients, State]:
+        output: Gradients = {}
+        new_state: State = {}
+        for name, gradient in gradients.items():
+            slots = state.get(name, {})
+            output[name], slots = self.advance(gradient, slots, noise=noise.get(name), shape=gradient.shape)
+            if slots:
+                new_state[name] = slots
+        return output, new_state
