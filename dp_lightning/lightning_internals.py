@@ -222,7 +222,8 @@ def start_method(strategy: DDPStrategy) -> str:
 
 def strategy_for(**settings: Any) -> Strategy:
     """The strategy that a Trainer would choose for these of its settings, here and now."""
-    return _AcceleratorConnector(**settings).strategy
+    strategy: Strategy = _AcceleratorConnector(**settings).strategy
+    return strategy
 
 
 # The command line

@@ -7,6 +7,7 @@ float32 and returned in its own dtype; float32 and float64 are kept.
 import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -145,7 +146,7 @@ def map_same_shape(
     Returns:
         For each name its slice of the function's result (still in matrix form).
     """
-    groups: dict[tuple, list[str]] = defaultdict(list)
+    groups: dict[tuple[Any, ...], list[str]] = defaultdict(list)
     for name, tensor in tensors.items():
         groups[as_matrix(tensor).shape, tensor.dtype, tensor.device].append(name)
     results: dict[str, Tensor] = {}

@@ -10,6 +10,7 @@ no more dimensions than there are vectors (a QR decomposition): the cost of a st
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -52,7 +53,7 @@ class NoiseTracker:
             raise ConfigurationError("noise must be given at every step or at none")
         self._known = noise is not None
         levels: list[dict[str, float | None]] = [{} for _ in range(len(self._transforms) + 1)]
-        alike: dict[tuple, tuple[list[float | None], list[Slots]]] = {}
+        alike: dict[tuple[Any, ...], tuple[list[float | None], list[Slots]]] = {}
         for name, shape in shapes.items():
             chosen = tuple(transform.selects(name, shape) for transform in self._transforms)
             slots = [state.get(name, {}) for state in self._states]

@@ -57,7 +57,7 @@ class Groups:
         for place, group in enumerate(ids):
             places.setdefault(group, []).append(place)
         #: The id of each person. Their order follows from no number of images, and so neither does that of a sum.
-        self.ids = sorted(places)  # type: ignore[type-var]  # all of them are numbers, or all text
+        self.ids = sorted(places)  # all of them are numbers, or all text
         self._ends = np.cumsum([0, *(len(places[group]) for group in self.ids)])
         self._places = np.fromiter((place for group in self.ids for place in places[group]), np.int64, len(ids))
 
@@ -77,7 +77,9 @@ class Groups:
         own = self._places[self._ends[person] : self._ends[person + 1]]
         name = np.frombuffer(hashlib.sha256(repr(self.ids[person]).encode()).digest(), dtype=np.uint32)
         generator = host_generator(keys_from(self._seed, _DRAWS_OF_IMAGES, step, *name.tolist()))
-        return generator.choice(own, self.images_per_group, replace=len(own) < self.images_per_group).tolist()
+        size = self.images_per_group
+        drawn: list[int] = generator.choice(own, size, replace=len(own) < size).tolist()
+        return drawn
 
 
 def groups_of(dataset: Any) -> list[Group] | None:

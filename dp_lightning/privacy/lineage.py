@@ -271,7 +271,7 @@ def released(parameters: Iterable[Tensor], training: Training) -> None:
     """Their ``.grad`` is a release of this training."""
     for parameter in parameters:
         assert parameter.grad is not None
-        hook = parameter.register_post_accumulate_grad_hook(_drop_release)  # type: ignore[attr-defined]
+        hook = parameter.register_post_accumulate_grad_hook(_drop_release)
         _waiting[parameter] = _Release(weakref.ref(parameter.grad), hook)
         _private.setdefault(parameter, {})[training.run] = training
 

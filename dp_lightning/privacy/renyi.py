@@ -64,7 +64,8 @@ def _log_of_integral(sigma: float, q: float, orders: np.ndarray) -> np.ndarray:
     log_density = -((z / sigma) ** 2) / 2 - np.log(sigma / step) - np.log(2 * np.pi) / 2
     log_ratio = np.logaddexp(np.log1p(-q), np.log(q) + (z - 0.5) / sigma / sigma)
     found = special.logsumexp(log_density + orders[:, None] * log_ratio, axis=1)
-    return found + _ROUNDING * (1 + found)
+    bound: np.ndarray = found + _ROUNDING * (1 + found)
+    return bound
 
 
 def _chord(order: float, known: dict[int, float]) -> float:

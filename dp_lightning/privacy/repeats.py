@@ -96,7 +96,8 @@ def bytes_of(array: Any) -> bytes | None:
         return None
     else:
         kind = str(array.dtype)
-    return f"{kind} {shape}".encode() + array.tobytes()
+    content: bytes = array.tobytes()
+    return f"{kind} {shape}".encode() + content
 
 
 @contextmanager

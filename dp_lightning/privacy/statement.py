@@ -184,7 +184,7 @@ class PrivacyStatement:
 
     def to_dict(self) -> dict[str, Any]:
         """The statement in values that JSON can hold; an infinite number is the string "inf"."""
-        return _plain(
+        plain: dict[str, Any] = _plain(
             {
                 "epsilon": self.epsilon,
                 "delta": self.plan.delta,
@@ -226,6 +226,7 @@ class PrivacyStatement:
                 SEAL: self.seal,
             }
         )
+        return plain
 
     def short(self) -> str:
         """Two or three lines for the screen."""

@@ -45,7 +45,7 @@ class Result:
 
     __bool__ = __float__ = __int__ = __iter__ = __len__ = __call__ = __str__ = __repr__ = __getattr__ = _refuse
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = __neg__ = _refuse
-    __lt__ = __le__ = __gt__ = __ge__ = __eq__ = __ne__ = __hash__ = _refuse  # type: ignore[assignment]
+    __lt__ = __le__ = __gt__ = __ge__ = __eq__ = __ne__ = __hash__ = _refuse
 
 
 def result_of(result: Result) -> Any:

@@ -63,7 +63,7 @@ def no_threads() -> Iterator[None]:
 def no_text() -> Iterator[None]:
     """Around a vmap: the text of a tensor shows no number, in whatever thread."""
     before = _tensor_str._functorch_wrapper_str_intern
-    _tensor_str._functorch_wrapper_str_intern = lambda tensor, **kwargs: "a tensor of one example"  # type: ignore[assignment]
+    _tensor_str._functorch_wrapper_str_intern = lambda tensor, **kwargs: "a tensor of one example"
     try:
         yield
     finally:

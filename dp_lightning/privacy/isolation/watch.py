@@ -153,6 +153,7 @@ def memory_of(tensor: Tensor) -> int:
 def storage_of(tensor: Tensor) -> int | None:
     """Of what a tensor's memory is known by; None where it has none of its own."""
     try:
-        return tensor.untyped_storage()._cdata
+        address: int = tensor.untyped_storage()._cdata
+        return address
     except Exception:  # as above
         return None
