@@ -26,6 +26,8 @@ TRIED = {"lightning": "2.6.6", "torchmetrics": "1.9.0", "jsonargparse": "4.53.0"
 
 __all__ = [
     "CALL_BATCH_HOOK",
+    "CLASS_PATH",
+    "INSTANTIATOR",
     "TRIED",
     "CommandLine",
     "LoaderSource",
@@ -69,6 +71,9 @@ def set_loader_source(trainer: pl.Trainer, source: LoaderSource) -> None:
 
 #: Attribute of a LightningModule by which Lightning calls the hooks that see a batch.
 CALL_BATCH_HOOK = "_call_batch_hook"
+
+#: Among the hyperparameters of a checkpoint: the class that the command line has made, and by what.
+CLASS_PATH, INSTANTIATOR = "_class_path", "_instantiator"
 
 # What is logged
 

@@ -24,30 +24,68 @@ LINES = (PACKAGE.parent / "constraints.txt").read_text().splitlines()
 PINNED = dict(line.split("==") for line in LINES if "==" in line and not line.startswith("#"))
 
 
-def names_in(tree):
-    """What a file defines, whatever its kind."""
+# What starts with an underscore and is documented.
+DOCUMENTED = {
+    "_exit": "os._exit, for which Python's documentation gives this use",
+    "_fields": "of a named tuple",
+    "_thread": "a module of Python's documentation",
+}
+
+
+def own_names(tree):
+    """Whatever a file defines: functions, classes, variables, attributes and slots."""
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
             yield node.name
-        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            yield node.id
-        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and ast.unparse(node.value) == "self":
-            yield node.attr
+        elif isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Store):
+            yield node.id if isinstance(node, ast.Name) else node.attr
+            if isinstance(node, ast.Name) and node.id == "__slots__":
+                yield from (each.value for each in ast.walk(tree) if isinstance(each, ast.Constant))
 
 
-def private(name):
-    return name.startswith("_") and not name.startswith("__")
-
-
-def foreign_members(tree, own):
-    """Private attributes and imports that the package itself does not define."""
+def private_members(tree):
+    """Private attributes, imports, and attributes that are read by name, which the file does not define itself."""
     for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute) and private(node.attr) and node.attr not in own:
-            yield node.attr
+        if isinstance(node, ast.Attribute):
+            used = [node.attr]
         elif isinstance(node, ast.ImportFrom) and not str(node.module).startswith("dp_lightning"):
-            parts = str(node.module).split(".")
-            yield from (part for part in parts if private(part))
-            yield from (alias.name for alias in node.names if private(alias.name))
+            used = [*str(node.module).split("."), *(alias.name for alias in node.names)]
+        elif isinstance(node, ast.Import):
+            used = [part for alias in node.names for part in alias.name.split(".")]
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "hasattr", "setattr", "delattr"):
+            used = [argument.value for argument in node.args if isinstance(argument, ast.Constant)]
+        else:
+            continue
+        yield from (name for name in map(str, used) if name.startswith("_") and not name.startswith("__"))
+
+
+def used_of_others(path):
+    tree = ast.parse(path.read_text())
+    return set(private_members(tree)) - set(own_names(tree)) - DOCUMENTED.keys()
+
+
+FILES = [path for path in sorted(PACKAGE.rglob("*.py")) if not path.name.endswith("_internals.py")]
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_no_other_file_uses_a_private_member_of_a_library(path):
+    assert used_of_others(path) == set()
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "x = module._parameters",
+        "from torch._ops import OpOverload",
+        "from torch import _tensor_str",
+        "import torch._C",
+        "getattr(x, '_version', None)",
+        "torch._foreach_norm(x)",
+    ],
+)
+def test_a_private_member_would_be_found(tmp_path, line):
+    (tmp_path / "some.py").write_text(line)
+    assert len(used_of_others(tmp_path / "some.py")) == 1
 
 
 class Fit(pl.LightningModule):

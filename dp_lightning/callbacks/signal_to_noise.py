@@ -9,6 +9,7 @@ from torch.optim import Optimizer
 from dp_lightning.analysis import SnrMeter
 from dp_lightning.callbacks.privacy import PrivacyCallback
 from dp_lightning.errors import ConfigurationError
+from dp_lightning.torch_internals import norms
 
 
 class SignalToNoise(pl.Callback):
@@ -46,7 +47,7 @@ class SignalToNoise(pl.Callback):
         if level == 0 or not gradients:
             return
         # Left on the device: reading it would wait for the step.
-        squared = torch.stack(torch._foreach_norm(gradients)).square().sum()
+        squared = torch.stack(norms(gradients)).square().sum()
         count = sum(gradient.numel() for gradient in gradients)
         self._meter.update(squared, noise_level=level, num_parameters=count)
 

@@ -9,6 +9,7 @@ from typing import Any, cast
 from torch import nn
 
 from dp_lightning.errors import ModelError
+from dp_lightning.torch_internals import BatchNorm
 
 
 def batch_norm_to_group_norm(model: nn.Module, *, num_groups: int = 32) -> list[str]:
@@ -27,7 +28,7 @@ def batch_norm_to_group_norm(model: nn.Module, *, num_groups: int = 32) -> list[
     account = []
     for name, module in list(model.named_modules()):
         for key, child in list(module.named_children()):
-            if not isinstance(child, nn.modules.batchnorm._BatchNorm):
+            if not isinstance(child, BatchNorm):
                 continue
             path = f"{name}.{key}" if name else key
             groups = max(k for k in range(1, min(num_groups, child.num_features) + 1) if child.num_features % k == 0)
@@ -50,7 +51,7 @@ def freeze_batch_norm(model: nn.Module) -> list[str]:
     """
     names = []
     for name, module in model.named_modules():
-        if isinstance(module, nn.modules.batchnorm._BatchNorm):
+        if isinstance(module, BatchNorm):
             if module.running_mean is None:
                 raise ModelError(f"'{name}' ({type(module).__name__}) has no running statistics to be frozen with.")
             module.eval().requires_grad_(False)
@@ -58,7 +59,7 @@ def freeze_batch_norm(model: nn.Module) -> list[str]:
     return names
 
 
-def _group_norm_like(norm: nn.modules.batchnorm._BatchNorm, num_groups: int, path: str) -> nn.GroupNorm:
+def _group_norm_like(norm: BatchNorm, num_groups: int, path: str) -> nn.GroupNorm:
     replacement: Any
     plain = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
     if type(norm) in plain:
@@ -80,5 +81,5 @@ def fixed_statistics(module: nn.Module) -> list[str]:
     return [
         name
         for name, part in module.named_modules()
-        if isinstance(part, nn.modules.batchnorm._BatchNorm) and not part.training and part.running_mean is not None
+        if isinstance(part, BatchNorm) and not part.training and part.running_mean is not None
     ]

@@ -32,6 +32,7 @@ from dp_lightning.privacy.accounting import Ledger, Run
 from dp_lightning.privacy.exported import statement_of
 from dp_lightning.privacy.isolation.contents import Contents
 from dp_lightning.privacy.weights import fingerprint
+from dp_lightning.torch_internals import version_of
 
 # Numbers of a tensor by which a copy is known, and tensors whose copies are known from each step; those of the others
 # are known from the statements.
@@ -370,7 +371,7 @@ def _after_step(optimizer: Optimizer, args: Any, kwargs: Mapping[str, Any]) -> N
         if is_release:
             release = _waiting[parameter]
             release.hook.remove()
-            release.version = None if parameter.grad is None else parameter.grad._version
+            release.version = None if parameter.grad is None else version_of(parameter.grad)
         else:
             _ordinary[parameter] = True
             for weights in followers:
@@ -386,7 +387,7 @@ def _with_gradient(optimizer: Optimizer) -> list[tuple[Any, bool]]:
         gradient, release = parameter.grad, _waiting.get(parameter)
         if gradient is not None:
             same = release is not None and release.gradient() is gradient
-            found.append((parameter, same and release.version in (None, gradient._version)))
+            found.append((parameter, same and release.version in (None, version_of(gradient))))
     return found
 
 

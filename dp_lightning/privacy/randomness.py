@@ -27,11 +27,11 @@ from dp_lightning.privacy.gradients.refusals import HOST_DRAW
 from dp_lightning.privacy.isolation.contents import generator_state
 from dp_lightning.privacy.isolation.reachable import Ignored, reachable
 from dp_lightning.privacy.sampling import PhysicalBatch
+from dp_lightning.torch_internals import global_numpy_generator
 
 Keys: TypeAlias = Callable[[int], NDArray[np.uint32]]
 """Gives so many words of 32 bits, new ones with every call."""
 
-_NUMPY = np.random.mtrand._rand  # whose methods are the functions of numpy.random
 _SEEDING = [(module, name) for module in (torch, torch.random) for name in ("manual_seed", "seed", "set_rng_state")]
 # Where generators of the host, uuid and secrets take their numbers from.
 _ENTROPY: list[tuple[Any, str]] = [(os, "urandom"), (random, "_urandom"), (random.Random, "__init__")]
@@ -154,7 +154,7 @@ def rekey_global_generators(keys: Keys) -> None:
     if torch.accelerator.is_available():  # else torch would note the whole stack for each kind that it knows, 3 ms
         torch.manual_seed(of_devices)
     torch.set_rng_state(_cpu_state(keys))
-    _rekey("numpy.random", _NUMPY, keys)
+    _rekey("numpy.random", global_numpy_generator, keys)
     random.seed(keys(8).tobytes())
 
 
@@ -219,11 +219,11 @@ class NoHostDraws:
 
     def note(self) -> None:
         """Remember where the generators stand."""
-        self._python, self._numpy = random.getstate(), generator_state(_NUMPY)
+        self._python, self._numpy = random.getstate(), generator_state(global_numpy_generator)
 
     def drawn(self) -> list[str]:
         """The generators that have moved since :meth:`note`: ``numpy.random``, ``random``."""
-        names = [] if generator_state(_NUMPY) == self._numpy else ["numpy.random"]
+        names = [] if generator_state(global_numpy_generator) == self._numpy else ["numpy.random"]
         return names if random.getstate() == self._python else [*names, "random"]
 
 

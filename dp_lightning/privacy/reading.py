@@ -19,7 +19,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from torch.utils.data import DataLoader, Dataset, default_collate
 
 from dp_lightning.errors import DataError, DpLightningError, ModelError
@@ -27,6 +26,7 @@ from dp_lightning.privacy.groups import Groups
 from dp_lightning.privacy.isolation.reachable import Ignored, in_c, nothing_ignored, reachable
 from dp_lightning.privacy.isolation.state import StateSnapshot
 from dp_lightning.privacy.sampling import PhysicalBatch
+from dp_lightning.torch_internals import PARAMETERS, TreeSpec, tree_flatten, tree_unflatten
 
 
 class ExampleBatch:
@@ -197,7 +197,7 @@ class _Watch:
         def left_out(owner: object, name: str) -> bool:
             value = getattr(owner, "__dict__", {}).get(name)
             data = isinstance(owner, Dataset | DataLoader) or value is dataset or id(value) in arrays
-            return data or (isinstance(owner, nn.Module) and name == "_parameters") or ignored(owner, name)
+            return data or (isinstance(owner, nn.Module) and name == PARAMETERS) or ignored(owner, name)
 
         (name, root), *others = functions.items()
         self._snapshot = StateSnapshot(root, left_out, name=name, also=dict(others))

@@ -16,7 +16,8 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
+
+from dp_lightning.torch_internals import tree_leaves
 
 # How many times a record may stand there.
 _TIMES = range(2, 17)

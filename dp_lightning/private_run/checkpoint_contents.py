@@ -20,13 +20,13 @@ from lightning.pytorch.callbacks import WeightAveraging
 from lightning.pytorch.core.mixins import HyperparametersMixin
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 from torchmetrics import Metric
 
 from dp_lightning.errors import ConfigurationError, ModelError
 from dp_lightning.lightning_internals import saves_states
 from dp_lightning.private_run.resume import PRIVATE_RUN
 from dp_lightning.private_run.unprotected import LoggedNumbers
+from dp_lightning.torch_internals import EXTRA_STATE, parts_of_schedule
 
 
 class _Bounds(NamedTuple):
@@ -199,7 +199,7 @@ def _parts(checkpoint: Mapping[str, Any], trainer: pl.Trainer) -> Iterator[tuple
                 yield (name, index), state, words
         elif name == "state_dict":
             for key, value in part.items():
-                if not isinstance(value, Tensor) or key.endswith(_EXTRA_STATE_KEY_SUFFIX):
+                if not isinstance(value, Tensor) or key.endswith(EXTRA_STATE):
                     yield (name, key), value, f"entry '{key}'"
         elif name not in _MODEL and not (averaging and name in _AVERAGE):
             yield (name,), part, None if name in _LIGHTNING else f"entry '{name}'"
@@ -213,9 +213,8 @@ def _is_users(schedule: Any) -> bool:
     """Whether a schedule's state is by the user's code, or holds such."""
     if not _is_of((*_TRUSTED, "torch."), schedule):
         return True
-    inside = [*getattr(schedule, "_schedulers", ()), *getattr(schedule, "lr_lambdas", ())]
-    inside.append(getattr(schedule, "_scale_fn_custom", None))
-    return any(_is_users(part) for part in inside if getattr(part, "__dict__", None))  # a plain function has no state
+    # A plain function has no state.
+    return any(_is_users(part) for part in parts_of_schedule(schedule) if getattr(part, "__dict__", None))
 
 
 def _refusal(what: str) -> ModelError:

@@ -5,13 +5,13 @@ from typing import Any, Literal
 
 import lightning.pytorch as pl
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
-from torch.utils._pytree import tree_leaves
 
 from dp_lightning.datamodules.base import ImageDataModule
 from dp_lightning.datamodules.features import CachedFeatures
 from dp_lightning.datamodules.persons import warn_of_shared_persons
 from dp_lightning.errors import DataError
 from dp_lightning.privacy.groups import Group, groups_of
+from dp_lightning.torch_internals import tree_leaves
 
 
 def warn_of_persons(dataset: Any) -> None:

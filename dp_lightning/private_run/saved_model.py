@@ -9,6 +9,8 @@ from typing import Any
 import lightning.pytorch as pl
 from torch import Tensor
 
+from dp_lightning.lightning_internals import CLASS_PATH, INSTANTIATOR
+
 #: Under which names callbacks keep their state in a checkpoint: `DataRecord` and `AveragedWeights`.
 DATA_STATE, AVERAGE_STATE = "DataRecord", "AveragedWeights"
 
@@ -39,8 +41,8 @@ class SavedModel:
         """That of a checkpoint as `PrivateCheckpointIO` loads it."""
         states = checkpoint.get("callbacks", {})
         hyperparameters = dict(checkpoint.get("hyper_parameters", {}))
-        path = hyperparameters.pop("_class_path", None)
-        hyperparameters.pop("_instantiator", None)
+        path = hyperparameters.pop(CLASS_PATH, None)
+        hyperparameters.pop(INSTANTIATOR, None)
         data, average = (_mapping(states.get(name)) for name in (DATA_STATE, AVERAGE_STATE))
         return cls(
             class_path=None if path is None else str(path),

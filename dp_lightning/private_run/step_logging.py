@@ -16,13 +16,13 @@ from typing import Any, NoReturn
 import lightning.pytorch as pl
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
 from torchmetrics import Metric, MetricCollection
 
 from dp_lightning.errors import ModelError
 from dp_lightning.lightning_internals import joined
-from dp_lightning.privacy.gradients.vmap import detached, level
+from dp_lightning.privacy.gradients.vmap import detached
 from dp_lightning.private_run.unprotected import POST_PROCESSING
+from dp_lightning.torch_internals import level, tree_map_only
 
 CALLS = ("forward", "update", "compute", "reset")
 _LOG_ARGUMENTS = ("prog_bar", "logger", "on_step", "on_epoch")

@@ -18,6 +18,7 @@ from dp_lightning.errors import ConfigurationError, ModelError
 from dp_lightning.lightning_internals import detects_anomalies, records_modules, start_method
 from dp_lightning.strategies.checkpoint_io import PrivateCheckpointIO
 from dp_lightning.strategies.private import NAME, PrivateStrategy
+from dp_lightning.torch_internals import is_compiled
 
 # Normalised updates, such as a sign or an orthogonal matrix, are trained with rates below 10.
 _LARGEST_LR = 1e6
@@ -177,7 +178,7 @@ def _check_trainer(trainer: pl.Trainer) -> None:
 
 def _check_compiled(module: pl.LightningModule) -> None:
     for name, part in module.named_modules():
-        if type(part).__name__ == "OptimizedModule" or part._compiled_call_impl is not None:
+        if is_compiled(part):
             raise ModelError(
                 f"Module '{name}' is compiled: compiled code does not show which functions its parameters meet, so no "
                 "per-example gradient can be taken. Train the module without torch.compile."

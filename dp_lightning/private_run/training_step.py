@@ -32,6 +32,7 @@ from dp_lightning.privacy.step import PrivateStep
 from dp_lightning.private_run.optimizer_state import OptimizerState
 from dp_lightning.private_run.public_trainer import PublicTrainer, only_public
 from dp_lightning.private_run.step_logging import CALLS, Observer
+from dp_lightning.torch_internals import CALLED
 
 # Hooks of the module that Lightning calls for each physical batch: before one, and when it is over.
 _STARTS = ("on_train_batch_start",)
@@ -45,7 +46,7 @@ _KEPT: tuple[tuple[type, set[str]], ...] = (
     ),
     (Metric, {*vars(SumMetric()), *CALLS} - set(vars(nn.Module()))),
     (MetricCollection, {*vars(MetricCollection([])), *CALLS} - set(vars(nn.Module()))),
-    (Optimizer, {"_opt_called"}),  # set before the closure runs
+    (Optimizer, {CALLED}),  # set before the closure runs
 )
 
 

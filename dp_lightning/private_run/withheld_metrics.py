@@ -13,7 +13,6 @@ import lightning.pytorch as pl
 import numpy as np
 from lightning.pytorch.callbacks import ProgressBar
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from dp_lightning.errors import ModelError
 from dp_lightning.lightning_internals import (
@@ -24,6 +23,7 @@ from dp_lightning.lightning_internals import (
 )
 from dp_lightning.private_run.unprotected import POST_PROCESSING
 from dp_lightning.refusing import refuse_every_use
+from dp_lightning.torch_internals import tree_leaves
 
 # Where a trainer has the numbers.
 _SHOWN = ("callback_metrics", "logged_metrics", "progress_bar_metrics")

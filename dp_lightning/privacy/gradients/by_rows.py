@@ -12,7 +12,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from dp_lightning.errors import ModelError
-from dp_lightning.privacy.gradients.vmap import is_batched, unwrapped
+from dp_lightning.privacy.gradients.vmap import unwrapped
+from dp_lightning.torch_internals import is_batched
 
 
 def _attention(

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 
 import torch
 
+from dp_lightning.torch_internals import has_bfloat16_on_cpu
+
 # A gradient that is formed is written once and read twice, for its norm and for the sum. The library of convolutions
 # also puts the numbers of a folded one in order.
 _PER_KEPT_NUMBER = 26
@@ -104,4 +106,4 @@ def _gram(size: Size) -> int:
 
 
 def _cpu_has_bfloat16() -> bool:
-    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return has_bfloat16_on_cpu()

@@ -25,7 +25,6 @@ PLAIN = frozenset(
         torch.is_floating_point, torch.is_complex, torch.numel,
     ]
 )  # fmt: skip
-REQUIRES_GRAD = vars(torch._C.TensorBase)["requires_grad"].__get__
 DRAWN_IN_PLACE = frozenset(
     getattr(torch.Tensor, f"{name}_")
     for name in ("bernoulli", "cauchy", "exponential", "geometric", "log_normal", "normal", "random", "uniform")

@@ -5,12 +5,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_map_only
 
 from dp_lightning.errors import ConfigurationError
 from dp_lightning.privacy.clipping import ClipPlan
 from dp_lightning.privacy.gradients.clipped_sum import ClippedSum
 from dp_lightning.privacy.gradients.recording import Recording
+from dp_lightning.torch_internals import tree_flatten, tree_map_only
 
 
 def clipped_gradient_sum(

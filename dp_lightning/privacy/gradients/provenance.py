@@ -16,7 +16,7 @@ from torch import Tensor
 
 from dp_lightning.errors import ModelError
 from dp_lightning.privacy.gradients.functions import collect, name_of, writes
-from dp_lightning.privacy.gradients.vmap import is_batched
+from dp_lightning.torch_internals import is_batched, storage_address, storage_uses
 
 Constants = Callable[[Tensor], bool]
 """Whether a tensor that is not of the examples was there before the fit."""
@@ -92,7 +92,7 @@ class Provenance:
         return (
             self._is_made(tensor)
             and not tensor.requires_grad
-            and torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) == 2  # the tensor, and this look at it
+            and storage_uses(tensor) == 2  # the tensor, and this look at it
         )
 
     def require_kept(self, tensor: Tensor, func: Any) -> None:
@@ -101,7 +101,7 @@ class Provenance:
         Raises:
             ModelError: where the tensor is not of this step, and the function's name did not say that it writes.
         """
-        if self._is_made(tensor) or tensor.untyped_storage()._cdata in self.written or id(tensor) in self.written:
+        if self._is_made(tensor) or storage_address(tensor) in self.written or id(tensor) in self.written:
             return
         raise ModelError(
             f"training_step changes a tensor of shape {tuple(tensor.shape)} in place by {name_of(func)}. Write it with "
@@ -117,9 +117,9 @@ class Provenance:
         return known is not None and known() is tensor  # another tensor may have had its id
 
     def _keep(self, target: Tensor, name: str) -> None:
-        storage = target.untyped_storage()._cdata
+        storage = storage_address(target)
         for parameter_name, parameter in self._parameters.values():
-            if parameter is target or parameter.untyped_storage()._cdata == storage:
+            if parameter is target or storage_address(parameter) == storage:
                 raise ModelError(
                     f"training_step changes the parameter '{parameter_name}' in place ({name}). Only the optimizer "
                     "changes parameters."
@@ -127,7 +127,7 @@ class Provenance:
         if name == "__set__":  # the tensor gets another storage
             self.written.setdefault(id(target), (target, target.detach().clone()))
         elif storage not in self.written and any(
-            tensor.untyped_storage()._cdata == storage for tensor in self._outside.values()
+            storage_address(tensor) == storage for tensor in self._outside.values()
         ):
             whole = torch.empty(0, dtype=target.dtype, device=target.device).set_(target.untyped_storage())
             self.written[storage] = (whole, whole.clone())

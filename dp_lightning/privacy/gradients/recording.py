@@ -19,9 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._ops import HigherOrderOperator
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from dp_lightning.errors import ModelError
 from dp_lightning.privacy.gradients.by_rows import BY_ROWS
@@ -30,7 +28,6 @@ from dp_lightning.privacy.gradients.contribution import Contribution, PerExample
 from dp_lightning.privacy.gradients.functions import (
     DRAWN_IN_PLACE,
     PLAIN,
-    REQUIRES_GRAD,
     SHOWN,
     collect,
     initialized,
@@ -54,19 +51,24 @@ from dp_lightning.privacy.gradients.rules import RULES, Rule
 from dp_lightning.privacy.gradients.sources import Sources
 from dp_lightning.privacy.gradients.sources import leaves_of as leaves_of
 from dp_lightning.privacy.gradients.stand_ins import STAND_INS
-from dp_lightning.privacy.gradients.vmap import (
-    become,
-    below,
-    hidden_numbers,
-    innermost,
+from dp_lightning.privacy.gradients.vmap import unwrapped, wrapped
+from dp_lightning.privacy.gradients.watched import watched
+from dp_lightning.torch_internals import (
+    REQUIRES_GRAD,
+    HigherOrderOperator,
+    below_transforms,
+    has_hooks,
+    innermost_transform,
     is_batched,
     level,
     level_of,
-    seen_results,
-    unwrapped,
-    wrapped,
+    numbers_hidden,
+    swap,
+    tree_leaves,
+    tree_map_only,
+    version_of,
+    vmap_results_seen,
 )
-from dp_lightning.privacy.gradients.watched import watched
 
 Take = Callable[[Contribution], None]
 
@@ -80,7 +82,7 @@ class _Recorded:
     version: int = field(init=False)
 
     def __post_init__(self) -> None:
-        self.version = self.call.inputs._version
+        self.version = version_of(self.call.inputs)
 
 
 class Recording(TorchFunctionMode):
@@ -160,8 +162,8 @@ class Recording(TorchFunctionMode):
 
         self._require_no_hooks()
         with ExitStack() as stack:
-            stack.enter_context(hidden_numbers())
-            stack.enter_context(seen_results(self._provenance.note))
+            stack.enter_context(numbers_hidden())
+            stack.enter_context(vmap_results_seen(self._provenance.note))
             stack.enter_context(torch.autograd.graph.disable_saved_tensors_hooks(SAVED_TENSOR_HOOKS))
             try:
                 losses: Tensor = torch.func.vmap(one, randomness="different")(*examples)
@@ -224,8 +226,8 @@ class Recording(TorchFunctionMode):
                     sources.append(tensor)
         if sources and not torch.is_grad_enabled():
             sources = []
-        if not outermost and (sources or innermost() != "vmap"):
-            require_no_inner_transform(innermost())
+        if not outermost and (sources or innermost_transform() != "vmap"):
+            require_no_inner_transform(innermost_transform())
         require_no_own_vmap(func, args)
         if isinstance(func, HigherOrderOperator):  # of an autograd function
             args = (watched(args[0], self, self._provenance.note), *args[1:])
@@ -273,7 +275,7 @@ class Recording(TorchFunctionMode):
                     return result
             args, kwargs = self._with_copies(args, kwargs, sources)
         if outermost and func in BY_ROWS:
-            with below():
+            with below_transforms():
                 result = BY_ROWS[func](self._batch_size, *args, **kwargs)
             return tree_map_only(Tensor, lambda tensor: wrapped(tensor, self._level), result)
         if func in SHOWN:
@@ -284,10 +286,10 @@ class Recording(TorchFunctionMode):
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor], sources: list[Tensor]
     ) -> Any:
         """What is computed from parameters and constants alone, once for all examples."""
-        versions = [tensor._version for tensor in tensors]
+        versions = [version_of(tensor) for tensor in tensors]
         result = func(*args, **kwargs)
         for tensor, version in zip(tensors, versions, strict=True):
-            if tensor._version != version:
+            if version_of(tensor) != version:
                 self._provenance.require_kept(tensor, func)
         if sources and isinstance(result, Tensor) and is_batched(result):
             # It has drawn random numbers, for each example its own.
@@ -312,7 +314,7 @@ class Recording(TorchFunctionMode):
         if lead < 0 or 0 in shape:
             return NotImplemented
         inner = unwrapped(x)
-        with below():
+        with below_transforms():
             arguments |= {own: value.detach() for own, value in trained.items()}
             rows = inner.flatten(0, lead) if lead else inner
             result = func(rows, **arguments)
@@ -340,8 +342,8 @@ class Recording(TorchFunctionMode):
         for tensor in shared:
             if level() != self._level or not self._provenance.is_only_here(tensor):
                 raise ModelError(SHARED_DRAW if func in DRAWN_IN_PLACE else SHARED_WRITE)
-            with below():
-                become(tensor, wrapped(tensor.expand(self._batch_size, *tensor.shape).clone(), self._level))
+            with below_transforms():
+                swap(tensor, wrapped(tensor.expand(self._batch_size, *tensor.shape).clone(), self._level))
         return bool(shared)
 
     # The backward pass
@@ -349,7 +351,7 @@ class Recording(TorchFunctionMode):
     def _receive(self, waiting: list[_Recorded], gradient: Tensor) -> None:
         # The graph outlives the backward pass, and with it the hook: let go of what the function has seen.
         recorded, call = waiting[0], waiting.pop().call
-        if call.inputs._version != recorded.version:
+        if version_of(call.inputs) != recorded.version:
             raise ModelError(
                 f"The input of a function that uses {', '.join(call.names.values())} is changed in place after the "
                 "function has seen it, so its gradient is lost. Use an operation that makes a new tensor."
@@ -384,7 +386,7 @@ class Recording(TorchFunctionMode):
 
     def _require_no_hooks(self) -> None:
         for name, parameter in self._parameters.items():
-            if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+            if has_hooks(parameter):
                 raise ModelError(f"The parameter '{name}' has a hook. {HOOKS}")
 
 

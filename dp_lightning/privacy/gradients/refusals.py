@@ -9,9 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 
 from dp_lightning.errors import ModelError
+from dp_lightning.torch_internals import (
+    GRAD_FN,
+    VERSION,
+    HigherOrderOperator,
+    OpOverload,
+    OpOverloadPacket,
+    has_vmap_kernel,
+)
 
 ONE_BY_ONE = "set privacy.examples: one_by_one, which is exact and slower"
 
@@ -31,10 +38,10 @@ REFUSED: dict[Any, str] = {
     torch.Tensor.register_hook: f"Tensor.register_hook: {HOOKS}",
     torch.Tensor.register_post_accumulate_grad_hook: f"Tensor.register_post_accumulate_grad_hook: {HOOKS}",
     torch.Tensor.retain_grad: f"Tensor.retain_grad: {HOOKS}",
-    vars(torch._C.TensorBase)["grad_fn"].__get__: f"Tensor.grad_fn, as backward hooks do: {HOOKS}",
+    GRAD_FN: f"Tensor.grad_fn, as backward hooks do: {HOOKS}",
     torch.Tensor.backward: f"Tensor.backward: {_INNER}",
     torch.autograd.grad: f"torch.autograd.grad: {_INNER}",
-    vars(torch._C.TensorBase)["_version"].__get__: "Tensor._version, which counts what other batches have written.",
+    VERSION: "Tensor._version, which counts what other batches have written.",
     **RESIZED,
 }
 """By function; the step may not call them."""
@@ -159,9 +166,7 @@ def require_no_own_vmap(func: Any, args: tuple[Any, ...]) -> None:
 def _has_own_vmap(func: OpOverload | OpOverloadPacket) -> bool:
     overloads = [func] if isinstance(func, OpOverload) else [getattr(func, name) for name in func.overloads()]
     return any(
-        overload.namespace not in ("aten", "prims", "prim")
-        and torch._C._dispatch_has_kernel_for_dispatch_key(overload.name(), "FuncTorchBatched")
-        for overload in overloads
+        overload.namespace not in ("aten", "prims", "prim") and has_vmap_kernel(overload) for overload in overloads
     )
 
 

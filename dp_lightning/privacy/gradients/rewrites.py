@@ -15,8 +15,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._functorch import is_batchedtensor
 from torch.nn import functional as F
+
+from dp_lightning.torch_internals import is_batched
 
 State = Sequence[Tensor]  # (h,) or, of an LSTM, (h, c)
 
@@ -240,7 +241,7 @@ def _recurrent(step: Callable[..., State]) -> Callable[..., tuple[Tensor, ...]]:
         hx = hx if isinstance(hx, tuple | list) else (hx,)
         options = params, has_biases, dropout if train else 0.0, 1 + bidirectional
         if not padded:
-            if is_batchedtensor(sizes[0]):
+            if is_batched(sizes[0]):
                 raise NotImplementedError(
                     "Under vmap, the lengths of a packed sequence differ from example to example. Use padded input."
                 )
@@ -280,7 +281,7 @@ rnn_relu, rnn_relu_cell = _recurrent(_rnn_relu_step), _cell(_rnn_relu_step)
 
 def _is_weight(x: Tensor) -> bool:
     """Whether x is a matrix that all examples share. Outside of vmap, every matrix is one."""
-    return x.dim() == 2 and not is_batchedtensor(x)
+    return x.dim() == 2 and not is_batched(x)
 
 
 def matmul(input: Tensor, other: Tensor | None = None, *dtype: torch.dtype, **options: Any) -> Tensor:

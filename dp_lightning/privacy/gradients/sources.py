@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from dp_lightning.errors import ModelError
-from dp_lightning.privacy.gradients.vmap import below, wrapped
+from dp_lightning.privacy.gradients.vmap import wrapped
+from dp_lightning.torch_internals import below_transforms, is_view, version_of
 
 # Numbers of parameters for which gradients are pulled back at once: 256 MiB in float32.
 _PULLED = 2**26
@@ -41,7 +42,7 @@ class Source:
         self.gradients = gradients if self.gradients is None else self.gradients + gradients
 
     def require_unchanged(self) -> None:
-        if self.tensor._version != self.version:
+        if version_of(self.tensor) != self.version:
             raise ModelError(
                 f"A weight of shape {tuple(self.tensor.shape)} that is computed from {', '.join(self.parameters)} is "
                 "changed in place after it was used. Use an operation that makes a new tensor."
@@ -84,7 +85,7 @@ class Sources:
                         "a trained parameter of the module. Make it an nn.Parameter of the module, or detach it."
                     )
                 parameters[self._names[id(leaf)]] = leaf
-        source = Source(name, tensor, parameters, tensor._version)
+        source = Source(name, tensor, parameters, version_of(tensor))
         self._found[id(tensor)] = self._by_name[name] = source
         return source
 
@@ -92,7 +93,7 @@ class Sources:
         """One for each example in the place of a tensor, inside of the vmap of level ``at``."""
         source = self.of(tensor)
         if source.copies is None:
-            with below():
+            with below_transforms():
                 source.leaf = tensor.detach().expand(self._batch_size, *tensor.shape).requires_grad_()
             source.copies = wrapped(source.leaf, at)
             source.uses += 1
@@ -103,7 +104,7 @@ class Sources:
         device = output.device
         if device not in self._anchors:
             self._anchors[device] = torch.zeros((), device=device, requires_grad=True)
-        started: Tensor = _Start.apply(output.clone() if output._is_view() else output, self._anchors[device])
+        started: Tensor = _Start.apply(output.clone() if is_view(output) else output, self._anchors[device])
         return started
 
     def single(self) -> frozenset[str]:

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from dp_lightning import torch_internals
 from dp_lightning.privacy.gradients.rewrites import multi_head_attention_forward
-from dp_lightning.privacy.gradients.vmap import is_batched
+from dp_lightning.torch_internals import is_batched
 
 
 def cross_entropy(
@@ -97,6 +98,6 @@ STAND_INS: dict[Any, Callable[..., Any]] = {
     F.gaussian_nll_loss: gaussian_nll_loss,
     Tensor.__setitem__: set_item,
     F.grouped_mm: grouped_mm,
-    torch._grouped_mm: grouped_mm,
+    torch_internals.grouped_mm: grouped_mm,
 }
 """By function, as a torch function mode sees it."""

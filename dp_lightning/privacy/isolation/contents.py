@@ -18,6 +18,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dp_lightning.torch_internals import is_wrapped, version_of
+
 Array: TypeAlias = "Tensor | np.ndarray[Any, Any]"
 GENERATORS: tuple[type, ...] = (torch.Generator, np.random.Generator, np.random.RandomState, np.random.BitGenerator)
 GENERATORS += (random.Random, np.random.SeedSequence)
@@ -97,12 +99,12 @@ def _look(array: Array) -> tuple[tuple[Any, ...], Tensor | None]:
             return (array.shape, array.dtype), _bits(torch.from_numpy(array))
         return (array.shape, array.dtype, array.tobytes()), None  # of objects, their ids
     except Exception:  # no memory of its own, or not initialized
-        return (getattr(array, "_version", None),), None
+        return (version_of(array) if isinstance(array, Tensor) else None,), None
 
 
 def _bits(tensor: Tensor) -> Tensor:
     """A view as integers. Raises where there is no memory to view: sparse, nested, meta, a wrapper of other tensors."""
-    wrapped = torch._C._functorch.is_functorch_wrapped_tensor(tensor) or tensor.is_nested or tensor.is_quantized
+    wrapped = is_wrapped(tensor) or tensor.is_nested or tensor.is_quantized
     if wrapped or (not tensor.data_ptr() and tensor.numel()):
         raise RuntimeError("no memory to read")
     tensor = tensor.detach()

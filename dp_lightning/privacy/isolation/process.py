@@ -16,6 +16,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from dp_lightning.torch_internals import core
+
 _AUTOCAST = (torch.is_autocast_enabled, torch.get_autocast_dtype)
 _VALUES = (bool, int, float, str, tuple, list, dict, torch.dtype, torch.device)
 
@@ -35,7 +37,7 @@ def _getters() -> dict[str, Callable[[], Any]]:
 
 
 def _pairs() -> Iterator[tuple[str, Callable[[], Any]]]:
-    patterns = {torch: "()(get_|is_)", torch._C: "(_)(get_|is_)", sys: "()(get)", gc: "()(get_)", np: "()(get)"}
+    patterns = {torch: "()(get_|is_)", core: "(_)(get_|is_)", sys: "()(get)", gc: "()(get_)", np: "()(get)"}
     for module, pattern in patterns.items():
         for name in dir(module):
             match = re.match(pattern, name)

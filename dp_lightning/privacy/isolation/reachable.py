@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from dp_lightning.privacy.isolation.contents import GENERATORS, generator_state
+from dp_lightning.torch_internals import MODULE_MEMBERS, CachedFunction, gradient_of
 
 Ignored: TypeAlias = Callable[[object, str], bool]
 Members: TypeAlias = dict[Any, Any]
@@ -40,8 +41,6 @@ _LIBRARIES |= sys.stdlib_module_names
 _OF_MODELS = {"einops", "monai", "opacus", "peft", "timm", "torchvision", "transformers"}  # with many globals
 _IMMUTABLE = 1 << 8  # Py_TPFLAGS_IMMUTABLETYPE
 _STATE = ("__reduce_ex__", "__reduce__", "__getstate__", "getstate", "tobytes", "digest")
-
-gradient_of: Callable[[Tensor], Tensor | None] = torch._C.TensorBase._grad.__get__  # type: ignore[union-attr]
 
 
 @dataclass(slots=True, eq=False)
@@ -96,7 +95,7 @@ class Place:
             deque.extend(source, held[""])
         elif isinstance(source, types.CellType):
             source.cell_contents = held[""]
-        elif isinstance(source, functools._lru_cache_wrapper):
+        elif isinstance(source, CachedFunction):
             source.cache_clear()
 
 
@@ -174,7 +173,7 @@ def _places(
 def _attributes(path: str, value: Any, ignored: Ignored) -> Iterator[Place]:
     with suppress(AttributeError):
         own = in_c(value).__getattribute__(value, "__dict__")  # type: ignore[call-arg]
-        parts = ("_parameters", "_buffers", "_modules") if issubclass(type(value), nn.Module) else ()
+        parts = MODULE_MEMBERS if issubclass(type(value), nn.Module) else ()
         for names in (*(own[part] for part in parts if part in own and not ignored(value, part)), own):
             yield Place(path, names, functools.partial(_kept, owner=value, ignored=ignored), _attribute)
     for name, slot in _slots(type(value)).items():  # type: ignore[arg-type]

@@ -19,6 +19,7 @@ from torch.utils.data import Dataset
 
 from dp_lightning.errors import ModelError
 from dp_lightning.privacy.isolation.reachable import Ignored, reachable, walk
+from dp_lightning.torch_internals import ForeignThread
 
 _FIX = (
     "The step would see raw examples other than its own. Put what it needs to know of the data set, such as the number "
@@ -153,7 +154,7 @@ def _open(value: object, kind: type) -> None:
 
 def _in_a_loss() -> bool:
     """Whether this thread runs a loss, or is none of Python's: that of a backward pass on a GPU is autograd's."""
-    return getattr(_RUNS_A_LOSS, "now", False) or isinstance(threading.current_thread(), threading._DummyThread)
+    return getattr(_RUNS_A_LOSS, "now", False) or isinstance(threading.current_thread(), ForeignThread)
 
 
 @functools.cache

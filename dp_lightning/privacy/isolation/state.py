@@ -24,7 +24,8 @@ from torch import Tensor
 
 from dp_lightning.privacy.isolation.contents import GENERATORS, Array, Contents
 from dp_lightning.privacy.isolation.process import settings
-from dp_lightning.privacy.isolation.reachable import ATOMS, Ignored, Place, gradient_of, walk
+from dp_lightning.privacy.isolation.reachable import ATOMS, Ignored, Place, walk
+from dp_lightning.torch_internals import gradient_of, without_torch_function_of_subclasses
 
 #: Stands for the value of a key that is not there.
 ABSENT: Any = type("Absent", (), {"__repr__": lambda self: "ABSENT"})()
@@ -76,7 +77,7 @@ class Change:
 @contextmanager
 def _plain_tensors() -> Iterator[None]:
     """Without the ``__torch_function__`` of tensor subclasses, and outside of autograd and inference mode."""
-    with torch._C.DisableTorchFunctionSubclass(), torch.inference_mode(False), torch.no_grad():
+    with without_torch_function_of_subclasses(), torch.inference_mode(False), torch.no_grad():
         yield
 
 

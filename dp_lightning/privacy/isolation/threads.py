@@ -10,9 +10,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from torch import _tensor_str
-
 from dp_lightning.errors import ModelError
+from dp_lightning.torch_internals import text_of_wrapped
 
 # What starts a thread: one function by several names, and another one since Python 3.13.
 _STARTS = [
@@ -62,9 +61,5 @@ def no_threads() -> Iterator[None]:
 @contextmanager
 def no_text() -> Iterator[None]:
     """Around a vmap: the text of a tensor shows no number, in whatever thread."""
-    before = _tensor_str._functorch_wrapper_str_intern
-    _tensor_str._functorch_wrapper_str_intern = lambda tensor, **kwargs: "a tensor of one example"
-    try:
+    with text_of_wrapped("a tensor of one example"):
         yield
-    finally:
-        _tensor_str._functorch_wrapper_str_intern = before

@@ -13,6 +13,7 @@ from torch.overrides import TorchFunctionMode
 from dp_lightning.errors import ModelError
 from dp_lightning.privacy.gradients.functions import collect, initialized, writes
 from dp_lightning.privacy.gradients.refusals import RESIZED
+from dp_lightning.torch_internals import storage_address
 
 # Later versions of Python move objects on in other ways.
 _GENERATIONS = sys.version_info < (3, 14)
@@ -153,7 +154,6 @@ def memory_of(tensor: Tensor) -> int:
 def storage_of(tensor: Tensor) -> int | None:
     """Of what a tensor's memory is known by; None where it has none of its own."""
     try:
-        address: int = tensor.untyped_storage()._cdata
-        return address
+        return storage_address(tensor)
     except Exception:  # as above
         return None
