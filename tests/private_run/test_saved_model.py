@@ -1,0 +1,67 @@
+"""What a checkpoint says of its model is read as data: it never chooses which code runs."""
+
+import lightning.pytorch as pl
+import pytest
+import torch
+
+from dp_lightning.lightning_modules import ResNetModule
+from dp_lightning.private_run.saved_model import SavedModel
+
+OURS = f"{ResNetModule.__module__}.{ResNetModule.__name__}"
+
+
+def saved(class_path=OURS, **settings):
+    hyperparameters = {"_class_path": class_path, "_instantiator": "some.function", **settings}
+    states = {
+        "DataRecord": {"class_names": ["cat", "dog"], "resized_to": 256, "features": None},
+        "AveragedWeights": {"average": {"weight": torch.ones(1)}},
+    }
+    return SavedModel.read({"hyper_parameters": hyperparameters, "callbacks": states})
+
+
+class Users(pl.LightningModule):
+    """Of somebody's own."""
+
+    def __init__(self, width=1):
+        super().__init__()
+
+
+USERS = f"{Users.__module__}.Users"
+
+
+def test_what_callbacks_have_left_is_read():
+    model = saved(num_classes=2)
+    assert (model.class_names, model.resized_to, model.features) == (["cat", "dog"], 256, None)
+    assert list(model.average) == ["weight"]
+    assert model.settings == {"num_classes": 2}
+    assert model.module_class() is ResNetModule
+
+
+@pytest.mark.parametrize("checkpoint", [{}, {"callbacks": {"DataRecord": 3, "AveragedWeights": {"average": []}}}])
+def test_a_checkpoint_that_says_nothing_has_empty_parts(checkpoint):
+    model = SavedModel.read(checkpoint)
+    assert model == SavedModel(None, {}, None, None, None, {})
+    assert model.module_class() is None
+
+
+@pytest.mark.parametrize(
+    "path", ["os.system", "builtins.eval", "torch.nn.Linear", USERS, "dp_lightning.errors.DataError", "dp_lightning.x"]
+)
+def test_no_other_class_is_taken_from_a_checkpoint(path):
+    assert saved(path).module_class() is None
+
+
+def test_a_class_that_is_not_trusted_is_not_even_imported(tmp_path, monkeypatch):
+    (tmp_path / "module_that_tells.py").write_text("raise SystemExit('imported')")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert saved("module_that_tells.Net").module_class() is None
+    assert saved("module_that_tells.Net").module_class("module_that_tells.Other") is None
+
+
+def test_a_class_that_the_user_names_is_taken():
+    assert saved(USERS).module_class(USERS) is Users
+    assert saved(USERS).module_class("another.Class") is None
+
+
+def test_settings_that_are_no_arguments_are_left_out():
+    assert saved(USERS, width=4, image_size=32).arguments_of(Users) == {"width": 4}

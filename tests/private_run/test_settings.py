@@ -1,0 +1,135 @@
+"""The settings of a private run: what they state once, and what is refused by name."""
+
+import functools
+
+import pytest
+from plain_run import Plain, loader, privacy, trainer
+
+from dp_lightning.callbacks import PrivacyCallback
+from dp_lightning.errors import ConfigurationError
+from dp_lightning.privacy.disk import DiSK
+from dp_lightning.private_run.settings import PrivacySettings
+
+
+def test_num_train_must_be_the_data_sets(tmp_path):
+    with pytest.raises(ConfigurationError, match="num_train"):
+        trainer(tmp_path, privacy(num_train=100)).fit(Plain(), loader())
+
+
+@pytest.mark.parametrize("settings", [{"max_epochs": 1}, {"max_steps": 3, "max_epochs": -1}])
+def test_a_batch_above_the_data_set_is_named(tmp_path, settings):
+    callback = privacy(expected_batch_size=1000)
+    with pytest.raises(ConfigurationError, match=r"expected_batch_size must be at most .*; got 1000\. Lower"):
+        trainer(tmp_path, callback, **settings).fit(Plain(), loader())
+
+
+def test_impossible_privacy_settings_are_refused():
+    with pytest.raises(ConfigurationError, match="exactly one"):
+        PrivacyCallback(expected_batch_size=10)
+    with pytest.raises(ConfigurationError, match="exactly one"):
+        PrivacyCallback(expected_batch_size=10, target_epsilon=1.0, noise_multiplier=1.0)
+    with pytest.raises(ConfigurationError, match="not_private"):
+        PrivacyCallback(expected_batch_size=10, noise_multiplier=0.0)
+    with pytest.raises(ConfigurationError, match="not_private"):
+        PrivacyCallback(expected_batch_size=10, noise_multiplier=1.0, not_private=True)
+    with pytest.raises(ConfigurationError, match="max_physical_batch_size"):
+        PrivacyCallback(expected_batch_size=10, noise_multiplier=1.0, max_physical_batch_size=0)
+
+
+@pytest.mark.parametrize(("kwargs", "name"), [({"delta": 0.1}, "delta"), ({"expected_batch_size": 61}, "batch_size")])
+def test_impossible_plans_are_refused_before_the_first_step(tmp_path, kwargs, name):
+    with pytest.raises(ConfigurationError, match=name):
+        trainer(tmp_path, privacy(**kwargs)).fit(Plain(), loader())
+
+
+def settings(**kwargs):
+    return PrivacySettings(**{"expected_batch_size": 20, "noise_multiplier": 1.0, "delta": 1e-3, **kwargs})
+
+
+def test_the_number_of_steps_is_the_smaller_limit():
+    shape = functools.partial(settings().shape, num_train=70)
+    assert shape(max_epochs=3, max_steps=-1).num_steps == 10  # floor(3 * 70 / 20)
+    assert shape(max_epochs=3, max_steps=4).num_steps == 4
+    assert shape(max_epochs=-1, max_steps=40).num_steps == 40
+    assert shape(max_epochs=None, max_steps=40).num_steps == 40
+    assert shape(max_epochs=3, max_steps=-1).sample_rate == 20 / 70
+
+
+@pytest.mark.parametrize(
+    ("limits", "words"),
+    [
+        ({"max_epochs": None, "max_steps": -1}, "must be known before the start"),
+        ({"max_epochs": -1, "max_steps": -1}, "must be known before the start"),
+        ({"max_epochs": 0, "max_steps": -1}, "no step to take"),
+        ({"max_epochs": 3, "max_steps": 0}, "no step to take"),
+    ],
+)
+def test_a_run_without_a_number_of_steps_is_refused(limits, words):
+    with pytest.raises(ConfigurationError, match=f"trainer.max_epochs.*{words}|{words}.*trainer.max_epochs"):
+        settings().shape(num_train=70, **limits)
+
+
+def test_a_plan_has_the_noise_that_is_set_or_the_noise_that_the_target_needs():
+    shape = settings().shape(num_train=70, max_epochs=3, max_steps=-1)
+    plan = settings(noise_multiplier=1.3, accountant="rdp").make_plan(shape)
+    assert (plan.noise_multiplier, plan.target_epsilon, plan.accountant) == (1.3, None, "rdp")
+    solved = settings(noise_multiplier=None, target_epsilon=4.0, accountant="rdp").make_plan(shape)
+    assert solved.target_epsilon == 4.0
+    assert 3.99 < solved.epsilon() <= 4.0
+    # Steps that were taken count in the target, at the end of the run and before it.
+    taken = ((2.0 * solved.noise_multiplier, shape.sample_rate, 5),)
+    less = settings(noise_multiplier=None, target_epsilon=4.0, accountant="rdp").make_plan(shape, taken=taken)
+    more = settings(noise_multiplier=None, target_epsilon=4.0, accountant="rdp").make_plan(shape, earlier=taken)
+    assert less.noise_multiplier < solved.noise_multiplier < more.noise_multiplier
+
+
+CHANGES = {
+    "examples": {"examples": "one_by_one"},
+    "augmult": {"augmult": 2},
+    "disk": {"disk": DiSK(gain=0.5)},
+    "seed": {"reproducible": True},
+    "unit_of_privacy": {"unit_of_privacy": "group"},
+    "images_per_group": {"unit_of_privacy": "group", "images_per_group": 2},
+    "clipping": {"clipping": "per_layer"},
+    "clip_factor": {"clip_factor": "automatic"},
+    "max_grad_norm": {"max_grad_norm": 2.0},
+}
+
+
+def test_every_setting_that_a_run_keeps_is_tried_here():
+    assert CHANGES.keys() == settings().of_the_run.keys()
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_run_that_resumes_keeps_what_its_statement_says_once(name):
+    earlier, now = settings(), settings(**CHANGES[name])
+    earlier.require_same(settings().of_the_run)
+    with pytest.raises(ConfigurationError, match=rf"privacy\.{name} .*Set it to the run's value"):
+        now.require_same(earlier.of_the_run)
+    with pytest.raises(ConfigurationError, match=rf"privacy\.{name} "):
+        earlier.require_same(now.of_the_run)
+
+
+def test_what_a_checkpoint_holds_of_the_settings_is_plain():
+    kept = settings(disk=DiSK(gain=0.5), reproducible=True).of_the_run
+    assert all(value is None or type(value) in (str, int, float) for value in kept.values())
+
+
+@pytest.mark.parametrize(
+    "change", [*CHANGES.values(), {"expected_batch_size": 10}, {"max_physical_batch_size": 64}], ids=str
+)
+def test_ranks_notice_each_difference(change):
+    assert settings().of_all_ranks == settings().of_all_ranks
+    assert settings(**change).of_all_ranks != settings().of_all_ranks
+
+
+@pytest.mark.parametrize("name", ["unit_of_privacy", "earlier_training", "clipping"])
+def test_an_unknown_choice_names_the_others(name):
+    with pytest.raises(ConfigurationError, match=rf"privacy\.{name} is 'other'; choose '\w+' or '\w+'"):
+        settings(**{name: "other"})
+
+
+def test_images_of_a_person_need_persons():
+    assert settings(unit_of_privacy="group").images_per_group == 1
+    with pytest.raises(ConfigurationError, match=r"privacy.images_per_group is 2.*privacy.unit_of_privacy: group"):
+        settings(images_per_group=2)

@@ -1,0 +1,168 @@
+"""Settings of the Trainer, callbacks and modules that would break the guarantee are refused by name."""
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.plugins import Precision
+from lightning.pytorch.profilers import PyTorchProfiler
+from plain_run import CLASSES, Plain, loader, parameters_after, privacy, trainer, without_noise
+from torch import nn
+
+from dp_lightning.errors import ConfigurationError, ModelError
+
+REFUSED_TRAINERS = {
+    "gradient_clip_val": {"gradient_clip_val": 1.0},
+    "accumulate_grad_batches": {"accumulate_grad_batches": 2},
+    "precision": {"precision": "bf16-true"},
+    "overfit_batches": {"overfit_batches": 1},
+    "detect_anomaly": {"detect_anomaly": True},
+    "profiler": {"profiler": "pytorch"},
+    "default_root_dir is file:/": {"default_root_dir": "file:///tmp/x"},
+    "default_root_dir is memory://": {"default_root_dir": "memory://x"},
+    "save_dir of CSVLogger": {"logger": CSVLogger("memory://x")},
+    "fast_dev_run": {"fast_dev_run": True},
+    "limit_train_batches": {"limit_train_batches": 3},
+    "reload_dataloaders_every_n_epochs": {"reload_dataloaders_every_n_epochs": 1},
+    "val_check_interval": {"val_check_interval": 5},
+    "max_epochs": {"max_epochs": -1},
+}
+
+
+@pytest.mark.parametrize("setting", REFUSED_TRAINERS)
+def test_settings_that_would_break_the_guarantee_are_refused_by_name(tmp_path, setting):
+    with pytest.raises(ConfigurationError, match=setting):
+        trainer(tmp_path, privacy(), **REFUSED_TRAINERS[setting]).fit(Plain(), loader())
+
+
+def test_checkpoints_in_a_url_are_refused(tmp_path):
+    checkpoint = ModelCheckpoint(dirpath="file:///tmp/x")
+    with pytest.raises(ConfigurationError, match=r"dirpath of ModelCheckpoint is .*file:/tmp/x.*Give a path"):
+        trainer(tmp_path, privacy(), checkpoint, enable_checkpointing=True).fit(Plain(), loader())
+
+
+@pytest.mark.parametrize("profiler", ["simple", "advanced", PyTorchProfiler(record_module_names=False)])
+def test_other_profilers_change_nothing(tmp_path, profiler):
+    run = trainer(tmp_path, privacy(), profiler=profiler)
+    run.fit(Plain(), loader())
+    assert run.global_step == 9
+
+
+def test_a_backward_of_ones_own_is_refused(tmp_path):
+    class Scaling(Plain):
+        def backward(self, loss, *args, **kwargs):
+            (loss * loss.detach()).backward()
+
+    with pytest.raises(ConfigurationError, match="Scaling has a backward of its own"):
+        trainer(tmp_path, privacy()).fit(Scaling(), loader())
+
+    class Plugin(Precision):
+        def backward(self, tensor, model, optimizer, *args, **kwargs):
+            (tensor * tensor.detach()).backward()
+
+    with pytest.raises(ConfigurationError, match="Plugin has a backward of its own"):
+        trainer(tmp_path, privacy(), plugins=[Plugin()]).fit(Plain(), loader())
+
+    module = Plain()
+    module.backward = lambda loss, *args, **kwargs: (loss * loss.detach()).backward()
+    with pytest.raises(ConfigurationError, match="Plain has a backward of its own"):
+        trainer(tmp_path, privacy()).fit(module, loader())
+
+
+@pytest.mark.parametrize(
+    "callback",
+    [
+        pl.callbacks.StochasticWeightAveraging(0.1),
+        pl.callbacks.GradientAccumulationScheduler({0: 2}),
+        pl.callbacks.LearningRateFinder(),
+        pl.callbacks.BatchSizeFinder(),
+    ],
+    ids=lambda callback: type(callback).__name__,
+)
+def test_callbacks_that_would_break_the_guarantee_are_refused_by_name(tmp_path, callback):
+    class WithLoader(Plain):
+        batch_size = 7
+
+        def train_dataloader(self):
+            return loader()
+
+    with pytest.raises(ConfigurationError, match=type(callback).__name__):
+        trainer(tmp_path, privacy(), callback).fit(WithLoader())
+
+
+def test_a_callback_that_would_see_gradients_first_is_refused(tmp_path):
+    class Reads(Callback):
+        def on_before_optimizer_step(self, *args):
+            pass
+
+    with pytest.raises(ConfigurationError, match="PrivacyCallback first"):
+        trainer(tmp_path, Reads(), privacy()).fit(Plain(), loader())
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [nn.BatchNorm1d(8), nn.BatchNorm1d(8, affine=False), nn.InstanceNorm1d(8, track_running_stats=True)],
+    ids=["batch norm", "without parameters", "instance norm with running statistics"],
+)
+@pytest.mark.parametrize("augmult", [1, 2])
+def test_statistics_of_examples_are_refused_with_the_fix(tmp_path, layer, augmult):
+    class Positions(nn.Module):
+        def forward(self, x):
+            return x[..., None].expand(-1, -1, 2)
+
+    net = nn.Sequential(nn.Linear(5, 8), Positions(), layer, nn.Flatten(), nn.Linear(16, CLASSES))
+    with pytest.raises(ModelError, match=r"BatchNorm"):
+        trainer(tmp_path, privacy(augmult=augmult)).fit(Plain(net), loader())
+    assert not layer.running_mean.any()
+
+
+@pytest.mark.parametrize("ways", ["together", "one_by_one"])
+@pytest.mark.parametrize("places", [1, 2])
+def test_batch_norm_is_refused_with_a_fix_that_helps(tmp_path, ways, places):
+    net = nn.Sequential(
+        nn.Linear(5, 8),
+        nn.Unflatten(1, (8 // places, places)),
+        nn.BatchNorm1d(8 // places),
+        nn.Flatten(),
+        nn.Linear(8, CLASSES),
+    )
+    with pytest.raises(ModelError, match=r"BatchNorm in training mode.*group_norm.*freeze_batch_norm") as refused:
+        trainer(tmp_path, privacy(examples=ways)).fit(Plain(net), loader())
+    assert "one_by_one" not in str(refused.value)
+
+
+def test_statistics_of_one_example_are_allowed(tmp_path):
+    net = nn.Sequential(
+        nn.Linear(5, 8), nn.Unflatten(1, (4, 2)), nn.InstanceNorm1d(4, affine=True), nn.Flatten(), nn.Linear(8, CLASSES)
+    )
+    assert parameters_after(tmp_path, without_noise(), module=Plain(net)).isfinite().all()
+
+
+@pytest.mark.parametrize("way", ["a part", "in place", "the whole"])
+def test_compiled_modules_are_refused(tmp_path, way):
+    module = Plain()
+    if way == "a part":
+        module.net[0] = torch.compile(module.net[0])
+    elif way == "in place":
+        module.net[0].compile()
+    else:
+        module.net = torch.compile(module.net)
+    with pytest.raises(ModelError, match=r"compiled.*without torch.compile"):
+        trainer(tmp_path, privacy()).fit(module, loader())
+
+
+def test_manual_optimization_and_two_optimizers_are_refused(tmp_path):
+    class Manual(Plain):
+        def __init__(self):
+            super().__init__()
+            self.automatic_optimization = False
+
+    with pytest.raises(ConfigurationError, match="automatic_optimization"):
+        trainer(tmp_path, privacy()).fit(Manual(), loader())
+
+
+def test_a_lazy_layer_is_refused_by_name(tmp_path):
+    module = Plain(nn.Sequential(nn.LazyLinear(8), nn.Linear(8, CLASSES)))
+    with pytest.raises(ModelError, match=r"'net\.0\.weight' belongs to a lazy layer"):
+        trainer(tmp_path, privacy()).fit(module, loader())
