@@ -6,7 +6,7 @@ A trial is a small run on the digits that gets one to four SIGKILLs, each follow
 is then finished by that command. It has to end with exit code 0, a statement and a result. The statement has to count
 every step that stands in some journal, and `dpl verify` has to find nothing. Trials have one and two ranks in turn. The
 processes are forked from this one, which has imported everything. FOLDER/trials.jsonl gets a line for each trial; the
-same command goes on where it was stopped.
+same command resumes where it was stopped.
 """
 
 import argparse

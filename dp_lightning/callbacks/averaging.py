@@ -32,7 +32,7 @@ class AveragedWeights(pl.Callback):
     Each batch of a validation or test goes through a copy of the module with the averaged weights too, made when the
     evaluation starts, and whatever the module logs is logged a second time as ``averaged/<name>``.
     Predictions are made with the weights that ``predict_with`` names. The average is saved in checkpoints; a run that
-    goes on from a checkpoint without one starts it there.
+    resumes from a checkpoint without one starts it there.
 
     Args:
         decay: d in [0, 1); None keeps no average.

@@ -1,7 +1,7 @@
 """`dpl sweep`: the runs of a grid, each an ordinary `dpl fit` in a folder of its own.
 
-Runs that are finished are not repeated, and those that were broken off go on from their last checkpoint, so the same
-command starts a grid, goes on with it, and adds to it the runs of a grid that has grown.
+Runs that are finished are not repeated, and those that were interrupted resume from their last checkpoint, so the same
+command starts a grid, resumes it, and adds to it the runs of a grid that has grown.
 """
 
 import argparse
@@ -54,8 +54,8 @@ def main(arguments: list[str]) -> None:
     failed = _launch(waiting, options) if waiting else []
     if failed:
         print(
-            f"{len(failed)} runs failed, and their logs say why. The same command goes on with them; where a log says "
-            "that a run cannot go on, remove its folder first:",
+            f"{len(failed)} runs failed, and their logs say why. The same command resumes them; where a log says "
+            "that a run cannot resume, remove its folder first:",
             file=sys.stderr,
         )
         for run in failed:
@@ -97,7 +97,7 @@ def planned_runs(grid: Grid, out: Path, override: Sequence[str]) -> list[Planned
         if settings.get("ckpt_path") is not None:
             raise ConfigurationError(
                 f"{grid.path}, run {cell.name}: ckpt_path is set. A run of a grid starts anew, and dpl sweep itself "
-                "makes it go on from its own checkpoints; remove ckpt_path."
+                "resumes it from its own checkpoints; remove ckpt_path."
             )
         folder = RunFolder.of(out, cell.name, settings)
         runs.append(PlannedRun(cell, arguments, settings, folder))
@@ -119,7 +119,7 @@ def _require_free(grid: Grid, override: Sequence[str]) -> None:
 
 
 def _require_own_folder(grid: Grid, cell: Cell, trainer: Mapping[str, Any]) -> None:
-    """Refuse a folder of checkpoints that runs would share: one could go on from another one's."""
+    """Refuse a folder of checkpoints that runs would share: one could resume from another one's."""
     for callback in components(trainer, "callbacks"):
         if callback["init_args"].get("dirpath") is not None:
             raise ConfigurationError(

@@ -43,7 +43,7 @@ class ImageFolder(ImageDataModule):
         image_size: Height and width of an image as the network receives it, in pixels.
         flip: Mirror training images at random; set it to false where a mirrored image is another thing.
         read_first: Decode every file before anything else, and name all that cannot be read. Without it such
-            a file stops the run when it is drawn, and a run that has begun can go on only with the file
+            a file stops the run when it is drawn, and a run that has begun can resume only with the file
             replaced: without the file its training set would be another one.
         group_folders: Whether each class folder holds a folder per person, with the person's images. Folders of one
             name are one person, in all classes and sets.

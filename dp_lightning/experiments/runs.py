@@ -102,7 +102,7 @@ class RunFolder:
 
     @property
     def checkpoint(self) -> Path | None:
-        """From where it can go on; None where nothing intact is left."""
+        """From where it can resume; None where nothing intact is left."""
         return newest_intact(self.root.rglob("*.ckpt"))
 
     @property

@@ -22,7 +22,7 @@ def run_to_its_end(
     started: Callable[[subprocess.Popen[bytes]], None] | None = None,
     stopping: Callable[[], bool] = lambda: False,
 ) -> int:
-    """Start ``dpl fit``, or go on from its last checkpoint; nothing where it is finished.
+    """Start ``dpl fit``, or resume it from its last checkpoint; nothing where it is finished.
 
     The lock is handed to the process of the run: where the one that has started it dies, another one that comes to the
     same run waits for it instead of starting it twice.

@@ -35,7 +35,7 @@ class WarmupCosine(LRScheduler):
             self._last_lr = [group["lr"] for group in self.optimizer.param_groups]
 
     def state_dict(self) -> dict[str, Any]:
-        """Without T, which belongs to the plan of the run that goes on."""
+        """Without T, which belongs to the plan of the run that resumes."""
         return {key: value for key, value in super().state_dict().items() if key != "num_steps"}
 
     def factor(self, step: int) -> float:

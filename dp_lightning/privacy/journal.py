@@ -225,7 +225,7 @@ class Journal:
             except OSError as error:
                 raise DataError(
                     f"The journal of steps {path} cannot be read any more ({error.strerror or error}). Put it back: "
-                    "the run cannot go on without it."
+                    "the run cannot resume without it."
                 ) from error
         return steps
 
@@ -246,7 +246,7 @@ class Journal:
         for path, held in self._files.items():
             if path.is_file() and path.stat().st_size != held:
                 raise DataError(
-                    f"The journal of steps {path} was changed by another process. Two processes must not go on with "
+                    f"The journal of steps {path} was changed by another process. Two processes must not run "
                     "the same run at once: stop one of them, and resume from the newest checkpoint."
                 )
             self._write(path, [line])

@@ -1,4 +1,4 @@
-"""What has trained weights before a run: private steps, which go on counting, and steps without privacy.
+"""What has trained weights before a run: private steps, which keep counting, and steps without privacy.
 
 The ledger belongs to the weights. In this process every release is noted at the parameters that it is for, and every
 step of an optimizer of torch that takes another gradient than a release, whoever drives it. From its start on, the

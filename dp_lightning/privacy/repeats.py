@@ -103,7 +103,7 @@ def bytes_of(array: Any) -> bytes | None:
 
 @contextmanager
 def _same_numbers() -> Iterator[None]:
-    """The global generators say the same each time, and go on afterwards as if nothing had been."""
+    """The global generators say the same each time, and continue afterwards as if nothing had happened."""
     states = random.getstate(), np.random.get_state()
     try:
         with torch.random.fork_rng(devices=[]):

@@ -31,7 +31,7 @@ def require_same_settings(settings: dict[str, object], ranks: Ranks, device: tor
 
 
 def require_one_checkpoint(trainer: pl.Trainer, ranks: Ranks) -> None:
-    """All ranks go on from the same checkpoint, or none from any; every rank has to call it.
+    """All ranks resume from the same checkpoint, or none from any; every rank has to call it.
 
     Raises:
         ConfigurationError: on every rank, where they do not.

@@ -33,7 +33,7 @@ from dp_lightning.private_run.settings import PrivacySettings
 
 
 class EpochBatches(Sampler[list[PhysicalBatch]]):
-    """The places of the physical batches of one epoch, which goes on from the steps in the ledger."""
+    """The places of the physical batches of one epoch, which starts after the steps in the ledger."""
 
     def __init__(self, private: PrivateStep) -> None:
         self.private = private

@@ -136,7 +136,7 @@ def _check_trainer(trainer: pl.Trainer) -> None:
     _refuse(
         writer not in (TorchCheckpointIO, PrivateCheckpointIO),
         f"trainer.plugins has {writer.__name__}: its checkpoints would have no journal of steps beside them, so that "
-        "no run could go on from them. Remove it; checkpoints are written whole and checked when they are read.",
+        "no run could resume from them. Remove it; checkpoints are written whole and checked when they are read.",
     )
     settings: Any = trainer
     _refuse(

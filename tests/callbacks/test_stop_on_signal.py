@@ -1,4 +1,4 @@
-"""Signals before the first step, and which checkpoint a SLURM job goes on from."""
+"""Signals before the first step, and which checkpoint a SLURM job resumes from."""
 
 import gc
 import json

@@ -30,7 +30,7 @@ def launch_local(folders: Sequence[str], options: Mapping[str, Any]) -> Generato
     devices = _devices()
     jobs = known_options("local", options, {"jobs": max(1, len(devices))})["jobs"]
     if not isinstance(jobs, int) or jobs < 1:
-        raise ConfigurationError(f"--jobs is {jobs}; give how many runs go on at once, at least 1.")
+        raise ConfigurationError(f"--jobs is {jobs}; give how many runs may run at once, at least 1.")
     free: queue.SimpleQueue[dict[str, str]] = queue.SimpleQueue()
     for number in range(jobs):
         free.put(_share(devices, number, jobs))

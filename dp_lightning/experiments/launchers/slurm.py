@@ -17,7 +17,7 @@ _POLL_SECONDS = 2
 
 
 class _Job:
-    """A run that goes on when SLURM has taken its machine away or its time is up."""
+    """A run that resumes when SLURM has taken its machine away or its time is up."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None

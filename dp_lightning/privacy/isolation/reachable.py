@@ -3,7 +3,7 @@
 The walk follows attributes, slots, containers, the attributes of classes, and functions with their closures, defaults
 and the globals that they name. Objects written in C are described by what the garbage collector finds in them, and by
 what they would be pickled as. Modules are compared where code names them, and classes of libraries, but not followed.
-The walk calls no method of a user's class, and goes on where an object cannot be read.
+The walk calls no method of a user's class, and continues where an object cannot be read.
 """
 
 import contextvars
@@ -52,7 +52,7 @@ class Place:
         source: what is read, such as a dict, a list, or the cell of a closure.
         read: makes a dict of the members that stand in the source.
         label: what the key of a member adds to the path.
-        followed: whether the walk goes on to the members.
+        followed: whether the walk follows the members.
         held: the members when the place was found; None where they could not be read.
     """
 
