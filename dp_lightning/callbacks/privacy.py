@@ -46,7 +46,6 @@ class PrivacyCallback(PrivacySettings, pl.Callback):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        #: What the run has behind it.
         self.history = RunHistory()
         self._run: PrivateRun | None = None
         self._plan: PrivacyPlan | None = None

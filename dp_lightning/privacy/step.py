@@ -166,13 +166,8 @@ class PrivateStep:
         self._training = Training(self.run, self.ledger, self.unit, seed is not None, self.faults)
         self.parameters = trained_parameters(module)
         self._weights = TrainedWeights(self.parameters, self._training)
-        groups = None if images_per_group is None else Groups(dataset, images_per_group, seed=seed)
-        if (size := len(dataset if groups is None else groups)) != plan.num_train:
-            raise ConfigurationError(
-                f"The training data set has {size} {'examples' if groups is None else 'persons'}, but the plan was "
-                f"made for num_train {plan.num_train}. Remove num_train, or correct it."
-            )
-        require_single_records(dataset)
+        groups = _checked_groups(dataset, images_per_group, seed, plan.num_train)
+        # It counts in the ledger what has trained the weights, after all that may refuse the run.
         self.origin = origin or origin_of(module, self.ledger, run=self.run, unit=self.unit, other_data=False)
         self.faults.update(self.origin.faults)
         self.noise = GaussianNoise(seed=seed)
@@ -498,6 +493,18 @@ def check_step_settings(
             f"privacy.max_physical_batch_size is {max_physical_batch_size}; it must be at least {rows}"
             + (f", {names}: all rows of an example go through the model at once." if names else ".")
         )
+
+
+def _checked_groups(dataset: Any, images_per_group: int | None, seed: int | None, num_train: int) -> Groups | None:
+    """The persons of a data set that has as many as the plan, and no record twice; None where elements are examples."""
+    groups = None if images_per_group is None else Groups(dataset, images_per_group, seed=seed)
+    if (size := len(dataset if groups is None else groups)) != num_train:
+        raise ConfigurationError(
+            f"The training data set has {size} {'examples' if groups is None else 'persons'}, but the plan was made "
+            f"for num_train {num_train}. Remove num_train, or correct it."
+        )
+    require_single_records(dataset)
+    return groups
 
 
 def _sampling_key(key: Key | None, seed: int | None) -> Key:

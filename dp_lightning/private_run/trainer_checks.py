@@ -115,6 +115,18 @@ def _check_trainer(trainer: pl.Trainer) -> None:
         "accounted for. Remove it; set privacy.expected_batch_size, and privacy.max_physical_batch_size for memory.",
     )
     check_precision(trainer.precision)
+    _check_processes(trainer)
+    _check_counts(trainer)
+    _refuse(detects_anomalies(trainer), "trainer.detect_anomaly stops at a step that depends on the data. Remove it.")
+    _refuse(
+        records_modules(trainer.profiler),  # type: ignore[attr-defined]
+        f"trainer.profiler is {type(trainer.profiler).__name__}, whose hooks on modules keep something of each call. "  # type: ignore[attr-defined]
+        "Set record_module_names: false in its init_args, or trainer.profiler: simple.",
+    )
+
+
+def _check_processes(trainer: pl.Trainer) -> None:
+    """Who trains, and who writes checkpoints."""
     strategy = type(trainer.strategy)
     _refuse(
         not issubclass(strategy, SingleDeviceStrategy | PrivateStrategy),
@@ -138,6 +150,10 @@ def _check_trainer(trainer: pl.Trainer) -> None:
         f"trainer.plugins has {writer.__name__}: its checkpoints would have no journal of steps beside them, so that "
         "no run could resume from them. Remove it; checkpoints are written whole and checked when they are read.",
     )
+
+
+def _check_counts(trainer: pl.Trainer) -> None:
+    """What is counted in batches, or cuts one short."""
     settings: Any = trainer
     _refuse(
         settings.log_every_n_steps < 1,
@@ -150,12 +166,6 @@ def _check_trainer(trainer: pl.Trainer) -> None:
         "validation set trainer.limit_val_batches: 0.",
     )
     _refuse(settings.overfit_batches != 0, "trainer.overfit_batches repeats the same batch. Remove it.")
-    _refuse(detects_anomalies(trainer), "trainer.detect_anomaly stops at a step that depends on the data. Remove it.")
-    _refuse(
-        records_modules(trainer.profiler),  # type: ignore[attr-defined]
-        f"trainer.profiler is {type(trainer.profiler).__name__}, whose hooks on modules keep something of each call. "  # type: ignore[attr-defined]
-        "Set record_module_names: false in its init_args, or trainer.profiler: simple.",
-    )
     _refuse(
         bool(getattr(trainer, "fast_dev_run", False)),
         "trainer.fast_dev_run cuts a logical batch short. Remove it; for a short run set trainer.max_steps: 2.",
