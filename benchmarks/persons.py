@@ -1,4 +1,4 @@
-"""What it costs to protect persons and not images: the digits of the quick start, dealt out to made-up persons.
+"""What it costs to protect persons and not images: the digits of the quick start, dealt out to synthetic persons.
 
 A person has 1 to 20 of scikit-learn's digits, with equal probability. The runs are those of ``configs/digits.yaml``:
 once with an image as the unit of privacy, and then with a person, by images per group and learning rate. Rows with the

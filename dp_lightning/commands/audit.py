@@ -1,6 +1,6 @@
 """`dpl audit`: does the noise of a configuration's own private step hold what its plan claims?
 
-The configuration's module takes steps at q = 1 on made-up images. Canaries try to tell from the releases whether they
+The configuration's module takes steps at q = 1 on synthetic images. Canaries try to tell from the releases whether they
 took part, the noise is tested by itself, and contributions are measured without noise. No private image is read and no
 model is kept. The page says what that can show and what it cannot.
 """

@@ -18,7 +18,7 @@ _SHOWS = (
 _SHOWS_NOT = (
     "The sampler: every example takes part in every step here (q = 1). The Poisson sampler, and the account of steps "
     "with q below 1, have tests of their own in this project, and this page says nothing about them. The data: images "
-    "are made up, so a fault that needs particular images can hide, and so can what the data set or the loader does. "
+    "are synthetic, so a fault that needs particular images can hide, and so can what the data set or the loader does. "
     "Whether somebody could guess the random numbers: only their distribution is tested. Post-processing: the audit "
     "looks at the privatized gradient before it, and what is computed from that alone costs no privacy. The lower "
     "bounds treat the scores of canaries as independent, which they are as far as the noise is. An audit that finds "
@@ -34,7 +34,7 @@ def page_of(audit: Audit, folder: Path) -> Document:
     page.say(f"{len(failed)} of {len(audit.checks)} checks FAILED." if failed else "All checks hold.")
     page.say(
         f"The private step of this configuration, {clip['kind']} clipping at {clip['max_grad_norm']:g} and noise "
-        f"multiplier {plan.noise_multiplier:.4g}, on {audit.runs.machine}. The images are made up: no private one was "
+        f"multiplier {plan.noise_multiplier:.4g}, on {audit.runs.machine}. The images are synthetic: no private one was "
         "read, and no model is kept."
     )
     page.table(

@@ -1,4 +1,4 @@
-"""The runs of an audit: the configuration's own module and private step at q = 1, on made-up examples.
+"""The runs of an audit: the configuration's own module and private step at q = 1, on synthetic examples.
 
 Each run is a fit as ``dpl fit`` makes it: the module, the optimizer, ``PrivacyCallback`` and the post-processing of the
 configuration. Only three things are exchanged: the examples, the numbers N = B and T, and what is returned in the place
@@ -131,7 +131,7 @@ def _canaries(groups: Sequence[Sequence[tuple[int, int]]], parameters: int) -> C
     return Canaries(places, chosen)
 
 
-class MadeUp(Dataset[tuple[Any, ...]]):
+class SyntheticImages(Dataset[tuple[Any, ...]]):
     """Random images and labels, each followed by the tensors of its row in ``columns``.
 
     Args:
@@ -329,8 +329,9 @@ class AuditRuns:
             except DpLightningError:
                 raise
             except (RuntimeError, TypeError, ValueError, KeyError, IndexError, AttributeError) as error:
+                shape = cli.datamodule.synthetic.shape  # type: ignore[union-attr]
                 raise ConfigurationError(
-                    f"The model does not take made-up examples, images {cli.datamodule.made_up.shape} with a label: "  # type: ignore[union-attr]
+                    f"The model does not take synthetic examples, images {shape} with a label: "
                     f"{type(error).__name__}: {error}. An audit needs a data module of images and labels."
                 ) from error
             finally:
@@ -344,14 +345,14 @@ def _exchange(cli: TrainingCLI, step: Any, columns: Callable[[torch.Generator], 
     known: Any = data
     dtype = torch.uint8 if isinstance(data, ImageDataModule) else torch.float32
     shape = (known.in_channels,) if known.image_size == 1 else (known.in_channels, *[known.image_size] * 2)
-    made_up = MadeUp(dtype, shape, known.num_classes)
+    synthetic = SyntheticImages(dtype, shape, known.num_classes)
 
     def train_dataloader() -> DataLoader[Any]:
         key = data.trainer.strategy.broadcast(secrets.randbits(62))  # type: ignore[union-attr]
-        made_up.fill(key, columns)
-        return DataLoader(made_up, batch_size=1)
+        synthetic.fill(key, columns)
+        return DataLoader(synthetic, batch_size=1)
 
-    vars(data).update(made_up=made_up, train_dataloader=train_dataloader)
+    vars(data).update(synthetic=synthetic, train_dataloader=train_dataloader)
     vars(data).update(prepare_data=lambda: None, setup=lambda stage=None: None)
     for owner in (module, data):
         for name in ("on_before_batch_transfer", "on_after_batch_transfer"):

@@ -36,7 +36,7 @@ class Pricing:
     def __call__(self, settings: Mapping[str, Any]) -> tuple[PrivacyPlan, float | None]:
         """The plan of a run with this whole configuration, and the seconds of its training steps on this machine.
 
-        The seconds are from one step on made-up images; None where the model does not take it.
+        The seconds are from one step on synthetic images; None where the model does not take it.
 
         Raises:
             DpLightningError: as ``dpl fit`` would, where the settings or the data are at fault.
@@ -102,7 +102,7 @@ def plan_of(
 
 
 def _seconds_per_row(cli: TrainingCLI) -> float | None:
-    """Of clipped gradients on made-up images, the faster of two passes after one that warms up.
+    """Of clipped gradients on synthetic images, the faster of two passes after one that warms up.
 
     None for a user's module that has a training step alone, without a ``forward`` from images to classes.
     """

@@ -1,9 +1,9 @@
-"""The two ways in which a loss sees one example at a time, and hands over what each contributes.
+"""The two modes in which a loss sees one example at a time, and hands over what each contributes.
 
 ``together``: all examples of a physical batch at once, under vmap. Code that is mapped cannot reach another example.
 ``one_by_one``: ordinary autograd on one example after the other, exact for every model whose loss is a function of its
 example, and slower. Plain Python can keep things from one to the next, so what is reachable from the module is compared
-after each. Each logical step begins with a made-up example, whose loss moves buffers on and gives no gradient.
+after each. Each logical step begins with a synthetic example, whose loss moves buffers on and gives no gradient.
 """
 
 from abc import ABC, abstractmethod
@@ -25,14 +25,14 @@ from dp_lightning.privacy.randomness import NoHostDraws, TrainingRandomness, onl
 from dp_lightning.privacy.reading import Entries, ExampleBatch, flatten, unflatten
 from dp_lightning.refusing import refuse_every_use
 
-WAYS = ("together", "one_by_one")
+MODES = ("together", "one_by_one")
 
 Loss = Callable[[Any], Tensor]
 """From a batch of one example to its loss, a scalar."""
 
 
 class Examples(ABC):
-    """One of the two ways.
+    """One of the two modes.
 
     Args:
         parameters: the trained ones by name.
@@ -43,7 +43,7 @@ class Examples(ABC):
     def __init__(self, parameters: Mapping[str, Tensor], isolation: Isolation, randomness: TrainingRandomness) -> None:
         self._parameters, self.isolation, self._randomness = parameters, isolation, randomness
         #: How the gradients of each parameter were taken in the last physical batch.
-        self.ways: dict[str, str] = {}
+        self.methods: dict[str, str] = {}
 
     @abstractmethod
     def add(self, loss: Loss, batch: ExampleBatch, total: ClippedSum) -> None:
@@ -79,14 +79,14 @@ class Together(Examples):
         if drawn := draws.drawn():
             raise ModelError(f"training_step draws from {' and '.join(drawn)}. {HOST_DRAW}")
         total.end()
-        self.ways = recording.ways
+        self.methods = recording.methods
 
 
 class OneByOne(Examples):
     """Ordinary autograd on one example after the other."""
 
     def add(self, loss: Loss, batch: ExampleBatch, total: ClippedSum) -> None:
-        self.ways = dict.fromkeys(self._parameters, "one by one")
+        self.methods = dict.fromkeys(self._parameters, "one by one")
         leaves, structure = flatten(batch.examples)
         for parameter in self._parameters.values():
             parameter.grad = None  # an earlier step's
@@ -97,7 +97,7 @@ class OneByOne(Examples):
                 leaf[index].clone() if isinstance(leaf, Tensor) else self.isolation.copied(leaf[index])
                 for leaf in leaves
             ]
-            if not counted:  # made up, and what is no tensor is another example's
+            if not counted:  # synthetic, and what is no tensor is another example's
                 mine = [leaf if isinstance(leaf, Tensor) else Placeholder() for leaf in mine]
             example = unflatten(mine, structure)
             for leaf in mine:

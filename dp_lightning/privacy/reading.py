@@ -37,7 +37,7 @@ class ExampleBatch:
         examples: a tree like a batch of one example, with tensors (b, ...) in the place of tensors, or with ``Entries``
             in the place of what is no tensor; b is at least 1.
         counted: (b,) whether each example takes part, on the CPU. One that is None or that collation leaves out does
-            not, nor one that only stands in. Those are made up: ones where numbers are floating-point, and zeros.
+            not, nor one that only stands in. Those are synthetic: ones where numbers are floating-point, and zeros.
     """
 
     def __init__(self, place: PhysicalBatch, examples: Any, counted: Tensor) -> None:
@@ -75,7 +75,7 @@ class ExampleReader(Dataset[ExampleBatch]):
         prepare: applied to each example's batch before examples are stacked.
         before: called with the place before anything is read; it may fix the random numbers.
         ignored: asked with an object and the name of one of its attributes, whether it is no state.
-        made_up_first: whether each logical step begins with a made-up example, which does not take part.
+        synthetic_first: whether each logical step begins with a synthetic example, which does not take part.
     """
 
     def __init__(
@@ -88,11 +88,11 @@ class ExampleReader(Dataset[ExampleBatch]):
         prepare: Callable[[Any], Any] | None = None,
         before: Callable[[PhysicalBatch], None] | None = None,
         ignored: Ignored = nothing_ignored,
-        made_up_first: bool = False,
+        synthetic_first: bool = False,
     ) -> None:
         self.dataset, self.collate_fn = dataset, collate_fn
         self.augmult, self.groups, self.prepare, self.before = augmult, groups, prepare, before
-        self._ignored, self._each, self._made_up_first = ignored, False, made_up_first
+        self._ignored, self._each, self._synthetic_first = ignored, False, synthetic_first
         self._stand_in: Any = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -105,11 +105,11 @@ class ExampleReader(Dataset[ExampleBatch]):
         found = self._read_all(place)
         if all(example is None for example in found):
             found = [None]
-        elif self._made_up_first and place.piece == 0:
+        elif self._synthetic_first and place.piece == 0:
             found = [None, *found]
         counted = torch.tensor([example is not None for example in found])
         if any(example is None for example in found):
-            stand_in = next((_made_up(example) for example in found if example is not None), None)
+            stand_in = next((_synthetic(example) for example in found if example is not None), None)
             stand_in = self.stand_in(place.step) if stand_in is None else stand_in
             found = [stand_in if example is None else example for example in found]
         return ExampleBatch(place, stacked(found), counted)
@@ -171,14 +171,14 @@ class ExampleReader(Dataset[ExampleBatch]):
         return _Watch(own, self.dataset, self._ignored) if own else None
 
     def stand_in(self, step: int) -> Any:
-        """A batch of one made-up example."""
+        """A batch of one synthetic example."""
         if self._stand_in is None:
             found = (self.read(index, step) for index in range(len(self)))
             with self.nothing_kept():
                 example = next((example for example in found if example is not None), None)
             if example is None:
                 raise DataError("Every example of the training set is None, or collation leaves nothing of it.")
-            self._stand_in = _made_up(example)
+            self._stand_in = _synthetic(example)
         return self._stand_in
 
 
@@ -347,7 +347,7 @@ def _stacked(column: Sequence[Any]) -> Any:
     return torch.stack(tensors)
 
 
-def _made_up(example: Any) -> Any:
+def _synthetic(example: Any) -> Any:
     """Of its structure and shapes: a one has a norm and a logarithm, a zero is an index."""
     return _with_tensors(lambda leaf: torch.full_like(leaf, leaf.is_floating_point()), example)
 

@@ -46,7 +46,7 @@ from dp_lightning.errors import BudgetError, ConfigurationError, DpLightningErro
 from dp_lightning.privacy.accounting import Ledger
 from dp_lightning.privacy.clipping import ClipPlan
 from dp_lightning.privacy.disk import DiSK, Extrapolation
-from dp_lightning.privacy.examples import WAYS, Examples, Loss, OneByOne, Together, trained_parameters
+from dp_lightning.privacy.examples import MODES, Examples, Loss, OneByOne, Together, trained_parameters
 from dp_lightning.privacy.gradients.clipped_sum import ClippedSum
 from dp_lightning.privacy.groups import Groups
 from dp_lightning.privacy.isolation.between_examples import Isolation
@@ -180,7 +180,7 @@ class PrivateStep:
             prepare=prepare,
             before=self.randomness.before_reading,
             ignored=ignored,
-            made_up_first=examples == "one_by_one",
+            synthetic_first=examples == "one_by_one",
         )
         self._loss, self._max_examples = loss, max_physical_batch_size // (augmult * (images_per_group or 1))
         self._sampler = PoissonSampler(
@@ -196,7 +196,7 @@ class PrivateStep:
     # One logical step
 
     @cached_property
-    def _way(self) -> Examples:
+    def _mode(self) -> Examples:
         self.randomness.start()
         roots = {"self": self.module, "the data set": self.reader.dataset, "collate_fn": self.reader.collate_fn}
         also = {"loss": self._loss, **self._also}
@@ -213,7 +213,7 @@ class PrivateStep:
 
     def start(self) -> None:
         """Take secret keys, and note which constants the losses may use; otherwise the first batch does."""
-        _ = self._way
+        _ = self._mode
 
     def nothing_kept(self) -> AbstractContextManager[None]:
         """Around losses that are no step, such as those of a trial: what they leave behind is put back.
@@ -252,7 +252,7 @@ class PrivateStep:
         if self._extrapolation is not None:
             self._extrapolation.away()
         try:
-            self._way.add(self._loss, batch, self._sum)
+            self._mode.add(self._loss, batch, self._sum)
         except Exception as error:
             self.faults.add(f"a step ended by an error ({type(error).__name__})")
             raise
@@ -331,14 +331,14 @@ class PrivateStep:
         return self.plan.noise_level(self.clip_plan.sensitivity)
 
     @property
-    def ways(self) -> dict[str, str]:
+    def methods(self) -> dict[str, str]:
         """How the gradients of each parameter were taken in the last physical batch; without those not used."""
-        return self._way.ways
+        return self._mode.methods
 
     @property
     def isolation(self) -> Isolation:
         """What the module keeps from example to example, and from step to step."""
-        return self._way.isolation
+        return self._mode.isolation
 
     @property
     def changed_outside(self) -> tuple[str, ...]:
@@ -481,7 +481,7 @@ def check_step_settings(
     Raises:
         ConfigurationError: naming the setting.
     """
-    if examples not in WAYS:
+    if examples not in MODES:
         raise ConfigurationError(f"privacy.examples is {examples!r}; choose 'together' or 'one_by_one'.")
     counts = {"augmult": augmult, "images_per_group": 1 if images_per_group is None else images_per_group}
     for name, count in counts.items():

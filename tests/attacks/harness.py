@@ -76,7 +76,7 @@ def run(
     kind: Callable[[], Attack],
     keep: list[int],
     *,
-    ways: str = "together",
+    mode: str = "together",
     transcript: Run | None = None,
     draws: list[list[int]] | None = None,
     steps: int = STEPS,
@@ -86,7 +86,7 @@ def run(
     Args:
         kind: makes the module.
         keep: positions among the examples.
-        ways: ``together`` or ``one_by_one``.
+        mode: ``together`` or ``one_by_one``.
         transcript: a run whose weights each step starts from.
         draws: positions among the examples that each step draws; all of them without.
         steps: how many logical steps.
@@ -104,7 +104,7 @@ def run(
         attack.dataset(x[keep], y[keep]),
         plan=plan,
         collate_fn=attack.collate_fn,
-        examples=ways,
+        examples=mode,
         max_physical_batch_size=PHYSICAL,
     )
     optimizer = torch.optim.SGD(private.parameters.values(), lr=0.1)
@@ -141,26 +141,26 @@ def _drawn(keep: list[int], draws: list[list[int]] | None) -> Iterator[None]:
         yield
 
 
-def ratio(kind: Callable[[], Attack], ways: str = "together", *, drawn: bool = False) -> float:
+def ratio(kind: Callable[[], Attack], mode: str = "together", *, drawn: bool = False) -> float:
     """The largest change of a released sum when one example is left out, over the sensitivity 1.
 
     Every example is in each draw; with ``drawn`` also two in three, each draw the same with the outlier and without.
     """
     everyone = list(range(N))
     # One by one, each example is a physical batch of its own, so that two steps have enough of them.
-    removed, steps = (REMOVED, STEPS) if ways == "together" else (REMOVED[:2], 2)
-    whole = run(kind, everyone, ways=ways, steps=steps)
+    removed, steps = (REMOVED, STEPS) if mode == "together" else (REMOVED[:2], 2)
+    whole = run(kind, everyone, mode=mode, steps=steps)
     found = 0.0
     for index in removed:
         rest = [other for other in everyone if other != index]
-        found = max(found, _change(whole, run(kind, rest, ways=ways, transcript=whole, steps=steps)))
+        found = max(found, _change(whole, run(kind, rest, mode=mode, transcript=whole, steps=steps)))
     if not drawn:
         return found
     many = list(range(14))
     draws = [[0, 1, 3, 4, 5, 7, 8, 10, 12], [1, 2, 4, 6, 9], [0, 2, 3, 4, 5, 6, 8, 9, 11, 13]]
-    whole = run(kind, many, ways=ways, draws=draws)
+    whole = run(kind, many, mode=mode, draws=draws)
     rest = [other for other in many if other != OUTLIER]
-    return max(found, _change(whole, run(kind, rest, ways=ways, transcript=whole, draws=draws)))
+    return max(found, _change(whole, run(kind, rest, mode=mode, transcript=whole, draws=draws)))
 
 
 def _change(one: Run, other: Run) -> float:
@@ -179,19 +179,19 @@ class Case:
     Attributes:
         name: of the attack.
         kind: makes its module.
-        ways: ``together`` or ``one_by_one``.
+        mode: ``together`` or ``one_by_one``.
         expected: HARMLESS, or words of the message that refuses it; with ``or harmless`` behind them, either.
         drawn: also with a sampling probability below one.
     """
 
     name: str
     kind: Callable[[], Attack]
-    ways: str
+    mode: str
     expected: str
     drawn: bool = False
 
     def __str__(self) -> str:
-        return f"{self.name}-{self.ways}"
+        return f"{self.name}-{self.mode}"
 
 
 class Cases(list[Case]):
@@ -205,9 +205,9 @@ class Cases(list[Case]):
         """Add a module to the table; None leaves a way out."""
 
         def add(kind: Any) -> Any:
-            for ways, expected in (("together", together), ("one_by_one", one_by_one)):
+            for mode, expected in (("together", together), ("one_by_one", one_by_one)):
                 if expected is not None:
-                    self.append(Case(kind.__name__, kind, ways, expected, self._drawn))
+                    self.append(Case(kind.__name__, kind, mode, expected, self._drawn))
             return kind
 
         return add
@@ -223,7 +223,7 @@ class Cases(list[Case]):
 def outcome(case: Case) -> tuple[str, Any]:
     """``("refused", message)`` or ``("ratio", number)``; any other error comes through."""
     try:
-        return "ratio", ratio(case.kind, case.ways, drawn=case.drawn)
+        return "ratio", ratio(case.kind, case.mode, drawn=case.drawn)
     except DpLightningError as error:
         return "refused", str(error)
 

@@ -63,7 +63,7 @@ class Fit:
 
 
 def fit(
-    kind: Callable[[Tensor, Tensor], LightningAttack], keep: list[int], ways: str, transcript: Fit | None = None
+    kind: Callable[[Tensor, Tensor], LightningAttack], keep: list[int], mode: str, transcript: Fit | None = None
 ) -> Fit:
     """Fit on the examples in ``keep``, all of them in each draw."""
     x, y = examples()
@@ -87,7 +87,7 @@ def fit(
         not_private=True,
         delta=1e-3,
         accountant="rdp",
-        examples=ways,
+        examples=mode,
         max_physical_batch_size=PHYSICAL,
     )
     with tempfile.TemporaryDirectory() as folder, mock.patch.object(PrivateStep, "release", replayed):
@@ -108,13 +108,13 @@ def fit(
 
 
 def compared(
-    kind: Callable[[Tensor, Tensor], LightningAttack], ways: str = "together", removed: tuple[int, ...] = (OUTLIER,)
+    kind: Callable[[Tensor, Tensor], LightningAttack], mode: str = "together", removed: tuple[int, ...] = (OUTLIER,)
 ) -> tuple[float, bool]:
     """The largest change of a released sum, and whether equal releases leave equal weights."""
-    whole = fit(kind, list(range(N)), ways)
+    whole = fit(kind, list(range(N)), mode)
     change, equal = 0.0, True
     for index in removed:
-        rest = fit(kind, [other for other in range(N) if other != index], ways, whole)
+        rest = fit(kind, [other for other in range(N) if other != index], mode, whole)
         change = max(change, *(float((a - b).norm()) for a, b in zip(whole.sums, rest.sums, strict=True)))
         equal = equal and all(torch.equal(value, rest.state[name]) for name, value in whole.state.items())
     return change, equal

@@ -912,7 +912,7 @@ writing("NoiseIntoABuffer", None, "training_step changes")(lambda m, x: m.mean.n
 
 @CASES.expect(None, HARMLESS)
 class BufferOfWhatIsHidden(Hidden):
-    """The loss of a made-up example reads what an example has left where nothing is compared."""
+    """The loss of a synthetic example reads what an example has left where nothing is compared."""
 
     def __init__(self):
         super().__init__()

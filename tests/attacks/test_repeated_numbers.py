@@ -117,8 +117,8 @@ class GeneratorOfTheDataSet(Attack):
 CASES = [
     pytest.param(
         kind,
-        ways,
-        id=f"{kind.__name__}-{ways}",
+        mode,
+        id=f"{kind.__name__}-{mode}",
     )
     for kind in (
         Dropout,
@@ -132,17 +132,17 @@ CASES = [
         SeededPython,
         GeneratorOfTheDataSet,
     )
-    for ways in ("together", "one_by_one")
-    if (kind, ways)
+    for mode in ("together", "one_by_one")
+    if (kind, mode)
     != (SeededInTheStep, "one_by_one")  # each example alone has the same masks, whichever others there are
 ]
 
 
-@pytest.mark.parametrize(("kind", "ways"), CASES)
-def test_two_runs_draw_other_numbers_in_every_step(kind, ways):
+@pytest.mark.parametrize(("kind", "mode"), CASES)
+def test_two_runs_draw_other_numbers_in_every_step(kind, mode):
     try:
-        first = run(kind, list(range(N)), ways=ways)
-        second = run(kind, list(range(N)), ways=ways, transcript=first)
+        first = run(kind, list(range(N)), mode=mode)
+        second = run(kind, list(range(N)), mode=mode, transcript=first)
     except DpLightningError as error:
         message = str(error)
         refused = "seed" in message or "generator" in message

@@ -26,9 +26,9 @@ CASES = []
 
 def expect(together, one_by_one):
     def add(kind):
-        for ways, expected in (("together", together), ("one_by_one", one_by_one)):
+        for mode, expected in (("together", together), ("one_by_one", one_by_one)):
             if expected is not None:
-                CASES.append((kind, ways, expected))
+                CASES.append((kind, mode, expected))
         return kind
 
     return add
@@ -871,9 +871,9 @@ class RateByAMetricInTheOptimizersStep(LightningAttack):
         optimizer.step()
 
 
-def outcome(kind, ways):
+def outcome(kind, mode):
     try:
-        change, equal = compared(kind, ways)
+        change, equal = compared(kind, mode)
     except DpLightningError as error:
         return SimpleNamespace(refused=str(error))
     return SimpleNamespace(refused=None, change=change, equal=equal)
@@ -884,14 +884,14 @@ HOLES: set[str] = set()
 
 def _parameters():
     mark = pytest.mark.xfail(strict=True, reason="it gets through")
-    for kind, ways, expected in CASES:
-        name = f"{kind.__name__}-{ways}"
-        yield pytest.param(kind, ways, expected, id=name, marks=[mark] if name in HOLES else [])
+    for kind, mode, expected in CASES:
+        name = f"{kind.__name__}-{mode}"
+        yield pytest.param(kind, mode, expected, id=name, marks=[mark] if name in HOLES else [])
 
 
-@pytest.mark.parametrize(("kind", "ways", "expected"), _parameters())
-def test_what_lightning_gives_a_module_is_harmless_or_refused(kind, ways, expected):
-    found = outcome(kind, ways)
+@pytest.mark.parametrize(("kind", "mode", "expected"), _parameters())
+def test_what_lightning_gives_a_module_is_harmless_or_refused(kind, mode, expected):
+    found = outcome(kind, mode)
     if expected == HARMLESS:
         assert not found.refused
         assert found.change <= ALLOWED

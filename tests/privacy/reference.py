@@ -26,7 +26,7 @@ def clipped_gradient_sum(
         recording.backward(recording.run(lambda x, y: loss_fn(model(x), y), x, y))
         norms.append(total.end())
         if ways is not None:
-            ways.update(recording.ways)
+            ways.update(recording.methods)
     norms = torch.cat(norms)
     return total.sums, norms[:, 0] if clip_plan.kind == "flat" else norms
 

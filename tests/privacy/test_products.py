@@ -32,8 +32,8 @@ def check(layer, x, plan, ways, *, by_products=True, augmult=1):
     model = nn.Sequential(layer, nn.Tanh())
     y = torch.randn(len(x), model(x)[0].numel(), generator=torch.Generator().manual_seed(1))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(products, "kept_way", lambda size: ways)
-        patch.setattr(products, "streamed_way", lambda size, *, by_products: ways)
+        patch.setattr(products, "kept_method", lambda size: ways)
+        patch.setattr(products, "streamed_method", lambda size, *, by_products: ways)
         patch.setattr(convolution, "products_are_as_fast", lambda device: by_products)
         patch.setattr(convolution, "formed_by_products", lambda size, dtype, device: by_products)
         sums, norms = clipped_gradient_sum(model, squared_error, x, y, clip_plan=plan, augmult=augmult)
@@ -170,7 +170,7 @@ def test_gram_matrices_of_patches_are_taken_without_patches(kernel, stride, dila
 @pytest.mark.parametrize("way", ["Gram", "formed twice"])
 def test_terms_that_round_all_in_one_direction_do_not_exceed_the_bound(monkeypatch, way, positions):
     """After a large first term, every small one rounds up; the last one takes away what exact arithmetic has."""
-    monkeypatch.setattr(products, "kept_way", lambda size: way)
+    monkeypatch.setattr(products, "kept_method", lambda size: way)
     monkeypatch.setattr(products.Product, "stream", Contribution.stream)  # measures as when kept
     layer, x, g = nn.Linear(300, 300, bias=False), torch.zeros(1, positions, 300), torch.zeros(positions)
     x[0, :, 0] = 1
@@ -186,7 +186,7 @@ def test_terms_that_round_all_in_one_direction_do_not_exceed_the_bound(monkeypat
 
 @pytest.mark.parametrize("cancellation", [1e2, 1e3])
 def test_the_gram_norm_is_exact_where_terms_cancel(monkeypatch, cancellation):
-    monkeypatch.setattr(products, "streamed_way", lambda size, *, by_products: "Gram")
+    monkeypatch.setattr(products, "streamed_method", lambda size, *, by_products: "Gram")
     torch.manual_seed(0)
     layer = nn.Conv2d(8, 8, 3, bias=False)
     x, target = cancellation + torch.randn(3, 8, 9, 9), torch.randn(3, 8, 7, 7)
@@ -231,7 +231,7 @@ def test_products_behind_a_bound_of_float32_rounding_are_in_float32(monkeypatch,
         torch.backends.cuda.matmul.fp32_precision = torch.backends.mkldnn.matmul.fp32_precision = "tf32"
     before, seen = precisions(), []
     assert "ieee" not in before[:2]
-    monkeypatch.setattr(products, "kept_way", lambda size: way)
+    monkeypatch.setattr(products, "kept_method", lambda size: way)
     monkeypatch.setattr(Tokens, "total", watched(Tokens.total))
     if way == "formed twice":
         monkeypatch.setattr(Tokens, "form", watched(Tokens.form))
@@ -248,10 +248,10 @@ def test_products_behind_a_bound_of_float32_rounding_are_in_float32(monkeypatch,
 @pytest.mark.parametrize("way", ["formed", "Gram", "formed twice"])
 def test_a_gradient_that_cancels_contributes_no_more_than_the_bound(monkeypatch, way, plan):
     """An almost constant image of scale 1e4 under a loss whose gradient sums to almost nothing."""
-    monkeypatch.setattr(products, "kept_way", lambda size: way)
+    monkeypatch.setattr(products, "kept_method", lambda size: way)
     if plan.kind == "flat":
         monkeypatch.setattr(products.Product, "stream", Contribution.stream)  # measures as when kept
-    monkeypatch.setattr(products, "streamed_way", lambda size, *, by_products: way)
+    monkeypatch.setattr(products, "streamed_method", lambda size, *, by_products: way)
     torch.manual_seed(0)
     layer = nn.Conv2d(8, 8, 3, bias=False)
     x = 1e4 + 1e-3 * torch.randn(1, 8, 9, 9)
@@ -270,7 +270,7 @@ def test_a_gradient_that_cancels_contributes_no_more_than_the_bound(monkeypatch,
 @pytest.mark.parametrize("way", ["Gram", "formed twice"])
 def test_where_the_sum_is_rounded_anew_the_norm_holds_a_bound_of_its_rounding(monkeypatch, way):
     """Two positions whose terms cancel: what is left of the norm is the bound of the sum's rounding."""
-    monkeypatch.setattr(products, "kept_way", lambda size: way)
+    monkeypatch.setattr(products, "kept_method", lambda size: way)
     monkeypatch.setattr(products.Product, "stream", Contribution.stream)  # measures as when kept
     torch.manual_seed(0)
     patch, output_gradient = torch.randn(6), torch.randn(5)
@@ -344,7 +344,7 @@ def test_nothing_waits_for_the_gpu_inside_a_physical_batch(plan):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("way", ["formed", "Gram", "formed twice"])
 def test_every_way_equals_the_loop_on_a_gpu(monkeypatch, way):
-    monkeypatch.setattr(products, "kept_way", lambda size: way)
+    monkeypatch.setattr(products, "kept_method", lambda size: way)
     torch.manual_seed(0)
     layer, plan = nn.Conv2d(16, 32, 3, padding=1), ClipPlan.flat(max_grad_norm=0.1)
     x, y = torch.randn(4, 16, 9, 9), torch.randn(4, 32 * 81)

@@ -49,7 +49,7 @@ def check(model, loss, *examples, ways=None, rtol=1e-9, **options):
     for name, gradients in found.items():
         torch.testing.assert_close(gradients, expected[name], rtol=rtol, atol=rtol / 1000, msg=name)
     if ways is not None:
-        assert recording.ways == ways
+        assert recording.methods == ways
     return recording
 
 
@@ -214,7 +214,7 @@ def test_parameters_of_one_example_alone_are_ordinary_gradients():
 def test_a_parameter_that_is_not_used_has_no_contribution():
     model = Module(lambda m, x: m.a(x), a=nn.Linear(4, 2), b=nn.Linear(4, 2))
     found, recording = record(model, squares, randn(B, 4))
-    assert set(found) == set(recording.ways) == {"a.weight", "a.bias"}
+    assert set(found) == set(recording.methods) == {"a.weight", "a.bias"}
 
 
 def test_the_way_of_each_parameter_is_told():

@@ -146,7 +146,7 @@ def test_gradients_norms_and_clipped_sums_equal_the_loop(name):
         layer, x = Layer(case, trained), case.inputs(lead)
         expected = gradients_by_loop(layer, x)
         found = {}
-        ways = recorded(layer, x, lambda c, found=found: found.update(c.formed().gradients)).ways
+        ways = recorded(layer, x, lambda c, found=found: found.update(c.formed().gradients)).methods
         torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-7)  # the loss is float32
         if "more output" not in name:
             assert not {way for own, way in ways.items() if own in trained} & {"one copy per example", "pulled back"}
@@ -223,7 +223,7 @@ def test_a_parameter_that_the_rule_does_not_know_gets_copies():
     try:
         layer = Layer(Case(known, (2, 4), {"scale": (4,), "shift": (4,)}), ["scale", "shift"])
         x, found = layer.case.inputs((3,)), {}
-        ways = recorded(layer, x, lambda c: found.update(c.formed().gradients)).ways
+        ways = recorded(layer, x, lambda c: found.update(c.formed().gradients)).methods
         assert ways["scale"] == ways["shift"] == "one copy per example"
         torch.testing.assert_close(found, gradients_by_loop(layer, x), rtol=1e-6, atol=1e-7)
     finally:
@@ -245,7 +245,7 @@ def test_a_rule_for_a_function_of_torch_belongs_to_that_function():
     try:
         model, x = nn.PReLU(3).double(), torch.randn(B, 2, 3, 5, dtype=torch.float64)
         found = {}
-        ways = recorded(_Squares(model), x, lambda c: found.update(c.formed().gradients)).ways
+        ways = recorded(_Squares(model), x, lambda c: found.update(c.formed().gradients)).methods
         assert ways == {"inner.weight": "by rule"}
         torch.testing.assert_close(found, gradients_by_loop(_Squares(model), x))
     finally:

@@ -489,7 +489,7 @@ def test_one_by_one_a_tensor_in_an_object_of_the_batch_that_is_kept_is_refused_i
         return SimpleNamespace(inner=[SimpleNamespace(x=x)]), y
 
     def loss(batch):
-        if not isinstance(batch[0], SimpleNamespace):  # the made-up one
+        if not isinstance(batch[0], SimpleNamespace):  # the synthetic one
             raise ValueError
         x, kept = batch[0].inner[0].x, find_hidden().kept
         others = sum(kept)
@@ -502,7 +502,7 @@ def test_one_by_one_a_tensor_in_an_object_of_the_batch_that_is_kept_is_refused_i
         private.accumulate(next(private.batches()))
 
 
-def test_one_by_one_each_step_begins_with_a_made_up_example_that_does_not_count(hidden):
+def test_one_by_one_each_step_begins_with_a_synthetic_example_that_does_not_count(hidden):
     model = network()
     hidden.seen, hidden.named = seen, named = [], []
 

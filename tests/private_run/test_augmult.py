@@ -82,15 +82,15 @@ def by_loop(net, views, labels, augmult):
     return norms
 
 
-@pytest.mark.parametrize("ways", ["together", "one_by_one"])
+@pytest.mark.parametrize("mode", ["together", "one_by_one"])
 @pytest.mark.parametrize("augmult", [1, 3, 8])
-def test_a_run_clips_the_mean_over_views(tmp_path, augmult, ways):
+def test_a_run_clips_the_mean_over_views(tmp_path, augmult, mode):
     callback = without_noise(
         expected_batch_size=N,
         max_grad_norm=BOUND,
         max_physical_batch_size=25,
         augmult=augmult,
-        examples=ways,
+        examples=mode,
     )
 
     _, module, net, batches = fitted(tmp_path, callback, Seen())
@@ -197,13 +197,13 @@ def test_views_may_be_objects(tmp_path, recwarn, random):
 @pytest.mark.parametrize("augmult", [1, 3])
 def test_disk_takes_the_views_at_the_extrapolated_point(tmp_path, augmult):
     ends = []
-    for ways in ("together", "one_by_one"):
+    for mode in ("together", "one_by_one"):
         callback = without_noise(
             expected_batch_size=N,
             max_grad_norm=BOUND,
             max_physical_batch_size=25,
             augmult=augmult,
-            examples=ways,
+            examples=mode,
             disk=DiSK(0.7),
         )
         torch.manual_seed(0)

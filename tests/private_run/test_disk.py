@@ -70,7 +70,7 @@ def written_out(model, steps, bound):
     return torch.cat([p.detach().flatten() for p in model.parameters()])
 
 
-def fitted(folder, module, *, ways="together", **kwargs):
+def fitted(folder, module, *, mode="together", **kwargs):
     """Every example in every step, so that there is nothing random."""
     callback = privacy(
         noise_multiplier=0.0,
@@ -79,7 +79,7 @@ def fitted(folder, module, *, ways="together", **kwargs):
         max_grad_norm=0.5,
         max_physical_batch_size=16,
         disk=DiSK(GAIN),
-        examples=ways,
+        examples=mode,
     )
     post = PostProcessCallback([Kalman(gain=GAIN, applies_to="all")])
     run = trainer(folder, callback, post, **{"max_epochs": 5, **kwargs})
@@ -90,13 +90,13 @@ def parameters(module):
     return torch.cat([p.detach().flatten() for p in module.parameters()])
 
 
-@pytest.mark.parametrize("ways", ["together", "one_by_one"])
-def test_a_run_takes_the_steps_of_the_recursion(tmp_path, ways):
+@pytest.mark.parametrize("mode", ["together", "one_by_one"])
+def test_a_run_takes_the_steps_of_the_recursion(tmp_path, mode):
     torch.manual_seed(0)
     module = Plain(net(), lr=LR)
     before = parameters(module)
     expected = written_out(module.net, 5, bound=0.5)
-    run, _ = fitted(tmp_path, module, ways=ways)
+    run, _ = fitted(tmp_path, module, mode=mode)
     run.fit(module, loader())
     # float32 over five steps.
     torch.testing.assert_close(parameters(module).double(), expected, rtol=2e-4, atol=2e-5)
@@ -165,8 +165,8 @@ def test_one_example_moves_the_sum_by_at_most_the_sensitivity(size, clip_plan, s
         assert all(torch.equal(a, p) for a, p in zip(after, model.parameters(), strict=True))
 
 
-@pytest.mark.parametrize("ways", ["together", "one_by_one"])
-def test_parameters_are_left_at_the_step_after_an_error(tmp_path, ways):
+@pytest.mark.parametrize("mode", ["together", "one_by_one"])
+def test_parameters_are_left_at_the_step_after_an_error(tmp_path, mode):
     class Fails(Plain):
         def training_step(self, batch, batch_idx):
             if self.trainer.global_step == 3:
@@ -177,7 +177,7 @@ def test_parameters_are_left_at_the_step_after_an_error(tmp_path, ways):
         def on_train_batch_end(self, trainer, pl_module, *args):
             self.last = parameters(pl_module)
 
-    callback = privacy(disk=DiSK(GAIN), examples=ways)
+    callback = privacy(disk=DiSK(GAIN), examples=mode)
     module, post = Fails(lr=LR), Copy([Kalman(gain=GAIN, applies_to="all")])
     with pytest.raises(RuntimeError, match="stopped"):
         trainer(tmp_path, callback, post).fit(module, loader())
@@ -235,8 +235,8 @@ def test_the_length_is_that_of_the_paper():
         assert (1 - gain) / (gain * DiSK(gain).length) == pytest.approx(1)
 
 
-@pytest.mark.parametrize("ways", ["together", "one_by_one"])
-def test_a_buffer_that_is_written_away_from_the_parameters_is_found(tmp_path, ways):
+@pytest.mark.parametrize("mode", ["together", "one_by_one"])
+def test_a_buffer_that_is_written_away_from_the_parameters_is_found(tmp_path, mode):
     class Remembers(Plain):
         def __init__(self):
             super().__init__()
@@ -247,7 +247,7 @@ def test_a_buffer_that_is_written_away_from_the_parameters_is_found(tmp_path, wa
                 self.kept.copy_(batch[0])
             return super().training_step(batch, batch_idx)
 
-    run, module = fitted(tmp_path, Remembers(), ways=ways)
+    run, module = fitted(tmp_path, Remembers(), mode=mode)
     with pytest.raises(ModelError, match=r"kept|all examples share"):
         run.fit(module, loader())
     assert run.callbacks[0].ledger.num_steps == 1

@@ -41,7 +41,7 @@ class OneCycle(Plain):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 
-@pytest.mark.parametrize("ways", ["together", "one_by_one"])
+@pytest.mark.parametrize("mode", ["together", "one_by_one"])
 @pytest.mark.parametrize(
     ("settings", "steps"),
     [
@@ -52,8 +52,8 @@ class OneCycle(Plain):
         ({"max_epochs": None, "max_steps": 4}, 4),
     ],
 )
-def test_a_schedule_of_the_whole_run(tmp_path, ways, settings, steps):
-    run = trainer(tmp_path, privacy(max_physical_batch_size=7, examples=ways), **settings)
+def test_a_schedule_of_the_whole_run(tmp_path, mode, settings, steps):
+    run = trainer(tmp_path, privacy(max_physical_batch_size=7, examples=mode), **settings)
     module = OneCycle()
     run.fit(module, loader())
     assert run.global_step == steps

@@ -290,14 +290,14 @@ class Missing(Own):
 
 
 @pytest.mark.parametrize("mark", [-1.0, math.nan])
-@pytest.mark.parametrize("ways", ["together", "one_by_one"])
-def test_a_mean_over_what_is_not_missing(tmp_path, mark, ways):
+@pytest.mark.parametrize("mode", ["together", "one_by_one"])
+def test_a_mean_over_what_is_not_missing(tmp_path, mark, mode):
     targets = torch.rand(N, CLASSES)
     targets[torch.rand(targets.shape) < 0.4] = mark
     targets[3] = mark  # nothing of it is left
     dataset, module = TensorDataset(torch.randn(N, 5), targets), Missing()
     expected = by_loop(module, dataset)
-    assert_equal(by_run(tmp_path, module, dataset, examples=ways), expected)
+    assert_equal(by_run(tmp_path, module, dataset, examples=mode), expected)
 
 
 class Views(Dataset):

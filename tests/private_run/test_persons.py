@@ -61,13 +61,13 @@ def test_a_run_counts_persons_and_its_statement_says_so(tmp_path):
     assert "| training persons | 12 |" in path.with_suffix(".md").read_text()
 
 
-@pytest.mark.parametrize("ways", ["together", "one_by_one"])
-def test_a_reproducible_run_draws_the_same_images_whoever_reads_them(tmp_path, ways):
+@pytest.mark.parametrize("mode", ["together", "one_by_one"])
+def test_a_reproducible_run_draws_the_same_images_whoever_reads_them(tmp_path, mode):
     seen = []
     for workers in (0, 2, 2):
         torch.manual_seed(0)
         rows, module = Rows(), Plain()
-        callback = for_persons(reproducible=True, examples=ways, max_physical_batch_size=9)
+        callback = for_persons(reproducible=True, examples=mode, max_physical_batch_size=9)
         trainer(tmp_path, callback, rows, max_epochs=2).fit(module, loader(of_persons(), num_workers=workers))
         parameters = torch.cat([p.detach().flatten() for p in module.parameters()])
         seen.append((torch.cat(rows.rows), parameters))

@@ -12,7 +12,7 @@ from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score
 from dp_lightning.errors import ModelError
 from dp_lightning.privacy import PoissonSampler
 
-WAYS = pytest.mark.parametrize("ways", ["together", "one_by_one"])
+MODES = pytest.mark.parametrize("mode", ["together", "one_by_one"])
 
 
 class Measured(Plain):
@@ -40,20 +40,20 @@ class Measured(Plain):
         return {"loss": loss, "logits": logits}
 
 
-def logged(tmp_path, module, ways, **kwargs):
+def logged(tmp_path, module, mode, **kwargs):
     torch.manual_seed(0)
-    callback = privacy(max_physical_batch_size=7, reproducible=True, examples=ways, **kwargs)
+    callback = privacy(max_physical_batch_size=7, reproducible=True, examples=mode, **kwargs)
     run = trainer(tmp_path, callback, max_epochs=1, **{"log_every_n_steps": 1})
     run.fit(module, loader())
     return {name: float(value) for name, value in run.callback_metrics.items()}, callback
 
 
-@WAYS
-def test_logs_and_metrics_are_those_of_all_examples(tmp_path, ways, monkeypatch):
+@MODES
+def test_logs_and_metrics_are_those_of_all_examples(tmp_path, mode, monkeypatch):
     monkeypatch.setattr(PoissonSampler, "draw", lambda self, step: np.arange(step, 60, 3))
     torch.manual_seed(0)
     module = Measured()
-    found, callback = logged(tmp_path, module, ways, noise_multiplier=0.0, not_private=True, max_grad_norm=1e-9)
+    found, callback = logged(tmp_path, module, mode, noise_multiplier=0.0, not_private=True, max_grad_norm=1e-9)
     x, y = examples().tensors  # the weights have not moved
     logits = module.net(x).detach()
     accuracy = float((logits.argmax(1) == y).float().mean())
@@ -69,8 +69,8 @@ def test_logs_and_metrics_are_those_of_all_examples(tmp_path, ways, monkeypatch)
     assert set(callback.statement().unprotected) == unprotected
 
 
-@WAYS
-def test_a_metric_has_the_value_of_the_whole_physical_batch_on_the_step(tmp_path, ways):
+@MODES
+def test_a_metric_has_the_value_of_the_whole_physical_batch_on_the_step(tmp_path, mode):
     found = []
 
     class Logs(Plain):
@@ -105,7 +105,7 @@ def test_a_metric_has_the_value_of_the_whole_physical_batch_on_the_step(tmp_path
             found.append((self.logits, self.y))
 
     torch.manual_seed(0)
-    callback = privacy(max_physical_batch_size=7, examples=ways)
+    callback = privacy(max_physical_batch_size=7, examples=mode)
     run = trainer(tmp_path, callback, Compares(), max_epochs=1)
     run.fit(Logs(), loader())
     assert len(found) > 3
@@ -114,8 +114,8 @@ def test_a_metric_has_the_value_of_the_whole_physical_batch_on_the_step(tmp_path
         assert float(run.callback_metrics[f"{name}_epoch"]) == pytest.approx(float(MulticlassF1Score(3)(logits, y)))
 
 
-@WAYS
-def test_empty_draws_reach_no_log_and_no_metric(tmp_path, ways, monkeypatch):
+@MODES
+def test_empty_draws_reach_no_log_and_no_metric(tmp_path, mode, monkeypatch):
     monkeypatch.setattr(PoissonSampler, "draw", lambda self, step: np.array([], dtype=np.int64))
 
     class Counted(Plain):
@@ -130,16 +130,16 @@ def test_empty_draws_reach_no_log_and_no_metric(tmp_path, ways, monkeypatch):
             return loss
 
     module = Counted()
-    found, _ = logged(tmp_path, module, ways)
+    found, _ = logged(tmp_path, module, mode)
     assert "loss" not in found
     assert not module.seen.update_called
 
 
-@WAYS
+@MODES
 @pytest.mark.parametrize(
     "use", [lambda r: r + 1, lambda r: 2.0 * r, float, bool, lambda r: r.item(), lambda r: f"{r}", lambda r: r > 0.5]
 )
-def test_what_a_metric_returns_can_be_logged_and_nothing_else(tmp_path, ways, use):
+def test_what_a_metric_returns_can_be_logged_and_nothing_else(tmp_path, mode, use):
     class Uses(Measured):
         def training_step(self, batch, batch_idx):
             logits = self.net(batch[0])
@@ -147,14 +147,14 @@ def test_what_a_metric_returns_can_be_logged_and_nothing_else(tmp_path, ways, us
             return F.cross_entropy(logits, batch[1])
 
     with pytest.raises(ModelError, match=r"self.log"):
-        logged(tmp_path, Uses(), ways)
+        logged(tmp_path, Uses(), mode)
 
 
-@WAYS
-def test_metrics_keep_their_own_methods(tmp_path, ways):
+@MODES
+def test_metrics_keep_their_own_methods(tmp_path, mode):
     module = Measured()
     before = {name: set(vars(part)) for name, part in module.named_modules()}
-    logged(tmp_path, module, ways)
+    logged(tmp_path, module, mode)
     for name, part in module.named_modules():
         assert not {"forward", "reset"} & set(vars(part)) - before[name]
     assert "log" not in vars(module)
@@ -163,8 +163,8 @@ def test_metrics_keep_their_own_methods(tmp_path, ways):
     assert float(module.accuracy(torch.eye(3), torch.arange(3))) == 1.0
 
 
-@WAYS
-def test_a_physical_batch_says_the_mean_of_its_examples_and_sees_the_logical_index(tmp_path, ways):
+@MODES
+def test_a_physical_batch_says_the_mean_of_its_examples_and_sees_the_logical_index(tmp_path, mode):
     seen, counts = [], []
 
     class Says(Plain):
@@ -183,7 +183,7 @@ def test_a_physical_batch_says_the_mean_of_its_examples_and_sees_the_logical_ind
             assert not counts[-1] or float(shown["x_step"]) == pytest.approx(float(x), rel=1e-5)
             seen.append((batch.place.step, int(shown["index"])))
 
-    run = trainer(tmp_path, privacy(max_physical_batch_size=4, examples=ways), Looks(), max_epochs=2)
+    run = trainer(tmp_path, privacy(max_physical_batch_size=4, examples=mode), Looks(), max_epochs=2)
     run.fit(Says(), loader())
     # Three steps in an epoch, whatever the number of physical batches is.
     assert sorted(set(seen)) == [(step, step % 3) for step in range(6)]

@@ -117,9 +117,9 @@ def test_statistics_of_examples_are_refused_with_the_fix(tmp_path, layer, augmul
     assert not layer.running_mean.any()
 
 
-@pytest.mark.parametrize("ways", ["together", "one_by_one"])
+@pytest.mark.parametrize("mode", ["together", "one_by_one"])
 @pytest.mark.parametrize("places", [1, 2])
-def test_batch_norm_is_refused_with_a_fix_that_helps(tmp_path, ways, places):
+def test_batch_norm_is_refused_with_a_fix_that_helps(tmp_path, mode, places):
     net = nn.Sequential(
         nn.Linear(5, 8),
         nn.Unflatten(1, (8 // places, places)),
@@ -128,7 +128,7 @@ def test_batch_norm_is_refused_with_a_fix_that_helps(tmp_path, ways, places):
         nn.Linear(8, CLASSES),
     )
     with pytest.raises(ModelError, match=r"BatchNorm in training mode.*group_norm.*freeze_batch_norm") as refused:
-        trainer(tmp_path, privacy(examples=ways)).fit(Plain(net), loader())
+        trainer(tmp_path, privacy(examples=mode)).fit(Plain(net), loader())
     assert "one_by_one" not in str(refused.value)
 
 

@@ -242,10 +242,10 @@ def test_what_is_kept_of_earlier_examples_is_refused(tmp_path):
             kept.append(own.detach() if not kept else 0.999 * kept[-1] + 0.001 * own.detach())
             return own / kept[-1]
 
-    for ways in ("together", "one_by_one"):
+    for mode in ("together", "one_by_one"):
         kept.clear()
         with pytest.raises(ModelError, match=r"training_step (keeps|changes|uses a tensor)"):
-            trainer(tmp_path, privacy(examples=ways)).fit(Slow(), loader())
+            trainer(tmp_path, privacy(examples=mode)).fit(Slow(), loader())
 
 
 def test_a_training_step_that_is_an_attribute_is_the_modules_again_after_the_fit(tmp_path):

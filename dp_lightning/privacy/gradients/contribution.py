@@ -29,7 +29,7 @@ class Contribution(ABC):
     difference is part of the norm.
     """
 
-    way: str
+    method: str
     """How the gradients are taken, in a few words."""
 
     @property
@@ -62,8 +62,8 @@ class Contribution(ABC):
 class PerExample(Contribution):
     """Per-example gradients that exist as tensors of shape (b, *parameter.shape)."""
 
-    def __init__(self, gradients: dict[str, Tensor], way: str) -> None:
-        self.gradients, self.way = gradients, way
+    def __init__(self, gradients: dict[str, Tensor], method: str) -> None:
+        self.gradients, self.method = gradients, method
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -147,4 +147,4 @@ def add_up(first: PerExample, second: PerExample) -> PerExample:
     gradients = dict(first.gradients)
     for name, gradient in second.gradients.items():
         gradients[name] = gradients[name] + gradient if name in gradients else gradient
-    return PerExample(gradients, first.way)
+    return PerExample(gradients, first.method)

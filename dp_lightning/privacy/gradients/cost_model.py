@@ -1,9 +1,9 @@
-"""Which of the exact ways of ``products`` is the cheapest for a layer.
+"""Which of the exact methods of ``products`` is the cheapest for a layer.
 
 The choice depends on sizes, types, the kind of processor and the number of threads, on nothing that is measured while
-the program runs: two runs on one machine take the same way and round alike. Costs are counted in float32
-multiplications of a matrix product, relative to the ordinary weight gradient, which every way but ``formed`` takes as
-well. ``docs/performance.md`` explains the ways.
+the program runs: two runs on one machine use the same method and round alike. Costs are counted in float32
+multiplications of a matrix product, relative to the ordinary weight gradient, which every method but ``formed``
+takes as well. ``docs/performance.md`` explains the methods.
 """
 
 from dataclasses import dataclass
@@ -55,16 +55,16 @@ class Size:
         return self.positions * self.weight
 
 
-def kept_way(size: Size) -> str:
-    """The way for a layer whose factors are known later than its norms."""
+def kept_method(size: Size) -> str:
+    """The method for a layer whose factors are known later than its norms."""
     cost = _gram(size)
     if size.weight <= _MEMORY * size.seen and _PER_KEPT_NUMBER * size.weight <= cost:
         return "formed"
     return "Gram" if cost <= size.product or size.positions == 1 else "formed twice"
 
 
-def streamed_way(size: Size, *, by_products: bool) -> str:
-    """The way for a layer whose own norm decides; ``by_products`` tells how its gradients are formed."""
+def streamed_method(size: Size, *, by_products: bool) -> str:
+    """The method for a layer whose own norm decides; ``by_products`` tells how its gradients are formed."""
     per_number = _PER_CACHED_NUMBER if by_products else _PER_FOLDED_NUMBER
     return "Gram" if _gram(size) < per_number * size.weight else "formed"
 

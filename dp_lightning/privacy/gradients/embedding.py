@@ -42,7 +42,7 @@ class _Rows(Contribution):
         self._indices = torch.zeros_like(indices).scatter_(1, slots, ordered)  # of each slot; 0 where it is empty
         slots = torch.empty_like(slots).scatter_(1, positions, slots)
         self._slots = torch.zeros_like(rows).scatter_add_(1, slots.unsqueeze(2).expand_as(rows), rows)
-        self.way = "rows"
+        self.method = "rows"
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -52,7 +52,7 @@ class _Rows(Contribution):
         b, _, features = self._slots.shape
         full = self._slots.new_zeros(b, self._num_embeddings, features)
         full.scatter_add_(1, self._indices.unsqueeze(2).expand_as(self._slots), self._slots)
-        return PerExample({self._name: full}, self.way)
+        return PerExample({self._name: full}, self.method)
 
     def measure(self, workspace: Workspace) -> None:
         return None

@@ -62,7 +62,7 @@ def clipped_gradient_sum(
     examples = tree_map_only(Tensor, lambda rows: rows.unflatten(0, (size // augmult, augmult)), (inputs, targets))
     step = (max_physical_batch_size or max(size, augmult)) // augmult
     norms = [torch.zeros(0, len(total.labels), device=total.flat.device)]
-    ways: dict[str, str] = {}
+    methods: dict[str, str] = {}
     for start in range(0, size // augmult, step):
         piece = tree_map_only(Tensor, lambda rows: rows[start : start + step], examples)  # noqa: B023
         b = min(step, size // augmult - start)
@@ -70,17 +70,17 @@ def clipped_gradient_sum(
         recording = Recording(trained, b, total.take)
         recording.backward(recording.run(lambda x, y: loss_fn(model(x), y).mean(), *piece))
         norms.append(total.end())
-        ways |= recording.ways
+        methods |= recording.methods
     if explain:
-        print(explanation(trained, ways))
+        print(explanation(trained, methods))
     joined = torch.cat(norms)
     return total.sums, joined[:, 0] if clip_plan.kind == "flat" else joined
 
 
-def explanation(parameters: dict[str, Any], ways: dict[str, str]) -> str:
+def explanation(parameters: dict[str, Any], methods: dict[str, str]) -> str:
     """A line per parameter: its name and how its gradients were taken."""
     width = max(map(len, parameters))
-    return "\n".join(f"{name:<{width}}  {ways.get(name, 'not used')}" for name in parameters)
+    return "\n".join(f"{name:<{width}}  {methods.get(name, 'not used')}" for name in parameters)
 
 
 def _rows(*trees: Any) -> int:

@@ -3,7 +3,7 @@
 Linear layers and convolutions are of this form: g_it is the gradient of the layer's output at position t (a token, a
 pixel), p_it what the weight multiplied there (the token, the patch under the kernel). The positions of all views of an
 example are positions of the example: its gradients add up in the product, and no view has one of its own. There are
-three exact ways to the norms and the weighted sum over examples:
+three exact methods for the norms and the weighted sum over examples:
 
 * formed: G_i^T P_i for a few examples at a time, so that patches and gradients stay in the cache.
   Either each gradient is used up at once, where its norm decides alone, or all of them are kept until the norm over all
@@ -36,7 +36,7 @@ from dp_lightning.privacy.gradients.contribution import (
     weighted_rows,
     without,
 )
-from dp_lightning.privacy.gradients.cost_model import Size, examples_at_a_time, kept_way, streamed_way
+from dp_lightning.privacy.gradients.cost_model import Size, examples_at_a_time, kept_method, streamed_method
 from dp_lightning.privacy.gradients.workspace import Workspace
 
 Empty = Callable[..., Tensor]
@@ -146,7 +146,7 @@ class Product(Contribution):
 
     def __init__(self, factors: Factors, names: Mapping[str, str]) -> None:
         self._factors, self._names = factors, names
-        self.way = "formed"
+        self.method = "formed"
         self._kept: list[Tensor] = []  # (r, groups, outputs, inputs) each, b rows in all
         self._bias = torch.empty(0)  # (b, ...)
         self._norms: dict[str, Tensor] = {}
@@ -164,15 +164,15 @@ class Product(Contribution):
         gradients = {"bias": self._bias}
         if self._kept:
             gradients["weight"] = self._factors.weight(torch.cat(self._kept))
-        return PerExample({name: gradients[own] for own, name in self._names.items()}, self.way)
+        return PerExample({name: gradients[own] for own, name in self._names.items()}, self.method)
 
     def measure(self, workspace: Workspace) -> None:
         factors = self._factors
         if not self._only_bias:
-            self.way = kept_way(factors.size)
-        if self.way == "Gram":
+            self.method = kept_method(factors.size)
+        if self.method == "Gram":
             self._measure_gram()
-        elif self.way == "formed twice":
+        elif self.method == "formed twice":
             self._measure_twice(workspace)
         else:
             self._measure_formed()
@@ -200,11 +200,11 @@ class Product(Contribution):
         if self._only_bias:
             return super().stream(weigh, workspace)
         by_products = factors.by_products(factors.dtype)
-        if streamed_way(factors.size, by_products=by_products) == "Gram":
-            self.way = "Gram"
+        if streamed_method(factors.size, by_products=by_products) == "Gram":
+            self.method = "Gram"
             self._measure_gram()
             return self.weighted_sum(weigh(slice(None), self.squared_norms()))
-        self.way = "formed and used up"
+        self.method = "formed and used up"
         totals: dict[str, Tensor] = {}
         for rows in factors.ranges(factors.forming(factors.dtype)):
             pieces = {"weight": factors.form(rows, factors.dtype, workspace.scratch)}

@@ -117,7 +117,7 @@ class Recording(TorchFunctionMode):
         self._failed: Any = None
         self._single: frozenset[str] = frozenset()
         #: How the gradients of each parameter were taken.
-        self.ways: dict[str, str] = {}
+        self.methods: dict[str, str] = {}
 
     @property
     def written(self) -> dict[int, tuple[Tensor, Tensor]]:
@@ -359,19 +359,19 @@ class Recording(TorchFunctionMode):
         contribution = recorded.rule.contribution(call, gradient.detach())
         if self._single.issuperset(contribution.names):
             self._take(contribution)
-            self.ways.update(dict.fromkeys(contribution.names, contribution.way))
+            self.methods.update(dict.fromkeys(contribution.names, contribution.method))
             return
         for name, gradients in contribution.formed().gradients.items():
             self._sources.add(name, gradients)
             if name in self._parameters:
-                self.ways[name] = contribution.way
+                self.methods[name] = contribution.method
 
     def _hand_over(self) -> None:
         """The parameters with several uses, copies or computations, whose gradients add up before the norm."""
         total: dict[str, Tensor] = {}
-        for name, gradients, way in self._sources.gradients():
+        for name, gradients, method in self._sources.gradients():
             total[name] = total[name] + gradients if name in total else gradients
-            self.ways[name] = way or self.ways[name]
+            self.methods[name] = method or self.methods[name]
         if total:
             self._take(PerExample(total, "formed"))
 

@@ -123,15 +123,15 @@ class Sources:
         """Parameter name, gradients (b, ...) and how they were taken; they still have to be added up by name."""
         computed = []
         for source in self._found.values():
-            way = ""
+            method = ""
             source.require_unchanged()
             if source.leaf is not None and source.leaf.grad is not None:
                 source.add(source.leaf.grad)
-                source.leaf.grad, way = None, "one copy per example"
+                source.leaf.grad, method = None, "one copy per example"
             if source.gradients is None:
                 continue
             if source.is_parameter:
-                yield source.name, source.gradients, way
+                yield source.name, source.gradients, method
                 source.gradients = None
             else:
                 computed.append(source)

@@ -8,7 +8,7 @@ physical batch what it was before.
 
 Under ``one_by_one`` any of it may come from the example: all has to be what it was before each, and plain values that
 took the place of others are put back. Buffers that are written in place are put back too, and advance once per logical
-step to what the loss of a made-up example has made of them. That comes from weights alone whatever the code is. Where
+step to what the loss of a synthetic example has made of them. That comes from weights alone whatever the code is. Where
 an example would make something else of a buffer, the step is refused.
 """
 
@@ -212,7 +212,7 @@ class Isolation:
         except Exception as error:
             if not public:
                 raise
-            self._failure = f" The made-up example's loss had failed: {type(error).__name__}: {error}"
+            self._failure = f" The synthetic example's loss had failed: {type(error).__name__}: {error}"
         with torch.no_grad():
             for key, (tensor, before) in watch.end_example().items():
                 after = tensor.clone()
