@@ -34,8 +34,8 @@ def page_of(audit: Audit, folder: Path) -> Document:
     page.say(f"{len(failed)} of {len(audit.checks)} checks FAILED." if failed else "All checks hold.")
     page.say(
         f"The private step of this configuration, {clip['kind']} clipping at {clip['max_grad_norm']:g} and noise "
-        f"multiplier {plan.noise_multiplier:.4g}, on {audit.runs.machine}. The images are synthetic: no private one was "
-        "read, and no model is kept."
+        f"multiplier {plan.noise_multiplier:.4g}, on {audit.runs.machine}. The images are synthetic: no private one "
+        "was read, and no model is kept."
     )
     page.table(
         [
