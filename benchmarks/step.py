@@ -56,7 +56,7 @@ def work(job: Job, parent: Connection) -> None:
             model = build().to(job.device).to(memory_format=memory_format).train()
             images = torch.randn(job.batch_size, *shape, device=job.device).to(memory_format=memory_format)
             labels = torch.randint(10, (job.batch_size,), device=job.device)
-            make = {**training_steps.WAYS, **training_steps.FINE_TUNING}[job.method]
+            make = {**training_steps.WAYS, **training_steps.FINE_TUNING}[job.way]
             step = make(model, training_steps.autocast_to(job.device, job.dtype))
             while parent.recv():
                 start = time.perf_counter()
@@ -214,7 +214,7 @@ def main() -> None:
 
     options = parse()
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    ways = ["ordinary", *(way for way in options.methods if way != "ordinary")]
+    ways = ["ordinary", *(way for way in options.ways if way != "ordinary")]
     if options.json:
         options.json.parent.mkdir(parents=True, exist_ok=True)
     machine = hardware(device, options.threads)

@@ -198,7 +198,7 @@ def test_a_run_that_fails_is_named_and_the_others_finish(tmp_path, capsys):
     assert exit_.value.code == 1
     said = capsys.readouterr()
     assert "wrong_256_42 FAILED with status" in said.out
-    assert "1 runs failed, and their logs say why. The same command goes on with them" in said.err
+    assert "1 runs failed, and their logs say why. The same command resumes them" in said.err
     (log,) = out.glob("wrong_256_42-*/log.txt")
     assert str(log) in said.err
     assert "Invalid learning rate: -1.0" in log.read_text()
