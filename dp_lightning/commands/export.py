@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from dp_lightning.atomic_files import replacing, require_writable
 from dp_lightning.commands.verify import EXPORTED, verify
-from dp_lightning.errors import ConfigurationError, DataError
+from dp_lightning.errors import ConfigurationError, DataError, ModelError
 from dp_lightning.lightning_modules import TimmModule
 from dp_lightning.models.feature_network import FeatureNetwork
 from dp_lightning.models.pretrained import without_weights
@@ -243,7 +243,10 @@ def _onnx(module: nn.Module, channels: int | None, size: int | None) -> bytes:
         output_names=["logits"],
         dynamic_shapes=({0: torch.export.Dim("n")},),
     )
-    assert program is not None
+    if program is None:
+        raise ModelError(
+            "torch.onnx.export gave no program for the model. Export its weights alone: --format safetensors."
+        )
     content: bytes = program.model_proto.SerializeToString()
     return content
 

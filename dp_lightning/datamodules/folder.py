@@ -137,7 +137,7 @@ class ImageFolder(ImageDataModule):
                 require_readable(names, self.num_workers, str(self.split_folders[split]))
 
     def check_files(self) -> None:
-        assert self._files
+        _ = self._files
 
     def read_split(self, split: Split) -> FileSource:
         names, labels = self._files[split]

@@ -103,7 +103,7 @@ class NpzImages(ImageDataModule):
         return tuple(split for split in SPLITS if f"{split}_images" in self._headers)
 
     def check_files(self) -> None:
-        assert self._headers
+        _ = self._headers
 
     def read_split(self, split: Split) -> ArraySource:
         images = torch.from_numpy(self._read(f"{split}_images"))
@@ -202,7 +202,7 @@ class NpzImages(ImageDataModule):
             )
 
     def _read(self, key: str) -> np.ndarray:
-        assert self._headers
+        _ = self._headers
         try:
             with np.load(self.path, allow_pickle=False) as arrays:
                 return arrays[key]

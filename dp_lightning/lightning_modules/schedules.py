@@ -40,7 +40,8 @@ class WarmupCosine(LRScheduler):
 
     def factor(self, step: int) -> float:
         """The factor of the learning rate at logical step ``step``, counted from 0."""
-        assert self.num_steps is not None
+        if self.num_steps is None:
+            raise ConfigurationError("lr_scheduler.num_steps is not set and no privacy plan gives it.")
         warmup = math.ceil(self.warmup_fraction * self.num_steps)
         if step < warmup:
             return (step + 1) / warmup
@@ -48,8 +49,6 @@ class WarmupCosine(LRScheduler):
         return 0.5 * (1 + math.cos(math.pi * min(progress, 1.0)))
 
     def get_lr(self) -> list[float]:  # type: ignore[override]
-        if self.num_steps is None:
-            if self.last_epoch > 0:
-                raise ConfigurationError("lr_scheduler.num_steps is not set and no privacy plan gives it.")
+        if self.num_steps is None and self.last_epoch <= 0:  # it may be set before the first step
             return [float(base) for base in self.base_lrs]
         return [float(base) * self.factor(self.last_epoch) for base in self.base_lrs]

@@ -14,7 +14,7 @@ from dp_lightning.cli import main
 from dp_lightning.commands import export as export_module
 from dp_lightning.commands.verify import verify
 from dp_lightning.datamodules import Digits
-from dp_lightning.errors import ConfigurationError, DataError
+from dp_lightning.errors import ConfigurationError, DataError, ModelError
 from dp_lightning.lightning_modules import LinearProbeModule, SmallCNNModule
 from dp_lightning.privacy.exported import statement_of
 from dp_lightning.privacy.statement import STATEMENT
@@ -276,3 +276,9 @@ def test_a_module_of_ones_own_is_exported_when_it_is_named(trained, tmp_path):
 
 class OwnModule(SmallCNNModule):
     """A class that is not the project's."""
+
+
+def test_a_model_of_which_torch_makes_no_program_is_refused(monkeypatch):
+    monkeypatch.setattr(torch.onnx, "export", lambda *args, **kwargs: None)
+    with pytest.raises(ModelError, match="--format safetensors"):
+        export_module._onnx(torch.nn.Linear(4, 2), 4, 1)

@@ -3,6 +3,8 @@
 import io
 import os
 import struct
+import subprocess
+import sys
 import zipfile
 from pathlib import Path
 
@@ -212,3 +214,9 @@ def test_arrays_beyond_memory_are_not_read(tmp_path, monkeypatch):
 def test_images_too_large_for_a_network_are_refused(tmp_path):
     with pytest.raises(DataError, match="have 5000 pixels a side; they must have 1 to 4096"):
         _ = NpzImages(with_header(tmp_path, "(4, 5000, 5000)", 4 * 5000 * 5000)).image_size
+
+
+def test_files_are_checked_where_python_leaves_asserts_out(tmp_path):
+    code = f"from dp_lightning.datamodules import NpzImages; NpzImages({str(tmp_path / 'none.npz')!r}).check_files()"
+    done = subprocess.run([sys.executable, "-O", "-c", code], capture_output=True, text=True, check=False)
+    assert "none.npz is missing" in done.stderr

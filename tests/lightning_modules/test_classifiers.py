@@ -16,6 +16,7 @@ from dp_lightning.lightning_modules import (
     TimmModule,
     WideResNetModule,
 )
+from dp_lightning.lightning_modules.schedules import WarmupCosine
 
 
 @pytest.fixture(autouse=True)
@@ -157,3 +158,11 @@ def test_the_default_optimizer_leaves_frozen_parameters_alone():
     assert {id(parameter) for parameter in group["params"]} == {
         id(parameter) for parameter in module.model.classifier.parameters()
     }
+
+
+def test_a_schedule_without_a_length_says_so():
+    schedule = WarmupCosine(torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0))
+    with pytest.raises(ConfigurationError, match=r"lr_scheduler\.num_steps is not set"):
+        schedule.factor(0)
+    with pytest.raises(ConfigurationError, match=r"lr_scheduler\.num_steps is not set"):
+        schedule.step()

@@ -69,8 +69,9 @@ def multi_head_attention_forward(
     if use_separate_proj_weight:
         weights = (q_proj_weight, k_proj_weight, v_proj_weight)
         q, k, v = _separate_projections((query, key, value), weights, in_proj_bias)
+    elif in_proj_weight is None:
+        raise ValueError("Without use_separate_proj_weight there has to be an in_proj_weight.")
     else:
-        assert in_proj_weight is not None
         q, k, v = _packed_projections(query, key, value, in_proj_weight, in_proj_bias)
     unbatched = query.dim() == 2
     if unbatched:
