@@ -64,7 +64,7 @@ def _run(arguments: list[str]) -> None:
         print(f"dp-lightning {__version__}")
         return
     if command not in (*_TRAINING, *_OTHERS):
-        print(f"dpl: there is no command '{command}'. `dpl --help` names them all.", file=sys.stderr)
+        print(f"dpl: there is no command '{command}'. `dpl --help` lists the commands.", file=sys.stderr)
         sys.exit(2)
     try:
         import_module(f"dp_lightning.commands.{'training' if command in _TRAINING else command}").main(arguments)

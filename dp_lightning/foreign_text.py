@@ -1,4 +1,4 @@
-"""YAML and JSON that somebody else may have written: bounded in size, depth and aliases before anything is built of it.
+"""YAML and JSON that somebody else may have written: bounded in size, depth and aliases before they are parsed.
 
 A YAML alias stands for all of what it names, so a file of a kilobyte may stand for more than memory holds, and a text
 of brackets alone may nest deeper than Python's stack. No configuration comes near these bounds.
@@ -96,7 +96,7 @@ def read_text(path: Path, *, most: int) -> str:
     try:
         return content.decode()
     except UnicodeDecodeError as error:
-        raise DataError(f"{path} is no text in UTF-8 ({error}).") from error
+        raise DataError(f"{path} is not UTF-8 text ({error}).") from error
 
 
 def read_json(path: Path) -> Any:

@@ -439,7 +439,7 @@ def test_a_finished_run_is_evaluated_from_its_own_configuration(finished, comman
 
 @pytest.mark.parametrize("command", ["validate", "test", "predict"])
 def test_evaluation_without_a_checkpoint_says_so(command, tmp_path):
-    with pytest.warns(UserWarning, match=f"dpl {command}` without --ckpt_path.*no training has changed"):
+    with pytest.warns(UserWarning, match=f"dpl {command}` without --ckpt_path.*never trained"):
         main([command, "--config", DIGITS, "--trainer.default_root_dir", str(tmp_path)])
 
 

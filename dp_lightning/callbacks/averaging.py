@@ -4,8 +4,8 @@ After logical step t = 0, 1, ... with weights x,
 
     average <- d_t average + (1 - d_t) x,    d_t = min(decay, (1 + t) / (10 + t)),
 
-where the warm-up of d_t lets the first steps leave soon (De et al. 2022 use decay 0.9999). The average is computed from
-privatized weights alone, so it costs no privacy.
+where the warm-up of d_t makes the average forget the first steps soon (De et al. 2022 use decay 0.9999). The average is
+computed from privatized weights alone, so it costs no privacy.
 """
 
 import copy
@@ -117,13 +117,13 @@ class AveragedWeights(pl.Callback):
         if self.decay is None:
             if self.average:
                 rank_zero_warn(
-                    "The checkpoint has an average of the weights, and predictions are made with the weights "
-                    "themselves, since averaging.decay is not set. Set it to the run's value to use the average."
+                    "The checkpoint has an average of the weights, but predictions use the weights themselves, since "
+                    "averaging.decay is not set. Set it to the run's value to use the average."
                 )
             return
         if not self.average:
             raise ConfigurationError(
-                "averaging.predict_with is 'averaged', and there is no average of the weights: give the ckpt_path of a "
+                "averaging.predict_with is 'averaged', but there is no average of the weights: give the ckpt_path of a "
                 "run that had averaging.decay, or set averaging.predict_with: raw."
             )
         for name, parameter in pl_module.named_parameters():

@@ -1,4 +1,4 @@
-"""Keeps in every checkpoint what its outputs mean: the names of the classes, and how images were cut."""
+"""Keeps in every checkpoint what its outputs mean: the names of the classes, and how images were cropped."""
 
 from itertools import zip_longest
 from typing import Any
@@ -47,6 +47,6 @@ class DataRecord(pl.Callback):
                 if then != now:
                     raise DataError(
                         f"Class {number} is {now!r} in this data and {then!r} in the checkpoint. Give data with the "
-                        "same class folders, or train a network of its own for this data (without ckpt_path)."
+                        "same class folders, or train a new network on this data (without ckpt_path)."
                     )
         self.class_names = saved or self.class_names

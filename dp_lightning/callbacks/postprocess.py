@@ -1,7 +1,7 @@
 """The Lightning hook that applies a chain of transforms to the privatized gradients.
 
 It acts in `on_before_optimizer_step`, where each parameter's `.grad` holds the privatized gradient, provided
-that the callback that privatizes stands before it in `Trainer(callbacks=[...])`. It reads and writes `.grad`, and asks
+that the callback that privatizes comes before it in `Trainer(callbacks=[...])`. It reads and writes `.grad`, and asks
 `PrivacyCallback` for the level of the noise in it, which is public.
 """
 
@@ -75,7 +75,7 @@ class PostProcessCallback(Callback):
             gradients[name].copy_(transformed)
 
     def _check_disk(self, privacy: PrivacyCallback) -> None:
-        """DiSK takes its gradients for one filter; behind another it would be neither."""
+        """DiSK's gradients are made for its own filter; with another one the result is neither method."""
         disk = privacy.disk
         if disk is None:
             return

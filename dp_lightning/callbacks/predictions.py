@@ -47,7 +47,7 @@ class PredictionFile(BasePredictionWriter):
         count = probabilities.shape[1]
         classes = classes if classes is not None and len(classes) == count else None
         columns = [*(["file"] if files else []), "index", "class", *(["class_name"] if classes else [])]
-        # Names of files are bytes; those that are no UTF-8 come back as they were.
+        # File names are bytes; those that are not UTF-8 are written as they were.
         with path.open("w", newline="", encoding="utf-8", errors="surrogateescape") as file:
             writer = csv.writer(file)
             writer.writerow([*columns, *(f"p{k}" for k in range(count))])

@@ -1,9 +1,9 @@
 """Trains any LightningModule privately: the Lightning hooks of a `PrivateRun`.
 
-The way of one logical step. The loader hands out physical batches of one Poisson draw. In the place of the module's
-``training_step`` Lightning calls ``PrivateStep.accumulate``, which runs it on each example by itself, and gets a loss
-of zero. On the last physical batch ``PrivateStep.release`` writes the privatized gradient into ``.grad``, before the
-hooks of any other callback, and the optimizer steps. Lightning's counters see logical steps only, because
+One logical step: the loader gives physical batches of one Poisson draw. Instead of the module's ``training_step``,
+Lightning calls ``PrivateStep.accumulate``, which runs it on each example separately, and gets a loss of zero. On the
+last physical batch ``PrivateStep.release`` writes the privatized gradient into ``.grad``, before the hooks of any other
+callback, and the optimizer steps. Lightning's counters see logical steps only, because
 ``trainer.accumulate_grad_batches`` is set to one on the last physical batch and to a very large number on the others.
 """
 
@@ -125,7 +125,7 @@ class PrivacyCallback(PrivacySettings, pl.Callback):
         fits, saved = trainer.state.fn == TrainerFn.FITTING, SavedRun.read(checkpoint)
         if fits:
             require_counted_steps(trainer, checkpoint, saved)
-        # To evaluate an earlier checkpoint after a fit takes back no step of it.
+        # Evaluating an earlier checkpoint after a fit does not undo its steps.
         if saved is not None and (fits or self._run is None):
             self.history.load(saved)
 

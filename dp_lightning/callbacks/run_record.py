@@ -1,4 +1,4 @@
-"""Leaves ``result.json`` in the log directory: what a run reached, and what it cost."""
+"""Writes ``result.json`` into the log directory: what a run reached, and what it cost."""
 
 import json
 import math
@@ -19,11 +19,11 @@ _CURVES = ("test/accuracy", "val/accuracy", "averaged/test/accuracy", "averaged/
 class RunRecord(pl.Callback):
     """Follows ``test/accuracy`` and ``val/accuracy`` over the evaluations and writes ``result.json`` at the end.
 
-    Where weights are averaged, the file has the last accuracies of the average too; where `SignalToNoise` listens, the
-    ratio in the first and the last epoch.
+    If weights are averaged, the file also has the last accuracies of the average; with `SignalToNoise`, the ratio in
+    the first and the last epoch.
 
-    ``completed`` is false where an interruption or an error has ended the run; a run that a setting such as
-    ``trainer.max_time`` has ended is complete.
+    ``completed`` is false if an interruption or an error has ended the run; a run ended by a setting such as
+    ``trainer.max_time`` is complete.
 
     ``evaluated_after_steps`` has the steps taken at each evaluation, the last of which may come before the last step.
     ``test_accuracy_best`` is the best over evaluations. It is chosen on the test set, so it is not an estimate of
@@ -50,7 +50,7 @@ class RunRecord(pl.Callback):
         if any(name in trainer.callback_metrics for name in _CURVES):
             privacy = privacy_of(trainer)
             steps = trainer.global_step if privacy is None else privacy.ledger.num_steps
-            again = self._steps[-1:] == [steps]  # a run that comes back to nothing but its end
+            again = self._steps[-1:] == [steps]  # a resumed run that only has to be finished
             self._steps[len(self._steps) - again :] = [steps]
             for name, curve in self._curves.items():
                 if name in trainer.callback_metrics:

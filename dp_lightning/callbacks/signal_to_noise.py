@@ -15,8 +15,8 @@ from dp_lightning.torch_internals import norms
 class SignalToNoise(pl.Callback):
     """Logs ``privacy/snr`` at the end of each epoch: ||G|| / ||N|| over its logical steps (`SnrMeter`).
 
-    It reads the privatized gradient before any post-processing, and the known level of the noise. It stands behind
-    ``PrivacyCallback`` and before ``PostProcessCallback``. A run without noise has no such number.
+    It reads the privatized gradient before any post-processing, and the known level of the noise. It comes after
+    ``PrivacyCallback`` and before ``PostProcessCallback``. A run without noise has no such ratio.
 
     Raises:
         ConfigurationError: when ``fit`` starts, where it stands elsewhere.
@@ -33,7 +33,7 @@ class SignalToNoise(pl.Callback):
         before = callbacks[: callbacks.index(self)]
         if not before or not isinstance(before[-1], PrivacyCallback):
             raise ConfigurationError(
-                "SignalToNoise must stand right behind PrivacyCallback in Trainer(callbacks=[...]): it reads the "
+                "SignalToNoise must come right after PrivacyCallback in Trainer(callbacks=[...]): it reads the "
                 "gradient as PrivacyCallback leaves it."
             )
         self._privacy = before[-1]

@@ -1,8 +1,8 @@
-"""Stops a run in order on SIGTERM, SIGINT and SLURM's requeue signal: after a logical step, with a checkpoint.
+"""Stops a run cleanly on SIGTERM, SIGINT and SLURM's requeue signal: after a logical step, with a checkpoint.
 
 A signal is only noted. At the end of the step the ranks learn of it together, by the same collective that adds up their
-sums; then all of them save one checkpoint and leave. Where no step is left, the run ends as it would have, and leaves
-with the exit code of the signal. A second SIGINT stops at once, as Ctrl-C does everywhere.
+sums; then they save one checkpoint and exit. If no step is left, the run ends normally, with the exit code of the
+signal. A second SIGINT stops at once, as Ctrl-C does everywhere.
 """
 
 import signal
@@ -27,8 +27,8 @@ _REQUEUE = signal.SIGUSR1
 class StopOnSignal(pl.Callback):
     """Ends ``fit`` with exit code 143 on SIGTERM and on SLURM's requeue signal, and 130 on SIGINT, at a step's end.
 
-    The checkpoint ``interrupted-step=<n>.ckpt`` stands beside those of the first ``ModelCheckpoint``. A SLURM job that
-    is sent SIGUSR1 (``#SBATCH --signal=USR1@90``) is put back into the queue.
+    The checkpoint ``interrupted-step=<n>.ckpt`` is saved beside those of the first ``ModelCheckpoint``. A SLURM job
+    that is sent SIGUSR1 (``#SBATCH --signal=USR1@90``) is put back into the queue.
     """
 
     def __init__(self) -> None:
@@ -47,7 +47,7 @@ class StopOnSignal(pl.Callback):
     def _set_handlers(self, trainer: pl.Trainer) -> None:
         run = _privacy(trainer).private_run
         if threading.current_thread() is not threading.main_thread():
-            return  # signals are the main thread's affair
+            return  # only the main thread may set handlers
 
         def note(number: int, frame: FrameType | None) -> None:
             if self._signal is not None and number == signal.SIGINT:
@@ -109,6 +109,6 @@ def _exit_code(number: int) -> int:
 def _privacy(trainer: pl.Trainer) -> PrivacyCallback:
     if (privacy := privacy_of(trainer)) is None:
         raise ConfigurationError(
-            "StopOnSignal stops a private run: put PrivacyCallback before it in trainer.callbacks."
+            "StopOnSignal needs a private run: put PrivacyCallback before it in trainer.callbacks."
         )
     return privacy

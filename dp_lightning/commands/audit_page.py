@@ -17,12 +17,12 @@ _SHOWS = (
 )
 _SHOWS_NOT = (
     "The sampler: every example takes part in every step here (q = 1). The Poisson sampler, and the account of steps "
-    "with q below 1, have tests of their own in this project, and this page says nothing about them. The data: images "
+    "with q below 1, are tested separately in this project, and this page says nothing about them. The data: images "
     "are synthetic, so a fault that needs particular images can hide, and so can what the data set or the loader does. "
     "Whether somebody could guess the random numbers: only their distribution is tested. Post-processing: the audit "
     "looks at the privatized gradient before it, and what is computed from that alone costs no privacy. The lower "
     "bounds treat the scores of canaries as independent, which they are as far as the noise is. An audit that finds "
-    "nothing is no proof."
+    "nothing is not a proof."
 )
 
 

@@ -1,9 +1,8 @@
 """The runs of an audit: the configuration's own module and private step at q = 1, on synthetic examples.
 
 Each run is a fit as ``dpl fit`` makes it: the module, the optimizer, ``PrivacyCallback`` and the post-processing of the
-configuration. Only three things are exchanged: the examples, the numbers N = B and T, and what is returned in the place
-of the loss. A callback before
-``PostProcessCallback`` looks at the privatized gradient.
+configuration. Only three things are replaced: the examples, the numbers N = B and T, and the loss that
+``training_step`` returns. A callback before ``PostProcessCallback`` reads the privatized gradient.
 
 * noise: the module's own loss times zero. The released sum is the noise alone.
 * canaries: the loss of a canary is a large number times the sum of a few coordinates of the parameters, one in each
@@ -163,7 +162,7 @@ class SyntheticImages(Dataset[tuple[Any, ...]]):
 
 
 class _Look(pl.Callback):
-    """Hands on what each step releases."""
+    """Passes on what each step releases."""
 
     def __init__(self, batch_size: int, releases: Releases) -> None:
         self._batch_size, self._releases, self._step = batch_size, releases, 0

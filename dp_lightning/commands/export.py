@@ -98,8 +98,8 @@ def _read(checkpoint: Path) -> tuple[dict[str, Tensor], SavedRun, SavedModel]:
         raise DataError(f"{checkpoint} is not exported: {error}.") from error
     if run is None:
         raise ConfigurationError(
-            f"{checkpoint} has no privacy statement: it is not from a private run, and nobody could say what its "
-            "weights reveal."
+            f"{checkpoint} has no privacy statement: it is not from a private run, so it is unknown what its weights "
+            "reveal."
         )
     return saved["state_dict"], run, SavedModel.read(saved)
 
@@ -117,7 +117,7 @@ def _require_whole(checkpoint: Path) -> None:
     if wrong := [f"{subject}: {finding}" for subject, finding in verify(checkpoint, []) if finding is not None]:
         raise DataError(
             f"{checkpoint} and the journal beside it do not belong together, so nothing of it is exported: "
-            f"{'; '.join(wrong)}. Take the checkpoint as the run has left it, with the journal of its folder."
+            f"{'; '.join(wrong)}. Use the checkpoint as the run left it, with the journal of its folder."
         )
 
 
@@ -184,8 +184,8 @@ def _module(
     kind = saved.module_class(trusted=module_class)
     if kind is None:
         raise ConfigurationError(
-            f"The module of {checkpoint} is of the class {saved.class_path or '(not named)'}. A file does not "
-            "choose which code runs: where that is a LightningModule of yours that `dpl fit` has trained, name it by "
+            f"The module of {checkpoint} is of the class {saved.class_path or '(not named)'}. A file does not choose "
+            "which code runs: if that is a LightningModule of yours that `dpl fit` has trained, name it with "
             "--module-class."
         )
     with without_weights():

@@ -54,8 +54,8 @@ def main(arguments: list[str]) -> None:
     failed = _launch(waiting, options) if waiting else []
     if failed:
         print(
-            f"{len(failed)} runs failed, and their logs say why. The same command resumes them; where a log says "
-            "that a run cannot resume, remove its folder first:",
+            f"{len(failed)} runs failed; their logs say why. The same command resumes them. If a log says that a run "
+            "cannot resume, remove its folder first:",
             file=sys.stderr,
         )
         for run in failed:
@@ -96,7 +96,7 @@ def planned_runs(grid: Grid, out: Path, override: Sequence[str]) -> list[Planned
         _require_own_folder(grid, cell, settings["trainer"])
         if settings.get("ckpt_path") is not None:
             raise ConfigurationError(
-                f"{grid.path}, run {cell.name}: ckpt_path is set. A run of a grid starts anew, and dpl sweep itself "
+                f"{grid.path}, run {cell.name}: ckpt_path is set. A run of a grid starts new, and dpl sweep itself "
                 "resumes it from its own checkpoints; remove ckpt_path."
             )
         folder = RunFolder.of(out, cell.name, settings)

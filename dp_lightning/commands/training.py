@@ -84,7 +84,7 @@ class TrainingCLI(CommandLine):
             super().instantiate_classes()
 
     def read_checkpoint_settings(self) -> None:
-        """Take the module's settings from the checkpoint, as Lightning does, but no setting that it has not."""
+        """Take the module's settings from the checkpoint, as Lightning does, but only settings that the module has."""
         command = self.config.get("subcommand")
         path = self.config[command].get("ckpt_path") if command else None
         if path is None or not Path(path).is_file():
@@ -124,8 +124,8 @@ class TrainingCLI(CommandLine):
         path = self.setting(self.config, "ckpt_path")
         if path is None and self.subcommand in ("validate", "test", "predict"):
             rank_zero_warn(
-                f"`dpl {self.subcommand}` without --ckpt_path takes the module as it is built: no training has changed "
-                "its weights. Name a checkpoint."
+                f"`dpl {self.subcommand}` without --ckpt_path would use a module that was never trained. Name a "
+                "checkpoint."
             )
         resumes = self.subcommand == "fit" and path == "last"
         if path is not None and not resumes and not Path(path).is_file():
@@ -202,7 +202,7 @@ class TrainingCLI(CommandLine):
             self.privacy.history.count_steps_of(start.journal)
         for callback in self.trainer.callbacks:  # type: ignore[attr-defined]
             if isinstance(callback, SaveConfigCallback) and (asked is not None or slurm_job() is not None):
-                # A run that comes back may have the log folder that it had before.
+                # A resumed run may have the log folder that it had before.
                 callback.overwrite = True
         if self.trainer.strategy.root_device.type == "cpu":
             keep_freed_memory()
@@ -237,7 +237,7 @@ def _require_startable(config: dict[str, Any]) -> None:
     """
     if config.get("barebones"):
         raise ConfigurationError(
-            "trainer.barebones is true: it leaves out checkpoints and logs, without which a run leaves nothing behind. "
+            "trainer.barebones is true: it leaves out checkpoints and logs, so a run would leave nothing behind. "
             "Remove it; trainer.enable_progress_bar: false and trainer.logger: false make a run quiet."
         )
     for name, most in (("devices", _MOST_DEVICES), ("num_nodes", _MOST_NODES)):

@@ -3,8 +3,8 @@
 What is checked follows from what one file says of another: a statement is rendered and accounted again from its own
 numbers, and every field of it is compared with the checkpoint of the same steps; the heads that it names have to stand
 in the journal and to count the steps of its ledger, and the weights have to be those of its digest. A statement and a
-checkpoint are sealed, so that an edit of any other value in them shows. Who writes all files anew can make them fit. A
-copy of the heads or of a seal that is kept elsewhere shows that too (``--head``, ``--seal``).
+checkpoint are sealed, so that an edit of any other value in them shows. Someone who rewrites all files can make them
+agree. A copy of the heads or of a seal that is kept elsewhere reveals that too (``--head``, ``--seal``).
 """
 
 import argparse
@@ -54,10 +54,10 @@ def main(arguments: list[str]) -> None:
     print(
         f"\n{failed} of {len(found)} checks failed."
         if failed
-        else f"\nAll {len(found)} checks hold. Files that were all put back to an earlier moment, or all written anew, "
-        "would pass too: only a copy of the last steps' names (--head) or of the statement's seal (--seal), kept "
-        "elsewhere, shows that. What was noted after the last checkpoint (faults, unprotected values, attributes "
-        "changed outside) stands in the statement alone: only its seal shows whether that was edited and sealed anew."
+        else f"\nAll {len(found)} checks hold. Files that were all rolled back or rewritten would pass too: only a "
+        "copy of the last steps' names (--head) or of the statement's seal (--seal), kept elsewhere, reveals that. "
+        "What was noted after the last checkpoint (faults, unprotected values, attributes changed outside) stands in "
+        "the statement alone: only its seal shows whether that was edited and sealed anew."
     )
     sys.exit(1 if failed else 0)
 
@@ -155,7 +155,7 @@ def _of_checkpoint(path: Path, name: str, found: _Found) -> Iterator[Finding]:
         saved = PrivateCheckpointIO().load_checkpoint(path)
         run = SavedRun.read(saved)
         if run is None:
-            yield f"{name} has a privacy statement", "it is no checkpoint of a private run"
+            yield f"{name} has a privacy statement", "it is not a checkpoint of a private run"
             return
         claims, state_dict = run.statement, dict(saved["state_dict"])
         taken, broken = int(saved["global_step"]), broken_seal(saved)
@@ -217,7 +217,7 @@ def _of_statement(path: Path, found: _Found) -> Generator[Finding, None, Privacy
         # A run that lost steps may have left checkpoints with and without them.
         name, differing = min(same, key=lambda pair: len(pair[1]))
         yield (
-            f"{path.name}: all that it says is what {name} says, of the same steps",
+            f"{path.name}: everything in it agrees with {name}, of the same steps",
             _unless(not differing, f"{', '.join(differing)} would be otherwise"),
         )
     if found.exported is not None:
@@ -281,7 +281,7 @@ def _of_files(claims: PrivacyStatement, folder: Path) -> Iterator[Finding]:
     """Each file that was written with the statement of an export."""
     for name, digest in claims.files.items():
         try:
-            wrong = _unless(Path(name).name == name, "it is no name of a file beside the statement")
+            wrong = _unless(Path(name).name == name, "it is not the name of a file beside the statement")
             if wrong is None:
                 require_regular(folder / name)
                 with (folder / name).open("rb") as file:

@@ -267,13 +267,14 @@ def _require_own(path: Path, is_kind: Callable[[int], bool], others: int) -> Non
     facts = path.lstat()
     if not is_kind(facts.st_mode) or facts.st_uid != os.geteuid():
         raise DataError(
-            f"{path} is a link, or belongs to another user: who can write features decides what is trained on. Set "
+            f"{path} is a link, or belongs to another user: whoever can write features decides what is trained on. Set "
             "data.init_args.cache to a folder of your own."
         )
     if facts.st_mode & others:
         raise DataError(
             f"{path} is open to other users (mode {stat.S_IMODE(facts.st_mode):o}). Features are as private as the "
-            f"images, and who can write them decides what is trained on: chmod {'700' if others == 0o077 else '600'}, "
+            f"images, and whoever can write them decides what is trained on: chmod "
+            f"{'700' if others == 0o077 else '600'}, "
             "or set data.init_args.cache to another folder."
         )
 

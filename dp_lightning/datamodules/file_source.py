@@ -139,7 +139,7 @@ def open_rgb(path: str) -> Tensor:
             f"{path} cannot be read as an image ({error}); replace the file or remove it. "
             "data.init_args.read_first: true finds all such files before a run begins"
         ) from error
-    raise DataError(f"{path} has 32 bits a pixel, and nobody knows which number is white; convert it to 8 or 16 bits")
+    raise DataError(f"{path} has 32 bits a pixel, so it is unknown which number is white; convert it to 8 or 16 bits")
 
 
 def _eight_bits(image: Image.Image) -> Image.Image:

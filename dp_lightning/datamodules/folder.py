@@ -300,7 +300,7 @@ def files_of_persons(folder: Path, left_out: Counter[str]) -> list[str]:
 
 
 def warn_of_left_out(left_out: Mapping[str, int], root: str) -> None:
-    """Say what in the folders of images is none by its name, with ``left_out`` by kind."""
+    """Warn of the files that are not images by their names; ``left_out`` counts them by kind."""
     if left_out:
         kinds = ", ".join(f"{count} x {kind}" for kind, count in sorted(left_out.items()))
         rank_zero_warn(

@@ -220,7 +220,7 @@ class NpzImages(ImageDataModule):
             )
 
     def _damaged(self, error: Exception) -> DataError:
-        return DataError(f"{self.path} is no complete .npz file ({error}); copy or download it again")
+        return DataError(f"{self.path} is not a complete .npz file ({error}); copy or download it again")
 
 
 def _read_header(archive: zipfile.ZipFile, name: str) -> Header:

@@ -24,8 +24,8 @@ from dp_lightning.experiments.results import (
 
 _BEST, _AVERAGED = per_cent("test_accuracy_best"), per_cent("averaged_test_accuracy_last")
 _SCOPE = (
-    "Every epsilon is of one run alone. Whoever chooses among runs by what they reach on private data spends more than "
-    "any one of them."
+    "Every epsilon covers one run alone. Choosing among runs by their results on private data spends more than any "
+    "one of them."
 )
 
 
@@ -47,7 +47,7 @@ def grid_report(grid: Grid, outcomes: Sequence[Outcome], folder: Path, *, overri
     page.say(f"{finished} of {len(outcomes)} runs are finished. Accuracies are in per cent on the test set.")
     page.say(_SCOPE)
     if override:
-        page.say(f"With these settings in the place of the grid's: {', '.join(override)}.")
+        page.say(f"With these settings instead of the grid's: {', '.join(override)}.")
     for number, panel in enumerate(panels(grid, outcomes)):
         if panel.title:
             page.heading(panel.title)
@@ -95,10 +95,10 @@ def _accuracies(page: Document, grid: Grid, panel: Panel, paper: Mapping[str, Ma
     early = sum(map(_evaluated_early, results))
     if early:
         page.say(
-            f"{early} of these runs were last evaluated before their last step, and it is that accuracy which stands "
-            "here. Set trainer.check_val_every_n_epoch to a divisor of trainer.max_epochs."
+            f"{early} of these runs were last evaluated before their last step; the table has that accuracy. Set "
+            "trainer.check_val_every_n_epoch to a divisor of trainer.max_epochs."
         )
-    say("Best accuracy over evaluations. It is chosen on the test set, so it is no estimate for new images:", _BEST)
+    say("Best accuracy over evaluations. It is chosen on the test set, so it is not an estimate for new images:", _BEST)
     if paper:
         page.say("The paper's numbers, which are best accuracies over epochs:")
         shown = [[row, *(_pair(paper[row].get(c)) for c in panel.columns)] for row in panel.rows if row in paper]
@@ -147,8 +147,8 @@ def _set_aside(page: Document, outcomes: Sequence[Outcome]) -> None:
         return
     page.heading("Starts that were set aside")
     page.say(
-        f"{len(again)} runs were started anew after a start that left no intact checkpoint. The steps of that start "
-        "are in no epsilon on this page; do not release what stands in its folder, abandoned_0 and so on."
+        f"{len(again)} runs were restarted after an attempt that left no intact checkpoint. The steps of that attempt "
+        "are in no epsilon on this page; do not release anything from its folder, abandoned_0 and so on."
     )
     rows = [[outcome.name, str(outcome.folder.abandoned), outcome.folder.path.name] for outcome in again]
     page.table([["run", "starts set aside", "folder"], *rows])

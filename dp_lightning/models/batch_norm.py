@@ -17,7 +17,7 @@ def batch_norm_to_group_norm(model: nn.Module, *, num_groups: int = 32) -> list[
 
     The number of groups of a layer is the largest divisor of its channels up to ``num_groups``. Running statistics have
     no place in a GroupNorm and are dropped, so the network computes something else: weights that were trained with
-    BatchNorm are a start and no more.
+    BatchNorm are only a starting point.
 
     Returns:
         A line for every layer that was replaced.

@@ -91,9 +91,9 @@ class Chain:
         for place, transform in enumerate(self.transforms, start=1):
             if any(one[place] != other[place] for one, other in zip(first, again, strict=True)):
                 raise ConfigurationError(
-                    f"{type(transform).__name__} gives another noise when it starts anew. The weights of a transform "
-                    "derived from EntrywiseLinear may depend on its settings and its memory alone: keep no counter "
-                    "in the transform, and draw nothing at random."
+                    f"{type(transform).__name__} gives another noise level when it starts again. The weights of a "
+                    "transform derived from EntrywiseLinear may depend on its settings and its memory alone: keep no "
+                    "counter in the transform, and draw nothing at random."
                 )
         return first[0]
 

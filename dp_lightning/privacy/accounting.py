@@ -223,7 +223,7 @@ class Ledger:
             raise ConfigurationError("The saved ledger is malformed: 'earlier' must map names of runs to their steps.")
         for runs in (state["runs"], *earlier.values()):
             if not isinstance(runs, list | tuple):
-                raise ConfigurationError(f"The saved ledger is malformed: {runs!r} is no list of runs of steps.")
+                raise ConfigurationError(f"The saved ledger is malformed: {runs!r} is not a list of runs of steps.")
             for run in runs:
                 if not isinstance(run, list | tuple) or len(run) != 3:
                     raise ConfigurationError(f"The saved ledger is malformed: {run!r} is not a run of steps.")

@@ -146,7 +146,7 @@ class Placeholder:
 
     def _refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise ModelError(
-            "training_step uses an entry of its batch that is no tensor, such as a name or a list of numbers. With "
+            "training_step uses an entry of its batch that is not a tensor, such as a name or a list of numbers. With "
             "privacy.examples: together all examples run at once, and only tensors can differ between them. Let the "
             "data set return a tensor, or set privacy.examples: one_by_one."
         )
@@ -194,5 +194,5 @@ def trained_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
             "parts, and combine them in forward: torch.view_as_complex(self.weight), of shape (..., 2)."
         )
     if not found:
-        raise ModelError("The model has no parameter that requires a gradient: there is nothing to train.")
+        raise ModelError("The model has no parameter that requires a gradient, so there is nothing to train.")
     return found

@@ -41,7 +41,7 @@ class Groups:
 
     Raises:
         ConfigurationError: where the data set tells no groups.
-        DataError: where an id is missing or is none.
+        DataError: where an id is missing or is not one.
     """
 
     def __init__(self, dataset: Any, images_per_group: int, *, seed: int | None = None) -> None:
@@ -107,7 +107,7 @@ def groups_of(dataset: Any) -> list[Group] | None:
         return None
     where = f"groups of {type(dataset).__name__}"
     if not isinstance(found, Iterable):
-        raise DataError(f"{where} is no sequence: make it an attribute or a property with one id per element.")
+        raise DataError(f"{where} is not a sequence: make it an attribute or a property with one id per element.")
     ids = checked_groups(found, where)
     if len(ids) != len(dataset):
         raise DataError(f"{where} has {len(ids)} ids for {len(dataset)} elements; it needs one for each.")

@@ -4,9 +4,9 @@ A checkpoint holds the ledger as it stood when the checkpoint was written. Steps
 crash have been spent all the same, and only the journal knows them. One stands in every folder that holds a
 checkpoint of the run; each only ever grows, and names the others.
 
-A step's name is a hash of its numbers and of the names of the last steps before it. So a line that was edited does not
-fit its name, and one that was taken out is missed by those after it. The names of the last steps, the heads, stand for
-all steps: a checkpoint and a statement hold them. Who writes all of these files anew can make them fit.
+A step's name is a hash of its numbers and of the names of the last steps before it. So an edited line does not match
+its name, and a removed line is missed by those after it. The names of the last steps, the heads, stand for all steps: a
+checkpoint and a statement hold them. Someone who rewrites all of these files can make them agree.
 """
 
 import hashlib
@@ -315,7 +315,7 @@ def read_journal(path: Path, run: str) -> tuple[Steps, list[str]]:
         name, step = like = line
         missing.update(other for other in step.after if other not in steps)
         if name not in (None, step.name(run)):
-            raise _tampered(path, f"line {number + 1} does not fit its name: it was edited")
+            raise _tampered(path, f"line {number + 1} does not match its name: it was edited")
         if step.number > len(steps) + 1:
             raise _tampered(path, f"line {number + 1} is of step {step.number}, and {len(steps)} stand before it")
         last = (step.name(run),)

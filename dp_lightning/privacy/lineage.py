@@ -206,7 +206,7 @@ def origin_of(
     origin = Origin()
     for file in files:
         if (known := training_behind(file)) is None:
-            origin.words.append(f"weights of {file}: nobody knows on what they were trained")
+            origin.words.append(f"weights of {file}: it is unknown on what they were trained")
         else:
             trainings.append(known)
     declared = ", on data that was declared to be other" if other_data else ", which count here"

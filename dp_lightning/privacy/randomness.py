@@ -1,6 +1,6 @@
 """Keys for everything random in training: dropout, augmentation, workers that load data, generators of the model.
 
-Draws that an attacker can repeat are no protection: with a known seed, leaving out one example moves the masks of all
+Draws that an attacker can repeat do not protect: with a known seed, leaving out one example moves the masks of all
 others. So every generator takes its key from the operating system, unless a run is explicitly reproducible; then its
 keys are derived from the run's seed, and the run is not for release.
 
@@ -30,7 +30,7 @@ from dp_lightning.privacy.sampling import PhysicalBatch
 from dp_lightning.torch_internals import global_numpy_generator
 
 Keys: TypeAlias = Callable[[int], NDArray[np.uint32]]
-"""Gives so many words of 32 bits, new ones with every call."""
+"""Returns that many words of 32 bits, new ones with every call."""
 
 _SEEDING = [(module, name) for module in (torch, torch.random) for name in ("manual_seed", "seed", "set_rng_state")]
 # Where generators of the host, uuid and secrets take their numbers from.

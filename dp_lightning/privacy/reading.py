@@ -1,4 +1,4 @@
-"""Reads each example by itself, so that none can meet another before the step.
+"""Reads each example separately, so that none can reach another before the step.
 
 The data set's ``__getitem__`` is called for one example, or K times for its K views, and collation on that alone: a
 batch of one example. The results of a physical batch are stacked. ``__getitems__``, which gets several examples, is not
@@ -215,11 +215,11 @@ class _Watch:
         changes = [change for change in self._snapshot.changes() if change.kind in ("attribute", "tensor")]
         if names := [change.path for change in changes if not change.is_plain]:
             raise ModelError(
-                f"Reading an example changes {', '.join(names[:5])}. Other examples would meet what collate_fn and "
-                "on_before_batch_transfer keep of it. Make what they need before the fit, or keep it in the data set."
+                f"Reading an example changes {', '.join(names[:5])}. What collate_fn and on_before_batch_transfer "
+                "keep of it could reach other examples. Make what they need before the fit, or keep it in the data set."
             )
         for change in changes:
-            warnings.warn(f"Reading an example changes {change.path}. That is undone each time.", stacklevel=2)
+            warnings.warn(f"Reading an example changes {change.path}. The change is undone each time.", stacklevel=2)
             change.undo()
         return bool(changes)
 

@@ -36,7 +36,7 @@ def require_single_records(dataset: Any) -> None:
                 f"Examples {first} and {place} of the training set are the same record, so that it would count twice: "
                 "epsilon is about adding or removing one. Take each record once: look at the indices of Subset, at "
                 "ConcatDataset of overlapping or equal parts, at files that are listed or linked twice, and at a data "
-                "set that hands out one record under several indices. To weight examples, weight their loss; for "
+                "set that returns one record for several indices. To weight examples, weight their loss; for "
                 "several transforms of each, set privacy.augmult."
             )
 

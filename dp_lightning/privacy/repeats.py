@@ -1,4 +1,4 @@
-"""Whether a data set of the user's own hands out one record under several indices, as ``base[index % len(base)]`` does.
+"""Whether a data set of the user's own returns one record for several indices, as ``base[index % len(base)]`` does.
 
 A few elements are read, each with the same random numbers, and compared at the distances at which such data sets
 repeat: the lengths of what they hold, a simple part of their own length, and neighbours. They are equal where all their

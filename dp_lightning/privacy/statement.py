@@ -146,7 +146,7 @@ class PrivacyStatement:
             # A run with noise has an infinite epsilon too, where its noise is too small for the accountant.
             return claims if facts["private"] or math.isinf(claims._spent) else replace(claims, private=False)
         except (KeyError, TypeError, ValueError, DpLightningError) as error:
-            raise DataError(f"This is no privacy statement: {type(error).__name__}: {error}") from error
+            raise DataError(f"This is not a privacy statement: {type(error).__name__}: {error}") from error
 
     @cached_property
     def epsilon(self) -> dict[str, float | None]:
@@ -326,9 +326,9 @@ class PrivacyStatement:
             "and the draw stays secret. Each example's contribution to a step has an L2 norm of at most "
             "the sensitivity, and Gaussian noise of standard deviation noise multiplier times sensitivity "
             "is added once to the sum. One example's contribution depends on no other example: "
-            f"{_ISOLATION[self.examples]}. What is trusted: each element of the data set is a record of its own, and "
-            "its methods look at one, kernels of torch treat rows apart, and hooks neither read the training set by "
-            "themselves nor follow a logged training loss."
+            f"{_ISOLATION[self.examples]}. What is trusted: each element of the data set is a separate record, and "
+            "the data set's methods look at one element; torch's kernels treat rows separately; and hooks neither "
+            "read the training set nor make anything depend on a logged training loss."
         )
 
     def _not_covered(self) -> list[str]:
@@ -338,7 +338,7 @@ class PrivacyStatement:
             f"{tags}. Releasing them is outside the guarantee."
             if tags
             else "Values computed from raw training examples: none were logged in the training steps and epochs of "
-            "this run. Values that were logged elsewhere, such as at the end of a validation, are not looked at."
+            "this run. Values that were logged elsewhere, such as at the end of a validation, are not examined."
         )
         changed = (
             [
@@ -358,7 +358,7 @@ class PrivacyStatement:
             logged,
             *changed,
             "Weights that the run started from, and the statistics of frozen normalisation layers that came with them: "
-            "where they were trained on the same examples, what that run has spent adds to this epsilon.",
+            "if they were trained on the same examples, what that run has spent adds to this epsilon.",
             "Hyperparameter search: other runs on the same data spend their own epsilon, and so does "
             "choosing among them.",
             "The choice of an epoch or a learning rate by a score on test or validation data: that data is "

@@ -1,4 +1,4 @@
-"""One logical step from the draw to the release: the one home of the private mechanism.
+"""One logical step from the draw to the release: the private mechanism in one place.
 
 For the Poisson draw S from N examples, each taken with probability q = B/N, a step releases
 
@@ -9,11 +9,10 @@ Formal guarantee. Let the parameters and all earlier releases be given.
 1. S is a Poisson draw with a secret key (``sampling``).
 2. Each example is read by itself (``reading``), and its loss l_i is computed where no other example can be reached
    (``examples``, ``isolation``), with secret random numbers (``randomness``): l_i is a function of example i, the
-   weights, the number of the step, and random numbers that no one knows. What is trusted: each element of the data
-   set is a record of its own (``records`` finds those that are not, as far as it can), its ``__getitem__`` looks at
-   one, kernels of torch treat rows apart, and code around the step neither reads the training set by itself nor
-   follows what a training metric or a logger holds. ``docs/sharp_edges.md`` lists what is known to get past these
-   lines.
+   weights, the number of the step, and random numbers that no one knows. What is trusted: each element of the data set
+   is a separate record (``records`` finds those that are not, as far as it can), its ``__getitem__`` looks at one,
+   torch's kernels treat rows separately, and code around the step neither reads the training set nor depends on what a
+   training metric or a logger holds. ``docs/sharp_edges.md`` lists what is known to get around this.
 3. ``clip`` bounds what one example adds to the sum by ``sensitivity`` (``clipping``, ``gradients``); an example whose
    gradient is not finite adds nothing.
 4. B is a constant of the plan, and the step is released whatever the draw is, the empty one included.
@@ -467,8 +466,8 @@ class PrivateStep:
         with_noise, stopping = total[-2:].tolist()
         if with_noise != 1:
             raise DpLightningError(
-                f"{with_noise:g} of {self.ranks.size} ranks added noise, and exactly one has to: the processes do not "
-                "agree on their ranks. Start all of them by the same launcher, and only once."
+                f"{with_noise:g} of {self.ranks.size} ranks added noise, but exactly one has to: the processes do not "
+                "agree on their ranks. Start all of them with the same launcher, and only once."
             )
         return total[:-2], stopping > 0
 

@@ -77,7 +77,7 @@ def require_equal_replicas(module: pl.LightningModule, ranks: Ranks) -> None:
         raise DpLightningError(
             f"The ranks' models are no longer the same: {', '.join(differing[:3])}. Something after the private step "
             "differs between them, such as a callback, an optimizer, a buffer or a kind of processor. Resume from the "
-            "newest checkpoint once it is mended."
+            "newest checkpoint once the cause is fixed."
         )
 
 

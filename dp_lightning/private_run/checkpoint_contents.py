@@ -3,8 +3,8 @@
 Hyperparameters are settings, and what callbacks and hooks add is small and plain: numbers, text, paths, and lists and
 dictionaries of them. Tensors, arrays, bytes and other objects may hold raw examples, whatever code has put them there,
 and so may thousands of numbers or a long text; objects cannot be read again without running code either. A number may
-be one that was logged while training. All of these are refused before anything is on disk. What is left of callbacks
-and hooks is the user's, and the statement names it.
+be one that was logged while training. All of these are refused before anything is on disk. What remains of callbacks
+and hooks comes from the user's code, and the statement names it.
 """
 
 from collections import Counter, OrderedDict
@@ -95,10 +95,10 @@ def check_hyperparameters(trainer: pl.Trainer, module: pl.LightningModule) -> Se
             except _NotPlainError as error:
                 raise ConfigurationError(
                     f"The hyperparameter {_text(error.place)} of {type(owner).__name__} holds {error.what}. It goes "
-                    "into every checkpoint, which holds no examples and is read without running code: numbers, text, "
-                    "paths, and lists and dictionaries of them. Leave it out, by "
-                    f"save_hyperparameters(ignore=['{error.place[0]}']), or save a name for it. Tensors that the model "
-                    "needs belong into buffers."
+                    "into every checkpoint, which may hold only numbers, text, paths, and lists and dictionaries of "
+                    "them: then it holds no examples, and is read without running code. Leave it out with "
+                    f"save_hyperparameters(ignore=['{error.place[0]}']), or save a name for it. Put tensors that the "
+                    "model needs into buffers."
                 ) from None
     return settings
 
@@ -112,7 +112,7 @@ def check_metrics(module: pl.LightningModule) -> None:
     for name, part in module.named_modules():
         if isinstance(part, Metric) and saves_states(part):
             raise ModelError(
-                f"The metric {name} saves its state with the model, and it is of raw examples. Call "
+                f"The metric {name} saves its state, which comes from raw examples, with the model. Call "
                 "metric.persistent(False)."
             )
 
@@ -221,7 +221,7 @@ def _refusal(what: str) -> ModelError:
     return ModelError(
         f"The checkpoint would hold {what}. It may be computed from raw training examples, and whoever gets the file "
         "would get it. Take it out of on_save_checkpoint or of the callback's state_dict, which may hold a few "
-        "numbers, text, paths, and lists and dictionaries of them; what the model needs belongs into a buffer of it."
+        "numbers, text, paths, and lists and dictionaries of them; what the model needs belongs in a buffer of it."
     )
 
 

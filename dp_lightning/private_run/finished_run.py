@@ -1,7 +1,7 @@
 """Ends a run whose steps are all taken: an evaluation, a checkpoint, and the hooks of the end, without a step.
 
-A run that was killed behind its last step comes back to nothing but its end: the evaluation, the statement and the
-result are still to be made. Steps that a crash has lost are spent, so that the weights may hold fewer than the plan.
+A run that was killed after its last step only has to be finished: the evaluation, the statement and the result are
+missing. Steps that a crash has lost are spent, so that the weights may hold fewer than the plan.
 """
 
 from pathlib import Path
@@ -24,9 +24,9 @@ def finish_instead_of_training(trainer: pl.Trainer, num_steps: int) -> None:
         loop.restarting = False  # the evaluation is a whole one
         lost = num_steps - trainer.global_step
         rank_zero_info(
-            f"All {num_steps} steps of the plan are taken, so that no step is left. This fit evaluates the weights of "
+            f"All {num_steps} steps of the plan are taken. This fit evaluates the weights of "
             "the checkpoint and writes the statement."
-            + (f" {lost} of the steps are not in these weights: they were lost, and are spent." if lost else "")
+            + (f" {lost} of the steps are not in these weights: they were lost, but count as spent." if lost else "")
         )
         loop.on_run_start()
         if trainer.enable_validation:

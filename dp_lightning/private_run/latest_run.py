@@ -17,7 +17,7 @@ from dp_lightning.strategies.checkpoint_io import PrivateCheckpointIO
 
 
 class Start(NamedTuple):
-    """From where a fit starts; both are None for a new run.
+    """Where a fit starts from; both are None for a new run.
 
     Attributes:
         checkpoint: the path for ``trainer.fit(ckpt_path=...)``.
@@ -50,8 +50,8 @@ def where_to_start(trainer: pl.Trainer, asked: str | None) -> Start:
 
     ``last`` is the run that was written to last, of those that stand where runs of this configuration leave their
     files, and of its checkpoints the one with the most steps in its ledger. One that cannot be loaded, or whose tensors
-    changed after the run saved them, is passed over with a warning. A run that was killed before its first checkpoint
-    has a journal only: its weights start anew, and its steps stay counted. Where nothing stands, it is a new run.
+    changed after the run saved them, is skipped with a warning. A run that was killed before its first checkpoint has
+    only a journal: its weights are initialized again, and its steps stay counted. If there is nothing, it is a new run.
 
     Args:
         trainer: before its run.
@@ -73,10 +73,10 @@ def where_to_start(trainer: pl.Trainer, asked: str | None) -> Start:
     if runs:
         return _start_of(max(runs.values(), key=lambda run: run.latest), broken)
     if broken:
-        raise ConfigurationError(f"ckpt_path is 'last', and no checkpoint can be loaded. {_listed(broken)}")
+        raise ConfigurationError(f"ckpt_path is 'last', but no checkpoint can be loaded. {_listed(broken)}")
     rank_zero_warn(
-        f"ckpt_path is 'last', and no run has left a checkpoint or a journal in {', '.join(map(str, folders))}: this "
-        "is a new run. Where you meant another one, stop here and name its checkpoint, or its trainer.default_root_dir."
+        f"ckpt_path is 'last', but no run has left a checkpoint or a journal in {', '.join(map(str, folders))}: this "
+        "is a new run. If you meant another one, stop here and give its checkpoint, or its trainer.default_root_dir."
     )
     return Start()
 
@@ -95,13 +95,13 @@ def _start_of(run: _Run, broken: dict[Path, str]) -> Start:
         return Start(str(path))
     if beside:
         raise ConfigurationError(
-            f"The run has no checkpoint that can be loaded. {_listed(beside)} To start anew, with its steps counted as "
-            "spent, move these files away."
+            f"The run has no checkpoint that can be loaded. {_listed(beside)} To restart it, with its steps counted "
+            "as spent, move these files away."
         )
     journal = max(run.journals, key=lambda path: path.stat().st_mtime)
     rank_zero_warn(
         f"The run of {journal} was stopped before its first checkpoint. Its weights are lost, and its steps are spent: "
-        "they count in this fit, which starts anew. Leave ckpt_path out for a run with a ledger of its own."
+        "they count in this fit, which starts from new weights. For a run with its own ledger, leave ckpt_path out."
     )
     return Start(journal=journal)
 
@@ -136,10 +136,10 @@ def _steps_in(path: Path) -> tuple[str, tuple[int, int, float]]:
     """
     checkpoint = PrivateCheckpointIO().peek(path)
     if "state_dict" in checkpoint and "optimizer_states" not in checkpoint:
-        raise DataError("it has weights alone, by save_weights_only: true of its ModelCheckpoint; set it to false")
+        raise DataError("it has only weights, because its ModelCheckpoint has save_weights_only: true; set it to false")
     saved, steps = SavedRun.read(checkpoint), checkpoint.get("global_step")
     if saved is None or not isinstance(steps, int):
-        raise DataError("it is no checkpoint of a private run")
+        raise DataError("it is not a checkpoint of a private run")
     return saved.statement.run, (saved.statement.ledger.num_steps, steps, path.stat().st_mtime)
 
 

@@ -116,12 +116,12 @@ def require_private_loader(trainer: pl.Trainer, private: PrivateStep) -> None:
     if not isinstance(batches, EpochBatches) or batches.private is not private:
         raise ConfigurationError(
             "The training loader's sampler was replaced after PrivacyCallback had set it. Set "
-            "trainer.use_distributed_sampler: false and remove callbacks that exchange loaders."
+            "trainer.use_distributed_sampler: false and remove callbacks that replace loaders."
         )
 
 
 def warn_of_equal_views(dataset: Any) -> None:
-    """Say that a data set which draws nothing at random has no use of augmentation multiplicity."""
+    """Warn that augmentation multiplicity does nothing for a data set that draws nothing at random."""
     (first, structure), *others = (flatten(dataset[0]) for _ in range(4))
     same = (
         bool(first)
@@ -141,7 +141,7 @@ def warn_of_equal_views(dataset: Any) -> None:
 
 
 class PrivateSource(LoaderSource):
-    """Stands where the Trainer looks for the training loader of one fit, and hands out the private one.
+    """Takes the place of the Trainer's source of the training loader for one fit, and returns the private one.
 
     Attributes:
         private: the step that the loader is for; None before ``on_fit_start``.
@@ -168,7 +168,7 @@ class PrivateSource(LoaderSource):
         """
         source = loader_source(trainer)
         if not isinstance(source, cls):
-            raise ConfigurationError("The trainer's training loader was exchanged between setup and on_fit_start.")
+            raise ConfigurationError("The trainer's training loader was replaced between setup and on_fit_start.")
         return source
 
     @cached_property

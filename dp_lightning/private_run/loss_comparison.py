@@ -1,8 +1,8 @@
-"""Says where a loss means something else for one example than for a batch.
+"""Warns if a loss means something else for one example than for a batch.
 
 Private training uses each example's own loss. Where the loss of a batch is not the mean of the losses of its examples,
 as with negatives from the batch, class weights of a mean, or thresholds on the batch, another function is trained than
-without privacy. That is no leak, and the user has to know it.
+without privacy. That is not a leak, but the user has to know it.
 """
 
 import copy

@@ -45,15 +45,15 @@ class PublicTrainer:
         if name.startswith("__"):
             raise AttributeError(name)
         raise ModelError(
-            f"training_step reads trainer.{name}, by itself or by a method such as self.optimizers(). In a private "
-            "step only public numbers of the trainer can be read, such as global_step and current_epoch. Move what "
-            "needs more to a hook or a callback; log by self.log."
+            f"training_step reads trainer.{name}, directly or by a method such as self.optimizers(). In a private "
+            "step only public numbers of the trainer can be read, such as global_step and current_epoch. Move code "
+            "that needs more to a hook or a callback; log with self.log."
         )
 
     def __setattr__(self, name: str, value: Any) -> None:
         raise ModelError(
             f"training_step sets trainer.{name}. What is computed from an example may leave the step only as its "
-            "gradient. Move it to a hook or a callback; log by self.log."
+            "gradient. Move it to a hook or a callback; log with self.log."
         )
 
     def print(self, *args: Any, **kwargs: Any) -> None:

@@ -83,7 +83,7 @@ class SavedRun:
         try:
             version = int(entry["version"])
         except Exception as error:  # it may hold anything
-            raise DataError(f"what it holds of a private run is of no version ({type(error).__name__})") from error
+            raise DataError(f"its private run has no valid version ({type(error).__name__})") from error
         if version != _VERSION:
             raise _of_version(version)
         try:
@@ -95,9 +95,7 @@ class SavedRun:
         except DpLightningError as error:
             raise DataError(f"its privacy statement cannot be read: {error}") from error
         except Exception as error:  # it may hold anything
-            raise DataError(
-                f"what it holds of a private run cannot be read ({type(error).__name__}: {error})"
-            ) from error
+            raise DataError(f"its private run cannot be read ({type(error).__name__}: {error})") from error
 
 
 def seal_in(checkpoint: Mapping[str, Any]) -> str:

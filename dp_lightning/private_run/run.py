@@ -225,8 +225,8 @@ class PrivateRun:
         """Lightning steps after the last physical batch of a logical one, and accumulates before it."""
         if not isinstance(batch, SealedBatch):
             raise ConfigurationError(
-                f"The training loader hands out {type(batch).__name__} and not the batches of the private step. Remove "
-                "callbacks that exchange loaders."
+                f"The training loader hands out {type(batch).__name__} and not the batches of the private step. "
+                "Remove callbacks that replace loaders."
             )
         place = self._training_step.batch.place
         if place.piece == 0:
@@ -271,7 +271,7 @@ class PrivateRun:
             self.step.isolation.require_untouched()
 
     def evaluation_ends(self) -> None:
-        """What a validation of the fit has changed is no state of a step."""
+        """What a validation of the fit has changed is not state of a step."""
         if self.trainer.state.fn == TrainerFn.FITTING:
             self.step.isolation.evaluated()
 

@@ -214,8 +214,8 @@ class Observer:
 def _not_read() -> NoReturn:
     raise ModelError(
         "optimizer_step or lr_scheduler_step computes a metric, which may have gathered from raw training examples: "
-        "what follows it would not be a function of the releases. Follow the number of the step, or a validation "
-        "metric by trainer.callback_metrics."
+        "what depends on it would not be a function of the releases. Use the number of the step, or a validation "
+        "metric from trainer.callback_metrics."
     )
 
 

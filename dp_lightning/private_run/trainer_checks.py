@@ -49,7 +49,7 @@ def check_settings(trainer: pl.Trainer, module: pl.LightningModule) -> None:
     _check_compiled(module)
     if not module.automatic_optimization:
         raise ConfigurationError(
-            "automatic_optimization is False: the order of gradient, noise and step would not be ours. Use automatic "
+            "automatic_optimization is False: the order of gradient, noise and step would be open. Use automatic "
             "optimization with one optimizer."
         )
     _check_backward(trainer, module)
@@ -157,13 +157,13 @@ def _check_counts(trainer: pl.Trainer) -> None:
     settings: Any = trainer
     _refuse(
         settings.log_every_n_steps < 1,
-        f"trainer.log_every_n_steps is {settings.log_every_n_steps}; it must be at least 1. For no log set "
+        f"trainer.log_every_n_steps is {settings.log_every_n_steps}; it must be at least 1. To log nothing, set "
         "trainer.logger: false.",
     )
     _refuse(
         settings.check_val_every_n_epoch is not None and settings.check_val_every_n_epoch < 1,
-        f"trainer.check_val_every_n_epoch is {settings.check_val_every_n_epoch}; it must be at least 1. For no "
-        "validation set trainer.limit_val_batches: 0.",
+        f"trainer.check_val_every_n_epoch is {settings.check_val_every_n_epoch}; it must be at least 1. To skip "
+        "validation, set trainer.limit_val_batches: 0.",
     )
     _refuse(settings.overfit_batches != 0, "trainer.overfit_batches repeats the same batch. Remove it.")
     _refuse(
@@ -177,7 +177,7 @@ def _check_counts(trainer: pl.Trainer) -> None:
     )
     _refuse(
         settings.reload_dataloaders_every_n_epochs != 0,
-        "trainer.reload_dataloaders_every_n_epochs would exchange the data set during the run. Remove it.",
+        "trainer.reload_dataloaders_every_n_epochs would replace the data set during the run. Remove it.",
     )
     _refuse(
         isinstance(trainer.val_check_interval, int) or trainer.val_check_interval != 1.0,
@@ -190,8 +190,8 @@ def _check_compiled(module: pl.LightningModule) -> None:
     for name, part in module.named_modules():
         if is_compiled(part):
             raise ModelError(
-                f"Module '{name}' is compiled: compiled code does not show which functions its parameters meet, so no "
-                "per-example gradient can be taken. Train the module without torch.compile."
+                f"Module '{name}' is compiled: compiled code does not show which functions use its parameters, so "
+                "per-example gradients cannot be taken. Train the module without torch.compile."
             )
 
 

@@ -1,10 +1,10 @@
 """Stands in the place of a module's ``training_step`` during a private fit.
 
-Lightning gets a sealed object for each physical batch, so that the hooks around a step have no raw number in their
-hands, and a loss of zero, so that an optimizer's closure sees none either. The module's own ``training_step`` runs
-inside of ``PrivateStep``, on a batch of one example, with the number of the logical step in its epoch as ``batch_idx``:
-how many physical batches there are depends on the draw. The module's own ``optimizer_step`` gets the same number. So do
-its hooks around a batch, which are called once for each logical batch. What runs in ``optimizer_step`` and
+Lightning gets a sealed object for each physical batch, so that the hooks around a step get no raw number, and a loss of
+zero, so that an optimizer's closure sees none either. The module's own ``training_step`` runs inside of
+``PrivateStep``, on a batch of one example, with the number of the logical step in its epoch as ``batch_idx``: how many
+physical batches there are depends on the draw. The module's own ``optimizer_step`` gets the same number. So do its
+hooks around a batch, which are called once for each logical batch. What runs in ``optimizer_step`` and
 ``lr_scheduler_step`` is all that may change the optimizer and, between two losses, the model.
 ``on_before_batch_transfer`` runs on one example after collation, ``on_after_batch_transfer`` inside of the step.
 """

@@ -1,8 +1,8 @@
-"""Logged numbers of raw training examples go to loggers and the progress bar, and to nothing that could follow them.
+"""Logged numbers of raw training examples go to loggers and the progress bar, and to no other code.
 
 Lightning shows what is logged to every hook, callback and schedule: ``trainer.callback_metrics``, ``logged_metrics``
-and ``progress_bar_metrics``. A learning rate that follows a training loss is no function of the releases. During a
-private fit, objects that refuse every use stand in the place of these numbers. A progress bar reads the numbers
+and ``progress_bar_metrics``. A learning rate that depends on a training loss is not a function of the releases. During
+a private fit, objects that refuse every use stand in the place of these numbers. A progress bar reads the numbers
 themselves, while its ``get_metrics`` runs.
 """
 
@@ -45,7 +45,7 @@ class Withheld:
     def _refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise ModelError(
             f"Code uses the logged value '{self._name}' during the fit, which is computed from raw training examples: "
-            "what follows it would not be a function of the releases. Loggers get it, and the progress bar by "
+            "what depends on it would not be a function of the releases. Loggers get it, and the progress bar by "
             "self.log(..., prog_bar=True). Monitor a validation metric, or read it after the fit."
         )
 

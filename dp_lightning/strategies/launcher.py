@@ -42,7 +42,7 @@ def _watch(process: int) -> None:
     with suppress(ProcessLookupError):  # it has ended already
         _wait_for_end(process)
     time.sleep(_SECONDS)
-    print("The rank that has started this one has ended. This one ends too.", file=sys.stderr, flush=True)
+    print("The rank that started this one has ended, so this one ends too.", file=sys.stderr, flush=True)
     os._exit(1)
 
 

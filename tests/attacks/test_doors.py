@@ -1169,7 +1169,7 @@ class ReadsOtherExamples(Attack):
         return super().training_step(x + 3 * mate, y)
 
 
-@CASES.expect("no tensor", "training_step or harmless")
+@CASES.expect("not a tensor", "training_step or harmless")
 class ObjectInTheBatch(Attack):
     """The data set puts the same object into each of its examples."""
 

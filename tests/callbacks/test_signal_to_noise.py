@@ -81,5 +81,5 @@ def test_a_run_that_goes_on_in_the_middle_of_an_epoch_ends_with_the_same_curve(t
 @pytest.mark.parametrize("before", [[], [PostProcessCallback([Scale(factor=0.5)])]])
 def test_another_place_is_refused(tmp_path, before):
     callbacks = [*before, SignalToNoise()] if not before else [privacy(), *before, SignalToNoise()]
-    with pytest.raises(ConfigurationError, match="right behind PrivacyCallback"):
+    with pytest.raises(ConfigurationError, match="right after PrivacyCallback"):
         trainer(tmp_path, *callbacks).fit(Plain(), loader())

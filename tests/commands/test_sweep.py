@@ -198,7 +198,7 @@ def test_a_run_that_fails_is_named_and_the_others_finish(tmp_path, capsys):
     assert exit_.value.code == 1
     said = capsys.readouterr()
     assert "wrong_256_42 FAILED with status" in said.out
-    assert "1 runs failed, and their logs say why. The same command resumes them" in said.err
+    assert "1 runs failed; their logs say why. The same command resumes them" in said.err
     (log,) = out.glob("wrong_256_42-*/log.txt")
     assert str(log) in said.err
     assert "Invalid learning rate: -1.0" in log.read_text()
@@ -316,7 +316,7 @@ def test_the_same_grid_with_other_settings_has_a_page_of_its_own(tmp_path, capsy
         ("ckpt_path=last", "ckpt_path cannot be set"),
         ("privacy.expected_batch_size=64", "the axis batch_size of "),
         ("config={folder}/shared.yaml", "dirpath of lightning.pytorch.callbacks.ModelCheckpoint is set"),
-        ("config={folder}/resumed.yaml", "ckpt_path is set. A run of a grid starts anew"),
+        ("config={folder}/resumed.yaml", "ckpt_path is set. A run of a grid starts new"),
     ],
 )
 def test_what_is_no_setting_of_a_run_is_refused(tmp_path, capsys, override, message):

@@ -406,5 +406,5 @@ def test_an_image_file_starts_no_program(tmp_path):
 def test_a_list_of_classes_that_is_no_text_is_named(tmp_path):
     root = write_tiny(tmp_path)
     (tmp_path / "wnids.txt").write_bytes(b"\xff\xfe\xe9")
-    with pytest.raises(DataError, match=r"wnids.txt is no text in UTF-8"):
+    with pytest.raises(DataError, match=r"wnids.txt is not UTF-8 text"):
         _ = TinyImageNet(root).num_classes

@@ -145,7 +145,7 @@ def test_a_truncated_file_is_named(tmp_path, kept):
     path = tmp_path / "data.npz"
     write(tmp_path, train_images=images(40))
     path.write_bytes(path.read_bytes()[:kept])
-    with pytest.raises(DataError, match=r"data.npz is no complete .npz file"):
+    with pytest.raises(DataError, match=r"data.npz is not a complete .npz file"):
         NpzImages(str(path)).setup("fit")
 
 
@@ -157,7 +157,7 @@ def test_damage_inside_an_array_is_found_when_it_is_read(tmp_path):
     path.write_bytes(bytes(content))
     data = NpzImages(str(path), num_classes=3)
     assert data.num_train == 60
-    with pytest.raises(DataError, match=r"data.npz is no complete .npz file"):
+    with pytest.raises(DataError, match=r"data.npz is not a complete .npz file"):
         data.setup("fit")
 
 
@@ -191,7 +191,7 @@ def with_header(folder, shape, numbers):
 
 @pytest.mark.parametrize("shape", ["(4, 500000, 500000)", f"(4, {2**62}, {2**62})", "(4, -8, -8)", "(" * 3000])
 def test_a_header_is_compared_with_what_the_file_holds(tmp_path, shape):
-    with pytest.raises(DataError, match=r"data.npz is no complete .npz file"):
+    with pytest.raises(DataError, match=r"data.npz is not a complete .npz file"):
         _ = NpzImages(with_header(tmp_path, shape, 256)).image_size
 
 
@@ -199,7 +199,7 @@ def test_an_encrypted_file_is_named(tmp_path):
     path = Path(write(tmp_path))
     content = path.read_bytes().replace(b"PK\3\4\x2d\0\0\0", b"PK\3\4\x2d\0\1\0")
     path.write_bytes(content.replace(b"PK\1\2\x2d\x03\x2d\0\0\0", b"PK\1\2\x2d\x03\x2d\0\1\0"))
-    with pytest.raises(DataError, match=r"no complete .npz file.*encrypted"):
+    with pytest.raises(DataError, match=r"not a complete .npz file.*encrypted"):
         NpzImages(str(path)).check_files()
 
 

@@ -132,7 +132,7 @@ def test_what_cannot_be_read_is_named(load, text, message):
 
 def test_a_file_of_another_encoding_is_named(tmp_path):
     (tmp_path / "grid.yaml").write_bytes("title: Größe".encode("latin-1"))
-    with pytest.raises(DataError, match=r"grid\.yaml is no text in UTF-8"):
+    with pytest.raises(DataError, match=r"grid\.yaml is not UTF-8 text"):
         Grid.load(tmp_path / "grid.yaml")
 
 

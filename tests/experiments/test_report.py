@@ -144,8 +144,8 @@ def test_starts_that_were_set_aside_are_named(tmp_path):
     assert "set aside" not in grid_report(grid, found, tmp_path).markdown()
     (found[4].folder.path / "abandoned_0").mkdir()
     text = grid_report(grid, found, tmp_path).markdown()
-    assert "1 runs were started anew" in text
-    assert "The steps of that start are in no epsilon on this page" in text
+    assert "1 runs were restarted" in text
+    assert "The steps of that attempt are in no epsilon on this page" in text
     assert row(text, "DP-SGD 4096 42", "1", found[4].folder.path.name)
 
 
@@ -244,7 +244,7 @@ def test_curves_are_means_over_seeds(tmp_path, monkeypatch):
 
 def test_overrides_are_named_on_the_page(tmp_path):
     text = grid_report(grid_of(tmp_path), [], tmp_path, override=["trainer.max_epochs=1"]).markdown()
-    assert "With these settings in the place of the grid's: trainer.max_epochs=1." in text
+    assert "With these settings instead of the grid's: trainer.max_epochs=1." in text
     grid = grid_of(tmp_path, published="cifar10_batch")
     text = grid_report(grid, outcomes(tmp_path, grid), tmp_path, override=["trainer.max_epochs=1"]).markdown()
     assert "The paper's numbers are left out" in text

@@ -82,7 +82,7 @@ def test_weights_that_follow_from_a_counter_of_the_transform_are_refused():
             self.calls += 1
             return value / self.calls, Memory()
 
-    with pytest.raises(ConfigurationError, match="Counts gives another noise when it starts anew"):
+    with pytest.raises(ConfigurationError, match="Counts gives another noise level when it starts again"):
         Chain([Counts()]).check(SHAPES, noise=NOISE)
 
 
@@ -91,7 +91,7 @@ def test_weights_that_are_drawn_are_refused():
         def step(self, value, memory, *, noise, shape):
             return value * random.random(), Memory()
 
-    with pytest.raises(ConfigurationError, match="Draws gives another noise when it starts anew"):
+    with pytest.raises(ConfigurationError, match="Draws gives another noise level when it starts again"):
         Chain([Draws()]).check(SHAPES, noise=NOISE)
 
 

@@ -273,8 +273,8 @@ def test_a_person_without_an_id_is_refused(missing):
         ([True] * 6, r"the id is True \(bool\)"),
         ([b"p"] * 6, r"the id is b'p' \(bytes\)"),
         ([1, 2, "1", 2, 1, 2], r"some ids are numbers and some are text"),
-        (lambda: SAME, "is no sequence"),
-        (5, "is no sequence"),
+        (lambda: SAME, "is not a sequence"),
+        (5, "is not a sequence"),
     ],
 )
 def test_what_is_no_id_is_refused(groups, message):

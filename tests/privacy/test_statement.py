@@ -115,7 +115,7 @@ def test_a_statement_is_read_again_from_its_own_values() -> None:
     assert again.to_dict() == first.to_dict()
     assert again.to_markdown() == first.to_markdown()
     for broken in ({}, {**facts, "ledger": "none"}, {**facts, "delta": 7}, {**facts, "num_train": None}):
-        with pytest.raises(DataError, match="no privacy statement"):
+        with pytest.raises(DataError, match="not a privacy statement"):
             PrivacyStatement.from_dict(broken)
 
 
@@ -178,7 +178,7 @@ def test_it_says_how_examples_were_kept_apart_and_what_is_trusted(examples: str,
     assert facts["isolation"].startswith(words)
     for phrase in (
         words,
-        "each element of the data set is a record",
+        "each element of the data set is a separate record",
         "| random numbers | keys of the operating system |",
     ):
         assert phrase in result.to_markdown()

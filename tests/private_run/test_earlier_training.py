@@ -202,7 +202,7 @@ def test_weights_of_an_export_bring_their_steps(tmp_path):
     save_file({"w": torch.ones(3)}, file)
     fresh = Plain()
     fresh.weights_file = file
-    assert "nobody knows on what they were trained" in fit(tmp_path / "3", fresh)[1].to_markdown()
+    assert "it is unknown on what they were trained" in fit(tmp_path / "3", fresh)[1].to_markdown()
     save_file({"w": torch.ones(3)}, file, metadata={STATEMENT: '{"ledger": 3}'})
     fresh = Plain()
     fresh.weights_file = file

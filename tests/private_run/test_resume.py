@@ -215,9 +215,9 @@ def of_version_1(saved):
         (of_version_1, "version 1,.*the earlier dp-lightning"),
         (lambda saved: saved[PRIVATE_RUN].update(version=0), "version 0,.*the earlier dp-lightning"),
         (lambda saved: saved[PRIVATE_RUN].update(version=99), "version 99,.*the newer dp-lightning"),
-        (lambda saved: saved[PRIVATE_RUN].pop("version"), "is of no version .KeyError"),
+        (lambda saved: saved[PRIVATE_RUN].pop("version"), "has no valid version .KeyError"),
         (lambda saved: saved[PRIVATE_RUN].pop("settings"), "cannot be read .KeyError"),
-        (lambda saved: saved.update({PRIVATE_RUN: 3}), "is of no version .TypeError"),
+        (lambda saved: saved.update({PRIVATE_RUN: 3}), "has no valid version .TypeError"),
     ],
 )
 def test_a_checkpoint_of_another_version_is_refused_by_its_version(tmp_path, change, version):

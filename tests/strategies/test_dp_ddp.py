@@ -218,7 +218,7 @@ def test_the_noise_on_the_sum_is_that_of_the_plan_for_any_number_of_ranks(tmp_pa
 @pytest.mark.parametrize("claimed", [0, 1])
 def test_noise_that_is_added_twice_or_not_at_all_is_refused(tmp_path, claimed):
     for result in releases(tmp_path, 2, claimed):
-        assert "ranks added noise, and exactly one has to" in result
+        assert "ranks added noise, but exactly one has to" in result
 
 
 class Tiny(pl.LightningModule):

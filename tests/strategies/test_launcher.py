@@ -23,7 +23,7 @@ def test_a_rank_whose_starter_is_killed_during_the_start_ends(tmp_path, warm_pyt
         check=False,
     )
     assert shown.returncode == -9
-    assert "The rank that has started this one has ended" in shown.stderr
+    assert "The rank that started this one has ended" in shown.stderr
 
 
 @pytest.mark.parametrize(("started_by", "rank", "starter"), [(None, 1, None), ("7", 0, None), ("7", 1, 7)])

@@ -1,7 +1,7 @@
 """Where the runs of a grid run: each launcher takes folders of runs, and gives each of them back with its exit status.
 
-A status other than 0 is that of ``dpl fit``, or -1 where the machinery around it has failed. One run that fails does
-not take the others along.
+A status other than 0 is that of ``dpl fit``, or -1 where the machinery around it has failed. A run that fails does not
+stop the others.
 """
 
 from collections.abc import Callable, Generator, Mapping, Sequence

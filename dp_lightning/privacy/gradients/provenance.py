@@ -59,14 +59,15 @@ class Provenance:
             return
         if batched:
             raise ModelError(
-                f"training_step uses a tensor of shape {tuple(tensor.shape)} of an earlier batch, or one that it got "
-                "past torch's functions, as from a scripted function or a tensor subclass. Keep no tensor of an "
-                "example in the program; the environment variable PYTORCH_JIT=0 leaves functions unscripted."
+                f"training_step uses a tensor of shape {tuple(tensor.shape)} of an earlier batch, or one that does "
+                "not come from torch's functions, such as one from a scripted function or a tensor subclass. Keep no "
+                "tensor of an example in the program; the environment variable PYTORCH_JIT=0 leaves functions "
+                "unscripted."
             )
         if self._constants is not None and not self._constants(tensor):
             raise ModelError(
-                f"training_step uses a tensor of shape {tuple(tensor.shape)} and type {tensor.dtype} that is no "
-                "parameter, no buffer, and not made in this step, so that it may hold other examples. Where it holds "
+                f"training_step uses a tensor of shape {tuple(tensor.shape)} and type {tensor.dtype} that is not a "
+                "parameter or a buffer and was not made in this step, so it may hold other examples. If it holds "
                 "nothing of the training data, make it a buffer of the module (register_buffer), or write "
                 "torch.tensor(...) for torch.Tensor(...), torch.FloatTensor(...) or torch.from_numpy(...)."
             )

@@ -152,7 +152,7 @@ class Recording(TorchFunctionMode):
             if self._failed is not None:
                 raise ModelError(
                     f"training_step catches an error of {name_of(self._failed)}. Any example of the batch may have "
-                    "caused it, and all of them would take the other way. Choose by torch.where, such as after "
+                    "caused it, and all of them would take the other branch. Choose with torch.where, such as after "
                     "torch.linalg.cholesky_ex."
                 )
             self._provenance.require(loss, is_batched(loss))

@@ -72,23 +72,23 @@ _REASONS: list[tuple[str, str, str]] = [
     (
         r"data-dependent control flow|calling \.item\(\)|Tensor\.__contains__",
         "The numbers of an example are read (if, float(), int(), .item(), assert)",
-        "Write torch.where(condition, a, b) in the place of `if`, and keep numbers in tensors",
+        "Write torch.where(condition, a, b) instead of `if`, and keep numbers in tensors",
     ),
     (
         r"boolean mask|dynamic shape|masked_select|nonzero|unique|repeat_interleave",
         "The shape of a result depends on the numbers of the example, as of x[mask]",
-        "Multiply by the mask: (x * mask).sum() / mask.sum() in the place of x[mask].mean(), and x.masked_fill(mask, "
-        "value) or torch.where in the place of an assignment",
+        "Multiply by the mask: (x * mask).sum() / mask.sum() instead of x[mask].mean(), and x.masked_fill(mask, "
+        "value) or torch.where instead of an assignment",
     ),
     (
         r"doesn't work on out=|out variants",
         "Numbers that differ between examples are written into the output of a function (out=)",
-        "Leave out= away, and use what the function returns",
+        "Omit out=, and use what the function returns",
     ),
     (
         r"doesn't have storage|Cannot access (data pointer|storage)|accessing `data`|detach views in-place|is_pinned",
         "The memory of a tensor is read (.numpy(), .tolist(), .data, copy.deepcopy, torch.tensor(x))",
-        "Use functions of torch, and x.detach() in the place of x.data or torch.tensor(x)",
+        "Use functions of torch, and x.detach() instead of x.data or torch.tensor(x)",
     ),
     (
         r"setup_context|does not have vmap support|generate_vmap_rule",
@@ -123,7 +123,7 @@ def explained(error: Exception) -> Exception:
         if re.search(pattern, text):
             return ModelError(f"{where}{why}. {rewrite}, or {ONE_BY_ONE}.")
     if _OF_VMAP.search(text):
-        return ModelError(f"{where}torch.func.vmap cannot run this ({text}). Write it otherwise, or {ONE_BY_ONE}.")
+        return ModelError(f"{where}torch.func.vmap cannot run this ({text}). Rewrite it, or {ONE_BY_ONE}.")
     return error
 
 
@@ -155,8 +155,8 @@ def require_no_own_vmap(func: Any, args: tuple[Any, ...]) -> None:
             )
         if function.vmap is not torch.autograd.Function.vmap:
             raise ModelError(
-                f"{function.__name__} has a vmap of its own, which sees all examples at once. Set generate_vmap_rule = "
-                f"True in its place, or {ONE_BY_ONE}."
+                f"{function.__name__} has a vmap of its own, which sees all examples at once. Set generate_vmap_rule "
+                f"= True instead, or {ONE_BY_ONE}."
             )
     elif isinstance(func, (OpOverload, OpOverloadPacket)) and _has_own_vmap(func):
         raise ModelError(f"The operator {func} has a vmap of its own, which sees all examples at once: {ONE_BY_ONE}.")

@@ -1,1 +1,1 @@
-"""Nothing of one example waits in the program for another one: state, threads, and the training set itself."""
+"""No example reaches another through the program: by state, by threads, or by the training set itself."""

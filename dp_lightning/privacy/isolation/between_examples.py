@@ -1,4 +1,4 @@
-"""Closes the ways by which something of one example could wait in the program for another one.
+"""Nothing of one example is kept in the program until another one is computed.
 
 Under ``together`` a number of an example lives in a tensor that only the step can make, and one that is alive after the
 step has escaped. Other state, such as the vectors of a spectral norm, the weights of a teacher, or a counter, is no
@@ -277,8 +277,8 @@ class Isolation:
         if names := [*self._tensors_in(changes), *(change.path for change in changes if change.kind == "attribute")]:
             raise ModelError(
                 f"{', '.join(dict.fromkeys(names[:5]))} changed between two physical batches of one step, by other "
-                "code than training_step, such as a callback. How many there are depends on the draw. Change what the "
-                "loss can see once per step, in optimizer_step after the optimizer, or keep it in the callback."
+                "code than training_step, such as a callback. Their number depends on the draw. Change what the loss "
+                "can see once per step, in optimizer_step after the optimizer, or keep it in the callback."
             )
 
     def _require_unchanged(self, allowed: Callable[[Change], bool]) -> None:

@@ -84,10 +84,10 @@ class SealedData:
             if id(value) in self._arrays or self._has_memory(value):
                 raise ModelError(
                     f"{path} is shared with the training set and may hold its examples ({type(value).__name__} of "
-                    f"{_length(value)}). By it training_step would see raw examples other than its own, unnoticed. "
-                    "Hold examples in a torch.utils.data.Dataset only. Where it holds none and is public, such as a "
-                    "vocabulary, class names or a mean, give the module a copy: dict(vocabulary), list(names), "
-                    "mean.clone()."
+                    f"{_length(value)}). Through it training_step would see raw examples other than its own, "
+                    "unnoticed. Hold examples only in a torch.utils.data.Dataset. If it holds none and is public, "
+                    "such as a vocabulary, class names or a mean, give the module a copy: dict(vocabulary), "
+                    "list(names), mean.clone()."
                 )
 
     def _has_memory(self, value: object) -> bool:

@@ -42,8 +42,8 @@ def no_threads() -> Iterator[None]:
             if threading.get_ident() != this:
                 return start(*args, **kwargs)
             raise ModelError(
-                "training_step starts a thread (threading.Thread, ThreadPoolExecutor and the like). It would see more "
-                "than one example, or be seen by others. Do its work in training_step itself, or in the data set."
+                "training_step starts a thread (threading.Thread, ThreadPoolExecutor and the like). The thread could "
+                "see more than one example. Do its work in training_step itself, or in the data set."
             )
 
         return started

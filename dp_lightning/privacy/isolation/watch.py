@@ -67,9 +67,9 @@ class Watch(TorchFunctionMode):
             older = self._older.get(id(tensor))
             if older is not None and older() is tensor:
                 raise ModelError(
-                    f"training_step uses a tensor of shape {tuple(tensor.shape)} that is no parameter, no buffer, and "
-                    "not made in this step, so that it may hold other examples. Where it holds nothing of the training "
-                    "data, make it a buffer of the module."
+                    f"training_step uses a tensor of shape {tuple(tensor.shape)} that is not a parameter or a buffer "
+                    "and was not made in this step, so it may hold other examples. If it holds nothing of the "
+                    "training data, make it a buffer of the module."
                 )
         if writes(func):
             self._keep(args[:1])
