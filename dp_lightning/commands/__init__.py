@@ -1,1 +1,1 @@
-"""The commands of `dpl`, a module each; ``main`` takes the command and its options."""
+"""The commands of `dpl`, one module each; ``main`` takes the command and its options."""

@@ -1,8 +1,8 @@
-"""`dpl account`: the privacy budget on paper. Of epsilon, noise, steps and batch size, three give the fourth.
+"""`dpl account`: given three of epsilon, noise, steps and batch size, solve for the fourth.
 
-With q = B/N, epsilon(sigma, q, T, delta) falls in sigma and grows in T and in B. The command therefore
+With q = B/N, epsilon(sigma, q, T, delta) decreases in sigma and increases in T and B. The command therefore
 solves for the smallest noise multiplier, the largest number of steps or the largest expected batch size
-within epsilon, or for epsilon itself. E epochs mean T = floor(E N / B) steps.
+within epsilon, or for epsilon itself. E epochs are T = floor(E N / B) steps.
 """
 
 import argparse
@@ -41,7 +41,7 @@ def _parser() -> argparse.ArgumentParser:
     length.add_argument("--steps", "--num-steps", "--num_steps", type=int, help="logical optimizer steps")
     length.add_argument("--epochs", type=int, help="steps as epochs, floor(epochs * num_train / batch_size)")
     sizes = ("--batch-size", "--batch_size", "--expected-batch-size", "--expected_batch_size")
-    add(*sizes, type=int, help="expected batch size, over all devices, in what --num-train counts")
+    add(*sizes, type=int, help="expected batch size over all devices, in the unit of --num-train")
     add(
         "--num-train",
         "--num_train",
@@ -50,7 +50,7 @@ def _parser() -> argparse.ArgumentParser:
         help="number of training examples, or of persons (unit_of_privacy: group)",
     )
     add("--delta", type=float, required=True, help="below 1/num_train")
-    add("--accountant", choices=("prv", "rdp", "pld"), default="prv", help="the one solved with (default: prv)")
+    add("--accountant", choices=("prv", "rdp", "pld"), default="prv", help="accountant to solve with (default: prv)")
     add("--json", action="store_true", help="print one JSON object")
     return parser
 
@@ -62,7 +62,7 @@ def _solve(options: argparse.Namespace) -> "PrivacyPlan":
 
     def fits(steps: int, batch_size: int) -> bool:
         candidate = _plan(options, steps=steps, batch_size=batch_size)
-        # The Renyi bound is cheap and caps the others, so it settles the candidates that are well inside.
+        # The Renyi bound is cheap and never below the others, so candidates well within epsilon need no other.
         return candidate.epsilon("rdp") <= options.epsilon or candidate.epsilon() <= options.epsilon
 
     if missing == "--steps or --epochs":
@@ -80,7 +80,7 @@ def _solve(options: argparse.Namespace) -> "PrivacyPlan":
 
 
 def _missing(options: argparse.Namespace) -> str:
-    """The one option of four that is not given; the others are checked."""
+    """The one of the four options that is not given; checks the others."""
     from dp_lightning.privacy.accounting import check_count
 
     given = {
@@ -103,7 +103,7 @@ def _missing(options: argparse.Namespace) -> str:
 
 
 def _plan(options: argparse.Namespace, *, batch_size: int, steps: int | None = None) -> "PrivacyPlan":
-    """The plan of these options; without ``steps`` it is that of their steps or epochs."""
+    """The plan for these options; ``steps`` defaults to their steps or epochs."""
     from dp_lightning.privacy.plan import RunShape
 
     if steps is None:
@@ -116,7 +116,7 @@ def _plan(options: argparse.Namespace, *, batch_size: int, steps: int | None = N
 
 
 def _largest(fits: Callable[[int], bool], low: int, high: int) -> int | None:
-    """The largest integer in [low, high] that fits, given that all below it do; None where `low` does not."""
+    """The largest integer in [low, high] that fits, if all smaller ones do; None if ``low`` does not."""
     if not fits(low):
         return None
     step = 1
@@ -129,18 +129,18 @@ def _largest(fits: Callable[[int], bool], low: int, high: int) -> int | None:
 def _largest_batch_of_epochs(fits: Callable[[int, int], bool], examples: int, num_train: int) -> int | None:
     """The largest B <= num_train that fits with floor(examples / B) steps.
 
-    The steps fall as B grows, so epsilon rises in B only while the steps stay the same. The first B of
-    every such stretch is searched before the stretch that it opens.
+    The number of steps falls as B grows, so epsilon increases in B only as long as the number of steps stays the
+    same. The search finds the last such stretch whose first B fits, then the largest B in it.
     """
 
     def first_of_stretch(batch_size: int) -> int:
         return examples // (examples // batch_size + 1) + 1
 
-    def opens(batch_size: int) -> bool:
+    def first_fits(batch_size: int) -> bool:
         start = first_of_stretch(batch_size)
         return fits(examples // start, start)
 
-    inside = _largest(opens, 1, num_train)
+    inside = _largest(first_fits, 1, num_train)
     if inside is None:
         return None
     steps = examples // inside

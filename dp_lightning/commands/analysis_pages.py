@@ -1,4 +1,4 @@
-"""The pages of `dpl analyze`, one function each: from a run to tables and figures on its page, and numbers by name."""
+"""The pages of `dpl analyze`. Each function adds tables and figures to a page and returns the numbers by name."""
 
 import statistics
 from collections.abc import Callable, Iterable, Mapping
@@ -25,7 +25,7 @@ from dp_lightning.experiments.figures import figure, place_on_axis, style
 
 _WARNING = (
     "UNPROTECTED: these numbers are computed from raw gradients of the training data. No noise protects them. Do not "
-    "release them, and do not choose settings of a private run by them."
+    "release them, and do not use them to choose the settings of a private run."
 )
 # Matrices whose spectra and directions are drawn; more are hard to tell apart.
 _DRAWN = 4
@@ -67,7 +67,7 @@ def spectrum(run: AnalysisRun, page: Document) -> Facts:
     spectra = {
         name: [torch.linalg.svdvals(m) for m in (clean, _noised(run, clean))] for name, clean in matrices.items()
     }
-    head = ["matrix", "m x n", "s1", "s2", "end of the noise", "values above it", "rank", "rank with noise"]
+    head = ["matrix", "m x n", "s1", "s2", "noise edge", "values above it", "rank", "rank with noise"]
     rows, facts = [[*head, "entropy rank", "with noise"]], {}
     for name, clean in matrices.items():
         values, seen = spectra[name]
@@ -83,7 +83,7 @@ def spectrum(run: AnalysisRun, page: Document) -> Facts:
         facts[name] = {"values": values.tolist(), "with_noise": seen.tolist(), "noise_edge": edge, "ranks": ranks}
     page.say(
         f"B = {run.batch_size}. The rank is the paper's effective rank, (sum s)^2 / sum s^2; the entropy rank is that "
-        "of Roy and Vetterli 2007. The end of the noise is that of the Marchenko-Pastur bulk."
+        "of Roy and Vetterli 2007. The noise edge is the upper edge of the Marchenko-Pastur bulk."
     )
     page.table(rows)
     drawn = _largest(matrices)
@@ -104,7 +104,7 @@ def spectrum(run: AnalysisRun, page: Document) -> Facts:
 
 
 def recovery(run: AnalysisRun, page: Document) -> Facts:
-    """From which batch size on each matrix passes Wedin's bound, and the spiked-matrix threshold."""
+    """The batch sizes above which each matrix passes Wedin's bound and the spiked-matrix threshold."""
     sizes = run.batch_sizes
     sigmas = {size: run.plan(size).noise_multiplier for size in sizes}
     rows = [["matrix", "m x n", "s1", "s1 - s2", *(f"B = {size}" for size in sizes)]]
@@ -135,10 +135,10 @@ def recovery(run: AnalysisRun, page: Document) -> Facts:
     for kind, shares in rates.items():
         rows.append([f"{kind}: share of matrices", "", "", "", *(f"{100 * share:.0f} %" for share in shares)])
     page.say(
-        f"Singular values at B = {run.batch_size}. yes: B is above sigma S (sqrt(m) + sqrt(n)) / (s1 - s2), where "
-        "Wedin's bound begins to say something; it is sufficient, not necessary. detected: B is above "
+        f"Singular values at B = {run.batch_size}. yes: B is above sigma S (sqrt(m) + sqrt(n)) / (s1 - s2), beyond "
+        "which Wedin's bound is informative; this is sufficient, not necessary. detected: B is above "
         "sigma S (m n)^(1/4) / s1, where the leading singular vectors begin to correlate with the signal. Sigma is "
-        "that of the privacy budget at each batch size."
+        "the noise multiplier of the privacy plan at each batch size."
     )
     page.table(rows)
     with figure(page, "recovery", "Share of matrices that pass each threshold, by batch size") as (ax,):
@@ -150,7 +150,7 @@ def recovery(run: AnalysisRun, page: Document) -> Facts:
 
 
 def newton_schulz(run: AnalysisRun, page: Document) -> Facts:
-    """How near the iterates come to the polar factor, without and with noise."""
+    """How close the iterates get to the polar factor, without and with noise."""
     matrices = _matrices(run)
     rows = [["matrix", "m x n", "gradient", *(f"k = {k}" for k in range(_STEPS + 1))]]
     facts: dict[str, Any] = {}
@@ -203,7 +203,7 @@ def direction(run: AnalysisRun, page: Document) -> Facts:
     return facts
 
 
-#: By kind: the title, and what fills the page.
+#: Title and function of the page of each kind.
 PAGES: Mapping[str, tuple[str, Callable[[AnalysisRun, Document], Facts]]] = {
     "snr": ("Signal and noise of the whole gradient", snr),
     "spectrum": ("Singular values of the gradient's matrices", spectrum),
@@ -222,18 +222,18 @@ def _matrices(run: AnalysisRun) -> dict[str, Tensor]:
 
 
 def _noised(run: AnalysisRun, clean: Tensor) -> Tensor:
-    """The matrix with the run's noise, the same for every matrix of its shape."""
+    """The matrix plus noise at the run's level; matrices of the same shape get the same noise."""
     noise = torch.randn(clean.shape, generator=torch.Generator().manual_seed(0))
     return clean + run.noise_level(run.batch_size) * noise
 
 
 def new_page(run: AnalysisRun, title: str, folder: Path) -> Document:
-    """A page that says what of the run it is about, with the warning; its figures are written to ``folder``."""
+    """A page with the warning and a description of the gradients; its figures are written to ``folder``."""
     page = Document(f"{title}: {type(run.module).__name__}, {type(run.data).__name__}", folder, warning=_WARNING)
     draws = "one Poisson draw" if run.num_batches == 1 else f"{run.num_batches} Poisson draws"
     page.say(f"Clipped gradients of {draws} at fixed parameters, {run.clip_plan.describe()['kind']} clipping.")
     if run.settings.get("disk") is not None:
-        page.say("privacy.disk is left out: the gradients are those at the parameters themselves.")
+        page.say("privacy.disk is left out: the gradients are taken at the parameters themselves.")
     return page
 
 
@@ -247,7 +247,7 @@ def _largest(matrices: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _first_two(values: Tensor) -> tuple[float, float]:
-    """s1 and s2; a matrix of one row has no second one."""
+    """s1 and s2; s2 is 0 for a matrix of one row or column."""
     first, second, *_ = (*values.tolist(), 0.0)
     return first, second
 
@@ -257,6 +257,6 @@ def _shape(matrix: Tensor) -> str:
 
 
 def _places(ax: Any, sizes: Iterable[int], y: str) -> list[float]:
-    """Where the batch sizes stand on the abscissa; the ordinate is named ``y``."""
+    """Label the axes, the y axis with ``y``; returns the positions of the batch sizes on the x axis."""
     ax.set(xlabel="expected batch size", ylabel=y)
     return place_on_axis(ax, [str(size) for size in sizes])

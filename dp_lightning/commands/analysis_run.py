@@ -1,6 +1,6 @@
-"""The run that an analysis looks at: its model, its data, its noise at each batch size, its gradients without noise.
+"""The run that is analysed: its model, its data, its noise at each batch size, its gradients without noise.
 
-What these gradients show lies outside of every guarantee.
+No privacy guarantee covers these gradients.
 """
 
 import io
@@ -37,7 +37,7 @@ class Measured(pl.Callback):
 
     num_batches: int
     norms: list[float] = field(default_factory=list)
-    """Of the whole gradient, one for each draw."""
+    """Norm of the whole gradient in each draw."""
     matrices: dict[str, Tensor] = field(default_factory=dict)
     """The gradient of each matrix, (m, n), averaged over the draws, on the CPU."""
     num_parameters: int = 0
@@ -56,16 +56,16 @@ class Measured(pl.Callback):
 
 
 class AnalysisRun:
-    """A run as ``dpl fit`` would make it, stopped before its first step.
+    """A run as ``dpl fit`` would set it up, stopped before its first step.
 
     Args:
         arguments: options of ``dpl fit``.
-        checkpoint: its weights; None keeps those of a new run.
+        checkpoint: file to load weights from; None keeps the initial weights.
         num_batches: draws to average over.
-        batch_sizes: expected batch sizes to compare; None is the paper's.
+        batch_sizes: expected batch sizes to compare; None for the paper's.
 
     Raises:
-        DpLightningError: naming the setting and the fix.
+        DpLightningError: if a setting is wrong; the message names it and the fix.
     """
 
     def __init__(
@@ -94,10 +94,10 @@ class AnalysisRun:
 
     @property
     def batch_sizes(self) -> list[int]:
-        """Expected batch sizes to compare: those asked for, or the paper's and that of the run.
+        """Expected batch sizes to compare: the requested ones, or the paper's and the run's own.
 
         Raises:
-            ConfigurationError: for one that was asked for and is above the number of examples.
+            ConfigurationError: if a requested one is below 1 or above the number of training examples.
         """
         given = (*_BATCH_SIZES, self.batch_size) if self.asked is None else self.asked
         found = sorted({size for size in given if 1 <= size <= self.num_train})
@@ -119,14 +119,14 @@ class AnalysisRun:
     def measure(self, batch_size: int) -> Measured:
         """The clipped mean gradients of Poisson draws at fixed parameters.
 
-        They are those of private steps without noise, by an optimizer whose learning rate is zero.
+        They come from private steps without noise, with an optimizer whose learning rate is zero.
         """
         settings = {key: value for key, value in self.settings.items() if key not in ("target_epsilon", "disk")}
         settings |= {"expected_batch_size": batch_size, "noise_multiplier": 0.0, "not_private": True}
         measured = Measured(self.num_batches)
         self.module.__dict__["configure_optimizers"] = lambda: SGD(self.module.parameters(), lr=0.0)
         try:
-            # The private step says that a run without noise is not private; this one is none.
+            # The private step prints that a run without noise is not private; nothing is trained here.
             with TemporaryDirectory() as folder, redirect_stdout(io.StringIO()):
                 pl.Trainer(
                     **{name: self._trainer[name] for name in ("accelerator", "devices", "precision")},

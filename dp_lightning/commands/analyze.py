@@ -1,7 +1,7 @@
 """`dpl analyze`: signal and noise of a run's gradients, layer by layer (Shanmugam et al. 2026, Section 4).
 
-It takes gradients without noise from the training data. What it writes is under `unprotected/` and must not be
-released. The signal-to-noise ratio that `dpl fit` logs as privacy/snr comes from privatized gradients alone.
+It computes gradients of the training data without noise. Its output goes to `unprotected/` and must not be released.
+The signal-to-noise ratio that `dpl fit` logs as privacy/snr comes from privatized gradients alone.
 """
 
 import argparse
@@ -15,7 +15,7 @@ KINDS = ("snr", "spectrum", "recovery", "newton-schulz", "direction")
 
 
 def main(arguments: list[str]) -> None:
-    """Analyse and write a page; options that are not of the analysis are those of ``dpl fit``."""
+    """Analyse and write a page; options unknown to the analysis are passed on to ``dpl fit``."""
     options, of_fit = _parser().parse_known_args(arguments[1:])
     if not any(argument == "--config" or argument.startswith("--config=") for argument in of_fit):
         raise ConfigurationError("dpl analyze needs the --config of a run, such as configs/wrn16_cifar10.yaml.")
@@ -26,7 +26,7 @@ def main(arguments: list[str]) -> None:
         )
     folder: Path = options.out / "unprotected" / options.kind
     require_writable(folder, "--out")
-    # Imported here, so that --help answers at once.
+    # Imported here to keep --help fast.
     from dp_lightning.commands.analysis_pages import PAGES, new_page
     from dp_lightning.commands.analysis_run import AnalysisRun
 
@@ -47,15 +47,17 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     parser.add_argument("kind", choices=KINDS)
-    parser.add_argument("--ckpt-path", "--ckpt_path", type=Path, help="weights; default: those of a new run")
+    parser.add_argument(
+        "--ckpt-path", "--ckpt_path", type=Path, help="checkpoint with the weights; default: the initial weights"
+    )
     parser.add_argument("--batches", type=int, default=1, help="Poisson draws to average over; default: 1")
     parser.add_argument(
         "--batch-sizes",
         type=int,
         nargs="+",
         metavar="B",
-        help="expected batch sizes to compare, for snr (default: that of the run), recovery and direction (default: "
-        "256 to 8192)",
+        help="expected batch sizes to compare, for snr (default: the run's own), recovery and direction (default: "
+        "256 to 8192 and the run's own)",
     )
     parser.add_argument("--out", type=Path, default=Path("analysis"), help="folder of the page; default: analysis")
     return parser

@@ -1,6 +1,6 @@
-"""What an audit checks, each with what it found: the noise, the canaries, and contributions without noise.
+"""The checks of an audit and their results: the noise, the canaries, and contributions without noise.
 
-All tests together raise a false alarm with probability at most `FALSE_ALARM`: each has an equal share of it.
+All tests together raise a false alarm with probability at most `FALSE_ALARM`, shared equally among them.
 """
 
 import math
@@ -18,10 +18,10 @@ from dp_lightning.privacy.accounting import epsilon
 from dp_lightning.privacy.auditing import NoiseTests, gaussian_epsilon, mu_lower_bound
 
 FALSE_ALARM = 1e-4
-# Of C: rounding of float32 when the sum is divided by B and multiplied by it again.
+# Relative to the sensitivity: float32 rounding when the sum is divided by B and multiplied by B again.
 _ROUNDING = 1e-5
 _OF_CANARIES, _OF_EXAMPLES = "Largest contribution of a canary", "Largest contribution by the module's own loss"
-_BESIDE = "Canaries change nothing beside their coordinates"
+_BESIDE = "Canaries change nothing outside their coordinates"
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Check:
 
     Attributes:
         subject: what was checked.
-        found: what was observed, beside what is claimed.
+        found: what was observed, and what is claimed.
         holds: whether it agrees with the claim.
         tests: how many tests it stands for.
     """
@@ -45,15 +45,15 @@ class Audit:
     """The checks of one configuration.
 
     Args:
-        runs: of the configuration.
-        count: canaries that take part.
+        runs: the runs of the configuration.
+        count: number of canaries that take part.
 
     Attributes:
-        mu: by how much canaries that take part are claimed to stand out, sqrt(T) / sigma.
-        claimed, shown: epsilon of the steps with canaries, by the plan's accountant, and its lower bound.
-        included, excluded: scores of the canaries.
-        shown_by_tensor: the lower bound by the canaries of each parameter alone.
-        contributions: largest share of the bound that one example had, by what it is of.
+        mu: claimed mean score of the canaries that take part, sqrt(T) / sigma.
+        claimed, shown: epsilon of the steps with canaries by the plan's accountant, and the lower bound on it.
+        included, excluded: scores of the canaries that take part, and of those that do not.
+        shown_by_tensor: the lower bound from the canaries of each parameter alone.
+        contributions: largest contributions measured without noise, over the sensitivity, by subject.
     """
 
     def __init__(self, runs: AuditRuns, count: int) -> None:
@@ -73,14 +73,14 @@ class Audit:
         self.num_tests = len(self.noise) + 1 + len(self._by_tensor)
         self.alpha = FALSE_ALARM / self.num_tests
         self.shown = self._shown(self.included, self.excluded, self.mu)
-        of_one = self.mu / math.sqrt(len(runs.groups))  # what a group of coordinates has of it
+        of_one = self.mu / math.sqrt(len(runs.groups))  # the part of one clipping group
         self.shown_by_tensor = {name: self._shown(*scores, of_one) for name, scores in self._by_tensor.items()}
         self.noise_tests = list(self.noise.results())
         self.checks = [*self._noise_checks(), *self._canary_checks(), *self._contribution_checks()]
 
     @property
     def failed(self) -> list[Check]:
-        """Those that do not hold."""
+        """The checks that failed."""
         return [check for check in self.checks if not check.holds]
 
     def _take_noise(self) -> NoiseTests:
@@ -114,7 +114,7 @@ class Audit:
         }
 
     def _take_contributions(self, count: int) -> dict[str, float]:
-        """Without noise: of canaries by tensor and in all, and of examples by the module's own loss."""
+        """Measured without noise: of canaries, outside their coordinates, and of examples by the module's own loss."""
         largest: dict[str, float] = {}
         sensitivity = self.clip_plan.sensitivity
 
@@ -133,13 +133,13 @@ class Audit:
         return largest
 
     def _shown(self, included: NDArray[np.float64], excluded: NDArray[np.float64], mu: float) -> float:
-        """Epsilon that the scores show, with the error probability of one test."""
+        """Lower bound on epsilon from the scores, at the error probability of one test."""
         found = mu_lower_bound(included, excluded, (mu / 2, mu), alpha=self.alpha)
-        # Beyond what thresholds can tell apart, epsilon is no number of interest.
+        # Thresholds cannot tell larger values apart.
         return gaussian_epsilon(min(found, 50.0), self.plan.delta)
 
     def doubled(self) -> float:
-        """The epsilon that the canaries would show if each contributed twice the bound, at the middle of chance."""
+        """The epsilon that canaries with typical scores would show if each contributed twice the bound."""
         quantiles = [(np.arange(len(scores)) + 0.5) / len(scores) for scores in (self.included, self.excluded)]
         included, excluded = (stats.norm.ppf(quantile) for quantile in quantiles)
         return self._shown(included + 2 * self.mu, excluded, self.mu)
@@ -149,8 +149,8 @@ class Audit:
         words = {
             "size": ("Standard deviation of the noise in each tensor", "of the claimed one"),
             "shape": ("The noise is normal (Kolmogorov-Smirnov)", "standard deviation of the sample"),
-            "steps": ("No noise is used again in another step", "correlation"),
-            "tensors": ("No noise is used again in another tensor", "correlation"),
+            "steps": ("No noise is reused in another step", "correlation"),
+            "tensors": ("No noise is reused in another tensor", "correlation"),
         }
         for kind, (subject, unit) in words.items():
             tests = [test for test in self.noise_tests if test.kind == kind]
@@ -207,7 +207,7 @@ class Audit:
 
 
 def _largest(values: Tensor) -> float:
-    """The largest, or infinity where one is not a number."""
+    """The largest value, or infinity if one is NaN."""
     return float(values.nan_to_num(nan=math.inf).max())
 
 

@@ -1,14 +1,14 @@
 """The runs of an audit: the configuration's own module and private step at q = 1, on synthetic examples.
 
-Each run is a fit as ``dpl fit`` makes it: the module, the optimizer, ``PrivacyCallback`` and the post-processing of the
-configuration. Only three things are replaced: the examples, the numbers N = B and T, and the loss that
-``training_step`` returns. A callback before ``PostProcessCallback`` reads the privatized gradient.
+Each run is a fit as ``dpl fit`` makes it, with the configuration's module, optimizer, ``PrivacyCallback`` and
+post-processing. The examples, the numbers N = B and T, and the loss are replaced; schedules, validation and the
+configuration's own callbacks are left out. A callback before ``PostProcessCallback`` reads the privatized gradient.
 
-* noise: the module's own loss times zero. The released sum is the noise alone.
+* noise: the module's own loss times zero. The released sum is noise alone.
 * canaries: the loss of a canary is a large number times the sum of a few coordinates of the parameters, one in each
-  clipping group, so that each group is clipped to its bound in a direction that is known.
-* contributions: without noise. All canaries in one step; then one step for each of some examples, whose loss is the
-  module's own times a large number, while those of the others are multiplied by zero.
+  clipping group, so that each group is clipped to its bound in a known direction.
+* contributions: without noise. One step with all canaries; then one step for each of a few examples, whose loss is the
+  module's own times a large number, while the losses of the others are multiplied by zero.
 """
 
 import contextlib
@@ -38,28 +38,28 @@ from dp_lightning.errors import ConfigurationError, DpLightningError
 from dp_lightning.privacy.clipping import ClipPlan
 from dp_lightning.privacy.plan import PrivacyPlan
 
-# Examples of the runs of the noise and of the contributions.
+# Examples in the runs of noise and of contributions.
 EXAMPLES = 8
-# Numbers of noise that are asked for.
+# Noise values that the run of noise aims for.
 _DRAWS = 200_000
-# Canaries that take no part for each one that does: they cost nothing, and sharpen the false positive rate.
+# Canaries left out for each one that takes part: they cost nothing and make the false positive rate more precise.
 EXCLUDED = 4
-# Times C: the length of a gradient before it is clipped. Far above C, and its square far below the end of float32.
+# Norm of a gradient before clipping, in units of C: far above C, and its square far below the largest float32.
 _LENGTH = 1e4
-# Each canary has a gradient in memory while its physical batch goes through the step.
+# Bytes for the gradients of the canaries in one physical batch.
 _MEMORY = 2**28
 
 Releases = Callable[[int, dict[str, Tensor]], None]
-"""Called with the number of the step, and the released sum of each parameter on the CPU."""
+"""Called with the step number and the released sum of each parameter, on the CPU."""
 
 
 @dataclass(frozen=True)
 class Canaries:
-    """Coordinates of the parameters, at most one of each parameter in each canary.
+    """Coordinates of the parameters; each canary has at most one per parameter.
 
     Attributes:
-        places: (n, P) int64, position in the flattened parameter.
-        chosen: (n, P) whether the canary has a coordinate in the parameter.
+        places: (n, P) int64, index into the flattened parameter.
+        chosen: (n, P) bool, whether the canary has a coordinate in the parameter.
     """
 
     places: Tensor
@@ -69,7 +69,7 @@ class Canaries:
         return len(self.places)
 
     def along(self, released: Sequence[Tensor]) -> Tensor:
-        """(n, P) the coordinates of a released sum, zero where a canary has none; float64."""
+        """The coordinates of a released sum, (n, P) float64; zero where a canary has none."""
         columns = [tensor.flatten()[self.places[:, k]] for k, tensor in enumerate(released)]
         return torch.stack(columns, dim=1).double() * self.chosen
 
@@ -77,15 +77,15 @@ class Canaries:
 def place_canaries(
     sizes: Mapping[str, int], groups: Sequence[Sequence[str]], count: int, generator: torch.Generator
 ) -> tuple[Canaries, Canaries]:
-    """Draw coordinates at random, all different: for those that take part, and for those that do not.
+    """Draw distinct random coordinates for the canaries that take part, and for those that do not.
 
-    Each canary has a coordinate in every group, as far as there are enough: a group keeps four fifths of its
-    coordinates for those that take no part.
+    Each canary has a coordinate in every group, as long as there are enough: four fifths of a group's coordinates
+    are kept for canaries that do not take part.
 
     Args:
-        sizes: numbers of each parameter.
+        sizes: number of elements of each parameter.
         groups: names of the parameters that are clipped together.
-        count: canaries that take part, where the parameters have room for them.
+        count: number of canaries that take part, if the parameters have room for them.
     """
     index = {name: k for k, name in enumerate(sizes)}
     drawn: tuple[list[list[tuple[int, int]]], list[list[tuple[int, int]]]] = ([], [])
@@ -103,12 +103,12 @@ def place_canaries(
 
 
 def _room(size: int) -> int:
-    """Canaries that take part in a parameter of ``size`` numbers, at most."""
+    """The most canaries that can take part in a parameter of ``size`` elements."""
     return max(1, size // (1 + EXCLUDED))
 
 
 def _spread(count: int, room: Sequence[int]) -> list[int]:
-    """Shares of ``count``, as equal as the room allows."""
+    """Split ``count`` as evenly as the room allows."""
     taken = [0] * len(room)
     left = min(count, sum(room))
     while left:
@@ -134,9 +134,9 @@ class SyntheticImages(Dataset[tuple[Any, ...]]):
     """Random images and labels, each followed by the tensors of its row in ``columns``.
 
     Args:
-        dtype: of the images: bytes where the data module brings bytes.
-        shape: of one image.
-        num_classes: of the labels.
+        dtype: dtype of the images: uint8 if that is what the data module yields.
+        shape: shape of one image.
+        num_classes: number of classes of the labels.
     """
 
     def __init__(self, dtype: torch.dtype, shape: tuple[int, ...], num_classes: int) -> None:
@@ -145,7 +145,7 @@ class SyntheticImages(Dataset[tuple[Any, ...]]):
         self.columns: tuple[Tensor, ...] = ()
 
     def fill(self, key: int, columns: Callable[[torch.Generator], tuple[Tensor, ...]]) -> None:
-        """Draw the columns; what it holds is a function of ``key``, which all ranks have in common."""
+        """Draw the columns; the content depends only on ``key``, which all ranks share."""
         self.key, self.columns = key, columns(torch.Generator().manual_seed(key))
 
     def __len__(self) -> int:
@@ -177,13 +177,13 @@ class _Look(pl.Callback):
 
 
 class AuditRuns:
-    """Makes the runs.
+    """Makes the runs of an audit.
 
     Args:
         arguments: options of ``dpl fit``.
 
     Raises:
-        DpLightningError: naming the setting and the fix.
+        DpLightningError: if a setting is wrong; the message names it and the fix.
     """
 
     def __init__(self, arguments: Sequence[str]) -> None:
@@ -204,12 +204,12 @@ class AuditRuns:
 
     @property
     def noise_standard_deviation(self) -> float:
-        """Of the noise on the sum, as the configuration claims it."""
+        """Standard deviation of the noise on the sum, as the configuration claims it."""
         return self.plan.noise_on_sum(self.clip_plan.sensitivity)
 
     @property
     def steps_of_noise(self) -> int:
-        """From 8 to 32, so that a small model has some numbers too."""
+        """Enough steps for ``_DRAWS`` noise values, but from 8 to 32."""
         return min(max(-(-_DRAWS // sum(self.sizes.values())), 8), 32)
 
     @property
@@ -236,7 +236,7 @@ class AuditRuns:
 
         Args:
             releases: called with the step, the canaries that take part, those that do not, and the released sums.
-            private: False takes the noise away.
+            private: False turns the noise off.
         """
         length = self._length
         found: list[Canaries] = []
@@ -263,7 +263,7 @@ class AuditRuns:
         self._fit(step, columns, rows, steps, look, private=private, largest=largest)
 
     def contributions(self, releases: Releases) -> None:
-        """``EXAMPLES`` steps without noise, in each of which one example counts."""
+        """``EXAMPLES`` steps without noise, with a nonzero loss for one example in each."""
         length = self._length
 
         def step(module: pl.LightningModule, own: Callable[[Any], Any]) -> Callable[[Any], Tensor]:
@@ -285,13 +285,13 @@ class AuditRuns:
         """A fit at q = 1.
 
         Args:
-            step: from the module, and its own loss of a batch, to what takes the place of that loss.
-            columns: the tensors that follow each image and label, from a generator that is the same on all ranks.
+            step: takes the module and its own loss of a batch, and returns the loss to use instead.
+            columns: draws the tensors that follow each image and label, from a generator that is the same on all ranks.
             examples: N = B.
             steps: T.
-            releases: gets what is released.
-            private: False takes the noise away.
-            largest: physical batch, where that is less than the configuration's.
+            releases: called with what each step releases.
+            private: False turns the noise off.
+            largest: limit on the examples of a physical batch, below the configuration's.
         """
         augmult = self.settings["privacy"].get("augmult", 1)
         physical = self.settings["privacy"]["max_physical_batch_size"]
@@ -302,43 +302,45 @@ class AuditRuns:
             "noise_multiplier": self.plan.noise_multiplier if private else 0.0,
             "not_private": not private,
             "delta": min(self.plan.delta, 0.5 / examples),
-            "accountant": "rdp",  # it is not what these runs are for
+            "accountant": "rdp",  # the epsilon of these runs is not used
             "max_physical_batch_size": physical if largest is None else min(physical, largest * augmult),
         }
         with TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of data and schedules that are not the run's
+            warnings.simplefilter("ignore")  # about data and schedules that are not the run's
             trainer = {
                 **self.settings["trainer"],
                 **{"max_steps": steps, "max_epochs": -1, "callbacks": None, "default_root_dir": folder},
                 **{"limit_val_batches": 0, "num_sanity_val_steps": 0, "max_time": None},
             }
             settings = {**self.settings, "privacy": privacy, "trainer": trainer}
-            settings.pop("lr_scheduler", None)  # it may follow a validation that there is not
+            settings.pop("lr_scheduler", None)  # it may monitor a metric of the validation, which is left out
             cli = prepare(settings)
             cli.privacy.num_train = None
-            _exchange(cli, step, columns)
+            _replace_data_and_loss(cli, step, columns)
             callbacks: list[pl.Callback] = cli.trainer.callbacks  # type: ignore[attr-defined]
             place = next(k for k, callback in enumerate(callbacks) if isinstance(callback, PostProcessCallback))
             callbacks.insert(place, _Look(examples, releases))
             notes = logging.getLogger("lightning.pytorch.utilities.rank_zero")
             level = notes.level
             try:
-                notes.setLevel(logging.WARNING)  # that the steps are over
+                notes.setLevel(logging.WARNING)  # hides that max_steps is reached
                 cli.trainer.fit(cli.model, datamodule=cli.datamodule)
             except DpLightningError:
                 raise
             except (RuntimeError, TypeError, ValueError, KeyError, IndexError, AttributeError) as error:
                 shape = cli.datamodule.synthetic.shape  # type: ignore[union-attr]
                 raise ConfigurationError(
-                    f"The model does not take synthetic examples, images {shape} with a label: "
+                    f"The model fails on synthetic examples, images of shape {shape} with a label: "
                     f"{type(error).__name__}: {error}. An audit needs a data module of images and labels."
                 ) from error
             finally:
                 notes.setLevel(level)
 
 
-def _exchange(cli: TrainingCLI, step: Any, columns: Callable[[torch.Generator], tuple[Tensor, ...]]) -> None:
-    """Let the module and the data module be those of an audit; nothing of the data is read."""
+def _replace_data_and_loss(
+    cli: TrainingCLI, step: Any, columns: Callable[[torch.Generator], tuple[Tensor, ...]]
+) -> None:
+    """Replace the data and the loss with those of the audit; no data is read."""
     module, data = cli.model, cli.datamodule
     assert isinstance(data, pl.LightningDataModule)
     known: Any = data
@@ -372,7 +374,7 @@ def _exchange(cli: TrainingCLI, step: Any, columns: Callable[[torch.Generator], 
 
 
 def _of_first(hook: Callable[[Any, int], Any]) -> Callable[[Any, int], Any]:
-    """The user's hook on the user's part of a batch."""
+    """Apply the user's hook to the user's part of a batch."""
 
     def on_batch_transfer(batch: Any, dataloader_idx: int) -> Any:
         return [hook(batch[0], dataloader_idx), *batch[1:]]
@@ -381,5 +383,5 @@ def _of_first(hook: Callable[[Any, int], Any]) -> Callable[[Any, int], Any]:
 
 
 def steps_of_canaries(noise_multiplier: float) -> int:
-    """So many that a doubled contribution stands out, from 2 to 16."""
+    """Enough steps for a doubled contribution to stand out, from 2 to 16."""
     return min(max(math.ceil((0.7 * noise_multiplier) ** 2), 2), 16)
