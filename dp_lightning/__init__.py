@@ -1,6 +1,6 @@
 """Differentially private training of vision models with PyTorch Lightning.
 
-The rooms are imported by name (``dp_lightning.privacy``, ``dp_lightning.callbacks``, ...), so that
+Import the packages by name (``dp_lightning.privacy``, ``dp_lightning.callbacks``, ...), so that
 ``import dp_lightning`` and ``dpl --help`` stay fast.
 """
 

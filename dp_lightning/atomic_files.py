@@ -11,7 +11,7 @@ from dp_lightning.errors import ConfigurationError, DataError
 
 
 def require_writable(folder: Path, setting: str) -> None:
-    """Find out now, rather than after the first step, that nothing can be written to ``folder``; makes it.
+    """Check now, rather than after the first step, that ``folder`` can be written to; creates it if missing.
 
     Raises:
         ConfigurationError: naming the setting.
@@ -27,7 +27,7 @@ def require_writable(folder: Path, setting: str) -> None:
 
 
 def require_regular(path: Path) -> None:
-    """Refuse a pipe, a device or a folder, which would be waited for or read without end; it may be missing.
+    """Refuse a pipe, a device or a folder, which could block or be read without end; a missing file passes.
 
     Raises:
         DataError: naming it.
@@ -38,9 +38,9 @@ def require_regular(path: Path) -> None:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
-    """Write ``path`` under another name in its folder; it gets its own when it is complete and on disk.
+    """Write ``path`` under a temporary name in its folder; it is renamed when it is complete and on disk.
 
-    An error leaves what stood there before.
+    If writing fails, the file that was there stays.
     """
     unfinished = path.with_name(f".{path.name}.part")
     try:

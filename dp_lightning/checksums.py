@@ -1,4 +1,4 @@
-"""Whether a checkpoint is whole, from its checksums alone."""
+"""Whether a checkpoint is complete, from its checksums alone."""
 
 import hashlib
 import stat
@@ -10,7 +10,7 @@ from dp_lightning.errors import DataError
 
 
 def damage(path: Path) -> str | None:
-    """What is wrong with the file, as far as its checksums tell; None for nothing."""
+    """What is wrong with the file, as far as its checksums tell; None if nothing is."""
     try:
         _require_regular(path)
         with zipfile.ZipFile(path) as file:
@@ -27,7 +27,7 @@ def damage(path: Path) -> str | None:
 
 
 def fingerprint(path: Path) -> int:
-    """A number that differs between checkpoints of different content, from their checksums.
+    """A number that differs between checkpoints with different content, computed from their checksums.
 
     Raises:
         DataError: when the file is not a checkpoint.
@@ -47,6 +47,6 @@ def _require_regular(path: Path) -> None:
 
 
 def newest_intact(checkpoints: Iterable[Path], accept: Callable[[Path], bool] = lambda path: True) -> Path | None:
-    """The newest of these checkpoints whose checksums hold and that ``accept`` takes; older ones are not read."""
+    """The newest of these checkpoints whose checksums match and that ``accept`` accepts; older ones are not read."""
     files = sorted(checkpoints, key=lambda path: path.stat().st_mtime, reverse=True)
     return next((path for path in files if damage(path) is None and accept(path)), None)

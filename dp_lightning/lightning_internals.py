@@ -1,7 +1,7 @@
 """Every private member of Lightning, torchmetrics and jsonargparse that this package uses.
 
-They may change with any release. Each has a public name here, and `tests/test_internals.py` calls each, so that a
-release without one of them shows in one place.
+They may change with any release. Each has a public name here, and `tests/test_internals.py` uses each, so that a
+missing one is noticed, and can be replaced, in one place.
 """
 
 import signal
@@ -60,12 +60,12 @@ __all__ = [
 
 
 def loader_source(trainer: pl.Trainer) -> LoaderSource:
-    """From where the trainer takes its training loader."""
+    """The source that the trainer takes its training loader from."""
     return trainer.fit_loop._data_source
 
 
 def set_loader_source(trainer: pl.Trainer, source: LoaderSource) -> None:
-    """From here on the trainer takes its training loader from there."""
+    """Let the trainer take its training loader from another source."""
     trainer.fit_loop._data_source = source
 
 
@@ -79,11 +79,11 @@ CLASS_PATH, INSTANTIATOR = "_class_path", "_instantiator"
 
 
 class LoggerConnector(_LoggerConnector):
-    """Through which a trainer shows what is logged."""
+    """The part of a trainer that keeps and shows what is logged."""
 
     @property
     def kept(self) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-        """What is shown to callbacks, to loggers and to progress bars."""
+        """The numbers for callbacks, loggers and progress bars."""
         return self._callback_metrics, self._logged_metrics, self._progress_bar_metrics
 
 
@@ -101,12 +101,12 @@ def set_logger_connector(trainer: pl.Trainer, connector: _LoggerConnector | None
 
 
 def training_is_logged(trainer: pl.Trainer) -> bool:
-    """Whether what is shown now is of training."""
+    """Whether the numbers shown now come from training."""
     return trainer._results is not None and trainer._results.training
 
 
 def logged_in_training(trainer: pl.Trainer) -> Iterable[Any]:
-    """All that is logged in the training epoch so far, each with its ``meta``."""
+    """Everything logged in the training epoch so far, each with its ``meta``."""
     return trainer.fit_loop.epoch_loop._results.values()
 
 
@@ -117,7 +117,7 @@ def logged_in_step(logged: Any) -> Tensor | None:
 
 
 def gathered_value(logged: Any) -> Tensor | None:
-    """What an epoch has gathered so far on this rank; None for a metric object and for what is logged by step alone."""
+    """The epoch's value so far on this rank; None for a metric object and for values that are logged only per step."""
     if not (logged.is_tensor and logged.meta.on_epoch):
         return None
     mean: Tensor = logged.value / (logged.cumulated_batch_size if logged.meta.is_mean_reduction else 1)
@@ -128,7 +128,7 @@ def gathered_value(logged: Any) -> Tensor | None:
 
 
 def state_defaults(metric: Metric) -> Mapping[str, Any]:
-    """The names of a metric's states, and what they are before the first update."""
+    """The names of a metric's states, and their values before the first update."""
     return metric._defaults
 
 
@@ -138,7 +138,7 @@ def saves_states(metric: Metric) -> bool:
 
 
 def joined(metric: Metric, twin: Metric, calls: Sequence[tuple[tuple[Any, ...], dict[str, Any]]]) -> None:
-    """Let a metric's value on the step be that of several calls of its ``forward``, and not of the last one.
+    """Make a metric's value on the step that of several calls of its ``forward``, not only of the last one.
 
     Args:
         metric: that was called.
@@ -182,12 +182,12 @@ def is_due(progress_bar: TQDMProgressBar, current: int, total: int) -> bool:
 
 
 def silence_sigterm(trainer: pl.Trainer) -> None:
-    """Lightning's own handler of SIGTERM comes before others, and runs a collective wherever a rank happens to be."""
+    """Switch off Lightning's SIGTERM handler, which runs before others and starts a collective at any moment."""
     vars(trainer._signal_connector)["_sigterm_notifier_fn"] = lambda number, frame: None
 
 
 def put_back_handlers(trainer: pl.Trainer, handlers: Mapping[int, Any]) -> None:
-    """Undo `silence_sigterm`, and set these handlers, which Lightning shall not exchange behind an exception."""
+    """Undo `silence_sigterm`, and set these handlers so that Lightning does not replace them after an exception."""
     connector = trainer._signal_connector
     vars(connector).pop("_sigterm_notifier_fn", None)
     for number, handler in handlers.items():

@@ -1,4 +1,4 @@
-"""The processes that train together, and what they do as one."""
+"""The processes that train together, and their collectives."""
 
 import hashlib
 from collections.abc import Mapping, Sequence
@@ -34,7 +34,7 @@ class Ranks:
             torch.distributed.all_reduce(tensor)
 
     def gather(self, mine: Sequence[Tensor], like: Sequence[Sequence[Tensor]]) -> list[list[Tensor]]:
-        """What each rank has computed, on every rank.
+        """The results of all ranks, on every rank.
 
         Args:
             mine: this rank's results.

@@ -1,7 +1,7 @@
 """Every private member of torch, numpy and Python that this package uses.
 
 They may change with any release. Each has a public name here, and `tests/test_internals.py` uses each, so that a
-release without one of them shows in one place. Those of Lightning stand in `lightning_internals`.
+missing one is noticed, and can be replaced, in one place. Those of Lightning are in `lightning_internals`.
 """
 
 import functools
@@ -173,7 +173,7 @@ def has_vmap_kernel(operator: OpOverload) -> bool:
 
 @contextmanager
 def numbers_hidden() -> Iterator[None]:
-    """Code that asks ``torch.compiler.is_compiling()`` before it reads the numbers of a tensor does not read them."""
+    """Inside, code that checks ``torch.compiler.is_compiling()`` before it reads a tensor's values does not."""
     before = torch.compiler._is_compiling_flag
     torch.compiler._is_compiling_flag = True
     try:

@@ -1,4 +1,4 @@
-"""What a sequence of subsampled Gaussian steps has spent: epsilon at a given delta, and the ledger of steps.
+"""What a sequence of subsampled Gaussian steps spends: epsilon at a given delta, and the ledger of steps.
 
 One step draws each example with probability q (Poisson), adds N(0, sigma^2 S^2 I) to a sum of L2
 sensitivity S, and releases the result. Neighbouring data sets differ by adding or removing one example. T

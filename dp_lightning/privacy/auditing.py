@@ -1,10 +1,10 @@
-"""What releases tell of the mechanism that has made them: a lower bound of epsilon, and tests of the noise.
+"""What releases reveal about the mechanism that made them: a lower bound on epsilon, and tests of the noise.
 
 A release under sampling probability 1 is a sum of clipped gradients plus N(0, (sigma S)^2 I). A canary is an example
 whose gradient has a direction of its own. The score of a canary is the released sum along that direction, over sigma S:
-N(0, 1) for one that took no part, and N(1/sigma, 1) for one that did. T steps add up to sqrt(T)/sigma = mu. The two
-normals are what mu-Gaussian differential privacy means (Dong, Roth and Su 2022), so true and false positive rates of a
-threshold bound mu from below,
+N(0, 1) for one that did not take part, and N(1/sigma, 1) for one that did. T steps add up to sqrt(T)/sigma = mu. The
+two normals are what mu-Gaussian differential privacy means (Dong, Roth and Su 2022), so true and false positive rates
+of a threshold bound mu from below,
 
     mu >= Phi^-1(true positive rate) - Phi^-1(false positive rate),
 
@@ -47,7 +47,7 @@ def gaussian_epsilon(mu: float, delta: float) -> float:
 def mu_lower_bound(
     included: NDArray[np.float64], excluded: NDArray[np.float64], thresholds: Sequence[float], *, alpha: float
 ) -> float:
-    """The largest mu that the scores show; it is above the true one with probability at most ``alpha``.
+    """The largest mu that the scores prove; it is above the true one with probability at most ``alpha``.
 
     Args:
         included, excluded: scores of the canaries that took part, and of those that did not.

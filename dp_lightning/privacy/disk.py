@@ -74,14 +74,14 @@ class Extrapolation:
 
     @torch.no_grad()
     def away(self) -> None:
-        """To x_t + gamma d; the first step has no d."""
+        """Move to x_t + gamma d; the first step has no d."""
         self._is_away = True
         for name, shift in self._shift.items():
             self._parameters[name].add_(shift)
 
     @torch.no_grad()
     def back(self) -> None:
-        """To x_t, bit for bit."""
+        """Move back to x_t, bit for bit."""
         if self._is_away:
             self._is_away = False
             for name, value in self._here.items():

@@ -1,4 +1,4 @@
-"""The two modes in which a loss sees one example at a time, and hands over what each contributes.
+"""The two modes in which a loss sees one example at a time and each example's contribution is collected.
 
 ``together``: all examples of a physical batch at once, under vmap. Code that is mapped cannot reach another example.
 ``one_by_one``: ordinary autograd on one example after the other, exact for every model whose loss is a function of its

@@ -1,4 +1,4 @@
-"""The statement in a file of weights that `dpl export` has written, which goes where the file goes."""
+"""The statement inside a file of weights that `dpl export` has written: it stays with the file."""
 
 import json
 from pathlib import Path
@@ -36,7 +36,7 @@ def statement_of(file: str | Path) -> PrivacyStatement | None:
 
 
 def metadata_of(file: str | Path) -> dict[str, str]:
-    """What a safetensors file says beside its tensors."""
+    """The metadata of a safetensors file."""
     from safetensors import safe_open
 
     with safe_open(file, framework="pt") as opened:

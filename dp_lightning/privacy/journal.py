@@ -1,8 +1,8 @@
 """The journal of a run: one line per logical step, on disk before the step's result is used.
 
 A checkpoint holds the ledger as it stood when the checkpoint was written. Steps that ran after it and were lost in a
-crash have been spent all the same, and only the journal knows them. One stands in every folder that holds a
-checkpoint of the run; each only ever grows, and names the others.
+crash are spent too, and only the journal has them. Every folder that holds a checkpoint of the run has a journal; each
+only ever grows, and names the others.
 
 A step's name is a hash of its numbers and of the names of the last steps before it. So an edited line does not match
 its name, and a removed line is missed by those after it. The names of the last steps, the heads, stand for all steps: a
@@ -29,7 +29,7 @@ _PREFIX, _SUFFIX = "privacy_journal_", ".jsonl"
 
 
 def journals_in(folder: Path) -> list[Path]:
-    """The journals that stand in a folder, of whatever runs."""
+    """The journals in a folder, of any run."""
     return sorted(folder.glob(f"{_PREFIX}*{_SUFFIX}"))
 
 
@@ -60,7 +60,7 @@ class Step:
         return self.noise_multiplier, self.sample_rate
 
     def name(self, run: str) -> str:
-        """By which other steps and the heads refer to it."""
+        """The name by which other steps and the heads refer to it."""
         content = json.dumps([run, *asdict(self).values()])
         return hashlib.sha256(content.encode()).hexdigest()[:_NAME_LENGTH]
 
@@ -80,7 +80,7 @@ def run_name(earlier: Mapping[str, Iterable[Run]], token: str | None = None) -> 
 
 
 def stands_for(run: str, earlier: Mapping[str, Iterable[Run]]) -> bool:
-    """Whether the name of a run is that of one after these steps."""
+    """Whether the name of a run is that of a run after these steps."""
     return run == run_name(earlier, run.partition("-")[0])
 
 

@@ -2,9 +2,9 @@
 
 The ledger belongs to the weights. In this process every release is noted at the parameters that it is for, and every
 step of an optimizer of torch that takes another gradient than a release, whoever drives it. From its start on, the
-parameters of a private run are compared: only such steps on releases change them. A copy is known by its numbers: those
-of private runs after each step, those of other training while the trained parameters are alive. What another process
-has trained is known only where a statement came with the weights.
+parameters of a private run are compared: only such steps on releases change them. A copy is recognised by its values:
+those of private runs after each step, those of other training while the trained parameters are alive. Training in
+another process is known only if a statement came with the weights.
 """
 
 import functools
@@ -52,7 +52,7 @@ class _Release:
 
 @dataclass(frozen=True, eq=False)
 class Training:
-    """A private run, as what it has trained knows it.
+    """A private run, as it is noted at the parameters that it has trained.
 
     Attributes:
         run: its name.
@@ -258,7 +258,7 @@ def _require_same_unit(training: Training, unit: str) -> None:
 
 
 def faults_of(training: Training, when: str) -> list[str]:
-    """What keeps a training, and so another one of the same weights, from release."""
+    """What makes a training, and so any later training of the same weights, unfit for release."""
     reasons = [*training.faults, *(["it is reproducible"] if training.reproducible else [])]
     return [f"run {training.run}, which trained the weights {when}: {reason}" for reason in reasons]
 

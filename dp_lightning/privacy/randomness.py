@@ -48,7 +48,7 @@ _BIT_GENERATORS: dict[str, Any] = {
 
 
 def keys_from(seed: int | None, *place: int) -> Keys:
-    """Where generators take their keys from.
+    """A source of keys for generators.
 
     Args:
         seed: None for the operating system.
@@ -79,7 +79,7 @@ class TrainingRandomness:
         self._reached: list[tuple[str, object]] = []
 
     def start(self) -> None:
-        """Give all global generators of this process new keys; also where a run resumes."""
+        """Give all global generators of this process new keys; a resumed run does so too."""
         rekey_global_generators(keys_from(self.seed, self.rank))
 
     def rekey(self, roots: Mapping[str, object], ignored: Ignored = lambda owner, name: False) -> None:

@@ -1,4 +1,4 @@
-"""Which records a training set consists of: one that stands in it twice would enter a step twice.
+"""Which records a training set consists of: one that is in it twice would enter a step twice.
 
 What torch combines data sets with is looked through. A record is a row of a tensor, a file of a folder, or else a place
 in a data set; two data sets over the same tensors or files have the same records, and so have two that hold equal
@@ -24,7 +24,7 @@ from dp_lightning.privacy.repeats import bytes_of, record_numbers
 
 
 def require_single_records(dataset: Any) -> None:
-    """Refuse a training set with a record that stands in it more than once.
+    """Refuse a training set that has a record more than once.
 
     Raises:
         ConfigurationError: with the places of one of them.

@@ -1,7 +1,7 @@
 """A seal is the SHA-256 of all other values of a statement or a checkpoint, so that an edit of one of them shows.
 
-It has no key: who edits a value can make the seal anew. Then the file no longer fits the others of the run, or a copy
-of the seal that is kept elsewhere.
+It has no key: whoever edits a value can compute a new seal. But then the file no longer agrees with the run's other
+files, or with a copy of the seal that is kept elsewhere.
 """
 
 import hashlib

@@ -1,6 +1,6 @@
 """The privacy statement of a run: what is guaranteed, with which numbers, and what is not.
 
-Epsilon comes from the ledger, the steps that were really taken, and not from the plan. The statement claims
+Epsilon comes from the ledger, which has the steps actually taken, not from the plan. The statement claims
 (epsilon, delta)-differential privacy (Dwork et al. 2006) of the sequence of privatized gradients, and by
 post-processing of the weights computed from it. It names every number that was released beside them, and
 says "not for release" whenever a condition of the theorem does not hold, such as a noise seed that is

@@ -1,4 +1,4 @@
-"""Which weights a statement speaks of."""
+"""The digest by which a statement names its weights."""
 
 import hashlib
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""What all ranks must have in common for one private step: settings, training set, and the model that comes of it."""
+"""What all ranks must share for one private step: settings, training set, and the resulting model."""
 
 from numbers import Integral
 from pathlib import Path
@@ -18,7 +18,7 @@ _EXAMPLES = 64
 
 
 def require_same_settings(settings: dict[str, object], ranks: Ranks, device: torch.device) -> None:
-    """Every rank clips and samples by the same settings; every rank has to call it.
+    """Require that all ranks clip and sample with the same settings; every rank has to call it.
 
     Raises:
         ConfigurationError: on every rank, naming the settings that differ.
@@ -31,7 +31,7 @@ def require_same_settings(settings: dict[str, object], ranks: Ranks, device: tor
 
 
 def require_one_checkpoint(trainer: pl.Trainer, ranks: Ranks) -> None:
-    """All ranks resume from the same checkpoint, or none from any; every rank has to call it.
+    """Require that all ranks resume from the same checkpoint, or none from any; every rank has to call it.
 
     Raises:
         ConfigurationError: on every rank, where they do not.
@@ -45,7 +45,7 @@ def require_one_checkpoint(trainer: pl.Trainer, ranks: Ranks) -> None:
 
 
 def require_same_data(reader: ExampleReader, ranks: Ranks, device: torch.device) -> None:
-    """Every rank has the same training set in the same order, as far as labels, subsets and persons tell.
+    """Require the same training set in the same order on every rank, as far as labels, subsets and persons tell.
 
     An example that stands at another place on another rank could enter one step twice. Images are not compared, since
     random augmentation makes them differ.
@@ -68,7 +68,7 @@ def require_same_data(reader: ExampleReader, ranks: Ranks, device: torch.device)
 
 
 def require_equal_replicas(module: pl.LightningModule, ranks: Ranks) -> None:
-    """Parameters and buffers are the same on every rank; every rank has to call it.
+    """Require the same parameters and buffers on every rank; every rank has to call it.
 
     Raises:
         DpLightningError: on every rank, naming what differs.

@@ -28,7 +28,7 @@ class Budget:
         self.look_ahead()
 
     def require_affordable(self) -> None:
-        """The steps that are still planned must fit into the target together with those in the ledger.
+        """Require that the remaining steps and those in the ledger together stay within the target.
 
         Raises:
             BudgetError: when they do not.
@@ -59,7 +59,7 @@ class Budget:
         return text + ("\nThe run is reproducible: it is NOT FOR RELEASE." if reproducible else "")
 
     def look_ahead(self) -> None:
-        """Bring ``bound`` up to epsilon at the next milestone, so that it is never too small in between."""
+        """Raise ``bound`` to epsilon at the next milestone, so that it is never too small in between."""
         interval = max(self.plan.num_steps // _EPSILON_UPDATES, 1)
         self.milestone = min(self.ledger.num_steps + interval, self.plan.num_steps)
         self.bound = self.at(self.milestone)

@@ -15,7 +15,7 @@ class _Planned:
 
 
 def estimate_by_plan(trainer: pl.Trainer, num_steps: Callable[[], int]) -> None:
-    """From here on ``trainer.estimated_stepping_batches`` is what ``num_steps`` returns."""
+    """Let ``trainer.estimated_stepping_batches`` be what ``num_steps`` returns."""
     estimate_by_loader(trainer)
     kind = type(trainer)
     # A property of the class, which an attribute of the trainer could not hide.
@@ -24,6 +24,6 @@ def estimate_by_plan(trainer: pl.Trainer, num_steps: Callable[[], int]) -> None:
 
 
 def estimate_by_loader(trainer: pl.Trainer) -> None:
-    """The fit is over: the trainer counts by itself."""
+    """Undo `estimate_by_plan` when the fit is over."""
     if isinstance(trainer, _Planned):
         trainer.__class__ = type(trainer).__bases__[1]

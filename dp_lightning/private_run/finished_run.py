@@ -12,7 +12,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 
 def finish_instead_of_training(trainer: pl.Trainer, num_steps: int) -> None:
-    """From here on, ``trainer.fit`` ends without a step.
+    """Let ``trainer.fit`` end without a step.
 
     Args:
         trainer: in its fit, before it trains.
@@ -42,7 +42,7 @@ def finish_instead_of_training(trainer: pl.Trainer, num_steps: int) -> None:
 
 
 def train_again(trainer: pl.Trainer) -> None:
-    """A later fit of this trainer trains."""
+    """Undo `finish_instead_of_training`, so that a later fit of this trainer trains."""
     vars(trainer.fit_loop).pop("run", None)
 
 

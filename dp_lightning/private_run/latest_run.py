@@ -30,7 +30,7 @@ class Start(NamedTuple):
 
 @dataclass
 class _Run:
-    """What stands on disk of a run."""
+    """The files of a run on disk."""
 
     checkpoints: list[tuple[tuple[int, int, float], Path]] = field(default_factory=list)
     journals: list[Path] = field(default_factory=list)
@@ -111,7 +111,7 @@ def _listed(broken: dict[Path, str]) -> str:
 
 
 def _runs_in(folders: Iterable[Path]) -> tuple[dict[str, _Run], dict[Path, str]]:
-    """The runs that have left something in these folders, and the checkpoints that cannot be read, with the reason."""
+    """The runs with files in these folders, and the checkpoints that cannot be read, each with the reason."""
     runs: dict[str, _Run] = {}
     broken: dict[Path, str] = {}
     for folder in dict.fromkeys(folders):
@@ -144,7 +144,7 @@ def _steps_in(path: Path) -> tuple[str, tuple[int, int, float]]:
 
 
 def _folders(trainer: pl.Trainer) -> list[Path]:
-    """Where runs of this configuration leave checkpoints and journals."""
+    """The folders in which runs of this configuration write checkpoints and journals."""
     given = [
         Path(callback.dirpath)
         for callback in trainer.checkpoint_callbacks

@@ -1,4 +1,4 @@
-"""Puts Poisson sampling under the training loader that the user wrote.
+"""Replaces the sampling of the user's training loader by Poisson sampling.
 
 The loader's data set, collate function and workers are kept; its sampler and batch size are replaced, and each example
 is read by itself. The new loader has no length, since the number of physical batches of an epoch is random.
@@ -154,7 +154,7 @@ class PrivateSource(LoaderSource):
 
     @classmethod
     def stand_in(cls, trainer: pl.Trainer) -> "PrivateSource":
-        """From here on the trainer asks a new one for its loader."""
+        """Let the trainer take its loader from a new source of this class."""
         source = cls(loader_source(trainer))
         set_loader_source(trainer, source)
         return source
@@ -173,7 +173,7 @@ class PrivateSource(LoaderSource):
 
     @cached_property
     def users(self) -> DataLoader[Any]:
-        """The loader that the user wrote, asked for once."""
+        """The user's loader; it is made once."""
         return original_loader(super().dataloader())
 
     def num_train(self, settings: PrivacySettings) -> int:

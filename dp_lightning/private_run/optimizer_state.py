@@ -1,4 +1,4 @@
-"""What an optimizer holds beside the parameters, and who changes it: its own step, and schedules."""
+"""The state and settings of an optimizer, which only its own step and schedules may change."""
 
 from typing import Any
 
@@ -38,7 +38,7 @@ class OptimizerState:
         self._settings = self._settings_now()
 
     def require_same_settings(self) -> None:
-        """Refuse a setting that other code than the optimizer's step and schedules has changed.
+        """Refuse a setting that was changed by code other than the optimizer's step and schedules.
 
         Where the optimizer has not stepped yet, those of now are noted.
 
@@ -58,7 +58,7 @@ class OptimizerState:
             )
 
     def require_same(self) -> None:
-        """Refuse a setting or a tensor that other code has changed.
+        """Refuse a setting or a tensor that was changed by other code.
 
         Raises:
             ModelError: naming it.

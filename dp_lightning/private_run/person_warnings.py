@@ -15,7 +15,7 @@ from dp_lightning.torch_internals import tree_leaves
 
 
 def warn_of_persons(dataset: Any) -> None:
-    """Say that a training set has several images of a person, where the unit of privacy is an image."""
+    """Warn if a training set has several images of a person and the unit of privacy is an image."""
     ids = _told(dataset)
     if len(set(ids)) < len(ids):
         rank_zero_warn(

@@ -1,4 +1,4 @@
-"""What a module sees of its trainer while examples go through the private step: public numbers, and nothing else.
+"""What a module sees of its trainer during a private step: only public numbers.
 
 A trainer leads to all that a run has: counters of physical batches, logged numbers, the optimizer, callbacks, the data.
 During the step another object stands in its place. It reads what is known without the data, refuses everything else by
@@ -62,7 +62,7 @@ class PublicTrainer:
 
 @contextmanager
 def only_public(trainer: pl.Trainer, owners: Iterable[object]) -> Iterator[None]:
-    """Exchange the trainer wherever it is an attribute of one of ``owners``."""
+    """Replace the trainer wherever it is an attribute of one of ``owners``."""
     places = [(vars(owner), name) for owner in owners for name, value in vars(owner).items() if value is trainer]
     public = PublicTrainer(trainer)
     for attributes, name in places:

@@ -56,7 +56,7 @@ class SavedRun:
     step: Mapping[str, Tensor]
 
     def write(self, checkpoint: dict[str, Any]) -> None:
-        """Put it into a checkpoint that is complete otherwise, and seal the whole."""
+        """Write it into a checkpoint that is otherwise complete, and seal the whole."""
         entry = {
             "version": _VERSION,
             "statement": self.statement.saved(),
@@ -68,7 +68,7 @@ class SavedRun:
 
     @classmethod
     def read(cls, checkpoint: Mapping[str, Any]) -> "SavedRun | None":
-        """The run of a checkpoint; None where it is not of a private run.
+        """The run in a checkpoint; None if it is not from a private run.
 
         Raises:
             DataError: where it is of another version, or not as a run has written it.
@@ -104,9 +104,9 @@ def seal_in(checkpoint: Mapping[str, Any]) -> str:
 
 
 def broken_seal(checkpoint: Mapping[str, Any]) -> str | None:
-    """What is wrong with the seal of a checkpoint of a private run, in words; None for nothing, and for other ones.
+    """What is wrong with the seal of a private run's checkpoint, in words; None if nothing, and for other files.
 
-    A run resumes from all that a checkpoint holds: momentum reaches the weights with the next step, and an average is
+    A run resumes from everything in a checkpoint: momentum changes the weights with the next step, and an average is
     evaluated.
     """
     try:
@@ -155,7 +155,7 @@ def require_counted_steps(trainer: pl.Trainer, checkpoint: Mapping[str, Any], sa
 
 
 class RunHistory:
-    """What a run has behind it when a fit begins, in earlier fits of this process or in a checkpoint.
+    """The past of a run when a fit begins: earlier fits in this process, or a checkpoint.
 
     Attributes:
         run: name of the run; one that resumes keeps it.
@@ -182,7 +182,7 @@ class RunHistory:
         self._left: Path | None = None
 
     def load(self, saved: SavedRun) -> None:
-        """Resume the run of a checkpoint with the next fit.
+        """Let the next fit resume the run of a checkpoint.
 
         Raises:
             BudgetError: where its ledger lacks steps that this one has.
@@ -196,14 +196,14 @@ class RunHistory:
         self.unprotected.names |= set(said.unprotected)
 
     def count_steps_of(self, journal: Path) -> None:
-        """The next fit without a checkpoint resumes the run that has left this journal.
+        """Let the next fit without a checkpoint resume the run of this journal.
 
         Its weights are lost and its steps are spent: they count in the ledger, and are missing in the new weights.
         """
         self._left = journal
 
     def note_target(self, target: float | None) -> None:
-        """The next steps are planned for another target than those before."""
+        """Note that the next steps have another target than those before."""
         noted = [before for before, _ in self.earlier_targets[-1:]]
         if self.plan is not None and self.plan.target_epsilon != target and noted != [self.plan.target_epsilon]:
             self.earlier_targets.append((self.plan.target_epsilon, self.ledger.num_steps))
@@ -248,7 +248,7 @@ class RunHistory:
         return from_checkpoint or from_journal
 
     def _read_beside(self, folder: Path, journal: Journal, heads: Iterable[str]) -> None:
-        """Let the journal have the steps of the one that stands beside a checkpoint."""
+        """Add the steps of the journal beside a checkpoint."""
         recorded = journal.read(folder)
         if recorded is None:
             raise DataError(
@@ -314,7 +314,7 @@ def plan_of_fit(settings: PrivacySettings, shape: RunShape, history: RunHistory)
 
 
 def _require_one_data_set(earlier: PrivacyPlan, now: RunShape) -> None:
-    """Epsilon holds for one data set, and steps are counted in one batch size."""
+    """Refuse another N, for which epsilon does not hold, and another B, by which steps are counted."""
     if earlier.num_train != now.num_train:
         raise ConfigurationError(
             f"The run has trained on {earlier.num_train} examples, and there are {now.num_train} now. Its "

@@ -1,7 +1,7 @@
 """One private fit of a Trainer: from the agreement of its ranks to the statement that it leaves.
 
-`PrivacyCallback` makes a `PrivateRun` when a fit starts and calls it from Lightning's hooks. Whatever a fit has, such
-as its plan and its private step, is there from then on.
+`PrivacyCallback` makes a `PrivateRun` when a fit starts and calls it from Lightning's hooks. From then on everything
+that a fit needs, such as its plan and its private step, exists.
 """
 
 from collections.abc import Iterable
@@ -110,7 +110,7 @@ class PrivateRun:
     # Before the first step
 
     def _origin(self) -> Origin:
-        """What trained the weights, besides this run; its private steps count in the ledger."""
+        """What trained the weights before this run; its private steps count in the ledger."""
         history, settings = self.history, self.settings
         if history.saved is not None:
             settings.require_same(dict(history.saved.settings))
@@ -171,7 +171,7 @@ class PrivateRun:
         )
 
     def start(self) -> None:
-        """Take the place of the module's training step and of the trainer's loader; from here on `close` is due.
+        """Replace the module's training step and the trainer's loader; `close` has to follow.
 
         Raises:
             ConfigurationError: for an optimizer that cannot take private steps.
@@ -197,7 +197,7 @@ class PrivateRun:
             )
 
     def training_starts(self) -> None:
-        """Ranks have the same data, secret keys are taken, and the user is warned of what a loss means now."""
+        """Compare the ranks' data, take secret keys, and warn if a batch's loss is not the mean over its examples."""
         disk, reader = self.settings.disk, self.step.reader
         if disk is not None and not self.postprocessing:  # PostProcessCallback looks at the filter itself
             raise ConfigurationError(
@@ -240,7 +240,7 @@ class PrivateRun:
         self.stopping = self.step.release(stop=self.stop_requested)
 
     def batch_ends(self) -> None:
-        """After the last physical batch the ledger has one step more."""
+        """Check, after the last physical batch, that the ledger has one more step."""
         self.history.unprotected.note_logged(self.trainer)
         if self.trainer.accumulate_grad_batches != 1:
             return
@@ -264,7 +264,7 @@ class PrivateRun:
             self.trainer.should_stop = True
 
     def evaluation_starts(self) -> None:
-        """A validation of the fit may change what a module keeps, and no step may depend on it."""
+        """A validation during the fit may change state of the module, and no step may depend on it."""
         if (groups := self.step.reader.groups) is not None:
             warn_of_evaluated_persons(groups.ids, self.trainer, "val")
         if self.trainer.state.fn == TrainerFn.FITTING:
@@ -289,7 +289,7 @@ class PrivateRun:
             self.step.stepped()
 
     def fails(self, error: BaseException) -> None:
-        """An error of its own keeps a run from release; an interruption and a spent budget do not."""
+        """Note an error, which makes the run unfit for release; an interruption and a spent budget do not."""
         if isinstance(error, Exception) and not isinstance(error, BudgetError):
             fault = f"the run ended by an error ({type(error).__name__})"
             self.step.faults.add(fault)
@@ -297,7 +297,7 @@ class PrivateRun:
                 self.history.origin.faults.append(fault)
 
     def close(self) -> None:
-        """Give the module and the trainer back what is theirs, and leave the statement."""
+        """Restore the module and the trainer, and write the statement."""
         self._training_step.close()
         give_back(self.trainer)
         train_again(self.trainer)

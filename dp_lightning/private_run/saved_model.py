@@ -17,7 +17,7 @@ DATA_STATE, AVERAGE_STATE = "DataRecord", "AveragedWeights"
 
 @dataclass(frozen=True)
 class SavedModel:
-    """What a checkpoint says of its model; each part is empty or None where it does not say it.
+    """What a checkpoint says about its model; a part that it does not state is empty or None.
 
     Attributes:
         class_path: of the LightningModule.
@@ -68,7 +68,7 @@ class SavedModel:
         return kind if inspect.isclass(kind) and issubclass(kind, pl.LightningModule) else None
 
     def arguments_of(self, kind: type[pl.LightningModule]) -> dict[str, Any]:
-        """Those of the settings that the class has arguments for."""
+        """The settings for which the class has arguments."""
         known = inspect.signature(kind).parameters
         return {name: value for name, value in self.settings.items() if name in known}
 

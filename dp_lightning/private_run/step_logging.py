@@ -1,8 +1,8 @@
-"""What a training step says of its examples: ``self.log`` and torchmetrics, for the whole physical batch at once.
+"""Logging in a training step: ``self.log`` and torchmetrics, for the whole physical batch at once.
 
-While the step sees one example, what it logs and what it gives to a metric is set aside. After the step the numbers of
-all examples are logged as their mean, and each metric is called once on the rows of all of them. So a metric's result
-is not known inside of the step: it can be logged and nothing else. Examples that do not take part are left out.
+While the step sees one example, the values that it logs or gives to a metric are set aside. After the step the numbers
+of all examples are logged as their mean, and each metric is called once on the rows of all of them. So a metric's
+result is not known inside of the step: it can be logged and nothing else. Examples that do not take part are left out.
 Where examples go through one by one, a metric is called for each of them. One that is logged by itself has the value of
 all of them on the step.
 
@@ -54,7 +54,7 @@ def result_of(result: Result) -> Any:
 
 
 class Observer:
-    """Stands before a module's ``log`` and its metrics while a private step runs.
+    """Takes the place of a module's ``log`` and its metrics while a private step runs.
 
     Args:
         module: whose training step is private.

@@ -1,4 +1,4 @@
-"""Stands in the place of a module's ``training_step`` during a private fit.
+"""Replaces a module's ``training_step`` during a private fit.
 
 Lightning gets a sealed object for each physical batch, so that the hooks around a step get no raw number, and a loss of
 zero, so that an optimizer's closure sees none either. The module's own ``training_step`` runs inside of
@@ -171,7 +171,7 @@ class PrivateTrainingStep:
         return [getattr(metric, name) for metric in found for name in state_defaults(metric)]
 
     def take_place(self, private: PrivateStep) -> None:
-        """Stand in front of the module's own methods until ``close``."""
+        """Replace the module's own methods until ``close``."""
         plan, state = private.plan, OptimizerState(self._trainer.optimizers[0])
 
         def training_step(batch: SealedBatch, batch_idx: int) -> Tensor:
@@ -213,7 +213,7 @@ class PrivateTrainingStep:
         vars(self._trainer.fit_loop.epoch_loop.automatic_optimization).update(output_result_cls=_SealedResult)
 
     def close(self) -> None:
-        """Give the module its own methods back."""
+        """Restore the module's own methods."""
         for name in _REPLACED:
             self._module.__dict__.pop(name, None)
         self._module.__dict__.update(self._own)

@@ -37,7 +37,7 @@ class LoggedNumbers:
             self._read()
 
     def tag_of(self, number: float) -> str | None:
-        """Under which tag it was logged; None for a simple fraction, as an accuracy is, which many things are."""
+        """The tag under which it was logged; None for a simple fraction such as an accuracy, as many values are."""
         self._read()
         single = np.float32(number)
         if not np.isfinite(single) or np.float32(Fraction(number).limit_denominator(_SIMPLE)) == single:

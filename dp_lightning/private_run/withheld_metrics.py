@@ -30,7 +30,7 @@ _SHOWN = ("callback_metrics", "logged_metrics", "progress_bar_metrics")
 
 
 class Withheld:
-    """Stands for a logged number. Its text has the name and not the number.
+    """Takes the place of a logged number. Its text has the name, not the number.
 
     Args:
         name: under which it was logged.
@@ -168,7 +168,7 @@ class _GetMetrics:
 
 
 def withhold(trainer: pl.Trainer) -> None:
-    """From here on, what is logged while training is withheld from hooks, callbacks and schedules."""
+    """Withhold what is logged while training from hooks, callbacks and schedules."""
     if not isinstance(connector := logger_connector(trainer), WithholdingConnector):
         set_logger_connector(trainer, WithholdingConnector(connector))
     for progress_bar, own in _progress_bars(trainer):
@@ -178,7 +178,7 @@ def withhold(trainer: pl.Trainer) -> None:
 
 
 def give_back(trainer: pl.Trainer) -> None:
-    """The fit is over: the numbers can be read."""
+    """Undo `withhold` when the fit is over."""
     for _, own in _progress_bars(trainer):
         if isinstance(own.get("get_metrics"), _GetMetrics):
             own.update(own.pop("get_metrics").before)

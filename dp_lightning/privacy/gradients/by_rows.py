@@ -1,4 +1,4 @@
-"""Kernels that treat rows apart and that vmap does not know, or knows badly: run once on the rows of all examples.
+"""Kernels that treat rows separately and that vmap cannot run, or runs slowly: run once on the rows of all examples.
 
 Attention with a mask that needs a gradient has no batching rule on a CPU, and recurrent layers have none at all. That
 these kernels treat rows apart is trusted.

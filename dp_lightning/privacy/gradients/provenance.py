@@ -1,6 +1,6 @@
 """Where the tensors of a step come from.
 
-A step may use parameters, buffers, constants that were there before, and what it makes from these and from its example.
+A step may use parameters, buffers, constants from before the fit, and what it computes from these and its example.
 Any other tensor may hold another example: one of an earlier batch still looks like one of this batch.
 
 Writing into a buffer is allowed where what is written comes from weights alone: otherwise vmap refuses it. The value

@@ -1,14 +1,14 @@
 """Records one physical batch while ``training_step`` runs under vmap, where it sees a single example.
 
-Rules belong to functions. Where a trained parameter meets the tensor of an example in a function that has a rule, the
-function runs once on the rows of all examples, with weights that require no gradient; what it saw is kept, and the
-gradient of what it returned arrives for all examples at once. Where a parameter meets any other function, a copy for
-each example goes in its place, and the gradients of the copies are those of the examples. What is computed from
-parameters alone is computed once; gradients of the examples are pulled back through that computation. So no parameter
-gets an ordinary gradient: one that does is an error.
+Rules belong to functions. If a function with a rule is called with a trained parameter and the tensor of an example, it
+runs once on the rows of all examples, with weights that require no gradient; what it saw is kept, and the gradient of
+what it returned arrives for all examples at once. Where a parameter meets any other function, a copy for each example
+goes in its place, and the gradients of the copies are those of the examples. What is computed from parameters alone is
+computed once; gradients of the examples are pulled back through that computation. So no parameter gets an ordinary
+gradient: one that does is an error.
 
-Parameters are told by ``requires_grad``. Inside of vmap a tensor that differs between examples is wrapped; one that is
-not wrapped and requires a gradient is a trained parameter or computed from some.
+Parameters are recognised by ``requires_grad``. Inside of vmap a tensor that differs between examples is wrapped; one
+that is not wrapped and requires a gradient is a trained parameter or computed from some.
 """
 
 from collections.abc import Callable, Mapping

@@ -1,4 +1,4 @@
-"""Composite torch functions, rewritten so that each trained weight meets ``F.linear``.
+"""Composite torch functions, rewritten so that each trained weight is an argument of ``F.linear``.
 
 A ``TorchFunctionMode`` sees ``F.multi_head_attention_forward`` or ``torch.lstm`` as one call and none of the calls
 inside it. ``REWRITES`` maps such a function to a Python function that takes the same arguments and returns the same

@@ -1,7 +1,7 @@
-"""Rules: how the gradients of a function's weights follow from what the function has seen, example by example.
+"""Rules: how the per-example gradients of a function's weights follow from the inputs of the function.
 
-A rule belongs to a function of torch, or to one of your own. What has no rule is right as well: a copy of the weight
-for each example goes in its place. A rule saves that memory and time::
+A rule belongs to a function of torch, or to one of your own. A function without a rule is correct too: each example
+gets a copy of the weight. A rule saves that memory and time::
 
     def shift_gradients(call, gradient):              # (b, rows of an example, ...) both
         return {"shift": gradient.sum(1)}

@@ -1,4 +1,4 @@
-"""Functions that vmap refuses, written with others that it knows.
+"""Functions that vmap cannot run, written with functions that it can.
 
 They return ``NotImplemented`` where they do not apply.
 """

@@ -1,4 +1,4 @@
-"""Memory for gradients that are formed and used up, layer after layer.
+"""Memory for gradients that are formed and used up, one layer after the other.
 
 On a CPU the first touch of fresh memory costs more than forming what is written there. A GPU's allocator keeps memory
 by itself.

@@ -1,6 +1,6 @@
 """Settings of the process that torch, NumPy and Python keep in C, such as the default dtype or the recursion limit.
 
-They are whatever has both a getter and a setter: ``torch.get_default_dtype`` and ``torch.set_default_dtype``,
+They are found as pairs of a getter and a setter: ``torch.get_default_dtype`` and ``torch.set_default_dtype``,
 ``sys.getrecursionlimit`` and ``sys.setrecursionlimit``.
 """
 

@@ -1,4 +1,4 @@
-"""Keeps a loss to its own thread: what watches it, and vmap itself, do not see another one.
+"""Keeps a loss in its own thread: neither its watch nor vmap sees another thread.
 
 A thread that was started before may be handed work. There a tensor of an example is of no use, since torch knows it
 inside of the vmap only, and its text is withheld.
@@ -60,6 +60,6 @@ def no_threads() -> Iterator[None]:
 
 @contextmanager
 def no_text() -> Iterator[None]:
-    """Around a vmap: the text of a tensor shows no number, in whatever thread."""
+    """Around a vmap: the text of a tensor shows no numbers, in any thread."""
     with text_of_wrapped("a tensor of one example"):
         yield

@@ -1,4 +1,4 @@
-"""Watches a loss that runs by itself, on one example after the other, through the functions of torch that it calls."""
+"""Watches a loss that runs without vmap, on one example after the other, through the torch functions that it calls."""
 
 import gc
 import sys
@@ -20,7 +20,7 @@ _GENERATIONS = sys.version_info < (3, 14)
 
 
 class Watch(TorchFunctionMode):
-    """Watches code that runs by itself, on one example after the other.
+    """Watches code that runs without vmap, on one example after the other.
 
     It refuses tensors of before that are no constants, those of an earlier example among them, and keeps the value of
     a buffer from before it is written to.
