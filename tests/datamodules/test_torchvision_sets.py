@@ -90,8 +90,8 @@ def test_sizes_are_known_without_files(tmp_path, kind):
     data, num_train = kind(str(tmp_path)), SIZES[kind][0]
     assert (data.num_train, data.num_classes, data.in_channels, data.image_size) == SIZES[kind]
     assert kind(str(tmp_path), val_fraction=0.1).num_train == num_train - round(0.1 * num_train)
-    # The published constants lie within the range of pixels and differ between channels.
-    assert len(data.mean) == len(data.std) == 3
+    # One published constant for each channel.
+    assert len(data.mean) == len(data.std) == SIZES[kind][2]
 
 
 @pytest.mark.parametrize("kind", DATASETS)
