@@ -1,15 +1,15 @@
-"""Nothing of one example is kept in the program until another one is computed.
+"""Checks that the program keeps nothing of one example while another one is computed.
 
-Under ``together`` a number of an example lives in a tensor that only the step can make, and one that is alive after the
-step has escaped. Other state, such as the vectors of a spectral norm, the weights of a teacher, or a counter, is no
-example's: it starts each physical batch from the value of the logical step, and advances once with it, so that it does
-not depend on how many physical batches there were. Everything else that is reachable from the module has to be after a
-physical batch what it was before.
+Under ``together``, the numbers of an example are only in tensors that the step makes; one that is still alive after the
+step has escaped. Other state, such as the vectors of a spectral norm, the weights of a teacher, or a counter, does
+not come from an example: in each physical batch it starts from the value at the beginning of the logical step, and it
+advances once per logical step, so it does not depend on the number of physical batches. Everything else that is
+reachable from the module must be the same after a physical batch as before.
 
-Under ``one_by_one`` any of it may come from the example: all has to be what it was before each, and plain values that
-took the place of others are put back. Buffers that are written in place are put back too, and advance once per logical
-step to what the loss of a synthetic example has made of them. That comes from weights alone whatever the code is. Where
-an example would make something else of a buffer, the step is refused.
+Under ``one_by_one``, any state may come from the example: it must be the same after each example as before, and plain
+values that were replaced are put back. Buffers that are written in place are put back too, and advance once per logical
+step to the value that the loss of a synthetic example gives them. That value comes from weights alone, whatever the
+code does. If an example would give a buffer another value, the step is refused.
 """
 
 import copy
@@ -37,12 +37,12 @@ from dp_lightning.privacy.isolation.watch import UnknownTensors, Watch, all_tens
 
 _FIX = (
     "What is computed from an example may leave the step only as its gradient. Empty lists and caches before "
-    "training_step returns, make constants in __init__ (register_buffer), keep state that follows the steps in a "
-    "callback, by trainer.global_step, and take numbers of the batch out of training_step by self.log."
+    "training_step returns, make constants in __init__ (register_buffer), keep state that depends on the step number "
+    "in a callback (trainer.global_step), and report numbers of the batch with self.log."
 )
 _HOOK = (
-    "Hooks of modules are registered before the fit. Where a library does so in the first call of its model, call the "
-    "model once before the fit, as in configure_model. Otherwise register the hook in __init__."
+    "Register hooks of modules before the fit. If a library registers them in the first call of its model, call the "
+    "model once before the fit, such as in configure_model. Otherwise register the hook in __init__."
 )
 _OF_HOOKS = re.compile(r"\._(forward|backward)(_pre)?_hooks\w*\[")
 
@@ -51,11 +51,11 @@ class Isolation:
     """What a module may keep between examples.
 
     Args:
-        module: whose loss is trained.
-        parameters: the trained ones by name.
-        sealed: the training set; tensors in it are no constants.
-        generators: that get a new key before each loss.
-        ignored: asked with an object and the name of one of its attributes, whether it is looked after elsewhere.
+        module: the module that is trained.
+        parameters: the trained parameters by name.
+        sealed: the training set; tensors in it are not constants.
+        generators: random generators that get a new key before each loss.
+        ignored: called with an object and the name of one of its attributes; true if it is checked elsewhere.
         also: further objects, by name, that the loss may change.
     """
 
@@ -72,7 +72,7 @@ class Isolation:
         self._module, self._parameters = module, {id(p): name for name, p in parameters.items()}
 
         def left_out(owner: object, name: str) -> bool:
-            # The gradients of the trained parameters are the optimizer's.
+            # The gradients of the trained parameters belong to the optimizer.
             return owner in sealed or (name == "grad" and id(owner) in self._parameters) or ignored(owner, name)
 
         sealed.require_not_in({"self": module, **also}, left_out)
@@ -83,54 +83,54 @@ class Isolation:
         for value in all_tensors():
             if memory_of(value) not in data:
                 self.know(value)
-        for tensor in (*module.parameters(), *module.buffers()):  # though the loader may lead to the module
+        for tensor in (*module.parameters(), *module.buffers()):  # even if the loader refers to the module
             self.know(tensor)
         self._advanced: dict[object, Callable[[], None]] = {}
-        self._next: dict[int, Tensor] = {}  # what the public example has made of a buffer, by its storage
+        self._next: dict[int, Tensor] = {}  # the value that the public example gives a buffer, by its storage
         self._unknown = UnknownTensors(self.is_known)
         self._generators = {id(generator): generator for generator in generators}
         self._failure = ""  # of the public example's loss
         self._undone: set[str] = set()
         self._within_step = self._after_optimizer = self._evaluated = False
-        #: Attributes that other code than ``training_step`` has changed since the start.
+        #: Attributes that code other than ``training_step`` has changed since the start.
         self.changed_outside: set[str] = set()
 
     def know(self, tensor: Tensor) -> None:
-        """A tensor that the step may use."""
+        """Allow the step to use a tensor."""
         key = id(tensor)
         self._constants[key] = weakref.ref(tensor, lambda gone: self._constants.pop(key, None) and None)
 
     def copied(self, entry: Any) -> Any:
-        """A copy of an entry of an example, without the data sets that it may lead to.
+        """A copy of an entry of an example; data sets that it refers to are not copied.
 
         Raises:
-            DataError: where it cannot be copied.
+            DataError: if it cannot be copied.
         """
         if type(entry) in ATOMS:
             return entry
         try:
             return copy.deepcopy(entry, {id(value): value for value in self._sealed.objects})
-        except Exception as error:  # of whatever class
+        except Exception as error:  # a user's object may raise anything
             raise DataError(
-                f"An entry of the training set's batches of class {type(entry).__name__} cannot be copied for its "
-                f"example ({error}). Let the data set return tensors, numbers and texts."
+                f"In the training set's batches, an entry of class {type(entry).__name__} cannot be copied ({error}). "
+                "Let the data set return tensors, numbers and strings."
             ) from error
 
     def is_known(self, tensor: Tensor) -> bool:
-        """Whether a tensor is a parameter, a buffer, or a constant of before the fit."""
+        """Whether a tensor is a parameter, a buffer, or a constant from before the fit."""
         return id(tensor) in self._constants
 
     def watch(self) -> Watch:
-        """Over the losses of a physical batch, one by one."""
+        """A watch over the losses of a physical batch, one example at a time."""
         trained = {storage_of(tensor) for tensor in self._module.parameters() if id(tensor) in self._parameters}
         tensors = (*self._module.parameters(), *self._module.buffers())
         return Watch(self.is_known, self._unknown.tensors(), {storage_of(tensor) for tensor in tensors} - trained)
 
     def advance(self) -> bool:
-        """The logical step is over: state that is computed from weights alone takes its next value.
+        """End the logical step: state that is computed from weights alone takes its next value.
 
         Returns:
-            Whether there is any.
+            Whether there is such state.
         """
         self._within_step = False
         self._next.clear()
@@ -143,21 +143,21 @@ class Isolation:
         return True
 
     def stepped(self) -> None:
-        """The optimizer has stepped: until the next loss nothing else may change a tensor of the model."""
+        """Note that the optimizer has stepped: until the next loss, nothing else may change a tensor of the model."""
         self._note_outside(self._snapshot.changes())
         self._snapshot.refresh()
         self._after_optimizer, self._evaluated = True, False
 
     def evaluated(self) -> None:
-        """Validation data went through the model, by which all tensors but the trained ones may follow it."""
+        """Note that validation data went through the model, which may change all tensors but the trained parameters."""
         self._evaluated = True
 
     def touched(self) -> list[str]:
-        """Tensors of the model that other code has changed since the optimizer has stepped."""
+        """Tensors of the model that other code has changed since the optimizer stepped."""
         return self._touched(self._snapshot.changes()) if self._after_optimizer else []
 
     def require_untouched(self) -> None:
-        """Only the optimizer changes the model between two losses.
+        """Require that only the optimizer changes the model between two losses.
 
         Raises:
             ModelError: naming what other code has changed.
@@ -165,25 +165,25 @@ class Isolation:
         _require_only_releases(self.touched())
 
     def begin_elsewhere(self) -> None:
-        """The next loss is computed with other parameters than those that the optimizer has left.
+        """Prepare for a loss at parameters other than those that the optimizer left.
 
         Raises:
-            ModelError: as of :meth:`require_untouched`.
+            ModelError: as in :meth:`require_untouched`.
         """
         self.require_untouched()
         self._after_optimizer = False
 
     @contextmanager
     def together(self, recording: Recording) -> Iterator[None]:
-        """Around a physical batch under vmap.
+        """Context around a physical batch under vmap.
 
         Raises:
-            ModelError: naming what it has left behind.
+            ModelError: naming what the batch has left behind.
         """
         self._begin()
         with self._sealed.closed(), no_threads(), no_text():
             yield
-        for made in recording.living(of_examples=False):  # constants of later batches
+        for made in recording.living(of_examples=False):  # constants in later batches
             self.know(made)
         with torch.no_grad():
             for key, (tensor, before) in recording.written.items():
@@ -194,14 +194,14 @@ class Isolation:
 
     @contextmanager
     def one_by_one(self, watch: Watch, *, public: bool) -> Iterator[None]:
-        """Around a single example; values that it has put in the place of others are put back.
+        """Context around a single example; plain values that it has replaced are put back.
 
         Args:
-            watch: over its loss.
-            public: whether it is none of the training set. An error there ends its loss, and no more.
+            watch: the watch over its loss.
+            public: whether the example is not from the training set. An error in its loss is not raised.
 
         Raises:
-            ModelError: naming what it has left behind otherwise.
+            ModelError: naming what else it has left behind.
         """
         self._begin()
         if public:
@@ -212,7 +212,7 @@ class Isolation:
         except Exception as error:
             if not public:
                 raise
-            self._failure = f" The synthetic example's loss had failed: {type(error).__name__}: {error}"
+            self._failure = f" The synthetic example's loss failed: {type(error).__name__}: {error}"
         with torch.no_grad():
             for key, (tensor, before) in watch.end_example().items():
                 after = tensor.clone()
@@ -224,10 +224,10 @@ class Isolation:
 
     @contextmanager
     def nothing_kept(self) -> Iterator[None]:
-        """Around losses that are no step, such as a trial's: what they leave behind is put back.
+        """Context around losses that are not part of a step, such as a trial's: their changes are undone.
 
         Raises:
-            ModelError: naming what cannot be.
+            ModelError: naming what cannot be undone.
         """
         self._snapshot.refresh()
         try:
@@ -236,12 +236,12 @@ class Isolation:
             _refuse([change for change in self._snapshot.restore() if change.kind != "generator"])
 
     def require_own_leaves(self, loss: Tensor) -> None:
-        """Refuse a loss whose gradient would reach a tensor that is no trained parameter.
+        """Refuse a loss whose gradient would reach a tensor that is not a trained parameter.
 
         Raises:
             ModelError: with its shape.
         """
-        for leaf in leaves_of(loss):  # one that the step has made is its own
+        for leaf in leaves_of(loss):  # a leaf that the step has made is allowed
             if id(leaf) not in self._parameters and self.is_known(leaf):
                 raise ModelError(
                     f"training_step uses a tensor of shape {tuple(leaf.shape)} that requires a gradient and is not a "
@@ -276,9 +276,10 @@ class Isolation:
     def _require_one_model(self, changes: list[Change]) -> None:
         if names := [*self._tensors_in(changes), *(change.path for change in changes if change.kind == "attribute")]:
             raise ModelError(
-                f"{', '.join(dict.fromkeys(names[:5]))} changed between two physical batches of one step, by other "
-                "code than training_step, such as a callback. Their number depends on the draw. Change what the loss "
-                "can see once per step, in optimizer_step after the optimizer, or keep it in the callback."
+                f"{', '.join(dict.fromkeys(names[:5]))} changed between two physical batches of one step, by code "
+                "other than training_step, such as a callback. The number of physical batches depends on the draw. "
+                "Change what the loss can see once per step, in optimizer_step after the optimizer, or keep it in the "
+                "callback."
             )
 
     def _require_unchanged(self, allowed: Callable[[Change], bool]) -> None:
@@ -288,7 +289,7 @@ class Isolation:
         _refuse(changes, self._failure)
 
     def _put_back(self, change: Change) -> bool:
-        """Whether a plain value took the place of another one. Under vmap none can come from an example."""
+        """Undo the change if one plain value replaced another. Under vmap, none can come from an example."""
         if not change.is_plain:
             return False
         self._advanced[id(change.holder), change.key] = change.redo
@@ -298,15 +299,15 @@ class Isolation:
         return True
 
     def _undo(self, change: Change) -> bool:
-        if id(change.source) in self._generators:  # nothing of it is left for the next example
+        if id(change.source) in self._generators:  # it gets a new key before the next example
             return True
         if not change.is_plain:
             return False
         if change.path not in self._undone:
             self._undone.add(change.path)
             warnings.warn(
-                f"training_step changes {change.path}. Under privacy.examples: one_by_one that is undone after each "
-                "example, so that it never counts.",
+                f"training_step changes {change.path}. Under privacy.examples: one_by_one this is undone after each "
+                "example, so it has no effect.",
                 stacklevel=2,
             )
         change.undo()
@@ -326,8 +327,8 @@ class Isolation:
 def _require_only_releases(names: list[str]) -> None:
     if names:
         raise ModelError(
-            f"{', '.join(names[:5])} changed between two steps, by other code than the optimizer, such as a hook. Only "
-            "what the steps release may change the model. Change tensors of it, such as the weights of a teacher, in "
+            f"{', '.join(names[:5])} changed between two steps, by code other than the optimizer, such as a hook. Only "
+            "what the steps release may change the model. Change its tensors, such as the weights of a teacher, in "
             "training_step, or in optimizer_step after the optimizer."
         )
 
@@ -340,7 +341,7 @@ def _refuse(changes: list[Change], failure: str = "") -> None:
 
 
 def _same_bits(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors (n,) of one dtype are equal, a nan to itself too."""
+    """Whether two tensors (n,) of one dtype have the same bits, so that a nan equals itself."""
     return torch.equal(one.view(torch.uint8), other.view(torch.uint8))
 
 
@@ -361,7 +362,7 @@ def _owner(tensors: list[Tensor]) -> str:
             for holder in gc.get_referrers(value):
                 if any(holder is known for known in holders) or type(holder).__name__ == "frame":
                     continue
-                if type(holder) is Change:  # it was put back, and stood there
+                if type(holder) is Change:  # the place that held it before the change was undone
                     return f" in {holder.path}"
                 if isinstance(holder, dict) and "__name__" in holder and "__spec__" in holder:
                     names = [name for name, held in holder.items() if held is value]

@@ -1,10 +1,10 @@
 """What tensors, NumPy arrays and random generators hold.
 
-A version counter misses writes through ``.data``, NumPy and other views, so numbers are compared: those of large arrays
-by a digest of each piece, since a copy of a model would take its memory once more. The digest of a piece of words x is
-the sum of w (x + floor(x / 2^29)) modulo 2^64, with a secret odd w for each place. Where one number changes, so does
-the digest. The second term brings the high bits down: by themselves they meet only the lowest bit of each w, so that
-two flipped signs would cancel.
+A version counter misses writes through ``.data``, NumPy and other views, so the numbers are compared; for large arrays,
+a digest of each piece is compared instead, since a copy of a model would double its memory. The digest of a piece of
+words x is the sum of w (x + floor(x / 2^29)) modulo 2^64, with a secret odd w for each place. If one number changes, so
+does the digest. The second term adds the high bits to lower ones: without it, a sign bit would meet only the lowest bit
+of each w, and two flipped signs would cancel.
 """
 
 import functools
@@ -28,8 +28,8 @@ GENERATORS += (random.Random, np.random.SeedSequence)
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-_PIECE = 4096  # words of 8 bytes to a digest
-_PIECES = 64  # at once: 2 MiB stay in a CPU's cache
+_PIECE = 4096  # words of 8 bytes per digest
+_PIECES = 64  # pieces at a time: 2 MiB stay in a CPU's cache
 
 
 class Contents:
@@ -62,14 +62,14 @@ class Contents:
         for device, there in by_device.items():
             if device.type == "cpu":
                 found += [index for index, now, then in there if not torch.equal(now, then)]
-            else:  # waits for the device once, where torch.equal does so for each
+            else:  # waits for the device once; torch.equal would wait for each array
                 differs = torch.stack([(now != then).any() for _, now, then in there]).tolist()
                 found += [index for (index, _, _), differ in zip(there, differs, strict=True) if differ]
         return sorted(found)
 
 
 def _summary(bits: Tensor) -> Tensor:
-    """The numbers themselves where they are few; else a digest of each whole piece, and the rest."""
+    """The numbers themselves if they are few; otherwise a digest of each whole piece, and the rest."""
     if bits.numel() * bits.itemsize < 16 * _PIECE:
         return bits
     order = sorted(range(bits.dim()), key=bits.stride, reverse=True)
@@ -89,7 +89,7 @@ def _weights(device: torch.device) -> Tensor:
 
 
 def _look(array: Array) -> tuple[tuple[Any, ...], Tensor | None]:
-    """What to compare by ``==``, and a view of the numbers; None where they cannot be read in place."""
+    """What to compare by ``==``, and a view of the numbers; None if they cannot be read in place."""
     try:
         if isinstance(array, Tensor):
             return (array.shape, array.dtype, array.device, array.requires_grad), _bits(array)
@@ -97,13 +97,13 @@ def _look(array: Array) -> tuple[tuple[Any, ...], Tensor | None]:
             return (array.shape,), None  # the walk follows its base
         if array.dtype.kind in "biufc" and min(array.strides, default=0) >= 0:
             return (array.shape, array.dtype), _bits(torch.from_numpy(array))
-        return (array.shape, array.dtype, array.tobytes()), None  # of objects, their ids
+        return (array.shape, array.dtype, array.tobytes()), None  # for objects, these are their ids
     except Exception:  # no memory of its own, or not initialized
         return (version_of(array) if isinstance(array, Tensor) else None,), None
 
 
 def _bits(tensor: Tensor) -> Tensor:
-    """A view as integers. Raises where there is no memory to view: sparse, nested, meta, a wrapper of other tensors."""
+    """A view as integers. Raises if there is no memory to view: sparse, nested, meta, a wrapper of other tensors."""
     wrapped = is_wrapped(tensor) or tensor.is_nested or tensor.is_quantized
     if wrapped or (not tensor.data_ptr() and tensor.numel()):
         raise RuntimeError("no memory to read")

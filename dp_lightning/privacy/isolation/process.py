@@ -23,7 +23,7 @@ _VALUES = (bool, int, float, str, tuple, list, dict, torch.dtype, torch.device)
 
 
 def settings() -> dict[str, Any]:
-    """All of them by name, to be compared by ``==``."""
+    """All settings by name, to be compared by ``==``."""
     return {name: read() for name, read in _getters().items()}
 
 
@@ -48,7 +48,7 @@ def _pairs() -> Iterator[tuple[str, Callable[[], Any]]]:
 
 
 def _answers(getter: Callable[[], Any]) -> bool:
-    """Whether it needs no argument, is not deprecated, and gives a value."""
+    """Whether a getter needs no argument, is not deprecated, and returns a plain value."""
     with warnings.catch_warnings(action="error"):
         try:
             return isinstance(getter(), _VALUES)

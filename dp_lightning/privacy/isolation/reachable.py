@@ -1,9 +1,9 @@
-"""The objects that a module leads to, and the places where they hold others.
+"""The objects that can be reached from a module, and the places where they hold others.
 
 The walk follows attributes, slots, containers, the attributes of classes, and functions with their closures, defaults
 and the globals that they name. Objects written in C are described by what the garbage collector finds in them, and by
-what they would be pickled as. Modules are compared where code names them, and classes of libraries, but not followed.
-The walk calls no method of a user's class, and continues where an object cannot be read.
+what they would be pickled as. Modules that code names, and classes of libraries, are compared but not followed. The
+walk calls no method of a user's class, and continues if an object cannot be read.
 """
 
 import contextvars
@@ -33,7 +33,7 @@ Members: TypeAlias = dict[Any, Any]
 
 #: Types whose values cannot change, and refer to nothing that can.
 ATOMS = frozenset((int, float, complex, bool, str, bytes, type(None), range, torch.Size, torch.dtype, torch.device))
-# Known by identity only: what they lead to belongs to the process rather than to the model.
+# Compared by identity only: what they refer to belongs to the process rather than to the model.
 _NOT_FOLLOWED: tuple[type, ...] = (types.ModuleType, types.CodeType, types.FrameType, logging.Logger, weakref.ref)
 _NOT_FOLLOWED += (np.generic, types.GetSetDescriptorType, types.MemberDescriptorType, types.WrapperDescriptorType)
 _LIBRARIES = {"dp_lightning", "lightning", "lightning_fabric", "numpy", "pytorch_lightning", "torch", "torchmetrics"}
@@ -48,9 +48,9 @@ class Place:
     """Where an object holds others: its attributes, its items, the variables of a function.
 
     Attributes:
-        path: of the object.
+        path: the path of the object.
         source: what is read, such as a dict, a list, or the cell of a closure.
-        read: makes a dict of the members that stand in the source.
+        read: returns the members in the source as a dict.
         label: what the key of a member adds to the path.
         followed: whether the walk follows the members.
         held: the members when the place was found; None where they could not be read.
@@ -69,14 +69,14 @@ class Place:
     def now(self) -> Members | None:
         try:
             return self.read(self.source)
-        except Exception:  # a user's object may raise anything; an empty slot does
+        except Exception:  # a user's object may raise anything; an empty slot raises too
             return None
 
     def restore(self) -> None:
-        """Make the members what was held, where that can be done; a cache of functools is emptied."""
+        """Put back the members that were held, if that can be done; a functools cache is emptied."""
         source, held, now = self.source, self.held, self.now() or {}
         if held is None:
-            if isinstance(source, types.CellType):  # of a variable that had no value
+            if isinstance(source, types.CellType):  # its variable had no value
                 del source.cell_contents
         elif isinstance(source, dict | type):
             base = type if isinstance(source, type) else in_c(source)
@@ -113,7 +113,7 @@ def reachable(
 def walk(roots: Mapping[str, object], ignored: Ignored) -> Iterator[tuple[str, object, list[Place]]]:
     """Each object that can be reached from the roots, once, with a shortest path to it and its places."""
     queue: deque[tuple[str, Any]] = deque(roots.items())  # breadth first: no other path is shorter
-    seen: Members = {}  # keeps what was made on the way alive, so that its id stays its own
+    seen: Members = {}  # keeps temporary objects alive, so that no id is reused
     named: set[tuple[int, str]] = set()
     own = {_package(kind) for root in roots.values() for kind in _kinds(root)} - _LIBRARIES - _OF_MODELS
     while queue:
@@ -122,7 +122,7 @@ def walk(roots: Mapping[str, object], ignored: Ignored) -> Iterator[tuple[str, o
             continue
         seen[id(value)] = value
         places: list[Place] = []
-        with suppress(Exception):  # what was found until then stands
+        with suppress(Exception):  # the places found before the error are kept
             places.extend(_places(path, value, ignored, named, own))
         seen.update((id(place.source), place.source) for place in places)
         yield path, value, places
@@ -186,7 +186,7 @@ def _kept(names: Mapping[str, Any], owner: object, ignored: Ignored) -> Members:
 
 
 def in_c(value: Any) -> type:
-    """The nearest base of its class that is written in C; ``object`` where all else is Python."""
+    """The nearest base class that is written in C; ``object`` if all others are written in Python."""
     return _base_in_c(type(value))  # type: ignore[arg-type]
 
 
@@ -201,7 +201,7 @@ def _slots(kind: type) -> dict[str, types.MemberDescriptorType]:
         return {}
     members = (item for base in reversed(kind.__mro__) for item in vars(base).items())
     slots = {name: member for name, member in members if type(member) is types.MemberDescriptorType}
-    return {name: member for name, member in slots.items() if not name.endswith("offset__")}  # of C itself
+    return {name: member for name, member in slots.items() if not name.endswith("offset__")}  # members of C's own
 
 
 def _items(path: str, value: Any) -> Iterator[Place]:
@@ -231,7 +231,7 @@ def _pickled(value: Any) -> Any:
 
 
 def _fixed(part: Any, known: Members) -> Any:
-    """With tuples in the place of containers and iterators that are made anew by each call."""
+    """The part, with tuples instead of the containers and iterators that each call makes anew."""
     if id(part) in known:
         return part
     if type(part) in (list, tuple, dict):
@@ -260,7 +260,7 @@ def _variables(path: str, function: types.FunctionType) -> Iterator[Place]:
 
 
 def _globals(function: types.FunctionType, named: set[tuple[int, str]], own: Collection[str]) -> Iterator[Place]:
-    """The modules of a user's function and those that it names, and of their members those that it names."""
+    """The module of a user's function and the modules that it names, with those of their members that it names."""
     module, space = str(function.__globals__.get("__name__")), function.__globals__
     if _is_library(module, own):
         return
@@ -280,7 +280,7 @@ def _globals(function: types.FunctionType, named: set[tuple[int, str]], own: Col
         named.update((key, name) for name in new)
         if _is_library(module, own):
             yield from _of_library(module, new)
-        else:  # of a module that is named, the members that are named count, and not all
+        else:  # only the members that are named count
             modules = [name for name in new if type(new[name]) is types.ModuleType]
             for group in (modules, [name for name in new if name not in modules]):
                 yield Place(module, space, functools.partial(_chosen, group), _attribute, followed=group is not modules)
@@ -303,7 +303,7 @@ def _of_library(module: str, named: Members) -> Iterator[Place]:
 
 @functools.lru_cache(maxsize=4096)
 def _names(code: types.CodeType) -> frozenset[str]:
-    """Of globals and attributes."""
+    """The names of globals and attributes in the code."""
     inner = (_names(part) for part in code.co_consts if isinstance(part, types.CodeType))
     return frozenset(code.co_names).union(*inner)
 
@@ -338,7 +338,7 @@ def _frame(generator: "types.GeneratorType[Any, Any, Any]") -> Members:
     return {"": (generator.gi_yieldfrom, *variables)}
 
 
-# How to read a container, and objects whose description in C would leave something out.
+# How to read containers, and objects for which ``_described`` would leave something out.
 _ITEMS: list[tuple[Any, Callable[[Any], str], Callable[[Any], Members]]] = [
     (dict, _item, lambda value: dict(dict.items(value))),
     (list, _item, lambda value: dict(enumerate(list.__iter__(value)))),

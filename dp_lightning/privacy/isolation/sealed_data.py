@@ -1,9 +1,9 @@
 """Keeps the training set out of reach while a loss is computed.
 
-A module may hold its training set, as one with a ``train_dataloader`` does. While a loss runs, each data set is of a
-class that refuses every use by the loss's thread, whatever leads to it. Python's other threads, such as one by which a
-data set reads ahead, may use it. Arrays and lists cannot be closed like this: a module must not hold those with the
-examples.
+A module may hold its training set, as one with a ``train_dataloader`` does. While a loss runs, each data set has a
+class that refuses every use by the loss's thread, however it is reached. Other Python threads, such as one in which a
+data set reads ahead, may use it. Arrays and lists cannot be closed like this, so a module must not hold those that
+contain the examples.
 """
 
 import functools
@@ -22,8 +22,8 @@ from dp_lightning.privacy.isolation.reachable import Ignored, reachable, walk
 from dp_lightning.torch_internals import ForeignThread
 
 _FIX = (
-    "The step would see raw examples other than its own. Put what it needs to know of the data set, such as the number "
-    "of classes, into an attribute of the module."
+    "The step would see raw examples other than its own. Put what it needs to know about the data set, such as the "
+    "number of classes, into an attribute of the module."
 )
 
 
@@ -34,9 +34,9 @@ class SealedData:
     """The training set, and what it is made of.
 
     Args:
-        roots: what leads to it.
-        num_train: number of examples N; what has fewer elements does not hold them.
-        module: that is trained; a loader may lead to it, and what it holds itself is not the data.
+        roots: the objects from which it is reached.
+        num_train: number of examples N; an object with fewer elements does not hold them.
+        module: the module that is trained; a loader may refer to it, and what the module holds is not the data.
         ignored: attributes that are not followed.
     """
 
@@ -68,30 +68,30 @@ class SealedData:
 
     @property
     def objects(self) -> list[object]:
-        """The data sets, which are of another class while a loss runs."""
+        """The data sets, which have another class while a loss runs."""
         return [value for value, _ in self._objects.values()]
 
     def __contains__(self, value: object) -> bool:
         return id(value) in self._objects
 
     def require_not_in(self, roots: Mapping[str, object], ignored: Ignored) -> None:
-        """Refuse objects that hold the examples where their use cannot be seen.
+        """Refuse objects that hold the examples and whose use cannot be seen.
 
         Raises:
-            ModelError: with the attribute.
+            ModelError: naming the attribute.
         """
         for path, value, _ in walk(roots, ignored):
             if id(value) in self._arrays or self._has_memory(value):
                 raise ModelError(
                     f"{path} is shared with the training set and may hold its examples ({type(value).__name__} of "
                     f"{_length(value)}). Through it training_step would see raw examples other than its own, "
-                    "unnoticed. Hold examples only in a torch.utils.data.Dataset. If it holds none and is public, "
+                    "unnoticed. Keep examples only in a torch.utils.data.Dataset. If it holds none and is public, "
                     "such as a vocabulary, class names or a mean, give the module a copy: dict(vocabulary), "
                     "list(names), mean.clone()."
                 )
 
     def _has_memory(self, value: object) -> bool:
-        """Whether an array, a parameter or a buffer has memory of the data. The use of other tensors is seen."""
+        """Whether an array, a parameter or a buffer shares memory with the data. The use of other tensors is seen."""
         if not (isinstance(value, np.ndarray) or id(value) in self._held):
             return False
         (start, end), known = _bounds(value), np.array(self._memory or [(0, 0)], dtype=np.uint64)  # type: ignore[arg-type]
@@ -99,10 +99,10 @@ class SealedData:
 
     @contextmanager
     def closed(self) -> Iterator[None]:
-        """Around a loss.
+        """Context around a loss.
 
         Raises:
-            ModelError: where its thread uses the data set.
+            ModelError: if the loss's thread uses a data set.
         """
         _RUNS_A_LOSS.now = True
         try:
@@ -116,7 +116,7 @@ class SealedData:
 
 
 def _bounds(array: "Tensor | np.ndarray[Any, Any]") -> tuple[int, int]:
-    """Where the memory of its base begins and ends; at 0 where it has none."""
+    """Where the memory of an array's base begins and ends; zeros if it has none."""
     while isinstance(array, np.ndarray) and isinstance(array.base, np.ndarray | Tensor):
         array = array.base
     try:
@@ -124,12 +124,12 @@ def _bounds(array: "Tensor | np.ndarray[Any, Any]") -> tuple[int, int]:
             storage = array.untyped_storage()
             return storage.data_ptr(), storage.data_ptr() + storage.nbytes()
         return array.ctypes.data, array.ctypes.data + array.nbytes
-    except Exception:  # sparse, or a wrapper, each of which raises its own
+    except Exception:  # sparse tensors and wrappers raise different errors
         return 0, 0
 
 
 def _length(value: object) -> int:
-    """Of an object that can be indexed, and is no text."""
+    """The length of an object that can be indexed and is not a string; 0 for others."""
     if isinstance(value, str | bytes | Enum):
         return 0
     try:
@@ -139,11 +139,11 @@ def _length(value: object) -> int:
 
 
 def _close(value: object) -> bool:
-    """Give an object a class that refuses every use by a loss; false where it is written in C."""
+    """Give an object a class that refuses every use by a loss; false if it is written in C."""
     kind: Any = type(value)
     try:
         object.__setattr__(value, "__class__", _closed(kind))
-    except Exception:  # an instance of a class that cannot be derived from raises its own
+    except Exception:  # classes that cannot be derived from raise different errors
         return False
     return True
 
@@ -153,7 +153,7 @@ def _open(value: object, kind: type) -> None:
 
 
 def _in_a_loss() -> bool:
-    """Whether this thread runs a loss, or is none of Python's: that of a backward pass on a GPU is autograd's."""
+    """Whether this thread runs a loss, or is not one of Python's, as autograd's for a backward pass on a GPU."""
     return getattr(_RUNS_A_LOSS, "now", False) or isinstance(threading.current_thread(), ForeignThread)
 
 

@@ -1,10 +1,10 @@
 """What a model can remember: the state reachable from it, compared before and after a step.
 
 A step that keeps something of one example (a list that it appends to, a counter in a closure, a buffer written through
-NumPy) can carry it into the gradient of another. :class:`StateSnapshot` names such state by its path: what stands in
-the places that ``reachable`` finds, what arrays and generators hold, and the settings of the process that libraries
-keep in C. Out of its reach are files, threads, other processes, objects of other packages that are written in C, and
-what is found only by its name, such as a logger that is made on the way.
+NumPy) can carry it into the gradient of another. :class:`StateSnapshot` names such state by its path: the members of
+the places that ``reachable`` finds, the contents of arrays and generators, and the settings of the process that
+libraries keep in C. It does not see files, threads, other processes, objects of other packages that are written in C,
+and what is found only by its name, such as a logger that is created during the step.
 """
 
 import gc
@@ -27,27 +27,27 @@ from dp_lightning.privacy.isolation.process import settings
 from dp_lightning.privacy.isolation.reachable import ATOMS, Ignored, Place, walk
 from dp_lightning.torch_internals import gradient_of, without_torch_function_of_subclasses
 
-#: Stands for the value of a key that is not there.
+#: The value of a key that is missing.
 ABSENT: Any = type("Absent", (), {"__repr__": lambda self: "ABSENT"})()
-# How names begin that Python and torch.compile write into modules, classes and functions.
+# Prefixes of the names that Python and torch.compile write into modules, classes and functions.
 _NOTES: tuple[str, ...] = ("__slotnames__", "__annotations__", "__warningregistry__")
 _NOTES += ("__builtins_dict__", "__compiled_fn_", "__dynamo_disable", "__import_", "__resume_at_", "___needs")
 
 
 @dataclass(frozen=True, eq=False)
 class Change:
-    """Something that is no longer what it was when the snapshot was taken.
+    """Something that has changed since the snapshot was taken.
 
-    Where there is a holder, the change can be undone.
+    If there is a holder, the change can be undone.
 
     Attributes:
         path: such as ``model.layers[3].count``, or ``Net.bank`` for an attribute of a class.
         kind: ``tensor`` for the numbers of a tensor or array, ``generator`` for the state of a random generator,
             ``global`` for what is compared but not followed: settings, and members of modules and library classes.
         source: what was read, such as a tensor or a generator.
-        holder: the dict or list in which another value stands, such as an object's ``__dict__`` or a module's
-            ``_buffers``. None for all else, such as slots, closures, and lists of another length.
-        key, old, new: where in the holder, what stood there, and what stands there now; ABSENT where nothing does.
+        holder: the dict or list whose value was replaced, such as an object's ``__dict__`` or a module's
+            ``_buffers``. None for everything else, such as slots, closures, and lists whose length changed.
+        key, old, new: the key in the holder, its value then, and its value now; ABSENT if there is none.
     """
 
     path: str
@@ -60,7 +60,7 @@ class Change:
 
     @property
     def is_plain(self) -> bool:
-        """Whether one value took the place of another one in a dict, and both hold nothing but themselves."""
+        """Whether one value replaced another in a dict, and each is an atom, a tensor or absent."""
         return isinstance(self.holder, dict) and all(
             value is ABSENT or type(value) in ATOMS or isinstance(value, Tensor) for value in (self.old, self.new)
         )
@@ -82,14 +82,14 @@ def _plain_tensors() -> Iterator[None]:
 
 
 class StateSnapshot:
-    """The state reachable from a root, to be compared with what it is later.
+    """The state reachable from a root, to be compared with its later state.
 
     Args:
         root: usually an ``nn.Module``.
-        ignored: asked with an object and the name of one of its attributes; where it says true, the attribute is
-            neither compared nor followed. True for every name leaves out all of an object.
-        name: what paths call the root.
-        also: further roots, by what paths call them.
+        ignored: called with an object and the name of one of its attributes; if it returns true, the attribute is
+            neither compared nor followed. True for every name leaves out the whole object.
+        name: the name of the root in paths.
+        also: further roots, by their names in paths.
     """
 
     def __init__(
@@ -116,7 +116,7 @@ class StateSnapshot:
         return found
 
     def restore(self) -> list[Change]:
-        """Put back what stood in attributes, containers and closures; what has still changed then."""
+        """Put back the contents of attributes, containers and closures; returns the changes that remain."""
         with _plain_tensors():
             for place in [place for group in self._groups for place in group.suspects()]:
                 if any(_changes(place)):
@@ -124,7 +124,7 @@ class StateSnapshot:
         return self.changes()
 
     def refresh(self) -> None:
-        """Take the snapshot anew; the root is walked again only where an attribute has changed."""
+        """Take a new snapshot; the roots are walked again only if an attribute has changed."""
         self._settings = settings()
         with _plain_tensors():
             suspects = [group.suspects() for group in self._groups]
@@ -152,7 +152,7 @@ class StateSnapshot:
 class _Group:
     """Places that are compared together.
 
-    Nearly all are dicts, lists and sets all of whose members count. These are compared in one go, in C.
+    Nearly all are dicts, lists and sets of which every member counts. These are compared in one go, in C.
     """
 
     def __init__(self, places: list[Place]):
@@ -173,12 +173,12 @@ class _Group:
         self._take()
 
     def suspects(self) -> list[Place]:
-        """Those to be compared one by one."""
+        """The places to be compared one by one."""
         same = self._count() == self._lengths and all(map(is_, self._members(), self._held))
         return self._others if same else self._places
 
     def note(self, suspects: list[Place], changed: dict[Place, list[Change]]) -> None:
-        """From here on, compare with what stands in the places now, such as an equal value or a note."""
+        """From here on, compare with what the places hold now, such as an equal value or a note."""
         everywhere = suspects is self._places
         for place in suspects:
             if everywhere or changed[place]:
@@ -216,8 +216,8 @@ def _changes(place: Place) -> Iterator[Change]:
 
 
 def _is_note(key: Any, old: Any, new: Any) -> bool:
-    """Whether no code has done it: an import, what Python or torch.compile puts there, a weak reference that died."""
-    if new is ABSENT:  # where the object was dropped on purpose, what had held it has changed
+    """Whether the change does not count: an import, a note of Python or torch.compile, a weak reference that died."""
+    if new is ABSENT:  # if the object was dropped on purpose, what held it has changed too
         return any(issubclass(type(part), weakref.ref) and weakref.ref.__call__(part) is None for part in (key, old))
     if old is ABSENT:
         return type(new) is ModuleType or (type(key) is str and key.startswith(_NOTES))
@@ -237,5 +237,5 @@ def _same(old: Any, new: Any) -> bool:
     if old is new or kind is not type(new):
         return old is new
     if kind in ATOMS or (issubclass(kind, np.generic) and kind is not np.void):
-        return repr(old) == repr(new)  # unlike by ==, -0.0 differs from 0.0, and nan does not from nan
+        return repr(old) == repr(new)  # unlike with ==, -0.0 differs from 0.0, and nan equals nan
     return kind is tuple and len(old) == len(new) and all(map(_same, old, new))

@@ -1,7 +1,7 @@
-"""Keeps a loss in its own thread: neither its watch nor vmap sees another thread.
+"""Keeps a loss in its own thread: neither its watch nor vmap sees other threads.
 
-A thread that was started before may be handed work. There a tensor of an example is of no use, since torch knows it
-inside of the vmap only, and its text is withheld.
+A thread that was started before may still be given work. A tensor of an example is useless there, since torch knows it
+only inside the vmap, and its text is withheld.
 """
 
 import _thread
@@ -13,7 +13,7 @@ from typing import Any
 from dp_lightning.errors import ModelError
 from dp_lightning.torch_internals import text_of_wrapped
 
-# What starts a thread: one function by several names, and another one since Python 3.13.
+# What starts a thread: one function under several names, and another one since Python 3.13.
 _STARTS = [
     (module, name)
     for module in (_thread, threading)
@@ -30,10 +30,10 @@ _STARTS = [
 
 @contextmanager
 def no_threads() -> Iterator[None]:
-    """Refuse to start a thread from this one; others may.
+    """Refuse to start a thread from the current thread; other threads may.
 
     Raises:
-        ModelError: where one is started.
+        ModelError: if one is started.
     """
     this = threading.get_ident()
 
@@ -60,6 +60,6 @@ def no_threads() -> Iterator[None]:
 
 @contextmanager
 def no_text() -> Iterator[None]:
-    """Around a vmap: the text of a tensor shows no numbers, in any thread."""
+    """Context around a vmap: the text of a tensor shows no numbers, in any thread."""
     with text_of_wrapped("a tensor of one example"):
         yield

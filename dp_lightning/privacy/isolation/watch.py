@@ -15,20 +15,20 @@ from dp_lightning.privacy.gradients.functions import collect, initialized, write
 from dp_lightning.privacy.gradients.refusals import RESIZED
 from dp_lightning.torch_internals import storage_address
 
-# Later versions of Python move objects on in other ways.
+# Later versions of Python move objects between generations in other ways.
 _GENERATIONS = sys.version_info < (3, 14)
 
 
 class Watch(TorchFunctionMode):
     """Watches code that runs without vmap, on one example after the other.
 
-    It refuses tensors of before that are no constants, those of an earlier example among them, and keeps the value of
-    a buffer from before it is written to.
+    It refuses earlier tensors that are not constants, including those of an earlier example, and keeps the value of a
+    buffer from before it is written to.
 
     Args:
         is_known: whether a tensor is a constant.
-        older: tensors that are refused, by their ids.
-        storages: of the buffers whose value is kept.
+        older: tensors that are refused, by id.
+        storages: those of the buffers whose value is kept.
     """
 
     def __init__(
@@ -45,9 +45,10 @@ class Watch(TorchFunctionMode):
         self._written: dict[int, tuple[Tensor, Tensor]] = {}
 
     def end_example(self) -> dict[int, tuple[Tensor, Tensor]]:
-        """What was written to, by its storage: a tensor over all of the memory, and its value before.
+        """End an example, whose tensors are refused from here on.
 
-        From here on, tensors of the example are refused.
+        Returns:
+            By each storage that was written to: a tensor over all of the memory, and its value before.
         """
         alive = [tensor for ref in self._made if (tensor := ref()) is not None and not self._is_known(tensor)]
         self._older.update((id(tensor), weakref.ref(tensor)) for tensor in alive)
@@ -80,7 +81,7 @@ class Watch(TorchFunctionMode):
         return initialized(func, args, result)
 
     def note(self, result: Any) -> None:
-        """The tensors in it are of this example."""
+        """Note that the tensors in a result belong to this example."""
         if isinstance(result, Tensor):
             self._made.append(weakref.ref(result))
         elif isinstance(result, (list, tuple)):
@@ -98,10 +99,10 @@ class Watch(TorchFunctionMode):
 
 
 class UnknownTensors:
-    """The tensors of the process that are no constants, as the garbage collector knows them.
+    """The tensors of the process that are not constants, found through the garbage collector.
 
-    To look at all objects of the process takes a tenth of a second and more. An object that was made since then is in
-    the collector's two younger generations, as long as these were not collected together.
+    Looking at all objects of the process takes a tenth of a second or more. An object that was made after the last look
+    is in the collector's two younger generations, unless these have been collected together since.
 
     Args:
         is_known: whether a tensor is a constant.
@@ -113,7 +114,7 @@ class UnknownTensors:
         self._collections: list[int] = []
 
     def tensors(self) -> dict[int, weakref.ref[Tensor]]:
-        """Those that are there now, by their ids."""
+        """The tensors that exist now, by id."""
         tensors = _young_tensors()
         now = [generation["collections"] for generation in gc.get_stats()[1:]]
         if not _GENERATIONS or now != self._collections:
@@ -127,32 +128,32 @@ class UnknownTensors:
 
 
 def all_tensors() -> list[Tensor]:
-    """All that there are.
+    """All tensors of the process.
 
-    They are found by their classes. In the list of all objects there may be a tuple that another thread makes, which
+    They are found by their classes. The list of all objects may contain a tuple that another thread is building, which
     Python cannot finish while something else holds it.
     """
     kinds: list[type] = [Tensor]
-    for kind in kinds:  # which grows by their subclasses
+    for kind in kinds:  # the list grows by their subclasses
         kinds += type.__subclasses__(kind)
     return [value for value in gc.get_referrers(*kinds) if issubclass(type(value), Tensor)]
 
 
 def _young_tensors() -> list[Tensor]:
-    """Those of the garbage collector's young generations."""
+    """The tensors in the garbage collector's young generations."""
     return [value for value in gc.get_objects(0) + gc.get_objects(1) if issubclass(type(value), Tensor)]
 
 
 def memory_of(tensor: Tensor) -> int:
-    """What tells the memory of a tensor from that of others; views have that of their base."""
+    """A number that identifies the memory of a tensor; views share that of their base."""
     try:
         return tensor.untyped_storage().data_ptr() or id(tensor)
-    except Exception:  # sparse, or a wrapper, each of which raises its own
+    except Exception:  # sparse tensors and wrappers raise different errors
         return id(tensor)
 
 
 def storage_of(tensor: Tensor) -> int | None:
-    """Of what a tensor's memory is known by; None where it has none of its own."""
+    """The address of a tensor's storage; None if it has none of its own."""
     try:
         return storage_address(tensor)
     except Exception:  # as above
