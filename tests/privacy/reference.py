@@ -14,7 +14,7 @@ def clipped_gradient_sum(
 ):
     """Sums, and norms (B, L) or (B,) of one group, as a private step takes them; an example has ``augmult`` rows.
 
-    ``ways``: gets how the gradients of each parameter were taken.
+    ``ways``: gets how the gradients of each parameter were computed.
     """
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
     total, norms = ClippedSum(parameters, clip_plan), []

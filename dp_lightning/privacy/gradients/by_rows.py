@@ -1,7 +1,7 @@
-"""Kernels that treat rows separately and that vmap cannot run, or runs slowly: run once on the rows of all examples.
+"""Kernels that treat rows independently and that vmap cannot run, or runs slowly: run once on the rows of all examples.
 
-Attention with a mask that needs a gradient has no batching rule on a CPU, and recurrent layers have none at all. That
-these kernels treat rows apart is trusted.
+Attention with a mask that needs a gradient has no batching rule on a CPU, and recurrent layers have none at all. It is
+assumed, not checked, that these kernels treat rows independently.
 """
 
 from collections.abc import Callable
@@ -26,13 +26,13 @@ def _attention(
     is_causal: bool = False,
     **options: Any,
 ) -> Tensor:
-    """``query`` (..., heads, L, E) of one example."""
+    """``query``: (..., heads, L, E) of one example."""
     lead = query.shape[:-3]
     if any(tensor is not None and tensor.dim() > query.dim() for tensor in (key, value, attn_mask)):
-        raise ValueError("Key, value and mask of attention have at most as many dimensions as the query.")
+        raise ValueError("Key, value and mask of attention must have at most as many dimensions as the query.")
 
     def rows(tensor: Tensor, dims: int) -> Tensor:
-        """(b * lead, ...) of a tensor whose own ``dims`` dimensions may be less than the query's."""
+        """(b * lead, ...) of a tensor whose own ``dims`` dimensions may be fewer than the query's."""
         inner = unwrapped(tensor) if is_batched(tensor) else tensor.unsqueeze(0).expand(batch_size, *tensor.shape)
         inner = inner.reshape(batch_size, *[1] * (query.dim() - dims), *tensor.shape)
         if not lead:
@@ -48,7 +48,7 @@ def _attention(
 
 def _recurrent(kernel: Callable[..., tuple[Tensor, ...]]) -> Callable[..., tuple[Tensor, ...]]:
     def run(batch_size: int, *args: Any) -> tuple[Tensor, ...]:
-        """``args`` as of ``torch.lstm``: input (t, rows, features) or (rows, t, features) of one example, states."""
+        """``args`` as for ``torch.lstm``: input (t, rows, features) or (rows, t, features) of one example, states."""
         if isinstance(args[3], (list, tuple)):
             raise ModelError("A packed sequence holds several examples. Pad the sequences to one length.")
         x, states, *rest = args
@@ -74,4 +74,4 @@ BY_ROWS: dict[Any, Callable[..., Any]] = {
     F.scaled_dot_product_attention: _attention,
     **{kernel: _recurrent(kernel) for kernel in (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)},
 }
-"""By function: from b and its arguments to what it returns, with the example dimension first. They run below vmap."""
+"""By function: maps b and its arguments to its results, with the example dimension first. They run below vmap."""

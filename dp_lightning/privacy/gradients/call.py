@@ -14,9 +14,9 @@ class Call:
 
     Attributes:
         inputs: what the function saw, (b * K, ...); the K rows of an example follow each other.
-        arguments: the others by name; trained ones without gradient.
-        names: of the trained arguments, to the names under which their gradients are handed over.
-        rows: K. It is 1 where the function saw no dimension of rows.
+        arguments: the other arguments by name; trained ones are detached.
+        names: maps each trained argument to the name under which its gradients are handed over.
+        rows: K. It is 1 if the function saw no dimension of rows.
     """
 
     inputs: Tensor
@@ -26,6 +26,6 @@ class Call:
 
     @property
     def weight_shape(self) -> torch.Size:
-        """Of the argument ``weight``."""
+        """The shape of the argument ``weight``."""
         weight: Tensor = self.arguments["weight"]
         return weight.shape

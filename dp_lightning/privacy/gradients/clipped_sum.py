@@ -9,16 +9,16 @@ from dp_lightning.privacy.clipping import ClipPlan
 from dp_lightning.privacy.gradients.contribution import Contribution, Weights
 from dp_lightning.privacy.gradients.workspace import Workspace
 
-# Of a bound, relative: squared norms are known to 1e-6, and five more roundings to 6e-8 follow.
+# Relative to a bound: squared norms are accurate to 1e-6, and five more roundings of 6e-8 follow.
 _ROOM = 2.0**-19
 
 
 class ClippedSum:
     """Float32 buffers that collect the clipped gradients of a logical batch.
 
-    Formal guarantee: one example contributes at most ``clip_plan.sensitivity`` in L2 norm, the rounding of its norm and
-    of its contribution included; where contributions are added up, the float32 sum is rounded once more. A group of an
-    example's gradient that is not finite, or whose squared norm overflows float32, contributes zero.
+    Formal guarantee: one example contributes at most ``clip_plan.sensitivity`` in L2 norm, including the rounding of
+    its norm and of its contribution; adding contributions up rounds the float32 sum once more. A group of an example's
+    gradient that is not finite, or whose squared norm overflows float32, contributes zero.
 
     Args:
         parameters: trained parameters by name; their order fixes the order of the groups.
@@ -38,7 +38,7 @@ class ClippedSum:
         self._bounds = torch.tensor(bounds, dtype=torch.float32, device=device).unbind()
         self.discarded = torch.zeros((), dtype=torch.int64, device=device)
         """How many examples of the logical batch have a gradient that is not finite."""
-        # Dense, also where a parameter is a view of a larger tensor.
+        # Dense, even if a parameter is a view of a larger tensor.
         self._places = {
             name: (p.shape, torch.empty_like(p, device="meta").stride(), p.numel()) for name, p in parameters.items()
         }
@@ -73,15 +73,15 @@ class ClippedSum:
 
     @torch.no_grad()
     def take(self, contribution: Contribution) -> None:
-        """Take what the physical batch contributes to some parameters, each of them in one contribution.
+        """Take what the physical batch contributes to some parameters; each parameter comes in one contribution only.
 
-        Where these are all parameters of their groups, they are clipped and added at once and nothing is kept.
+        If these are all parameters of their groups, they are clipped and added at once, and nothing is kept.
         """
         assert not self._seen & set(contribution.names), "a parameter's contributions add up before the norm is taken"
         self._seen.update(contribution.names)
         groups = {self._group_of[name] for name in contribution.names}
         complete = all(set(self._members[group]) <= set(contribution.names) for group in groups)
-        # Autocast would take the products in bfloat16, and the sum would no longer be what was measured.
+        # Autocast would compute the products in bfloat16, and the sum would no longer be what was measured.
         with torch.autocast(self.discarded.device.type, enabled=False):
             if complete:
                 self._add(contribution.stream(self._weigh, self._workspace))

@@ -1,4 +1,4 @@
-"""What one physical batch contributes to the parameters of one unit, per example until the weights are known."""
+"""What one physical batch contributes to a few parameters, per example until the weights are known."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
@@ -17,25 +17,25 @@ Weights = Mapping[str, Tensor]
 """Parameter name to the factor of each example, (r,) float32; zero where the gradient is not finite."""
 
 Weigh = Callable[[slice, Mapping[str, Tensor]], Weights]
-"""From squared norms, parameter name to (r,) float64, of a range of r examples, to their weights."""
+"""Maps squared norms, parameter name to (r,) float64, of a range of r examples to their weights."""
 
 
 class Contribution(ABC):
     """Per-example gradients of a few parameters for the b examples of a physical batch.
 
-    Either the norms are read first and one weighted sum over the examples is taken later (``measure``,
-    ``squared_norms``, ``weighted_sum``), or both at once where the norms of these parameters decide alone (``stream``).
-    Sums are float32. What is summed is what was measured: the same rounded values enter both, or a bound of the
-    difference is part of the norm.
+    Either the norms are read first and one weighted sum over the examples is computed later (``measure``,
+    ``squared_norms``, ``weighted_sum``), or, if the norms of these parameters alone decide, both are computed at once
+    (``stream``). Sums are float32. What is summed is what was measured: the same rounded values enter both, or a bound
+    on the difference is part of the norm.
     """
 
     method: str
-    """How the gradients are taken, in a few words."""
+    """How the gradients are computed, in a few words."""
 
     @property
     @abstractmethod
     def names(self) -> tuple[str, ...]:
-        """The parameters."""
+        """The names of the parameters."""
 
     @abstractmethod
     def formed(self) -> "PerExample":
@@ -43,7 +43,7 @@ class Contribution(ABC):
 
     @abstractmethod
     def measure(self, workspace: Workspace) -> None:
-        """Do now what the norms need, while the tensors are fresh in the cache; keep what the sum needs."""
+        """Compute what the norms need while the tensors are still in the cache; keep what the sum needs."""
 
     @abstractmethod
     def squared_norms(self) -> dict[str, Tensor]:
@@ -93,7 +93,7 @@ def flat_rows(rows: Tensor) -> Tensor:
 
 
 def squared_norms(rows: Tensor) -> Tensor:
-    """(b,) float64 squared norms of the rows (b, ...), to a relative 1e-6.
+    """(b,) float64 squared norms of the rows (b, ...), with a relative error of at most 1e-6.
 
     A float32 sum over a whole row of a million numbers can be too small by a thousandth.
     """
@@ -123,27 +123,27 @@ def add_weighted(total: Tensor, rows: Tensor, weights: Tensor) -> None:
 
 
 def scaled(rows: Tensor, weights: Tensor) -> Tensor:
-    """(r, ...) weights[i] * rows[i], and zeros for all of a row where that is not finite.
+    """(r, ...) weights[i] * rows[i], with all of a row set to zero if any number of it is not finite.
 
-    A large weight can take numbers out of the type's range; a weight of zero stands for a row that may hold anything.
+    A large weight can take numbers out of the type's range; a row with a weight of zero may hold anything.
     """
     products = rows * weights.view(-1, *[1] * (rows.dim() - 1)).to(rows.dtype)
-    # Looking at the weights is cheaper than at the products on a CPU; on a GPU it would wait for the device.
+    # On a CPU, checking the weights is cheaper than checking the products; on a GPU it would wait for the device.
     if weights.device.type == "cpu" and bool(((weights > 0) & (weights <= 1)).all()):
         return products
     return without(products, products.flatten(1).isfinite().all(dim=1))
 
 
 def without(rows: Tensor, weights: Tensor) -> Tensor:
-    """``rows`` (r, ...) with zeros where the weight (r,) is zero or False; a product does not do: 0 * nan is nan."""
-    # Looking is cheaper than copying on a CPU; on a GPU it would wait for the device.
+    """``rows`` (r, ...) with zeros where the weight (r,) is zero or False; a product fails, since 0 * nan is nan."""
+    # On a CPU, checking is cheaper than copying; on a GPU it would wait for the device.
     if weights.device.type == "cpu" and bool(weights.all()):
         return rows
     return rows.masked_fill((weights == 0).view(-1, *[1] * (rows.dim() - 1)), 0.0)
 
 
 def add_up(first: PerExample, second: PerExample) -> PerExample:
-    """Contributions of the same examples by two uses of the parameters: they add up before the norm is taken."""
+    """Add up contributions of the same examples from two uses of the parameters, before the norm is computed."""
     gradients = dict(first.gradients)
     for name, gradient in second.gradients.items():
         gradients[name] = gradients[name] + gradient if name in gradients else gradient

@@ -1,13 +1,13 @@
 """Convolutions and transposed convolutions in one, two and three dimensions.
 
-As a product over output positions: p_t is the patch of the padded input under the kernel. A transposed convolution is
+In the sum over output positions, p_t is the patch of the padded input under the kernel. A transposed convolution is
 the gradient of a convolution, so its weight's gradient is that of the convolution with input and output gradient
 exchanged.
 
 The Gram matrix of the patches is a sum of shifted windows of the Gram matrix of the input over its positions, one for
-each place in the kernel, so that no patch is ever formed. The windows are added up one dimension after the other: k + k
-instead of k^2 for a kernel of k x k. With stride s a place in the kernel meets every s-th position only, so there are
-s x s Gram matrices of a part of the positions each.
+each place in the kernel, so no patch is ever formed. The windows are added up one dimension after the other: k + k
+instead of k^2 for a kernel of k x k. With stride s, a place in the kernel meets only every s-th position, so there are
+s x s Gram matrices, each of a part of the positions.
 """
 
 from collections.abc import Iterator, Sequence
@@ -26,13 +26,13 @@ from dp_lightning.privacy.gradients.products import Empty, Factors
 
 @dataclass(frozen=True)
 class Geometry:
-    """Which numbers of the image each place of the kernel meets; a number for each dimension of the image.
+    """Which numbers of the image each place of the kernel meets, with a value for each dimension of the image.
 
     Args:
         weight_shape: (outputs, inputs / groups, *kernel).
         stride, dilation: between places.
         padding: zeros before and after each dimension, the last one first, as ``F.pad`` takes them.
-        groups: the channels are cut into.
+        groups: the number of groups of channels.
     """
 
     weight_shape: torch.Size
@@ -66,22 +66,22 @@ def geometry(
 
 
 def by_dimension(value: int | Sequence[int], dims: int) -> tuple[int, ...]:
-    """A number for each dimension, where one may stand for all."""
+    """A number for each dimension; a single one stands for all."""
     values = (value,) if isinstance(value, int) else tuple(value)
     return values * dims if len(values) == 1 else values
 
 
 class Patches(Factors):
-    """Of convolutions: G are the output gradients and P the patches of the input.
+    """The factors of convolutions: G are the output gradients and P the patches of the input.
 
     Args:
         conv: what the kernel meets.
         image: (b * K, channels, ...), what the kernel moves over.
-        values: (b * K, outputs, ...), one for each place of the kernel.
-        augmult: K. The views follow each other.
+        values: (b * K, outputs, ...), one for each position of the kernel.
+        augmult: K. The views of an example are consecutive.
     """
 
-    _slides = True  # over what the layer has seen
+    _slides = True  # the kernel slides over the layer's input
 
     def __init__(self, conv: Geometry, image: Tensor, values: Tensor, augmult: int) -> None:
         self._conv, self._image, self._values, self._augmult = conv, image, values, augmult
@@ -94,7 +94,7 @@ class Patches(Factors):
             # Every stride-th position in each dimension, stride * stride times.
             gram = (augmult * image[0, 0].numel()) ** 2 // prod(conv.stride) * image.shape[1]
         else:
-            # Each patch is formed and widened to float64 besides.
+            # Each patch is also formed and widened to float64.
             gram = (positions**2 + 40 * positions) * inputs * groups
         outputs = values.shape[1] // groups
         self.size = Size(groups=groups, positions=positions, outputs=outputs, inputs=inputs, gram=gram, seen=seen)
@@ -141,7 +141,7 @@ class Patches(Factors):
         return not depthwise and (one_by_one or formed_by_products(self.size, dtype, self.device))
 
     def forming(self, dtype: torch.dtype) -> int:
-        # Without patches, the folded factors, and the gradient in two orders.
+        # Without patches: the folded factors, and the gradient in two orders.
         return super().forming(dtype) if self.by_products(dtype) else 2 * (self.size.seen + self.size.weight)
 
     def right_norms(self, rows: slice) -> Tensor:
@@ -216,7 +216,7 @@ class Patches(Factors):
 
 
 class TransposedPatches(Patches):
-    """Of ``nn.ConvTranspose1d``, 2d and 3d: G are the inputs and P the patches of the output gradient."""
+    """The factors of ``nn.ConvTranspose1d``, 2d and 3d: G are the inputs and P the patches of the output gradient."""
 
     _slides = False
 
@@ -229,7 +229,7 @@ class TransposedPatches(Patches):
 
 
 def _shifts(kernel: int, stride: int, dilation: int, padding: int) -> dict[int, list[int]]:
-    """For one dimension: the first of every ``stride``-th input positions to the shifts at which the kernel meets them.
+    """For one dimension, maps the first of every ``stride``-th input positions to the shifts at which they are met.
 
     Output position t meets input position (t + shift) * stride + first; outside of the input are zeros.
     """
@@ -267,7 +267,7 @@ def _folded(x: Tensor, augmult: int) -> Tensor:
 
 
 def _weight_gradient(conv: Geometry, image: Tensor, values: Tensor, batch_size: int = 1) -> Tensor:
-    """Summed over dimension 0; ``batch_size`` of them where that many examples are folded into the channels."""
+    """The weight's gradient, summed over dimension 0; ``batch_size`` of them if that many examples are folded."""
     before, after = conv.padding[::2], conv.padding[1::2]
     simple = before == after
     outputs, *rest = conv.weight_shape

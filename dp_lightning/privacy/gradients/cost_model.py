@@ -1,9 +1,9 @@
 """Which of the exact methods of ``products`` is the cheapest for a layer.
 
-The choice depends on sizes, types, the kind of processor and the number of threads, on nothing that is measured while
-the program runs: two runs on one machine use the same method and round alike. Costs are counted in float32
+The choice depends on sizes, types, the kind of processor and the number of threads, not on anything measured while the
+program runs, so two runs on one machine use the same methods and round alike. Costs are counted in float32
 multiplications of a matrix product, relative to the ordinary weight gradient, which every method but ``formed``
-takes as well. ``docs/performance.md`` explains the methods.
+computes as well. ``docs/performance.md`` explains the methods.
 """
 
 from dataclasses import dataclass
@@ -12,17 +12,17 @@ import torch
 
 from dp_lightning.torch_internals import has_bfloat16_on_cpu
 
-# A gradient that is formed is written once and read twice, for its norm and for the sum. The library of convolutions
-# also puts the numbers of a folded one in order.
+# A gradient that is formed is written once and read twice, for its norm and for the sum. The convolution library
+# also reorders the numbers of a folded one.
 _PER_KEPT_NUMBER = 26
 _PER_CACHED_NUMBER = 12
 _PER_FOLDED_NUMBER = 60
-# A float64 multiplication takes the time of two; the passes over a Gram matrix that are no products, that of 600.
+# A float64 multiplication takes the time of two; the passes over a Gram matrix besides its products take that of 600.
 _DOUBLE = 2
 _PER_GRAM_NUMBER = 600
 # Kept gradients may take this many times the memory of what the layer has seen and returned.
 _MEMORY = 3
-# With fewer positions a grouped convolution spends its time on putting the weight's numbers in order.
+# With fewer positions, a grouped convolution spends its time on reordering the weight's numbers.
 _FEW_POSITIONS = 64
 # Numbers in flight while gradients are formed: what the caches hold on a CPU; enough for large products on a GPU.
 _CACHED_PER_THREAD = 2**20
@@ -56,7 +56,7 @@ class Size:
 
 
 def kept_method(size: Size) -> str:
-    """The method for a layer whose factors are known later than its norms."""
+    """The method for a layer whose clipping factors are known only after its norms are computed."""
     cost = _gram(size)
     if size.weight <= _MEMORY * size.seen and _PER_KEPT_NUMBER * size.weight <= cost:
         return "formed"
@@ -64,7 +64,7 @@ def kept_method(size: Size) -> str:
 
 
 def streamed_method(size: Size, *, by_products: bool) -> str:
-    """The method for a layer whose own norm decides; ``by_products`` tells how its gradients are formed."""
+    """The method for a layer whose own norm alone decides; ``by_products`` tells how its gradients are formed."""
     per_number = _PER_CACHED_NUMBER if by_products else _PER_FOLDED_NUMBER
     return "Gram" if _gram(size) < per_number * size.weight else "formed"
 
@@ -73,12 +73,12 @@ def examples_at_a_time(numbers: int, device: torch.device) -> int:
     """How many examples to take at a time when each has ``numbers`` intermediate results."""
     if device.type != "cpu":
         return max(_CACHED_ON_GPU // max(numbers, 1), 1)
-    # A multiple of the threads, so that each has examples of its own.
+    # A multiple of the number of threads, so that each has its own examples.
     return max(_CACHED_PER_THREAD // max(numbers, 1), 1) * torch.get_num_threads()
 
 
 def product_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
-    """The type in which products of tensors of ``dtype`` are fast; float32 at least where 16 bits are emulated."""
+    """The type in which products of tensors of ``dtype`` are fast; float32 if 16-bit products are emulated."""
     if dtype in (torch.bfloat16, torch.float16) and device.type == "cpu" and not _cpu_has_bfloat16():
         return torch.float32
     return dtype
@@ -87,13 +87,13 @@ def product_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
 def products_are_as_fast(device: torch.device) -> bool:
     """Whether a product of patches is as fast as the ordinary weight gradient of a convolution.
 
-    Below AVX-512 the library of convolutions has no better arithmetic than that of matrix products.
+    Below AVX-512, the convolution library has no better arithmetic than the library of matrix products.
     """
     return device.type == "cpu" and torch.backends.cpu.get_cpu_capability() in ("DEFAULT", "AVX2")
 
 
 def formed_by_products(size: Size, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether to form a convolution's per-example gradients by products of patches, or by one grouped convolution."""
+    """Whether to form a convolution's per-example gradients by products of patches, not by one grouped convolution."""
     if device.type != "cpu" or dtype != torch.float32 or products_are_as_fast(device):
         return True
     return size.positions < _FEW_POSITIONS

@@ -30,7 +30,7 @@ def embedding_rows(call: Call, gradient: Tensor) -> Contribution:
 
 
 class _Rows(Contribution):
-    """Gradients that are zero but in a few rows of the weight."""
+    """Gradients that are zero except in a few rows of the weight."""
 
     def __init__(self, name: str, indices: Tensor, rows: Tensor, num_embeddings: int) -> None:
         """``indices``: (b, t); ``rows``: (b, t, features)."""
@@ -39,7 +39,7 @@ class _Rows(Contribution):
         ordered, positions = indices.sort(dim=1)
         slots = torch.zeros_like(indices)
         slots[:, 1:] = (ordered[:, 1:] != ordered[:, :-1]).cumsum(dim=1)
-        self._indices = torch.zeros_like(indices).scatter_(1, slots, ordered)  # of each slot; 0 where it is empty
+        self._indices = torch.zeros_like(indices).scatter_(1, slots, ordered)  # of each slot; 0 if it is empty
         slots = torch.empty_like(slots).scatter_(1, positions, slots)
         self._slots = torch.zeros_like(rows).scatter_add_(1, slots.unsqueeze(2).expand_as(rows), rows)
         self.method = "rows"

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# Functions that read no number: they pass at once.
+# Functions that read no numbers, and are allowed without a check.
 PLAIN = frozenset(
     [
         *(
@@ -38,7 +38,7 @@ _IN_PLACE = frozenset(
         "ilshift", "irshift",
     )
 )  # fmt: skip
-# They end like functions that write, and change no number.
+# Their names end like those of functions that write, but they change no numbers.
 _HARMLESS = frozenset(["requires_grad_", "share_memory_", "is_shared_", "refine_names_"])
 
 
@@ -54,7 +54,7 @@ def collect(values: Iterable[Any], found: list[Tensor]) -> None:
 
 
 def name_of(func: Any) -> str:
-    """As it is written in Python."""
+    """The name of a function as it is written in Python."""
     return str(getattr(func, "__name__", "")).partition(".")[0]
 
 
@@ -66,7 +66,7 @@ def writes(func: Any) -> bool:
 
 
 def initialized(func: Any, args: Sequence[Any], result: Any) -> Any:
-    """What a function has returned, zeros where it is memory that may hold what was there before."""
+    """The result of a function, filled with zeros if it is memory that may hold earlier numbers."""
     of_size = func is not torch.Tensor.new or all(isinstance(size, int | torch.Size) for size in args[1:])
     if _leaves_memory(func) and of_size and isinstance(result, Tensor):
         with torch.no_grad():

@@ -26,8 +26,8 @@ def clipped_gradient_sum(
 ) -> tuple[dict[str, Tensor], Tensor]:
     """Clipped sum of the per-example gradients of ``loss_fn(model(inputs), targets)``.
 
-    With K = ``augmult`` each example has K views, rows that follow each other. Model and loss see the K rows of one
-    example; its gradient is clipped once.
+    With K = ``augmult``, each example has K views in consecutive rows. The model and the loss see the K rows
+    of one example; its gradient is clipped once.
 
     Args:
         model: any module whose first dimension is the batch; its mode and its ``.grad`` are left as they are.
@@ -36,9 +36,9 @@ def clipped_gradient_sum(
         targets: likewise, passed to the loss.
         clip_plan: how examples are clipped.
         augmult: K.
-        max_physical_batch_size: most rows in one forward and backward pass; None takes all at once. It changes the
-            memory needed and nothing else.
-        explain: print how the gradients of each parameter are taken.
+        max_physical_batch_size: the most rows in one forward and backward pass; None takes all at once. It changes only
+            the memory needed.
+        explain: print how the gradients of each parameter are computed.
 
     Returns:
         ``sums``: parameter name to float32 tensor of the parameter's shape, the sum over i of clip(grad l_i).
@@ -46,7 +46,7 @@ def clipped_gradient_sum(
         with columns in the order of ``clip_plan.groups(sums)``.
 
     Raises:
-        ModelError: when per-example gradients cannot be taken.
+        ModelError: when per-example gradients cannot be computed.
         ConfigurationError: when the tensors have different numbers of rows, or not K for each example.
     """
     size = _rows(inputs, targets)
@@ -78,7 +78,7 @@ def clipped_gradient_sum(
 
 
 def explanation(parameters: dict[str, Any], methods: dict[str, str]) -> str:
-    """A line per parameter: its name and how its gradients were taken."""
+    """A line per parameter: its name and how its gradients were computed."""
     width = max(map(len, parameters))
     return "\n".join(f"{name:<{width}}  {methods.get(name, 'not used')}" for name in parameters)
 

@@ -8,7 +8,7 @@ from dp_lightning.privacy.gradients.products import Factors
 
 
 class Tokens(Factors):
-    """Of ``F.linear``: G and P are the output gradients and the inputs as they are."""
+    """The factors of ``F.linear``: G and P are the output gradients and the inputs as they are."""
 
     def __init__(self, inputs: Tensor, grad_output: Tensor, augmult: int) -> None:
         # The tokens of an example's views are tokens of the example.

@@ -1,6 +1,6 @@
 """Normalisation within one example: grad gamma_i is the sum of g_i * x_hat_i, grad beta_i the sum of g_i.
 
-The sums run over all that shares an entry of gamma: the positions of a channel, or the tokens.
+The sums run over everything that shares an entry of gamma: the positions of a channel, or the tokens.
 """
 
 from collections.abc import Callable
@@ -21,7 +21,7 @@ class NormRule:
     """Gradients of a scale ``weight`` and a shift ``bias``.
 
     Args:
-        normalize: from rows (r, ...) to the normalised ones.
+        normalize: maps rows (r, ...) to the normalised ones.
         channels: whether scale and shift belong to dimension 1 (GroupNorm, InstanceNorm), or to the last dimensions,
             which have the scale's shape (LayerNorm, RMSNorm).
     """
@@ -46,7 +46,7 @@ class NormRule:
 
 
 def _sum(tensor: Tensor, dims: tuple[int, ...]) -> Tensor:
-    """``tensor.sum(())`` would sum everything."""
+    """The sum over ``dims``; ``tensor.sum(())`` would sum everything."""
     return tensor.sum(dims) if dims else tensor
 
 

@@ -6,14 +6,14 @@ example are positions of the example: its gradients add up in the product, and n
 three exact methods for the norms and the weighted sum over examples:
 
 * formed: G_i^T P_i for a few examples at a time, so that patches and gradients stay in the cache.
-  Either each gradient is used up at once, where its norm decides alone, or all of them are kept until the norm over all
+  Each gradient is used up at once if its norm alone decides; otherwise all of them are kept until the norm over all
   layers is known.
 * Gram: ||G_i^T P_i||^2 is the sum of the entrywise product of the Gram matrices G_i G_i^T and P_i P_i^T (Goodfellow
   2015; Bu et al. 2022), and the weighted sum is one product over all examples. Terms of both signs cancel in the norm,
-  so it is taken in float64.
+  so it is computed in float64.
 * formed twice: for the norm, and again, all at once and weighted, for the sum.
 
-In the last two the sum is not rounded as the norm was. A bound of the float32 rounding of an example's part of the sum
+In the last two, the sum is not rounded like the norm. A bound on the float32 rounding of an example's part of the sum
 is added to its norm, so that an example whose gradient cancels cannot contribute what was not measured.
 """
 
@@ -40,11 +40,11 @@ from dp_lightning.privacy.gradients.cost_model import Size, examples_at_a_time, 
 from dp_lightning.privacy.gradients.workspace import Workspace
 
 Empty = Callable[..., Tensor]
-"""As ``torch.empty``, with ``dtype`` and ``device``."""
+"""Like ``torch.empty``, with ``dtype`` and ``device``."""
 
 
 def rounding_per_term(positions: int) -> float:
-    """Bound of the rounding of a float32 sum over ``positions``, relative to the sum over t of |g_t| |p_t|.
+    """Bound on the rounding of a float32 sum over ``positions``, relative to the sum over t of |g_t| |p_t|.
 
     A product and an addition round by half an epsilon each, and every addition rounds a partial sum of at most that
     size (Higham 2002, section 3.1): an example's own terms need (``positions`` + 1) / 2 epsilons. Four times that
@@ -70,7 +70,7 @@ class Factors(ABC):
         """P: (r, groups, positions, inputs)."""
 
     def form(self, rows: slice, dtype: torch.dtype, empty: Empty) -> Tensor:
-        """G_i^T P_i: (r, groups, outputs, inputs) of type ``dtype``, in memory of its own or of ``empty``."""
+        """G_i^T P_i: (r, groups, outputs, inputs) of type ``dtype``, in memory of its own or from ``empty``."""
         size = self.size
         out = empty((rows.stop - rows.start, size.groups, size.outputs, size.inputs), dtype=dtype, device=self.device)
         left, right = self.left(rows, dtype).flatten(0, 1), self.right(rows, dtype).flatten(0, 1)
@@ -78,11 +78,11 @@ class Factors(ABC):
         return out
 
     def by_products(self, dtype: torch.dtype) -> bool:
-        """Whether ``form`` multiplies matrices, or folds the examples into the groups of one convolution."""
+        """Whether ``form`` multiplies matrices rather than folding the examples into the groups of one convolution."""
         return True
 
     def forming(self, dtype: torch.dtype) -> int:
-        """Intermediate results of ``form`` for one example."""
+        """How many intermediate results ``form`` has for one example."""
         return self.size.patches + self.size.weight
 
     def right_norms(self, rows: slice) -> Tensor:
@@ -119,7 +119,7 @@ class Factors(ABC):
         return total.float()
 
     def ranges(self, numbers: int) -> Iterator[slice]:
-        """Ranges of examples of which the intermediate results, ``numbers`` each, fit into the cache."""
+        """Ranges of examples whose intermediate results, ``numbers`` each, fit into the cache."""
         step = examples_at_a_time(numbers, self.device)
         for start in range(0, self.batch_size, step):
             yield slice(start, min(start + step, self.batch_size))
@@ -127,7 +127,7 @@ class Factors(ABC):
 
 @contextmanager
 def float32_products() -> Iterator[None]:
-    """No TF32 and no bfloat16 inside products of float32: their rounding is not in the bound of the sum's error."""
+    """Use no TF32 and no bfloat16 in float32 products: the bound on the sum's error does not cover their rounding."""
     torch_backends: Any = torch.backends
     cuda, cudnn, mkldnn = torch_backends.cuda, torch_backends.cudnn, torch_backends.mkldnn
     backends = [cuda.matmul, cudnn.conv, mkldnn.matmul, mkldnn.conv]
@@ -142,7 +142,7 @@ def float32_products() -> Iterator[None]:
 
 
 class Product(Contribution):
-    """Per-example gradients of a weight and the bias beside it."""
+    """Per-example gradients of a weight and its bias."""
 
     def __init__(self, factors: Factors, names: Mapping[str, str]) -> None:
         self._factors, self._names = factors, names
@@ -229,7 +229,7 @@ class Product(Contribution):
             return
         factors, norms = self._factors, []
         for rows in factors.ranges(factors.forming(factors.dtype)):
-            # Small pieces of memory: they fit where activations have just been freed. Fresh memory is slow.
+            # Small pieces fit into memory that activations have just freed. Fresh memory is slow.
             self._kept.append(factors.form(rows, factors.dtype, torch.empty))
             norms.append(squared_norms(self._kept[-1]))
         self._norms["weight"] = torch.cat(norms)
@@ -246,7 +246,7 @@ class Product(Contribution):
 
     def _measure_twice(self, workspace: Workspace) -> None:
         factors, norms = self._factors, []
-        # In float32 as the sum is, whatever the type of the factors.
+        # In float32 like the sum, whatever the type of the factors.
         dtype = torch.promote_types(factors.dtype, torch.float32)
         with float32_products():
             for rows in factors.ranges(factors.forming(dtype)):
@@ -256,14 +256,14 @@ class Product(Contribution):
         self._measure_bias()
 
     def _rounding(self, rows: slice) -> Tensor:
-        """(r,) bound of the rounding of these examples in the weighted sum, for a weight of one."""
+        """(r,) bound on the rounding of these examples in the weighted sum, for a weight of one."""
         factors = self._factors
         terms = factors.left(rows, torch.float32).norm(dim=3) * factors.right_norms(rows)
         return rounding_per_term(factors.size.positions) * terms.sum((1, 2))
 
     def _gram_ranges(self) -> Iterator[slice]:
         size = self._factors.size
-        # Two Gram matrices and what they are taken of, in float64.
+        # Two Gram matrices and what they are computed from, in float64.
         return self._factors.ranges(2 * (2 * size.groups * size.positions**2 + size.seen))
 
     def _gram_norms(self, rows: slice) -> Tensor:

@@ -1,10 +1,10 @@
 """Where the tensors of a step come from.
 
 A step may use parameters, buffers, constants from before the fit, and what it computes from these and its example.
-Any other tensor may hold another example: one of an earlier batch still looks like one of this batch.
+Any other tensor may hold another example: a tensor of an earlier batch still looks like one of this batch.
 
-Writing into a buffer is allowed where what is written comes from weights alone: otherwise vmap refuses it. The value
-before the first such write is kept, since the state of all physical batches of a logical one starts from the same.
+Writing into a buffer is allowed if what is written comes from weights alone; vmap refuses other writes. The value
+before the first such write is kept, since all physical batches of a logical batch start from the same state.
 """
 
 import weakref
@@ -19,7 +19,7 @@ from dp_lightning.privacy.gradients.functions import collect, name_of, writes
 from dp_lightning.torch_internals import is_batched, storage_address, storage_uses
 
 Constants = Callable[[Tensor], bool]
-"""Whether a tensor that is not of the examples was there before the fit."""
+"""Whether a tensor that does not belong to the examples existed before the fit."""
 
 
 class Provenance:
@@ -27,7 +27,7 @@ class Provenance:
 
     Args:
         parameters: trained ones by name.
-        constants: whether a tensor was there before; without, every tensor that does not belong to examples is allowed.
+        constants: whether a tensor existed before the fit; None allows every tensor that does not belong to examples.
     """
 
     def __init__(self, parameters: Mapping[str, Tensor], constants: Constants | None) -> None:
@@ -35,11 +35,11 @@ class Provenance:
         self._constants = constants
         self._refs: dict[int, weakref.ref[Tensor]] = {}
         self._outside: dict[int, Tensor] = {}  # constants that were used
-        #: Storages that were written to, to a tensor over all of it and its value before.
+        #: By each storage that was written to: a tensor over all of it, and its value before.
         self.written: dict[int, tuple[Tensor, Tensor]] = {}
 
     def note(self, result: Any) -> None:
-        """The tensors in what a function of the step has returned are of this step."""
+        """Note that the tensors in the result of a function belong to this step."""
         if isinstance(result, Tensor):
             key = id(result)
             if key not in self._outside and key not in self._parameters:
@@ -49,7 +49,7 @@ class Provenance:
                 self.note(part)
 
     def require(self, tensor: Tensor, batched: bool) -> None:
-        """Refuse a tensor that is not of this step.
+        """Refuse a tensor that does not belong to this step.
 
         Raises:
             ModelError: with its shape.
@@ -77,7 +77,7 @@ class Provenance:
         """Keep the value of what a function is about to write to.
 
         Raises:
-            ModelError: where that is a trained parameter.
+            ModelError: if that is a trained parameter.
         """
         targets: list[Tensor] = []
         if writes(func):
@@ -89,33 +89,33 @@ class Provenance:
                 self._keep(target, name_of(func))
 
     def is_only_here(self, tensor: Tensor) -> bool:
-        """Whether a tensor is of the step, and nothing else has seen its memory."""
+        """Whether a tensor was made in this step and nothing else refers to its memory."""
         return (
             self._is_made(tensor)
             and not tensor.requires_grad
-            and storage_uses(tensor) == 2  # the tensor, and this look at it
+            and storage_uses(tensor) == 2  # the tensor, and this check
         )
 
     def require_kept(self, tensor: Tensor, func: Any) -> None:
-        """Refuse a change whose value before is not known, after a function has changed a tensor.
+        """After a function has changed a tensor, refuse the change if the value before is not known.
 
         Raises:
-            ModelError: where the tensor is not of this step, and the function's name did not say that it writes.
+            ModelError: if the tensor is not of this step and the function's name does not say that it writes.
         """
         if self._is_made(tensor) or storage_address(tensor) in self.written or id(tensor) in self.written:
             return
         raise ModelError(
-            f"training_step changes a tensor of shape {tuple(tensor.shape)} in place by {name_of(func)}. Write it with "
-            "a function that says so, such as tensor.copy_(...)."
+            f"training_step changes a tensor of shape {tuple(tensor.shape)} in place by {name_of(func)}. Write to it "
+            "with a function whose name says so, such as tensor.copy_(...)."
         )
 
     def living(self) -> list[Tensor]:
-        """What the step has made and something still refers to."""
+        """Tensors that the step has made and that are still referenced."""
         return [tensor for ref in self._refs.values() if (tensor := ref()) is not None]
 
     def _is_made(self, tensor: Tensor) -> bool:
         known = self._refs.get(id(tensor))
-        return known is not None and known() is tensor  # another tensor may have had its id
+        return known is not None and known() is tensor  # another tensor may have had this id
 
     def _keep(self, target: Tensor, name: str) -> None:
         storage = storage_address(target)

@@ -1,14 +1,14 @@
 """Records one physical batch while ``training_step`` runs under vmap, where it sees a single example.
 
 Rules belong to functions. If a function with a rule is called with a trained parameter and the tensor of an example, it
-runs once on the rows of all examples, with weights that require no gradient; what it saw is kept, and the gradient of
-what it returned arrives for all examples at once. Where a parameter meets any other function, a copy for each example
-goes in its place, and the gradients of the copies are those of the examples. What is computed from parameters alone is
+runs once on the rows of all examples, with weights that require no gradient; its input is kept, and the gradient of its
+output arrives for all examples at once. If a parameter is passed to any other function, a copy for each example
+replaces it, and the gradients of the copies are those of the examples. What is computed from parameters alone is
 computed once; gradients of the examples are pulled back through that computation. So no parameter gets an ordinary
-gradient: one that does is an error.
+gradient; if one does, that is an error.
 
-Parameters are recognised by ``requires_grad``. Inside of vmap a tensor that differs between examples is wrapped; one
-that is not wrapped and requires a gradient is a trained parameter or computed from some.
+Parameters are recognised by ``requires_grad``. Inside vmap, a tensor that differs between examples is wrapped; one that
+is not wrapped and requires a gradient is a trained parameter or computed from trained parameters.
 """
 
 from collections.abc import Callable, Mapping
@@ -75,7 +75,7 @@ Take = Callable[[Contribution], None]
 
 @dataclass
 class _Recorded:
-    """A call that waits for the gradient of what it returned."""
+    """A call that waits for the gradient of its output."""
 
     rule: Rule
     call: Call
@@ -95,10 +95,10 @@ class Recording(TorchFunctionMode):
         recording.backward(losses)                  # take gets a contribution for each parameter that was used
 
     Args:
-        parameters: the trained ones by name.
+        parameters: the trained parameters by name.
         batch_size: number of examples b.
         take: called with each contribution; no parameter is in two of them.
-        constants: whether a tensor that is no parameter and is not made in the step may be used in it; all may without.
+        constants: whether the step may use a tensor that is neither a parameter nor made in the step; None allows all.
     """
 
     def __init__(
@@ -116,19 +116,20 @@ class Recording(TorchFunctionMode):
         self._level = 0
         self._failed: Any = None
         self._single: frozenset[str] = frozenset()
-        #: How the gradients of each parameter were taken.
+        #: How the gradients of each parameter were computed.
         self.methods: dict[str, str] = {}
 
     @property
     def written(self) -> dict[int, tuple[Tensor, Tensor]]:
-        """What the step has written to and not made: a tensor over all of the memory, and its value before."""
+        """What the step has written to but not made: a tensor over all of the memory, and its value before."""
         return self._provenance.written
 
     def living(self, *, of_examples: bool) -> list[Tensor]:
-        """What the step has made and something still refers to.
+        """Tensors that the step has made and that are still referenced.
 
         Args:
-            of_examples: tensors of examples, or those of weights and constants alone, such as a table in a cache.
+            of_examples: true for tensors of examples; false for those computed from weights and constants alone, such
+                as a table in a cache.
         """
         return [tensor for tensor in self._provenance.living() if is_batched(tensor) == of_examples]
 
@@ -136,11 +137,11 @@ class Recording(TorchFunctionMode):
         """The losses (b,) of ``step`` on each example.
 
         Args:
-            step: from what one example has in ``examples`` to its loss.
+            step: maps one example's part of ``examples`` to its loss.
             examples: trees of tensors (b, ...).
 
         Raises:
-            ModelError: with the line of what vmap cannot run, why, and what to write instead.
+            ModelError: with the line that vmap cannot run, the reason, and what to write instead.
         """
 
         def one(*example: Any) -> Tensor:
@@ -178,7 +179,7 @@ class Recording(TorchFunctionMode):
         """Hand over what the examples contribute.
 
         Raises:
-            ModelError: when a gradient reaches a parameter past the recorded functions.
+            ModelError: when a gradient reaches a parameter without passing through the recorded functions.
         """
         if not losses.requires_grad:
             raise ModelError(
@@ -205,7 +206,7 @@ class Recording(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         at = level()
-        if func in PLAIN or at is None or at < self._level:  # below: in the kernel of a function that was seen
+        if func in PLAIN or at is None or at < self._level:  # below: inside a function that was already seen
             return func(*args, **kwargs)
         if func in REFUSED:
             raise ModelError(f"training_step uses {REFUSED[func]}")
@@ -233,8 +234,8 @@ class Recording(TorchFunctionMode):
             args = (watched(args[0], self, self._provenance.note), *args[1:])
         if kwargs.get("generator") is not None:
             raise ModelError(
-                f"training_step draws from a generator of its own ({name_of(func)}): its numbers would follow from an "
-                "example's place in its physical batch. Leave the generator out, or set privacy.examples: one_by_one."
+                f"training_step draws from a generator of its own ({name_of(func)}): its numbers would depend on an "
+                "example's place in its physical batch. Omit the generator, or set privacy.examples: one_by_one."
             )
         if (batched or func in DRAWN_IN_PLACE) and writes(func):
             batched += self._becomes_batched(func, args[0])
@@ -261,7 +262,7 @@ class Recording(TorchFunctionMode):
         sources: list[Tensor],
         outermost: bool,
     ) -> Any:
-        rule = RULES.get(func) if sources else None  # one of the user's comes before a rewrite
+        rule = RULES.get(func) if sources else None  # a user's rule takes precedence over a rewrite
         other = STAND_INS.get(func) or (REWRITES.get(func) if sources and rule is None else None)
         if other is not None:
             with self:
@@ -285,14 +286,14 @@ class Recording(TorchFunctionMode):
     def _without_examples(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor], sources: list[Tensor]
     ) -> Any:
-        """What is computed from parameters and constants alone, once for all examples."""
+        """Compute what depends on parameters and constants alone, once for all examples."""
         versions = [version_of(tensor) for tensor in tensors]
         result = func(*args, **kwargs)
         for tensor, version in zip(tensors, versions, strict=True):
             if version_of(tensor) != version:
                 self._provenance.require_kept(tensor, func)
         if sources and isinstance(result, Tensor) and is_batched(result):
-            # It has drawn random numbers, for each example its own.
+            # It has drawn random numbers, different ones for each example.
             args, kwargs = self._with_copies(args, kwargs, sources)
             return func(*args, **kwargs)
         return result
@@ -335,7 +336,7 @@ class Recording(TorchFunctionMode):
         return _replaced(args, copies), _replaced(kwargs, copies)
 
     def _becomes_batched(self, func: Any, target: Any) -> bool:
-        """Whether a tensor that was the same for all examples is each example's own now, to be written to."""
+        """Give each example its own copy of a shared tensor that is to be written to; false if it is not shared."""
         targets: list[Tensor] = []
         collect((target,), targets)
         shared = [tensor for tensor in targets if not is_batched(tensor)]
@@ -349,7 +350,7 @@ class Recording(TorchFunctionMode):
     # The backward pass
 
     def _receive(self, waiting: list[_Recorded], gradient: Tensor) -> None:
-        # The graph outlives the backward pass, and with it the hook: let go of what the function has seen.
+        # The graph and its hook outlive the backward pass, so drop what the function has seen.
         recorded, call = waiting[0], waiting.pop().call
         if version_of(call.inputs) != recorded.version:
             raise ModelError(
@@ -367,7 +368,7 @@ class Recording(TorchFunctionMode):
                 self.methods[name] = contribution.method
 
     def _hand_over(self) -> None:
-        """The parameters with several uses, copies or computations, whose gradients add up before the norm."""
+        """Hand over parameters with several uses, copies or computations, whose gradients add up before the norm."""
         total: dict[str, Tensor] = {}
         for name, gradients, method in self._sources.gradients():
             total[name] = total[name] + gradients if name in total else gradients
@@ -379,8 +380,8 @@ class Recording(TorchFunctionMode):
         for name, parameter in self._parameters.items():
             if parameter.grad is not None:
                 raise ModelError(
-                    f"A gradient reaches the parameter '{name}' past the functions of torch that the private step "
-                    "sees, as happens in scripted functions (torch.jit.script). Set the environment variable "
+                    f"A gradient reaches the parameter '{name}' without passing through the torch functions that the "
+                    "private step sees, as in scripted functions (torch.jit.script). Set the environment variable "
                     f"PYTORCH_JIT=0, which leaves functions unscripted, or {ONE_BY_ONE}."
                 )
 

@@ -20,13 +20,13 @@ from dp_lightning.torch_internals import (
     has_vmap_kernel,
 )
 
-ONE_BY_ONE = "set privacy.examples: one_by_one, which is exact and slower"
+ONE_BY_ONE = "set privacy.examples: one_by_one, which is exact but slower"
 
-HOOKS = f"It would see the gradients of all examples at once. Compute what it does in the loss, or {ONE_BY_ONE}."
-_INNER = f"Gradients inside of training_step are not supported together with other examples: {ONE_BY_ONE}."
+HOOKS = f"It would see the gradients of all examples at once. Do its work in the loss, or {ONE_BY_ONE}."
+_INNER = f"Gradients inside training_step are not supported when examples run together: {ONE_BY_ONE}."
 _CHECKPOINTING = (
     "Activation checkpointing runs its function again after the step, when the tensors of single examples are gone. "
-    "Switch it off and lower privacy.max_physical_batch_size, which bounds the memory already, or "
+    "Turn it off and lower privacy.max_physical_batch_size, which also bounds the memory, or "
     f"{ONE_BY_ONE}."
 )
 
@@ -44,7 +44,7 @@ REFUSED: dict[Any, str] = {
     VERSION: "Tensor._version, which counts what other batches have written.",
     **RESIZED,
 }
-"""By function; the step may not call them."""
+"""By function; the step may not call any of them."""
 
 HOST_DRAW = (
     "One number would serve all examples of a physical batch. Draw with torch's own generator, such as torch.rand(()), "
@@ -56,8 +56,8 @@ SHARED_DRAW = (
 )
 SHARED_WRITE = (
     "The numbers of an example are written into a tensor that all examples share. Write them into a tensor that is "
-    "made in training_step, not into a view of one: x.new_zeros(shape), torch.zeros_like(x). For a buffer that keeps "
-    f"examples there is no rewrite. Or {ONE_BY_ONE}."
+    "made in training_step, such as x.new_zeros(shape) or torch.zeros_like(x), and not into a view of one; or "
+    f"{ONE_BY_ONE}. There is no rewrite for a buffer that keeps examples."
 )
 SAVED_TENSOR_HOOKS = f"Hooks on saved tensors see all examples at once. {_CHECKPOINTING}"
 BATCH_NORM = (
@@ -67,7 +67,7 @@ BATCH_NORM = (
 )
 _OF_BATCH_NORM = re.compile(r"running_(mean|var)\b|more than 1 value per channel when training")
 
-# A part of torch's message, why it comes, and what to do. The first that fits is taken.
+# A pattern of torch's message, its reason, and what to do. The first match is used.
 _REASONS: list[tuple[str, str, str]] = [
     (
         r"data-dependent control flow|calling \.item\(\)|Tensor\.__contains__",
@@ -76,7 +76,7 @@ _REASONS: list[tuple[str, str, str]] = [
     ),
     (
         r"boolean mask|dynamic shape|masked_select|nonzero|unique|repeat_interleave",
-        "The shape of a result depends on the numbers of the example, as of x[mask]",
+        "The shape of a result depends on the numbers of the example, as in x[mask]",
         "Multiply by the mask: (x * mask).sum() / mask.sum() instead of x[mask].mean(), and x.masked_fill(mask, "
         "value) or torch.where instead of an assignment",
     ),
@@ -88,7 +88,7 @@ _REASONS: list[tuple[str, str, str]] = [
     (
         r"doesn't have storage|Cannot access (data pointer|storage)|accessing `data`|detach views in-place|is_pinned",
         "The memory of a tensor is read (.numpy(), .tolist(), .data, copy.deepcopy, torch.tensor(x))",
-        "Use functions of torch, and x.detach() instead of x.data or torch.tensor(x)",
+        "Use torch functions, and x.detach() instead of x.data or torch.tensor(x)",
     ),
     (
         r"setup_context|does not have vmap support|generate_vmap_rule",
@@ -97,7 +97,7 @@ _REASONS: list[tuple[str, str, str]] = [
     ),
     (
         r"requires_grad_\(\)",
-        "A tensor made inside of training_step is to require a gradient",
+        "A tensor made inside training_step is set to require a gradient",
         "Make it a parameter of the module",
     ),
 ]
@@ -107,7 +107,7 @@ _OWN = str(Path(__file__).parents[1]) + os.sep
 
 
 def explained(error: Exception) -> Exception:
-    """What a user can act on, for an error that a step raised because it runs under vmap; others as they are."""
+    """What a user can act on, if the error comes from running under vmap; other errors are returned as they are."""
     frames = traceback.extract_tb(error.__traceback__)
     files = {frame.filename for frame in frames}
     where, text = _place(frames), str(error)
@@ -128,7 +128,7 @@ def explained(error: Exception) -> Exception:
 
 
 def is_of_batch_norm(text: str) -> bool:
-    """Whether torch's message, or the path of a buffer, is that of a BatchNorm in training mode."""
+    """Whether torch's message, or the path of a buffer, comes from a BatchNorm in training mode."""
     return _OF_BATCH_NORM.search(text) is not None
 
 
@@ -142,7 +142,7 @@ def require_no_inner_transform(name: str) -> None:
 
 
 def require_no_own_vmap(func: Any, args: tuple[Any, ...]) -> None:
-    """Refuse a function that brings its own way to treat all examples at once, or that hides the functions inside.
+    """Refuse a function that has a vmap of its own over all examples, or that hides the functions inside it.
 
     Raises:
         ModelError: with its name.

@@ -56,21 +56,21 @@ def multi_head_attention_forward(
     (L, N, E) or (L, E), and the weights, (N, L, S) or (L, S), per head (N, heads, L, S) or (heads, L, S).
     """
     if unknown:
-        raise NotImplementedError(f"multi_head_attention_forward: this torch passes {sorted(unknown)}, unknown here.")
+        raise NotImplementedError(f"multi_head_attention_forward: unknown arguments of this torch: {sorted(unknown)}.")
     if query.shape[-1] != embed_dim_to_check:
         raise ValueError(f"The query has {query.shape[-1]} features; the attention has {embed_dim_to_check}.")
     if (bias_k is None) != (bias_v is None):
-        raise ValueError("bias_k and bias_v go together.")
+        raise ValueError("bias_k and bias_v must be given together.")
     if bias_k is not None and (static_k is not None or static_v is not None):
         raise ValueError("A bias cannot be added to a static key or value.")
     if is_causal and attn_mask is None:
-        raise ValueError("is_causal says that attn_mask is causal, and needs the mask.")
+        raise ValueError("is_causal says that attn_mask is causal, so it needs attn_mask.")
 
     if use_separate_proj_weight:
         weights = (q_proj_weight, k_proj_weight, v_proj_weight)
         q, k, v = _separate_projections((query, key, value), weights, in_proj_bias)
     elif in_proj_weight is None:
-        raise ValueError("Without use_separate_proj_weight there has to be an in_proj_weight.")
+        raise ValueError("Without use_separate_proj_weight, in_proj_weight is required.")
     else:
         q, k, v = _packed_projections(query, key, value, in_proj_weight, in_proj_bias)
     unbatched = query.dim() == 2
@@ -120,7 +120,7 @@ def _separate_projections(
 def _packed_projections(
     query: Tensor, key: Tensor, value: Tensor, weight: Tensor, bias: Tensor | None
 ) -> Sequence[Tensor]:
-    """As few ``F.linear`` as there are different inputs; ``weight``: (3 E, E), ``bias``: (3 E)."""
+    """As few ``F.linear`` calls as there are different inputs; ``weight``: (3 E, E), ``bias``: (3 E)."""
     if key is not value:
         return _separate_projections((query, key, value), weight.chunk(3), bias)
     if query is key:
@@ -227,7 +227,7 @@ def _direction(
 
 
 def _per_example(state: State, gates: Tensor) -> State:
-    """Zeros that all examples share become zeros of each: the first step then meets w_hh as every other step does."""
+    """Give each example its own state, so that the first step uses w_hh in the same way as every other step."""
     return [s + torch.zeros_like(gates[:, :1]) for s in state]
 
 
@@ -235,7 +235,7 @@ def _recurrent(step: Callable[..., State]) -> Callable[..., tuple[Tensor, ...]]:
     """``torch.lstm``, ``torch.gru``, …: (input, hx, …, batch_first), or packed: (data, batch_sizes, hx, …)."""
 
     def rewritten(*args: Any, **keywords: Any) -> tuple[Tensor, ...]:
-        if keywords:  # no module of torch has any
+        if keywords:  # no module of torch passes any
             return NotImplemented
         padded = isinstance(args[3], bool)
         rows, *sizes, hx, params, has_biases, _, dropout, train, bidirectional = args[:8] if padded else args
@@ -287,7 +287,7 @@ def _is_weight(x: Tensor) -> bool:
 
 def matmul(input: Tensor, other: Tensor | None = None, *dtype: torch.dtype, **options: Any) -> Tensor:
     """``torch.matmul``, ``mm`` and ``mv`` with a weight on the right, (in, out), or else on the left, (out, in)."""
-    if other is None or dtype or options:  # mm and mv have other names for it; no output and no dtype are covered
+    if other is None or dtype or options:  # mm and mv have other names for it; out and dtype are not covered
         return NotImplemented
     if _is_weight(other):
         return F.linear(input, other.mT)
@@ -299,7 +299,7 @@ def matmul(input: Tensor, other: Tensor | None = None, *dtype: torch.dtype, **op
 def addmm(
     input: Tensor, mat1: Tensor, mat2: Tensor, *dtype: torch.dtype, beta: float = 1, alpha: float = 1, **options: Any
 ) -> Tensor:
-    """``torch.addmm`` without factors; ``input``: a bias (out), or anything that broadcasts to the product."""
+    """``torch.addmm`` without alpha and beta; ``input``: a bias (out), or anything that broadcasts to the product."""
     if dtype or options or beta != 1 or alpha != 1:
         return NotImplemented
     if _is_weight(mat2) and input.shape == mat2.shape[1:]:
@@ -314,14 +314,14 @@ def bilinear(input1: Tensor, input2: Tensor, weight: Tensor, bias: Tensor | None
 
 
 def prelu(input: Tensor, weight: Tensor) -> Tensor:
-    """``torch.prelu``, whose kernel under vmap promotes no types, as autocast needs; ``weight``: (channels) or (1)."""
+    """``torch.prelu`` with the type promotion that autocast needs and vmap lacks; ``weight``: (channels) or (1)."""
     slope = weight.to(input.dtype)
     if len(slope) > 1:
         slope = slope.reshape(-1, *[1] * max(input.dim() - 2, 0))
     return torch.where(input > 0, input, slope * input)
 
 
-# By the function that a mode is handed; the modules of torch call the same ones through ``torch._VF``.
+# By the function that a mode receives; the modules of torch call the same ones through ``torch._VF``.
 REWRITES: dict[Callable[..., Any], Callable[..., Any]] = {
     F.multi_head_attention_forward: multi_head_attention_forward,
     torch.lstm: lstm,

@@ -41,7 +41,7 @@ from dp_lightning.privacy.gradients.normalization import (
 from dp_lightning.privacy.gradients.products import Product
 
 RowDims = Callable[[Tensor, Mapping[str, Any]], int]
-"""From the first argument as one example gives it, and the others by name, to the dimensions of one row of it."""
+"""Maps one example's first argument, and the others by name, to the number of dimensions of one row of it."""
 
 
 def _always(arguments: Mapping[str, Any]) -> bool:
@@ -50,15 +50,15 @@ def _always(arguments: Mapping[str, Any]) -> bool:
 
 @dataclass(frozen=True)
 class Rule:
-    """What has to be known of a function.
+    """What has to be known about a function.
 
     Args:
-        arguments: its arguments in order; the first one is what it sees, and it treats the rows of that apart.
+        arguments: its arguments in order; the first one is its input, whose rows it treats independently.
         trained: those that may be trained.
-        row_dims: how many dimensions one row of the first argument has. Those before are rows.
-        contribution: from a call, and the loss's gradient with respect to what it returned (b * K, ...), to the
-            gradients of each example, those of its rows added up; ``per_example`` makes it of a simple function.
-        applies: whether the rule knows a call with these arguments. It is recorded with copies otherwise.
+        row_dims: how many dimensions one row of the first argument has. The dimensions before count rows.
+        contribution: maps a call, and the gradient of the loss with respect to its output (b * K, ...), to the
+            gradients of each example, summed over its rows; ``per_example`` makes it from a simple function.
+        applies: whether the rule covers a call with these arguments. Otherwise it is recorded with copies.
     """
 
     arguments: tuple[str, ...]
@@ -81,10 +81,10 @@ def register_rule(function: Callable[..., Any], rule: Rule) -> Callable[..., Any
 
     Args:
         function: one of torch, or your own.
-        rule: of it.
+        rule: the rule for it.
 
     Returns:
-        What has to be called: the function itself where it is one of torch, or else one that lets its calls be seen.
+        The function to call: the function itself if it is one of torch, otherwise a wrapper whose calls are seen.
     """
     if (getattr(function, "__module__", None) or "torch").partition(".")[0] == "torch":
         RULES[function] = rule
@@ -105,7 +105,7 @@ def per_example(gradients: Callable[[Call, Tensor], Mapping[str, Tensor]]) -> Ca
     """A rule's ``contribution`` from a function that returns the gradients themselves.
 
     Args:
-        gradients: gets the call and the gradient of what it returned, (b * K, ...); returns (b, *shape) by argument.
+        gradients: gets the call and the gradient of its output, (b * K, ...); returns (b, *shape) by argument.
     """
 
     def contribution(call: Call, gradient: Tensor) -> Contribution:
@@ -133,7 +133,7 @@ def _geometry(call: Call) -> Geometry:
 
 
 def _is_known_transposed(arguments: Mapping[str, Any]) -> bool:
-    """It is the gradient of a convolution with as many positions."""
+    """Whether the call is the gradient of a convolution with as many positions."""
     dims = arguments["weight"].dim() - 2
     extra = by_dimension(arguments.get("output_padding", 0), dims)
     return all(more < step for more, step in zip(extra, by_dimension(arguments.get("stride", 1), dims), strict=True))

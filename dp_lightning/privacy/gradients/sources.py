@@ -1,7 +1,7 @@
 """Trained parameters, and what is computed from them, where they meet the tensors of examples.
 
 What is computed from parameters alone is computed once. Its per-example gradients are pulled back through that
-computation, of all uses together, so that each parameter has one gradient of each example in the end.
+computation, for all uses together, so that each parameter ends up with one gradient per example.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,11 +21,11 @@ _PULLED = 2**26
 
 @dataclass
 class Source:
-    """A trained parameter, or what is computed from some."""
+    """A trained parameter, or what is computed from trained parameters."""
 
     name: str
     tensor: Tensor
-    parameters: dict[str, Tensor]  # that it is computed from
+    parameters: dict[str, Tensor]  # those that it is computed from
     version: int
     uses: int = 0
     copies: Tensor | None = None
@@ -37,7 +37,7 @@ class Source:
         return self.name in self.parameters
 
     def add(self, gradients: Tensor) -> None:
-        """In float32 at least."""
+        """Add gradients, in float32 at least."""
         gradients = gradients.to(torch.promote_types(gradients.dtype, torch.float32))
         self.gradients = gradients if self.gradients is None else self.gradients + gradients
 
@@ -50,10 +50,10 @@ class Source:
 
 
 class Sources:
-    """Those of one physical batch.
+    """The sources of one physical batch.
 
     Args:
-        parameters: trained ones by name.
+        parameters: trained parameters by name.
         batch_size: number of examples b.
     """
 
@@ -65,10 +65,10 @@ class Sources:
         self._anchors: dict[torch.device, Tensor] = {}
 
     def of(self, tensor: Tensor) -> Source:
-        """The source that a tensor is.
+        """The source of a tensor.
 
         Raises:
-            ModelError: when it is computed from a tensor that is no parameter.
+            ModelError: when it is computed from a tensor that is not a trained parameter.
         """
         known = self._found.get(id(tensor))
         if known is not None:
@@ -90,7 +90,7 @@ class Sources:
         return source
 
     def copies(self, tensor: Tensor, at: int) -> Tensor:
-        """One for each example in the place of a tensor, inside of the vmap of level ``at``."""
+        """Copies that replace a tensor, one for each example, inside the vmap of level ``at``."""
         source = self.of(tensor)
         if source.copies is None:
             with below_transforms():
@@ -100,7 +100,7 @@ class Sources:
         return source.copies
 
     def started(self, output: Tensor) -> Tensor:
-        """What a function returned whose input needs no gradient, as the start of a graph."""
+        """The output of a function whose input needs no gradient, as the start of a graph."""
         device = output.device
         if device not in self._anchors:
             self._anchors[device] = torch.zeros((), device=device, requires_grad=True)
@@ -108,7 +108,7 @@ class Sources:
         return started
 
     def single(self) -> frozenset[str]:
-        """Parameters that are used once, so that the gradients of that use are all there is."""
+        """Parameters that are used once, so that the gradients of that use are complete."""
         uses: dict[str, int] = {}
         for source in self._found.values():
             for name in source.parameters:
@@ -116,11 +116,11 @@ class Sources:
         return frozenset(name for name, count in uses.items() if count == 1)
 
     def add(self, name: str, gradients: Tensor) -> None:
-        """Gradients (b, ...) that have arrived at the source of that name."""
+        """Add gradients (b, ...) to the source of that name."""
         self._by_name[name].add(gradients)
 
     def gradients(self) -> Iterator[tuple[str, Tensor, str]]:
-        """Parameter name, gradients (b, ...) and how they were taken; they still have to be added up by name."""
+        """Parameter name, gradients (b, ...) and how they were computed; they still have to be added up by name."""
         computed = []
         for source in self._found.values():
             method = ""
@@ -158,7 +158,7 @@ def leaves_of(tensor: Tensor) -> Iterator[Tensor]:
 
 
 def _connected(sources: Sequence[Source]) -> list[list[Source]]:
-    """In groups that have no parameter in common, whose computations run backwards together."""
+    """Groups that have no parameter in common; the backward pass of each group runs at once."""
     groups: list[list[Source]] = []
     for source in sources:
         apart, together = [], [source]
@@ -197,7 +197,7 @@ def _batched(outputs: list[Tensor], parameters: list[Tensor], gradients: list[Te
             return torch.autograd.grad(
                 outputs, parameters, gradients, is_grads_batched=True, retain_graph=True, allow_unused=True
             )
-        except RuntimeError:  # vmap does not know one of the functions: example by example, or the error once more
+        except RuntimeError:  # vmap does not support a function: example by example; other errors are raised again
             rows = [
                 torch.autograd.grad(outputs, parameters, row, retain_graph=True, allow_unused=True)
                 for row in zip(*gradients, strict=True)

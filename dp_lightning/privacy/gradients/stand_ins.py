@@ -1,6 +1,6 @@
 """Functions that vmap cannot run, written with functions that it can.
 
-They return ``NotImplemented`` where they do not apply.
+They return ``NotImplemented`` if they do not apply.
 """
 
 import math
@@ -53,7 +53,7 @@ def gaussian_nll_loss(
     eps: float = 1e-6,
     reduction: str = "mean",
 ) -> Tensor:
-    """``F.gaussian_nll_loss``, without the look for negative variances: they count as ``eps``."""
+    """``F.gaussian_nll_loss``, without the check for negative variances, which count as ``eps``."""
     var = var if isinstance(var, Tensor) else torch.full_like(input, var)
     if var.shape != input.shape and var.shape == input.shape[:-1]:
         var = var.unsqueeze(-1)
@@ -63,7 +63,7 @@ def gaussian_nll_loss(
 
 
 def set_item(tensor: Tensor, index: Any, value: Any) -> None:
-    """``tensor[mask] = value`` for a number, or a row that takes the place of each selected row."""
+    """``tensor[mask] = value`` for a number, or a row that replaces each selected row."""
     if not isinstance(index, Tensor) or index.dtype != torch.bool or not is_batched(index):
         return NotImplemented
     rows = tensor.dim() - index.dim()
@@ -81,7 +81,7 @@ def grouped_mm(
 ) -> Tensor:
     """``F.grouped_mm`` of rows (S, in) in groups that end at ``offs``, with a matrix (in, out) for each group.
 
-    Each matrix multiplies all rows, so that it costs as many times more as there are groups.
+    Each matrix multiplies all rows, so the cost is multiplied by the number of groups.
     """
     if offs is None or bias is not None or out_dtype is not None or mat_a.dim() != 2 or mat_b.dim() != 3:
         return NotImplemented

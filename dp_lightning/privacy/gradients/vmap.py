@@ -1,7 +1,7 @@
-"""Between a tensor of one example and the tensor of all examples behind it.
+"""Converts between a tensor of one example and the tensor of all examples behind it.
 
-Inside of ``torch.func.vmap`` a tensor of one example wraps the tensor of all examples, whose example dimension may
-stand anywhere. Autograd runs below the wrappers, so the graph, its hooks and its gradients are those of all examples.
+Inside ``torch.func.vmap``, a tensor of one example wraps the tensor of all examples, whose example dimension may be at
+any position. Autograd runs below the wrappers, so the graph, its hooks and its gradients are those of all examples.
 """
 
 import torch
@@ -28,12 +28,12 @@ def unwrapped(tensor: Tensor) -> Tensor:
 
 
 def wrapped(tensor: Tensor, at: int) -> Tensor:
-    """A tensor of all examples (b, ...) as that of one example, inside of the vmap of level ``at``."""
+    """A tensor of all examples (b, ...) as that of one example, inside the vmap of level ``at``."""
     return add_batch_dimension(tensor, 0, at)
 
 
 def detached(tensor: Tensor, batch_size: int) -> Tensor:
-    """What all examples have in the place of one example's tensor, (b, ...), without gradient, unseen by any mode."""
+    """The tensor of all examples (b, ...) behind that of one example, detached, without any mode seeing it."""
     with without_torch_function():
         if level() is None:
             return tensor.detach().expand(batch_size, *tensor.shape)

@@ -1,4 +1,4 @@
-"""Lets a function mode see inside of an autograd function that vmap maps by itself.
+"""Lets a function mode see inside an autograd function that vmap maps by itself.
 
 torch runs ``forward`` and ``backward`` of such a function under a vmap of its own, on tensors that it wraps anew.
 """
@@ -13,12 +13,12 @@ from torch.overrides import TorchFunctionMode
 def watched(
     function: type[torch.autograd.Function], mode: TorchFunctionMode, note: Callable[[Any], None]
 ) -> type[torch.autograd.Function]:
-    """The same function, whose insides a mode sees.
+    """The same function, with a mode that sees inside it.
 
     Args:
-        function: with ``generate_vmap_rule``.
-        mode: sees what it calls.
-        note: gets the tensors that it is given.
+        function: a function with ``generate_vmap_rule``.
+        mode: sees what the function calls.
+        note: gets the tensors that the function is given.
     """
 
     def seen(own: Callable[..., Any]) -> Any:

@@ -1,7 +1,7 @@
 """Memory for gradients that are formed and used up, one layer after the other.
 
-On a CPU the first touch of fresh memory costs more than forming what is written there. A GPU's allocator keeps memory
-by itself.
+On a CPU the first touch of fresh memory costs more than forming what is written there. A GPU's allocator already
+reuses memory.
 """
 
 from math import prod
@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 class Workspace:
-    """One tensor without content, for one caller at a time."""
+    """One uninitialized tensor, for one caller at a time."""
 
     def __init__(self) -> None:
         self._buffer = torch.empty(0)
