@@ -22,7 +22,7 @@ class Chain:
 
     Attributes:
         noise: standard deviation of the noise in each entry of what the last call returned, by parameter name; None
-            where a transform that is not linear has acted.
+            if a transform that is not linear has acted.
 
     Raises:
         ConfigurationError: two transforms with momentum select the same kind of parameter, whatever its name.
@@ -54,7 +54,7 @@ class Chain:
 
         Raises:
             ConfigurationError: a pattern matches no parameter, momentum is applied twice to one, a transform needs
-                to know the noise where it is not known, or one that says it is linear and entrywise is not.
+                the noise level and it is not known, or one that claims to be linear and entrywise is not.
         """
         levels = self._levels(shapes, noise)
         with_momentum: dict[str, int] = {}
@@ -76,7 +76,7 @@ class Chain:
                     raise _two_momenta(name)
                 if transform.needs_noise and level[name] is None:
                     raise ConfigurationError(
-                        f"{title} needs the noise of the privatized gradient, and for {name} it is not known here. "
+                        f"{title} needs the noise of the privatized gradient, which is not known for {name} here. "
                         + (
                             "Train with PrivacyCallback"
                             if noise is None
@@ -139,13 +139,13 @@ class Chain:
         self._tracker.load_state_dict(state_dict["noise"])
 
     def _keys(self) -> list[str]:
-        """What a state belongs to: with every setting where it has a meaning under these settings only."""
+        """The key of each state; it contains every setting if the state is valid only under these settings."""
         titles = [repr(t) if t.has_memory else type(t).__name__ for t in self.transforms]
         return [f"{i}.{title}" for i, title in enumerate(titles)]
 
 
 def _two_momenta(where: str) -> ConfigurationError:
     return ConfigurationError(
-        f"transforms: momentum is applied twice to {where}; keep one Momentum for them, or let applies_to, include "
-        "and exclude of the two name different parameters"
+        f"transforms: momentum is applied twice to {where}; keep one Momentum for them, or make applies_to, "
+        "include and exclude of the two select different parameters"
     )

@@ -1,10 +1,10 @@
-"""Transforms that use what is known of the noise: which singular values of a matrix are signal, and how large it is.
+"""Transforms that use what is known about the noise: which singular values of a matrix are signal, and how large it is.
 
-All see a matrix Y = X + noise * Z, whose noise level the chain knows, and leave the singular vectors of Y alone:
+All get a matrix Y = X + noise * Z, whose noise level the chain knows, and keep the singular vectors of Y:
 
 - `SpectralShrinkage` gives each singular value the size that brings the matrix closest to X;
 - `GatedOrthogonalize` sets those above the noise to one and the others to zero;
-- `SelectiveOrthogonalize` orthogonalizes a matrix whose signal shows, and lets another transform act on one where not.
+- `SelectiveOrthogonalize` orthogonalizes a matrix whose signal shows, and applies another transform to the others.
 """
 
 import warnings
@@ -27,12 +27,12 @@ class SpectralShrinkage(Transform):
 
     Applies to matrices. It is best among functions of the singular values, for large matrices of low rank. A matrix
     with no singular value above the noise becomes zero. A signal of many weak directions lies below the noise, and is
-    lost with it.
+    removed with it.
 
     Args:
         loss: the norm in which the error is smallest.
-        fallback: without memory; acts on a matrix whose largest singular value is below `noise_edge`. None shrinks it
-            too; of noise alone little or nothing is left then.
+        fallback: a transform without memory for a matrix whose largest singular value is below `noise_edge`. None
+            shrinks it too, which leaves little or nothing of noise alone.
 
     Raises:
         ConfigurationError: a setting that cannot be used.
@@ -67,7 +67,7 @@ class SpectralShrinkage(Transform):
         resting = _of_zeros(estimates, gradients)
         if self.fallback is None and len(resting) == len(gradients) > 0:
             warnings.warn(
-                "SpectralShrinkage: no matrix has a signal above the noise at this step, so none of them moves. Take a "
+                "SpectralShrinkage: no matrix has a signal above the noise at this step, so none of them moves. Use a "
                 "larger batch or more momentum, or set fallback",
                 stacklevel=2,
             )
@@ -78,14 +78,14 @@ class SpectralShrinkage(Transform):
 class GatedOrthogonalize(Transform):
     """The polar factor of the singular directions above the noise, times the dimension scale. Applies to matrices.
 
-    Direction i of Y = sum_i s_i u_i v_i^T takes part where s_i is above `noise_edge`, which noise alone passes once in
-    a hundred matrices. The Frobenius norm is the root of the number of directions times the dimension scale: put
-    `Normalize` behind it for the norm that `Orthogonalize` gives.
+    Direction i of Y = sum_i s_i u_i v_i^T is kept if s_i is above `noise_edge`, which noise alone exceeds once in a
+    hundred matrices. The Frobenius norm is the root of the number of directions, times the dimension scale: put
+    `Normalize` after it for the norm that `Orthogonalize` gives.
 
     Args:
         scale_cap: upper bound of the dimension scale.
-        fallback: without memory; acts on a matrix that has no such direction. None is `Normalize(norm=1)`, a step as
-            long as that along a single direction.
+        fallback: a transform without memory for a matrix that has no such direction. None is `Normalize(norm=1)`, a
+            step as long as that along a single direction.
 
     Raises:
         ConfigurationError: a setting that cannot be used.
@@ -123,10 +123,10 @@ class SelectiveOrthogonalize(Transform):
         threshold: when a matrix is orthogonalized. "detection": its largest singular value is above `noise_edge`, so
             its first direction carries signal (the spiked-matrix threshold, (m n)^(1/4)). "recovery": the gap between
             the two largest singular values of the signal is above noise * (sqrt(m) + sqrt(n)), so its first direction
-            is recovered (Wedin's bound, B* in Shanmugam et al. 2026); this asks for more.
-        orthogonalize: without memory; acts on these matrices. None is `Orthogonalize()`.
-        otherwise: without memory; acts on the others. None is `NoiseNormalize()`, the step of DP-SGD at the same size
-            as that of an orthogonalized matrix of noise.
+            is recovered (Wedin's bound, B* in Shanmugam et al. 2026); this is stricter.
+        orthogonalize: a transform without memory for these matrices. None is `Orthogonalize()`.
+        otherwise: a transform without memory for the others. None is `NoiseNormalize()`, the step of DP-SGD at the same
+            size as that of an orthogonalized matrix of noise.
 
     Raises:
         ConfigurationError: a setting that cannot be used.
@@ -182,7 +182,7 @@ def _levels(title: str, gradients: Gradients, noise: Noise) -> Mapping[str, floa
         level = noise.get(name)
         if level is None:
             raise ConfigurationError(
-                f"{title} needs the noise of the privatized gradient, and for {name} it is not known. Train with "
+                f"{title} needs the noise of the privatized gradient, which is not known for {name}. Train with "
                 "PrivacyCallback, and put it before the transforms that are not linear"
             )
         levels[name] = level

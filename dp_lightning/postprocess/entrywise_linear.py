@@ -1,8 +1,8 @@
-"""Transforms that add gradients and scale them by public numbers, so that what they do to the noise is known.
+"""Transforms that add gradients and scale them by public numbers, so that their effect on the noise is known.
 
-The code of such a transform never has a tensor in its hands. It gets an `Entry`, which stands for each entry of a
-gradient and can be added to others and scaled. What it cannot do, such as mixing entries, adding a constant, or taking
-a sign, would change the noise in a way that is not stated, and is refused.
+The code of such a transform never sees a tensor. It gets an `Entry`, which stands for each entry of a gradient and can
+be added to others and scaled. Anything else, such as mixing entries, adding a constant, or taking a sign, would change
+the noise in a way that is not known, and is refused.
 """
 
 from abc import abstractmethod
@@ -18,7 +18,7 @@ from dp_lightning.postprocess.transform import Gradients, Noise, State, Transfor
 from dp_lightning.refusing import refuse_every_use
 
 Slots = dict[str, Tensor]
-# A public number stands in the state beside the tensors, as a float64 without dimensions.
+# Prefix of a public number, which the state keeps beside the tensors as a float64 scalar.
 _NUMBER = "number/"
 
 
@@ -30,7 +30,7 @@ class _Refusing:
     """Refuses every use."""
 
     def _refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
-        raise _NotEntrywiseError("does more with an entry than to add it to another and to scale it by a number")
+        raise _NotEntrywiseError("does more with an entry than add it to another and scale it by a number")
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -48,7 +48,7 @@ refuse_every_use(_Refusing, _Refusing._refuse)
 class Entry(_Refusing):
     """Each entry of a gradient, or of what a transform remembers of gradients.
 
-    ``a + b``, ``a - b``, ``2.0 * a``, ``a * 2.0``, ``a / 2.0`` and ``a.zeros()`` are all there is.
+    ``a + b``, ``a - b``, ``2.0 * a``, ``a * 2.0``, ``a / 2.0`` and ``a.zeros()`` are the only operations.
     """
 
     __slots__ = ("_value",)
@@ -83,17 +83,17 @@ def _value_of(other: Any) -> Tensor:
 
 def _number(factor: Any) -> float:
     if not isinstance(factor, int | float):
-        raise _NotEntrywiseError(f"scales an entry by {type(factor).__name__}, and may by int or float")
+        raise _NotEntrywiseError(f"scales an entry by {type(factor).__name__} rather than int or float")
     return factor
 
 
 @dataclass(frozen=True)
 class Memory:
-    """What a transform remembers of the steps before, for one parameter. It is empty at the first.
+    """What a transform remembers of earlier steps, for one parameter. It is empty at the first step.
 
     Attributes:
         entries: sums of the gradients so far.
-        numbers: public ones, such as a gain that depends on the number of steps.
+        numbers: public numbers, such as a gain that depends on the number of steps.
     """
 
     entries: Mapping[str, Entry] = field(default_factory=dict)
@@ -104,11 +104,11 @@ class EntrywiseLinear(Transform):
     """A transform whose output is, in each entry, a sum of the present and past gradients with public weights.
 
     A subclass implements `step`. `NoiseTracker` runs the same `step` on the noise's own coordinates, so the
-    noise that a chain states is that of the code which made its output.
+    noise that a chain reports is that of the code that computed its output.
 
     Raises:
-        ConfigurationError: `step` does to an entry what is not linear or not entrywise, or a subclass has an `update`
-            of its own, which the noise would not follow.
+        ConfigurationError: `step` does something to an entry that is not linear or not entrywise, or a subclass has
+            an `update` of its own, so that the noise would not be known.
     """
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -117,7 +117,7 @@ class EntrywiseLinear(Transform):
             if getattr(cls, name) is not getattr(EntrywiseLinear, name):
                 raise ConfigurationError(
                     f"{cls.__name__} derives from EntrywiseLinear and has its own {name}, which would change a "
-                    f"gradient and not its noise. Implement step, or derive from Transform."
+                    f"gradient but not its noise. Implement step, or derive from Transform."
                 )
 
     @abstractmethod
@@ -128,7 +128,7 @@ class EntrywiseLinear(Transform):
 
         Args:
             value: the gradient.
-            memory: what the step before returned.
+            memory: what the previous step returned.
             noise: standard deviation of the noise in each entry of the gradient; None where it is not known.
             shape: of the parameter.
 
@@ -142,7 +142,7 @@ class EntrywiseLinear(Transform):
 
         Args:
             value: its shape need not be that of the parameter.
-            slots: what the step before returned; empty at the first.
+            slots: what the previous step returned; empty at the first.
             noise, shape: as in `step`.
 
         Returns:
@@ -159,9 +159,9 @@ class EntrywiseLinear(Transform):
             result = _value_of(output)
         except _NotEntrywiseError as error:
             raise ConfigurationError(
-                f"{type(self).__name__} derives from EntrywiseLinear, and its step {error}. It may add entries and "
-                "scale them by public numbers, so that the noise behind it is known. Derive from Transform, behind "
-                "which the noise is not known."
+                f"{type(self).__name__} derives from EntrywiseLinear, and its step {error}. It may only add entries "
+                "and scale them by public numbers, so that the noise after it is known. Derive from Transform if the "
+                "noise after it need not be known."
             ) from error
         taken = {id(value)}
         for name, slot in found.items():

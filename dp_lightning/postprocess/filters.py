@@ -1,10 +1,10 @@
 """Temporal filters: estimates of the gradient from the noisy gradients of several steps.
 
-Low pass (DOPPLER, Zhang et al. 2024), g_t the privatized gradient and m_t the output:
+Low pass (DOPPLER, Zhang et al. 2024), with g_t the privatized gradient and m_t the output:
 
     m_t = - sum_{tau=1..n_a} a_tau m_{t-tau} + sum_{tau=0..n_b} b_tau g_{t-tau},
 
-everything before the first step being zero. Bias correction divides m_t by c_t, the response of the same
+where everything before the first step is zero. Bias correction divides m_t by c_t, the response of the same
 recursion to a constant 1.
 
 Scalar Kalman filter (the filter part of DiSK, Zhang et al. 2025), with g^_t the estimate and K_t the gain:
@@ -37,11 +37,11 @@ class LowPass(EntrywiseLinear):
         a: (a_1, ..., a_{n_a}): feedback of past outputs, with the sign of the recursion above. May be empty.
         b: (b_0, ..., b_{n_b}): weights of the present and past gradients.
         bias_correction: divide by the filter's response to a constant 1, so that a constant gradient comes
-            out as it is from the first step on (1 - beta^t for the exponential average).
+            out unchanged from the first step on (1 - beta^t for the exponential average).
 
     Raises:
         ConfigurationError: coefficients that are not finite, an unstable recursion (a root of
-            z^n + a_1 z^(n-1) + ... + a_n on or outside the unit circle), or b without a present gradient.
+            z^n + a_1 z^(n-1) + ... + a_n on or outside the unit circle), or b without weight for the present gradient.
     """
 
     has_memory = True
@@ -154,7 +154,7 @@ class Kalman(EntrywiseLinear):
         return estimate, Memory({"estimate": estimate}, numbers)
 
     def _gain(self, numbers: Mapping[str, float]) -> tuple[float, dict[str, float]]:
-        """Of this step, and what follows for the next one: the variance of the error, in units of R."""
+        """The gain of this step, and what the next one needs: the variance of the error, in units of R."""
         if self.gain is not None:
             return self.gain, {}
         assert self.process_to_measurement_ratio is not None

@@ -52,7 +52,7 @@ def singular_values(matrix: Tensor) -> Tensor:
     """All singular values of each matrix in ascending order, (..., m, n) to (..., min(m, n)).
 
     They are the roots of the eigenvalues of the smaller Gram matrix. Squaring costs accuracy for small singular
-    values and none for the largest, whose relative error is about 1e-6 in float32 and 1e-15 in float64.
+    values but not for the largest, whose relative error is about 1e-6 in float32 and 1e-15 in float64.
     """
     _, largest, gram = _scaled_with_gram(matrix)
     return (largest.squeeze(-1) * torch.linalg.eigvalsh(gram).clamp_min(0).sqrt()).to(matrix.dtype)
@@ -66,10 +66,10 @@ def spectral_norm(matrix: Tensor) -> Tensor:
 def power_iteration(matrix: Tensor, vector: Tensor | None = None, *, steps: int = 2) -> tuple[Tensor, Tensor, Tensor]:
     """The largest singular value of each matrix from below, by power iteration on M^T M (Golub and Van Loan, 8.2).
 
-    Warm-started with the vector of a matrix that was close to this one, two steps are mostly enough. The value is
+    Warm-started with the vector of a matrix that was close to this one, two steps are usually enough. The value is
     ||M v|| for a unit vector v, so it is never above sigma_1, and some singular value s of M satisfies
-    |s^2 - value^2| <= residual. Whether that one is sigma_1 is **not** guaranteed: it is where v is not almost
-    orthogonal to the first singular vector and steps are many.
+    |s^2 - value^2| <= residual. It is **not** guaranteed that s is sigma_1; it is if v is not almost orthogonal to the
+    first singular vector and there are many steps.
 
     Args:
         matrix: (..., m, n).
@@ -102,8 +102,8 @@ def map_singular_values(matrix: Tensor, function: Callable[[Tensor], Tensor]) ->
     """U f(S) V^T for each matrix U S V^T, by the eigenvectors of the smaller Gram matrix and one product.
 
     Cheaper than a singular value decomposition. Squaring costs accuracy for small singular values: those below
-    3e-4 sigma_1 in float32 (1e-8 in float64) are taken for zero, and f(0) for zero; those up to ten times as large are
-    right to some per cent.
+    3e-4 sigma_1 in float32 (1e-8 in float64) are treated as zero, with f(0) = 0; those up to ten times as large are
+    accurate to a few per cent.
 
     Args:
         matrix: (..., m, n).
@@ -135,13 +135,13 @@ def _scaled_with_gram(matrix: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 def map_same_shape(
     function: Callable[..., Tensor], tensors: Mapping[str, Tensor], *numbers: Mapping[str, float]
 ) -> dict[str, Tensor]:
-    """Apply a batched matrix function to tensors viewed as matrices; same shapes go through as one batch.
+    """Apply a batched matrix function to tensors viewed as matrices; those of the same shape form one batch.
 
     Args:
         function: (k, m, n), and for each of `numbers` a (k,) tensor, to (k, ...), treating each of the k matrices
             on its own.
         tensors: parameters of two or more dimensions, by name.
-        numbers: one for each of the names.
+        numbers: mappings with one number for each of the names.
 
     Returns:
         For each name its slice of the function's result (still in matrix form).
@@ -159,7 +159,7 @@ def map_same_shape(
 
 
 def at_least_float32(matrix: Tensor) -> Tensor:
-    """The matrix, in float32 where it is in half precision."""
+    """The matrix, in float32 if it is in half precision."""
     return matrix.float() if matrix.dtype in (torch.float16, torch.bfloat16) else matrix
 
 
@@ -169,5 +169,5 @@ def unit_range(matrix: Tensor) -> Tensor:
 
 
 def nonzero(value: Tensor) -> Tensor:
-    """The value, or the smallest normal number where that is larger: a divisor."""
+    """The value, or the smallest normal number if that is larger, for use as a divisor."""
     return value.clamp_min(torch.finfo(value.dtype).tiny)

@@ -1,4 +1,4 @@
-"""Newton-Schulz orthogonalization: all singular values of a matrix towards one, by products of matrices alone.
+"""Newton-Schulz orthogonalization: pushes all singular values of a matrix towards one by matrix products alone.
 
 It starts from X = M / ||M||_F and repeats
 
@@ -6,10 +6,10 @@ It starts from X = M / ||M||_F and repeats
 
 which maps each singular value s of X to a s + b s^3 + c s^5 and leaves the singular vectors alone. The presets:
 
-- ``muon`` (Jordan et al. 2024): a = 3.4445, b = -4.7750, c = 2.0315 at every step, a steep slope at zero that is bought
-  with a fixed point that is not 1.
-- ``polar_express`` (Amsel et al. 2025): another polynomial at each step, the one that brings the interval in which the
-  singular values then lie closest to 1. It converges to the polar factor.
+- ``muon`` (Jordan et al. 2024): a = 3.4445, b = -4.7750, c = 2.0315 at every step, a steep slope at zero at the price
+  of a fixed point that is not 1.
+- ``polar_express`` (Amsel et al. 2025): a different polynomial at each step, the one that brings the interval in which
+  the singular values then lie closest to 1. It converges to the polar factor.
 """
 
 import functools
@@ -28,7 +28,7 @@ MUON: Coefficients = (3.4445, -4.7750, 2.0315)
 PRESETS = ("muon", "polar_express")
 
 # Amsel et al. 2025, section 4.4: singular values from 0.001 on, polynomials for intervals no wider than 1 : 0.0241, and
-# one per cent of room for rounding.
+# a margin of one per cent for rounding.
 _SMALLEST = 1e-3
 _NARROWEST = 0.02407327424182761
 _ROOM = 1.01
@@ -44,18 +44,18 @@ def newton_schulz(
     """Push all singular values of each matrix towards one by the quintic Newton-Schulz iteration.
 
     With the "muon" coefficients this does **not** converge to the polar factor U V^T, however many steps it
-    takes: after five steps the singular values of a well-conditioned matrix lie in about [0.68, 1.14] and go
-    on moving in that band. Singular values far below the largest grow by at most 3.4445 per step, 485-fold
+    takes: after five steps the singular values of a well-conditioned matrix lie in about [0.68, 1.14] and keep
+    moving in that band. Singular values far below the largest grow by at most 3.4445 per step, 485-fold
     in five, and may be left below it: the smallest one of a square Gaussian matrix may end near zero. With
     "polar_express" those above 0.001 ||M||_F come within about 1 % of one in six steps, and smaller ones grow at
-    most 1850-fold. Use `polar_factor` where the exact value matters. The result does not depend on the scale of
+    most 1850-fold. Use `polar_factor` if the exact value matters. The result does not depend on the scale of
     the input.
 
     Args:
         matrix: (..., m, n). A zero matrix gives a zero matrix.
         steps: number of iterations, at least 1.
         coefficients: (a, b, c), or "muon" or "polar_express".
-        dtype: of the products, such as torch.bfloat16; None is that of `matrix`, and at least float32.
+        dtype: the dtype of the products, such as torch.bfloat16; None is that of `matrix`, and at least float32.
 
     Returns:
         (..., m, n), the dtype of `matrix`.
@@ -74,7 +74,7 @@ def newton_schulz(
         x = x.to(dtype)
     for a, b, c in polynomials:
         gram = x @ x.mT
-        # Sums inside the products: rounded once, which half precision needs.
+        # The sums are fused into the products, so they are rounded once, which half precision needs.
         x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return (x.mT if transposed else x).to(matrix.dtype).reshape(matrix.shape)
 
@@ -113,7 +113,7 @@ def polar_express(steps: int) -> tuple[Coefficients, ...]:
 
 
 def _closest_to_one(low: float, high: float) -> Coefficients:
-    """The odd quintic with the smallest greatest distance to 1 on [low, high], by Remez' exchange of points."""
+    """The odd quintic with the smallest maximum distance to 1 on [low, high], by the Remez exchange algorithm."""
     if high - low < 1e-5 * high:
         # The limit of a narrow interval: 15/8, -10/8, 3/8 at 1 (the quintic Newton-Schulz iteration).
         return 15 / 8 / high, -10 / 8 / high**3, 3 / 8 / high**5

@@ -1,11 +1,11 @@
-"""The exact noise level of what a chain of linear transforms hands on.
+"""The exact noise level of the output of a chain of linear transforms.
 
 Each privatized gradient is a signal plus independent noise N(0, s_t^2) in every entry, with s_t = sigma S / B public. A
-linear chain makes of it, at step t, the noise sum_k h_{t,k} s_k z_k with independent standard normal z_k and public
+linear chain turns it, at step t, into the noise sum_k h_{t,k} s_k z_k with independent standard normal z_k and public
 weights h_{t,k}. So the noise of one entry, and of everything that the transforms remember of it, is a vector of
-coordinates in the basis z_1, z_2, ...; its length is the standard deviation. The vectors are advanced by the own `step`
-of each transform. Only lengths and angles between them matter, so after each step the basis is turned into one that has
-no more dimensions than there are vectors (a QR decomposition): the cost of a step does not grow.
+coordinates in the basis z_1, z_2, ...; its length is the standard deviation. The vectors are advanced by each
+transform's own `step`. Only their lengths and the angles between them matter, so after each step the basis is rotated
+into one that has no more dimensions than there are vectors (a QR decomposition): the cost of a step does not grow.
 """
 
 import math
@@ -24,7 +24,7 @@ class NoiseTracker:
     """Follows the noise of every parameter through the transforms of a chain.
 
     Args:
-        transforms: in their order. Behind one that is not linear the noise of the parameters that it selects is not
+        transforms: in their order. After one that is not linear, the noise of the parameters that it selects is not
             known.
     """
 
@@ -45,7 +45,7 @@ class NoiseTracker:
 
         Raises:
             ConfigurationError: the noise is negative, or known at some steps only: what a filter remembers of the
-                others would have a noise that is not known.
+                others would have an unknown noise.
         """
         if noise is not None and not 0 <= noise < math.inf:
             raise ConfigurationError(f"noise must be a finite number of at least 0, got {noise}")
@@ -57,7 +57,7 @@ class NoiseTracker:
         for name, shape in shapes.items():
             chosen = tuple(transform.selects(name, shape) for transform in self._transforms)
             slots = [state.get(name, {}) for state in self._states]
-            # Parameters with one shape and one history have one noise.
+            # Parameters with the same shape and history have the same noise.
             key = (shape, chosen, *(id(own) if own else None for own in slots))
             if key not in alike:
                 alike[key] = self._follow(shape, chosen, slots, noise)
@@ -76,7 +76,7 @@ class NoiseTracker:
         if noise is None:
             return [None] * (len(self._transforms) + 1), list(slots)
         known = next((value.numel() for own in slots for value in own.values() if value.ndim), 0)
-        # The coordinates of one entry's noise, of which the last is this step's own.
+        # The coordinates of one entry's noise; the last one is this step's own.
         entry: Tensor | None = torch.tensor([*[0.0] * known, noise], dtype=torch.float64)
         levels: list[float | None] = [noise]
         new_slots: list[Slots] = []
@@ -105,7 +105,7 @@ def _with_zero(coordinates: Tensor) -> Tensor:
 
 
 def _turned(slots: list[Slots]) -> list[Slots]:
-    """The same vectors in a basis of the space that they span; their lengths and angles stay."""
+    """The same vectors in a basis of the space that they span; their lengths and angles are unchanged."""
     places = [(i, key) for i, own in enumerate(slots) for key, value in own.items() if value.ndim]
     if not places:
         return slots

@@ -1,8 +1,8 @@
-"""Updates of a fixed size: what a fixed norm does by itself, without orthogonalization.
+"""Updates of a fixed size: the effect of a fixed norm alone, without orthogonalization.
 
 An orthogonalized m x n matrix has the Frobenius norm min(cap, sqrt(max(1, m/n))) sqrt(min(m, n)), whatever the gradient
-is. These two give a matrix that norm and leave its direction alone: `Normalize` by its own norm, and `NoiseNormalize`
-by the norm of the noise in it, noise * sqrt(m n), which is known without looking at the gradient.
+is. These two scale a matrix by that norm and keep its direction: `Normalize` divides it by its own norm, and
+`NoiseNormalize` by the norm of the noise in it, noise * sqrt(m n), which is known without looking at the gradient.
 """
 
 import math
@@ -21,7 +21,7 @@ class _OfNorm(Transform):
 
     Args:
         norm: positive; None is that of an orthogonalized matrix of the same shape.
-        scale_cap: upper bound of the dimension scale where `norm` is None.
+        scale_cap: upper bound of the dimension scale if `norm` is None.
 
     Raises:
         ConfigurationError: a setting outside its range.
@@ -55,10 +55,10 @@ class Normalize(_OfNorm):
 
 
 class NoiseNormalize(_OfNorm, EntrywiseLinear):
-    """Divide each matrix by the Frobenius norm of its noise, times `norm`: what the noise alone has then.
+    """Scale each matrix so that its noise has the Frobenius norm `norm`, or that of an orthogonalized matrix.
 
-    A step then has the same size in units of the noise whatever the batch size, the noise multiplier and the momentum
-    before it are. It is linear: directions and the ratio of signal to noise stay as they are.
+    A step then has the same size in units of the noise, whatever the batch size, the noise multiplier and the momentum
+    before it. It is linear: directions and the ratio of signal to noise do not change.
 
     Raises:
         ConfigurationError: a setting outside its range, or, at the first step, a run without noise.
@@ -69,7 +69,7 @@ class NoiseNormalize(_OfNorm, EntrywiseLinear):
     def step(self, value: Entry, memory: Memory, *, noise: float | None, shape: torch.Size) -> tuple[Entry, Memory]:
         if not noise:
             raise ConfigurationError(
-                "NoiseNormalize divides by the norm of the noise, and there is none or it is not known. Train with "
-                "PrivacyCallback and noise, or take Normalize"
+                "NoiseNormalize divides by the norm of the noise, but there is none or it is not known. Train with "
+                "PrivacyCallback and noise, or use Normalize"
             )
         return self.norm_of(shape) / (noise * math.sqrt(shape.numel())) * value, Memory()

@@ -4,7 +4,7 @@ DP-Muon:    min(cap, sqrt(max(1, m/n))) NS5(M),
 DP-Muon-S:  sigma_1(M) min(cap, sqrt(max(1, m/n))) NS5(M),
 
 where M is the m x n input of the transform (a momentum, usually), NS5 five Newton-Schulz steps and sigma_1
-the largest singular value. NS5 forgets the scale of M; the second form puts it back.
+the largest singular value. NS5 loses the scale of M; the second form restores it.
 """
 
 from typing import Literal, Unpack
@@ -32,11 +32,11 @@ class Orthogonalize(Transform):
 
     Args:
         steps: Newton-Schulz steps, at least 1.
-        coefficients: "muon", "polar_express" or (a, b, c), see `newton_schulz`; "exact" takes the polar factor by a
-            singular value decomposition instead.
+        coefficients: "muon", "polar_express" or (a, b, c), see `newton_schulz`; "exact" computes the polar factor by
+            a singular value decomposition instead.
         scale_cap: upper bound of the dimension scale, positive. Infinity removes it, as in Muon (Jordan et
             al. 2024).
-        precision: of the products. "bfloat16" is faster where the processor has it, and right to 2 %.
+        precision: of the products. "bfloat16" is faster if the processor supports it, and accurate to 2 %.
 
     Raises:
         ConfigurationError: a setting outside its range.
@@ -68,7 +68,7 @@ class Orthogonalize(Transform):
             return 0.0
         short, long = sides(shape)
         if self.coefficients == "exact":
-            # A singular value decomposition with both sides of vectors (Golub and Van Loan, 8.6), and a product.
+            # A singular value decomposition with the vectors of both sides (Golub and Van Loan, 8.6), and a product.
             return 8.0 * short**2 * long + 20.0 * short**3
         # Two products with the short side twice, one with it three times.
         return self.steps * (4.0 * short**2 * long + 2.0 * short**3)
@@ -88,16 +88,16 @@ class Orthogonalize(Transform):
 
 
 class MagnitudeScale(Transform):
-    """sigma_1(M) times another transform of M: keeps the magnitude that an orthogonalization forgets.
+    """sigma_1(M) times another transform of M: keeps the magnitude that an orthogonalization loses.
 
     `MagnitudeScale(Orthogonalize())` is DP-Muon-S after its momentum. Applies to the matrices that the other transform
     selects.
 
     Args:
         transform: a transform of matrices; it and sigma_1 receive the same input M.
-        method: how sigma_1 is found. "exact" by all eigenvalues of the smaller Gram matrix. "power" by two power
-            iterations that start where those of the step before ended: from below, by less than 0.1 % where one
-            direction leads, and by 5 % on average for a momentum of noise alone.
+        method: how sigma_1 is computed. "exact" uses all eigenvalues of the smaller Gram matrix. "power" uses two power
+            iterations that start where those of the previous step ended; the result is too small by less than 0.1 % if
+            one direction dominates, and by 5 % on average for a momentum of noise alone.
 
     Raises:
         ConfigurationError: `transform` also selects parameters that are not matrices, or `method` is unknown.

@@ -1,7 +1,7 @@
-"""Deals the parameters of an expensive transform out to ranks, so that each one's result is computed once.
+"""Distributes the parameters of an expensive transform over the ranks, so that each result is computed once.
 
-The privatized gradient is the same on every rank, so without this every rank computes the same result. Which way is
-taken depends on shapes alone, so all ranks take the same one.
+The privatized gradient is the same on every rank, so without this every rank computes the same result. Whether to
+distribute depends on shapes alone, so all ranks decide alike.
 """
 
 from collections.abc import Mapping
@@ -15,11 +15,11 @@ from dp_lightning.ranks import Ranks
 def apply_on_ranks(
     transform: Transform, gradients: Gradients, state: State, noise: Noise, ranks: Ranks
 ) -> tuple[Gradients, State]:
-    """``transform.apply``, with the work dealt out to ``ranks`` where that is faster; every rank has to call it.
+    """``transform.apply``, with the work distributed over ``ranks`` if that is faster; every rank must call it.
 
     Returns:
-        What ``transform.apply`` returns, the same bits on every rank. Next to the result without ranks it may be
-        rounded differently, since matrices of one shape are then computed in smaller batches.
+        What ``transform.apply`` returns, the same bits on every rank. It may be rounded differently from the
+        result without ranks, since matrices of one shape are then computed in smaller batches.
     """
     owners = _owners(transform, gradients, ranks)
     if not owners:
@@ -36,7 +36,7 @@ def apply_on_ranks(
 
 
 def _owners(transform: Transform, gradients: Mapping[str, Tensor], ranks: Ranks) -> dict[str, int]:
-    """The rank that computes each parameter worth dealing out; empty where every rank should compute all of them."""
+    """The rank that computes each parameter worth distributing; empty if every rank should compute all of them."""
     if ranks.size == 1:
         return {}
     sizes = {name: value.numel() * value.element_size() for name, value in gradients.items()}
@@ -48,7 +48,7 @@ def _owners(transform: Transform, gradients: Mapping[str, Tensor], ranks: Ranks)
         return {}
     loads, sent = [0.0] * ranks.size, [0] * ranks.size
     owners = {}
-    # The longest first, each to whoever has least to do (Graham 1969).
+    # The longest first, each to the rank with the least work (Graham 1969).
     for name in sorted(worth, key=lambda name: -costs[name]):
         owner = loads.index(min(loads))
         owners[name] = owner

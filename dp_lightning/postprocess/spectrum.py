@@ -23,7 +23,7 @@ _TRACY_WIDOM_99 = 2.0234
 
 
 def noise_edge(rows: int, columns: int) -> float:
-    """The singular value that the largest one of standard normal noise exceeds once in a hundred draws.
+    """The value that the largest singular value of standard normal noise exceeds once in a hundred draws.
 
     sqrt(mu + 2.02 s) with mu = (sqrt(n - 1) + sqrt(m))^2 and s = (sqrt(n - 1) + sqrt(m)) (1 / sqrt(n - 1) + 1 /
     sqrt(m))^(1/3): Johnstone 2001. It approaches sqrt(m) + sqrt(n) from above.

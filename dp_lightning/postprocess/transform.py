@@ -1,4 +1,4 @@
-"""What a transform of the privatized gradient is.
+"""The interface of a transform of the privatized gradient.
 
 A transform is a function (gradients, state) -> (gradients, state) of the privatized gradients and of numbers
 that are public. It never sees an example, a loss or an unnoised sum, so by the post-processing property of
@@ -82,8 +82,8 @@ class Transform(ABC):
 
         Args:
             gradients: the selected gradients, by parameter name. They must not be changed in place.
-            state: what this transform returned at the step before, for some or all of these names.
-            noise: of these gradients.
+            state: what this transform returned at the previous step, for some or all of these names.
+            noise: the noise of these gradients.
 
         Returns:
             The new gradients, in the same shapes and dtypes, and the new state of these parameters. Neither
@@ -92,15 +92,15 @@ class Transform(ABC):
         """
 
     def cost(self, shape: torch.Size) -> float:
-        """Floating-point operations for one parameter of this shape, where they may be dealt out to ranks.
+        """Floating-point operations for one parameter of this shape, if they may be distributed over ranks.
 
-        That needs a parameter's output to depend on its gradient alone, without state. 0, the default, has every
-        rank compute every parameter.
+        That requires a parameter's output to depend on its gradient alone, without state. With 0, the default, every
+        rank computes every parameter.
         """
         return 0.0
 
     def apply(self, gradients: Gradients, state: State, noise: Noise) -> tuple[Gradients, State]:
-        """`update` on the parameters that are selected; the others are passed on as they are."""
+        """`update` on the parameters that are selected; the others are passed on unchanged."""
         selected = {name: gradient for name, gradient in gradients.items() if self.selects(name, gradient.shape)}
         present = {name: _on_device_of(selected[name], state[name]) for name in selected if name in state}
         updated, new_state = self.update(selected, present, noise)
