@@ -21,17 +21,17 @@ commands:
   fit       train privately from a configuration: dpl fit --config configs/digits.yaml
   validate  evaluate a checkpoint on the validation split
   test      evaluate a checkpoint on the test set
-  predict   class probabilities of a checkpoint
-  export    the network of a checkpoint as safetensors and ONNX, with its privacy statement
+  predict   write the class probabilities that a checkpoint predicts
+  export    write the network of a checkpoint as safetensors and ONNX, with its privacy statement
   verify    check a run's statement against its journal and its weights: dpl verify RUN
   audit     test the noise and the clipping of a configuration: dpl audit --config configs/digits.yaml
   account   price a run before it starts: three of epsilon, sigma, steps and batch size give the fourth
-  sweep     the runs of a grid: dpl sweep configs/grids/digits.yaml
-  report    the tables and figures of a grid's runs, beside the paper's numbers
-  analyze   signal and noise of a run's gradients: dpl analyze snr --config configs/digits.yaml
+  sweep     run a grid: dpl sweep configs/grids/digits.yaml
+  report    write the tables and figures of a grid's runs, beside the paper's numbers
+  analyze   measure signal and noise of a run's gradients: dpl analyze snr --config configs/digits.yaml
 
 `dpl COMMAND --help` shows the options of a command. Every setting of a configuration can be overridden on the command
-line, as in `dpl fit --config configs/digits.yaml --privacy.target_epsilon 8`, and several --config files compose.
+line, as in `dpl fit --config configs/digits.yaml --privacy.target_epsilon 8`, and --config can be repeated.
 
 exit codes: 0 done; 1 a check does not hold, or a run of a grid has failed; 2 an error, with what to change;
 74 the output cannot be written; 130 and 143 after Ctrl-C and SIGTERM
@@ -39,17 +39,17 @@ exit codes: 0 done; 1 a check does not hold, or a run of a grid has failed; 2 an
 
 _TRAINING = ("fit", "validate", "test", "predict")
 _OTHERS = ("export", "verify", "audit", "account", "sweep", "report", "analyze")
-# EX_IOERR of sysexits.h. 1 would read as a check that does not hold, and 128 and more as a signal.
+# EX_IOERR of sysexits.h. 1 would mean that a check does not hold, and 128 or more a signal.
 _UNWRITTEN = 74
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run a command; exits with 2 and one message on an error that the user can act on.
 
-    SIGTERM and Ctrl-C end it with 143 and 130, and output that cannot be written with 74, all without a traceback.
+    It exits with 143 on SIGTERM, 130 on Ctrl-C and 74 if its output cannot be written, all without a traceback.
 
     Args:
-        argv: what follows ``dpl``; None is the process's own, which then is the command's alone.
+        argv: what follows ``dpl``; None takes ``sys.argv``, and leaves the signal handlers in place at the end.
     """
     with _ended_by_signals(put_back=argv is not None), _output_written():
         _run(list(sys.argv[1:] if argv is None else argv))
@@ -75,13 +75,13 @@ def _run(arguments: list[str]) -> None:
 
 @contextmanager
 def _ended_by_signals(*, put_back: bool) -> Iterator[None]:
-    """SIGTERM and Ctrl-C end the process with 143 and 130 from now on, without a traceback.
+    """Within this context, SIGTERM and Ctrl-C end the process with 143 and 130, without a traceback.
 
-    Nothing is lost by that: files are whole or absent, `StopOnSignal` has the signals during a fit, and a sweep handles
+    Nothing is lost: files are complete or absent, `StopOnSignal` handles the signals during a fit, and a sweep handles
     them itself while it has runs.
 
     Args:
-        put_back: whether they do what they did before, at the end.
+        put_back: whether to restore the previous handlers at the end.
     """
     numbers = (signal.SIGTERM, signal.SIGINT) if threading.current_thread() is threading.main_thread() else ()
     before = {number: signal.signal(number, _leave) for number in numbers}
@@ -94,22 +94,22 @@ def _ended_by_signals(*, put_back: bool) -> Iterator[None]:
 
 
 def _leave(number: int, frame: FrameType | None) -> None:
-    # An exception here could be lost, as in an import that catches all of them.
+    # An exception here could be lost, as in an import that catches all exceptions.
     try:
         sys.stdout.flush()
         sys.stderr.flush()
-    finally:  # they fail where the signal has come in the middle of a print
+    finally:  # flushing fails if the signal came during a print
         os._exit(128 + number)
 
 
 @contextmanager
 def _output_written() -> Iterator[None]:
-    """Output that cannot be written, on a full disk or into a pipe that nobody reads, ends the process with 74."""
+    """End the process with 74 if output cannot be written, as on a full disk or into a pipe that nobody reads."""
     try:
         try:
             yield
         finally:
-            for stream in filter(None, (sys.stdout, sys.stderr)):  # None where it was closed from the start
+            for stream in filter(None, (sys.stdout, sys.stderr)):  # None if it was closed from the start
                 stream.flush()
     except OSError as error:
         broken = [stream for stream in filter(None, (sys.stdout, sys.stderr)) if not _takes(stream)]
@@ -117,7 +117,7 @@ def _output_written() -> Iterator[None]:
             raise
         with suppress(OSError):
             print(f"dpl: error: the output cannot be written ({error.strerror}).", file=sys.stderr)
-        for stream in broken:  # what is left in it would fail again when Python ends
+        for stream in broken:  # what is left in it would fail again when Python exits
             with suppress(OSError), open(os.devnull, "w") as nowhere:
                 os.dup2(nowhere.fileno(), stream.fileno())
         sys.exit(_UNWRITTEN)

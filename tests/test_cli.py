@@ -167,22 +167,22 @@ WRONG = {
         r"optimizer\.init_args\.momentum is nan; settings are finite",
     ),
     "no_beta": (transform("Momentum", beta=".nan"), r"postprocess\.transforms\[0\]\.init_args\.beta is nan"),
-    "beyond": (["--privacy.max_grad_norm=1e300"], r"privacy\.max_grad_norm is 1e\+300, beyond float32"),
+    "beyond": (["--privacy.max_grad_norm=1e300"], r"privacy\.max_grad_norm is 1e\+300, outside the range of float32"),
     "noise": (
         ["--privacy.noise_multiplier=1e30", "--privacy.target_epsilon=null"],
         "noise_multiplier is 1e\\+30; above 1e\\+06 nothing is left",
     ),
-    "digits": (["--seed_everything", str(2**64)], "seed_everything is a number of 20 digits; whole numbers are below"),
+    "digits": (["--seed_everything", str(2**64)], "seed_everything has 20 digits; integers must be below"),
     "seed": (["--seed_everything", str(2**33)], "^error: seed_everything: "),
     "rate": (
         ["--optimizer.init_args.momentum=-1.0"],
         r"Invalid momentum value: -1.0 \(ValueError in .*sgd.py, line \d+\)",
     ),
     "fraction": (["--data.init_args.val_fraction=null"], "data"),
-    "processes": (["--trainer.devices", "5000"], "trainer.devices is 5000; at most 1,024"),
+    "processes": (["--trainer.devices", "5000"], "trainer.devices is 5000; the maximum is 1,024"),
     "nodes": (
         ["--trainer.num_nodes", "2", "--trainer.accelerator=cpu"],
-        "num_nodes is 2, and nothing has started the others",
+        "num_nodes is 2, but the other nodes were not started",
     ),
     "no_fraction": (
         ["--data.init_args.val_fraction", "null"],
@@ -260,7 +260,7 @@ def test_modules_from_outside_are_named_before_they_run(tmp_path, monkeypatch, c
     about = [text for text in said if "a_module_of_mine" in text or text == "imported"]
     assert about[0] == (
         f"dpl: the configuration imports a_module_of_mine from {tmp_path}/a_module_of_mine.py. A configuration is "
-        "code: run only those that you trust."
+        "code: run only those you trust."
     )
     assert about[1:] == ["imported"]
 
@@ -276,7 +276,7 @@ def test_packages_that_a_class_is_taken_from_are_named_and_ours_are_not(tmp_path
     )
     shown = capsys.readouterr().err
     assert shown.count("dpl: ") == 1
-    assert "takes the class collections.OrderedDict from outside of dp_lightning" in shown
+    assert "uses the class collections.OrderedDict, which is not part of dp_lightning" in shown
 
 
 def test_what_the_first_step_refuses_ends_with_one_message_and_releases_nothing(capsys, tmp_path):

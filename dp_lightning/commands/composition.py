@@ -1,4 +1,4 @@
-"""What ``dpl fit`` makes of its options: the whole configuration, or model, data and trainer, without a run."""
+"""Reads the options of ``dpl fit`` without running it: the whole configuration, or model, data and trainer."""
 
 import logging
 import re
@@ -12,19 +12,19 @@ import yaml
 from dp_lightning.commands.training import TrainingCLI, command_line
 from dp_lightning.models.pretrained import without_weights
 
-# Given as one argument, as a grid gives it.
+# As a single argument, which is how a grid gives it.
 _SEED = "--seed_everything="
 
 
 class Stopped(TrainingCLI):
-    """Makes model, data and trainer, and stops there."""
+    """Creates model, data and trainer, and does not run them."""
 
     def run_command(self, command: str) -> None:
         pass
 
 
 class _Prepared(Stopped):
-    """The same without pretrained weights, and without a seed of its own."""
+    """The same without pretrained weights, and without setting the seed."""
 
     def set_seed(self) -> None:
         pass
@@ -35,7 +35,7 @@ class _Prepared(Stopped):
 
 
 class _Composed(_Prepared):
-    """Reads the settings and stops there."""
+    """Only reads the settings."""
 
     def before_instantiate_classes(self) -> None:
         pass
@@ -45,14 +45,14 @@ class _Composed(_Prepared):
 
 
 class Composer:
-    """Reads the options of ``dpl fit``; the parser is made once, and options that differ in the seed are read once."""
+    """Reads options of ``dpl fit`` with one parser; options that differ only in the seed are parsed once."""
 
     def __init__(self) -> None:
         self._cli: TrainingCLI | None = None
         self._known: dict[tuple[str, ...], str] = {}
 
     def __call__(self, arguments: Sequence[str]) -> dict[str, Any]:
-        """Every setting with these options of ``dpl fit``, defaults included but those that are null.
+        """All settings that these options of ``dpl fit`` give, with defaults; settings that are null are left out.
 
         Raises:
             ConfigurationError: for an option that does not parse.
@@ -79,7 +79,7 @@ class Composer:
 
 
 def _split_at_seed(arguments: Sequence[str]) -> tuple[Sequence[str], int | None, Sequence[str]]:
-    """The options before the last seed, the seed, and the options after it; no seed where a file may replace it."""
+    """The options before the last seed, the seed, and the options after it; no seed if a file may replace it."""
     places = [place for place, argument in enumerate(arguments) if argument.startswith(_SEED)]
     if not places:
         return arguments, None, ()
@@ -94,7 +94,7 @@ def prepare(settings: Mapping[str, Any]) -> TrainingCLI:
     """Model, data, privacy and trainer of a whole configuration; nothing is written or downloaded.
 
     Raises:
-        DpLightningError: as ``dpl fit`` would, where the settings or the data are at fault.
+        DpLightningError: as ``dpl fit`` would, for wrong settings or data.
     """
     quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
     trainer = {**settings["trainer"], **quiet, "enable_checkpointing": False}
@@ -104,7 +104,7 @@ def prepare(settings: Mapping[str, Any]) -> TrainingCLI:
         path = Path(folder) / "run.yaml"
         path.write_text(yaml.safe_dump({**settings, "trainer": trainer}))
         try:
-            notes.setLevel(logging.WARNING)  # which devices there are, with every trainer
+            notes.setLevel(logging.WARNING)  # every trainer reports the devices
             return command_line(["fit", "--config", str(path)], _Prepared)
         finally:
             notes.setLevel(level)

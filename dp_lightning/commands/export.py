@@ -30,12 +30,12 @@ from dp_lightning.private_run.saved_model import SavedModel
 from dp_lightning.strategies.checkpoint_io import PrivateCheckpointIO
 
 _FILES = (EXPORTED, "model.onnx", "model.json")
-# What writes each format.
+# The package that writes each format.
 _PACKAGES = {"safetensors": "safetensors", "onnx": "onnxscript"}
 
 
 def main(arguments: list[str]) -> None:
-    """Write the files and name them."""
+    """Write the files and print their paths."""
     for path in export(_parser().parse_args(arguments[1:])):
         print(path)
 
@@ -43,21 +43,21 @@ def main(arguments: list[str]) -> None:
 def export(options: argparse.Namespace) -> list[Path]:
     """Write ``model.safetensors``, ``model.onnx``, ``model.json`` and the privacy statement into ``out``.
 
-    The checkpoint is verified first, as by `dpl verify`, which checks the folder too: it has the journal up to the
-    checkpoint's steps, and the statement holds the digest of each file. Its ``weights`` are those of the tensors in
-    ``model.safetensors``, whose metadata has the same statement but for the files. ``model.json`` has the digest of the
-    checkpoint, the names of the classes, and the size to which the data module resizes an image before it cuts out the
-    middle. Of a linear probe ``model.onnx`` has the network before it too, and ``model.safetensors`` the
-    probe alone. Low-rank additions are merged into the weights. The folder must hold no other export: a statement must
-    not stand beside a network that it does not speak of.
+    The checkpoint is first verified as by `dpl verify`, which can check the folder too: the folder has the journal up
+    to the checkpoint's steps, and the statement has the digest of each file. The statement's ``weights`` is the digest
+    of the tensors in ``model.safetensors``, whose metadata has the same statement without ``files``. ``model.json`` has
+    the digest of the checkpoint's weights, the names of the classes, and the size to which the data module resizes an
+    image before the center crop. For a linear probe, ``model.onnx`` includes the network that computes its features,
+    and ``model.safetensors`` has only the probe. Low-rank additions are merged into the weights. The folder must not
+    hold another export, so that no statement lies beside a network that it does not describe.
 
-    ``model.onnx`` takes images as the data module gives them, float32 (n, C, H, W) after its normalisation, which
-    ``model.json`` states, and returns logits (n, classes). ``model.safetensors`` has the tensors of the network alone:
-    what a ``TimmModule`` with pretrained weights does to its images before, resizing and another normalisation, is in
-    ``model.onnx`` and stated in ``model.json``.
+    ``model.onnx`` takes images as the data module gives them, float32 (n, C, H, W) after the normalisation that
+    ``model.json`` states, and returns logits (n, classes). ``model.safetensors`` has only the network's tensors: the
+    resizing and the normalisation that a ``TimmModule`` with pretrained weights applies to its images are part of
+    ``model.onnx``, and ``model.json`` states them.
 
     Returns:
-        The files.
+        The paths of the files.
 
     Raises:
         ConfigurationError: naming the option and the fix.
@@ -95,7 +95,7 @@ def _read(checkpoint: Path) -> tuple[dict[str, Tensor], SavedRun, SavedModel]:
     try:
         run = SavedRun.read(saved)
     except DataError as error:
-        raise DataError(f"{checkpoint} is not exported: {error}.") from error
+        raise DataError(f"{checkpoint} cannot be exported: {error}.") from error
     if run is None:
         raise ConfigurationError(
             f"{checkpoint} has no privacy statement: it is not from a private run, so it is unknown what its weights "
@@ -109,20 +109,20 @@ def _require_empty(out: Path) -> None:
     there = [name for name in (*_FILES, "privacy_statement.json") if (out / name).exists()]
     if there:
         raise ConfigurationError(
-            f"--out {out} holds {there[0]} of an earlier export. Give another folder, or remove that one."
+            f"--out {out} holds {there[0]} of an earlier export. Give another folder, or remove that export."
         )
 
 
 def _require_whole(checkpoint: Path) -> None:
     if wrong := [f"{subject}: {finding}" for subject, finding in verify(checkpoint, []) if finding is not None]:
         raise DataError(
-            f"{checkpoint} and the journal beside it do not belong together, so nothing of it is exported: "
+            f"{checkpoint} and the journal beside it do not belong together, so it is not exported: "
             f"{'; '.join(wrong)}. Use the checkpoint as the run left it, with the journal of its folder."
         )
 
 
 def _load_chosen(module: pl.LightningModule, model: SavedModel, asked: str | None, checkpoint: Path) -> str:
-    """Let the module have the weights that are exported; returns which those are."""
+    """Load the weights to be exported into the module, and return which ones they are."""
     if asked == "averaged" and not model.average:
         raise ConfigurationError(f"{checkpoint} has no average of the weights. Leave --weights out, or set it to raw.")
     chosen = asked or ("averaged" if model.average else "raw")
@@ -136,7 +136,7 @@ def _load_chosen(module: pl.LightningModule, model: SavedModel, asked: str | Non
 def _facts(
     module: pl.LightningModule, model: SavedModel, statement: PrivacyStatement, *, weights: str, checkpoint: str
 ) -> dict[str, Any]:
-    """What ``model.json`` says."""
+    """The content of ``model.json``."""
     return {
         "class_path": model.class_path,
         "settings": dict(model.settings),
@@ -154,7 +154,7 @@ def _facts(
 
 
 def _journal(checkpoint: Path, claims: PrivacyStatement) -> dict[str, bytes]:
-    """The journal up to the checkpoint's steps, by its name."""
+    """The journal up to the checkpoint's steps, by file name."""
     name = journal_name(claims.run)
     steps, _ = read_journal(checkpoint.parent / name, claims.run)
     return {name: journal_of(up_to(claims.journal_heads, steps))}
@@ -185,8 +185,7 @@ def _module(
     if kind is None:
         raise ConfigurationError(
             f"The module of {checkpoint} is of the class {saved.class_path or '(not named)'}. A file does not choose "
-            "which code runs: if that is a LightningModule of yours that `dpl fit` has trained, name it with "
-            "--module-class."
+            "which code runs: if this is your own LightningModule, trained by `dpl fit`, name it with --module-class."
         )
     with without_weights():
         module: pl.LightningModule = kind(**saved.arguments_of(kind))
@@ -198,7 +197,7 @@ def _module(
 
 
 def _input_of(module: pl.LightningModule) -> dict[str, Any] | None:
-    """What becomes of an image before the network sees it; None for nothing."""
+    """How the module prepares an image for the network; None if it does not."""
     prepare = getattr(module, "input", None)
     if not isinstance(prepare, PretrainedInput):
         return None
@@ -210,14 +209,14 @@ def _input_of(module: pl.LightningModule) -> dict[str, Any] | None:
 
 
 def _tensors(module: pl.LightningModule) -> dict[str, Tensor]:
-    """The network's own tensors under its own names, each in memory of its own."""
+    """Copies of the network's tensors, under the network's own names."""
     state = {name: tensor for name, tensor in module.state_dict().items() if isinstance(tensor, Tensor)}
     network = {name.removeprefix("model."): tensor for name, tensor in state.items() if name.startswith("model.")}
     return {name: tensor.detach().clone().contiguous() for name, tensor in (network or state).items()}
 
 
 def _onnx_of(module: pl.LightningModule, model: SavedModel, options: argparse.Namespace) -> bytes:
-    """The network behind the one whose features it takes, where it takes any."""
+    """The network as ONNX; for a probe, including the network that computes its features."""
     if (features := model.features) is None:
         whole: nn.Module = module
         images: Mapping[str, Any] = model.settings
@@ -245,7 +244,7 @@ def _onnx(module: nn.Module, channels: int | None, size: int | None) -> bytes:
     )
     if program is None:
         raise ModelError(
-            "torch.onnx.export gave no program for the model. Export its weights alone: --format safetensors."
+            "torch.onnx.export returned no program for the model. Export only its weights: --format safetensors."
         )
     content: bytes = program.model_proto.SerializeToString()
     return content
@@ -255,14 +254,14 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="dpl export", description=__doc__)
     add = parser.add_argument
     add("--ckpt-path", "--ckpt_path", required=True, help="checkpoint of a private run")
-    add("--out", required=True, help="folder of the files")
-    add("--weights", choices=["raw", "averaged"], help="default: averaged where the checkpoint has an average")
+    add("--out", required=True, help="folder for the files")
+    add("--weights", choices=["raw", "averaged"], help="default: averaged if the checkpoint has an average")
     add("--format", nargs="+", choices=tuple(_PACKAGES), help="default: both")
-    add("--image-size", "--image_size", type=int, help="height and width, where the checkpoint does not say")
-    add("--module-class", "--module_class", help="class of the module, package.module.Class, where it is your own")
+    add("--image-size", "--image_size", type=int, help="height and width, if the checkpoint does not say")
+    add("--module-class", "--module_class", help="class of the module, package.module.Class, if it is your own")
     add(
         "--feature-weights",
         "--feature_weights",
-        help="of a linear probe: file with the weights of the network before it, where it has moved",
+        help="for a linear probe: file with the weights of the network that computes its features, if it has moved",
     )
     return parser

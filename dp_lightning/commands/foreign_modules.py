@@ -1,7 +1,7 @@
-"""A configuration is code: its class paths import modules, and to import a module runs it.
+"""A configuration is code: its class paths import modules, and importing a module runs it.
 
-Nothing is refused here. Modules that lie outside of the installed packages are named before they run, and so is every
-package outside of this one and those that it stands on, from which the configuration takes a class.
+Nothing is refused here. Modules outside the installed packages are named before they run. After parsing, the packages
+from which the configuration takes its classes are named, except this package and those that it builds on.
 """
 
 import sys
@@ -22,14 +22,14 @@ _INSTALLED = Path(torch.__file__).parents[1]
 
 
 class ForeignModules(MetaPathFinder):
-    """Names each foreign module once, on standard error; finds none itself."""
+    """Names each foreign module once, on standard error; as a finder it never finds one."""
 
     def __init__(self) -> None:
         self._named: set[str] = set()
 
     @contextmanager
     def named_before_they_run(self) -> Iterator[None]:
-        """Inside, modules are named when they are about to be imported."""
+        """Within this context, name modules when they are about to be imported."""
         sys.meta_path.insert(0, self)
         try:
             yield
@@ -48,12 +48,12 @@ class ForeignModules(MetaPathFinder):
         return None
 
     def name_those_of_classes(self, settings: Any) -> None:
-        """Name the packages of the classes of a configuration that was read."""
+        """Name the packages of the classes in a parsed configuration."""
         if isinstance(settings, Namespace | Mapping):
             items = vars(settings) if isinstance(settings, Namespace) else settings
             class_path = items.get("class_path")
             if isinstance(class_path, str) and (package := class_path.partition(".")[0]) not in _OWN:
-                self._name(package, f"takes the class {class_path} from outside of dp_lightning")
+                self._name(package, f"uses the class {class_path}, which is not part of dp_lightning")
             settings = list(items.values())
         if isinstance(settings, list | tuple):
             for value in settings:
@@ -67,4 +67,4 @@ class ForeignModules(MetaPathFinder):
 
 @rank_zero_only
 def _tell(text: str) -> None:
-    print(f"dpl: the configuration {text}. A configuration is code: run only those that you trust.", file=sys.stderr)
+    print(f"dpl: the configuration {text}. A configuration is code: run only those you trust.", file=sys.stderr)

@@ -1,8 +1,8 @@
-"""Freed memory stays with the process between training steps on a CPU.
+"""Keeps freed memory in the process between training steps on a CPU.
 
 The GNU C library returns large blocks to the operating system when they are freed, and the first touch of a fresh page
-costs more than most arithmetic on it. A training step needs the same blocks again at once. A GPU's memory is kept by
-its own allocator.
+costs more than most arithmetic on it. The next training step needs the same blocks again at once. GPU memory is kept
+by its own allocator.
 """
 
 import ctypes
@@ -14,13 +14,13 @@ _CHOSEN_BY_USER = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_TOP_PAD_", "MALLOC_MMAP_THR
 
 
 def keep_freed_memory() -> bool:
-    """Tell the C library to keep what the process frees, for its next allocations.
+    """Tell the C library to keep freed memory for the next allocations.
 
-    The peak is about the same; between the peaks the process holds on to it.
+    The peak stays about the same; between peaks the process does not give memory back.
 
     Returns:
-        Whether it was told. Not where the C library is another one, and not where the environment sets one of these
-        limits (``MALLOC_TRIM_THRESHOLD_`` and its like, see mallopt(3), or ``glibc.malloc`` in ``GLIBC_TUNABLES``).
+        Whether it was told. It is not told if it is not glibc, or if the environment sets one of these limits
+        (``MALLOC_TRIM_THRESHOLD_`` and the like, see mallopt(3), or ``glibc.malloc`` in ``GLIBC_TUNABLES``).
     """
     if platform.libc_ver()[0] != "glibc":
         return False

@@ -16,8 +16,8 @@ from dp_lightning.errors import ConfigurationError
 from dp_lightning.foreign_text import LARGEST_YAML, load_yaml, read_text
 from dp_lightning.lightning_internals import flags_of
 
-# Imported, their classes are also found by their short names in YAML.
-_ROOMS = (datamodules, lightning_modules, postprocess, optim)
+# Imported so that YAML can give their classes by short names.
+_MODULES = (datamodules, lightning_modules, postprocess, optim)
 # Characters of a message. The parser repeats the value that it cannot read, which may be a whole file.
 _LONGEST = 1500
 
@@ -35,9 +35,9 @@ class StrictParser(LightningArgumentParser):
         """Read a configuration.
 
         Raises:
-            DataError: for a file that is too large or no text.
+            DataError: for a file that is too large or not text.
         """
-        if Path(path).is_file():  # and no pipe, which can be read once
+        if Path(path).is_file():  # not a pipe, which can be read only once
             read_text(Path(path), most=LARGEST_YAML)
         return super().parse_path(path, *args, **kwargs)
 
@@ -53,11 +53,11 @@ class StrictParser(LightningArgumentParser):
         hint = ""
         class_name = re.search(r"Expected a dot import path string: (\w+)", message)
         if class_name is not None:
-            known = {key for room in _ROOMS for key in getattr(room, "__all__", dir(room)) if key[0].isupper()}
+            known = {key for module in _MODULES for key in getattr(module, "__all__", dir(module)) if key[0].isupper()}
             near = difflib.get_close_matches(class_name[1], known, n=1, cutoff=0.6)
             raise ConfigurationError(
-                f"There is no class '{shortened(class_name[1])}' for this setting. Give a short name of ours or "
-                f"torch's, or the whole path, package.module.Class.{f' Did you mean {near[0]}?' if near else ''}"
+                f"There is no class '{shortened(class_name[1])}' for this setting. Give a short name from dp_lightning "
+                f"or torch, or the full path, package.module.Class.{f' Did you mean {near[0]}?' if near else ''}"
             ) from ex
         if unknown is not None:
             near = difflib.get_close_matches(unknown[1], flags_of(self), n=1, cutoff=0.8)
@@ -66,7 +66,7 @@ class StrictParser(LightningArgumentParser):
 
 
 def shortened(message: str) -> str:
-    """A message without its middle, where it is long."""
+    """The message; if it is long, without its middle."""
     left_out = len(message) - _LONGEST
     if left_out <= 0:
         return message

@@ -1,4 +1,4 @@
-"""Numbers that no setting can mean are refused before anything is made of them."""
+"""Refuses numbers that no setting can have, before anything is built from them."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -14,20 +14,20 @@ _LARGEST_INTEGER = 2**63
 
 
 def require_plausible(settings: Namespace) -> None:
-    """Look at every number of a configuration, whatever it is for.
+    """Check every number in a configuration.
 
     Raises:
-        ConfigurationError: naming a setting that is not finite, or beyond what float32 or 64 bits hold.
+        ConfigurationError: naming a setting that is not finite, or outside the range of float32 or 64-bit integers.
     """
     for name, number in _numbers(settings, ""):
         if isinstance(number, int):
             if abs(number) >= _LARGEST_INTEGER:
                 digits = len(str(abs(number) // 10)) + 1 if abs(number) < 10**1000 else "more than 1,000"
-                raise ConfigurationError(f"{name} is a number of {digits} digits; whole numbers are below 2**63.")
+                raise ConfigurationError(f"{name} has {digits} digits; integers must be below 2**63.")
         elif not math.isfinite(number):
             raise ConfigurationError(f"{name} is {number}; settings are finite numbers.")
         elif abs(number) > _LARGEST:
-            raise ConfigurationError(f"{name} is {number:g}, beyond float32, in which training computes.")
+            raise ConfigurationError(f"{name} is {number:g}, outside the range of float32, in which training computes.")
 
 
 def _numbers(settings: Any, name: str) -> Iterator[tuple[str, int | float]]:

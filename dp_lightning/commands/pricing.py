@@ -17,17 +17,17 @@ from dp_lightning.privacy.plan import PrivacyPlan
 from dp_lightning.private_run.settings import PrivacySettings
 from dp_lightning.private_run.trainer_checks import check_order, check_settings
 
-# Runs that differ in these alone are accepted or refused together.
+# Runs that differ only in these are accepted or refused together.
 _NUMBERS = {
     "privacy": ("expected_batch_size", "target_epsilon", "noise_multiplier", "reproducible"),
     "trainer": ("max_epochs", "max_steps"),
 }
-# Rows of the step that is timed, if the run's physical batches are as large.
+# Rows of the step that is timed, or fewer if the run's physical batches are smaller.
 _ROWS = 16
 
 
 class Pricing:
-    """Prices runs; what runs have in common is made and timed once."""
+    """Prices runs; what they have in common is built and timed once."""
 
     def __init__(self) -> None:
         self._known: dict[str, tuple[int, float | None] | DpLightningError] = {}
@@ -36,10 +36,10 @@ class Pricing:
     def __call__(self, settings: Mapping[str, Any]) -> tuple[PrivacyPlan, float | None]:
         """The plan of a run with this whole configuration, and the seconds of its training steps on this machine.
 
-        The seconds are from one step on synthetic images; None where the model does not take it.
+        The seconds are estimated from one step on synthetic images; None if the model cannot take it.
 
         Raises:
-            DpLightningError: as ``dpl fit`` would, where the settings or the data are at fault.
+            DpLightningError: as ``dpl fit`` would, for wrong settings or data.
         """
         rest = {key: value for key, value in settings.items() if key != "seed_everything"}
         for group, names in _NUMBERS.items():
@@ -57,7 +57,7 @@ class Pricing:
         return plan, None if seconds_per_row is None else seconds_per_row * rows
 
     def _look_at(self, settings: Mapping[str, Any]) -> tuple[int, float | None] | DpLightningError:
-        """N and the seconds of one row, or why ``dpl fit`` would refuse the run."""
+        """N and the seconds per row, or the error with which ``dpl fit`` would refuse the run."""
         try:
             cli = prepare(settings)
             check_settings(cli.trainer, cli.model)
@@ -84,12 +84,12 @@ def plan_of(
     """The plan that a run with these settings makes when it starts.
 
     Args:
-        privacy, trainer: groups of its configuration; what is null may be absent.
+        privacy, trainer: groups of its configuration; settings that are null may be absent.
         num_train: N.
-        batch_size: B in the place of the run's own.
+        batch_size: B, if not the run's own.
 
     Raises:
-        ConfigurationError: as ``dpl fit`` would, where the numbers are impossible.
+        ConfigurationError: as ``dpl fit`` would, for impossible numbers.
     """
     given: dict[str, Any] = {
         name: privacy.get(name) for name in ("target_epsilon", "noise_multiplier", "delta", "accountant")
@@ -102,9 +102,9 @@ def plan_of(
 
 
 def _seconds_per_row(cli: TrainingCLI) -> float | None:
-    """Of clipped gradients on synthetic images, the faster of two passes after one that warms up.
+    """Seconds per row for clipped gradients on synthetic images: the faster of two passes after a warm-up.
 
-    None for a user's module that has a training step alone, without a ``forward`` from images to classes.
+    None for a user's module that has only a training step, without a ``forward`` from images to classes.
     """
     device = cli.trainer.strategy.root_device
     module, data = cli.model.to(device), cast(Any, cli.datamodule)
@@ -119,7 +119,7 @@ def _seconds_per_row(cli: TrainingCLI) -> float | None:
                 _, norms = clipped_gradient_sum(
                     module, nn.functional.cross_entropy, images, labels, clip_plan=cli.privacy.clip_plan
                 )
-            except Exception:  # whatever the user's own code raises on images that it does not know
+            except Exception:  # the user's own code may raise anything on synthetic images
                 return None
             float(norms.sum())  # waits for the device
             if number > 0:

@@ -25,7 +25,7 @@ def main(arguments: list[str]) -> None:
 
 
 def _name(grid: Path, override: Sequence[str]) -> str:
-    """The same grid with other settings has a page of its own."""
+    """The name of the page's folder: with overrides, a grid has a separate page."""
     text = "\n".join(override)
     return grid.stem + (f"-{hashlib.sha256(text.encode()).hexdigest()[:8]}" if override else "")
 

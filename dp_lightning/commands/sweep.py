@@ -1,7 +1,7 @@
-"""`dpl sweep`: the runs of a grid, each an ordinary `dpl fit` in a folder of its own.
+"""`dpl sweep`: the runs of a grid, each an ordinary `dpl fit` in its own folder.
 
-Runs that are finished are not repeated, and those that were interrupted resume from their last checkpoint, so the same
-command starts a grid, resumes it, and adds to it the runs of a grid that has grown.
+Finished runs are not repeated, and interrupted runs resume from their last checkpoint, so the same command starts a
+grid, resumes it, and runs what was added to it.
 """
 
 import argparse
@@ -26,7 +26,7 @@ from dp_lightning.foreign_text import load_yaml
 
 
 class PlannedRun(NamedTuple):
-    """A run of a grid, its options of ``dpl fit`` with what was overridden, all its settings, and where it lives."""
+    """A run of a grid: its options of ``dpl fit`` with the overrides, all its settings, and its folder."""
 
     cell: Cell
     arguments: tuple[str, ...]
@@ -38,7 +38,7 @@ def main(arguments: list[str]) -> None:
     """Run the grid, or print what would be run.
 
     Raises:
-        SystemExit: with 1, where a run has failed; with 130 or 143 after SIGINT or SIGTERM.
+        SystemExit: with 1 if a run has failed; with 130 or 143 after SIGINT or SIGTERM.
     """
     options = _parser().parse_args(arguments[1:])
     grid = Grid.load(options.grid)
@@ -63,7 +63,7 @@ def main(arguments: list[str]) -> None:
         sys.exit(1)
     overrides = [option for text in options.override for option in ("--override", text)]
     again = shlex.join(["dpl", "report", str(options.grid), "--out", str(options.out), *overrides])
-    print(f"All runs are finished. The tables and figures: {again}")
+    print(f"All runs are finished. For tables and figures: {again}")
 
 
 def planned_runs(grid: Grid, out: Path, override: Sequence[str]) -> list[PlannedRun]:
@@ -74,7 +74,7 @@ def planned_runs(grid: Grid, out: Path, override: Sequence[str]) -> list[Planned
         override: settings of every run, as ``name=value``.
 
     Raises:
-        DpLightningError: for a setting that does not parse, or two runs that are the same.
+        DpLightningError: for a setting that does not parse, or two runs with the same settings.
     """
     # Imported here, so that --help answers at once.
     from dp_lightning.commands.composition import Composer
@@ -91,13 +91,13 @@ def planned_runs(grid: Grid, out: Path, override: Sequence[str]) -> list[Planned
             settings = compose(arguments := (*cell.arguments, *extra))
         except DpLightningError as error:
             raise type(error)(f"{grid.path}, run {cell.name}: {error}") from error
-        # Where a run writes says nothing of what it does.
+        # Where a run writes does not change what it does.
         settings["trainer"].pop("default_root_dir", None)
         _require_own_folder(grid, cell, settings["trainer"])
         if settings.get("ckpt_path") is not None:
             raise ConfigurationError(
-                f"{grid.path}, run {cell.name}: ckpt_path is set. A run of a grid starts new, and dpl sweep itself "
-                "resumes it from its own checkpoints; remove ckpt_path."
+                f"{grid.path}, run {cell.name}: ckpt_path is set. A run of a grid starts without a checkpoint, and "
+                "dpl sweep resumes it from its own checkpoints; remove ckpt_path."
             )
         folder = RunFolder.of(out, cell.name, settings)
         runs.append(PlannedRun(cell, arguments, settings, folder))
@@ -107,7 +107,7 @@ def planned_runs(grid: Grid, out: Path, override: Sequence[str]) -> list[Planned
 
 
 def _require_free(grid: Grid, override: Sequence[str]) -> None:
-    """Refuse to override what an axis sets: labels and tables would name its values for runs that have another."""
+    """Refuse to override what an axis sets: labels and tables would show its values for runs with another one."""
     names = {text.partition("=")[0] for text in override}
     for axis, points in grid.axes.items():
         taken = names & {name for point in points for name in point.settings}
@@ -119,7 +119,7 @@ def _require_free(grid: Grid, override: Sequence[str]) -> None:
 
 
 def _require_own_folder(grid: Grid, cell: Cell, trainer: Mapping[str, Any]) -> None:
-    """Refuse a folder of checkpoints that runs would share: one could resume from another one's."""
+    """Refuse a checkpoint folder that runs would share: a run could resume from another run's checkpoint."""
     for callback in components(trainer, "callbacks"):
         if callback["init_args"].get("dirpath") is not None:
             raise ConfigurationError(
@@ -129,7 +129,7 @@ def _require_own_folder(grid: Grid, cell: Cell, trainer: Mapping[str, Any]) -> N
 
 
 def _require_setting(argument: str) -> None:
-    """Refuse options of ``dpl fit`` that are no settings of a run of a grid."""
+    """Refuse options of ``dpl fit`` that cannot be set for the runs of a grid."""
     name, equals, _ = argument.removeprefix("--").partition("=")
     if name in ("help", "print_config", "ckpt_path", "trainer.default_root_dir"):
         raise ConfigurationError(f"{name} cannot be set for the runs of a grid; remove it.")
@@ -138,13 +138,13 @@ def _require_setting(argument: str) -> None:
 
 
 def _launch(runs: Sequence[PlannedRun], options: argparse.Namespace) -> list[PlannedRun]:
-    """Run them, tell of each one that ends, and return those that failed."""
+    """Run them, print a line when one ends, and return those that failed."""
     by_folder = {str(run.folder.path): run for run in runs}
     launcher_options = dict(_option(text) for text in options.launcher_option)
     if options.jobs is not None:
         launcher_options["jobs"] = options.jobs
     failed, started = [], time.monotonic()
-    # Closed here, whatever interrupts the loop: that is what stops the runs.
+    # Closing the results stops the runs, so they are closed whatever interrupts the loop.
     with _ended_by_signals(), closing(LAUNCHERS[options.launcher](list(by_folder), launcher_options)) as results:
         for number, (folder, status) in enumerate(results, start=1):
             run = by_folder[folder]
@@ -157,7 +157,7 @@ def _launch(runs: Sequence[PlannedRun], options: argparse.Namespace) -> list[Pla
 
 @contextmanager
 def _ended_by_signals() -> Iterator[None]:
-    """SIGTERM and Ctrl-C end the sweep in order: its local runs leave checkpoints."""
+    """SIGTERM and Ctrl-C end the sweep cleanly: its local runs save checkpoints."""
 
     def leave(number: int, frame: Any) -> None:
         raise SystemExit(128 + number)
@@ -198,7 +198,7 @@ def _print_prices(grid: Grid, runs: Sequence[PlannedRun]) -> None:
             continue
         if not run.folder.finished:
             total, untimed = total + (seconds or 0.0), untimed + (seconds is None)
-        time_ = "a time that only the run itself can tell" if seconds is None else f"about {_duration(seconds)} here"
+        time_ = "time unknown" if seconds is None else f"about {_duration(seconds)} here"
         print(
             f"  epsilon {shown_epsilon(plan.epsilon())}, delta {plan.delta:g}, sigma {plan.noise_multiplier:.4g}, "
             f"{plan.num_steps} steps, {time_}",
@@ -208,7 +208,7 @@ def _print_prices(grid: Grid, runs: Sequence[PlannedRun]) -> None:
             print("  not for release: privacy.reproducible is set", flush=True)
     without = f", without {untimed} runs whose time is unknown" if untimed else ""
     print(
-        f"\nTogether about {_duration(total)} on one device like this one{without}. Each epsilon is of its run alone."
+        f"\nIn total about {_duration(total)} on one device like this one{without}. Each epsilon covers one run alone."
     )
 
 
@@ -233,19 +233,19 @@ def _parser() -> argparse.ArgumentParser:
     add_grid_options(parser)
     parser.add_argument("--dry-run", action="store_true", help="print the commands and what each run costs")
     parser.add_argument("--launcher", choices=sorted(LAUNCHERS), default="local", help="default: local")
-    parser.add_argument("--jobs", type=int, help="runs at once of local (default: one for each GPU) and slurm")
+    parser.add_argument("--jobs", type=int, help="runs at a time, for local (default: one per GPU) and slurm")
     parser.add_argument(
         "--launcher-option",
         action="append",
         default=[],
         metavar="NAME=VALUE",
-        help="of slurm, such as slurm_partition=gpu; of ray, such as num_gpus=1",
+        help="for slurm, such as slurm_partition=gpu; for ray, such as num_gpus=1",
     )
     return parser
 
 
 def add_grid_options(parser: argparse.ArgumentParser) -> None:
-    """What `dpl sweep` and `dpl report` have in common: together they name the folders of the runs."""
+    """Add the options that `dpl sweep` and `dpl report` share: they determine the folders of the runs."""
     parser.add_argument("grid", type=Path, metavar="GRID.yaml", help="such as configs/grids/digits.yaml")
     parser.add_argument("--out", type=Path, default=Path("sweeps"), help="folder of the runs; default: sweeps")
     parser.add_argument(

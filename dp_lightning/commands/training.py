@@ -65,7 +65,7 @@ class TrainingCLI(CommandLine):
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
         foreign = ForeignModules()
-        with refusals("The configuration is not of the form that its settings need"), foreign.named_before_they_run():
+        with refusals("The configuration does not have the form its settings need"), foreign.named_before_they_run():
             self.config = parser.parse_args(args)
         command = self.config.get("subcommand")
         settings = self.config if command is None else self.config[command]
@@ -80,7 +80,7 @@ class TrainingCLI(CommandLine):
             super().set_seed()
 
     def instantiate_classes(self) -> None:
-        with refusals("A class of the configuration refuses its settings"):
+        with refusals("A class of the configuration does not accept its settings"):
             super().instantiate_classes()
 
     def read_checkpoint_settings(self) -> None:
@@ -92,8 +92,8 @@ class TrainingCLI(CommandLine):
         checkpoint = PrivateCheckpointIO().load_checkpoint(path)
         if "pytorch-lightning_version" not in checkpoint:
             raise ConfigurationError(
-                f"ckpt_path {path} is not a checkpoint of a run: it holds weights alone, or something else. A run "
-                "starts from weights by the model's own settings, such as TimmModule's `weights`."
+                f"ckpt_path {path} is not a checkpoint of a run: it holds only weights, or something else. To "
+                "start a run from weights, use the model's own settings, such as TimmModule's `weights`."
             )
         saved, model = SavedModel.read(checkpoint), self.config[command].get("model")
         kind = saved.module_class(trusted=None if model is None else model.class_path)
@@ -103,7 +103,7 @@ class TrainingCLI(CommandLine):
         if data is not None and data.class_path.endswith(".ImageFiles"):
             known = {**saved.settings, "class_names": saved.class_names, "resized_to": saved.resized_to}
             if (features := saved.features) is not None:
-                # A probe: its files are the images of the network before it.
+                # A probe: the files are images for the network that computes its features.
                 known = {**known, **features["network"], **features, "features": features["network"]}
             for name, value in data.init_args.items():
                 if value is None and name in known:
@@ -112,11 +112,11 @@ class TrainingCLI(CommandLine):
         self.config = self.parser.parse_object({command: {"model": model}}, self.config)
 
     def before_instantiate_classes(self) -> None:
-        """Refuse a precision here: on a CPU Lightning would turn 16-mixed into another one in silence."""
+        """Check settings early: on a CPU, Lightning silently replaces 16-mixed by another precision."""
         if self.subcommand == "fit":
             check_precision(self.config.fit.trainer.precision)
         data = self.setting(self.config, "data")
-        if data is not None and data.class_path == "lightning.LightningDataModule":  # an empty mapping is parsed as it
+        if data is not None and data.class_path == "lightning.LightningDataModule":  # how an empty mapping is parsed
             raise ConfigurationError(
                 "data names no data module. Set data.class_path, such as Digits or ImageFolder, and its settings in "
                 "data.init_args."
@@ -124,12 +124,11 @@ class TrainingCLI(CommandLine):
         path = self.setting(self.config, "ckpt_path")
         if path is None and self.subcommand in ("validate", "test", "predict"):
             rank_zero_warn(
-                f"`dpl {self.subcommand}` without --ckpt_path would use a module that was never trained. Name a "
-                "checkpoint."
+                f"`dpl {self.subcommand}` without --ckpt_path uses a module that was never trained. Give a checkpoint."
             )
         resumes = self.subcommand == "fit" and path == "last"
         if path is not None and not resumes and not Path(path).is_file():
-            known = " (or 'last', that of the run before)" if self.subcommand == "fit" else ""
+            known = " (or 'last', for that of the previous run)" if self.subcommand == "fit" else ""
             raise ConfigurationError(f"ckpt_path {path} is not a file; give the path of a checkpoint{known}.")
 
     def instantiate_trainer(self, **kwargs: Any) -> pl.Trainer:
@@ -173,7 +172,7 @@ class TrainingCLI(CommandLine):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": lr_scheduler, **when}}
 
     def run_command(self, command: str) -> None:
-        """Run it; a checkpoint that does not fit is refused as data, whatever the code that restores it raises."""
+        """Run the command; any error in restoring a checkpoint that does not fit is raised as a `DataError`."""
         try:
             super().run_command(command)
         except DpLightningError:
@@ -202,7 +201,7 @@ class TrainingCLI(CommandLine):
             self.privacy.history.count_steps_of(start.journal)
         for callback in self.trainer.callbacks:  # type: ignore[attr-defined]
             if isinstance(callback, SaveConfigCallback) and (asked is not None or slurm_job() is not None):
-                # A resumed run may have the log folder that it had before.
+                # A resumed run may use its earlier log folder again.
                 callback.overwrite = True
         if self.trainer.strategy.root_device.type == "cpu":
             keep_freed_memory()
@@ -213,7 +212,7 @@ class TrainingCLI(CommandLine):
 
 @contextmanager
 def refusals(what: str) -> Iterator[None]:
-    """Raise what code has against its settings as an error that a user can act on; the message begins with ``what``."""
+    """Turn an error about settings into one that a user can act on; its message begins with ``what``."""
     try:
         yield
     except Exception as error:
@@ -231,50 +230,50 @@ def refusals(what: str) -> Iterator[None]:
 
 
 def _require_startable(config: dict[str, Any]) -> None:
-    """Refuse what no command can run with.
+    """Refuse trainer settings that no command can run with.
 
-    Nobody has numbers of processes and nodes beyond the bounds: Lightning would start as many, or wait for them.
+    Nobody has more devices or nodes than the bounds: Lightning would start that many processes, or wait for them.
     """
     if config.get("barebones"):
         raise ConfigurationError(
-            "trainer.barebones is true: it leaves out checkpoints and logs, so a run would leave nothing behind. "
-            "Remove it; trainer.enable_progress_bar: false and trainer.logger: false make a run quiet."
+            "trainer.barebones is true: it leaves out checkpoints and logs, so nothing of a run would be kept. "
+            "Remove it; for less output, set trainer.enable_progress_bar: false and trainer.logger: false."
         )
     for name, most in (("devices", _MOST_DEVICES), ("num_nodes", _MOST_NODES)):
         text = str(config.get(name)).strip()
         if text.isdecimal() and int(text) > most:
-            raise ConfigurationError(f"trainer.{name} is {shortened(text)}; at most {most:,} are started.")
+            raise ConfigurationError(f"trainer.{name} is {shortened(text)}; the maximum is {most:,}.")
 
 
 def _require_other_nodes(trainer: pl.Trainer) -> None:
-    """Refuse to wait for nodes that nothing starts."""
+    """Refuse to wait for nodes that were not started."""
     environment = getattr(trainer.strategy, "cluster_environment", None)
     if trainer.num_nodes > 1 and type(environment) is LightningEnvironment and "MASTER_ADDR" not in os.environ:
         raise ConfigurationError(
-            f"trainer.num_nodes is {trainer.num_nodes}, and nothing has started the others. Start `dpl` by srun or "
-            "torchrun, or set MASTER_ADDR, MASTER_PORT and NODE_RANK on each node."
+            f"trainer.num_nodes is {trainer.num_nodes}, but the other nodes were not started. Start `dpl` with srun "
+            "or torchrun, or set MASTER_ADDR, MASTER_PORT and NODE_RANK on each node."
         )
 
 
 def _count_persons(data: Any) -> int:
-    """N, where the unit of privacy is a person."""
+    """N, if the unit of privacy is a person."""
     if not hasattr(type(data), "num_train_groups"):
         raise ConfigurationError(
-            f"privacy.unit_of_privacy is group, and {type(data).__name__} does not say how many persons it trains on. "
+            f"privacy.unit_of_privacy is group, but {type(data).__name__} does not say how many persons it trains on. "
             "Give the data module a property num_train_groups, and its training set an attribute groups."
         )
     return data.num_train_groups
 
 
 def _wants_processes(config: dict[str, Any]) -> bool:
-    """Whether Lightning would start one process per device for these settings, here and now."""
+    """Whether Lightning would start one process per device for these settings on this machine."""
     asked = {name: config[name] for name in ("accelerator", "devices", "num_nodes", "plugins") if name in config}
     return isinstance(strategy_for(**asked), DDPStrategy)
 
 
 @contextmanager
 def _named_refusals(config: dict[str, Any]) -> Iterator[None]:
-    """Raise what Lightning has against the Trainer's settings as an error that a user can act on."""
+    """Turn Lightning's errors about the Trainer's settings into ones that a user can act on."""
     try:
         yield
     except DpLightningError:
@@ -287,10 +286,10 @@ def _named_refusals(config: dict[str, Any]) -> Iterator[None]:
 
 
 def command_line(arguments: list[str], kind: type[TrainingCLI] = TrainingCLI) -> TrainingCLI:
-    """Read one of the four commands and its options; ``kind`` runs it, or stops before."""
-    # The classifiers' own optimizer serves plain Trainers; that the configuration's replaces it is no news.
+    """Read one of the four commands and its options; ``kind`` decides whether it is run."""
+    # The classifiers' own optimizer is for plain Trainers; the configuration's optimizer is meant to replace it.
     warnings.filterwarnings("ignore", message=".*will be overridden by `")
-    # Lightning 2.6 on torch 2.14; nothing that a user can act on.
+    # Lightning 2.6 on torch 2.14; a user cannot act on it.
     warnings.filterwarnings("ignore", message=".*treespec, LeafSpec")
     return _of_the_asked(kind, arguments)(
         model_class=pl.LightningModule,
@@ -304,7 +303,7 @@ def command_line(arguments: list[str], kind: type[TrainingCLI] = TrainingCLI) ->
 
 
 def _of_the_asked(kind: type[TrainingCLI], arguments: list[str]) -> type[TrainingCLI]:
-    """The same with a parser of the command that is asked for: to make all four takes as long as to read a run."""
+    """The same class with only the parser of the given command: building all four takes as long as reading a run."""
     commands = kind.subcommands()
     asked = {name: commands[name] for name in arguments[:1] if name in commands}
     return type(kind.__name__, (kind,), {"subcommands": staticmethod(lambda: asked)}) if asked else kind

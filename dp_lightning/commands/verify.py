@@ -1,10 +1,10 @@
-"""`dpl verify`: whether the statement, the journals and the checkpoints of a run belong together, from the files alone.
+"""`dpl verify`: checks from the files alone whether statement, journals and checkpoints of a run belong together.
 
-What is checked follows from what one file says of another: a statement is rendered and accounted again from its own
-numbers, and every field of it is compared with the checkpoint of the same steps; the heads that it names have to stand
-in the journal and to count the steps of its ledger, and the weights have to be those of its digest. A statement and a
-checkpoint are sealed, so that an edit of any other value in them shows. Someone who rewrites all files can make them
-agree. A copy of the heads or of a seal that is kept elsewhere reveals that too (``--head``, ``--seal``).
+The files are checked against each other. A statement is rendered and accounted again from its own numbers, and every
+field of it is compared with the checkpoint of the same steps. The heads that it names must be in the journal, the
+journal's steps up to them must be those of its ledger, and the weights must have its digest. Statements and checkpoints
+are sealed, so that an edit of any other value in them is found. Someone who rewrites all files can make them agree; a
+copy of the heads or of a seal that is kept elsewhere (``--head``, ``--seal``) reveals that too.
 """
 
 import argparse
@@ -31,12 +31,13 @@ _ALSO_IN_RESULT = ("num_steps", "num_steps_planned", "epsilon", "accountant", "d
 _ABSENT = object()
 #: The weights that `dpl export` writes.
 EXPORTED = "model.safetensors"
-# Where the checkpoint of the same steps may say less, since it may be older: what was noted after it, and what follows.
+# Fields in which the checkpoint of the same steps may say less, since it may be older: what was noted after it was
+# saved, and what follows from that.
 _NOTED_LATER = ("unprotected", "changed_outside", "faults")
 _FOLLOWING = ("release", SEAL)
-# Has a check of its own.
+# Checked separately.
 _WEIGHTS = "weights"
-# What the steps of a run change, and what a resume may set anew. All else is the same in all statements of a run.
+# What the steps of a run change, and what a resume may change. All else is the same in all statements of a run.
 _CHANGING = (
     *("num_steps", "ledger", "journal_heads", "lost_steps", "epsilon", "private", _WEIGHTS, *_NOTED_LATER, *_FOLLOWING),
     *("noise_multiplier", "delta", "accountant", "target_epsilon", "earlier_targets", "num_steps_planned"),
@@ -45,7 +46,7 @@ _CHANGING = (
 
 
 def main(arguments: list[str]) -> None:
-    """Print what holds and what does not; exits with 1 where something does not."""
+    """Print which checks hold and which fail; exits with 1 if one fails."""
     options = _parser().parse_args(arguments[1:])
     found = list(verify(Path(options.run), options.head, options.seal))
     for subject, finding in found:
@@ -56,14 +57,14 @@ def main(arguments: list[str]) -> None:
         if failed
         else f"\nAll {len(found)} checks hold. Files that were all rolled back or rewritten would pass too: only a "
         "copy of the last steps' names (--head) or of the statement's seal (--seal), kept elsewhere, reveals that. "
-        "What was noted after the last checkpoint (faults, unprotected values, attributes changed outside) stands in "
-        "the statement alone: only its seal shows whether that was edited and sealed anew."
+        "What was noted after the last checkpoint (faults, unprotected values, attributes changed outside) is only in "
+        "the statement: only a copy of its seal shows whether that was edited and sealed again."
     )
     sys.exit(1 if failed else 0)
 
 
 def _as_written(name: str) -> str:
-    """A hash as the files have it, however it was copied."""
+    """A copied hash in the form that the files use."""
     return name.strip().lower()
 
 
@@ -71,8 +72,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="dpl verify",
         allow_abbrev=False,
-        description="Check the files of a run against each other: statement, journals, checkpoints. Exits with 1 where "
-        "something does not hold.",
+        description="Check the files of a run against each other: statement, journals, checkpoints. Exits with 1 if a "
+        "check fails.",
     )
     parser.add_argument("run", help="the folder of a run or of an export, or a checkpoint")
     parser.add_argument(
@@ -80,31 +81,31 @@ def _parser() -> argparse.ArgumentParser:
         action="append",
         default=[],
         type=_as_written,
-        help="a name of one of the last steps, as a statement that was kept elsewhere has it; may be repeated",
+        help="the name of one of the last steps, from a statement that was kept elsewhere; may be repeated",
     )
     parser.add_argument(
         "--seal",
         action="append",
         default=[],
         type=_as_written,
-        help="the seal of a statement or a checkpoint of the run, as it was kept elsewhere; may be repeated",
+        help="the seal of a statement or a checkpoint of the run that was kept elsewhere; may be repeated",
     )
     return parser
 
 
 Finding = tuple[str, str | None]
-"""What was checked, and what is wrong with it; None for nothing."""
+"""What was checked, and what is wrong with it; None if nothing is."""
 
 
 @dataclass
 class _Found:
-    """What the files say that were read so far.
+    """The content of the files that were read so far.
 
     Attributes:
-        journals: by their paths: their steps, or what is wrong with them.
-        statements: of checkpoints, by their names.
+        journals: the steps of each journal by its path, or what is wrong with it.
+        statements: of checkpoints, by name.
         digests: of the weights in checkpoints and exports.
-        exported: what the metadata of exported weights say.
+        exported: the statement in the metadata of exported weights.
         seals: of statements, and of checkpoints.
     """
 
@@ -116,14 +117,14 @@ class _Found:
 
 
 def verify(place: Path, heads: Iterable[str] = (), seals: Iterable[str] = ()) -> Iterator[Finding]:
-    """Check a run's folder, an export, or a checkpoint, and what is below it.
+    """Check a run's folder with everything below it, an export, or a checkpoint.
 
     Args:
-        heads: names of steps that have to be there.
-        seals: of statements or checkpoints that have to be there.
+        heads: names of steps that must be in a journal.
+        seals: of statements or checkpoints that must be there.
 
     Raises:
-        DataError: where there is nothing to check.
+        DataError: if there is nothing to check.
     """
     statement, result = place / _FILE, place / _RESULT
     checkpoints = [place] if place.is_file() else sorted(place.rglob("*.ckpt"))
@@ -138,16 +139,13 @@ def verify(place: Path, heads: Iterable[str] = (), seals: Iterable[str] = ()) ->
     if statement.exists():
         claims = yield from _of_statement(statement, found)
     if result.exists():
-        yield f"{_RESULT} says what the statement says", _of_result(result, claims)
+        yield f"{_RESULT} agrees with the statement", _of_result(result, claims)
     yield from _of_one_run(claims, found)
     for head in heads:
         held = any(head in steps for steps in found.journals.values() if isinstance(steps, dict))
-        yield f"the step {head} is in a journal", None if held else "none holds it: the files are older, or others"
+        yield f"a journal has the step {head}", None if held else "none has it: they are older, or of another run"
     for seal in seals:
-        yield (
-            f"the seal {seal} is there",
-            _unless(seal in found.seals, "no statement or checkpoint has it: they differ"),
-        )
+        yield f"a statement or checkpoint has the seal {seal}", _unless(seal in found.seals, "none has it")
 
 
 def _of_checkpoint(path: Path, name: str, found: _Found) -> Iterator[Finding]:
@@ -163,16 +161,16 @@ def _of_checkpoint(path: Path, name: str, found: _Found) -> Iterator[Finding]:
         yield f"{name} can be read", str(error)
         return
     except Exception as error:  # the file may hold anything
-        yield f"{name} has a privacy statement", f"it has none that can be read ({type(error).__name__}: {error})"
+        yield f"{name} has a privacy statement", f"it cannot be read ({type(error).__name__}: {error})"
         return
     digest = digest_of(state_dict)
     found.digests.add(digest)
     found.statements[name] = claims
     if broken is None:
         found.seals |= {claims.seal, seal_in(saved)}
-    yield f"{name}: its seal is that of its content", broken
+    yield f"{name}: its seal matches its content", broken
     yield (
-        f"{name}: its weights are those of its statement",
+        f"{name}: its weights match its statement",
         _unless(digest == claims.weights, "they have another digest"),
     )
     lost = claims.lost_steps
@@ -184,7 +182,7 @@ def _of_checkpoint(path: Path, name: str, found: _Found) -> Iterator[Finding]:
 
 
 def _of_statement(path: Path, found: _Found) -> Generator[Finding, None, PrivacyStatement | None]:
-    """Returns the statement, where it can be read."""
+    """Check the statement; returns it if it can be read."""
     try:
         facts = read_json(path)
         claims = PrivacyStatement.from_dict(facts)
@@ -195,18 +193,18 @@ def _of_statement(path: Path, found: _Found) -> Generator[Finding, None, Privacy
     differing = _differing(facts, again)
     found.seals.add(claims.seal)
     yield (
-        f"{path.name}: epsilon, the seal and all that follows from its numbers",
-        _unless(not differing, f"{', '.join(differing)} would be otherwise"),
+        f"{path.name}: epsilon, the seal and all else that follows from its numbers",
+        _unless(not differing, f"recomputed, it differs in {', '.join(differing)}"),
     )
     page = path.with_suffix(".md")
     yield (
-        f"{page.name} says the same",
-        _unless(_text_of(page) == markdown, "it is missing, or says something else"),
+        f"{page.name} agrees with {path.name}",
+        _unless(_text_of(page) == markdown, "it is missing, or differs"),
     )
     if found.digests:
         yield (
-            f"{path.name}: a file has its weights",
-            _unless(claims.weights in found.digests, "no checkpoint or export below has weights of that digest"),
+            f"{path.name}: a checkpoint or an export has its weights",
+            _unless(claims.weights in found.digests, "none here has weights with its digest"),
         )
     same = [
         (name, _differing_at_the_same_steps(claims, other))
@@ -217,8 +215,8 @@ def _of_statement(path: Path, found: _Found) -> Generator[Finding, None, Privacy
         # A run that lost steps may have left checkpoints with and without them.
         name, differing = min(same, key=lambda pair: len(pair[1]))
         yield (
-            f"{path.name}: everything in it agrees with {name}, of the same steps",
-            _unless(not differing, f"{', '.join(differing)} would be otherwise"),
+            f"{path.name}: everything in it agrees with {name}, which has the same steps",
+            _unless(not differing, f"it differs in {', '.join(differing)}"),
         )
     if found.exported is not None:
         same_again = replace(claims, files={}).seal == found.exported.seal
@@ -237,7 +235,7 @@ def _differing_at_the_same_steps(claims: PrivacyStatement, checkpoint: PrivacySt
 
 
 def _of_one_run(claims: PrivacyStatement | None, found: _Found) -> Iterator[Finding]:
-    """What no step and no resume changes is the same in all statements of a run."""
+    """Check that all statements of a run agree in what neither a step nor a resume changes."""
     runs: dict[str, PrivacyStatement] = {} if claims is None else {claims.run: claims}
     for checkpoint, other in found.statements.items():
         first = runs.setdefault(other.run, other)
@@ -245,23 +243,23 @@ def _of_one_run(claims: PrivacyStatement | None, found: _Found) -> Iterator[Find
         if first is not other:
             yield (
                 f"{checkpoint}: its statement is of the same run as the others",
-                _unless(not differing, f"{', '.join(differing)} would be otherwise"),
+                _unless(not differing, f"it differs in {', '.join(differing)}"),
             )
 
 
 def _of_result(path: Path, claims: PrivacyStatement | None) -> str | None:
-    """What is wrong with the numbers of ``result.json`` that the statement has too; nothing else has the accuracies."""
+    """What is wrong with the numbers that ``result.json`` shares with the statement; only it has accuracies."""
     try:
         facts = read_json(path)
         said = {name: facts[name] for name in _ALSO_IN_RESULT if name in facts}
     except (OSError, DataError, TypeError) as error:
         return str(error)
     if not said or claims is None:
-        return "its run has left a statement, which is missing or cannot be read" if "epsilon" in said else None
+        return "the statement of its run is missing or cannot be read" if "epsilon" in said else None
     again = claims.to_dict()
     again["epsilon"] = again["epsilon"][claims.plan.accountant]
     differing = _differing(said, {name: again[name] for name in _ALSO_IN_RESULT})
-    return _unless(not differing, f"{', '.join(differing)} would be otherwise")
+    return _unless(not differing, f"it differs in {', '.join(differing)}")
 
 
 def _of_weights(path: Path, found: _Found) -> Iterator[Finding]:
@@ -288,7 +286,7 @@ def _of_files(claims: PrivacyStatement, folder: Path) -> Iterator[Finding]:
                     wrong = _unless(hashlib.file_digest(file, "sha256").hexdigest() == digest, "it was edited")
         except (OSError, DataError) as error:
             wrong = str(error)
-        yield f"{name} is as it was written", wrong
+        yield f"{name} is unchanged", wrong
 
 
 def _against_journal(
@@ -303,17 +301,17 @@ def _against_journal(
     if isinstance(steps, str):
         return
     yield (
-        f"{name}: its earlier runs are those that the run's name stands for",
+        f"{name}: its earlier runs match the name of its run",
         _unless(stands_for(claims.run, claims.ledger.earlier), "they were edited"),
     )
     missing = [head for head in claims.journal_heads if head not in steps]
     before = up_to(claims.journal_heads, steps)
     counted = spent_in(before) == claims.ledger.totals
     yield (
-        f"{name}: its {claims.ledger.num_steps} steps are those of the journal up to its last one",
+        f"{name}: its {claims.ledger.num_steps} steps are those of the journal up to its last step",
         f"the journal lacks {', '.join(missing)}"
         if missing
-        else _unless(counted and bool(claims.journal_heads), f"the journal has {len(before)} steps until there"),
+        else _unless(counted and bool(claims.journal_heads), f"the journal has {len(before)} steps up to there"),
     )
 
 
@@ -327,7 +325,7 @@ def _read(path: Path, run: str) -> Steps | str:
 
 
 def _differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
-    """The names under which two mappings have not the same."""
+    """The names whose values differ between two mappings."""
     return sorted(name for name in {*one, *other} if not _equal(one.get(name, _ABSENT), other.get(name, _ABSENT)))
 
 
@@ -339,7 +337,7 @@ def _text_of(path: Path) -> str | None:
 
 
 def _equal(one: Any, other: Any) -> bool:
-    """Numbers to what another machine may round otherwise."""
+    """Whether two values are the same, up to rounding that may differ between machines."""
     if isinstance(one, dict) and isinstance(other, dict):
         return one.keys() == other.keys() and all(_equal(one[key], other[key]) for key in one)
     if isinstance(one, list) and isinstance(other, list):

@@ -1,1 +1,1 @@
-"""Grids of runs: where they run, and the tables and figures that are made of what they leave."""
+"""Grids of runs: where they run, and the tables and figures that are made from their results."""

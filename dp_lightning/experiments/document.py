@@ -1,4 +1,4 @@
-"""A page of headings, sentences, tables and pictures, as Markdown and as one HTML file that needs no other."""
+"""A page of headings, sentences, tables and pictures, as Markdown and as one self-contained HTML file."""
 
 import base64
 import html
@@ -37,17 +37,17 @@ img {{ max-width: 100%; height: auto; }}
 
 
 class Document:
-    """The parts of a page in their order; all text is plain.
+    """The parts of a page in order; all text is plain.
 
     Args:
         title: of the page.
         folder: where the page and its figures are written.
-        warning: stands first on the page, and in short on every figure.
+        warning: comes first on the page, and shortened on every figure.
     """
 
     def __init__(self, title: str, folder: Path, *, warning: str | None = None) -> None:
         self.title, self.folder, self.warning = title, folder, warning
-        # Markdown, and HTML where that is not made of it.
+        # Markdown, and HTML if it is not converted from the Markdown.
         self._parts: list[tuple[str, str | None]] = [(f"# {_escaped(title)}", None)]
         if warning:
             self._parts.append((f"**{_escaped(warning)}**", None))
@@ -61,13 +61,13 @@ class Document:
         self._parts.append((_escaped(text), None))
 
     def table(self, rows: list[list[str]]) -> None:
-        """Add a table; the first row is the head."""
+        """Add a table; the first row is the header."""
         head, *body = ("| " + " | ".join(map(_escaped, row)) + " |" for row in rows)
         rule = "| " + " | ".join(["---"] * len(rows[0])) + " |"
         self._parts.append(("\n".join([head, rule, *body]), None))
 
     def picture(self, name: str, caption: str) -> None:
-        """Add the figure of the folder's ``<name>.png`` and ``<name>.svg``: linked, and inside of the HTML."""
+        """Add the figure ``<name>.png`` and ``<name>.svg`` of the folder: linked in Markdown, embedded in HTML."""
         data = base64.b64encode((self.folder / f"{name}.svg").read_bytes()).decode()
         text, link = html.escape(caption), quote(name)
         self._parts.append(
@@ -79,13 +79,13 @@ class Document:
         )
 
     def markdown(self) -> str:
-        """As Markdown; pictures are linked by their names."""
+        """Return the page as Markdown, with links to the pictures."""
         return "\n\n".join(text for text, _ in self._parts) + "\n"
 
     def html(self) -> str:
-        """As one HTML file; pictures are inside."""
+        """Return the page as one HTML file, with the pictures embedded."""
         converter = Markdown(extensions=["tables"])
-        # Text is plain: what `_escaped` marks is shown, and nothing of it is HTML.
+        # Text is plain: what `_escaped` escapes is shown as it is, and none of it is HTML.
         converter.ESCAPED_CHARS = [*converter.ESCAPED_CHARS, "<"]
         converter.preprocessors.deregister("html_block")
         for pattern in ("html", "entity"):
@@ -103,5 +103,5 @@ class Document:
 
 
 def _escaped(text: str) -> str:
-    """The text as Markdown shows it as it is, on one line."""
+    """The text on one line, escaped so that Markdown shows it as it is."""
     return re.sub(r"([\\`*<|\[\]]|(?<!\w)_|_(?!\w))", r"\\\1", " ".join(text.split()))

@@ -34,7 +34,7 @@ def _lines(
     """A line for each row over the columns, and the paper's beside it.
 
     Args:
-        shown: height of a point and length of its bar; a height of None is no point.
+        shown: height of a point and length of its error bar; a height of None draws no point.
         of_pair: which number of the paper's pair is shown.
     """
     places = place_on_axis(ax, panel.columns)
@@ -86,5 +86,5 @@ def _finish(ax: Any, x: str, y: str) -> None:
         ax.legend(frameon=False, fontsize=8)
 
 
-#: By the names that a grid has for them.
+#: By their names in a grid's file.
 DRAWINGS = {"accuracy": _draw_accuracy, "deviation": _draw_deviation, "curves": _draw_curves, "snr": _draw_snr}

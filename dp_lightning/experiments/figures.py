@@ -1,4 +1,4 @@
-"""Figures, as PNG and SVG, by matplotlib."""
+"""Figures as PNG and SVG, drawn with matplotlib."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -8,7 +8,7 @@ from typing import Any
 from dp_lightning.errors import ConfigurationError
 from dp_lightning.experiments.document import Document
 
-# Okabe and Ito 2008: told apart by colour-blind people too.
+# Okabe and Ito 2008: colour-blind people can tell them apart too.
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#999933")
 _MARKERS = "osD^vPX*"
 
@@ -20,20 +20,20 @@ def style(number: int) -> dict[str, Any]:
 
 @contextmanager
 def figure(page: Document, name: str, caption: str, *, panels: int = 1) -> Iterator[Sequence[Any]]:
-    """Axes to draw on; at the end the figure is written and stands on the page.
+    """Axes to draw on; at the end the figure is written and added to the page.
 
     Args:
-        panels: axes, two in a row.
+        panels: number of axes, two per row.
 
     Raises:
-        ConfigurationError: where matplotlib is not installed.
+        ConfigurationError: if matplotlib is not installed.
     """
     try:
         import matplotlib
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ConfigurationError("Figures need matplotlib: pip install 'dp-lightning[report]'") from error
-    # Text stays text, and the same figure is the same file.
+    # Text stays text, and the same figure gives the same file.
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": name, "font.size": 10}):
         columns = min(panels, 2)
         rows = -(-panels // columns)
@@ -54,15 +54,15 @@ def figure(page: Document, name: str, caption: str, *, panels: int = 1) -> Itera
 
 
 def plain(label: str) -> str:
-    """Text that matplotlib shows as it is: it takes dollars for formulas, and leaves out lines with names like _a."""
+    """Text that matplotlib shows as it is: it takes dollars for formulas, and omits labels like _a from the legend."""
     text = label.replace("$", r"\$")
     return f" {text}" if text.startswith("_") else text
 
 
 def place_on_axis(ax: Any, labels: Sequence[str]) -> list[float]:
-    """Where the points of an axis of a grid stand on the abscissa: at their values, or in a row.
+    """Positions on the x axis for the points of a grid's axis: their values, or 0, 1, ... if one is not a number.
 
-    Values that span a factor of eight or more stand on a scale of powers of two.
+    Positive values that span a factor of eight or more get a logarithmic scale to base two.
     """
     values = [_number(label) for label in labels]
     if not all(map(math.isfinite, values)):

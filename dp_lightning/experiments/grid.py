@@ -1,4 +1,4 @@
-"""A grid of runs: a YAML file whose axes are multiplied out.
+"""A grid of runs: a YAML file that gives one run for each combination of points on its axes.
 
     title: Accuracy by method and batch size
     base: [../wrn16_cifar10.yaml]
@@ -29,7 +29,7 @@ from dp_lightning.foreign_text import LARGEST_YAML, load_yaml, read_text
 _KEYS = {"title", "base", "settings", "axes", "report"}
 _REPORT = {"rows", "columns", "published", "figures"}
 FIGURES = ("accuracy", "deviation", "curves", "snr")
-#: Runs of a grid: each has a folder, and is read by the parser before the first one starts.
+#: Most runs of a grid: each has a folder, and is parsed before the first one starts.
 MOST_RUNS = 10_000
 #: The axis that is averaged over.
 SEED = "seed"
@@ -55,7 +55,7 @@ class Cell:
 
     @property
     def name(self) -> str:
-        """Its labels in one word, for people."""
+        """Its labels, joined."""
         return "_".join(self.labels.values())
 
 
@@ -66,15 +66,15 @@ class Report:
     rows: str | None
     """Axis of the table's rows and of the figure's lines; None for a single row."""
     columns: str | None
-    """Axis of the table's columns and of the figure's abscissa; None for a single column."""
+    """Axis of the table's columns and of the figure's x axis; None for a single column."""
     published: str | None
-    """Name of the paper's table of accuracies beside which the runs are shown."""
+    """Name of the paper's table of accuracies that is shown beside the runs."""
     figures: tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class Grid:
-    """What a grid's file says; see the module."""
+    """The content of a grid's file, described at the top of this module."""
 
     path: Path
     title: str
@@ -102,7 +102,7 @@ class Grid:
             raise ConfigurationError(f"{path}: axes is empty. Name at least one axis with its points.")
         found = {str(name): _points(path, str(name), points) for name, points in axes.items()}
         if (runs := math.prod(map(len, found.values()))) > MOST_RUNS:
-            raise ConfigurationError(f"{path}: axes make {runs:,} runs; at most {MOST_RUNS:,} are in one grid.")
+            raise ConfigurationError(f"{path}: axes make {runs:,} runs; at most {MOST_RUNS:,} are allowed in a grid.")
         return cls(
             path,
             str(content.get("title", path.stem)),
@@ -113,7 +113,7 @@ class Grid:
         )
 
     def cells(self) -> Iterator[Cell]:
-        """Its runs; the last axis turns fastest."""
+        """Its runs; the last axis varies fastest."""
         for points in itertools.product(*self.axes.values()):
             configs = [*self.base, *(config for point in points for config in point.configs)]
             settings = dict(self.settings)
@@ -131,7 +131,7 @@ def _points(path: Path, axis: str, content: Any) -> tuple[Point, ...]:
         short = _mapping(path, f"axes.{axis}", content, {"setting", "values"})
         if not isinstance(short.get("setting"), str) or not isinstance(short.get("values"), list):
             raise ConfigurationError(
-                f"{path}: axes.{axis} needs both setting, the name of one, and values, a list of what it is set to."
+                f"{path}: axes.{axis} needs both setting, the name of a setting, and values, a list of its values."
             )
         points = [Point(str(value), settings={short["setting"]: value}) for value in short["values"]]
     else:
@@ -142,9 +142,9 @@ def _points(path: Path, axis: str, content: Any) -> tuple[Point, ...]:
             settings = _mapping(path, f"{place}.settings", point.get("settings") or {})
             points.append(Point(str(label), _paths(path, place, point.get("config")), settings))
     if not points:
-        raise ConfigurationError(f"{path}: axes.{axis} has no point. Add one, or remove the axis.")
+        raise ConfigurationError(f"{path}: axes.{axis} has no points. Add one, or remove the axis.")
     if len({point.label for point in points}) < len(points):
-        raise ConfigurationError(f"{path}: axes.{axis} has a value twice, and both would be one run.")
+        raise ConfigurationError(f"{path}: axes.{axis} has a value twice, and both would be the same run.")
     return tuple(points)
 
 
@@ -160,7 +160,7 @@ def _report(path: Path, axes: list[str], content: Any) -> Report:
             )
     left = [axis for axis in choices if axis not in shown.values()]
     missing = [key for key in ("rows", "columns") if key not in shown]
-    # A single axis is drawn along the abscissa.
+    # A single axis is drawn along the x axis.
     for key in missing if len(left) > 1 else reversed(missing):
         shown[key] = left.pop(0) if left else None
     if shown["rows"] is not None and shown["rows"] == shown["columns"]:
@@ -174,10 +174,12 @@ def _report(path: Path, axes: list[str], content: Any) -> Report:
 
 def _mapping(path: Path, place: str, content: Any, known: set[str] | None = None) -> dict[str, Any]:
     if not isinstance(content, dict):
-        raise ConfigurationError(f"{path}: {place} must be a mapping, and it is {content!r}.")
+        raise ConfigurationError(f"{path}: {place} must be a mapping, but it is {content!r}.")
     unknown = sorted(map(str, content.keys() - known)) if known is not None else []
     if unknown:
-        raise ConfigurationError(f"{path}: {place} has no {unknown[0]}; it has {', '.join(sorted(known or ()))}.")
+        raise ConfigurationError(
+            f"{path}: {place} has no key {unknown[0]}; its keys are {', '.join(sorted(known or ()))}."
+        )
     return content
 
 
@@ -195,12 +197,12 @@ def _text(value: Any) -> str:
 
 
 class _Loader(yaml.SafeLoader):
-    """Refuses a key that stands twice in a mapping: YAML keeps the last one, and a point of an axis would be lost."""
+    """Refuses a key that occurs twice in a mapping: YAML keeps only the last, so a point of an axis would be lost."""
 
     def construct_mapping(self, node: Any, deep: bool = False) -> Any:
         seen: set[str] = set()
         for key, _ in node.value:
             if isinstance(key.value, str) and key.value in seen:
-                raise yaml.constructor.ConstructorError(None, None, f"{key.value} stands twice", key.start_mark)
+                raise yaml.constructor.ConstructorError(None, None, f"{key.value} occurs twice", key.start_mark)
             seen.add(str(key.value))
         return super().construct_mapping(node, deep)

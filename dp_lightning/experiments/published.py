@@ -1,4 +1,4 @@
-"""The paper's numbers, beside which those of a run are shown."""
+"""The paper's numbers, which are shown beside those of the runs."""
 
 import functools
 from importlib.resources import files

@@ -33,10 +33,10 @@ def grid_report(grid: Grid, outcomes: Sequence[Outcome], folder: Path, *, overri
     """Write the figures into a folder and return the page.
 
     Args:
-        override: settings that every run has in the place of the grid's; the page names them.
+        override: settings that every run has instead of the grid's; the page lists them.
 
     Raises:
-        ConfigurationError: where matplotlib is not installed, or the grid names a table that the paper does not have.
+        ConfigurationError: if matplotlib is not installed, or the grid names a table that the paper does not have.
     """
     paper = _paper(grid)
     page = Document(grid.title, folder)
@@ -65,7 +65,7 @@ def grid_report(grid: Grid, outcomes: Sequence[Outcome], folder: Path, *, overri
 
 
 def _paper(grid: Grid) -> Mapping[str, Mapping[str, list[float]]]:
-    """The paper's accuracies by row and column, under the labels of the grid; empty where there are none."""
+    """The paper's accuracies by row and column, under the labels of the grid; empty if there are none."""
     name = grid.report.published
     if name is None:
         return {}
@@ -91,7 +91,7 @@ def _accuracies(page: Document, grid: Grid, panel: Panel, paper: Mapping[str, Ma
     say(f"Accuracy after the last step, {seeds}:", LAST)
     results = panel.results()
     if any(_AVERAGED(result) is not None for result in results):
-        say("The same of the averaged weights:", _AVERAGED)
+        say("The same for the averaged weights:", _AVERAGED)
     early = sum(map(_evaluated_early, results))
     if early:
         page.say(
@@ -119,7 +119,7 @@ def _pair(value: list[float] | None) -> str:
 def _correlations(page: Document, grid: Grid, panel: Panel) -> None:
     if grid.report.columns is None:
         return
-    page.say(f"Pearson's r of the mean accuracy over {grid.report.columns}:")
+    page.say(f"Pearson's r of the mean accuracy with each of these, over {grid.report.columns}:")
     rows = [[grid.report.rows or "", *BESIDE]]
     for row in panel.rows:
         found = [correlation(panel, row, LAST, quantity) for quantity in BESIDE.values()]
@@ -133,7 +133,7 @@ def _missing(page: Document, outcomes: Sequence[Outcome]) -> None:
         return
     page.heading("Missing")
     page.say(f"{len(missing)} runs are not finished:")
-    rows = [["run", "steps, by its last result", "log"]]
+    rows = [["run", "steps, from its last result", "log"]]
     for outcome in missing:
         steps = "-" if outcome.result is None else _steps(outcome.result)
         log = str(outcome.folder.log) if outcome.folder.log.is_file() else "not started"
@@ -145,13 +145,13 @@ def _set_aside(page: Document, outcomes: Sequence[Outcome]) -> None:
     again = [outcome for outcome in outcomes if outcome.folder.abandoned]
     if not again:
         return
-    page.heading("Starts that were set aside")
+    page.heading("Attempts that were set aside")
     page.say(
         f"{len(again)} runs were restarted after an attempt that left no intact checkpoint. The steps of that attempt "
         "are in no epsilon on this page; do not release anything from its folder, abandoned_0 and so on."
     )
     rows = [[outcome.name, str(outcome.folder.abandoned), outcome.folder.path.name] for outcome in again]
-    page.table([["run", "starts set aside", "folder"], *rows])
+    page.table([["run", "attempts set aside", "folder"], *rows])
 
 
 def _not_for_release(page: Document, outcomes: Sequence[Outcome]) -> None:
@@ -169,7 +169,7 @@ def _evaluated_early(result: Mapping[str, Any]) -> bool:
 
 
 def _steps(result: Mapping[str, Any]) -> str:
-    """How many were taken, and of how many where a run has not taken all of them."""
+    """The number of steps taken, and how many were planned if that differs."""
     taken, planned = result["num_steps"], result["num_steps_planned"]
     return str(taken) if taken == planned else f"{taken} of {planned}"
 

@@ -1,4 +1,4 @@
-"""What the runs of a grid have reached, averaged over seeds."""
+"""The results of a grid's runs, averaged over seeds."""
 
 import itertools
 import math
@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from dp_lightning.experiments.grid import SEED, Grid
 from dp_lightning.experiments.runs import RunFolder, is_finished
 
-# The label of a single row or column, which stands for no axis.
+# The label of a single row or column, where there is no axis.
 _ALL = "all runs"
 
 Quantity = Callable[[Mapping[str, Any]], float | None]
@@ -18,7 +18,7 @@ Quantity = Callable[[Mapping[str, Any]], float | None]
 
 @dataclass(frozen=True)
 class Outcome:
-    """A run of a grid, and what it has left."""
+    """A run of a grid, its folder and its result."""
 
     labels: Mapping[str, str]
     folder: RunFolder
@@ -26,16 +26,16 @@ class Outcome:
 
     @property
     def name(self) -> str:
-        """Its labels, for people."""
+        """Its labels, as text."""
         return " ".join(self.labels.values())
 
     @property
     def finished(self) -> bool:
-        """Whether it has come to its end."""
+        """Whether the run is finished."""
         return is_finished(self.result)
 
     def is_at(self, axis: str | None, label: str) -> bool:
-        """Whether it has this label on the axis; every run is on none."""
+        """Whether it has this label on the axis; true if there is no axis."""
         return axis is None or self.labels[axis] == label
 
     @classmethod
@@ -48,7 +48,7 @@ class Spread(NamedTuple):
     """A quantity over the seeds of one place in a table."""
 
     mean: float | None
-    """None where no run is finished."""
+    """None if no finished run has the quantity."""
     deviation: float | None
     """Standard deviation of a sample, n - 1; None for fewer than two runs."""
     runs: int
@@ -57,7 +57,7 @@ class Spread(NamedTuple):
 
 
 def spread(outcomes: Sequence[Outcome], quantity: Quantity) -> Spread:
-    """Mean and deviation over the finished runs."""
+    """Mean and standard deviation over the finished runs."""
     values = [quantity(o.result) for o in outcomes if o.finished and o.result is not None]
     known = [value for value in values if value is not None]
     mean = statistics.fmean(known) if known else None
@@ -69,7 +69,7 @@ class Panel:
     """The runs that share their points on all axes but the rows, the columns and the seed."""
 
     title: str
-    """Names what they share; empty where nothing is left to share."""
+    """The points that they share; empty if there is no other axis."""
     rows: tuple[str, ...]
     columns: tuple[str, ...]
     outcomes: Mapping[tuple[str, str], tuple[Outcome, ...]]
@@ -85,7 +85,7 @@ class Panel:
         return [(x, y) for x, y in found if x is not None and y is not None]
 
     def results(self) -> list[Mapping[str, Any]]:
-        """What its finished runs have reached."""
+        """The results of its finished runs."""
         return [o.result for found in self.outcomes.values() for o in found if o.finished and o.result is not None]
 
 
@@ -116,7 +116,7 @@ def per_cent(key: str) -> Quantity:
 
 #: Accuracy after the last step.
 LAST = per_cent("test_accuracy_last")
-#: What accuracy is set beside, by its name.
+#: Quantities that accuracy is compared with, by name.
 BESIDE: Mapping[str, Quantity] = {
     "steps": lambda result: float(result["num_steps"]),
     "signal-to-noise ratio, first epoch": lambda result: result.get("snr_first_epoch"),

@@ -1,10 +1,10 @@
-"""The folder of one run: its configuration, what it has left, and whether it is finished.
+"""The folder of one run: its configuration, its results, and whether it is finished.
 
     <out>/<labels>-<id>/run.yaml    the whole configuration of ``dpl fit``
                         run/        its default_root_dir
-                        log.txt     what it has printed
+                        log.txt     its output
 
-The id is a hash of the configuration, so that a run with another setting is another run.
+The id is a hash of the configuration, so that runs with different settings have different folders.
 """
 
 import copy
@@ -34,19 +34,19 @@ _NEEDED: dict[str, tuple[type, ...]] = {
     "test_accuracy_last": (int, float, NoneType),
     "test_accuracy_best": (int, float, NoneType),
 }
-# What some runs write besides: a number, and lists of them.
+# What some runs also write: a number, and lists of numbers.
 _NUMBERS, _LISTS = ("snr_first_epoch",), ("test_accuracy_curve", "evaluated_after_steps")
-# A file system takes names of 255 bytes.
+# Characters of the labels; file systems allow names of up to 255 bytes.
 _LONGEST = 60
 
 
 def is_finished(result: Mapping[str, Any] | None) -> bool:
-    """Whether a run with this result has come to its end: its steps are taken, or a setting has stopped it before."""
+    """Whether a run with this result is finished: all steps are taken, or a setting has ended it early."""
     return result is not None and result["completed"] is True
 
 
 class RunFolder:
-    """Where one run lives."""
+    """The folder of one run."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -57,7 +57,7 @@ class RunFolder:
         """The folder of a run with these settings.
 
         Args:
-            name: for people; what a file system or a shell may not like is replaced in it.
+            name: readable; characters that are special to a file system or a shell are replaced.
             settings: the whole configuration, without ``trainer.default_root_dir``.
         """
         text = json.dumps(settings, sort_keys=True, default=str)
@@ -68,7 +68,7 @@ class RunFolder:
         """Write its configuration.
 
         Raises:
-            ConfigurationError: where the folder cannot be written.
+            ConfigurationError: if the folder cannot be written.
         """
         try:
             self.path.mkdir(parents=True, exist_ok=True)
@@ -83,9 +83,9 @@ class RunFolder:
 
     @property
     def result(self) -> dict[str, Any] | None:
-        """What the run has reached, and as ``release`` whether its statement lets it be released.
+        """The run's ``result.json``, and as ``release`` what its statement says about its release.
 
-        None where it has not written it yet, or not in whole.
+        None if it is not written yet, or incomplete.
         """
         found = []
         for path in self.root.rglob("result.json"):
@@ -97,17 +97,17 @@ class RunFolder:
 
     @property
     def finished(self) -> bool:
-        """Whether it has come to its end."""
+        """Whether the run is finished."""
         return is_finished(self.result)
 
     @property
     def checkpoint(self) -> Path | None:
-        """From where it can resume; None where nothing intact is left."""
+        """The checkpoint to resume from; None if there is no intact one."""
         return newest_intact(self.root.rglob("*.ckpt"))
 
     @property
     def abandoned(self) -> int:
-        """How many starts were set aside; see `abandon`."""
+        """How many attempts were set aside; see `abandon`."""
         return len(self._abandoned)
 
     @property
@@ -116,16 +116,16 @@ class RunFolder:
         return [int(name) for name in names if name.isdigit()]
 
     def abandon(self) -> None:
-        """Set aside what a start without an intact checkpoint has left, so that the run starts anew.
+        """Set aside the files of an attempt that left no intact checkpoint, so that the run starts again.
 
-        Steps were taken on the data there, and their epsilon is not in that of the run: nothing of it must be released.
+        Its steps used the data, but the run's epsilon does not count them, so none of these files may be released.
         """
         if self.root.exists():
             self.root.rename(self.path / f"abandoned_{max(self._abandoned, default=-1) + 1}")
 
 
 def _is_result(content: Mapping[str, Any]) -> bool:
-    """Whether each value is of the kind that a run writes: the file may hold anything."""
+    """Whether each value has the type that a run writes: the file may hold anything."""
     lists = [content.get(name) or [] for name in _LISTS]
     return (
         all(name in content and isinstance(content[name], kinds) for name, kinds in _NEEDED.items())
@@ -142,7 +142,7 @@ def components(trainer: Mapping[str, Any], kind: str) -> list[dict[str, Any]]:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """A file's mapping; empty where it is missing, cut off, or of another kind."""
+    """The mapping in a file; empty if the file is missing, cut off, or holds something else."""
     try:
         content = read_json(path)
     except (OSError, DataError):

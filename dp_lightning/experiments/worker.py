@@ -1,4 +1,4 @@
-"""Brings one run to its end, in a process of its own: the one thing that every launcher does with it."""
+"""Runs one run to its end in its own process, which is what every launcher does with it."""
 
 import fcntl
 import os
@@ -22,19 +22,19 @@ def run_to_its_end(
     started: Callable[[subprocess.Popen[bytes]], None] | None = None,
     stopping: Callable[[], bool] = lambda: False,
 ) -> int:
-    """Start ``dpl fit``, or resume it from its last checkpoint; nothing where it is finished.
+    """Start ``dpl fit``, or resume it from its last checkpoint; do nothing if it is finished.
 
-    The lock is handed to the process of the run: where the one that has started it dies, another one that comes to the
+    The process of the run inherits the lock. If the process that started it dies, another one that wants to start the
     same run waits for it instead of starting it twice.
 
     Args:
         folder: of the run, with its configuration.
-        environment: variables of the run beside those of this process.
-        started: gets the run's process.
-        stopping: asked while another process runs the same run; ends the wait for it.
+        environment: variables of the run, in addition to those of this process.
+        started: called with the run's process.
+        stopping: called repeatedly while another process runs the same run; true ends the wait.
 
     Returns:
-        Its exit status; 0 where it was finished already.
+        Its exit status; 0 if it was already finished.
     """
     run = RunFolder(Path(folder))
     with (run.path / "lock").open("w") as lock, run.log.open("ab") as log:
@@ -47,7 +47,7 @@ def run_to_its_end(
             run.abandon()
         else:
             command += ["--ckpt_path", "last"]
-        # SLURM sends submitit's warning to every process of the job, and it would kill the run before its checkpoint.
+        # SLURM sends submitit's warning to every process of the job; it would kill the run before its checkpoint.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR2})
         try:
             process = subprocess.Popen(
@@ -57,7 +57,7 @@ def run_to_its_end(
                 stderr=log,
                 env={**os.environ, **(environment or {})},
                 pass_fds=[lock.fileno()],
-                # Ctrl-C reaches the launcher alone, which ends its runs in order.
+                # Ctrl-C reaches only the launcher, which stops its runs cleanly.
                 start_new_session=True,
             )
         finally:
@@ -68,7 +68,7 @@ def run_to_its_end(
 
 
 def _locked(lock: IO[str], run: RunFolder, stopping: Callable[[], bool]) -> bool:
-    """Wait for the run's lock; false where the wait was ended."""
+    """Wait for the run's lock; false if the wait was ended."""
     said = False
     while True:
         try:
@@ -78,7 +78,7 @@ def _locked(lock: IO[str], run: RunFolder, stopping: Callable[[], bool]) -> bool
             if stopping():
                 return False
             if not said:
-                text = f"{run.path.name}: another process runs it already; waiting for its end"
+                text = f"{run.path.name}: another process is already running it; waiting for it to end"
                 print(text, file=sys.stderr, flush=True)
                 said = True
             time.sleep(_POLL_SECONDS)

@@ -316,7 +316,7 @@ def test_the_same_grid_with_other_settings_has_a_page_of_its_own(tmp_path, capsy
         ("ckpt_path=last", "ckpt_path cannot be set"),
         ("privacy.expected_batch_size=64", "the axis batch_size of "),
         ("config={folder}/shared.yaml", "dirpath of lightning.pytorch.callbacks.ModelCheckpoint is set"),
-        ("config={folder}/resumed.yaml", "ckpt_path is set. A run of a grid starts new"),
+        ("config={folder}/resumed.yaml", "ckpt_path is set. A run of a grid starts without a checkpoint"),
     ],
 )
 def test_what_is_no_setting_of_a_run_is_refused(tmp_path, capsys, override, message):
@@ -412,7 +412,7 @@ def test_a_module_whose_step_cannot_be_timed_still_has_an_epsilon(tmp_path, caps
     main(["sweep", str(grid), "--dry-run"])
     said = capsys.readouterr().out
     assert "epsilon 3.000, delta 0.0001" in said
-    assert "11 steps, a time that only the run itself can tell" in said
+    assert "11 steps, time unknown" in said
     assert "without 1 runs whose time is unknown" in said
 
 
@@ -431,7 +431,7 @@ def test_a_dry_run_prints_commands_and_prices_and_writes_nothing(tmp_path, capsy
     monkeypatch.setattr("dp_lightning.commands.pricing._seconds_per_row", lambda cli: 0.01)
     main(["sweep", str(grid), "--dry-run", "--override", "privacy.augmult=4", "--override", "trainer.max_steps=10"])
     assert f"10 steps, about {10 * 256 * 4 * 0.01 / 60:.0f} min here" in capsys.readouterr().out
-    assert "Each epsilon is of its run alone." in said
+    assert "Each epsilon covers one run alone." in said
 
 
 @pytest.mark.parametrize("path", SWEEPS, ids=lambda path: path.stem)

@@ -382,7 +382,7 @@ def test_a_statement_that_was_sealed_anew_passes_and_a_kept_seal_finds_it(run, c
     main_ends(run, code=0)
     capsys.readouterr()
     main_ends(run, "--seal", kept, code=1)
-    assert f"FAILED  the seal {kept} is there" in capsys.readouterr().out
+    assert f"FAILED  a statement or checkpoint has the seal {kept}" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("which", ["its own", "its statement's"])

@@ -155,7 +155,7 @@ def test_a_wait_for_another_ones_run_is_said_and_can_be_ended(tmp_path, capsys):
         return len(asked) > 2
 
     assert worker.run_to_its_end(str(folder.path), stopping=stopping) == -signal.SIGTERM
-    assert capsys.readouterr().err.count("another process runs it already; waiting for its end") == 1
+    assert capsys.readouterr().err.count("another process is already running it; waiting for it to end") == 1
     running[0].terminate()
     first.join(30)
     assert len(starts(folder)) == 1
