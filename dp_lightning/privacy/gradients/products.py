@@ -13,8 +13,9 @@ three exact methods for the norms and the weighted sum over examples:
   so it is computed in float64.
 * formed twice: for the norm, and again, all at once and weighted, for the sum.
 
-In the last two, the sum is not rounded like the norm. A bound on the float32 rounding of an example's part of the sum
-is added to its norm, so that an example whose gradient cancels cannot contribute what was not measured.
+In the last two, the sum is not rounded like the norm. With a bound r on the float32 rounding of an example's part of
+the sum, the example contributes at most ||G_i^T P_i|| + r. This is the norm that is reported, so that an example whose
+gradient cancels cannot contribute what was not measured.
 """
 
 from abc import ABC, abstractmethod
@@ -51,6 +52,11 @@ def rounding_per_term(positions: int) -> float:
     leaves room for other examples' terms that are added in between.
     """
     return (2 * positions + 8) * torch.finfo(torch.float32).eps
+
+
+def _with_rounding(squared: Tensor, rounding: Tensor) -> Tensor:
+    """(n + r)^2 from n^2 and r: the sum of two vectors is at most as long as both together."""
+    return (squared.double().sqrt() + rounding.double()).square()
 
 
 class Factors(ABC):
@@ -251,7 +257,7 @@ class Product(Contribution):
         with float32_products():
             for rows in factors.ranges(factors.forming(dtype)):
                 weight = factors.form(rows, dtype, workspace.scratch)
-                norms.append(squared_norms(weight) + self._rounding(rows).double().square())
+                norms.append(_with_rounding(squared_norms(weight), self._rounding(rows)))
         self._norms["weight"] = torch.cat(norms)
         self._measure_bias()
 
@@ -272,4 +278,4 @@ class Product(Contribution):
         diagonals = gram.diagonal(dim1=2, dim2=3) * patches.diagonal(dim1=2, dim2=3)
         rounding = rounding_per_term(self._factors.size.positions) * diagonals.clamp_min(0.0).sqrt().sum((1, 2))
         squared = torch.linalg.vecdot(gram.flatten(1), patches.flatten(1)).clamp_min(0.0)
-        return squared + rounding.square()
+        return _with_rounding(squared, rounding)
