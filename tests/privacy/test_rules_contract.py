@@ -33,7 +33,13 @@ def _scaled_gradients(call, gradient):
 
 OWN = register_rule(
     scaled,
-    Rule(("input", "scale", "shift"), ("scale", "shift"), lambda x, arguments: 2, per_example(_scaled_gradients)),
+    Rule(
+        ("input", "scale", "shift"),
+        ("scale", "shift"),
+        lambda x, arguments: 2,
+        per_example(_scaled_gradients),
+        options=("power",),
+    ),
 )
 
 
@@ -82,6 +88,13 @@ CASES = {
     "transposed3d": conv(torch.conv_transpose3d, 2, (2, 3, 2, 2, 2), (2, 3, 2), stride=2),
     "embedding": Case(F.embedding, (), {"weight": (7, 3)}, high=7),
     "embedding with padding": Case(F.embedding, (5,), {"weight": (4, 3)}, {"padding_idx": -3}, high=4),
+    "embedding with all options": Case(
+        F.embedding,
+        (5,),
+        {"weight": (4, 3)},
+        {"padding_idx": 2, "max_norm": None, "norm_type": 1.0, "scale_grad_by_freq": False, "sparse": True},
+        high=4,
+    ),
     "group norm": norm(F.group_norm, (6, 4, 3), (6,), num_groups=3),
     "group norm without positions": norm(F.group_norm, (6,), (6,), num_groups=2, eps=1e-2),
     "layer norm": norm(F.layer_norm, (4,), (4,), ((), (1,), (3,), (2, 3)), normalized_shape=(4,)),
@@ -91,6 +104,16 @@ CASES = {
         F.rms_norm, (3, 4), {"weight": (3, 4)}, {"normalized_shape": (3, 4), "eps": 1e-2}, leads=((), (3,))
     ),
     "instance norm": norm(F.instance_norm, (3, 4, 3), (3,)),
+    "instance norm with all options": norm(
+        F.instance_norm,
+        (3, 4, 3),
+        (3,),
+        running_mean=None,
+        running_var=None,
+        use_input_stats=True,
+        momentum=0.3,
+        eps=1e-2,
+    ),
     "own": Case(OWN, (2, 4), {"scale": (4,), "shift": (4,)}),
     "own with an option": Case(OWN, (2, 4), {"scale": (4,)}, {"power": 3}),
 }
@@ -123,7 +146,9 @@ def gradients_by_loop(layer, x):
     trained = {name: p for name, p in layer.named_parameters() if p.requires_grad}
     rows = [torch.autograd.grad(layer(row), list(trained.values()), allow_unused=True) for row in x]
     columns = zip(*rows, strict=True)
-    return {n: torch.stack(c) for n, c in zip(trained, columns, strict=True) if c[0] is not None}
+    return {
+        n: torch.stack([g.to_dense() for g in c]) for n, c in zip(trained, columns, strict=True) if c[0] is not None
+    }
 
 
 def recorded(layer, x, take):
@@ -137,6 +162,34 @@ PLANS = {"flat": ClipPlan.flat(max_grad_norm=0.5), "per layer": ClipPlan.per_lay
 
 def test_there_is_a_case_for_every_rule():
     assert {case.function for case in CASES.values()} == set(RULES)
+
+
+def test_there_is_a_case_for_every_option_that_a_rule_covers():
+    for rule in {id(rule): rule for rule in RULES.values()}.values():
+        cases = [case for case in CASES.values() if RULES[case.function] is rule]
+        assert set(rule.options) == {option for case in cases for option in case.options}, rule.arguments
+
+
+def test_a_call_with_an_option_that_the_rule_does_not_cover_gets_copies():
+    """Called for all rows at once, such an option may mean another dimension, and mix examples."""
+
+    def cosines(x, prototypes, dim=-1):
+        return F.cosine_similarity(x, prototypes, dim=dim)
+
+    def never(call, gradient):
+        raise AssertionError("the rule is used")
+
+    rule = Rule(("x", "prototypes", "dim"), ("prototypes",), lambda x, arguments: 2, per_example(never))
+    known = register_rule(cosines, rule)
+    try:
+        for dim in (-1, 0, 1):
+            layer = Layer(Case(known, (1, 4), {"prototypes": (5, 4)}, {"dim": dim}), ["prototypes"])
+            x, found = layer.case.inputs(()), {}
+            methods = recorded(layer, x, lambda c, found=found: found.update(c.formed().gradients)).methods
+            assert methods["prototypes"] == "one copy per example"
+            torch.testing.assert_close(found, gradients_by_loop(layer, x), rtol=1e-6, atol=1e-7)
+    finally:
+        del RULES[known]
 
 
 @pytest.mark.parametrize("name", CASES)

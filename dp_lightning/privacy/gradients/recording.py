@@ -179,7 +179,8 @@ class Recording(TorchFunctionMode):
         """Hand over what the examples contribute.
 
         Raises:
-            ModelError: when a gradient reaches a parameter without passing through the recorded functions.
+            ModelError: when the loss depends on no trained parameter, or a gradient reaches a parameter without passing
+                through the recorded functions.
         """
         if not losses.requires_grad:
             raise ModelError(
@@ -308,7 +309,7 @@ class Recording(TorchFunctionMode):
             for own in rule.trained
             if isinstance(value := arguments.get(own), Tensor) and any(value is source for source in sources)
         }
-        if batched != 1 or not is_batched(x) or len(trained) != len(sources) or not rule.applies(arguments):
+        if batched != 1 or not is_batched(x) or len(trained) != len(sources) or not rule.covers(arguments):
             return NotImplemented
         lead = x.dim() - rule.row_dims(x, arguments)
         shape = x.shape[:lead]

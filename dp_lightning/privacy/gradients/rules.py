@@ -3,10 +3,12 @@
 A rule belongs to a function of torch, or to one of your own. A function without a rule is correct too: each example
 gets a copy of the weight. A rule saves that memory and time::
 
-    def shift_gradients(call, gradient):              # (b, rows of an example, ...) both
-        return {"shift": gradient.sum(1)}
+    def shift_gradients(call, gradient):  # (b * K, n), where the K rows of an example follow each other
+        return {"shift": gradient.unflatten(0, (-1, call.rows)).sum(1)}
 
-    shifted = register_rule(shifted, Rule(("input", "shift"), ("shift",), 1, per_example(shift_gradients)))
+    shifted = register_rule(
+        shifted, Rule(("input", "shift"), ("shift",), lambda x, arguments: 1, per_example(shift_gradients))
+    )
 """
 
 import functools
@@ -58,6 +60,9 @@ class Rule:
         row_dims: how many dimensions one row of the first argument has. The dimensions before count rows.
         contribution: maps a call, and the gradient of the loss with respect to its output (b * K, ...), to the
             gradients of each example, summed over its rows; ``per_example`` makes it from a simple function.
+        options: those of the other arguments that the rule covers. The function is called for all rows at once, so an
+            option must mean the same for rows of any number: a dimension counts from the end, or ``applies`` refuses
+            it. A call that gives another argument is recorded with copies.
         applies: whether the rule covers a call with these arguments. Otherwise it is recorded with copies.
     """
 
@@ -65,11 +70,16 @@ class Rule:
     trained: tuple[str, ...]
     row_dims: RowDims
     contribution: Callable[[Call, Tensor], Contribution]
+    options: tuple[str, ...] = ()
     applies: Callable[[Mapping[str, Any]], bool] = _always
 
     def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """The arguments by name."""
         return {**dict(zip(self.arguments, args, strict=False)), **kwargs}
+
+    def covers(self, arguments: Mapping[str, Any]) -> bool:
+        """Whether a call with these arguments, its input left out, is recorded by the rule."""
+        return arguments.keys() <= {*self.trained, *self.options} and self.applies(arguments)
 
 
 RULES: dict[Callable[..., Any], Rule] = {}
@@ -162,13 +172,18 @@ def _all_but_first(x: Tensor, arguments: Mapping[str, Any]) -> int:
 
 
 _CONVOLUTION = Rule(
-    ("input", "weight", "bias", "stride", "padding", "dilation", "groups"), ("weight", "bias"), _of_weight, _convolution
+    ("input", "weight", "bias", "stride", "padding", "dilation", "groups"),
+    ("weight", "bias"),
+    _of_weight,
+    _convolution,
+    ("stride", "padding", "dilation", "groups"),
 )
 _TRANSPOSED = Rule(
     ("input", "weight", "bias", "stride", "padding", "output_padding", "groups", "dilation"),
     ("weight", "bias"),
     _of_weight,
     _transposed,
+    ("stride", "padding", "output_padding", "groups", "dilation"),
     _is_known_transposed,
 )
 RULES.update(
@@ -185,6 +200,7 @@ RULES.update(
             ("weight",),
             lambda x, arguments: x.dim(),
             embedding_rows,
+            ("padding_idx", "max_norm", "norm_type", "scale_grad_by_freq", "sparse"),
             _is_known_embedding,
         ),
         F.group_norm: Rule(
@@ -192,24 +208,28 @@ RULES.update(
             ("weight", "bias"),
             _all_but_first,
             NormRule(group_norm, channels=True),
+            ("num_groups", "eps"),
         ),
         F.layer_norm: Rule(
             ("input", "normalized_shape", "weight", "bias", "eps"),
             ("weight", "bias"),
             _of_shape,
             NormRule(layer_norm, channels=False),
+            ("normalized_shape", "eps"),
         ),
         F.rms_norm: Rule(
             ("input", "normalized_shape", "weight", "eps"),
             ("weight",),
             _of_shape,
             NormRule(rms_norm, channels=False),
+            ("normalized_shape", "eps"),
         ),
         F.instance_norm: Rule(
             ("input", "running_mean", "running_var", "weight", "bias", "use_input_stats", "momentum", "eps"),
             ("weight", "bias"),
             _all_but_first,
             NormRule(instance_norm, channels=True),
+            ("running_mean", "running_var", "use_input_stats", "momentum", "eps"),
             lambda arguments: arguments.get("running_mean") is None,
         ),
     }
