@@ -28,6 +28,8 @@ PRIVATE_RUN = "private_run"
 _VERSION = 2
 # Where version 1, which had no number, kept what is one entry now.
 _ENTRIES_OF_VERSION_1 = ("privacy_statement", "privacy_seal")
+_PARTS = ("statement", "settings", "step")
+_RESTORE = "Use the file as the run wrote it, or another checkpoint of the run"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,22 +82,23 @@ class SavedRun:
                 raise _of_version(1)
             return None
         entry = checkpoint[PRIVATE_RUN]
-        try:
-            version = int(entry["version"])
-        except Exception as error:  # it may hold anything
-            raise DataError(f"its private run has no valid version ({type(error).__name__})") from error
+        version = entry.get("version") if isinstance(entry, dict) else None
+        if type(version) is not int:
+            raise DataError(f"its private run has no version, so it was edited. {_RESTORE}")
         if version != _VERSION:
             raise _of_version(version)
+        parts = [entry.get(name) for name in _PARTS]
+        if wrong := [name for name, part in zip(_PARTS, parts, strict=True) if not isinstance(part, dict)]:
+            raise DataError(f"its private run has no {' and no '.join(wrong)}, so it was edited. {_RESTORE}")
+        if type(steps := checkpoint.get("global_step", 0)) is not int:
+            raise DataError(f"its global_step is {steps!r} and not a number of steps, so it was edited. {_RESTORE}")
         try:
-            return cls(
-                statement=PrivacyStatement.from_saved(dict(entry["statement"])),
-                settings=dict(entry["settings"]),
-                step=dict(entry["step"]),
-            )
+            statement, settings, step = (dict(part) for part in parts)
+            return cls(statement=PrivacyStatement.from_saved(statement), settings=settings, step=step)
         except DpLightningError as error:
             raise DataError(f"its privacy statement cannot be read: {error}") from error
         except Exception as error:  # it may hold anything
-            raise DataError(f"its private run cannot be read ({type(error).__name__}: {error})") from error
+            raise DataError(f"its private run cannot be read: {error!r}. {_RESTORE}") from error
 
 
 def seal_in(checkpoint: Mapping[str, Any]) -> str:
