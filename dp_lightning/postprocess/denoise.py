@@ -85,7 +85,7 @@ class GatedOrthogonalize(Transform):
     Args:
         scale_cap: upper bound of the dimension scale.
         fallback: a transform without memory for a matrix that has no such direction. None is `Normalize(norm=1)`, a
-            step as long as that along a single direction.
+            step as long as that along a single direction where the dimension scale is 1.
 
     Raises:
         ConfigurationError: a setting that cannot be used.

@@ -3,8 +3,8 @@
 A version counter misses writes through ``.data``, NumPy and other views, so the numbers are compared; for large arrays,
 a digest of each piece is compared instead, since a copy of a model would double its memory. The digest of a piece of
 words x is the sum of w (x + floor(x / 2^29)) modulo 2^64, with a secret odd w for each place. If one number changes, so
-does the digest. The second term adds the high bits to lower ones: without it, a sign bit would meet only the lowest bit
-of each w, and two flipped signs would cancel.
+does the digest, except between one NaN and one denormal of float64. The second term adds the high bits to lower ones:
+without it, a sign bit would meet only the lowest bit of each w, and two flipped signs would cancel.
 """
 
 import functools
