@@ -217,7 +217,7 @@ def test_a_download_does_not_change_the_folder(tmp_path, weights):
 
 
 def test_settings_out_of_range_are_refused(weights):
-    with pytest.raises(ConfigurationError, match="batch_size must be at least 1"):
+    with pytest.raises(ConfigurationError, match="batch_size must be a whole number of at least 1"):
         CachedFeatures(Digits(), BACKBONE, weights=weights, batch_size=0)
     with pytest.raises(ConfigurationError, match="no model 'vit_smal'"):
         CachedFeatures(Digits(), "vit_smal")

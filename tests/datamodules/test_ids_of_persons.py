@@ -251,5 +251,6 @@ def test_a_person_in_training_and_in_test_gives_a_warning(tmp_path, recwarn, oth
     data.setup("fit")
     said = [str(warning.message) for warning in recwarn]
     assert (
-        any("Some persons of the training set are also in the test images, such as 'p3'" in text for text in said) == warns
+        any("Some persons of the training set are also in the test images, such as 'p3'" in text for text in said)
+        == warns
     )

@@ -172,7 +172,9 @@ def test_one_large_label_makes_no_layer_of_that_width(tmp_path):
     with pytest.raises(DataError, match=r"label 5000000 among 9 images.*set data.init_args.num_classes"):
         _ = NpzImages(path).num_classes
     assert NpzImages(path, num_classes=7).num_classes == 7
-    with pytest.raises(ConfigurationError, match="num_classes must be a whole number of at least 1 and at most 100,000"):
+    with pytest.raises(
+        ConfigurationError, match="num_classes must be a whole number of at least 1 and at most 100,000"
+    ):
         NpzImages(path, num_classes=5_000_001)
 
 
