@@ -1,4 +1,4 @@
-"""The ``dpl`` command. Commands are imported when they are called, so that help and light commands answer at once."""
+"""The ``dpl`` command. Commands are imported when they are called, so that help and light commands respond at once."""
 
 import os
 import signal
@@ -33,13 +33,13 @@ commands:
 `dpl COMMAND --help` shows the options of a command. Every setting of a configuration can be overridden on the command
 line, as in `dpl fit --config configs/digits.yaml --privacy.target_epsilon 8`, and several --config files compose.
 
-exit codes: 0 done; 1 a check does not hold, or a run of a grid has failed; 2 an error, with what to change;
+exit codes: 0 success; 1 a check does not hold, or a run of a grid failed; 2 an error, and how to fix it;
 74 the output cannot be written; 130 and 143 after Ctrl-C and SIGTERM
 """
 
 _TRAINING = ("fit", "validate", "test", "predict")
 _OTHERS = ("export", "verify", "audit", "account", "sweep", "report", "analyze")
-# EX_IOERR of sysexits.h. 1 would read as a check that does not hold, and 128 and more as a signal.
+# EX_IOERR of sysexits.h. 1 would mean a check that does not hold, and 128 and above a signal.
 _UNWRITTEN = 74
 
 
@@ -49,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     SIGTERM and Ctrl-C end it with 143 and 130, and output that cannot be written with 74, all without a traceback.
 
     Args:
-        argv: what follows ``dpl``; None is the process's own, which then is the command's alone.
+        argv: the arguments after ``dpl``; None uses those of the process, and leaves its signal handlers changed.
     """
     with _ended_by_signals(put_back=argv is not None), _output_written():
         _run(list(sys.argv[1:] if argv is None else argv))
@@ -77,11 +77,11 @@ def _run(arguments: list[str]) -> None:
 def _ended_by_signals(*, put_back: bool) -> Iterator[None]:
     """SIGTERM and Ctrl-C end the process with 143 and 130 from now on, without a traceback.
 
-    Nothing is lost by that: files are whole or absent, `StopOnSignal` has the signals during a fit, and a sweep handles
-    them itself while it has runs.
+    Nothing is lost: files are either complete or absent, `StopOnSignal` handles the signals during a fit, and a sweep
+    handles them itself while it has runs.
 
     Args:
-        put_back: whether they do what they did before, at the end.
+        put_back: whether the previous handlers are restored at the end.
     """
     numbers = (signal.SIGTERM, signal.SIGINT) if threading.current_thread() is threading.main_thread() else ()
     before = {number: signal.signal(number, _leave) for number in numbers}
@@ -94,22 +94,22 @@ def _ended_by_signals(*, put_back: bool) -> Iterator[None]:
 
 
 def _leave(number: int, frame: FrameType | None) -> None:
-    # An exception here could be lost, as in an import that catches all of them.
+    # An exception raised here could be lost, for example in an import that catches all of them.
     try:
         sys.stdout.flush()
         sys.stderr.flush()
-    finally:  # they fail where the signal has come in the middle of a print
+    finally:  # they fail if the signal came in the middle of a print
         os._exit(128 + number)
 
 
 @contextmanager
 def _output_written() -> Iterator[None]:
-    """Output that cannot be written, on a full disk or into a pipe that nobody reads, ends the process with 74."""
+    """End the process with 74 if its output cannot be written, to a full disk or into a pipe that nobody reads."""
     try:
         try:
             yield
         finally:
-            for stream in filter(None, (sys.stdout, sys.stderr)):  # None where it was closed from the start
+            for stream in filter(None, (sys.stdout, sys.stderr)):  # None if it was closed from the start
                 stream.flush()
     except OSError as error:
         broken = [stream for stream in filter(None, (sys.stdout, sys.stderr)) if not _takes(stream)]
@@ -117,7 +117,7 @@ def _output_written() -> Iterator[None]:
             raise
         with suppress(OSError):
             print(f"dpl: error: the output cannot be written ({error.strerror}).", file=sys.stderr)
-        for stream in broken:  # what is left in it would fail again when Python ends
+        for stream in broken:  # what is left in it would fail again when Python exits
             with suppress(OSError), open(os.devnull, "w") as nowhere:
                 os.dup2(nowhere.fileno(), stream.fileno())
         sys.exit(_UNWRITTEN)
