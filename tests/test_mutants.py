@@ -122,4 +122,4 @@ def test_it_tells_what_is_noticed_from_what_is_not(project, warm_python):
     assert shown.startswith("\n  1 of  2  some\n\nsurvived: not noticed\n    as it should\n")
     _, shown, code = tried(project, warm_python, few[:1], noticed="it is said")
     assert code == 1
-    assert "It is said to survive: it is said" in shown
+    assert "It was expected to survive: it is said" in shown
