@@ -160,7 +160,7 @@ def test_test_images_may_be_left_out_of_a_table_all_or_none(tmp_path):
     [
         ({"group_file": "a.csv"}, r"group_file is a.csv and group_column is None; set both"),
         ({"group_column": "owner"}, r"group_file is None and group_column is owner; set both"),
-        ({"group_file": "a.csv", "group_column": "b", "group_folders": True}, "set one of them"),
+        ({"group_file": "a.csv", "group_column": "b", "group_folders": True}, "set only one of them"),
     ],
 )
 def test_settings_that_contradict_each_other_are_refused(tmp_path, settings, message):
