@@ -209,7 +209,7 @@ def test_arrays_beyond_memory_are_not_read(tmp_path, monkeypatch):
     path = write(tmp_path)
     monkeypatch.setattr(os, "sysconf", lambda name: 10)
     monkeypatch.setattr(np, "load", lambda *args, **kwargs: pytest.fail("read"))
-    with pytest.raises(DataError, match=r"data\.npz takes 0\.0 GB"):
+    with pytest.raises(DataError, match=r"data\.npz needs 0\.0 GB"):
         NpzImages(path).setup("fit")
 
 
