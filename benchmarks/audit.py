@@ -1,6 +1,6 @@
-"""How often `dpl audit` finds faults that are planted in the product, and how often it accuses an honest one.
+"""How often `dpl audit` finds faults that are planted in the product, and how often it raises a false alarm.
 
-Each run is one audit of a configuration, with the named function of the product exchanged. A line per run goes to
+Each run is one audit of a configuration, with the named function of the product replaced. A line per run goes to
 ``audit.jsonl``, with the checks that failed; the table counts them. Two ranks are two processes of this machine. Run
 ``python benchmarks/audit.py --help``.
 """
@@ -50,7 +50,7 @@ def _noiseless_bias() -> Any:
 
 
 def _reused(every: int) -> Any:
-    """Each ``every``-th step has the same noise."""
+    """The noise repeats every ``every`` steps."""
     normals, kept = GaussianNoise._normals, {}
 
     def again(self: GaussianNoise, shape: Any, device: Any, step: int) -> torch.Tensor:
@@ -101,7 +101,7 @@ def _short_norms() -> Any:
 
 
 def _unclipped_when_noised() -> Any:
-    """Twice C only where noise is added, which the measurement without noise cannot see."""
+    """Clip to twice C only if noise is added, which the measurement without noise cannot see."""
     add_to = GaussianNoise.add_to
 
     def doubled(self: GaussianNoise, tensor: torch.Tensor, deviation: float, *, step: int) -> torch.Tensor:
@@ -162,7 +162,7 @@ def rows(names: Sequence[str], runs: int, arguments: Sequence[str]) -> Iterator[
 
 
 def of_ranks(name: str, out: Path, arguments: Sequence[str]) -> None:
-    """One audit on two ranks in processes of its own; Lightning starts the second one by the same command line."""
+    """One audit on two ranks, in separate processes; Lightning starts the second one with the same command line."""
     command = [sys.executable, __file__, "--rank", name, "--out", str(out), *arguments]
     subprocess.run(command, check=True, capture_output=True)
 

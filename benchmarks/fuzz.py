@@ -1,8 +1,8 @@
-"""Configurations and files that are wrong on purpose: does `dpl` answer each with one message, and soon?
+"""Configurations and files that are wrong on purpose: does `dpl` answer each with one message, and quickly?
 
-Every case runs `dpl` in a process of its own, forked from one that has made the imports, in an empty folder. What is
-counted as a fault: a traceback, an exit status other than 0, 1 and 2, a file that a payload would write, more than 1 GB
-of memory beyond the imports, an answer other than a trained model after more than 2 seconds of processor time.
+Every case runs `dpl` in its own process, forked from one that has done the imports, in an empty folder. Counted as a
+fault: a traceback, an exit status other than 0, 1 and 2, a file that a payload would write, more than 1 GB of memory
+beyond the imports, an answer other than a trained model after more than 2 seconds of processor time.
 
     python benchmarks/fuzz.py --configurations 500 --seed 0
 """
@@ -32,7 +32,7 @@ import yaml
 CONFIGS = Path(__file__).parents[1] / "configs"
 #: Memory beyond the imports that a case may take, and seconds until it has answered.
 MOST_MEMORY, MOST_SECONDS = 1e9, 2.0
-# A run that is right takes one step; a process that hangs is ended then.
+# A valid run takes one step; a process that hangs is ended after this many seconds.
 _LONGEST = 60.0
 # A payload writes this file in the folder of its case.
 CANARY = hostile_files.CANARY
@@ -155,7 +155,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a case: faults in words, and what it took."""
+    """The outcome of a case: faults in words, and what it took."""
 
     name: str
     status: int
@@ -166,7 +166,7 @@ class Outcome:
 
 
 def configurations(count: int, seed: int) -> Iterator[Case]:
-    """`count` configurations, the same for the same seed: those of `configs` and a small one, changed."""
+    """`count` configurations, the same for the same seed: changed versions of those of `configs` and of a small one."""
     chance = random.Random(seed)
     fragments = [yaml.safe_load(path.read_text()) for path in sorted(CONFIGS.glob("fragments/postprocess/*.yaml"))]
     bases = [SMALL, *({**SMALL, **fragment} for fragment in fragments)]
@@ -206,7 +206,7 @@ def _writer(content: bytes, arguments: list[str]) -> Callable[[Path], list[str]]
 
 
 def _one_step(config: dict[str, Any]) -> dict[str, Any]:
-    """A configuration of `configs`, cut to one step; what it needs is not there, so most end at the missing data."""
+    """A configuration of `configs`, cut to one step; its files are not there, so most end with the missing data."""
     config["trainer"] |= {**SMALL["trainer"], "devices": 1}
     config["privacy"]["accountant"] = "rdp"
     config["data"].setdefault("init_args", {})
@@ -214,7 +214,7 @@ def _one_step(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _places(tree: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """The way to each value of a tree."""
+    """The path to each value of a tree."""
     items = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ()
     for key, value in items:
         yield (*path, key)
@@ -232,7 +232,7 @@ def _value(chance: random.Random) -> Any:
 
 
 def _change_number(tree: dict[str, Any], chance: random.Random) -> None:
-    """Another number of the same kind in the place of one: what a parser lets through."""
+    """Replace a number by another one of the same kind, which a parser lets through."""
     places = [place for place in _places(tree) if place[-1] not in ("devices", "num_nodes")]
     numbers = [(place, value) for place in places if type(value := _at(tree, place)) in (int, float)]
     place, value = chance.choice(numbers)
@@ -319,14 +319,14 @@ def files() -> Iterator[Case]:
 
 
 def run(cases: Sequence[Case], *, jobs: int = 1) -> Iterator[Outcome]:
-    """Run each case; the imports are made once."""
+    """Run each case; the imports are done once."""
     _import_all()
     with ThreadPoolExecutor(jobs) as pool:
         yield from pool.map(_run, cases)
 
 
 def _import_all() -> None:
-    """What `dpl` imports before it reads anything, and what it imports when it is needed."""
+    """Import what `dpl` imports before it reads anything, and what it imports on demand."""
     os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "https_proxy": "http://127.0.0.1:9"}
     import onnx  # noqa: F401
     import safetensors.torch  # noqa: F401
@@ -392,7 +392,7 @@ def _become(folder: Path, arguments: Sequence[str]) -> None:
         for number, file in ((0, nothing), (1, said), (2, said)):
             os.dup2(file, number)
         Path(".before").write_text(str(_resident()))
-        # Far above what is allowed, so that the machine survives what is found.
+        # Far above what is allowed, to protect the machine from what is found.
         limit = _virtual() + 6 * 10**9
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
         from dp_lightning.cli import main
@@ -415,7 +415,7 @@ def _become(folder: Path, arguments: Sequence[str]) -> None:
 
 
 def _stop_after_one_step() -> None:
-    """What comes after the first step is training, and no answer to the configuration."""
+    """Stop after the first step: what follows is training, not an answer to the configuration."""
     from dp_lightning.callbacks.privacy import PrivacyCallback
 
     after_batch = PrivacyCallback.on_train_batch_end
@@ -429,7 +429,7 @@ def _stop_after_one_step() -> None:
 
 
 def _watched(process: int, until: float) -> tuple[int, float, float]:
-    """Exit status, the negative signal where one has ended it; the most bytes resident; seconds of processor time."""
+    """Exit status, or the negative signal that has ended it; the most bytes resident; seconds of processor time."""
     while True:
         found, status, used = os.wait4(process, os.WNOHANG)
         if found:

@@ -22,7 +22,7 @@ FILES: dict[str, Callable[[Path], list[str]]] = {}
 
 
 class Payload:
-    """Unpickled, it writes the canary."""
+    """Writes the canary when it is unpickled."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return os.system, (f"touch {CANARY}",)
@@ -411,7 +411,7 @@ FILES.update(
 
 @_case
 def report_of_wrong_results(folder: Path) -> list[str]:
-    """Results of another kind than a run writes, in the folder of a run of a grid."""
+    """Results of a kind that a run does not write, in the folder of a run of a grid."""
     from dp_lightning.commands.sweep import planned_runs
     from dp_lightning.experiments.grid import Grid
 

@@ -1,12 +1,12 @@
-"""Kills `dpl fit` again and again, at random moments and at its file operations, and looks at how each run ends.
+"""Kills `dpl fit` again and again, at random moments and at its file operations, and checks how each run ends.
 
     python benchmarks/kills.py FOLDER --kills 200
 
 A trial is a small run on the digits that gets one to four SIGKILLs, each followed by ``dpl fit --ckpt_path last``, and
 is then finished by that command. It has to end with exit code 0, a statement and a result. The statement has to count
-every step that stands in some journal, and `dpl verify` has to find nothing. Trials have one and two ranks in turn. The
-processes are forked from this one, which has imported everything. FOLDER/trials.jsonl gets a line for each trial; the
-same command resumes where it was stopped.
+every step that stands in some journal, and `dpl verify` has to find nothing. Trials have one and two ranks alternately.
+The processes are forked from this one, which has imported everything. FOLDER/trials.jsonl gets a line for each trial;
+the same command resumes where it was stopped.
 """
 
 import argparse
@@ -55,8 +55,8 @@ class FileOperations:
 
     Args:
         folder: the run's.
-        fatal: number of the operation that is not done any more; None for none.
-        log: where the count stands when the process ends.
+        fatal: number of the operation before which it kills the process; None for none.
+        log: file that gets the count when the process ends.
     """
 
     def __init__(self, folder: Path, fatal: int | None, log: Path) -> None:
@@ -88,7 +88,7 @@ class FileOperations:
             os.kill(os.getpid(), signal.SIGKILL)
 
     def note(self) -> None:
-        """Leave the count."""
+        """Write the count."""
         self.log.write_text(str(self.count))
 
 
@@ -124,7 +124,7 @@ def start(folder: Path, ranks: int, fatal: int | None = None) -> list[int]:
 
 
 def _become(folder: Path, rank: int, ranks: int, port: int) -> None:
-    """What torchrun gives a rank."""
+    """Set what torchrun sets for a rank."""
     output = os.open(folder / f"output{rank}.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(output, 1)
     os.dup2(output, 2)
@@ -159,7 +159,7 @@ def end(
 
 
 def kill(children: list[int], codes: list[int | None], draw: random.Random) -> None:
-    """SIGKILL to those that have not ended, one shortly after the other."""
+    """Send SIGKILL to those that have not ended, one shortly after the other."""
     left = [child for child, code in zip(children, codes, strict=True) if code is None]
     draw.shuffle(left)
     for child in left:
@@ -235,7 +235,7 @@ def ended(root: Path, codes: list[int | None], steps: int) -> dict[str, Any]:
 
 
 def measure(folder: Path) -> dict[str, float]:
-    """How long a run takes that nobody kills, and how many file operations it does."""
+    """How long a run takes that is not killed, and how many file operations it does."""
     started = time.monotonic()
     codes = end(start(folder, 1), _SECONDS)
     assert codes == [0], (folder / "output0.txt").read_text()
@@ -259,7 +259,7 @@ def main(arguments: list[str] | None = None) -> int:
         number = len(trials)
         draw = random.Random(number)
         place = folder / f"trial{number}"
-        shutil.rmtree(place, ignore_errors=True)  # one that was broken off
+        shutil.rmtree(place, ignore_errors=True)  # left by an interrupted trial
         kills = min(draw.randint(1, 4), options.kills - done)
         found = trial(place, options.ranks[number % len(options.ranks)], kills, draw, measured)
         trials.append(found)
@@ -274,8 +274,8 @@ def main(arguments: list[str] | None = None) -> int:
     at_files = sum(kill["at"].startswith("file") for one in trials for kill in one["kills"])
     print(
         f"{done} kills, {at_files} of them at file operations, in {len(trials)} runs, {faults} with a fault. Runs with "
-        f"steps that were lost: {sum(one.get('lost_steps', 0) > 0 for one in trials)}; that came back to nothing but "
-        f"their end: {sum(any(kill['steps'] == STEPS for kill in one['kills']) for one in trials)}."
+        f"steps that were lost: {sum(one.get('lost_steps', 0) > 0 for one in trials)}; that only had "
+        f"to be finished: {sum(any(kill['steps'] == STEPS for kill in one['kills']) for one in trials)}."
     )
     return faults
 

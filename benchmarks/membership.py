@@ -1,12 +1,12 @@
 """Whether the public seed of a run tells if an example was in its training set.
 
-Removing one example moves the dropout masks and augmentations of all that come after it in a physical batch. An
-attacker who can repeat them knows the sum of each step for both answers, and compares them with what was released. The
-attacker here knows all examples, the weights, which examples are drawn (all of them), and the seed of
+Removing one example shifts the dropout masks and augmentations of all that come after it in a physical batch. An
+attacker who can reproduce them knows the sum of each step for both answers, and compares them with what was released.
+The attacker here knows all examples, the weights, which examples are drawn (all of them), and the seed of
 ``seed_everything``; only the noise, and whatever the private step keeps secret, is unknown. The learning rate is zero,
 so that both sums have to be computed only once.
 
-The control gives the attacker what a step without keys of its own would: its random numbers follow from the seed.
+The control shows what a step without keys of its own would give the attacker: its random numbers follow from the seed.
 
     python benchmarks/membership.py --runs 200
 """
@@ -33,7 +33,7 @@ SEED = 42
 
 
 class Augmented(Dataset[tuple[Tensor, Tensor]]):
-    """Examples with noise of torch's global generator; ``start`` leaves out those before it."""
+    """Examples with noise from torch's global generator; ``start`` leaves out those before it."""
 
     def __init__(self, size: int, start: int) -> None:
         generator = torch.Generator().manual_seed(0)
@@ -49,7 +49,7 @@ class Augmented(Dataset[tuple[Tensor, Tensor]]):
 
 @dataclass(frozen=True)
 class Setting:
-    """Of the runs that are attacked; noise_multiplier / sqrt(num_steps) decides how much the guarantee lets through."""
+    """The attacked runs; noise_multiplier / sqrt(num_steps) decides how much the guarantee lets through."""
 
     size: int = 400
     num_steps: int = 16
@@ -58,7 +58,7 @@ class Setting:
 
     @property
     def allowed(self) -> float:
-        """The most that an attack on the mechanism itself may be right, as a probability."""
+        """The highest probability with which an attack on the mechanism itself can be right."""
         mu = math.sqrt(self.num_steps) / self.noise_multiplier
         return 0.5 * (1 + math.erf(mu / 2 / math.sqrt(2)))
 
@@ -66,9 +66,9 @@ class Setting:
         """The sums of a run (T, P), after ``seed_everything``.
 
         Args:
-            target_in: whether the first example is there.
-            public: whether the step takes no keys of its own.
-            noise_multiplier: another one than the setting's.
+            target_in: whether the first example is included.
+            public: whether the step uses no keys of its own.
+            noise_multiplier: replaces the setting's.
         """
         pl.seed_everything(SEED, verbose=False)
         model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Dropout(0.5), nn.Linear(16, 3))
@@ -97,18 +97,18 @@ class Setting:
 
 @contextmanager
 def _no_keys() -> Iterator[None]:
-    """The random numbers of the step are those of ``seed_everything``."""
+    """Make the random numbers of the step follow from ``seed_everything``."""
     names = ("start", "rekey", "before_reading", "before_step")
     with mock.patch.multiple(TrainingRandomness, **dict.fromkeys(names, lambda *args, **kwargs: None)):
         yield
 
 
 def right(runs: int, setting: Setting, *, public: bool) -> int:
-    """In how many of the runs the attacker says rightly whether the first example was there.
+    """The number of runs in which the attacker is right about whether the first example was included.
 
     Args:
         runs: a fair coin decides for each.
-        setting: of the runs.
+        setting: the settings of the runs.
         public: the control, in which the step's random numbers follow from the seed.
     """
     with_it, without = (setting.released(target_in=there, public=True, noise_multiplier=0.0) for there in (True, False))

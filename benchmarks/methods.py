@@ -1,7 +1,7 @@
 """Trains the methods of post-processing side by side, each with its learning rate tuned.
 
-One-dimensional parameters take the same steps of DP-SGD with every method. How rates are tuned and runs are kept stands
-in ``tuned_runs.py``. Run ``python benchmarks/methods.py --help``.
+One-dimensional parameters take the same steps of DP-SGD with every method. ``tuned_runs.py`` says how rates are tuned
+and runs are kept. Run ``python benchmarks/methods.py --help``.
 """
 
 import argparse
@@ -18,7 +18,7 @@ _EMA = ("Momentum", {"beta": 0.95, "kind": "ema_nesterov"})
 _HEAVY_BALL = ("Momentum", {"beta": 0.9, "kind": "heavy_ball"})
 _NS = {"class_path": "Orthogonalize"}
 
-# Transforms of the matrices, and the learning rate in the middle of the first three.
+# Transforms of the matrices, and the middle one of the first three learning rates.
 METHODS: dict[str, tuple[list[tuple[str, dict[str, Any]]], float]] = {
     "dp_sgd": ([_HEAVY_BALL], 1.0),
     "normalized": ([_EMA, ("Normalize", {})], 0.06),
@@ -34,12 +34,12 @@ METHODS: dict[str, tuple[list[tuple[str, dict[str, Any]]], float]] = {
     "kalman_muon": ([("Kalman", {"process_to_measurement_ratio": 1.5}), _EMA, ("Orthogonalize", {})], 0.06),
     "low_pass_muon": ([("LowPass", {}), ("Orthogonalize", {})], 0.06),
 }
-# Of one-dimensional parameters, with heavy-ball momentum 0.9.
+# Learning rate of one-dimensional parameters, with heavy-ball momentum 0.9.
 _VECTOR_RATE = 1.0
 
 
 def transforms(method: str, rate: float) -> list[dict[str, Any]]:
-    """The chain of a method, and the steps of one-dimensional parameters beside it."""
+    """The chain of a method, and the steps of one-dimensional parameters after it."""
     vectors = [
         ("Momentum", {"beta": 0.9, "kind": "heavy_ball", "applies_to": "vectors"}),
         ("Scale", {"factor": _VECTOR_RATE / rate, "applies_to": "vectors"}),

@@ -1,8 +1,8 @@
-"""What it costs to protect persons and not images: the digits of the quick start, dealt out to synthetic persons.
+"""What it costs to protect persons instead of images: the digits of the quick start, dealt out to synthetic persons.
 
 A person has 1 to 20 of scikit-learn's digits, with equal probability. The runs are those of ``configs/digits.yaml``:
-once with an image as the unit of privacy, and then with a person, by images per group and learning rate. Rows with the
-best rate are the best mean over seeds of the test accuracy. Run ``python benchmarks/persons.py --help``.
+once with an image as the unit of privacy, and then with a person, by images per group and learning rate. Each row has
+the rate with the best test accuracy, averaged over seeds. Run ``python benchmarks/persons.py --help``.
 """
 
 import argparse
@@ -23,7 +23,7 @@ _ROOT = Path(__file__).parents[1]
 
 
 def deal(path: Path) -> int:
-    """Write the digits and their persons to an .npz file; how many persons there are."""
+    """Write the digits and their persons to an .npz file; returns the number of persons."""
     digits = Digits()
     arrays: dict[str, Any] = {}
     for split in ("train", "test"):
@@ -37,7 +37,7 @@ def deal(path: Path) -> int:
 
 
 def run(folder: Path, settings: dict[str, Any]) -> dict[str, Any]:
-    """The result of a run with these settings; one that was made before, and not interrupted, is read."""
+    """The result of a run with these settings; if the run was completed before, its result is read."""
     results = (json.loads(path.read_text()) for path in folder.rglob("result.json"))
     result = next((result for result in results if result["completed"]), None)
     if result is None:
@@ -55,7 +55,7 @@ def run(folder: Path, settings: dict[str, Any]) -> dict[str, Any]:
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """The options of the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True, help="folder of the runs; what is there is not repeated")
+    parser.add_argument("--out", type=Path, required=True, help="folder of the runs; completed runs are not repeated")
     parser.add_argument("--epsilon", type=float, nargs="+", default=[3.0])
     parser.add_argument("--images-per-group", type=int, nargs="+", default=[1, 4, 16])
     parser.add_argument("--rates", type=float, nargs="+", default=[0.05, 0.15])

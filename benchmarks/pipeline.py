@@ -1,4 +1,4 @@
-"""Images per second and core from files to the training process, beside what the decoder alone reaches.
+"""Images per second and core from files to the training process, compared with the decoder alone.
 
 Makes a synthetic ImageNet: as many files as ImageNet has, in 1,000 class folders, of its sizes (473 x 402 pixels on
 average). They are hard links to a few hundred different JPEG files, so that they take little room. Then it draws
@@ -31,7 +31,7 @@ _DIFFERENT = 512
 
 
 def make_files(root: Path, count: int, *, seed: int = 0) -> None:
-    """``count`` training images under ``root/train`` and one validation image per class; what is there is kept."""
+    """``count`` training images under ``root/train`` and one validation image per class; existing files are kept."""
     done = root / "done.json"
     if done.is_file() and json.loads(done.read_text()) == count:
         return
@@ -57,7 +57,7 @@ def make_files(root: Path, count: int, *, seed: int = 0) -> None:
 
 
 def processor_seconds() -> float:
-    """Of this process and of its children that have ended."""
+    """Processor time of this process and of its children that have ended."""
     own, ended = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
     return own.ru_utime + own.ru_stime + ended.ru_utime + ended.ru_stime
 
@@ -79,7 +79,7 @@ def of_decoder(root: Path, images: int, decode: Any) -> float:
 
 
 def by_pil(path: str) -> np.ndarray:
-    """The image by PIL."""
+    """Decode the image with PIL."""
     with Image.open(path) as image:
         return np.asarray(image.convert("RGB"))
 

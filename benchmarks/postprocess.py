@@ -1,4 +1,4 @@
-"""What post-processing adds to a logical step: each chain's time beside the gradient work of B examples.
+"""What post-processing adds to a logical step: each chain's time compared with the gradient work of B examples.
 
 Chains and one physical batch take turns; the figure is the median over rounds. The chains get fresh noise in the shapes
 of the model's gradients. Run ``python benchmarks/postprocess.py --help``.

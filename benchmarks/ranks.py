@@ -1,4 +1,4 @@
-"""What several ranks add to a private step: the collective, the noise, and the orthogonalization in both ways.
+"""What several ranks add to a private step: the collective, the noise, and both ways of orthogonalization.
 
 Every rank is a process with an equal part of the threads (on GPUs, with a device of its own). A part's time runs from a
 barrier to the slowest rank's end; the figure is the median over rounds, in which the parts take turns. Run
@@ -65,7 +65,7 @@ def parts_of_step(rank: int, options: argparse.Namespace, device: torch.device) 
 
 
 def work(rank: int, options: argparse.Namespace, folder: str) -> None:
-    """Take every part in turn; rank 0 leaves the times."""
+    """Run every part in turn; rank 0 writes the times."""
     cuda = options.device == "cuda"
     device = torch.device("cuda", rank) if cuda else torch.device("cpu")
     torch.set_num_threads(max(options.threads // options.ranks, 1))

@@ -1,8 +1,8 @@
-"""Trains a small network with one ingredient after the other, each time with the learning rate tuned.
+"""Trains a small network with one more ingredient at a time, each time with the learning rate tuned.
 
 The ladder: DP-SGD; standardised weights and ReLU before GroupNorm; augmentation multiplicity; the moving average of the
-weights; orthogonalized updates. Every rung has those below it. How rates are tuned and runs are kept stands in
-``tuned_runs.py``. Run ``python benchmarks/recipes.py --help``.
+weights; orthogonalized updates. Every rung includes those below it. ``tuned_runs.py`` says how rates are tuned and runs
+are kept. Run ``python benchmarks/recipes.py --help``.
 """
 
 import argparse

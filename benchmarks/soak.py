@@ -3,7 +3,7 @@
 The run is one of a Trainer with ``PrivacyCallback``: logical batches in one or two physical ones, a validation and a
 checkpoint now and then, TensorBoard's logger. Every few hundred logical steps a line of ``soak.jsonl`` notes the
 resident memory, the processor time per step since the line before, open files, threads and the size of the journal.
-The run passes where memory and time per step are flat after the first thousand steps. Run
+The run passes if memory and time per step are flat after the first thousand steps. Run
 ``python benchmarks/soak.py --help``.
 """
 
@@ -32,7 +32,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from dp_lightning.callbacks import PrivacyCallback
 
 EXAMPLES, BATCH = 512, 8
-# Imports, caches and the allocator have settled after so many steps.
+# Imports, caches and the allocator have settled after this many steps.
 _SETTLED = 1000
 
 
@@ -61,8 +61,8 @@ class Watch(pl.Callback):
     Args:
         out: file of the lines.
         interval: logical steps between two lines.
-        allocations: at the last line, print what the lines of Python code hold more than after the first thousand
-            steps.
+        allocations: at the last line, print the lines of Python code that hold more memory than after the first
+            thousand steps.
     """
 
     def __init__(self, out: Path, interval: int, *, allocations: bool = False) -> None:
@@ -168,7 +168,7 @@ def verdict(lines: Sequence[dict[str, float]], *, tolerance: float = 0.05) -> di
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run, print the verdict, and exit with 1 where something grew."""
+    """Run, print the verdict, and exit with 1 if something grew."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=50_000, help="logical steps; default: 50000")
     parser.add_argument("--every", type=int, default=500, help="steps between two lines; default: 500")

@@ -2,7 +2,7 @@
 
 A signal X with equal singular values x, of low or of full rank, is planted in Gaussian noise at the matrix shapes of
 WRN-16-4. x is given in units of the detection threshold noise * (m n)^(1/4), below which no method can tell the
-direction from noise; Wedin's condition for recovery, noise * (sqrt(m) + sqrt(n)), lies 2.0 to 2.7 such units up.
+direction from noise; Wedin's condition for recovery, noise * (sqrt(m) + sqrt(n)), is 2.0 to 2.7 such units.
 
 Printed per shape and strength, as means over draws:
 
@@ -58,7 +58,7 @@ def closed_form(rows: int, columns: int, strength: float) -> float:
 
 
 def cosine(first: Tensor, second: Tensor) -> float:
-    """Between two matrices as vectors; 0 where one is zero."""
+    """The cosine between two matrices as vectors; 0 if one is zero."""
     return float(torch.nn.functional.cosine_similarity(first.flatten(), second.flatten(), dim=0))
 
 

@@ -1,8 +1,8 @@
 """Time and peak memory of one training step, by model, number type and way, against the ordinary step.
 
-Every way and memory format has a process of its own, so that its peak memory is its own. The processes take steps in
-turn, one at a time, so that a machine that becomes slower becomes slower for all of them. A way's figures are those of
-its faster memory format; its ratio is its median time over the median time of the ordinary step in that step's faster
+Every way and memory format has its own process, so that its peak memory can be measured. The processes take steps in
+turn, one at a time, so that a machine that becomes slower is slower for all of them. A way's figures are those of its
+faster memory format; its ratio is its median time over the median time of the ordinary step in that step's faster
 format. Run ``python benchmarks/step.py --help``.
 """
 
@@ -66,7 +66,7 @@ def work(job: Job, parent: Connection) -> None:
                 seconds = time.perf_counter() - start
                 peak = torch.cuda.max_memory_allocated() / 2**20 if job.device == "cuda" else peak_mib() - before
                 parent.send((seconds, peak))
-    except Exception as error:  # the table names what a way cannot do
+    except Exception as error:  # the table shows what a way cannot do
         parent.send(f"{type(error).__name__}: {error}".splitlines()[0][:200])
 
 
@@ -76,7 +76,7 @@ def resident_mib() -> float:
 
 
 def peak_mib() -> float:
-    """Most memory of this process so far."""
+    """Peak memory of this process so far."""
     return _status("VmHWM")
 
 

@@ -1,7 +1,7 @@
 """The ways to take a training step that ``step.py`` compares: from a model to a function that takes one step.
 
-A step is the forward pass, the backward pass and, where the way is private, the clipped sum of the per-example
-gradients. Noise and the optimizer's step cost the same in every way and are left out.
+A step is the forward pass, the backward pass and, if the way is private, the clipped sum of the per-example gradients.
+Noise and the optimizer's step cost the same in every way and are left out.
 """
 
 from collections.abc import Callable, Iterator
@@ -47,7 +47,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, int, int], dict[str,
 
 
 def in_channels_last(name: str, device: torch.device, batch_size: int | None) -> tuple[nn.Module, Tensor, Tensor]:
-    """A model with a physical batch of random images and labels, of the model's own size where none is given."""
+    """A model with a physical batch of random images and labels, of the model's own size if none is given."""
     build, shape, sizes = MODELS[name]
     model = build().to(device).to(memory_format=torch.channels_last).train()
     count = batch_size or sizes[device.type]
@@ -68,7 +68,7 @@ def ordinary(model: nn.Module, autocast: Callable[[], Any]) -> Step:
 
 
 def ours(plan: ClipPlan, augmult: int = 1) -> Callable[[nn.Module, Callable[[], Any]], Step]:
-    """This project's recording under vmap; with ``augmult`` the images are views, that many of each example."""
+    """This project's recording under vmap; with ``augmult``, the images are that many views of each example."""
 
     def make(model: nn.Module, autocast: Callable[[], Any]) -> Step:
         trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
@@ -93,10 +93,10 @@ def ours(plan: ClipPlan, augmult: int = 1) -> Callable[[nn.Module, Callable[[], 
 
 
 def fine_tuned(choose: Callable[[nn.Module, nn.Module], Any]) -> Callable[[nn.Module, Callable[[], Any]], Step]:
-    """The step of this project where only a part of a timm network is trained; its BatchNorm is frozen.
+    """The step of this project if only a part of a timm network is trained; its BatchNorm is frozen.
 
     Args:
-        choose: freezes what is not trained, from the network and its last layer.
+        choose: gets the network and its last layer, and freezes what is not trained.
     """
 
     def make(model: Any, autocast: Callable[[], Any]) -> Step:
@@ -193,7 +193,7 @@ def autocast_to(device: str, dtype: str) -> Callable[[], Any]:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Opacus' warnings about hooks and secure mode are no part of the table."""
+    """Hide Opacus' warnings about hooks and secure mode, which do not belong in the table."""
     import warnings
 
     with warnings.catch_warnings():

@@ -1,6 +1,6 @@
-"""Runs of ``dpl fit`` with the learning rate tuned, for comparisons: `methods.py` and `recipes.py` stand on it.
+"""Runs of ``dpl fit`` with the learning rate tuned, for comparisons such as `methods.py` and `recipes.py`.
 
-Every cell of a comparison starts from three learning rates, a factor of three apart, and goes on in the better
+Every cell of a comparison starts from three learning rates, a factor of three apart, and continues in the better
 direction while the best is at the edge, up to five in all. The rate is chosen by validation accuracy, and is then run
 with more seeds. What is compared is the test accuracy after the last step. Each run is one ``dpl fit`` in a folder of
 its own; a run that is finished is not repeated, so a comparison can be stopped and started again.
@@ -31,11 +31,11 @@ class Cell(NamedTuple):
     name: str
     batch_size: int
     middle: float
-    """The learning rate in the middle of the first three."""
+    """The middle one of the first three learning rates."""
     configuration: Callable[[float, int, Path], Any]
     """The settings of a run from its learning rate, its seed and its folder."""
     folder: str | None = None
-    """Name of the folder of its runs, where it shares them with another cell."""
+    """Name of the folder of its runs, if it shares them with another cell."""
     average: bool = False
     """Whether accuracies are those of the averaged weights."""
 
@@ -86,7 +86,7 @@ def base(options: argparse.Namespace, *, seed: int, rate: float, batch_size: int
 
 
 def run(cell: Cell, rate: float, seed: int, options: argparse.Namespace) -> dict[str, Any]:
-    """The result of one run, which is made unless it is there."""
+    """The result of one run, which is made unless it exists."""
     folder = options.out / cell.runs / f"lr_{rate:.3g}_seed_{seed}"
     result = folder / "result.json"
     if not result.is_file():
@@ -102,7 +102,7 @@ def run(cell: Cell, rate: float, seed: int, options: argparse.Namespace) -> dict
 
 
 def _make(cell: Cell, rate: float, seed: int, folder: Path, options: argparse.Namespace) -> None:
-    shutil.rmtree(folder, ignore_errors=True)  # what an interrupted run has left
+    shutil.rmtree(folder, ignore_errors=True)  # left by an interrupted run
     folder.mkdir(parents=True)
     (folder / "run.yaml").write_text(yaml.safe_dump(cell.configuration(rate, seed, folder), sort_keys=False))
     command = [sys.executable, str(CLI), "fit", "--config", str(folder / "run.yaml")]
@@ -176,7 +176,7 @@ def parser(
         description: of the comparison.
         names: of its cells, for ``--only``.
         batch_sizes: by default.
-        mean: of each channel, by default; CIFAR-10's where nothing is given.
+        mean: of each channel, by default; CIFAR-10's if nothing is given.
         std: likewise.
     """
     made = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)

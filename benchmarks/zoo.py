@@ -1,4 +1,4 @@
-"""Which models have right per-example gradients, beside a loop over single examples and beside Opacus' hooks.
+"""Which models have right per-example gradients, compared with a loop over single examples and with Opacus' hooks.
 
 The smallest model of every family of timm and torchvision, and small configurations of transformers. Each runs in a
 process of its own, in float64, on three examples; dropout is off, so that the loop sees the same function::
@@ -7,7 +7,7 @@ process of its own, in float64, on three examples; dropout is off, so that the l
     python benchmarks/zoo.py --results zoo.json --table     # prints the results as markdown
     python benchmarks/zoo.py --only timm/vit                # runs one and prints what goes wrong
 
-A model is right when the difference of all examples' gradients to the loop's is at most 1e-5 of their norm.
+A model is right if all examples' gradients differ from the loop's by at most 1e-5 of their norm.
 """
 
 import argparse
@@ -32,7 +32,7 @@ Case = tuple[nn.Module, Any, Callable[[nn.Module, Any], Tensor]]  # model, examp
 
 EXAMPLES, CLASSES, TOLERANCE = 3, 10, 1e-5
 SIDES = (64, 96, 112, 128, 160, 224, 299)
-MOST_PARAMETERS = 130_000_000  # four float64 gradients of three examples fit into 13 GiB; beyond, of two blocks
+MOST_PARAMETERS = 130_000_000  # four float64 gradients of three examples fit into 13 GiB; larger ones get two blocks
 
 
 # Families of timm and torchvision
@@ -78,12 +78,12 @@ def smallest(names: list[str], build: Callable[[str], nn.Module]) -> tuple[str, 
             with torch.device(device):
                 sizes.append((sum(p.numel() for p in build(name).parameters()), name))
         except Exception:
-            continue  # a model that does not build is no candidate; some do not without numbers
+            continue  # a model that cannot be built is not a candidate; some cannot be built on meta
     return min(sizes)[::-1] if sizes else None
 
 
 def image_case(name: str, build: Callable[..., nn.Module]) -> Case:
-    """At the smallest size at which the model runs."""
+    """The model, with examples of the smallest size at which it runs."""
     default = getattr(build(name), "pretrained_cfg", {}).get("input_size", (3, 224, 224))
     for side in (*SIDES, default[-1]):
         for options, frozen in product(({"img_size": side}, {}), (False, True)):
@@ -93,7 +93,7 @@ def image_case(name: str, build: Callable[..., nn.Module]) -> Case:
                 with torch.no_grad():
                     model(x[:1])
             except Exception:
-                continue  # the next size, or the next way to say it
+                continue  # the next size, or the next way to set it
             return model, (x, torch.arange(EXAMPLES)), image_loss
     raise RuntimeError("runs at no size")
 
@@ -105,7 +105,7 @@ def image_loss(model: nn.Module, batch: Any) -> Tensor:
 
 
 def output_loss(output: Any) -> Tensor:
-    """A number that every entry of the output, a tree of tensors (b, ...), moves."""
+    """A number that depends on every entry of the output, a tree of tensors (b, ...)."""
     total = 0.0
     tensors = [x for x in tree_leaves(dict(output) if isinstance(output, dict) else output) if x.is_floating_point()]
     for x in tensors:
@@ -260,7 +260,7 @@ def transformers_cases() -> dict[str, Callable[[], Case]]:
         "transformers/SegFormer": segformer,
         "transformers/Siglip": siglip,
         "transformers/Mixtral": lambda: language(
-            "MixtralForCausalLM",  # the default product of experts knows no float64
+            "MixtralForCausalLM",  # the default product of experts does not support float64
             hf.MixtralConfig(**grouped, num_local_experts=4, num_experts_per_tok=2,
                              experts_implementation="batched_mm"),
         ),
@@ -299,7 +299,7 @@ def transformers_cases() -> dict[str, Callable[[], Case]]:
 
 
 def own_loss(model: nn.Module, batch: dict[str, Tensor]) -> Case:
-    """Of a model of transformers, which computes its loss itself."""
+    """The case of a model of transformers, which computes its loss itself."""
     return prepared(model), batch, lambda model, batch: model(**batch).loss
 
 
@@ -329,7 +329,7 @@ def measure(case: Case) -> dict[str, Any]:
 
 
 def compared(found: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, Any]:
-    """Errors relative to the whole gradient, and to the one of each parameter where that is not rounding alone."""
+    """Errors relative to the whole gradient, and to that of each parameter if that is more than rounding."""
     norm = sum(g.square().sum() for g in expected.values()).sqrt()
     differences = {name: (found[name] - g).norm() if name in found else g.norm() for name, g in expected.items()}
     error = float(torch.stack(list(differences.values())).norm() / norm)

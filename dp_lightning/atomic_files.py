@@ -1,4 +1,4 @@
-"""Files that are whole or absent, whenever the process or the machine stops."""
+"""Files that are either complete or absent, whenever the process or the machine stops."""
 
 import os
 from collections.abc import Iterator
@@ -22,7 +22,7 @@ def require_writable(folder: Path, setting: str) -> None:
             pass
     except OSError as error:
         raise ConfigurationError(
-            f"{setting} is {folder}, and nothing can be written there ({error.strerror}). Choose another folder."
+            f"{setting} is {folder}, but nothing can be written there ({error.strerror}). Choose another folder."
         ) from error
 
 
@@ -33,7 +33,7 @@ def require_regular(path: Path) -> None:
         DataError: naming it.
     """
     if path.exists() and not path.is_file():
-        raise DataError(f"{path} is no regular file.")
+        raise DataError(f"{path} is not a regular file.")
 
 
 @contextmanager

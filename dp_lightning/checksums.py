@@ -1,4 +1,4 @@
-"""Whether a checkpoint is complete, from its checksums alone."""
+"""Whether a checkpoint is complete, judged only by its checksums."""
 
 import hashlib
 import stat
@@ -10,18 +10,18 @@ from dp_lightning.errors import DataError
 
 
 def damage(path: Path) -> str | None:
-    """What is wrong with the file, as far as its checksums tell; None if nothing is."""
+    """What is wrong with the file, as far as its checksums show; None if nothing is."""
     try:
         _require_regular(path)
         with zipfile.ZipFile(path) as file:
             claimed, there = sum(part.file_size for part in file.infolist()), path.stat().st_size
-            # torch does not compress; what is small here and large in memory was not written by it.
+            # torch does not compress: a file that is small here and large in memory was not written by it.
             if claimed > there:
-                return f"its parts claim {claimed:,} bytes, and it has {there:,}"
+                return f"its parts claim {claimed:,} bytes, but it has {there:,}"
             broken = file.testzip()
     except FileNotFoundError:
         return "there is no such file"
-    except Exception as error:  # zipfile has many for a damaged file
+    except Exception as error:  # zipfile raises many kinds for a damaged file
         return f"it is truncated or not a checkpoint ({error})"
     return None if broken is None else f"its part {broken} is damaged"
 
@@ -42,8 +42,8 @@ def fingerprint(path: Path) -> int:
 
 
 def _require_regular(path: Path) -> None:
-    if not stat.S_ISREG(path.stat().st_mode):  # a pipe without a writer would wait
-        raise OSError("it is no regular file")
+    if not stat.S_ISREG(path.stat().st_mode):  # a pipe without a writer would block
+        raise OSError("it is not a regular file")
 
 
 def newest_intact(checkpoints: Iterable[Path], accept: Callable[[Path], bool] = lambda path: True) -> Path | None:

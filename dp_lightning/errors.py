@@ -1,6 +1,6 @@
 """Errors that a user can act on: each message names the setting and the fix.
 
-The command line prints their message alone and exits with 2; everything else is a defect and keeps its traceback.
+The command line prints only their message and exits with 2; everything else is a defect and keeps its traceback.
 """
 
 

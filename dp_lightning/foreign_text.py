@@ -1,7 +1,7 @@
-"""YAML and JSON that somebody else may have written: bounded in size, depth and aliases before they are parsed.
+"""YAML and JSON that somebody else may have written: size, depth and aliases are bounded before parsing.
 
-A YAML alias stands for all of what it names, so a file of a kilobyte may stand for more than memory holds, and a text
-of brackets alone may nest deeper than Python's stack. No configuration comes near these bounds.
+A YAML alias stands for everything that it names, so a file of one kilobyte may expand to more than fits into memory,
+and a text of brackets may nest deeper than Python's stack. No configuration comes near these bounds.
 """
 
 import json
@@ -15,39 +15,39 @@ import yaml
 
 from dp_lightning.errors import DataError
 
-#: Characters of a YAML text. The largest of `configs/` has two thousand.
+#: Most characters of a YAML text. The largest in `configs/` has two thousand.
 LARGEST_YAML = 2**20
-#: Values in it, each alias counted with all that it stands for.
+#: Most values in it; an alias counts as everything that it stands for.
 MOST_VALUES = 20_000
-#: Levels of nesting. Whoever reads a configuration calls some ten functions for each, and Python allows a thousand.
+#: Most levels of nesting. Reading a configuration takes about ten nested calls for each, and Python allows a thousand.
 DEEPEST = 40
-#: Bytes of a JSON file. A statement has some thousand.
+#: Most bytes of a JSON file. A statement has a few thousand.
 LARGEST_JSON = 2**24
 
 _Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 class UnusableYaml(yaml.YAMLError):
-    """A YAML text that is not read: its values are impossible, or it is beyond the bounds."""
+    """A YAML text that is refused: a value is invalid, or the text exceeds the bounds."""
 
 
 def load_yaml(text: str, load: Callable[[str], Any]) -> Any:
-    """What ``load`` makes of a YAML text within the bounds.
+    """The result of ``load`` for a YAML text within the bounds.
 
     Raises:
-        yaml.YAMLError: for any other text, whatever ``load`` has against it.
+        yaml.YAMLError: for any other text, and for any error of ``load``.
     """
     try:
         _check(text)
         return load(text)
     except yaml.YAMLError:
         raise
-    except Exception as error:  # a date or a number that does not exist, for which PyYAML has no error of its own
+    except Exception as error:  # such as an invalid date or number, for which PyYAML has no error of its own
         raise UnusableYaml(f"a value cannot be read ({type(error).__name__}: {str(error)[:200]})") from error
 
 
 def _check(text: str) -> None:
-    """Follow the text's events, without building what they say."""
+    """Follow the events of the parser, without building the values."""
     if len(text) > LARGEST_YAML:
         raise UnusableYaml(f"it has {len(text):,} characters; at most {LARGEST_YAML:,} are read")
     named: dict[str, tuple[int, int]] = {}  # values and levels of what anchors name
@@ -63,7 +63,9 @@ def _check(text: str) -> None:
                 named[anchor] = values, levels
         elif isinstance(event, yaml.AliasEvent):
             if event.anchor not in named:
-                raise UnusableYaml(f"the alias *{event.anchor} stands for nothing, or for what it is a part of")
+                raise UnusableYaml(
+                    f"the alias *{event.anchor} is undefined, or refers to a collection that contains it"
+                )
             values, levels = named[event.anchor]
         elif isinstance(event, yaml.ScalarEvent):
             values, levels = 1, 0
@@ -74,7 +76,7 @@ def _check(text: str) -> None:
         anchor, before, deepest = around[-1]
         around[-1] = anchor, before + values, max(deepest, levels)
         if before + values > MOST_VALUES:
-            raise UnusableYaml(f"it stands for more than {MOST_VALUES:,} values, aliases written out")
+            raise UnusableYaml(f"it has more than {MOST_VALUES:,} values with its aliases expanded")
         if len(around) - 1 + levels > DEEPEST:
             raise UnusableYaml(f"it is nested deeper than {DEEPEST} levels")
 
@@ -83,16 +85,16 @@ def read_text(path: Path, *, most: int) -> str:
     """The text of a regular file of at most ``most`` bytes, in UTF-8.
 
     Raises:
-        OSError: where it cannot be read.
-        DataError: where it is no such file; the message names it.
+        OSError: if it cannot be read.
+        DataError: if it is not such a file; the message names it.
     """
-    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:  # a pipe without a writer would wait
+    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:  # a pipe without a writer would block
         facts = os.fstat(file.fileno())
         if not stat.S_ISREG(facts.st_mode):
-            raise DataError(f"{path} is no regular file.")
+            raise DataError(f"{path} is not a regular file.")
         content = file.read(most + 1) if facts.st_size <= most else b""
     if facts.st_size > most or len(content) > most:
-        raise DataError(f"{path} has {facts.st_size:,} bytes; a text of at most {most:,} is expected there.")
+        raise DataError(f"{path} has {facts.st_size:,} bytes, but at most {most:,} are read.")
     try:
         return content.decode()
     except UnicodeDecodeError as error:
@@ -103,8 +105,8 @@ def read_json(path: Path) -> Any:
     """The content of a JSON file.
 
     Raises:
-        OSError: where it cannot be read.
-        DataError: where it is no JSON, too large, or nested too deeply; the message names it.
+        OSError: if it cannot be read.
+        DataError: if it is not JSON, too large, or nested too deeply; the message names it.
     """
     text = read_text(path, most=LARGEST_JSON)
     try:

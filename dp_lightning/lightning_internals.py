@@ -21,7 +21,7 @@ from lightning.pytorch.trainer.connectors.logger_connector import _LoggerConnect
 from torch import Tensor, nn
 from torchmetrics import Metric
 
-#: The versions with which these members were tried.
+#: The versions with which these members were tested.
 TRIED = {"lightning": "2.6.6", "torchmetrics": "1.9.0", "jsonargparse": "4.53.0"}
 
 __all__ = [
@@ -65,14 +65,14 @@ def loader_source(trainer: pl.Trainer) -> LoaderSource:
 
 
 def set_loader_source(trainer: pl.Trainer, source: LoaderSource) -> None:
-    """Let the trainer take its training loader from another source."""
+    """Make the trainer take its training loader from another source."""
     trainer.fit_loop._data_source = source
 
 
-#: Attribute of a LightningModule by which Lightning calls the hooks that see a batch.
+#: Attribute of a LightningModule through which Lightning calls the hooks that see a batch.
 CALL_BATCH_HOOK = "_call_batch_hook"
 
-#: Among the hyperparameters of a checkpoint: the class that the command line has made, and by what.
+#: Among the hyperparameters of a checkpoint: the class that the command line instantiated, and what instantiated it.
 CLASS_PATH, INSTANTIATOR = "_class_path", "_instantiator"
 
 # What is logged
@@ -88,12 +88,12 @@ class LoggerConnector(_LoggerConnector):
 
 
 def logger_connector(trainer: pl.Trainer) -> _LoggerConnector:
-    """That of a trainer."""
+    """The logger connector of a trainer."""
     return trainer._logger_connector
 
 
 def set_logger_connector(trainer: pl.Trainer, connector: _LoggerConnector | None) -> None:
-    """Exchange it; None is one of Lightning's own, with the state of the one that is there."""
+    """Replace it; None is one of Lightning's own, with the state of the current one."""
     if connector is None:
         connector = object.__new__(_LoggerConnector)
         connector.__dict__ = trainer._logger_connector.__dict__
@@ -111,7 +111,7 @@ def logged_in_training(trainer: pl.Trainer) -> Iterable[Any]:
 
 
 def logged_in_step(logged: Any) -> Tensor | None:
-    """The number of the step, where there is one."""
+    """The number of the step; None if there is none."""
     value = logged._forward_cache
     return value if isinstance(value, Tensor) and value.numel() == 1 else None
 
@@ -138,10 +138,10 @@ def saves_states(metric: Metric) -> bool:
 
 
 def joined(metric: Metric, twin: Metric, calls: Sequence[tuple[tuple[Any, ...], dict[str, Any]]]) -> None:
-    """Make a metric's value on the step that of several calls of its ``forward``, not only of the last one.
+    """Set a metric's value for the step to that of several calls of its ``forward``, not only of the last one.
 
     Args:
-        metric: that was called.
+        metric: the metric that was called.
         twin: a clone of it, whose states are used.
         calls: positional and named arguments of each.
     """
@@ -167,7 +167,7 @@ def records_modules(profiler: Profiler) -> bool:
 
 
 def average_of(trainer: pl.Trainer, module: nn.Module) -> str | None:
-    """The callback of Lightning whose average of the weights the module holds since training has ended."""
+    """The Lightning callback whose average of the weights the module has held since training ended; None if none."""
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(callback, WeightAveraging) and callback._average_model is not None:
             pairs = zip(module.parameters(), callback._average_model.module.parameters(), strict=True)
@@ -177,12 +177,12 @@ def average_of(trainer: pl.Trainer, module: nn.Module) -> str | None:
 
 
 def is_due(progress_bar: TQDMProgressBar, current: int, total: int) -> bool:
-    """Whether the bar is to be drawn again after ``current`` of ``total``."""
+    """Whether the bar should be redrawn after ``current`` of ``total``."""
     return progress_bar._should_update(current, total)
 
 
 def silence_sigterm(trainer: pl.Trainer) -> None:
-    """Switch off Lightning's SIGTERM handler, which runs before others and starts a collective at any moment."""
+    """Switch off Lightning's SIGTERM handler, which runs before others and may start a collective at any moment."""
     vars(trainer._signal_connector)["_sigterm_notifier_fn"] = lambda number, frame: None
 
 
@@ -199,7 +199,7 @@ def put_back_handlers(trainer: pl.Trainer, handlers: Mapping[int, Any]) -> None:
 
 
 class ScriptLauncher(_SubprocessScriptLauncher):
-    """Starts the other processes of a machine by the command line of this one."""
+    """Starts the other processes of a machine with the command line of this one."""
 
     def before_start(self) -> None:
         """Called before they are started."""
@@ -210,7 +210,7 @@ class ScriptLauncher(_SubprocessScriptLauncher):
 
 
 class ProcessStrategy(DDPStrategy):
-    """Lightning's ``ddp`` with a launcher of its own where it starts processes by the command line."""
+    """Lightning's ``ddp`` with the launcher ``launcher_class`` if it starts processes by the command line."""
 
     launcher_class: Callable[..., ScriptLauncher] = ScriptLauncher
 
@@ -226,7 +226,7 @@ def start_method(strategy: DDPStrategy) -> str:
 
 
 def strategy_for(**settings: Any) -> Strategy:
-    """The strategy that a Trainer would choose for these of its settings, here and now."""
+    """The strategy that a Trainer with these settings would choose on this machine."""
     strategy: Strategy = _AcceleratorConnector(**settings).strategy
     return strategy
 
@@ -235,7 +235,7 @@ def strategy_for(**settings: Any) -> Strategy:
 
 
 class CommandLine(LightningCLI):
-    """LightningCLI, whose steps are open to subclasses."""
+    """LightningCLI with steps that subclasses can override."""
 
     def set_seed(self) -> None:
         """Seed everything as ``seed_everything`` says."""
@@ -246,7 +246,7 @@ class CommandLine(LightningCLI):
         super()._parse_ckpt_path()
 
     def run_command(self, command: str) -> None:
-        """Call the method of the trainer."""
+        """Call the trainer's method of this name."""
         super()._run_subcommand(command)
 
     def setting(self, config: Any, name: str, default: Any = None) -> Any:

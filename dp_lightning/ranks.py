@@ -18,9 +18,9 @@ class Ranks:
     Args:
         rank: number of this process.
         size: number of processes.
-        operations_per_byte: floating-point operations that a process does in the time in which one byte is gathered.
-            Work that takes more than its result's bytes is worth dealing out.
-        operations_per_call: the same for the time that a collective takes beside its bytes.
+        operations_per_byte: floating-point operations that a process does in the time that it takes to gather one byte.
+            Work that takes more than this per byte of its result is worth distributing.
+        operations_per_call: the same for the time that a collective takes in addition to its bytes.
     """
 
     rank: int = 0
@@ -38,7 +38,7 @@ class Ranks:
 
         Args:
             mine: this rank's results.
-            like: for each rank, tensors of the shapes of its results; all of one dtype and on one device.
+            like: for each rank, tensors with the shapes of its results; all of the same dtype and on the same device.
         """
         longest = max(sum(tensor.numel() for tensor in tensors) for tensors in like)
         sample = next(tensor for tensors in like for tensor in tensors)

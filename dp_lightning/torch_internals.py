@@ -21,7 +21,7 @@ from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX as EXTRA_STATE
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
-#: The versions with which these members were tried. Those of torch are there from 2.11 on.
+#: The versions with which these members were tested. Those of torch exist since 2.11.
 TRIED = {"torch": "2.14.1", "numpy": "2.4.6"}
 
 __all__ = [
@@ -84,51 +84,51 @@ core = torch._C
 GRAD_FN = vars(torch._C.TensorBase)["grad_fn"].__get__
 REQUIRES_GRAD = vars(torch._C.TensorBase)["requires_grad"].__get__
 VERSION = vars(torch._C.TensorBase)["_version"].__get__
-"""Of the attribute of this name, as a function mode sees it when it is read."""
+"""The getter of the attribute of this name, as a function mode sees it."""
 
 version_of: Callable[[Tensor], int] = VERSION
 """How often a tensor has been written in place."""
 
 gradient_of: Callable[[Tensor], Tensor | None] = torch._C.TensorBase._grad.__get__  # type: ignore[union-attr]
-"""``.grad``, whatever a subclass makes of it."""
+"""``.grad``, even if a subclass overrides it."""
 
 swap = torch._C._swap_tensor_impl
-"""Two tensors change places: whoever refers to one has the other."""
+"""Swaps two tensors: every reference to one then refers to the other."""
 
 without_torch_function = torch._C.DisableTorchFunction
-"""Around code that no function mode and no ``__torch_function__`` sees."""
+"""Context manager for code that no function mode and no ``__torch_function__`` sees."""
 
 without_torch_function_of_subclasses = torch._C.DisableTorchFunctionSubclass
-"""Around code that no ``__torch_function__`` of a tensor subclass sees."""
+"""Context manager for code that no ``__torch_function__`` of a tensor subclass sees."""
 
 norms = torch._foreach_norm
-"""Of each tensor of a list."""
+"""The norm of each tensor of a list."""
 
 lerp_all_ = torch._foreach_lerp_
-"""``torch.Tensor.lerp_`` of each tensor of a list."""
+"""``torch.Tensor.lerp_`` for each tensor of a list."""
 
 grouped_mm = torch._grouped_mm
-"""``F.grouped_mm`` by its older name."""
+"""``F.grouped_mm`` under its older name."""
 
 
 def is_view(tensor: Tensor) -> bool:
-    """Whether autograd knows a tensor as a view of another one."""
+    """Whether autograd regards a tensor as a view of another one."""
     return tensor._is_view()
 
 
 def storage_address(tensor: Tensor) -> int:
-    """By which the memory of a tensor is known; two tensors that share memory have the same."""
+    """An identifier of a tensor's memory, which is the same for two tensors that share memory."""
     address: int = tensor.untyped_storage()._cdata
     return address
 
 
 def storage_uses(tensor: Tensor) -> int:
-    """How many tensors and other objects hold the memory of a tensor, this look at it included."""
+    """How many tensors and other objects hold the memory of a tensor, including this call."""
     return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
 
 
 def has_hooks(parameter: Tensor) -> bool:
-    """Whether a hook runs when the gradient of a tensor is there."""
+    """Whether a hook runs when the gradient of a tensor has been computed."""
     return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
 
 
@@ -137,43 +137,43 @@ def has_bfloat16_on_cpu() -> bool:
     return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
-# Transforms of torch.func. Inside of one a tensor of one example wraps the tensor of all examples.
+# Transforms of torch.func. Inside a transform, the tensor of one example wraps the tensor of all examples.
 
 is_batched = _functorch.is_batchedtensor
 """Whether a tensor differs between examples."""
 
 is_wrapped = _functorch.is_functorch_wrapped_tensor
-"""Whether a tensor is of a transform that runs or has ended."""
+"""Whether a tensor belongs to a transform that is running or has ended."""
 
 level = _functorch.maybe_current_level
-"""Of the innermost transform that runs; None outside of all."""
+"""The level of the innermost running transform; None if none is running."""
 
 level_of = _functorch.maybe_get_level
-"""Of the transform that a tensor belongs to; -1 outside of all."""
+"""The level of the transform that a tensor belongs to; -1 if there is none."""
 
 wrapped_tensor = _functorch.get_unwrapped
-"""What a tensor of one example wraps."""
+"""The tensor that the tensor of one example wraps."""
 
 batch_dimension = _functorch.maybe_get_bdim
-"""Which dimension of `wrapped_tensor` is that of examples."""
+"""The dimension of `wrapped_tensor` that is that of the examples."""
 
 add_batch_dimension = _functorch._add_batch_dim
-"""(tensor, dimension, level) to the tensor of one example inside of the vmap of that level."""
+"""(tensor, dimension, level) to the tensor of one example inside the vmap of that level."""
 
 
 def innermost_transform() -> str:
-    """Name of the innermost transform that runs, such as vmap or grad."""
+    """Name of the innermost running transform, such as vmap or grad."""
     return str(_functorch.peek_interpreter_stack().key()).rpartition(".")[2].lower()
 
 
 def has_vmap_kernel(operator: OpOverload) -> bool:
-    """Whether an operator has a vmap of its own."""
+    """Whether an operator has a vmap rule of its own."""
     return torch._C._dispatch_has_kernel_for_dispatch_key(operator.name(), "FuncTorchBatched")
 
 
 @contextmanager
 def numbers_hidden() -> Iterator[None]:
-    """Inside, code that checks ``torch.compiler.is_compiling()`` before it reads a tensor's values does not."""
+    """Inside, ``torch.compiler.is_compiling()`` is true, so code that checks it does not read a tensor's values."""
     before = torch.compiler._is_compiling_flag
     torch.compiler._is_compiling_flag = True
     try:
@@ -184,7 +184,7 @@ def numbers_hidden() -> Iterator[None]:
 
 @contextmanager
 def vmap_results_seen(note: Callable[[Any], None]) -> Iterator[None]:
-    """``note`` gets what each vmap returns, which no function mode sees."""
+    """Call ``note`` with the result of each vmap, which no function mode sees."""
     unwrap = _vmap._unwrap_batched
 
     def seen(*args: Any) -> Any:
@@ -201,7 +201,7 @@ def vmap_results_seen(note: Callable[[Any], None]) -> Iterator[None]:
 
 @contextmanager
 def text_of_wrapped(text: str) -> Iterator[None]:
-    """The text of a tensor of a transform, in whatever thread."""
+    """Set the text of every tensor of a transform, in all threads."""
     before = _tensor_str._functorch_wrapper_str_intern
     _tensor_str._functorch_wrapper_str_intern = lambda tensor, **kwargs: text
     try:
@@ -234,10 +234,10 @@ def parts_of_schedule(schedule: Any) -> list[Any]:
 # numpy and Python
 
 CachedFunction = functools._lru_cache_wrapper
-"""What ``functools.lru_cache`` makes of a function."""
+"""The type of what ``functools.lru_cache`` makes of a function."""
 
 ForeignThread = threading._DummyThread
-"""``threading.current_thread()`` in a thread that Python has not started, such as one of autograd's."""
+"""The type of ``threading.current_thread()`` in a thread that Python has not started, such as one of autograd's."""
 
 global_numpy_generator = np.random.mtrand._rand
-"""Whose methods are the functions of ``numpy.random``."""
+"""The generator whose methods are the functions of ``numpy.random``."""

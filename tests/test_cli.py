@@ -188,11 +188,11 @@ WRONG = {
         ["--data.init_args.val_fraction", "null"],
         r"^error: data\.init_args\.val_fraction must lie in \[0, 1\), not None",
     ),
-    "workers": (["--data.init_args.num_workers", "100000"], "num_workers must be at least 0 and at most"),
+    "workers": (["--data.init_args.num_workers", "100000"], "num_workers must be a whole number of at least 0"),
     "interval": (["--trainer.log_every_n_steps", "0"], "trainer.log_every_n_steps is 0; it must be at least 1"),
     "width": (
         ["--model.init_args.channels", str(2**31)],
-        "channels=2147483648, .* weights, and this small network has at most",
+        "channels=2147483648, .* weights, but this small network may have at most",
     ),
     "deep": (["--model", "[" * 90 + "]" * 90], "model|There is no class"),
     "list": (["--postprocess", "[{class_path: Momentum}]"], "postprocess"),

@@ -56,7 +56,7 @@ def test_a_text_is_read_from_a_regular_file_of_a_bounded_size(tmp_path):
     path = tmp_path / "x.json"
     path.write_text('{"a": 1}')
     assert read_json(path) == {"a": 1}
-    with pytest.raises(DataError, match=r"x.json has 8 bytes; a text of at most 7"):
+    with pytest.raises(DataError, match=r"x.json has 8 bytes, but at most 7 are read"):
         read_text(path, most=7)
     with path.open("wb") as file:
         file.truncate(10**12)  # takes no disk
@@ -73,5 +73,5 @@ def test_what_is_no_json_is_named(tmp_path, content):
 
 @pytest.mark.parametrize("path", ["/dev/zero", "/dev/null"])
 def test_a_device_is_not_read(path):
-    with pytest.raises(DataError, match=f"{path} is no regular file"):
+    with pytest.raises(DataError, match=f"{path} is not a regular file"):
         read_json(Path(path))

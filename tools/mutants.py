@@ -1,11 +1,11 @@
-"""Whether the tests notice a broken promise: applies each fault of ``faults.yaml`` to a copy and runs its tests.
+"""Checks that the tests notice a broken promise: applies each fault of ``faults.yaml`` to a copy and runs its tests.
 
     python tools/mutants.py                                   # all faults, two at a time
     python tools/mutants.py "half the noise" --out again.jsonl
 
 A fault is killed when one of its tests fails with it and passes without it. Outcomes are kept in a file, line by line,
-so that a run which was stopped resumes; they count as long as the code, the tests and the fault are the same. Exits
-with 1 where a fault survives that is not explained (``survives``), is broken, or no longer applies.
+so that a stopped run resumes; they stay valid as long as the code, the tests and the fault are the same. Exits with 1
+if a fault survives without an explanation (``survives``), is broken, or no longer applies.
 
 Each fault runs in a fork of a process that has imported the third-party packages, which take seconds.
 """
@@ -36,7 +36,7 @@ _PRELOADED = ("torchvision", "lightning.pytorch", "opacus.accountants", "timm", 
 _PRELOADED += ("sklearn.datasets", "dp_accounting.pld.privacy_loss_distribution", "hypothesis", "pytest")
 # Seconds for all tests of a fault; one that makes them hang is noticed too.
 _LIMIT = 120
-# A fault that ends in one of these is written wrongly.
+# A fault that ends in one of these is itself wrong.
 _BROKEN = ("NameError", "SyntaxError", "IndentationError", "ImportError", "ModuleNotFoundError", "UnboundLocalError")
 
 
@@ -49,12 +49,12 @@ class Fault:
     """An entry of ``faults.yaml``.
 
     Attributes:
-        name: in words.
-        promise: of docs/threat_model.md that it breaks.
-        file: that it changes.
-        old, new: what it replaces, which stands in the file once, and by what.
-        tests: that should notice, as pytest names them.
-        survives: why they do not, where that is known and accepted.
+        name: a description in words.
+        promise: the promise of docs/threat_model.md that it breaks.
+        file: the file that it changes.
+        old, new: the text that it replaces, which occurs in the file once, and the new text.
+        tests: pytest's names of the tests that should notice it.
+        survives: why they do not, if that is known and accepted.
     """
 
     name: str
@@ -69,29 +69,29 @@ class Fault:
         """The file's text with the fault.
 
         Raises:
-            FaultError: where the old text does not stand there once, or the new text is no Python.
+            FaultError: if the old text does not occur exactly once, or the new text is not valid Python.
         """
         text = (root / self.file).read_text()
         if (count := text.count(self.old)) != 1:
-            raise FaultError(f"{self.name}: its old text stands in {self.file} {count} times, and not once. Adapt it.")
+            raise FaultError(f"{self.name}: its old text occurs {count} times in {self.file}, not once. Adapt it.")
         changed = text.replace(self.old, self.new)
         try:
             same = ast.dump(ast.parse(changed)) == ast.dump(ast.parse(text))
         except SyntaxError as error:
-            raise FaultError(f"{self.name}: {self.file} is no Python with it ({error}).") from error
+            raise FaultError(f"{self.name}: {self.file} is not valid Python with it ({error}).") from error
         if same:
-            raise FaultError(f"{self.name}: it changes nothing of {self.file}.")
+            raise FaultError(f"{self.name}: it changes nothing in {self.file}.")
         return changed
 
 
 def read_faults() -> list[Fault]:
-    """Those of ``faults.yaml``."""
+    """The faults of ``faults.yaml``."""
     entries = yaml.safe_load(FAULTS.read_text())
     return [Fault(**{**entry, "tests": tuple(entry["tests"])}) for entry in entries]
 
 
 def digest_of(fault: Fault, root: Path) -> str:
-    """Changes with the fault, the package and the tests."""
+    """A digest that changes with the fault, the package and the tests."""
     found = hashlib.sha256(repr(replace(fault, survives="")).encode())
     for folder in ("dp_lightning", "tests"):
         for path in sorted((root / folder).rglob("*.py")):
@@ -127,13 +127,13 @@ def tried(fault: Fault, copy: Path) -> Iterator[dict[str, str] | None]:
 
 
 def _first_failure(copy: Path) -> tuple[str, str]:
-    """The test and its error; nothing where none has failed."""
+    """The test and its error; empty if none has failed."""
     path = copy / "failure.json"
     return tuple(json.loads(path.read_text())) if path.is_file() else ("", "")
 
 
 def _forked(tests: tuple[str, ...], copy: Path) -> Generator[None, None, int | None]:
-    """Run tests in a fork, in the copy; returns pytest's status, None where they took too long."""
+    """Run tests in a fork, in the copy; returns pytest's status, None if they took too long."""
     (copy / "failure.json").unlink(missing_ok=True)
     process = os.fork()
     if process == 0:
@@ -242,23 +242,23 @@ def table(faults: list[Fault], found: dict[str, dict[str, str]]) -> tuple[str, b
             lines.append(f"\n{outcome}: {fault.name}\n    {why}")
             fine = fine and bool(explained)
         elif fault.survives:
-            lines.append(f"\nkilled: {fault.name}\n    It is said to survive: {fault.survives}")
+            lines.append(f"\nkilled: {fault.name}\n    It was expected to survive: {fault.survives}")
             fine = False
     total = ", ".join(f"{count} {outcome}" for outcome, count in counts.items())
     return "\n".join([*lines, f"\n{len(faults)} faults: {total}."]), fine
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """The options; of the command line without ``arguments``."""
+    """The options, from the command line if ``arguments`` is None."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="*", help="of faults, or parts of names; all without")
+    parser.add_argument("names", nargs="*", help="names of faults, or parts of them; default: all")
     parser.add_argument("--out", type=Path, default=ROOT / "runs" / "mutants.jsonl", help="where outcomes are kept")
     parser.add_argument("--jobs", type=int, default=2, help="faults at a time")
     return parser.parse_args(arguments)
 
 
 def main() -> None:
-    """Run, print the table, and exit with 1 where something is left to explain."""
+    """Run, print the table, and exit with 1 if something is left to explain."""
     options = parse()
     faults = [f for f in read_faults() if not options.names or any(name in f.name for name in options.names)]
     text, fine = table(faults, run(faults, options.out, options.jobs))

@@ -1,4 +1,4 @@
-"""How near Newton-Schulz iterates come to the polar factor."""
+"""How close Newton-Schulz iterates come to the polar factor."""
 
 import torch
 from torch import Tensor

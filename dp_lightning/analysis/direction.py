@@ -1,20 +1,20 @@
 """How well the first singular direction of a gradient survives the noise, by simulation.
 
-G~ = G + N is m x n, m <= n, N has independent N(0, s^2) entries. Since the noise looks alike from every side, only the
-singular values of G matter, and G is taken to be diagonal.
+G~ = G + N is m x n, m <= n, N has independent N(0, s^2) entries. Since the noise is invariant under rotations, only the
+singular values of G matter, and G is assumed to be diagonal.
 """
 
 import torch
 from torch import Tensor
 
-# Noise that is drawn at once: 32 million numbers.
+# Numbers of noise that are drawn at once: 32 million.
 _ENTRIES = 2**25
 
 
 def direction_recovery(
     values: Tensor, rows: int, columns: int, *, noise_level: float, trials: int = 100, seed: int = 0
 ) -> Tensor:
-    """|<u_1(G~), u_1(G)>| of independent draws of the noise, u_1 the singular vector of the shorter side.
+    """|<u_1(G~), u_1(G)>| for independent draws of the noise, with u_1 the singular vector of the shorter side.
 
     Args:
         values: singular values of G in any order, at most min(rows, columns) of them; the two largest must differ.

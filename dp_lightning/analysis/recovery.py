@@ -1,20 +1,20 @@
-"""From which batch size on the first singular direction of a gradient survives the noise.
+"""The batch size above which the first singular direction of a gradient survives the noise.
 
 G~ = G + N is m x n, N has independent entries of standard deviation sigma S / B. Two thresholds:
 
 - recovery: sin(angle) <= ||N||_2 / (s_1 - s_2) for the leading singular vectors of G~ and G (Wedin 1972), and
-  ||N||_2 <= (sigma S / B) (sqrt(m) + sqrt(n)) with high probability. The bound says something from
+  ||N||_2 <= (sigma S / B) (sqrt(m) + sqrt(n)) with high probability. The bound is below one if B exceeds
 
       B* = sigma S (sqrt(m) + sqrt(n)) / (s_1 - s_2)
 
-  on. It is sufficient, and not necessary: Shanmugam et al. 2026 call it the recovery condition.
-- detection: for a matrix of low rank the leading singular vectors begin to correlate from
-  s_1 = (sigma S / B) (m n)^(1/4) on (Benaych-Georges and Nadakuditi 2012), so from
+  This is sufficient but not necessary. Shanmugam et al. 2026 call it the recovery condition.
+- detection: for a matrix of low rank the leading singular vectors correlate if s_1 exceeds (sigma S / B) (m n)^(1/4)
+  (Benaych-Georges and Nadakuditi 2012), that is, if B exceeds
 
       B = sigma S (m n)^(1/4) / s_1.
 
   Below it they are independent of G in the limit of large matrices. With s_2 = 0 it is smaller than B* by the factor
-  (sqrt(m) + sqrt(n)) / (m n)^(1/4): 2 for square matrices, 2.3 for sides of 1 to 9.
+  (sqrt(m) + sqrt(n)) / (m n)^(1/4): 2 for square matrices, 2.3 for sides in the ratio 1 to 9.
 """
 
 import math
@@ -29,7 +29,7 @@ def recovery_batch_size(
         gap: s_1 - s_2 of the gradient without noise; zero is never recovered.
         rows, columns: of its matrix.
         noise_multiplier: sigma.
-        sensitivity: S, the clipping norm C where clipping is flat.
+        sensitivity: S, the clipping norm C if clipping is flat.
     """
     return noise_multiplier * sensitivity * (rows**0.5 + columns**0.5) / gap if gap > 0 else math.inf
 

@@ -17,8 +17,8 @@ from torch import Tensor
 class SnrMeter:
     """Averages snr^2 over steps; the root of the average is the signal-to-noise ratio.
 
-    The average is cut at zero, and not its terms: where noise dominates, cutting each of them would report the size of
-    their fluctuations as a signal.
+    The average is clipped at zero, not its terms: if noise dominates, clipping each term would report the size of the
+    fluctuations as a signal.
     """
 
     def __init__(self) -> None:
@@ -30,7 +30,7 @@ class SnrMeter:
         """Take the gradient of one step.
 
         Args:
-            squared_norm: ||G~||^2 over all parameters; a tensor stays on its device until ``snr`` is asked for.
+            squared_norm: ||G~||^2 over all parameters; a tensor stays on its device until ``snr`` is read.
             noise_level: s, above zero.
             num_parameters: d.
         """

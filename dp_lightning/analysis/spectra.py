@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 def participation_ratio(values: Tensor) -> Tensor:
-    """The effective rank of Shanmugam et al. 2026, (sum s)^2 / sum s^2: from 1, one direction, to their number.
+    """The effective rank of Shanmugam et al. 2026, (sum s)^2 / sum s^2: from 1 (one direction) to r.
 
     Args:
         values: singular values, (..., r).
@@ -47,12 +47,12 @@ def bulk_density(values: Tensor, rows: int, columns: int, *, noise_level: float)
     """The density of the singular values of noise; it integrates to one.
 
     Args:
-        values: where, (...).
+        values: where it is evaluated, (...).
         rows, columns: of the matrix.
         noise_level: standard deviation of each entry.
 
     Returns:
-        (...); zero outside of the bulk.
+        (...); zero outside the bulk.
     """
     beta = min(rows, columns) / max(rows, columns)
     y = values / (noise_level * math.sqrt(max(rows, columns)))

@@ -1,7 +1,7 @@
-"""Random crops and flips: of a whole batch at once, drawn for each image by itself, and of one image as it was decoded.
+"""Random crops and flips: of a whole batch at once, drawn separately for each image, and of a single decoded image.
 
-torchvision's transforms draw once for all images of a batch, so they would have to run image by image: 36 microseconds
-for a crop and a flip of a 32x32 image on one CPU core, where this takes 4.
+torchvision's transforms draw once for all images of a batch, so they would have to run image by image: a crop and a
+flip of a 32x32 image would take 36 microseconds on one CPU core, and take 4 here.
 """
 
 from typing import Any, Literal
@@ -19,7 +19,7 @@ class CropAndFlip:
 
     Args:
         padding: pixels on each side before the crop, at most the size of an image.
-        edges: what these pixels are: zeros, or the image mirrored at its edge, as De et al. 2022 have it.
+        edges: how these pixels are filled: with zeros, or with the image mirrored at its edge, as in De et al. 2022.
     """
 
     def __init__(self, *, padding: int, flip: bool, edges: Edges = "zeros") -> None:
@@ -49,16 +49,16 @@ class CropAndFlip:
 
 
 def _reflected(index: Tensor, size: int) -> Tensor:
-    """Positions beyond 0 to size - 1 mirrored back: -1 is 0, size is size - 1."""
+    """Mirror positions outside of 0 to size - 1: -1 becomes 0, size becomes size - 1."""
     index = torch.where(index < 0, -1 - index, index)
     return torch.where(index >= size, 2 * size - 1 - index, index)
 
 
 class RandomResizedCrop(v2.RandomResizedCrop):
-    """torchvision's for one uint8 image, the same to the bit, in 0.13 in place of 0.20 ms at 224 pixels.
+    """torchvision's transform for one uint8 image, bit for bit the same, in 0.13 instead of 0.20 ms at 224 pixels.
 
-    A decoded image has the channels of a pixel side by side. The resize reads that fastest where no gap lies between
-    the rows of the crop.
+    A decoded image stores the channels of a pixel side by side. The resize is fastest if there is no gap between the
+    rows of the crop.
     """
 
     def transform(self, inpt: Any, params: dict[str, Any]) -> Any:
@@ -70,7 +70,7 @@ class RandomResizedCrop(v2.RandomResizedCrop):
 
 
 def _mirrored(images: Tensor) -> Tensor:
-    """Each image mirrored with probability 1/2; one after the other, as an index would cost several times more."""
+    """Mirror each image with probability 1/2, one at a time, since indexing is several times slower."""
     chosen = torch.rand(len(images)) < 0.5
     pairs = zip(images, chosen.tolist(), strict=True)
     return torch.stack([image.flip(2) if flip else image for image, flip in pairs])

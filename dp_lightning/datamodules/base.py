@@ -1,8 +1,7 @@
 """What every image data module shares: the validation split, the transforms and the loaders.
 
-A private run is planned from ``num_train`` and ``num_classes`` before an image is read, so a data module
-states them from public constants, file names or array headers, and reading the images later must agree with
-them.
+A private run is planned from ``num_train`` and ``num_classes`` before any image is read, so a data module takes them
+from public constants, file names or array headers, and the images read later must agree with them.
 """
 
 import os
@@ -24,40 +23,40 @@ from dp_lightning.datamodules.pixels import PixelNormalization
 from dp_lightning.errors import ConfigurationError, DataError
 
 Split = Literal["train", "val", "test"]
-#: Classes that a network can be given: its last layer has a row of weights for each.
+#: Most classes that a network can have: its last layer has a row of weights for each.
 MOST_CLASSES = 100_000
-#: Pixels of a side of an image that a network is given: activations and flattened layers grow with its square.
+#: Longest side of an image for a network, in pixels: activations and flattened layers grow with its square.
 LARGEST_SIDE = 4096
 # Each is a process; a configuration may come from a machine with more cores than this one.
 _MOST_WORKERS = max(64, 4 * (os.cpu_count() or 1))
 
 
 class ImageDataModule(lightning.LightningDataModule, ABC):
-    """Base of the image data modules; a subclass says where images come from.
+    """Base class of the image data modules; a subclass says where the images come from.
 
-    Loaders bring images as bytes, and the module normalises them where they are trained on
-    (``on_after_batch_transfer``, which the Trainer calls); the data sets themselves give normalised images.
+    Loaders return images as bytes, and the module normalises them on the training device (``on_after_batch_transfer``,
+    which the Trainer calls); the data sets themselves return normalised images.
 
-    The training part alone is what the privacy guarantee speaks about. Validation and test images, and every
-    number computed from them, lie outside it. ``mean`` and ``std`` are public constants: statistics computed
-    from private images would leak them, since no noise is added to them.
+    The privacy guarantee covers only the training part. Validation and test images, and every number computed from
+    them, are outside it. ``mean`` and ``std`` are public constants: statistics computed from private images would leak
+    them, since no noise is added to them.
 
     Args:
         mean: Mean of each channel on the scale 0 to 1, subtracted from the images; one number serves all
             channels. A public constant, never computed from private images.
         std: Standard deviation of each channel on the same scale, a public constant like ``mean``.
-        val_fraction: Part of the training set, in [0, 1), that is taken out of it for validation: of its persons,
-            where the data tells them, so that no person is in both.
+        val_fraction: Fraction of the training set, in [0, 1), held out for validation: of its persons, if the data
+            identifies them, so that no person is in both parts.
         split_seed: Seed of that split. It is public: the same seed gives the same split on every machine.
         eval_batch_size: Images per batch of validation, test and prediction.
         num_workers: Processes that load images; 0 loads them in the main process.
         augment: Random crop and flip of the training images.
-        crop_edges: What a crop shows beyond the edge of an image: zeros, or the image mirrored there.
-        test_every_epoch: Evaluate on the test set after every epoch too, beside the validation set.
+        crop_edges: What a crop shows beyond the edge of an image: zeros, or the mirrored image.
+        test_every_epoch: Evaluate on the test set after every epoch too, not only on the validation set.
 
     Raises:
         ConfigurationError: ``val_fraction``, ``split_seed``, ``mean``, ``std``, ``eval_batch_size`` or ``num_workers``
-            is no number, or out of range.
+            is not a number, or is out of range.
     """
 
     #: Zero pixels on each side before the random crop.
@@ -115,22 +114,22 @@ class ImageDataModule(lightning.LightningDataModule, ABC):
 
     @property
     def class_names(self) -> list[str] | None:
-        """Names of the classes in the order of their labels; None where they have none."""
+        """Names of the classes in the order of their labels; None if they have no names."""
         return None
 
     @property
     def resized_to(self) -> int | None:
-        """The shorter side in pixels before the middle of an image is cut out; None where nothing is resized."""
+        """Length of the shorter side in pixels before the centre crop; None if images are not resized."""
         return None
 
     @property
     def own_splits(self) -> tuple[Split, ...]:
-        """The splits that the data itself brings."""
+        """The splits that the data itself has."""
         return ("train", "test")
 
     @abstractmethod
     def check_files(self) -> None:
-        """Look for the needed files without reading an image.
+        """Check that the needed files exist, without reading an image.
 
         Raises:
             DataError: One is missing; the message names it and says what to do.
@@ -145,12 +144,12 @@ class ImageDataModule(lightning.LightningDataModule, ABC):
         """
 
     def groups(self, split: Split) -> PersonIds | None:
-        """The id of the person of each image in one of ``own_splits``, in their order, read without an image.
+        """The person id of each image in one of ``own_splits``, in order; no image is read for it.
 
-        None where the data tells no persons.
+        None if the data does not identify persons.
 
         Raises:
-            DataError: An id is missing or is none.
+            DataError: An id is missing or invalid.
         """
         return None
 
@@ -159,28 +158,28 @@ class ImageDataModule(lightning.LightningDataModule, ABC):
         """Training images that ``val_fraction`` takes out for validation.
 
         Raises:
-            ConfigurationError: The data brings its own validation set, or a part would be empty.
+            ConfigurationError: The data has its own validation set, or a part would be empty.
         """
         return self._num_held_out if self.groups("train") is None else len(self._split_indices()[1])
 
     @property
     def num_train(self) -> int:
-        """Training images after the validation split is taken out: the N of the plan, where it counts images."""
+        """Training images after the validation split is taken out: the N of a plan that counts images."""
         return self.num_available - self.num_val
 
     @property
     def num_train_groups(self) -> int:
-        """Persons in the training set after the validation split is taken out: the N of the plan for persons.
+        """Persons in the training set after the validation split is taken out: the N of a plan that counts persons.
 
         Raises:
-            ConfigurationError: The data tells no persons.
+            ConfigurationError: The data does not identify persons.
         """
         persons = self.groups("train")
         if persons is None:
             raise ConfigurationError(
-                f"privacy.unit_of_privacy is group, but {type(self).__name__} is not told which images are of one "
-                "person. Set data.init_args.group_folders or group_file of ImageFolder, or put the array train_groups "
-                "into the file of NpzImages."
+                f"privacy.unit_of_privacy is group, but {type(self).__name__} does not know which images belong to "
+                "the same person. Set data.init_args.group_folders or group_file of ImageFolder, or add the array "
+                "train_groups to the file of NpzImages."
             )
         return persons.count - self._num_held_out
 
@@ -199,15 +198,15 @@ class ImageDataModule(lightning.LightningDataModule, ABC):
                     warn_of_shared_persons(persons.at(self._split_indices()[0]), self.groups(split) or (), split)
 
     def image_transform(self) -> Transform | None:
-        """What happens to each image by itself, nothing at random: an image as it is read to ``image_size``."""
+        """The transform of each single image, without randomness: from the image as it is read to ``image_size``."""
         return None
 
     def random_transform(self) -> Transform | None:
-        """What happens to each training image instead, where that is random; None where it is not."""
+        """A random transform that replaces it for training images; None if there is none."""
         return None
 
     def augmentation(self) -> Transform | None:
-        """What happens to the training images then, as a batch: uint8 (n, C, H, W) to uint8 (n, C, H, W)."""
+        """The transform of a batch of training images after that: uint8 (n, C, H, W) to uint8 (n, C, H, W)."""
         if not self.augment:
             return None
         return CropAndFlip(padding=self.crop_padding, flip=self.flip, edges=self.crop_edges)
@@ -238,11 +237,11 @@ class ImageDataModule(lightning.LightningDataModule, ABC):
         return self._dataset("test", torch.arange(len(self._source("test").labels)))
 
     def train_dataloader(self) -> DataLoader:
-        """Shuffled batches. A private run puts its own sampler in the place of this one's."""
+        """Shuffled batches. A private run replaces the sampler with its own."""
         return self._loader(self.train_dataset, shuffle=True)
 
     def val_dataloader(self) -> dict[str, DataLoader] | list[DataLoader]:
-        """Loaders by name, ``val`` and ``test``, as far as there are such images; an empty list for none."""
+        """Loaders by name, ``val`` and ``test``, of the splits that exist; an empty list if there are none."""
         val_dataset = self.val_dataset
         loaders = {} if val_dataset is None else {"val": self._loader(val_dataset)}
         if self.test_every_epoch and "test" in self.own_splits:
@@ -255,7 +254,7 @@ class ImageDataModule(lightning.LightningDataModule, ABC):
     predict_dataloader = test_dataloader
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        """Normalise what the loaders bring as bytes, on the device that trains."""
+        """Normalise, on the training device, the images that the loaders return as bytes."""
         images, *rest = batch
         if images.dtype != torch.uint8:
             return batch
@@ -266,19 +265,19 @@ class ImageDataModule(lightning.LightningDataModule, ABC):
             source = self.read_split(split)
             if split == "train" and len(source.labels) != self.num_available:
                 raise DataError(
-                    f"{type(self).__name__} holds {len(source.labels)} training images where "
-                    f"{self.num_available} were announced; the files are incomplete or have changed"
+                    f"{type(self).__name__} holds {len(source.labels)} training images, but "
+                    f"{self.num_available} were expected; the files are incomplete or have changed"
                 )
             self._sources[split] = source
         return self._sources[split]
 
     @property
     def _num_held_out(self) -> int:
-        """Persons, or else images, that the validation split takes out."""
+        """Number of persons, or else of images, held out for validation."""
         if self.val_fraction == 0.0:
             return 0
         if "val" in self.own_splits:
-            raise ConfigurationError("the data brings its own validation set; set val_fraction to 0")
+            raise ConfigurationError("the data has its own validation set; set val_fraction to 0")
         persons = self.groups("train")
         available, what = (self.num_available, "images") if persons is None else (persons.count, "persons")
         held_out = round(self.val_fraction * available)
@@ -321,20 +320,20 @@ class ImageDataModule(lightning.LightningDataModule, ABC):
 
 
 def is_number(value: object, kind: type = Integral) -> bool:
-    """Whether a setting is a number of this kind; null, a text and a truth value are none."""
+    """Whether a setting is a number of this kind; None, strings and booleans are not."""
     return isinstance(value, kind) and not isinstance(value, bool)
 
 
 def require_whole(name: str, value: Any, *, at_least: int = 0, at_most: int | None = None) -> None:
-    """Refuse a setting that is no whole number, or out of range.
+    """Refuse a setting that is not a whole number, or is out of range.
 
     Raises:
-        ConfigurationError: naming the setting and what it may be.
+        ConfigurationError: naming the setting and its range.
     """
     if not is_number(value) or value < at_least or (at_most is not None and value > at_most):
         most = "" if at_most is None else f" and at most {at_most:,}"
         raise ConfigurationError(
-            f"data.init_args.{name} must be at least {at_least}{most}, a whole number, not {value!r}"
+            f"data.init_args.{name} must be a whole number of at least {at_least}{most}, not {value!r}"
         )
 
 

@@ -1,6 +1,6 @@
-"""Images and labels as one ``Dataset``, from memory or from files, with all that can be done per batch done there.
+"""Images and labels as one ``Dataset``, from memory or from files; what can be done per batch is done per batch.
 
-An index that follows itself asks for another view of the image (augmentation multiplicity): a file is decoded once for
+Consecutive equal indices ask for several views of one image (augmentation multiplicity): its file is decoded once for
 all of them.
 """
 
@@ -27,7 +27,7 @@ class ImageSource(Protocol):
         """The images at ``indices`` after ``transform`` on each: uint8 (n, C, H, W)."""
 
     def digest(self, indices: Tensor) -> bytes:
-        """What hardly stays the same where one of the images at ``indices`` (int64 (n,)) changes."""
+        """A digest that almost certainly changes if one of the images at ``indices`` (int64 (n,)) changes."""
 
 
 class ArraySource:
@@ -42,7 +42,7 @@ class ArraySource:
         return images if transform is None else torch.stack([transform(image) for image in images])
 
     def digest(self, indices: Tensor) -> bytes:
-        """Of the pixels."""
+        """A digest of the pixels."""
         found = hashlib.sha256()
         for piece in indices.split(1024):
             found.update(self.images[piece].numpy().tobytes())
@@ -55,11 +55,11 @@ class ImageDataset(Dataset[tuple[Tensor, int]]):
     Args:
         source: Where images and labels come from.
         indices: int64 (n,), the part of the source that belongs to this data set.
-        transform: Applied to each image by itself: a uint8 tensor (C, H, W).
-        normalize: Applied to a uint8 batch (n, C, H, W); returns float32. None leaves it to the one who trains.
-        augment: Applied to a uint8 batch (n, C, H, W) before ``normalize``; draws for each image by itself.
-        random: Whether ``transform`` draws at random, so that each view of an image needs it anew.
-        groups: The id of the person of each image of this part, in its order; None where the data tells none.
+        transform: Applied to each image separately: a uint8 tensor (C, H, W).
+        normalize: Applied to a uint8 batch (n, C, H, W); returns float32. None leaves the images as bytes.
+        augment: Applied to a uint8 batch (n, C, H, W) before ``normalize``; draws separately for each image.
+        random: Whether ``transform`` is random, so that it must be applied again for each view of an image.
+        groups: The person id of each image of this part, in order; None if the data does not identify persons.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class ImageDataset(Dataset[tuple[Tensor, int]]):
 
     @property
     def image_files(self) -> list[str] | None:
-        """The files of the images in their order, where they are read from files."""
+        """The files of the images, in order; None if the images are not read from files."""
         names = getattr(self.source, "paths", None)
         return None if names is None else [names[index] for index in self.indices.tolist()]
 
@@ -101,7 +101,7 @@ class ImageDataset(Dataset[tuple[Tensor, int]]):
         return self.__getitems__([index])[0]
 
     def __getitems__(self, indices: Sequence[int]) -> list[tuple[Tensor, int]]:
-        """What ``DataLoader`` calls for a whole batch: (image, label) pairs, none for no indices."""
+        """Called by ``DataLoader`` for a whole batch: (image, label) pairs; an empty list for no indices."""
         if len(indices) == 0:
             return []
         chosen = self.indices[torch.as_tensor(indices)]

@@ -50,7 +50,7 @@ class Digits(ImageDataModule):
         super().__init__(mean=mean, std=std, augment=augment, **kwargs)
 
     def check_files(self) -> None:
-        """Nothing to look for: the images are part of scikit-learn."""
+        """Nothing to check: the images are part of scikit-learn."""
 
     def read_split(self, split: Split) -> ArraySource:
         digits = load_digits()

@@ -1,11 +1,11 @@
 """Features of a frozen network, computed once and kept in files, so that only a head is trained on them.
 
-The network has to come from public data. Its features of private images are as private as the images: the files stay
-in a folder that only their owner can read, and no noise protects them.
+The network must have been trained on public data. Its features of private images are as private as the images: no noise
+protects them, so their files are kept in a folder that only their owner can read.
 
-Whoever can write a cache decides what is trained on. A cache that is found is used where folder and files belong to the
-user, nobody else can write them, and the features of some of its images, drawn at random, are those that the network
-gives now. That finds a file of other features, and not a single row that was changed.
+Anyone who can write to a cache decides what is trained on. An existing cache is used if its folder and files belong to
+the user, nobody else can write to them, and the features of some of its images, drawn at random, are those that the
+network computes now. This detects a file of other features, but not a single changed row.
 """
 
 import hashlib
@@ -33,24 +33,24 @@ from dp_lightning.foreign_text import read_text
 from dp_lightning.models.feature_network import FeatureNetwork
 from dp_lightning.privacy.groups import Group
 
-# Images whose features go into one file: what an interruption can lose, and what is in memory while they are computed.
+# Images per file: what an interruption can lose, and what is held in memory while features are computed.
 _PER_FILE = 4096
 # Images that are compared with those of a cache before it is used.
 _COMPARED = 32
-# Images of each file of a cache whose features are computed again before it is used, and how far from them its own may
-# be, relative to their length: other hardware and TF32 differ by some thousandths.
+# Images per cache file whose features are computed again before it is used, and how far the stored ones may differ from
+# them, relative to their norm: other hardware and TF32 cause differences of a few thousandths.
 _COMPUTED_AGAIN = 2
 _TOLERANCE = 0.05
 
 
 class _FeatureSet(TensorDataset):
-    """Features and labels, with the id of the person of each image where the data tells them."""
+    """Features and labels, with the person id of each image if the data identifies persons."""
 
     groups: Iterable[Group] | None = None
 
 
 class CachedFeatures(lightning.LightningDataModule):
-    """Pooled features of a pretrained timm network in the place of the images.
+    """Pooled features of a pretrained timm network instead of the images.
 
     A batch is (features float32 (n, D), labels (n,)). Images are not augmented, since each has one feature vector. The
     first run computes the features on its device and writes them to ``cache``; later runs with the same images and the
@@ -61,16 +61,17 @@ class CachedFeatures(lightning.LightningDataModule):
         backbone: Name in timm's registry, such as ``vit_small_patch16_224.augreg_in21k``.
         weights: File with its weights; None downloads timm's.
         cache: Folder of the features.
-        input_size: Height and width that images are resized to; None is the network's own, or its ``img_size``.
-        batch_size: Images at a time while features are computed.
+        input_size: Height and width that images are resized to; None uses the network's ``img_size`` if it is set, or
+            else its own size.
+        batch_size: Images per batch while features are computed.
         backbone_kwargs: Further arguments of the network.
 
     Raises:
-        ConfigurationError: ``batch_size`` is no whole number of at least 1, or the network cannot be built.
-        DataError: The cache belongs to other images, to somebody else, or does not hold the network's features.
+        ConfigurationError: ``batch_size`` is not a whole number of at least 1, or the network cannot be built.
+        DataError: The cache belongs to other images or to another user, or does not hold the network's features.
     """
 
-    #: A feature vector has no height and no normalisation of its own.
+    #: A feature vector has no height, and needs no normalisation.
     image_size = 1
     mean, std = (0.0,), (1.0,)
 
@@ -90,7 +91,7 @@ class CachedFeatures(lightning.LightningDataModule):
         self.images = images
         self.images.augment = False
         self.batch_size = batch_size
-        #: The private steps behind a file that `dpl export` has written count in a private run on the features.
+        #: If `dpl export` has written this file, its private steps count in a private run on the features.
         self.weights_file = weights
         self._network = FeatureNetwork(
             backbone,
@@ -128,7 +129,7 @@ class CachedFeatures(lightning.LightningDataModule):
 
     @property
     def feature_settings(self) -> dict[str, Any]:
-        """The network and the images that it is given, from which features of other images can be made."""
+        """The network and the preparation of its images, from which features of other images can be computed."""
         images = {"image_size": self.images.image_size, "resized_to": self.images.resized_to}
         return {"network": self._network.settings, **images}
 
@@ -174,8 +175,8 @@ class CachedFeatures(lightning.LightningDataModule):
         return {split: dataset for split, dataset in found.items() if dataset is not None}
 
     def _key(self) -> str:
-        """A name for the network, the images and what happens to them."""
-        # Without what was found in the files, which a cached property keeps beside the settings.
+        """A name for the network, the images and their preparation."""
+        # Without what cached properties have read from the files, which is stored beside the settings.
         kind = type(self.images)
         settings = {
             name: str(value)
@@ -197,7 +198,7 @@ class CachedFeatures(lightning.LightningDataModule):
         return [self.folder / f"{split}-{start:08d}.pt" for start in range(0, count, _PER_FILE)]
 
     def _require_same_images(self, split: Split, dataset: ImageDataset) -> None:
-        """Labels and what the source tells of its images are compared everywhere, pixels in a few places."""
+        """Compare the labels and the source's digest of all images, and the pixels of a few."""
         places = range(0, len(dataset), max(len(dataset) // _COMPARED, 1))
         pixels = torch.stack([image for image, _ in dataset.__getitems__(places)])
         parts = [dataset.labels.numpy().tobytes(), pixels.numpy().tobytes(), dataset.source.digest(dataset.indices)]
@@ -236,7 +237,7 @@ class CachedFeatures(lightning.LightningDataModule):
     def _require_features(
         self, path: Path, dataset: ImageDataset, rows: range, network: nn.Module, device: torch.device
     ) -> None:
-        """Refuse a file that holds other labels, or other features of those images that are computed again."""
+        """Refuse a file whose labels differ, or whose features differ for the images that are computed again."""
         _require_own(path, stat.S_ISREG, 0o022)
         held = _read(path, self.in_channels)
         same = torch.equal(held["labels"], dataset.labels[rows.start : rows.stop])
@@ -248,8 +249,8 @@ class CachedFeatures(lightning.LightningDataModule):
             same = bool(((found - features).norm(dim=1) <= _TOLERANCE * features.norm(dim=1) + 1e-6).all())
         if not same:
             raise DataError(
-                f"{path} does not hold the features of these images by this network: it was damaged, or written by "
-                "something else. Remove it, and it is computed again."
+                f"{path} does not hold this network's features of these images: it was damaged, or written by "
+                "something else. Remove it, and it will be computed again."
             )
 
 
@@ -263,19 +264,18 @@ def _digest(piece: dict[str, Tensor]) -> str:
 
 
 def _require_own(path: Path, is_kind: Callable[[int], bool], others: int) -> None:
-    """Refuse a path of another kind or owner, or one that lets the others do what the bits ``others`` stand for."""
+    """Refuse a path of another kind or owner, or one with any of the permission bits ``others``."""
     facts = path.lstat()
     if not is_kind(facts.st_mode) or facts.st_uid != os.geteuid():
         raise DataError(
-            f"{path} is a link, or belongs to another user: whoever can write features decides what is trained on. Set "
-            "data.init_args.cache to a folder of your own."
+            f"{path} is a link, or belongs to another user: anyone who can write features decides what is trained on. "
+            "Set data.init_args.cache to a folder of your own."
         )
     if facts.st_mode & others:
         raise DataError(
             f"{path} is open to other users (mode {stat.S_IMODE(facts.st_mode):o}). Features are as private as the "
-            f"images, and whoever can write them decides what is trained on: chmod "
-            f"{'700' if others == 0o077 else '600'}, "
-            "or set data.init_args.cache to another folder."
+            f"images, and anyone who can write them decides what is trained on. Change its mode to "
+            f"{'700' if others == 0o077 else '600'} with chmod, or set data.init_args.cache to another folder."
         )
 
 
@@ -291,6 +291,6 @@ def _read(path: Path, length: int) -> dict[str, Tensor]:
                 reason = f"it does not hold {length} finite numbers for each image"
             else:
                 return found
-        except Exception as error:  # the file may hold anything
+        except Exception as error:  # the file may contain anything
             reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-    raise DataError(f"{path} cannot be read ({reason}). Remove it: it is computed again.")
+    raise DataError(f"{path} cannot be read ({reason}). Remove it, and it will be computed again.")

@@ -1,4 +1,4 @@
-"""Labelled image files, read when they are needed: a million of them cost the memory of their names."""
+"""Labelled image files, read when they are needed: a million of them take only the memory of their names."""
 
 import hashlib
 import os
@@ -17,19 +17,20 @@ from tqdm import tqdm
 from dp_lightning.datamodules.dataset import Transform
 from dp_lightning.errors import DataError
 
-#: Pixels of an image, read from its header before any is decoded: 8192 x 8192. Up to 14 bytes are taken for each.
+#: Most pixels of an image, checked in its header before it is decoded: 8192 x 8192. Decoding takes up to 14 bytes for
+#: each.
 MOST_PIXELS = 2**26
-# Files are taken by their names' endings, and PIL goes by the content: of all kinds that it knows, some start programs.
+# Files are chosen by their extensions, but PIL goes by the content, and some of its formats start programs.
 _FORMATS = ("JPEG", "PNG", "PPM", "BMP", "TIFF", "WEBP", "GIF")
 _JPEG_START, _JPEG_END = [0xFF, 0xD8], [0xFF, 0xD9]
 _COMPRESSED = (".jpg", ".jpeg", ".png", ".webp")
 
 
 class FileNames(Dataset[str]):
-    """Paths in one block of memory, which worker processes share with the main one.
+    """Paths in one block of memory, which worker processes share with the main process.
 
-    A list of strings would be copied page by page, as reading an object counts its references. As a data set, it is
-    closed while a loss is computed, however few the paths are.
+    A list of strings would be copied page by page, since reading an object changes its reference count. Since this is a
+    data set, it cannot be read while a loss is computed, however few paths it holds.
     """
 
     def __init__(self, paths: Iterable[str]) -> None:
@@ -52,7 +53,7 @@ class FileSource:
     Args:
         paths: The N files.
         labels: int64 (N,).
-        size: Height and width in pixels, where the data set has one; images of another size are refused.
+        size: Height and width in pixels, if the data set has a fixed size; images of another size are refused.
     """
 
     def __init__(self, paths: Iterable[str] | FileNames, labels: Tensor, *, size: int | None = None) -> None:
@@ -66,19 +67,20 @@ class FileSource:
                 image = open_rgb(self.paths[index])
                 if self.size is not None and image.shape[1:] != (self.size, self.size):
                     raise DataError(
-                        f"{self.paths[index]} has {image.shape[2]} x {image.shape[1]} pixels, and images of this data "
-                        f"set {self.size} x {self.size}; replace the file"
+                        f"{self.paths[index]} has {image.shape[2]} x {image.shape[1]} pixels, but images of this data "
+                        f"set have {self.size} x {self.size}; replace the file"
                     )
             images.append(image if transform is None else transform(image))
             if images[-1].shape != images[0].shape:
                 raise DataError(
                     f"{self.paths[index]} has shape {tuple(images[-1].shape)} and {self.paths[indices[0]]} "
-                    f"{tuple(images[0].shape)} (channels, height, width); all images must have one size"
+                    f"{tuple(images[0].shape)} (channels, height, width); all images must have the same size"
                 )
         return torch.stack(images)
 
     def digest(self, indices: Tensor) -> bytes:
-        """Of the sizes of compressed files; of the content of others, whose size their pixels do not change."""
+        """A digest of the sizes of compressed files, and of the content of others, whose size does not depend on their
+        pixels."""
         found = hashlib.sha256()
         for path in map(self.paths.__getitem__, indices.tolist()):
             found.update(os.path.getsize(path).to_bytes(8, "little"))
@@ -89,7 +91,7 @@ class FileSource:
 
 
 def require_readable(paths: FileNames, num_workers: int, where: str) -> None:
-    """Decode every file, with the progress on standard error.
+    """Decode every file, with progress on standard error.
 
     Raises:
         DataError: Some cannot be read; the message names up to ten of them.
@@ -116,7 +118,7 @@ def open_rgb(path: str) -> Tensor:
     """Decode one image file: uint8 (3, H, W).
 
     Raises:
-        DataError: The file is missing, truncated, no image, or has more than ``MOST_PIXELS``; the message names it.
+        DataError: The file is missing, truncated, not an image, or has more than ``MOST_PIXELS``; the message names it.
     """
     try:
         with Image.open(path, formats=_FORMATS) as image:
@@ -125,24 +127,24 @@ def open_rgb(path: str) -> Tensor:
                 raise ValueError(f"its header says {width:,} x {height:,} pixels; at most {MOST_PIXELS:,} are read")
             if image.format in ("JPEG", "MPO") and os.path.getsize(path) <= 4 * MOST_PIXELS:
                 content = read_file(path)
-                # A JPEG without its end is left to PIL, which refuses it; libjpeg would fill it up in grey.
+                # A JPEG without its end is left to PIL, which refuses it; libjpeg would fill the rest with grey.
                 if content[:2].tolist() == _JPEG_START and content[-2:].tolist() == _JPEG_END:
-                    with suppress(RuntimeError):  # PIL tells what is wrong
+                    with suppress(RuntimeError):  # PIL says what is wrong
                         return decode_jpeg(content, mode=ImageReadMode.RGB)
             if image.mode not in ("I", "F"):
-                # PIL would cut 16 bits off at 255.
+                # PIL would clip 16-bit values at 255.
                 shown = _eight_bits(image) if image.mode.startswith("I;16") else image
                 shown = shown if shown.mode == "RGB" else shown.convert("RGB")
                 return torch.from_numpy(np.array(shown)).permute(2, 0, 1)
-    except Exception as error:  # each kind of file has its own, and a damaged file any
+    except Exception as error:  # each format raises its own, and a damaged file any
         raise DataError(
             f"{path} cannot be read as an image ({error}); replace the file or remove it. "
             "data.init_args.read_first: true finds all such files before a run begins"
         ) from error
-    raise DataError(f"{path} has 32 bits a pixel, so it is unknown which number is white; convert it to 8 or 16 bits")
+    raise DataError(f"{path} has 32 bits per pixel, so it is unknown which value is white; convert it to 8 or 16 bits")
 
 
 def _eight_bits(image: Image.Image) -> Image.Image:
-    """A grey image of 16 bits as one of 8: 0 to 65,535 becomes 0 to 255."""
+    """A 16-bit grey image as an 8-bit one: 0 to 65,535 becomes 0 to 255."""
     grey = np.asarray(image).astype(np.float32) / 257
     return Image.fromarray(grey.round().astype(np.uint8))

@@ -2,7 +2,7 @@
 
     root/train/<class>/*
     root/val/<class>/*      or root/test, or both
-    root/train/<class>/<person>/*, where each person has a folder
+    root/train/<class>/<person>/*, if each person has a folder
 
 Counts come from file names; an image is opened when a batch needs it.
 """
@@ -32,28 +32,28 @@ from dp_lightning.privacy.groups import checked_groups
 class ImageFolder(ImageDataModule):
     """A tree of class folders. Images of any size and kind become RGB squares of ``image_size`` pixels.
 
-    The shorter side is resized to ``image_size`` and the middle is cut out. ``root/val`` is the validation
-    set and ``root/test`` the test set; where there is only ``root/val``, it is the test set. Classes are the
-    names of the folders in ``root/train``, in alphabetical order; the other sets may lack some of them. Files
-    directly inside a class folder with an image's extension are its images, and a warning says what else is
-    there. Grey images of 16 bits are read from 0 to 65,535.
+    The shorter side is resized to ``image_size`` and the centre is cropped. ``root/val`` is the validation set and
+    ``root/test`` the test set; if there is only ``root/val``, it is the test set. Classes are the names of the folders
+    in ``root/train``, in alphabetical order; the other sets may lack some of them. Files with an image extension
+    directly inside a class folder are its images; a warning lists what else is there. The values of 16-bit grey images
+    range from 0 to 65,535.
 
     Args:
         root: Folder that holds ``train`` and ``val`` or ``test``.
         image_size: Height and width of an image as the network receives it, in pixels.
-        flip: Mirror training images at random; set it to false where a mirrored image is another thing.
-        read_first: Decode every file before anything else, and name all that cannot be read. Without it such
-            a file stops the run when it is drawn, and a run that has begun can resume only with the file
-            replaced: without the file its training set would be another one.
-        group_folders: Whether each class folder holds a folder per person, with the person's images. Folders of one
-            name are one person, in all classes and sets.
-        group_file: A CSV file with a header that says which person each image is of. It names an image by its path
+        flip: Mirror training images at random; set it to false if a mirrored image means something else.
+        read_first: Decode every file first, and name all that cannot be read. Without it, such a file stops the run
+            when it is drawn, and the run can resume only after the file is replaced: removing it would change the
+            training set.
+        group_folders: Whether each class folder holds a folder per person, with the person's images. Folders with the
+            same name are the same person, in all classes and sets.
+        group_file: A CSV file with a header that says which person each image belongs to. It names an image by its path
             from ``root``, by its name, or by its name without the extension.
-        group_column: The column of ``group_file`` with the ids of the persons.
-        file_column: The column of ``group_file`` with the images.
+        group_column: The column of ``group_file`` with the person ids.
+        file_column: The column of ``group_file`` with the image names.
 
     Raises:
-        ConfigurationError: The settings of persons contradict each other, or ``image_size`` is below 1.
+        ConfigurationError: The settings for persons contradict each other, or ``image_size`` is below 1.
     """
 
     in_channels = 3
@@ -78,11 +78,12 @@ class ImageFolder(ImageDataModule):
         if (group_file is None) != (group_column is None):
             raise ConfigurationError(
                 f"data.init_args.group_file is {group_file} and group_column is {group_column}; set both: the "
-                "table and its column with the ids of the persons."
+                "table and its column with the person ids."
             )
         if group_folders and group_file is not None:
             raise ConfigurationError(
-                "data.init_args.group_folders and group_file both say which images are of one person; set one of them."
+                "data.init_args.group_folders and group_file both say which images belong to the same person; set only "
+                "one of them."
             )
         self.group_folders = group_folders
         self.group_file, self.group_column, self.file_column = group_file, group_column, file_column
@@ -118,7 +119,7 @@ class ImageFolder(ImageDataModule):
 
     @cached_property
     def split_folders(self) -> dict[Split, Path]:
-        """The folder of each split that the data brings."""
+        """The folder of each split that the data has."""
         names: tuple[Split, ...] = ("train", "val", "test")
         found = {name: self.root / name for name in names if (self.root / name).is_dir()}
         if "train" not in found:
@@ -151,7 +152,7 @@ class ImageFolder(ImageDataModule):
 
     @cached_property
     def _groups(self) -> dict[Split, PersonIds]:
-        """The person of each image by split, where the data tells persons."""
+        """The person of each image by split, if the data identifies persons."""
         files = {split: [names[index] for index in range(len(names))] for split, (names, _) in self._files.items()}
         if self.group_folders:
             return {
@@ -176,15 +177,16 @@ class ImageFolder(ImageDataModule):
             unknown = sorted(set(names) - set(self.classes))
             if unknown:
                 raise DataError(
-                    f"{folder} has class folders that {self.split_folders['train']} has not: {', '.join(unknown)}. "
-                    "Classes are those of the training set; add images of them to it, or remove the folders."
+                    f"{folder} has class folders that {self.split_folders['train']} does not have: "
+                    f"{', '.join(unknown)}. The classes are those of the training set; add images of them to it, or "
+                    "remove the folders."
                 )
             listed_in = files_of_persons if self.group_folders else image_files
             by_class = [listed_in(folder / name, left_out) if name in names else [] for name in self.classes]
             empty = [folder / name for name, found in zip(self.classes, by_class, strict=True) if not found]
             if empty and (split == "train" or not any(by_class)):
                 where = empty[0] if split == "train" else folder
-                persons = "; for folders of persons inside, set data.init_args.group_folders: true"
+                persons = "; if it contains folders of persons, set data.init_args.group_folders: true"
                 raise DataError(
                     f"{where} holds no image files; remove the folder or fill it{persons if left_out['folder'] else ''}"
                 )
@@ -199,8 +201,8 @@ class ImageNet(ImageFolder):
     """ImageNet-1k (Russakovsky et al. 2015) in class folders; ``root/val`` is the test set.
 
     Training images are random crops of 8 to 100 % of the area, resized and mirrored at random; without
-    ``augment``, and in the test set, the shorter side is resized to 256 / 224 of ``image_size`` and the
-    middle is cut out.
+    ``augment``, and in the test set, the shorter side is resized to 256 / 224 of ``image_size`` and the centre is
+    cropped.
 
     Args:
         root: Folder that holds ``train`` and ``val``.
@@ -247,7 +249,7 @@ def class_names(folder: Path) -> list[str]:
     """Names of the class folders in ``folder``, in alphabetical order; hidden folders are left out.
 
     Raises:
-        DataError: There is none.
+        DataError: There are none.
     """
     with os.scandir(folder) as entries:
         names = sorted(entry.name for entry in entries if _is(entry.is_dir) and not entry.name.startswith("."))
@@ -257,7 +259,7 @@ def class_names(folder: Path) -> list[str]:
 
 
 def _is(kind: Callable[[], bool]) -> bool:
-    """Whether an entry of a folder is of a kind; a link to itself is of none."""
+    """Whether an entry of a folder is of a kind; a link to itself is of no kind."""
     try:
         return kind()
     except OSError:
@@ -267,7 +269,7 @@ def _is(kind: Callable[[], bool]) -> bool:
 def image_files(folder: Path, left_out: Counter[str]) -> list[str]:
     """The paths of the image files directly inside ``folder``, in alphabetical order; hidden files are left out.
 
-    What else is there is counted in ``left_out``, by extension.
+    Everything else is counted in ``left_out``, by extension.
     """
     names = []
     with os.scandir(folder) as entries:
@@ -287,11 +289,11 @@ def files_of_persons(folder: Path, left_out: Counter[str]) -> list[str]:
     """The paths of the image files in the folders of persons inside ``folder``; otherwise as ``image_files``.
 
     Raises:
-        DataError: An image is in no person's folder.
+        DataError: An image is not in a person's folder.
     """
     beside: Counter[str] = Counter()
     if lone := image_files(folder, beside):
-        raise DataError(f"{lone[0]} is in no person's folder; with group_folders each image needs one")
+        raise DataError(f"{lone[0]} is not in a person's folder; with group_folders each image must be in one")
     del beside["folder"]
     left_out.update(beside)
     with os.scandir(folder) as entries:
@@ -300,10 +302,10 @@ def files_of_persons(folder: Path, left_out: Counter[str]) -> list[str]:
 
 
 def warn_of_left_out(left_out: Mapping[str, int], root: str) -> None:
-    """Warn of the files that are not images by their names; ``left_out`` counts them by kind."""
+    """Warn about files whose names are not those of images; ``left_out`` counts them by kind."""
     if left_out:
         kinds = ", ".join(f"{count} x {kind}" for kind, count in sorted(left_out.items()))
         rank_zero_warn(
-            f"In {root} some entries are not taken as images: {kinds}. Images have names that end with "
+            f"Some entries in {root} are not read as images: {kinds}. The names of images end with "
             f"{', '.join(IMG_EXTENSIONS)}."
         )

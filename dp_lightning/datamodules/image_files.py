@@ -1,4 +1,4 @@
-"""Images of a folder that have no labels, for predictions."""
+"""Unlabelled images in a folder, for predictions."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -21,25 +21,25 @@ from dp_lightning.models.feature_network import FeatureNetwork
 
 
 class ImageFiles(lightning.LightningDataModule):
-    """Every image file in a folder and the folders inside it, in the order of their paths, for ``dpl predict``.
+    """Every image file in a folder and its subfolders, in the order of their paths, for ``dpl predict``.
 
-    The shorter side is resized and the middle is cut out, as it was for the test images of the run. What is None comes
-    from the checkpoint. Hidden files are left out.
+    The shorter side is resized and the centre is cropped, as for the test images of the run. Settings that are None
+    come from the checkpoint. Hidden files are left out.
 
     Args:
         root: The folder.
         image_size: Height and width of an image as the network receives it, in pixels.
-        resized_to: The shorter side before the middle is cut out; ``image_size`` where the checkpoint does not say.
+        resized_to: Length of the shorter side before the centre crop; ``image_size`` if the checkpoint does not say.
         num_classes: Number of classes of the network.
         in_channels: 3 for colour, 1 for grey.
-        mean: Of the normalisation that the network was trained with.
-        std: Likewise.
-        features: What a linear probe was trained on: the arguments of ``FeatureNetwork``, whose features then take the
-            place of the images.
-        feature_weights: Where the file with the weights of that network lies now; None is where it lay.
-        batch_size: Images at a time.
+        mean: Mean of each channel in the normalisation that the network was trained with.
+        std: Standard deviation of each channel, likewise.
+        features: For a linear probe, the arguments of the ``FeatureNetwork`` that it was trained on, whose features
+            then replace the images.
+        feature_weights: The file with the weights of that network; None is its path during training.
+        batch_size: Images per batch.
         num_workers: Processes that load images; 0 loads them in the main process.
-        read_first: Decode every file before anything else, and name all that cannot be read.
+        read_first: Decode every file first, and name all that cannot be read.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class ImageFiles(lightning.LightningDataModule):
             setting = "data.init_args.feature_weights"
             self._network = FeatureNetwork.again(features, weights=feature_weights, setting=setting)
         self.image_size, self.num_classes, self.channels = image_size, num_classes, in_channels
-        #: Of what the network receives.
+        #: Channels of the images, or length of the feature vectors, that the classifier receives.
         self.in_channels = in_channels if self._network is None else self._network.length
         self.resized_to = resized_to or image_size
         self.mean, self.std = mean, std
@@ -85,7 +85,7 @@ class ImageFiles(lightning.LightningDataModule):
 
     def setup(self, stage: str | None = None) -> None:
         if stage not in (None, "predict"):
-            raise ConfigurationError("data ImageFiles has no labels: it is for dpl predict alone.")
+            raise ConfigurationError("ImageFiles has no labels: it can be used only with dpl predict.")
         found = self.root.rglob("*") if self.root.is_dir() else []
         shown = (path for path in found if not any(part.startswith(".") for part in path.relative_to(self.root).parts))
         files = [path for path in shown if path.is_file()]
@@ -116,7 +116,7 @@ class ImageFiles(lightning.LightningDataModule):
         )
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        """Features in the place of the images, for a probe."""
+        """Replace the images by their features, for a probe."""
         return batch if self._network is None else self._network.to(batch.device)(batch)
 
 
@@ -126,6 +126,6 @@ def _images(examples: Sequence[tuple[Tensor, int]]) -> Tensor:
 
 
 def _grey(image: Tensor) -> Tensor:
-    """Luma of uint8 (3, H, W) by ITU-R 601, rounded, so that grey stays what it is: uint8 (1, H, W)."""
+    """Luma of uint8 (3, H, W) by ITU-R 601, rounded, so that grey stays unchanged: uint8 (1, H, W)."""
     red, green, blue = image.to(torch.int32)
     return ((299 * red + 587 * green + 114 * blue + 500) // 1000).to(torch.uint8).unsqueeze(0)

@@ -1,8 +1,8 @@
 """Images in one ``.npz`` file, in the layout of MedMNIST (Yang et al. 2023).
 
 The file holds ``train_images`` and ``train_labels``, and optionally the same for ``val`` and ``test``. ``train_groups``
-tells the persons of the images, where there are several images of a person; ``val_groups`` and ``test_groups`` too.
-Shapes are read from the headers of the arrays, so that a run is planned without reading an image.
+holds the person of each image, if a person has several images; likewise ``val_groups`` and ``test_groups``. Shapes are
+read from the headers of the arrays, so that a run is planned without reading an image.
 """
 
 import math
@@ -29,12 +29,12 @@ from dp_lightning.errors import DataError
 from dp_lightning.privacy.groups import checked_groups
 
 SPLITS: tuple[Split, ...] = ("train", "val", "test")
-# Bytes of an id, 4 for each character: an array has as many for each image as for the longest one.
+# Most bytes of an id, 4 for each character: an array stores every id with the length of the longest one.
 _LONGEST_ID = 1024
 
 
 class Header(NamedTuple):
-    """Shape and type of an array, read without the array."""
+    """Shape and type of an array, read without reading the array."""
 
     shape: tuple[int, ...]
     dtype: np.dtype
@@ -50,14 +50,14 @@ class NpzImages(ImageDataModule):
 
     ``*_images`` are uint8 (N, H, W) or (N, H, W, C) with at most 4 channels, ``*_labels`` are integers (N,)
     or (N, 1). Several labels per image are refused, and so are arrays that this machine's memory cannot hold twice.
-    ``*_groups``, integers or text (N,) or (N, 1), have the id of the person of each image.
+    ``*_groups``, integers or text (N,) or (N, 1), hold the person id of each image.
 
     Args:
         path: The ``.npz`` file.
-        num_classes: Number of classes, at most 100,000. Without it, it is one more than the largest training label,
-            which is then taken to be public, and which must be below the number of training images: the network gets
-            an output for each class.
-        flip: Mirror training images at random; set it to false where a mirrored image is another thing.
+        num_classes: Number of classes, at most 100,000. None is one more than the largest training label, which is then
+            treated as public, and must be below the number of training images: the network gets an output for each
+            class.
+        flip: Mirror training images at random; set it to false if a mirrored image means something else.
     """
 
     def __init__(self, path: str, *, num_classes: int | None = None, flip: bool = True, **kwargs: Any) -> None:
@@ -75,7 +75,7 @@ class NpzImages(ImageDataModule):
         labels = self._read("train_labels")
         if labels.size == 0 or labels.min() < 0:
             found = f"has label {labels.min()}" if labels.size else "is empty"
-            raise DataError(f"train_labels {found}; classes are numbered from 0: correct it in {self.path}")
+            raise DataError(f"train_labels {found}; classes are numbered from 0; correct it in {self.path}")
         count = int(labels.max()) + 1
         if count > min(self.num_available, MOST_CLASSES):
             raise DataError(
@@ -134,7 +134,7 @@ class NpzImages(ImageDataModule):
                 present = {name.removesuffix(".npy"): name for name in archive.namelist()}
                 wanted = [f"{split}_{kind}" for split in SPLITS for kind in ("images", "labels", "groups")]
                 headers = {key: _read_header(archive, present[key]) for key in wanted if key in present}
-        except Exception as error:  # numpy and zipfile have many for a damaged file
+        except Exception as error:  # numpy and zipfile raise many kinds for a damaged file
             raise self._damaged(error) from error
         self._check_memory(headers)
         for split in SPLITS:
@@ -189,10 +189,10 @@ class NpzImages(ImageDataModule):
             return
         groups, images = headers[key], headers.get(f"{split}_images")
         if images is None:
-            raise DataError(f"{self.path}: {key} has no {split}_images beside it")
+            raise DataError(f"{self.path}: {key} belongs to {split}_images, which are missing")
         if groups.dtype.kind not in "iuU":
             raise DataError(
-                f"{self.path}: {key} must be integers or text, not {groups.dtype}; ids that are missing too"
+                f"{self.path}: {key} must be integers or text, not {groups.dtype}, with an id for each image"
             )
         if groups.dtype.itemsize > _LONGEST_ID:
             raise DataError(f"{self.path}: {key} must have ids of at most {_LONGEST_ID // 4} characters")
@@ -210,12 +210,12 @@ class NpzImages(ImageDataModule):
             raise self._damaged(error) from error
 
     def _check_memory(self, headers: dict[str, Header]) -> None:
-        """The arrays are read in whole, and copied once."""
+        """Refuse a file that does not fit into memory: its arrays are read whole, and copied once."""
         needed = 2 * sum(header.num_bytes for header in headers.values())
         there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         if needed > there:
             raise DataError(
-                f"{self.path} takes {needed / 1e9:,.1f} GB of memory when it is read, and this machine has "
+                f"{self.path} needs {needed / 1e9:,.1f} GB of memory when it is read, but this machine has "
                 f"{there / 1e9:,.1f} GB; save the images as files and use ImageFolder"
             )
 
@@ -227,7 +227,7 @@ def _read_header(archive: zipfile.ZipFile, name: str) -> Header:
     """Shape and type of an array.
 
     Raises:
-        ValueError: They are not those of as many bytes as the file says that it holds.
+        ValueError: They do not match the size of the array's data in the archive.
     """
     with archive.open(name) as file:
         version = np.lib.format.read_magic(file)
@@ -236,5 +236,5 @@ def _read_header(archive: zipfile.ZipFile, name: str) -> Header:
         header, before = Header(shape, dtype), file.tell()
     held = archive.getinfo(name).file_size - before
     if not dtype.hasobject and (min(shape, default=0) < 0 or header.num_bytes != held):
-        raise ValueError(f"{name} says that it has shape {shape} of {dtype}, and has {held:,} bytes")
+        raise ValueError(f"{name} claims to have shape {shape} of {dtype}, but has {held:,} bytes")
     return header

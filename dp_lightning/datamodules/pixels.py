@@ -1,4 +1,4 @@
-"""From the bytes of an image to what a network gets."""
+"""Converts the bytes of images to what a network receives."""
 
 from collections.abc import Sequence
 
@@ -7,11 +7,11 @@ from torch import Tensor
 
 
 class PixelNormalization:
-    """(x / 255 - mean) / std for each channel, on whatever device the images are.
+    """(x / 255 - mean) / std for each channel, on the device of the images.
 
     Args:
-        mean: of each channel on the scale 0 to 1, or one for all; a public constant.
-        std: likewise, above 0.
+        mean: mean of each channel on the scale 0 to 1, or one for all; a public constant.
+        std: standard deviation, likewise; above 0.
     """
 
     def __init__(self, mean: Sequence[float], std: Sequence[float]) -> None:

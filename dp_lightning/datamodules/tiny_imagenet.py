@@ -1,6 +1,6 @@
 """Tiny ImageNet (Le and Yang 2015): 200 classes of 64x64 pixels, in the folder layout of its archive.
 
-wnids.txt                       one class a line
+wnids.txt                       one class per line
 train/<wnid>/images/*.JPEG
 val/images/*.JPEG
 val/val_annotations.txt         file name, tab, wnid, tab, a box
@@ -18,15 +18,14 @@ from dp_lightning.datamodules.folder import image_files
 from dp_lightning.errors import DataError
 from dp_lightning.foreign_text import read_text
 
-# Bytes of a list; that of the validation images has 262,000.
+# Most bytes of a list; that of the validation images has 262,000.
 _LARGEST_LIST = 2**24
 
 
 class TinyImageNet(ImageDataModule):
     """Tiny ImageNet: 100,000 training images; the 10,000 official validation images are the test set.
 
-    The official test images have no labels and are not used. Normalisation is with the published constants of
-    ImageNet.
+    The official test images have no labels and are not used. Normalisation uses the published constants of ImageNet.
 
     Args:
         root: The unpacked folder that holds ``wnids.txt``.
@@ -56,7 +55,7 @@ class TinyImageNet(ImageDataModule):
         """Label of each wnid, in the order of ``wnids.txt``."""
         wnids = self._lines(self.root / "wnids.txt")
         if not wnids:
-            raise DataError(f"{self.root / 'wnids.txt'} names no class")
+            raise DataError(f"{self.root / 'wnids.txt'} lists no classes")
         return {wnid: label for label, wnid in enumerate(wnids)}
 
     def check_files(self) -> None:

@@ -1,7 +1,7 @@
 """CIFAR-10, CIFAR-100 (Krizhevsky 2009) and SVHN (Netzer et al. 2011), read by torchvision and held in memory.
 
-Sizes and normalisation are the published constants of these data sets, so that a run can be planned before a
-file exists.
+Sizes and normalisation are the published constants of these data sets, so that a run can be planned before any file
+exists.
 """
 
 from abc import abstractmethod
@@ -21,7 +21,7 @@ class _TorchvisionImages(ImageDataModule):
 
     Args:
         root: Folder that holds the files in torchvision's layout (``cifar-10-batches-py``, ``cifar-100-python``,
-            ``train_32x32.mat``), or receives them.
+            ``train_32x32.mat``), or into which they are downloaded.
         download: Download missing files into ``root`` before the run.
     """
 
@@ -42,7 +42,7 @@ class _TorchvisionImages(ImageDataModule):
 
     @abstractmethod
     def open(self, split: Split, *, download: bool) -> ArraySource:
-        """Read one split with torchvision, which compares the files with their checksums."""
+        """Read one split with torchvision, which verifies the checksums of the files."""
 
     def _missing(self) -> list[Path]:
         return [path for name in self.file_names() if not (path := self.root / name).is_file()]
@@ -106,7 +106,7 @@ class CIFAR100(CIFAR10):
 class SVHN(_TorchvisionImages):
     """SVHN: 73,257 training and 26,032 test images of 32x32 pixels in 10 classes.
 
-    The extra images are not used. Augmentation crops only, since a mirrored digit is another shape.
+    The extra images are not used. Augmentation only crops, since a mirrored digit has another shape.
     """
 
     num_available = 73_257

@@ -1,8 +1,8 @@
 """What every image classifier shares: the loss, the metrics and their names, and a default optimizer.
 
-Nothing here knows of privacy: ``training_step`` returns the mean cross-entropy of a batch, and the privacy
-callback does the rest. The training loss is logged as ``unprotected/train_loss``, since a number computed
-from raw training examples lies outside the guarantee.
+Nothing here depends on privacy: ``training_step`` returns the mean cross-entropy of a batch, and the privacy callback
+does the rest. The training loss is logged as ``unprotected/train_loss``, since a number computed from raw training
+examples lies outside the guarantee.
 """
 
 from collections.abc import Mapping
@@ -25,12 +25,12 @@ class ImageClassifier(lightning.LightningModule):
     """Trains ``model`` by cross-entropy on batches of (images (N, C, H, W), labels (N,)).
 
     Logged: ``unprotected/train_loss`` at every step, and at the end of an evaluation ``val/loss`` and
-    ``val/accuracy``, or ``test/loss`` and ``test/accuracy``. The loaders of a validation may be one loader,
-    called ``val``, or a dict with the keys ``val`` and ``test``.
+    ``val/accuracy``, or ``test/loss`` and ``test/accuracy``. Validation may use one loader, called ``val``, or a dict
+    of loaders with the keys ``val`` and ``test``.
 
     Args:
-        model: Network from images to logits (N, num_classes). It exists before the run starts, so that it can
-            be checked.
+        model: Network from images to logits (N, num_classes). It is built before the run starts, so that it can be
+            checked.
         num_classes: Number of logits.
     """
 
@@ -43,7 +43,7 @@ class ImageClassifier(lightning.LightningModule):
         )
 
     def setup(self, stage: str) -> None:
-        # On a CPU convolutions and norms are faster with the channels last; on a GPU GroupNorm copies such images.
+        # On CPUs, convolutions and norms are faster with channels last; on GPUs, GroupNorm copies such images.
         if self.trainer.strategy.root_device.type == "cpu":
             self.model.to(memory_format=torch.channels_last)
 
@@ -70,12 +70,12 @@ class ImageClassifier(lightning.LightningModule):
         self._evaluate(batch, "test")
 
     def predict_step(self, batch: Batch | Tensor, batch_idx: int) -> Tensor:
-        """Class probabilities (N, num_classes); labels in the batch are not looked at."""
+        """Class probabilities (N, num_classes); labels in the batch are ignored."""
         images = batch if isinstance(batch, Tensor) else batch[0]
         return self(images).softmax(dim=-1)
 
     def configure_optimizers(self) -> Any:
-        """SGD of learning rate 0.3 and momentum 0.9; a configuration with ``optimizer`` replaces it."""
+        """SGD with learning rate 0.3 and momentum 0.9; ``optimizer`` in a configuration replaces it."""
         return torch.optim.SGD((p for p in self.parameters() if p.requires_grad), lr=0.3, momentum=0.9)
 
     def _evaluation_name(self, dataloader_idx: int) -> str:

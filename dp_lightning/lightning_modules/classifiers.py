@@ -17,8 +17,8 @@ class WideResNetModule(ImageClassifier):
         width: Factor on the channels 16, 32, 64 of the three groups.
         in_channels: Channels of the images, linked from the data.
         num_groups: Groups of every GroupNorm; it must divide 16 and 16 * ``width``.
-        weight_standardization: Standardise the weights of every convolution, as De et al. 2022 do.
-        relu_first: ReLU before GroupNorm instead of after it, as De et al. 2022 have it.
+        weight_standardization: Standardise the weights of every convolution, as in De et al. 2022.
+        relu_first: ReLU before GroupNorm instead of after it, as in De et al. 2022.
     """
 
     def __init__(
@@ -93,8 +93,8 @@ class LinearProbeModule(ImageClassifier):
     Args:
         num_classes: Number of classes, linked from the data.
         in_channels: Length D of a feature vector, linked from the data.
-        normalize: Give each feature vector mean 0 and variance 1 by itself, so that the length of an example's
-            gradient does not depend on the length of its features.
+        normalize: Normalise each feature vector to mean 0 and variance 1, so that the length of an example's gradient
+            does not depend on the length of its features.
     """
 
     def __init__(self, num_classes: int, *, in_channels: int, normalize: bool = True) -> None:

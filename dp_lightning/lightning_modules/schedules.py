@@ -12,22 +12,22 @@ from dp_lightning.errors import ConfigurationError
 class WarmupCosine(LRScheduler):
     """Linear warm-up, then cosine decay to zero (Loshchilov and Hutter 2017).
 
-    With T steps and a warm-up of w = ceil(warmup_fraction * T) steps the factor at step t is (t + 1) / w
-    below w, and (1 + cos(pi * (t - w) / (T - w))) / 2 from there.
+    With T steps and a warm-up of w = ceil(warmup_fraction * T) steps the factor at step t is (t + 1) / w for t < w, and
+    (1 + cos(pi * (t - w) / (T - w))) / 2 after that.
 
     Args:
-        warmup_fraction: part of the run spent on the warm-up, in [0, 1).
-        num_steps: T, logical steps; None takes it from the privacy plan (``dpl`` does so).
+        warmup_fraction: fraction of the run spent on the warm-up, in [0, 1).
+        num_steps: T, logical steps; None takes it from the privacy plan, as ``dpl`` does.
     """
 
     def __init__(self, optimizer: Optimizer, warmup_fraction: float = 0.05, num_steps: int | None = None) -> None:
         if not 0 <= warmup_fraction < 1:
-            raise ConfigurationError(f"lr_scheduler.warmup_fraction is {warmup_fraction}; choose from 0 to below 1.")
+            raise ConfigurationError(f"lr_scheduler.warmup_fraction is {warmup_fraction}; it must be in [0, 1).")
         self.warmup_fraction, self.num_steps = warmup_fraction, num_steps
         super().__init__(optimizer)
 
     def set_num_steps(self, num_steps: int) -> None:
-        """Fix T before the first step, where it was not given."""
+        """Set T before the first step, if it was not given."""
         if self.num_steps is None:
             self.num_steps = num_steps
             for group, lr in zip(self.optimizer.param_groups, self.get_lr(), strict=True):

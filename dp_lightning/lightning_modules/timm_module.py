@@ -19,27 +19,28 @@ from dp_lightning.models.trained import train_biases, train_head, train_low_rank
 class TimmModule(ImageClassifier):
     """Any network of timm's registry.
 
-    With pretrained weights the images are resized and normalised as the network was trained; the weights must come from
-    public data.
+    With pretrained weights the images are resized and normalised as in the network's training; the weights must come
+    from public data.
 
     Args:
         name: Name in timm's registry, such as ``vit_small_patch16_224.augreg_in21k`` or ``resnet50_gn``.
         num_classes: Number of classes, linked from the data.
         pretrained: Start from timm's weights, downloaded when absent.
-        weights: Start from the weights in this file (.safetensors, .pth or .bin in timm's names), without network.
+        weights: Start from the weights in this file (.safetensors, .pth or .bin with timm's names); nothing is
+            downloaded.
         trained: Which parameters are trained: ``all``; ``head``, the last layer; ``bias``, biases and the last layer
             (BiTFiT); ``lora``, low-rank additions and the last layer; or a list of patterns of parameter names, such as
             ``[blocks.11.*]``, and the last layer.
         lora_rank: r of ``trained: lora``.
-        lora_layers: Patterns of names of the layers that get low-rank additions; None is every linear layer and every
-            convolution that is not depthwise.
-        batch_norm: ``refuse`` leaves BatchNorm layers, and private training refuses them; ``group_norm`` replaces them;
-            ``frozen`` keeps them in evaluation mode with their pretrained statistics.
-        input_size: Height and width that images are resized to; None is the network's own with pretrained weights, and
-            the images' otherwise.
+        lora_layers: Patterns of names of the layers that get low-rank additions; None means every linear layer and
+            every convolution that is not depthwise.
+        batch_norm: ``refuse`` keeps BatchNorm layers, which private training then refuses; ``group_norm`` replaces
+            them; ``frozen`` keeps them in evaluation mode with their pretrained statistics.
+        input_size: Height and width that images are resized to; None means the network's own size with pretrained
+            weights, and the size of the images otherwise.
         in_channels: Channels of the images, linked from the data.
-        mean: Of the data's normalisation, linked from the data.
-        std: Likewise.
+        mean: Mean of each channel in the data's normalisation, linked from the data.
+        std: Standard deviation of each channel, likewise.
         model_kwargs: Further arguments of the network, such as ``{img_size: 32}`` for a vision transformer.
 
     Raises:
@@ -71,15 +72,15 @@ class TimmModule(ImageClassifier):
             )
         if trained != "all" and not has_weights:
             rank_zero_warn(
-                f"trained: {trained} freezes the rest of {name}, which has no pretrained weights: it stays at random "
-                "numbers. Set pretrained: true or weights, or trained: all."
+                f"trained: {trained} freezes the rest of {name}, which has no pretrained weights: it keeps its random "
+                "weights. Set pretrained: true or weights, or trained: all."
             )
         kwargs = model_kwargs or {}
         model = timm_model(name, num_classes, pretrained=pretrained, weights=weights, in_channels=in_channels, **kwargs)
         if batch_norm == "group_norm":
             _say_what_was_replaced(name, batch_norm_to_group_norm(model))
         super().__init__(model, num_classes)
-        #: The private steps behind a file that `dpl export` has written count in a private run.
+        #: If `dpl export` has written this file, its private steps count in a private run.
         self.weights_file = weights
         self._choose_trained(trained, lora_rank=lora_rank, lora_layers=lora_layers)
         self._frozen_norms = batch_norm == "frozen"
@@ -105,7 +106,7 @@ class TimmModule(ImageClassifier):
 
     @property
     def head(self) -> nn.Module:
-        """The last layer; of a distilled network both of them."""
+        """The last layer; for a distilled network, both of them."""
         found = self.model.get_classifier()  # type: ignore[operator]
         return nn.ModuleList(found) if isinstance(found, tuple) else cast(nn.Module, found)
 
@@ -114,7 +115,7 @@ class TimmModule(ImageClassifier):
             matching = (p for name, p in self.model.named_parameters() if fnmatchcase(name, pattern))
             if not any(parameter.requires_grad for parameter in matching):
                 raise ConfigurationError(
-                    f"trained: {pattern!r} matches BatchNorm layers alone, which batch_norm: frozen does not train. "
+                    f"trained: {pattern!r} matches only BatchNorm layers, which batch_norm: frozen does not train. "
                     "Remove the pattern, or set batch_norm: group_norm."
                 )
 

@@ -1,7 +1,7 @@
-"""What to do with the BatchNorm layers of a network, which private training refuses as they are.
+"""Replaces or freezes the BatchNorm layers of a network, which private training otherwise refuses.
 
-BatchNorm normalises by statistics of the batch, so examples enter each other's gradients. Either the layer becomes a
-GroupNorm (Wu and He 2018), or it stays in evaluation mode with the statistics that its weights came with.
+BatchNorm normalises by statistics of the batch, so examples affect each other's gradients. Either the layer becomes a
+GroupNorm (Wu and He 2018), or it stays in evaluation mode with the statistics of its pretrained weights.
 """
 
 from typing import Any, cast
@@ -15,8 +15,8 @@ from dp_lightning.torch_internals import BatchNorm
 def batch_norm_to_group_norm(model: nn.Module, *, num_groups: int = 32) -> list[str]:
     """Replace every BatchNorm layer by a GroupNorm with its scale and shift, in place.
 
-    The number of groups of a layer is the largest divisor of its channels up to ``num_groups``. Running statistics have
-    no place in a GroupNorm and are dropped, so the network computes something else: weights that were trained with
+    The number of groups of a layer is the largest divisor of its channels up to ``num_groups``. A GroupNorm has no
+    running statistics, so they are dropped and the network computes a different function: weights trained with
     BatchNorm are only a starting point.
 
     Returns:
@@ -38,10 +38,9 @@ def batch_norm_to_group_norm(model: nn.Module, *, num_groups: int = 32) -> list[
 
 
 def freeze_batch_norm(model: nn.Module) -> list[str]:
-    """Put every BatchNorm layer in evaluation mode, its scale and shift frozen.
+    """Put every BatchNorm layer in evaluation mode and freeze its scale and shift.
 
-    It is then the same fixed scale and shift for every example. ``model.train()`` takes it out of evaluation mode
-    again.
+    It then applies the same fixed scale and shift to every example. ``model.train()`` puts it back into training mode.
 
     Returns:
         The names of the layers.
@@ -53,7 +52,7 @@ def freeze_batch_norm(model: nn.Module) -> list[str]:
     for name, module in model.named_modules():
         if isinstance(module, BatchNorm):
             if module.running_mean is None:
-                raise ModelError(f"'{name}' ({type(module).__name__}) has no running statistics to be frozen with.")
+                raise ModelError(f"'{name}' ({type(module).__name__}) has no running statistics and cannot be frozen.")
             module.eval().requires_grad_(False)
             names.append(name)
     return names
@@ -70,7 +69,7 @@ def _group_norm_like(norm: BatchNorm, num_groups: int, path: str) -> nn.GroupNor
         replacement = GroupNormAct(norm.num_features, num_groups, eps=norm.eps, affine=norm.affine)
         replacement.act, replacement.drop = norm.act, norm.drop
     else:
-        raise ModelError(f"'{path}' ({type(norm).__name__}) is a kind of BatchNorm that has no GroupNorm of its own.")
+        raise ModelError(f"'{path}' ({type(norm).__name__}) is a kind of BatchNorm without a matching GroupNorm.")
     if norm.affine:
         replacement.weight, replacement.bias = norm.weight, norm.bias
     return cast(nn.GroupNorm, replacement)

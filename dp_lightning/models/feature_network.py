@@ -1,4 +1,4 @@
-"""A frozen network as a source of features: what a linear probe stands on."""
+"""A frozen network that computes the features for a linear probe."""
 
 import hashlib
 from collections.abc import Mapping, Sequence
@@ -14,20 +14,21 @@ from dp_lightning.models.pretrained_input import PretrainedInput
 
 
 class FeatureNetwork(nn.Module):
-    """Pooled features of a pretrained timm network: images (N, C, H, W) as the data gives them to float32 (N, D).
+    """Pooled features of a pretrained timm network: images (N, C, H, W) of the data module to float32 (N, D).
 
     It stays in evaluation mode, and nothing in it is trained.
 
     Args:
         weights: File with its weights; None downloads timm's.
-        digest: SHA-256 of that file, where it has to be a certain one.
-        input_size: Height and width that images are resized to; None is the network's own, or its ``img_size``.
+        digest: SHA-256 that this file must have; None accepts any file.
+        input_size: Height and width that images are resized to; None uses ``img_size`` of ``backbone_kwargs`` if it is
+            set, or else the network's own size.
 
     Attributes:
-        settings: the arguments, from which the same network can be made again; plain types.
+        settings: the arguments as plain types, from which the same network can be built again.
 
     Raises:
-        ConfigurationError: the network cannot be built, or the file is another one.
+        ConfigurationError: the network cannot be built, or the file has another digest.
     """
 
     def __init__(
@@ -49,7 +50,7 @@ class FeatureNetwork(nn.Module):
         found = None if weights is None else hashlib.sha256(Path(weights).read_bytes()).hexdigest()
         if digest is not None and digest != found:
             raise ConfigurationError(
-                f"weights {weights} are not those that the features of this run came from. Put that file back."
+                f"weights {weights} are not those that computed the features of this run. Restore the original file."
             )
         self.prepare = PretrainedInput.of(
             self.network,
@@ -71,23 +72,23 @@ class FeatureNetwork(nn.Module):
 
     @classmethod
     def again(cls, settings: Mapping[str, Any], *, weights: str | None, setting: str) -> "FeatureNetwork":
-        """The network of these `settings` once more, with its file of weights where it lay, or where it lies now.
+        """Build the network of these `settings` again, with its weights from the original path or from ``weights``.
 
         Raises:
-            ConfigurationError: the file is missing, or another one.
+            ConfigurationError: the file is missing, or is a different one.
         """
         path = weights or settings["weights"]
         if path is not None and not Path(path).is_file():
             raise ConfigurationError(
-                f"The features of this run came from the network in {path}, which is not a file here. Name its place "
-                f"by {setting}."
+                f"The features of this run were computed by the network in {path}, which is not a file here. Set "
+                f"{setting} to its path."
             )
         return cls(**{**settings, "weights": path})
 
     @property
     def length(self) -> int:
         """D, the length of a feature vector."""
-        # Some networks have layers behind their features that stay when the classifier is taken off.
+        # Some networks have layers after their features that stay when the classifier is removed.
         return int(getattr(self.network, "head_hidden_size", None) or self.network.num_features)
 
     def train(self, mode: bool = True) -> "FeatureNetwork":

@@ -1,4 +1,4 @@
-"""Any network of timm's registry, with an error that helps when the name or an argument is wrong.
+"""Any network of timm's registry, with a helpful error if the name or an argument is wrong.
 
 Many of timm's networks contain BatchNorm, which private training refuses; those with ``gn`` in their name,
 NFNets and vision transformers do not.
@@ -21,7 +21,7 @@ _LOADS: ContextVar[bool] = ContextVar("loads", default=True)
 
 @contextmanager
 def without_weights() -> Iterator[None]:
-    """Networks made inside are drawn at random: their weights come from a checkpoint afterwards."""
+    """Networks built inside are initialised at random: their weights are loaded from a checkpoint afterwards."""
     token = _LOADS.set(False)
     try:
         yield
@@ -45,8 +45,8 @@ def timm_model(
         num_classes: Number of logits; the head is replaced.
         pretrained: Load timm's weights; they are downloaded when absent. The weights must come from public
             data.
-        weights: File with the weights of this network in timm's names (.safetensors, .pth or .bin), loaded instead
-            of a download.
+        weights: File with the weights of this network under timm's names (.safetensors, .pth or .bin), loaded instead
+            of downloading them.
         in_channels: Channels of the images.
         **kwargs: Passed to the network, such as ``img_size=32`` for a vision transformer.
 
@@ -54,7 +54,7 @@ def timm_model(
         ConfigurationError: The name is unknown, the network refuses an argument, or its weights cannot be
             loaded.
 
-    The head of another number of classes is drawn at random.
+    A head for another number of classes is initialised at random.
     """
     import timm  # slow to import, and only needed here
 
@@ -79,35 +79,35 @@ def timm_model(
 
 
 def _difference(network: nn.Module, saved: dict[str, Any]) -> str:
-    """What a state dict has otherwise than a network, in one sentence."""
+    """How a state dict differs from that of a network, in one sentence."""
     own = {name: tuple(tensor.shape) for name, tensor in network.state_dict().items()}
     given = {name: tuple(getattr(value, "shape", ())) for name, value in saved.items()}
     missing, foreign = sorted(own.keys() - given.keys()), sorted(given.keys() - own.keys())
     if missing and foreign:
         prefix = next((name.removesuffix(missing[0]) for name in foreign if name.endswith("." + missing[0])), None)
-        hint = f". Take the prefix '{prefix}' off the names" if prefix else ""
+        hint = f". Remove the prefix '{prefix}' from the names" if prefix else ""
         return (
-            f"{len(missing)} of its {len(own)} tensors are missing, such as {missing[0]}, and {len(foreign)} are not "
-            f"its own, such as {foreign[0]}{hint}"
+            f"{len(missing)} of its {len(own)} tensors are missing, such as {missing[0]}, and {len(foreign)} do "
+            f"not belong to it, such as {foreign[0]}{hint}"
         )
     if missing:
         return f"{len(missing)} of its {len(own)} tensors are missing, such as {missing[0]}"
     other = next((name for name in own if name in given and own[name] != given[name]), None)
     if other is not None:
-        return f"{other} has shape {given[other]} and not {own[other]}"
-    return f"{len(foreign)} tensors are not its own, such as {foreign[0]}" if foreign else "timm does not take them"
+        return f"{other} has shape {given[other]}, not {own[other]}"
+    return f"{len(foreign)} tensors do not belong to it, such as {foreign[0]}" if foreign else "timm refuses them"
 
 
 def _with_weights(name: str, num_classes: int, path: str, **kwargs: Any) -> nn.Module:
-    """The network with all weights of the file, and a new head where that of the file has other classes.
+    """The network with all weights of the file, and a new head if the number of classes differs.
 
-    timm is strict only where the head is the file's; for another number of classes it passes over what does not match.
+    timm is strict only if the head is the file's; for another number of classes it ignores what does not match.
     """
     import timm
 
     try:
         saved = timm.models.load_state_dict(path)
-    except Exception as error:  # each format has its own, and a damaged file any
+    except Exception as error:  # each format raises its own, and a damaged file any
         reason = " ".join([type(error).__name__, *str(error).splitlines()[:1]])
         raise ConfigurationError(
             f"weights {path} cannot be read as weights ({reason}). Save them with torch.save(network.state_dict(), "

@@ -1,4 +1,4 @@
-"""Images as a pretrained network expects them: its size, and its mean and standard deviation."""
+"""Converts images to what a pretrained network expects: its size, and its mean and standard deviation."""
 
 from collections.abc import Sequence
 
@@ -8,15 +8,15 @@ from torch import Tensor, nn
 
 
 class PretrainedInput(nn.Module):
-    """From images as the data gives them to images as the network was trained on; nothing in it is trained.
+    """Converts images of the data module to the images that the network was trained on; nothing in it is trained.
 
     An image x that was normalised with the data's mean m and deviation s becomes (resize(x) s + m - m') / s' with the
-    network's m' and s'. Each image is taken by itself.
+    network's m' and s'. Each image is converted separately.
 
     Args:
         size: height and width for the network; images of another size are resized (bicubic).
-        data_mean, data_std: of the data's normalisation, a number per channel or one for all.
-        mean, std: of the network's.
+        data_mean, data_std: mean and standard deviation of the data's normalisation, one per channel or one for all.
+        mean, std: those of the network's normalisation.
     """
 
     scale: Tensor
@@ -36,7 +36,7 @@ class PretrainedInput(nn.Module):
         before_mean, before_std, after_mean, after_std = (
             torch.tensor(values, dtype=torch.float32).view(-1, 1, 1) for values in (data_mean, data_std, mean, std)
         )
-        # Constants of the configuration, not of the weights.
+        # Constants of the configuration, not part of the weights.
         self.register_buffer("scale", before_std / after_std, persistent=False)
         self.register_buffer("shift", (before_mean - after_mean) / after_std, persistent=False)
 
@@ -50,7 +50,7 @@ class PretrainedInput(nn.Module):
         data_std: Sequence[float],
         size: int | None = None,
     ) -> "PretrainedInput":
-        """What timm's data configuration of ``model`` asks for; ``size`` replaces its height and width."""
+        """Build it from timm's data configuration of ``model``; ``size`` replaces its height and width."""
         from timm.data import resolve_model_data_config  # timm is slow to import
 
         own = resolve_model_data_config(model)

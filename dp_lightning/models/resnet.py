@@ -1,6 +1,6 @@
 """ResNet-18 and ResNet-50 (He et al. 2016) with GroupNorm (Wu and He 2018), built on torchvision's networks.
 
-GroupNorm's scale and shift are as many as BatchNorm's, so the parameter counts are torchvision's: 11,689,512 and
+GroupNorm has as many scales and shifts as BatchNorm, so the parameter counts are torchvision's: 11,689,512 and
 25,557,032 with the ImageNet stem and 1000 classes.
 """
 
@@ -13,7 +13,7 @@ from torchvision.models import resnet
 from dp_lightning.errors import ModelError
 
 BASE_CHANNELS = 64
-# The block, and how many of them each of the four stages has.
+# The kind of block, and the number of blocks in each of the four stages.
 _STAGES: dict[int, tuple[type[resnet.BasicBlock | resnet.Bottleneck], list[int]]] = {
     18: (resnet.BasicBlock, [2, 2, 2, 2]),
     50: (resnet.Bottleneck, [3, 4, 6, 3]),

@@ -2,9 +2,9 @@
 
     conv 3x3 - GroupNorm - ReLU - conv 3x3 - ReLU - average pool 2x2 - GroupNorm per channel - linear
 
-The last norm takes each channel's mean out of the features. Features after a ReLU share a large mean, which
-would use up the clipping norm of the linear layer's gradient without telling classes apart. The norms have no
-scale and shift: each parameter adds noise to a private gradient.
+The last norm removes each channel's mean from the features. Features after a ReLU share a large mean, which would use
+up the clipping norm of the linear layer's gradient without telling classes apart. The norms have no scale and shift:
+each parameter adds noise to a private gradient.
 """
 
 from torch import Tensor, nn
@@ -38,8 +38,8 @@ class SmallCNN(nn.Module):
         weights = 9 * channels * (in_channels + channels) + channels * (image_size // 2) ** 2 * num_classes
         if weights > MOST_WEIGHTS:
             raise ModelError(
-                f"{channels=}, {image_size=} and {num_classes=} make {weights:,} weights, and this small network has "
-                f"at most {MOST_WEIGHTS:,}. Lower them, or take another model."
+                f"{channels=}, {image_size=} and {num_classes=} make {weights:,} weights, but this small network may "
+                f"have at most {MOST_WEIGHTS:,}. Lower them, or use another model."
             )
         self.features = nn.Sequential(
             nn.Conv2d(in_channels, channels, 3, padding=1),

@@ -10,13 +10,13 @@ from dp_lightning.errors import ConfigurationError
 
 
 def train_head(model: nn.Module, head: nn.Module) -> None:
-    """Only the last layer."""
+    """Train only the last layer."""
     model.requires_grad_(False)
     head.requires_grad_(True)
 
 
 def train_biases(model: nn.Module, head: nn.Module) -> None:
-    """Only biases, and the last layer (BiTFiT, Ben Zaken et al. 2022; Bu et al. 2022)."""
+    """Train only the biases and the last layer (BiTFiT, Ben Zaken et al. 2022; Bu et al. 2022)."""
     train_head(model, head)
     for name, parameter in model.named_parameters():
         if name.rpartition(".")[2] == "bias":
@@ -24,7 +24,7 @@ def train_biases(model: nn.Module, head: nn.Module) -> None:
 
 
 def train_matching(model: nn.Module, head: nn.Module, patterns: Sequence[str]) -> None:
-    """Only parameters whose name matches one of the patterns, such as ``blocks.11.*``, and the last layer.
+    """Train only the last layer and parameters whose name matches one of the patterns, such as ``blocks.11.*``.
 
     Raises:
         ConfigurationError: naming a pattern that matches nothing.
@@ -40,10 +40,10 @@ def train_matching(model: nn.Module, head: nn.Module, patterns: Sequence[str]) -
 
 
 def train_low_rank(model: nn.Module, head: nn.Module, *, rank: int, layers: Sequence[str] = ("*",)) -> None:
-    """Only low-rank additions to linear layers and convolutions, and the last layer (LoRA, Hu et al. 2022).
+    """Train only low-rank additions to linear layers and convolutions, and the last layer (LoRA, Hu et al. 2022).
 
-    A weight W becomes W + B A, with A of ``rank`` rows drawn at random and B zero, so that the network starts as it
-    was. peft changes the model in place.
+    A weight W becomes W + B A, with A of ``rank`` rows drawn at random and B zero, so that the network's outputs do not
+    change at first. peft changes the model in place.
 
     Args:
         layers: patterns of layer names, with the wildcards * and ?; depthwise convolutions are left out.
@@ -83,9 +83,9 @@ def train_low_rank(model: nn.Module, head: nn.Module, *, rank: int, layers: Sequ
 
 
 def merge_low_rank(model: nn.Module) -> None:
-    """Low-rank additions become part of the weights beside them; nothing happens where there are none."""
+    """Merge low-rank additions into the weights that they are added to, if there are any."""
     for name, module in list(model.named_modules()):
-        # As peft's layers are, which need not be installed where there are none.
+        # Recognises peft's layers without importing peft, which need not be installed.
         if hasattr(module, "get_base_layer") and hasattr(module, "merge"):
             module.merge()  # type: ignore[operator]
             model.set_submodule(name, module.get_base_layer())  # type: ignore[operator]

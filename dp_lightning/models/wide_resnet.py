@@ -5,13 +5,13 @@ WRN-d-k has three groups of (d - 4) / 6 pre-activation blocks with 16k, 32k and 
     y = conv2(relu(norm2(conv1(relu(norm1(x)))))) + shortcut
 
 where the shortcut is the identity, or a 1x1 convolution of ``relu(norm1(x))`` when the shape changes.
-GroupNorm (Wu and He 2018) normalises each example by itself, so that no example enters another one's
-gradient; 16 groups are the choice of De et al. 2022.
+GroupNorm (Wu and He 2018) normalises each example separately, so that no example affects another one's gradient; 16
+groups are the choice of De et al. 2022.
 
-De et al. change two things more: the ReLU comes before the norm, and the weights of each convolution are
-standardised (Qiao et al. 2019; Brock et al. 2021): with one row w of the weight per output, the convolution is
-taken with gain * (w - mean(w)) / sqrt(n var(w)), n the length of a row. The first weights have variance 1/n then, as
-theirs: the length of w does not change the network, but a step of a given size turns a shorter w further.
+De et al. make two more changes: the ReLU comes before the norm, and the weights of each convolution are standardised
+(Qiao et al. 2019; Brock et al. 2021): each row w of the weight becomes gain * (w - mean(w)) / sqrt(n var(w)), where n
+is its length and the gain is one number per output. The initial weights then have variance 1/n, as in their code: the
+norm of w does not change the network, but a step of a given size turns a shorter w further.
 """
 
 from collections.abc import Callable
@@ -42,7 +42,7 @@ class PreActivationBlock(nn.Module):
 
     Args:
         relu_first: Whether the ReLU comes before the norm.
-        convolution: Makes a convolution of (in, out, kernel size, stride, padding).
+        convolution: Builds a convolution from (in, out, kernel size, stride, padding).
     """
 
     def __init__(
@@ -82,7 +82,7 @@ def plain_convolution(in_channels: int, out_channels: int, size: int, *, stride:
 
 
 def standardized_convolution(in_channels: int, out_channels: int, size: int, *, stride: int, padding: int) -> nn.Conv2d:
-    """A convolution with standardised weights, a gain of 1 per output and a bias, as De et al. 2022 have it."""
+    """A convolution with standardised weights, a gain of 1 per output and a bias, as in De et al. 2022."""
     from timm.layers.std_conv import ScaledStdConv2d  # timm is slow to import
 
     return ScaledStdConv2d(in_channels, out_channels, size, stride=stride, padding=padding)
@@ -95,7 +95,7 @@ class WideResNet(nn.Module):
         depth: Number of convolutional layers as the paper counts them: 10, 16, 22, 28, 40, ...
         width: Factor k on the channels 16, 32, 64 of the three groups.
         num_groups: Groups of every GroupNorm; it must divide 16 and 16 * ``width``.
-        weight_standardization: Standardise the weights of every convolution, which has a gain and a bias then.
+        weight_standardization: Standardise the weights of every convolution, which then has a gain and a bias.
         relu_first: ReLU before GroupNorm instead of after it.
 
     Raises:
@@ -123,7 +123,7 @@ class WideResNet(nn.Module):
         blocks_per_group = (depth - 4) // 6
         weights = 2 * 9 * (16**2 + 32**2 + 64**2) * width**2 * blocks_per_group
         if weights > MOST_WEIGHTS:
-            raise ModelError(f"{depth=} and {width=} make some {weights:,} weights; at most {MOST_WEIGHTS:,} are built")
+            raise ModelError(f"{depth=} and {width=} make about {weights:,} weights; the limit is {MOST_WEIGHTS:,}")
         convolution = standardized_convolution if weight_standardization else plain_convolution
         self.relu_first = relu_first
         self.stem = convolution(in_channels, STEM_CHANNELS, 3, stride=1, padding=1)
@@ -152,7 +152,7 @@ class WideResNet(nn.Module):
             elif isinstance(module, nn.Conv2d):
                 nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
         if weight_standardization:
-            # Cut off at two deviations, which takes 12 % of the deviation away.
+            # Truncated at two standard deviations, which reduces the standard deviation by 12 %.
             std = channels**-0.5 / 0.8796
             nn.init.trunc_normal_(self.classifier.weight, std=std, a=-2 * std, b=2 * std)
         nn.init.zeros_(self.classifier.bias)

@@ -1,7 +1,6 @@
-"""Checkpoints that are whole or absent, and that are read without running code.
+"""Checkpoints that are either complete or absent, and that are read without running code.
 
-Whoever finds a file with a checkpoint's name finds all of it. When it is read, the checksums of its parts are compared
-first.
+A file with a checkpoint's name is always complete. When it is read, the checksums of its parts are verified first.
 """
 
 from collections.abc import Callable
@@ -16,7 +15,7 @@ from dp_lightning.atomic_files import replacing, require_regular
 from dp_lightning.checksums import damage, newest_intact
 from dp_lightning.errors import DataError
 
-# What torch does not take for data by itself: paths and numbers of NumPy.
+# What torch does not accept as data by default: paths and NumPy numbers.
 _DATA: list[Any] = [PosixPath, PurePosixPath, WindowsPath, PureWindowsPath, np.float64(0).__reduce__()[0], np.dtype]
 _DATA += [type(np.dtype(code)) for code in np.typecodes["AllInteger"] + np.typecodes["AllFloat"] + "?"]
 
@@ -25,7 +24,7 @@ class PrivateCheckpointIO(TorchCheckpointIO):
     """Writes and reads checkpoints on a local file system.
 
     Args:
-        before_save: called with a checkpoint and the folder in which it is about to appear.
+        before_save: called with a checkpoint and the folder in which it is about to be written.
         problem_of: called with a loaded checkpoint; returns what makes it unusable, or None.
     """
 
@@ -38,7 +37,7 @@ class PrivateCheckpointIO(TorchCheckpointIO):
         self._before_save, self._problem_of = before_save, problem_of
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
-        """Write all of it, or leave what was there.
+        """Write the whole checkpoint, or leave the file that was there.
 
         Raises:
             DataError: when it cannot be written.
@@ -59,7 +58,7 @@ class PrivateCheckpointIO(TorchCheckpointIO):
     def load_checkpoint(
         self, path: Any, map_location: Any | None = lambda storage, _: storage, weights_only: bool | None = True
     ) -> dict[str, Any]:
-        """Read a whole checkpoint; never by running code that it holds.
+        """Read a whole checkpoint, without running code that it contains.
 
         Raises:
             DataError: when it is missing, damaged, foreign or not usable; the message names the newest intact one
@@ -87,10 +86,11 @@ class PrivateCheckpointIO(TorchCheckpointIO):
             return False
 
     def peek(self, path: Path) -> dict[str, Any]:
-        """The plain values of a checkpoint, without reading its tensors or their checksums; by no code that it holds.
+        """The plain values of a checkpoint, without reading its tensors or their checksums, or running code that it
+        contains.
 
         Raises:
-            DataError: when it is missing, cut short or foreign.
+            DataError: when it is missing, truncated or foreign.
         """
         return _loaded(_local(path), mmap=True)
 
@@ -100,7 +100,7 @@ def _loaded(source: Path, **how: Any) -> dict[str, Any]:
     try:
         with torch.serialization.safe_globals(_DATA):
             loaded: Any = torch.load(source, weights_only=True, **how)
-    except Exception as error:  # it may hold anything
+    except Exception as error:  # it may contain anything
         reason = next(iter(str(error).splitlines()), type(error).__name__)
         raise DataError(f"it cannot be loaded without running code ({reason})") from error
     if (misfit := _misfit(loaded)) is not None:
@@ -109,7 +109,7 @@ def _loaded(source: Path, **how: Any) -> dict[str, Any]:
 
 
 def _misfit(loaded: Any) -> str | None:
-    """What keeps the content from being that of a checkpoint; None for nothing."""
+    """Why the content is not that of a checkpoint; None if it is."""
     if not isinstance(loaded, dict):
         return f"it holds a {type(loaded).__name__}"
     for name in ("state_dict", "hyper_parameters", "callbacks", "loops"):

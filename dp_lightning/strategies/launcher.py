@@ -1,7 +1,7 @@
-"""Starts the other ranks of a machine, and lets each of them end with the one that has started it.
+"""Starts the other ranks of a machine, and ends each of them when the rank that started it ends.
 
-A rank that waits for another one in the start of a run would wait for the timeout of a collective, half an hour, where
-that one has died. Its launcher watches the ranks that it has started; here they watch it.
+If a rank dies during the start of a run, the ranks that wait for it would wait for the timeout of a collective, half an
+hour. Lightning's launcher watches the ranks that it has started; here they also watch the rank that started them.
 """
 
 import os
@@ -15,7 +15,7 @@ from dp_lightning.lightning_internals import ScriptLauncher
 
 # The process id of the rank that has started this one.
 _STARTED_BY = "DPL_STARTED_BY"
-# A rank that can end in order, with an error of its own, has this time for it.
+# Time for a rank to end by itself, with an error of its own.
 _SECONDS = 10.0
 
 
@@ -23,18 +23,18 @@ class WatchedLauncher(ScriptLauncher):
     """Lightning's launcher; tells each rank which process has started it."""
 
     def before_start(self) -> None:
-        """They inherit who starts them."""
+        """Pass the id of this process to the ranks, which inherit the environment."""
         os.environ[_STARTED_BY] = str(os.getpid())
 
 
 def starter_of(local_rank: int) -> int | None:
-    """The process of the rank that has started this one; None where torchrun or the like has, and for rank 0."""
+    """The process id of the rank that started this one; None if torchrun or the like did, and for local rank 0."""
     starter = os.environ.get(_STARTED_BY)
     return None if starter is None or local_rank == 0 else int(starter)
 
 
 def end_with(process: int) -> None:
-    """Let this process end once another one of this machine has ended."""
+    """End this process once another one on this machine has ended."""
     threading.Thread(target=_watch, args=(process,), name="starter-observer", daemon=True).start()
 
 

@@ -1,9 +1,8 @@
 """Several processes, one private step: the strategy ``dp_ddp``.
 
 Lightning's own ``ddp`` wraps the module in DistributedDataParallel, which averages the ranks' raw gradients during the
-backward pass. A private step adds up clipped sums instead, once per logical step, and ``PrivateStep`` does that.
-What is left for the strategy is to start the processes, to let them begin with the same parameters, and to leave the
-module as it is.
+backward pass. A private step adds up clipped sums instead, once per logical step, in ``PrivateStep``. The strategy only
+starts the processes, gives them the same initial parameters, and leaves the module unwrapped.
 """
 
 import lightning.pytorch as pl
@@ -26,13 +25,13 @@ class PrivateStrategy(ProcessStrategy):
     launcher_class = WatchedLauncher
 
     def setup_environment(self) -> None:
-        """Meet the other ranks."""
+        """Connect to the other ranks."""
         if (starter := starter_of(self.local_rank)) is not None:
             end_with(starter)
         super().setup_environment()
 
     def configure_ddp(self) -> None:
-        """Give every rank the parameters and buffers of rank 0; there is no wrapper."""
+        """Copy the parameters and buffers of rank 0 to every rank, without wrapping the module."""
         assert self.model is not None
         for tensor in (*self.model.parameters(), *self.model.buffers()):
             same = tensor.detach().contiguous()

@@ -173,7 +173,7 @@ def test_an_exported_probe_takes_images(probe, images, tmp_path, capsys):
     capsys.readouterr()
     with pytest.raises(SystemExit):
         main(["export", "--ckpt-path", str(checkpoint), "--out", str(tmp_path / "other")])
-    assert "are not those that the features of this run came from" in capsys.readouterr().err
+    assert "are not those that computed the features of this run" in capsys.readouterr().err
 
 
 class ParsedError(Exception):

@@ -217,7 +217,7 @@ def test_a_download_does_not_change_the_folder(tmp_path, weights):
 
 
 def test_settings_out_of_range_are_refused(weights):
-    with pytest.raises(ConfigurationError, match="batch_size must be at least 1"):
+    with pytest.raises(ConfigurationError, match="batch_size must be a whole number of at least 1"):
         CachedFeatures(Digits(), BACKBONE, weights=weights, batch_size=0)
     with pytest.raises(ConfigurationError, match="no model 'vit_smal'"):
         CachedFeatures(Digits(), "vit_smal")
@@ -271,7 +271,7 @@ def test_a_file_of_other_labels_or_sizes_is_refused(tmp_path, weights):
     data = ready(arrays(tmp_path), tmp_path, weights)
     path = data.folder / "train-00000000.pt"
     changed(path, labels=torch.zeros(30, dtype=torch.int64))
-    with pytest.raises(DataError, match="does not hold the features of these images"):
+    with pytest.raises(DataError, match="does not hold this network's features of these images"):
         ready(arrays(tmp_path), tmp_path, weights)
     changed(path, features=torch.full((30, 256), torch.inf))
     with pytest.raises(DataError, match="does not hold 256 finite numbers for each image"):

@@ -120,7 +120,7 @@ def test_an_empty_class_folder_is_named(tmp_path):
 def test_class_folders_that_differ_are_named(tmp_path):
     root = write_tree(tmp_path)
     write_image(tmp_path / "val" / "eel" / "0.png")
-    with pytest.raises(DataError, match=r"val has class folders that .*train has not: eel"):
+    with pytest.raises(DataError, match=r"val has class folders that .*train does not have: eel"):
         ImageFolder(root).check_files()
 
 
@@ -149,7 +149,7 @@ def test_what_is_no_image_by_its_name_is_said(tmp_path):
     (dog / "loop.png").symlink_to(dog / "loop.png")
     data = ImageFolder(root)
     with pytest.warns(
-        UserWarning, match=r"not taken as images: 2 x \.dcm, 2 x broken link, 1 x folder, 1 x no extension"
+        UserWarning, match=r"not read as images: 2 x \.dcm, 2 x broken link, 1 x folder, 1 x no extension"
     ):
         data.check_files()
     assert data.num_train == 7
@@ -192,7 +192,7 @@ def test_a_train_folder_without_classes_is_named(tmp_path):
 
 
 def test_an_impossible_size_is_refused(tmp_path):
-    with pytest.raises(ConfigurationError, match="image_size must be at least 1"):
+    with pytest.raises(ConfigurationError, match="image_size must be a whole number of at least 1"):
         ImageFolder(str(tmp_path), image_size=0)
 
 
@@ -283,7 +283,7 @@ def test_tiny_imagenet_reads_its_own_layout(tmp_path):
     ("spoil", "message"),
     [
         (lambda root: (root / "wnids.txt").unlink(), r"wnids.txt is missing; unpack tiny-imagenet-200.zip"),
-        (lambda root: (root / "wnids.txt").write_text("\n"), "wnids.txt names no class"),
+        (lambda root: (root / "wnids.txt").write_text("\n"), "wnids.txt lists no classes"),
         (lambda root: (root / "wnids.txt").write_text("n02\nn01\nn03\n"), "train/n03/images is missing"),
         (lambda root: (root / "train/n01").rename(root / "train/n09"), "train/n01/images is missing"),
         (lambda root: (root / "val/val_annotations.txt").unlink(), "val_annotations.txt is missing"),
@@ -327,7 +327,7 @@ def test_sixteen_bits_become_eight(tmp_path, extension, kind):
 @pytest.mark.parametrize("kind", [np.float32, np.int32])
 def test_thirty_two_bits_are_refused(tmp_path, kind):
     Image.fromarray(np.ones((8, 8), kind)).save(tmp_path / "scan.tif")
-    with pytest.raises(DataError, match=r"scan.tif has 32 bits a pixel.*convert it"):
+    with pytest.raises(DataError, match=r"scan.tif has 32 bits per pixel.*convert it"):
         open_rgb(str(tmp_path / "scan.tif"))
 
 

@@ -58,7 +58,7 @@ def test_folders_of_one_name_are_one_person_in_every_class(tmp_path):
 def test_an_image_beside_the_folders_of_persons_is_named(tmp_path):
     write_persons(tmp_path)
     Image.new("RGB", (8, 8)).save(tmp_path / "train" / "benign" / "lone.png")
-    with pytest.raises(DataError, match=r"benign/lone.png is in no person's folder"):
+    with pytest.raises(DataError, match=r"benign/lone.png is not in a person's folder"):
         folder_of_persons(tmp_path).check_files()
 
 
@@ -72,14 +72,14 @@ def test_what_is_no_image_in_a_persons_folder_is_said(tmp_path):
     write_persons(tmp_path)
     (tmp_path / "train" / "benign" / "p1" / "scan.dcm").touch()
     (tmp_path / "train" / "benign" / "notes.txt").touch()
-    with pytest.warns(UserWarning, match=r"not taken as images: 1 x \.dcm, 1 x \.txt\."):
+    with pytest.warns(UserWarning, match=r"not read as images: 1 x \.dcm, 1 x \.txt\."):
         folder_of_persons(tmp_path).check_files()
 
 
 def test_data_without_persons_has_none(tmp_path):
     for data in (Digits(), write_npz(tmp_path, None)):
         assert groups_of(data.train_dataset) is None
-        with pytest.raises(ConfigurationError, match=r"unit_of_privacy is group, but \w+ is not told which images"):
+        with pytest.raises(ConfigurationError, match=r"unit_of_privacy is group, but \w+ does not know which images"):
             data.num_train_groups  # noqa: B018
 
 
@@ -116,8 +116,8 @@ def test_a_table_names_images_by_path_name_or_stem(tmp_path, text, settings):
         (PATHS, {"group_column": "patient"}, r"owners.csv has no column 'patient'; it has owner, file"),
         (PATHS, {"file_column": "image"}, r"owners.csv has no column 'image'"),
         ("", {}, "has no column 'file'; it has none"),
-        (PATHS + "o9,train/cat/0.png\n", {}, r"line 9: train/cat/0.png is of 'o9' here and of 'o0' before"),
-        (PATHS.replace("o2,train/dog/5.png\n", ""), {}, r"does not say of which person .*dog/5.png is"),
+        (PATHS + "o9,train/cat/0.png\n", {}, r"line 9: train/cat/0.png belongs to 'o9' here, but to 'o0' before"),
+        (PATHS.replace("o2,train/dog/5.png\n", ""), {}, r"does not say which person .*dog/5.png belongs to"),
         (
             PATHS.replace("o2,train/dog/5", ",train/dog/5"),
             {},
@@ -151,7 +151,7 @@ def test_test_images_may_be_left_out_of_a_table_all_or_none(tmp_path):
     data = folder_with_table(tmp_path, PATHS + "o8,70.png\n")
     assert groups_of(data.test_dataset) == ["o8"]
     Image.new("RGB", (8, 8)).save(folder / "71.png")
-    with pytest.raises(DataError, match=r"does not say of which person .*71.png is"):
+    with pytest.raises(DataError, match=r"does not say which person .*71.png belongs to"):
         folder_with_table(tmp_path, PATHS + "o8,70.png\n").setup()
 
 
@@ -160,7 +160,7 @@ def test_test_images_may_be_left_out_of_a_table_all_or_none(tmp_path):
     [
         ({"group_file": "a.csv"}, r"group_file is a.csv and group_column is None; set both"),
         ({"group_column": "owner"}, r"group_file is None and group_column is owner; set both"),
-        ({"group_file": "a.csv", "group_column": "b", "group_folders": True}, "set one of them"),
+        ({"group_file": "a.csv", "group_column": "b", "group_folders": True}, "set only one of them"),
     ],
 )
 def test_settings_that_contradict_each_other_are_refused(tmp_path, settings, message):
@@ -188,7 +188,7 @@ def test_an_array_tells_persons(tmp_path, groups):
         ({"groups": IDS.astype(float)}, "train_groups must be integers or text, not float64"),
         ({"groups": np.array(["x" * 300] * 12)}, "ids of at most 256 characters"),
         ({"groups": np.array(["p", ""] * 6)}, r"train_groups, element 1: the id of the person is missing"),
-        ({"groups": IDS, "test_groups": IDS}, "test_groups has no test_images beside it"),
+        ({"groups": IDS, "test_groups": IDS}, "test_groups belongs to test_images, which are missing"),
     ],
 )
 def test_an_array_that_leaves_a_person_open_is_refused(tmp_path, arrays, message):
@@ -251,5 +251,6 @@ def test_a_person_in_training_and_in_test_gives_a_warning(tmp_path, recwarn, oth
     data.setup("fit")
     said = [str(warning.message) for warning in recwarn]
     assert (
-        any("Persons of the training set are among the test images too, such as 'p3'" in text for text in said) == warns
+        any("Some persons of the training set are also in the test images, such as 'p3'" in text for text in said)
+        == warns
     )

@@ -200,14 +200,14 @@ WHOLE = ("split_seed", "eval_batch_size", "num_workers")
             for value in NO_NUMBERS
         ),
         *(
-            ({name: value}, rf"{name} must be at least \d.*, a whole number, not ")
+            ({name: value}, rf"{name} must be a whole number of at least \d.*, not ")
             for name in WHOLE
             for value in NO_NUMBERS
         ),
         *(({"std": value}, "mean and std need a number per channel") for value in (None, 0.5, (None,), ("a",))),
         ({"val_fraction": -0.1}, "val_fraction must lie in"),
-        ({"eval_batch_size": 0}, "eval_batch_size must be at least 1"),
-        ({"num_workers": -1}, "num_workers must be at least 0"),
+        ({"eval_batch_size": 0}, "eval_batch_size must be a whole number of at least 1"),
+        ({"num_workers": -1}, "num_workers must be a whole number of at least 0"),
         ({"std": (0.0,)}, "std above 0"),
     ],
 )
@@ -223,5 +223,5 @@ def test_a_validation_split_without_images_is_refused():
 
 def test_fewer_images_than_announced_are_an_error(monkeypatch):
     monkeypatch.setattr(Digits, "num_available", 1500)
-    with pytest.raises(DataError, match="holds 1437 training images where 1500 were announced"):
+    with pytest.raises(DataError, match="holds 1437 training images, but 1500 were expected"):
         Digits().setup("fit")

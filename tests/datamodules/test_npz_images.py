@@ -172,7 +172,9 @@ def test_one_large_label_makes_no_layer_of_that_width(tmp_path):
     with pytest.raises(DataError, match=r"label 5000000 among 9 images.*set data.init_args.num_classes"):
         _ = NpzImages(path).num_classes
     assert NpzImages(path, num_classes=7).num_classes == 7
-    with pytest.raises(ConfigurationError, match="num_classes must be at least 1 and at most 100,000"):
+    with pytest.raises(
+        ConfigurationError, match="num_classes must be a whole number of at least 1 and at most 100,000"
+    ):
         NpzImages(path, num_classes=5_000_001)
 
 
@@ -207,7 +209,7 @@ def test_arrays_beyond_memory_are_not_read(tmp_path, monkeypatch):
     path = write(tmp_path)
     monkeypatch.setattr(os, "sysconf", lambda name: 10)
     monkeypatch.setattr(np, "load", lambda *args, **kwargs: pytest.fail("read"))
-    with pytest.raises(DataError, match=r"data\.npz takes 0\.0 GB"):
+    with pytest.raises(DataError, match=r"data\.npz needs 0\.0 GB"):
         NpzImages(path).setup("fit")
 
 

@@ -304,7 +304,7 @@ def test_wrong_settings_are_named(weights, changes, message):
 
 
 def test_a_pattern_of_frozen_layers_alone_is_refused(weights):
-    with pytest.raises(ConfigurationError, match=r"'bn1.\*' matches BatchNorm layers alone"):
+    with pytest.raises(ConfigurationError, match=r"'bn1.\*' matches only BatchNorm layers"):
         make("convolutions-head", weights, trained=["blocks.0.*", "bn1.*"])
 
 
@@ -326,13 +326,13 @@ def test_a_file_that_holds_no_weights_is_named(tmp_path, content, extension):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda saved: {f"model.{name}": value for name, value in saved.items()}, r"Take the prefix 'model\.' off"),
+        (lambda saved: {f"model.{name}": value for name, value in saved.items()}, r"Remove the prefix 'model\.' from"),
         (lambda saved: dict(list(saved.items())[1:]), "1 of its .* tensors are missing, such as conv_stem.weight"),
         (
             lambda saved: {**saved, "conv_stem.weight": torch.zeros(1, 3, 3, 3)},
             r"conv_stem.weight has shape \(1, 3, 3, 3\)",
         ),
-        (lambda saved: {**saved, "other": torch.zeros(1)}, "1 tensors are not its own, such as other"),
+        (lambda saved: {**saved, "other": torch.zeros(1)}, "1 tensors do not belong to it, such as other"),
     ],
 )
 def test_what_a_file_has_otherwise_is_said(tmp_path, change, message):
@@ -344,7 +344,7 @@ def test_what_a_file_has_otherwise_is_said(tmp_path, change, message):
 def test_a_file_of_other_classes_is_compared_with_its_own_head(tmp_path):
     saved = timm.create_model("test_efficientnet", num_classes=5).state_dict()
     torch.save({**saved, "other": torch.zeros(1)}, tmp_path / "weights.pth")
-    with pytest.raises(ConfigurationError, match="1 tensors are not its own, such as other"):
+    with pytest.raises(ConfigurationError, match="1 tensors do not belong to it, such as other"):
         TimmModule("test_efficientnet", 5, weights=str(tmp_path / "weights.pth"))
 
 

@@ -51,5 +51,5 @@ def test_a_network_of_another_size_gets_images_of_that_size(tmp_path):
 def test_the_same_network_is_made_from_its_settings(network):
     images = torch.randn(2, 3, 16, 16)
     assert torch.equal(FeatureNetwork(**network.settings)(images), network(images))
-    with pytest.raises(ConfigurationError, match="are not those that the features of this run came from"):
+    with pytest.raises(ConfigurationError, match="are not those that computed the features of this run"):
         FeatureNetwork(**{**network.settings, "digest": "0" * 64})

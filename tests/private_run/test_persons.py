@@ -158,7 +158,7 @@ def test_a_person_in_training_and_validation_gives_a_warning(tmp_path, recwarn, 
     run = trainer(tmp_path, callback, max_epochs=1, num_sanity_val_steps=0)
     run.fit(Validated(), loader(of_persons()), DataLoader(images, batch_size=20))
     said = [str(warning.message) for warning in recwarn]
-    found = any("Persons of the training set are among the val images too, such as 'p00'" in text for text in said)
+    found = any("Some persons of the training set are also in the val images, such as 'p00'" in text for text in said)
     assert found == (shared and unit == "group")
     assert any("privacy.unit_of_privacy is example: the guarantee is about one image" in text for text in said) == (
         unit == "example"
