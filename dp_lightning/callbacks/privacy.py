@@ -22,8 +22,8 @@ from dp_lightning.privacy.plan import PrivacyPlan
 from dp_lightning.privacy.statement import PrivacyStatement
 from dp_lightning.private_run.budget import Budget
 from dp_lightning.private_run.checkpoint_contents import check_hyperparameters, check_metrics
-from dp_lightning.private_run.estimated_steps import estimate_by_loader, estimate_by_plan
 from dp_lightning.private_run.loader import PrivateSource
+from dp_lightning.private_run.planned_counts import count_by_loader, count_by_plan, steps_of_an_epoch
 from dp_lightning.private_run.resume import PRIVATE_RUN, RunHistory, SavedRun, broken_seal, require_counted_steps
 from dp_lightning.private_run.run import PrivateRun
 from dp_lightning.private_run.settings import PrivacySettings
@@ -119,7 +119,11 @@ class PrivacyCallback(PrivacySettings, pl.Callback):
             )
         if stage == "fit":
             source = PrivateSource.stand_in(trainer)
-            estimate_by_plan(trainer, lambda: self.shape_for(trainer, source.num_train(self)).num_steps)
+            count_by_plan(
+                trainer,
+                num_steps=lambda: self.shape_for(trainer, source.num_train(self)).num_steps,
+                steps_per_epoch=lambda: steps_of_an_epoch(source.num_train(self), self.expected_batch_size),
+            )
 
     def on_load_checkpoint(self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: Any) -> None:
         fits, saved = trainer.state.fn == TrainerFn.FITTING, SavedRun.read(checkpoint)
@@ -188,7 +192,7 @@ class PrivacyCallback(PrivacySettings, pl.Callback):
             rank_zero_warn(f"The privacy statement could not be written: {error}")
 
     def _close(self, trainer: pl.Trainer) -> None:
-        estimate_by_loader(trainer)
+        count_by_loader(trainer)
         if self._run is not None:
             self._run.close()
 

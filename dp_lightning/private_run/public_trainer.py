@@ -16,7 +16,7 @@ from dp_lightning.errors import ModelError
 PUBLIC = frozenset(
     {
         *("current_epoch", "global_step", "max_epochs", "max_steps", "min_epochs", "min_steps"),
-        *("estimated_stepping_batches", "check_val_every_n_epoch", "log_every_n_steps"),
+        *("estimated_stepping_batches", "num_training_batches", "check_val_every_n_epoch", "log_every_n_steps"),
         *("world_size", "num_nodes", "num_devices", "global_rank", "local_rank", "node_rank", "is_global_zero"),
         *("training", "validating", "testing", "predicting", "evaluating", "sanity_checking"),
         *("precision", "fast_dev_run", "default_root_dir"),

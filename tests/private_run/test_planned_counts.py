@@ -1,4 +1,4 @@
-"""``trainer.estimated_stepping_batches`` is the number of logical steps, wherever it is read during a private fit."""
+"""The trainer's counts of batches are those of the plan, wherever they are read during a private fit."""
 
 import lightning.pytorch as pl
 import pytest

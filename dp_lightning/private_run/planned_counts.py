@@ -1,0 +1,55 @@
+"""The trainer's counts of batches during a private fit: those of the plan.
+
+``configure_optimizers`` often makes a schedule from ``trainer.estimated_stepping_batches`` or
+``trainer.num_training_batches``. Lightning takes them from the length of the training loader. A private loader has no
+length, since the number of physical batches is random, and it is made later. During a private fit both count logical
+steps. Only Lightning's own code still gets infinity as the number of training batches: its loops end an epoch by it,
+and its progress bars count physical batches up to it.
+"""
+
+import math
+import sys
+from collections.abc import Callable
+
+import lightning.pytorch as pl
+
+
+class _Planned:
+    """Marks the class that a trainer has for the time of a fit."""
+
+
+def count_by_plan(trainer: pl.Trainer, num_steps: Callable[[], int], steps_per_epoch: Callable[[], int]) -> None:
+    """Give ``estimated_stepping_batches`` and ``num_training_batches`` of a trainer these values.
+
+    Args:
+        trainer: about to fit.
+        num_steps: returns T, the logical steps of the run.
+        steps_per_epoch: returns the logical steps that begin in one epoch of N examples.
+    """
+    count_by_loader(trainer)
+    kind = type(trainer)
+
+    def num_training_batches(self: pl.Trainer) -> int | float:
+        asks = sys._getframe(1).f_globals.get("__name__", "")
+        if asks.partition(".")[0] == pl.__name__.partition(".")[0]:
+            return kind.num_training_batches.fget(self)  # type: ignore[attr-defined, no-any-return]
+        return steps_per_epoch()
+
+    names = {
+        # Properties of the class, which attributes of the trainer could not hide.
+        "estimated_stepping_batches": property(lambda _: num_steps()),
+        "num_training_batches": property(num_training_batches),
+        "__module__": kind.__module__,
+    }
+    trainer.__class__ = type(kind.__name__, (_Planned, kind), names)
+
+
+def count_by_loader(trainer: pl.Trainer) -> None:
+    """Undo `count_by_plan` when the fit is over."""
+    if isinstance(trainer, _Planned):
+        trainer.__class__ = type(trainer).__bases__[1]
+
+
+def steps_of_an_epoch(num_train: int, expected_batch_size: int) -> int:
+    """The most logical steps that begin in one epoch: ceil(N / B), as a loader that keeps its last batch counts."""
+    return math.ceil(num_train / expected_batch_size)
