@@ -28,6 +28,7 @@ commands:
   account   price a run before it starts: three of epsilon, sigma, steps and batch size give the fourth
   sweep     run a grid: dpl sweep configs/grids/digits.yaml
   report    write the tables and figures of a grid's runs, beside the paper's numbers
+  configs   list the configurations of this package, print one, or copy them to a folder
   analyze   measure signal and noise of a run's gradients: dpl analyze snr --config configs/digits.yaml
 
 `dpl COMMAND --help` shows the options of a command. Every setting of a configuration can be overridden on the command
@@ -38,7 +39,7 @@ exit codes: 0 done; 1 a check does not hold, or a run of a grid has failed; 2 an
 """
 
 _TRAINING = ("fit", "validate", "test", "predict")
-_OTHERS = ("export", "verify", "audit", "account", "sweep", "report", "analyze")
+_OTHERS = ("export", "verify", "audit", "account", "sweep", "report", "analyze", "configs")
 # EX_IOERR of sysexits.h. 1 would mean that a check does not hold, and 128 or more a signal.
 _UNWRITTEN = 74
 
@@ -64,13 +65,28 @@ def _run(arguments: list[str]) -> None:
         print(f"dp-lightning {__version__}")
         return
     if command not in (*_TRAINING, *_OTHERS):
-        print(f"dpl: there is no command '{command}'. `dpl --help` lists the commands.", file=sys.stderr)
+        from dp_lightning.commands.near_names import did_you_mean
+
+        near = did_you_mean(command, (*_TRAINING, *_OTHERS))
+        print(f"dpl: there is no command '{command}'.{near} `dpl --help` lists the commands.", file=sys.stderr)
         sys.exit(2)
     try:
+        if command in _TRAINING:
+            arguments = _checked(arguments)
         import_module(f"dp_lightning.commands.{'training' if command in _TRAINING else command}").main(arguments)
     except DpLightningError as error:
         print(f"\ndpl {command}: error: {error}", file=sys.stderr)
         sys.exit(2)
+
+
+def _checked(arguments: list[str]) -> list[str]:
+    """The arguments with the paths of configurations; misspelt names end the command before torch is imported."""
+    from dp_lightning.commands.known_settings import require_known
+    from dp_lightning.commands.named_configs import with_paths
+
+    found = with_paths(arguments)
+    require_known(found)
+    return found
 
 
 @contextmanager

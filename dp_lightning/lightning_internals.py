@@ -6,7 +6,7 @@ missing one is noticed, and can be replaced, in one place.
 
 import signal
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import lightning.pytorch as pl
 import torch
@@ -44,6 +44,7 @@ __all__ = [
     "logged_in_step",
     "logged_in_training",
     "logger_connector",
+    "order_groups",
     "put_back_handlers",
     "records_modules",
     "saves_states",
@@ -276,3 +277,23 @@ def flags_of(parser: LightningArgumentParser) -> set[str]:
     commands = [action.choices.values() for action in parser._actions if isinstance(action.choices, dict)]
     parsers = [parser, *(one for choices in commands for one in choices)]
     return {option.removeprefix("--") for one in parsers for option in one._option_string_actions}
+
+
+def order_groups(parser: LightningArgumentParser, titles: Mapping[str, str]) -> None:
+    """Show the groups of options in the order of ``titles``, under these titles; other groups stay before and after.
+
+    Args:
+        parser: of a command.
+        titles: by the first part of the group's options, such as ``trainer``.
+    """
+    places: dict[str, int] = {}
+    shown = cast(list[Any], parser._action_groups)
+    for place, group in enumerate(shown):
+        for action in group._group_actions[:1]:
+            name = str(action.dest).partition(".")[0]
+            if name in titles and name not in places:
+                places[name] = place
+    groups = {name: shown[place] for name, place in places.items()}
+    for place, name in zip(sorted(places.values()), (name for name in titles if name in groups), strict=True):
+        groups[name].title = titles[name]
+        shown[place] = groups[name]

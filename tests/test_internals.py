@@ -251,5 +251,9 @@ def test_the_steps_of_the_command_line(tmp_path):
     command, path, parser = called[2]
     assert (command, path, isinstance(parser, LightningArgumentParser)) == ("fit", None, True)
     assert {"config", "trainer.max_epochs"} <= internals.flags_of(parser)
+    internals.order_groups(parser, {"trainer": "of the trainer", "model": "of the model"})
+    text = parser.format_help()
+    text = text[text.index("of the trainer:") :]
+    assert text.index("\n  --trainer.max_epochs") < text.index("of the model:") < text.index("\n  --model.")
     made = cli.make_trainer({"logger": False, "accelerator": "cpu", "callbacks": []})
     assert isinstance(made, pl.Trainer)

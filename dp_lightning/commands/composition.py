@@ -34,7 +34,7 @@ class _Prepared(Stopped):
             super().instantiate_classes()
 
 
-class _Composed(_Prepared):
+class Composed(_Prepared):
     """Only reads the settings."""
 
     def before_instantiate_classes(self) -> None:
@@ -71,7 +71,7 @@ class Composer:
     def _read(self, arguments: Sequence[str]) -> str:
         line = ["fit", *arguments]
         if self._cli is None:
-            self._cli = command_line(line, _Composed)
+            self._cli = command_line(line, Composed)
         else:
             self._cli.parse_arguments(self._cli.parser, line)
         text: str = self._cli.parser_of("fit").dump(self._cli.config.fit, skip_link_targets=True)

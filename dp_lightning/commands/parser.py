@@ -1,25 +1,39 @@
-"""The parser of the training commands: no abbreviations, and one message for a setting that does not parse."""
+"""The parser of the training commands: no abbreviations, and one line for a setting that does not parse."""
 
-import difflib
 import os
-import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
 from jsonargparse import Namespace, get_loader, set_loader
+from lightning.pytorch import callbacks, loggers
 from lightning.pytorch.cli import LightningArgumentParser
 from torch import optim
 from yaml import YAMLError
 
 from dp_lightning import datamodules, lightning_modules, postprocess
+from dp_lightning.commands.parser_messages import one_line
 from dp_lightning.errors import ConfigurationError
 from dp_lightning.foreign_text import LARGEST_YAML, load_yaml, read_text
-from dp_lightning.lightning_internals import flags_of
+from dp_lightning.lightning_internals import flags_of, order_groups
+from dp_lightning.lightning_modules import schedules
 
 # Imported so that YAML can give their classes by short names.
-_MODULES = (datamodules, lightning_modules, postprocess, optim)
-# Characters of a message. The parser repeats the value that it cannot read, which may be a whole file.
-_LONGEST = 1500
+_MODULES = (datamodules, lightning_modules, postprocess, schedules, optim, optim.lr_scheduler, callbacks, loggers)
+
+# The groups of a command's options in the order in which they are shown.
+_TITLES = {
+    "model": "model: the LightningModule",
+    "data": "data: the LightningDataModule",
+    "privacy": "privacy: the guarantee, and how its steps are taken",
+    "postprocess": "postprocess: transforms of the privatized gradient before the optimizer steps",
+    "averaging": "averaging: a moving average of the weights",
+    "optimizer": "optimizer",
+    "lr_scheduler": "lr_scheduler: a schedule, called once per logical step",
+    "trainer": "trainer: Lightning's Trainer",
+    "ckpt_path": "the command",
+}
 
 _load = get_loader("yaml")
 set_loader("yaml", lambda text: load_yaml(text, _load), (YAMLError,))
@@ -41,33 +55,31 @@ class StrictParser(LightningArgumentParser):
             read_text(Path(path), most=LARGEST_YAML)
         return super().parse_path(path, *args, **kwargs)
 
+    def format_help(self, *args: Any, **kwargs: Any) -> str:
+        """The options by groups, those that describe the run first."""
+        order_groups(self, _TITLES)
+        self.usage = f"dpl {self.prog.split()[-1]} [CONFIGURATION ...] [--SETTING VALUE ...]"
+        return super().format_help(*args, **kwargs)
+
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-        """Raise the message instead of printing the usage of some hundred settings.
-
-        Raises:
-            ConfigurationError: always.
-        """
-        unknown = re.search(r"unrecognized arguments: --([\w.]+)", message) or re.search(
-            r"does not accept option '([\w.]+)'", message
-        )
-        hint = ""
-        class_name = re.search(r"Expected a dot import path string: (\w+)", message)
-        if class_name is not None:
-            known = {key for module in _MODULES for key in getattr(module, "__all__", dir(module)) if key[0].isupper()}
-            near = difflib.get_close_matches(class_name[1], known, n=1, cutoff=0.6)
-            raise ConfigurationError(
-                f"There is no class '{shortened(class_name[1])}' for this setting. Give a short name from dp_lightning "
-                f"or torch, or the full path, package.module.Class.{f' Did you mean {near[0]}?' if near else ''}"
-            ) from ex
-        if unknown is not None:
-            near = difflib.get_close_matches(unknown[1], flags_of(self), n=1, cutoff=0.8)
-            hint = f". Did you mean {near[0]}?" if near else ""
-        raise ConfigurationError(f"{shortened(message.strip())}{hint}") from ex
+        """Raise the message instead of printing the usage of some hundred settings."""
+        raise _RefusedError(message.strip()) from ex
 
 
-def shortened(message: str) -> str:
-    """The message; if it is long, without its middle."""
-    left_out = len(message) - _LONGEST
-    if left_out <= 0:
-        return message
-    return f"{message[: _LONGEST // 2]} [... {left_out:,} characters ...] {message[-_LONGEST // 2 :]}"
+class _RefusedError(ConfigurationError):
+    """A message of the parser as it is. The parsers of classes within report to the one around them."""
+
+
+@contextmanager
+def in_one_line(parser: LightningArgumentParser) -> Iterator[None]:
+    """Within this context, what the parser refuses is told in one line.
+
+    Raises:
+        ConfigurationError: naming the setting, what is wrong, and what it takes.
+    """
+    try:
+        yield
+    except _RefusedError as refused:
+        names = (name for module in _MODULES for name in getattr(module, "__all__", dir(module)))
+        classes = {name for name in names if name[0].isupper()}
+        raise ConfigurationError(one_line(str(refused), options=flags_of(parser), classes=classes)) from refused

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from dp_lightning.atomic_files import require_writable
+from dp_lightning.commands.named_configs import path_of
 from dp_lightning.commands.sweep import add_grid_options, planned_runs
 from dp_lightning.experiments.grid import Grid
 from dp_lightning.experiments.report import grid_report
@@ -15,7 +16,7 @@ from dp_lightning.experiments.results import Outcome
 def main(arguments: list[str]) -> None:
     """Write ``<out>/report/<grid>/report.md``, ``report.html`` and the figures, and print the Markdown."""
     options = _parser().parse_args(arguments[1:])
-    grid = Grid.load(options.grid)
+    grid = Grid.load(path_of(options.grid, grid=True))
     runs = planned_runs(grid, options.out, options.override)
     folder: Path = options.out / "report" / _name(options.grid, options.override)
     require_writable(folder, "--out")

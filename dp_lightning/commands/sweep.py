@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import yaml
 
 from dp_lightning.atomic_files import require_writable
+from dp_lightning.commands.named_configs import path_of
 from dp_lightning.errors import ConfigurationError, DpLightningError
 from dp_lightning.experiments.grid import Cell, Grid
 from dp_lightning.experiments.launchers import LAUNCHERS
@@ -41,7 +42,7 @@ def main(arguments: list[str]) -> None:
         SystemExit: with 1 if a run has failed; with 130 or 143 after SIGINT or SIGTERM.
     """
     options = _parser().parse_args(arguments[1:])
-    grid = Grid.load(options.grid)
+    grid = Grid.load(path_of(options.grid, grid=True))
     runs = planned_runs(grid, options.out, options.override)
     if options.dry_run:
         _print_prices(grid, runs)
@@ -246,7 +247,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def add_grid_options(parser: argparse.ArgumentParser) -> None:
     """Add the options that `dpl sweep` and `dpl report` share: they determine the folders of the runs."""
-    parser.add_argument("grid", type=Path, metavar="GRID.yaml", help="such as configs/grids/digits.yaml")
+    parser.add_argument("grid", type=Path, metavar="GRID", help="a file, or a name that `dpl configs` lists, as digits")
     parser.add_argument("--out", type=Path, default=Path("sweeps"), help="folder of the runs; default: sweeps")
     parser.add_argument(
         "--override",

@@ -2,6 +2,7 @@
 
 import os
 import re
+import sys
 import traceback
 import warnings
 from collections.abc import Iterator
@@ -32,7 +33,9 @@ from dp_lightning.callbacks import (
 )
 from dp_lightning.commands.foreign_modules import ForeignModules
 from dp_lightning.commands.memory import keep_freed_memory
-from dp_lightning.commands.parser import StrictParser, shortened
+from dp_lightning.commands.named_configs import with_paths
+from dp_lightning.commands.parser import StrictParser, in_one_line
+from dp_lightning.commands.parser_messages import shortened
 from dp_lightning.commands.plausible import require_plausible
 from dp_lightning.errors import ConfigurationError, DataError, DpLightningError
 from dp_lightning.lightning_internals import CommandLine, strategy_for
@@ -65,7 +68,11 @@ class TrainingCLI(CommandLine):
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
         foreign = ForeignModules()
-        with refusals("The configuration does not have the form its settings need"), foreign.named_before_they_run():
+        with (
+            refusals("The configuration does not have the form its settings need"),
+            in_one_line(parser),
+            foreign.named_before_they_run(),
+        ):
             self.config = parser.parse_args(args)
         command = self.config.get("subcommand")
         settings = self.config if command is None else self.config[command]
@@ -109,7 +116,8 @@ class TrainingCLI(CommandLine):
                 if value is None and name in known:
                     data.init_args[name] = known[name]
         model = {"class_path": saved.class_path, "dict_kwargs": saved.arguments_of(kind)}
-        self.config = self.parser.parse_object({command: {"model": model}}, self.config)
+        with in_one_line(self.parser):
+            self.config = self.parser.parse_object({command: {"model": model}}, self.config)
 
     def before_instantiate_classes(self) -> None:
         """Check settings early: on a CPU, Lightning silently replaces 16-mixed by another precision."""
@@ -291,12 +299,14 @@ def command_line(arguments: list[str], kind: type[TrainingCLI] = TrainingCLI) ->
     warnings.filterwarnings("ignore", message=".*will be overridden by `")
     # Lightning 2.6 on torch 2.14; a user cannot act on it.
     warnings.filterwarnings("ignore", message=".*treespec, LeafSpec")
+    if "" not in sys.path and os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())  # a class_path may name a file beside the configuration
     return _of_the_asked(kind, arguments)(
         model_class=pl.LightningModule,
         datamodule_class=pl.LightningDataModule,
         subclass_mode_model=True,
         subclass_mode_data=True,
-        args=arguments,
+        args=with_paths(arguments),
         parser_class=StrictParser,
         parser_kwargs={"prog": "dpl"},
     )

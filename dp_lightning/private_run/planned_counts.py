@@ -7,8 +7,8 @@ steps. Only Lightning's own code still gets infinity as the number of training b
 and its progress bars count physical batches up to it.
 """
 
+import inspect
 import math
-import sys
 from collections.abc import Callable
 
 import lightning.pytorch as pl
@@ -30,7 +30,8 @@ def count_by_plan(trainer: pl.Trainer, num_steps: Callable[[], int], steps_per_e
     kind = type(trainer)
 
     def num_training_batches(self: pl.Trainer) -> int | float:
-        asks = sys._getframe(1).f_globals.get("__name__", "")
+        frame = inspect.currentframe()
+        asks = "" if frame is None or frame.f_back is None else str(frame.f_back.f_globals.get("__name__"))
         if asks.partition(".")[0] == pl.__name__.partition(".")[0]:
             return kind.num_training_batches.fget(self)  # type: ignore[attr-defined, no-any-return]
         return steps_per_epoch()

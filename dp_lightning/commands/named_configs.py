@@ -1,0 +1,78 @@
+"""The configurations that come with the package: found by name, from any folder.
+
+In a checkout ``dp_lightning/configs`` is a link to ``configs``; a wheel holds the files themselves.
+"""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from dp_lightning.commands.near_names import did_you_mean
+from dp_lightning.errors import ConfigurationError
+
+FOLDER = Path(__file__).parents[1] / "configs"
+#: Folder of the grids within it. A grid describes several runs, so `dpl fit` takes none.
+GRIDS = "grids"
+
+
+def names() -> list[str]:
+    """All of them: paths within the folder, without ``.yaml``."""
+    return sorted(path.relative_to(FOLDER).with_suffix("").as_posix() for path in FOLDER.rglob("*.yaml"))
+
+
+def path_of(given: str | Path, *, grid: bool = False) -> Path:
+    """The file that ``given`` names: a path, or the name of a configuration of the package.
+
+    A name may have ``configs/`` before it and ``.yaml`` after it, and the last parts suffice where only one has them.
+
+    Args:
+        given: as a user wrote it.
+        grid: whether a grid is asked for, and not the configuration of a run.
+
+    Raises:
+        ConfigurationError: if there is no such file, naming the nearest one.
+    """
+    path = Path(given)
+    if path.exists():
+        return path
+    asked = path.as_posix().removeprefix("./").removeprefix("configs/").removesuffix(".yaml")
+    known = [name for name in names() if name.startswith(f"{GRIDS}/") == grid]
+    found = [name for name in known if name == asked] or [name for name in known if name.endswith(f"/{asked}")]
+    if len(found) == 1:
+        return FOLDER / f"{found[0]}.yaml"
+    what = "grid" if grid else "configuration"
+    short = {name.split("/")[-1] for name in known}
+    raise ConfigurationError(
+        f"There is no file {given}, and no {what} of that name.{did_you_mean(asked.split('/')[-1], short)} `dpl "
+        "configs` lists the names."
+    )
+
+
+def with_paths(arguments: Sequence[str]) -> list[str]:
+    """The arguments of a command with ``--config PATH`` for each configuration given by path or name.
+
+    Arguments between the command and its first option are configurations, as in ``dpl fit digits``.
+
+    Raises:
+        ConfigurationError: for a configuration that does not exist.
+    """
+    command, rest = list(arguments[:1]), list(arguments[1:])
+    first = next((place for place, argument in enumerate(rest) if argument.startswith("-")), len(rest))
+    return [*command, *(f"--config={path_of(given)}" for given in rest[:first]), *_options(rest[first:])]
+
+
+def _options(arguments: Sequence[str]) -> Iterator[str]:
+    after_config = False
+    for argument in arguments:
+        name, equals, value = argument.partition("=")
+        if after_config:
+            yield _resolved(argument)
+        elif equals and name in ("--config", "-c"):
+            yield f"--config={_resolved(value)}"
+        else:
+            yield argument
+        after_config = argument in ("--config", "-c")
+
+
+def _resolved(value: str) -> str:
+    """A configuration may also be given as YAML text."""
+    return value if set(value) & set("\n:{") and not Path(value).exists() else str(path_of(value))
