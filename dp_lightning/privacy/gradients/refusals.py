@@ -103,6 +103,7 @@ _REASONS: list[tuple[str, str, str]] = [
 ]
 _OF_VMAP = re.compile("vmap|functorch|[Bb]atching rule|BatchedTensor|randomness")
 _TORCH = str(Path(torch.__file__).parent) + os.sep
+_INSTALLED = str(Path(torch.__file__).parents[1]) + os.sep
 _OWN = str(Path(__file__).parents[1]) + os.sep
 
 
@@ -171,8 +172,14 @@ def _has_own_vmap(func: OpOverload | OpOverloadPacket) -> bool:
 
 
 def _place(frames: Sequence[traceback.FrameSummary]) -> str:
-    """File and line of the user's code, or of the library that it calls."""
-    for frame in reversed(frames):
-        if not frame.filename.startswith((_TORCH, _OWN, "<")):
-            return f"{frame.filename}:{frame.lineno} ({frame.line}): "
-    return ""
+    """File and line of the user's code, and of the library that it calls where that is not torch."""
+    others = [frame for frame in frames if not frame.filename.startswith((_TORCH, _OWN, "<"))]
+    users = [frame for frame in others if not frame.filename.startswith(_INSTALLED)]
+    shown = [*users[-1:], *others[-1:]]
+    named = dict.fromkeys(f"{_short(frame.filename)}:{frame.lineno} ({frame.line})" for frame in shown)
+    return ", in ".join(named) + ": " if named else ""
+
+
+def _short(file: str) -> str:
+    """The path of an installed file within the folder of packages."""
+    return file.removeprefix(_INSTALLED)
