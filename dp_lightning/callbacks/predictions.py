@@ -16,13 +16,14 @@ from dp_lightning.errors import ConfigurationError
 
 
 class PredictionFile(BasePredictionWriter):
-    """``predictions.csv`` in ``trainer.default_root_dir``: position of the image, class, and probability of every class.
+    """``predictions.csv`` in ``trainer.default_root_dir``: position of an image, class, and probability of each class.
 
-    A file that is there already is never overwritten: the command stops before it predicts. Where the data module knows the files of its images (``ImageFiles``), their paths come first; where the run knows
-    the names of its classes, that of the found one follows its number.
+    Where the data module knows the files of its images (``ImageFiles``), their paths come first; where the run knows
+    the names of its classes, that of the found one follows its number. A file that exists is never overwritten.
 
     Raises:
-        ConfigurationError: in ``setup``, where the file exists or cannot be written, or several processes would predict.
+        ConfigurationError: before anything is predicted, if the file exists or cannot be written, or if several
+            processes would predict.
     """
 
     def __init__(self) -> None:

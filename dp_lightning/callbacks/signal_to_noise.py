@@ -1,6 +1,7 @@
 """Records the signal-to-noise ratio of the privatized gradient, whole and by parameter, which costs no privacy."""
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
 import lightning.pytorch as pl
@@ -22,9 +23,9 @@ class SignalToNoise(pl.Callback):
 
     The file has the ratio of the whole gradient and that of each parameter tensor (`SnrMeter`):
 
-        {"snr": [per epoch], "by_parameter": {name: {"size": d, "snr": [per epoch]}}}
+        {"steps": [per epoch], "snr": [per epoch], "by_parameter": {name: {"size": d, "snr": [per epoch]}}}
 
-    An epoch is null where a parameter's ratio is unknown, because the run was resumed from a checkpoint that had none.
+    An epoch is null where a value is unknown, because the run was resumed from a checkpoint that had none.
 
     This costs no privacy: the ratios are computed from the privatized gradient, which is released, its size, and the
     noise level, which is public; the gradient without noise is never read. Any function of a release and of public
@@ -45,6 +46,7 @@ class SignalToNoise(pl.Callback):
         super().__init__()
         self.curve: list[float] = []
         self.curves: dict[str, list[float]] = {}
+        self._steps: list[int] = []
         self._sizes: dict[str, int] = {}
         self._whole, self._each = SnrMeter(), SnrMeter()
         self._counts: torch.Tensor | None = None
@@ -84,6 +86,7 @@ class SignalToNoise(pl.Callback):
         if not self._whole.count:
             return
         self.curve.append(self._whole.snr)
+        self._steps.append(self._whole.count)
         for name, ratio in zip(self._sizes, self._each.snrs, strict=True):
             self.curves.setdefault(name, []).append(ratio)
         pl_module.log("privacy/snr", self.curve[-1], on_step=False, on_epoch=True)
@@ -95,12 +98,14 @@ class SignalToNoise(pl.Callback):
         return {
             "curve": self.curve,
             "epoch": self._whole.state_dict(),
+            "steps": self._steps,
             "by_parameter": {"curves": self.curves, "sizes": self._sizes, "epoch": self._each.state_dict()},
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.curve = list(state_dict["curve"])
         self._whole.load_state_dict(state_dict["epoch"])
+        self._steps = list(state_dict.get("steps", ()))
         if (each := state_dict.get("by_parameter")) is not None:  # checkpoints of before have none
             self.curves = {name: list(curve) for name, curve in each["curves"].items()}
             self._sizes = dict(each["sizes"])
@@ -111,8 +116,16 @@ class SignalToNoise(pl.Callback):
         if not trainer.is_global_zero:
             return
         found = {
-            name: {"size": self._sizes[name], "snr": [None] * (len(self.curve) - len(curve)) + curve}
-            for name, curve in self.curves.items()
+            "steps": self._with_unknown(self._steps),
+            "snr": self.curve,
+            "by_parameter": {
+                name: {"size": self._sizes[name], "snr": self._with_unknown(curve)}
+                for name, curve in self.curves.items()
+            },
         }
         with replacing(self._privacy.private_run.folder / FILE) as file:
-            file.write((json.dumps({"snr": self.curve, "by_parameter": found}, indent=1) + "\n").encode())
+            file.write((json.dumps(found, indent=1) + "\n").encode())
+
+    def _with_unknown(self, values: Sequence[float]) -> list[float | None]:
+        """One value per epoch; those of the first epochs may be unknown."""
+        return [*[None] * (len(self.curve) - len(values)), *values]
