@@ -189,7 +189,7 @@ def _spent(folder: Path, statement: PrivacyStatement | None, config: Mapping[str
         return compose([*runs, *earlier.earlier_steps], delta=delta, accountant=accountant)
 
     taken, planned = len(counted), 0 if statement is None else statement.plan.num_steps
-    at = sorted({round(taken * k / _POINTS) for k in range(_POINTS + 1)})
+    at = sorted({min(1, taken), *(round(taken * k / _POINTS) for k in range(_POINTS + 1))})
     curve = Curve(at, [epsilon(counted[:steps]) for steps in at])
     ahead = sorted({taken, (taken + planned) // 2, planned}) if planned > taken and taken else []
     to_come = Curve(ahead, [epsilon(counted, steps - taken) for steps in ahead])

@@ -244,7 +244,7 @@ def _snr(page: Document, snr: Snr | None) -> None:
             ratios = [snr.by_parameter[name][1][epoch] for name in drawn]
             known = [(ratio, place) for place, ratio in enumerate(ratios) if ratio is not None]
             if known:
-                ax.plot(*zip(*known, strict=True), linestyle="", label=label, **style(number))
+                ax.plot(*zip(*known, strict=True), linestyle="", label=label, clip_on=False, zorder=3, **style(number))
         ax.set_yticks(range(len(drawn)), [plain(name) for name in drawn], fontsize=8)
         ax.set(xlabel="signal / noise", ylim=(len(drawn) - 0.5, -0.5))
         ax.set_xlim(left=0)

@@ -3,12 +3,13 @@
 import html
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import quote
 
 from markdown import Markdown
+from markdown.treeprocessors import InlineProcessor
 from markdown.util import Registry
 
 from dp_lightning.atomic_files import replacing
@@ -74,7 +75,7 @@ class Document:
         self.title, self.folder, self.warning = title, folder, warning
         # Markdown and HTML.
         self._parts: list[tuple[str, str]] = []
-        self._pictures: dict[str, bytes] = {}
+        self._pictures: dict[str, Callable[[], bytes]] = {}
         self._add(f"# {_escaped(title)}")
         if warning:
             self.warn(warning)
@@ -123,9 +124,13 @@ class Document:
         text = re.sub("^#", "##", markdown, flags=re.MULTILINE)
         self._parts.append((text, f'<div class="prose">{_converted(text, _QUOTED)}</div>'))
 
-    def picture(self, name: str, caption: str, *, svg: str, png: bytes) -> None:
-        """Add a figure: linked in Markdown as ``<name>.png`` and ``<name>.svg``, part of the HTML."""
-        self._pictures |= {f"{name}.svg": svg.encode(), f"{name}.png": png}
+    def picture(self, name: str, caption: str, *, svg: str, png: Callable[[], bytes]) -> None:
+        """Add a figure: linked in Markdown as ``<name>.png`` and ``<name>.svg``, part of the HTML.
+
+        Args:
+            png: draws it; called when the page is published.
+        """
+        self._pictures |= {f"{name}.svg": svg.encode, f"{name}.png": png}
         text, link = html.escape(caption), quote(name)
         self._parts.append(
             (
@@ -150,11 +155,12 @@ class Document:
 
     def publish(self, name: str) -> None:
         """Write ``<name>.md``, the pictures and ``<name>.html``, and print the Markdown."""
-        for file_name, content in ((f"{name}.md", self.markdown().encode(errors="replace")), *self._pictures.items()):
+        text = self.markdown()
+        for file_name, content in {f"{name}.md": lambda: text.encode(errors="replace"), **self._pictures}.items():
             with replacing(self.folder / file_name) as file:
-                file.write(content)
+                file.write(content())
         path = self.write_html(f"{name}.html")
-        print(self.markdown())
+        print(text)
         print(f"Written to {path}")
 
 
@@ -168,6 +174,7 @@ def _converted(markdown: str, patterns: tuple[str, ...]) -> str:
     known, converter.inlinePatterns = converter.inlinePatterns, Registry()
     for place, name in enumerate(patterns):
         converter.inlinePatterns.register(known[name], name, -place)
+    converter.treeprocessors.register(InlineProcessor(converter), "inline", 20)  # in the place of one that knows all
     return converter.convert(markdown)
 
 

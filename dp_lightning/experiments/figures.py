@@ -55,17 +55,20 @@ def figure(
         if shown := warning or page.warning:
             drawn.suptitle(shown.split(". ")[0], color=_COLOURS[1], fontsize=8)
         yield axes
-        png, svg = io.BytesIO(), io.StringIO()
-        drawn.savefig(png, format="png", dpi=150, facecolor="white", metadata={"Software": None})
-        drawn.savefig(
-            svg, format="svg", facecolor="none", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type"))
-        )
-    page.picture(name, caption, svg=svg.getvalue(), png=png.getvalue())
+        svg, unnamed = io.StringIO(), dict.fromkeys(("Creator", "Date", "Format", "Type"))
+        drawn.savefig(svg, format="svg", facecolor="none", metadata=unnamed)
+
+    def png() -> bytes:
+        file = io.BytesIO()
+        drawn.savefig(file, format="png", dpi=150, facecolor="white", metadata={"Software": None})
+        return file.getvalue()
+
+    page.picture(name, caption, svg=svg.getvalue(), png=png)
 
 
 def plain(label: str) -> str:
     """Text that matplotlib shows as it is: it takes dollars for formulas, and omits labels like _a from the legend."""
-    text = label.replace("$", r"\$")
+    text = label.encode(errors="replace").decode().replace("$", r"\$")
     return f" {text}" if text.startswith("_") else text
 
 
