@@ -180,7 +180,6 @@ def _steps(result: Mapping[str, Any]) -> str:
 
 
 def _runs(page: Document, grid: Grid, outcomes: Sequence[Outcome]) -> None:
-    page.heading("Runs")
     head = [*grid.axes, "last", "best", "epsilon", "delta", "steps", "seconds", "folder", "statement", "page"]
     rows: list[list[str | Link]] = [[*head]]
     for outcome in outcomes:
@@ -189,8 +188,10 @@ def _runs(page: Document, grid: Grid, outcomes: Sequence[Outcome]) -> None:
             spent = (shown_epsilon(result["epsilon"]), f"{result['delta']:g}")
             cost = (_steps(result), f"{result['seconds']:.0f}", outcome.folder.path.name)
             rows.append([*outcome.labels.values(), *accuracies, *spent, *cost, *_links(outcome)])
-    page.table(rows)
-    page.say("The page of a run is written by dpl report and the run's log folder.")
+    if len(rows) > 1:
+        page.heading("Runs")
+        page.table(rows)
+        page.say("`dpl report` with the log folder of a run writes its page.")
 
 
 def _links(outcome: Outcome) -> list[str | Link]:
