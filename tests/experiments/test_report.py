@@ -102,6 +102,7 @@ def test_a_grid_of_which_nothing_has_run_has_a_page_too(tmp_path):
     assert "0 of 12 runs are finished" in page.markdown()
     assert "No run is finished." in page.markdown()
     assert "<svg" not in page.html()
+    assert "## Runs" not in page.markdown()
     assert row(page.markdown(), "DP-SGD 256 42", "-", "not started")
 
 
@@ -116,6 +117,7 @@ def test_what_no_run_has_a_point_for_is_left_out(tmp_path):
     )
     text = page.markdown()
     assert text.index("## epsilon 8\n\nNo run of these is finished.") < text.index("## Missing")
+    assert not row(text, "DP-SGD", "-", "-", "-")
     # One seed has no deviation, no run has a curve, and none has a ratio.
     assert re.findall(r"!\[(.*?)\]", text) == ["Test accuracy after the last step", "Accuracy beside steps"]
 
