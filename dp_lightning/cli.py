@@ -27,7 +27,7 @@ commands:
   audit     test the noise and the clipping of a configuration: dpl audit --config configs/digits.yaml
   account   price a run before it starts: three of epsilon, sigma, steps and batch size give the fourth
   sweep     run a grid: dpl sweep configs/grids/digits.yaml
-  report    write the tables and figures of a grid's runs, beside the paper's numbers
+  report    write a run as a page: dpl report RUN; or tables and figures of a grid: dpl report GRID.yaml
   configs   list the configurations of this package, print one, or copy them to a folder
   analyze   measure signal and noise of a run's gradients: dpl analyze snr --config configs/digits.yaml
 

@@ -20,6 +20,7 @@ from dp_lightning.cli import main
 from dp_lightning.commands import parser
 from dp_lightning.commands.foreign_modules import ForeignModules
 from dp_lightning.datamodules import Digits
+from dp_lightning.privacy.accounting import compose
 
 ROOT = Path(__file__).parents[1]
 DIGITS = str(ROOT / "configs" / "digits.yaml")
@@ -386,8 +387,35 @@ def test_the_curves_are_in_tensorboard(finished):
     events.Reload()
     tags = set(events.Tags()["scalars"])
     assert {"test/accuracy", "test/loss", "val/accuracy", "unprotected/train_loss", "privacy/epsilon"} <= tags
-    spent = [event.value for event in events.Scalars("privacy/epsilon")]
-    assert spent == sorted(spent)
+    assert "hp_metric" not in tags
+    statement = json.loads((finished / "privacy_statement.json").read_text())
+    spent = {event.step: event.value for event in events.Scalars("privacy/epsilon")}
+    # From nothing to all of it, at every step where there are few.
+    assert list(spent) == list(range(statement["num_steps"] + 1))
+    (sigma, q, _), *_ = statement["ledger"]
+    epsilons = [compose([(sigma, q, step)] if step else [], delta=1e-4, accountant="rdp") for step in spent]
+    assert list(spent.values()) == pytest.approx(epsilons, rel=1e-6)
+
+
+@pytest.mark.parametrize("command", ["validate", "test", "predict"])
+def test_an_evaluation_leaves_no_run_folder(finished, tmp_path, monkeypatch, command, capsys):
+    monkeypatch.chdir(tmp_path)
+    (checkpoint,) = (finished / "checkpoints").glob("*.ckpt")
+    config = yaml.safe_load((finished / "config.yaml").read_text())
+    config["trainer"]["default_root_dir"] = None
+    Path("run.yaml").write_text(yaml.safe_dump(config))
+    main([command, "--config", "run.yaml", "--ckpt_path", str(checkpoint)])
+    left = {path.name for path in tmp_path.rglob("*")}
+    assert left == {"run.yaml"} | ({"predictions.csv"} if command == "predict" else set())
+    assert command != "predict" or f"Predictions are in {tmp_path / 'predictions.csv'}." in capsys.readouterr().out
+
+
+def test_an_evaluation_logs_where_it_is_told_to(finished, tmp_path):
+    (checkpoint,) = (finished / "checkpoints").glob("*.ckpt")
+    settings = ["--trainer.logger", "CSVLogger", "--trainer.logger.save_dir", str(tmp_path)]
+    main(["test", "--config", str(finished / "config.yaml"), "--ckpt_path", str(checkpoint), *settings])
+    (metrics,) = tmp_path.rglob("metrics.csv")
+    assert "test/accuracy" in metrics.read_text()
 
 
 def test_a_module_without_every_linked_setting_is_evaluated_from_its_checkpoint(tmp_path, capsys):

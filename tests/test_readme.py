@@ -99,7 +99,8 @@ GRIDS = [line for line in DPL if line.split()[1] in ("sweep", "report")]
 def test_a_command_for_a_grid_names_one_and_its_options(line, workplace):
     arguments = shlex.split(line)[1:]
     options = {"sweep": sweep, "report": report}[arguments[0]]._parser().parse_args(arguments[1:])
-    assert len(list(Grid.load(options.grid).cells())) >= 8
+    grid = options.grid if arguments[0] == "sweep" else options.target
+    assert len(list(Grid.load(grid).cells())) >= 8
 
 
 ANALYSES = [line for line in DPL if line.split()[1] == "analyze"]

@@ -231,7 +231,9 @@ def _option(text: str) -> tuple[str, Any]:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="dpl sweep", description=__doc__, allow_abbrev=False)
+    parser.add_argument("grid", type=Path, metavar="GRID", help="a file, or a name that `dpl configs` lists, as digits")
     add_grid_options(parser)
+    parser.set_defaults(out=Path("sweeps"))
     parser.add_argument("--dry-run", action="store_true", help="print the commands and what each run costs")
     parser.add_argument("--launcher", choices=sorted(LAUNCHERS), default="local", help="default: local")
     parser.add_argument("--jobs", type=int, help="runs at a time, for local (default: one per GPU) and slurm")
@@ -247,8 +249,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def add_grid_options(parser: argparse.ArgumentParser) -> None:
     """Add the options that `dpl sweep` and `dpl report` share: they determine the folders of the runs."""
-    parser.add_argument("grid", type=Path, metavar="GRID", help="a file, or a name that `dpl configs` lists, as digits")
-    parser.add_argument("--out", type=Path, default=Path("sweeps"), help="folder of the runs; default: sweeps")
+    parser.add_argument("--out", type=Path, help="folder of the runs of a grid; default: sweeps")
     parser.add_argument(
         "--override",
         action="append",

@@ -12,9 +12,10 @@ from typing import Any
 
 import lightning.pytorch as pl
 from jsonargparse import Namespace
-from lightning.fabric.plugins.environments import LightningEnvironment
+from lightning.fabric.plugins.environments import LightningEnvironment, SLURMEnvironment
 from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, ReduceLROnPlateau, SaveConfigCallback
+from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
@@ -163,6 +164,10 @@ class TrainingCLI(CommandLine):
             if config.get("enable_progress_bar") is not False and not has_bar:
                 callbacks.append(PrivateProgressBar())
         config["callbacks"] = callbacks
+        if config.get("logger") is None or config.get("logger") is True:
+            config["logger"] = _curves(config) if trains else False
+        if not trains:
+            self.save_config_callback = None  # a configuration is part of a run
         with _named_refusals(config):
             trainer = self.make_trainer(config)
         check_folders(trainer)
@@ -235,6 +240,12 @@ def refusals(what: str) -> Iterator[None]:
             f"{what}: {shortened(str(error)) or 'no reason is given'} ({type(error).__name__} in {where}, line "
             f"{place.lineno})"
         ) from error
+
+
+def _curves(config: dict[str, Any]) -> TensorBoardLogger:
+    """Lightning's default logger, without its placeholder curve ``hp_metric``."""
+    folder = config.get("default_root_dir") or os.getcwd()
+    return TensorBoardLogger(folder, version=SLURMEnvironment.job_id(), default_hp_metric=False)
 
 
 def _require_startable(config: dict[str, Any]) -> None:

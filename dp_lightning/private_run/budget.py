@@ -5,8 +5,8 @@ from dp_lightning.privacy.accounting import Ledger, Run, compose
 from dp_lightning.privacy.clipping import ClipPlan
 from dp_lightning.privacy.plan import PrivacyPlan
 
-# Epsilon by PRV can cost a second, so it is brought up to date this many times in a run.
-_EPSILON_UPDATES = 10
+# Epsilon by PRV costs a tenth of a second to a second, so it is brought up to date this many times in a run.
+_EPSILON_UPDATES = 20
 
 
 class Budget:

@@ -4,6 +4,7 @@
 that a fit needs, such as its plan and its private step, exists.
 """
 
+import math
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -204,6 +205,7 @@ class PrivateRun:
                 f"privacy.disk needs its filter: put Kalman with gain {disk.gain:g} and applies_to: all first "
                 "into the transforms of PostProcessCallback."
             )
+        self._log_epsilon()
         if self._finishes:
             return
         require_private_loader(self.trainer, self.step)
@@ -251,8 +253,19 @@ class PrivateRun:
                 "in the plan, and skipping changes what the ledger says."
             )
         if steps == self.budget.milestone:
-            self.module.log("privacy/epsilon", self.budget.spent(), on_step=True, on_epoch=False, batch_size=1)
+            self._log_epsilon()
+            # For callbacks alone: Lightning gives loggers what is logged at their own steps, and again at later ones.
+            spent = self.budget.spent()
+            self.module.log("privacy/epsilon", spent, on_step=True, on_epoch=False, logger=False, batch_size=1)
             self.budget.look_ahead()
+
+    def _log_epsilon(self) -> None:
+        """A point of the loggers' curve over the steps in the weights: at the start, and at each milestone."""
+        spent = self.budget.spent()
+        if math.isfinite(spent):
+            for logger in self.trainer.loggers:
+                logger.log_metrics({"privacy/epsilon": spent}, step=self.trainer.global_step)
+                logger.save()
 
     def epoch_ends(self) -> None:
         """Ranks compare their models."""

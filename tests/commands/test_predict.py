@@ -15,6 +15,7 @@ from PIL import Image
 from dp_lightning import datamodules
 from dp_lightning.cli import main
 from dp_lightning.commands import training
+from dp_lightning.lightning_modules import ImageClassifier
 
 QUIET = ["--trainer.accelerator", "cpu", "--trainer.logger", "false", "--trainer.enable_progress_bar", "false"]
 NAMES = ("benign", "malignant", "of no kind")
@@ -83,6 +84,19 @@ def test_names_of_files_come_back_as_they_were_and_hidden_ones_are_left_out(run,
         b"caf\xe9.png",
         "größe, 1.png".encode(),
     ]
+
+
+def test_predictions_are_never_overwritten(run, tmp_path, monkeypatch, capsys):
+    predict(run, tmp_path)
+    (tmp_path / "predictions.csv").write_text("mine")
+    predicted = []  # it stops before
+    monkeypatch.setattr(ImageClassifier, "predict_step", lambda *arguments: predicted.append(arguments))
+    with pytest.raises(SystemExit, match="2"):
+        predict(run, tmp_path)
+    assert ((tmp_path / "predictions.csv").read_text(), predicted) == ("mine", [])
+    said = capsys.readouterr().err
+    assert f"{tmp_path / 'predictions.csv'} exists" in said
+    assert "set trainer.default_root_dir to another folder" in said
 
 
 @pytest.mark.parametrize("command", ["test", "fit"])

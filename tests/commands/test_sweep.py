@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -13,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from browser import look_at
 
 from dp_lightning.cli import main
 from dp_lightning.commands import sweep
@@ -111,31 +111,11 @@ def test_a_killed_grid_is_completed_without_repeating_a_finished_run_and_reporte
     folder = out / "report" / "small"
     assert len(list(folder.glob("*.png"))) == len(list(folder.glob("*.svg"))) == 4
     assert (folder / "report.md").read_text() in said
-    look_at(folder / "report.html", images=4)
-
-
-def look_at(page, *, images):
-    """Open a page in a browser: nothing on the console, and every image is drawn."""
-    browser = next(filter(None, map(shutil.which, ("chromium", "google-chrome", "chromium-browser"))), None)
-    if browser is None:
-        pytest.skip("no Chromium here to open the page in: apt-get install chromium")
-    from playwright.sync_api import sync_playwright
-
-    with sync_playwright() as playwright:
-        quiet = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update"]
-        chromium = playwright.chromium.launch(executable_path=browser, args=[*quiet, "--disable-sync"])
-        opened, said = chromium.new_page(), []
-        opened.on("console", lambda message: said.append(message.text))
-        opened.on("pageerror", lambda error: said.append(str(error)))
-        opened.goto(page.as_uri())
-        widths = opened.evaluate("[...document.images].map(image => image.complete ? image.naturalWidth : 0)")
-        title, rows = opened.title(), opened.locator("table tr").count()
-        chromium.close()
-    assert said == []
-    assert len(widths) == images
-    assert min(widths) > 100
-    assert title == "Small"
-    assert rows > 12
+    (seen,) = look_at(folder / "report.html")
+    assert (seen.title, seen.console, seen.overflow) == ("Small", [], 0)
+    assert len(seen.figures) == 4
+    assert min(seen.figures) > 100
+    assert seen.rows > 12
 
 
 # Jobs of SLURM and tasks of Ray are processes of the real Python; only the runs in them are not.
