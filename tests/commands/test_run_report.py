@@ -74,6 +74,11 @@ def finished(tmp_path_factory):
     return folder
 
 
+@pytest.fixture(scope="module")
+def page(finished):
+    return of(finished)
+
+
 @pytest.fixture
 def copy(finished, tmp_path):
     return shutil.copytree(finished, tmp_path / "version_7")
@@ -109,8 +114,7 @@ def test_a_finished_run_has_one_page_with_its_accuracy_its_epsilon_and_whether_i
     assert f"{100 * result['val_accuracy_last']:.1f} % at step {result['num_steps']}" in page.text
 
 
-def test_it_is_one_file_with_curves_statement_and_configuration(finished):
-    page = of(finished)
+def test_it_is_one_file_with_curves_statement_and_configuration(page):
     sources = [value for name, value in page.attributes if name in ("src", "href", "xlink:href")]
     assert all(source.startswith(("data:", "#")) for source in sources)
     assert not page.tags & {"script", "img", "iframe"}
@@ -137,8 +141,7 @@ def test_epsilon_is_accounted_from_the_journal(finished):
     assert (spent.target, spent.to_come.steps, spent.further) == (3.0, [], 0)
 
 
-def test_what_comes_from_training_examples_is_in_the_last_section_which_is_marked(finished):
-    page = of(finished)
+def test_what_comes_from_training_examples_is_in_the_last_section_which_is_marked(finished, page):
     assert page.text.index("UNPROTECTED: the last section") < page.text.index("test accuracy")
     assert page.text.index("What of this folder may be released") < page.text.rindex("UNPROTECTED: may be computed")
     run = RunFiles.read(finished)
