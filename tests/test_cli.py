@@ -125,6 +125,10 @@ WRONG = {
     "precision": (["--trainer.precision", "16-mixed"], "trainer.precision is 16-mixed.*bf16-mixed"),
     "delta": (["--privacy.delta", "0.001"], "delta must be below 1/num_train"),
     "batch": (["--privacy.expected_batch_size", "2000"], "expected_batch_size must be at most num_train = 1437"),
+    "number": (
+        ["--privacy.num_train", "100"],
+        r"privacy\.num_train is 100, but Digits has 1437 training examples\. Remove privacy\.num_train",
+    ),
     "folder": (["--data", "ImageFolder", "--data.init_args.root", "/nowhere"], "/nowhere/train is missing"),
     "download": (
         ["--data", "CIFAR10", "--data.init_args.root", "/nowhere", "--privacy.delta", "1e-5"],

@@ -438,7 +438,8 @@ def test_a_dry_run_prints_commands_and_prices_and_writes_nothing(tmp_path, capsy
 def test_every_grid_passes_a_dry_run(path, monkeypatch, capsys, tmp_path):
     # Their noise is solved for in other tests, and their times are not of interest here.
     monkeypatch.setattr(
-        PrivacyPlan, "calibrate", classmethod(lambda kind, **settings: kind(**settings, noise_multiplier=50.0))
+        "dp_lightning.private_run.settings._calibrated",
+        lambda shape, target, **others: shape.with_noise(50.0, target_epsilon=target),
     )
     monkeypatch.setattr("dp_lightning.commands.pricing._seconds_per_row", lambda cli: 1e-3)
     monkeypatch.setattr(PrivacyPlan, "epsilon", lambda plan, accountant=None: plan.target_epsilon)
@@ -454,4 +455,4 @@ def test_every_grid_passes_a_dry_run(path, monkeypatch, capsys, tmp_path):
     # Without its files nobody knows how many examples a folder has.
     unpriced = count if "imagenet" in path.stem else 0
     assert said.count("  no price: ") == unpriced
-    assert said.count(" steps, about ") == count - unpriced
+    assert said.count("sigma 50, ") == said.count(" steps, about ") == count - unpriced
