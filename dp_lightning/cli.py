@@ -25,10 +25,12 @@ commands:
   export    write the network of a checkpoint as safetensors and ONNX, with its privacy statement
   verify    check a run's statement against its journal and its weights: dpl verify RUN
   audit     test the noise and the clipping of a configuration: dpl audit --config configs/digits.yaml
+  plan      compare batch sizes, epochs and epsilons before a run: dpl plan --config configs/digits.yaml
   account   price a run before it starts: three of epsilon, sigma, steps and batch size give the fourth
   sweep     run a grid: dpl sweep configs/grids/digits.yaml
   report    write the tables and figures of a grid's runs, beside the paper's numbers
   analyze   measure signal and noise of a run's gradients: dpl analyze snr --config configs/digits.yaml
+  doctor    check this machine: versions, devices, files, and one private step against a loop over examples
 
 `dpl COMMAND --help` shows the options of a command. Every setting of a configuration can be overridden on the command
 line, as in `dpl fit --config configs/digits.yaml --privacy.target_epsilon 8`, and --config can be repeated.
@@ -38,7 +40,7 @@ exit codes: 0 done; 1 a check does not hold, or a run of a grid has failed; 2 an
 """
 
 _TRAINING = ("fit", "validate", "test", "predict")
-_OTHERS = ("export", "verify", "audit", "account", "sweep", "report", "analyze")
+_OTHERS = ("export", "verify", "audit", "plan", "account", "sweep", "report", "analyze", "doctor")
 # EX_IOERR of sysexits.h. 1 would mean that a check does not hold, and 128 or more a signal.
 _UNWRITTEN = 74
 

@@ -93,11 +93,15 @@ class Document:
         body = "\n".join(converter.convert(text) if shown is None else shown for text, shown in self._parts)
         return _PAGE.format(title=html.escape(self.title), body=body)
 
-    def publish(self, name: str) -> None:
-        """Write ``<name>.md`` and ``<name>.html``, and print the Markdown."""
+    def write(self, name: str) -> None:
+        """Write ``<name>.md`` and ``<name>.html``."""
         for path, text in ((f"{name}.md", self.markdown()), (f"{name}.html", self.html())):
             with replacing(self.folder / path) as file:
                 file.write(text.encode())
+
+    def publish(self, name: str) -> None:
+        """Write ``<name>.md`` and ``<name>.html``, and print the Markdown."""
+        self.write(name)
         print(self.markdown())
         print(f"Written to {self.folder / f'{name}.html'}")
 
