@@ -1,12 +1,14 @@
 """The ``dpl`` command. Commands are imported when they are called, so that help and light commands answer at once."""
 
 import os
+import platform
 import signal
 import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
 from types import FrameType
 from typing import TextIO
 
@@ -32,8 +34,9 @@ commands:
   analyze   measure signal and noise of a run's gradients: dpl analyze snr --config configs/digits.yaml
   doctor    check this machine: versions, devices, files, and one private step against a loop over examples
 
-`dpl COMMAND --help` shows the options of a command. Every setting of a configuration can be overridden on the command
-line, as in `dpl fit --config configs/digits.yaml --privacy.target_epsilon 8`, and --config can be repeated.
+`dpl COMMAND --help` shows the options of a command, `dpl --version` the versions of dp-lightning, Python and torch.
+Every setting of a configuration can be overridden on the command line, as in `dpl fit --config configs/digits.yaml
+--privacy.target_epsilon 8`, and --config can be repeated.
 
 exit codes: 0 done; 1 a check does not hold, or a run of a grid has failed; 2 an error, with what to change;
 74 the output cannot be written; 130 and 143 after Ctrl-C and SIGTERM
@@ -63,7 +66,7 @@ def _run(arguments: list[str]) -> None:
         return
     command = arguments[0]
     if command in ("-V", "--version", "version"):
-        print(f"dp-lightning {__version__}")
+        print(f"dp-lightning {__version__}, Python {platform.python_version()}, {_torch()}")
         return
     if command not in (*_TRAINING, *_OTHERS):
         print(f"dpl: there is no command '{command}'. `dpl --help` lists the commands.", file=sys.stderr)
@@ -73,6 +76,14 @@ def _run(arguments: list[str]) -> None:
     except DpLightningError as error:
         print(f"\ndpl {command}: error: {error}", file=sys.stderr)
         sys.exit(2)
+
+
+def _torch() -> str:
+    # By its metadata: importing torch takes seconds.
+    try:
+        return f"torch {version('torch')}"
+    except PackageNotFoundError:
+        return "torch is not installed"
 
 
 @contextmanager

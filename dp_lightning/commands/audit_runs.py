@@ -9,23 +9,14 @@ Each run is a fit of `synthetic_fit` with another loss:
   module's own times a large number, while the losses of the others are multiplied by zero.
 """
 
-import contextlib
-import io
-import logging
 import math
-import secrets
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
-from torch.optim import Optimizer
-from torch.utils.data import DataLoader, Dataset
 
 from dp_lightning.commands.composition import Composer, prepare
 from dp_lightning.commands.pricing import plan_of

@@ -49,9 +49,7 @@ def main(arguments: list[str]) -> None:
         basis = basis_of(of_fit, measure=options.measure)
     else:
         basis = _basis_of_numbers(options)
-    cells: list[Cell] = cells_of(
-        basis, batch_sizes=options.batch_size, epochs=options.epochs, epsilons=options.epsilon
-    )
+    cells: list[Cell] = cells_of(basis, batch_sizes=options.batch_size, epochs=options.epochs, epsilons=options.epsilon)
     if options.out is not None:
         page_of(basis, cells, options.out).write("plan")
     print(json.dumps(as_dict(basis, cells)) if options.json else text_of(basis, cells))
@@ -164,7 +162,7 @@ def _basis_of_numbers(options: argparse.Namespace) -> "Basis":
     clip_plan = ClipPlan.flat(max_grad_norm=1.0 if options.max_grad_norm is None else options.max_grad_norm)
     accountant = options.accountant or "prv"
     check_accountant(accountant)
-    counted = Counter(options.matrix or ())
+    counted, bound = Counter(options.matrix or ()), clip_plan.max_grad_norm
     return Basis(
         name="plain numbers",
         num_train=options.num_train,
@@ -172,5 +170,5 @@ def _basis_of_numbers(options: argparse.Namespace) -> "Basis":
         accountant=accountant,
         clip_plan=clip_plan,
         num_parameters=options.num_parameters,
-        matrices=tuple(Matrices(*shape, count, clip_plan.max_grad_norm) for shape, count in counted.items()),
+        matrices=tuple(Matrices(rows, columns, count, bound) for (rows, columns), count in counted.items()),
     )

@@ -61,9 +61,7 @@ def text_of(basis: Basis, cells: Sequence[Cell]) -> str:
         else:
             widths = [max(map(len, column)) for column in zip(*part, strict=True)]
             parts.append(
-                "\n".join(
-                    "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in part
-                )
+                "\n".join("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in part)
             )
     return "\n\n".join(parts)
 
@@ -127,8 +125,8 @@ def _legend(basis: Basis) -> str:
         said += " norm / C is the norm of the noise, sigma S sqrt(d) / B, over C; the clipped gradient's is at most 1."
     if basis.seconds_per_example is not None:
         said += (
-            f" time is that of T private steps on {basis.device}, {1000 * basis.seconds_per_example:.3g} ms for each of "
-            "B examples; image files, evaluations and checkpoints come on top."
+            f" time is that of T private steps on {basis.device}, with {1000 * basis.seconds_per_example:.3g} ms for "
+            "each of B examples; image files, evaluations and checkpoints come on top."
         )
     return said
 

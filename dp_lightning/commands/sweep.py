@@ -208,7 +208,8 @@ def _print_prices(grid: Grid, runs: Sequence[PlannedRun]) -> None:
             print("  not for release: privacy.reproducible is set", flush=True)
     without = f", without {untimed} runs whose time is unknown" if untimed else ""
     print(
-        f"\nIn total about {shown_duration(total)} on one device like this one{without}. Each epsilon covers one run alone."
+        f"\nIn total about {shown_duration(total)} on one device like this one{without}. "
+        "Each epsilon covers one run alone."
     )
 
 

@@ -1,8 +1,9 @@
-"""A fit of a configuration's module on random images: a run as ``dpl fit`` makes it, with other data and another loss.
+"""A fit of a configuration's module on random images: as ``dpl fit`` makes it, with other data and another loss.
 
-The module, the optimizer, ``PrivacyCallback`` and the post-processing are the configuration's. The examples, the numbers
-N = B and T, and the loss are replaced; schedules, validation and the configuration's own callbacks are left out. A
-callback before ``PostProcessCallback`` reads the privatized gradient. No private image is read and no model is kept.
+The module, the optimizer, ``PrivacyCallback`` and the post-processing are the configuration's. The examples, the
+numbers N = B and T, and the loss are replaced; schedules, validation and the configuration's own callbacks are left
+out. A callback before ``PostProcessCallback`` reads the privatized gradient. No private image is read, and no model is
+kept.
 """
 
 import contextlib
@@ -151,9 +152,7 @@ def fit_on_synthetic_images(
             notes.setLevel(level)
 
 
-def _replace_data_and_loss(
-    cli: TrainingCLI, loss: NewLoss, columns: Columns
-) -> None:
+def _replace_data_and_loss(cli: TrainingCLI, loss: NewLoss, columns: Columns) -> None:
     """Replace the data and the loss with synthetic ones; no data is read."""
     module, data = cli.model, cli.datamodule
     assert isinstance(data, pl.LightningDataModule)

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Mapping
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -54,4 +55,4 @@ def _seconds_of_step(settings: Mapping[str, Any], examples: int) -> float:
         steps=_STEPS,
         noise_multiplier=1.0,
     )
-    return min(after - before for before, after in zip(moments, moments[1:], strict=False))
+    return min(after - before for before, after in pairwise(moments))

@@ -88,9 +88,7 @@ class RunShape:
             raise ConfigurationError(
                 "trainer.max_epochs and trainer.max_steps leave no step to take; set at least one epoch or step."
             )
-        return cls(
-            num_train=num_train, expected_batch_size=expected_batch_size, num_steps=min(limits), delta=delta
-        )
+        return cls(num_train=num_train, expected_batch_size=expected_batch_size, num_steps=min(limits), delta=delta)
 
     @property
     def sample_rate(self) -> float:

@@ -14,7 +14,7 @@ from dp_lightning.callbacks import AveragedWeights, PostProcessCallback, Privacy
 from dp_lightning.errors import BudgetError, ConfigurationError, DataError
 from dp_lightning.lightning_modules.schedules import WarmupCosine
 from dp_lightning.postprocess import LowPass, MagnitudeScale, Orthogonalize
-from dp_lightning.privacy import ClipPlan, GaussianNoise, PrivacyPlan
+from dp_lightning.privacy import ClipPlan, GaussianNoise
 from dp_lightning.private_run.resume import PRIVATE_RUN
 from dp_lightning.strategies.checkpoint_io import PrivateCheckpointIO
 
