@@ -12,8 +12,6 @@ from dp_lightning.experiments.figures import figure, place_on_axis, style
 from dp_lightning.experiments.results import shown_duration
 
 WIDTH = 80
-# Batch sizes in one table of matrices: more do not fit the width.
-_COLUMNS = 6
 # Shapes that are drawn; more are hard to tell apart.
 _DRAWN = 4
 
@@ -99,9 +97,10 @@ def _parts(basis: Basis, cells: Sequence[Cell]) -> Iterator[str | Rows]:
     )
     for line, run in groupby(cells, key=_line):
         sizes = list(run)
-        for start in range(0, len(sizes), _COLUMNS):
+        columns = _columns_that_fit(basis, sizes)
+        for start in range(0, len(sizes), columns):
             yield f"At {line}:"
-            yield _table_of_matrices(basis, sizes[start : start + _COLUMNS])
+            yield _table_of_matrices(basis, sizes[start : start + columns])
 
 
 def _table_of_runs(basis: Basis, cells: Sequence[Cell]) -> Rows:
@@ -122,13 +121,20 @@ def _table_of_runs(basis: Basis, cells: Sequence[Cell]) -> Rows:
 def _legend(basis: Basis) -> str:
     said = "noise sd is the standard deviation of the noise in each coordinate of the gradient, sigma S / B with S = C."
     if basis.num_parameters is not None:
-        said += " norm / C is the norm of the noise, sigma S sqrt(d) / B, over C; the clipped gradient's is at most 1."
+        said += " norm / C is the norm of the noise, sigma S sqrt(d) / B, over C; that of the mean clipped gradient is at most 1."
     if basis.seconds_per_example is not None:
         said += (
             f" time is that of T private steps on {basis.device}, with {1000 * basis.seconds_per_example:.3g} ms for "
             "each of B examples; image files, evaluations and checkpoints come on top."
         )
     return said
+
+
+def _columns_that_fit(basis: Basis, cells: Sequence[Cell]) -> int:
+    """How many batch sizes a table of matrices has room for."""
+    others = max(len(_shape(matrices)) for matrices in basis.matrices) + len("  matrices  detected")
+    each = max(len(f"  B = {cell.plan.expected_batch_size}") for cell in cells)
+    return max((WIDTH - others) // each, 1)
 
 
 def _table_of_matrices(basis: Basis, cells: Sequence[Cell]) -> Rows:

@@ -391,23 +391,20 @@ def test_a_run_that_ends_by_a_setting_of_its_own_is_finished(tmp_path, capsys):
     assert "1 runs, 1 finished" in capsys.readouterr().out
 
 
-class WithoutForward(ImageClassifier):
-    """Has a training step alone."""
+class OfMasks(ImageClassifier):
+    """Trains on images, labels and masks."""
 
     def __init__(self, num_classes: int, in_channels: int, image_size: int, mean: list[float], std: list[float]):
         super().__init__(torch.nn.Identity(), num_classes)
         self.layer = torch.nn.Linear(in_channels * image_size**2, num_classes)
 
-    def forward(self, images):
-        raise NotImplementedError
-
     def training_step(self, batch, batch_idx):
-        images, labels = batch
-        return torch.nn.functional.cross_entropy(self.layer(images.flatten(1)), labels)
+        images, labels, masks = batch
+        return torch.nn.functional.cross_entropy(self.layer((images * masks).flatten(1)), labels)
 
 
 def test_a_module_whose_step_cannot_be_timed_still_has_an_epsilon(tmp_path, capsys):
-    module = {"model": f"{__name__}.WithoutForward"}
+    module = {"model": f"{__name__}.OfMasks"}
     grid = grid_file(tmp_path, seeds=[42], sizes=[256], methods=["DP-SGD"], **module)
     main(["sweep", str(grid), "--dry-run"])
     said = capsys.readouterr().out
