@@ -1,12 +1,14 @@
 """The ``dpl`` command. Commands are imported when they are called, so that help and light commands answer at once."""
 
 import os
+import platform
 import signal
 import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
 from types import FrameType
 from typing import TextIO
 
@@ -25,21 +27,24 @@ commands:
   export    write the network of a checkpoint as safetensors and ONNX, with its privacy statement
   verify    check a run's statement against its journal and its weights: dpl verify RUN
   audit     test the noise and the clipping of a configuration: dpl audit --config configs/digits.yaml
+  plan      compare batch sizes, epochs and epsilons before a run: dpl plan --config configs/digits.yaml
   account   price a run before it starts: three of epsilon, sigma, steps and batch size give the fourth
   sweep     run a grid: dpl sweep configs/grids/digits.yaml
   report    write a run as a page: dpl report RUN; or tables and figures of a grid: dpl report GRID.yaml
   configs   list the configurations of this package, print one, or copy them to a folder
   analyze   measure signal and noise of a run's gradients: dpl analyze snr --config configs/digits.yaml
+  doctor    check this machine: versions, devices, files, and one private step against a loop over examples
 
-`dpl COMMAND --help` shows the options of a command. Every setting of a configuration can be overridden on the command
-line, as in `dpl fit --config configs/digits.yaml --privacy.target_epsilon 8`, and --config can be repeated.
+`dpl COMMAND --help` shows the options of a command, `dpl --version` the versions of dp-lightning, Python and torch.
+Every setting of a configuration can be overridden on the command line, as in `dpl fit --config configs/digits.yaml
+--privacy.target_epsilon 8`, and --config can be repeated.
 
 exit codes: 0 done; 1 a check does not hold, or a run of a grid has failed; 2 an error, with what to change;
 74 the output cannot be written; 130 and 143 after Ctrl-C and SIGTERM
 """
 
 _TRAINING = ("fit", "validate", "test", "predict")
-_OTHERS = ("export", "verify", "audit", "account", "sweep", "report", "analyze", "configs")
+_OTHERS = ("export", "verify", "audit", "plan", "account", "sweep", "report", "configs", "analyze", "doctor")
 # EX_IOERR of sysexits.h. 1 would mean that a check does not hold, and 128 or more a signal.
 _UNWRITTEN = 74
 
@@ -62,7 +67,7 @@ def _run(arguments: list[str]) -> None:
         return
     command = arguments[0]
     if command in ("-V", "--version", "version"):
-        print(f"dp-lightning {__version__}")
+        print(f"dp-lightning {__version__}, Python {platform.python_version()}, {_torch()}")
         return
     if command not in (*_TRAINING, *_OTHERS):
         from dp_lightning.commands.near_names import did_you_mean
@@ -87,6 +92,14 @@ def _checked(arguments: list[str]) -> list[str]:
     found = with_paths(arguments)
     require_known(found)
     return found
+
+
+def _torch() -> str:
+    # By its metadata: importing torch takes seconds.
+    try:
+        return f"torch {version('torch')}"
+    except PackageNotFoundError:
+        return "torch is not installed"
 
 
 @contextmanager

@@ -3,11 +3,13 @@
 import csv
 import json
 import os
+import platform
 import re
 import shutil
 import signal
 import subprocess
 import sys
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import pytest
@@ -16,6 +18,7 @@ import yaml
 from jsonargparse import Namespace
 from PIL import Image
 
+from dp_lightning import cli
 from dp_lightning.cli import main
 from dp_lightning.commands import parser
 from dp_lightning.commands.foreign_modules import ForeignModules
@@ -25,7 +28,7 @@ from dp_lightning.privacy.accounting import compose
 ROOT = Path(__file__).parents[1]
 DIGITS = str(ROOT / "configs" / "digits.yaml")
 MUON = str(ROOT / "configs" / "fragments" / "postprocess" / "dp_muon.yaml")
-COMMANDS = ("fit", "validate", "test", "predict", "account")
+COMMANDS = ("fit", "validate", "test", "predict", "plan", "account", "doctor")
 
 
 def python(*arguments, **kwargs):
@@ -48,6 +51,24 @@ def test_help_imports_neither_torch_nor_lightning():
         "assert not {'torch', 'lightning', 'opacus', 'numpy'} & set(sys.modules)"
     )
     assert python("-c", code).returncode == 0
+
+
+@pytest.mark.parametrize("option", ["--version", "-V"])
+def test_the_version_names_python_and_torch_without_importing_it(option):
+    code = f"import sys; from dp_lightning.cli import main; main(['{option}']); assert 'torch' not in sys.modules"
+    shown = python("-c", code)
+    assert shown.returncode == 0
+    versions = (version("dp-lightning"), platform.python_version(), version("torch"))
+    assert shown.stdout == "dp-lightning {}, Python {}, torch {}\n".format(*versions)
+
+
+def test_the_version_is_shown_without_torch_too(capsys, monkeypatch):
+    def missing(name):
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr(cli, "version", missing)
+    main(["--version"])
+    assert capsys.readouterr().out.endswith(", torch is not installed\n")
 
 
 def test_an_unknown_command_is_refused(capsys):
@@ -146,6 +167,10 @@ WRONG = {
     "precision": (["--trainer.precision", "16-mixed"], "trainer.precision is 16-mixed.*bf16-mixed"),
     "delta": (["--privacy.delta", "0.001"], "delta must be below 1/num_train"),
     "batch": (["--privacy.expected_batch_size", "2000"], "expected_batch_size must be at most num_train = 1437"),
+    "number": (
+        ["--privacy.num_train", "100"],
+        r"privacy\.num_train is 100, but Digits has 1437 training examples\. Remove privacy\.num_train",
+    ),
     "folder": (["--data", "ImageFolder", "--data.init_args.root", "/nowhere"], "/nowhere/train is missing"),
     "download": (
         ["--data", "CIFAR10", "--data.init_args.root", "/nowhere", "--privacy.delta", "1e-5"],

@@ -65,7 +65,6 @@ class TrainingCLI(CommandLine):
         parser.add_lightning_class_args(AveragedWeights, "averaging")
         for name in ("num_classes", "in_channels", "image_size", "mean", "std"):
             parser.link_arguments(f"data.{name}", f"model.init_args.{name}", apply_on="instantiate")
-        parser.link_arguments("data.num_train", "privacy.num_train", apply_on="instantiate")
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
         foreign = ForeignModules()
@@ -148,8 +147,8 @@ class TrainingCLI(CommandLine):
         config: dict[str, Any] = {**self.setting(self.config_init, "trainer", default={}), **kwargs}
         _require_startable(config)
         trains = self.subcommand in ("fit", None)
-        if trains and self.privacy.unit_of_privacy == "group":
-            self.privacy.num_train = _count_persons(self.datamodule)
+        if trains:
+            self.privacy.num_train = _num_train(self.privacy, self.datamodule)
         with _named_refusals(config):
             if trains and config.get("strategy") == "auto" and _wants_processes(config):
                 config["strategy"] = PRIVATE_STRATEGY
@@ -272,6 +271,18 @@ def _require_other_nodes(trainer: pl.Trainer) -> None:
             f"trainer.num_nodes is {trainer.num_nodes}, but the other nodes were not started. Start `dpl` with srun "
             "or torchrun, or set MASTER_ADDR, MASTER_PORT and NODE_RANK on each node."
         )
+
+
+def _num_train(privacy: PrivacyCallback, data: Any) -> int | None:
+    """N: what the data module states, which has to agree with ``privacy.num_train``; None if neither is known yet."""
+    persons = privacy.unit_of_privacy == "group"
+    known: int | None = _count_persons(data) if persons else getattr(data, "num_train", None)
+    if None not in (privacy.num_train, known) and privacy.num_train != known:
+        raise ConfigurationError(
+            f"privacy.num_train is {privacy.num_train}, but {type(data).__name__} has {known} training "
+            f"{'persons' if persons else 'examples'}. Remove privacy.num_train; dpl reads it from the data module."
+        )
+    return privacy.num_train if known is None else known
 
 
 def _count_persons(data: Any) -> int:

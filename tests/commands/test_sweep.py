@@ -371,23 +371,20 @@ def test_a_run_that_ends_by_a_setting_of_its_own_is_finished(tmp_path, capsys):
     assert "1 runs, 1 finished" in capsys.readouterr().out
 
 
-class WithoutForward(ImageClassifier):
-    """Has a training step alone."""
+class OfMasks(ImageClassifier):
+    """Trains on images, labels and masks."""
 
     def __init__(self, num_classes: int, in_channels: int, image_size: int, mean: list[float], std: list[float]):
         super().__init__(torch.nn.Identity(), num_classes)
         self.layer = torch.nn.Linear(in_channels * image_size**2, num_classes)
 
-    def forward(self, images):
-        raise NotImplementedError
-
     def training_step(self, batch, batch_idx):
-        images, labels = batch
-        return torch.nn.functional.cross_entropy(self.layer(images.flatten(1)), labels)
+        images, labels, masks = batch
+        return torch.nn.functional.cross_entropy(self.layer((images * masks).flatten(1)), labels)
 
 
 def test_a_module_whose_step_cannot_be_timed_still_has_an_epsilon(tmp_path, capsys):
-    module = {"model": f"{__name__}.WithoutForward"}
+    module = {"model": f"{__name__}.OfMasks"}
     grid = grid_file(tmp_path, seeds=[42], sizes=[256], methods=["DP-SGD"], **module)
     main(["sweep", str(grid), "--dry-run"])
     said = capsys.readouterr().out
@@ -408,9 +405,9 @@ def test_a_dry_run_prints_commands_and_prices_and_writes_nothing(tmp_path, capsy
     assert said.count("--trainer.max_epochs=4") == 2
     assert f"epsilon 3.000, delta 0.0001, sigma {plan.noise_multiplier:.4g}, 22 steps, about " in said
     assert said.count("dpl fit") == 2
-    monkeypatch.setattr("dp_lightning.commands.pricing._seconds_per_row", lambda cli: 0.01)
+    monkeypatch.setattr("dp_lightning.commands.pricing.seconds_per_example", lambda settings: 0.01)
     main(["sweep", str(grid), "--dry-run", "--override", "privacy.augmult=4", "--override", "trainer.max_steps=10"])
-    assert f"10 steps, about {10 * 256 * 4 * 0.01 / 60:.0f} min here" in capsys.readouterr().out
+    assert f"10 steps, about {10 * 256 * 0.01 / 60:.0f} min here" in capsys.readouterr().out
     assert "Each epsilon covers one run alone." in said
 
 
@@ -418,9 +415,10 @@ def test_a_dry_run_prints_commands_and_prices_and_writes_nothing(tmp_path, capsy
 def test_every_grid_passes_a_dry_run(path, monkeypatch, capsys, tmp_path):
     # Their noise is solved for in other tests, and their times are not of interest here.
     monkeypatch.setattr(
-        PrivacyPlan, "calibrate", classmethod(lambda kind, **settings: kind(**settings, noise_multiplier=50.0))
+        "dp_lightning.private_run.settings._calibrated",
+        lambda shape, target, **others: shape.with_noise(50.0, target_epsilon=target),
     )
-    monkeypatch.setattr("dp_lightning.commands.pricing._seconds_per_row", lambda cli: 1e-3)
+    monkeypatch.setattr("dp_lightning.commands.pricing.seconds_per_example", lambda settings: 1e-3)
     monkeypatch.setattr(PrivacyPlan, "epsilon", lambda plan, accountant=None: plan.target_epsilon)
     folder = []
     if "imagenet" in path.stem:
@@ -434,4 +432,4 @@ def test_every_grid_passes_a_dry_run(path, monkeypatch, capsys, tmp_path):
     # Without its files nobody knows how many examples a folder has.
     unpriced = count if "imagenet" in path.stem else 0
     assert said.count("  no price: ") == unpriced
-    assert said.count(" steps, about ") == count - unpriced
+    assert said.count("sigma 50, ") == said.count(" steps, about ") == count - unpriced
