@@ -35,14 +35,14 @@ if ! buildah "${store[@]}" inspect --type image "$base" > /dev/null 2>&1; then
   container=$(buildah "${store[@]}" from scratch)
   buildah "${store[@]}" add -q "$container" "$folder/base" / > /dev/null
   # Debian's pip installs beside its own packages only if told to.
-  buildah "${store[@]}" config --env PIP_BREAK_SYSTEM_PACKAGES=1 --env PATH=/usr/local/bin:/usr/bin:/bin "$container"
+  buildah "${store[@]}" config --env PIP_BREAK_SYSTEM_PACKAGES=1 --env PATH=/usr/local/bin:/usr/local/sbin:/usr/sbin:/usr/bin:/sbin:/bin "$container"
   buildah "${store[@]}" commit -q --rm "$container" "$base" > /dev/null
   rm -rf "$folder/base"
 fi
 
 step "The image"
 # shellcheck disable=SC2086 # options, split at spaces
-buildah "${store[@]}" bud --pull-never --layers=false ${BUILD_OPTIONS:-} -f "$source/docker/Dockerfile" -t "$image" "$source" \
+buildah "${store[@]}" bud --pull-never --layers ${BUILD_OPTIONS:-} -f "$source/docker/Dockerfile" -t "$image" "$source" \
   > "$folder/build.log" 2>&1 || fail "the build; see $folder/build.log"
 
 work=$folder/work

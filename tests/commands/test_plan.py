@@ -129,14 +129,13 @@ def test_a_plan_fits_a_terminal_and_names_every_number(capsys):
 def test_a_page_is_one_file_with_its_picture(capsys, tmp_path):
     found = answer(capsys, f"{CONFIG} --epsilon 1,3 --out {tmp_path}")
     page = (tmp_path / "plan.html").read_text()
-    assert page.count('<img alt="') == page.count('src="data:image/svg+xml;base64,') == 1
+    assert page.count("<svg") == 1
     assert not re.findall(r'(?:src|href)="(?!data:)', page)
     shown = html.unescape(page)
     for run in found["runs"]:
         assert f"<td>{run['noise_multiplier']:.4g}</td>" in re.sub(r'<td style="[^"]*">', "<td>", shown)
-    drawn = (tmp_path / "plan.svg").read_text()
     for label in ("epsilon 1, 57 epochs", "epsilon 3, 57 epochs", "16 x 144", "norm of the noise / C"):
-        assert label in drawn
+        assert label in page
 
 
 def test_without_a_size_the_sample_rates_go_from_half_a_percent_to_twenty():
