@@ -130,7 +130,7 @@ def test_a_page_is_one_file_with_its_picture(capsys, tmp_path):
     found = answer(capsys, f"{CONFIG} --epsilon 1,3 --out {tmp_path}")
     page = (tmp_path / "plan.html").read_text()
     assert page.count("<svg") == 1
-    assert not re.findall(r'(?:src|href)="(?!data:)', page)
+    assert not re.findall(r'(?:src|href)="(?!data:|#)', page)
     shown = html.unescape(page)
     for run in found["runs"]:
         assert f"<td>{run['noise_multiplier']:.4g}</td>" in re.sub(r'<td style="[^"]*">', "<td>", shown)
