@@ -14,7 +14,9 @@ from PIL import Image
 pytestmark = pytest.mark.docs
 
 NOTEBOOKS = sorted((ROOT / "docs" / "notebooks").glob("*.ipynb"))
-CLASSIFIER, OWN_MODULE = (ROOT / "docs" / "notebooks" / f"{name}.ipynb" for name in ("private_classifier", "own_module"))
+CLASSIFIER, OWN_MODULE = (
+    ROOT / "docs" / "notebooks" / f"{name}.ipynb" for name in ("private_classifier", "own_module")
+)
 
 
 def cells(path):
