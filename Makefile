@@ -7,13 +7,14 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 RUNS := runs/quickstart
 
-.PHONY: help install quickstart lint test bench mutants clean
+.PHONY: help install quickstart lint test docs bench mutants clean
 
 help:
 	@echo "make quickstart  train a small network privately on scikit-learn's digits and write its privacy statement"
 	@echo "make test        run the linters and the tests"
 	@echo "                 without those of the documentation and the benchmarks: $(BIN)/pytest -m 'not docs and not benchmarks'"
 	@echo "make lint        run the linters alone"
+	@echo "make docs        build the documentation as a site: runs/site/index.html"
 	@echo "make bench       time one training step against the ordinary one and Opacus, by model (an hour or more on a CPU)"
 	@echo "make mutants     apply faults that would break a promise, and see that the tests notice (before a release)"
 	@echo "make clean       remove $(VENV)"
@@ -29,7 +30,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 		echo "Name another one: make PYTHON=python3.12"; \
 		exit 1; }
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install -c constraints.txt -e '.[dev,pld,finetune,export,report,slurm,ray]'
+	$(BIN)/python -m pip install -c constraints.txt -e '.[dev,docs,pld,finetune,export,report,slurm,ray]'
 	@touch $(INSTALLED)
 
 quickstart: $(INSTALLED)
@@ -46,6 +47,9 @@ lint: $(INSTALLED)
 
 test: lint
 	$(BIN)/python -m pytest -n auto --maxprocesses 8 --dist worksteal
+
+docs: $(INSTALLED)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 bench: $(INSTALLED)
 	$(BIN)/python benchmarks/step.py --json runs/bench.json

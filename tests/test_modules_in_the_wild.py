@@ -6,6 +6,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from modules_in_the_wild import REFUSED, TRAIN
+from pages import read, tables
 
 from dp_lightning.callbacks import PrivacyCallback
 from dp_lightning.errors import ConfigurationError, ModelError
@@ -79,3 +80,12 @@ def test_the_schedule_of_a_whole_run_ends_with_it(tmp_path):
     assert schedule.scheduler.last_epoch == STEPS
     with pytest.raises(ValueError, match="Tried to step"):
         schedule.scheduler.step()
+
+
+@pytest.mark.docs
+def test_the_page_lists_the_modules_that_train_and_those_that_are_refused():
+    page = read("docs/own_module.md")
+    (train, refused) = (each for each in tables(page) if each.head[0] == "module")
+    assert [row[0].text for row in train.rows] == [kind.__name__ for kind in TRAIN]
+    assert [row[0].text for row in refused.rows] == [kind.__name__ for kind in REFUSED]
+    assert all(cell.text for row in (*train.rows, *refused.rows) for cell in row)

@@ -77,7 +77,7 @@ def test_what_dependencies_need_is_pinned_too():
     assert not missing
 
 
-@pytest.mark.parametrize("target", ["install", "quickstart", "test", "lint", "mutants"])
+@pytest.mark.parametrize("target", ["install", "quickstart", "test", "lint", "docs", "mutants"])
 def test_each_make_target_installs_what_it_needs(target):
     dry = subprocess.run(
         ["make", "--dry-run", "--always-make", target, f"PYTHON={sys.executable}"],
@@ -87,10 +87,10 @@ def test_each_make_target_installs_what_it_needs(target):
         check=True,
     ).stdout
     assert dry.index("-m venv .venv") < dry.index(
-        "pip install -c constraints.txt -e '.[dev,pld,finetune,export,report,slurm,ray]'"
+        "pip install -c constraints.txt -e '.[dev,docs,pld,finetune,export,report,slurm,ray]'"
     )
     after = {"quickstart": "dpl fit --config configs/digits.yaml", "test": "-m pytest", "lint": "ruff check"}
-    after["mutants"] = "tools/mutants.py"
+    after |= {"docs": "mkdocs build", "mutants": "tools/mutants.py"}
     if target in after:
         assert dry.index("pip install") < dry.index(after[target])
 

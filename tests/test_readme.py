@@ -1,4 +1,8 @@
-"""What the README and docs show works: code runs, commands parse, output is what the command prints."""
+"""What the README and the pages show works: code runs, commands parse, output is what the command prints.
+
+The README and all pages are read as one text, in which every command, every configuration and every program has to be
+one that a test takes. Pages with commands for other machines, or with tests of their own, are named below.
+"""
 
 import contextlib
 import json
@@ -6,6 +10,7 @@ import os
 import re
 import shlex
 import subprocess
+import sys
 import warnings
 from pathlib import Path
 
@@ -21,6 +26,8 @@ from dp_lightning.cli import main
 from dp_lightning.commands import analyze, audit, export, report, sweep, verify
 from dp_lightning.commands.analysis_run import AnalysisRun
 from dp_lightning.commands.audit_runs import AuditRuns
+from dp_lightning.commands.known_settings import require_known
+from dp_lightning.commands.named_configs import with_paths
 from dp_lightning.commands.training import TrainingCLI
 from dp_lightning.experiments.grid import Grid
 from dp_lightning.models import WideResNet
@@ -30,25 +37,47 @@ from dp_lightning.private_run.trainer_checks import check_settings
 
 pytestmark = pytest.mark.docs
 
-DOCUMENTS = ("README.md", "CHANGELOG.md", "SECURITY.md", "configs/README.md")
-DOCUMENTS += tuple(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md")))
-README, AUDIT, CLUSTERS = read("README.md"), read("docs/audit.md"), read("docs/clusters.md")
+DOCUMENTS = ("README.md", "CHANGELOG.md", "SECURITY.md", "CONTRIBUTING.md", "configs/README.md")
+DOCUMENTS += tuple(path.relative_to(ROOT).as_posix() for path in sorted((ROOT / "docs").rglob("*.md")))
+AUDIT, CLUSTERS, OWN_DATA = read("docs/audit.md"), read("docs/clusters.md"), read("docs/own_data.md")
 PERFORMANCE, METHODS, RECIPES = read("docs/performance.md"), read("docs/methods.md"), read("docs/recipes.md")
-COMMANDS = lines("bash", README)
+OWN_MODULE, TRANSFORMS, ONE_EXAMPLE = (read(f"docs/{name}.md") for name in ("own_module", "transforms", "one_example"))
+# Commands of the page about clusters start on machines that are not here, and CONTRIBUTING.md is followed as a whole.
+GUIDES = [read(name) for name in DOCUMENTS if name not in ("docs/clusters.md", "CONTRIBUTING.md")]
+COMMANDS = [line for text in GUIDES for line in lines("bash", text)]
 # Every `dpl` line, those inside `docker run` included.
 DPL = [line for line in COMMANDS if line.startswith("dpl ")]
 DPL += ["dpl " + line.split(" dp-lightning ")[1] for line in COMMANDS if "docker run" in line]
 TRAINING = sorted({line for line in DPL if line.split()[1] in ("fit", "test")})
-# Commands with what they print: in a session each begins with "$ "; in the README they are the blocks side by side.
+# Commands with what they print: in a session each begins with "$ "; elsewhere they are the blocks of a page in order.
 SESSIONS = "".join(blocks("text", read("docs/reproduction.md")))
 PRICED = [(line, shown) for line, _, shown in (part.partition("\n") for part in SESSIONS.split("$ ")[1:])]
-PRICED += zip([line for line in DPL if line.split()[1] == "account"], blocks("text", README), strict=True)
+for guide in GUIDES:
+    if account := [line for line in lines("bash", guide) if line.startswith("dpl account")]:
+        PRICED += zip(account, blocks("text", guide), strict=True)
+
+
+def file_name(block):
+    """The name in the first line of a block that is a file; None for another block."""
+    first = block.partition("\n")[0].removeprefix("# ")
+    return first if first.endswith((".yaml", ".py")) else None
+
+
+FILES = {
+    name: block
+    for text in GUIDES
+    for language in ("yaml", "python")
+    for block in blocks(language, text)
+    if (name := file_name(block))
+}
 
 
 @pytest.fixture
 def workplace(tmp_path, monkeypatch):
-    """A folder with everything that the README's commands expect to find."""
+    """A folder with everything that the commands of the pages expect to find."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*filter(None, sys.path), str(tmp_path)])
+    monkeypatch.setattr(sys, "modules", dict(sys.modules))
     (tmp_path / "configs").symlink_to(ROOT / "configs")
     for folder in ("train/cat", "train/dog", "test/cat", "test/dog"):
         (tmp_path / "photos" / folder).mkdir(parents=True)
@@ -56,9 +85,7 @@ def workplace(tmp_path, monkeypatch):
         (tmp_path / "scans" / folder / "p1").mkdir(parents=True)
         Image.new("RGB", (40, 50)).save(tmp_path / "scans" / folder / "p1" / "0.png")
     np.savez("images.npz", train_images=np.zeros((4, 28, 28, 3), np.uint8), train_labels=np.array([0, 1, 2, 1]))
-    for block in blocks("yaml", README):
-        name = block.splitlines()[0].removeprefix("# ")
-        assert name.endswith(".yaml"), "a yaml block starts with its file name"
+    for name, block in FILES.items():
         Path(name).write_text(block)
     return tmp_path
 
@@ -72,7 +99,7 @@ def instantiate(arguments: list[str]) -> TrainingCLI:
             datamodule_class=LightningDataModule,
             subclass_mode_model=True,
             subclass_mode_data=True,
-            args=arguments,
+            args=with_paths(["fit", *arguments])[1:],
             run=False,
         )
 
@@ -100,7 +127,11 @@ def test_a_command_for_a_grid_names_one_and_its_options(line, workplace):
     arguments = shlex.split(line)[1:]
     options = {"sweep": sweep, "report": report}[arguments[0]]._parser().parse_args(arguments[1:])
     grid = options.grid if arguments[0] == "sweep" else options.target
-    assert len(list(Grid.load(grid).cells())) >= 8
+    own = str(grid) in FILES
+    if own:  # beside the files of its base
+        for path in (ROOT / "configs").glob("*.yaml"):
+            Path(path.name).symlink_to(path)
+    assert len(list(Grid.load(grid).cells())) >= (1 if own else 8)
 
 
 ANALYSES = [line for line in DPL if line.split()[1] == "analyze"]
@@ -113,7 +144,7 @@ def test_a_command_of_an_analysis_builds_its_run(line, workplace):
     assert run.data.num_train == 50_000
 
 
-AUDITED = [line for line in [*DPL, *lines("bash", AUDIT)] if line.startswith("dpl audit")]
+AUDITED = sorted({line for line in DPL if line.startswith("dpl audit")})
 
 
 @pytest.mark.parametrize("line", AUDITED)
@@ -124,7 +155,7 @@ def test_a_command_of_an_audit_builds_its_runs(line, workplace):
     assert runs.noise_standard_deviation > 0
 
 
-LOOPS = {line for text in (README, CLUSTERS) for line in lines("bash", text) if "until " in line}
+LOOPS = {line for line in (*COMMANDS, *lines("bash", CLUSTERS)) if "until " in line}
 # Short, and killed the first time, when it has saved something.
 KILLED_ONCE = """#!/bin/sh
 set -- "$@" --trainer.accelerator cpu --trainer.max_epochs 6 --privacy.accountant rdp
@@ -182,23 +213,103 @@ def test_account_prints_what_is_shown(line, shown, capsys):
 
 
 def test_there_is_something_to_check():
-    assert len(TRAINING) >= 7
-    assert len(PRICED) == 4
-    assert len(GRIDS) == 4
+    assert len(TRAINING) >= 18
+    assert len(PRICED) == 5
+    assert len(GRIDS) == 5
     assert len(ANALYSES) == 2
-    assert len(blocks("python", README)) == 2
+    assert len(AUDITED) == 3
+
+
+def test_every_command_shown_is_one_that_a_test_takes():
+    taken = {"fit", "test", "predict", "sweep", "report", "analyze", "audit", "account", "verify", "export"}
+    assert {line.split()[1] for line in DPL} == taken
+
+
+def test_every_configuration_shown_is_a_file_that_a_command_takes_or_has_a_test_of_its_own():
+    own = {*blocks("yaml", CLUSTERS), *blocks("yaml", METHODS)}
+    shown = [block for text in GUIDES for block in blocks("yaml", text) if block not in own]
+    words = {word for line in DPL for word in shlex.split(line)}
+    grids = {"grid.yaml"}  # of configs/README.md, which test_configs_page.py loads
+    assert {file_name(block) for block in shown} <= words | grids
+    assert len({file_name(block) for block in shown}) == len(shown)
+
+
+PROGRAMS = {"README.md": 1, "docs/own_module.md": 1, "docs/plain_torch.md": 1}
+OTHER_PROGRAMS = {"docs/persons.md", "docs/methods.md", "docs/one_example.md"}
+
+
+def programs(document):
+    return [block for block in blocks("python", read(document)) if file_name(block) is None]
+
+
+def test_every_program_shown_is_run():
+    found = {document: len(programs(document)) for document in DOCUMENTS if document != "CONTRIBUTING.md"}
+    shown = {document: count for document, count in found.items() if count}
+    assert shown == {**PROGRAMS, **dict.fromkeys(OTHER_PROGRAMS, 1)}
+    assert {name for name in FILES if name.endswith(".py")} == {"my_module.py", "sign.py"}
+
+
+@pytest.mark.parametrize("document", PROGRAMS)
+def test_python_code_runs_as_shown(document, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (code,) = programs(document)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Lightning's advice about workers and logging
+        exec(compile(code, document, "exec"), {"__name__": "shown"})
+    assert "0.0001)-DP by PRV, add or remove one training example" in capsys.readouterr().out
+    statements = list(tmp_path.glob("lightning_logs/version_0/privacy_statement.md"))
+    assert len(statements) == (0 if "plain_torch" in document else 1)
+
+
+QUIET = ["--trainer.logger", "false", "--trainer.enable_progress_bar", "false", "--trainer.accelerator", "cpu"]
 
 
 @pytest.mark.parametrize(
-    ("code", "files"), list(zip(blocks("python", README), (1, 0), strict=True)), ids=["own-module", "own-loop"]
+    ("page", "file", "used"), [(TRANSFORMS, "sign.py", "Sign"), (OWN_MODULE, "my_module.py", "TwoLayers")]
 )
-def test_python_code_runs_as_shown(code, files, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Lightning's advice about workers and logging
-        exec(compile(code, "README.md", "exec"), {"__name__": "readme"})
-    assert "0.0001)-DP by PRV, add or remove one training example" in capsys.readouterr().out
-    assert len(list(tmp_path.glob("lightning_logs/version_0/privacy_statement.md"))) == files
+def test_a_class_in_a_file_beside_the_configuration_takes_part_in_a_run(page, file, used, workplace, monkeypatch):
+    # As for the installed command, on whose path the current folder is not.
+    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry != str(workplace)])
+    assert file in FILES
+    (line,) = [line for line in lines("bash", page) if line.startswith("dpl fit")]
+    main([*shlex.split(line)[1:], "--trainer.max_steps", "2", "--privacy.accountant", "rdp", *QUIET])
+    assert used in vars(sys.modules[Path(file).stem])
+    settings = Path("config.yaml").read_text()
+    assert f"class_path: {Path(file).stem}.{used}" in settings
+    assert json.loads(Path("privacy_statement.json").read_text())["num_steps"] == 2
+
+
+def test_the_transform_shown_gives_signs(workplace):
+    names = {}
+    exec(FILES["sign.py"], names)
+    gradient = torch.tensor([[0.5, -2.0], [0.0, 3.0]])
+    out, state = names["Sign"]().apply({"weight": gradient, "bias": gradient[0]}, {}, {})
+    assert torch.equal(out["weight"], torch.tensor([[1.0, -1.0], [0.0, 1.0]]))
+    assert torch.equal(out["bias"], gradient[0])  # not a matrix
+    assert state == {}
+
+
+def test_the_rule_shown_gives_the_gradients_of_single_examples():
+    (code,) = blocks("python", ONE_EXAMPLE)
+    names = {}
+    exec(compile(code, "one_example.md", "exec"), names)
+
+    class Scaled(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale = torch.nn.Parameter(torch.tensor([1.0, -2.0, 0.5]))
+
+        def forward(self, x):
+            return names["scaled"](x, self.scale)
+
+    module, x, y = Scaled(), torch.randn(5, 3), torch.randn(5, 3)
+    bound = 0.7
+    total = clipped_gradient_sum(module, F.mse_loss, x, y, clip_plan=ClipPlan.flat(max_grad_norm=bound))
+    expected = torch.zeros(3)
+    for row, target in zip(x, y, strict=True):
+        gradient = 2 / 3 * (row * module.scale.detach() - target) * row
+        expected += gradient * min(1.0, bound / gradient.norm().item())
+    torch.testing.assert_close(total["scale"], expected)
 
 
 def test_make_commands_are_targets_of_the_makefile():
@@ -249,8 +360,8 @@ def test_the_noise_level_is_what_the_page_of_methods_shows(capsys):
 def test_the_configuration_of_the_page_of_methods_trains(workplace):
     (block,) = blocks("yaml", METHODS)
     Path("own.yaml").write_text(block)
-    quiet = ["--trainer.logger", "false", "--trainer.enable_progress_bar", "false", "--privacy.accountant", "rdp"]
-    main(["fit", "--config", "configs/digits.yaml", "--config", "own.yaml", "--trainer.max_steps", "2", *quiet])
+    short = ["--trainer.max_steps", "2", "--privacy.accountant", "rdp", *QUIET]
+    main(["fit", "--config", "configs/digits.yaml", "--config", "own.yaml", *short])
 
 
 def test_the_recipes_noise_is_what_their_steps_need():
@@ -281,6 +392,14 @@ def test_the_recipes_noise_is_what_their_steps_need():
 def test_a_check_is_shown_as_it_is_called():
     (line,) = [line for line in DPL if line.startswith("dpl verify")]
     assert verify._parser().parse_args(line.split()[2:]).run == "lightning_logs/version_0"
+
+
+def test_a_prediction_is_shown_as_it_is_called(workplace):
+    (line,) = [line for line in DPL if line.startswith("dpl predict")]
+    arguments = shlex.split(line)[1:]
+    assert arguments[1:3] == ["--config", "lightning_logs/version_0/config.yaml"]
+    require_known(["predict", "--config=configs/wrn16_cifar10.yaml", *arguments[3:]])
+    assert arguments[-2:] == ["--data.root", "new_photos"]
 
 
 def test_an_export_is_shown_as_it_is_called():

@@ -14,9 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from dp_lightning.atomic_files import replacing, require_writable
+from dp_lightning.commands.onnx_contract import contract
 from dp_lightning.commands.verify import EXPORTED, verify
 from dp_lightning.errors import ConfigurationError, DataError, ModelError
-from dp_lightning.lightning_modules import TimmModule
+from dp_lightning.lightning_modules import ImageClassifier, TimmModule
 from dp_lightning.models.feature_network import FeatureNetwork
 from dp_lightning.models.pretrained import without_weights
 from dp_lightning.models.pretrained_input import PretrainedInput
@@ -51,10 +52,10 @@ def export(options: argparse.Namespace) -> list[Path]:
     and ``model.safetensors`` has only the probe. Low-rank additions are merged into the weights. The folder must not
     hold another export, so that no statement lies beside a network that it does not describe.
 
-    ``model.onnx`` takes images as the data module gives them, float32 (n, C, H, W) after the normalisation that
-    ``model.json`` states, and returns logits (n, classes). ``model.safetensors`` has only the network's tensors: the
-    resizing and the normalisation that a ``TimmModule`` with pretrained weights applies to its images are part of
-    ``model.onnx``, and ``model.json`` states them.
+    ``model.onnx`` takes images as the data module gives them, float32 (n, C, H, W) after the normalisation of the data,
+    and returns logits (n, classes). ``onnx`` in ``model.json`` has every step from an image file to that input.
+    ``model.safetensors`` has only the network's tensors: the resizing and the normalisation that a ``TimmModule`` with
+    pretrained weights applies to its images are part of ``model.onnx``, and ``input`` in ``model.json`` states them.
 
     Returns:
         The paths of the files.
@@ -75,10 +76,10 @@ def export(options: argparse.Namespace) -> list[Path]:
     statement = replace(run.statement, weights=digest_of(tensors))
     facts = _facts(module, model, statement, weights=chosen, checkpoint=run.statement.weights)
     contents = _journal(checkpoint, run.statement)
+    if "onnx" in formats:
+        contents["model.onnx"], facts["onnx"] = _onnx_of(module, model, options)
     if "safetensors" in formats:
         contents[EXPORTED] = _safetensors(tensors, facts, statement)
-    if "onnx" in formats:
-        contents["model.onnx"] = _onnx_of(module, model, options)
     contents["model.json"] = (json.dumps(facts, indent=2, default=str) + "\n").encode()
     return _written(contents, statement, out)
 
@@ -215,16 +216,25 @@ def _tensors(module: pl.LightningModule) -> dict[str, Tensor]:
     return {name: tensor.detach().clone().contiguous() for name, tensor in (network or state).items()}
 
 
-def _onnx_of(module: pl.LightningModule, model: SavedModel, options: argparse.Namespace) -> bytes:
-    """The network as ONNX; for a probe, including the network that computes its features."""
+def _onnx_of(
+    module: pl.LightningModule, model: SavedModel, options: argparse.Namespace
+) -> tuple[bytes, dict[str, Any]]:
+    """The network as ONNX, and its contract; for a probe, including the network that computes its features."""
     if (features := model.features) is None:
         whole: nn.Module = module
-        images: Mapping[str, Any] = model.settings
+        images: Mapping[str, Any] = {"resized_to": model.resized_to, **model.settings}
     else:
         weights, images = options.feature_weights, {**features["network"], **features}
         before = FeatureNetwork.again(features["network"], weights=weights, setting="--feature-weights")
         whole = nn.Sequential(before, module)
-    return _onnx(whole, images.get("in_channels"), options.image_size or images.get("image_size"))
+    program = _onnx(whole, images.get("in_channels"), options.image_size or images.get("image_size"))
+    return program, contract(
+        program,
+        images=images,
+        resized_to=images.get("resized_to"),
+        class_names=model.class_names,
+        logits=isinstance(module, ImageClassifier),
+    )
 
 
 def _onnx(module: nn.Module, channels: int | None, size: int | None) -> bytes:

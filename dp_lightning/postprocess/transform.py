@@ -21,7 +21,9 @@ from dp_lightning.postprocess.matrix import is_matrix
 
 AppliesTo = Literal["matrices", "vectors", "all"]
 Gradients = dict[str, Tensor]
+"""Privatized gradients by parameter name, each in the shape of its parameter."""
 State = dict[str, dict[str, Tensor]]
+"""What a transform remembers from step to step: for each parameter's name a dictionary of tensors."""
 Noise = Mapping[str, float | None]
 """The standard deviation of the noise in each entry of a gradient, by parameter name; None where it is not known."""
 
