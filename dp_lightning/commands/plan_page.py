@@ -121,7 +121,10 @@ def _table_of_runs(basis: Basis, cells: Sequence[Cell]) -> Rows:
 def _legend(basis: Basis) -> str:
     said = "noise sd is the standard deviation of the noise in each coordinate of the gradient, sigma S / B with S = C."
     if basis.num_parameters is not None:
-        said += " norm / C is the norm of the noise, sigma S sqrt(d) / B, over C; that of the mean clipped gradient is at most 1."
+        said += (
+            " norm / C is the norm of the noise, sigma S sqrt(d) / B, over C; that of the mean clipped gradient is at "
+            "most 1."
+        )
     if basis.seconds_per_example is not None:
         said += (
             f" time is that of T private steps on {basis.device}, with {1000 * basis.seconds_per_example:.3g} ms for "
