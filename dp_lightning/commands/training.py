@@ -4,7 +4,6 @@ import os
 import re
 import sys
 import traceback
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -26,8 +25,8 @@ from dp_lightning.callbacks import (
     PostProcessCallback,
     PredictionFile,
     PrivacyCallback,
-    PrivateProgressBar,
     RunRecord,
+    Screen,
     SignalToNoise,
     StopOnSignal,
 )
@@ -157,11 +156,13 @@ class TrainingCLI(CommandLine):
         callbacks += [*(given if isinstance(given, list) else [given]), DataRecord(), RunRecord()]
         if self.subcommand == "predict":
             callbacks.append(PredictionFile())
+        has_bar = any(isinstance(callback, ProgressBar) for callback in callbacks)
+        if config.get("enable_progress_bar") is not False and not has_bar:
+            callbacks.append(Screen())
+            if config.get("enable_model_summary") is None:
+                config["enable_model_summary"] = False  # the screen has a line about the model
         if self.subcommand == "fit":
-            callbacks.append(StopOnSignal())
-            has_bar = any(isinstance(callback, ProgressBar) for callback in callbacks)
-            if config.get("enable_progress_bar") is not False and not has_bar:
-                callbacks.append(PrivateProgressBar())
+            callbacks.append(StopOnSignal())  # after all that prints: its last line resumes the run
         config["callbacks"] = callbacks
         with _named_refusals(config):
             trainer = self.make_trainer(config)
@@ -295,10 +296,6 @@ def _named_refusals(config: dict[str, Any]) -> Iterator[None]:
 
 def command_line(arguments: list[str], kind: type[TrainingCLI] = TrainingCLI) -> TrainingCLI:
     """Read one of the four commands and its options; ``kind`` decides whether it is run."""
-    # The classifiers' own optimizer is for plain Trainers; the configuration's optimizer is meant to replace it.
-    warnings.filterwarnings("ignore", message=".*will be overridden by `")
-    # Lightning 2.6 on torch 2.14; a user cannot act on it.
-    warnings.filterwarnings("ignore", message=".*treespec, LeafSpec")
     if "" not in sys.path and os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())  # a class_path may name a file beside the configuration
     return _of_the_asked(kind, arguments)(
