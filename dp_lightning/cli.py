@@ -73,12 +73,7 @@ def _run(arguments: list[str]) -> None:
     try:
         if command in _TRAINING:
             arguments = _checked(arguments)
-            from dp_lightning.commands.quiet import quiet
-
-            with quiet():
-                import_module("dp_lightning.commands.training").main(arguments)
-        else:
-            import_module(f"dp_lightning.commands.{command}").main(arguments)
+        import_module(f"dp_lightning.commands.{'training' if command in _TRAINING else command}").main(arguments)
     except DpLightningError as error:
         print("\n".join([f"\ndpl {command}: error: {error}", *getattr(error, "__notes__", [])]), file=sys.stderr)
         sys.exit(2)

@@ -76,7 +76,9 @@ class Screen(ProgressBar):
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
         number, count = _privacy(trainer).private_run.piece
-        self._fraction = number / count % 1
+        self._fraction = number / count % 1  # the ledger has the step once its last piece has ended
+        if number == count:
+            self._part = ""
         self._show(trainer)
         if time.monotonic() - self._said > _SILENCE:
             self._log(trainer)
@@ -148,7 +150,7 @@ class Screen(ProgressBar):
             epsilon=budget.bound if plan.noise_multiplier > 0 else None,
             target=plan.target_epsilon or budget.planned,
             accuracies=self._accuracies,
-            losses=losses,
+            losses=dict(sorted(losses.items(), key=lambda item: item[0].startswith("unprotected/"))),
             seconds=seconds,
             seconds_left=None if per_step is None else per_step * max(plan.num_steps - steps - self._fraction, 0.0),
         )

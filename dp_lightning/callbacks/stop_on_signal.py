@@ -37,14 +37,15 @@ class StopOnSignal(pl.Callback):
         super().__init__()
         self._signal: int | None = None
         self._folder = Path()
+        self._log: Path | None = None
         self._saved: Path | None = None
         self._before: dict[int, Any] = {}
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._signal = self._saved = None
         # Asked by every rank: they take collectives.
-        self._folder, log = checkpoint_folder(trainer), Path(trainer.log_dir or trainer.default_root_dir)
-        leave_mark(trainer, run=_privacy(trainer).run, checkpoints=self._folder, log=log)
+        self._folder, self._log = checkpoint_folder(trainer), Path(trainer.log_dir or trainer.default_root_dir)
+        leave_mark(trainer, run=_privacy(trainer).run, checkpoints=self._folder, log=self._log)
         self._set_handlers(trainer)
 
     def _set_handlers(self, trainer: pl.Trainer) -> None:
@@ -89,16 +90,16 @@ class StopOnSignal(pl.Callback):
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         self._put_back_handlers(trainer)
-        if (privacy := privacy_of(trainer)) is None or not trainer.is_global_zero:
+        checkpoint = self._newest_checkpoint(trainer)
+        if self._log is None or checkpoint is None or not trainer.is_global_zero:
             return
-        if (checkpoint := self._newest_checkpoint(trainer)) is None:
-            return
-        command = resume_line(privacy.private_run.folder, checkpoint)
+        command = resume_line(self._log, checkpoint)
         if isinstance(exception, Exception):
             exception.add_note(f"To resume from the last checkpoint:\n{command}")
             return
         sys.stdout.flush()
-        print(f"Stopped after step {privacy.ledger.num_steps}. To resume:\n{command}", file=sys.stderr, flush=True)
+        steps = _privacy(trainer).ledger.num_steps
+        print(f"Stopped after step {steps}. To resume:\n{command}", file=sys.stderr, flush=True)
 
     def _newest_checkpoint(self, trainer: pl.Trainer) -> Path | None:
         """The newest one of this fit, or that from which it started."""

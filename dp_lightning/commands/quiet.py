@@ -12,7 +12,9 @@ import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import NamedTuple, TextIO
+from typing import NamedTuple
+
+from lightning.pytorch.utilities.warnings import PossibleUserWarning
 
 _OURS = Path(__file__).parents[1]
 
@@ -21,13 +23,13 @@ class Unwanted(NamedTuple):
     """A warning that is left out.
 
     Attributes:
-        category: its class; classes of other packages by their names, since they need not be imported for this.
+        category: its class.
         module: regular expression for the module that is warned of.
         message: regular expression for the beginning; empty where the class and the module are enough.
         reason: why.
     """
 
-    category: str
+    category: type[Warning]
     module: str
     message: str
     reason: str
@@ -35,31 +37,37 @@ class Unwanted(NamedTuple):
 
 WARNINGS = (
     Unwanted(
-        "lightning.fabric.utilities.warnings.PossibleUserWarning",
+        PossibleUserWarning,
         r"lightning\.pytorch\.trainer\.connectors\.data_connector",
         r"(The '\w+' does not have many workers|Consider setting `persistent_workers)",
         "data.num_workers is a choice, and images that are held in memory need none",
     ),
     Unwanted(
-        "lightning.fabric.utilities.warnings.PossibleUserWarning",
+        PossibleUserWarning,
         r"lightning\.pytorch\.loops\.fit_loop",
         "",
         "the number of batches is random here, and modules in evaluation mode are named by the run itself",
     ),
     Unwanted(
-        "UserWarning",
-        r"lightning\.pytorch\.callbacks\.model_checkpoint",
-        "Checkpoint directory .* exists and is not empty",
-        "a run that resumes writes beside its earlier checkpoints",
+        PossibleUserWarning,
+        r"lightning\.pytorch\.trainer\.connectors\.logger_connector\.result",
+        r"It is recommended to use `self\.log\('privacy/",
+        "what the callbacks log is the same on every rank",
     ),
     Unwanted(
-        "UserWarning",
+        UserWarning,
+        r"lightning\.pytorch\.callbacks\.model_checkpoint",
+        "(Checkpoint directory .* exists and is not empty|The dirpath has changed from)",
+        "a run that resumes writes beside its earlier checkpoints, or into a new folder",
+    ),
+    Unwanted(
+        UserWarning,
         r"lightning\.pytorch\.cli",
         ".* will be overridden by `",
         "the classifiers have an optimizer for plain Trainers, and that of the configuration replaces it",
     ),
-    Unwanted("FutureWarning", r"lightning\.", ".*LeafSpec", "Lightning's use of torch's trees"),
-    Unwanted("DeprecationWarning", r"(lightning|jsonargparse)\b", "", "Lightning's use of jsonargparse"),
+    Unwanted(FutureWarning, r"lightning\.", ".*LeafSpec", "Lightning's use of torch's trees"),
+    Unwanted(DeprecationWarning, r"(lightning|jsonargparse)\b", "", "Lightning's use of jsonargparse"),
 )
 
 #: Functions of Lightning whose notes are left out, by the end of their file's path, with the reason.
@@ -81,13 +89,11 @@ NOTES = {
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Within this context, what is named above is left out. It imports Lightning."""
+    """Within this context, what is named above is left out; it may not be entered twice."""
     with ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings())
-        import lightning.pytorch  # noqa: F401  # sets filters and handlers of its own
-
         for kind in WARNINGS:
-            warnings.filterwarnings("ignore", kind.message, _class_of(kind.category), kind.module)
+            warnings.filterwarnings("ignore", kind.message, kind.category, kind.module)
         before, warnings.formatwarning = warnings.formatwarning, _formatted  # type: ignore[assignment]
         stack.callback(setattr, warnings, "formatwarning", before)
         for name in ("lightning.pytorch", "lightning.fabric"):
@@ -112,22 +118,11 @@ def _is_wanted(record: logging.LogRecord) -> bool:
     return not any(path.endswith(f"/{file}") and record.funcName == function for file, function in NOTES)
 
 
-def _class_of(name: str) -> type[Warning]:
-    module, _, kind = name.rpartition(".")
-    found: type[Warning] = getattr(sys.modules[module or "builtins"], kind)
-    return found
-
-
 def _formatted(
     message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
 ) -> str:
     """A warning of dp_lightning without the place in its code; any other as Python shows it."""
     if not Path(filename).resolve().is_relative_to(_OURS):
         return f"{filename}:{lineno}: {category.__name__}: {message}\n"
-    return (
-        textwrap.fill(f"Warning: {message}", _width(sys.stderr), break_long_words=False, break_on_hyphens=False) + "\n"
-    )
-
-
-def _width(stream: TextIO) -> int:
-    return shutil.get_terminal_size().columns if stream.isatty() else 80
+    width = shutil.get_terminal_size().columns if sys.stderr.isatty() else 80
+    return textwrap.fill(f"Warning: {message}", width, break_long_words=False, break_on_hyphens=False) + "\n"

@@ -36,6 +36,7 @@ from dp_lightning.commands.named_configs import with_paths
 from dp_lightning.commands.parser import StrictParser, in_one_line
 from dp_lightning.commands.parser_messages import shortened
 from dp_lightning.commands.plausible import require_plausible
+from dp_lightning.commands.quiet import quiet
 from dp_lightning.errors import ConfigurationError, DataError, DpLightningError
 from dp_lightning.lightning_internals import CommandLine, strategy_for
 from dp_lightning.lightning_modules.schedules import WarmupCosine
@@ -298,15 +299,16 @@ def command_line(arguments: list[str], kind: type[TrainingCLI] = TrainingCLI) ->
     """Read one of the four commands and its options; ``kind`` decides whether it is run."""
     if "" not in sys.path and os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())  # a class_path may name a file beside the configuration
-    return _of_the_asked(kind, arguments)(
-        model_class=pl.LightningModule,
-        datamodule_class=pl.LightningDataModule,
-        subclass_mode_model=True,
-        subclass_mode_data=True,
-        args=with_paths(arguments),
-        parser_class=StrictParser,
-        parser_kwargs={"prog": "dpl"},
-    )
+    with quiet():
+        return _of_the_asked(kind, arguments)(
+            model_class=pl.LightningModule,
+            datamodule_class=pl.LightningDataModule,
+            subclass_mode_model=True,
+            subclass_mode_data=True,
+            args=with_paths(arguments),
+            parser_class=StrictParser,
+            parser_kwargs={"prog": "dpl"},
+        )
 
 
 def _of_the_asked(kind: type[TrainingCLI], arguments: list[str]) -> type[TrainingCLI]:

@@ -120,7 +120,7 @@ def _numbers(progress: Progress, *, losses: bool) -> list[str]:
         parts.append(f"epsilon at most {progress.epsilon:.2f} of {progress.target:.2f}")
     parts += [f"{printable(name)} {value:.3f}" for name, value in progress.accuracies.items()]
     if losses:
-        parts += [f"{printable(name)} {value:.3g}" for name, value in progress.losses.items()]
+        parts += [f"{printable(name)} {value:#.3g}" for name, value in progress.losses.items()]
     return parts
 
 

@@ -75,7 +75,6 @@ def _quoted(argument: str) -> str:
     if argument.isprintable():
         return shlex.quote(argument)
     # Control characters and bytes that are not UTF-8, as bash and zsh read them.
-    plain = (
-        chr(byte) if 32 <= byte < 127 and chr(byte) not in "'\\" else f"\\x{byte:02x}" for byte in os.fsencode(argument)
-    )
-    return f"$'{''.join(plain)}'"
+    content = os.fsencode(argument)
+    escaped = (chr(byte) if 32 <= byte < 127 and byte not in b"'\\" else f"\\x{byte:02x}" for byte in content)
+    return f"$'{''.join(escaped)}'"

@@ -1,8 +1,6 @@
 """A run in a few rows of text: what it will do, before its first step, and what it has reached, at its end."""
 
-import math
 from collections.abc import Mapping
-from typing import Any
 
 import lightning.pytorch as pl
 import torch
@@ -33,7 +31,7 @@ def before(run: PrivateRun) -> Rows:
 
 def after(statement: PrivacyStatement, accuracies: Mapping[str, float], folder: str) -> Rows:
     """What was reached, at what cost, and whether it may be released."""
-    guarantee, *more = statement.short().splitlines()
+    guarantee = statement.short().splitlines()[0]
     outside = ", ".join(statement.unprotected)
     return [
         ("reached", ", ".join(f"{name} {value:.4f}" for name, value in accuracies.items())),

@@ -239,7 +239,7 @@ class PrivateRun:
 
     @property
     def piece(self) -> tuple[int, int]:
-        """Number of the physical batch in its logical one, from 1, and how many that has; it says how many were drawn."""
+        """Number of the physical batch in its logical one, from 1, and how many that has; both follow from the draw."""
         place = self._training_step.batch.place
         return place.piece + 1, place.pieces
 
