@@ -80,7 +80,7 @@ def _run(arguments: list[str]) -> None:
             arguments = _checked(arguments)
         import_module(f"dp_lightning.commands.{'training' if command in _TRAINING else command}").main(arguments)
     except DpLightningError as error:
-        print(f"\ndpl {command}: error: {error}", file=sys.stderr)
+        print("\n".join([f"\ndpl {command}: error: {error}", *getattr(error, "__notes__", [])]), file=sys.stderr)
         sys.exit(2)
 
 

@@ -4,7 +4,6 @@ import os
 import re
 import sys
 import traceback
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,8 +26,8 @@ from dp_lightning.callbacks import (
     PostProcessCallback,
     PredictionFile,
     PrivacyCallback,
-    PrivateProgressBar,
     RunRecord,
+    Screen,
     SignalToNoise,
     StopOnSignal,
 )
@@ -38,6 +37,7 @@ from dp_lightning.commands.named_configs import with_paths
 from dp_lightning.commands.parser import StrictParser, in_one_line
 from dp_lightning.commands.parser_messages import shortened
 from dp_lightning.commands.plausible import require_plausible
+from dp_lightning.commands.quiet import quiet
 from dp_lightning.errors import ConfigurationError, DataError, DpLightningError
 from dp_lightning.lightning_internals import CommandLine, strategy_for
 from dp_lightning.lightning_modules.schedules import WarmupCosine
@@ -157,11 +157,13 @@ class TrainingCLI(CommandLine):
         callbacks += [*(given if isinstance(given, list) else [given]), DataRecord(), RunRecord()]
         if self.subcommand == "predict":
             callbacks.append(PredictionFile())
+        has_bar = any(isinstance(callback, ProgressBar) for callback in callbacks)
+        if config.get("enable_progress_bar") is not False and not has_bar:
+            callbacks.append(Screen())
+            if config.get("enable_model_summary") is None:
+                config["enable_model_summary"] = False  # the screen has a line about the model
         if self.subcommand == "fit":
-            callbacks.append(StopOnSignal())
-            has_bar = any(isinstance(callback, ProgressBar) for callback in callbacks)
-            if config.get("enable_progress_bar") is not False and not has_bar:
-                callbacks.append(PrivateProgressBar())
+            callbacks.append(StopOnSignal())  # after all that prints: its last line resumes the run
         config["callbacks"] = callbacks
         if config.get("logger") is None or config.get("logger") is True:
             config["logger"] = _curves(config) if trains else False
@@ -317,21 +319,18 @@ def _named_refusals(config: dict[str, Any]) -> Iterator[None]:
 
 def command_line(arguments: list[str], kind: type[TrainingCLI] = TrainingCLI) -> TrainingCLI:
     """Read one of the four commands and its options; ``kind`` decides whether it is run."""
-    # The classifiers' own optimizer is for plain Trainers; the configuration's optimizer is meant to replace it.
-    warnings.filterwarnings("ignore", message=".*will be overridden by `")
-    # Lightning 2.6 on torch 2.14; a user cannot act on it.
-    warnings.filterwarnings("ignore", message=".*treespec, LeafSpec")
     if "" not in sys.path and os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())  # a class_path may name a file beside the configuration
-    return _of_the_asked(kind, arguments)(
-        model_class=pl.LightningModule,
-        datamodule_class=pl.LightningDataModule,
-        subclass_mode_model=True,
-        subclass_mode_data=True,
-        args=with_paths(arguments),
-        parser_class=StrictParser,
-        parser_kwargs={"prog": "dpl"},
-    )
+    with quiet():
+        return _of_the_asked(kind, arguments)(
+            model_class=pl.LightningModule,
+            datamodule_class=pl.LightningDataModule,
+            subclass_mode_model=True,
+            subclass_mode_data=True,
+            args=with_paths(arguments),
+            parser_class=StrictParser,
+            parser_kwargs={"prog": "dpl"},
+        )
 
 
 def _of_the_asked(kind: type[TrainingCLI], arguments: list[str]) -> type[TrainingCLI]:

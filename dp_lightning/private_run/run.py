@@ -5,7 +5,7 @@ that a fit needs, such as its plan and its private step, exists.
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -62,6 +62,7 @@ class PrivateRun:
         settings: of the user.
         history: what the run has behind it; its ledger and journal record the steps of this fit.
         source: of the training loader.
+        say: prints the plan at the start and the statement when it is written.
 
     Attributes:
         plan: the public numbers.
@@ -70,6 +71,7 @@ class PrivateRun:
         postprocessing: what acts on the privatized gradient, in words; other callbacks add to it.
         stop_requested: set on one rank to ask all of them to stop after a step.
         stopping: whether some rank asked before the last step.
+        written: the last statement of this fit; None before it, and on all ranks but the first.
 
     Raises:
         ConfigurationError, ModelError, DataError: naming what cannot be trained privately.
@@ -83,8 +85,10 @@ class PrivateRun:
         settings: PrivacySettings,
         history: RunHistory,
         source: PrivateSource,
+        say: Callable[[str], None],
     ) -> None:
         self.trainer, self.module, self.settings, self.history = trainer, module, settings, history
+        self._say = say
         # Asked now and by every rank: Lightning asks rank 0 for it, which may be alone at the end.
         self.folder = Path(trainer.log_dir or trainer.default_root_dir)
         self.postprocessing: list[str] = []
@@ -106,7 +110,7 @@ class PrivateRun:
         # still to come.
         self._before = self._steps_before = history.ledger.num_steps
         self._stated = -1 if self._finishes else history.ledger.num_steps
-        self._written: PrivacyStatement | None = None
+        self.written: PrivacyStatement | None = None
 
     # Before the first step
 
@@ -190,7 +194,7 @@ class PrivateRun:
         else:
             self.step.require_budget()
             self.budget.require_affordable()
-        self.trainer.print(self.budget.announcement(self.settings.clip_plan, reproducible=self.settings.reproducible))
+        self._say(self.budget.announcement(self.settings.clip_plan, reproducible=self.settings.reproducible))
         if fixed := fixed_statistics(self.module):
             self.trainer.print(
                 f"{len(fixed)} BatchNorm layers stay in evaluation mode. Their statistics are outside of the guarantee "
@@ -234,6 +238,12 @@ class PrivateRun:
         if place.piece == 0:
             self._steps_before = self.history.ledger.num_steps
         self.trainer.accumulate_grad_batches = 1 if place.last else _ACCUMULATE
+
+    @property
+    def piece(self) -> tuple[int, int]:
+        """Number of the physical batch in its logical one, from 1, and how many that has; both follow from the draw."""
+        place = self._training_step.batch.place
+        return place.piece + 1, place.pieces
 
     def release(self, optimizer: Optimizer) -> None:
         """Put the privatized gradient into ``.grad``, before the hooks of any other callback."""
@@ -325,9 +335,9 @@ class PrivateRun:
             self._write(self.statement())
 
     def _write(self, statement: PrivacyStatement) -> None:
-        self._written = statement
+        self.written = statement
         statement.write(self.folder)
-        self.trainer.print(statement.short())
+        self._say(statement.short())
 
     def statement(self, **more: Any) -> PrivacyStatement:
         """The privacy statement of the steps taken so far.
@@ -374,8 +384,8 @@ class PrivateRun:
             SavedRun(statement=statement, settings=self.settings.of_the_run, step=self.step.state_dict()).write(
                 checkpoint
             )
-        if self._written is not None and not by_users <= set(self._written.unprotected):
-            self._write(replace(self._written, unprotected=tuple(sorted(unprotected.names))))
+        if self.written is not None and not by_users <= set(self.written.unprotected):
+            self._write(replace(self.written, unprotected=tuple(sorted(unprotected.names))))
 
 
 def _require_no_others(optimizer: Optimizer, trained: Iterable[Tensor]) -> None:
