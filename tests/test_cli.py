@@ -16,14 +16,16 @@ import pytest
 import torch
 import yaml
 from jsonargparse import Namespace
+from lightning.pytorch import LightningDataModule
 from PIL import Image
 
 from dp_lightning import cli
 from dp_lightning.cli import main
-from dp_lightning.commands import parser
+from dp_lightning.commands import parser, training
 from dp_lightning.commands.foreign_modules import ForeignModules
 from dp_lightning.datamodules import Digits
 from dp_lightning.privacy.accounting import compose
+from dp_lightning.private_run.settings import PrivacySettings
 
 ROOT = Path(__file__).parents[1]
 DIGITS = str(ROOT / "configs" / "digits.yaml")
@@ -51,6 +53,14 @@ def test_help_imports_neither_torch_nor_lightning():
         "assert not {'torch', 'lightning', 'opacus', 'numpy'} & set(sys.modules)"
     )
     assert python("-c", code).returncode == 0
+
+
+def test_the_number_of_examples_counts_where_the_data_module_does_not_state_it():
+    settings = PrivacySettings(expected_batch_size=2, noise_multiplier=1.0, num_train=100)
+    assert training._num_train(settings, LightningDataModule()) == 100
+    settings.num_train = None
+    assert training._num_train(settings, LightningDataModule()) is None
+    assert training._num_train(settings, Digits()) == 1437
 
 
 @pytest.mark.parametrize("option", ["--version", "-V"])

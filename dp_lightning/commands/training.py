@@ -43,6 +43,7 @@ from dp_lightning.lightning_internals import CommandLine, strategy_for
 from dp_lightning.lightning_modules.schedules import WarmupCosine
 from dp_lightning.private_run.latest_run import where_to_start
 from dp_lightning.private_run.saved_model import SavedModel
+from dp_lightning.private_run.settings import PrivacySettings
 from dp_lightning.private_run.slurm import slurm_job
 from dp_lightning.private_run.trainer_checks import check_folders, check_precision
 from dp_lightning.strategies.checkpoint_io import PrivateCheckpointIO
@@ -275,7 +276,7 @@ def _require_other_nodes(trainer: pl.Trainer) -> None:
         )
 
 
-def _num_train(privacy: PrivacyCallback, data: Any) -> int | None:
+def _num_train(privacy: PrivacySettings, data: Any) -> int | None:
     """N: what the data module states, which has to agree with ``privacy.num_train``; None if neither is known yet."""
     persons = privacy.unit_of_privacy == "group"
     known: int | None = _count_persons(data) if persons else getattr(data, "num_train", None)

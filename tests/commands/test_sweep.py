@@ -405,9 +405,13 @@ def test_a_dry_run_prints_commands_and_prices_and_writes_nothing(tmp_path, capsy
     assert said.count("--trainer.max_epochs=4") == 2
     assert f"epsilon 3.000, delta 0.0001, sigma {plan.noise_multiplier:.4g}, 22 steps, about " in said
     assert said.count("dpl fit") == 2
-    monkeypatch.setattr("dp_lightning.commands.pricing.seconds_per_example", lambda settings: 0.01)
+
+    def seconds(settings):
+        return 0.01 * settings["privacy"]["augmult"]
+
+    monkeypatch.setattr("dp_lightning.commands.pricing.seconds_per_example", seconds)
     main(["sweep", str(grid), "--dry-run", "--override", "privacy.augmult=4", "--override", "trainer.max_steps=10"])
-    assert f"10 steps, about {10 * 256 * 0.01 / 60:.0f} min here" in capsys.readouterr().out
+    assert f"10 steps, about {10 * 256 * 4 * 0.01 / 60:.0f} min here" in capsys.readouterr().out
     assert "Each epsilon covers one run alone." in said
 
 
