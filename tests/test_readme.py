@@ -37,13 +37,13 @@ from dp_lightning.private_run.trainer_checks import check_settings
 
 pytestmark = pytest.mark.docs
 
-DOCUMENTS = ("README.md", "CHANGELOG.md", "SECURITY.md", "CONTRIBUTING.md", "configs/README.md")
+DOCUMENTS = ("README.md", "CHANGELOG.md", "SECURITY.md", "configs/README.md")
 DOCUMENTS += tuple(path.relative_to(ROOT).as_posix() for path in sorted((ROOT / "docs").rglob("*.md")))
 AUDIT, CLUSTERS, OWN_DATA = read("docs/audit.md"), read("docs/clusters.md"), read("docs/own_data.md")
 PERFORMANCE, METHODS, RECIPES = read("docs/performance.md"), read("docs/methods.md"), read("docs/recipes.md")
 OWN_MODULE, TRANSFORMS, ONE_EXAMPLE = (read(f"docs/{name}.md") for name in ("own_module", "transforms", "one_example"))
-# Commands of the page about clusters start on machines that are not here, and CONTRIBUTING.md is followed as a whole.
-GUIDES = [read(name) for name in DOCUMENTS if name not in ("docs/clusters.md", "CONTRIBUTING.md")]
+# Commands of the page about clusters start on machines that are not here.
+GUIDES = [read(name) for name in DOCUMENTS if name != "docs/clusters.md"]
 COMMANDS = [line for text in GUIDES for line in lines("bash", text)]
 # Every `dpl` line, those inside `docker run` included.
 DPL = [line for line in COMMANDS if line.startswith("dpl ")]
@@ -243,7 +243,7 @@ def programs(document):
 
 
 def test_every_program_shown_is_run():
-    found = {document: len(programs(document)) for document in DOCUMENTS if document != "CONTRIBUTING.md"}
+    found = {document: len(programs(document)) for document in DOCUMENTS}
     shown = {document: count for document, count in found.items() if count}
     assert shown == {**PROGRAMS, **dict.fromkeys(OTHER_PROGRAMS, 1)}
     assert {name for name in FILES if name.endswith(".py")} == {"my_module.py", "sign.py"}
@@ -304,7 +304,7 @@ def test_the_rule_shown_gives_the_gradients_of_single_examples():
 
     module, x, y = Scaled(), torch.randn(5, 3), torch.randn(5, 3)
     bound = 0.7
-    total = clipped_gradient_sum(module, F.mse_loss, x, y, clip_plan=ClipPlan.flat(max_grad_norm=bound))
+    total, _ = clipped_gradient_sum(module, F.mse_loss, x, y, clip_plan=ClipPlan.flat(max_grad_norm=bound))
     expected = torch.zeros(3)
     for row, target in zip(x, y, strict=True):
         gradient = 2 / 3 * (row * module.scale.detach() - target) * row

@@ -42,6 +42,13 @@ class Html(HTMLParser):
             self.links.append(found["href"])
 
 
+class Quiet(http.server.SimpleHTTPRequestHandler):
+    """Serves files without a line for each."""
+
+    def log_message(self, *arguments):
+        pass
+
+
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
     beside = Path(sys.executable).with_name("mkdocs")
@@ -130,8 +137,7 @@ def test_a_browser_asks_no_other_host_and_finds_what_is_searched_for(site):
         pytest.skip("no Chromium here to open the page in: apt-get install chromium")
     from playwright.sync_api import sync_playwright
 
-    handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=str(site))
-    handler.log_message = lambda *arguments: None
+    handler = functools.partial(Quiet, directory=str(site))
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server, sync_playwright() as playwright:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         home = f"http://127.0.0.1:{server.server_port}"
@@ -141,8 +147,9 @@ def test_a_browser_asks_no_other_host_and_finds_what_is_searched_for(site):
         asked, problems = [], []
         page.on("request", lambda request: asked.append(request.url))
         page.on("pageerror", lambda error: problems.append(str(error)))
-        page.goto(f"{home}/index.html")
-        page.fill("input[name=query]", "images_per_group")
+        page.goto(f"{home}/index.html", wait_until="networkidle")  # the index of the search is loaded
+        page.click("input[name=query]")
+        page.keyboard.type("images_per_group")
         page.wait_for_selector(".md-search-result__link[href*='persons']", timeout=60_000)
         chromium.close()
         server.shutdown()
