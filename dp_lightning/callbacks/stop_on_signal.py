@@ -38,11 +38,13 @@ class StopOnSignal(pl.Callback):
         self._signal: int | None = None
         self._folder = Path()
         self._log: Path | None = None
+        self._steps_before = 0
         self._saved: Path | None = None
         self._before: dict[int, Any] = {}
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._signal = self._saved = None
+        self._steps_before = _privacy(trainer).ledger.num_steps
         # Asked by every rank: they take collectives.
         self._folder, self._log = checkpoint_folder(trainer), Path(trainer.log_dir or trainer.default_root_dir)
         leave_mark(trainer, run=_privacy(trainer).run, checkpoints=self._folder, log=self._log)
@@ -102,7 +104,7 @@ class StopOnSignal(pl.Callback):
         print(f"Stopped after step {steps}. To resume:\n{command}", file=sys.stderr, flush=True)
 
     def _newest_checkpoint(self, trainer: pl.Trainer) -> Path | None:
-        """The newest one of this fit, or that from which it started."""
+        """The newest one of this fit, or that from which it started where it has only taken steps."""
         if self._saved is not None:
             return self._saved
         paths = [
@@ -112,8 +114,9 @@ class StopOnSignal(pl.Callback):
             for path in (*callback.best_k_models, callback.best_model_path, callback.last_model_path)
             if path and Path(path).is_file()
         ]
-        started = [] if trainer.ckpt_path is None else [Path(trainer.ckpt_path)]
-        return max(paths, key=lambda path: path.stat().st_mtime) if paths else next(iter(started), None)
+        if not paths and trainer.ckpt_path is not None and _privacy(trainer).ledger.num_steps > self._steps_before:
+            paths = [Path(trainer.ckpt_path)]
+        return max(paths, key=lambda path: path.stat().st_mtime, default=None)
 
     def _put_back_handlers(self, trainer: pl.Trainer) -> None:
         put_back_handlers(trainer, self._before)

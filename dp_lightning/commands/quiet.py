@@ -82,7 +82,6 @@ NOTES = {
     ("loops/fit_loop.py", "done"): "the screen says how many steps were taken",
     ("connectors/checkpoint_connector.py", "resume_start"): "the user has named the checkpoint",
     ("connectors/checkpoint_connector.py", "resume_end"): "the same",
-    ("connectors/checkpoint_connector.py", "_restore_modules_and_callbacks"): "the same",
     ("connectors/signal_connector.py", "_sigterm_notifier_fn"): "a run that a signal ends says so itself",
 }
 
@@ -96,11 +95,11 @@ def quiet() -> Iterator[None]:
             warnings.filterwarnings("ignore", kind.message, kind.category, kind.module)
         before, warnings.formatwarning = warnings.formatwarning, _formatted  # type: ignore[assignment]
         stack.callback(setattr, warnings, "formatwarning", before)
-        for name in ("lightning.pytorch", "lightning.fabric"):
-            for handler in logging.getLogger(name).handlers:
+        for logger in (logging.root, *map(logging.getLogger, ("lightning.pytorch", "lightning.fabric"))):
+            for handler in logger.handlers:
                 handler.addFilter(_is_wanted)
                 stack.callback(handler.removeFilter, _is_wanted)
-                if type(handler) is logging.StreamHandler:
+                if logger is not logging.root and type(handler) is logging.StreamHandler:
                     stack.callback(handler.setStream, handler.stream)
                     handler.setStream(_StandardError())
         yield

@@ -58,8 +58,8 @@ def _program(called: str) -> list[str]:
     """How ``dpl`` was called: as a program, from a checkout or as a module."""
     path = Path(called)
     python = "python" if _is_found("python", sys.executable) else short(Path(sys.executable))
-    if path.name == "__main__.py":
-        return [python, "-m", path.parent.name]
+    if path.parent.name == "dp_lightning" and path.suffix == ".py":
+        return [python, "-m", "dp_lightning"]
     if path.name == "cli.py":
         return [python, short(path)]
     return ["dpl"] if path.name != "dpl" or _is_found("dpl", called) else [short(path)]
