@@ -10,14 +10,16 @@ import torch
 from lightning.pytorch.callbacks import BasePredictionWriter
 
 from dp_lightning.callbacks.data_record import DataRecord
-from dp_lightning.errors import ConfigurationError
+from dp_lightning.datamodules.reading_first import listed
+from dp_lightning.errors import ConfigurationError, DataError
 
 
 class PredictionFile(BasePredictionWriter):
     """``predictions.csv`` in the log directory: position of the image, class, and the probability of every class.
 
     Where the data module knows the files of its images (``ImageFiles``), their paths come first; where the run knows
-    the names of its classes, that of the found one follows its number.
+    the names of its classes, that of the found one follows its number. Files that could not be read have no row: they
+    are printed, and ``predictions_skipped.csv`` beside it lists them with the reasons.
     """
 
     def __init__(self) -> None:
@@ -42,6 +44,10 @@ class PredictionFile(BasePredictionWriter):
         path = Path(trainer.log_dir or trainer.default_root_dir) / "predictions.csv"
         path.parent.mkdir(parents=True, exist_ok=True)
         files = getattr(trainer.datamodule, "paths", None)  # type: ignore[attr-defined]
+        problems = getattr(trainer.datamodule, "problems", None) or [None] * len(probabilities)  # type: ignore[attr-defined]
+        skipped = [(str(file), why) for file, why in zip(files or [], problems, strict=False) if why is not None]
+        if skipped and len(skipped) == len(probabilities):
+            raise DataError(f"None of the {len(skipped):,} files can be read:\n{listed(skipped)}")
         callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
         classes = next((callback.class_names for callback in callbacks if isinstance(callback, DataRecord)), None)
         count = probabilities.shape[1]
@@ -51,8 +57,17 @@ class PredictionFile(BasePredictionWriter):
         with path.open("w", newline="", encoding="utf-8", errors="surrogateescape") as file:
             writer = csv.writer(file)
             writer.writerow([*columns, *(f"p{k}" for k in range(count))])
-            for index, row in enumerate(probabilities):
+            for index, (row, problem) in enumerate(zip(probabilities, problems, strict=True)):
+                if problem is not None:
+                    continue
                 found = int(row.argmax())
                 said = [*([str(files[index])] if files else []), index, found, *([classes[found]] if classes else [])]
                 writer.writerow([*said, *(f"{p:.6g}" for p in row.tolist())])
         trainer.print(f"Predictions are in {path}.")
+        beside = path.with_name("predictions_skipped.csv")
+        beside.unlink(missing_ok=True)  # of an earlier prediction
+        if skipped:
+            with beside.open("w", newline="", encoding="utf-8", errors="surrogateescape") as file:
+                csv.writer(file).writerows([("file", "reason"), *skipped])
+            trainer.print(f"{len(skipped):,} files could not be read and have no prediction; {beside} lists them:")
+            trainer.print(listed(skipped))
