@@ -1,6 +1,6 @@
 """What `dpl init` prints: what it found, what it wrote, and what to do next."""
 
-import os
+import shlex
 from pathlib import Path
 
 from dp_lightning.commands.starting_content import from_scratch
@@ -22,12 +22,8 @@ def report(survey: Survey, content: Content, *, seconds: float, bad_files: Path 
         bad_files: the file that lists all bad ones, if there are many.
         out: the file that was written.
     """
-    parts = [
-        _found(survey, seconds),
-        _bad(survey, bad_files),
-        _chosen(survey, content, out),
-        _next(survey, content, bad_files),
-    ]
+    found, bad = _found(survey, seconds), _bad(survey, bad_files)
+    parts = [found, bad, _chosen(survey, content, out), _next(survey, content, bad_files)]
     return "\n\n".join(part for part in parts if part)
 
 
@@ -50,12 +46,10 @@ def _found(survey: Survey, seconds: float) -> str:
     if (persons := survey.images_of_persons) is not None:
         lines.append(f"persons {len(persons):,}, with {spread(list(persons.values()))} images each")
     if survey.repeated:
-        lines.append(
-            f"{survey.repeated:,} training images are equal to another one; each counts as an example of its own."
-        )
+        lines.append(f"repeats in the training set: {survey.repeated:,}; each counts as an example of its own")
     if survey.shared:
         lines.append(
-            f"{survey.shared:,} evaluation images are also in the training set. Remove them from one of the two."
+            f"evaluation images that are also in the training set: {survey.shared:,}; remove them from one of them"
         )
     return "\n".join(lines)
 
@@ -75,23 +69,24 @@ def _chosen(survey: Survey, content: Content, out: Path) -> str:
         f"Wrote {printable(str(out))}: {what}.",
         f"  epsilon {content.epsilon:g}, delta {plan.delta:g}, N {plan.num_train:,}, B {plan.expected_batch_size:,}, "
         f"{plan.num_steps:,} steps, sigma {plan.noise_multiplier:.2f}",
-        f"  {start.num_parameters:,} parameters: in each step the noise has {start.noise_norm:.2g} times the largest norm of a "
-        "gradient",
+        f"  {start.num_parameters:,} parameters: the noise of a step is {start.noise_norm:.2g} times as long as a gradient "
+        "may be",
     ]
     if features:
         other = from_scratch(content, survey).start
         lines.append(
-            f"  From scratch (--from-scratch) it would be {other.noise_norm:.2g} times, at sigma "
-            f"{other.plan.noise_multiplier:.2f}, with {other.num_parameters:,} parameters."
+            f"  From scratch (--from-scratch) there are {other.num_parameters:,}: {other.noise_norm:.2g} times as long, at "
+            f"sigma {other.plan.noise_multiplier:.2f}"
         )
     elif start.noise_norm > 1:
         lines.append(
-            "  That is more noise than signal: expect little. Start from pretrained features, without --from-scratch."
+            "  That is more noise than signal, so expect little. Pretrained features need fewer parameters: leave out "
+            "--from-scratch, or give --backbone."
         )
     if content.images_per_person is not None:
         lines.append(
-            "  It protects persons. If the folders inside the class folders, or the ids of the table, are not persons, remove "
-            "group_folders, or group_file, and unit_of_privacy."
+            "  It protects persons: each folder inside a class folder, or each id, is one. If they are not persons, move the "
+            "images out\n  of these folders, or give no table, and run it again."
         )
     return "\n".join(lines)
 
@@ -99,7 +94,7 @@ def _chosen(survey: Survey, content: Content, out: Path) -> str:
 def _next(survey: Survey, content: Content, bad_files: Path | None) -> str:
     steps = []
     if bad_files is not None:
-        name = printable(os.fspath(bad_files))
+        name = printable(shlex.quote(str(bad_files)))
         steps.append(f"Replace or remove the bad files, or all of them: cut -f1 {name} | xargs -d '\\n' rm --")
     elif survey.bad:
         steps.append("Replace or remove the bad files.")
@@ -114,7 +109,7 @@ def _next(survey: Survey, content: Content, bad_files: Path | None) -> str:
             "Next:",
             *numbered,
             "",
-            "All numbers above are computed from the private images and are for their owner. N and the names of the classes become "
-            "public with the run's statement and checkpoints.",
+            "All numbers above are computed from the private images and are for their owner. Of these, N and the names of "
+            "the\nclasses become public with what is released of the run.",
         ]
     )

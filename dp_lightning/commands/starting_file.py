@@ -50,8 +50,9 @@ class Content:
         plan = self.start.plan
         return [
             f"# Written by `dpl init`. Train with: dpl fit --config {printable(self.name)}",
-            f"# What is released from the run makes public N, the number of training {self._unit} ({plan.num_train:,}), and the",
-            "# names of the classes. If they are secret, do not release it.",
+            "#",
+            f"# What is released of the run makes public N, the number of training {self._unit} ({plan.num_train:,}),",
+            "# and the names of the classes.",
             "seed_everything: 42 # the first weights and the validation split; noise and sampling take secret keys",
         ]
 
@@ -86,10 +87,10 @@ class Content:
         physical = min(rows, _PHYSICAL_FEATURES if isinstance(self.model, Features) else _PHYSICAL)
         return [
             "privacy:",
-            f"  target_epsilon: {self.epsilon:g} # the noise is solved for it: sigma {plan.noise_multiplier:.2f}",
+            f"  target_epsilon: {float(self.epsilon)} # the noise is solved for it: sigma {plan.noise_multiplier:.2f}",
             f"  delta: {plan.delta:.1e} # the largest power of ten that is at most 1/(2N)",
             f"  expected_batch_size: {plan.expected_batch_size} # B, in {self._unit}: a quarter of N",
-            f"  max_grad_norm: {MAX_GRAD_NORM} # C; the noise in a gradient has {self.start.noise_norm:.2g} times this norm",
+            f"  max_grad_norm: {MAX_GRAD_NORM} # C; the noise is {self.start.noise_norm:.2g} times as long",
             f"  max_physical_batch_size: {physical} # images at once; bounds memory and changes nothing else",
             *per_person,
         ]
@@ -100,7 +101,7 @@ class Content:
             "optimizer:",
             "  class_path: torch.optim.SGD",
             "  init_args:",
-            f"    lr: {self.start.learning_rate:g} # {noisy}; each further run on these images spends its own epsilon",
+            f"    lr: {self.start.learning_rate} # {noisy}; each further run on these images spends its own epsilon",
             f"    momentum: {MOMENTUM}",
             "",
             "lr_scheduler:",

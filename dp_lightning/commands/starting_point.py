@@ -1,8 +1,8 @@
 """The numbers of a first private run, by rules that need only N and the size of the network.
 
-The noise in one privatized gradient has the norm nu = sigma C sqrt(d) / B, and the gradient itself at most C. At a given
-number of steps T, nu hardly depends on B as long as B is at least N/4: a smaller share gains less by sampling than it
-loses by dividing by less. So B = N/4, and T is small. docs/own_data.md shows what the rules give, and where they come from.
+The noise in one privatized gradient has the norm nu = sigma C sqrt(d) / B, and the gradient itself at most C. At a
+given number of steps T, nu hardly depends on B as long as B is at least N/4: a smaller batch gains less by sampling
+than it loses by the division by B. So B = N/4, and T is small. docs/own_data.md shows what the rules give.
 """
 
 import math
@@ -23,8 +23,8 @@ MOMENTUM = 0.9
 # Epochs and the learning rate where the noise is small.
 _EPOCHS, _RATE = 50, 0.3
 _FEATURE_EPOCHS, _FEATURE_RATE = 25, 1.0
-# The learning rate times nu is at most this.
-_NOISE_OF_AN_UPDATE = 0.3
+# The learning rate times nu is at most this; docs/own_data.md has the measurements.
+_NOISE_OF_AN_UPDATE = 0.15
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ def batch_size_for(num_train: int, *, at_most: int) -> int:
 
 
 def learning_rate_for(noise: float, *, at_most: float) -> float:
-    """The rate at which the noise moves the weights by at most 0.3 in one step without momentum, in one digit."""
+    """The rate at which the noise of one step, without momentum, moves the weights by at most 0.15, in one digit."""
     rate = min(at_most, _NOISE_OF_AN_UPDATE / noise)
     return float(f"{rate:.0e}")
 

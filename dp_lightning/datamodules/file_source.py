@@ -3,7 +3,7 @@
 import hashlib
 import os
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 
 import numpy as np
@@ -41,6 +41,9 @@ class FileNames(Dataset[str]):
 
     def __len__(self) -> int:
         return len(self._ends) - 1
+
+    def __iter__(self) -> Iterator[str]:
+        return (self[index] for index in range(len(self)))
 
     def __getitem__(self, index: int) -> str:
         return os.fsdecode(self._text[self._ends[index] : self._ends[index + 1]].tobytes())

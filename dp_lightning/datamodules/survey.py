@@ -1,7 +1,7 @@
 """What the owner of a data set wants to know before a run; every image is read once.
 
-Every number here is computed from private images without noise. They are for the owner: only N, the number of classes and
-their names become public with a run's statement.
+Every number here is computed from private images without noise, and is for their owner. Of these, N and the names of
+the classes become public with a run that is released.
 """
 
 import hashlib
