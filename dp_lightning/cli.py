@@ -20,6 +20,7 @@ _HELP = f"""dp-lightning {__version__}: differentially private training of visio
 usage: dpl COMMAND [options]
 
 commands:
+  init      look at your images and write a configuration for them: dpl init photos
   fit       train privately from a configuration: dpl fit --config configs/digits.yaml
   validate  evaluate a checkpoint on the validation split
   test      evaluate a checkpoint on the test set
@@ -44,7 +45,7 @@ exit codes: 0 done; 1 a check does not hold, or a run of a grid has failed; 2 an
 """
 
 _TRAINING = ("fit", "validate", "test", "predict")
-_OTHERS = ("export", "verify", "audit", "plan", "account", "sweep", "report", "configs", "analyze", "doctor")
+_OTHERS = ("init", "export", "verify", "audit", "plan", "account", "sweep", "report", "configs", "analyze", "doctor")
 # EX_IOERR of sysexits.h. 1 would mean that a check does not hold, and 128 or more a signal.
 _UNWRITTEN = 74
 
