@@ -75,8 +75,8 @@ def _chosen(survey: Survey, content: Content, out: Path) -> str:
     if features:
         other = from_scratch(content, survey).start
         lines.append(
-            f"  From scratch (--from-scratch) there are {other.num_parameters:,}: {other.noise_norm:.2g} times as long, "
-            f"at sigma {other.plan.noise_multiplier:.2f}"
+            f"  From scratch (--from-scratch) there are {other.num_parameters:,}: {other.noise_norm:.2g} times as "
+            f"long, at sigma {other.plan.noise_multiplier:.2f}"
         )
     elif start.noise_norm > 1:
         lines.append(
