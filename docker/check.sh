@@ -3,7 +3,7 @@
 #
 #   docker/check.sh FOLDER
 #
-# It needs root, buildah and debootstrap, an hour at most, and 30 GB in FOLDER, which keeps the base, the image and what
+# It needs root, buildah and debootstrap, an hour at most, and 20 GB in FOLDER, which keeps the base, the image and what
 # the runs have written; a second call takes what is there. The base is Debian bookworm, which has Python 3.11, under the
 # name that the Dockerfile expects. BUILD_OPTIONS are further options of `buildah bud`, such as --volume for the settings
 # of pip behind a proxy.
@@ -18,7 +18,7 @@ folder=$(cd "$1" && pwd)
 base=docker.io/library/python:3.11-slim
 image=localhost/dp-lightning
 export BUILDAH_ISOLATION=chroot
-store=(--root "$folder/store" --runroot "$folder/runroot" --storage-driver "${STORAGE_DRIVER:-vfs}")
+store=(--root "$folder/store" --runroot "$folder/runroot" --storage-driver "${STORAGE_DRIVER:-overlay}")
 
 step() { printf '\n== %s\n' "$*"; }
 fail() {
