@@ -31,8 +31,7 @@ class Terminal:
     def __init__(self, file: TextIO | None = None) -> None:
         self._file = sys.stdout if file is None else file
         self.is_live = self._file.isatty() and os.environ.get("TERM", "dumb") not in ("dumb", "unknown")
-        # Variables such as FORCE_COLOR would have escape codes written into files.
-        self._console = Console(file=self._file, force_terminal=self.is_live, highlight=False, markup=False)
+        self._console = Console(file=self._file)  # for the lines that change
         self._live: Live | None = None
         self._shown = 0.0
 

@@ -110,6 +110,8 @@ def test_a_terminal_shows_steps_batches_budget_accuracy_and_losses_within_its_co
     assert "unprotected/train_loss" in shown
     assert "evaluating 2 of 2" in shown
     assert re.search(r"step 9/9 .* left", shown)
+    # What changes is taken away at the end, and what a file gets is not shown too.
+    assert not any("  epoch " in line for line in lines)
     # The cursor is not left hidden where the process is killed.
     assert text.index("\x1b[?25h") < text.index("step 1/9")
 
