@@ -288,9 +288,9 @@ def test_the_transform_shown_gives_signs(workplace):
     assert state == {}
 
 
-def test_the_rule_shown_gives_the_gradients_of_single_examples():
+def test_the_rule_shown_gives_the_gradients_of_single_examples(capsys):
     (code,) = blocks("python", ONE_EXAMPLE)
-    names = {}
+    names = {"__name__": "shown"}
     exec(compile(code, "one_example.md", "exec"), names)
 
     class Scaled(torch.nn.Module):
@@ -302,13 +302,13 @@ def test_the_rule_shown_gives_the_gradients_of_single_examples():
             return names["scaled"](x, self.scale)
 
     module, x, y = Scaled(), torch.randn(5, 3), torch.randn(5, 3)
-    bound = 0.7
-    total, _ = clipped_gradient_sum(module, F.mse_loss, x, y, clip_plan=ClipPlan.flat(max_grad_norm=bound))
-    expected = torch.zeros(3)
-    for row, target in zip(x, y, strict=True):
-        gradient = 2 / 3 * (row * module.scale.detach() - target) * row
-        expected += gradient * min(1.0, bound / gradient.norm().item())
-    torch.testing.assert_close(total["scale"], expected)
+    clip_plan = ClipPlan.flat(max_grad_norm=0.7)
+    total, norms = clipped_gradient_sum(module, F.mse_loss, x, y, clip_plan=clip_plan, explain=True)
+    assert capsys.readouterr().out.split() == ["scale", "by", "rule"]
+    gradients = 2 / 3 * (x * module.scale.detach() - y) * x
+    torch.testing.assert_close(norms, gradients.norm(dim=1))
+    factors = (0.7 / gradients.norm(dim=1)).clamp(max=1.0)
+    torch.testing.assert_close(total["scale"], factors @ gradients)
 
 
 def test_make_commands_are_targets_of_the_makefile():
