@@ -3,8 +3,8 @@
 #
 #   docker/node.sh RANK NODES ADDRESS FIT_ARGUMENTS...
 #
-# RANK counts the nodes from 0, ADDRESS is the name or address of node 0, and FIT_ARGUMENTS follow `dpl fit`. The folders
-# data and runs lie in the current folder, runs on a file system that all nodes share. `docker stop --time 120` ends the
+# RANK counts the nodes from 0, ADDRESS is the name or address of node 0, and FIT_ARGUMENTS follow `dpl fit`. The current
+# folder, with data and runs, is on a file system that all nodes share. `docker stop --time 120` ends the
 # run in order, with a checkpoint. PORT (29500) is the port on node 0 at which the nodes meet.
 set -eu
 if [ $# -lt 3 ]; then
@@ -14,7 +14,7 @@ fi
 rank=$1 nodes=$2 address=$3
 shift 3
 exec docker run --rm --gpus all --network host --ipc host \
-  -v "$PWD/data:/data" -v "$PWD/runs:/runs" --entrypoint torchrun dp-lightning \
+  -v "$PWD:/work" -v dpl-weights:/cache --entrypoint torchrun dp-lightning \
   --nnodes "$nodes" --node-rank "$rank" --nproc-per-node gpu \
   --master-addr "$address" --master-port "${PORT:-29500}" --no-python \
-  dpl fit "$@" --trainer.num_nodes "$nodes" --trainer.devices auto --trainer.default_root_dir /runs
+  dpl fit "$@" --trainer.num_nodes "$nodes" --trainer.devices auto

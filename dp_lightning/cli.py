@@ -1,12 +1,14 @@
 """The ``dpl`` command. Commands are imported when they are called, so that help and light commands answer at once."""
 
 import os
+import platform
 import signal
 import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
 from types import FrameType
 from typing import TextIO
 
@@ -18,6 +20,7 @@ _HELP = f"""dp-lightning {__version__}: differentially private training of visio
 usage: dpl COMMAND [options]
 
 commands:
+  init      look at your images and write a configuration for them: dpl init photos
   fit       train privately from a configuration: dpl fit --config configs/digits.yaml
   validate  evaluate a checkpoint on the validation split
   test      evaluate a checkpoint on the test set
@@ -25,21 +28,24 @@ commands:
   export    write the network of a checkpoint as safetensors and ONNX, with its privacy statement
   verify    check a run's statement against its journal and its weights: dpl verify RUN
   audit     test the noise and the clipping of a configuration: dpl audit --config configs/digits.yaml
+  plan      compare batch sizes, epochs and epsilons before a run: dpl plan --config configs/digits.yaml
   account   price a run before it starts: three of epsilon, sigma, steps and batch size give the fourth
   sweep     run a grid: dpl sweep configs/grids/digits.yaml
-  report    write the tables and figures of a grid's runs, beside the paper's numbers
+  report    write a run as a page: dpl report RUN; or tables and figures of a grid: dpl report GRID.yaml
   configs   list the configurations of this package, print one, or copy them to a folder
   analyze   measure signal and noise of a run's gradients: dpl analyze snr --config configs/digits.yaml
+  doctor    check this machine: versions, devices, files, and one private step against a loop over examples
 
-`dpl COMMAND --help` shows the options of a command. Every setting of a configuration can be overridden on the command
-line, as in `dpl fit --config configs/digits.yaml --privacy.target_epsilon 8`, and --config can be repeated.
+`dpl COMMAND --help` shows the options of a command, `dpl --version` the versions of dp-lightning, Python and torch.
+Every setting of a configuration can be overridden on the command line, as in `dpl fit --config configs/digits.yaml
+--privacy.target_epsilon 8`, and --config can be repeated.
 
 exit codes: 0 done; 1 a check does not hold, or a run of a grid has failed; 2 an error, with what to change;
 74 the output cannot be written; 130 and 143 after Ctrl-C and SIGTERM
 """
 
 _TRAINING = ("fit", "validate", "test", "predict")
-_OTHERS = ("export", "verify", "audit", "account", "sweep", "report", "analyze", "configs")
+_OTHERS = ("init", "export", "verify", "audit", "plan", "account", "sweep", "report", "configs", "analyze", "doctor")
 # EX_IOERR of sysexits.h. 1 would mean that a check does not hold, and 128 or more a signal.
 _UNWRITTEN = 74
 
@@ -62,7 +68,7 @@ def _run(arguments: list[str]) -> None:
         return
     command = arguments[0]
     if command in ("-V", "--version", "version"):
-        print(f"dp-lightning {__version__}")
+        print(f"dp-lightning {__version__}, Python {platform.python_version()}, {_torch()}")
         return
     if command not in (*_TRAINING, *_OTHERS):
         from dp_lightning.commands.near_names import did_you_mean
@@ -75,7 +81,7 @@ def _run(arguments: list[str]) -> None:
             arguments = _checked(arguments)
         import_module(f"dp_lightning.commands.{'training' if command in _TRAINING else command}").main(arguments)
     except DpLightningError as error:
-        print(f"\ndpl {command}: error: {error}", file=sys.stderr)
+        print("\n".join([f"\ndpl {command}: error: {error}", *getattr(error, "__notes__", [])]), file=sys.stderr)
         sys.exit(2)
 
 
@@ -87,6 +93,14 @@ def _checked(arguments: list[str]) -> list[str]:
     found = with_paths(arguments)
     require_known(found)
     return found
+
+
+def _torch() -> str:
+    # By its metadata: importing torch takes seconds.
+    try:
+        return f"torch {version('torch')}"
+    except PackageNotFoundError:
+        return "torch is not installed"
 
 
 @contextmanager

@@ -81,6 +81,11 @@ def _check(text: str) -> None:
             raise UnusableYaml(f"it is nested deeper than {DEEPEST} levels")
 
 
+def printable(text: str) -> str:
+    """The text on one line of a terminal: control characters and invalid bytes are shown as escapes such as \\x1b."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
 def read_text(path: Path, *, most: int) -> str:
     """The text of a regular file of at most ``most`` bytes, in UTF-8.
 

@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import TQDMProgressBar, WeightAveraging
+from lightning.pytorch.callbacks import WeightAveraging
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.profilers import Profiler
 from lightning.pytorch.strategies import DDPStrategy, Strategy
@@ -38,7 +38,6 @@ __all__ = [
     "detects_anomalies",
     "flags_of",
     "gathered_value",
-    "is_due",
     "joined",
     "loader_source",
     "logged_in_step",
@@ -175,11 +174,6 @@ def average_of(trainer: pl.Trainer, module: nn.Module) -> str | None:
             if all(torch.equal(mine, average) for mine, average in pairs):
                 return type(callback).__name__
     return None
-
-
-def is_due(progress_bar: TQDMProgressBar, current: int, total: int) -> bool:
-    """Whether the bar should be redrawn after ``current`` of ``total``."""
-    return progress_bar._should_update(current, total)
 
 
 def silence_sigterm(trainer: pl.Trainer) -> None:

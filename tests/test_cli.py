@@ -3,28 +3,34 @@
 import csv
 import json
 import os
+import platform
 import re
 import shutil
 import signal
 import subprocess
 import sys
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import pytest
 import torch
 import yaml
 from jsonargparse import Namespace
+from lightning.pytorch import LightningDataModule
 from PIL import Image
 
+from dp_lightning import cli
 from dp_lightning.cli import main
-from dp_lightning.commands import parser
+from dp_lightning.commands import parser, training
 from dp_lightning.commands.foreign_modules import ForeignModules
 from dp_lightning.datamodules import Digits
+from dp_lightning.privacy.accounting import compose
+from dp_lightning.private_run.settings import PrivacySettings
 
 ROOT = Path(__file__).parents[1]
 DIGITS = str(ROOT / "configs" / "digits.yaml")
 MUON = str(ROOT / "configs" / "fragments" / "postprocess" / "dp_muon.yaml")
-COMMANDS = ("fit", "validate", "test", "predict", "account")
+COMMANDS = ("fit", "validate", "test", "predict", "plan", "account", "doctor")
 
 
 def python(*arguments, **kwargs):
@@ -47,6 +53,32 @@ def test_help_imports_neither_torch_nor_lightning():
         "assert not {'torch', 'lightning', 'opacus', 'numpy'} & set(sys.modules)"
     )
     assert python("-c", code).returncode == 0
+
+
+def test_the_number_of_examples_counts_where_the_data_module_does_not_state_it():
+    settings = PrivacySettings(expected_batch_size=2, noise_multiplier=1.0, num_train=100)
+    assert training._num_train(settings, LightningDataModule()) == 100
+    settings.num_train = None
+    assert training._num_train(settings, LightningDataModule()) is None
+    assert training._num_train(settings, Digits()) == 1437
+
+
+@pytest.mark.parametrize("option", ["--version", "-V"])
+def test_the_version_names_python_and_torch_without_importing_it(option):
+    code = f"import sys; from dp_lightning.cli import main; main(['{option}']); assert 'torch' not in sys.modules"
+    shown = python("-c", code)
+    assert shown.returncode == 0
+    versions = (version("dp-lightning"), platform.python_version(), version("torch"))
+    assert shown.stdout == "dp-lightning {}, Python {}, torch {}\n".format(*versions)
+
+
+def test_the_version_is_shown_without_torch_too(capsys, monkeypatch):
+    def missing(name):
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr(cli, "version", missing)
+    main(["--version"])
+    assert capsys.readouterr().out.endswith(", torch is not installed\n")
 
 
 def test_an_unknown_command_is_refused(capsys):
@@ -145,6 +177,10 @@ WRONG = {
     "precision": (["--trainer.precision", "16-mixed"], "trainer.precision is 16-mixed.*bf16-mixed"),
     "delta": (["--privacy.delta", "0.001"], "delta must be below 1/num_train"),
     "batch": (["--privacy.expected_batch_size", "2000"], "expected_batch_size must be at most num_train = 1437"),
+    "number": (
+        ["--privacy.num_train", "100"],
+        r"privacy\.num_train is 100, but Digits has 1437 training examples\. Remove privacy\.num_train",
+    ),
     "folder": (["--data", "ImageFolder", "--data.init_args.root", "/nowhere"], "/nowhere/train is missing"),
     "download": (
         ["--data", "CIFAR10", "--data.init_args.root", "/nowhere", "--privacy.delta", "1e-5"],
@@ -386,8 +422,35 @@ def test_the_curves_are_in_tensorboard(finished):
     events.Reload()
     tags = set(events.Tags()["scalars"])
     assert {"test/accuracy", "test/loss", "val/accuracy", "unprotected/train_loss", "privacy/epsilon"} <= tags
-    spent = [event.value for event in events.Scalars("privacy/epsilon")]
-    assert spent == sorted(spent)
+    assert "hp_metric" not in tags
+    statement = json.loads((finished / "privacy_statement.json").read_text())
+    spent = {event.step: event.value for event in events.Scalars("privacy/epsilon")}
+    # From nothing to all of it, at every step where there are few.
+    assert list(spent) == list(range(statement["num_steps"] + 1))
+    (sigma, q, _), *_ = statement["ledger"]
+    epsilons = [compose([(sigma, q, step)] if step else [], delta=1e-4, accountant="rdp") for step in spent]
+    assert list(spent.values()) == pytest.approx(epsilons, rel=1e-6)
+
+
+@pytest.mark.parametrize("command", ["validate", "test", "predict"])
+def test_an_evaluation_leaves_no_run_folder(finished, tmp_path, monkeypatch, command, capsys):
+    monkeypatch.chdir(tmp_path)
+    (checkpoint,) = (finished / "checkpoints").glob("*.ckpt")
+    config = yaml.safe_load((finished / "config.yaml").read_text())
+    config["trainer"]["default_root_dir"] = None
+    Path("run.yaml").write_text(yaml.safe_dump(config))
+    main([command, "--config", "run.yaml", "--ckpt_path", str(checkpoint)])
+    left = {path.name for path in tmp_path.rglob("*")}
+    assert left == {"run.yaml"} | ({"predictions.csv"} if command == "predict" else set())
+    assert command != "predict" or f"Predictions are in {tmp_path / 'predictions.csv'}." in capsys.readouterr().out
+
+
+def test_an_evaluation_logs_where_it_is_told_to(finished, tmp_path):
+    (checkpoint,) = (finished / "checkpoints").glob("*.ckpt")
+    settings = ["--trainer.logger", "CSVLogger", "--trainer.logger.save_dir", str(tmp_path)]
+    main(["test", "--config", str(finished / "config.yaml"), "--ckpt_path", str(checkpoint), *settings])
+    (metrics,) = tmp_path.rglob("metrics.csv")
+    assert "test/accuracy" in metrics.read_text()
 
 
 def test_a_module_without_every_linked_setting_is_evaluated_from_its_checkpoint(tmp_path, capsys):

@@ -257,9 +257,9 @@ def test_settings_are_overridden_on_the_command_line(tmp_path):
     cli = instantiate(
         *("fit", "--config", str(CONFIGS / "digits.yaml"), "--trainer.default_root_dir", str(tmp_path)),
         *("--privacy.target_epsilon", "8", "--privacy.clipping", "per_layer", "--optimizer.init_args.lr", "0.7"),
-        *("--data.init_args.val_fraction", "0.1", "--trainer.max_steps", "3"),
+        *("--data.init_args.val_fraction", "0.1", "--trainer.max_steps", "3", "--privacy.num_train", "1293"),
     )
     assert cli.privacy.target_epsilon == 8
     assert cli.privacy.clip_plan.kind == "per_layer"
-    assert cli.privacy.num_train == cli.datamodule.num_train == 1437 - 144
+    assert cli.privacy.num_train == cli.datamodule.num_train == 1293 == 1437 - 144
     assert cli.trainer.max_steps == 3

@@ -9,7 +9,6 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.fabric.plugins.environments import LightningEnvironment
-from lightning.pytorch.callbacks import TQDMProgressBar
 from lightning.pytorch.cli import LightningArgumentParser
 from lightning.pytorch.profilers import PyTorchProfiler, SimpleProfiler
 from lightning.pytorch.strategies import DDPStrategy
@@ -191,8 +190,6 @@ def test_settings_of_trainers(tmp_path):
     assert internals.records_modules(PyTorchProfiler(record_module_names=True))
     assert not internals.records_modules(SimpleProfiler())
     assert isinstance(internals.strategy_for(accelerator="cpu", devices=2), DDPStrategy)
-    bar = TQDMProgressBar(refresh_rate=3)
-    assert [internals.is_due(bar, step, 8) for step in (2, 3, 8)] == [False, True, True]
 
 
 def test_signals_are_let_through_and_put_back(tmp_path):

@@ -9,6 +9,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
@@ -153,15 +154,42 @@ def test_the_image_copies_files_that_exist_and_that_the_build_sees():
 def test_the_image_runs_dpl_as_an_ordinary_user():
     assert instructions("ENTRYPOINT") == ['["dpl"]']
     assert instructions("USER") == ["dpl"]
-    assert instructions("VOLUME") == ['["/data", "/runs"]']
-    assert instructions("WORKDIR") == ["/app"]
+    assert instructions("VOLUME") == ['["/cache"]']
+    assert instructions("WORKDIR")[-1] == "/work"
     assert "configs ./configs" in instructions("COPY")
+
+
+def test_torch_is_installed_in_a_layer_before_the_other_dependencies():
+    installs = [text for text in instructions("RUN") if "pip install" in text]
+    assert shlex.split(installs[0])[-2:] == ["torch", "torchvision"]
+    assert all("-c constraints.txt" in text for text in installs[:2])
+
+
+def test_compose_mounts_the_working_folder_and_the_cache_and_gives_time_to_stop():
+    services = yaml.safe_load((ROOT / "docker" / "compose.yaml").read_text())["services"]
+    assert services.keys() == {"dpl", "gpu"}
+    for service in services.values():
+        assert {volume.rpartition(":")[2] for volume in service["volumes"]} == {"/work", "/cache"}
+        assert service["stop_grace_period"] == "2m"
+        build = service["build"]
+        assert (ROOT / "docker" / build["context"] / build["dockerfile"]).resolve() == ROOT / "docker" / "Dockerfile"
+    assert "deploy" not in services["dpl"]
+
+
+@pytest.mark.parametrize("script", ["check.sh", "node.sh", "slurm.sbatch"])
+def test_a_script_is_valid_bash_and_names_its_arguments(script, tmp_path):
+    path = ROOT / "docker" / script
+    subprocess.run(["bash", "-n", path], check=True)
+    if script != "slurm.sbatch":
+        shown = subprocess.run(["bash", path], capture_output=True, text=True, check=False)
+        assert shown.returncode == 2
+        assert f"usage: docker/{script}" in shown.stderr
 
 
 def test_the_image_installs_the_pinned_dependencies_of_the_project():
     (listing,) = [text for text in instructions("RUN") if "tomllib" in text]
-    command, install = listing.split(" > /tmp/requirements.txt ")
-    assert "pip install --no-cache-dir -c constraints.txt -r /tmp/requirements.txt" in install
+    command, install = listing.split(" > requirements.txt ")
+    assert "pip install --no-cache-dir -c constraints.txt -r requirements.txt" in install
     listed = subprocess.run(
         [sys.executable, *shlex.split(command)[1:]], cwd=ROOT, capture_output=True, text=True, check=True
     ).stdout.splitlines()

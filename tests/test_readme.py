@@ -119,18 +119,26 @@ def test_a_training_command_builds_its_run_from_allowed_settings(line, workplace
     assert cli.privacy.num_train == (data.num_train_groups if persons else data.num_train)
 
 
-GRIDS = [line for line in DPL if line.split()[1] in ("sweep", "report")]
+# A run's folder is given to `dpl report` too.
+RUN_PAGES = [line for line in DPL if line.startswith("dpl report lightning_logs/")]
+GRIDS = [line for line in DPL if line.split()[1] in ("sweep", "report") and line not in RUN_PAGES]
+
+
+@pytest.mark.parametrize("line", sorted(set(RUN_PAGES)))
+def test_a_command_for_the_page_of_a_run_names_its_folder_and_options(line):
+    assert report._parser().parse_args(shlex.split(line)[2:]).target == Path("lightning_logs/version_0")
 
 
 @pytest.mark.parametrize("line", GRIDS)
 def test_a_command_for_a_grid_names_one_and_its_options(line, workplace):
     arguments = shlex.split(line)[1:]
     options = {"sweep": sweep, "report": report}[arguments[0]]._parser().parse_args(arguments[1:])
-    own = str(options.grid) in FILES
+    grid = options.grid if arguments[0] == "sweep" else options.target
+    own = str(grid) in FILES
     if own:  # beside the files of its base
         for path in (ROOT / "configs").glob("*.yaml"):
             Path(path.name).symlink_to(path)
-    assert len(list(Grid.load(options.grid).cells())) >= (1 if own else 8)
+    assert len(list(Grid.load(grid).cells())) >= (1 if own else 8)
 
 
 ANALYSES = [line for line in DPL if line.split()[1] == "analyze"]

@@ -2,7 +2,12 @@
 
 from dp_lightning.analysis.convergence import newton_schulz_cosines
 from dp_lightning.analysis.direction import direction_recovery
-from dp_lightning.analysis.recovery import detection_batch_size, recovery_batch_size
+from dp_lightning.analysis.recovery import (
+    detection_batch_size,
+    detection_norm,
+    recovery_batch_size,
+    recovery_gap,
+)
 from dp_lightning.analysis.signal_to_noise import SnrMeter
 from dp_lightning.analysis.spectra import bulk_density, bulk_edges, entropy_rank, participation_ratio
 
@@ -11,9 +16,11 @@ __all__ = [
     "bulk_density",
     "bulk_edges",
     "detection_batch_size",
+    "detection_norm",
     "direction_recovery",
     "entropy_rank",
     "newton_schulz_cosines",
     "participation_ratio",
     "recovery_batch_size",
+    "recovery_gap",
 ]

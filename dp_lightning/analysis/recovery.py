@@ -1,4 +1,4 @@
-"""The batch size above which the first singular direction of a gradient survives the noise.
+"""When the first singular direction of a gradient survives the noise: at which batch size, or at which gradient.
 
 G~ = G + N is m x n, N has independent entries of standard deviation sigma S / B. Two thresholds:
 
@@ -20,6 +20,25 @@ G~ = G + N is m x n, N has independent entries of standard deviation sigma S / B
 import math
 
 
+def recovery_gap(rows: int, columns: int, *, noise_level: float) -> float:
+    """The gap s_1 - s_2 above which Wedin's bound is informative, (sqrt(m) + sqrt(n)) times the noise.
+
+    Args:
+        rows, columns: of the matrix.
+        noise_level: standard deviation of the noise in each entry, sigma S / B.
+    """
+    return noise_level * (rows**0.5 + columns**0.5)
+
+
+def detection_norm(rows: int, columns: int, *, noise_level: float) -> float:
+    """The s_1 of the spiked-matrix threshold, (m n)^(1/4) times the noise.
+
+    Args:
+        rows, columns, noise_level: see `recovery_gap`.
+    """
+    return noise_level * (rows * columns) ** 0.25
+
+
 def recovery_batch_size(
     gap: float, rows: int, columns: int, *, noise_multiplier: float, sensitivity: float = 1.0
 ) -> float:
@@ -31,7 +50,7 @@ def recovery_batch_size(
         noise_multiplier: sigma.
         sensitivity: S, the clipping norm C if clipping is flat.
     """
-    return noise_multiplier * sensitivity * (rows**0.5 + columns**0.5) / gap if gap > 0 else math.inf
+    return recovery_gap(rows, columns, noise_level=noise_multiplier * sensitivity) / gap if gap > 0 else math.inf
 
 
 def detection_batch_size(
@@ -43,4 +62,4 @@ def detection_batch_size(
         top: s_1 of the gradient without noise; zero is never detected.
         rows, columns, noise_multiplier, sensitivity: see `recovery_batch_size`.
     """
-    return noise_multiplier * sensitivity * (rows * columns) ** 0.25 / top if top > 0 else math.inf
+    return detection_norm(rows, columns, noise_level=noise_multiplier * sensitivity) / top if top > 0 else math.inf

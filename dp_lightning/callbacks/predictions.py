@@ -1,7 +1,8 @@
 """Writes what ``dpl predict`` computes."""
 
 import csv
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from io import TextIOWrapper
 from pathlib import Path
 from typing import Any
 
@@ -9,19 +10,29 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import BasePredictionWriter
 
+from dp_lightning.atomic_files import replacing, require_writable
 from dp_lightning.callbacks.data_record import DataRecord
-from dp_lightning.errors import ConfigurationError
+from dp_lightning.datamodules.reading_first import listed
+from dp_lightning.errors import ConfigurationError, DataError
 
 
 class PredictionFile(BasePredictionWriter):
-    """``predictions.csv`` in the log directory: position of the image, class, and the probability of every class.
+    """``predictions.csv`` in ``trainer.default_root_dir``: position of an image, class, and probability of each class.
 
     Where the data module knows the files of its images (``ImageFiles``), their paths come first; where the run knows
-    the names of its classes, that of the found one follows its number.
+    the names of its classes, that of the found one follows its number. Files that could not be read have no row: they
+    are printed, and ``predictions_skipped.csv`` beside it lists them with the reasons. Predictions that exist are never
+    overwritten.
+
+    Raises:
+        ConfigurationError: before anything is predicted, if the file exists or cannot be written, or if several
+            processes would predict.
+        DataError: if no file could be read.
     """
 
     def __init__(self) -> None:
         super().__init__(write_interval="epoch")
+        self._path = Path()
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         super().setup(trainer, pl_module, stage)
@@ -30,6 +41,13 @@ class PredictionFile(BasePredictionWriter):
                 f"trainer.devices and trainer.num_nodes make {trainer.world_size} processes, and each would see a part "
                 "of the images. Set trainer.devices: 1 and trainer.num_nodes: 1 to predict."
             )
+        self._path = Path(trainer.default_root_dir) / "predictions.csv"
+        if self._path.exists():
+            raise ConfigurationError(
+                f"{self._path} exists, and predictions are never overwritten. Move it away, or set "
+                "trainer.default_root_dir to another folder."
+            )
+        require_writable(self._path.parent, "trainer.default_root_dir")
 
     def write_on_epoch_end(
         self,
@@ -39,20 +57,36 @@ class PredictionFile(BasePredictionWriter):
         batch_indices: Sequence[Any],
     ) -> None:
         probabilities = torch.cat(list(predictions)).float().cpu()
-        path = Path(trainer.log_dir or trainer.default_root_dir) / "predictions.csv"
-        path.parent.mkdir(parents=True, exist_ok=True)
         files = getattr(trainer.datamodule, "paths", None)  # type: ignore[attr-defined]
+        problems = getattr(trainer.datamodule, "problems", None) or [None] * len(probabilities)  # type: ignore[attr-defined]
+        skipped = [(str(file), why) for file, why in zip(files or [], problems, strict=False) if why is not None]
+        if skipped and len(skipped) == len(probabilities):
+            raise DataError(f"None of the {len(skipped):,} files can be read:\n{listed(skipped)}")
         callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
         classes = next((callback.class_names for callback in callbacks if isinstance(callback, DataRecord)), None)
         count = probabilities.shape[1]
         classes = classes if classes is not None and len(classes) == count else None
         columns = [*(["file"] if files else []), "index", "class", *(["class_name"] if classes else [])]
-        # File names are bytes; those that are not UTF-8 are written as they were.
-        with path.open("w", newline="", encoding="utf-8", errors="surrogateescape") as file:
-            writer = csv.writer(file)
-            writer.writerow([*columns, *(f"p{k}" for k in range(count))])
-            for index, row in enumerate(probabilities):
-                found = int(row.argmax())
-                said = [*([str(files[index])] if files else []), index, found, *([classes[found]] if classes else [])]
-                writer.writerow([*said, *(f"{p:.6g}" for p in row.tolist())])
-        trainer.print(f"Predictions are in {path}.")
+        rows: list[list[Any]] = [[*columns, *(f"p{k}" for k in range(count))]]
+        for index, (row, problem) in enumerate(zip(probabilities, problems, strict=True)):
+            if problem is not None:
+                continue
+            found = int(row.argmax())
+            said = [*([str(files[index])] if files else []), index, found, *([classes[found]] if classes else [])]
+            rows.append([*said, *(f"{p:.6g}" for p in row.tolist())])
+        _write(self._path, rows)
+        trainer.print(f"Predictions are in {self._path}.")
+        beside = self._path.with_name("predictions_skipped.csv")
+        beside.unlink(missing_ok=True)  # of earlier predictions
+        if skipped:
+            _write(beside, [("file", "reason"), *skipped])
+            trainer.print(f"{len(skipped):,} files could not be read and have no prediction; {beside} lists them:")
+            trainer.print(listed(skipped))
+
+
+def _write(path: Path, rows: Iterable[Sequence[Any]]) -> None:
+    """Write a CSV file; names of files are bytes, and those that are not UTF-8 are written as they were."""
+    with replacing(path) as raw:
+        file = TextIOWrapper(raw, "utf-8", "surrogateescape", newline="")
+        csv.writer(file).writerows(rows)
+        file.detach()  # which flushes it, and leaves the file open

@@ -47,6 +47,8 @@ class PrivacyCallback(PrivacySettings, pl.Callback):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.history = RunHistory()
+        #: Whether the plan and the statement are printed; a `Screen` shows them itself.
+        self.announces = True
         self._run: PrivateRun | None = None
         self._plan: PrivacyPlan | None = None
 
@@ -134,7 +136,14 @@ class PrivacyCallback(PrivacySettings, pl.Callback):
             self.history.load(saved)
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._run = PrivateRun(trainer, pl_module, self, self.history, PrivateSource.of(trainer))
+        self._run = PrivateRun(
+            trainer,
+            pl_module,
+            self,
+            self.history,
+            PrivateSource.of(trainer),
+            say=trainer.print if self.announces else lambda text: None,
+        )
         self._run.start()
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

@@ -13,7 +13,13 @@ from dp_lightning.atomic_files import replacing
 from dp_lightning.callbacks.privacy import privacy_of
 from dp_lightning.callbacks.signal_to_noise import SignalToNoise
 
-_CURVES = ("test/accuracy", "val/accuracy", "averaged/test/accuracy", "averaged/val/accuracy")
+# Each with its name in the file.
+_CURVES = {
+    "test/accuracy": "test_accuracy",
+    "val/accuracy": "val_accuracy",
+    "averaged/test/accuracy": "averaged_test_accuracy",
+    "averaged/val/accuracy": "averaged_val_accuracy",
+}
 
 
 class RunRecord(pl.Callback):
@@ -84,7 +90,8 @@ class RunRecord(pl.Callback):
         callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
         privacy = privacy_of(trainer)
         snr = next((callback.curve for callback in callbacks if isinstance(callback, SignalToNoise)), [])
-        test, val, averaged_test, averaged_val = (self._curves[name] for name in _CURVES)
+        test, val = self._curves["test/accuracy"], self._curves["val/accuracy"]
+        averaged = {key: self._curves[tag] for tag, key in _CURVES.items() if tag.startswith("averaged/")}
         result: dict[str, Any] = {
             "completed": completed,
             "test_accuracy_last": test[-1] if test else None,
@@ -93,8 +100,9 @@ class RunRecord(pl.Callback):
             "test_accuracy_curve": test,
             "evaluated_after_steps": self._steps,
             "val_accuracy_last": val[-1] if val else None,
-            **({"averaged_test_accuracy_last": averaged_test[-1]} if averaged_test else {}),
-            **({"averaged_val_accuracy_last": averaged_val[-1]} if averaged_val else {}),
+            "val_accuracy_curve": val,
+            **{f"{key}_last": curve[-1] for key, curve in averaged.items() if curve},
+            **{f"{key}_curve": curve for key, curve in averaged.items() if curve},
             **({"snr_first_epoch": snr[0], "snr_last_epoch": snr[-1]} if snr else {}),
             "epochs": trainer.current_epoch,
             "num_steps": trainer.global_step,

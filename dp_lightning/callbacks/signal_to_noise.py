@@ -1,5 +1,7 @@
-"""Logs the signal-to-noise ratio of the privatized gradient, which costs no privacy."""
+"""Records the signal-to-noise ratio of the privatized gradient, whole and by parameter, which costs no privacy."""
 
+import json
+from collections.abc import Sequence
 from typing import Any
 
 import lightning.pytorch as pl
@@ -7,16 +9,34 @@ import torch
 from torch.optim import Optimizer
 
 from dp_lightning.analysis import SnrMeter
+from dp_lightning.atomic_files import replacing
 from dp_lightning.callbacks.privacy import PrivacyCallback
 from dp_lightning.errors import ConfigurationError
 from dp_lightning.torch_internals import norms
 
+#: Beside the privacy statement in a run's folder.
+FILE = "snr.json"
+
 
 class SignalToNoise(pl.Callback):
-    """Logs ``privacy/snr`` at the end of each epoch: ||G|| / ||N|| over its logical steps (`SnrMeter`).
+    """At the end of each epoch, logs ``privacy/snr`` and writes ``snr.json``: ||G|| / ||N|| over its logical steps.
 
-    It reads the privatized gradient before any post-processing, and the known level of the noise. It comes after
-    ``PrivacyCallback`` and before ``PostProcessCallback``. A run without noise has no such ratio.
+    The file has the ratio of the whole gradient and that of each parameter tensor (`SnrMeter`):
+
+        {"steps": [per epoch], "snr": [per epoch], "by_parameter": {name: {"size": d, "snr": [per epoch]}}}
+
+    An epoch is null where a value is unknown, because the run was resumed from a checkpoint that had none.
+
+    This costs no privacy: the ratios are computed from the privatized gradient, which is released, its size, and the
+    noise level, which is public; the gradient without noise is never read. Any function of a release and of public
+    values is post-processing (Dwork et al. 2006), and belongs to the same guarantee.
+
+    It reads the gradient before the transforms of ``PostProcessCallback``, so it comes after ``PrivacyCallback`` and
+    before those. A run without noise has no such ratio.
+
+    Attributes:
+        curve: of the whole gradient, per epoch.
+        curves: of each parameter, for the last epochs of ``curve``.
 
     Raises:
         ConfigurationError: when ``fit`` starts, where it stands elsewhere.
@@ -25,7 +45,11 @@ class SignalToNoise(pl.Callback):
     def __init__(self) -> None:
         super().__init__()
         self.curve: list[float] = []
-        self._meter = SnrMeter()
+        self.curves: dict[str, list[float]] = {}
+        self._steps: list[int] = []
+        self._sizes: dict[str, int] = {}
+        self._whole, self._each = SnrMeter(), SnrMeter()
+        self._counts: torch.Tensor | None = None
         self._privacy: PrivacyCallback | None = None
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -36,30 +60,72 @@ class SignalToNoise(pl.Callback):
                 "SignalToNoise must come right after PrivacyCallback in Trainer(callbacks=[...]): it reads the "
                 "gradient as PrivacyCallback leaves it."
             )
-        self._privacy = before[-1]
+        self._privacy, self._counts = before[-1], None
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self.curve:  # a resumed run may have another folder
+            self._write(trainer)
 
     def on_before_optimizer_step(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
     ) -> None:
         assert self._privacy is not None
         level = self._privacy.private_run.step.noise_level
-        gradients = [p.grad for p in pl_module.parameters() if p.requires_grad and p.grad is not None]
+        gradients = {n: p.grad for n, p in pl_module.named_parameters() if p.requires_grad and p.grad is not None}
         if level == 0 or not gradients:
             return
         # Left on the device: reading it would wait for the step.
-        squared = torch.stack(norms(gradients)).square().sum()
-        count = sum(gradient.numel() for gradient in gradients)
-        self._meter.update(squared, noise_level=level, num_parameters=count)
+        squared = torch.stack(norms(list(gradients.values()))).square()
+        if self._counts is None:
+            self._sizes = {name: gradient.numel() for name, gradient in gradients.items()}
+            self._counts = squared.new_tensor(list(self._sizes.values()))
+        self._whole.update(squared.sum(), noise_level=level, num_parameters=sum(self._sizes.values()))
+        self._each.update(squared, noise_level=level, num_parameters=self._counts)
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if self._meter.count:
-            self.curve.append(self._meter.snr)
-            pl_module.log("privacy/snr", self.curve[-1], on_step=False, on_epoch=True)
-            self._meter.reset()
+        if not self._whole.count:
+            return
+        self.curve.append(self._whole.snr)
+        self._steps.append(self._whole.count)
+        for name, ratio in zip(self._sizes, self._each.snrs, strict=True):
+            self.curves.setdefault(name, []).append(ratio)
+        pl_module.log("privacy/snr", self.curve[-1], on_step=False, on_epoch=True)
+        self._whole.reset()
+        self._each.reset()
+        self._write(trainer)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"curve": self.curve, "epoch": self._meter.state_dict()}
+        return {
+            "curve": self.curve,
+            "epoch": self._whole.state_dict(),
+            "steps": self._steps,
+            "by_parameter": {"curves": self.curves, "sizes": self._sizes, "epoch": self._each.state_dict()},
+        }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.curve = list(state_dict["curve"])
-        self._meter.load_state_dict(state_dict["epoch"])
+        self._whole.load_state_dict(state_dict["epoch"])
+        self._steps = list(state_dict.get("steps", ()))
+        if (each := state_dict.get("by_parameter")) is not None:  # checkpoints of before have none
+            self.curves = {name: list(curve) for name, curve in each["curves"].items()}
+            self._sizes = dict(each["sizes"])
+            self._each.load_state_dict(each["epoch"])
+
+    def _write(self, trainer: pl.Trainer) -> None:
+        assert self._privacy is not None
+        if not trainer.is_global_zero:
+            return
+        found = {
+            "steps": self._with_unknown(self._steps),
+            "snr": self.curve,
+            "by_parameter": {
+                name: {"size": self._sizes[name], "snr": self._with_unknown(curve)}
+                for name, curve in self.curves.items()
+            },
+        }
+        with replacing(self._privacy.private_run.folder / FILE) as file:
+            file.write((json.dumps(found, indent=1) + "\n").encode())
+
+    def _with_unknown(self, values: Sequence[float]) -> list[float | None]:
+        """One value per epoch; those of the first epochs may be unknown."""
+        return [*[None] * (len(self.curve) - len(values)), *values]

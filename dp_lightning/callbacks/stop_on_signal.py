@@ -6,18 +6,20 @@ signal. A second SIGINT stops at once, as Ctrl-C does everywhere.
 """
 
 import signal
+import sys
 import threading
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
 import lightning.pytorch as pl
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning.pytorch.callbacks import ModelCheckpoint
 
 from dp_lightning.callbacks.privacy import PrivacyCallback, privacy_of
 from dp_lightning.errors import ConfigurationError
 from dp_lightning.lightning_internals import put_back_handlers, silence_sigterm
 from dp_lightning.private_run.finished_run import checkpoint_folder
+from dp_lightning.private_run.next_commands import resume_line
 from dp_lightning.private_run.slurm import leave_mark, requeue, slurm_job
 from dp_lightning.strategies.launcher import starter_of
 
@@ -35,13 +37,17 @@ class StopOnSignal(pl.Callback):
         super().__init__()
         self._signal: int | None = None
         self._folder = Path()
+        self._log: Path | None = None
+        self._steps_before = 0
+        self._saved: Path | None = None
         self._before: dict[int, Any] = {}
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._signal = None
+        self._signal = self._saved = None
+        self._steps_before = _privacy(trainer).ledger.num_steps
         # Asked by every rank: they take collectives.
-        self._folder, log = checkpoint_folder(trainer), Path(trainer.log_dir or trainer.default_root_dir)
-        leave_mark(trainer, run=_privacy(trainer).run, checkpoints=self._folder, log=log)
+        self._folder, self._log = checkpoint_folder(trainer), Path(trainer.log_dir or trainer.default_root_dir)
+        leave_mark(trainer, run=_privacy(trainer).run, checkpoints=self._folder, log=self._log)
         self._set_handlers(trainer)
 
     def _set_handlers(self, trainer: pl.Trainer) -> None:
@@ -65,12 +71,8 @@ class StopOnSignal(pl.Callback):
         if not privacy.private_run.stopping:
             return
         number = self._signal or signal.SIGTERM
-        path = self._folder / f"interrupted-step={trainer.global_step}.ckpt"
-        trainer.save_checkpoint(path, weights_only=False)
-        rank_zero_info(
-            f"\nStopped by {signal.Signals(number).name} after step {privacy.ledger.num_steps}. "
-            f"To resume: --ckpt_path {path}"
-        )
+        self._saved = self._folder / f"interrupted-step={trainer.global_step}.ckpt"
+        trainer.save_checkpoint(self._saved, weights_only=False)
         if trainer.is_global_zero:
             privacy.private_run.leave_statement()
             if number == _REQUEUE:
@@ -90,6 +92,31 @@ class StopOnSignal(pl.Callback):
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         self._put_back_handlers(trainer)
+        checkpoint = self._newest_checkpoint(trainer)
+        if self._log is None or checkpoint is None or not trainer.is_global_zero:
+            return
+        command = resume_line(self._log, checkpoint)
+        if isinstance(exception, Exception):
+            exception.add_note(f"To resume from the last checkpoint:\n{command}")
+            return
+        sys.stdout.flush()
+        steps = _privacy(trainer).ledger.num_steps
+        print(f"Stopped after step {steps}. To resume:\n{command}", file=sys.stderr, flush=True)
+
+    def _newest_checkpoint(self, trainer: pl.Trainer) -> Path | None:
+        """The newest one of this fit, or that from which it started where it has only taken steps."""
+        if self._saved is not None:
+            return self._saved
+        paths = [
+            Path(path)
+            for callback in trainer.checkpoint_callbacks
+            if isinstance(callback, ModelCheckpoint)
+            for path in (*callback.best_k_models, callback.best_model_path, callback.last_model_path)
+            if path and Path(path).is_file()
+        ]
+        if not paths and trainer.ckpt_path is not None and _privacy(trainer).ledger.num_steps > self._steps_before:
+            paths = [Path(trainer.ckpt_path)]
+        return max(paths, key=lambda path: path.stat().st_mtime, default=None)
 
     def _put_back_handlers(self, trainer: pl.Trainer) -> None:
         put_back_handlers(trainer, self._before)

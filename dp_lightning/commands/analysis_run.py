@@ -19,6 +19,7 @@ from torch.optim import SGD, Optimizer
 from dp_lightning.callbacks import PrivacyCallback
 from dp_lightning.commands.composition import Stopped
 from dp_lightning.commands.pricing import plan_of
+from dp_lightning.commands.quiet import quiet
 from dp_lightning.commands.training import command_line
 from dp_lightning.errors import ConfigurationError
 from dp_lightning.postprocess import as_matrix
@@ -127,7 +128,7 @@ class AnalysisRun:
         self.module.__dict__["configure_optimizers"] = lambda: SGD(self.module.parameters(), lr=0.0)
         try:
             # The private step prints that a run without noise is not private; nothing is trained here.
-            with TemporaryDirectory() as folder, redirect_stdout(io.StringIO()):
+            with TemporaryDirectory() as folder, redirect_stdout(io.StringIO()), quiet():
                 pl.Trainer(
                     **{name: self._trainer[name] for name in ("accelerator", "devices", "precision")},
                     callbacks=[PrivacyCallback(**{**settings, "reproducible": True}), measured],

@@ -1,6 +1,5 @@
 """Reads the options of ``dpl fit`` without running it: the whole configuration, or model, data and trainer."""
 
-import logging
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -98,13 +97,7 @@ def prepare(settings: Mapping[str, Any]) -> TrainingCLI:
     """
     quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
     trainer = {**settings["trainer"], **quiet, "enable_checkpointing": False}
-    notes = logging.getLogger("lightning.pytorch.utilities.rank_zero")
-    level = notes.level
     with TemporaryDirectory() as folder:
         path = Path(folder) / "run.yaml"
         path.write_text(yaml.safe_dump({**settings, "trainer": trainer}))
-        try:
-            notes.setLevel(logging.WARNING)  # every trainer reports the devices
-            return command_line(["fit", "--config", str(path)], _Prepared)
-        finally:
-            notes.setLevel(level)
+        return command_line(["fit", "--config", str(path)], _Prepared)

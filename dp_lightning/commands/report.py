@@ -1,4 +1,8 @@
-"""`dpl report`: the tables and figures of a grid's runs, beside the paper's numbers."""
+"""`dpl report`: a run as a page, or the tables and figures of a grid's runs beside the paper's numbers.
+
+dpl report lightning_logs/version_0     writes report.html into the folder of the run
+dpl report configs/grids/digits.yaml    writes <out>/report/<grid>/report.html, report.md and the figures
+"""
 
 import argparse
 import hashlib
@@ -8,17 +12,49 @@ from pathlib import Path
 from dp_lightning.atomic_files import require_writable
 from dp_lightning.commands.named_configs import path_of
 from dp_lightning.commands.sweep import add_grid_options, planned_runs
+from dp_lightning.errors import ConfigurationError
 from dp_lightning.experiments.grid import Grid
 from dp_lightning.experiments.report import grid_report
 from dp_lightning.experiments.results import Outcome
+from dp_lightning.experiments.runs import RUN_PAGE
 
 
 def main(arguments: list[str]) -> None:
-    """Write ``<out>/report/<grid>/report.md``, ``report.html`` and the figures, and print the Markdown."""
+    """Write the page of a run or of a grid, and print where it is.
+
+    Raises:
+        DpLightningError: if there is no such run or grid, or an option does not belong to it.
+    """
     options = _parser().parse_args(arguments[1:])
-    grid = Grid.load(path_of(options.grid, grid=True))
-    runs = planned_runs(grid, options.out, options.override)
-    folder: Path = options.out / "report" / _name(options.grid, options.override)
+    if options.target.is_dir():
+        _report_run(options.target, options)
+    else:
+        _report_grid(options.target, options)
+
+
+def _report_run(folder: Path, options: argparse.Namespace) -> None:
+    if options.override or options.out is not None:
+        raise ConfigurationError("--out and --override belong to the report of a grid; leave them out for a run.")
+    # Imported here to keep --help fast.
+    from dp_lightning.commands.run_files import RunFiles
+    from dp_lightning.commands.run_page import headline, run_page
+
+    require_writable(folder, "The folder of the run")
+    run = RunFiles.read(folder)
+    if options.release and run.release != "ok":
+        raise ConfigurationError(f"--release: {folder} is {run.release}. Leave --release out for a page of your own.")
+    page = run_page(run, release=options.release)
+    print(headline(run))
+    print(f"Written to {page.write_html('report_release.html' if options.release else RUN_PAGE)}")
+
+
+def _report_grid(path: Path, options: argparse.Namespace) -> None:
+    if options.release:
+        raise ConfigurationError("--release belongs to the report of a run; give a run's folder, or leave it out.")
+    out = Path("sweeps") if options.out is None else options.out
+    grid = Grid.load(path_of(path, grid=True))
+    runs = planned_runs(grid, out, options.override)
+    folder = out / "report" / _name(path, options.override)
     require_writable(folder, "--out")
     found = [Outcome.read(run.cell.labels, run.folder) for run in runs]
     page = grid_report(grid, found, folder, override=options.override)
@@ -32,6 +68,19 @@ def _name(grid: Path, override: Sequence[str]) -> str:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="dpl report", description=__doc__, allow_abbrev=False)
+    parser = argparse.ArgumentParser(
+        prog="dpl report",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "target", type=Path, metavar="RUN|GRID", help="the folder of a run, or the file or name of a grid"
+    )
+    parser.add_argument(
+        "--release",
+        action="store_true",
+        help="of a run: write report_release.html, without numbers computed from raw training examples",
+    )
     add_grid_options(parser)
     return parser

@@ -21,7 +21,7 @@ from dp_lightning.commands.named_configs import path_of
 from dp_lightning.errors import ConfigurationError, DpLightningError
 from dp_lightning.experiments.grid import Cell, Grid
 from dp_lightning.experiments.launchers import LAUNCHERS
-from dp_lightning.experiments.results import shown_epsilon
+from dp_lightning.experiments.results import shown_duration, shown_epsilon
 from dp_lightning.experiments.runs import RunFolder, components, is_finished
 from dp_lightning.foreign_text import load_yaml
 
@@ -150,7 +150,7 @@ def _launch(runs: Sequence[PlannedRun], options: argparse.Namespace) -> list[Pla
         for number, (folder, status) in enumerate(results, start=1):
             run = by_folder[folder]
             left = (time.monotonic() - started) / number * (len(runs) - number)
-            print(f"[{number}/{len(runs)}] {_outcome(run, status)}; about {_duration(left)} left", flush=True)
+            print(f"[{number}/{len(runs)}] {_outcome(run, status)}; about {shown_duration(left)} left", flush=True)
             if not run.folder.finished:
                 failed.append(run)
     return failed
@@ -180,7 +180,7 @@ def _outcome(run: PlannedRun, status: int) -> str:
     accuracy = result["test_accuracy_last"]
     shown = "no test set" if accuracy is None else f"test accuracy {100 * accuracy:.1f} %"
     epsilon = shown_epsilon(result["epsilon"]) + ("" if result["release"] == "ok" else f" ({result['release']})")
-    return f"{run.cell.name}: {shown}, epsilon {epsilon}, {_duration(result['seconds'])}"
+    return f"{run.cell.name}: {shown}, epsilon {epsilon}, {shown_duration(result['seconds'])}"
 
 
 def _print_prices(grid: Grid, runs: Sequence[PlannedRun]) -> None:
@@ -199,7 +199,7 @@ def _print_prices(grid: Grid, runs: Sequence[PlannedRun]) -> None:
             continue
         if not run.folder.finished:
             total, untimed = total + (seconds or 0.0), untimed + (seconds is None)
-        time_ = "time unknown" if seconds is None else f"about {_duration(seconds)} here"
+        time_ = "time unknown" if seconds is None else f"about {shown_duration(seconds)} here"
         print(
             f"  epsilon {shown_epsilon(plan.epsilon())}, delta {plan.delta:g}, sigma {plan.noise_multiplier:.4g}, "
             f"{plan.num_steps} steps, {time_}",
@@ -209,14 +209,9 @@ def _print_prices(grid: Grid, runs: Sequence[PlannedRun]) -> None:
             print("  not for release: privacy.reproducible is set", flush=True)
     without = f", without {untimed} runs whose time is unknown" if untimed else ""
     print(
-        f"\nIn total about {_duration(total)} on one device like this one{without}. Each epsilon covers one run alone."
+        f"\nIn total about {shown_duration(total)} on one device like this one{without}. "
+        "Each epsilon covers one run alone."
     )
-
-
-def _duration(seconds: float) -> str:
-    if seconds < 90:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
 
 
 def _option(text: str) -> tuple[str, Any]:
@@ -231,7 +226,9 @@ def _option(text: str) -> tuple[str, Any]:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="dpl sweep", description=__doc__, allow_abbrev=False)
+    parser.add_argument("grid", type=Path, metavar="GRID", help="a file, or a name that `dpl configs` lists, as digits")
     add_grid_options(parser)
+    parser.set_defaults(out=Path("sweeps"))
     parser.add_argument("--dry-run", action="store_true", help="print the commands and what each run costs")
     parser.add_argument("--launcher", choices=sorted(LAUNCHERS), default="local", help="default: local")
     parser.add_argument("--jobs", type=int, help="runs at a time, for local (default: one per GPU) and slurm")
@@ -247,8 +244,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def add_grid_options(parser: argparse.ArgumentParser) -> None:
     """Add the options that `dpl sweep` and `dpl report` share: they determine the folders of the runs."""
-    parser.add_argument("grid", type=Path, metavar="GRID", help="a file, or a name that `dpl configs` lists, as digits")
-    parser.add_argument("--out", type=Path, default=Path("sweeps"), help="folder of the runs; default: sweeps")
+    parser.add_argument("--out", type=Path, help="folder of the runs of a grid; default: sweeps")
     parser.add_argument(
         "--override",
         action="append",

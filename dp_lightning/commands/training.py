@@ -4,7 +4,6 @@ import os
 import re
 import sys
 import traceback
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,9 +11,10 @@ from typing import Any
 
 import lightning.pytorch as pl
 from jsonargparse import Namespace
-from lightning.fabric.plugins.environments import LightningEnvironment
+from lightning.fabric.plugins.environments import LightningEnvironment, SLURMEnvironment
 from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, ReduceLROnPlateau, SaveConfigCallback
+from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
@@ -26,8 +26,8 @@ from dp_lightning.callbacks import (
     PostProcessCallback,
     PredictionFile,
     PrivacyCallback,
-    PrivateProgressBar,
     RunRecord,
+    Screen,
     SignalToNoise,
     StopOnSignal,
 )
@@ -37,11 +37,13 @@ from dp_lightning.commands.named_configs import with_paths
 from dp_lightning.commands.parser import StrictParser, in_one_line
 from dp_lightning.commands.parser_messages import shortened
 from dp_lightning.commands.plausible import require_plausible
+from dp_lightning.commands.quiet import quiet
 from dp_lightning.errors import ConfigurationError, DataError, DpLightningError
 from dp_lightning.lightning_internals import CommandLine, strategy_for
 from dp_lightning.lightning_modules.schedules import WarmupCosine
 from dp_lightning.private_run.latest_run import where_to_start
 from dp_lightning.private_run.saved_model import SavedModel
+from dp_lightning.private_run.settings import PrivacySettings
 from dp_lightning.private_run.slurm import slurm_job
 from dp_lightning.private_run.trainer_checks import check_folders, check_precision
 from dp_lightning.strategies.checkpoint_io import PrivateCheckpointIO
@@ -64,7 +66,6 @@ class TrainingCLI(CommandLine):
         parser.add_lightning_class_args(AveragedWeights, "averaging")
         for name in ("num_classes", "in_channels", "image_size", "mean", "std"):
             parser.link_arguments(f"data.{name}", f"model.init_args.{name}", apply_on="instantiate")
-        parser.link_arguments("data.num_train", "privacy.num_train", apply_on="instantiate")
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
         foreign = ForeignModules()
@@ -147,8 +148,8 @@ class TrainingCLI(CommandLine):
         config: dict[str, Any] = {**self.setting(self.config_init, "trainer", default={}), **kwargs}
         _require_startable(config)
         trains = self.subcommand in ("fit", None)
-        if trains and self.privacy.unit_of_privacy == "group":
-            self.privacy.num_train = _count_persons(self.datamodule)
+        if trains:
+            self.privacy.num_train = _num_train(self.privacy, self.datamodule)
         with _named_refusals(config):
             if trains and config.get("strategy") == "auto" and _wants_processes(config):
                 config["strategy"] = PRIVATE_STRATEGY
@@ -157,12 +158,18 @@ class TrainingCLI(CommandLine):
         callbacks += [*(given if isinstance(given, list) else [given]), DataRecord(), RunRecord()]
         if self.subcommand == "predict":
             callbacks.append(PredictionFile())
+        has_bar = any(isinstance(callback, ProgressBar) for callback in callbacks)
+        if config.get("enable_progress_bar") is not False and not has_bar:
+            callbacks.append(Screen())
+            if config.get("enable_model_summary") is None:
+                config["enable_model_summary"] = False  # the screen has a line about the model
         if self.subcommand == "fit":
-            callbacks.append(StopOnSignal())
-            has_bar = any(isinstance(callback, ProgressBar) for callback in callbacks)
-            if config.get("enable_progress_bar") is not False and not has_bar:
-                callbacks.append(PrivateProgressBar())
+            callbacks.append(StopOnSignal())  # after all that prints: its last line resumes the run
         config["callbacks"] = callbacks
+        if config.get("logger") is None or config.get("logger") is True:
+            config["logger"] = _curves(config) if trains else False
+        if not trains:
+            self.save_config_callback = None  # a configuration is part of a run
         with _named_refusals(config):
             trainer = self.make_trainer(config)
         check_folders(trainer)
@@ -237,6 +244,12 @@ def refusals(what: str) -> Iterator[None]:
         ) from error
 
 
+def _curves(config: dict[str, Any]) -> TensorBoardLogger:
+    """Lightning's default logger, without its placeholder curve ``hp_metric``."""
+    folder = config.get("default_root_dir") or os.getcwd()
+    return TensorBoardLogger(folder, version=SLURMEnvironment.job_id(), default_hp_metric=False)
+
+
 def _require_startable(config: dict[str, Any]) -> None:
     """Refuse trainer settings that no command can run with.
 
@@ -261,6 +274,18 @@ def _require_other_nodes(trainer: pl.Trainer) -> None:
             f"trainer.num_nodes is {trainer.num_nodes}, but the other nodes were not started. Start `dpl` with srun "
             "or torchrun, or set MASTER_ADDR, MASTER_PORT and NODE_RANK on each node."
         )
+
+
+def _num_train(privacy: PrivacySettings, data: Any) -> int | None:
+    """N: what the data module states, which has to agree with ``privacy.num_train``; None if neither is known yet."""
+    persons = privacy.unit_of_privacy == "group"
+    known: int | None = _count_persons(data) if persons else getattr(data, "num_train", None)
+    if None not in (privacy.num_train, known) and privacy.num_train != known:
+        raise ConfigurationError(
+            f"privacy.num_train is {privacy.num_train}, but {type(data).__name__} has {known} training "
+            f"{'persons' if persons else 'examples'}. Remove privacy.num_train; dpl reads it from the data module."
+        )
+    return privacy.num_train if known is None else known
 
 
 def _count_persons(data: Any) -> int:
@@ -295,21 +320,18 @@ def _named_refusals(config: dict[str, Any]) -> Iterator[None]:
 
 def command_line(arguments: list[str], kind: type[TrainingCLI] = TrainingCLI) -> TrainingCLI:
     """Read one of the four commands and its options; ``kind`` decides whether it is run."""
-    # The classifiers' own optimizer is for plain Trainers; the configuration's optimizer is meant to replace it.
-    warnings.filterwarnings("ignore", message=".*will be overridden by `")
-    # Lightning 2.6 on torch 2.14; a user cannot act on it.
-    warnings.filterwarnings("ignore", message=".*treespec, LeafSpec")
     if "" not in sys.path and os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())  # a class_path may name a file beside the configuration
-    return _of_the_asked(kind, arguments)(
-        model_class=pl.LightningModule,
-        datamodule_class=pl.LightningDataModule,
-        subclass_mode_model=True,
-        subclass_mode_data=True,
-        args=with_paths(arguments),
-        parser_class=StrictParser,
-        parser_kwargs={"prog": "dpl"},
-    )
+    with quiet():
+        return _of_the_asked(kind, arguments)(
+            model_class=pl.LightningModule,
+            datamodule_class=pl.LightningDataModule,
+            subclass_mode_model=True,
+            subclass_mode_data=True,
+            args=with_paths(arguments),
+            parser_class=StrictParser,
+            parser_kwargs={"prog": "dpl"},
+        )
 
 
 def _of_the_asked(kind: type[TrainingCLI], arguments: list[str]) -> type[TrainingCLI]:

@@ -7,8 +7,6 @@ scikit-learn.
 from typing import Any
 
 import torch
-from sklearn.datasets import load_digits
-from sklearn.model_selection import train_test_split
 
 from dp_lightning.datamodules.base import ImageDataModule, Split, checked_labels
 from dp_lightning.datamodules.dataset import ArraySource
@@ -53,6 +51,9 @@ class Digits(ImageDataModule):
         """Nothing to check: the images are part of scikit-learn."""
 
     def read_split(self, split: Split) -> ArraySource:
+        from sklearn.datasets import load_digits  # takes a good part of a second, and only these images need it
+        from sklearn.model_selection import train_test_split
+
         digits = load_digits()
         images = torch.from_numpy(digits.images / MAX_PIXEL * 255).round().to(torch.uint8).unsqueeze(1)
         labels = checked_labels(digits.target.tolist(), self.num_classes, "scikit-learn's digits")

@@ -3,16 +3,15 @@
 import hashlib
 import os
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 
 import numpy as np
 import torch
-from PIL import Image
+from PIL import Image, UnidentifiedImageError
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Dataset
 from torchvision.io import ImageReadMode, decode_jpeg, read_file
-from tqdm import tqdm
 
 from dp_lightning.datamodules.dataset import Transform
 from dp_lightning.errors import DataError
@@ -42,6 +41,9 @@ class FileNames(Dataset[str]):
 
     def __len__(self) -> int:
         return len(self._ends) - 1
+
+    def __iter__(self) -> Iterator[str]:
+        return (self[index] for index in range(len(self)))
 
     def __getitem__(self, index: int) -> str:
         return os.fsdecode(self._text[self._ends[index] : self._ends[index + 1]].tobytes())
@@ -90,58 +92,60 @@ class FileSource:
         return found.digest()
 
 
-def require_readable(paths: FileNames, num_workers: int, where: str) -> None:
-    """Decode every file, with progress on standard error.
-
-    Raises:
-        DataError: Some cannot be read; the message names up to ten of them.
-    """
-    loader: DataLoader = DataLoader(paths, batch_size=64, num_workers=num_workers, collate_fn=_problems)
-    found = [problem for batch in tqdm(loader, desc=f"Reading {where}", unit="batch") for problem in batch]
-    if found:
-        more = f" and {len(found) - 10} more" if len(found) > 10 else ""
-        raise DataError(f"{len(found)} files in {where} cannot be read:\n" + "\n".join(found[:10]) + more)
-
-
-def _problems(paths: Sequence[str]) -> list[str]:
-    """Why some of these files cannot be read."""
-    found = []
-    for path in paths:
-        try:
-            open_rgb(path)
-        except DataError as error:
-            found.append(str(error))
-    return found
-
-
 def open_rgb(path: str) -> Tensor:
     """Decode one image file: uint8 (3, H, W).
 
     Raises:
-        DataError: The file is missing, truncated, not an image, or has more than ``MOST_PIXELS``; the message names it.
+        DataError: As ``decode``; the message names the file.
     """
     try:
-        with Image.open(path, formats=_FORMATS) as image:
-            width, height = image.size
-            if width * height > MOST_PIXELS:
-                raise ValueError(f"its header says {width:,} x {height:,} pixels; at most {MOST_PIXELS:,} are read")
-            if image.format in ("JPEG", "MPO") and os.path.getsize(path) <= 4 * MOST_PIXELS:
-                content = read_file(path)
-                # A JPEG without its end is left to PIL, which refuses it; libjpeg would fill the rest with grey.
-                if content[:2].tolist() == _JPEG_START and content[-2:].tolist() == _JPEG_END:
-                    with suppress(RuntimeError):  # PIL says what is wrong
-                        return decode_jpeg(content, mode=ImageReadMode.RGB)
-            if image.mode not in ("I", "F"):
-                # PIL would clip 16-bit values at 255.
-                shown = _eight_bits(image) if image.mode.startswith("I;16") else image
-                shown = shown if shown.mode == "RGB" else shown.convert("RGB")
-                return torch.from_numpy(np.array(shown)).permute(2, 0, 1)
-    except Exception as error:  # each format raises its own, and a damaged file any
+        return decode(path)
+    except ValueError as error:
         raise DataError(
             f"{path} cannot be read as an image ({error}); replace the file or remove it. "
             "data.init_args.read_first: true finds all such files before a run begins"
         ) from error
-    raise DataError(f"{path} has 32 bits per pixel, so it is unknown which value is white; convert it to 8 or 16 bits")
+
+
+def decode(path: str) -> Tensor:
+    """Decode one image file: uint8 (3, H, W).
+
+    Raises:
+        ValueError: The file is missing, empty, truncated, not an image, has more than ``MOST_PIXELS`` or 32 bits per
+            pixel; the message says which, without the path.
+    """
+    try:
+        return _decoded(path)
+    except Exception as error:  # each format raises its own, and a damaged file any
+        raise ValueError(_reason(path, error)) from error
+
+
+def _decoded(path: str) -> Tensor:
+    with Image.open(path, formats=_FORMATS) as image:
+        width, height = image.size
+        if width * height > MOST_PIXELS:
+            raise ValueError(f"its header says {width:,} x {height:,} pixels; at most {MOST_PIXELS:,} are read")
+        if image.format in ("JPEG", "MPO") and os.path.getsize(path) <= 4 * MOST_PIXELS:
+            content = read_file(path)
+            # A JPEG without its end is left to PIL, which refuses it; libjpeg would fill the rest with grey.
+            if content[:2].tolist() == _JPEG_START and content[-2:].tolist() == _JPEG_END:
+                with suppress(RuntimeError):  # PIL says what is wrong
+                    return decode_jpeg(content, mode=ImageReadMode.RGB)
+        if image.mode in ("I", "F"):
+            raise ValueError(
+                "it has 32 bits per pixel, so it is unknown which value is white; convert it to 8 or 16 bits"
+            )
+        # PIL would clip 16-bit values at 255.
+        shown = _eight_bits(image) if image.mode.startswith("I;16") else image
+        shown = shown if shown.mode == "RGB" else shown.convert("RGB")
+        return torch.from_numpy(np.array(shown)).permute(2, 0, 1)
+
+
+def _reason(path: str, error: Exception) -> str:
+    """Why a file cannot be decoded, in a few words."""
+    if isinstance(error, UnidentifiedImageError):  # its message repeats the path
+        return "it is not an image of a known format" if os.path.getsize(path) else "it is empty"
+    return getattr(error, "strerror", None) or str(error) or type(error).__name__
 
 
 def _eight_bits(image: Image.Image) -> Image.Image:

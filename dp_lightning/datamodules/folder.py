@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 from torchvision.datasets.folder import IMG_EXTENSIONS
@@ -23,8 +24,9 @@ from torchvision.transforms import v2
 from dp_lightning.datamodules.augmentation import CropAndFlip, RandomResizedCrop
 from dp_lightning.datamodules.base import LARGEST_SIDE, ImageDataModule, Split, checked_labels, require_whole
 from dp_lightning.datamodules.dataset import Transform
-from dp_lightning.datamodules.file_source import FileNames, FileSource, require_readable
+from dp_lightning.datamodules.file_source import FileNames, FileSource
 from dp_lightning.datamodules.persons import GroupTable, PersonIds
+from dp_lightning.datamodules.reading_first import READ_FIRST_BELOW, require_readable
 from dp_lightning.errors import ConfigurationError, DataError
 from dp_lightning.privacy.groups import checked_groups
 
@@ -44,7 +46,8 @@ class ImageFolder(ImageDataModule):
         flip: Mirror training images at random; set it to false if a mirrored image means something else.
         read_first: Decode every file first, and name all that cannot be read. Without it, such a file stops the run
             when it is drawn, and the run can resume only after the file is replaced: removing it would change the
-            training set.
+            training set. None reads them first if there are fewer than ``READ_FIRST_BELOW`` files. A command that does
+            not train reads only the evaluation images.
         group_folders: Whether each class folder holds a folder per person, with the person's images. Folders with the
             same name are the same person, in all classes and sets.
         group_file: A CSV file with a header that says which person each image belongs to. It names an image by its path
@@ -64,7 +67,7 @@ class ImageFolder(ImageDataModule):
         *,
         image_size: int = 64,
         flip: bool = True,
-        read_first: bool = False,
+        read_first: bool | None = None,
         group_folders: bool = False,
         group_file: str | None = None,
         group_column: str | None = None,
@@ -133,9 +136,12 @@ class ImageFolder(ImageDataModule):
 
     def prepare_data(self) -> None:
         super().prepare_data()
-        if self.read_first:
-            for split, (names, _) in self._files.items():
-                require_readable(names, self.num_workers, str(self.split_folders[split]))
+        trains = self.trainer is None or self.trainer.state.fn == TrainerFn.FITTING
+        files = {split: names for split, (names, _) in self._files.items() if trains or split != "train"}
+        few = sum(map(len, files.values())) < READ_FIRST_BELOW
+        if few if self.read_first is None else self.read_first:
+            for split, names in files.items():
+                require_readable(names, str(self.split_folders[split]))
 
     def check_files(self) -> None:
         _ = self._files

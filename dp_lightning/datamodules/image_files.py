@@ -8,12 +8,12 @@ from typing import Any
 import lightning
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 from torchvision.datasets.folder import IMG_EXTENSIONS
 from torchvision.transforms import v2
 
-from dp_lightning.datamodules.dataset import ImageDataset, Transform
-from dp_lightning.datamodules.file_source import FileNames, FileSource, require_readable
+from dp_lightning.datamodules.dataset import Transform
+from dp_lightning.datamodules.file_source import FileNames, decode
 from dp_lightning.datamodules.folder import warn_of_left_out
 from dp_lightning.datamodules.pixels import PixelNormalization
 from dp_lightning.errors import ConfigurationError, DataError
@@ -24,7 +24,8 @@ class ImageFiles(lightning.LightningDataModule):
     """Every image file in a folder and its subfolders, in the order of their paths, for ``dpl predict``.
 
     The shorter side is resized and the centre is cropped, as for the test images of the run. Settings that are None
-    come from the checkpoint. Hidden files are left out.
+    come from the checkpoint. Hidden files are left out. A file that cannot be read gets no prediction; ``problems``
+    says why.
 
     Args:
         root: The folder.
@@ -39,7 +40,10 @@ class ImageFiles(lightning.LightningDataModule):
         feature_weights: The file with the weights of that network; None is its path during training.
         batch_size: Images per batch.
         num_workers: Processes that load images; 0 loads them in the main process.
-        read_first: Decode every file first, and name all that cannot be read.
+
+    Attributes:
+        paths: The files in the order of the predictions.
+        problems: Why each file that was loaded so far could not be read, in the same order; None for those that could.
     """
 
     def __init__(
@@ -56,7 +60,6 @@ class ImageFiles(lightning.LightningDataModule):
         feature_weights: str | None = None,
         batch_size: int = 256,
         num_workers: int = 0,
-        read_first: bool = False,
     ) -> None:
         super().__init__()
         self.root = Path(root)
@@ -78,10 +81,11 @@ class ImageFiles(lightning.LightningDataModule):
         self.in_channels = in_channels if self._network is None else self._network.length
         self.resized_to = resized_to or image_size
         self.mean, self.std = mean, std
-        self.batch_size, self.num_workers, self.read_first = batch_size, num_workers, read_first
+        self.batch_size, self.num_workers = batch_size, num_workers
         #: There is nothing to train on.
         self.num_train = None
         self.paths: list[Path] = []
+        self.problems: list[str | None] = []
 
     def setup(self, stage: str | None = None) -> None:
         if stage not in (None, "predict"):
@@ -94,8 +98,7 @@ class ImageFiles(lightning.LightningDataModule):
         warn_of_left_out(Counter(path.suffix.lower() or "no extension" for path in others), str(self.root))
         if not self.paths:
             raise DataError(f"{self.root} holds no image files; set data.init_args.root to a folder of images")
-        if self.read_first:
-            require_readable(FileNames(map(str, self.paths)), self.num_workers, str(self.root))
+        self.problems = []
 
     def predict_dataloader(self) -> DataLoader:
         assert self.image_size is not None
@@ -103,26 +106,44 @@ class ImageFiles(lightning.LightningDataModule):
         assert self.std is not None
         steps: list[Transform] = [v2.Resize(self.resized_to), v2.CenterCrop(self.image_size)]
         return DataLoader(
-            ImageDataset(
-                FileSource(map(str, self.paths), torch.zeros(len(self.paths), dtype=torch.int64)),
-                torch.arange(len(self.paths)),
+            _Files(
+                FileNames(map(str, self.paths)),
                 v2.Compose(steps if self.channels == 3 else [*steps, _grey]),
                 PixelNormalization(self.mean, self.std),
+                torch.zeros(self.channels or 3, self.image_size, self.image_size),
             ),
             batch_size=self.batch_size,
             num_workers=self.num_workers,
-            collate_fn=_images,
+            collate_fn=_batch,
             pin_memory=torch.cuda.is_available(),
         )
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        """Replace the images by their features, for a probe."""
-        return batch if self._network is None else self._network.to(batch.device)(batch)
+        """Keep the problems of the files; replace the images by their features, for a probe."""
+        images, problems = batch
+        self.problems += problems
+        return images if self._network is None else self._network.to(images.device)(images)
 
 
-def _images(examples: Sequence[tuple[Tensor, int]]) -> Tensor:
-    """The images without their labels, which mean nothing here."""
-    return torch.stack([image for image, _ in examples])
+class _Files(Dataset[tuple[Tensor, str | None]]):
+    """Item i is (image float32 (C, H, W), None), or (``blank``, the reason) if file i cannot be read."""
+
+    def __init__(self, paths: FileNames, prepare: Transform, normalize: Transform, blank: Tensor) -> None:
+        self._paths, self._prepare, self._normalize, self._blank = paths, prepare, normalize, blank
+
+    def __len__(self) -> int:
+        return len(self._paths)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, str | None]:
+        try:
+            image = decode(self._paths[index])
+        except ValueError as error:
+            return self._blank, str(error)
+        return self._normalize(self._prepare(image).unsqueeze(0))[0], None
+
+
+def _batch(items: Sequence[tuple[Tensor, str | None]]) -> tuple[Tensor, list[str | None]]:
+    return torch.stack([image for image, _ in items]), [problem for _, problem in items]
 
 
 def _grey(image: Tensor) -> Tensor:

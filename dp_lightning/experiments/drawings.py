@@ -1,5 +1,6 @@
-"""The figures of a grid's page, each from the runs of a panel and the paper's numbers."""
+"""The figures of a grid's page, each from the runs of a panel and the paper's numbers; none where there is no point."""
 
+import math
 import statistics
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -11,72 +12,98 @@ from dp_lightning.experiments.results import BESIDE, LAST, Panel, Spread
 
 
 def _draw_accuracy(page: Document, name: str, grid: Grid, panel: Panel, paper: Mapping[str, Any]) -> None:
-    caption = f"Test accuracy after the last step{', and the paper (best over epochs, dashed)' if paper else ''}"
-    with figure(page, name, caption) as (ax,):
-        _lines(ax, panel, paper, lambda found: (found.mean, found.deviation or 0.0), 0)
-        _finish(ax, grid.report.columns or "", "test accuracy (%)")
+    caption = "Test accuracy after the last step"
+    lines = _Lines(panel, paper, lambda found: (found.mean, found.deviation), 0)
+    lines.draw(page, name, grid, caption, "the paper (best over epochs, dashed)", "test accuracy (%)")
 
 
 def _draw_deviation(page: Document, name: str, grid: Grid, panel: Panel, paper: Mapping[str, Any]) -> None:
-    caption = f"Standard deviation of the last test accuracy over seeds{', and the paper (dashed)' if paper else ''}"
-    with figure(page, name, caption) as (ax,):
-        _lines(ax, panel, paper, lambda found: (found.deviation, None), 1)
-        _finish(ax, grid.report.columns or "", "standard deviation (points)")
+    caption = "Standard deviation of the last test accuracy over seeds"
+    lines = _Lines(panel, paper, lambda found: (found.deviation, None), 1)
+    lines.draw(page, name, grid, caption, "the paper (dashed)", "standard deviation (points)")
 
 
-def _lines(
-    ax: Any,
-    panel: Panel,
-    paper: Mapping[str, Any],
-    shown: Callable[[Spread], tuple[float | None, float | None]],
-    of_pair: int,
-) -> None:
+class _Lines:
     """A line for each row over the columns, and the paper's beside it.
 
     Args:
-        shown: height of a point and length of its error bar; a height of None draws no point.
+        shown: height of a point and length of its error bar; a height of None is no point, a length of None no bar.
         of_pair: which number of the paper's pair is shown.
     """
-    places = place_on_axis(ax, panel.columns)
-    for number, row in enumerate(panel.rows):
-        known, theirs = [], []
-        for x, column in zip(places, panel.columns, strict=True):
-            height, bar = shown(panel.spread(row, column, LAST))
-            if height is not None:
-                known.append((x, height, bar))
-            pair = paper.get(row, {}).get(column, [])
-            if len(pair) > of_pair:
-                theirs.append((x, pair[of_pair]))
-        if known:
-            xs, heights, bars = zip(*known, strict=True)
-            lengths = None if bars[0] is None else bars
-            ax.errorbar(xs, heights, lengths, label=plain(row), capsize=3, **style(number))
-        if theirs:
-            label = None if known else plain(f"{row}, paper")
-            ax.plot(*zip(*theirs, strict=True), linestyle="--", alpha=0.6, label=label, **style(number))
+
+    def __init__(
+        self,
+        panel: Panel,
+        paper: Mapping[str, Any],
+        shown: Callable[[Spread], tuple[float | None, float | None]],
+        of_pair: int,
+    ) -> None:
+        self.panel, self.paper, self.of_pair = panel, paper, of_pair
+        self.points = {row: [shown(panel.spread(row, column, LAST)) for column in panel.columns] for row in panel.rows}
+
+    def draw(self, page: Document, name: str, grid: Grid, caption: str, papers: str, y: str) -> None:
+        """Add the figure, unless no run has a point in it."""
+        if all(height is None for points in self.points.values() for height, _ in points):
+            return
+        with figure(page, name, f"{caption}, and {papers}" if self.paper else caption) as (ax,):
+            places = place_on_axis(ax, self.panel.columns)
+            for number, (row, points) in enumerate(self.points.items()):
+                known = [
+                    (x, height, math.nan if bar is None else bar)
+                    for x, (height, bar) in zip(places, points, strict=True)
+                    if height is not None
+                ]
+                if known:
+                    ax.errorbar(*zip(*known, strict=True), label=plain(row), capsize=3, **style(number))
+                pairs = [self.paper.get(row, {}).get(column, []) for column in self.panel.columns]
+                of = self.of_pair
+                theirs = [(x, pair[of]) for x, pair in zip(places, pairs, strict=True) if len(pair) > of]
+                if theirs:
+                    label = None if known else plain(f"{row}, paper")
+                    ax.plot(*zip(*theirs, strict=True), linestyle="--", alpha=0.6, label=label, **style(number))
+            _finish(ax, grid.report.columns or "", y)
 
 
 def _draw_curves(page: Document, name: str, grid: Grid, panel: Panel, paper: Mapping[str, Any]) -> None:
-    with figure(page, name, "Test accuracy by steps taken, mean over seeds", panels=len(panel.columns)) as axes:
-        for ax, column in zip(axes, panel.columns, strict=True):
+    curves = {
+        (row, column): [
+            outcome.result
+            for outcome in panel.outcomes[row, column]
+            if outcome.finished and outcome.result and outcome.result.get("test_accuracy_curve")
+        ]
+        for row in panel.rows
+        for column in panel.columns
+    }
+    columns = [column for column in panel.columns if any(curves[row, column] for row in panel.rows)]
+    if not columns:
+        return
+    mean = ", mean over seeds" if any(len(known) > 1 for known in curves.values()) else ""
+    with figure(page, name, f"Test accuracy by steps taken{mean}", panels=len(columns)) as axes:
+        for ax, column in zip(axes, columns, strict=True):
             for number, row in enumerate(panel.rows):
-                results = [o.result for o in panel.outcomes[row, column] if o.finished and o.result]
-                known = [result for result in results if result.get("test_accuracy_curve")]
-                if known:
-                    curves = zip(*(result["test_accuracy_curve"] for result in known), strict=False)
-                    mean = [100 * statistics.fmean(values) for values in curves]
+                if known := curves[row, column]:
+                    of_each = zip(*(result["test_accuracy_curve"] for result in known), strict=False)
+                    heights = [100 * statistics.fmean(values) for values in of_each]
                     steps = known[0]["evaluated_after_steps"]
-                    ax.plot(steps[: len(mean)], mean, label=plain(row), color=style(number)["color"])
+                    ax.plot(steps[: len(heights)], heights, label=plain(row), color=style(number)["color"])
             ax.set_title(plain(column if grid.report.columns is None else f"{grid.report.columns} {column}"))
             _finish(ax, "steps", "test accuracy (%)")
 
 
 def _draw_snr(page: Document, name: str, grid: Grid, panel: Panel, paper: Mapping[str, Any]) -> None:
-    with figure(page, name, "Accuracy beside steps and signal-to-noise ratio", panels=2) as axes:
-        for ax, (label, quantity) in zip(axes, BESIDE.items(), strict=True):
-            for number, row in enumerate(panel.rows):
-                if known := sorted(panel.pairs(row, quantity, LAST)):
-                    ax.plot(*zip(*known, strict=True), label=plain(row), **style(number))
+    found = {
+        label: {row: sorted(panel.pairs(row, quantity, LAST)) for row in panel.rows}
+        for label, quantity in BESIDE.items()
+    }
+    found = {label: lines for label, lines in found.items() if any(lines.values())}
+    if not found:
+        return
+    caption = f"Accuracy beside {' and '.join(found)}"
+    with figure(page, name, caption, panels=len(found)) as axes:
+        for ax, (label, lines) in zip(axes, found.items(), strict=True):
+            for number, (row, pairs) in enumerate(lines.items()):
+                if pairs:
+                    ax.plot(*zip(*pairs, strict=True), label=plain(row), **style(number))
             _finish(ax, label, "test accuracy (%)")
 
 

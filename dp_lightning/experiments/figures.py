@@ -1,5 +1,6 @@
 """Figures as PNG and SVG, drawn with matplotlib."""
 
+import io
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -19,11 +20,15 @@ def style(number: int) -> dict[str, Any]:
 
 
 @contextmanager
-def figure(page: Document, name: str, caption: str, *, panels: int = 1) -> Iterator[Sequence[Any]]:
-    """Axes to draw on; at the end the figure is written and added to the page.
+def figure(
+    page: Document, name: str, caption: str, *, panels: int = 1, height: float = 3.6, warning: str | None = None
+) -> Iterator[Sequence[Any]]:
+    """Axes to draw on; at the end the figure is added to the page.
 
     Args:
         panels: number of axes, two per row.
+        height: of each, in inches.
+        warning: above the axes; None is the page's own.
 
     Raises:
         ConfigurationError: if matplotlib is not installed.
@@ -33,11 +38,13 @@ def figure(page: Document, name: str, caption: str, *, panels: int = 1) -> Itera
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ConfigurationError("Figures need matplotlib: pip install 'dp-lightning[report]'") from error
-    # Text stays text, and the same figure gives the same file.
-    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": name, "font.size": 10}):
+    # Text stays text, the same figure gives the same file, and the page is seen through it.
+    with matplotlib.rc_context(
+        {"svg.fonttype": "none", "svg.hashsalt": name, "font.size": 10, "axes.facecolor": "none"}
+    ):
         columns = min(panels, 2)
         rows = -(-panels // columns)
-        drawn = Figure(figsize=(5.0 * columns + 0.5, 3.6 * rows + 0.2), layout="constrained")
+        drawn = Figure(figsize=(5.0 * columns + 0.5, height * rows + 0.2), layout="constrained")
         every = drawn.subplots(rows, columns, squeeze=False).flatten()
         axes = list(every[:panels])
         for ax in every[panels:]:
@@ -45,17 +52,23 @@ def figure(page: Document, name: str, caption: str, *, panels: int = 1) -> Itera
         for ax in axes:
             ax.grid(alpha=0.3)
             ax.spines[["top", "right"]].set_visible(False)
-        if page.warning:
-            drawn.suptitle(page.warning.split(". ")[0], color=_COLOURS[1], fontsize=8)
+        if shown := warning or page.warning:
+            drawn.suptitle(shown.split(". ")[0], color=_COLOURS[1], fontsize=8)
         yield axes
-        drawn.savefig(page.folder / f"{name}.png", dpi=150, metadata={"Software": None})
-        drawn.savefig(page.folder / f"{name}.svg", metadata={"Date": None})
-    page.picture(name, caption)
+        svg, unnamed = io.StringIO(), dict.fromkeys(("Creator", "Date", "Format", "Type"))
+        drawn.savefig(svg, format="svg", facecolor="none", metadata=unnamed)
+
+    def png() -> bytes:
+        file = io.BytesIO()
+        drawn.savefig(file, format="png", dpi=150, facecolor="white", metadata={"Software": None})
+        return file.getvalue()
+
+    page.picture(name, caption, svg=svg.getvalue(), png=png)
 
 
 def plain(label: str) -> str:
     """Text that matplotlib shows as it is: it takes dollars for formulas, and omits labels like _a from the legend."""
-    text = label.replace("$", r"\$")
+    text = label.encode(errors="replace").decode().replace("$", r"\$")
     return f" {text}" if text.startswith("_") else text
 
 

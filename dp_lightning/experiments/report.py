@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from dp_lightning.errors import ConfigurationError
-from dp_lightning.experiments.document import Document
+from dp_lightning.experiments.document import Document, Link
 from dp_lightning.experiments.drawings import DRAWINGS
 from dp_lightning.experiments.grid import SEED, Grid
 from dp_lightning.experiments.published import published
@@ -21,6 +21,7 @@ from dp_lightning.experiments.results import (
     per_cent,
     shown_epsilon,
 )
+from dp_lightning.experiments.runs import RUN_PAGE
 
 _BEST, _AVERAGED = per_cent("test_accuracy_best"), per_cent("averaged_test_accuracy_last")
 _SCOPE = (
@@ -51,6 +52,9 @@ def grid_report(grid: Grid, outcomes: Sequence[Outcome], folder: Path, *, overri
     for number, panel in enumerate(panels(grid, outcomes)):
         if panel.title:
             page.heading(panel.title)
+        if not panel.results():
+            page.say("No run of these is finished." if panel.title else "No run is finished.")
+            continue
         _accuracies(page, grid, panel, paper)
         name = grid.path.stem + (f"_{number + 1}" if panel.title else "")
         for kind in grid.report.figures:
@@ -87,7 +91,8 @@ def _accuracies(page: Document, grid: Grid, panel: Panel, paper: Mapping[str, Ma
         rows = [[row, *(_cell(panel.spread(row, column, quantity)) for column in panel.columns)] for row in panel.rows]
         page.table([head, *rows])
 
-    seeds = f"mean ± standard deviation over {len(grid.axes[SEED])} seeds" if SEED in grid.axes else "one run each"
+    count = len(grid.axes.get(SEED, ()))
+    seeds = f"mean ± standard deviation over {count} seeds" if count > 1 else "one run each"
     say(f"Accuracy after the last step, {seeds}:", LAST)
     results = panel.results()
     if any(_AVERAGED(result) is not None for result in results):
@@ -119,12 +124,12 @@ def _pair(value: list[float] | None) -> str:
 def _correlations(page: Document, grid: Grid, panel: Panel) -> None:
     if grid.report.columns is None:
         return
+    found = {row: [correlation(panel, row, LAST, quantity) for quantity in BESIDE.values()] for row in panel.rows}
+    if all(value is None for values in found.values() for value in values):
+        return
     page.say(f"Pearson's r of the mean accuracy with each of these, over {grid.report.columns}:")
-    rows = [[grid.report.rows or "", *BESIDE]]
-    for row in panel.rows:
-        found = [correlation(panel, row, LAST, quantity) for quantity in BESIDE.values()]
-        rows.append([row, *("-" if value is None else f"{value:+.2f}" for value in found)])
-    page.table(rows)
+    rows = [[row, *("-" if value is None else f"{value:+.2f}" for value in values)] for row, values in found.items()]
+    page.table([[grid.report.rows or "", *BESIDE], *rows])
 
 
 def _missing(page: Document, outcomes: Sequence[Outcome]) -> None:
@@ -175,12 +180,25 @@ def _steps(result: Mapping[str, Any]) -> str:
 
 
 def _runs(page: Document, grid: Grid, outcomes: Sequence[Outcome]) -> None:
-    page.heading("Runs")
-    rows = [[*grid.axes, "last", "best", "epsilon", "delta", "steps", "seconds", "folder"]]
+    head = [*grid.axes, "last", "best", "epsilon", "delta", "steps", "seconds", "folder", "statement", "page"]
+    rows: list[list[str | Link]] = [[*head]]
     for outcome in outcomes:
         if outcome.finished and (result := outcome.result) is not None:
             accuracies = ("-" if value is None else f"{value:.1f}" for value in (LAST(result), _BEST(result)))
             spent = (shown_epsilon(result["epsilon"]), f"{result['delta']:g}")
             cost = (_steps(result), f"{result['seconds']:.0f}", outcome.folder.path.name)
-            rows.append([*outcome.labels.values(), *accuracies, *spent, *cost])
-    page.table(rows)
+            rows.append([*outcome.labels.values(), *accuracies, *spent, *cost, *_links(outcome)])
+    if len(rows) > 1:
+        page.heading("Runs")
+        page.table(rows)
+        page.say("`dpl report` with the log folder of a run writes its page.")
+
+
+def _links(outcome: Outcome) -> list[str | Link]:
+    """Links to what is there of a run's statement and its page."""
+    folder = outcome.folder.logs
+    files = {"statement": "privacy_statement.md", "page": RUN_PAGE}
+    return [
+        Link(text, folder / name) if folder is not None and (folder / name).is_file() else "-"
+        for text, name in files.items()
+    ]

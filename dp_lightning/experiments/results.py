@@ -128,6 +128,13 @@ def shown_epsilon(epsilon: float | str) -> str:
     return epsilon if isinstance(epsilon, str) else f"{math.ceil(1000 * epsilon) / 1000:.3f}"
 
 
+def shown_duration(seconds: float) -> str:
+    """Seconds, minutes or hours."""
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
+
+
 def correlation(panel: Panel, row: str, accuracy: Quantity, other: Quantity) -> float | None:
     """Pearson's r of the mean accuracy with another quantity over the columns; None for fewer than three."""
     pairs = panel.pairs(row, other, accuracy)

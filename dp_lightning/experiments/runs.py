@@ -35,7 +35,13 @@ _NEEDED: dict[str, tuple[type, ...]] = {
     "test_accuracy_best": (int, float, NoneType),
 }
 # What some runs also write: a number, and lists of numbers.
-_NUMBERS, _LISTS = ("snr_first_epoch",), ("test_accuracy_curve", "evaluated_after_steps")
+_NUMBERS = ("snr_first_epoch", "val_accuracy_last", "averaged_test_accuracy_last")
+_LISTS = (
+    *("test_accuracy_curve", "val_accuracy_curve", "averaged_test_accuracy_curve", "averaged_val_accuracy_curve"),
+    "evaluated_after_steps",
+)
+#: The page of `dpl report` and a run's folder.
+RUN_PAGE = "report.html"
 # Characters of the labels; file systems allow names of up to 255 bytes.
 _LONGEST = 60
 
@@ -87,13 +93,23 @@ class RunFolder:
 
         None if it is not written yet, or incomplete.
         """
+        return None if (found := self._furthest) is None else found[1]
+
+    @property
+    def logs(self) -> Path | None:
+        """The log folder with that result; None if there is none."""
+        return None if (found := self._furthest) is None else found[0]
+
+    @property
+    def _furthest(self) -> tuple[Path, dict[str, Any]] | None:
         found = []
         for path in self.root.rglob("result.json"):
-            result = _read(path)
-            if _is_result(result):
-                release = _read(path.with_name("privacy_statement.json")).get("release")
-                found.append({**result, "release": str(release or "not for release: there is no privacy statement")})
-        return max(found, key=lambda result: (result["completed"] is True, result["num_steps"]), default=None)
+            result = result_in(path.parent)
+            if result is not None:
+                release = read_facts(path.with_name("privacy_statement.json")).get("release")
+                said = str(release or "not for release: there is no privacy statement")
+                found.append((path.parent, {**result, "release": said}))
+        return max(found, key=lambda one: (one[1]["completed"] is True, one[1]["num_steps"]), default=None)
 
     @property
     def finished(self) -> bool:
@@ -124,6 +140,12 @@ class RunFolder:
             self.root.rename(self.path / f"abandoned_{max(self._abandoned, default=-1) + 1}")
 
 
+def result_in(folder: Path) -> dict[str, Any] | None:
+    """The ``result.json`` of a run's log folder; None if it is missing or incomplete."""
+    result = read_facts(folder / "result.json")
+    return result if _is_result(result) else None
+
+
 def _is_result(content: Mapping[str, Any]) -> bool:
     """Whether each value has the type that a run writes: the file may hold anything."""
     lists = [content.get(name) or [] for name in _LISTS]
@@ -141,7 +163,7 @@ def components(trainer: Mapping[str, Any], kind: str) -> list[dict[str, Any]]:
     return [one for one in every if isinstance(one, dict) and isinstance(one.get("init_args"), dict)]
 
 
-def _read(path: Path) -> dict[str, Any]:
+def read_facts(path: Path) -> dict[str, Any]:
     """The mapping in a file; empty if the file is missing, cut off, or holds something else."""
     try:
         content = read_json(path)

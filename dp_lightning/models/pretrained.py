@@ -75,7 +75,10 @@ def timm_model(
     except (TypeError, RuntimeError, ValueError, AssertionError, KeyError) as error:
         raise ConfigurationError(f"timm could not build {name!r}: {error}") from error
     except (OSError, pickle.UnpicklingError) as error:
-        raise ConfigurationError(f"the pretrained weights of {name!r} could not be loaded: {error}") from error
+        raise ConfigurationError(
+            f"the pretrained weights of {name!r} could not be loaded: {error} Without a network, download them "
+            "elsewhere, and set weights to their file."
+        ) from error
 
 
 def _difference(network: nn.Module, saved: dict[str, Any]) -> str:

@@ -62,6 +62,34 @@ class RunShape:
                 "At 1/num_train, publishing one whole example would count as private."
             )
 
+    @classmethod
+    def of_length(
+        cls, *, num_train: int, expected_batch_size: int, delta: float, max_epochs: int | None, max_steps: int = -1
+    ) -> "RunShape":
+        """The shape of a run with the limits of a Trainer.
+
+        Args:
+            num_train, expected_batch_size, delta: N, B and delta.
+            max_epochs, max_steps: T is ``max_steps``, or floor(``max_epochs`` * N / B) if that is less; -1 sets no
+                limit, and None no epochs.
+
+        Raises:
+            ConfigurationError: if neither sets a limit, or no step is left, or a number is impossible.
+        """
+        check_batch_size(expected_batch_size, num_train)
+        limits = [] if max_steps == -1 else [max_steps]
+        if max_epochs is not None and max_epochs != -1:
+            limits.append(max_epochs * num_train // max(expected_batch_size, 1))
+        if not limits:
+            raise ConfigurationError(
+                "The number of steps must be known before the start. Set trainer.max_epochs or trainer.max_steps."
+            )
+        if min(limits) < 1:
+            raise ConfigurationError(
+                "trainer.max_epochs and trainer.max_steps leave no step to take; set at least one epoch or step."
+            )
+        return cls(num_train=num_train, expected_batch_size=expected_batch_size, num_steps=min(limits), delta=delta)
+
     @property
     def sample_rate(self) -> float:
         """q, the probability with which a step draws each example."""

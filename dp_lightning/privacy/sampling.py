@@ -25,13 +25,18 @@ class PhysicalBatch:
         step: number of the logical step.
         piece: number of the piece in the rank's share of the logical batch.
         indices: positions in the training set; none where the rank has no example, which takes part all the same.
-        last: whether the rank's share ends here.
+        pieces: how many the share has.
     """
 
     step: int
     piece: int
     indices: tuple[int, ...]
-    last: bool
+    pieces: int
+
+    @property
+    def last(self) -> bool:
+        """Whether the rank's share ends here."""
+        return self.piece == self.pieces - 1
 
 
 class PoissonSampler:
@@ -83,7 +88,7 @@ def cut(
     largest_share = -(-len(indices) // num_ranks)
     count = max(-(-largest_share // max_physical_batch_size), 1)
     for piece, mine in enumerate(np.array_split(indices[rank::num_ranks], count)):
-        yield PhysicalBatch(step, piece, tuple(mine.tolist()), last=piece == count - 1)
+        yield PhysicalBatch(step, piece, tuple(mine.tolist()), pieces=count)
 
 
 def epoch_start(step: int, *, num_train: int, expected_batch_size: int) -> int:

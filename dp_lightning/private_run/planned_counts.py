@@ -13,6 +13,8 @@ from collections.abc import Callable
 
 import lightning.pytorch as pl
 
+from dp_lightning.privacy.plan import PrivacyPlan
+
 
 class _Planned:
     """Marks the class that a trainer has for the time of a fit."""
@@ -54,3 +56,8 @@ def count_by_loader(trainer: pl.Trainer) -> None:
 def steps_of_an_epoch(num_train: int, expected_batch_size: int) -> int:
     """The most logical steps that begin in one epoch: ceil(N / B), as a loader that keeps its last batch counts."""
     return math.ceil(num_train / expected_batch_size)
+
+
+def epochs_of(plan: PrivacyPlan) -> int:
+    """The epochs of N examples that the plan's steps take: ceil(T B / N)."""
+    return math.ceil(plan.num_steps * plan.expected_batch_size / plan.num_train)

@@ -4,7 +4,8 @@
 that a fit needs, such as its plan and its private step, exists.
 """
 
-from collections.abc import Iterable
+import math
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -61,6 +62,7 @@ class PrivateRun:
         settings: of the user.
         history: what the run has behind it; its ledger and journal record the steps of this fit.
         source: of the training loader.
+        say: prints the plan at the start and the statement when it is written.
 
     Attributes:
         plan: the public numbers.
@@ -69,6 +71,7 @@ class PrivateRun:
         postprocessing: what acts on the privatized gradient, in words; other callbacks add to it.
         stop_requested: set on one rank to ask all of them to stop after a step.
         stopping: whether some rank asked before the last step.
+        written: the last statement of this fit; None before it, and on all ranks but the first.
 
     Raises:
         ConfigurationError, ModelError, DataError: naming what cannot be trained privately.
@@ -82,8 +85,10 @@ class PrivateRun:
         settings: PrivacySettings,
         history: RunHistory,
         source: PrivateSource,
+        say: Callable[[str], None],
     ) -> None:
         self.trainer, self.module, self.settings, self.history = trainer, module, settings, history
+        self._say = say
         # Asked now and by every rank: Lightning asks rank 0 for it, which may be alone at the end.
         self.folder = Path(trainer.log_dir or trainer.default_root_dir)
         self.postprocessing: list[str] = []
@@ -105,7 +110,7 @@ class PrivateRun:
         # still to come.
         self._before = self._steps_before = history.ledger.num_steps
         self._stated = -1 if self._finishes else history.ledger.num_steps
-        self._written: PrivacyStatement | None = None
+        self.written: PrivacyStatement | None = None
 
     # Before the first step
 
@@ -189,7 +194,7 @@ class PrivateRun:
         else:
             self.step.require_budget()
             self.budget.require_affordable()
-        self.trainer.print(self.budget.announcement(self.settings.clip_plan, reproducible=self.settings.reproducible))
+        self._say(self.budget.announcement(self.settings.clip_plan, reproducible=self.settings.reproducible))
         if fixed := fixed_statistics(self.module):
             self.trainer.print(
                 f"{len(fixed)} BatchNorm layers stay in evaluation mode. Their statistics are outside of the guarantee "
@@ -204,6 +209,7 @@ class PrivateRun:
                 f"privacy.disk needs its filter: put Kalman with gain {disk.gain:g} and applies_to: all first "
                 "into the transforms of PostProcessCallback."
             )
+        self._log_epsilon()
         if self._finishes:
             return
         require_private_loader(self.trainer, self.step)
@@ -233,6 +239,12 @@ class PrivateRun:
             self._steps_before = self.history.ledger.num_steps
         self.trainer.accumulate_grad_batches = 1 if place.last else _ACCUMULATE
 
+    @property
+    def piece(self) -> tuple[int, int]:
+        """Number of the physical batch in its logical one, from 1, and how many that has; both follow from the draw."""
+        place = self._training_step.batch.place
+        return place.piece + 1, place.pieces
+
     def release(self, optimizer: Optimizer) -> None:
         """Put the privatized gradient into ``.grad``, before the hooks of any other callback."""
         _require_no_others(optimizer, self.step.parameters.values())
@@ -251,8 +263,19 @@ class PrivateRun:
                 "in the plan, and skipping changes what the ledger says."
             )
         if steps == self.budget.milestone:
-            self.module.log("privacy/epsilon", self.budget.spent(), on_step=True, on_epoch=False, batch_size=1)
+            self._log_epsilon()
+            # For callbacks alone: Lightning gives loggers what is logged at their own steps, and again at later ones.
+            spent = self.budget.spent()
+            self.module.log("privacy/epsilon", spent, on_step=True, on_epoch=False, logger=False, batch_size=1)
             self.budget.look_ahead()
+
+    def _log_epsilon(self) -> None:
+        """A point of the loggers' curve over the steps in the weights: at the start, and at each milestone."""
+        spent = self.budget.spent()
+        if math.isfinite(spent):
+            for logger in self.trainer.loggers:
+                logger.log_metrics({"privacy/epsilon": spent}, step=self.trainer.global_step)
+                logger.save()
 
     def epoch_ends(self) -> None:
         """Ranks compare their models."""
@@ -312,9 +335,9 @@ class PrivateRun:
             self._write(self.statement())
 
     def _write(self, statement: PrivacyStatement) -> None:
-        self._written = statement
+        self.written = statement
         statement.write(self.folder)
-        self.trainer.print(statement.short())
+        self._say(statement.short())
 
     def statement(self, **more: Any) -> PrivacyStatement:
         """The privacy statement of the steps taken so far.
@@ -361,8 +384,8 @@ class PrivateRun:
             SavedRun(statement=statement, settings=self.settings.of_the_run, step=self.step.state_dict()).write(
                 checkpoint
             )
-        if self._written is not None and not by_users <= set(self._written.unprotected):
-            self._write(replace(self._written, unprotected=tuple(sorted(unprotected.names))))
+        if self.written is not None and not by_users <= set(self.written.unprotected):
+            self._write(replace(self.written, unprotected=tuple(sorted(unprotected.names))))
 
 
 def _require_no_others(optimizer: Optimizer, trained: Iterable[Tensor]) -> None:

@@ -8,7 +8,6 @@ from typing import Any, Literal
 import lightning.pytorch as pl
 
 from dp_lightning.errors import ConfigurationError
-from dp_lightning.privacy.accounting import check_batch_size
 from dp_lightning.privacy.clipping import ClipPlan
 from dp_lightning.privacy.disk import DiSK
 from dp_lightning.privacy.plan import PrivacyPlan, RunShape
@@ -127,33 +126,17 @@ class PrivacySettings:
         return int(os.environ.get("PL_GLOBAL_SEED", 0)) if self.reproducible else None
 
     def shape(self, *, num_train: int, max_epochs: int | None, max_steps: int) -> RunShape:
-        """N, B, T and delta of a run.
-
-        Args:
-            num_train: N.
-            max_epochs, max_steps: of the trainer. T is ``max_steps``, or floor(``max_epochs`` * N / B) where it is
-                less; -1 sets no limit, and None no epochs.
+        """N, B, T and delta of a run with these limits of the trainer, as `RunShape.of_length`.
 
         Raises:
-            ConfigurationError: when neither sets a limit, or no step is left, or a number is impossible.
+            ConfigurationError: if neither sets a limit, or no step is left, or a number is impossible.
         """
-        check_batch_size(self.expected_batch_size, num_train)
-        limits = [] if max_steps == -1 else [max_steps]
-        if max_epochs is not None and max_epochs != -1:
-            limits.append(max_epochs * num_train // max(self.expected_batch_size, 1))
-        if not limits:
-            raise ConfigurationError(
-                "The number of steps must be known before the start. Set trainer.max_epochs or trainer.max_steps."
-            )
-        if min(limits) < 1:
-            raise ConfigurationError(
-                "trainer.max_epochs and trainer.max_steps leave no step to take; set at least one epoch or step."
-            )
-        return RunShape(
+        return RunShape.of_length(
             num_train=num_train,
             expected_batch_size=self.expected_batch_size,
-            num_steps=min(limits),
             delta=self.delta,
+            max_epochs=max_epochs,
+            max_steps=max_steps,
         )
 
     def shape_for(self, trainer: pl.Trainer, num_train: int) -> RunShape:

@@ -188,6 +188,12 @@ def give_back(trainer: pl.Trainer) -> None:
             values.update(_given_back(values))
 
 
+def public_numbers(trainer: pl.Trainer) -> dict[str, float]:
+    """What evaluations have logged, by name: numbers that no raw training example has a part in."""
+    shown = {name: value for name, value in trainer.callback_metrics.items() if not isinstance(value, Withheld)}
+    return {name: float(value) for name, value in shown.items() if not name.startswith("unprotected/")}
+
+
 def _progress_bars(trainer: pl.Trainer) -> Iterator[tuple[ProgressBar, dict[str, Any]]]:
     """Each with its attributes."""
     callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]

@@ -1,5 +1,6 @@
 """The signal-to-noise ratio that a run logs, against the gradients that it has released."""
 
+import json
 import math
 
 import lightning.pytorch as pl
@@ -13,13 +14,17 @@ from dp_lightning.postprocess import Scale
 
 
 class Released(pl.Callback):
-    """Keeps the squared norm of every privatized gradient, and what was logged at each epoch's end."""
+    """Keeps the squared norms of every privatized gradient, and what was logged at each epoch's end."""
 
     def __init__(self):
         self.squared, self.logged = [], []
+        self.by_parameter = {}
 
     def on_before_optimizer_step(self, trainer, pl_module, optimizer):
-        self.squared.append(sum(float(p.grad.square().sum()) for p in pl_module.parameters()))
+        norms = {name: float(p.grad.square().sum()) for name, p in pl_module.named_parameters()}
+        self.squared.append(sum(norms.values()))
+        for name, norm in norms.items():
+            self.by_parameter.setdefault(name, []).append(norm)
 
     def on_train_epoch_start(self, trainer, pl_module):
         if "privacy/snr" in trainer.callback_metrics:
@@ -42,6 +47,31 @@ def test_each_epoch_logs_the_ratio_of_its_own_steps(tmp_path):
     assert float(run.callback_metrics["privacy/snr"]) == pytest.approx(expected[2])
 
 
+def recorded(folder):
+    return json.loads((folder / "snr.json").read_text())
+
+
+def test_the_file_has_the_ratio_of_each_parameter_in_each_epoch(tmp_path):
+    callback, meter, released = privacy(), SignalToNoise(), Released()
+    halved = PostProcessCallback([Scale(factor=0.5)])
+    module = Plain()
+    trainer(tmp_path, callback, meter, released, halved).fit(module, loader())
+    found = recorded(tmp_path)
+    assert (found["steps"], found["snr"]) == ([3, 3, 3], meter.curve)
+    assert list(found["by_parameter"]) == [name for name, _ in module.named_parameters()]
+    level = callback.plan.noise_multiplier * callback.clip_plan.sensitivity / 20
+    for name, parameter in module.named_parameters():
+        fact, squared = found["by_parameter"][name], released.by_parameter[name]
+        assert fact["size"] == parameter.numel()
+        means = [sum(squared[k : k + 3]) / 3 / (level**2 * parameter.numel()) - 1 for k in (0, 3, 6)]
+        assert fact["snr"] == pytest.approx([math.sqrt(max(0.0, mean)) for mean in means], abs=1e-4)
+    # The whole is the mean of its parts by their sizes.
+    sizes = [fact["size"] for fact in found["by_parameter"].values()]
+    squares = [[sum(released.by_parameter[n][k : k + 3]) for n in found["by_parameter"]] for k in (0, 3, 6)]
+    wholes = [sum(parts) / 3 / (level**2 * sum(sizes)) - 1 for parts in squares]
+    assert found["snr"] == pytest.approx([math.sqrt(max(0.0, whole)) for whole in wholes], abs=1e-4)
+
+
 def test_it_is_no_number_outside_of_the_guarantee(tmp_path):
     callback = privacy()
     run = trainer(tmp_path, callback, SignalToNoise())
@@ -53,9 +83,10 @@ def test_a_run_without_noise_has_none(tmp_path):
     meter = SignalToNoise()
     trainer(tmp_path, privacy(noise_multiplier=0.0, not_private=True), meter).fit(Plain(), loader())
     assert meter.curve == []
+    assert not (tmp_path / "snr.json").exists()
 
 
-def test_a_run_that_goes_on_in_the_middle_of_an_epoch_ends_with_the_same_curve(tmp_path):
+def test_a_run_that_goes_on_in_the_middle_of_an_epoch_ends_with_the_same_curve(tmp_path, monkeypatch):
     class Leaves(pl.Callback):
         def on_train_batch_end(self, trainer, *args):
             if trainer.global_step == 5:
@@ -76,6 +107,34 @@ def test_a_run_that_goes_on_in_the_middle_of_an_epoch_ends_with_the_same_curve(t
     assert len(whole) == 3
     fit("left", Leaves())
     assert fit("left", ckpt_path=tmp_path / "run.ckpt") == pytest.approx(whole)
+
+    def same(found, expected):
+        assert (found["steps"], found["snr"]) == (expected["steps"], pytest.approx(expected["snr"]))
+        for name, fact in expected["by_parameter"].items():
+            assert found["by_parameter"][name] == {**fact, "snr": pytest.approx(fact["snr"], abs=1e-3)}
+
+    same(recorded(tmp_path / "left"), recorded(tmp_path / "whole"))
+    # A checkpoint of before knows the whole gradient alone.
+    state_dict = SignalToNoise.state_dict
+    with monkeypatch.context() as before:
+        before.setattr(SignalToNoise, "state_dict", lambda meter: {n: state_dict(meter)[n] for n in ("curve", "epoch")})
+        fit("older", Leaves())
+    assert fit("older", ckpt_path=tmp_path / "run.ckpt") == pytest.approx(whole)
+    found, expected = recorded(tmp_path / "older"), recorded(tmp_path / "whole")
+    assert found["steps"] == [None, 3, 3]
+    for name, fact in expected["by_parameter"].items():
+        first, _, last = found["by_parameter"][name]["snr"]
+        assert (first, last) == (None, pytest.approx(fact["snr"][2], abs=1e-3))
+
+
+def test_a_run_that_only_has_to_be_finished_writes_the_file_of_the_whole_run(tmp_path):
+    class Saves(pl.Callback):
+        def on_train_end(self, trainer, *args):
+            trainer.save_checkpoint(tmp_path / "run.ckpt")
+
+    trainer(tmp_path / "first", privacy(), SignalToNoise(), Saves()).fit(Plain(), loader())
+    trainer(tmp_path / "again", privacy(), SignalToNoise()).fit(Plain(), loader(), ckpt_path=tmp_path / "run.ckpt")
+    assert recorded(tmp_path / "again") == recorded(tmp_path / "first")
 
 
 @pytest.mark.parametrize("before", [[], [PostProcessCallback([Scale(factor=0.5)])]])

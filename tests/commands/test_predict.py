@@ -5,6 +5,7 @@ import inspect
 import json
 import os
 import re
+import shutil
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from PIL import Image
 from dp_lightning import datamodules
 from dp_lightning.cli import main
 from dp_lightning.commands import training
+from dp_lightning.lightning_modules import ImageClassifier
 
 QUIET = ["--trainer.accelerator", "cpu", "--trainer.logger", "false", "--trainer.enable_progress_bar", "false"]
 NAMES = ("benign", "malignant", "of no kind")
@@ -83,6 +85,49 @@ def test_names_of_files_come_back_as_they_were_and_hidden_ones_are_left_out(run,
         b"caf\xe9.png",
         "größe, 1.png".encode(),
     ]
+
+
+def test_predictions_are_never_overwritten(run, tmp_path, monkeypatch, capsys):
+    predict(run, tmp_path)
+    (tmp_path / "predictions.csv").write_text("mine")
+    predicted = []  # it stops before
+    monkeypatch.setattr(ImageClassifier, "predict_step", lambda *arguments: predicted.append(arguments))
+    with pytest.raises(SystemExit, match="2"):
+        predict(run, tmp_path)
+    assert ((tmp_path / "predictions.csv").read_text(), predicted) == ("mine", [])
+    said = capsys.readouterr().err
+    assert f"{tmp_path / 'predictions.csv'} exists" in said
+    assert "set trainer.default_root_dir to another folder" in said
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_files_that_cannot_be_read_are_left_out_and_listed(run, images, tmp_path, capsys, workers):
+    photos = shutil.copytree(images / "val", tmp_path / "photos")
+    whole = predict(run, tmp_path / "whole", "--data", "ImageFiles", "--data.root", str(photos))
+    (photos / "benign" / "0.png").write_bytes(b"")
+    (photos / "malignant" / "3.png").write_text("<html>not found</html>")
+    (photos / "of no kind" / "5.png").write_bytes((photos / "of no kind" / "5.png").read_bytes()[:-60])
+    settings = ["--data", "ImageFiles", "--data.root", str(photos), "--data.batch_size", "4"]
+    found = predict(run, tmp_path / "out", *settings, "--data.num_workers", str(workers))
+    bad = [str(photos / name) for name in ("benign/0.png", "malignant/3.png", "of no kind/5.png")]
+    assert found == [row for row in whole if row["file"] not in bad]
+    with (tmp_path / "out" / "predictions_skipped.csv").open(newline="") as file:
+        listed = list(csv.DictReader(file))
+    assert [row["file"] for row in listed] == bad
+    assert [row["reason"] for row in listed][:2] == ["it is empty", "it is not an image of a known format"]
+    printed = capsys.readouterr().out
+    assert all(f"{row['file']}: {row['reason']}" in printed for row in listed)
+
+
+def test_a_prediction_of_nothing_but_bad_files_is_an_error(run, tmp_path, capsys):
+    (tmp_path / "photos").mkdir()
+    for number in range(12):
+        (tmp_path / "photos" / f"{number:02}.png").touch()
+    with pytest.raises(SystemExit) as ended:
+        predict(run, tmp_path / "out", "--data", "ImageFiles", "--data.root", str(tmp_path / "photos"))
+    assert ended.value.code == 2
+    assert "None of the 12 files can be read" in capsys.readouterr().err
+    assert not (tmp_path / "out" / "predictions.csv").exists()
 
 
 @pytest.mark.parametrize("command", ["test", "fit"])

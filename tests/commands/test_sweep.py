@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -13,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from browser import look_at
 
 from dp_lightning.cli import main
 from dp_lightning.commands import sweep
@@ -111,31 +111,11 @@ def test_a_killed_grid_is_completed_without_repeating_a_finished_run_and_reporte
     folder = out / "report" / "small"
     assert len(list(folder.glob("*.png"))) == len(list(folder.glob("*.svg"))) == 4
     assert (folder / "report.md").read_text() in said
-    look_at(folder / "report.html", images=4)
-
-
-def look_at(page, *, images):
-    """Open a page in a browser: nothing on the console, and every image is drawn."""
-    browser = next(filter(None, map(shutil.which, ("chromium", "google-chrome", "chromium-browser"))), None)
-    if browser is None:
-        pytest.skip("no Chromium here to open the page in: apt-get install chromium")
-    from playwright.sync_api import sync_playwright
-
-    with sync_playwright() as playwright:
-        quiet = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update"]
-        chromium = playwright.chromium.launch(executable_path=browser, args=[*quiet, "--disable-sync"])
-        opened, said = chromium.new_page(), []
-        opened.on("console", lambda message: said.append(message.text))
-        opened.on("pageerror", lambda error: said.append(str(error)))
-        opened.goto(page.as_uri())
-        widths = opened.evaluate("[...document.images].map(image => image.complete ? image.naturalWidth : 0)")
-        title, rows = opened.title(), opened.locator("table tr").count()
-        chromium.close()
-    assert said == []
-    assert len(widths) == images
-    assert min(widths) > 100
-    assert title == "Small"
-    assert rows > 12
+    (seen,) = look_at(folder / "report.html")
+    assert (seen.title, seen.console, seen.overflow) == ("Small", [], 0)
+    assert len(seen.figures) == 4
+    assert min(seen.figures) > 100
+    assert seen.rows > 12
 
 
 # Jobs of SLURM and tasks of Ray are processes of the real Python; only the runs in them are not.
@@ -391,23 +371,20 @@ def test_a_run_that_ends_by_a_setting_of_its_own_is_finished(tmp_path, capsys):
     assert "1 runs, 1 finished" in capsys.readouterr().out
 
 
-class WithoutForward(ImageClassifier):
-    """Has a training step alone."""
+class OfMasks(ImageClassifier):
+    """Trains on images, labels and masks."""
 
     def __init__(self, num_classes: int, in_channels: int, image_size: int, mean: list[float], std: list[float]):
         super().__init__(torch.nn.Identity(), num_classes)
         self.layer = torch.nn.Linear(in_channels * image_size**2, num_classes)
 
-    def forward(self, images):
-        raise NotImplementedError
-
     def training_step(self, batch, batch_idx):
-        images, labels = batch
-        return torch.nn.functional.cross_entropy(self.layer(images.flatten(1)), labels)
+        images, labels, masks = batch
+        return torch.nn.functional.cross_entropy(self.layer((images * masks).flatten(1)), labels)
 
 
 def test_a_module_whose_step_cannot_be_timed_still_has_an_epsilon(tmp_path, capsys):
-    module = {"model": f"{__name__}.WithoutForward"}
+    module = {"model": f"{__name__}.OfMasks"}
     grid = grid_file(tmp_path, seeds=[42], sizes=[256], methods=["DP-SGD"], **module)
     main(["sweep", str(grid), "--dry-run"])
     said = capsys.readouterr().out
@@ -428,7 +405,11 @@ def test_a_dry_run_prints_commands_and_prices_and_writes_nothing(tmp_path, capsy
     assert said.count("--trainer.max_epochs=4") == 2
     assert f"epsilon 3.000, delta 0.0001, sigma {plan.noise_multiplier:.4g}, 22 steps, about " in said
     assert said.count("dpl fit") == 2
-    monkeypatch.setattr("dp_lightning.commands.pricing._seconds_per_row", lambda cli: 0.01)
+
+    def seconds(settings):
+        return 0.01 * settings["privacy"]["augmult"]
+
+    monkeypatch.setattr("dp_lightning.commands.pricing.seconds_per_example", seconds)
     main(["sweep", str(grid), "--dry-run", "--override", "privacy.augmult=4", "--override", "trainer.max_steps=10"])
     assert f"10 steps, about {10 * 256 * 4 * 0.01 / 60:.0f} min here" in capsys.readouterr().out
     assert "Each epsilon covers one run alone." in said
@@ -438,9 +419,10 @@ def test_a_dry_run_prints_commands_and_prices_and_writes_nothing(tmp_path, capsy
 def test_every_grid_passes_a_dry_run(path, monkeypatch, capsys, tmp_path):
     # Their noise is solved for in other tests, and their times are not of interest here.
     monkeypatch.setattr(
-        PrivacyPlan, "calibrate", classmethod(lambda kind, **settings: kind(**settings, noise_multiplier=50.0))
+        "dp_lightning.private_run.settings._calibrated",
+        lambda shape, target, **others: shape.with_noise(50.0, target_epsilon=target),
     )
-    monkeypatch.setattr("dp_lightning.commands.pricing._seconds_per_row", lambda cli: 1e-3)
+    monkeypatch.setattr("dp_lightning.commands.pricing.seconds_per_example", lambda settings: 1e-3)
     monkeypatch.setattr(PrivacyPlan, "epsilon", lambda plan, accountant=None: plan.target_epsilon)
     folder = []
     if "imagenet" in path.stem:
@@ -454,4 +436,4 @@ def test_every_grid_passes_a_dry_run(path, monkeypatch, capsys, tmp_path):
     # Without its files nobody knows how many examples a folder has.
     unpriced = count if "imagenet" in path.stem else 0
     assert said.count("  no price: ") == unpriced
-    assert said.count(" steps, about ") == count - unpriced
+    assert said.count("sigma 50, ") == said.count(" steps, about ") == count - unpriced

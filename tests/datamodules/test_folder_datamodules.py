@@ -1,18 +1,21 @@
 """Images in folders: ImageFolder, ImageNet and Tiny ImageNet on small trees."""
 
+import contextlib
 import io
 import shutil
 import struct
 import zlib
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from lightning.pytorch.trainer.states import TrainerFn
 from PIL import Image, ImageFile
 from torchvision.transforms import v2
 
-from dp_lightning.datamodules import ImageFiles, ImageFolder, ImageNet, TinyImageNet, file_source
+from dp_lightning.datamodules import ImageFiles, ImageFolder, ImageNet, TinyImageNet, file_source, folder
 from dp_lightning.datamodules.file_source import FileNames, open_rgb
 from dp_lightning.errors import ConfigurationError, DataError
 
@@ -161,21 +164,41 @@ def files(root, **kwargs):
     return ImageFiles(str(root), image_size=8, num_classes=2, in_channels=3, mean=(0.5,), std=(0.5,), **kwargs)
 
 
-@pytest.mark.parametrize("num_workers", [0, 1])
-def test_all_files_that_cannot_be_read_are_named_before_a_run(tmp_path, num_workers):
+def spoiled(tmp_path):
+    """A tree with 12 truncated files among 24 training images."""
     root = write_tree(tmp_path, num=12)
-    bad = [tmp_path / "train" / name / f"{index}.png" for name in ("cat", "dog") for index in range(6)]
-    data = ImageFolder(root, read_first=True, num_workers=num_workers)
-    data.prepare_data()
-    for path in bad:
-        path.write_bytes(path.read_bytes()[:40])
-    ImageFolder(root).prepare_data()
-    with pytest.raises(
-        DataError, match=r"12 files in .*train cannot be read:(\n.*cat.[0-5]\.png.*){6}(\n.*dog.*){4} and 2"
-    ):
+    for name in ("cat", "dog"):
+        for index in range(6):
+            path = tmp_path / "train" / name / f"{index}.png"
+            path.write_bytes(path.read_bytes()[:40])
+    return root
+
+
+def test_all_files_that_cannot_be_read_are_named_before_a_run(tmp_path):
+    named = r"(\n.*cat.[0-5]\.png: .*){6}(\n.*dog.*){4}\n  and 2 more"
+    with pytest.raises(DataError, match=r"12 of 24 files in .*train cannot be read.*" + named):
+        ImageFolder(spoiled(tmp_path)).prepare_data()
+
+
+@pytest.mark.parametrize(
+    ("read_first", "below", "reads"), [(None, 48, False), (None, 49, True), (True, 1, True), (False, 99, False)]
+)
+def test_a_number_of_files_decides_whether_they_are_read_first_unless_the_setting_does(
+    tmp_path, monkeypatch, read_first, below, reads
+):
+    monkeypatch.setattr(folder, "READ_FIRST_BELOW", below)  # the tree has 48 files
+    data = ImageFolder(spoiled(tmp_path), read_first=read_first)
+    with pytest.raises(DataError) if reads else contextlib.nullcontext():
         data.prepare_data()
-    with pytest.raises(DataError, match=r"12 files in .* cannot be read"):
-        files(tmp_path, read_first=True, num_workers=num_workers).setup("predict")
+
+
+def test_a_command_that_does_not_train_reads_no_training_image_first(tmp_path):
+    data = ImageFolder(spoiled(tmp_path))
+    data.trainer = SimpleNamespace(state=SimpleNamespace(fn=TrainerFn.TESTING))
+    data.prepare_data()
+    (tmp_path / "val" / "cat" / "3.png").write_bytes(b"")
+    with pytest.raises(DataError, match=r"1 of 24 files in .*val cannot be read.*\n.*3\.png: it is empty"):
+        data.prepare_data()
 
 
 def test_a_missing_root_says_what_to_set(tmp_path):
@@ -327,7 +350,7 @@ def test_sixteen_bits_become_eight(tmp_path, extension, kind):
 @pytest.mark.parametrize("kind", [np.float32, np.int32])
 def test_thirty_two_bits_are_refused(tmp_path, kind):
     Image.fromarray(np.ones((8, 8), kind)).save(tmp_path / "scan.tif")
-    with pytest.raises(DataError, match=r"scan.tif has 32 bits per pixel.*convert it"):
+    with pytest.raises(DataError, match=r"scan.tif cannot be read as an image \(it has 32 bits per pixel.*convert it"):
         open_rgb(str(tmp_path / "scan.tif"))
 
 
@@ -399,7 +422,7 @@ def test_an_image_file_starts_no_program(tmp_path):
     """PIL would give PostScript to Ghostscript, whatever the file is called."""
     path = tmp_path / "x.png"
     path.write_bytes(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 8 8\n%%EndComments\nshowpage\n%%EOF\n")
-    with pytest.raises(DataError, match=r"x.png cannot be read as an image \(cannot identify"):
+    with pytest.raises(DataError, match=r"x.png cannot be read as an image \(it is not an image of a known"):
         open_rgb(str(path))
 
 

@@ -1,11 +1,14 @@
 """Tables and figures of a grid from the files that its runs leave."""
 
+import dataclasses
 import json
 import re
 import statistics
 import xml.etree.ElementTree as ElementTree
 from contextlib import contextmanager
+from urllib.parse import unquote
 
+import numpy as np
 import pytest
 import yaml
 from matplotlib.figure import Figure
@@ -95,9 +98,54 @@ def test_what_is_missing_is_said(tmp_path):
 def test_a_grid_of_which_nothing_has_run_has_a_page_too(tmp_path):
     grid = grid_of(tmp_path, published="cifar10_batch", figures=["accuracy", "deviation", "curves", "snr"])
     empty = [Outcome.read(cell.labels, RunFolder(tmp_path / cell.name)) for cell in grid.cells()]
-    text = grid_report(grid, empty, tmp_path).markdown()
-    assert "0 of 12 runs are finished" in text
-    assert row(text, "DP-SGD", "-", "-", "-")
+    page = grid_report(grid, empty, tmp_path)
+    assert "0 of 12 runs are finished" in page.markdown()
+    assert "No run is finished." in page.markdown()
+    assert "<svg" not in page.html()
+    assert "## Runs" not in page.markdown()
+    assert row(page.markdown(), "DP-SGD 256 42", "-", "not started")
+
+
+def test_what_no_run_has_a_point_for_is_left_out(tmp_path):
+    axes = {"method": AXES["method"], "epsilon": {"setting": "e", "values": [2, 8]}, **dict(list(AXES.items())[1:])}
+    grid = grid_of(tmp_path, axes, columns="batch_size", figures=list(FIGURES))
+    found = outcomes(tmp_path, grid, test_accuracy_curve=[], snr_first_epoch=None)
+    kept = [o for o in found if o.labels["epsilon"] == "2" and o.labels["seed"] == "42"]
+    empty = RunFolder(tmp_path / "nothing")
+    page = grid_report(
+        grid, [o if o in kept else dataclasses.replace(o, folder=empty, result=None) for o in found], tmp_path
+    )
+    text = page.markdown()
+    assert text.index("## epsilon 8\n\nNo run of these is finished.") < text.index("## Missing")
+    assert not row(text, "DP-SGD", "-", "-", "-")
+    # One seed has no deviation, no run has a curve, and none has a ratio.
+    assert re.findall(r"!\[(.*?)\]", text) == ["Test accuracy after the last step", "Accuracy beside steps"]
+
+
+def test_one_seed_is_shown_as_its_value(tmp_path, monkeypatch):
+    axes = {**AXES, "seed": {"setting": "s", "values": [42]}}
+    lines = drawn_lines(monkeypatch, tmp_path, "accuracy", axes=axes)
+    assert lines["DP-Muon"] == [pytest.approx([40.0, 45.0, 50.0])]
+    assert lines["bars of DP-Muon"] == []
+    grid = grid_of(tmp_path, axes, figures=["curves"])
+    text = grid_report(grid, outcomes(tmp_path / "again", grid), tmp_path).markdown()
+    assert "Accuracy after the last step, one run each:" in text
+    assert "mean" not in text
+    assert "±" not in text
+    assert row(text, "DP-Muon", "40.0", "45.0", "50.0")
+
+
+def test_runs_link_to_their_statements_and_pages(tmp_path):
+    grid = grid_of(tmp_path)
+    found = outcomes(tmp_path / "a [b]", grid)
+    logs = found[0].folder.logs
+    (logs / "privacy_statement.md").touch()
+    (logs / "report.html").touch()
+    page = tmp_path / "report" / "small"
+    text = grid_report(grid, found, page).html()
+    links = re.findall('href="([^"#]*/[^"]*)"', text)
+    assert [(page / unquote(link)).resolve() for link in links] == [logs / "privacy_statement.md", logs / "report.html"]
+    assert all(link.startswith("../..") for link in links)
 
 
 def test_the_papers_numbers_stand_beside_under_their_own_label(tmp_path):
@@ -126,6 +174,7 @@ def test_other_axes_have_panels_of_their_own(tmp_path):
     text = page.markdown()
     assert text.index("## epsilon 2") < text.index("## epsilon 8")
     assert text.count("| method by batch_size |") == 4
+    page.publish("report")
     assert len(list(tmp_path.glob("small_*_accuracy.png"))) == 2
 
 
@@ -199,12 +248,12 @@ def test_runs_that_were_last_evaluated_before_their_last_step_say_so(tmp_path):
     )
 
 
-def drawn_lines(monkeypatch, tmp_path, kind):
-    """The points of the lines of a figure, by label."""
+def drawn_lines(monkeypatch, tmp_path, kind, axes=AXES):
+    """The points of the lines of a figure, by label, and the error bars that are seen."""
     found = {}
 
     @contextmanager
-    def axes(page, name, caption, *, panels=1):
+    def drawn(page, name, caption, *, panels=1):
         made = Figure().subplots(1, panels, squeeze=False).flatten()
         yield made
         for ax in made:
@@ -212,10 +261,13 @@ def drawn_lines(monkeypatch, tmp_path, kind):
                 if len(line.get_xdata()) > 1:
                     found.setdefault(str(line.get_label()), []).append([float(y) for y in line.get_ydata()])
             for container in ax.containers:
-                found[container.get_label()] = [[float(y) for y in container.lines[0].get_ydata()]]
+                label = container.get_label()
+                found[label] = [[float(y) for y in container.lines[0].get_ydata()]]
+                bars = container.lines[2][0].get_segments() if container.has_yerr else []
+                found[f"bars of {label}"] = [bar for bar in bars if len(bar) and np.isfinite(bar).all()]
 
-    monkeypatch.setattr(drawings, "figure", axes)
-    grid = grid_of(tmp_path, figures=[kind], published="cifar10_batch")
+    monkeypatch.setattr(drawings, "figure", drawn)
+    grid = grid_of(tmp_path, axes, figures=[kind], published="cifar10_batch")
     grid_report(grid, outcomes(tmp_path, grid), tmp_path)
     return found
 
@@ -224,6 +276,9 @@ def test_the_figure_draws_the_mean_of_the_last_accuracy_over_seeds(tmp_path, mon
     lines = drawn_lines(monkeypatch, tmp_path, "accuracy")
     assert lines["DP-Muon"] == [pytest.approx([41.0, 46.0, 51.0])]
     assert lines["DP-SGD"] == [pytest.approx([41.0] * 3)]
+    assert [float(top - bottom) for (_, bottom), (_, top) in lines["bars of DP-Muon"]] == pytest.approx(
+        [2 * 2**0.5] * 3
+    )
     papers = [points for label, every in lines.items() if label.startswith("_") for points in every]
     table = published()["accuracy"]["cifar10_batch"]["values"]["DP-Muon"]
     assert [table[size][0] for size in (256, 512, 4096)] in papers
@@ -265,7 +320,9 @@ def test_labels_are_shown_as_they_are(tmp_path):
             json.dumps({**result, "test_accuracy_curve": [0.1, 0.5], "evaluated_after_steps": [1, 2]})
         )
         found.append(Outcome.read(cell.labels, folder))
-    text = grid_report(grid, found, tmp_path).markdown()
+    page = grid_report(grid, found, tmp_path)
+    page.publish("report")
+    text = page.markdown()
     assert "| \\_a\\*b\\|c | 50.0 ± 0.0 | 50.0 ± 0.0 |" in text
     assert "| $x$ \\<i> |" in text
     assert "| method by batch_size | nan | in f $5$ |" in text
@@ -279,6 +336,7 @@ def test_labels_are_shown_as_they_are(tmp_path):
 def test_each_figure_is_written_twice_and_names_its_lines(tmp_path, kind):
     grid = grid_of(tmp_path, figures=[kind], published="cifar10_batch")
     page = grid_report(grid, outcomes(tmp_path, grid), tmp_path)
+    page.publish("report")
     assert (tmp_path / f"small_{kind}.png").read_bytes().startswith(b"\x89PNG")
     drawn = "".join(ElementTree.parse(tmp_path / f"small_{kind}.svg").getroot().itertext())
     assert "DP-SGD" in drawn
@@ -291,8 +349,8 @@ def test_the_page_needs_no_other_file(tmp_path):
     page = grid_report(grid, outcomes(tmp_path, grid), tmp_path).html()
     assert "<title>Small &lt;grid&gt;</title>" in page
     sources = re.findall(r'(?:src|href)="([^"]{0,40})', page)
-    assert len(sources) == 3
-    assert all(source.startswith("data:") for source in sources)
+    assert [source for source in sources if not source.startswith("#")] == ["data:,"]
+    assert page.count("<svg") == 2
 
 
 def test_the_papers_tables_are_whole():

@@ -207,8 +207,8 @@ def test_physical_batches_count_rows(ways):
 
 def test_the_reader_gives_the_same_images_wherever_a_person_stands_in_a_batch():
     private = private_step(Images(SIZES))
-    together = private.reader[PhysicalBatch(2, 0, (0, 1, 4, 6), last=True)]
-    alone = private.reader[PhysicalBatch(2, 3, (4,), last=True)]
+    together = private.reader[PhysicalBatch(2, 0, (0, 1, 4, 6), pieces=1)]
+    alone = private.reader[PhysicalBatch(2, 3, (4,), pieces=4)]
     assert torch.equal(together.examples[2][2], alone.examples[2][0])
 
 

@@ -105,7 +105,7 @@ def test_a_kept_normal_value_is_forgotten():
 
 
 def test_a_reproducible_physical_batch_is_a_function_of_its_place():
-    place, other = PhysicalBatch(3, 1, (0,), last=True), PhysicalBatch(3, 2, (0,), last=True)
+    place, other = PhysicalBatch(3, 1, (0,), pieces=3), PhysicalBatch(3, 2, (0,), pieces=3)
     randomness, found = TrainingRandomness(5), []
     for at in (place, other, place):
         randomness.before_reading(at)
@@ -120,7 +120,7 @@ def test_a_reproducible_physical_batch_is_a_function_of_its_place():
 
 
 def test_a_secret_physical_batch_draws_on():
-    randomness, place = TrainingRandomness(), PhysicalBatch(3, 1, (0,), last=True)
+    randomness, place = TrainingRandomness(), PhysicalBatch(3, 1, (0,), pieces=3)
     randomness.start()
     found = []
     for _ in range(2):

@@ -15,7 +15,7 @@ from dp_lightning.errors import DataError, ModelError
 from dp_lightning.privacy.reading import ExampleReader, flatten, stacked, unflatten
 from dp_lightning.privacy.sampling import PhysicalBatch
 
-PLACES = [[PhysicalBatch(0, piece, (2 * piece, 2 * piece + 1), False)] for piece in range(3)]
+PLACES = [[PhysicalBatch(0, piece, (2 * piece, 2 * piece + 1), pieces=4)] for piece in range(3)]
 
 
 class Numbers(Dataset):

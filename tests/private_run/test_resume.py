@@ -14,7 +14,7 @@ from dp_lightning.callbacks import AveragedWeights, PostProcessCallback, Privacy
 from dp_lightning.errors import BudgetError, ConfigurationError, DataError
 from dp_lightning.lightning_modules.schedules import WarmupCosine
 from dp_lightning.postprocess import LowPass, MagnitudeScale, Orthogonalize
-from dp_lightning.privacy import ClipPlan, GaussianNoise, PrivacyPlan
+from dp_lightning.privacy import ClipPlan, GaussianNoise
 from dp_lightning.private_run.resume import PRIVATE_RUN
 from dp_lightning.strategies.checkpoint_io import PrivateCheckpointIO
 
@@ -419,11 +419,10 @@ def test_a_second_fit_after_another_target_does_not_exchange_it_again(tmp_path, 
 def test_the_same_target_keeps_the_noise(tmp_path, interrupted, monkeypatch):
     checkpoint, _, sigma = interrupted
 
-    def solver_that_rounds_differently(**settings):
-        settings.pop("taken")
-        return PrivacyPlan(noise_multiplier=sigma * 1.0001, **settings)
+    def solver_that_rounds_differently(shape, target, **others):
+        return shape.with_noise(sigma * 1.0001, target_epsilon=target)
 
-    monkeypatch.setattr(PrivacyPlan, "calibrate", solver_that_rounds_differently)
+    monkeypatch.setattr("dp_lightning.private_run.settings._calibrated", solver_that_rounds_differently)
     again = budgeted(5.0)
     resume(tmp_path, again, checkpoint)
     assert again.ledger.runs == ((sigma, 20 / N, 9),)

@@ -1,0 +1,115 @@
+"""What `dpl init` prints: what it found, what it wrote, and what to do next."""
+
+import shlex
+from pathlib import Path
+
+from dp_lightning.commands.starting_content import from_scratch
+from dp_lightning.commands.starting_file import Content
+from dp_lightning.commands.starting_model import Features
+from dp_lightning.datamodules.reading_first import listed
+from dp_lightning.datamodules.survey import Survey, spread
+from dp_lightning.foreign_text import printable
+
+# Classes that have a line each.
+_SHOWN = 20
+
+
+def report(survey: Survey, content: Content, *, seconds: float, bad_files: Path | None, out: Path) -> str:
+    """The whole text.
+
+    Args:
+        seconds: what reading took.
+        bad_files: the file that lists all bad ones, if there are many.
+        out: the file that was written.
+    """
+    found, bad = _found(survey, seconds), _bad(survey, bad_files)
+    parts = [found, bad, _chosen(survey, content, out), _next(survey, content, bad_files)]
+    return "\n\n".join(part for part in parts if part)
+
+
+def _found(survey: Survey, seconds: float) -> str:
+    splits = list(survey.looks)
+    total = sum(map(len, survey.looks.values()))
+    lines = [f"Read {total:,} images in {seconds:.1f} s ({total / max(seconds, 0.001):,.0f} per second)."]
+    counts = {split: survey.counts(split) for split in splits}
+    width = max(len(printable(name)) for name in [*survey.class_names[:_SHOWN], "smallest class"])
+    lines += ["", f"{'class':{width}}" + "".join(f"{split:>10}" for split in splits)]
+    for label, name in enumerate(survey.class_names[:_SHOWN]):
+        lines.append(f"{printable(name):{width}}" + "".join(f"{counts[split][label]:>10,}" for split in splits))
+    if len(survey.class_names) > _SHOWN:
+        lines.append(f"and {len(survey.class_names) - _SHOWN:,} more classes")
+        lines.append(f"{'smallest class':{width}}" + "".join(f"{min(counts[split]):>10,}" for split in splits))
+    lines.append(f"{'all':{width}}" + "".join(f"{sum(counts[split]):>10,}" for split in splits))
+    lines += ["", f"width   {spread([look.width for look in survey.readable])} pixels"]
+    lines.append(f"height  {spread([look.height for look in survey.readable])} pixels")
+    lines.append("kinds   " + ", ".join(f"{count:,} in {kind}" for kind, count in survey.kinds.items()))
+    if (persons := survey.images_of_persons) is not None:
+        lines.append(f"persons {len(persons):,}, with {spread(list(persons.values()))} images each")
+    if survey.repeated:
+        lines.append(f"repeats in the training set: {survey.repeated:,}; each counts as an example of its own")
+    if survey.shared:
+        lines.append(
+            f"evaluation images that are also in the training set: {survey.shared:,}; remove them from one of them"
+        )
+    return "\n".join(lines)
+
+
+def _bad(survey: Survey, bad_files: Path | None) -> str:
+    if not survey.bad:
+        return ""
+    where = "" if bad_files is None else f"; {printable(str(bad_files))} lists all of them"
+    return f"{len(survey.bad):,} files cannot be read{where}:\n{listed(survey.bad)}"
+
+
+def _chosen(survey: Survey, content: Content, out: Path) -> str:
+    start, plan = content.start, content.start.plan
+    features = isinstance(content.model, Features)
+    what = "one layer on features of a pretrained network" if features else "a network from scratch"
+    lines = [
+        f"Wrote {printable(str(out))}: {what}.",
+        f"  epsilon {content.epsilon:g}, delta {plan.delta:g}, N {plan.num_train:,}, B {plan.expected_batch_size:,}, "
+        f"{plan.num_steps:,} steps, sigma {plan.noise_multiplier:.2f}",
+        f"  {start.num_parameters:,} parameters: the noise of a step is {start.noise_norm:.2g} times as long as a "
+        "gradient may be",
+    ]
+    if features:
+        other = from_scratch(content, survey).start
+        lines.append(
+            f"  From scratch (--from-scratch) there are {other.num_parameters:,}: {other.noise_norm:.2g} times as "
+            f"long, at sigma {other.plan.noise_multiplier:.2f}"
+        )
+    elif start.noise_norm > 1:
+        lines.append(
+            "  That is more noise than signal, so expect little. Pretrained features need fewer parameters: leave out "
+            "--from-scratch, or give --backbone."
+        )
+    if content.images_per_person is not None:
+        lines.append(
+            "  It protects persons: each folder inside a class folder, or each id, is one. If they are not persons, "
+            "move the images out\n  of these folders, or give no table, and run it again."
+        )
+    return "\n".join(lines)
+
+
+def _next(survey: Survey, content: Content, bad_files: Path | None) -> str:
+    steps = []
+    if bad_files is not None:
+        name = printable(shlex.quote(str(bad_files)))
+        steps.append(f"Replace or remove the bad files, or all of them: cut -f1 {name} | xargs -d '\\n' rm --")
+    elif survey.bad:
+        steps.append("Replace or remove the bad files.")
+    if isinstance(content.model, Features) and content.model.weights is None:
+        steps.append(
+            "The first run downloads the weights; without a network, give their file: dpl init ... --weights FILE"
+        )
+    steps.append(f"Read the file, then train: dpl fit --config {content.name}")
+    numbered = [f"  {number}. {step}" for number, step in enumerate(steps, 1)]
+    return "\n".join(
+        [
+            "Next:",
+            *numbered,
+            "",
+            "All numbers above are computed from the private images and are for their owner. Of these, N and the names "
+            "of the\nclasses become public with what is released of the run.",
+        ]
+    )

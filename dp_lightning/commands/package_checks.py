@@ -1,0 +1,103 @@
+"""The installed Python and packages beside what the metadata of dp-lightning asks for."""
+
+import platform
+from collections import defaultdict
+from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, metadata, requires, version
+
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+
+from dp_lightning import __version__
+from dp_lightning.commands.doctor import Finding
+
+_NAME = "dp-lightning"
+# What the extras of pyproject.toml are for.
+PURPOSES = {
+    "pld": "the PLD accountant",
+    "finetune": "trained: lora",
+    "export": "dpl export",
+    "report": "figures of dpl report, analyze, audit and plan",
+    "slurm": "dpl sweep --launcher slurm",
+    "ray": "dpl sweep --launcher ray",
+    "dev": "the tests",
+}
+
+
+def python() -> Iterator[Finding]:
+    """Python and dp-lightning itself."""
+    try:
+        asked, installed = str(metadata(_NAME)["Requires-Python"]), version(_NAME)
+    except PackageNotFoundError:
+        yield Finding(
+            "problem",
+            "Python",
+            f"{platform.python_version()}; dp-lightning itself is not installed",
+            "pip install -e .",
+        )
+        return
+    ours = f"{platform.python_version()} on {platform.system()}, dp-lightning {__version__}"
+    if not SpecifierSet(asked).contains(platform.python_version(), prereleases=True):
+        yield Finding("problem", "Python", f"{ours} asks for Python {asked}", "make a virtual environment with it")
+    elif installed != __version__:
+        yield Finding(
+            "warning", "Python", f"{ours}, installed as {installed}", "install it again, with pip install -e ."
+        )
+    else:
+        yield Finding("ok", "Python", ours)
+
+
+def packages() -> Iterator[Finding]:
+    """Every package that dp-lightning always needs."""
+    for requirement in _requirements():
+        if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
+            yield _finding(requirement)
+
+
+def extras() -> Iterator[Finding]:
+    """The optional packages, by the extra that asks for them."""
+    by_extra: dict[str, list[Requirement]] = defaultdict(list)
+    for requirement in _requirements():
+        if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
+            continue
+        for extra in metadata(_NAME).get_all("Provides-Extra") or ():
+            if requirement.marker.evaluate({"extra": extra}):
+                by_extra[extra].append(requirement)
+    for extra, asked in by_extra.items():
+        found = [_finding(requirement) for requirement in asked]
+        purpose = PURPOSES.get(extra, "an extra of this installation")
+        missing = [requirement.name for requirement in asked if _version(requirement.name) is None]
+        wrong = [finding for finding in found if finding.level != "ok"]
+        install = f"pip install '{_NAME}[{extra}]'"
+        if missing:
+            yield Finding(
+                "ok", f"[{extra}]", f"{purpose}; not installed: {', '.join(missing)}", f"{install}, if you need it"
+            )
+        elif wrong:
+            yield Finding("warning", f"[{extra}]", f"{purpose}: {'; '.join(each.found for each in wrong)}", install)
+        else:
+            yield Finding("ok", f"[{extra}]", purpose)
+
+
+def _requirements() -> list[Requirement]:
+    try:
+        return [Requirement(text) for text in requires(_NAME) or ()]
+    except PackageNotFoundError:  # which `python` reports
+        return []
+
+
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def _finding(requirement: Requirement) -> Finding:
+    name, asked, found = requirement.name, str(requirement.specifier), _version(requirement.name)
+    install = f"pip install '{name}{asked}'"
+    if found is None:
+        return Finding("problem", name, f"not installed; {asked} is needed", install)
+    if not requirement.specifier.contains(found, prereleases=True):
+        return Finding("problem", name, f"{name} {found}, which is not {asked}", install)
+    return Finding("ok", name, f"{found} ({asked})")
