@@ -105,7 +105,7 @@ def stand_in(command, code):
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-@pytest.mark.parametrize("command", [*COMMANDS, "export", "verify", "audit", "sweep", "report", "analyze"])
+@pytest.mark.parametrize("command", [*COMMANDS, "init", "export", "verify", "audit", "sweep", "report", "analyze"])
 def test_a_signal_ends_every_command_with_its_exit_code_and_no_traceback(command, number, code):
     # A signal just before a sleep does not end it.
     waits = "import time\ndef main(arguments):\n    print('begun', flush=True)\n    while True: time.sleep(0.01)"

@@ -74,19 +74,17 @@ def _chosen(survey: Survey, content: Content, out: Path) -> str:
     ]
     if features:
         other = from_scratch(content, survey).start
-        lines.append(
-            f"  From scratch (--from-scratch) there are {other.num_parameters:,}: {other.noise_norm:.2g} times as "
-            f"long, at sigma {other.plan.noise_multiplier:.2f}"
-        )
+        longer, sigma = f"{other.noise_norm:.2g} times as long", f"at sigma {other.plan.noise_multiplier:.2f}"
+        lines.append(f"  From scratch (--from-scratch) there are {other.num_parameters:,}: {longer}, {sigma}")
     elif start.noise_norm > 1:
         lines.append(
-            "  That is more noise than signal, so expect little. Pretrained features need fewer parameters: leave out "
-            "--from-scratch, or give --backbone."
+            "  That is more noise than signal, so expect little. With pretrained features there are fewer parameters: "
+            "leave out\n  --from-scratch, or give --backbone."
         )
     if content.images_per_person is not None:
         lines.append(
-            "  It protects persons: each folder inside a class folder, or each id, is one. If they are not persons, "
-            "move the images out\n  of these folders, or give no table, and run it again."
+            "  It protects persons: each folder inside a class folder, or each id, is one. If they are not persons,\n"
+            "  move the images out of these folders, or give no table, and run it again."
         )
     return "\n".join(lines)
 
@@ -109,7 +107,7 @@ def _next(survey: Survey, content: Content, bad_files: Path | None) -> str:
             "Next:",
             *numbered,
             "",
-            "All numbers above are computed from the private images and are for their owner. Of these, N and the names "
-            "of the\nclasses become public with what is released of the run.",
+            "All numbers above are computed from the private images and are for their owner. Of these, N and the names",
+            "of the classes become public with what is released of the run.",
         ]
     )

@@ -111,6 +111,7 @@ class Content:
             "  accelerator: auto",
             "  devices: 1",
             f"  max_epochs: {self.start.epochs} # {self.start.plan.num_steps:,} steps",
+            "  check_val_every_n_epoch: 5",
             "  log_every_n_steps: 10",
             "",
         ]

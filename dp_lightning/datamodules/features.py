@@ -23,6 +23,7 @@ import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
+from tqdm import tqdm
 
 from dp_lightning.atomic_files import replacing
 from dp_lightning.checksums import damage
@@ -227,7 +228,9 @@ class CachedFeatures(lightning.LightningDataModule):
             loader = DataLoader(
                 torch.utils.data.Subset(dataset, rows), self.batch_size, num_workers=self.images.num_workers
             )
-            features = [_features(network, images.to(device)) for images, _ in loader]
+            # Where there is no terminal, only the line below is printed.
+            batches = tqdm(loader, desc=f"Features of the {split} images", unit="batch", disable=None)
+            features = [_features(network, images.to(device)) for images, _ in batches]
             with replacing(path) as file:
                 piece = {"features": torch.cat(features), "labels": dataset.labels[rows.start : rows.stop]}
                 torch.save({**piece, "digest": _digest(piece)}, file)
