@@ -26,6 +26,7 @@ PINNED = dict(line.split("==") for line in LINES if "==" in line and not line.st
 # What starts with an underscore and is documented.
 DOCUMENTED = {
     "_exit": "os._exit, for which Python's documentation gives this use",
+    "_asdict": "of a named tuple",
     "_fields": "of a named tuple",
     "_thread": "a module of Python's documentation",
 }
@@ -248,9 +249,9 @@ def test_the_steps_of_the_command_line(tmp_path):
     command, path, parser = called[2]
     assert (command, path, isinstance(parser, LightningArgumentParser)) == ("fit", None, True)
     assert {"config", "trainer.max_epochs"} <= internals.flags_of(parser)
-    internals.order_groups(parser, {"trainer": "of the trainer", "model": "of the model"})
+    internals.order_groups(parser, {"trainer": "of the trainer", "optimizer": "of the optimizer"})
     text = parser.format_help()
     text = text[text.index("of the trainer:") :]
-    assert text.index("\n  --trainer.max_epochs") < text.index("of the model:") < text.index("\n  --model.")
+    assert text.index("\n  --trainer.max_epochs") < text.index("of the optimizer:") < text.index("\n  --optimizer ")
     made = cli.make_trainer({"logger": False, "accelerator": "cpu", "callbacks": []})
     assert isinstance(made, pl.Trainer)

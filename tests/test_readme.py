@@ -23,7 +23,7 @@ from PIL import Image
 from torch.nn import functional as F
 
 from dp_lightning.cli import main
-from dp_lightning.commands import analyze, audit, export, report, sweep, verify
+from dp_lightning.commands import analyze, audit, export, init, report, sweep, verify
 from dp_lightning.commands.analysis_run import AnalysisRun
 from dp_lightning.commands.audit_runs import AuditRuns
 from dp_lightning.commands.known_settings import require_known
@@ -77,7 +77,6 @@ def workplace(tmp_path, monkeypatch):
     """A folder with everything that the commands of the pages expect to find."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*filter(None, sys.path), str(tmp_path)])
-    monkeypatch.setattr(sys, "modules", dict(sys.modules))
     (tmp_path / "configs").symlink_to(ROOT / "configs")
     for folder in ("train/cat", "train/dog", "test/cat", "test/dog"):
         (tmp_path / "photos" / folder).mkdir(parents=True)
@@ -87,7 +86,9 @@ def workplace(tmp_path, monkeypatch):
     np.savez("images.npz", train_images=np.zeros((4, 28, 28, 3), np.uint8), train_labels=np.array([0, 1, 2, 1]))
     for name, block in FILES.items():
         Path(name).write_text(block)
-    return tmp_path
+    yield tmp_path
+    for name in FILES:  # the modules of this folder, which the next one has too
+        sys.modules.pop(Path(name).stem, None)
 
 
 def instantiate(arguments: list[str]) -> TrainingCLI:
@@ -231,7 +232,7 @@ def test_there_is_something_to_check():
 
 
 def test_every_command_shown_is_one_that_a_test_takes():
-    taken = {"fit", "test", "predict", "sweep", "report", "analyze", "audit", "account", "verify", "export"}
+    taken = {"fit", "test", "predict", "sweep", "report", "analyze", "audit", "account", "verify", "export", "init"}
     elsewhere = lines("bash", read("docs/planning.md"))  # each in test_planning_page.py
     assert {line.split()[1] for line in DPL if line not in elsewhere} == taken
 
@@ -411,6 +412,11 @@ def test_a_prediction_is_shown_as_it_is_called(workplace):
     assert arguments[1:3] == ["--config", "lightning_logs/version_0/config.yaml"]
     require_known(["predict", "--config=configs/wrn16_cifar10.yaml", *arguments[3:]])
     assert arguments[-2:] == ["--data.root", "new_photos"]
+
+
+def test_a_survey_of_images_is_shown_as_it_is_called(workplace):
+    for line in (line for line in DPL if line.startswith("dpl init")):
+        assert Path(init._parser().parse_args(shlex.split(line)[2:]).data).is_dir()
 
 
 def test_an_export_is_shown_as_it_is_called():

@@ -16,6 +16,7 @@ _NAME = "dp-lightning"
 PURPOSES = {
     "pld": "the PLD accountant",
     "finetune": "trained: lora",
+    "docs": "make docs",
     "export": "dpl export",
     "report": "figures of dpl report, analyze, audit and plan",
     "slurm": "dpl sweep --launcher slurm",
