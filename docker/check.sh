@@ -53,8 +53,8 @@ chmod 1777 "$folder/cache"
 container=$(buildah "${store[@]}" from --pull-never "$image")
 trap 'buildah "${store[@]}" rm "$container" > /dev/null' EXIT
 
-# As `docker run -v $work:/work dp-lightning ARGUMENTS`.
-run() { buildah "${store[@]}" run --volume "$work:/work" --volume "$folder/cache:/cache" "$container" -- dpl "$@"; }
+# As `docker run -v $work:/project dp-lightning ARGUMENTS`.
+run() { buildah "${store[@]}" run --volume "$work:/project" --volume "$folder/cache:/cache" "$container" -- dpl "$@"; }
 
 step "Who runs, and what it finds"
 run --version
@@ -70,7 +70,7 @@ run fit digits
 [ "$(stat -c %u "$work/lightning_logs/version_0/result.json")" = 1000 ] || fail "the result is not the user's"
 
 step "A configuration and data of one's own"
-buildah "${store[@]}" run --volume "$work:/work" "$container" -- python3 -c "
+buildah "${store[@]}" run --volume "$work:/project" "$container" -- python3 -c "
 import numpy as np
 rng = np.random.default_rng(0)
 labels = np.arange(600) % 3
@@ -90,7 +90,7 @@ stopped() { # what `docker stop` does: SIGTERM to the process, once it takes ste
   done
   kill -TERM "$(cat "$work/pid")"
 }
-buildah "${store[@]}" run --volume "$work:/work" --volume "$folder/cache:/cache" "$container" -- \
+buildah "${store[@]}" run --volume "$work:/project" --volume "$folder/cache:/cache" "$container" -- \
   sh -c 'echo $$ > pid; exec dpl fit mine.yaml' > "$folder/stopped.log" 2>&1 &
 running=$!
 stopped "$running"

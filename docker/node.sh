@@ -14,7 +14,7 @@ fi
 rank=$1 nodes=$2 address=$3
 shift 3
 exec docker run --rm --gpus all --network host --ipc host \
-  -v "$PWD:/work" -v dpl-weights:/cache --entrypoint torchrun dp-lightning \
+  -v "$PWD:/project" -v dpl-weights:/cache --entrypoint torchrun dp-lightning \
   --nnodes "$nodes" --node-rank "$rank" --nproc-per-node gpu \
   --master-addr "$address" --master-port "${PORT:-29500}" --no-python \
   dpl fit "$@" --trainer.num_nodes "$nodes" --trainer.devices auto

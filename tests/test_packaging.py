@@ -155,7 +155,7 @@ def test_the_image_runs_dpl_as_an_ordinary_user():
     assert instructions("ENTRYPOINT") == ['["dpl"]']
     assert instructions("USER") == ["dpl"]
     assert instructions("VOLUME") == ['["/cache"]']
-    assert instructions("WORKDIR")[-1] == "/work"
+    assert instructions("WORKDIR")[-1] == "/project"
     assert "configs ./configs" in instructions("COPY")
 
 
@@ -169,7 +169,7 @@ def test_compose_mounts_the_working_folder_and_the_cache_and_gives_time_to_stop(
     services = yaml.safe_load((ROOT / "docker" / "compose.yaml").read_text())["services"]
     assert services.keys() == {"dpl", "gpu"}
     for service in services.values():
-        assert {volume.rpartition(":")[2] for volume in service["volumes"]} == {"/work", "/cache"}
+        assert {volume.rpartition(":")[2] for volume in service["volumes"]} == {"/project", "/cache"}
         assert service["stop_grace_period"] == "2m"
         build = service["build"]
         assert (ROOT / "docker" / build["context"] / build["dockerfile"]).resolve() == ROOT / "docker" / "Dockerfile"

@@ -182,11 +182,11 @@ def test_an_operator_says_whether_it_has_a_vmap_of_its_own():
     assert isinstance(torch.ops.aten.sin, internals.OpOverloadPacket)
     assert internals.has_vmap_kernel(torch.ops.aten.sin.default)
 
-    @torch.library.custom_op("dp_lightning_tests::twice", mutates_args=())
+    @torch.library.custom_op("example::twice", mutates_args=())
     def twice(x: torch.Tensor) -> torch.Tensor:
         return x * 2
 
-    operator = torch.ops.dp_lightning_tests.twice.default
+    operator = torch.ops.example.twice.default
     assert not internals.has_vmap_kernel(operator)
     twice.register_vmap(lambda info, dims, x: (x * 2, dims[0]))
     assert internals.has_vmap_kernel(operator)
