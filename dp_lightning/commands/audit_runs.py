@@ -12,7 +12,7 @@ Each run is a fit of `synthetic_fit` with another loss:
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import lightning.pytorch as pl
 import torch
@@ -128,7 +128,8 @@ class AuditRuns:
         self.settings = Composer()(arguments)
         cli = prepare(self.settings)
         data: Any = cli.datamodule
-        self.plan: PrivacyPlan = plan_of(self.settings["privacy"], self.settings["trainer"], num_train=data.num_train)
+        num_train = cast(int, cli.privacy.num_train)  # persons, if they are the unit
+        self.plan: PrivacyPlan = plan_of(self.settings["privacy"], self.settings["trainer"], num_train=num_train)
         if self.plan.noise_multiplier == 0:
             raise ConfigurationError("privacy.noise_multiplier is 0: the run claims no privacy, so nothing is audited.")
         self.clip_plan: ClipPlan = cli.privacy.clip_plan

@@ -5,9 +5,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from PIL import Image
 
 from dp_lightning.cli import main
-from dp_lightning.commands.audit_runs import place_canaries
+from dp_lightning.commands.audit_runs import AuditRuns, place_canaries
+from dp_lightning.commands.composition import prepare
 
 QUICK = ["--config", "configs/digits.yaml", "--trainer.accelerator", "cpu", "--privacy.target_epsilon", "null"]
 QUICK += ["--privacy.noise_multiplier", "1.0", "--canaries", "100"]
@@ -50,6 +52,19 @@ def test_an_honest_configuration_passes_and_leaves_a_page(tmp_path, capsys):
     assert "<figure " in page
     assert "What this cannot show" in page
     assert "All checks hold." in capsys.readouterr().out
+
+
+def test_the_claim_about_persons_is_that_of_a_run_that_counts_persons(tmp_path):
+    for number in range(24):
+        folder = tmp_path / "scans" / "train" / "ab"[number % 2] / f"p{number // 4}"
+        folder.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (8, 8)).save(folder / f"{number}.png")
+    settings = ["--data", "ImageFolder", "--data.root", str(tmp_path / "scans"), "--data.group_folders", "true"]
+    settings += ["--data.image_size", "8", "--data.val_fraction", "0.2", "--privacy.delta", "0.01"]
+    group = ["--privacy.unit_of_privacy", "group", "--privacy.images_per_group", "2"]
+    runs = AuditRuns(["--config", "configs/digits.yaml", *settings, *group, "--privacy.expected_batch_size", "2"])
+    assert runs.plan.num_train == prepare(runs.settings).datamodule.num_train_groups < 12
+    assert runs.plan.sample_rate == 2 / runs.plan.num_train
 
 
 def test_layers_views_and_the_extrapolation_of_disk_pass_too(tmp_path):
