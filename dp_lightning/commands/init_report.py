@@ -107,7 +107,7 @@ def _next(survey: Survey, content: Content, bad_files: Path | None) -> str:
             "Next:",
             *numbered,
             "",
-            "All numbers above are computed from the private images and are for their owner. Of these, N and the names",
-            "of the classes become public with what is released of the run.",
+            "All numbers above are computed from the private images and are for their owner. N, the names of the",
+            "classes and the settings in the file become public with what is released of the run.",
         ]
     )

@@ -48,11 +48,13 @@ class Content:
 
     def _head(self) -> list[str]:
         plan = self.start.plan
+        persons = "" if self.images_per_person is None else ", or from the number of images of a person"
         return [
             f"# Written by `dpl init`. Train with: dpl fit --config {printable(self.name)}",
             "#",
             f"# What is released of the run makes public N, the number of training {self._unit} ({plan.num_train:,}),",
-            "# and the names of the classes.",
+            "# the names of the classes, and the settings in this file. No noise protects those that follow from the",
+            f"# sizes of the images{persons}: set them yourself if they must not depend on the data.",
             "seed_everything: 42 # the first weights and the validation split; noise and sampling take secret keys",
         ]
 

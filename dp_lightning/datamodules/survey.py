@@ -1,7 +1,7 @@
 """What the owner of a data set wants to know before a run; every image is read once.
 
-Every number here is computed from private images without noise, and is for their owner. Of these, N and the names of
-the classes become public with a run that is released.
+Every number here is computed from private images without noise, and is for their owner. N, the names of the classes and
+what becomes a setting of a run are public once the run is released.
 """
 
 import hashlib

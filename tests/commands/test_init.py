@@ -208,6 +208,15 @@ def test_folders_inside_the_class_folders_are_persons():
     assert found["privacy"]["expected_batch_size"] == 2
 
 
+@pytest.mark.parametrize("persons", [False, True])
+def test_settings_that_follow_from_the_images_are_said_to_be_unprotected(persons):
+    tree(Path("scans"), person=(lambda number: f"p{number // 3}") if persons else None)
+    main(["init", "scans", "--from-scratch"])
+    head = " ".join(line.strip("# ") for line in Path("scans.yaml").read_text().splitlines() if line.startswith("#"))
+    counted = ", or from the number of images of a person" if persons else ""
+    assert f"No noise protects those that follow from the sizes of the images{counted}: set them yourself" in head
+
+
 @pytest.mark.parametrize("inside", [True, False])
 def test_a_table_names_the_persons(photos, inside):
     table = photos / "owners.csv" if inside else Path("owners.csv")
