@@ -2,13 +2,12 @@
 
 import logging
 
-import lightning.pytorch as pl
 import pytest
 import torch
 from modules_in_the_wild import REFUSED, TRAIN
 from pages import read, tables
+from plain_run import privacy, trainer
 
-from dp_lightning.callbacks import PrivacyCallback
 from dp_lightning.errors import ConfigurationError, ModelError
 
 STEPS = 4
@@ -16,25 +15,10 @@ STEPS = 4
 
 def fit(module, tmp_path, **settings):
     """Two epochs of two logical steps, of about two physical batches each."""
-    callback = PrivacyCallback(
-        **{
-            **{"expected_batch_size": 12, "max_physical_batch_size": 8, "noise_multiplier": 1.0, "delta": 1e-2},
-            **{"accountant": "rdp", **settings},
-        }
-    )
-    trainer = pl.Trainer(
-        max_epochs=2,
-        callbacks=[callback],
-        devices=1,
-        accelerator="cpu",
-        default_root_dir=tmp_path,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        enable_checkpointing=False,
-        logger=False,
-    )
-    trainer.fit(module)
-    return trainer, callback
+    callback = privacy(**{"expected_batch_size": 12, "max_physical_batch_size": 8, "delta": 1e-2, **settings})
+    run = trainer(tmp_path, callback, max_epochs=2)
+    run.fit(module)
+    return run, callback
 
 
 @pytest.fixture(autouse=True)
@@ -49,8 +33,8 @@ def secret_start():
 def test_a_module_trains_as_it_is(kind, tmp_path):
     module = kind()
     before = {name: p.detach().clone() for name, p in module.named_parameters() if p.requires_grad}
-    trainer, callback = fit(module, tmp_path)
-    assert trainer.global_step == callback.ledger.num_steps == STEPS
+    run, callback = fit(module, tmp_path)
+    assert run.global_step == callback.ledger.num_steps == STEPS
     moved = [name for name, p in module.named_parameters() if name in before and not torch.equal(p, before[name])]
     assert moved == list(before)
     assert callback.statement().release == "ok"
@@ -68,15 +52,15 @@ def test_a_module_is_refused_in_one_line_with_what_to_change(kind, tmp_path):
 
 def test_what_was_refused_for_its_code_trains_one_by_one(tmp_path):
     flips = next(kind for kind in REFUSED if kind.__name__ == "Flips")
-    trainer, callback = fit(flips(), tmp_path, examples="one_by_one")
-    assert trainer.global_step == STEPS
+    run, callback = fit(flips(), tmp_path, examples="one_by_one")
+    assert run.global_step == STEPS
     assert callback.statement().release == "ok"
 
 
 def test_the_schedule_of_a_whole_run_ends_with_it(tmp_path):
     one_cycle = next(kind for kind in TRAIN if kind.__name__ == "OneCycle")
-    trainer, _ = fit(one_cycle(), tmp_path)
-    (schedule,) = trainer.lr_scheduler_configs
+    run, _ = fit(one_cycle(), tmp_path)
+    (schedule,) = run.lr_scheduler_configs
     assert schedule.scheduler.last_epoch == STEPS
     with pytest.raises(ValueError, match="Tried to step"):
         schedule.scheduler.step()

@@ -171,9 +171,8 @@ class Screen(ProgressBar):
         if not self._enabled or run.written is None:
             return
         whole = run.written.ledger.num_steps >= run.plan.num_steps
-        seconds = duration(time.monotonic() - self._began)
-        rows = after(run.written, self._accuracies, short(run.folder))
-        self._say(["", *block([("done in" if completed else "stopped", seconds), *rows], self._terminal.width)])
+        ended = ("done in" if completed else "stopped", duration(time.monotonic() - self._began))
+        self._say(["", *block([ended, *after(run.written, self._accuracies, short(run.folder))], self._terminal.width)])
         if completed and (checkpoint := _checkpoint(trainer)) is not None:
             self._say(["", "What to do next:"])
             for what, command in after_a_run(run.folder, checkpoint, resume=None if whole else []):

@@ -35,6 +35,11 @@ class Finding(NamedTuple):
     fix: str = ""
 
 
+def judged(subject: str, found: str, *, holds: bool, fix: str, level: str = "warning") -> Finding:
+    """The finding ok where something holds, and else of this level, with what to do."""
+    return Finding("ok", subject, found) if holds else Finding(level, subject, found, fix)
+
+
 # What is checked, the module of the check, imported when it is its turn, and its function.
 _CHECKS = (
     ("Python", "package_checks", "python"),

@@ -11,7 +11,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from dp_lightning.atomic_files import replacing
-from dp_lightning.commands.doctor import Finding
+from dp_lightning.commands.doctor import Finding, judged
 
 _GIB = 2**30
 # A process with torch and Lightning takes about one before it has a model.
@@ -37,20 +37,16 @@ def memory() -> Iterator[Finding]:
         used = int(Path("/sys/fs/cgroup/memory.current").read_text())
         total, available = min(total, limit), min(available, max(limit - used, 0))
     found = f"{available / _GIB:.1f} of {total / _GIB:.1f} GiB available"
-    if available < _LEAST_MEMORY:
-        yield Finding("warning", "memory", found, "end other programs, or lower privacy.max_physical_batch_size")
-    else:
-        yield Finding("ok", "memory", found)
+    fix = "end other programs, or lower privacy.max_physical_batch_size"
+    yield judged("memory", found, holds=available >= _LEAST_MEMORY, fix=fix)
 
 
 def disk() -> Iterator[Finding]:
     """Free space of the current folder."""
     free = shutil.disk_usage(".").free
     found = f"{free / _GIB:.1f} GiB free in {Path.cwd()}"
-    if free < _LEAST_DISK:
-        yield Finding("warning", "disk", found, "checkpoints and downloads may not fit; set trainer.default_root_dir")
-    else:
-        yield Finding("ok", "disk", found)
+    fix = "checkpoints and downloads may not fit; set trainer.default_root_dir"
+    yield judged("disk", found, holds=free >= _LEAST_DISK, fix=fix)
 
 
 def files() -> Iterator[Finding]:
@@ -67,10 +63,7 @@ def files() -> Iterator[Finding]:
     else:
         yield Finding("ok", "files", "the folder is writable, and files are replaced as a whole")
     found = f"a line of the journal is on disk after {1000 * waited:.1f} ms, which each step waits for"
-    if waited > _SLOW_SYNC:
-        yield Finding("warning", "fsync", found, elsewhere)
-    else:
-        yield Finding("ok", "fsync", found)
+    yield judged("fsync", found, holds=waited <= _SLOW_SYNC, fix=elsewhere)
 
 
 def _is_replaced_as_a_whole(folder: Path) -> bool:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from dp_lightning.commands.doctor import Finding
+from dp_lightning.commands.doctor import Finding, judged
 
 _GIB = 2**30
 # A small network in physical batches of 128 images; WRN-16-4 takes more.
@@ -37,10 +37,9 @@ def gpus() -> Iterator[Finding]:
                 f"{found}: this build of torch has no kernels for it",
                 "install another build of torch",
             )
-        elif free < _LEAST_GPU_MEMORY:
-            yield Finding("warning", "GPU", found, "end what else uses it, or lower privacy.max_physical_batch_size")
         else:
-            yield Finding("ok", "GPU", found)
+            fix = "end what else uses it, or lower privacy.max_physical_batch_size"
+            yield judged("GPU", found, holds=free >= _LEAST_GPU_MEMORY, fix=fix)
 
 
 def _oldest_architecture() -> tuple[int, int]:
@@ -54,10 +53,8 @@ def cores() -> Iterator[Finding]:
     count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     threads = torch.get_num_threads()
     found = f"{count} cores, torch uses {threads} threads"
-    if threads > count:
-        yield Finding("warning", "cores", found, f"set OMP_NUM_THREADS={count}: more threads than cores slow it down")
-    else:
-        yield Finding("ok", "cores", found)
+    fix = f"set OMP_NUM_THREADS={count}: more threads than cores slow it down"
+    yield judged("cores", found, holds=threads <= count, fix=fix)
 
 
 def weights() -> Iterator[Finding]:
