@@ -13,7 +13,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 # Long enough that a signal comes before the end.
-EPOCHS = 20
+EPOCHS = 10
 STEPS = EPOCHS * 1437 // 512
 FIT = [
     *("--config", str(ROOT / "configs" / "digits.yaml"), "--trainer.accelerator", "cpu"),

@@ -145,7 +145,7 @@ for name, options in {launchers!r}.items():
 @pytest.mark.slow  # real runs through each launcher, and a Ray of its own
 def test_launchers_run_the_same_grid_to_the_same_results(tmp_path, warm_python):
     fixed = {"privacy.reproducible": True}
-    grid = grid_file(tmp_path, seeds=[42], sizes=[256, 512], methods=["DP-SGD"], **fixed)
+    grid = grid_file(tmp_path, seeds=[42], sizes=[512], methods=["DP-SGD"], **fixed)
     launchers = {
         "local": [],
         "slurm": ["--launcher-option", "cluster=local", "--launcher-option", "timeout_min=10"],
@@ -165,7 +165,7 @@ def test_launchers_run_the_same_grid_to_the_same_results(tmp_path, warm_python):
     for name in launchers:
         loaded = {run: json.loads(path.read_text()) for run, path in results(tmp_path / name).items()}
         found[name] = {run: {k: v for k, v in result.items() if k != "seconds"} for run, result in loaded.items()}
-        assert len(found[name]) == 2
+        assert len(found[name]) == 1
     assert found["local"] == found["slurm"] == found["ray"]
 
 
@@ -187,7 +187,7 @@ def test_a_run_that_fails_is_named_and_the_others_finish(tmp_path, capsys):
 
 @pytest.mark.slow  # a real run, stopped and started again
 def test_a_sweep_that_is_stopped_leaves_checkpoints_and_goes_on_from_them(tmp_path, dpl):
-    grid = grid_file(tmp_path, seeds=[42], sizes=[64], methods=["DP-SGD"], **{"trainer.max_epochs": 12})
+    grid = grid_file(tmp_path, seeds=[42], sizes=[64], methods=["DP-SGD"], **{"trainer.max_epochs": 6})
     out = tmp_path / "out"
     process = dpl("sweep", grid, "--out", out)
     while not list(out.rglob("epoch=*.ckpt")):
@@ -203,7 +203,7 @@ def test_a_sweep_that_is_stopped_leaves_checkpoints_and_goes_on_from_them(tmp_pa
     (log,) = out.rglob("log.txt")
     assert f"Restored all states from the checkpoint at {stopped}" in log.read_text()
     steps = [json.loads(path.read_text())["num_steps"] for path in out.rglob("result.json")]
-    assert max(steps) == 12 * 1437 // 64 > taken
+    assert max(steps) == 6 * 1437 // 64 > taken
 
 
 def test_whatever_interrupts_a_sweep_its_launcher_is_closed_at_once(tmp_path, monkeypatch):
@@ -415,6 +415,16 @@ def test_a_dry_run_prints_commands_and_prices_and_writes_nothing(tmp_path, capsy
     assert "Each epsilon covers one run alone." in said
 
 
+def with_every_point(cells):
+    """The cells that have a point which none before them has."""
+    seen = set()
+    for cell in cells:
+        points = set(cell.labels.items())
+        if not points <= seen:
+            seen |= points
+            yield cell
+
+
 @pytest.mark.parametrize("path", SWEEPS, ids=lambda path: path.stem)
 def test_every_grid_passes_a_dry_run(path, monkeypatch, capsys, tmp_path):
     # Their noise is solved for in other tests, and their times are not of interest here.
@@ -427,10 +437,12 @@ def test_every_grid_passes_a_dry_run(path, monkeypatch, capsys, tmp_path):
     folder = []
     if "imagenet" in path.stem:
         folder = ["--override", f"data.init_args.root={tmp_path}"]
+    grid, every_cell = Grid.load(path), Grid.cells
+    monkeypatch.setattr(Grid, "cells", lambda grid: with_every_point(every_cell(grid)))
     main(["sweep", str(path), "--dry-run", *folder])
     said = capsys.readouterr().out
-    grid = Grid.load(path)
     count = len(list(grid.cells()))
+    assert count >= max(map(len, grid.axes.values()))
     assert f"{grid.title}: {count} runs" in said
     assert said.count("\n  dpl fit --config ") == count
     # Without its files nobody knows how many examples a folder has.
