@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from torch import nn
+from torch import library, nn
 from torch.func import grad, vmap
 from torch.nn import functional as F
 
@@ -182,7 +182,7 @@ def test_an_operator_says_whether_it_has_a_vmap_of_its_own():
     assert isinstance(torch.ops.aten.sin, internals.OpOverloadPacket)
     assert internals.has_vmap_kernel(torch.ops.aten.sin.default)
 
-    @torch.library.custom_op("example::twice", mutates_args=())
+    @library.custom_op("example::twice", mutates_args=())
     def twice(x: torch.Tensor) -> torch.Tensor:
         return x * 2
 
