@@ -145,7 +145,7 @@ for name, options in {launchers!r}.items():
 @pytest.mark.slow  # real runs through each launcher, and a Ray of its own
 def test_launchers_run_the_same_grid_to_the_same_results(tmp_path, warm_python):
     fixed = {"privacy.reproducible": True}
-    grid = grid_file(tmp_path, seeds=[42], sizes=[512], methods=["DP-SGD"], **fixed)
+    grid = grid_file(tmp_path, seeds=[42], sizes=[256, 512], methods=["DP-SGD"], **fixed)
     launchers = {
         "local": [],
         "slurm": ["--launcher-option", "cluster=local", "--launcher-option", "timeout_min=10"],
@@ -165,7 +165,7 @@ def test_launchers_run_the_same_grid_to_the_same_results(tmp_path, warm_python):
     for name in launchers:
         loaded = {run: json.loads(path.read_text()) for run, path in results(tmp_path / name).items()}
         found[name] = {run: {k: v for k, v in result.items() if k != "seconds"} for run, result in loaded.items()}
-        assert len(found[name]) == 1
+        assert len(found[name]) == 2
     assert found["local"] == found["slurm"] == found["ray"]
 
 
@@ -415,16 +415,6 @@ def test_a_dry_run_prints_commands_and_prices_and_writes_nothing(tmp_path, capsy
     assert "Each epsilon covers one run alone." in said
 
 
-def with_every_point(cells):
-    """The cells that have a point which none before them has."""
-    seen = set()
-    for cell in cells:
-        points = set(cell.labels.items())
-        if not points <= seen:
-            seen |= points
-            yield cell
-
-
 @pytest.mark.parametrize("path", SWEEPS, ids=lambda path: path.stem)
 def test_every_grid_passes_a_dry_run(path, monkeypatch, capsys, tmp_path):
     # Their noise is solved for in other tests, and their times are not of interest here.
@@ -437,12 +427,10 @@ def test_every_grid_passes_a_dry_run(path, monkeypatch, capsys, tmp_path):
     folder = []
     if "imagenet" in path.stem:
         folder = ["--override", f"data.init_args.root={tmp_path}"]
-    grid, every_cell = Grid.load(path), Grid.cells
-    monkeypatch.setattr(Grid, "cells", lambda grid: with_every_point(every_cell(grid)))
     main(["sweep", str(path), "--dry-run", *folder])
     said = capsys.readouterr().out
+    grid = Grid.load(path)
     count = len(list(grid.cells()))
-    assert count >= max(map(len, grid.axes.values()))
     assert f"{grid.title}: {count} runs" in said
     assert said.count("\n  dpl fit --config ") == count
     # Without its files nobody knows how many examples a folder has.
