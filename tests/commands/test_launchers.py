@@ -103,7 +103,7 @@ program=$2
 shift 3
 arguments=()
 for argument in "$@"; do
-  case $argument in gpu) argument=1 ;; auto) argument=1 ;; /runs) argument=$PWD ;; esac
+  case $argument in gpu) argument=1 ;; auto) argument=1 ;; esac
   arguments+=("$argument")
 done
 exec "$program" "${arguments[@]}"
