@@ -149,11 +149,8 @@ def test_an_export_names_the_classes_and_the_size(run, tmp_path):
     assert facts["resized_to"] == (18 if image_net else 16)
 
 
-def by_the_contract(folder, path):
-    """The probabilities of an image file, from an export's folder alone: ``model.json``, PIL and onnxruntime."""
-    onnxruntime = pytest.importorskip("onnxruntime")
-    facts = json.loads((folder / "model.json").read_text())["onnx"]
-    given, returned = facts["input"], facts["output"]
+def input_by_the_contract(given, path):
+    """The network's input (1, C, H, W) for an image file, with PIL and what ``model.json`` says of the input."""
     assert given["layout"] == "NCHW"
     assert given["resize"]["interpolation"].startswith("bilinear, antialiased")
     with Image.open(path) as file:
@@ -171,11 +168,20 @@ def by_the_contract(folder, path):
     x = (pixels / 255 - given["mean"]) / given["std"]
     x = x.transpose(2, 0, 1)[None].astype(given["dtype"])
     assert list(x.shape[1:]) == given["shape"][1:]
-    session = onnxruntime.InferenceSession(folder / "model.onnx")
-    ((logits,),) = session.run([returned["name"]], {given["name"]: x})
-    assert "softmax" in returned["meaning"]
-    assert [len(logits)] == returned["shape"][1:]
-    return np.exp(logits) / np.exp(logits).sum(), returned["class_names"]
+    return x
+
+
+@pytest.fixture
+def seen(monkeypatch):
+    """The images (C, H, W) that `dpl predict` gives to a network or to its features, in the order of the files."""
+    images, transferred = [], datamodules.ImageFiles.on_after_batch_transfer
+
+    def noted(data, batch, index):
+        images.extend(batch[0].numpy())
+        return transferred(data, batch, index)
+
+    monkeypatch.setattr(datamodules.ImageFiles, "on_after_batch_transfer", noted)
+    return images
 
 
 @pytest.fixture(scope="module")
@@ -209,7 +215,7 @@ def test_a_probe_sees_new_files_through_its_network(probe, images, tmp_path):
     assert len({row["class"] for row in own}) > 1
 
 
-def test_an_exported_probe_takes_images(probe, images, tmp_path, capsys):
+def test_an_exported_probe_takes_images(probe, images, tmp_path, capsys, seen):
     onnxruntime = pytest.importorskip("onnxruntime")
     folder, checkpoint = probe
     main(["export", "--ckpt-path", str(checkpoint), "--out", str(tmp_path / "out")])
@@ -225,10 +231,8 @@ def test_an_exported_probe_takes_images(probe, images, tmp_path, capsys):
     found = torch.from_numpy(logits).softmax(1)
     for row, probabilities in zip(expected, found.tolist(), strict=True):
         assert probabilities == pytest.approx([float(row[f"p{k}"]) for k in range(3)], abs=1e-3)
-    require_same_probabilities(
-        tmp_path / "out",
-        predict(probe, tmp_path / "files", "--data", "ImageFiles", "--data.root", str(images / "val")),
-    )
+    rows = predict(probe, tmp_path / "files", "--data", "ImageFiles", "--data.root", str(images / "val"))
+    require_what_is_predicted(tmp_path / "out", rows, seen)
     # The file that the network came from may lie elsewhere.
     moved = (folder / "network.pth").rename(tmp_path / "moved.pth")
     for option, arguments in (
@@ -254,24 +258,34 @@ def test_an_exported_probe_takes_images(probe, images, tmp_path, capsys):
     assert "are not those that computed the features of this run" in capsys.readouterr().err
 
 
-def require_same_probabilities(folder, rows):
+def require_what_is_predicted(folder, rows, seen):
     """An export's folder says by itself how to get what `dpl predict` writes."""
-    for row in rows:
-        probabilities, names = by_the_contract(folder, row["file"])
-        expected = [float(row[f"p{k}"]) for k in range(len(probabilities))]
-        # PIL and torch round some resized pixels differently, by one of 256 levels: 0.007 in the worst of 72 images.
-        assert probabilities.tolist() == pytest.approx(expected, abs=0.05)
+    onnxruntime = pytest.importorskip("onnxruntime")
+    facts = json.loads((folder / "model.json").read_text())["onnx"]
+    given, returned = facts["input"], facts["output"]
+    session = onnxruntime.InferenceSession(folder / "model.onnx")
+    assert "softmax" in returned["meaning"]
+    names = returned["class_names"]
+    for row, image in zip(rows, seen, strict=True):
+        x = input_by_the_contract(given, row["file"])
+        # PIL and torch round some resized pixels differently, by one of 256 levels.
+        assert np.abs((x[0] - image) * 255 * np.reshape(given["std"], (-1, 1, 1))).max() < 1.01
+        ((logits,),) = session.run([returned["name"]], {given["name"]: image[None]})
+        assert [len(logits)] == returned["shape"][1:]
+        probabilities = np.exp(logits - logits.max())
+        expected = [float(row[f"p{k}"]) for k in range(len(logits))]
+        assert (probabilities / probabilities.sum()).tolist() == pytest.approx(expected, abs=1e-3)
         assert (names[int(row["class"])] if names else None) == row.get("class_name")
-    assert max(np.ptp([float(row[f"p{k}"]) for row in rows]) for k in range(len(probabilities))) > 0.2
+    assert max(np.ptp([float(row[f"p{k}"]) for row in rows]) for k in range(len(logits))) > 0.2
 
 
-def test_an_exported_network_is_run_by_what_its_folder_says_alone(run, images, tmp_path):
+def test_an_exported_network_is_run_by_what_its_folder_says_alone(run, images, tmp_path, seen):
     main(["export", "--ckpt-path", str(run[1]), "--out", str(tmp_path / "out"), "--format", "onnx"])
     rows = predict(run, tmp_path / "files", "--data", "ImageFiles", "--data.root", str(images / "val"))
-    require_same_probabilities(tmp_path / "out", rows)
+    require_what_is_predicted(tmp_path / "out", rows, seen)
 
 
-def test_an_exported_network_for_grey_images_is_run_by_what_its_folder_says_alone(images, tmp_path):
+def test_an_exported_network_for_grey_images_is_run_by_what_its_folder_says_alone(images, tmp_path, seen):
     main(
         [
             *("fit", "digits", *QUIET, "--trainer.max_steps", "4", "--privacy.accountant", "rdp"),
@@ -281,7 +295,8 @@ def test_an_exported_network_for_grey_images_is_run_by_what_its_folder_says_alon
     (checkpoint,) = tmp_path.rglob("*.ckpt")
     main(["export", "--ckpt-path", str(checkpoint), "--out", str(tmp_path / "out"), "--format", "onnx"])
     files = ["--data", "ImageFiles", "--data.root", str(images / "val")]
-    require_same_probabilities(tmp_path / "out", predict((tmp_path / "run", checkpoint), tmp_path / "files", *files))
+    rows = predict((tmp_path / "run", checkpoint), tmp_path / "files", *files)
+    require_what_is_predicted(tmp_path / "out", rows, seen)
 
 
 class ParsedError(Exception):
