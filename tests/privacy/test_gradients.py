@@ -13,6 +13,7 @@ from torchvision.models import convnext_tiny
 
 from dp_lightning.models import ResNet, SmallCNN, WideResNet
 from dp_lightning.privacy import ClipPlan
+from dp_lightning.privacy.gradients import products
 from dp_lightning.privacy.gradients.clipped_sum import _ROOM, ClippedSum
 
 PLANS = {
@@ -36,9 +37,17 @@ MODELS = {
         (3, 32, 32),
     ),
 }
-# Float32 rounding gives about 1e-6 on these networks. A norm by Gram matrices includes a bound of the sum's rounding,
-# which is up to 2e-5 here.
-TOLERANCE = 3e-5
+# Float32 rounding gives 1e-6 to 5e-6 on these networks.
+TOLERANCE = 1e-5
+
+
+@pytest.fixture(autouse=True)
+def _without_the_bound_of_rounding(monkeypatch):
+    """Norms as they are: the bound of the sum's rounding, which some methods add, has its tests in test_products.
+
+    Which methods are used depends on the kind of processor, and the bound is up to 1e-4 here.
+    """
+    monkeypatch.setattr(products, "rounding_per_term", lambda positions: 0.0)
 
 
 def batch(shape, size=4):
