@@ -20,10 +20,9 @@ from dp_lightning.errors import ConfigurationError
 from dp_lightning.privacy.accounting import Ledger
 from dp_lightning.privacy.plan import PrivacyPlan
 from dp_lightning.privacy.statement import PrivacyStatement
-from dp_lightning.private_run.budget import Budget
 from dp_lightning.private_run.checkpoint_contents import check_hyperparameters, check_metrics
 from dp_lightning.private_run.loader import PrivateSource
-from dp_lightning.private_run.planned_counts import count_by_loader, count_by_plan, steps_of_an_epoch
+from dp_lightning.private_run.planned_counts import count_by_loader, count_by_plan
 from dp_lightning.private_run.resume import PRIVATE_RUN, RunHistory, SavedRun, broken_seal, require_counted_steps
 from dp_lightning.private_run.run import PrivateRun
 from dp_lightning.private_run.settings import PrivacySettings
@@ -78,11 +77,6 @@ class PrivacyCallback(PrivacySettings, pl.Callback):
         """The steps taken so far, those of earlier parts of the run included."""
         return self.history.ledger
 
-    @property
-    def budget(self) -> Budget:
-        """What the fit has spent, and will have spent."""
-        return self.private_run.budget
-
     def statement(self, **more: Any) -> PrivacyStatement:
         """The privacy statement of the steps taken so far.
 
@@ -121,11 +115,7 @@ class PrivacyCallback(PrivacySettings, pl.Callback):
             )
         if stage == "fit":
             source = PrivateSource.stand_in(trainer)
-            count_by_plan(
-                trainer,
-                num_steps=lambda: self.shape_for(trainer, source.num_train(self)).num_steps,
-                steps_per_epoch=lambda: steps_of_an_epoch(source.num_train(self), self.expected_batch_size),
-            )
+            count_by_plan(trainer, lambda: self.shape_for(trainer, source.num_train(self)))
 
     def on_load_checkpoint(self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: Any) -> None:
         fits, saved = trainer.state.fn == TrainerFn.FITTING, SavedRun.read(checkpoint)
@@ -136,14 +126,8 @@ class PrivacyCallback(PrivacySettings, pl.Callback):
             self.history.load(saved)
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._run = PrivateRun(
-            trainer,
-            pl_module,
-            self,
-            self.history,
-            PrivateSource.of(trainer),
-            say=trainer.print if self.announces else lambda text: None,
-        )
+        say = trainer.print if self.announces else lambda text: None
+        self._run = PrivateRun(trainer, pl_module, self, self.history, PrivateSource.of(trainer), say=say)
         self._run.start()
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

@@ -109,7 +109,7 @@ class RunRecord(pl.Callback):
             "seconds": round(self._elapsed(), 3),
         }
         if privacy is not None and privacy.plan is not None:
-            epsilon = privacy.budget.spent()
+            epsilon = privacy.private_run.budget.spent()
             result |= {
                 "num_steps": privacy.ledger.num_steps,
                 "num_steps_planned": privacy.plan.num_steps,

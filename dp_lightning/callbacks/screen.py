@@ -130,7 +130,7 @@ class Screen(ProgressBar):
 
     def _progress(self, trainer: pl.Trainer) -> Progress:
         privacy = _privacy(trainer)
-        plan, budget, steps = privacy.private_run.plan, privacy.budget, privacy.ledger.num_steps
+        plan, budget, steps = privacy.private_run.plan, privacy.private_run.budget, privacy.ledger.num_steps
         seconds = time.monotonic() - self._began
         done = steps + self._fraction - self._steps_before
         per_step = seconds / done if done >= 1 else None

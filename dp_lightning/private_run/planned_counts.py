@@ -13,20 +13,19 @@ from collections.abc import Callable
 
 import lightning.pytorch as pl
 
-from dp_lightning.privacy.plan import PrivacyPlan
+from dp_lightning.privacy.plan import PrivacyPlan, RunShape
 
 
 class _Planned:
     """Marks the class that a trainer has for the time of a fit."""
 
 
-def count_by_plan(trainer: pl.Trainer, num_steps: Callable[[], int], steps_per_epoch: Callable[[], int]) -> None:
-    """Give ``estimated_stepping_batches`` and ``num_training_batches`` of a trainer these values.
+def count_by_plan(trainer: pl.Trainer, shape: Callable[[], RunShape]) -> None:
+    """Let ``estimated_stepping_batches`` and ``num_training_batches`` of a trainer count logical steps.
 
     Args:
         trainer: about to fit.
-        num_steps: returns T, the logical steps of the run.
-        steps_per_epoch: returns the logical steps that begin in one epoch of N examples.
+        shape: returns what the run draws and how often; called when a count is asked for.
     """
     count_by_loader(trainer)
     kind = type(trainer)
@@ -36,11 +35,11 @@ def count_by_plan(trainer: pl.Trainer, num_steps: Callable[[], int], steps_per_e
         asks = "" if frame is None or frame.f_back is None else str(frame.f_back.f_globals.get("__name__"))
         if asks.partition(".")[0] == pl.__name__.partition(".")[0]:
             return kind.num_training_batches.fget(self)  # type: ignore[attr-defined, no-any-return]
-        return steps_per_epoch()
+        return _steps_of_an_epoch(shape())
 
     names = {
         # Properties of the class, which attributes of the trainer could not hide.
-        "estimated_stepping_batches": property(lambda _: num_steps()),
+        "estimated_stepping_batches": property(lambda _: shape().num_steps),
         "num_training_batches": property(num_training_batches),
         "__module__": kind.__module__,
     }
@@ -53,9 +52,9 @@ def count_by_loader(trainer: pl.Trainer) -> None:
         trainer.__class__ = type(trainer).__bases__[1]
 
 
-def steps_of_an_epoch(num_train: int, expected_batch_size: int) -> int:
+def _steps_of_an_epoch(shape: RunShape) -> int:
     """The most logical steps that begin in one epoch: ceil(N / B), as a loader that keeps its last batch counts."""
-    return math.ceil(num_train / expected_batch_size)
+    return math.ceil(shape.num_train / shape.expected_batch_size)
 
 
 def epochs_of(plan: PrivacyPlan) -> int:

@@ -59,7 +59,7 @@ def test_a_second_private_fit_counts_the_steps_of_the_first(tmp_path, way):
     again, second = fit(tmp_path / "2", SAME[way](module), privacy(noise_multiplier=2.0), max_epochs=1)
     together = compose([(1.0, 1 / 3, 6), (2.0, 1 / 3, 3)], delta=1e-3, accountant="rdp")
     assert second.epsilon["rdp"] == pytest.approx(together)
-    assert again.budget.spent() == pytest.approx(together)
+    assert again.private_run.budget.spent() == pytest.approx(together)
     assert again.ledger.num_steps == 3
     assert second.release == "ok"
     assert f"run {first.run}: 6 private steps, which count here" in second.to_markdown()
@@ -83,10 +83,10 @@ def test_other_weights_count_nothing(tmp_path):
 
 def test_the_target_holds_for_all_runs_together(tmp_path):
     module = Plain()
-    spent = fit(tmp_path / "1", module)[0].budget.spent()
+    spent = fit(tmp_path / "1", module)[0].private_run.budget.spent()
     wanted = {"noise_multiplier": None, "target_epsilon": spent + 1.0}
     callback, _ = fit(tmp_path / "2", module, privacy(**wanted), max_epochs=1)
-    assert spent < callback.budget.spent() <= spent + 1.0
+    assert spent < callback.private_run.budget.spent() <= spent + 1.0
     with pytest.raises(BudgetError, match="Raise the target"):
         fit(tmp_path / "3", module, privacy(**{**wanted, "target_epsilon": spent}), max_epochs=1)
 

@@ -74,7 +74,7 @@ def test_the_shown_epsilon_is_never_below_what_is_spent(tmp_path):
     class Shown(Callback):
         def on_train_batch_end(self, trainer, pl_module, *args):
             callback = trainer.callbacks[0]
-            shown.append(callback.budget.bound - callback.ledger.epsilon(delta=1e-3, accountant="rdp"))
+            shown.append(callback.private_run.budget.bound - callback.ledger.epsilon(delta=1e-3, accountant="rdp"))
 
     shown = []
     trainer(tmp_path, privacy(expected_batch_size=2), Shown(), max_epochs=1).fit(Plain(), loader())

@@ -379,7 +379,7 @@ def interrupted(tmp_path):
     """Five of nine steps at epsilon 5, without a loss; the checkpoint and what is spent."""
     first = budgeted(5.0)
     crash(tmp_path, first, saved=5, stopped=5)
-    return tmp_path / "step=5.ckpt", first.budget.spent(), first.plan.noise_multiplier
+    return tmp_path / "step=5.ckpt", first.private_run.budget.spent(), first.plan.noise_multiplier
 
 
 def test_a_target_below_what_is_spent_is_refused(tmp_path, interrupted):

@@ -15,7 +15,7 @@ def test_a_longer_second_fit_is_planned_for_the_same_target(tmp_path):
     trainer(tmp_path / "2", callback, max_epochs=3).fit(module, loader())
     assert callback.ledger.num_steps == 3 * first.num_steps
     assert callback.plan.noise_multiplier > first.noise_multiplier
-    assert 4.9 < callback.budget.spent() <= 5.0
+    assert 4.9 < callback.private_run.budget.spent() <= 5.0
     assert callback.ledger.totals == {
         (first.noise_multiplier, first.sample_rate): first.num_steps,
         (callback.plan.noise_multiplier, first.sample_rate): 2 * first.num_steps,
