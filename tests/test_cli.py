@@ -1,6 +1,7 @@
 """The ``dpl`` command: help, wrong settings, and a run from one YAML file to a statement."""
 
 import csv
+import gc
 import json
 import os
 import platform
@@ -9,6 +10,8 @@ import shutil
 import signal
 import subprocess
 import sys
+import types
+from contextlib import nullcontext
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -79,6 +82,27 @@ def test_the_version_is_shown_without_torch_too(capsys, monkeypatch):
     monkeypatch.setattr(cli, "version", missing)
     main(["--version"])
     assert capsys.readouterr().out.endswith(", torch is not installed\n")
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_garbage_is_collected_again_after_the_imports_of_a_command(fails, monkeypatch):
+    """And nothing is left out: a tensor that was made by an import is found by what looks for references to it."""
+    during, made = [], []
+
+    def import_module(name):
+        during.append(gc.isenabled())
+        made.append([torch.zeros(1)])
+        if fails:
+            raise KeyboardInterrupt
+        return types.SimpleNamespace(main=lambda arguments: during.append(gc.isenabled()))
+
+    monkeypatch.setattr(cli, "import_module", import_module)
+    monkeypatch.delitem(sys.modules, "dp_lightning.commands.account", raising=False)
+    with pytest.raises(KeyboardInterrupt) if fails else nullcontext():
+        main(["account"])
+    assert during == ([False] if fails else [False, True])
+    assert gc.isenabled()
+    assert any(holder is made[0] for holder in gc.get_referrers(made[0][0]))
 
 
 def test_an_unknown_command_is_refused(capsys):

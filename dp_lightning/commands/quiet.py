@@ -66,6 +66,12 @@ WARNINGS = (
         ".* will be overridden by `",
         "the classifiers have an optimizer for plain Trainers, and that of the configuration replaces it",
     ),
+    Unwanted(
+        UserWarning,
+        r"lightning\.fabric\.utilities\.seed",
+        "No seed found",
+        "the configuration of the run has the seed, and the guarantee does not depend on it",
+    ),
     Unwanted(FutureWarning, r"lightning\.", ".*LeafSpec", "Lightning's use of torch's trees"),
     Unwanted(DeprecationWarning, r"(lightning|jsonargparse)\b", "", "Lightning's use of jsonargparse"),
 )
