@@ -92,12 +92,12 @@ def _dropped_root() -> Any:
 
 
 def _short_norms() -> Any:
-    squared_norms = Product.squared_norms
+    norms = Product.norms
 
-    def quarter(self: Product) -> Any:
-        return {name: values / 4 for name, values in squared_norms(self).items()}
+    def half(self: Product) -> Any:
+        return {name: values / 2 for name, values in norms(self).items()}
 
-    return patch.object(Product, "squared_norms", quarter)
+    return patch.object(Product, "norms", half)
 
 
 def _unclipped_when_noised() -> Any:

@@ -104,6 +104,9 @@ without_torch_function_of_subclasses = torch._C.DisableTorchFunctionSubclass
 norms = torch._foreach_norm
 """The norm of each tensor of a list."""
 
+add_all_ = torch._foreach_add_
+"""``torch.Tensor.add_`` for each tensor of a list."""
+
 lerp_all_ = torch._foreach_lerp_
 """``torch.Tensor.lerp_`` for each tensor of a list."""
 

@@ -97,8 +97,10 @@ def test_torch_functions_are_hidden():
 def test_functions_of_lists():
     tensors = [torch.tensor([3.0, 4.0]), torch.tensor([5.0])]
     assert [norm.item() for norm in internals.norms(tensors)] == [5.0, 5.0]
-    internals.lerp_all_(tensors, [torch.tensor([1.0, 0.0]), torch.tensor([1.0])], 0.5)
-    assert [tensor.tolist() for tensor in tensors] == [[2.0, 2.0], [3.0]]
+    internals.add_all_(tensors, [torch.ones(2), torch.tensor([2.0])])
+    assert [tensor.tolist() for tensor in tensors] == [[4.0, 5.0], [7.0]]
+    internals.lerp_all_(tensors, [torch.tensor([0.0, 1.0]), torch.tensor([1.0])], 0.5)
+    assert [tensor.tolist() for tensor in tensors] == [[2.0, 3.0], [4.0]]
 
 
 def test_both_names_of_a_grouped_product_are_seen_alike():

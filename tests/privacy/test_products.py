@@ -236,7 +236,7 @@ def test_products_behind_a_bound_of_float32_rounding_are_in_float32(monkeypatch,
     before, seen = precisions(), []
     assert "ieee" not in before[:2]
     monkeypatch.setattr(products, "kept_method", lambda size: way)
-    monkeypatch.setattr(Tokens, "total", watched(Tokens.total))
+    monkeypatch.setattr(Tokens, "add_total", watched(Tokens.add_total))
     if way == "formed twice":
         monkeypatch.setattr(Tokens, "form", watched(Tokens.form))
     model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))

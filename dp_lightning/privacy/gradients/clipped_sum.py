@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 
 from dp_lightning.privacy.clipping import ClipPlan
-from dp_lightning.privacy.gradients.contribution import Contribution, Weights
+from dp_lightning.privacy.gradients.contribution import Contribution, Weights, finite_, flat_rows
 from dp_lightning.privacy.gradients.workspace import Workspace
+from dp_lightning.torch_internals import add_all_
 
 # Relative to a bound: squared norms are accurate to 1e-6, and five more roundings of 6e-8 follow.
 _ROOM = 2.0**-19
@@ -33,9 +34,10 @@ class ClippedSum:
         self._group_of = {name: index for index, names in enumerate(self._members) for name in names}
         device = next(iter(parameters.values())).device
         self._workspace = Workspace()
+        self._known_columns: dict[tuple[str, ...], Tensor] = {}
         # A little less, for the rounding of norms and factors.
         bounds = [bound * (1 - _ROOM) for bound in clip_plan.bounds(groups)]
-        self._bounds = torch.tensor(bounds, dtype=torch.float32, device=device).unbind()
+        self._bounds = torch.tensor(bounds, dtype=torch.float32, device=device)
         self.discarded = torch.zeros((), dtype=torch.int64, device=device)
         """How many examples of the logical batch have a gradient that is not finite."""
         # Dense, even if a parameter is a view of a larger tensor.
@@ -67,28 +69,31 @@ class ClippedSum:
             counted: (b,) whether each example takes part; one that does not contributes zero. None counts all.
         """
         self._counted = counted
-        self._squared = [bound.new_zeros(batch_size, dtype=torch.float64) for bound in self._bounds]
+        self._squared = torch.zeros(batch_size, len(self.labels), dtype=torch.float64, device=self.flat.device)
         self._kept: list[Contribution] = []
+        self._rows: dict[str, Tensor] = {}
         self._seen: set[str] = set()
 
     @torch.no_grad()
     def take(self, contribution: Contribution) -> None:
         """Take what the physical batch contributes to some parameters; each parameter comes in one contribution only.
 
-        If these are all parameters of their groups, they are clipped and added at once, and nothing is kept.
+        If these are all parameters of their groups, they are clipped and added at once, and nothing is kept but small
+        gradients.
         """
         assert not self._seen & set(contribution.names), "a parameter's contributions add up before the norm is taken"
         self._seen.update(contribution.names)
         groups = {self._group_of[name] for name in contribution.names}
         complete = all(set(self._members[group]) <= set(contribution.names) for group in groups)
         # Autocast would compute the products in bfloat16, and the sum would no longer be what was measured.
-        with torch.autocast(self.discarded.device.type, enabled=False):
-            if complete:
-                self._add(contribution.stream(self._weigh, self._workspace))
+        with torch.autocast(self.flat.device.type, enabled=False):
+            if complete and len(contribution.rows) < len(contribution.names):
+                contribution.stream(self._weigh, self.sums, self._workspace)
                 return
             contribution.measure(self._workspace)
-            self._note(slice(None), contribution.squared_norms())
-        self._kept.append(contribution)
+            self._rows.update(contribution.rows)
+            if len(contribution.rows) < len(contribution.names):
+                self._kept.append(contribution)
 
     @torch.no_grad()
     def end(self) -> Tensor:
@@ -97,33 +102,71 @@ class ClippedSum:
         Returns:
             (b, L) float32 norms before clipping, one column per group.
         """
-        squared = torch.stack(self._squared, dim=1).float()
-        weights = self._weights(slice(None), [name for kept in self._kept for name in kept.names])
-        with torch.autocast(squared.device.type, enabled=False):
+        with torch.autocast(self.flat.device.type, enabled=False):
+            parts: dict[int, list[Tensor]] = {}
             for contribution in self._kept:
-                self._add(contribution.weighted_sum(weights))
+                for name, norms in contribution.norms().items():
+                    parts.setdefault(self._group_of[name], []).append(norms)
+            for group, found in parts.items():
+                self._squared[:, group] += _squared(found)
+            small = self._joined_rows()
+            squared = self._squared.float()
+            factors = self.clip_plan.factors(squared.sqrt(), self._bounds)
+            if self._counted is not None:
+                factors = factors * self._counted.unsqueeze(1)
+            by_group = factors.unbind(1)
+            for contribution in self._kept:
+                contribution.add_weighted(
+                    {name: by_group[self._group_of[name]] for name in contribution.names}, self.sums
+                )
+            if small is not None:
+                self._add_rows(small, factors)
         broken = (~squared.isfinite()).any(dim=1)
         self.discarded += (broken if self._counted is None else broken & self._counted).sum()
-        self._kept = []
+        self._kept, self._rows = [], {}
         return squared.sqrt()
 
-    def _note(self, rows: slice, squared: Mapping[str, Tensor]) -> None:
-        for name, values in squared.items():
-            self._squared[self._group_of[name]][rows].add_(values)
+    def _joined_rows(self) -> Tensor | None:
+        """The small gradients as one tensor (b, numbers), float32, after noting their norms; None if there are none."""
+        if not self._rows:
+            return None
+        rows = torch.cat([flat_rows(rows).float() for rows in self._rows.values()], dim=1)
+        if len(self.labels) == 1:
+            self._squared[:, 0] += _squared([rows])
+        else:
+            self._squared.scatter_add_(1, self._columns().expand_as(rows), rows.double().square_())
+        return rows
 
-    def _weigh(self, rows: slice, squared: Mapping[str, Tensor]) -> Weights:
-        self._note(rows, squared)
-        return self._weights(rows, tuple(squared))
+    def _add_rows(self, rows: Tensor, factors: Tensor) -> None:
+        finite_(rows)  # a row with other numbers has the factor zero
+        total = rows.T.mv(factors[:, 0]) if len(self.labels) == 1 else (rows * factors[:, self._columns()]).sum(0)
+        sums = [self.sums[name] for name in self._rows]
+        parts = total.split([part.numel() for part in sums])
+        add_all_(sums, [part.view(into.shape) for part, into in zip(parts, sums, strict=True)])
 
-    def _weights(self, rows: slice, names: Sequence[str]) -> Weights:
-        factors = {
-            group: self.clip_plan.factors(self._squared[group][rows].float().sqrt(), self._bounds[group])
-            for group in {self._group_of[name] for name in names}
-        }
-        if self._counted is not None:
-            factors = {group: factor * self._counted[rows] for group, factor in factors.items()}
-        return {name: factors[self._group_of[name]] for name in names}
+    def _columns(self) -> Tensor:
+        """The group of each number of the small gradients."""
+        names = tuple(self._rows)
+        if names not in self._known_columns:
+            groups = torch.tensor([self._group_of[name] for name in names])
+            numbers = torch.tensor([self.sums[name].numel() for name in names])
+            self._known_columns = {names: groups.repeat_interleave(numbers).to(self.flat.device)}
+        return self._known_columns[names]
 
-    def _add(self, sums: Mapping[str, Tensor]) -> None:
-        for name, value in sums.items():
-            self.sums[name] += value
+    def _weigh(self, rows: slice, norms: Mapping[str, Tensor]) -> Weights:
+        by_group: dict[int, list[Tensor]] = {}
+        for name, values in norms.items():
+            by_group.setdefault(self._group_of[name], []).append(values)
+        factors = {}
+        for group, parts in by_group.items():
+            squared = _squared(parts)
+            self._squared[rows, group] = squared
+            factor = self.clip_plan.factors(squared.float().sqrt(), self._bounds[group])
+            factors[group] = factor if self._counted is None else factor * self._counted[rows]
+        return {name: factors[self._group_of[name]] for name in norms}
+
+
+def _squared(norms: Sequence[Tensor]) -> Tensor:
+    """(r,) float64 sums of the squares of norms (r, k)."""
+    parts = norms[0] if len(norms) == 1 else torch.cat(tuple(norms), dim=1)
+    return torch.linalg.vector_norm(parts, dim=1, dtype=torch.float64).square_()

@@ -1,5 +1,6 @@
 """What one physical batch contributes to a few parameters, per example until the weights are known."""
 
+import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 
@@ -9,24 +10,27 @@ from torch import Tensor
 from dp_lightning.privacy.gradients.workspace import Workspace
 
 _WIDENED_ROWS = 8
-# Squares are added up in float32 over pieces of this length and in float64 from there on.
-_PIECE = 256
+# Squares are added up in float32 over parts of at most so many numbers, and in float64 from there on. Shorter parts
+# are not worth their number.
+_LONG, _SHORT = 256, 16
+# Gradients of at most so many numbers are taken together.
+_SMALL = 2**13
 
 
 Weights = Mapping[str, Tensor]
 """Parameter name to the factor of each example, (r,) float32; zero where the gradient is not finite."""
 
 Weigh = Callable[[slice, Mapping[str, Tensor]], Weights]
-"""Maps squared norms, parameter name to (r,) float64, of a range of r examples to their weights."""
+"""Maps the norms of parts, parameter name to (r, k), of a range of r examples to their weights."""
 
 
 class Contribution(ABC):
     """Per-example gradients of a few parameters for the b examples of a physical batch.
 
-    Either the norms are read first and one weighted sum over the examples is computed later (``measure``,
-    ``squared_norms``, ``weighted_sum``), or, if the norms of these parameters alone decide, both are computed at once
-    (``stream``). Sums are float32. What is summed is what was measured: the same rounded values enter both, or a bound
-    on the difference is part of the norm.
+    Either the norms are read first and the weighted sums over the examples are computed later (``measure``, then
+    ``norms`` and ``rows``, then ``add_weighted``), or, if the norms of these parameters alone decide, both are computed
+    at once (``stream``). Sums are float32. What is summed is what was measured: the same rounded values enter both, or
+    a bound on the difference is part of the norm.
     """
 
     method: str
@@ -45,18 +49,32 @@ class Contribution(ABC):
     def measure(self, workspace: Workspace) -> None:
         """Compute what the norms need while the tensors are still in the cache; keep what the sum needs."""
 
-    @abstractmethod
-    def squared_norms(self) -> dict[str, Tensor]:
-        """Parameter name to (b,) float64 squared L2 norms; after ``measure``."""
+    @property
+    def rows(self) -> Mapping[str, Tensor]:
+        """Parameter name to gradients (b, *shape) that are so small that they are best taken together with others."""
+        return {}
 
     @abstractmethod
-    def weighted_sum(self, weights: Weights) -> dict[str, Tensor]:
-        """Sum over i of weights[name][i] * gradient_i, float32, for each name; after ``measure``."""
+    def norms(self) -> dict[str, Tensor]:
+        """Name of each parameter without ``rows`` to norms (b, k) of the k parts of its gradient; after ``measure``.
 
-    def stream(self, weigh: Weigh, workspace: Workspace) -> dict[str, Tensor]:
-        """Norms, weights and weighted sum in one go, with nothing kept."""
+        The squares of a row add up to the squared L2 norm, which is at most 1e-6 off.
+        """
+
+    @abstractmethod
+    def add_weighted(self, weights: Weights, sums: Mapping[str, Tensor]) -> None:
+        """Add the sum over i of weights[name][i] * gradient_i to sums[name], for each name of ``norms``."""
+
+    def stream(self, weigh: Weigh, sums: Mapping[str, Tensor], workspace: Workspace) -> None:
+        """Norms, weights and weighted sums in one go, those of ``rows`` too, with nothing kept."""
         self.measure(workspace)
-        return self.weighted_sum(weigh(slice(None), self.squared_norms()))
+        self._add_measured(weigh, sums)
+
+    def _add_measured(self, weigh: Weigh, sums: Mapping[str, Tensor]) -> None:
+        weights = weigh(slice(None), self.norms() | {name: part_norms(rows) for name, rows in self.rows.items()})
+        self.add_weighted(weights, sums)
+        for name, rows in self.rows.items():
+            add_weighted(sums[name], rows, weights[name])
 
 
 class PerExample(Contribution):
@@ -64,10 +82,15 @@ class PerExample(Contribution):
 
     def __init__(self, gradients: dict[str, Tensor], method: str) -> None:
         self.gradients, self.method = gradients, method
+        self._rows = {name: rows for name, rows in gradients.items() if rows[0].numel() <= _SMALL}
 
     @property
     def names(self) -> tuple[str, ...]:
         return tuple(self.gradients)
+
+    @property
+    def rows(self) -> Mapping[str, Tensor]:
+        return self._rows
 
     def formed(self) -> "PerExample":
         return self
@@ -75,11 +98,13 @@ class PerExample(Contribution):
     def measure(self, workspace: Workspace) -> None:
         return None
 
-    def squared_norms(self) -> dict[str, Tensor]:
-        return {name: squared_norms(gradient) for name, gradient in self.gradients.items()}
+    def norms(self) -> dict[str, Tensor]:
+        return {name: part_norms(rows) for name, rows in self.gradients.items() if name not in self._rows}
 
-    def weighted_sum(self, weights: Weights) -> dict[str, Tensor]:
-        return {name: weighted_rows(gradient, weights[name]) for name, gradient in self.gradients.items()}
+    def add_weighted(self, weights: Weights, sums: Mapping[str, Tensor]) -> None:
+        for name, rows in self.gradients.items():
+            if name not in self._rows:
+                add_weighted(sums[name], rows, weights[name])
 
 
 def sum_of_views(rows: Tensor, augmult: int) -> Tensor:
@@ -92,34 +117,45 @@ def flat_rows(rows: Tensor) -> Tensor:
     return rows.unsqueeze(-1).flatten(1)
 
 
-def squared_norms(rows: Tensor) -> Tensor:
-    """(b,) float64 squared norms of the rows (b, ...), with a relative error of at most 1e-6.
+def part_norms(rows: Tensor) -> Tensor:
+    """(b, k) L2 norms of parts of the rows (b, ...): their squares add up to a row's, with an error of at most 1e-6.
 
-    A float32 sum over a whole row of a million numbers can be too small by a thousandth.
+    A float32 sum over a whole row of a million numbers can be too small by a thousandth. Add the squares in float64.
     """
     rows = flat_rows(rows)
-    whole = rows.shape[1] // _PIECE * _PIECE
-    if rows.dtype == torch.float64 or whole < 4 * _PIECE:
-        return torch.linalg.vector_norm(rows, dim=1, dtype=torch.float64).square()
-    pieces = torch.linalg.vector_norm(rows[:, :whole].unflatten(1, (-1, _PIECE)), dim=2, dtype=torch.float32)
-    squares = pieces.double().square_().sum(1)
-    return squares if whole == rows.shape[1] else squares + squared_norms(rows[:, whole:])
+    length = _part(rows.shape[1])
+    if rows.dtype == torch.float64 or length < _SHORT:
+        return torch.linalg.vector_norm(rows, dim=1, keepdim=True, dtype=torch.float64)
+    return torch.linalg.vector_norm(rows.unflatten(1, (-1, length)), dim=2, dtype=torch.float32)
 
 
-def weighted_rows(rows: Tensor, weights: Tensor) -> Tensor:
-    """Sum over i of weights[i] * rows[i], float32, without the rows (b, ...) whose weight is zero."""
-    if rows.dtype == torch.float32:
-        return (flat_rows(without(rows, weights)).T @ weights).view(rows.shape[1:])
-    total = torch.zeros(rows.shape[1:], dtype=torch.float32, device=rows.device)
+@functools.lru_cache(maxsize=4096)
+def _part(numbers: int) -> int:
+    """The most numbers, at most ``_LONG``, that a row can be cut into parts of."""
+    return next(length for length in range(min(_LONG, max(numbers, 1)), 0, -1) if numbers % length == 0)
+
+
+def add_weighted(total: Tensor, rows: Tensor, weights: Tensor, *, used_up: bool = False) -> None:
+    """Add the sum over i of weights[i] * rows[i] to the float32 ``total``.
+
+    Args:
+        total: of the shape of a row.
+        rows: (b, ...); those whose weight is zero may hold numbers that are not finite.
+        weights: (b,) float32.
+        used_up: whether ``rows`` may be changed.
+    """
+    places = total.view(-1) if total.is_contiguous() else torch.zeros(total.numel(), device=total.device)
     # In pieces, so that a copy in float32 never exists as a whole.
-    for piece in zip(rows.split(_WIDENED_ROWS), weights.split(_WIDENED_ROWS), strict=True):
-        add_weighted(total, *piece)
-    return total
-
-
-def add_weighted(total: Tensor, rows: Tensor, weights: Tensor) -> None:
-    """Add ``weighted_rows`` of a few rows to the float32 ``total``."""
-    total.view(-1).addmv_(flat_rows(without(rows, weights)).float().T, weights)
+    step = len(rows) if rows.dtype == torch.float32 else _WIDENED_ROWS
+    for piece, factors in zip(rows.split(step), weights.split(step), strict=True):
+        if used_up and piece.device.type != "cpu":
+            # Faster than `without`; a row whose weight is not zero has only finite numbers.
+            finite_(piece)
+        else:
+            piece = without(piece, factors)
+        places.addmv_(flat_rows(piece).float().T, factors)
+    if not total.is_contiguous():
+        total += places.view(total.shape)
 
 
 def scaled(rows: Tensor, weights: Tensor) -> Tensor:
@@ -131,7 +167,8 @@ def scaled(rows: Tensor, weights: Tensor) -> Tensor:
     # On a CPU, checking the weights is cheaper than checking the products; on a GPU it would wait for the device.
     if weights.device.type == "cpu" and bool(((weights > 0) & (weights <= 1)).all()):
         return products
-    return without(products, products.flatten(1).isfinite().all(dim=1))
+    largest = torch.linalg.vector_norm(products.flatten(1), ord=torch.inf, dim=1)
+    return without(products, largest < torch.inf)
 
 
 def without(rows: Tensor, weights: Tensor) -> Tensor:
@@ -140,6 +177,11 @@ def without(rows: Tensor, weights: Tensor) -> Tensor:
     if weights.device.type == "cpu" and bool(weights.all()):
         return rows
     return rows.masked_fill((weights == 0).view(-1, *[1] * (rows.dim() - 1)), 0.0)
+
+
+def finite_(rows: Tensor) -> None:
+    """Put zeros in the place of numbers that are not finite."""
+    rows.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
 
 
 def add_up(first: PerExample, second: PerExample) -> PerExample:

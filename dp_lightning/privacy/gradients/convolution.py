@@ -191,18 +191,18 @@ class Patches(Factors):
         del self._image, self._values
 
     def rows_of(self, weight: Tensor) -> Tensor:
-        """(..., *weight.shape) as (..., groups, outputs, inputs), the inverse of ``weight``."""
         dims = len(self._conv.weight_shape)
         weight = weight.movedim(1 - dims, -1) if self._channels_last else weight
         return weight.flatten(1 - dims).unflatten(-2, (self.size.groups, self.size.outputs))
 
-    def total(self, weights: Tensor) -> Tensor:
+    def add_total(self, weights: Tensor, total: Tensor) -> None:
         if products_are_as_fast(self.device):
-            return super().total(weights)
+            super().add_total(weights, total)
+            return
         dtype = torch.promote_types(self.dtype, torch.float32)
-        weights = weights.repeat_interleave(self._augmult)
+        weights = weights.repeat_interleave(self._augmult) if self._augmult > 1 else weights
         values, image = scaled(self._values.to(dtype), weights), without(self._image.to(dtype), weights)
-        return self.rows_of(_weight_gradient(self._conv, image, values)).float()
+        total += self.rows_of(_weight_gradient(self._conv, image, values))
 
     def _views(self, rows: slice) -> slice:
         """The rows of the views of a range of examples."""

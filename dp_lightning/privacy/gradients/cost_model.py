@@ -6,6 +6,7 @@ multiplications of a matrix product, relative to the ordinary weight gradient, w
 computes as well. ``docs/performance.md`` explains the methods.
 """
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -24,9 +25,12 @@ _PER_GRAM_NUMBER = 600
 _MEMORY = 3
 # With fewer positions, a grouped convolution spends its time on reordering the weight's numbers.
 _FEW_POSITIONS = 64
-# Numbers in flight while gradients are formed: what the caches hold on a CPU; enough for large products on a GPU.
+# Numbers in flight while gradients are formed: what the caches hold on a CPU; a share of the memory of a GPU, so that
+# the number of operations does not grow with the batch.
 _CACHED_PER_THREAD = 2**20
-_CACHED_ON_GPU = 2**27
+_SHARE_ON_GPU = 1 / 16
+# Bytes of a device that does not say how much memory it has.
+_MEMORY_OF_A_GPU = 2**36
 
 
 @dataclass(frozen=True)
@@ -72,9 +76,15 @@ def streamed_method(size: Size, *, by_products: bool) -> str:
 def examples_at_a_time(numbers: int, device: torch.device) -> int:
     """How many examples to take at a time when each has ``numbers`` intermediate results."""
     if device.type != "cpu":
-        return max(_CACHED_ON_GPU // max(numbers, 1), 1)
+        return max(int(_SHARE_ON_GPU * _memory(device) / 4) // max(numbers, 1), 1)
     # A multiple of the number of threads, so that each has its own examples.
     return max(_CACHED_PER_THREAD // max(numbers, 1), 1) * torch.get_num_threads()
+
+
+@functools.lru_cache(maxsize=64)
+def _memory(device: torch.device) -> int:
+    """Bytes of memory of a device; all of it, so that the number does not depend on what else runs."""
+    return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else _MEMORY_OF_A_GPU
 
 
 def product_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:

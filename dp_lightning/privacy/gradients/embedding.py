@@ -4,6 +4,8 @@ An example touches at most as many rows as it has indices. They are added up in 
 of the table's size exists per example, and the norm is that of what is summed.
 """
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
@@ -12,8 +14,8 @@ from dp_lightning.privacy.gradients.contribution import (
     Contribution,
     PerExample,
     Weights,
+    part_norms,
     scaled,
-    squared_norms,
 )
 from dp_lightning.privacy.gradients.workspace import Workspace
 
@@ -57,10 +59,9 @@ class _Rows(Contribution):
     def measure(self, workspace: Workspace) -> None:
         return None
 
-    def squared_norms(self) -> dict[str, Tensor]:
-        return {self._name: squared_norms(self._slots)}
+    def norms(self) -> dict[str, Tensor]:
+        return {self._name: part_norms(self._slots)}
 
-    def weighted_sum(self, weights: Weights) -> dict[str, Tensor]:
+    def add_weighted(self, weights: Weights, sums: Mapping[str, Tensor]) -> None:
         slots = scaled(self._slots, weights[self._name]).float()
-        total = torch.zeros(self._num_embeddings, slots.shape[2], dtype=torch.float32, device=slots.device)
-        return {self._name: total.index_add_(0, self._indices.flatten(), slots.flatten(0, 1))}
+        sums[self._name].index_add_(0, self._indices.flatten(), slots.flatten(0, 1))

@@ -33,5 +33,8 @@ class Tokens(Factors):
     def weight(self, gradients: Tensor) -> Tensor:
         return gradients[:, 0]
 
+    def rows_of(self, weight: Tensor) -> Tensor:
+        return weight.unsqueeze(-3)
+
     def let_go(self) -> None:
         del self._x, self._g

@@ -41,7 +41,7 @@ class NormRule:
                 found["weight"].append(_sum(self._normalize(x.to(g.dtype), call).mul_(g), dims))
             if "bias" in names:
                 found["bias"].append(_sum(g, dims))
-        rows = {name: torch.cat(found[own]) for own, name in names.items()}
+        rows = {name: found[own][0] if len(found[own]) == 1 else torch.cat(found[own]) for own, name in names.items()}
         return PerExample({name: sum_of_views(row, call.rows) for name, row in rows.items()}, "by rule")
 
 

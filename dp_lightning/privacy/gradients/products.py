@@ -32,13 +32,13 @@ from dp_lightning.privacy.gradients.contribution import (
     Weigh,
     Weights,
     add_weighted,
+    part_norms,
     scaled,
-    squared_norms,
-    weighted_rows,
     without,
 )
 from dp_lightning.privacy.gradients.cost_model import Size, examples_at_a_time, kept_method, streamed_method
 from dp_lightning.privacy.gradients.workspace import Workspace
+from dp_lightning.torch_internals import storage_address
 
 Empty = Callable[..., Tensor]
 """Like ``torch.empty``, with ``dtype`` and ``device``."""
@@ -55,8 +55,8 @@ def rounding_per_term(positions: int) -> float:
 
 
 def _with_rounding(squared: Tensor, rounding: Tensor) -> Tensor:
-    """(n + r)^2 from n^2 and r: the sum of two vectors is at most as long as both together."""
-    return (squared.double().sqrt() + rounding.double()).square()
+    """(b, 1) norms n + r from n^2 and r: the sum of two vectors is at most as long as both together."""
+    return (squared.double().sqrt() + rounding.double()).unsqueeze(1)
 
 
 class Factors(ABC):
@@ -109,20 +109,25 @@ class Factors(ABC):
         """(r, groups, outputs, inputs) as (r, *weight.shape)."""
 
     @abstractmethod
+    def rows_of(self, weight: Tensor) -> Tensor:
+        """(..., *weight.shape) as (..., groups, outputs, inputs), the inverse of ``weight``."""
+
+    @abstractmethod
     def let_go(self) -> None:
         """Drop the tensors; ``size`` and ``weight`` stay usable."""
 
-    def total(self, weights: Tensor) -> Tensor:
-        """The sum over i of weights[i] G_i^T P_i: (groups, outputs, inputs), float32."""
+    def add_total(self, weights: Tensor, total: Tensor) -> None:
+        """Add the sum over i of weights[i] G_i^T P_i to ``total``: (groups, outputs, inputs), float32."""
         size, dtype = self.size, torch.promote_types(self.dtype, torch.float32)
-        total = torch.zeros(size.groups, size.outputs, size.inputs, dtype=dtype, device=self.device)
         for rows in self.ranges(size.patches + size.weight):
             left = scaled(self.left(rows, dtype), weights[rows])
             right = without(self.right(rows, dtype), weights[rows])
             # (groups, r * positions, ...): one product adds up positions and examples.
             left, right = left.transpose(0, 1).flatten(1, 2), right.transpose(0, 1).flatten(1, 2)
-            total.baddbmm_(left.mT, right)
-        return total.float()
+            if dtype == torch.float32:
+                total.baddbmm_(left.mT, right)
+            else:
+                total += left.mT @ right
 
     def ranges(self, numbers: int) -> Iterator[slice]:
         """Ranges of examples whose intermediate results, ``numbers`` each, fit into the cache."""
@@ -154,8 +159,8 @@ class Product(Contribution):
         self._factors, self._names = factors, names
         self.method = "formed"
         self._kept: list[Tensor] = []  # (r, groups, outputs, inputs) each, b rows in all
-        self._bias = torch.empty(0)  # (b, ...)
-        self._norms: dict[str, Tensor] = {}
+        self._bias: Tensor | None = None  # (b, ...)
+        self._norms = torch.empty(0)  # of parts of the weight's gradient, (b, k)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -167,10 +172,10 @@ class Product(Contribution):
 
     def formed(self) -> PerExample:
         self._measure_formed()
-        gradients = {"bias": self._bias}
+        gradients = dict(self.rows)
         if self._kept:
-            gradients["weight"] = self._factors.weight(torch.cat(self._kept))
-        return PerExample({name: gradients[own] for own, name in self._names.items()}, self.method)
+            gradients[self._names["weight"]] = self._factors.weight(_joined(self._kept))
+        return PerExample(gradients, self.method)
 
     def measure(self, workspace: Workspace) -> None:
         factors = self._factors
@@ -184,50 +189,60 @@ class Product(Contribution):
             self._measure_formed()
             factors.let_go()
 
-    def squared_norms(self) -> dict[str, Tensor]:
-        return {name: self._norms[own] for own, name in self._names.items()}
+    @property
+    def rows(self) -> Mapping[str, Tensor]:
+        return {} if self._bias is None else {self._names["bias"]: self._bias}
 
-    def weighted_sum(self, weights: Weights) -> dict[str, Tensor]:
-        sums = {}
-        for own, name in self._names.items():
-            if own == "bias":
-                sums[name] = weighted_rows(self._bias, weights[name])
-                continue
-            if self._kept:
-                total = self._weighted_kept(weights[name])
-            else:
+    def norms(self) -> dict[str, Tensor]:
+        return {} if self._only_bias else {self._names["weight"]: self._norms}
+
+    def add_weighted(self, weights: Weights, sums: Mapping[str, Tensor]) -> None:
+        if self._only_bias:
+            return
+        name, start = self._names["weight"], 0
+        with self._adding_to(sums[name]) as total:
+            if not self._kept:
                 with float32_products():
-                    total = self._factors.total(weights[name])
-            sums[name] = self._factors.weight(total.unsqueeze(0))[0]
-        return sums
+                    self._factors.add_total(weights[name], total)
+            for piece in self._kept:
+                add_weighted(total, piece, weights[name][start : start + len(piece)], used_up=True)
+                start += len(piece)
 
-    def stream(self, weigh: Weigh, workspace: Workspace) -> dict[str, Tensor]:
+    def stream(self, weigh: Weigh, sums: Mapping[str, Tensor], workspace: Workspace) -> None:
         factors = self._factors
         if self._only_bias:
-            return super().stream(weigh, workspace)
-        by_products = factors.by_products(factors.dtype)
-        if streamed_method(factors.size, by_products=by_products) == "Gram":
+            super().stream(weigh, sums, workspace)
+            return
+        if streamed_method(factors.size, by_products=factors.by_products(factors.dtype)) == "Gram":
             self.method = "Gram"
             self._measure_gram()
-            return self.weighted_sum(weigh(slice(None), self.squared_norms()))
+            self._add_measured(weigh, sums)
+            return
         self.method = "formed and used up"
-        totals: dict[str, Tensor] = {}
-        for rows in factors.ranges(factors.forming(factors.dtype)):
-            pieces = {"weight": factors.form(rows, factors.dtype, workspace.scratch)}
-            if "bias" in self._names:
-                pieces["bias"] = factors.bias(rows)
-            weights = weigh(rows, {self._names[own]: squared_norms(piece) for own, piece in pieces.items()})
-            for own, piece in pieces.items():
-                if own not in totals:
-                    totals[own] = torch.zeros(piece.shape[1:], dtype=torch.float32, device=piece.device)
-                add_weighted(totals[own], piece, weights[self._names[own]])
-        totals["weight"] = factors.weight(totals["weight"].unsqueeze(0))[0]
-        return {name: totals[own] for own, name in self._names.items()}
+        with self._adding_to(sums[self._names["weight"]]) as total:
+            for rows in factors.ranges(factors.forming(factors.dtype)):
+                pieces = {"weight": factors.form(rows, factors.dtype, workspace.scratch)}
+                if "bias" in self._names:
+                    pieces["bias"] = factors.bias(rows)
+                weights = weigh(rows, {self._names[own]: part_norms(piece) for own, piece in pieces.items()})
+                for own, piece in pieces.items():
+                    name = self._names[own]
+                    add_weighted(total if own == "weight" else sums[name], piece, weights[name], used_up=True)
+
+    @contextmanager
+    def _adding_to(self, total: Tensor) -> Iterator[Tensor]:
+        """The sum ``total``, of the weight's shape, as (groups, outputs, inputs); what is added to that counts."""
+        rows = self._factors.rows_of(total)
+        if storage_address(rows) == storage_address(total):
+            yield rows
+        else:  # the layer's input and its weight have different memory formats
+            rows = torch.zeros_like(rows)
+            yield rows
+            total += self._factors.weight(rows.unsqueeze(0))[0]
 
     def _measure_bias(self) -> None:
         if "bias" in self._names:
             self._bias = self._factors.bias(slice(None))
-            self._norms["bias"] = squared_norms(self._bias)
 
     def _measure_formed(self) -> None:
         self._measure_bias()
@@ -237,17 +252,11 @@ class Product(Contribution):
         for rows in factors.ranges(factors.forming(factors.dtype)):
             # Small pieces fit into memory that activations have just freed. Fresh memory is slow.
             self._kept.append(factors.form(rows, factors.dtype, torch.empty))
-            norms.append(squared_norms(self._kept[-1]))
-        self._norms["weight"] = torch.cat(norms)
-
-    def _weighted_kept(self, weights: Tensor) -> Tensor:
-        total = torch.zeros(self._kept[0].shape[1:], dtype=torch.float32, device=weights.device)
-        for piece, factors in zip(self._kept, weights.split([len(piece) for piece in self._kept]), strict=True):
-            add_weighted(total, piece, factors)
-        return total
+            norms.append(part_norms(self._kept[-1]))
+        self._norms = _joined(norms)
 
     def _measure_gram(self) -> None:
-        self._norms["weight"] = torch.cat([self._gram_norms(rows) for rows in self._gram_ranges()])
+        self._norms = _joined([self._gram_norms(rows) for rows in self._gram_ranges()])
         self._measure_bias()
 
     def _measure_twice(self, workspace: Workspace) -> None:
@@ -256,9 +265,10 @@ class Product(Contribution):
         dtype = torch.promote_types(factors.dtype, torch.float32)
         with float32_products():
             for rows in factors.ranges(factors.forming(dtype)):
-                weight = factors.form(rows, dtype, workspace.scratch)
-                norms.append(_with_rounding(squared_norms(weight), self._rounding(rows)))
-        self._norms["weight"] = torch.cat(norms)
+                parts = part_norms(factors.form(rows, dtype, workspace.scratch))
+                squared = torch.linalg.vector_norm(parts, dim=1, dtype=torch.float64).square()
+                norms.append(_with_rounding(squared, self._rounding(rows)))
+        self._norms = _joined(norms)
         self._measure_bias()
 
     def _rounding(self, rows: slice) -> Tensor:
@@ -279,3 +289,7 @@ class Product(Contribution):
         rounding = rounding_per_term(self._factors.size.positions) * diagonals.clamp_min(0.0).sqrt().sum((1, 2))
         squared = torch.linalg.vecdot(gram.flatten(1), patches.flatten(1)).clamp_min(0.0)
         return _with_rounding(squared, rounding)
+
+
+def _joined(pieces: list[Tensor]) -> Tensor:
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
