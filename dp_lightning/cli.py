@@ -47,6 +47,8 @@ exit codes: 0 done; 1 a check does not hold, or a run of a grid has failed; 2 an
 
 _TRAINING = ("fit", "validate", "test", "predict")
 _OTHERS = ("init", "export", "verify", "audit", "plan", "account", "sweep", "report", "configs", "analyze", "doctor")
+# Turns of a loop, for which a thread waits before it sleeps.
+_SPINS = "10000"
 # EX_IOERR of sysexits.h. 1 would mean that a check does not hold, and 128 or more a signal.
 _UNWRITTEN = 74
 
@@ -87,7 +89,15 @@ def _run(arguments: list[str]) -> None:
 
 
 def _imported(name: str) -> Any:
-    """The module. Looking for garbage takes a fifth of the time of importing torch and Lightning, and finds none."""
+    """The module. Threads of torch that wait for each other give way after some microseconds, and not milliseconds.
+
+    Where processes share cores, such as two runs on one machine, waiting threads otherwise take the time of those that
+    they wait for (`docs/performance.md`). GNU OpenMP reads this when torch is imported.
+
+    Looking for garbage takes a fifth of the time of importing torch and Lightning, and finds none.
+    """
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", _SPINS)
     if name in sys.modules or not gc.isenabled():
         return import_module(name)
     gc.disable()

@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import WeightAveraging
+from lightning.pytorch.callbacks import ModelCheckpoint, WeightAveraging
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.profilers import Profiler
 from lightning.pytorch.strategies import DDPStrategy, Strategy
@@ -46,6 +46,8 @@ __all__ = [
     "order_groups",
     "put_back_handlers",
     "records_modules",
+    "save_latest",
+    "saved_at",
     "saves_states",
     "set_loader_source",
     "set_logger_connector",
@@ -122,6 +124,19 @@ def gathered_value(logged: Any) -> Tensor | None:
         return None
     mean: Tensor = logged.value / (logged.cumulated_batch_size if logged.meta.is_mean_reduction else 1)
     return mean
+
+
+# Checkpoints
+
+
+def saved_at(callback: ModelCheckpoint) -> int:
+    """``trainer.global_step`` when it last saved."""
+    return callback._last_global_step_saved
+
+
+def save_latest(callback: ModelCheckpoint, trainer: pl.Trainer) -> None:
+    """Save a checkpoint now, as it does without a ``monitor``; one that it replaces is removed."""
+    callback._save_none_monitor_checkpoint(trainer, callback._monitor_candidates(trainer))
 
 
 # Metrics

@@ -84,6 +84,18 @@ def test_the_version_is_shown_without_torch_too(capsys, monkeypatch):
     assert capsys.readouterr().out.endswith(", torch is not installed\n")
 
 
+@pytest.mark.parametrize("given", [{}, {"GOMP_SPINCOUNT": "7"}, {"OMP_WAIT_POLICY": "ACTIVE"}])
+def test_waiting_threads_give_way_unless_something_else_is_set(given, monkeypatch):
+    for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(cli, "import_module", lambda name: types.SimpleNamespace(main=lambda arguments: None))
+    main(["account"])
+    spins = os.environ.pop("GOMP_SPINCOUNT", None)
+    assert spins == {(): "10000", ("GOMP_SPINCOUNT",): "7", ("OMP_WAIT_POLICY",): None}[tuple(given)]
+
+
 @pytest.mark.parametrize("fails", [False, True])
 def test_garbage_is_collected_again_after_the_imports_of_a_command(fails, monkeypatch):
     """And nothing is left out: a tensor that was made by an import is found by what looks for references to it."""
@@ -301,10 +313,13 @@ def test_a_configuration_beyond_all_bounds_is_refused(content, tmp_path, capsys,
     (tmp_path / "run.yaml").write_bytes(content)
     built = []  # to build the text of brackets takes 25 s
     monkeypatch.setattr(parser, "_load", lambda text, load=parser._load: built.append(text) or load(text))
+    monkeypatch.setattr(yaml, "load", lambda text, kind, load=yaml.load: built.append(text) or load(text, kind))
     with pytest.raises(SystemExit) as exit_:
         main(["fit", "--config", str(tmp_path / "run.yaml")])
     assert exit_.value.code == 2
-    assert len(capsys.readouterr().err) < 3_000
+    message = capsys.readouterr().err
+    assert len(message) < 3_000
+    assert str(tmp_path / "run.yaml") in message
     # The number of many digits is within the bounds: it is the loader that refuses it.
     assert (content in [text.encode() for text in built]) == content.endswith(b"9")
 
@@ -405,6 +420,16 @@ def finished(tmp_path_factory):
     )
     (folder,) = (root / "lightning_logs").iterdir()
     return folder
+
+
+def test_the_configuration_of_a_resumed_run_names_no_earlier_checkpoint(finished, tmp_path):
+    """With it, another command with this configuration would take the earlier weights, and a new fit would resume."""
+    (checkpoint,) = (finished / "checkpoints").glob("*.ckpt")
+    settings = ["--trainer.default_root_dir", str(tmp_path), "--trainer.max_epochs", "3"]
+    main(["fit", "--config", str(finished / "config.yaml"), "--ckpt_path", str(checkpoint), *settings])
+    (run,) = (tmp_path / "lightning_logs").iterdir()
+    assert json.loads((run / "result.json").read_text())["num_steps"] == 38
+    assert yaml.safe_load((run / "config.yaml").read_text())["ckpt_path"] is None
 
 
 @pytest.mark.parametrize("asked", ["the file", "last"])

@@ -9,6 +9,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.fabric.plugins.environments import LightningEnvironment
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.cli import LightningArgumentParser
 from lightning.pytorch.profilers import PyTorchProfiler, SimpleProfiler
 from lightning.pytorch.strategies import DDPStrategy
@@ -172,6 +173,23 @@ def test_the_hook_of_a_batch_is_called_by_its_name(tmp_path):
     module.__dict__[internals.CALL_BATCH_HOOK] = lambda name, *args: called.append(name) or hook(name, *args)
     trainer(tmp_path, enable_progress_bar=False).fit(module)
     assert called[:3] == ["on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer"]
+
+
+def test_a_checkpoint_is_saved_when_asked_for(tmp_path):
+    writer = ModelCheckpoint(tmp_path, every_n_train_steps=50)
+    run = pl.Trainer(
+        max_steps=3,
+        callbacks=[writer],
+        accelerator="cpu",
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    run.fit(Fit())
+    assert (internals.saved_at(writer), list(tmp_path.iterdir())) == (0, [])
+    internals.save_latest(writer, run)
+    assert internals.saved_at(writer) == 3
+    assert [str(path) for path in tmp_path.iterdir()] == [writer.best_model_path]
 
 
 def test_states_of_metrics():

@@ -6,16 +6,16 @@ neither is written to a file.
 """
 
 import time
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import ModelCheckpoint, ProgressBar
+from lightning.pytorch.callbacks import ProgressBar
 
 from dp_lightning.callbacks.privacy import PrivacyCallback, privacy_of
 from dp_lightning.errors import ConfigurationError
 from dp_lightning.private_run.live_display import Progress, block, duration, live_lines, log_line
-from dp_lightning.private_run.next_commands import after_a_run, short
+from dp_lightning.private_run.next_commands import after_a_run, checkpoint_of, has_test_set, short
 from dp_lightning.private_run.overview import after, before
 from dp_lightning.private_run.planned_counts import epochs_of
 from dp_lightning.private_run.terminal import Terminal
@@ -36,6 +36,7 @@ class Screen(ProgressBar):
         super().__init__()
         self._enabled, self._terminal = True, Terminal()
         self._accuracies: dict[str, float] = {}
+        self._evaluated = False  # since the last line of a file
         self._part, self._fraction = "", 0.0
         self._began = self._said = time.monotonic()
         self._steps_before = 0
@@ -116,7 +117,7 @@ class Screen(ProgressBar):
         if not trainer.sanity_checking:
             numbers = public_numbers(trainer)
             named = {name: value for name, value in numbers.items() if "acc" in name.rpartition("/")[2].lower()}
-            self._accuracies = named or numbers
+            self._accuracies, self._evaluated = named or numbers, True
 
     def _evaluates(self, trainer: pl.Trainer, batch: int, loader: int, counts: list[int | float] | int | float) -> None:
         counts = counts if isinstance(counts, list) else [counts]
@@ -163,7 +164,11 @@ class Screen(ProgressBar):
     def _log(self, trainer: pl.Trainer) -> None:
         self._said = time.monotonic()
         if not self._terminal.is_live:
-            self._say([log_line(self._progress(trainer), time.strftime("%H:%M:%S"))])
+            progress = self._progress(trainer)
+            if not self._evaluated:  # they are in an earlier line
+                progress = replace(progress, accuracies={})
+            self._say([log_line(progress, time.strftime("%H:%M:%S"))])
+        self._evaluated = False
 
     def _end(self, trainer: pl.Trainer, *, completed: bool) -> None:
         run = _privacy(trainer).private_run
@@ -173,24 +178,17 @@ class Screen(ProgressBar):
         whole = run.written.ledger.num_steps >= run.plan.num_steps
         ended = ("done in" if completed else "stopped", duration(time.monotonic() - self._began))
         self._say(["", *block([ended, *after(run.written, self._accuracies, short(run.folder))], self._terminal.width)])
-        if completed and (checkpoint := _checkpoint(trainer)) is not None:
+        if completed and (checkpoint := checkpoint_of(trainer)) is not None:
             self._say(["", "What to do next:"])
-            for what, command in after_a_run(run.folder, checkpoint, resume=None if whole else []):
+            lines = after_a_run(
+                run.folder, checkpoint, has_test_set=has_test_set(trainer), resume=None if whole else []
+            )
+            for what, command in lines:
                 self._say([f"# {what}", command])
 
     def _say(self, lines: list[str]) -> None:
         if self._enabled:
             self._terminal.say(lines)
-
-
-def _checkpoint(trainer: pl.Trainer) -> Path | None:
-    """The best checkpoint, or else the last one."""
-    for callback in trainer.checkpoint_callbacks:
-        if isinstance(callback, ModelCheckpoint):
-            for path in (callback.best_model_path, callback.last_model_path):
-                if path and Path(path).is_file():
-                    return Path(path)
-    return None
 
 
 def _privacy(trainer: pl.Trainer) -> PrivacyCallback:

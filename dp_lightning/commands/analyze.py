@@ -9,6 +9,7 @@ import json
 from pathlib import Path
 
 from dp_lightning.atomic_files import replacing, require_writable
+from dp_lightning.commands.named_configs import with_paths
 from dp_lightning.errors import ConfigurationError
 
 KINDS = ("snr", "spectrum", "recovery", "newton-schulz", "direction")
@@ -16,7 +17,7 @@ KINDS = ("snr", "spectrum", "recovery", "newton-schulz", "direction")
 
 def main(arguments: list[str]) -> None:
     """Analyse and write a page; options unknown to the analysis are passed on to ``dpl fit``."""
-    options, of_fit = _parser().parse_known_args(arguments[1:])
+    options, of_fit = _parser().parse_known_args(with_paths(arguments[1:]))
     if not any(argument == "--config" or argument.startswith("--config=") for argument in of_fit):
         raise ConfigurationError("dpl analyze needs the --config of a run, such as configs/wrn16_cifar10.yaml.")
     if options.batch_sizes is not None and options.kind in ("spectrum", "newton-schulz"):

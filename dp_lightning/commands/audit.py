@@ -11,12 +11,13 @@ import sys
 from pathlib import Path
 
 from dp_lightning.atomic_files import replacing, require_writable
+from dp_lightning.commands.named_configs import with_paths
 from dp_lightning.errors import ConfigurationError
 
 
 def main(arguments: list[str]) -> None:
     """Audit and write a page; exits with 1 if a check fails."""
-    options, of_fit = _parser().parse_known_args(arguments[1:])
+    options, of_fit = _parser().parse_known_args(with_paths(arguments)[1:])
     if not any(argument == "--config" or argument.startswith("--config=") for argument in of_fit):
         raise ConfigurationError("dpl audit needs the --config of a run, such as configs/wrn16_cifar10.yaml.")
     if options.canaries < 1:

@@ -31,7 +31,7 @@ def main(arguments: list[str]) -> None:
 
     Raises:
         ConfigurationError: naming the option and the fix.
-        DataError: the data has another layout, or none of its images can be read.
+        DataError: the data has another layout or one class, or none of its images can be read.
     """
     options = _parser().parse_args(arguments[1:])
     out = options.out or Path(f"{options.data.resolve().stem or 'images'}.yaml")
@@ -45,6 +45,11 @@ def main(arguments: list[str]) -> None:
     with _told_in_plain_lines():
         survey = Survey.of(_built(class_path, settings))
     seconds = time.monotonic() - start
+    if len(survey.class_names) < 2:
+        raise DataError(
+            f"{printable(str(options.data))} has images of one class, {printable(survey.class_names[0])}; a classifier "
+            "tells at least 2 classes apart."
+        )
     model, name = _model(options, len(survey.readable)), shlex.quote(str(out))
     content = content_for(survey, class_path, settings, model, epsilon=options.epsilon, name=name)
     with replacing(out) as file:

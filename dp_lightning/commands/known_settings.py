@@ -16,7 +16,7 @@ import yaml
 
 from dp_lightning.commands.near_names import did_you_mean
 from dp_lightning.errors import ConfigurationError
-from dp_lightning.foreign_text import LARGEST_YAML, load_yaml, read_text
+from dp_lightning.foreign_text import LARGEST_YAML, load_yaml, printable, read_text
 
 FILE = Path(__file__).with_name("known_settings.json")
 # Settings of every group that names a class, beside those of the class.
@@ -170,8 +170,15 @@ def _options(arguments: Sequence[str]) -> Iterator[tuple[str, str | None]]:
 
 
 def _content(file: str) -> Any:
-    """What a configuration holds; None if the parser has to say what is wrong with it."""
+    """What a configuration holds; None if the parser has to say what is wrong with it.
+
+    Raises:
+        ConfigurationError: it is not YAML.
+    """
     try:
         return load_yaml(read_text(Path(file), most=LARGEST_YAML), lambda text: yaml.load(text, _Loader))
-    except (OSError, ValueError, yaml.YAMLError, ConfigurationError):
+    except yaml.YAMLError as error:
+        why = " ".join(str(error).replace('in "<unicode string>",', "in").split())
+        raise ConfigurationError(f"{file} cannot be read as YAML: {printable(why)}") from error
+    except (OSError, ValueError, ConfigurationError):
         return None

@@ -61,9 +61,15 @@ def _preparation(shape: Sequence[Any], images: Mapping[str, Any], resized_to: in
     return {
         "layout": "NCHW",
         "channels": {1: _GREY, 3: "RGB"}.get(channels, "as in the training data"),
-        "resize": {"shorter_side": resized_to or height, "interpolation": "bilinear, antialiased, on 8-bit pixels"},
+        "resize": {
+            "shorter_side": resized_to or height,
+            "longer_side": "shorter_side * longer side of the file / shorter side of the file, rounded down",
+            "interpolation": "bilinear, antialiased, on 8-bit pixels",
+        },
         "center_crop": [height, width],
+        "crop_from": "left and top: (side - crop) / 2, rounded to the nearest integer and halves to the even one",
         "exif_orientation": "ignored",
+        "transparency": "ignored",
         "range": [0.0, 1.0],
         "scale_to_range": "pixel / 255",
         "mean": mean,

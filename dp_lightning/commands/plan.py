@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dp_lightning.atomic_files import require_writable
+from dp_lightning.commands.named_configs import with_paths
 from dp_lightning.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ _OF_MODEL = ("num_parameters", "matrix")
 def main(arguments: list[str]) -> None:
     """Print the table, or one JSON object; with ``--out`` also write a page."""
     parser = _parser()
-    options, of_fit = parser.parse_known_args(arguments[1:])
+    options, of_fit = parser.parse_known_args(with_paths(arguments)[1:])
     configured = any(argument == "--config" or argument.startswith("--config=") for argument in of_fit)
     if configured:
         _require_none_of_the_plain(options)

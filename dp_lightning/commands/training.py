@@ -23,6 +23,7 @@ from dp_lightning.atomic_files import require_writable
 from dp_lightning.callbacks import (
     AveragedWeights,
     DataRecord,
+    LastCheckpoint,
     PostProcessCallback,
     PredictionFile,
     PrivacyCallback,
@@ -51,6 +52,15 @@ from dp_lightning.strategies.private import NAME as PRIVATE_STRATEGY
 
 # Processes of one node, and nodes.
 _MOST_DEVICES, _MOST_NODES = 1024, 65_536
+
+
+class RunConfiguration(SaveConfigCallback):
+    """Writes the configuration of the run: what can be run again, so not the checkpoint that this part began from."""
+
+    def __init__(self, parser: Any, config: Namespace, *args: Any, **kwargs: Any) -> None:
+        config = config.clone()
+        config.ckpt_path = None
+        super().__init__(parser, config, *args, **kwargs)
 
 
 class TrainingCLI(CommandLine):
@@ -164,6 +174,7 @@ class TrainingCLI(CommandLine):
             if config.get("enable_model_summary") is None:
                 config["enable_model_summary"] = False  # the screen has a line about the model
         if self.subcommand == "fit":
+            callbacks.append(LastCheckpoint())
             callbacks.append(StopOnSignal())  # after all that prints: its last line resumes the run
         config["callbacks"] = callbacks
         if config.get("logger") is None or config.get("logger") is True:
@@ -314,6 +325,9 @@ def _named_refusals(config: dict[str, Any]) -> Iterator[None]:
     except (MisconfigurationException, ValueError) as error:
         told = str(error)
         named = [f"{name}: {value}" for name, value in config.items() if re.search(rf"\b{name}\b", told)]
+        named = named or [
+            f"{name}: {config[name]}" for name in ("accelerator", "devices", "strategy") if name in config
+        ]
         which = f" ({', '.join(named)})" if named else ""
         raise ConfigurationError(f"Lightning refuses the settings of trainer{which}: {told}") from error
 
@@ -329,6 +343,7 @@ def command_line(arguments: list[str], kind: type[TrainingCLI] = TrainingCLI) ->
             subclass_mode_model=True,
             subclass_mode_data=True,
             args=with_paths(arguments),
+            save_config_callback=RunConfiguration,
             parser_class=StrictParser,
             parser_kwargs={"prog": "dpl"},
         )

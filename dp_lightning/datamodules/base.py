@@ -233,7 +233,10 @@ class ImageDataModule(lightning.LightningDataModule, ABC):
             DataError: The data has no test set.
         """
         if "test" not in self.own_splits:
-            raise DataError(f"{type(self).__name__} found no test set in its files")
+            raise DataError(
+                f"{type(self).__name__} found no test set in its files. `dpl validate` evaluates on the validation "
+                "split; `dpl predict --data ImageFiles --data.root FOLDER` predicts any folder of images."
+            )
         return self._dataset("test", torch.arange(len(self._source("test").labels)))
 
     def train_dataloader(self) -> DataLoader:

@@ -59,8 +59,8 @@ def require_readable(paths: FileNames, where: str) -> None:
     found = [(path, why) for path, why in zip(paths, each_file(problem_of, paths, where), strict=True) if why]
     if found:
         raise DataError(
-            f"{len(found)} of {len(paths):,} files in {where} cannot be read; replace or remove them. "
-            f"`dpl init` writes the whole list to a file.\n{listed(found)}"
+            f"{len(found)} of {len(paths):,} files in {where} cannot be read; replace or remove them."
+            f"{' `dpl init` writes the whole list to a file.' if len(found) > _NAMED else ''}\n{listed(found)}"
         )
 
 

@@ -31,11 +31,16 @@ class ImageClassifier(lightning.LightningModule):
     Args:
         model: Network from images to logits (N, num_classes). It is built before the run starts, so that it can be
             checked.
-        num_classes: Number of logits.
+        num_classes: Number of logits, at least 2.
+
+    Raises:
+        ConfigurationError: There are fewer classes.
     """
 
     def __init__(self, model: nn.Module, num_classes: int) -> None:
         super().__init__()
+        if num_classes < 2:
+            raise ConfigurationError(f"num_classes is {num_classes}; a classifier tells at least 2 classes apart.")
         self.model = model
         self.losses = nn.ModuleDict({name: MeanMetric() for name in EVALUATIONS})
         self.accuracies = nn.ModuleDict(

@@ -77,8 +77,18 @@ def timm_model(
     except (OSError, pickle.UnpicklingError) as error:
         raise ConfigurationError(
             f"the pretrained weights of {name!r} could not be loaded: {error} Without a network, download them "
-            "elsewhere, and set weights to their file."
+            f"elsewhere{_where(name)}, and set weights to their file. `dpl init --from-scratch` needs none."
         ) from error
+
+
+def _where(name: str) -> str:
+    """Where timm finds the weights of a network, in parentheses."""
+    import timm
+
+    given = timm.get_pretrained_cfg(name)
+    if given is None or not (given.hf_hub_id or given.url):
+        return ""
+    return f" ({f'https://huggingface.co/{given.hf_hub_id}' if given.hf_hub_id else given.url})"
 
 
 def _difference(network: nn.Module, saved: dict[str, Any]) -> str:

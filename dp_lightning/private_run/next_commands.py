@@ -6,20 +6,39 @@ import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.utilities.model_helpers import is_overridden
 
 
-def after_a_run(run: Path, checkpoint: Path, *, resume: Sequence[str] | None) -> list[tuple[str, str]]:
+def after_a_run(
+    run: Path, checkpoint: Path, *, has_test_set: bool, resume: Sequence[str] | None
+) -> list[tuple[str, str]]:
     """What can be done with a run that has ended, each with what it is for.
 
     Args:
         run: folder of the run, with its ``config.yaml``.
         checkpoint: of its weights.
+        has_test_set: whether its data has one; without it, the validation split is evaluated.
         resume: options with which training goes on; None where it cannot.
     """
     own = ["--config", short(run / "config.yaml"), "--ckpt_path", short(checkpoint)]
-    lines = [
-        ("evaluate the weights", ["test", *own]),
-        ("write predictions for the test images", ["predict", *own]),
+    if has_test_set:
+        lines = [
+            ("evaluate the weights", ["test", *own]),
+            ("write predictions for the test images", ["predict", *own]),
+        ]
+    else:
+        lines = [
+            ("evaluate the weights", ["validate", *own]),
+            (
+                "write predictions for a folder of images",
+                ["predict", *own, "--data", "ImageFiles", "--data.root", "FOLDER"],
+            ),
+        ]
+    lines += [
         ("export the network and its statement", ["export", "--ckpt-path", own[-1], "--out", short(run / "export")]),
         ("show the run on one page", ["report", short(run)]),
         ("check statement, journal and weights", ["verify", short(run)]),
@@ -27,6 +46,23 @@ def after_a_run(run: Path, checkpoint: Path, *, resume: Sequence[str] | None) ->
     if resume is not None:
         lines.append(("train on", ["fit", *own, *resume]))
     return [(what, command_line(*arguments)) for what, arguments in lines]
+
+
+def has_test_set(trainer: pl.Trainer) -> bool:
+    """Whether `dpl test` has something to evaluate on."""
+    data: Any = trainer.datamodule  # type: ignore[attr-defined]
+    splits = getattr(data, "own_splits", None)
+    return is_overridden("test_dataloader", data or trainer.lightning_module) if splits is None else "test" in splits
+
+
+def checkpoint_of(trainer: pl.Trainer) -> Path | None:
+    """The best checkpoint, or else the last one."""
+    for callback in trainer.checkpoint_callbacks:
+        if isinstance(callback, ModelCheckpoint):
+            for path in (callback.best_model_path, callback.last_model_path):
+                if path and Path(path).is_file():
+                    return Path(path)
+    return None
 
 
 def resume_line(run: Path, checkpoint: Path) -> str:

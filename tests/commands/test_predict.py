@@ -155,9 +155,11 @@ def input_by_the_contract(given, path):
     assert given["resize"]["interpolation"].startswith("bilinear, antialiased")
     with Image.open(path) as file:
         image = file.convert("RGB")
-    side, scale = given["resize"]["shorter_side"], given["resize"]["shorter_side"] / min(image.size)
-    image = image.resize([side if size == min(image.size) else int(size * scale) for size in image.size], 2)
+    side, short = given["resize"]["shorter_side"], min(image.size)
+    assert given["resize"]["longer_side"].startswith("shorter_side * longer side of the file / shorter side")
+    image = image.resize([side if size == short else side * size // short for size in image.size], 2)
     high, wide = given["center_crop"]
+    assert given["crop_from"].endswith("halves to the even one")
     left, top = round((image.width - wide) / 2), round((image.height - high) / 2)
     pixels = np.array(image.crop((left, top, left + wide, top + high)))
     if given["channels"].startswith("grey: (299 R + 587 G + 114 B + 500) // 1000"):

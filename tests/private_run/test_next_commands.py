@@ -71,9 +71,10 @@ def test_a_run_of_a_trainer_of_ones_own_has_no_command(tmp_path):
 
 
 def test_a_run_with_steps_left_can_be_resumed_and_another_cannot(tmp_path):
-    def commands(resume):
-        lines = after_a_run(tmp_path, tmp_path / "a.ckpt", resume=resume)
+    def commands(resume, has_test_set=True):
+        lines = after_a_run(tmp_path, tmp_path / "a.ckpt", has_test_set=has_test_set, resume=resume)
         return [shlex.split(line)[1] for _, line in lines]
 
     assert commands(None) == ["test", "predict", "export", "report", "verify"]
     assert commands([]) == [*commands(None), "fit"]
+    assert commands(None, has_test_set=False) == ["validate", *commands(None)[1:]]

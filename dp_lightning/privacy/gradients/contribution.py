@@ -68,9 +68,10 @@ class Contribution(ABC):
     def stream(self, weigh: Weigh, sums: Mapping[str, Tensor], workspace: Workspace) -> None:
         """Norms, weights and weighted sums in one go, those of ``rows`` too, with nothing kept."""
         self.measure(workspace)
-        self._add_measured(weigh, sums)
+        self.add_measured(weigh, sums)
 
-    def _add_measured(self, weigh: Weigh, sums: Mapping[str, Tensor]) -> None:
+    def add_measured(self, weigh: Weigh, sums: Mapping[str, Tensor]) -> None:
+        """The same after ``measure``."""
         weights = weigh(slice(None), self.norms() | {name: part_norms(rows) for name, rows in self.rows.items()})
         self.add_weighted(weights, sums)
         for name, rows in self.rows.items():

@@ -216,7 +216,7 @@ class Product(Contribution):
         if streamed_method(factors.size, by_products=factors.by_products(factors.dtype)) == "Gram":
             self.method = "Gram"
             self._measure_gram()
-            self._add_measured(weigh, sums)
+            self.add_measured(weigh, sums)
             return
         self.method = "formed and used up"
         with self._adding_to(sums[self._names["weight"]]) as total:
