@@ -464,6 +464,12 @@ def test_a_run_leaves_everything_behind(finished):
     assert saved["global_step"] == result["num_steps"]
 
 
+def test_the_statement_lists_no_attribute_that_every_training_changes(finished):
+    """The command line gives the module a method that leads to the optimizer and its schedule."""
+    assert "WarmupCosine" in (finished / "config.yaml").read_text()
+    assert json.loads((finished / "privacy_statement.json").read_text())["changed_outside"] == []
+
+
 def test_the_curves_are_in_tensorboard(finished):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 

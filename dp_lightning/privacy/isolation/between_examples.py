@@ -24,6 +24,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from dp_lightning.errors import DataError, ModelError
 from dp_lightning.privacy.gradients.recording import Recording
@@ -92,8 +94,10 @@ class Isolation:
         self._failure = ""  # of the public example's loss
         self._undone: set[str] = set()
         self._within_step = self._after_optimizer = self._evaluated = False
-        #: Attributes that code other than ``training_step`` has changed since the start.
+        #: Attributes that code other than ``training_step`` has changed since the start, but for modes of modules and
+        #: the state of optimizers and schedules, which every training changes.
         self.changed_outside: set[str] = set()
+        self._of_optimizers: set[str] = set()
 
     def know(self, tensor: Tensor) -> None:
         """Allow the step to use a tensor."""
@@ -262,7 +266,13 @@ class Isolation:
                 self.know(tensor)
 
     def _note_outside(self, changes: list[Change]) -> None:
-        self.changed_outside.update(change.path for change in changes if change.kind == "attribute")
+        """Note attributes, but for what every training changes: modes of modules, optimizers and schedules."""
+        found = {change.path for change in changes if change.kind == "attribute" and not _is_mode(change)}
+        if found := found - self.changed_outside - self._of_optimizers:
+            parts = self._snapshot.paths_of(Optimizer, LRScheduler)
+            ours = {path for path in found if any(path.startswith((f"{part}.", f"{part}[")) for part in parts)}
+            self._of_optimizers |= ours
+            self.changed_outside |= found - ours
 
     def _touched(self, changes: list[Change]) -> list[str]:
         if self._evaluated:
@@ -322,6 +332,11 @@ class Isolation:
         raise ModelError(
             f"training_step keeps a tensor of an example{_owner(recording.living(of_examples=True))}. {_FIX}"
         )
+
+
+def _is_mode(change: Change) -> bool:
+    """Whether a module was put into training or evaluation mode."""
+    return change.path.endswith(".training") and type(change.old) is type(change.new) is bool
 
 
 def _require_only_releases(names: list[str]) -> None:

@@ -135,6 +135,10 @@ class StateSnapshot:
                 group.note(places, changed)
             self._contents.hold()
 
+    def paths_of(self, *kinds: type) -> list[str]:
+        """The paths of the objects of these classes, as they are now."""
+        return [path for path, value, _ in walk(self._roots, self._ignored) if issubclass(type(value), kinds)]
+
     def _take(self) -> None:
         followed: list[Place] = []
         others: list[Place] = []
