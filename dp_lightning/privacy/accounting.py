@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 
 from dp_lightning.errors import BudgetError, ConfigurationError
-from dp_lightning.privacy import renyi
+from dp_lightning.privacy import opacus_prv, renyi
 
 ACCOUNTANTS = ("prv", "rdp", "pld")
 
@@ -294,8 +294,7 @@ def _divergences(sigma: float, q: float) -> tuple[float, ...]:
 @functools.lru_cache(maxsize=64)
 def _prv_epsilon(runs: tuple[Run, ...], delta: float, rdp_bound: float) -> float:
     """The upper bound by Opacus' PRV, or infinity where float64 cannot carry it."""
-    from opacus.accountants.analysis import prv
-
+    prv = opacus_prv.prv()
     num_steps = sum(count for _, _, count in runs)
     if delta < max(_SMALLEST_FFT_DELTA, _FFT_MARGIN * num_steps) or math.isinf(rdp_bound):
         return math.inf

@@ -1,5 +1,7 @@
 """Accountants agree with each other and the exact Gaussian; a ledger cannot be forged or shrunk."""
 
+import importlib
+import inspect
 import io
 import math
 
@@ -14,7 +16,7 @@ from scipy.optimize import brentq
 from scipy.stats import norm
 
 from dp_lightning.errors import BudgetError, ConfigurationError, DpLightningError
-from dp_lightning.privacy import accounting
+from dp_lightning.privacy import accounting, opacus_prv
 from dp_lightning.privacy.accounting import ACCOUNTANTS, Ledger, compose, compose_all, epsilon
 
 
@@ -271,3 +273,21 @@ def test_any_state_is_refused_or_holds_valid_steps(runs: list) -> None:
             assert 0 <= sigma < math.inf
             assert 0 < rate <= 1
             assert count >= 1
+
+
+def test_the_prv_accountant_is_that_of_opacus():
+    from opacus.accountants.analysis import prv
+
+    ours = opacus_prv.prv()
+    assert ours is not prv
+    assert ours.__file__ == prv.__file__
+    for name in ("compose_heterogeneous", "discretize", "PoissonSubsampledGaussianPRV"):
+        assert getattr(ours, name).__module__ != getattr(prv, name).__module__
+        assert inspect.getsource(getattr(ours, name)) == inspect.getsource(getattr(prv, name))
+
+
+def test_where_opacus_has_it_elsewhere_it_is_imported_as_usual(monkeypatch):
+    from opacus.accountants.analysis import prv
+
+    monkeypatch.setattr(opacus_prv, "_loaded", lambda folder: importlib.import_module("opacus.nowhere"))
+    assert opacus_prv.prv.__wrapped__() is prv
