@@ -12,6 +12,8 @@ from dp_lightning.foreign_text import printable
 
 # Classes that have a line each.
 _SHOWN = 20
+# Pairs of equal images that are named.
+_PAIRS = 3
 
 
 def report(survey: Survey, content: Content, *, seconds: float, bad_files: Path | None, out: Path) -> str:
@@ -45,13 +47,26 @@ def _found(survey: Survey, seconds: float) -> str:
     lines.append("kinds   " + ", ".join(f"{count:,} in {kind}" for kind, count in survey.kinds.items()))
     if (persons := survey.images_of_persons) is not None:
         lines.append(f"persons {len(persons):,}, with {spread(list(persons.values()))} images each")
-    if survey.repeated:
-        lines.append(f"repeats in the training set: {survey.repeated:,}; each counts as an example of its own")
+    lines += _repeats(survey)
     if survey.shared:
         lines.append(
             f"evaluation images that are also in the training set: {survey.shared:,}; remove them from one of them"
         )
     return "\n".join(lines)
+
+
+def _repeats(survey: Survey) -> list[str]:
+    """The first few files that hold the same image, those of different classes before others."""
+    if not survey.repeats:
+        return []
+    labels, files = survey.labels["train"], survey.files.get("train")
+    pairs = sorted(survey.repeats, key=lambda pair: labels[pair[0]] == labels[pair[1]])
+    differ = sum(labels[first] != labels[second] for first, second in pairs)
+    among = f", {differ:,} of them in another class" if differ else ""
+    lines = [f"repeats in the training set: {len(pairs):,}{among}; each counts as an example of its own"]
+    if files is not None:
+        lines += [f"  {printable(files[first])} = {printable(files[second])}" for first, second in pairs[:_PAIRS]]
+    return lines
 
 
 def _bad(survey: Survey, bad_files: Path | None) -> str:

@@ -131,10 +131,13 @@ class Survey:
         """How many training images are grey, in colour and so on."""
         return dict(Counter(_CHANNELS[look.channels] for look in self.readable).most_common())
 
-    @property
-    def repeated(self) -> int:
-        """Training images that are equal to an earlier one. Each counts as an example of its own."""
-        return len(self.readable) - len({look.digest for look in self.readable})
+    @cached_property
+    def repeats(self) -> list[tuple[int, int]]:
+        """The places of training images that are equal to an earlier one, each after the place of the earlier one."""
+        first: dict[bytes, int] = {}
+        looks = [(place, look) for place, look in enumerate(self.looks["train"]) if look.problem is None]
+        pairs = [(first.setdefault(look.digest, place), place) for place, look in looks]
+        return [(earlier, later) for earlier, later in pairs if earlier != later]
 
     @property
     def shared(self) -> int:

@@ -165,10 +165,32 @@ def test_what_a_survey_counts(photos):
     survey = Survey.of(ImageFolder("photos"))
     assert survey.counts("train") == [32, 30]
     assert survey.counts("test") == [6, 5]
-    assert (survey.repeated, survey.shared, survey.median_side) == (1, 1, 12)
+    assert [[Path(survey.files["train"][place]).name for place in pair] for pair in survey.repeats] == [
+        ["0.png", "again.png"]
+    ]
+    assert (survey.shared, survey.median_side) == (1, 12)
     assert survey.kinds == {"colour": 61, "grey": 1}
     assert sorted({look.width for look in survey.readable}) == [12, 14, 40]
     assert [Path(path).name for path, _ in survey.bad] == ["9.png"]
+
+
+def test_equal_images_are_named_those_of_two_classes_first(photos, capsys):
+    for number in range(4):
+        shutil.copy(photos / "train" / "dark" / f"{number}.png", photos / "train" / "dark" / f"again{number}.png")
+    shutil.copy(photos / "train" / "dark" / "5.png", photos / "train" / "light" / "copy.png")
+    main(["init", "photos", "--from-scratch"])
+    shown = capsys.readouterr().out
+    assert "repeats in the training set: 5, 1 of them in another class; each counts" in shown
+    assert "photos/train/dark/5.png = photos/train/light/copy.png\n  photos/train/dark/0.png = photos/" in shown
+    assert shown.count(".png = ") == 3
+
+
+def test_a_folder_of_one_class_is_refused(photos, capsys):
+    for split in ("train", "test"):
+        shutil.rmtree(photos / split / "light")
+    with pytest.raises(SystemExit):
+        main(["init", "photos", "--from-scratch"])
+    assert "images of one class, dark; a classifier tells at least 2 classes apart" in capsys.readouterr().err
 
 
 def test_a_folder_of_classes_alone_is_told_how_to_be_split(photos, capsys):
