@@ -65,9 +65,9 @@ class _Names:
             self._note(content)
         for name, value in options:
             group = name.removesuffix(".class_path")
-            if group in self.kinds and value is not None and _is_class_path(value):
-                self._require_class(group, value)
-                self.given.setdefault(group, []).append(value)
+            for class_path in _class_paths(value) if group in self.kinds and value is not None else ():
+                self._require_class(group, class_path)
+                self.given.setdefault(group, []).append(class_path)
         for file, content in contents:
             self._check_mapping(content, "", f"{file}: ")
         for name, _ in options:
@@ -83,6 +83,8 @@ class _Names:
         """Check a mapping that is the value of ``group``; lists are checked item by item."""
         if isinstance(content, list):
             for item in content:
+                if isinstance(item, str):
+                    self._require_class(group, item, where)
                 self._check_mapping(item, group, where)
         if not isinstance(content, dict):
             return
@@ -154,9 +156,15 @@ class _Names:
         )
 
 
-def _is_class_path(value: str) -> bool:
-    """Whether a value is neither null nor the text of a mapping or a list."""
-    return value != "null" and value.replace(".", "").isidentifier()
+def _class_paths(value: str) -> list[str]:
+    """The classes that a value names by itself or in a list; none in null and in the text of a mapping."""
+    names: Any = [value]
+    if value.startswith("["):
+        try:
+            names = load_yaml(value, lambda text: yaml.load(text, _Loader))
+        except yaml.YAMLError:  # the parser says what is wrong
+            return []
+    return [name for name in names if isinstance(name, str) and name != "null" and name.replace(".", "").isidentifier()]
 
 
 def _options(arguments: Sequence[str]) -> Iterator[tuple[str, str | None]]:

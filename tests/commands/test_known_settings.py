@@ -50,12 +50,20 @@ TYPOS = [
     (["--data", "cifar10"], "data has no class 'cifar10'. Did you mean CIFAR10?"),
     (["--optimizer", "AdamWW"], "optimizer has no class 'AdamWW'. Did you mean AdamW?"),
     (["--lr_scheduler", "WarmupCosin"], "lr_scheduler has no class 'WarmupCosin'. Did you mean WarmupCosine?"),
+    (
+        ["--postprocess.transforms", "[Momentum, {class_path: Normalize}, Normalise]"],
+        "postprocess.transforms has no class 'Normalise'. Did you mean Normalize?",
+    ),
     (["--confg", "x"], "There is no setting confg. Did you mean config?"),
     (["--config", "dp_moun"], "There is no file dp_moun, and no configuration of that name. Did you mean dp_muon?"),
     (["--config=nowhere.yaml"], "There is no file nowhere.yaml, and no configuration of that name."),
 ]
 
 IN_FILES = [
+    (
+        "postprocess: {transforms: [Momentum, Normalise]}",
+        "postprocess.transforms has no class 'Normalise'. Did you mean Normalize?",
+    ),
     (
         "privacy: {target_epsilom: 3}",
         "There is no setting privacy.target_epsilom. Did you mean privacy.target_epsilon?",
@@ -163,3 +171,11 @@ def test_a_command_that_does_not_exist_names_the_nearest(capsys):
     with pytest.raises(SystemExit, match="2"):
         main(["fti"])
     assert "there is no command 'fti'. Did you mean fit?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", [["plan"], ["audit"], ["analyze", "snr"]])
+def test_commands_with_the_options_of_a_fit_find_misspelt_names_too(command, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main([*command, DIGITS, "--privacy.target_epsilom", "8"])
+    assert ended.value.code == 2
+    assert "Did you mean privacy.target_epsilon?" in capsys.readouterr().err
