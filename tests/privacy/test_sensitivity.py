@@ -11,6 +11,8 @@ from torch.utils.data import TensorDataset
 from dp_lightning.errors import ConfigurationError
 from dp_lightning.models import SmallCNN
 from dp_lightning.privacy import ClipPlan, PrivacyPlan, PrivateStep, clipped_gradient_sum
+from dp_lightning.privacy.gradients.clipped_sum import ClippedSum
+from dp_lightning.privacy.gradients.contribution import PerExample
 
 PLANS = [
     ClipPlan.flat(max_grad_norm=0.5),
@@ -248,3 +250,12 @@ def test_in_float64_a_factor_beyond_float32_keeps_the_bound():
     sums, norms = clipped_gradient_sum(linear, lambda y, t: (y * t).sum(1), x, slope, clip_plan=ClipPlan.flat())
     assert float(norms) == pytest.approx(0.1 * 2048**0.5, rel=1e-4)
     assert 0.999 <= float(sums["weight"].double().norm()) <= 1.0
+
+
+def test_a_batch_without_examples_adds_nothing():
+    parameters = {"a": nn.Parameter(torch.ones(3)), "b": nn.Parameter(torch.ones(100, 100))}
+    total = ClippedSum(parameters, ClipPlan.flat())
+    total.begin(0)
+    total.take(PerExample({name: torch.zeros(0, *p.shape) for name, p in parameters.items()}, "none"))
+    assert total.end().shape == (0, 1)
+    assert not total.flat.any()

@@ -83,7 +83,7 @@ class PerExample(Contribution):
 
     def __init__(self, gradients: dict[str, Tensor], method: str) -> None:
         self.gradients, self.method = gradients, method
-        self._rows = {name: rows for name, rows in gradients.items() if rows[0].numel() <= _SMALL}
+        self._rows = {name: rows for name, rows in gradients.items() if rows.shape[1:].numel() <= _SMALL}
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -132,7 +132,7 @@ def part_norms(rows: Tensor) -> Tensor:
 
 @functools.lru_cache(maxsize=4096)
 def _part(numbers: int) -> int:
-    """The most numbers, at most ``_LONG``, that a row can be cut into parts of."""
+    """The length of the parts that a row is cut into: its largest divisor that is at most ``_LONG``."""
     return next(length for length in range(min(_LONG, max(numbers, 1)), 0, -1) if numbers % length == 0)
 
 
