@@ -48,8 +48,8 @@ class PrivacyStatement:
         unit_of_privacy: what one neighbour adds or removes.
         unprotected: log tags of everything computed from raw training examples, and what else was written that may be.
         examples: how the loss saw one example at a time, ``together`` or ``one_by_one``.
-        changed_outside: attributes of the module that other code than the loss has changed during the run, but for
-            modes of modules and the state of optimizers and schedules, which every training changes.
+        changed_outside: attributes of the module that other code than the loss has changed during the run; all modes of
+            modules are ``*.training``, and an optimizer or a schedule is named as a whole.
         reproducible: all random numbers came from a seed that is written down.
         private: False for a run without the mechanism; its epsilon is infinite.
         postprocessing: what was done to the privatized gradient, in words.

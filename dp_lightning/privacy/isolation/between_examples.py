@@ -46,6 +46,8 @@ _HOOK = (
     "Register hooks of modules before the fit. If a library registers them in the first call of its model, call the "
     "model once before the fit, such as in configure_model. Otherwise register the hook in __init__."
 )
+# The entry for modules that were put into training or evaluation mode.
+_MODES = "*.training"
 _OF_HOOKS = re.compile(r"\._(forward|backward)(_pre)?_hooks\w*\[")
 
 
@@ -94,10 +96,10 @@ class Isolation:
         self._failure = ""  # of the public example's loss
         self._undone: set[str] = set()
         self._within_step = self._after_optimizer = self._evaluated = False
-        #: Attributes that code other than ``training_step`` has changed since the start, but for modes of modules and
-        #: the state of optimizers and schedules, which every training changes.
+        #: Attributes that code other than ``training_step`` has changed since the start. The modes of all modules are
+        #: one entry, and so is each optimizer and schedule.
         self.changed_outside: set[str] = set()
-        self._of_optimizers: set[str] = set()
+        self._noted: set[str] = set()
 
     def know(self, tensor: Tensor) -> None:
         """Allow the step to use a tensor."""
@@ -266,13 +268,15 @@ class Isolation:
                 self.know(tensor)
 
     def _note_outside(self, changes: list[Change]) -> None:
-        """Note attributes, but for what every training changes: modes of modules, optimizers and schedules."""
-        found = {change.path for change in changes if change.kind == "attribute" and not _is_mode(change)}
-        if found := found - self.changed_outside - self._of_optimizers:
-            parts = self._snapshot.paths_of(Optimizer, LRScheduler)
-            ours = {path for path in found if any(path.startswith((f"{part}.", f"{part}[")) for part in parts)}
-            self._of_optimizers |= ours
-            self.changed_outside |= found - ours
+        """Note attributes; what every training changes by the dozen is named as a whole."""
+        new = [change for change in changes if change.kind == "attribute" and change.path not in self._noted]
+        if not new:
+            return
+        self._noted.update(change.path for change in new)
+        wholes = self._snapshot.paths_of(Optimizer, LRScheduler)
+        for change in new:
+            around = (whole for whole in wholes if change.path.startswith((f"{whole}.", f"{whole}[")))
+            self.changed_outside.add(_MODES if _is_mode(change) else next(around, change.path))
 
     def _touched(self, changes: list[Change]) -> list[str]:
         if self._evaluated:
