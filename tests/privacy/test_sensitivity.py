@@ -11,6 +11,7 @@ from torch.utils.data import TensorDataset
 from dp_lightning.errors import ConfigurationError
 from dp_lightning.models import SmallCNN
 from dp_lightning.privacy import ClipPlan, PrivacyPlan, PrivateStep, clipped_gradient_sum
+from dp_lightning.privacy.gradients import contribution
 from dp_lightning.privacy.gradients.clipped_sum import ClippedSum
 from dp_lightning.privacy.gradients.contribution import PerExample
 
@@ -75,7 +76,9 @@ def test_adversarial_gradients_attain_the_sensitivity(plan):
 
 @pytest.mark.parametrize("plan", PLANS, ids=lambda plan: f"{plan.kind}-{plan.factor}")
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 1e20, 1e38])
-def test_a_non_finite_gradient_contributes_zero(plan, value):
+@pytest.mark.parametrize("asks", [True, False], ids=["as on a CPU", "as on a GPU"])
+def test_a_non_finite_gradient_contributes_zero(monkeypatch, plan, value, asks):
+    monkeypatch.setattr(contribution, "cheap_to_ask", lambda device: asks)
     torch.manual_seed(0)
     model = SmallCNN(10, in_channels=1, image_size=8)
     x, y = torch.randn(6, 1, 8, 8), torch.randint(10, (6,))
@@ -91,6 +94,18 @@ def test_a_non_finite_gradient_contributes_zero(plan, value):
     else:
         assert not norms[2].isfinite().all()
         assert distance(sums, expected) <= 1e-5
+
+
+@pytest.mark.parametrize("asks", [True, False], ids=["as on a CPU", "as on a GPU"])
+def test_an_embedding_without_indices_contributes_nothing(monkeypatch, asks):
+    monkeypatch.setattr(contribution, "cheap_to_ask", lambda device: asks)
+    model = nn.Sequential(nn.Embedding(3000, 4))
+    plan = ClipPlan.flat(factor="automatic")
+    sums, norms = clipped_gradient_sum(
+        model, lambda output, target: output.sum(), torch.zeros(2, 0, dtype=torch.long), torch.zeros(2), clip_plan=plan
+    )
+    assert not norms.any()
+    assert not any(total.any() for total in sums.values())
 
 
 def test_a_gradient_too_long_for_float32_contributes_zero():

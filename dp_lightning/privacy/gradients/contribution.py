@@ -149,7 +149,7 @@ def add_weighted(total: Tensor, rows: Tensor, weights: Tensor, *, used_up: bool 
     # In pieces, so that a copy in float32 never exists as a whole.
     step = len(rows) if rows.dtype == torch.float32 else _WIDENED_ROWS
     for piece, factors in zip(rows.split(step), weights.split(step), strict=True):
-        if used_up and piece.device.type != "cpu":
+        if used_up and not cheap_to_ask(piece.device):
             # Faster than `without`; a row whose weight is not zero has only finite numbers.
             finite_(piece)
         else:
@@ -165,8 +165,7 @@ def scaled(rows: Tensor, weights: Tensor) -> Tensor:
     A large weight can take numbers out of the type's range; a row with a weight of zero may hold anything.
     """
     products = rows * weights.view(-1, *[1] * (rows.dim() - 1)).to(rows.dtype)
-    # On a CPU, checking the weights is cheaper than checking the products; on a GPU it would wait for the device.
-    if weights.device.type == "cpu" and bool(((weights > 0) & (weights <= 1)).all()):
+    if products.numel() == 0 or (cheap_to_ask(weights.device) and bool(((weights > 0) & (weights <= 1)).all())):
         return products
     largest = torch.linalg.vector_norm(products.flatten(1), ord=torch.inf, dim=1)
     return without(products, largest < torch.inf)
@@ -174,10 +173,14 @@ def scaled(rows: Tensor, weights: Tensor) -> Tensor:
 
 def without(rows: Tensor, weights: Tensor) -> Tensor:
     """``rows`` (r, ...) with zeros where the weight (r,) is zero or False; a product fails, since 0 * nan is nan."""
-    # On a CPU, checking is cheaper than copying; on a GPU it would wait for the device.
-    if weights.device.type == "cpu" and bool(weights.all()):
+    if cheap_to_ask(weights.device) and bool(weights.all()):
         return rows
     return rows.masked_fill((weights == 0).view(-1, *[1] * (rows.dim() - 1)), 0.0)
+
+
+def cheap_to_ask(device: torch.device) -> bool:
+    """Whether looking at numbers costs less than a pass over a tensor; on a GPU it waits for the device."""
+    return device.type == "cpu"
 
 
 def finite_(rows: Tensor) -> None:

@@ -23,7 +23,7 @@ from dp_lightning.privacy.gradients.workspace import Workspace
 def embedding_rows(call: Call, gradient: Tensor) -> Contribution:
     """The gradients of the table of ``F.embedding``: ``call.inputs`` are indices (b * K, ...)."""
     indices = call.inputs.reshape(len(call.inputs) // call.rows, -1)
-    rows = gradient.reshape(*indices.shape, -1)
+    rows = gradient.reshape(*indices.shape, gradient.shape[-1])
     rows = rows.to(torch.promote_types(rows.dtype, torch.float32))
     num_embeddings, padding_idx = call.weight_shape[0], call.arguments.get("padding_idx")
     if padding_idx is not None:
