@@ -82,22 +82,25 @@ def _run(arguments: list[str]) -> None:
     try:
         if command in _TRAINING:
             arguments = _checked(arguments)
+        _let_threads_give_way()
         _imported(f"dp_lightning.commands.{'training' if command in _TRAINING else command}").main(arguments)
     except DpLightningError as error:
         print("\n".join([f"\ndpl {command}: error: {error}", *getattr(error, "__notes__", [])]), file=sys.stderr)
         sys.exit(2)
 
 
-def _imported(name: str) -> Any:
-    """The module. Threads of torch that wait for each other give way after some microseconds, and not milliseconds.
+def _let_threads_give_way() -> None:
+    """Threads of torch that wait for each other sleep after some microseconds, and not milliseconds.
 
     Where processes share cores, such as two runs on one machine, waiting threads otherwise take the time of those that
     they wait for (`docs/performance.md`). GNU OpenMP reads this when torch is imported.
-
-    Looking for garbage takes a fifth of the time of importing torch and Lightning, and finds none.
     """
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", _SPINS)
+
+
+def _imported(name: str) -> Any:
+    """The module. Looking for garbage takes a fifth of the time of importing torch and Lightning, and finds none."""
     if name in sys.modules or not gc.isenabled():
         return import_module(name)
     gc.disable()
