@@ -14,7 +14,7 @@ import os
 import random
 import stat
 from collections.abc import Callable, Iterable
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,7 @@ from dp_lightning.datamodules.dataset import ImageDataset
 from dp_lightning.errors import DataError
 from dp_lightning.foreign_text import read_text
 from dp_lightning.models.feature_network import FeatureNetwork
+from dp_lightning.models.pretrained import without_weights
 from dp_lightning.privacy.groups import Group
 
 # Images per file: what an interruption can lose, and what is held in memory while features are computed.
@@ -94,7 +95,8 @@ class CachedFeatures(lightning.LightningDataModule):
         self.batch_size = batch_size
         #: If `dpl export` has written this file, its private steps count in a private run on the features.
         self.weights_file = weights
-        self._network = FeatureNetwork(
+        self._build = partial(
+            FeatureNetwork,
             backbone,
             weights=weights,
             input_size=input_size,
@@ -103,6 +105,12 @@ class CachedFeatures(lightning.LightningDataModule):
             mean=images.mean,
             std=images.std,
         )
+        if weights is None:
+            # Its weights are downloaded by prepare_data, after the files of the images were read.
+            with torch.device("meta"), without_weights():
+                self._network = self._build()
+        else:
+            self._network = self._build()
         self.folder = Path(cache) / self._key()
         #: Features float32 (n, D) and labels int64 (n,).
         self._sets: dict[Split, _FeatureSet] = {}
@@ -140,6 +148,9 @@ class CachedFeatures(lightning.LightningDataModule):
     def prepare_data(self) -> None:
         self.images.prepare_data()
         self.images.setup()
+        if self._network.device.type == "meta":
+            rank_zero_info(f"Loading the weights of {self._network.settings['backbone']}, or downloading them once.")
+            self._network = self._build()
         self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         _require_own(self.folder, stat.S_ISDIR, 0o077)
         for split, dataset in self._datasets().items():

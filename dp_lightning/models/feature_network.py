@@ -91,6 +91,10 @@ class FeatureNetwork(nn.Module):
         # Some networks have layers after their features that stay when the classifier is removed.
         return int(getattr(self.network, "head_hidden_size", None) or self.network.num_features)
 
+    @property
+    def device(self) -> torch.device:
+        return next(self.parameters()).device
+
     def train(self, mode: bool = True) -> "FeatureNetwork":
         return super().train(False)
 

@@ -252,6 +252,48 @@ def test_a_private_probe_from_the_command_line(tmp_path, weights):
     assert len(list(Path(tmp_path / "cache").rglob("train-*.pt"))) == 1
 
 
+@pytest.fixture
+def downloads(monkeypatch, weights):
+    """Names of the networks whose weights timm was asked for; it answers with those of the file."""
+    asked, create = [], timm.create_model
+
+    def create_model(name, *, pretrained=False, **kwargs):
+        if not pretrained or "pretrained_cfg_overlay" in kwargs:
+            return create(name, pretrained=pretrained, **kwargs)
+        asked.append(name)
+        network = create(name, **kwargs)
+        held = torch.load(weights, weights_only=True)
+        network.load_state_dict({key: value for key, value in held.items() if "classifier" not in key})
+        return network
+
+    monkeypatch.setattr(timm, "create_model", create_model)
+    return asked
+
+
+def test_downloaded_weights_give_the_features_of_their_file(tmp_path, weights, downloads):
+    data = ready(arrays(tmp_path), tmp_path, None)
+    assert downloads == [BACKBONE]
+    expected = ready(arrays(tmp_path), tmp_path, weights)
+    torch.testing.assert_close(data._sets["train"].tensors[0], expected._sets["train"].tensors[0])
+
+
+def test_weights_are_downloaded_after_the_files_of_the_images_were_read(tmp_path, downloads, capsys):
+    for place in range(12):
+        folder = tmp_path / "photos" / "train" / f"class{place % 2}"
+        folder.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (16, 16), (place * 20, 0, 0)).save(folder / f"{place}.png")
+    (tmp_path / "photos" / "train" / "class0" / "broken.png").write_bytes(b"not an image")
+    line = ["fit", "--data", "CachedFeatures", "--data.images", "ImageFolder", "--data.backbone", BACKBONE]
+    line += ["--data.images.root", str(tmp_path / "photos"), "--data.images.image_size", "16"]
+    line += ["--data.cache", str(tmp_path / "cache"), "--model", "LinearProbeModule", "--optimizer", "SGD"]
+    line += ["--optimizer.lr", "1.0", "--privacy.expected_batch_size", "4", "--privacy.target_epsilon", "8"]
+    line += ["--privacy.delta", "1e-2", "--trainer.max_steps", "2", "--trainer.accelerator", "cpu"]
+    with pytest.raises(SystemExit):
+        main([*line, "--trainer.default_root_dir", str(tmp_path)])
+    assert "broken.png" in capsys.readouterr().err
+    assert downloads == []
+
+
 def changed(path, **changes):
     """The file with other content, and a digest that fits."""
     piece = torch.load(path, weights_only=True)
