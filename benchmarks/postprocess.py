@@ -19,7 +19,6 @@ import step as step_benchmark
 import torch
 import training_steps
 
-from dp_lightning.commands.memory import keep_freed_memory
 from dp_lightning.postprocess import (
     Chain,
     GatedOrthogonalize,
@@ -34,6 +33,7 @@ from dp_lightning.postprocess import (
     SpectralShrinkage,
     Transform,
 )
+from dp_lightning.private_run.freed_memory import keep_freed_memory
 
 
 def _ema() -> Transform:

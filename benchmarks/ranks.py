@@ -22,9 +22,9 @@ import torch
 import torch.multiprocessing
 import training_steps
 
-from dp_lightning.commands.memory import keep_freed_memory
 from dp_lightning.postprocess import Chain, Orthogonalize
 from dp_lightning.privacy import GaussianNoise
+from dp_lightning.private_run.freed_memory import keep_freed_memory
 from dp_lightning.ranks import Ranks
 
 PARTS = {

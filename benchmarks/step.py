@@ -42,7 +42,7 @@ def work(job: Job, parent: Connection) -> None:
     import torch
     import training_steps
 
-    from dp_lightning.commands.memory import keep_freed_memory
+    from dp_lightning.private_run.freed_memory import keep_freed_memory
 
     torch.set_num_threads(job.threads)
     if job.device == "cpu" and job.memory == "kept":

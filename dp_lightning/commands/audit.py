@@ -29,9 +29,7 @@ def main(arguments: list[str]) -> None:
     from dp_lightning.commands.audit_checks import Audit
     from dp_lightning.commands.audit_page import page_of
     from dp_lightning.commands.audit_runs import AuditRuns
-    from dp_lightning.commands.memory import keep_freed_memory
 
-    keep_freed_memory()
     runs = AuditRuns(of_fit)
     audit = Audit(runs, options.canaries)
     if not runs.is_first:

@@ -7,7 +7,6 @@ from typing import Any, cast
 import torch
 
 from dp_lightning.commands.composition import Composer, prepare
-from dp_lightning.commands.memory import keep_freed_memory
 from dp_lightning.commands.plan_cells import Basis, Matrices
 from dp_lightning.commands.timing import seconds_per_example
 from dp_lightning.errors import ConfigurationError
@@ -44,8 +43,6 @@ def basis_of(arguments: Sequence[str], *, measure: bool) -> Basis:
     )
     seconds, device = None, cli.trainer.strategy.root_device.type
     if measure:
-        if device == "cpu":
-            keep_freed_memory()
         seconds = seconds_per_example(settings)
         if seconds is None:
             raise ConfigurationError(

@@ -33,7 +33,6 @@ from dp_lightning.callbacks import (
     StopOnSignal,
 )
 from dp_lightning.commands.foreign_modules import ForeignModules
-from dp_lightning.commands.memory import keep_freed_memory
 from dp_lightning.commands.named_configs import with_paths
 from dp_lightning.commands.parser import StrictParser, in_one_line
 from dp_lightning.commands.parser_messages import shortened
@@ -229,8 +228,6 @@ class TrainingCLI(CommandLine):
             if isinstance(callback, SaveConfigCallback) and (asked is not None or slurm_job() is not None):
                 # A resumed run may use its earlier log folder again.
                 callback.overwrite = True
-        if self.trainer.strategy.root_device.type == "cpu":
-            keep_freed_memory()
         check_files = getattr(self.datamodule, "check_files", None)
         if check_files is not None:
             check_files()

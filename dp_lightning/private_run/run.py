@@ -39,6 +39,7 @@ from dp_lightning.private_run.checkpoint_contents import (
     require_nothing_raw,
 )
 from dp_lightning.private_run.finished_run import finish_instead_of_training, train_again
+from dp_lightning.private_run.freed_memory import keep_freed_memory
 from dp_lightning.private_run.loader import PrivateSource, require_private_loader, warn_of_equal_views
 from dp_lightning.private_run.loss_comparison import NAME, warn_of_changed_meaning
 from dp_lightning.private_run.person_warnings import warn_of_evaluated_persons, warn_of_persons
@@ -183,6 +184,8 @@ class PrivateRun:
             BudgetError: when the steps that are left cost too much.
         """
         check_optimizers(self.trainer, self.step.parameters.values())
+        if self.settings.keep_freed_memory and self.trainer.strategy.root_device.type == "cpu":
+            keep_freed_memory()
         self._training_step.take_place(self.step)
         self._source.private = self.step
         withhold(self.trainer)

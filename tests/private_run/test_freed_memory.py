@@ -8,17 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from dp_lightning.cli import main
-from dp_lightning.commands import training
-
-CONFIG = Path(__file__).parents[2] / "configs" / "digits.yaml"
-
 glibc = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other C libraries have no such limits")
 
 # Two blocks of 64 MiB are written and freed, and then two blocks of another size; 4 KiB a fault.
 WORK = """
 import resource, sys, torch
-from dp_lightning.commands.memory import keep_freed_memory
+from dp_lightning.private_run.freed_memory import keep_freed_memory
 told = keep_freed_memory() if sys.argv[1] == "keep" else None
 def use(mib):
     blocks = [torch.ones(mib * 2**18) for _ in range(2)]
@@ -65,14 +60,40 @@ def test_limits_of_the_environment_are_left_alone(environment):
     assert returned > 1000
 
 
-def test_a_training_run_on_a_cpu_keeps_its_memory(monkeypatch, tmp_path):
-    class ToldError(Exception):
-        pass
+# Two blocks of 64 MiB are written and freed after each step.
+FIT = """
+import resource, sys, torch
+from plain_run import Plain, examples, trainer
+from torch.utils.data import DataLoader
+from dp_lightning.callbacks import PrivacyCallback
 
-    def tell():
-        raise ToldError
+marks = []
 
-    monkeypatch.setattr(training, "keep_freed_memory", tell)
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(ToldError):
-        main(["fit", "--config", str(CONFIG), "--trainer.accelerator", "cpu"])
+class Heavy(Plain):
+    def on_train_batch_end(self, *args):
+        blocks = [torch.ones(64 * 2**18) for _ in range(2)]
+        del blocks
+        marks.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt)
+
+settings = {"expected_batch_size": 20, "noise_multiplier": 1.0, "delta": 1e-3, "accountant": "rdp"}
+privacy = PrivacyCallback(**settings, keep_freed_memory=sys.argv[2] == "keep")
+trainer(sys.argv[1], privacy).fit(Heavy(), DataLoader(examples(), batch_size=7))
+print(marks[-1] - marks[-2])
+"""
+
+
+@glibc
+def test_a_private_fit_on_a_cpu_keeps_its_memory_unless_told_otherwise(tmp_path):
+    def faults_of_a_step(how):
+        clean = {name: value for name, value in os.environ.items() if not name.startswith(("MALLOC_", "GLIBC_"))}
+        shown = subprocess.run(
+            [sys.executable, "-c", FIT, str(tmp_path), how],
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=True,
+            env={**clean, "PYTHONPATH": os.pathsep.join([*map(str, Path(__file__).parents[1:3])])},
+        )
+        return int(shown.stdout.split()[-1])
+
+    assert faults_of_a_step("keep") < 1000 < faults_of_a_step("return")
