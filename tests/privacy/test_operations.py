@@ -68,8 +68,8 @@ def private(name, size, plan):
 @pytest.mark.parametrize(
     ("name", "clipping", "most"),
     [
-        ("WRN-16-4", "flat", 450),
-        ("WRN-16-4", "per_layer", 550),
+        ("WRN-16-4", "flat", 420),
+        ("WRN-16-4", "per_layer", 520),
         ("ViT-S/16", "flat", 900),
         ("ViT-S/16", "per_layer", 1500),
     ],

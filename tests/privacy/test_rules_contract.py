@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from dp_lightning.privacy import ClipPlan
+from dp_lightning.privacy.gradients import normalization
 from dp_lightning.privacy.gradients.clipped_sum import ClippedSum
 from dp_lightning.privacy.gradients.recording import Recording
 from dp_lightning.privacy.gradients.rules import RULES, Rule, per_example, register_rule
@@ -258,6 +259,25 @@ def test_channels_last_equals_the_loop(name):
         found = {}
         recorded(layer, last, lambda c, found=found: found.update(c.formed().gradients))
         torch.testing.assert_close(found, gradients_by_loop(layer, x), rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("trained", [("weight", "bias"), ("weight",), ("bias",)], ids=" and ".join)
+@pytest.mark.parametrize("lead", [(1,), (3,)], ids=str)
+def test_groups_are_folded_where_that_takes_no_copy_and_few_blocks(lead, trained, monkeypatch):
+    layer, x = Layer(CASES["group norm"], trained), CASES["group norm"].inputs(lead)
+    expected = gradients_by_loop(layer, x)
+
+    def method(x):
+        found = {}
+        methods = recorded(layer, x, lambda c: found.update(c.formed().gradients)).methods
+        torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-7)
+        return {methods[own] for own in trained}
+
+    assert method(x) == {"folded"}
+    last = x.flatten(0, 1).movedim(1, -1).contiguous().movedim(-1, 1).unflatten(0, (B, *lead))
+    assert method(last) == {"by rule"}
+    monkeypatch.setattr(normalization, "_MOST_GROUPS", B * lead[0] * layer.case.options["num_groups"] - 1)
+    assert method(x) == {"by rule"}
 
 
 @pytest.mark.parametrize("name", CASES)

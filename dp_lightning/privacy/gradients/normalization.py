@@ -1,9 +1,14 @@
 """Normalisation within one example: grad gamma_i is the sum of g_i * x_hat_i, grad beta_i the sum of g_i.
 
 The sums run over everything that shares an entry of gamma: the positions of a channel, or the tokens.
+
+The groups of a GroupNorm know nothing of each other. So n rows of C channels are one row of n * C channels, each with a
+scale and a shift of its own, and the backward pass of the ordinary GroupNorm, which takes the sums for each channel
+anyway, has the gradients of each example among its results.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,6 +17,9 @@ from torch.nn import functional as F
 from dp_lightning.privacy.gradients.call import Call
 from dp_lightning.privacy.gradients.contribution import Contribution, PerExample, sum_of_views
 from dp_lightning.privacy.gradients.cost_model import examples_at_a_time
+
+# A GPU has no more blocks in its second dimension, and one for each group.
+_MOST_GROUPS = 2**16 - 1
 
 Normalize = Callable[[Tensor, Call], Tensor]
 """The function's own normalisation of rows without scale and shift, in memory of its own."""
@@ -53,6 +61,18 @@ def _sum(tensor: Tensor, dims: tuple[int, ...]) -> Tensor:
 def group_norm(rows: Tensor, call: Call) -> Tensor:
     """Normalised over groups of channels."""
     return F.group_norm(rows, call.arguments["num_groups"], eps=call.arguments.get("eps", 1e-5))
+
+
+def has_foldable_groups(rows: Tensor, arguments: Mapping[str, Any]) -> bool:
+    """Whether the rows are one row of more channels without a copy."""
+    return rows.is_contiguous() and len(rows) * arguments["num_groups"] <= _MOST_GROUPS
+
+
+def folded_group_norm(rows: Tensor, arguments: Mapping[str, Any]) -> Tensor:
+    """GroupNorm of rows (n, C, ...) where ``weight`` and ``bias`` are (n, C)."""
+    weights = {own: value.flatten() for own in ("weight", "bias") if (value := arguments.get(own)) is not None}
+    groups, eps = len(rows) * arguments["num_groups"], arguments.get("eps", 1e-5)
+    return F.group_norm(rows.flatten(0, 1).unsqueeze(0), groups, **weights, eps=eps).view(rows.shape)
 
 
 def instance_norm(rows: Tensor, call: Call) -> Tensor:

@@ -317,8 +317,11 @@ class Recording(TorchFunctionMode):
             return NotImplemented
         inner = unwrapped(x)
         with below_transforms():
-            arguments |= {own: value.detach() for own, value in trained.items()}
             rows = inner.flatten(0, lead) if lead else inner
+            if rule.folding is not None and rule.folding.applies(rows, arguments):
+                result = rule.folding.run(rows, self._for_each_row(rule, arguments, trained, prod(shape)))
+                return wrapped(result.unflatten(0, (self._batch_size, *shape)) if lead else result, self._level)
+            arguments |= {own: value.detach() for own, value in trained.items()}
             result = func(rows, **arguments)
             found = {own: self._sources.of(value) for own, value in trained.items()}
             names = {own: source.name for own, source in found.items()}
@@ -329,6 +332,19 @@ class Recording(TorchFunctionMode):
                 result = self._sources.started(result)
             result.register_hook(lambda gradient: self._receive(waiting, gradient))
             return wrapped(result.unflatten(0, (self._batch_size, *shape)) if lead else result, self._level)
+
+    def _for_each_row(
+        self, rule: Rule, arguments: Mapping[str, Any], trained: Mapping[str, Tensor], rows: int
+    ) -> dict[str, Any]:
+        """The arguments with weights for each row, (b * rows, *shape); the rows of an example share its copy."""
+        each = dict(arguments)
+        for own in rule.trained:
+            value = arguments.get(own)
+            if isinstance(value, Tensor):
+                frozen = value.expand(self._batch_size, *value.shape)
+                copies = self._sources.leaf(value, "folded") if own in trained else frozen
+                each[own] = copies.unsqueeze(1).expand(-1, rows, *value.shape).flatten(0, 1)
+        return each
 
     def _with_copies(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], sources: list[Tensor]

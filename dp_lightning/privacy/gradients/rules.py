@@ -35,7 +35,9 @@ from dp_lightning.privacy.gradients.embedding import embedding_rows
 from dp_lightning.privacy.gradients.linear import Tokens
 from dp_lightning.privacy.gradients.normalization import (
     NormRule,
+    folded_group_norm,
     group_norm,
+    has_foldable_groups,
     instance_norm,
     layer_norm,
     rms_norm,
@@ -48,6 +50,21 @@ RowDims = Callable[[Tensor, Mapping[str, Any]], int]
 
 def _always(arguments: Mapping[str, Any]) -> bool:
     return True
+
+
+@dataclass(frozen=True)
+class Folding:
+    """Another way through a function: one call in which each row has weights of its own.
+
+    The function's own backward pass then gives the gradients of the rows, and nothing else has to be computed.
+
+    Args:
+        applies: whether it takes these rows (n, ...) and the other arguments by name.
+        run: the output from the rows and the arguments, where each trained one is (n, *shape).
+    """
+
+    applies: Callable[[Tensor, Mapping[str, Any]], bool]
+    run: Callable[[Tensor, Mapping[str, Any]], Tensor]
 
 
 @dataclass(frozen=True)
@@ -64,6 +81,7 @@ class Rule:
             option must mean the same for rows of any number: a dimension counts from the end, or ``applies`` refuses
             it. A call that gives another argument is recorded with copies.
         applies: whether the rule covers a call with these arguments. Otherwise it is recorded with copies.
+        folding: where it applies, ``contribution`` is not asked.
     """
 
     arguments: tuple[str, ...]
@@ -72,6 +90,7 @@ class Rule:
     contribution: Callable[[Call, Tensor], Contribution]
     options: tuple[str, ...] = ()
     applies: Callable[[Mapping[str, Any]], bool] = _always
+    folding: Folding | None = None
 
     def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """The arguments by name."""
@@ -209,6 +228,7 @@ RULES.update(
             _all_but_first,
             NormRule(group_norm, channels=True),
             ("num_groups", "eps"),
+            folding=Folding(has_foldable_groups, folded_group_norm),
         ),
         F.layer_norm: Rule(
             ("input", "normalized_shape", "weight", "bias", "eps"),

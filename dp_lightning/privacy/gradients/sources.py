@@ -30,6 +30,7 @@ class Source:
     uses: int = 0
     copies: Tensor | None = None
     leaf: Tensor | None = None
+    method: str = ""  # how the leaf gets its gradients
     gradients: Tensor | None = None  # (b, *shape), added up over uses
 
     @property
@@ -94,10 +95,18 @@ class Sources:
         source = self.of(tensor)
         if source.copies is None:
             with below_transforms():
-                source.leaf = tensor.detach().expand(self._batch_size, *tensor.shape).requires_grad_()
-            source.copies = wrapped(source.leaf, at)
-            source.uses += 1
+                leaf = self.leaf(tensor, "one copy per example")
+            source.copies = wrapped(leaf, at)
         return source.copies
+
+    def leaf(self, tensor: Tensor, method: str) -> Tensor:
+        """The same copies, asked for below the vmap: (b, *shape) in memory for one; its ``grad`` is the examples'."""
+        source = self.of(tensor)
+        if source.leaf is None:
+            source.leaf = tensor.detach().expand(self._batch_size, *tensor.shape).requires_grad_()
+            source.method = method
+            source.uses += 1
+        return source.leaf
 
     def started(self, output: Tensor) -> Tensor:
         """The output of a function whose input needs no gradient, as the start of a graph."""
@@ -127,7 +136,7 @@ class Sources:
             source.require_unchanged()
             if source.leaf is not None and source.leaf.grad is not None:
                 source.add(source.leaf.grad)
-                source.leaf.grad, method = None, "one copy per example"
+                source.leaf.grad, method = None, source.method
             if source.gradients is None:
                 continue
             if source.is_parameter:
