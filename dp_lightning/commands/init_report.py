@@ -4,7 +4,7 @@ import shlex
 from pathlib import Path
 
 from dp_lightning.commands.starting_content import from_scratch
-from dp_lightning.commands.starting_file import Content
+from dp_lightning.commands.starting_file import Content, times
 from dp_lightning.commands.starting_model import Features
 from dp_lightning.datamodules.reading_first import listed
 from dp_lightning.datamodules.survey import Survey, spread
@@ -12,8 +12,10 @@ from dp_lightning.foreign_text import printable
 
 # Classes that have a line each.
 _SHOWN = 20
-# Pairs of equal images that are named.
-_PAIRS = 3
+# Images, or pairs of equal ones, that are named.
+_NAMED = 3
+# The noise of a step over C from which a run cannot be expected to learn.
+_HOPELESS = 10.0
 
 
 def report(survey: Survey, content: Content, *, seconds: float, bad_files: Path | None, out: Path) -> str:
@@ -48,10 +50,9 @@ def _found(survey: Survey, seconds: float) -> str:
     if (persons := survey.images_of_persons) is not None:
         lines.append(f"persons {len(persons):,}, with {spread(list(persons.values()))} images each")
     lines += _repeats(survey)
-    if survey.shared:
-        lines.append(
-            f"evaluation images that are also in the training set: {survey.shared:,}; remove them from one of them"
-        )
+    if shared := survey.shared:
+        lines.append(f"evaluation images that are also in the training set: {len(shared):,}")
+        lines += _some([printable(survey.files[split][place]) for split, place in shared if split in survey.files])
     return "\n".join(lines)
 
 
@@ -65,8 +66,14 @@ def _repeats(survey: Survey) -> list[str]:
     among = f", {differ:,} of them in another class" if differ else ""
     lines = [f"repeats in the training set: {len(pairs):,}{among}; each counts as an example of its own"]
     if files is not None:
-        lines += [f"  {printable(files[first])} = {printable(files[second])}" for first, second in pairs[:_PAIRS]]
+        lines += _some([f"{printable(files[first])} = {printable(files[second])}" for first, second in pairs])
     return lines
+
+
+def _some(lines: list[str]) -> list[str]:
+    """The first few, and how many more there are."""
+    more = [f"  and {len(lines) - _NAMED:,} more"] if len(lines) > _NAMED else []
+    return [*(f"  {line}" for line in lines[:_NAMED]), *more]
 
 
 def _bad(survey: Survey, bad_files: Path | None) -> str:
@@ -84,14 +91,18 @@ def _chosen(survey: Survey, content: Content, out: Path) -> str:
         f"Wrote {printable(str(out))}: {what}.",
         f"  epsilon {content.epsilon:g}, delta {plan.delta:g}, N {plan.num_train:,}, B {plan.expected_batch_size:,}, "
         f"{plan.num_steps:,} steps, sigma {plan.noise_multiplier:.2f}",
-        f"  {start.num_parameters:,} parameters: the noise of a step is {start.noise_norm:.2g} times as long as a "
-        "gradient may be",
+        f"  {start.num_parameters:,} parameters: the noise of a step is {times(start.noise_norm)} as a gradient may be",
     ]
     if features:
         other = from_scratch(content, survey).start
-        longer, sigma = f"{other.noise_norm:.2g} times as long", f"at sigma {other.plan.noise_multiplier:.2f}"
+        longer, sigma = times(other.noise_norm), f"at sigma {other.plan.noise_multiplier:.2f}"
         lines.append(f"  From scratch (--from-scratch) there are {other.num_parameters:,}: {longer}, {sigma}")
-    elif start.noise_norm > 1:
+    if start.noise_norm > _HOPELESS:
+        lines.append(
+            "  So much noise leaves nothing to learn: the run would spend its epsilon for a guess.\n"
+            "  Collect more images, or raise --epsilon."
+        )
+    elif not features and start.noise_norm > 1:
         lines.append(
             "  That is more noise than signal, so expect little. With pretrained features there are fewer parameters: "
             "leave out\n  --from-scratch, or give --backbone."
@@ -111,9 +122,12 @@ def _next(survey: Survey, content: Content, bad_files: Path | None) -> str:
         steps.append(f"Replace or remove the bad files, or all of them: cut -f1 {name} | xargs -d '\\n' rm --")
     elif survey.bad:
         steps.append("Replace or remove the bad files.")
+    if survey.repeats or survey.shared:
+        steps.append("Look at the images that are there twice, and remove those that are there by mistake.")
     if isinstance(content.model, Features) and content.model.weights is None:
         steps.append(
-            "The first run downloads the weights; without a network, give their file: dpl init ... --weights FILE"
+            "The first run downloads the weights. Without a network, give their file (dpl init ... --weights FILE),\n"
+            "     or use none (--from-scratch)."
         )
     steps.append(f"Read the file, then train: dpl fit --config {content.name}")
     numbered = [f"  {number}. {step}" for number, step in enumerate(steps, 1)]

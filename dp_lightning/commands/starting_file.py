@@ -92,7 +92,7 @@ class Content:
             f"  target_epsilon: {float(self.epsilon)} # the noise is solved for it: sigma {plan.noise_multiplier:.2f}",
             f"  delta: {plan.delta:.1e} # the largest power of ten that is at most 1/(2N)",
             f"  expected_batch_size: {plan.expected_batch_size} # B, in {self._unit}: a quarter of N",
-            f"  max_grad_norm: {MAX_GRAD_NORM} # C; the noise is {self.start.noise_norm:.2g} times as long",
+            f"  max_grad_norm: {MAX_GRAD_NORM} # C; the noise is {times(self.start.noise_norm)}",
             f"  max_physical_batch_size: {physical} # images at once; bounds memory and changes nothing else",
             *per_person,
         ]
@@ -128,3 +128,9 @@ def _value(value: Any) -> str:
     """A value on one line."""
     text = yaml.safe_dump(value, default_flow_style=True, allow_unicode=True, width=10**9)
     return text.removesuffix("\n").removesuffix("\n...")
+
+
+def times(ratio: float) -> str:
+    """How long something is, in words, before "as ..."."""
+    number = f"{ratio:.2g}"
+    return "as long" if number == "1" else f"{number} times as long"

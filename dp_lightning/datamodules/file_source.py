@@ -11,6 +11,7 @@ import torch
 from PIL import Image, UnidentifiedImageError
 from torch import Tensor
 from torch.utils.data import Dataset
+from torchvision.datasets.folder import IMG_EXTENSIONS
 from torchvision.io import ImageReadMode, decode_jpeg, read_file
 
 from dp_lightning.datamodules.dataset import Transform
@@ -19,6 +20,8 @@ from dp_lightning.errors import DataError
 #: Most pixels of an image, checked in its header before it is decoded: 8192 x 8192. Decoding takes up to 14 bytes for
 #: each.
 MOST_PIXELS = 2**26
+#: Names of images end so; of an animation the first image is read.
+IMAGE_EXTENSIONS = (*IMG_EXTENSIONS, ".gif")
 # Files are chosen by their extensions, but PIL goes by the content, and some of its formats start programs.
 _FORMATS = ("JPEG", "PNG", "PPM", "BMP", "TIFF", "WEBP", "GIF")
 _JPEG_START, _JPEG_END = [0xFF, 0xD8], [0xFF, 0xD9]

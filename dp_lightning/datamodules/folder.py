@@ -18,13 +18,12 @@ import torch
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
-from torchvision.datasets.folder import IMG_EXTENSIONS
 from torchvision.transforms import v2
 
 from dp_lightning.datamodules.augmentation import CropAndFlip, RandomResizedCrop
 from dp_lightning.datamodules.base import LARGEST_SIDE, ImageDataModule, Split, checked_labels, require_whole
 from dp_lightning.datamodules.dataset import Transform
-from dp_lightning.datamodules.file_source import FileNames, FileSource
+from dp_lightning.datamodules.file_source import IMAGE_EXTENSIONS, FileNames, FileSource
 from dp_lightning.datamodules.persons import GroupTable, PersonIds
 from dp_lightning.datamodules.reading_first import READ_FIRST_BELOW, require_readable
 from dp_lightning.errors import ConfigurationError, DataError
@@ -284,7 +283,7 @@ def image_files(folder: Path, left_out: Counter[str]) -> list[str]:
                 continue
             if not _is(entry.is_file):
                 left_out["broken link" if entry.is_symlink() else "folder"] += 1
-            elif entry.name.lower().endswith(IMG_EXTENSIONS):
+            elif entry.name.lower().endswith(IMAGE_EXTENSIONS):
                 names.append(entry.name)
             else:
                 left_out[os.path.splitext(entry.name)[1].lower() or "no extension"] += 1
@@ -313,5 +312,5 @@ def warn_of_left_out(left_out: Mapping[str, int], root: str) -> None:
         kinds = ", ".join(f"{count} x {kind}" for kind, count in sorted(left_out.items()))
         rank_zero_warn(
             f"Some entries in {root} are not read as images: {kinds}. The names of images end with "
-            f"{', '.join(IMG_EXTENSIONS)}."
+            f"{', '.join(IMAGE_EXTENSIONS)}: convert others, such as .heic, before the first run."
         )

@@ -9,11 +9,10 @@ import lightning
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
-from torchvision.datasets.folder import IMG_EXTENSIONS
 from torchvision.transforms import v2
 
 from dp_lightning.datamodules.dataset import Transform
-from dp_lightning.datamodules.file_source import FileNames, decode
+from dp_lightning.datamodules.file_source import IMAGE_EXTENSIONS, FileNames, decode
 from dp_lightning.datamodules.folder import warn_of_left_out
 from dp_lightning.datamodules.pixels import PixelNormalization
 from dp_lightning.errors import ConfigurationError, DataError
@@ -93,8 +92,8 @@ class ImageFiles(lightning.LightningDataModule):
         found = self.root.rglob("*") if self.root.is_dir() else []
         shown = (path for path in found if not any(part.startswith(".") for part in path.relative_to(self.root).parts))
         files = [path for path in shown if path.is_file()]
-        self.paths = sorted(path for path in files if path.name.lower().endswith(IMG_EXTENSIONS))
-        others = (path for path in files if not path.name.lower().endswith(IMG_EXTENSIONS))
+        self.paths = sorted(path for path in files if path.name.lower().endswith(IMAGE_EXTENSIONS))
+        others = (path for path in files if not path.name.lower().endswith(IMAGE_EXTENSIONS))
         warn_of_left_out(Counter(path.suffix.lower() or "no extension" for path in others), str(self.root))
         if not self.paths:
             raise DataError(f"{self.root} holds no image files; set data.init_args.root to a folder of images")

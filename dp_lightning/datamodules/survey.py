@@ -139,11 +139,17 @@ class Survey:
         pairs = [(first.setdefault(look.digest, place), place) for place, look in looks]
         return [(earlier, later) for earlier, later in pairs if earlier != later]
 
-    @property
-    def shared(self) -> int:
-        """Validation and test images that are also in the training set."""
+    @cached_property
+    def shared(self) -> list[tuple[Split, int]]:
+        """Split and place of each validation or test image that is also in the training set."""
         trained = {look.digest for look in self.readable}
-        return sum(look.digest in trained for split in self.looks if split != "train" for look in self._readable(split))
+        return [
+            (split, place)
+            for split, looks in self.looks.items()
+            if split != "train"
+            for place, look in enumerate(looks)
+            if look.problem is None and look.digest in trained
+        ]
 
     def _readable(self, split: Split) -> list[Look]:
         return [look for look in self.looks[split] if look.problem is None]

@@ -6,11 +6,14 @@ NFNets and vision transformers do not.
 
 import difflib
 import pickle
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, cast
+from urllib.parse import urlsplit
+from urllib.request import getproxies
 
 from torch import nn
 
@@ -66,6 +69,8 @@ def timm_model(
         pretrained, weights = False, None
     if weights is not None and not Path(weights).is_file():
         raise ConfigurationError(f"weights {weights} is not a file; give the path of the network's weights")
+    if pretrained and weights is None and _host_is_unknown(name):
+        raise ConfigurationError(_no_weights(name, "this machine has no network, or cannot find their host."))
     try:
         if weights is not None:
             return _with_weights(name, num_classes, weights, in_chans=in_channels, **kwargs)
@@ -75,10 +80,32 @@ def timm_model(
     except (TypeError, RuntimeError, ValueError, AssertionError, KeyError) as error:
         raise ConfigurationError(f"timm could not build {name!r}: {error}") from error
     except (OSError, pickle.UnpicklingError) as error:
-        raise ConfigurationError(
-            f"the pretrained weights of {name!r} could not be loaded: {error} Without a network, download them "
-            f"elsewhere{_where(name)}, and set weights to their file. `dpl init --from-scratch` needs none."
-        ) from error
+        raise ConfigurationError(_no_weights(name, str(error))) from error
+
+
+def _no_weights(name: str, reason: str) -> str:
+    return (
+        f"the pretrained weights of {name!r} could not be loaded: {reason} Without a network, download them "
+        f"elsewhere{_where(name)}, and set weights to their file. `dpl init --from-scratch` needs none."
+    )
+
+
+def _host_is_unknown(name: str) -> bool:
+    """Whether weights have to be downloaded, and their host has no address: retries would take most of a minute."""
+    import timm
+    from huggingface_hub import constants
+
+    given = timm.get_pretrained_cfg(name)
+    if given is None or not given.hf_hub_id or getproxies():
+        return False
+    repository = given.hf_hub_id.partition("@")[0].replace("/", "--")
+    if (Path(constants.HF_HUB_CACHE) / f"models--{repository}").exists():
+        return False
+    try:
+        socket.getaddrinfo(urlsplit(constants.ENDPOINT).hostname, None)
+    except OSError:
+        return True
+    return False
 
 
 def _where(name: str) -> str:

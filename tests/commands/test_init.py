@@ -15,6 +15,7 @@ import yaml
 from PIL import Image
 
 from dp_lightning.cli import main
+from dp_lightning.commands.starting_file import times
 from dp_lightning.commands.starting_point import batch_size_for, delta_for, learning_rate_for
 from dp_lightning.datamodules import ImageFolder, NpzImages
 from dp_lightning.datamodules.survey import Survey
@@ -168,7 +169,10 @@ def test_what_a_survey_counts(photos):
     assert [[Path(survey.files["train"][place]).name for place in pair] for pair in survey.repeats] == [
         ["0.png", "again.png"]
     ]
-    assert (survey.shared, survey.median_side) == (1, 12)
+    assert [(split, Path(survey.files[split][place]).name) for split, place in survey.shared] == [
+        ("test", "trained.png")
+    ]
+    assert survey.median_side == 12
     assert survey.kinds == {"colour": 61, "grey": 1}
     assert sorted({look.width for look in survey.readable}) == [12, 14, 40]
     assert [Path(path).name for path, _ in survey.bad] == ["9.png"]
@@ -183,6 +187,34 @@ def test_equal_images_are_named_those_of_two_classes_first(photos, capsys):
     assert "repeats in the training set: 5, 1 of them in another class; each counts" in shown
     assert "photos/train/dark/5.png = photos/train/light/copy.png\n  photos/train/dark/0.png = photos/" in shown
     assert shown.count(".png = ") == 3
+    assert "  and 2 more\n" in shown
+    assert "Look at the images that are there twice" in shown
+
+
+def test_images_that_are_in_two_sets_are_named(photos, capsys):
+    shutil.copy(photos / "train" / "dark" / "3.png", photos / "test" / "dark" / "again.png")
+    main(["init", "photos", "--from-scratch"])
+    shown = capsys.readouterr().out
+    assert "evaluation images that are also in the training set: 1\n  photos/test/dark/again.png\n" in shown
+
+
+def test_a_run_that_can_only_guess_is_told_so(photos, capsys):
+    main(["init", "photos", "--from-scratch"])
+    assert "So much noise leaves nothing to learn" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("ratio", "words"), [(0.996, "as long"), (1.24, "1.2 times as long"), (98.1, "98 times as long")]
+)
+def test_a_length_in_words(ratio, words):
+    assert times(ratio) == words
+
+
+def test_a_gif_is_an_image(photos):
+    Image.new("P", (12, 12), 7).save(photos / "train" / "dark" / "old.GIF")
+    survey = Survey.of(ImageFolder("photos"))
+    assert any(path.endswith("old.GIF") for path in survey.files["train"])
+    assert survey.bad == []
 
 
 def test_a_folder_of_one_class_is_refused(photos, capsys):
@@ -300,4 +332,6 @@ def test_the_batch_is_a_quarter_in_two_digits():
 
 
 def test_the_learning_rate_falls_with_the_noise():
-    assert [learning_rate_for(noise, at_most=0.3) for noise in (0.1, 1.0, 3.0, 30.0)] == [0.3, 0.1, 0.05, 0.005]
+    noises = (0.0, 0.1, 1.0, 3.0, 30.0)
+    assert [learning_rate_for(noise, features=False) for noise in noises] == [0.3, 0.3, 0.04, 0.01, 0.001]
+    assert [learning_rate_for(noise, features=True) for noise in noises] == [1.0, 1.0, 0.1, 0.05, 0.005]

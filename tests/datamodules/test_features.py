@@ -15,6 +15,7 @@ from dp_lightning.datamodules import CIFAR10, CachedFeatures, Digits, ImageFolde
 from dp_lightning.datamodules.file_source import FileSource
 from dp_lightning.errors import ConfigurationError, DataError
 from dp_lightning.lightning_modules import LinearProbeModule
+from dp_lightning.models import pretrained
 
 BACKBONE = "test_efficientnet_gn"
 
@@ -267,6 +268,7 @@ def downloads(monkeypatch, weights):
         return network
 
     monkeypatch.setattr(timm, "create_model", create_model)
+    monkeypatch.setattr(pretrained, "_host_is_unknown", lambda name: False)
     return asked
 
 
