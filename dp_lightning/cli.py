@@ -154,6 +154,7 @@ def _ended_by_signals(*, put_back: bool) -> Iterator[None]:
 def _leave(number: int, frame: FrameType | None) -> None:
     # An exception here could be lost, as in an import that catches all exceptions.
     try:
+        print(f"\ndpl: stopped by {signal.Signals(number).name}.", file=sys.stderr)
         sys.stdout.flush()
         sys.stderr.flush()
     finally:  # flushing fails if the signal came during a print

@@ -160,7 +160,7 @@ def test_a_signal_ends_every_command_with_its_exit_code_and_no_traceback(command
     assert process.stdout.readline() == "begun\n"
     process.send_signal(number)
     _, error = process.communicate(timeout=60)
-    assert (process.returncode, error) == (code, "")
+    assert (process.returncode, error) == (code, f"\ndpl: stopped by {number.name}.\n")
 
 
 @pytest.mark.parametrize("unbuffered", [[], ["-u"]])

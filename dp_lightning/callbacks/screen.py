@@ -15,8 +15,8 @@ from lightning.pytorch.callbacks import ProgressBar
 from dp_lightning.callbacks.privacy import PrivacyCallback, privacy_of
 from dp_lightning.errors import ConfigurationError
 from dp_lightning.private_run.live_display import Progress, block, duration, live_lines, log_line
-from dp_lightning.private_run.next_commands import after_a_run, checkpoint_of, has_test_set, short
-from dp_lightning.private_run.overview import after, before
+from dp_lightning.private_run.next_commands import after_a_run, checkpoint_of, has_test_set
+from dp_lightning.private_run.overview import Evaluation, after, before
 from dp_lightning.private_run.planned_counts import epochs_of
 from dp_lightning.private_run.terminal import Terminal
 from dp_lightning.private_run.withheld_metrics import public_numbers
@@ -35,7 +35,7 @@ class Screen(ProgressBar):
     def __init__(self) -> None:
         super().__init__()
         self._enabled, self._terminal = True, Terminal()
-        self._accuracies: dict[str, float] = {}
+        self._evaluation: Evaluation | None = None  # the last one
         self._evaluated = False  # since the last line of a file
         self._part, self._fraction = "", 0.0
         self._began = self._said = time.monotonic()
@@ -62,7 +62,7 @@ class Screen(ProgressBar):
             _privacy(trainer).announces = False
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._accuracies = {}
+        self._evaluation = None
         self._say(block(before(_privacy(trainer).private_run), self._terminal.width))
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -114,10 +114,9 @@ class Screen(ProgressBar):
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._part = ""
-        if not trainer.sanity_checking:
-            numbers = public_numbers(trainer)
-            named = {name: value for name, value in numbers.items() if "acc" in name.rpartition("/")[2].lower()}
-            self._accuracies, self._evaluated = named or numbers, True
+        if not trainer.sanity_checking and (privacy := privacy_of(trainer)) is not None:
+            self._evaluation = Evaluation.of(public_numbers(trainer), steps=privacy.ledger.num_steps)
+            self._evaluated = True
 
     def _evaluates(self, trainer: pl.Trainer, batch: int, loader: int, counts: list[int | float] | int | float) -> None:
         counts = counts if isinstance(counts, list) else [counts]
@@ -135,11 +134,12 @@ class Screen(ProgressBar):
         seconds = time.monotonic() - self._began
         done = steps + self._fraction - self._steps_before
         per_step = seconds / done if done >= 1 else None
+        accuracies = {} if self._evaluation is None else self._evaluation.accuracies
         raw = privacy.history.unprotected.names
         losses = {
             name if name not in raw or name.startswith("unprotected/") else f"unprotected/{name}": value
             for name, value in self.get_metrics(trainer, trainer.lightning_module).items()
-            if name not in ("v_num", *self._accuracies) and isinstance(value, int | float)
+            if name not in ("v_num", *accuracies) and isinstance(value, int | float)
         }
         return Progress(
             step=steps,
@@ -150,7 +150,7 @@ class Screen(ProgressBar):
             fraction=self._fraction,
             epsilon=budget.bound if plan.noise_multiplier > 0 else None,
             target=plan.target_epsilon or budget.planned,
-            accuracies=self._accuracies,
+            accuracies=accuracies,
             losses=dict(sorted(losses.items(), key=lambda item: item[0].startswith("unprotected/"))),
             seconds=seconds,
             seconds_left=None if per_step is None else per_step * max(plan.num_steps - steps - self._fraction, 0.0),
@@ -177,7 +177,7 @@ class Screen(ProgressBar):
             return
         whole = run.written.ledger.num_steps >= run.plan.num_steps
         ended = ("done in" if completed else "stopped", duration(time.monotonic() - self._began))
-        self._say(["", *block([ended, *after(run.written, self._accuracies, short(run.folder))], self._terminal.width)])
+        self._say(["", *block([ended, *after(run, run.written, self._evaluation)], self._terminal.width)])
         if completed and (checkpoint := checkpoint_of(trainer)) is not None:
             self._say(["", "What to do next:"])
             lines = after_a_run(

@@ -93,15 +93,25 @@ class StopOnSignal(pl.Callback):
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         self._put_back_handlers(trainer)
         checkpoint = self._newest_checkpoint(trainer)
-        if self._log is None or checkpoint is None or not trainer.is_global_zero:
+        if self._log is None or not trainer.is_global_zero:
+            return
+        steps = _privacy(trainer).ledger.num_steps
+        if checkpoint is None:
+            if steps > self._steps_before and not isinstance(exception, Exception):
+                print(
+                    f"Stopped after step {steps}, without a checkpoint: the weights are lost, and what the steps have "
+                    "spent stays spent. It is in the run's statement and journal.",
+                    file=sys.stderr,
+                    flush=True,
+                )
             return
         command = resume_line(self._log, checkpoint)
         if isinstance(exception, Exception):
             exception.add_note(f"To resume from the last checkpoint:\n{command}")
             return
         sys.stdout.flush()
-        steps = _privacy(trainer).ledger.num_steps
-        print(f"Stopped after step {steps}. To resume:\n{command}", file=sys.stderr, flush=True)
+        lost = f", {steps - trainer.global_step} of which were lost before" if trainer.global_step < steps else ""
+        print(f"Stopped after step {steps}{lost}. To resume:\n{command}", file=sys.stderr, flush=True)
 
     def _newest_checkpoint(self, trainer: pl.Trainer) -> Path | None:
         """The newest one of this fit, or that from which it started where it has only taken steps."""

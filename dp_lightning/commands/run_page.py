@@ -39,6 +39,7 @@ _FILES = {
     "events.out.tfevents.*": ("curves for TensorBoard", "no: they hold what was logged while training"),
     "metrics.csv": ("logged curves", "no: they hold what was logged while training"),
     "predictions*.csv": ("predictions of the weights", "as you may release the images that they are of"),
+    "export*": ("the network that dpl export wrote, and its statement", "yes"),
     "report.html": ("this page", "no, if it shows unprotected numbers"),
     "report_release.html": ("this page without unprotected numbers", "yes, with its accuracies, which are not covered"),
 }

@@ -48,10 +48,13 @@ _CHANGING = (
 def main(arguments: list[str]) -> None:
     """Print which checks hold and which fail; exits with 1 if one fails."""
     options = _parser().parse_args(arguments[1:])
-    found = list(verify(Path(options.run), options.head, options.seal))
+    place = Path(options.run)
+    found = list(verify(place, options.head, options.seal))
     for subject, finding in found:
         print(f"{'ok    ' if finding is None else 'FAILED'}  {subject}{'' if finding is None else f': {finding}'}")
     failed = sum(finding is not None for _, finding in found)
+    if place.is_dir() and not any(place.rglob("*.ckpt")) and not (place / EXPORTED).exists():
+        print("note    there is no checkpoint and no export, so no weights were checked")
     print(
         f"\n{failed} of {len(found)} checks failed."
         if failed

@@ -352,8 +352,9 @@ class PrivacyStatement:
         if self.changed_outside:
             names = ", ".join(f"`{name}`" for name in self.changed_outside)
             changed.append(
-                f"Attributes that hooks and callbacks have changed between steps: {names}. Where the loss reads one "
-                "that was computed from raw examples, or from metrics of them, the guarantee does not hold."
+                f"Attributes that other code than the loss has changed between steps: {names}. Every training changes "
+                "the modes of modules (`*.training`), its optimizer and its schedule. Where the loss reads one that a "
+                "hook or a callback computes from raw examples, or from metrics of them, the guarantee does not hold."
             )
         return [
             logged,
@@ -366,8 +367,9 @@ class PrivacyStatement:
             "not protected, and the best test score is not an unbiased one.",
             "Floating-point arithmetic: the theorem is about real numbers, and Gaussian noise in floating "
             "point has gaps that an attacker may use (Mironov 2012).",
-            f"Facts that are public here: the number of training {self._units}, the settings of the run, the "
-            "model's architecture, and whatever numbers the module held when the run started, such as buffers.",
+            f"Facts that are public here: the number of training {self._units}, the names of the classes, the settings "
+            "of the run, the model's architecture, and whatever numbers the module held when the run started, such as "
+            "buffers.",
         ]
 
 

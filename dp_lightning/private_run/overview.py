@@ -1,11 +1,14 @@
 """A run in a few rows of text: what it will do, before its first step, and what it has reached, at its end."""
 
+import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import lightning.pytorch as pl
 import torch
 from torch import nn
 
+from dp_lightning.lightning_modules.base import ImageClassifier
 from dp_lightning.privacy.statement import PrivacyStatement
 from dp_lightning.private_run.next_commands import short
 from dp_lightning.private_run.planned_counts import epochs_of
@@ -29,17 +32,61 @@ def before(run: PrivateRun) -> Rows:
     ]
 
 
-def after(statement: PrivacyStatement, accuracies: Mapping[str, float], folder: str) -> Rows:
+@dataclass(frozen=True)
+class Evaluation:
+    """The last validation of a run.
+
+    Attributes:
+        steps: taken before it.
+        accuracies: what is shown of its numbers.
+        numbers: all of them by name.
+    """
+
+    steps: int
+    accuracies: Mapping[str, float]
+    numbers: Mapping[str, float]
+
+    @classmethod
+    def of(cls, numbers: Mapping[str, float], *, steps: int) -> "Evaluation":
+        """Its accuracies are shown if it has any, or else all of its numbers."""
+        named = {name: value for name, value in numbers.items() if "acc" in name.rpartition("/")[2].lower()}
+        return cls(steps, named or numbers, numbers)
+
+
+def after(run: PrivateRun, statement: PrivacyStatement, evaluation: Evaluation | None) -> Rows:
     """What was reached, at what cost, and whether it may be released."""
     guarantee = statement.short().splitlines()[0]
     outside = ", ".join(statement.unprotected)
     return [
-        ("reached", ", ".join(f"{name} {value:.4f}" for name, value in accuracies.items())),
+        ("reached", _reached(run, statement.ledger.num_steps, evaluation)),
+        ("note", "" if evaluation is None else _losses_of_a_guess(run, evaluation.numbers)),
         ("privacy", guarantee),
         ("unprotected", f"logged from raw examples, do not publish: {outside}" if outside else ""),
         ("release", statement.release),
-        ("results", folder),
+        ("results", short(run.folder)),
     ]
+
+
+def _reached(run: PrivateRun, steps: int, evaluation: Evaluation | None) -> str:
+    if evaluation is None:
+        due = run.trainer.enable_validation
+        return "not evaluated: no validation was due (trainer.check_val_every_n_epoch)" if due else ""
+    text = ", ".join(f"{name} {value:.4f}" for name, value in evaluation.accuracies.items())
+    return text if evaluation.steps == steps else f"{text}, after step {evaluation.steps:,} of {steps:,}"
+
+
+def _losses_of_a_guess(run: PrivateRun, numbers: Mapping[str, float]) -> str:
+    """What to do if the loss is above that of equal probabilities for all classes."""
+    classes = getattr(getattr(run.trainer, "datamodule", None), "num_classes", None)
+    if not isinstance(run.module, ImageClassifier) or classes is None:
+        return ""
+    above = [f"{name} {value:.2f}" for name, value in numbers.items() if "loss" in name and value > math.log(classes)]
+    return (
+        f"{', '.join(above)}: equal probabilities for all classes have {math.log(classes):.2f}, so those of this "
+        "network are too sure of themselves; lower the learning rate"
+        if above
+        else ""
+    )
 
 
 def _data(run: PrivateRun) -> str:

@@ -12,6 +12,8 @@ import sys
 import termios
 import threading
 from contextlib import redirect_stdout
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -20,7 +22,10 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 from dp_lightning.callbacks import RunRecord, Screen, StopOnSignal
+from dp_lightning.datamodules import Digits
 from dp_lightning.errors import ConfigurationError
+from dp_lightning.lightning_modules import LinearProbeModule
+from dp_lightning.private_run.overview import Evaluation, after
 
 ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
@@ -166,6 +171,37 @@ def test_the_plan_comes_first_and_the_statement_last(in_a_file):
     # What the callback prints for a Trainer without a screen is not repeated.
     assert "Privacy plan" not in text
     assert text.count("-DP by RDP") == 1
+
+
+@pytest.mark.parametrize(
+    ("epochs", "every", "shown"),
+    [(3, 2, "after step 6 of 9"), (2, 3, "not evaluated: no validation was due"), (2, 2, "val/accuracy 0.")],
+)
+def test_what_was_reached_names_its_step_where_more_followed(tmp_path, capsys, epochs, every, shown):
+    fit(tmp_path, max_epochs=epochs, check_val_every_n_epoch=every)
+    (reached,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("reached")]
+    assert shown in reached
+    assert ("after step" in reached) == ("after step" in shown)
+
+
+def test_a_module_that_is_never_evaluated_says_nothing_of_it(tmp_path, capsys):
+    trainer(tmp_path, privacy(), Screen(), enable_progress_bar=True).fit(Plain(), loader())
+    assert "reached" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("loss", "warned"), [(2.31, True), (2.29, False)])
+def test_a_loss_above_that_of_a_guess_is_told(loss, warned):
+    ended = SimpleNamespace(
+        folder=Path("run"), module=LinearProbeModule(10, in_channels=3), trainer=SimpleNamespace(datamodule=Digits())
+    )
+    evaluation = Evaluation.of({"val/accuracy": 0.5, "val/loss": loss}, steps=3)
+    statement = SimpleNamespace(
+        short=lambda: "private", unprotected=(), ledger=SimpleNamespace(num_steps=3), release="ok"
+    )
+    rows = dict(after(ended, statement, evaluation))
+    assert rows["reached"] == "val/accuracy 0.5000"
+    assert ("val/loss 2.31: equal probabilities for all classes have 2.30" in rows["note"]) == warned
+    assert bool(rows["note"]) == warned
 
 
 def test_what_makes_a_run_unfit_for_release_is_said_before_and_after(in_a_file):

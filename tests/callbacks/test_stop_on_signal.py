@@ -9,7 +9,7 @@ import zipfile
 
 import pytest
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
-from plain_run import Plain, loader, parameters_after, privacy, trainer
+from plain_run import Plain, Stop, loader, parameters_after, privacy, trainer
 from torch.utils.data import DataLoader
 
 from dp_lightning.callbacks import RunRecord, StopOnSignal
@@ -97,7 +97,7 @@ class Twice(Callback):
             os.kill(os.getpid(), signal.SIGINT)
 
 
-def test_a_second_ctrl_c_ends_at_once_with_its_exit_code(tmp_path):
+def test_a_second_ctrl_c_ends_at_once_with_its_exit_code(tmp_path, capsys):
     before = signal.getsignal(signal.SIGINT)
     run = trainer(tmp_path, privacy(), Twice(), StopOnSignal())
     with pytest.raises(SystemExit) as stop:
@@ -106,6 +106,25 @@ def test_a_second_ctrl_c_ends_at_once_with_its_exit_code(tmp_path):
     assert signal.getsignal(signal.SIGINT) == before
     assert json.loads((tmp_path / "privacy_statement.json").read_text())["num_steps"] == 1
     assert not (tmp_path / "checkpoints").exists()
+    assert "Stopped after step 1, without a checkpoint: the weights are lost" in capsys.readouterr().err
+
+
+class Once(Callback):
+    def on_train_start(self, *args):
+        os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_steps_that_were_lost_before_are_told_beside_the_checkpoint_that_lacks_them(tmp_path, capsys):
+    first = privacy()
+    with pytest.raises(RuntimeError, match="stopped"):
+        trainer(tmp_path, first, Stop(2)).fit(Plain(), loader())
+    second = privacy()
+    second.history.count_steps_of(next(tmp_path.glob("privacy_journal_*.jsonl")))
+    with pytest.raises(SystemExit):
+        trainer(tmp_path, second, Once(), StopOnSignal()).fit(Plain(), loader())
+    told = capsys.readouterr().err
+    assert "Stopped after step 3, 2 of which were lost before. To resume:" in told
+    assert "interrupted-step=1.ckpt" in told
 
 
 def checkpoints_of(folder, name):

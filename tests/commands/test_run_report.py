@@ -165,10 +165,12 @@ def test_a_page_for_release_shows_nothing_of_training_examples(finished):
 
 def test_every_file_of_the_folder_has_a_row_that_says_whether_it_may_be_released(copy):
     (copy / "notes.txt").write_text("mine")
+    (copy / "export").mkdir()
     run = RunFiles.read(copy)
     text = of(copy).text
     assert all(name in text for name in run.names)
     assert "notes.txt not of dp_lightning unknown" in text
+    assert "export the network that dpl export wrote, and its statement yes" in text
     assert "snr.json signal-to-noise ratios of privatized gradients yes" in text
     unfit = Page(run_page(dataclasses.replace(run, facts={**run.facts, "release": "not for release: a fault"})).html())
     assert "snr.json signal-to-noise ratios of privatized gradients no: the run is not fit for release" in unfit.text

@@ -52,6 +52,17 @@ def run(whole, tmp_path):
     return shutil.copytree(whole, tmp_path / "run")
 
 
+@pytest.mark.parametrize("weights", [True, False])
+def test_a_run_without_weights_is_told(run, capsys, weights):
+    for path in run.rglob("*.ckpt"):
+        if not weights:
+            path.unlink()
+    with pytest.raises(SystemExit) as end:
+        main(["verify", str(run)])
+    assert end.value.code == 0
+    assert ("no weights were checked" in capsys.readouterr().out) != weights
+
+
 def failed(run, *heads):
     return [f"{subject}: {finding}" for subject, finding in verify(run, list(heads)) if finding is not None]
 
