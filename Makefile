@@ -30,7 +30,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 		echo "Name another one: make PYTHON=python3.12"; \
 		exit 1; }
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install -c constraints.txt -e '.[dev,docs,pld,finetune,export,report,slurm,ray]'
+	$(BIN)/python -m pip install -c constraints.txt -e '.[dev,bench,docs,pld,finetune,export,report,slurm,ray]'
 	@touch $(INSTALLED)
 
 quickstart: $(INSTALLED)

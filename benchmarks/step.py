@@ -22,6 +22,9 @@ from typing import Any, NamedTuple
 sys.path.insert(0, str(Path(__file__).parent))
 
 FORMATS = ("contiguous", "channels_last")
+# Their networks are in flax_steps.py.
+JAX_WAYS = ("jax ordinary", "jax_privacy", "jax_privacy, 8 at once")
+JAX_MODELS = ("wrn16-4", "wrn28-10")
 
 
 class Job(NamedTuple):
@@ -35,11 +38,60 @@ class Job(NamedTuple):
     device: str
     threads: int
     memory: str
+    through: str
+
+
+class Answers:
+    """Between the steps of a process: what they took goes to the parent, which says when the next one begins."""
+
+    def __init__(self, job: Job, parent: Connection) -> None:
+        self._on_gpu, self._parent = job.device == "cuda", parent
+        self._before = resident_mib()
+        self._start: float | None = None
+
+    def goes_on(self) -> bool:
+        """Send seconds and peak memory in MiB of the step that has ended, if one has; wait to be asked for another."""
+        if self._start is not None:
+            self._parent.send((self._seconds(), self._peak()))
+        more: bool = self._parent.recv()
+        self._start = time.perf_counter()
+        return more
+
+    def _seconds(self) -> float:
+        assert self._start is not None
+        if self._on_gpu:
+            import torch
+
+            torch.cuda.synchronize()
+        return time.perf_counter() - self._start
+
+    def _peak(self) -> float:
+        if self._on_gpu:
+            import torch
+
+            return torch.cuda.max_memory_allocated() / 2**20
+        return peak_mib() - self._before
 
 
 def work(job: Job, parent: Connection) -> None:
-    """Take a step whenever the parent asks for one; answer with seconds and peak memory in MiB so far."""
+    """Take a step whenever the parent asks for one."""
+    try:
+        if job.way in JAX_WAYS:
+            import flax_steps
+
+            answers = Answers(job, parent)
+            step = flax_steps.step(job.model, job.way, job.batch_size, job.threads)
+            while answers.goes_on():
+                step()
+        else:
+            _work_in_torch(job, parent)
+    except Exception as error:  # the table shows what a way cannot do
+        parent.send(f"{type(error).__name__}: {error}".splitlines()[0][:200])
+
+
+def _work_in_torch(job: Job, parent: Connection) -> None:
     import torch
+    import trainer_steps
     import training_steps
 
     from dp_lightning.private_run.freed_memory import keep_freed_memory
@@ -49,25 +101,39 @@ def work(job: Job, parent: Connection) -> None:
         keep_freed_memory()
     build, shape, _ = training_steps.MODELS[job.model]
     torch.manual_seed(0)
-    try:
-        with training_steps.quiet():
-            before = resident_mib()
-            memory_format = getattr(torch, f"{job.memory_format}_format", None) or getattr(torch, job.memory_format)
-            model = build().to(job.device).to(memory_format=memory_format).train()
-            images = torch.randn(job.batch_size, *shape, device=job.device).to(memory_format=memory_format)
-            labels = torch.randint(10, (job.batch_size,), device=job.device)
-            make = {**training_steps.WAYS, **training_steps.FINE_TUNING}[job.way]
-            step = make(model, training_steps.autocast_to(job.device, job.dtype))
-            while parent.recv():
-                start = time.perf_counter()
-                step(images, labels)
-                if job.device == "cuda":
-                    torch.cuda.synchronize()
-                seconds = time.perf_counter() - start
-                peak = torch.cuda.max_memory_allocated() / 2**20 if job.device == "cuda" else peak_mib() - before
-                parent.send((seconds, peak))
-    except Exception as error:  # the table shows what a way cannot do
-        parent.send(f"{type(error).__name__}: {error}".splitlines()[0][:200])
+    with training_steps.quiet():
+        answers = Answers(job, parent)
+        memory_format = getattr(torch, f"{job.memory_format}_format", None) or getattr(torch, job.memory_format)
+        model = build().to(job.device).to(memory_format=memory_format).train()
+        images = torch.randn(job.batch_size, *shape, device=job.device).to(memory_format=memory_format)
+        labels = torch.randint(10, (job.batch_size,), device=job.device)
+        if job.through == "callback":
+            answers.goes_on()  # the first step, in which the Trainer starts too
+            trainer_steps.take_steps(job.way, model, images, labels, answers.goes_on, bf16=job.dtype == "bf16")
+            return
+        make = {**training_steps.WAYS, **training_steps.FINE_TUNING}[job.way]
+        step = make(model, training_steps.autocast_to(job.device, job.dtype))
+        while answers.goes_on():
+            step(images, labels)
+
+
+def jobs_of(options: argparse.Namespace, model: str, dtype: str, size: int, device: str) -> list[Job]:
+    """What is measured side by side: each way that the model has, in each memory format that the way can take."""
+    ways = ["ordinary", *(way for way in options.ways if way != "ordinary")]
+    jobs = []
+    for way in ways:
+        if way in JAX_WAYS:
+            formats = ["channels_last"] if model in JAX_MODELS and dtype == "fp32" else []  # Flax has this one alone
+        elif way.startswith("Opacus"):
+            # Its gradients of convolutions are wrong on other images: see docs/performance.md.
+            formats = ["contiguous"]
+        else:
+            formats = options.formats
+        jobs += [
+            Job(model, dtype, way, memory_format, size, device, options.threads, options.memory, options.through)
+            for memory_format in formats
+        ]
+    return jobs
 
 
 def resident_mib() -> float:
@@ -182,6 +248,7 @@ def positive(text: str) -> int:
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """The options of the command line."""
     import torch
+    import trainer_steps
     import training_steps
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -189,7 +256,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         "--models", nargs="+", default=list(training_steps.DEFAULT_MODELS), choices=training_steps.MODELS
     )
     parser.add_argument("--types", nargs="+", default=["fp32", "bf16"], choices=["fp32", "bf16"])
-    ways = [*training_steps.WAYS, *training_steps.FINE_TUNING]
+    ways = [*training_steps.WAYS, *training_steps.FINE_TUNING, *JAX_WAYS]
     parser.add_argument("--ways", nargs="+", default=list(training_steps.WAYS), choices=ways)
     parser.add_argument("--formats", nargs="+", default=list(FORMATS), choices=FORMATS)
     parser.add_argument("--batch-size", type=positive, help="physical batch size (default: by model and device)")
@@ -203,8 +270,18 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         help="on a CPU, whether freed memory is kept for the next step, as dpl does, or returned to the system, as the "
         "C library does unless told otherwise (default kept)",
     )
+    parser.add_argument(
+        "--through",
+        default="step",
+        choices=["step", "callback"],
+        help="what takes the steps: this benchmark, or a Lightning Trainer, for our ways with PrivacyCallback, which "
+        "keeps freed memory by itself (default step)",
+    )
     parser.add_argument("--json", type=Path, help="also write all rows to this file")
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    if options.through == "callback" and (others := sorted(set(options.ways) - set(trainer_steps.WAYS))):
+        parser.error(f"--through callback takes no {', '.join(others)}: set --ways to {', '.join(trainer_steps.WAYS)}")
+    return options
 
 
 def main() -> None:
@@ -214,7 +291,6 @@ def main() -> None:
 
     options = parse()
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    ways = ["ordinary", *(way for way in options.ways if way != "ordinary")]
     if options.json:
         options.json.parent.mkdir(parents=True, exist_ok=True)
     machine = hardware(device, options.threads)
@@ -223,12 +299,7 @@ def main() -> None:
     for model in options.models:
         for dtype in options.types:
             size = options.batch_size or training_steps.MODELS[model][2][device]
-            jobs = [
-                Job(model, dtype, way, memory_format, size, device, options.threads, options.memory)
-                for way in ways
-                for memory_format in options.formats
-            ]
-            rows = measure(jobs, warmup=options.warmup, rounds=options.rounds)
+            rows = measure(jobs_of(options, model, dtype, size, device), warmup=options.warmup, rounds=options.rounds)
             every += rows
             print("\n" + table(summarize(rows)), flush=True)
             if options.json:

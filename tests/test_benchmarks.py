@@ -60,6 +60,67 @@ def test_ratios_are_to_the_ordinary_steps_faster_format(step):
     assert "RuntimeError: no" in text
 
 
+def jobs(step, model, dtype, *ways):
+    options = step.parse(["--ways", *ways])
+    return [(job.way, job.memory_format) for job in step.jobs_of(options, model, dtype, 4, "cpu")]
+
+
+def test_a_way_is_measured_in_the_formats_that_it_can_take(step):
+    found = jobs(step, "wrn16-4", "fp32", "ours flat", "Opacus hooks", "jax_privacy")
+    ours = [(way, memory_format) for way in ("ordinary", "ours flat") for memory_format in step.FORMATS]
+    assert found == [*ours, ("Opacus hooks", "contiguous"), ("jax_privacy", "channels_last")]
+    for model, dtype in (("wrn16-4", "bf16"), ("vit-s16", "fp32")):  # which have no Flax network
+        assert jobs(step, model, dtype, "jax_privacy") == [("ordinary", form) for form in step.FORMATS]
+
+
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
+def test_opacus_computes_wrong_gradients_of_convolutions_on_channels_last(step, memory_format):
+    """Why its ways are measured on contiguous images alone. Should this fail, measure both."""
+    from opacus.grad_sample import GradSampleModule
+
+    torch.manual_seed(0)
+    layer, x = torch.nn.Conv2d(3, 4, 3, padding=1), torch.randn(5, 3, 8, 8)
+    expected = torch.stack([torch.autograd.grad(layer(row).square().sum(), layer.weight)[0] for row in x])
+    wrapped = GradSampleModule(layer, loss_reduction="sum")
+    wrapped(x.to(memory_format=memory_format)).square().sum().backward()
+    error = (wrapped._module.weight.grad_sample - expected).norm() / expected.norm()
+    assert error < 1e-5 if memory_format is torch.contiguous_format else error > 0.1
+
+
+def test_the_network_in_flax_is_the_same_and_so_is_its_clipped_sum(step):
+    import flax_steps
+    import jax
+
+    from dp_lightning.models import WideResNet
+    from dp_lightning.privacy import ClipPlan
+    from dp_lightning.privacy.gradients.clipped_sum import ClippedSum
+    from dp_lightning.privacy.gradients.recording import Recording
+
+    assert tuple(flax_steps.WAYS) == step.JAX_WAYS
+    assert tuple(flax_steps.DEPTH_AND_WIDTH) == step.JAX_MODELS
+    torch.manual_seed(0)
+    model, network = WideResNet(10, 2, 10), flax_steps.WideResNet(10, 2)
+    x, y = torch.randn(5, 3, 32, 32), torch.arange(5)
+    images = x.permute(0, 2, 3, 1).numpy()
+    numbers = flax_steps.parameters_of({name: p.numpy() for name, p in model.state_dict().items()})
+    logits = torch.from_numpy(np.array(network.apply({"params": numbers}, images)))
+    torch.testing.assert_close(logits, model(x).detach(), rtol=1e-5, atol=1e-5)
+    parameters = dict(model.named_parameters())
+    total = ClippedSum(parameters, ClipPlan.flat())
+    total.begin(len(x))
+    recording = Recording(parameters, len(x), total.take)
+    recording.backward(recording.run(lambda x, y: torch.nn.functional.cross_entropy(model(x[None]), y[None]), x, y))
+    assert total.end().min() > 1  # all examples are clipped
+    ours = flax_steps.parameters_of({name: part.numpy() for name, part in total.sums.items()})
+    for at_once in (None, 5, 1):
+        theirs = flax_steps.clipped(at_once)(network)(numbers, images, y.numpy())
+        for path, found in jax.tree_util.tree_leaves_with_path(theirs):
+            expected = ours
+            for key in path:
+                expected = expected[key.key]
+            np.testing.assert_allclose(found, expected, rtol=1e-3, atol=1e-6)
+
+
 @pytest.mark.parametrize("option", ["--rounds", "--threads", "--batch-size"])
 def test_numbers_below_one_are_refused(step, option, capsys):
     with pytest.raises(SystemExit):
@@ -93,6 +154,41 @@ def test_a_small_run_prints_a_table_and_writes_every_row(tmp_path, warm_python):
     rows = json.loads(out.read_text())["rows"]
     assert [row["way"] for row in rows] == ["ordinary", "ours flat"]
     assert all(len(row["times"]) == 2 and row["seconds"] > 0 and row["peak_mib"] > 0 for row in rows)
+
+
+def test_a_trainer_takes_no_steps_of_other_libraries(step, capsys):
+    with pytest.raises(SystemExit):
+        step.parse(["--through", "callback", "--ways", "ours flat", "Opacus hooks"])
+    assert "--through callback takes no Opacus hooks" in capsys.readouterr().err
+
+
+@pytest.mark.slow  # three processes
+def test_a_small_run_through_a_trainer(tmp_path, warm_python):
+    out = tmp_path / "rows.json"
+    arguments = [
+        "--models",
+        "small-cnn",
+        "--types",
+        "fp32",
+        "--formats",
+        "contiguous",
+        "--rounds",
+        "2",
+        "--warmup",
+        "1",
+    ]
+    arguments += ["--through", "callback", "--memory", "returned", "--ways", "ours flat", "ours per-layer"]
+    shown = subprocess.run(
+        [warm_python, BENCHMARKS / "step.py", *arguments, "--json", str(out)],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert shown.stdout.count("| small-cnn | fp32 |") == 3
+    assert "rivacy" not in shown.stdout
+    rows = json.loads(out.read_text())["rows"]
+    assert [row["way"] for row in rows] == ["ordinary", "ours flat", "ours per-layer"]
+    assert all(len(row["times"]) == 2 and row["seconds"] > 0 for row in rows)
 
 
 @pytest.mark.parametrize("name", ["ours flat", "ours per-layer", "Opacus hooks", "Opacus ghost"])

@@ -87,7 +87,7 @@ def test_each_make_target_installs_what_it_needs(target):
         check=True,
     ).stdout
     assert dry.index("-m venv .venv") < dry.index(
-        "pip install -c constraints.txt -e '.[dev,docs,pld,finetune,export,report,slurm,ray]'"
+        "pip install -c constraints.txt -e '.[dev,bench,docs,pld,finetune,export,report,slurm,ray]'"
     )
     after = {"quickstart": "dpl fit --config configs/digits.yaml", "test": "-m pytest", "lint": "ruff check"}
     after |= {"docs": "mkdocs build", "mutants": "tools/mutants.py"}

@@ -21,6 +21,7 @@ PURPOSES = {
     "report": "figures of dpl report, analyze, audit and plan",
     "slurm": "dpl sweep --launcher slurm",
     "ray": "dpl sweep --launcher ray",
+    "bench": "the comparison with jax_privacy in benchmarks/step.py",
     "dev": "the tests",
 }
 
