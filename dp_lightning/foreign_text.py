@@ -25,10 +25,17 @@ DEEPEST = 40
 LARGEST_JSON = 2**24
 
 _Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+_MERGE = "tag:yaml.org,2002:merge"  # of the key <<, which may be repeated
+# Characters of a key that a message shows.
+_LONGEST_KEY = 100
 
 
 class UnusableYaml(yaml.YAMLError):
     """A YAML text that is refused: a value is invalid, or the text exceeds the bounds."""
+
+
+class RepeatedKey(UnusableYaml):
+    """A YAML text with a key twice in one mapping: YAML forbids it, and PyYAML drops the first without a word."""
 
 
 def load_yaml(text: str, load: Callable[[str], Any]) -> Any:
@@ -39,6 +46,8 @@ def load_yaml(text: str, load: Callable[[str], Any]) -> Any:
     """
     try:
         _check(text)
+        for document in yaml.compose_all(text, Loader=_Loader):
+            _require_single_keys(document, set())
         return load(text)
     except yaml.YAMLError:
         raise
@@ -79,6 +88,26 @@ def _check(text: str) -> None:
             raise UnusableYaml(f"it has more than {MOST_VALUES:,} values with its aliases expanded")
         if len(around) - 1 + levels > DEEPEST:
             raise UnusableYaml(f"it is nested deeper than {DEEPEST} levels")
+
+
+def _require_single_keys(node: yaml.Node | None, seen: set[int]) -> None:
+    """``seen`` has the nodes that were checked: one that has aliases is checked once."""
+    if not isinstance(node, yaml.CollectionNode) or id(node) in seen:
+        return
+    seen.add(id(node))
+    if isinstance(node, yaml.SequenceNode):
+        for item in node.value:
+            _require_single_keys(item, seen)
+        return
+    lines: dict[str, int] = {}
+    for key, value in node.value:
+        if isinstance(key, yaml.ScalarNode) and key.tag != _MERGE:
+            line = key.start_mark.line + 1
+            if (first := lines.get(key.value)) is not None:
+                where = f"in line {line}" if first == line else f"in lines {first} and {line}"
+                raise RepeatedKey(f"it has {key.value[:_LONGEST_KEY]!r} twice, {where}; keep one")
+            lines[key.value] = line
+        _require_single_keys(value, seen)
 
 
 def printable(text: str) -> str:

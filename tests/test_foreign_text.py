@@ -6,7 +6,7 @@ import pytest
 import yaml
 
 from dp_lightning.errors import DataError
-from dp_lightning.foreign_text import DEEPEST, LARGEST_YAML, MOST_VALUES, load_yaml, read_json, read_text
+from dp_lightning.foreign_text import DEEPEST, LARGEST_YAML, MOST_VALUES, RepeatedKey, load_yaml, read_json, read_text
 
 ALIASES = "\n".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9) if i else '1'}]" for i in range(12))
 CHAIN = "\n".join(f"a{i}: &a{i} [{f'*a{i - 1}' if i else '1'}]" for i in range(DEEPEST + 1))
@@ -45,11 +45,27 @@ def test_what_no_configuration_is_like_is_refused_before_more_is_read(text, mess
         "a: &a 1\nb: [*a, *a]",
         "",
         "a: 'é'\n---",
+        "a: {b: 1}\nc: {b: 1, d: [b, b]}",
+        "a: &a {b: 1}\nc: &c {b: 2, d: 3}\ne: {<<: *a, <<: *c, b: 4}",
         "[" + "1," * (MOST_VALUES - 2) + "]",
     ],
 )
 def test_what_is_within_the_bounds_is_what_the_loader_makes_of_it(text):
     assert load_yaml(text, lambda text: list(yaml.safe_load_all(text))) == list(yaml.safe_load_all(text))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a: 1\nb: 2\n\na: 3", "it has 'a' twice, in lines 1 and 4; keep one"),
+        ("x:\n- y:\n    a: {b: 1}\n    # a\n    a: 2", "it has 'a' twice, in lines 3 and 5; keep one"),
+        ("x: {a: 1, 'a': 2}", "it has 'a' twice, in line 1; keep one"),
+        ("a: &a {<<: {b: 1, b: 2}}\nc: *a", "it has 'b' twice, in line 1; keep one"),
+    ],
+)
+def test_a_key_that_a_mapping_has_twice_is_refused(text, message):
+    with pytest.raises(RepeatedKey, match=f"^{message}$"):
+        load_yaml(text, yaml.safe_load)
 
 
 def test_a_text_is_read_from_a_regular_file_of_a_bounded_size(tmp_path):

@@ -16,7 +16,7 @@ import yaml
 
 from dp_lightning.commands.near_names import did_you_mean
 from dp_lightning.errors import ConfigurationError
-from dp_lightning.foreign_text import LARGEST_YAML, load_yaml, printable, read_text
+from dp_lightning.foreign_text import LARGEST_YAML, RepeatedKey, load_yaml, printable, read_text
 
 FILE = Path(__file__).with_name("known_settings.json")
 # Settings of every group that names a class, beside those of the class.
@@ -64,6 +64,7 @@ class _Names:
         for _, content in contents:
             self._note(content)
         for name, value in options:
+            _require_single_keys(name, value)
             group = name.removesuffix(".class_path")
             for class_path in _class_paths(value) if group in self.kinds and value is not None else ():
                 self._require_class(group, class_path)
@@ -167,6 +168,16 @@ def _class_paths(value: str) -> list[str]:
     return [name for name in names if isinstance(name, str) and name != "null" and name.replace(".", "").isidentifier()]
 
 
+def _require_single_keys(name: str, value: str | None) -> None:
+    """For the value of an option: that of a mapping or a list is YAML."""
+    try:
+        load_yaml(value if value is not None and value[:1] in ("{", "[") else "", lambda text: None)
+    except RepeatedKey as error:
+        raise ConfigurationError(f"--{name} {str(error).removeprefix('it ')}.") from error
+    except yaml.YAMLError:  # the parser says what is wrong
+        return
+
+
 def _options(arguments: Sequence[str]) -> Iterator[tuple[str, str | None]]:
     """Name and value of each option; None where it has no value, or more than one."""
     for place, argument in enumerate(arguments):
@@ -185,6 +196,8 @@ def _content(file: str) -> Any:
     """
     try:
         return load_yaml(read_text(Path(file), most=LARGEST_YAML), lambda text: yaml.load(text, _Loader))
+    except RepeatedKey as error:
+        raise ConfigurationError(f"{file} {str(error).removeprefix('it ')}.") from error
     except yaml.YAMLError as error:
         why = " ".join(str(error).replace('in "<unicode string>",', "in").split())
         raise ConfigurationError(f"{file} cannot be read as YAML: {printable(why)}") from error

@@ -24,7 +24,7 @@ from typing import Any
 import yaml
 
 from dp_lightning.errors import ConfigurationError
-from dp_lightning.foreign_text import LARGEST_YAML, load_yaml, read_text
+from dp_lightning.foreign_text import LARGEST_YAML, RepeatedKey, load_yaml, read_text
 
 _KEYS = {"title", "base", "settings", "axes", "report"}
 _REPORT = {"rows", "columns", "published", "figures"}
@@ -91,9 +91,11 @@ class Grid:
             ConfigurationError: naming the file, the key and the fix.
         """
         try:
-            content = load_yaml(read_text(path, most=LARGEST_YAML), lambda text: yaml.load(text, _Loader))
+            content = load_yaml(read_text(path, most=LARGEST_YAML), yaml.safe_load)
         except OSError as error:
             raise ConfigurationError(f"{path} cannot be read: {error.strerror}.") from error
+        except RepeatedKey as error:
+            raise ConfigurationError(f"{path} {str(error).removeprefix('it ')}.") from error
         except yaml.YAMLError as error:
             raise ConfigurationError(f"{path} is not YAML: {error}") from error
         content = _mapping(path, "The grid", content, _KEYS)
@@ -194,15 +196,3 @@ def _paths(path: Path, place: str, content: Any) -> tuple[Path, ...]:
 
 def _text(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value, default=str)
-
-
-class _Loader(yaml.SafeLoader):
-    """Refuses a key that occurs twice in a mapping: YAML keeps only the last, so a point of an axis would be lost."""
-
-    def construct_mapping(self, node: Any, deep: bool = False) -> Any:
-        seen: set[str] = set()
-        for key, _ in node.value:
-            if isinstance(key.value, str) and key.value in seen:
-                raise yaml.constructor.ConstructorError(None, None, f"{key.value} occurs twice", key.start_mark)
-            seen.add(str(key.value))
-        return super().construct_mapping(node, deep)

@@ -56,6 +56,11 @@ TYPOS = [
     ),
     (["--confg", "x"], "There is no setting confg. Did you mean config?"),
     (["--config", "dp_moun"], "There is no file dp_moun, and no configuration of that name. Did you mean dp_muon?"),
+    (
+        ["--postprocess.transforms", "[{class_path: Momentum, init_args: {beta: 0.9, beta: 0.5}}]"],
+        "--postprocess.transforms has 'beta' twice, in line 1; keep one.",
+    ),
+    (["--config={trainer: {max_steps: 1}, trainer: {}}"], "--config has 'trainer' twice, in line 1; keep one."),
     (["--config=nowhere.yaml"], "There is no file nowhere.yaml, and no configuration of that name."),
 ]
 
@@ -99,6 +104,21 @@ def test_a_misspelt_key_of_a_file_is_refused_with_the_file(tmp_path, text, messa
     with pytest.raises(ConfigurationError) as refused:
         require_known(["fit", "--config", DIGITS, f"--config={path}"])
     assert str(refused.value).startswith(f"{path}: {message}")
+
+
+NOT_YAML = [
+    ("privacy:\n  delta: 1\nmodel: {}\nprivacy:\n  delta: 2\n", "has 'privacy' twice, in lines 1 and 4; keep one."),
+    ("data:\n  init_args:\n    root: a\n    root: a\n", "has 'root' twice, in lines 3 and 4; keep one."),
+]
+
+
+@pytest.mark.parametrize(("text", "message"), NOT_YAML, ids=[message for _, message in NOT_YAML])
+def test_what_is_no_yaml_of_settings_is_refused_with_the_file_and_the_fix(tmp_path, text, message):
+    path = tmp_path / "mine.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigurationError) as refused:
+        require_known(["fit", "--config", DIGITS, f"--config={path}"])
+    assert str(refused.value) == f"{path} {message}"
 
 
 @pytest.mark.parametrize("name", [name for name in names() if not name.startswith(GRIDS)])

@@ -114,7 +114,7 @@ def test_the_report_shows_the_first_two_axes_but_the_seed(load):
             "axes: {a: {A: {}}, b: {B: {}}}\nreport: {rows: a, columns: a}",
             "report.rows and report.columns are both 'a'",
         ),
-        ("axes: {a: {A: {}, B: {}, A: {settings: {s: 1}}}}", "is not YAML: A occurs twice"),
+        ("axes: {a: {A: {}, B: {}, A: {settings: {s: 1}}}}", "has 'A' twice, in line 1; keep one"),
         ("axes: {a: &a {A: {}, B: *a}}", "is not YAML: the alias"),
         ("axes: " + "[" * 100_000, "is not YAML: it is nested deeper"),
         (
