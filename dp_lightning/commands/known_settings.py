@@ -7,6 +7,7 @@ class of one's own, is left to the parser.
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
@@ -32,13 +33,20 @@ def require_known(arguments: Sequence[str]) -> None:
         arguments: the command, and its options with the paths of configurations.
 
     Raises:
-        ConfigurationError: naming the one that does not exist, and the nearest one that does.
+        ConfigurationError: naming the one that does not exist, and the nearest one that does; or a file that is no
+            configuration.
     """
     content = json.loads(FILE.read_text())
     if arguments[0] not in content["options"]:
         return
+    options = list(options_of(arguments[1:]))
+    contents = [(file, content_of(file)) for name, file in options if name == "config" and file is not None]
+    for name, value in options:
+        _require_single_keys(name, value)
     if all(version(name) == tried for name, tried in content["versions"].items()):
-        _Names(frozenset(content["options"][arguments[0]]), content["kinds"], content["settings"]).check(arguments[1:])
+        _Names(frozenset(content["options"][arguments[0]]), content["kinds"], content["settings"]).check(
+            options, contents
+        )
 
 
 @dataclass
@@ -57,14 +65,11 @@ class _Names:
     settings: Mapping[str, Sequence[str]]
     given: dict[str, list[str]] = field(default_factory=dict)
 
-    def check(self, arguments: Sequence[str]) -> None:
-        options = list(_options(arguments))
-        files = [value for name, value in options if name == "config" and value is not None]
-        contents = [(file, _content(file)) for file in files]
+    def check(self, options: Sequence[tuple[str, str | None]], contents: Sequence[tuple[str, Any]]) -> None:
+        """The options with their values, and the configurations with what they hold."""
         for _, content in contents:
             self._note(content)
         for name, value in options:
-            _require_single_keys(name, value)
             group = name.removesuffix(".class_path")
             for class_path in _class_paths(value) if group in self.kinds and value is not None else ():
                 self._require_class(group, class_path)
@@ -169,7 +174,7 @@ def _class_paths(value: str) -> list[str]:
 
 
 def _require_single_keys(name: str, value: str | None) -> None:
-    """For the value of an option: that of a mapping or a list is YAML."""
+    """For the value of an option: a mapping or a list is YAML."""
     try:
         load_yaml(value if value is not None and value[:1] in ("{", "[") else "", lambda text: None)
     except RepeatedKey as error:
@@ -178,7 +183,7 @@ def _require_single_keys(name: str, value: str | None) -> None:
         return
 
 
-def _options(arguments: Sequence[str]) -> Iterator[tuple[str, str | None]]:
+def options_of(arguments: Sequence[str]) -> Iterator[tuple[str, str | None]]:
     """Name and value of each option; None where it has no value, or more than one."""
     for place, argument in enumerate(arguments):
         if argument != "-c" and not argument.startswith("--"):
@@ -188,18 +193,53 @@ def _options(arguments: Sequence[str]) -> Iterator[tuple[str, str | None]]:
         yield "config" if name == "c" else name.removesuffix("+"), value if equals else next(iter(following), None)
 
 
-def _content(file: str) -> Any:
+def content_of(file: str) -> dict[Any, Any] | None:
     """What a configuration holds; None if the parser has to say what is wrong with it.
 
+    Args:
+        file: its path, or the text itself.
+
     Raises:
-        ConfigurationError: it is not YAML.
+        ConfigurationError: it is not YAML, or no mapping.
     """
+    if file.startswith("{"):
+        with suppress(yaml.YAMLError):
+            return _loaded(file)
     try:
-        return load_yaml(read_text(Path(file), most=LARGEST_YAML), lambda text: yaml.load(text, _Loader))
+        text = read_text(Path(file), most=LARGEST_YAML)
+    except (OSError, ValueError):
+        return None
+    try:
+        content = _loaded(text)
     except RepeatedKey as error:
         raise ConfigurationError(f"{file} {str(error).removeprefix('it ')}.") from error
     except yaml.YAMLError as error:
-        why = " ".join(str(error).replace('in "<unicode string>",', "in").split())
-        raise ConfigurationError(f"{file} cannot be read as YAML: {printable(why)}") from error
-    except (OSError, ValueError, ConfigurationError):
-        return None
+        raise ConfigurationError(f"{file} {_why(text, error)}") from error
+    if not isinstance(content, dict):
+        kind = "is empty" if content is None else "is a list" if isinstance(content, list) else "is text"
+        raise ConfigurationError(
+            f"{file} {kind}; a configuration has settings by name, such as model, data and privacy. `dpl init FOLDER` "
+            "writes one for your images, and `dpl configs` lists some."
+        )
+    return content
+
+
+def _loaded(text: str) -> Any:
+    return load_yaml(text, lambda text: yaml.load(text, _Loader))
+
+
+def _why(text: str, error: yaml.YAMLError) -> str:
+    """Why a text is not YAML, and what that usually comes from."""
+    why = " ".join(str(error).replace('in "<unicode string>",', "in").split())
+    told, mark = f"cannot be read as YAML: {printable(why)}", getattr(error, "problem_mark", None)
+    if mark is None:
+        return told
+    line = "".join(text.splitlines()[mark.line : mark.line + 1])
+    if line[mark.column : mark.column + 1] == "\t":
+        return f"has a tab in line {mark.line + 1}, column {mark.column + 1}; YAML is indented by spaces."
+    before = f"{told}. Often a colon is missing in the line before"
+    if "could not find expected ':'" in why or "did not find expected key" in why:
+        return f"{before}, or the line is indented by another number of spaces than those around it."
+    if "mapping values are not allowed" in why:
+        return f"{before}, or a value with a colon in it needs quotes."
+    return told

@@ -106,9 +106,34 @@ def test_a_misspelt_key_of_a_file_is_refused_with_the_file(tmp_path, text, messa
     assert str(refused.value).startswith(f"{path}: {message}")
 
 
+A_CONFIGURATION = (
+    "a configuration has settings by name, such as model, data and privacy. `dpl init FOLDER` writes one for your "
+    "images, and `dpl configs` lists some."
+)
+NO_MAPPING = {"": "empty", "# nothing\n": "empty", "hello\n": "text", "3": "text", "- a\n- b\n": "a list"}
 NOT_YAML = [
     ("privacy:\n  delta: 1\nmodel: {}\nprivacy:\n  delta: 2\n", "has 'privacy' twice, in lines 1 and 4; keep one."),
     ("data:\n  init_args:\n    root: a\n    root: a\n", "has 'root' twice, in lines 3 and 4; keep one."),
+    *((text, f"is {kind}; {A_CONFIGURATION}") for text, kind in NO_MAPPING.items()),
+    ("trainer:\n\tmax_steps: 1\n", "has a tab in line 2, column 1; YAML is indented by spaces."),
+    ("trainer:\n  max_steps: 1\n  \tmax_epochs: 1\n", "has a tab in line 3, column 3; YAML is indented by spaces."),
+    (
+        "privacy:\n  delta: 1\n  target_epsilon 3\n  max_grad_norm: 1\n",
+        "cannot be read as YAML: while scanning a simple key in line 3, column 3 could not find expected ':' in line "
+        "4, column 3. Often a colon is missing in the line before, or the line is indented by another number of spaces "
+        "than those around it.",
+    ),
+    (
+        "privacy:\n  delta: 1\n  target_epsilon 3\n",
+        "cannot be read as YAML: while scanning a simple key in line 3, column 3 could not find expected ':' in line "
+        "4, column 1. Often a colon is missing in the line before, or the line is indented by another number of spaces "
+        "than those around it.",
+    ),
+    (
+        "privacy:\n  delta: 1\n   target_epsilon: 3\n",
+        "cannot be read as YAML: mapping values are not allowed in this context in line 3, column 18. Often a colon is "
+        "missing in the line before, or a value with a colon in it needs quotes.",
+    ),
 ]
 
 
@@ -170,6 +195,13 @@ def test_a_class_that_replaces_that_of_the_file_has_its_own_settings():
 def test_other_versions_of_the_libraries_are_left_to_the_parser(monkeypatch):
     monkeypatch.setattr("dp_lightning.commands.known_settings.version", lambda name: "2.11.0")
     require_known(["fit", "--optimizer", "OfLater", "--trainer.new_setting", "1"])
+
+
+def test_a_file_that_is_no_configuration_is_refused_with_other_versions_too(monkeypatch, tmp_path):
+    monkeypatch.setattr("dp_lightning.commands.known_settings.version", lambda name: "2.11.0")
+    (tmp_path / "mine.yaml").touch()
+    with pytest.raises(ConfigurationError, match=r"mine\.yaml is empty; a configuration has settings by name"):
+        require_known(["fit", "--config", str(tmp_path / "mine.yaml")])
 
 
 def test_the_names_are_those_of_the_parser():
