@@ -226,6 +226,16 @@ WRONG = {
         ["--privacy.num_train", "100"],
         r"privacy\.num_train is 100, but Digits has 1437 training examples\. Remove privacy\.num_train",
     ),
+    "classes": (
+        ["--model.init_args.num_classes", "7"],
+        r"^error: model\.init_args\.num_classes is 7, and the data has 10; leave it out: it comes from the data\.\n",
+    ),
+    "channels": (["--model.in_channels=3"], r"model\.init_args\.in_channels is 3, and the data has 1; leave it out"),
+    "size": (["--config={model: {init_args: {image_size: 4}}}"], r"image_size is 4, and the data has 8; leave"),
+    "mean": (
+        ["--model=TimmModule", "--model.name=resnet18", "--model.mean=[0.5]"],
+        r"mean is \[0\.5\], and the data has \[0\.305\]; leave it out",
+    ),
     "folder": (["--data", "ImageFolder", "--data.init_args.root", "/nowhere"], "/nowhere/train is missing"),
     "download": (
         ["--data", "CIFAR10", "--data.init_args.root", "/nowhere", "--privacy.delta", "1e-5"],

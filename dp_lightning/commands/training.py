@@ -33,6 +33,7 @@ from dp_lightning.callbacks import (
     StopOnSignal,
 )
 from dp_lightning.commands.foreign_modules import ForeignModules
+from dp_lightning.commands.linked_settings import LINKED, given_to_model, require_those_of
 from dp_lightning.commands.named_configs import with_paths
 from dp_lightning.commands.parser import StrictParser, in_one_line
 from dp_lightning.commands.parser_messages import shortened
@@ -68,12 +69,13 @@ class TrainingCLI(CommandLine):
     privacy: PrivacyCallback
     postprocess: PostProcessCallback
     averaging: AveragedWeights
+    given_to_model: dict[str, Any]
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         parser.add_lightning_class_args(PrivacyCallback, "privacy")
         parser.add_lightning_class_args(PostProcessCallback, "postprocess")
         parser.add_lightning_class_args(AveragedWeights, "averaging")
-        for name in ("num_classes", "in_channels", "image_size", "mean", "std"):
+        for name in LINKED:
             parser.link_arguments(f"data.{name}", f"model.init_args.{name}", apply_on="instantiate")
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
@@ -86,6 +88,7 @@ class TrainingCLI(CommandLine):
             self.config = parser.parse_args(args)
         command = self.config.get("subcommand")
         settings = self.config if command is None else self.config[command]
+        self.given_to_model = given_to_model(args, settings)
         foreign.name_those_of_classes(settings)
         require_plausible(settings)
         for group in ("trainer", "privacy", "postprocess", "averaging"):
@@ -99,6 +102,7 @@ class TrainingCLI(CommandLine):
     def instantiate_classes(self) -> None:
         with refusals("A class of the configuration does not accept its settings"):
             super().instantiate_classes()
+        require_those_of(self.datamodule, self.given_to_model)
 
     def read_checkpoint_settings(self) -> None:
         """Take the module's settings from the checkpoint, as Lightning does, but only settings that the module has."""
