@@ -287,8 +287,31 @@ WRONG = {
     "seed": (["--seed_everything", str(2**33)], "^error: seed_everything: "),
     "rate": (
         ["--optimizer.init_args.momentum=-1.0"],
-        r"Invalid momentum value: -1.0 \(ValueError in .*sgd.py, line \d+\)",
+        r"^error: optimizer\.init_args: Invalid momentum value: -1\.0\n",
     ),
+    "schedule": (
+        ["--lr_scheduler=CosineAnnealingWarmRestarts", "--lr_scheduler.T_0=-1"],
+        r"^error: lr_scheduler\.init_args: Expected positive integer T_0, but got -1\n",
+    ),
+    "no_delta": (["--privacy.delta=1.0"], r"^error: privacy\.delta must be a number between 0 and 1; got 1\.0"),
+    "no_epsilon": (["--privacy.target_epsilon=-3"], r"^error: privacy\.target_epsilon must be a finite number above 0"),
+    "no_norm": (["--privacy.max_grad_norm=0"], r"^error: privacy\.max_grad_norm is 0; it must be a number from"),
+    "no_batch": (["--privacy.expected_batch_size=0"], r"^error: privacy\.expected_batch_size must be an integer of at"),
+    "too_much_noise": (
+        ["--privacy.noise_multiplier=-1", "--privacy.target_epsilon=null"],
+        r"^error: privacy\.noise_multiplier",
+    ),
+    "model_channels": (
+        ["--model.channels=3"],
+        r"^error: model\.init_args\.channels must be a multiple of 4, not 3",
+    ),
+    "class_of_torch": (["--optimizer=torch.optim.SDG"], r"no attribute 'SDG'\. Did you mean torch\.optim\.SGD\?"),
+    "class_of_ours": (["--model=dp_lightning.models.SmalCNN"], r"Did you mean dp_lightning\.models\.SmallCNN\?"),
+    "accelerator": (
+        ["--trainer.accelerator=cuda"] if not torch.cuda.is_available() else ["--trainer.accelerator=mps"],
+        r"Lightning refuses.*accelerator is not available.*Give --trainer\.accelerator cpu, or auto",
+    ),
+    "tpu": (["--trainer.accelerator=tpu"], r"trainer \(accelerator: tpu.*Give --trainer\.accelerator cpu, or auto"),
     "fraction": (["--data.init_args.val_fraction=null"], "data"),
     "processes": (["--trainer.devices", "5000"], "trainer.devices is 5000; the maximum is 1,024"),
     "nodes": (
@@ -325,6 +348,34 @@ def test_a_wrong_setting_ends_with_one_message_before_data_is_touched(name, caps
     assert re.search(message, text, flags=re.DOTALL), text
     assert not touched
     assert not list(tmp_path.rglob("*.json"))
+
+
+@pytest.mark.parametrize("side", [1, 3])
+def test_images_that_the_network_cannot_take_are_named_as_the_data_names_them(side, tmp_path, capsys):
+    for name in ("a", "b"):
+        (tmp_path / "train" / name).mkdir(parents=True)
+        Image.new("RGB", (9, 9)).save(tmp_path / "train" / name / "1.png")
+    data = ["--data=ImageFolder", f"--data.root={tmp_path}", f"--data.image_size={side}"]
+    with pytest.raises(SystemExit, match="2"):
+        main(["fit", "--config", DIGITS, "--trainer.default_root_dir", str(tmp_path), *data])
+    message = f"error: data.init_args.image_size must be at least 4 pixels for this network, not {side}\n"
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["fit", "validate", "test", "predict"])
+def test_a_command_without_a_configuration_says_how_to_get_one(command, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main([command])
+    assert capsys.readouterr().err == (
+        f"\ndpl {command}: error: There is no configuration. Give one: `dpl {command} --config FILE`; `dpl configs` "
+        "lists some, and `dpl init FOLDER` writes one for your images.\n"
+    )
+
+
+def test_what_a_configuration_does_not_set_is_named_without_the_command(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(["fit", "--model=SmallCNNModule", "--data=Digits"])
+    assert "error: The configuration does not set privacy.expected_batch_size; add it" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("content", [b"[" * 100_000, b"a: &a [*a]", b"\xff\xfe", bytes(2**21), b"x: " + b"9" * 9_999])

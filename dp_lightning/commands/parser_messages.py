@@ -5,6 +5,7 @@ named by the parts that follow ``Parser key``, or by the nested argument at the 
 """
 
 import re
+import sys
 from collections.abc import Iterable
 
 from dp_lightning.commands.near_names import did_you_mean
@@ -23,7 +24,11 @@ def one_line(message: str, *, options: Iterable[str], classes: Iterable[str]) ->
         classes: the short names of classes that it knows.
     """
     text = (
-        _unknown_option(message, set(options)) or _number(message) or _class(message, set(classes)) or _value(message)
+        _missing(message)
+        or _unknown_option(message, set(options))
+        or _number(message)
+        or _class(message, set(classes))
+        or _value(message)
     )
     return shortened(text or " ".join(message.split()))
 
@@ -34,6 +39,18 @@ def shortened(message: str, longest: int = _LONGEST) -> str:
     if left_out <= 0:
         return message
     return f"{message[: longest // 2]} [... {left_out:,} characters ...] {message[-longest // 2 :]}"
+
+
+def _missing(message: str) -> str | None:
+    if (found := re.search(r"the following arguments are required: (.+)", message)) is None:
+        return None
+    command, names = found[1].partition(".")[0], re.findall(r"\w+\.([\w.]+)", found[1])
+    if {"data", "model"} <= set(names):
+        return (
+            f"There is no configuration. Give one: `dpl {command} --config FILE`; `dpl configs` lists some, and `dpl "
+            "init FOLDER` writes one for your images."
+        )
+    return f"The configuration does not set {' and '.join(names)}; add it to the file, or give --{names[0]} VALUE."
 
 
 def _unknown_option(message: str, options: set[str]) -> str | None:
@@ -54,7 +71,8 @@ def _unknown_option(message: str, options: set[str]) -> str | None:
 def _class(message: str, classes: set[str]) -> str | None:
     setting, value = _setting(message)
     if found := re.search(r"Problem with given class_path '([^']+)':\s*(.*)", message):
-        return f"{setting} names the class {found[1]}, which cannot be used: {found[2].strip().rstrip('.')}."
+        near = _of_its_module(found[1])
+        return f"{setting} names the class {found[1]}, which cannot be used: {found[2].strip().rstrip('.')}.{near}"
     if found := re.search(r"does not correspond to a subclass of (\w+)", message):
         return f"{setting} is {value}, which is not a {found[1]}."
     if (found := re.search(r"Expected a dot import path string: (\S+)", message)) is None:
@@ -65,6 +83,15 @@ def _class(message: str, classes: set[str]) -> str | None:
         f"There is no class '{shortened(found[1], _LONGEST_VALUE)}' for {setting}.{did_you_mean(found[1], classes)} "
         "Give a short name from dp_lightning or torch, or the full path, package.module.Class."
     )
+
+
+def _of_its_module(class_path: str) -> str:
+    """Which class of the same module may be meant; empty where the module has this one, or was not imported."""
+    module, _, name = class_path.rpartition(".")
+    found = sys.modules.get(module)
+    if found is None or hasattr(found, name):
+        return ""
+    return did_you_mean(class_path, {f"{module}.{one}" for one in dir(found) if one[0].isupper()})
 
 
 def _number(message: str) -> str | None:

@@ -39,7 +39,7 @@ from dp_lightning.commands.parser import StrictParser, in_one_line
 from dp_lightning.commands.parser_messages import shortened
 from dp_lightning.commands.plausible import require_plausible
 from dp_lightning.commands.quiet import quiet
-from dp_lightning.errors import ConfigurationError, DataError, DpLightningError
+from dp_lightning.errors import ConfigurationError, DataError, DpLightningError, ModelError
 from dp_lightning.lightning_internals import CommandLine, strategy_for
 from dp_lightning.lightning_modules.schedules import WarmupCosine
 from dp_lightning.private_run.latest_run import where_to_start
@@ -100,7 +100,11 @@ class TrainingCLI(CommandLine):
             super().set_seed()
 
     def instantiate_classes(self) -> None:
-        with refusals("A class of the configuration does not accept its settings"):
+        settings = self.config if self.subcommand is None else self.config[self.subcommand]
+        with (
+            _with_the_groups_of(settings),
+            refusals("A class of the configuration does not accept its settings", settings),
+        ):
             super().instantiate_classes()
         require_those_of(self.datamodule, self.given_to_model)
 
@@ -238,8 +242,13 @@ class TrainingCLI(CommandLine):
 
 
 @contextmanager
-def refusals(what: str) -> Iterator[None]:
-    """Turn an error about settings into one that a user can act on; its message begins with ``what``."""
+def refusals(what: str, settings: Namespace | None = None) -> Iterator[None]:
+    """Turn an error about settings into one that a user can act on.
+
+    Args:
+        what: the beginning of its message, where nothing of ``settings`` can be named.
+        settings: those from which classes are built within this context.
+    """
     try:
         yield
     except Exception as error:
@@ -248,12 +257,43 @@ def refusals(what: str) -> Iterator[None]:
             cause = cause.__cause__
         if cause is not None:
             raise cause from None
+        group = None if settings is None else _group_being_built(error, settings)
+        if group is not None and isinstance(error, ValueError) and len(str(error).split()) > 2:
+            raise ConfigurationError(f"{group}: {shortened(str(error))}") from error
+        what = what if group is None else group
         place = traceback.extract_tb(error.__traceback__)[-1]
         where = "/".join(Path(place.filename).parts[-3:])
         raise ConfigurationError(
             f"{what}: {shortened(str(error)) or 'no reason is given'} ({type(error).__name__} in {where}, line "
             f"{place.lineno})"
         ) from error
+
+
+def _group_being_built(error: Exception, settings: Namespace) -> str | None:
+    """The settings of the class whose ``__init__`` raised the error; None if it is none of the groups with a class."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__) if frame.f_code.co_name == "__init__"]
+    kinds = {type(frame.f_locals.get("self")).__name__ for frame in frames}
+    for group in ("optimizer", "lr_scheduler", "data", "model"):
+        class_path = settings.get(f"{group}.class_path")
+        if class_path is not None and class_path.split(".")[-1] in kinds:
+            return f"{group}.init_args"
+    return None
+
+
+@contextmanager
+def _with_the_groups_of(settings: Namespace) -> Iterator[None]:
+    """Within this context, a message of a network that begins with a bare setting names it as the configuration does.
+
+    A setting that comes from the data is named as that of the data, where the data module has it.
+    """
+    try:
+        yield
+    except ModelError as error:
+        name = str(error).partition(" ")[0]
+        group = next((one for one in ("data", "model") if name in (settings.get(f"{one}.init_args") or ())), None)
+        if group is None or (group == "data" and name not in LINKED):
+            raise
+        raise ModelError(f"{group}.init_args.{error}") from error
 
 
 def _curves(config: dict[str, Any]) -> TensorBoardLogger:
@@ -323,14 +363,16 @@ def _named_refusals(config: dict[str, Any]) -> Iterator[None]:
         yield
     except DpLightningError:
         raise
-    except (MisconfigurationException, ValueError) as error:
-        told = str(error)
+    except (MisconfigurationException, ValueError, ModuleNotFoundError) as error:
+        told = " ".join(str(error).split())
         named = [f"{name}: {value}" for name, value in config.items() if re.search(rf"\b{name}\b", told)]
         named = named or [
             f"{name}: {config[name]}" for name in ("accelerator", "devices", "strategy") if name in config
         ]
         which = f" ({', '.join(named)})" if named else ""
-        raise ConfigurationError(f"Lightning refuses the settings of trainer{which}: {told}") from error
+        missing = re.search("No supported gpu backend|accelerator is not available|Requirement 'torch_xla", told)
+        fix = " Give --trainer.accelerator cpu, or auto, which takes what this machine has." if missing else ""
+        raise ConfigurationError(f"Lightning refuses the settings of trainer{which}: {told}{fix}") from error
 
 
 def command_line(arguments: list[str], kind: type[TrainingCLI] = TrainingCLI) -> TrainingCLI:

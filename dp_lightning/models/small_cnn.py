@@ -32,7 +32,7 @@ class SmallCNN(nn.Module):
     def __init__(self, num_classes: int, *, in_channels: int = 1, image_size: int = 8, channels: int = 16) -> None:
         super().__init__()
         if image_size < 4:
-            raise ModelError(f"image_size must be at least 4 pixels, not {image_size}")
+            raise ModelError(f"image_size must be at least 4 pixels for this network, not {image_size}")
         if channels < NUM_GROUPS or channels % NUM_GROUPS:
             raise ModelError(f"channels must be a multiple of {NUM_GROUPS}, not {channels}")
         weights = 9 * channels * (in_channels + channels) + channels * (image_size // 2) ** 2 * num_classes

@@ -2,6 +2,8 @@
 
 import functools
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -91,7 +93,10 @@ class PrivacySettings:
         )
         _require_choice("earlier_training", self.earlier_training, "same_data", "other_data")
         _require_choice("clipping", self.clipping, "flat", "per_layer")
-        self.clip_plan = ClipPlan(kind=self.clipping, factor=self.clip_factor, max_grad_norm=float(self.max_grad_norm))
+        with _as_settings():
+            self.clip_plan = ClipPlan(
+                kind=self.clipping, factor=self.clip_factor, max_grad_norm=float(self.max_grad_norm)
+            )
 
     def _check_noise(self) -> None:
         if (self.target_epsilon is None) == (self.noise_multiplier is None):
@@ -134,13 +139,14 @@ class PrivacySettings:
         Raises:
             ConfigurationError: if neither sets a limit, or no step is left, or a number is impossible.
         """
-        return RunShape.of_length(
-            num_train=num_train,
-            expected_batch_size=self.expected_batch_size,
-            delta=self.delta,
-            max_epochs=max_epochs,
-            max_steps=max_steps,
-        )
+        with _as_settings():
+            return RunShape.of_length(
+                num_train=num_train,
+                expected_batch_size=self.expected_batch_size,
+                delta=self.delta,
+                max_epochs=max_epochs,
+                max_steps=max_steps,
+            )
 
     def shape_for(self, trainer: pl.Trainer, num_train: int) -> RunShape:
         """The same, with the trainer's limits."""
@@ -158,11 +164,13 @@ class PrivacySettings:
         """
         if self.target_epsilon is None:
             return self.plan_with(shape, self.noise_multiplier or 0.0)
-        return _calibrated(shape, self.target_epsilon, accountant=self.accountant, taken=taken, earlier=earlier)
+        with _as_settings():
+            return _calibrated(shape, self.target_epsilon, accountant=self.accountant, taken=taken, earlier=earlier)
 
     def plan_with(self, shape: RunShape, noise_multiplier: float) -> PrivacyPlan:
         """The plan of a run of this shape and noise, held to the accountant and the target that are set."""
-        return shape.with_noise(noise_multiplier, accountant=self.accountant, target_epsilon=self.target_epsilon)
+        with _as_settings():
+            return shape.with_noise(noise_multiplier, accountant=self.accountant, target_epsilon=self.target_epsilon)
 
     @property
     def of_the_run(self) -> dict[str, Any]:
@@ -208,6 +216,17 @@ class PrivacySettings:
                 self.of_the_run
             ),
         }
+
+
+@contextmanager
+def _as_settings() -> Iterator[None]:
+    """Within this context, a message that begins with the name of a number names the setting ``privacy.``."""
+    try:
+        yield
+    except ConfigurationError as error:
+        if str(error).partition(" ")[0] not in PrivacySettings.__dataclass_fields__:
+            raise
+        raise ConfigurationError(f"privacy.{error}") from error
 
 
 def _require_choice(name: str, value: str, *choices: str) -> None:
