@@ -1,7 +1,9 @@
 """`dpl configs`: list, show and copy the configurations that come with the package."""
 
 import argparse
+import re
 import shutil
+import sys
 from pathlib import Path
 
 from dp_lightning.atomic_files import require_writable
@@ -43,12 +45,20 @@ def _list() -> None:
 
 
 def _purpose(path: Path) -> str:
-    """The first line of its comment."""
-    return path.read_text().partition("\n")[0].removeprefix("#").strip()
+    """The first sentence of its comment."""
+    text = ""
+    for line in path.read_text().splitlines():
+        if not line.startswith("#"):
+            break
+        text = f"{text} {line.removeprefix('#').strip()}".strip()
+        if sentence := re.match(r".*?\.(?=\s+[A-Z]|$)", text):
+            return sentence[0]
+    return text
 
 
 def _shortened(text: str, width: int) -> str:
-    return text if len(text) <= width else text[: width - 4].rsplit(" ", 1)[0] + " ..."
+    """Cut for a terminal, which would break the line; nothing is lost where another program reads."""
+    return text if len(text) <= width or not sys.stdout.isatty() else text[: width - 4].rsplit(" ", 1)[0] + " ..."
 
 
 def _path(name: str) -> Path:

@@ -1,5 +1,6 @@
 """Configurations of the package by name, from any folder; `dpl configs`."""
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -82,13 +83,22 @@ def test_configurations_among_the_arguments_become_paths(given, found):
     assert with_paths(found) == found
 
 
-def test_the_list_names_each_once_and_fits_a_terminal(capsys):
+def test_the_list_names_each_once_and_fits_a_terminal(capsys, monkeypatch):
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     main(["configs"])
     lines = capsys.readouterr().out.splitlines()
     shown = [line.split()[0] for line in lines if line.startswith("  ")]
     assert sorted(shown) == sorted(name.removeprefix("fragments/").removeprefix("grids/") for name in names())
     assert max(map(len, lines)) <= 100
     assert all(len(line.split()) > 2 for line in lines if line.startswith("  "))
+
+
+def test_a_list_that_is_piped_has_whole_sentences(capsys):
+    main(["configs"])
+    shown = [line for line in capsys.readouterr().out.splitlines() if line.startswith("  ")]
+    assert len(shown) == len(names())
+    assert all(line.endswith(".") and not line.endswith("...") for line in shown)
+    assert any(len(line) > 100 for line in shown)
 
 
 def test_a_configuration_is_printed_as_it_is(capsys):
