@@ -236,7 +236,7 @@ WRONG = {
         ["--model=TimmModule", "--model.name=resnet18", "--model.mean=[0.5]"],
         r"mean is \[0\.5\], and the data has \[0\.305\]; leave it out",
     ),
-    "folder": (["--data", "ImageFolder", "--data.init_args.root", "/nowhere"], "/nowhere/train is missing"),
+    "folder": (["--data", "ImageFolder", "--data.init_args.root", "/nowhere"], "/nowhere does not exist; set data.init"),
     "download": (
         ["--data", "CIFAR10", "--data.init_args.root", "/nowhere", "--privacy.delta", "1e-5"],
         "/nowhere.*missing.*download: true",
@@ -625,9 +625,11 @@ def test_a_folder_of_images_is_predicted_from_a_checkpoint(finished, tmp_path, c
             [float(own[index][f"p{k}"]) for k in range(10)], abs=1e-5
         )
     capsys.readouterr()
-    with pytest.raises(SystemExit):
-        main([*settings, "--data.root", str(tmp_path / "nothing"), "--trainer.default_root_dir", str(tmp_path / "x")])
-    assert "holds no image files; set data.init_args.root" in capsys.readouterr().err
+    (tmp_path / "empty").mkdir()
+    for name, message in (("nothing", "does not exist"), ("empty", "holds no image files")):
+        with pytest.raises(SystemExit):
+            main([*settings, "--data.root", str(tmp_path / name), "--trainer.default_root_dir", str(tmp_path / "x")])
+        assert f"{name} {message}; set data.init_args.root" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", ["validate", "test", "predict"])

@@ -98,7 +98,12 @@ def _require_free(out: Path, options: argparse.Namespace) -> None:
 
 def _data(options: argparse.Namespace) -> tuple[str, dict[str, Any]]:
     """The data module and those of its settings that say where the images are and whose they are."""
+    from dp_lightning.datamodules.folder import require_target
+
     path: Path = options.data
+    require_target(path)
+    if not path.exists():
+        raise DataError(f"{printable(str(path))} does not exist; give a folder of images, or an .npz or .csv file.")
     if path.suffix.lower() == ".npz":
         return "NpzImages", {"path": str(path)}
     table, root = options.group_file, path
@@ -120,10 +125,16 @@ def _data(options: argparse.Namespace) -> tuple[str, dict[str, Any]]:
 
 def _require_train(root: Path) -> None:
     """Say how to make the layout of ImageFolder from a folder of classes without copying an image."""
-    from dp_lightning.datamodules.folder import class_names, image_files
+    from dp_lightning.datamodules.folder import class_names, image_files, require_target
 
     if (root / "train").is_dir():
         return
+    require_target(root / "train")
+    if not any(root.iterdir()):
+        raise DataError(
+            f"{printable(str(root))} is empty. Put the images into {root}/train/<class>/, and those for the test into "
+            f"{root}/test/<class>/."
+        )
     if not any(image_files(root / name, Counter()) for name in class_names(root)):
         raise DataError(
             f"{root / 'train'} is missing. Put the images into {root}/train/<class>/, and those for the test into "

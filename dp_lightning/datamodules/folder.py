@@ -29,6 +29,9 @@ from dp_lightning.datamodules.reading_first import READ_FIRST_BELOW, require_rea
 from dp_lightning.errors import ConfigurationError, DataError
 from dp_lightning.privacy.groups import checked_groups
 
+# Empty class folders that are named.
+_NAMED = 3
+
 
 class ImageFolder(ImageDataModule):
     """A tree of class folders. Images of any size and kind become RGB squares of ``image_size`` pixels.
@@ -125,6 +128,8 @@ class ImageFolder(ImageDataModule):
         names: tuple[Split, ...] = ("train", "val", "test")
         found = {name: self.root / name for name in names if (self.root / name).is_dir()}
         if "train" not in found:
+            require_folder(self.root, "data.init_args.root")
+            require_target(self.root / "train")
             raise DataError(
                 f"{self.root / 'train'} is missing; set data.init_args.root to the folder that holds "
                 "train/<class>/<image files>"
@@ -190,10 +195,10 @@ class ImageFolder(ImageDataModule):
             by_class = [listed_in(folder / name, left_out) if name in names else [] for name in self.classes]
             empty = [folder / name for name, found in zip(self.classes, by_class, strict=True) if not found]
             if empty and (split == "train" or not any(by_class)):
-                where = empty[0] if split == "train" else folder
+                where = _in_words(empty) if split == "train" else f"{folder} holds"
                 persons = "; if it contains folders of persons, set data.init_args.group_folders: true"
                 raise DataError(
-                    f"{where} holds no image files; remove the folder or fill it{persons if left_out['folder'] else ''}"
+                    f"{where} no image files; remove the folder or fill it{persons if left_out['folder'] else ''}"
                 )
             counts = torch.tensor([len(found) for found in by_class])
             listed = FileNames(path for found in by_class for path in found)
@@ -261,6 +266,37 @@ def class_names(folder: Path) -> list[str]:
     if not names:
         raise DataError(f"{folder} has no class folders; each class needs a folder of its images")
     return names
+
+
+def require_folder(path: Path, name: str) -> None:
+    """Refuse a path that does not exist; a link without a target is told as such.
+
+    Args:
+        path: the folder.
+        name: of the setting that gives it.
+
+    Raises:
+        DataError: naming both.
+    """
+    require_target(path)
+    if not path.exists():
+        raise DataError(f"{path} does not exist; set {name} to the folder of the images.")
+
+
+def require_target(path: Path) -> None:
+    """Refuse a symbolic link whose target is missing.
+
+    Raises:
+        DataError: naming the link and its target.
+    """
+    if path.is_symlink() and not path.exists():
+        raise DataError(f"{path} is a symbolic link to {os.readlink(path)}, which does not exist; correct the link.")
+
+
+def _in_words(empty: list[Path]) -> str:
+    """The folders, or the first of many, with the verb."""
+    more = f" and {len(empty) - _NAMED} more" if len(empty) > _NAMED else ""
+    return f"{', '.join(map(str, empty[:_NAMED]))}{more} {'holds' if len(empty) == 1 else 'hold'}"
 
 
 def _is(kind: Callable[[], bool]) -> bool:

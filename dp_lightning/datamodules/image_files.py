@@ -13,7 +13,7 @@ from torchvision.transforms import v2
 
 from dp_lightning.datamodules.dataset import Transform
 from dp_lightning.datamodules.file_source import IMAGE_EXTENSIONS, FileNames, decode
-from dp_lightning.datamodules.folder import warn_of_left_out
+from dp_lightning.datamodules.folder import require_folder, warn_of_left_out
 from dp_lightning.datamodules.pixels import PixelNormalization
 from dp_lightning.errors import ConfigurationError, DataError
 from dp_lightning.models.feature_network import FeatureNetwork
@@ -89,6 +89,7 @@ class ImageFiles(lightning.LightningDataModule):
     def setup(self, stage: str | None = None) -> None:
         if stage not in (None, "predict"):
             raise ConfigurationError("ImageFiles has no labels: it can be used only with dpl predict.")
+        require_folder(self.root, "data.init_args.root")
         found = self.root.rglob("*") if self.root.is_dir() else []
         shown = (path for path in found if not any(part.startswith(".") for part in path.relative_to(self.root).parts))
         files = [path for path in shown if path.is_file()]

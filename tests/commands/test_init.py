@@ -291,7 +291,13 @@ def test_a_table_with_several_columns_asks_which_one_names_persons(photos, capsy
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["nowhere"], "neither a folder nor an .npz"),
+        (["nowhere"], "nowhere does not exist; give a folder of images, or an .npz or .csv file"),
+        (["nowhere.npz"], "nowhere.npz does not exist"),
+        (["nowhere.csv"], "nowhere.csv does not exist"),
+        (["notes.txt"], "notes.txt is neither a folder nor an .npz"),
+        (["empty"], "empty is empty. Put the images into empty/train/<class>/"),
+        (["lost"], "lost is a symbolic link to /nowhere/else, which does not exist; correct the link"),
+        (["linked"], "linked/train is a symbolic link to /nowhere/else, which does not exist; correct the link"),
         (["photos", "--from-scratch", "--backbone", "resnet50"], "leave out --weights and --backbone"),
         (["photos", "--weights", "nowhere.pth"], "--weights nowhere.pth is not a file"),
         (["photos", "--backbone", "vit_smal"], "timm has no model 'vit_smal'"),
@@ -299,6 +305,11 @@ def test_a_table_with_several_columns_asks_which_one_names_persons(photos, capsy
     ],
 )
 def test_what_cannot_be_is_refused_and_writes_nothing(photos, capsys, arguments, message):
+    Path("notes.txt").touch()
+    Path("empty").mkdir()
+    Path("linked").mkdir()
+    for link in ("lost", "linked/train"):
+        Path(link).symlink_to("/nowhere/else")
     assert message in refused(capsys, *arguments)
     assert not list(Path().glob("*.yaml"))
 

@@ -120,6 +120,18 @@ def test_an_empty_class_folder_is_named(tmp_path):
         ImageFolder(root).check_files()
 
 
+@pytest.mark.parametrize(
+    ("count", "told"),
+    [(2, "train/e0, .*train/e1 hold no image files"), (5, "train/e0, .*train/e1, .*train/e2 and 2 more hold no image")],
+)
+def test_several_empty_class_folders_are_named(tmp_path, count, told):
+    root = write_tree(tmp_path)
+    for place in range(count):
+        (tmp_path / "train" / f"e{place}").mkdir()
+    with pytest.raises(DataError, match=told):
+        ImageFolder(root).check_files()
+
+
 def test_class_folders_that_differ_are_named(tmp_path):
     root = write_tree(tmp_path)
     write_image(tmp_path / "val" / "eel" / "0.png")
@@ -204,8 +216,22 @@ def test_a_command_that_does_not_train_reads_no_training_image_first(tmp_path):
 def test_a_missing_root_says_what_to_set(tmp_path):
     data = ImageFolder(str(tmp_path / "nowhere"))
     for access in (lambda: data.num_train, lambda: data.num_classes, data.check_files, data.setup):
-        with pytest.raises(DataError, match=r"nowhere/train is missing; set data.init_args.root"):
+        with pytest.raises(DataError, match=r"nowhere does not exist; set data.init_args.root"):
             access()
+
+
+def test_a_root_without_train_says_what_to_set(tmp_path):
+    with pytest.raises(DataError, match=r"train is missing; set data.init_args.root"):
+        ImageFolder(str(tmp_path)).check_files()
+
+
+@pytest.mark.parametrize("name", ["photos", "photos/train"])
+def test_a_link_without_a_target_is_told_as_such(tmp_path, name):
+    path = tmp_path / name
+    path.parent.mkdir(exist_ok=True)
+    path.symlink_to("/nowhere/else")
+    with pytest.raises(DataError, match=rf"{name} is a symbolic link to /nowhere/else, which does not exist; correct"):
+        ImageFolder(str(tmp_path / "photos")).check_files()
 
 
 def test_a_train_folder_without_classes_is_named(tmp_path):
