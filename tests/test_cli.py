@@ -236,7 +236,10 @@ WRONG = {
         ["--model=TimmModule", "--model.name=resnet18", "--model.mean=[0.5]"],
         r"mean is \[0\.5\], and the data has \[0\.305\]; leave it out",
     ),
-    "folder": (["--data", "ImageFolder", "--data.init_args.root", "/nowhere"], "/nowhere does not exist; set data.init"),
+    "folder": (
+        ["--data", "ImageFolder", "--data.init_args.root", "/nowhere"],
+        "/nowhere does not exist; set data.init_args.root",
+    ),
     "download": (
         ["--data", "CIFAR10", "--data.init_args.root", "/nowhere", "--privacy.delta", "1e-5"],
         "/nowhere.*missing.*download: true",
@@ -655,6 +658,34 @@ def test_a_finished_run_is_evaluated_from_its_own_configuration(finished, comman
 def test_evaluation_without_a_checkpoint_says_so(command, tmp_path):
     with pytest.warns(UserWarning, match=f"dpl {command}` without --ckpt_path.*never trained"):
         main([command, "--config", DIGITS, "--trainer.default_root_dir", str(tmp_path)])
+
+
+def test_files_are_not_predicted_without_a_checkpoint(tmp_path, capsys, recwarn):
+    with pytest.raises(SystemExit, match="2"):
+        main(["predict", "--config", DIGITS, "--data=ImageFiles", f"--data.root={tmp_path}"])
+    assert capsys.readouterr().err.endswith(
+        "dpl predict: error: `dpl predict` has no checkpoint: give --ckpt_path CHECKPOINT, from which the network and "
+        "the settings of its images come.\n"
+    )
+    assert not [warning for warning in recwarn if "never trained" in str(warning.message)]
+
+
+@pytest.mark.parametrize("command", ["fit", "validate"])
+def test_a_checkpoint_of_other_classes_is_refused_in_one_line(finished, command, tmp_path, capsys):
+    for split in ("train", "test"):
+        for name in ("a", "b"):
+            (tmp_path / split / name).mkdir(parents=True)
+            Image.new("RGB", (9, 9)).save(tmp_path / split / name / "1.png")
+    (checkpoint,) = (finished / "checkpoints").glob("*.ckpt")
+    data = ["--data=ImageFolder", f"--data.root={tmp_path}", "--data.image_size=8", "--privacy.expected_batch_size=1"]
+    steps = [f"--trainer.default_root_dir={tmp_path}", "--trainer.max_epochs=90", "--trainer.accelerator=cpu"]
+    with pytest.raises(SystemExit, match="2"):
+        main([command, "--config", DIGITS, *data, *steps, "--data.mean=[0.3]", f"--ckpt_path={checkpoint}"])
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if "error:" in line]
+    assert "model.classifier.bias has shape (10) in the checkpoint and (2) here" in line
+    assert line.endswith(
+        "The checkpoint has 10 classes, and the data has 2. Take the configuration that the checkpoint's run saved."
+    )
 
 
 @pytest.mark.parametrize("name", ["best", "last", "hpc"])

@@ -34,6 +34,7 @@ from dp_lightning.callbacks import (
 )
 from dp_lightning.commands.foreign_modules import ForeignModules
 from dp_lightning.commands.linked_settings import LINKED, given_to_model, require_those_of
+from dp_lightning.commands.misfit import weights_that_do_not_fit
 from dp_lightning.commands.named_configs import with_paths
 from dp_lightning.commands.parser import StrictParser, in_one_line
 from dp_lightning.commands.parser_messages import shortened
@@ -125,7 +126,7 @@ class TrainingCLI(CommandLine):
         if kind is None:
             return
         data = self.config[command].get("data")
-        if data is not None and data.class_path.endswith(".ImageFiles"):
+        if data is not None and _is_of_files(data):
             known = {**saved.settings, "class_names": saved.class_names, "resized_to": saved.resized_to}
             if (features := saved.features) is not None:
                 # A probe: the files are images for the network that computes its features.
@@ -148,6 +149,11 @@ class TrainingCLI(CommandLine):
                 "data.init_args."
             )
         path = self.setting(self.config, "ckpt_path")
+        if path is None and data is not None and _needs_a_checkpoint(data):
+            raise ConfigurationError(
+                f"`dpl {self.subcommand}` has no checkpoint: give --ckpt_path CHECKPOINT, from which the network and "
+                "the settings of its images come."
+            )
         if path is None and self.subcommand in ("validate", "test", "predict"):
             rank_zero_warn(
                 f"`dpl {self.subcommand}` without --ckpt_path uses a module that was never trained. Give a checkpoint."
@@ -217,9 +223,10 @@ class TrainingCLI(CommandLine):
             restoring = [frame for frame in frames if frame.name.lstrip("_").startswith(("restore", "resume_start"))]
             if not any(Path(frame.filename).name == "checkpoint_connector.py" for frame in restoring):
                 raise
+            misfit = weights_that_do_not_fit(str(error), known_classes=getattr(self.datamodule, "num_classes", None))
             raise DataError(
                 f"ckpt_path {self.config_init[command].get('ckpt_path')} does not fit this configuration: "
-                f"{shortened(str(error))} ({type(error).__name__})"
+                f"{misfit or f'{shortened(str(error))} ({type(error).__name__})'}"
             ) from error
 
     def before_fit(self) -> None:
@@ -267,6 +274,16 @@ def refusals(what: str, settings: Namespace | None = None) -> Iterator[None]:
             f"{what}: {shortened(str(error)) or 'no reason is given'} ({type(error).__name__} in {where}, line "
             f"{place.lineno})"
         ) from error
+
+
+def _is_of_files(data: Namespace) -> bool:
+    return str(data.class_path).endswith(".ImageFiles")
+
+
+def _needs_a_checkpoint(data: Namespace) -> bool:
+    """Whether the data module leaves settings to the checkpoint that nothing else can give."""
+    needed = ("image_size", "num_classes", "in_channels", "mean", "std")
+    return _is_of_files(data) and any(data.init_args.get(name) is None for name in needed)
 
 
 def _group_being_built(error: Exception, settings: Namespace) -> str | None:
