@@ -96,7 +96,7 @@ def _chosen(survey: Survey, content: Content, out: Path) -> str:
     if features:
         other = from_scratch(content, survey).start
         longer, sigma = times(other.noise_norm), f"at sigma {other.plan.noise_multiplier:.2f}"
-        lines.append(f"  From scratch (--from-scratch) there are {other.num_parameters:,}: {longer}, {sigma}")
+        lines.append(f"  From scratch (--from-scratch) there are {other.num_parameters:,}: {longer} as that, {sigma}")
     if start.noise_norm > _HOPELESS:
         lines.append(
             "  So much noise leaves nothing to learn: the run would spend its epsilon for a guess.\n"
