@@ -27,7 +27,7 @@ _MEMORY = 3
 _FEW_POSITIONS = 64
 # Numbers in flight while gradients are formed: what the caches hold on a CPU; a share of the memory of a GPU, so that
 # the number of operations does not grow with the batch.
-_CACHED_PER_THREAD = 2**20
+_CACHED_PER_THREAD = 2**21
 _SHARE_ON_GPU = 1 / 16
 # Bytes of a device that does not say how much memory it has.
 _MEMORY_OF_A_GPU = 2**36
