@@ -128,30 +128,39 @@ def test_numbers_below_one_are_refused(step, option, capsys):
     assert f"argument {option}: 0 is below 1" in capsys.readouterr().err
 
 
+@pytest.fixture
+def measured(tmp_path, warm_python):
+    """What a small run of ``step.py`` with more arguments prints, and its rows."""
+
+    def run(*more):
+        out = tmp_path / "rows.json"
+        arguments = [
+            "--models",
+            "small-cnn",
+            "--types",
+            "fp32",
+            "--formats",
+            "contiguous",
+            "--rounds",
+            "2",
+            "--warmup",
+            "1",
+        ]
+        shown = subprocess.run(
+            [warm_python, BENCHMARKS / "step.py", *arguments, *more, "--json", str(out)],
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        return shown.stdout, json.loads(out.read_text())["rows"]
+
+    return run
+
+
 @pytest.mark.slow  # two processes that import all that is compared
-def test_a_small_run_prints_a_table_and_writes_every_row(tmp_path, warm_python):
-    out = tmp_path / "rows.json"
-    arguments = [
-        "--models",
-        "small-cnn",
-        "--types",
-        "fp32",
-        "--formats",
-        "contiguous",
-        "--rounds",
-        "2",
-        "--warmup",
-        "1",
-    ]
-    ways = ["--ways", "ours flat"]
-    run = subprocess.run(
-        [warm_python, BENCHMARKS / "step.py", *arguments, *ways, "--json", str(out)],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert run.stdout.count("| small-cnn | fp32 |") == 2
-    rows = json.loads(out.read_text())["rows"]
+def test_a_small_run_prints_a_table_and_writes_every_row(measured):
+    shown, rows = measured("--ways", "ours flat")
+    assert shown.count("| small-cnn | fp32 |") == 2
     assert [row["way"] for row in rows] == ["ordinary", "ours flat"]
     assert all(len(row["times"]) == 2 and row["seconds"] > 0 and row["peak_mib"] > 0 for row in rows)
 
@@ -163,30 +172,11 @@ def test_a_trainer_takes_no_steps_of_other_libraries(step, capsys):
 
 
 @pytest.mark.slow  # three processes
-def test_a_small_run_through_a_trainer(tmp_path, warm_python):
-    out = tmp_path / "rows.json"
-    arguments = [
-        "--models",
-        "small-cnn",
-        "--types",
-        "fp32",
-        "--formats",
-        "contiguous",
-        "--rounds",
-        "2",
-        "--warmup",
-        "1",
-    ]
-    arguments += ["--through", "callback", "--memory", "returned", "--ways", "ours flat", "ours per-layer"]
-    shown = subprocess.run(
-        [warm_python, BENCHMARKS / "step.py", *arguments, "--json", str(out)],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert shown.stdout.count("| small-cnn | fp32 |") == 3
-    assert "rivacy" not in shown.stdout
-    rows = json.loads(out.read_text())["rows"]
+def test_a_small_run_through_a_trainer(measured):
+    ways = ["--ways", "ours flat", "ours per-layer"]
+    shown, rows = measured("--through", "callback", "--memory", "returned", *ways)
+    assert shown.count("| small-cnn | fp32 |") == 3
+    assert "rivacy" not in shown
     assert [row["way"] for row in rows] == ["ordinary", "ours flat", "ours per-layer"]
     assert all(len(row["times"]) == 2 and row["seconds"] > 0 for row in rows)
 

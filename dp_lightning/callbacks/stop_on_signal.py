@@ -110,7 +110,9 @@ class StopOnSignal(pl.Callback):
             exception.add_note(f"To resume from the last checkpoint:\n{command}")
             return
         sys.stdout.flush()
-        lost = f", {steps - trainer.global_step} of which were lost before" if trainer.global_step < steps else ""
+        # A step that is cut short is in the ledger before Lightning counts it: only a clean stop tells what was lost.
+        missing = steps - trainer.global_step if checkpoint == self._saved else 0
+        lost = f", {missing} of which were lost before" if missing else ""
         print(f"Stopped after step {steps}{lost}. To resume:\n{command}", file=sys.stderr, flush=True)
 
     def _newest_checkpoint(self, trainer: pl.Trainer) -> Path | None:

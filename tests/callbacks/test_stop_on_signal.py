@@ -109,6 +109,22 @@ def test_a_second_ctrl_c_ends_at_once_with_its_exit_code(tmp_path, capsys):
     assert "Stopped after step 1, without a checkpoint: the weights are lost" in capsys.readouterr().err
 
 
+def test_a_step_that_a_second_ctrl_c_cuts_short_was_not_lost_before(tmp_path, capsys):
+    class TwiceInTheLastStep(Callback):
+        def on_before_optimizer_step(self, trainer, *args):
+            if trainer.global_step == 4:
+                for _ in range(2):
+                    os.kill(os.getpid(), signal.SIGINT)
+
+    saved = ModelCheckpoint(dirpath=tmp_path, filename="saved")
+    run = trainer(tmp_path, privacy(), TwiceInTheLastStep(), saved, StopOnSignal(), enable_checkpointing=True)
+    with pytest.raises(SystemExit):
+        run.fit(Plain(), loader())
+    told = capsys.readouterr().err
+    assert "Stopped after step 5. To resume:" in told
+    assert "saved.ckpt" in told
+
+
 class Once(Callback):
     def on_train_start(self, *args):
         os.kill(os.getpid(), signal.SIGINT)

@@ -280,6 +280,31 @@ def test_groups_are_folded_where_that_takes_no_copy_and_few_blocks(lead, trained
     assert method(x) == {"by rule"}
 
 
+class _UsedTwice(nn.Module):
+    """One normalization on contiguous rows, where it is folded, and on others, where its rule is used."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.GroupNorm(3, 6).double()
+
+    def forward(self, x):
+        last = x.movedim(-3, -1).contiguous().movedim(-1, -3)
+        return (self.norm(x) + 2 * self.norm(last).sin()).square().sum()
+
+
+def test_a_weight_that_is_folded_and_used_by_its_rule_adds_up():
+    model, x, found = _UsedTwice(), torch.randn(B, 1, 6, 4, 3, dtype=torch.float64), {}
+    recorded(model, x, lambda c: found.update(c.formed().gradients))
+    torch.testing.assert_close(found, gradients_by_loop(model, x), rtol=1e-6, atol=1e-7)
+    plan = PLANS["flat"]
+    parameters = dict(model.named_parameters())
+    total = ClippedSum(parameters, plan)
+    total.begin(len(x))
+    recorded(model, x, total.take)
+    norms = sum(rows.flatten(1).square().sum(1) for rows in found.values()).sqrt()
+    torch.testing.assert_close(total.end()[:, 0].double(), norms, rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_an_input_that_needs_no_gradient_is_recorded(name):
     case = CASES[name]
