@@ -60,9 +60,10 @@ def test_limits_of_the_environment_are_left_alone(environment):
     assert returned > 1000
 
 
-# Two blocks of 64 MiB are written and freed after each step.
+# Two blocks of 64 MiB are written and freed after each physical batch. What is allocated between them may now and then
+# split a free block, so most of the batches count.
 FIT = """
-import resource, sys, torch
+import itertools, resource, statistics, sys, torch
 from plain_run import Plain, examples, trainer
 from torch.utils.data import DataLoader
 from dp_lightning.callbacks import PrivacyCallback
@@ -78,7 +79,7 @@ class Heavy(Plain):
 settings = {"expected_batch_size": 20, "noise_multiplier": 1.0, "delta": 1e-3, "accountant": "rdp"}
 privacy = PrivacyCallback(**settings, keep_freed_memory=sys.argv[2] == "keep")
 trainer(sys.argv[1], privacy).fit(Heavy(), DataLoader(examples(), batch_size=7))
-print(marks[-1] - marks[-2])
+print(statistics.median(after - before for before, after in itertools.pairwise(marks)))
 """
 
 
@@ -94,6 +95,6 @@ def test_a_private_fit_on_a_cpu_keeps_its_memory_unless_told_otherwise(tmp_path)
             check=True,
             env={**clean, "PYTHONPATH": os.pathsep.join([*map(str, Path(__file__).parents[1:3])])},
         )
-        return int(shown.stdout.split()[-1])
+        return float(shown.stdout.split()[-1])
 
     assert faults_of_a_step("keep") < 1000 < faults_of_a_step("return")
