@@ -322,10 +322,14 @@ def test_what_is_measured_is_at_least_the_gradient_and_the_rounding_of_its_sum(m
 
 
 def test_memory_of_gradients_that_are_used_up_is_used_again():
-    workspace = Workspace()
-    first = workspace.scratch((4, 3), torch.float32, torch.device("cpu"))
-    assert workspace.scratch((2, 5), torch.float32, torch.device("cpu")).data_ptr() == first.data_ptr()
-    assert workspace.scratch((9, 3), torch.float64, torch.device("cpu")).shape == (9, 3)
+    workspace, cpu = Workspace(), torch.device("cpu")
+    first = workspace.gradients((4, 3), torch.float32, cpu)
+    assert workspace.gradients((2, 5), torch.float32, cpu).data_ptr() == first.data_ptr()
+    assert workspace.gradients((9, 3), torch.float64, cpu).shape == (9, 3)
+    assert (
+        workspace.patches((2, 5), torch.float32, cpu).data_ptr()
+        != workspace.wide((2, 5), torch.float32, cpu).data_ptr()
+    )
 
 
 def test_a_logical_batch_needs_the_memory_of_one_physical_batch():

@@ -117,7 +117,7 @@ class ClippedSum:
             by_group = factors.unbind(1)
             for contribution in self._kept:
                 contribution.add_weighted(
-                    {name: by_group[self._group_of[name]] for name in contribution.names}, self.sums
+                    {name: by_group[self._group_of[name]] for name in contribution.names}, self.sums, self._workspace
                 )
             if small is not None:
                 self._add_rows(small, factors)

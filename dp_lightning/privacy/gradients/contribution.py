@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from dp_lightning.privacy.gradients.workspace import Workspace
+from dp_lightning.privacy.gradients.workspace import Empty, Workspace
 
-_WIDENED_ROWS = 8
+_WIDENED_ROWS, _WIDENED_NUMBERS = 8, 2**20
 # Squares are added up in float32 over parts of at most so many numbers, and in float64 from there on. Shorter parts
 # are not worth their number.
 _LONG, _SHORT = 256, 16
@@ -62,20 +62,20 @@ class Contribution(ABC):
         """
 
     @abstractmethod
-    def add_weighted(self, weights: Weights, sums: Mapping[str, Tensor]) -> None:
+    def add_weighted(self, weights: Weights, sums: Mapping[str, Tensor], workspace: Workspace) -> None:
         """Add the sum over i of weights[name][i] * gradient_i to sums[name], for each name of ``norms``."""
 
     def stream(self, weigh: Weigh, sums: Mapping[str, Tensor], workspace: Workspace) -> None:
         """Norms, weights and weighted sums in one go, those of ``rows`` too, with nothing kept."""
         self.measure(workspace)
-        self.add_measured(weigh, sums)
+        self.add_measured(weigh, sums, workspace)
 
-    def add_measured(self, weigh: Weigh, sums: Mapping[str, Tensor]) -> None:
+    def add_measured(self, weigh: Weigh, sums: Mapping[str, Tensor], workspace: Workspace) -> None:
         """The same after ``measure``."""
         weights = weigh(slice(None), self.norms() | {name: part_norms(rows) for name, rows in self.rows.items()})
-        self.add_weighted(weights, sums)
+        self.add_weighted(weights, sums, workspace)
         for name, rows in self.rows.items():
-            add_weighted(sums[name], rows, weights[name])
+            add_weighted(sums[name], rows, weights[name], workspace.wide)
 
 
 class PerExample(Contribution):
@@ -102,10 +102,10 @@ class PerExample(Contribution):
     def norms(self) -> dict[str, Tensor]:
         return {name: part_norms(rows) for name, rows in self.gradients.items() if name not in self._rows}
 
-    def add_weighted(self, weights: Weights, sums: Mapping[str, Tensor]) -> None:
+    def add_weighted(self, weights: Weights, sums: Mapping[str, Tensor], workspace: Workspace) -> None:
         for name, rows in self.gradients.items():
             if name not in self._rows:
-                add_weighted(sums[name], rows, weights[name])
+                add_weighted(sums[name], rows, weights[name], workspace.wide)
 
 
 def sum_of_views(rows: Tensor, augmult: int) -> Tensor:
@@ -118,15 +118,32 @@ def flat_rows(rows: Tensor) -> Tensor:
     return rows.unsqueeze(-1).flatten(1)
 
 
-def part_norms(rows: Tensor) -> Tensor:
+def widened(rows: Tensor, empty: Empty) -> Tensor:
+    """``rows`` with at least 32 bits for each number; a copy in float32, in memory from ``empty``, if they have 16."""
+    if rows.dtype in (torch.float32, torch.float64):
+        return rows
+    return empty(tuple(rows.shape), dtype=torch.float32, device=rows.device).copy_(rows)
+
+
+def part_norms(rows: Tensor, wide: Empty = torch.empty) -> Tensor:
     """(b, k) L2 norms of parts of the rows (b, ...): their squares add up to a row's, with an error of at most 1e-6.
 
     A float32 sum over a whole row of a million numbers can be too small by a thousandth. Add the squares in float64.
+
+    Args:
+        rows: of any floating type.
+        wide: memory for copies in float32.
     """
     rows = flat_rows(rows)
     length = _part(rows.shape[1])
     if rows.dtype == torch.float64 or length < _SHORT:
         return torch.linalg.vector_norm(rows, dim=1, keepdim=True, dtype=torch.float64)
+    if rows.itemsize < 4 and cheap_to_ask(rows.device):  # where torch would make the copy as a whole
+        norms = rows.new_empty(len(rows), rows.shape[1] // length, dtype=torch.float32)
+        step = max(_WIDENED_NUMBERS // rows.shape[1], 1)
+        for piece, into in zip(rows.split(step), norms.split(step), strict=True):
+            torch.linalg.vector_norm(widened(piece, wide).unflatten(1, (-1, length)), dim=2, out=into)
+        return norms
     return torch.linalg.vector_norm(rows.unflatten(1, (-1, length)), dim=2, dtype=torch.float32)
 
 
@@ -136,13 +153,14 @@ def _part(numbers: int) -> int:
     return next(length for length in range(min(_LONG, max(numbers, 1)), 0, -1) if numbers % length == 0)
 
 
-def add_weighted(total: Tensor, rows: Tensor, weights: Tensor, *, used_up: bool = False) -> None:
+def add_weighted(total: Tensor, rows: Tensor, weights: Tensor, wide: Empty, *, used_up: bool = False) -> None:
     """Add the sum over i of weights[i] * rows[i] to the float32 ``total``.
 
     Args:
         total: of the shape of a row.
         rows: (b, ...); those whose weight is zero may hold numbers that are not finite.
         weights: (b,) float32.
+        wide: memory for copies in float32.
         used_up: whether ``rows`` may be changed.
     """
     places = total.view(-1) if total.is_contiguous() else torch.zeros(total.numel(), device=total.device)
@@ -154,7 +172,7 @@ def add_weighted(total: Tensor, rows: Tensor, weights: Tensor, *, used_up: bool 
             finite_(piece)
         else:
             piece = without(piece, factors)
-        places.addmv_(flat_rows(piece).float().T, factors)
+        places.addmv_(widened(flat_rows(piece), wide).float().T, factors)
     if not total.is_contiguous():
         total += places.view(total.shape)
 

@@ -21,7 +21,8 @@ from torch.nn import functional as F
 
 from dp_lightning.privacy.gradients.contribution import scaled, sum_of_views, without
 from dp_lightning.privacy.gradients.cost_model import Size, formed_by_products, product_dtype, products_are_as_fast
-from dp_lightning.privacy.gradients.products import Empty, Factors
+from dp_lightning.privacy.gradients.products import Factors
+from dp_lightning.privacy.gradients.workspace import Empty
 
 
 @dataclass(frozen=True)
@@ -110,7 +111,7 @@ class Patches(Factors):
             return self._positions(values.movedim(1, -1).flatten(1, -2).unflatten(2, (groups, -1)).transpose(1, 2))
         return self._positions(values.flatten(2).unflatten(1, (groups, -1)).mT)
 
-    def right(self, rows: slice, dtype: torch.dtype) -> Tensor:
+    def right(self, rows: slice, dtype: torch.dtype, empty: Empty = torch.empty) -> Tensor:
         conv, spatial = self._conv, self._values.shape[2:]
         x = _padded(conv, self._image[self._views(rows)].to(dtype))
         groups, channels = conv.groups, x.shape[1] // conv.groups
@@ -121,14 +122,16 @@ class Patches(Factors):
         if self._channels_last:
             size = (len(x), groups, *spatial, *conv.kernel_size, channels)
             stride = (batch, channels * channel, *moves, *places, channel)
-            return self._positions(x.as_strided(size, stride).reshape(len(x), groups, prod(spatial), -1))
+            patches = _dense(x.as_strided(size, stride), empty)
+            return self._positions(patches.view(len(x), groups, prod(spatial), -1))
         size = (len(x), groups, channels, *conv.kernel_size, *spatial)
         stride = (batch, channels * channel, channel, *places, *moves)
-        return self._positions(x.as_strided(size, stride).reshape(len(x), groups, -1, prod(spatial)).mT)
+        patches = _dense(x.as_strided(size, stride), empty)
+        return self._positions(patches.view(len(x), groups, -1, prod(spatial)).mT)
 
-    def form(self, rows: slice, dtype: torch.dtype, empty: Empty) -> Tensor:
+    def form(self, rows: slice, dtype: torch.dtype, empty: Empty, patches: Empty) -> Tensor:
         if self.by_products(dtype):
-            return super().form(rows, dtype, empty)
+            return super().form(rows, dtype, empty, patches)
         views = self._views(rows)
         image, values = (_folded(x[views].to(dtype), self._augmult) for x in (self._image, self._values))
         gradients = _weight_gradient(self._conv, image, values, batch_size=rows.stop - rows.start)
@@ -250,6 +253,13 @@ def _added(tensors: Iterator[Tensor]) -> Tensor:
     for tensor in tensors:
         total += tensor
     return total
+
+
+def _dense(view: Tensor, empty: Empty) -> Tensor:
+    """The numbers of a view in their order, in memory from ``empty`` if they are not."""
+    if view.is_contiguous():
+        return view
+    return empty(tuple(view.shape), dtype=view.dtype, device=view.device).copy_(view)
 
 
 def _is_channels_last(x: Tensor) -> bool:

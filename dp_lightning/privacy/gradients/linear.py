@@ -5,6 +5,7 @@ from torch import Tensor
 
 from dp_lightning.privacy.gradients.cost_model import Size, product_dtype
 from dp_lightning.privacy.gradients.products import Factors
+from dp_lightning.privacy.gradients.workspace import Empty
 
 
 class Tokens(Factors):
@@ -24,7 +25,7 @@ class Tokens(Factors):
     def left(self, rows: slice, dtype: torch.dtype) -> Tensor:
         return self._g[rows].to(dtype).unsqueeze(1)
 
-    def right(self, rows: slice, dtype: torch.dtype) -> Tensor:
+    def right(self, rows: slice, dtype: torch.dtype, empty: Empty = torch.empty) -> Tensor:
         return self._x[rows].to(dtype).unsqueeze(1)
 
     def bias(self, rows: slice) -> Tensor:

@@ -19,7 +19,7 @@ gradient cancels cannot contribute what was not measured.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -32,16 +32,15 @@ from dp_lightning.privacy.gradients.contribution import (
     Weigh,
     Weights,
     add_weighted,
+    cheap_to_ask,
     part_norms,
     scaled,
+    widened,
     without,
 )
 from dp_lightning.privacy.gradients.cost_model import Size, examples_at_a_time, kept_method, streamed_method
-from dp_lightning.privacy.gradients.workspace import Workspace
+from dp_lightning.privacy.gradients.workspace import Empty, Workspace
 from dp_lightning.torch_internals import storage_address
-
-Empty = Callable[..., Tensor]
-"""Like ``torch.empty``, with ``dtype`` and ``device``."""
 
 
 def rounding_per_term(positions: int) -> float:
@@ -72,14 +71,21 @@ class Factors(ABC):
         """G: (r, groups, positions, outputs)."""
 
     @abstractmethod
-    def right(self, rows: slice, dtype: torch.dtype) -> Tensor:
-        """P: (r, groups, positions, inputs)."""
+    def right(self, rows: slice, dtype: torch.dtype, empty: Empty = torch.empty) -> Tensor:
+        """P: (r, groups, positions, inputs); a view, or in memory from ``empty``."""
 
-    def form(self, rows: slice, dtype: torch.dtype, empty: Empty) -> Tensor:
-        """G_i^T P_i: (r, groups, outputs, inputs) of type ``dtype``, in memory of its own or from ``empty``."""
+    def form(self, rows: slice, dtype: torch.dtype, empty: Empty, patches: Empty) -> Tensor:
+        """G_i^T P_i: (r, groups, outputs, inputs) of type ``dtype``, in memory of its own or from ``empty``.
+
+        Args:
+            rows: of the examples.
+            dtype: of the products.
+            empty: memory for the result.
+            patches: memory for P.
+        """
         size = self.size
         out = empty((rows.stop - rows.start, size.groups, size.outputs, size.inputs), dtype=dtype, device=self.device)
-        left, right = self.left(rows, dtype).flatten(0, 1), self.right(rows, dtype).flatten(0, 1)
+        left, right = self.left(rows, dtype).flatten(0, 1), self.right(rows, dtype, patches).flatten(0, 1)
         torch.bmm(left.mT, right, out=out.flatten(0, 1))
         return out
 
@@ -171,7 +177,7 @@ class Product(Contribution):
         return set(self._names) == {"bias"}
 
     def formed(self) -> PerExample:
-        self._measure_formed()
+        self._measure_formed(Workspace())
         gradients = dict(self.rows)
         if self._kept:
             gradients[self._names["weight"]] = self._factors.weight(_joined(self._kept))
@@ -186,7 +192,7 @@ class Product(Contribution):
         elif self.method == "formed twice":
             self._measure_twice(workspace)
         else:
-            self._measure_formed()
+            self._measure_formed(workspace)
             factors.let_go()
 
     @property
@@ -196,7 +202,7 @@ class Product(Contribution):
     def norms(self) -> dict[str, Tensor]:
         return {} if self._only_bias else {self._names["weight"]: self._norms}
 
-    def add_weighted(self, weights: Weights, sums: Mapping[str, Tensor]) -> None:
+    def add_weighted(self, weights: Weights, sums: Mapping[str, Tensor], workspace: Workspace) -> None:
         if self._only_bias:
             return
         name, start = self._names["weight"], 0
@@ -205,7 +211,8 @@ class Product(Contribution):
                 with float32_products():
                     self._factors.add_total(weights[name], total)
             for piece in self._kept:
-                add_weighted(total, piece, weights[name][start : start + len(piece)], used_up=True)
+                part = weights[name][start : start + len(piece)]
+                add_weighted(total, piece, part, workspace.wide, used_up=True)
                 start += len(piece)
 
     def stream(self, weigh: Weigh, sums: Mapping[str, Tensor], workspace: Workspace) -> None:
@@ -216,18 +223,21 @@ class Product(Contribution):
         if streamed_method(factors.size, by_products=factors.by_products(factors.dtype)) == "Gram":
             self.method = "Gram"
             self._measure_gram()
-            self.add_measured(weigh, sums)
+            self.add_measured(weigh, sums, workspace)
             return
         self.method = "formed and used up"
         with self._adding_to(sums[self._names["weight"]]) as total:
             for rows in factors.ranges(factors.forming(factors.dtype)):
-                pieces = {"weight": factors.form(rows, factors.dtype, workspace.scratch)}
+                piece = factors.form(rows, factors.dtype, workspace.gradients, workspace.patches)
+                # One copy in float32 serves the norm and the sum, where it stays in the cache.
+                pieces = {"weight": widened(piece, workspace.wide) if cheap_to_ask(factors.device) else piece}
                 if "bias" in self._names:
                     pieces["bias"] = factors.bias(rows)
                 weights = weigh(rows, {self._names[own]: part_norms(piece) for own, piece in pieces.items()})
                 for own, piece in pieces.items():
                     name = self._names[own]
-                    add_weighted(total if own == "weight" else sums[name], piece, weights[name], used_up=True)
+                    into = total if own == "weight" else sums[name]
+                    add_weighted(into, piece, weights[name], workspace.wide, used_up=True)
 
     @contextmanager
     def _adding_to(self, total: Tensor) -> Iterator[Tensor]:
@@ -244,15 +254,15 @@ class Product(Contribution):
         if "bias" in self._names:
             self._bias = self._factors.bias(slice(None))
 
-    def _measure_formed(self) -> None:
+    def _measure_formed(self, workspace: Workspace) -> None:
         self._measure_bias()
         if self._only_bias:
             return
         factors, norms = self._factors, []
         for rows in factors.ranges(factors.forming(factors.dtype)):
             # Small pieces fit into memory that activations have just freed. Fresh memory is slow.
-            self._kept.append(factors.form(rows, factors.dtype, torch.empty))
-            norms.append(part_norms(self._kept[-1]))
+            self._kept.append(factors.form(rows, factors.dtype, torch.empty, workspace.patches))
+            norms.append(part_norms(self._kept[-1], workspace.wide))
         self._norms = _joined(norms)
 
     def _measure_gram(self) -> None:
@@ -265,7 +275,7 @@ class Product(Contribution):
         dtype = torch.promote_types(factors.dtype, torch.float32)
         with float32_products():
             for rows in factors.ranges(factors.forming(dtype)):
-                parts = part_norms(factors.form(rows, dtype, workspace.scratch))
+                parts = part_norms(factors.form(rows, dtype, workspace.gradients, workspace.patches))
                 squared = torch.linalg.vector_norm(parts, dim=1, dtype=torch.float64).square()
                 norms.append(_with_rounding(squared, self._rounding(rows)))
         self._norms = _joined(norms)
