@@ -39,6 +39,7 @@ class Job(NamedTuple):
     threads: int
     memory: str
     through: str
+    pieces: int = 1
 
 
 class Answers:
@@ -105,11 +106,13 @@ def _work_in_torch(job: Job, parent: Connection) -> None:
         answers = Answers(job, parent)
         memory_format = getattr(torch, f"{job.memory_format}_format", None) or getattr(torch, job.memory_format)
         model = build().to(job.device).to(memory_format=memory_format).train()
-        images = torch.randn(job.batch_size, *shape, device=job.device).to(memory_format=memory_format)
-        labels = torch.randint(10, (job.batch_size,), device=job.device)
+        count = job.batch_size * job.pieces
+        images = torch.randn(count, *shape, device=job.device).to(memory_format=memory_format)
+        labels = torch.randint(10, (count,), device=job.device)
         if job.through == "callback":
             answers.goes_on()  # the first step, in which the Trainer starts too
-            trainer_steps.take_steps(job.way, model, images, labels, answers.goes_on, bf16=job.dtype == "bf16")
+            bf16, pieces = job.dtype == "bf16", job.pieces
+            trainer_steps.take_steps(job.way, model, images, labels, answers.goes_on, pieces=pieces, bf16=bf16)
             return
         make = {**training_steps.WAYS, **training_steps.FINE_TUNING}[job.way]
         step = make(model, training_steps.autocast_to(job.device, job.dtype))
@@ -130,7 +133,18 @@ def jobs_of(options: argparse.Namespace, model: str, dtype: str, size: int, devi
         else:
             formats = options.formats
         jobs += [
-            Job(model, dtype, way, memory_format, size, device, options.threads, options.memory, options.through)
+            Job(
+                model,
+                dtype,
+                way,
+                memory_format,
+                size,
+                device,
+                options.threads,
+                options.memory,
+                options.through,
+                options.pieces,
+            )
             for memory_format in formats
         ]
     return jobs
@@ -277,10 +291,18 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         help="what takes the steps: this benchmark, or a Lightning Trainer, for our ways with PrivacyCallback, which "
         "keeps freed memory by itself (default step)",
     )
+    parser.add_argument(
+        "--pieces",
+        type=positive,
+        default=1,
+        help="physical batches of a logical step, with --through callback (default 1)",
+    )
     parser.add_argument("--json", type=Path, help="also write all rows to this file")
     options = parser.parse_args(arguments)
     if options.through == "callback" and (others := sorted(set(options.ways) - set(trainer_steps.WAYS))):
         parser.error(f"--through callback takes no {', '.join(others)}: set --ways to {', '.join(trainer_steps.WAYS)}")
+    if options.through == "step" and options.pieces > 1:
+        parser.error("--pieces is for --through callback: without it, a step is one physical batch")
     return options
 
 

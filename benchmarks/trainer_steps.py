@@ -1,7 +1,7 @@
 """Training steps that a Lightning Trainer takes: the ordinary ones, and those of ``PrivacyCallback``.
 
-A step is everything from the end of one step to the end of the next: the loader, forward and backward pass, clipping,
-noise, journal and the optimizer.
+A step is a logical one, and everything from the end of one to the end of the next: the loader, forward and backward
+passes, clipping, noise, journal and the optimizer.
 """
 
 import logging
@@ -44,14 +44,25 @@ class _AfterEachStep(pl.Callback):
     def __init__(self, goes_on: Callable[[], bool]) -> None:
         self._goes_on = goes_on
 
+        self._steps = 0
+
     def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
-        trainer.should_stop = not self._goes_on()
+        if trainer.global_step > self._steps:
+            self._steps = trainer.global_step
+            trainer.should_stop = not self._goes_on()
 
 
 def take_steps(
-    way: str, model: nn.Module, images: Tensor, labels: Tensor, goes_on: Callable[[], bool], *, bf16: bool = False
+    way: str,
+    model: nn.Module,
+    images: Tensor,
+    labels: Tensor,
+    goes_on: Callable[[], bool],
+    *,
+    pieces: int = 1,
+    bf16: bool = False,
 ) -> None:
-    """Take steps on all of the images, each a logical batch of one physical batch, until ``goes_on`` returns False."""
+    """Take steps on all of the images, in so many physical batches, until ``goes_on`` returns False."""
     clipping, count = WAYS[way], len(images)
     callbacks: list[pl.Callback] = [_AfterEachStep(goes_on)]
     if clipping is not None:
@@ -62,13 +73,14 @@ def take_steps(
                 delta=0.1 / count,
                 accountant="rdp",
                 clipping=clipping,
-                max_physical_batch_size=count,
+                max_physical_batch_size=count // pieces,
             )
         )
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     with TemporaryDirectory() as folder, redirect_stdout(None):
         trainer = pl.Trainer(
             max_steps=1000,
+            accumulate_grad_batches=pieces if clipping is None else 1,
             callbacks=callbacks,
             accelerator="gpu" if images.is_cuda else "cpu",
             devices=1,
@@ -80,4 +92,4 @@ def take_steps(
             default_root_dir=folder,
         )
         data = cast(Any, TensorDataset(images.cpu(), labels.cpu()))
-        trainer.fit(_Classifier(model), DataLoader(data, batch_size=count))
+        trainer.fit(_Classifier(model), DataLoader(data, batch_size=count // pieces))

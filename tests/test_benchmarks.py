@@ -169,12 +169,49 @@ def test_a_trainer_takes_no_steps_of_other_libraries(step, capsys):
     with pytest.raises(SystemExit):
         step.parse(["--through", "callback", "--ways", "ours flat", "Opacus hooks"])
     assert "--through callback takes no Opacus hooks" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        step.parse(["--pieces", "2"])
+    assert "--pieces is for --through callback" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("way", ["ordinary", "ours flat"])
+def test_a_logical_step_of_a_trainer_has_as_many_physical_batches_as_asked(step, monkeypatch, way):
+    import trainer_steps
+
+    ends, at_steps = [], []
+    after = trainer_steps._AfterEachStep.on_train_batch_end
+    monkeypatch.setattr(
+        trainer_steps._AfterEachStep, "on_train_batch_end", lambda *args: ends.append(args) or after(*args)
+    )
+
+    def goes_on():
+        at_steps.append(len(ends))
+        return len(at_steps) < 3
+
+    model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(12, 10))
+    trainer_steps.take_steps(way, model, torch.randn(6, 3, 2, 2), torch.arange(6), goes_on, pieces=3)
+    assert at_steps == [3, 6, 9]
+
+
+def test_linear_cost_is_the_same_time_for_an_image(step, monkeypatch, capsys):
+    import scaling
+
+    def measure(jobs, *, warmup, rounds):
+        seconds = [job.batch_size * job.pieces * (0.011 if job.pieces == 4 else 0.01) for job in jobs]
+        return [{**job._asdict(), "seconds": time} for job, time in zip(jobs, seconds, strict=True)]
+
+    monkeypatch.setattr(scaling, "measure", measure)
+    monkeypatch.setattr(sys, "argv", ["scaling.py", "--physical", "8", "16", "--pieces", "1", "2", "4"])
+    scaling.main()
+    shown = capsys.readouterr().out
+    assert "| 8 | 80 | 10.00 | 1.00 |\n| 16 | 160 | 10.00 | 1.00 |" in shown
+    assert "| 128 | 1280 | 10.00 | 1.00 |\n| 256 | 2816 | 11.00 | 1.10 |" in shown
 
 
 @pytest.mark.slow  # three processes
 def test_a_small_run_through_a_trainer(measured):
     ways = ["--ways", "ours flat", "ours per-layer"]
-    shown, rows = measured("--through", "callback", "--memory", "returned", *ways)
+    shown, rows = measured("--through", "callback", "--memory", "returned", "--pieces", "2", *ways)
     assert shown.count("| small-cnn | fp32 |") == 3
     assert "rivacy" not in shown
     assert [row["way"] for row in rows] == ["ordinary", "ours flat", "ours per-layer"]

@@ -65,6 +65,15 @@ def test_a_fit_on_digits_logs_both_evaluation_sets(tmp_path):
     assert run.callback_metrics["test/accuracy"] > 0.8
 
 
+@pytest.mark.parametrize("capability", ["AVX2", "AVX512"])
+def test_channels_last_where_it_is_faster(tmp_path, monkeypatch, capability):
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+    module = SmallCNNModule(10, in_channels=1)
+    trainer(tmp_path, limit_train_batches=1).fit(module, DataLoader(Digits().test_dataset, batch_size=4))
+    formats = {p.is_contiguous() for p in module.parameters() if p.dim() == 4 and 1 not in p.shape}
+    assert formats == {capability == "AVX512"}
+
+
 def test_the_training_loss_appears_under_unprotected_only(tmp_path):
     run = trainer(tmp_path)
     run.fit(SmallCNNModule(10, in_channels=1), DataLoader(Digits().test_dataset, batch_size=90))

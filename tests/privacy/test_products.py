@@ -36,7 +36,7 @@ def check(layer, x, plan, ways, *, by_products=True, augmult=1):
         patch.setattr(products, "streamed_method", lambda size, *, by_products: ways)
         # The bound of rounding, which has tests of its own, is added to the norm, however much the terms cancel.
         patch.setattr(products, "rounding_per_term", lambda positions: 0.0)
-        patch.setattr(convolution, "products_are_as_fast", lambda device: by_products)
+        patch.setattr(convolution, "below_avx512", lambda device: by_products)
         patch.setattr(convolution, "formed_by_products", lambda size, dtype, device: by_products)
         sums, norms = clipped_gradient_sum(model, squared_error, x, y, clip_plan=plan, augmult=augmult)
     expected, expected_norms = clipped_sum_by_loop(model, x, y.double(), plan, squared_error, augmult=augmult)

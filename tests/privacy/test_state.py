@@ -24,6 +24,7 @@ import pytest
 import torch
 from torch import nn
 
+from dp_lightning.privacy.isolation import contents
 from dp_lightning.privacy.isolation.reachable import reachable
 from dp_lightning.privacy.isolation.state import ABSENT, StateSnapshot
 
@@ -658,6 +659,25 @@ def test_changes_that_cancel_in_a_plain_sum_are_seen(trick, width, dtype, values
         x[:2].neg_()
     assert not torch.equal(x, before)
     assert paths(snapshot) == ["model.value"]
+
+
+def test_what_is_compared_is_looked_at_once_and_a_later_write_is_found(monkeypatch):
+    """A refresh takes the look of the comparison before it, so that a write in between is found by the next one."""
+    model, looks, digest = nn.Linear(300, 300), [], contents._summary
+    monkeypatch.setattr(contents, "_summary", lambda bits: looks.append(bits.numel()) or digest(bits))
+    with torch.no_grad():
+        snapshot = StateSnapshot(model)
+        looks.clear()
+        model.weight[0, 0] += 1
+        assert [change.path for change in snapshot.changes()] == ["model.weight"]
+        snapshot.refresh(as_compared=True)
+        assert looks.count(300 * 300) == 1
+        assert not snapshot.changes()
+        model.weight[1, 1] += 1
+        snapshot.refresh(as_compared=True)
+        assert [change.path for change in snapshot.changes()] == ["model.weight"]
+        snapshot.refresh()
+        assert not snapshot.changes()
 
 
 def test_writes_that_autograd_does_not_count_are_seen():

@@ -20,9 +20,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from dp_lightning.privacy.gradients.contribution import scaled, sum_of_views, without
-from dp_lightning.privacy.gradients.cost_model import Size, formed_by_products, product_dtype, products_are_as_fast
+from dp_lightning.privacy.gradients.cost_model import Size, formed_by_products, product_dtype
 from dp_lightning.privacy.gradients.products import Factors
 from dp_lightning.privacy.gradients.workspace import Empty
+from dp_lightning.processors import below_avx512
 
 
 @dataclass(frozen=True)
@@ -199,7 +200,7 @@ class Patches(Factors):
         return weight.flatten(1 - dims).unflatten(-2, (self.size.groups, self.size.outputs))
 
     def add_total(self, weights: Tensor, total: Tensor) -> None:
-        if products_are_as_fast(self.device):
+        if below_avx512(self.device):
             super().add_total(weights, total)
             return
         dtype = torch.promote_types(self.dtype, torch.float32)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
+from dp_lightning.processors import below_avx512
 from dp_lightning.torch_internals import has_bfloat16_on_cpu
 
 # A gradient that is formed is written once and read twice, for its norm and for the sum. The convolution library
@@ -94,17 +95,9 @@ def product_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
     return dtype
 
 
-def products_are_as_fast(device: torch.device) -> bool:
-    """Whether a product of patches is as fast as the ordinary weight gradient of a convolution.
-
-    Below AVX-512, the convolution library has no better arithmetic than the library of matrix products.
-    """
-    return device.type == "cpu" and torch.backends.cpu.get_cpu_capability() in ("DEFAULT", "AVX2")
-
-
 def formed_by_products(size: Size, dtype: torch.dtype, device: torch.device) -> bool:
     """Whether to form a convolution's per-example gradients by products of patches, not by one grouped convolution."""
-    if device.type != "cpu" or dtype != torch.float32 or products_are_as_fast(device):
+    if device.type != "cpu" or dtype != torch.float32 or below_avx512(device):
         return True
     return size.positions < _FEW_POSITIONS
 

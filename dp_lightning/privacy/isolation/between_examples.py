@@ -151,7 +151,7 @@ class Isolation:
     def stepped(self) -> None:
         """Note that the optimizer has stepped: until the next loss, nothing else may change a tensor of the model."""
         self._note_outside(self._snapshot.changes())
-        self._snapshot.refresh()
+        self._snapshot.refresh(as_compared=True)
         self._after_optimizer, self._evaluated = True, False
 
     def evaluated(self) -> None:
@@ -262,7 +262,7 @@ class Isolation:
             _require_only_releases(self._touched(changes))
         self._within_step, self._after_optimizer = True, False
         self._note_outside(changes)
-        self._snapshot.refresh()
+        self._snapshot.refresh(as_compared=True)
         for tensor in (*self._module.parameters(), *self._module.buffers()):
             if id(tensor) not in self._constants:
                 self.know(tensor)

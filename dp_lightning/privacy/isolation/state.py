@@ -123,8 +123,12 @@ class StateSnapshot:
                     place.restore()
         return self.changes()
 
-    def refresh(self) -> None:
-        """Take a new snapshot; the roots are walked again only if an attribute has changed."""
+    def refresh(self, *, as_compared: bool = False) -> None:
+        """Take a new snapshot; the roots are walked again only if an attribute has changed.
+
+        Args:
+            as_compared: no foreign code has run since the last ``changes``, whose look at the large tensors is used.
+        """
         self._settings = settings()
         with _plain_tensors():
             suspects = [group.suspects() for group in self._groups]
@@ -133,7 +137,7 @@ class StateSnapshot:
                 return self._take()
             for group, places in zip(self._groups, suspects, strict=True):
                 group.note(places, changed)
-            self._contents.hold()
+            self._contents.hold(as_compared=as_compared)
 
     def paths_of(self, *kinds: type) -> list[str]:
         """The paths of the objects of these classes, as they are now."""

@@ -1,0 +1,12 @@
+"""What a processor can do."""
+
+import torch
+
+
+def below_avx512(device: torch.device) -> bool:
+    """Whether this is a CPU without AVX-512.
+
+    There, a product of patches is as fast as the ordinary weight gradient of a convolution, since the convolution
+    library has no better arithmetic than the library of matrix products, and channels-last images are faster.
+    """
+    return device.type == "cpu" and torch.backends.cpu.get_cpu_capability() in ("DEFAULT", "AVX2")
