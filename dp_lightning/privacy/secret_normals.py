@@ -1,8 +1,8 @@
 """Standard normal numbers that nobody can draw again.
 
 Where some coordinates of the gradient are zero for every example, a released gradient shows the noise itself there. A
-generator with a short seed is then found by trying all seeds (torch's mt19937 of the CPU takes 32 bits), and one that
-is linear by solving for its state; either would give the noise of all other coordinates away.
+generator with a short seed is then found by trying all seeds (torch's mt19937 of the CPU takes 32 bits, Philox of the
+GPU 64), and one that is linear by solving for its state; either would give the noise of all other coordinates away.
 """
 
 import math
@@ -13,41 +13,39 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-_PAIRS = 1 << 15  # 0.5 MiB of random bytes, so that a block stays in the cache
-_SEEDS = 4
+from dp_lightning.privacy.chacha import KEY_BYTES, key_stream
+
+# At a time: on a CPU 0.5 MiB of random bytes, which stay in the cache; on a GPU 64 MiB.
+_PAIRS = {"cpu": 1 << 15, "cuda": 1 << 22}
+_WORDS_OF_A_BLOCK = 8  # of 64 bits
 
 
 def secret_normals(shape: Sequence[int], device: torch.device) -> Tensor:
     """Independent N(0, 1) values in float32, of ``shape`` on ``device``.
 
-    On a CPU each pair comes from 128 bits of OpenSSL's generator, which is cryptographic and seeded by the operating
-    system, by Box and Muller in float64 with 53 bits for each uniform number. Other devices add up four draws of
-    torch's own generator there (Philox), each with a fresh seed of 64 bits from the operating system, and halve: all
-    four have to be found together.
+    Each pair comes from 128 bits of a cryptographic generator, by Box and Muller in float64 with 53 bits for each
+    uniform number. On a CPU the generator is OpenSSL's, which the operating system seeds; on a GPU it is ChaCha20, with
+    a fresh key of 256 bits from the operating system for each 2^23 values. For other devices the CPU draws.
     """
-    if device.type == "cpu":
-        return _from_bytes(math.prod(shape)).view(tuple(shape))
-    return _from_seeds(shape, device)
-
-
-def _from_bytes(count: int) -> Tensor:
-    values = torch.empty(count, dtype=torch.float32, device="cpu")
-    for block in values.split(2 * _PAIRS) if count else ():
+    drawn_on = device if device.type in _PAIRS else torch.device("cpu")
+    values = torch.empty(math.prod(shape), dtype=torch.float32, device=drawn_on)
+    for block in values.split(2 * _PAIRS[drawn_on.type]) if len(values) else ():
         pairs = -(-len(block) // 2)
-        bits = torch.frombuffer(bytearray(ssl.RAND_bytes(16 * pairs)), dtype=torch.int64)
-        # The shift keeps the sign: -2^52 to 2^52 - 1, and so 2^-53 to 1.
-        uniform = (bits[:pairs] >> 11).double().add_(2.0**52 + 1).mul_(2.0**-53)
-        radius = uniform.log_().mul_(-2).sqrt_()
-        angle = (bits[pairs:] >> 11).double().mul_(math.pi * 2.0**-52)
+        # The shift keeps the sign: -2^52 to 2^52 - 1, and so 2^-53 to 1, and -pi to pi.
+        numbers = (_random_words(2 * pairs, drawn_on) >> 11).double()
+        radius = numbers[:pairs].add_(2.0**52 + 1).mul_(2.0**-53).log_().mul_(-2).sqrt_()
+        angle = numbers[pairs:].mul_(math.pi * 2.0**-52)
         block[:pairs] = radius * angle.cos()
-        block[pairs:] = (radius * angle.sin())[: len(block) - pairs]
-    return values
+        block[pairs:] = (radius * angle.sin_())[: len(block) - pairs]
+    return values.view(tuple(shape)).to(device)
 
 
-def _from_seeds(shape: Sequence[int], device: torch.device) -> Tensor:
-    generator = torch.Generator(device=device)
-    total = torch.zeros(tuple(shape), dtype=torch.float32, device=device)
-    for _ in range(_SEEDS):
-        generator.manual_seed(secrets.randbits(64))
-        total += torch.randn(tuple(shape), generator=generator, dtype=torch.float32, device=device)
-    return total.div_(math.sqrt(_SEEDS))
+def _random_words(count: int, device: torch.device) -> Tensor:
+    """Secret words of 64 random bits: (count,) int64."""
+    if device.type == "cpu":
+        return torch.frombuffer(bytearray(ssl.RAND_bytes(8 * count)), dtype=torch.int64)
+    return _of_key(secrets.token_bytes(KEY_BYTES), count, device)
+
+
+def _of_key(key: bytes, count: int, device: torch.device) -> Tensor:
+    return key_stream(key, -(-count // _WORDS_OF_A_BLOCK), device).flatten().view(torch.int64)[:count]

@@ -1,6 +1,5 @@
 """Noise that is not secret: its distribution, and where its bits come from."""
 
-import itertools
 import math
 import secrets
 import ssl
@@ -14,12 +13,20 @@ from dp_lightning.privacy import GaussianNoise
 from dp_lightning.privacy import secret_normals as module
 
 CPU = torch.device("cpu")
-WAYS = {"bytes": lambda shape: module.secret_normals(shape, CPU), "seeds": lambda shape: module._from_seeds(shape, CPU)}
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_values_are_independent_standard_normals(way):
-    values = WAYS[way]((12 * module._PAIRS,))
+@pytest.fixture(params=["CPU", "GPU"])
+def draw(request, monkeypatch):
+    """The noise as each kind of device draws it, on a CPU."""
+    if request.param == "GPU":
+        monkeypatch.setattr(
+            module, "_random_words", lambda count, device: module._of_key(secrets.token_bytes(32), count, device)
+        )
+    return lambda shape: module.secret_normals(shape, CPU)
+
+
+def test_values_are_independent_standard_normals(draw):
+    values = draw((12 * module._PAIRS["cpu"],))
     assert values.dtype == torch.float32
     assert stats.kstest(values.numpy(), "norm").pvalue > 1e-6
     # The tails by themselves: how many of the values lie beyond 3.5 deviations on either side.
@@ -32,17 +39,16 @@ def test_values_are_independent_standard_normals(way):
     assert np.abs(squares).max() < 5.5 / math.sqrt(blocks.shape[1])
 
 
-@pytest.mark.parametrize("shape", [(), (1,), (0,), (3, 5), (2 * module._PAIRS + 1,)])
-@pytest.mark.parametrize("way", WAYS)
-def test_any_shape_is_filled(way, shape):
-    values = WAYS[way](shape)
+@pytest.mark.parametrize("shape", [(), (1,), (0,), (3, 5), (2 * module._PAIRS["cpu"] + 1,)])
+def test_any_shape_is_filled(draw, shape):
+    values = draw(shape)
     assert values.shape == shape
     assert torch.isfinite(values).all()
     assert (values != 0).all()
 
 
 def test_a_pair_is_box_and_mullers_of_128_bits_of_the_cryptographic_generator(monkeypatch):
-    count = 2 * module._PAIRS + 6
+    count = 2 * module._PAIRS["cpu"] + 6
     rng = np.random.default_rng(0)
     given = []
 
@@ -69,19 +75,23 @@ def test_the_smallest_and_the_largest_number_are_finite(monkeypatch, bits, large
     assert float(values.double().norm()) == pytest.approx(largest, abs=1e-6)
 
 
-def test_each_draw_from_seeds_takes_four_fresh_ones_of_64_bits(monkeypatch):
-    asked, numbers = [], itertools.count()
+def test_on_a_gpu_each_block_has_a_fresh_key_of_256_bits(draw, monkeypatch):
+    """A key is used once: whoever learns it, or draws again after an interruption, has nothing of another block."""
+    keys = []
 
-    def known(bits):
-        asked.append(bits)
-        return next(numbers)
+    def known(size):
+        keys.append(bytes([len(keys)] * size))
+        return keys[-1]
 
-    monkeypatch.setattr(secrets, "randbits", known)
-    draws = [module._from_seeds((5,), CPU), module._from_seeds((5,), CPU)]
-    assert asked == [64] * 8
-    for first, draw in zip((0, 4), draws, strict=True):
-        parts = [torch.randn(5, generator=torch.Generator().manual_seed(first + k)) for k in range(4)]
-        torch.testing.assert_close(draw, torch.stack(parts).sum(0) / 2)
+    monkeypatch.setattr(secrets, "token_bytes", known)
+    monkeypatch.setattr(
+        module, "_random_words", lambda count, device: module._of_key(secrets.token_bytes(32), count, device)
+    )
+    first = draw((2 * module._PAIRS["cpu"] + 2,))
+    assert [len(key) for key in keys] == [32, 32]
+    monkeypatch.setattr(secrets, "token_bytes", lambda size: keys[1])
+    torch.testing.assert_close(draw((2,)), first[-2:], rtol=0, atol=0)
+    assert not torch.equal(draw((2,)), first[:2])
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -91,12 +101,11 @@ def test_noise_on_a_gpu_is_normal_and_differs_each_time():
     assert abs(float(np.corrcoef(first, second)[0, 1])) < 5 / math.sqrt(200_000)
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_torchs_defaults_do_not_reach_the_noise(way):
+def test_torchs_defaults_do_not_reach_the_noise(draw):
     torch.set_default_dtype(torch.bfloat16)
     try:
         with torch.device("meta"):
-            assert WAYS["bytes"]((3,)).device.type == "cpu"
-        assert WAYS[way]((3,)).dtype == torch.float32
+            assert draw((3,)).device.type == "cpu"
+        assert draw((3,)).dtype == torch.float32
     finally:
         torch.set_default_dtype(torch.float32)

@@ -1,0 +1,75 @@
+"""ChaCha20 against the test vectors of RFC 8439, and against an implementation word by word."""
+
+import secrets
+
+import pytest
+import torch
+
+from dp_lightning.privacy.chacha import key_stream
+
+CPU = torch.device("cpu")
+
+
+def in_bytes(words):
+    return words.numpy().astype("<i4").tobytes()
+
+
+def one_block(key, counter, nonce):
+    """A block as the RFC describes it, with Python's integers."""
+    raw = b"expand 32-byte k" + key + counter.to_bytes(4, "little") + nonce
+    start = [int.from_bytes(raw[i : i + 4], "little") for i in range(0, 64, 4)]
+    state = list(start)
+
+    def quarter_round(*places):
+        a, b, c, d = places
+        for into, by, mixed, bits in ((a, b, d, 16), (c, d, b, 12), (a, b, d, 8), (c, d, b, 7)):
+            state[into] = (state[into] + state[by]) % 2**32
+            word = state[mixed] ^ state[into]
+            state[mixed] = (word << bits | word >> (32 - bits)) % 2**32
+
+    for _ in range(10):
+        for place in range(4):
+            quarter_round(place, place + 4, place + 8, place + 12)
+        for place in range(4):
+            quarter_round(place, 4 + (place + 1) % 4, 8 + (place + 2) % 4, 12 + (place + 3) % 4)
+    words = [(now + then) % 2**32 for now, then in zip(state, start, strict=True)]
+    return b"".join(word.to_bytes(4, "little") for word in words)
+
+
+@pytest.mark.parametrize(
+    ("key", "counter", "nonce", "expected"),
+    [
+        (  # section 2.3.2
+            bytes(range(32)),
+            1,
+            "000000090000004a00000000",
+            "10f1e7e4d13b5915500fdd1fa32071c4c7d1f4c733c068030422aa9ac3d46c4e"
+            "d2826446079faa0914c2d705d98b02a2b5129cd1de164eb9cbd083e8a2503c4e",
+        ),
+        (  # appendix A.1, test vector 1
+            bytes(32),
+            0,
+            "000000000000000000000000",
+            "76b8e0ada0f13d90405d6ae55386bd28bdd219b8a08ded1aa836efcc8b770dc7"
+            "da41597c5157488d7724e03fb8d84a376a43b8f41518a11cc387b669b2ee6586",
+        ),
+    ],
+)
+def test_vectors_of_the_rfc(key, counter, nonce, expected):
+    words = key_stream(key, 1, CPU, counter=counter, nonce=bytes.fromhex(nonce))
+    assert in_bytes(words).hex() == expected
+
+
+def test_every_block_is_that_of_its_counter():
+    key, nonce = secrets.token_bytes(32), secrets.token_bytes(12)
+    words = key_stream(key, 9, CPU, counter=2**32 - 9, nonce=nonce)
+    assert words.shape == (9, 16)
+    assert words.dtype == torch.int32
+    assert in_bytes(words) == b"".join(one_block(key, 2**32 - 9 + i, nonce) for i in range(9))
+
+
+def test_counters_that_would_repeat_are_refused():
+    with pytest.raises(ValueError, match="below 2\\^32"):
+        key_stream(bytes(32), 10, CPU, counter=2**32 - 9)
+    with pytest.raises(ValueError, match="32 bytes"):
+        key_stream(bytes(16), 1, CPU)
