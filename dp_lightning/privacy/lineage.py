@@ -9,8 +9,9 @@ another process is known only if a statement came with the weights.
 
 import functools
 import hashlib
+import itertools
 import weakref
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,6 +32,7 @@ from dp_lightning.errors import ConfigurationError, DataError, ModelError
 from dp_lightning.privacy.accounting import Ledger, Run
 from dp_lightning.privacy.exported import statement_of
 from dp_lightning.privacy.isolation.contents import Contents
+from dp_lightning.privacy.isolation.later import Later
 from dp_lightning.privacy.weights import fingerprint
 from dp_lightning.torch_internals import version_of
 
@@ -76,8 +78,6 @@ class Training:
 
 _waiting = WeakIdKeyDictionary()  # parameter: _Release
 _private = WeakIdKeyDictionary()  # parameter: the trainings of it, by their runs
-# What private runs have trained, by the id of each: its marks in a row, which take 0.2 KB for a step.
-_copies: dict[int, tuple[Training, bytearray]] = {}
 _ordinary = WeakIdKeyDictionary()  # parameters that a step without privacy has trained
 _followed = WeakIdKeyDictionary()  # parameter: the set of TrainedWeights with it
 # For each optimizer that is in a step: the parameters with a gradient, and whether it was a release.
@@ -90,10 +90,11 @@ class TrainedWeights:
     Args:
         parameters: by name.
         training: the run.
+        later: where what a GPU finds out is given to be read.
     """
 
-    def __init__(self, parameters: Mapping[str, Tensor], training: Training) -> None:
-        self._parameters, self._training = dict(parameters), training
+    def __init__(self, parameters: Mapping[str, Tensor], training: Training, later: Later | None = None) -> None:
+        self._parameters, self._training, self._later = dict(parameters), training, later or Later()
         self._names = {id(parameter): name for name, parameter in parameters.items()}
         self._devices = [parameter.device for parameter in parameters.values()]
         self._largest = sorted(parameters.values(), key=Tensor.numel, reverse=True)[:_TENSORS]
@@ -121,10 +122,24 @@ class TrainedWeights:
 
     def note(self) -> None:
         """Note what has changed by now."""
+        self._compare(lambda: None)
+
+    def _compare(self, then: Callable[[], None]) -> None:
+        """Note what has changed, and call ``then``; for tensors of a GPU again when they are read."""
         self._arrays[:] = self._look()
         names = list(self._parameters)
-        self._touched.update(dict.fromkeys(names[index] for index in self._contents.changed()))
+
+        def unread(flags: Tensor, indices: list[int]) -> None:
+            def tell(read: Tensor) -> None:
+                found = [names[index] for index, differs in zip(indices, read.tolist(), strict=True) if differs]
+                self._touched.update(dict.fromkeys(found))
+                then()
+
+            self._later.read(flags, tell)
+
+        self._touched.update(dict.fromkeys(names[index] for index in self._contents.changed(unread)))
         self._arrays.clear()
+        then()
 
     def note_step_without_privacy(self, parameter: Tensor) -> None:
         """An optimizer has stepped on another gradient than a release."""
@@ -133,15 +148,19 @@ class TrainedWeights:
     def touched(self) -> list[str]:
         """Names of the parameters that other code than steps on releases has changed."""
         self.note()
+        self._later.settle()
         return list(self._touched)
 
     def require_untouched(self) -> None:
-        """Refuse parameters that other code has changed.
+        """Refuse parameters that other code has changed; those of a GPU when what it finds out is read.
 
         Raises:
             ModelError: naming them.
         """
-        if names := self.touched():
+        self._compare(self._refuse_touched)
+
+    def _refuse_touched(self) -> None:
+        if names := list(self._touched):
             raise ModelError(
                 f"{', '.join(names[:5])} changed since the private run began, by other code than an optimizer's step "
                 "on a release. Only what the steps release may change what is trained. Set weights before the run, "
@@ -154,9 +173,9 @@ class TrainedWeights:
 
         Those that no step has changed are not its own.
         """
-        found = marks(self._parameters.values() if tensors is None else tensors)
-        _, kept = _copies.setdefault(id(self._training), (self._training, bytearray()))
-        kept += b"".join(mark for mark in found if mark not in self._start)
+        copies = _copies.setdefault(id(self._training), _Copies(self._training))
+        for tensor in filter(_is_readable, self._parameters.values() if tensors is None else tensors):
+            copies.add(tensor, self._start, self._later)
 
     def others(self) -> list[Training]:
         """Other private runs that have taken steps on these parameters since."""
@@ -170,6 +189,36 @@ class TrainedWeights:
         # After the run a model may be frozen and moved to another device.
         pairs = zip(self._parameters.values(), self._devices, strict=True)
         return [parameter.detach().to(device) for parameter, device in pairs]
+
+
+class _Copies:
+    """The marks of what a private run has trained, in a row, which take 0.2 KB for a step."""
+
+    def __init__(self, training: Training) -> None:
+        self.training, self._kept = training, bytearray()
+        self._unread: dict[int, Callable[[], None]] = {}
+
+    def add(self, tensor: Tensor, start: frozenset[bytes], later: Later) -> None:
+        """Know copies of a tensor, but for those of the start."""
+        size, numbers = tensor.numel(), _sample(tensor)
+        key = next(_counter)
+
+        def note(read: Tensor) -> None:
+            if self._unread.pop(key, None) is not None:
+                self._kept += b"".join(mark for mark in _marks_of(size, read) if mark not in start)
+
+        self._unread[key] = lambda: note(numbers.cpu())
+        later.read(numbers, note)
+
+    def marks(self) -> NDArray[np.uint64]:
+        """All of them, sorted."""
+        for read in list(self._unread.values()):
+            read()
+        return np.unique(_numbers(self._kept))
+
+
+_copies: dict[int, _Copies] = {}  # by the id of the training
+_counter = itertools.count()
 
 
 @dataclass
@@ -285,7 +334,8 @@ def _drop_release(parameter: Tensor) -> None:
 def _past_of(module: nn.Module) -> tuple[list[Training], list[str]]:
     """The private runs behind its tensors, and the names of those that were trained without privacy."""
     ordinary = {mark for parameter in _ordinary.keys() for mark in _exact_mark(parameter)}  # noqa: SIM118
-    copies = [(training, np.unique(_numbers(kept))) for training, kept in _copies.values() if kept]
+    every = [(copies.training, copies.marks()) for copies in _copies.values()]
+    copies = [(training, known) for training, known in every if len(known)]
     found: dict[int, Training] = {}
     without: list[str] = []
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
@@ -303,15 +353,27 @@ def marks(tensors: Iterable[Tensor]) -> list[bytes]:
     Each is a hash of some numbers, and of them as they are after rounding to bfloat16 and to float16. Tensors whose
     numbers are all the same cannot be told from others.
     """
-    found = []
+    found: list[bytes] = []
+    reading = Later()
     for tensor in filter(_is_readable, tensors):
-        size = tensor.numel()
-        numbers = tensor.detach().reshape(-1)[_places(size, tensor.device)].cpu()
-        if size and bool((numbers != numbers[0]).any()):
-            found.append(_hash(size, numbers))
-            if len(numbers) >= _MANY and numbers.is_floating_point():
-                rounded = numbers.bfloat16(), numbers.half().bfloat16()  # what bfloat16 makes of a copy in float16
-                found += [_hash(size, each, b"rounded") for each in rounded]
+        reading.read(_sample(tensor), lambda numbers, size=tensor.numel(): found.extend(_marks_of(size, numbers)))
+    reading.settle()
+    return found
+
+
+def _sample(tensor: Tensor) -> Tensor:
+    """Some numbers of a tensor, in memory of their own."""
+    return tensor.detach().reshape(-1)[_places(tensor.numel(), tensor.device)]
+
+
+def _marks_of(size: int, numbers: Tensor) -> list[bytes]:
+    """The marks of a tensor of ``size`` numbers from some of them, on the CPU."""
+    if not size or not bool((numbers != numbers[0]).any()):
+        return []
+    found = [_hash(size, numbers)]
+    if len(numbers) >= _MANY and numbers.is_floating_point():
+        rounded = numbers.bfloat16(), numbers.half().bfloat16()  # what bfloat16 makes of a copy in float16
+        found += [_hash(size, each, b"rounded") for each in rounded]
     return found
 
 

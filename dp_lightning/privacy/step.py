@@ -33,7 +33,7 @@ to its own sum, and one collective adds up the sums. What is released is the sam
 import math
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from functools import cached_property
 from typing import Any
 
@@ -41,7 +41,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import default_collate
 
-from dp_lightning.errors import BudgetError, ConfigurationError, DpLightningError
+from dp_lightning.errors import BudgetError, ConfigurationError, DpLightningError, ModelError
 from dp_lightning.privacy.accounting import Ledger
 from dp_lightning.privacy.clipping import ClipPlan
 from dp_lightning.privacy.disk import DiSK, Extrapolation
@@ -49,6 +49,7 @@ from dp_lightning.privacy.examples import MODES, Examples, Loss, OneByOne, Toget
 from dp_lightning.privacy.gradients.clipped_sum import ClippedSum
 from dp_lightning.privacy.groups import Groups
 from dp_lightning.privacy.isolation.between_examples import Isolation
+from dp_lightning.privacy.isolation.later import Later
 from dp_lightning.privacy.isolation.reachable import Ignored, nothing_ignored
 from dp_lightning.privacy.isolation.sealed_data import SealedData
 from dp_lightning.privacy.journal import Journal, run_name
@@ -164,7 +165,9 @@ class PrivateStep:
         self.faults: set[str] = set()
         self._training = Training(self.run, self.ledger, self.unit, seed is not None, self.faults)
         self.parameters = trained_parameters(module)
-        self._weights = TrainedWeights(self.parameters, self._training)
+        #: What a GPU finds out between two releases, which is read once, before the second.
+        self.later = Later()
+        self._weights = TrainedWeights(self.parameters, self._training, self.later)
         groups = _checked_groups(dataset, images_per_group, seed, plan.num_train)
         # It counts in the ledger what has trained the weights, after all that may refuse the run.
         self.origin = origin or origin_of(module, self.ledger, run=self.run, unit=self.unit, other_data=False)
@@ -191,6 +194,7 @@ class PrivateStep:
         self._extrapolation = None if disk is None else Extrapolation(self.parameters, disk.length)
         self._form: tuple[Structure, list[tuple[int, ...]]] | None = None
         self._taken: PhysicalBatch | None = None
+        self._stops = False  # whether a rank has asked to stop after the last step
 
     # One logical step
 
@@ -204,6 +208,7 @@ class PrivateStep:
             self.module,
             self.parameters,
             sealed=SealedData(self._raw, self.plan.num_train, self.module, self._ignored),
+            later=self.later,
             generators=self.randomness.generators,
             ignored=self._ignored,
             also=also,
@@ -277,27 +282,29 @@ class PrivateStep:
 
         Raises:
             BudgetError: when the plan's steps are all taken.
+            ModelError: where a GPU has found one of the reasons for which ``accumulate`` raises it on a CPU.
         """
         self.require_budget()
         if self._taken is None or not self._taken.last:
             raise DpLightningError("The logical batch is not complete: accumulate all of its physical batches first.")
         self._taken, number = None, self.ledger.num_steps
+        total, noised, self._stops = self._sum.flat, self.ranks.rank == 0, stop
+        if noised:
+            total = self.noise.add_to(total, self.noise_standard_deviation, step=number)
+        if self.ranks.size > 1:
+            total = self._over_ranks(total, noised=noised, stop=stop)
+        self._settle()
         step = {"noise_multiplier": self.plan.noise_multiplier, "sample_rate": self.plan.sample_rate}
         if self.journal is not None:
             self.journal.record(**step)
         self.ledger.record(**step)
-        total, noised = self._sum.flat, self.ranks.rank == 0
-        if noised:
-            total = self.noise.add_to(total, self.noise_standard_deviation, step=number)
-        if self.ranks.size > 1:
-            total, stop = self._over_ranks(total, noised=noised, stop=stop)
         self._sum.reset()
         for name, gradient in self._sum.views(total.div_(self.plan.expected_batch_size)).items():
             self.parameters[name].grad = gradient.to(self.parameters[name].dtype)
         released(self.parameters.values(), self._training)
         if self.isolation.advance():
             self._weights.hold()
-        return stop
+        return self._stops
 
     def stepped(self) -> None:
         """The optimizer has stepped, and what belongs to its step is done: until the next loss nothing else changes the
@@ -404,6 +411,8 @@ class PrivateStep:
     @property
     def all_faults(self) -> list[str]:
         """What keeps the model, as it is now, from release."""
+        with suppress(ModelError):
+            self._settle()
         found = set(self.faults)
         if not all(bool(parameter.isfinite().all()) for parameter in self.parameters.values()):
             found.add("weights are not finite")
@@ -459,17 +468,30 @@ class PrivateStep:
         require_structure(structure, self._form[0])
         require_shapes(shapes, self._form[1])
 
-    def _over_ranks(self, total: Tensor, *, noised: bool, stop: bool) -> tuple[Tensor, bool]:
-        """The sum over ranks, in which one has added noise, and whether one of them asks to stop."""
+    def _settle(self) -> None:
+        """Wait for the GPU, and read what it has found out."""
+        try:
+            self.later.settle()
+        except Exception as error:
+            self.faults.add(f"a step ended by an error ({type(error).__name__})")
+            raise
+
+    def _over_ranks(self, total: Tensor, *, noised: bool, stop: bool) -> Tensor:
+        """The sum over ranks, in which one has added noise."""
         total = torch.cat([total, total.new_tensor([float(noised), float(stop)])])
         self.ranks.add_up(total)
-        with_noise, stopping = total[-2:].tolist()
+        self.later.read(total[-2:].clone(), self._agree)
+        return total[:-2]
+
+    def _agree(self, flags: Tensor) -> None:
+        """How many ranks have added noise, and how many ask to stop."""
+        with_noise, stopping = flags.tolist()
+        self._stops = stopping > 0
         if with_noise != 1:
             raise DpLightningError(
                 f"{with_noise:g} of {self.ranks.size} ranks added noise, but exactly one has to: the processes do not "
                 "agree on their ranks. Start all of them with the same launcher, and only once."
             )
-        return total[:-2], stopping > 0
 
 
 def check_step_settings(

@@ -7,6 +7,7 @@ from torch.optim import Optimizer
 
 from dp_lightning.errors import ModelError
 from dp_lightning.privacy.isolation.contents import Contents
+from dp_lightning.privacy.isolation.later import Later
 
 
 class OptimizerState:
@@ -14,10 +15,11 @@ class OptimizerState:
 
     Args:
         optimizer: of the run.
+        later: where what a GPU finds out is given to be read.
     """
 
-    def __init__(self, optimizer: Optimizer) -> None:
-        self._optimizer = optimizer
+    def __init__(self, optimizer: Optimizer, later: Later) -> None:
+        self._optimizer, self._later = optimizer, later
         self._settings: list[dict[str, Any]] | None = None
         self._tensors: list[tuple[str, Tensor]] = []
         self._contents: Contents | None = None
@@ -58,7 +60,7 @@ class OptimizerState:
             )
 
     def require_same(self) -> None:
-        """Refuse a setting or a tensor that was changed by other code.
+        """Refuse a setting or a tensor that was changed by other code; tensors of a GPU when they are read.
 
         Raises:
             ModelError: naming it.
@@ -67,14 +69,16 @@ class OptimizerState:
         if self._contents is None:
             return
         there = {id(tensor) for _, tensor in self._found()}
-        names = [self._tensors[index][0] for index in self._contents.changed()]
-        names += [name for name, tensor in self._tensors if id(tensor) not in there]
-        if names:
-            raise ModelError(
-                f"The optimizer's {', '.join(sorted(set(names)))} changed between two steps, by other code than the "
-                "optimizer, such as a hook. Only what the steps release may change the model. Change it in "
-                "optimizer_step."
-            )
+        known = [name for name, _ in self._tensors]
+
+        def unread(flags: Tensor, indices: list[int]) -> None:
+            def tell(read: Tensor) -> None:
+                _refuse([known[index] for index, differs in zip(indices, read.tolist(), strict=True) if differs])
+
+            self._later.read(flags, tell)
+
+        names = [known[index] for index in self._contents.changed(unread)]
+        _refuse([*names, *(name for name, tensor in self._tensors if id(tensor) not in there)])
 
     def _found(self) -> list[tuple[str, Tensor]]:
         states = self._optimizer.state.values()
@@ -83,6 +87,14 @@ class OptimizerState:
     def _settings_now(self) -> list[dict[str, Any]]:
         groups = self._optimizer.param_groups
         return [{name: _value(group[name]) for name in group if name != "params"} for group in groups]
+
+
+def _refuse(names: list[str]) -> None:
+    if names:
+        raise ModelError(
+            f"The optimizer's {', '.join(sorted(set(names)))} changed between two steps, by other code than the "
+            "optimizer, such as a hook. Only what the steps release may change the model. Change it in optimizer_step."
+        )
 
 
 def _value(setting: Any) -> Any:

@@ -172,7 +172,7 @@ class PrivateTrainingStep:
 
     def take_place(self, private: PrivateStep) -> None:
         """Replace the module's own methods until ``close``."""
-        plan, state = private.plan, OptimizerState(self._trainer.optimizers[0])
+        plan, state = private.plan, OptimizerState(self._trainer.optimizers[0], private.later)
 
         def training_step(batch: SealedBatch, batch_idx: int) -> Tensor:
             examples = self.batch

@@ -31,6 +31,7 @@ from dp_lightning.errors import DataError, ModelError
 from dp_lightning.privacy.gradients.recording import Recording
 from dp_lightning.privacy.gradients.refusals import BATCH_NORM, HOST_DRAW, is_of_batch_norm
 from dp_lightning.privacy.gradients.sources import leaves_of
+from dp_lightning.privacy.isolation.later import Later
 from dp_lightning.privacy.isolation.reachable import ATOMS, Ignored, nothing_ignored
 from dp_lightning.privacy.isolation.sealed_data import SealedData
 from dp_lightning.privacy.isolation.state import Change, StateSnapshot
@@ -58,6 +59,7 @@ class Isolation:
         module: the module that is trained.
         parameters: the trained parameters by name.
         sealed: the training set; tensors in it are not constants.
+        later: where what a GPU finds out is given to be read. The methods below raise then for tensors there.
         generators: random generators that get a new key before each loss.
         ignored: called with an object and the name of one of its attributes; true if it is checked elsewhere.
         also: further objects, by name, that the loss may change.
@@ -69,6 +71,7 @@ class Isolation:
         parameters: Mapping[str, Tensor],
         *,
         sealed: SealedData,
+        later: Later | None = None,
         generators: Iterable[object] = (),
         ignored: Ignored = nothing_ignored,
         also: Mapping[str, object] = types.MappingProxyType({}),
@@ -80,7 +83,7 @@ class Isolation:
             return owner in sealed or (name == "grad" and id(owner) in self._parameters) or ignored(owner, name)
 
         sealed.require_not_in({"self": module, **also}, left_out)
-        self._sealed = sealed
+        self._sealed, self._later = sealed, later or Later()
         self._snapshot = StateSnapshot(module, left_out, name="self", also=also)
         data = {memory_of(tensor) for tensor in sealed.tensors}
         self._constants: dict[int, weakref.ref[Tensor]] = {}
@@ -150,7 +153,7 @@ class Isolation:
 
     def stepped(self) -> None:
         """Note that the optimizer has stepped: until the next loss, nothing else may change a tensor of the model."""
-        self._note_outside(self._snapshot.changes())
+        self._note_outside(self._snapshot.changes(later=self._later))  # the optimizer changes tensors
         self._snapshot.refresh(as_compared=True)
         self._after_optimizer, self._evaluated = True, False
 
@@ -160,7 +163,8 @@ class Isolation:
 
     def touched(self) -> list[str]:
         """Tensors of the model that other code has changed since the optimizer stepped."""
-        return self._touched(self._snapshot.changes()) if self._after_optimizer else []
+        self._later.settle()
+        return self._touched(self._snapshot.changes(), self._evaluated) if self._after_optimizer else []
 
     def require_untouched(self) -> None:
         """Require that only the optimizer changes the model between two losses.
@@ -176,7 +180,8 @@ class Isolation:
         Raises:
             ModelError: as in :meth:`require_untouched`.
         """
-        self.require_untouched()
+        if self._after_optimizer:
+            self._changes(self._of_releases())
         self._after_optimizer = False
 
     @contextmanager
@@ -255,17 +260,28 @@ class Isolation:
                 )
 
     def _begin(self) -> None:
-        changes = self._snapshot.changes()
         if self._within_step:
-            self._require_one_model(changes)
+            changes = self._changes(self._require_one_model)
         elif self._after_optimizer:
-            _require_only_releases(self._touched(changes))
+            changes = self._changes(self._of_releases())
+        else:
+            changes = self._snapshot.changes(later=self._later)
         self._within_step, self._after_optimizer = True, False
         self._note_outside(changes)
         self._snapshot.refresh(as_compared=True)
         for tensor in (*self._module.parameters(), *self._module.buffers()):
             if id(tensor) not in self._constants:
                 self.know(tensor)
+
+    def _changes(self, require: Callable[[list[Change]], None]) -> list[Change]:
+        """What differs from the snapshot, which ``require`` may refuse: now, or for tensors of a GPU later."""
+        changes = self._snapshot.changes(later=self._later, then=require)
+        require(changes)
+        return changes
+
+    def _of_releases(self) -> Callable[[list[Change]], None]:
+        evaluated = self._evaluated
+        return lambda changes: _require_only_releases(self._touched(changes, evaluated))
 
     def _note_outside(self, changes: list[Change]) -> None:
         """Note attributes; what every training changes by the dozen is named as a whole."""
@@ -278,8 +294,8 @@ class Isolation:
             around = (whole for whole in wholes if change.path.startswith((f"{whole}.", f"{whole}[")))
             self.changed_outside.add(_MODES if _is_mode(change) else next(around, change.path))
 
-    def _touched(self, changes: list[Change]) -> list[str]:
-        if self._evaluated:
+    def _touched(self, changes: list[Change], evaluated: bool) -> list[str]:
+        if evaluated:
             return [change.path for change in changes if id(change.source) in self._parameters]
         return self._tensors_in(changes)
 
@@ -297,10 +313,15 @@ class Isolation:
             )
 
     def _require_unchanged(self, allowed: Callable[[Change], bool]) -> None:
-        changes = [change for change in self._snapshot.changes() if not allowed(change)]
-        if drawn := [change.path for change in changes if change.kind == "generator"]:
-            raise ModelError(f"training_step draws from {', '.join(drawn[:5])}. {HOST_DRAW}")
-        _refuse(changes, self._failure)
+        failure = self._failure
+
+        def require(found: list[Change]) -> None:
+            changes = [change for change in found if not allowed(change)]
+            if drawn := [change.path for change in changes if change.kind == "generator"]:
+                raise ModelError(f"training_step draws from {', '.join(drawn[:5])}. {HOST_DRAW}")
+            _refuse(changes, failure)
+
+        self._changes(require)
 
     def _put_back(self, change: Change) -> bool:
         """Undo the change if one plain value replaced another. Under vmap, none can come from an example."""

@@ -11,13 +11,14 @@ import functools
 import pickle
 import random
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from dp_lightning.privacy.isolation.later import read_at_once
 from dp_lightning.torch_internals import is_wrapped, version_of
 
 Array: TypeAlias = "Tensor | np.ndarray[Any, Any]"
@@ -56,8 +57,13 @@ class Contents:
             else:
                 self._held[index] = traits, None if bits is None else _summary(bits).clone()
 
-    def changed(self) -> list[int]:
-        """The indices of the arrays that hold other numbers, or have another shape or dtype."""
+    def changed(self, unread: Callable[[Tensor, list[int]], None] | None = None) -> list[int]:
+        """The indices of the arrays that hold other numbers, or have another shape or dtype.
+
+        Args:
+            unread: called for each device whose numbers are not read at once, with flags (k,) on it, whether each of k
+                arrays there differs, and their indices. None reads them now.
+        """
         found = []
         self._digests.clear()
         by_device: dict[torch.device, list[tuple[int, Tensor, Tensor]]] = {}
@@ -71,11 +77,18 @@ class Contents:
                     self._digests[index] = now
                 by_device.setdefault(bits.device, []).append((index, now, then))
         for device, there in by_device.items():
-            if device.type == "cpu":
+            if read_at_once(device):
                 found += [index for index, now, then in there if not torch.equal(now, then)]
-            else:  # waits for the device once; torch.equal would wait for each array
-                differs = torch.stack([(now != then).any() for _, now, then in there]).tolist()
-                found += [index for (index, _, _), differ in zip(there, differs, strict=True) if differ]
+                continue
+            # torch.equal would wait for each array
+            flags, indices = (
+                torch.stack([(now != then).any() for _, now, then in there]),
+                [index for index, _, _ in there],
+            )
+            if unread is None:
+                found += [index for index, differs in zip(indices, flags.tolist(), strict=True) if differs]
+            else:
+                unread(flags, indices)
         return sorted(found)
 
 
@@ -115,13 +128,16 @@ def _look(array: Array) -> tuple[tuple[Any, ...], Tensor | None]:
 
 def _bits(tensor: Tensor) -> Tensor:
     """A view as integers. Raises if there is no memory to view: sparse, nested, meta, a wrapper of other tensors."""
-    wrapped = is_wrapped(tensor) or tensor.is_nested or tensor.is_quantized
-    if wrapped or (not tensor.data_ptr() and tensor.numel()):
+    if is_wrapped(tensor) or tensor.is_nested or tensor.is_quantized or not _has_memory(tensor):
         raise RuntimeError("no memory to read")
     tensor = tensor.detach()
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor.conj() if tensor.is_conj() else tensor)
     return tensor.view(_INTEGERS[tensor.itemsize])
+
+
+def _has_memory(tensor: Tensor) -> bool:
+    return bool(tensor.data_ptr()) or not tensor.numel()
 
 
 def generator_state(generator: Any) -> Any:

@@ -10,7 +10,7 @@ and what is found only by its name, such as a logger that is created during the 
 import gc
 import types
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from dp_lightning.privacy.isolation.contents import GENERATORS, Array, Contents
+from dp_lightning.privacy.isolation.later import Later
 from dp_lightning.privacy.isolation.process import settings
 from dp_lightning.privacy.isolation.reachable import ATOMS, Ignored, Place, walk
 from dp_lightning.torch_internals import gradient_of, without_torch_function_of_subclasses
@@ -105,15 +106,43 @@ class StateSnapshot:
         with _plain_tensors():
             self._take()
 
-    def changes(self) -> list[Change]:
-        """What differs from the snapshot: attributes, settings and generators first, then tensors."""
+    def changes(
+        self, *, later: Later | None = None, then: Callable[[list[Change]], None] | None = None
+    ) -> list[Change]:
+        """What differs from the snapshot: attributes, settings and generators first, then tensors.
+
+        Args:
+            later: where tensors of a GPU are given to be read, which are not returned then. None reads them now.
+            then: called later with what differs there, if something does; None if it does not matter.
+        """
         now = settings()
         found = [Change(name, "global") for name, value in self._settings.items() if now[name] != value]
         with _plain_tensors():
             found += [change for group in self._groups for place in group.suspects() for change in _changes(place)]
-            for path, array in map(self._arrays.__getitem__, self._contents.changed()):
-                found.append(Change(path, "tensor", array))
-        return found
+            unread = None if later is None else lambda flags, indices: self._read_later(flags, indices, later, then)
+            return found + self._tensors(self._contents.changed(unread))
+
+    def _read_later(
+        self, flags: Tensor, indices: list[int], later: Later, then: Callable[[list[Change]], None] | None
+    ) -> None:
+        if then is None:
+            return
+        arrays = [self._arrays[index] for index in indices]
+
+        def tell(read: Tensor) -> None:
+            if read.any():
+                then(
+                    [
+                        Change(path, "tensor", array)
+                        for (path, array), differs in zip(arrays, read, strict=True)
+                        if differs
+                    ]
+                )
+
+        later.read(flags, tell)
+
+    def _tensors(self, indices: list[int]) -> list[Change]:
+        return [Change(path, "tensor", array) for path, array in map(self._arrays.__getitem__, indices)]
 
     def restore(self) -> list[Change]:
         """Put back the contents of attributes, containers and closures; returns the changes that remain."""
