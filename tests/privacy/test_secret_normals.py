@@ -94,6 +94,14 @@ def test_on_a_gpu_each_block_has_a_fresh_key_of_256_bits(draw, monkeypatch):
     assert not torch.equal(draw((2,)), first[:2])
 
 
+def test_the_key_of_another_device_comes_from_the_operating_system(monkeypatch):
+    asked = []
+    monkeypatch.setattr(secrets, "token_bytes", lambda size: asked.append(size) or bytes(size))
+    words = module._random_words(9, torch.device("meta"))
+    assert asked == [32]
+    assert (words.shape, words.dtype, words.device.type) == ((9,), torch.int64, "meta")
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_noise_on_a_gpu_is_normal_and_differs_each_time():
     first, second = (module.secret_normals((200_000,), torch.device("cuda")).cpu() for _ in range(2))

@@ -1,24 +1,43 @@
-"""How often a private step waits for the device: on tensors without memory, every number that is read is an error."""
+"""How often a private step waits for the device, and that what is read late is still found in time.
+
+On tensors without memory, every number that is read is an error.
+"""
 
 import contextlib
 
 import pytest
 import timm
 import torch
+from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
+from dp_lightning.errors import ModelError
 from dp_lightning.models import WideResNet
-from dp_lightning.privacy import PrivacyPlan, PrivateStep, lineage
+from dp_lightning.privacy import ClipPlan, PrivacyPlan, PrivateStep, lineage
+from dp_lightning.privacy.disk import DiSK
 from dp_lightning.privacy.isolation import contents, later
+from dp_lightning.ranks import Ranks
 
 SIZE = 6
-NETWORKS = {
-    "WRN-16-4": (lambda: WideResNet(16, 4, 10), (3, 32, 32)),
-    "ViT": (
-        lambda: timm.create_model("vit_tiny_patch16_224", num_classes=10, img_size=32, patch_size=8, depth=2),
-        (3, 32, 32),
-    ),
+
+
+def small():
+    return nn.Sequential(nn.Conv2d(3, 8, 3), nn.GroupNorm(2, 8), nn.Tanh(), nn.Flatten(), nn.Linear(8 * 36, 10))
+
+
+def vit():
+    return timm.create_model("vit_tiny_patch16_224", num_classes=10, img_size=32, patch_size=8, depth=2)
+
+
+STEPS = {
+    "WRN-16-4": (lambda: WideResNet(16, 4, 10), (3, 32, 32), {}),
+    "WRN-16-4, per layer": (lambda: WideResNet(16, 4, 10), (3, 32, 32), {"clip_plan": ClipPlan.per_layer()}),
+    "ViT": (vit, (3, 32, 32), {}),
+    "one by one": (small, (3, 8, 8), {"examples": "one_by_one"}),
+    "augmult": (small, (3, 8, 8), {"augmult": 2, "max_physical_batch_size": 4}),
+    "DiSK": (small, (3, 8, 8), {"disk": DiSK(gain=0.5)}),
+    "rank 0 of 2": (small, (3, 8, 8), {"ranks": Ranks(rank=0, size=2), "max_physical_batch_size": 1}),
 }
 
 
@@ -29,37 +48,40 @@ def reads(monkeypatch):
 
     def on_cpu(tensors):
         made.append(len(tensors))
-        return [torch.zeros(tensor.shape, dtype=tensor.dtype) for tensor in tensors]
+        # As of a step in which nothing has changed and one rank has added noise.
+        return [
+            torch.tensor([1.0, 0.0])
+            if tensor.shape == (2,) and tensor.is_floating_point()
+            else torch.zeros(tensor.shape, dtype=tensor.dtype)
+            for tensor in tensors
+        ]
 
     monkeypatch.setattr(later, "on_cpu", on_cpu)
     monkeypatch.setattr(contents, "_has_memory", lambda tensor: True)
     monkeypatch.setattr(lineage, "_is_readable", lambda tensor: tensor.layout is torch.strided)
     monkeypatch.setattr(torch, "autocast", lambda *args, **kwargs: contextlib.nullcontext())  # meta has none
+    monkeypatch.setattr(Ranks, "add_up", lambda self, tensor: None)
     return made
 
 
-def steps_on_a_device(make, shape, *, examples="together", clip_plan=None):
-    """Two logical steps of three physical batches each."""
+def private_step(model, shape, **settings):
+    data = TensorDataset(torch.zeros(SIZE, *shape), torch.zeros(SIZE, dtype=torch.long))
+    plan = PrivacyPlan(num_train=SIZE, expected_batch_size=SIZE, num_steps=3, noise_multiplier=1.0, delta=1e-5)
+
+    def loss(batch):
+        return F.cross_entropy(model(batch[0]), batch[1])
+
+    settings = {"max_physical_batch_size": 2, **settings}
+    return PrivateStep(model, settings.pop("loss", loss), data, plan=plan, **settings)
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_a_step_waits_once_and_no_physical_batch_does(reads, name):
+    make, shape, settings = STEPS[name]
     with torch.device("meta"):
         model = make()
-    data = TensorDataset(torch.zeros(SIZE, *shape), torch.zeros(SIZE, dtype=torch.long))
-    plan = PrivacyPlan(num_train=SIZE, expected_batch_size=SIZE, num_steps=2, noise_multiplier=1.0, delta=1e-5)
-    step = PrivateStep(
-        model,
-        lambda batch: F.cross_entropy(model(batch[0]), batch[1]),
-        data,
-        plan=plan,
-        clip_plan=clip_plan,
-        examples=examples,
-        max_physical_batch_size=2,
-    )
+    step = private_step(model, shape, **settings)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    return step, optimizer
-
-
-@pytest.mark.parametrize("name", NETWORKS)
-def test_a_step_waits_once_and_no_physical_batch_does(reads, name):
-    step, optimizer = steps_on_a_device(*NETWORKS[name])
     step.start()
     reads.clear()
     for number in range(2):
@@ -73,3 +95,83 @@ def test_a_step_waits_once_and_no_physical_batch_does(reads, name):
         optimizer.step()
         step.stepped()
         assert len(reads) == number + 1
+
+
+@pytest.fixture
+def late(monkeypatch):
+    """Everything is read as from a GPU."""
+    for module in (later, contents):
+        monkeypatch.setattr(module, "read_at_once", lambda device: False)
+
+
+class WithTeacher(nn.Module):
+    """Its loss writes to a frozen weight behind autograd's back, where ``leaks`` is set."""
+
+    def __init__(self, leaks):
+        super().__init__()
+        self.student, self.teacher, self.leaks = nn.Linear(12, 10), nn.Linear(12, 10).requires_grad_(False), leaks
+
+    def forward(self, x):
+        if self.leaks:
+            self.teacher.weight.data.view(torch.uint8).numpy()[0, 0] ^= 1
+        return self.student(x.flatten(1)) + self.teacher(x.flatten(1))
+
+
+def take(step):
+    for batch in step.batches():
+        step.accumulate(batch)
+
+
+def test_what_a_loss_keeps_in_a_tensor_is_found_before_the_release(late):
+    model = WithTeacher(leaks=True)
+    step = private_step(model, (3, 2, 2), examples="one_by_one")
+    take(step)  # on a CPU this raises
+    with pytest.raises(ModelError, match=r"training_step changes self\.teacher\.weight"):
+        step.release()
+    assert step.ledger.num_steps == 0
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert "a step ended by an error (ModelError)" in step.all_faults
+
+
+@pytest.mark.parametrize("when", ["between steps", "between physical batches", "after the last step"])
+def test_weights_that_other_code_changes_are_found(late, when):
+    model = WithTeacher(leaks=False)
+    step = private_step(model, (3, 2, 2))
+    optimizer = torch.optim.SGD(model.student.parameters(), lr=0.1)
+    take(step)
+    step.release()
+    optimizer.step()
+    step.stepped()
+    first, *others = step.batches()
+    if when == "between steps":
+        model.student.weight.data[0, 0] += 1
+    if when != "after the last step":
+        step.accumulate(first)
+        if when == "between physical batches":
+            model.student.weight.data[0, 0] += 1
+        for batch in others:
+            step.accumulate(batch)
+        with pytest.raises(ModelError, match=r"student\.weight changed"):
+            step.release()
+        assert step.ledger.num_steps == 1
+    else:
+        model.student.weight.data[0, 0] += 1
+    assert any("student.weight" in fault or "ended by an error" in fault for fault in step.statement().faults)
+
+
+def test_all_that_waits_is_told_before_an_error_is_raised(late):
+    queue, told = later.Later(), []
+
+    def refuse(numbers):
+        told.append(numbers.tolist())
+        raise ModelError(f"found {numbers.tolist()}")
+
+    queue.read(torch.tensor([True, False]), refuse)
+    queue.read(torch.tensor([[1.5], [2.5]]), lambda numbers: told.append(numbers.tolist()))
+    queue.read(torch.tensor(7, dtype=torch.int16), refuse)
+    assert told == []
+    with pytest.raises(ModelError, match=r"found \[True, False\]"):
+        queue.settle()
+    assert told == [[True, False], [[1.5], [2.5]], 7]
+    queue.settle()  # nothing is told twice
+    assert len(told) == 3
