@@ -1,6 +1,11 @@
-"""What a processor can do."""
+"""What a processor is good at."""
 
 import torch
+
+
+def read_at_once(device: torch.device) -> bool:
+    """Whether to read a number costs less than a pass over a tensor; a GPU has to finish all that it does first."""
+    return device.type == "cpu"
 
 
 def below_avx512(device: torch.device) -> bool:

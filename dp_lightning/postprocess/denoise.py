@@ -8,7 +8,7 @@ All get a matrix Y = X + noise * Z, whose noise level the chain knows, and keep 
 """
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Literal, Unpack
 
 import torch
@@ -20,6 +20,10 @@ from dp_lightning.postprocess.normalize import NoiseNormalize, Normalize
 from dp_lightning.postprocess.orthogonalize import Orthogonalize, sides
 from dp_lightning.postprocess.spectrum import Loss, noise_edge, shrunk_values, signal_values
 from dp_lightning.postprocess.transform import Gradients, Noise, State, Transform, Where
+from dp_lightning.processors import read_at_once
+
+Choice = Callable[[Gradients], Gradients]
+"""What a transform makes of some of the gradients."""
 
 
 class SpectralShrinkage(Transform):
@@ -27,7 +31,7 @@ class SpectralShrinkage(Transform):
 
     Applies to matrices. It is best among functions of the singular values, for large matrices of low rank. A matrix
     with no singular value above the noise becomes zero. A signal of many weak directions lies below the noise, and is
-    removed with it.
+    removed with it. Where no matrix moves at all, a CPU warns; a GPU would have to be waited for.
 
     Args:
         loss: the norm in which the error is smallest.
@@ -64,15 +68,16 @@ class SpectralShrinkage(Transform):
             return map_singular_values(batch, shrink)
 
         estimates = map_same_shape(shrunk, gradients, _levels("SpectralShrinkage", gradients, noise))
-        resting = _of_zeros(estimates, gradients)
-        if self.fallback is None and len(resting) == len(gradients) > 0:
+        if self.fallback is not None:
+            return _where_zero(estimates, gradients, self.fallback, noise), {}
+        at_once = all(read_at_once(matrix.device) for matrix in estimates.values())
+        if estimates and at_once and not any(matrix.any() for matrix in estimates.values()):
             warnings.warn(
                 "SpectralShrinkage: no matrix has a signal above the noise at this step, so none of them moves. Use a "
                 "larger batch or more momentum, or set fallback",
                 stacklevel=2,
             )
-        instead = {} if self.fallback is None else self.fallback.update(resting, {}, noise)[0]
-        return _in_shape(estimates, gradients) | instead, {}
+        return _in_shape(estimates, gradients), {}
 
 
 class GatedOrthogonalize(Transform):
@@ -112,8 +117,7 @@ class GatedOrthogonalize(Transform):
 
         levels = _levels("GatedOrthogonalize", gradients, noise)
         factors = map_same_shape(gated, gradients, levels)
-        instead, _ = self.fallback.update(_of_zeros(factors, gradients), {}, noise)
-        return _in_shape(factors, gradients) | instead, {}
+        return _where_zero(factors, gradients, self.fallback, noise), {}
 
 
 class SelectiveOrthogonalize(Transform):
@@ -160,11 +164,11 @@ class SelectiveOrthogonalize(Transform):
     def update(self, gradients: Gradients, state: State, noise: Noise) -> tuple[Gradients, State]:
         levels = _levels("SelectiveOrthogonalize", gradients, noise)
         shows = map_same_shape(self._shows, gradients, levels)
-        above = _where(shows, gradients)
-        below = {name: gradient for name, gradient in gradients.items() if name not in above}
-        orthogonal, _ = self.orthogonalize.update(above, {}, noise)
-        others, _ = self.otherwise.update(below, {}, noise)
-        return gradients | orthogonal | others, {}
+
+        def by(transform: Transform) -> Choice:
+            return lambda some: transform.update(some, {}, noise)[0]
+
+        return _either(shows, gradients, by(self.orthogonalize), by(self.otherwise)), {}
 
     def _shows(self, batch: Tensor, level: Tensor) -> Tensor:
         rows, columns = batch.shape[1:]
@@ -194,17 +198,25 @@ def _in_shape(matrices: Mapping[str, Tensor], gradients: Gradients) -> Gradients
     return {name: matrices[name].reshape(gradient.shape) for name, gradient in gradients.items()}
 
 
-def _of_zeros(matrices: Mapping[str, Tensor], gradients: Gradients) -> Gradients:
-    """The gradients whose matrix is zero."""
-    return _where({name: ~matrix.any() for name, matrix in matrices.items()}, gradients)
+def _where_zero(matrices: Mapping[str, Tensor], gradients: Gradients, fallback: Transform, noise: Noise) -> Gradients:
+    """The matrices in the shapes of their parameters, and what ``fallback`` makes of gradients whose matrix is zero."""
+    flags = {name: ~matrix.any() for name, matrix in matrices.items()}
+    return _either(
+        flags, gradients, lambda some: fallback.update(some, {}, noise)[0], lambda some: _in_shape(matrices, some)
+    )
 
 
-def _where(flags: Mapping[str, Tensor], gradients: Gradients) -> Gradients:
-    """The gradients whose flag is true; all flags are read from the device at once."""
-    if not flags:
-        return {}
-    chosen = dict(zip(flags, torch.stack(list(flags.values())).tolist(), strict=True))
-    return {name: gradient for name, gradient in gradients.items() if chosen[name]}
+def _either(flags: Mapping[str, Tensor], gradients: Gradients, first: Choice, second: Choice) -> Gradients:
+    """What ``first`` makes of the gradients whose flag is true, and ``second`` of the others.
+
+    A GPU computes both and chooses, so that nothing waits for it.
+    """
+    if all(read_at_once(flag.device) for flag in flags.values()):
+        chosen = {name: gradients[name] for name, flag in flags.items() if flag}
+        others = {name: gradient for name, gradient in gradients.items() if name not in chosen}
+        return gradients | first(chosen) | second(others)
+    ours, theirs = first(gradients), second(gradients)
+    return {name: torch.where(flags[name], ours[name], theirs[name]) for name in gradients}
 
 
 def _without_memory(title: str, transform: Transform) -> Transform:

@@ -355,8 +355,12 @@ def marks(tensors: Iterable[Tensor]) -> list[bytes]:
     """
     found: list[bytes] = []
     reading = Later()
+
+    def note(size: int, numbers: Tensor) -> None:
+        found.extend(_marks_of(size, numbers))
+
     for tensor in filter(_is_readable, tensors):
-        reading.read(_sample(tensor), lambda numbers, size=tensor.numel(): found.extend(_marks_of(size, numbers)))
+        reading.read(_sample(tensor), functools.partial(note, tensor.numel()))
     reading.settle()
     return found
 

@@ -78,7 +78,7 @@ def test_adversarial_gradients_attain_the_sensitivity(plan):
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 1e20, 1e38])
 @pytest.mark.parametrize("asks", [True, False], ids=["as on a CPU", "as on a GPU"])
 def test_a_non_finite_gradient_contributes_zero(monkeypatch, plan, value, asks):
-    monkeypatch.setattr(contribution, "cheap_to_ask", lambda device: asks)
+    monkeypatch.setattr(contribution, "read_at_once", lambda device: asks)
     torch.manual_seed(0)
     model = SmallCNN(10, in_channels=1, image_size=8)
     x, y = torch.randn(6, 1, 8, 8), torch.randint(10, (6,))
@@ -98,7 +98,7 @@ def test_a_non_finite_gradient_contributes_zero(monkeypatch, plan, value, asks):
 
 @pytest.mark.parametrize("asks", [True, False], ids=["as on a CPU", "as on a GPU"])
 def test_an_embedding_without_indices_contributes_nothing(monkeypatch, asks):
-    monkeypatch.setattr(contribution, "cheap_to_ask", lambda device: asks)
+    monkeypatch.setattr(contribution, "read_at_once", lambda device: asks)
     model = nn.Sequential(nn.Embedding(3000, 4))
     plan = ClipPlan.flat(factor="automatic")
     sums, norms = clipped_gradient_sum(

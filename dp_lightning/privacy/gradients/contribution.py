@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from dp_lightning.privacy.gradients.workspace import Empty, Workspace
+from dp_lightning.processors import read_at_once
 
 _WIDENED_ROWS, _WIDENED_NUMBERS = 8, 2**20
 # Squares are added up in float32 over parts of at most so many numbers, and in float64 from there on. Shorter parts
@@ -138,7 +139,7 @@ def part_norms(rows: Tensor, wide: Empty = torch.empty) -> Tensor:
     length = _part(rows.shape[1])
     if rows.dtype == torch.float64 or length < _SHORT:
         return torch.linalg.vector_norm(rows, dim=1, keepdim=True, dtype=torch.float64)
-    if rows.itemsize < 4 and cheap_to_ask(rows.device):  # where torch would make the copy as a whole
+    if rows.itemsize < 4 and read_at_once(rows.device):  # where torch would make the copy as a whole
         norms = rows.new_empty(len(rows), rows.shape[1] // length, dtype=torch.float32)
         step = max(_WIDENED_NUMBERS // rows.shape[1], 1)
         for piece, into in zip(rows.split(step), norms.split(step), strict=True):
@@ -167,7 +168,7 @@ def add_weighted(total: Tensor, rows: Tensor, weights: Tensor, wide: Empty, *, u
     # In pieces, so that a copy in float32 never exists as a whole.
     step = len(rows) if rows.dtype == torch.float32 else _WIDENED_ROWS
     for piece, factors in zip(rows.split(step), weights.split(step), strict=True):
-        if used_up and not cheap_to_ask(piece.device):
+        if used_up and not read_at_once(piece.device):
             # Faster than `without`; a row whose weight is not zero has only finite numbers.
             finite_(piece)
         else:
@@ -183,7 +184,7 @@ def scaled(rows: Tensor, weights: Tensor) -> Tensor:
     A large weight can take numbers out of the type's range; a row with a weight of zero may hold anything.
     """
     products = rows * weights.view(-1, *[1] * (rows.dim() - 1)).to(rows.dtype)
-    if products.numel() == 0 or (cheap_to_ask(weights.device) and bool(((weights > 0) & (weights <= 1)).all())):
+    if products.numel() == 0 or (read_at_once(weights.device) and bool(((weights > 0) & (weights <= 1)).all())):
         return products
     largest = torch.linalg.vector_norm(products.flatten(1), ord=torch.inf, dim=1)
     return without(products, largest < torch.inf)
@@ -191,14 +192,9 @@ def scaled(rows: Tensor, weights: Tensor) -> Tensor:
 
 def without(rows: Tensor, weights: Tensor) -> Tensor:
     """``rows`` (r, ...) with zeros where the weight (r,) is zero or False; a product fails, since 0 * nan is nan."""
-    if cheap_to_ask(weights.device) and bool(weights.all()):
+    if read_at_once(weights.device) and bool(weights.all()):
         return rows
     return rows.masked_fill((weights == 0).view(-1, *[1] * (rows.dim() - 1)), 0.0)
-
-
-def cheap_to_ask(device: torch.device) -> bool:
-    """Whether looking at numbers costs less than a pass over a tensor; on a GPU it waits for the device."""
-    return device.type == "cpu"
 
 
 def finite_(rows: Tensor) -> None:

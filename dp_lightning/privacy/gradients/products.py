@@ -32,7 +32,6 @@ from dp_lightning.privacy.gradients.contribution import (
     Weigh,
     Weights,
     add_weighted,
-    cheap_to_ask,
     part_norms,
     scaled,
     widened,
@@ -40,6 +39,7 @@ from dp_lightning.privacy.gradients.contribution import (
 )
 from dp_lightning.privacy.gradients.cost_model import Size, examples_at_a_time, kept_method, streamed_method
 from dp_lightning.privacy.gradients.workspace import Empty, Workspace
+from dp_lightning.processors import read_at_once
 from dp_lightning.torch_internals import storage_address
 
 
@@ -230,7 +230,7 @@ class Product(Contribution):
             for rows in factors.ranges(factors.forming(factors.dtype)):
                 piece = factors.form(rows, factors.dtype, workspace.gradients, workspace.patches)
                 # One copy in float32 serves the norm and the sum, where it stays in the cache.
-                pieces = {"weight": widened(piece, workspace.wide) if cheap_to_ask(factors.device) else piece}
+                pieces = {"weight": widened(piece, workspace.wide) if read_at_once(factors.device) else piece}
                 if "bias" in self._names:
                     pieces["bias"] = factors.bias(rows)
                 weights = weigh(rows, {self._names[own]: part_norms(piece) for own, piece in pieces.items()})

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dp_lightning.privacy.isolation.later import read_at_once
+from dp_lightning.processors import read_at_once
 from dp_lightning.torch_internals import is_wrapped, version_of
 
 Array: TypeAlias = "Tensor | np.ndarray[Any, Any]"

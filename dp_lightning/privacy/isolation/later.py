@@ -9,6 +9,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from dp_lightning.processors import read_at_once
+
 Then = Callable[[Tensor], None]
 """Gets the numbers on the CPU."""
 
@@ -47,11 +49,6 @@ class Later:
                     error = error or raised
         if error is not None:
             raise error
-
-
-def read_at_once(device: torch.device) -> bool:
-    """Whether reading numbers waits for nothing."""
-    return device.type == "cpu"
 
 
 def on_cpu(tensors: list[Tensor]) -> list[Tensor]:
