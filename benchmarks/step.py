@@ -98,6 +98,7 @@ def _work_in_torch(job: Job, parent: Connection) -> None:
     from dp_lightning.private_run.freed_memory import keep_freed_memory
 
     torch.set_num_threads(job.threads)
+    training_steps.use_tf32(job.dtype == "tf32")
     if job.device == "cpu" and job.memory == "kept":
         keep_freed_memory()
     build, shape, _ = training_steps.MODELS[job.model]
@@ -269,7 +270,13 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--models", nargs="+", default=list(training_steps.DEFAULT_MODELS), choices=training_steps.MODELS
     )
-    parser.add_argument("--types", nargs="+", default=["fp32", "bf16"], choices=["fp32", "bf16"])
+    parser.add_argument(
+        "--types",
+        nargs="+",
+        default=["fp32", "bf16"],
+        choices=training_steps.TYPES,
+        help="float32, float32 with products in TF32 on a GPU, bfloat16 by autocast",
+    )
     ways = [*training_steps.WAYS, *training_steps.FINE_TUNING, *JAX_WAYS]
     parser.add_argument("--ways", nargs="+", default=list(training_steps.WAYS), choices=ways)
     parser.add_argument("--formats", nargs="+", default=list(FORMATS), choices=FORMATS)

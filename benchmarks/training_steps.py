@@ -25,9 +25,12 @@ from dp_lightning.models.batch_norm import freeze_batch_norm
 from dp_lightning.models.trained import train_biases, train_head, train_low_rank
 from dp_lightning.privacy.clipping import ClipPlan
 from dp_lightning.privacy.gradients.clipped_sum import ClippedSum
+from dp_lightning.privacy.gradients.contribution import PerExample
 from dp_lightning.privacy.gradients.recording import Recording
 
 Step = Callable[[Tensor, Tensor], None]
+
+TYPES = ("fp32", "tf32", "bf16")
 
 DEFAULT_MODELS = ("wrn16-4", "wrn28-10", "resnet18", "vit-s16")
 MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, int, int], dict[str, int]]] = {
@@ -90,6 +93,24 @@ def ours(plan: ClipPlan, augmult: int = 1) -> Callable[[nn.Module, Callable[[], 
         return step
 
     return make
+
+
+def one_by_one(model: nn.Module, autocast: Callable[[], Any]) -> Step:
+    """This project's clipped sum of gradients by ordinary autograd, one example after the other."""
+    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    total = ClippedSum(trained, ClipPlan.flat())
+
+    def step(images: Tensor, labels: Tensor) -> None:
+        total.reset()
+        for image, label in zip(images.split(1), labels.split(1), strict=True):
+            with autocast():
+                loss = F.cross_entropy(model(image), label)
+            gradients = torch.autograd.grad(loss, list(trained.values()))
+            total.begin(1)
+            total.take(PerExample({name: g[None] for name, g in zip(trained, gradients, strict=True)}, "one by one"))
+            total.end()
+
+    return step
 
 
 def fine_tuned(choose: Callable[[nn.Module, nn.Module], Any]) -> Callable[[nn.Module, Callable[[], Any]], Step]:
@@ -169,6 +190,7 @@ WAYS: dict[str, Callable[[nn.Module, Callable[[], Any]], Step]] = {
     "ordinary": ordinary,
     "ours flat": ours(ClipPlan.flat()),
     "ours per-layer": ours(ClipPlan.per_layer()),
+    "ours, one by one": one_by_one,
     "ours, augmult 4": ours(ClipPlan.flat(), augmult=4),
     "ours, augmult 16": ours(ClipPlan.flat(), augmult=16),
     "Opacus hooks": opacus("hooks"),
@@ -186,9 +208,16 @@ FINE_TUNING: dict[str, Callable[[nn.Module, Callable[[], Any]], Step]] = {
 
 def autocast_to(device: str, dtype: str) -> Callable[[], Any]:
     """The context of the forward pass."""
-    if dtype == "fp32":
+    if dtype != "bf16":
         return nullcontext
     return lambda: torch.autocast(device, torch.bfloat16)
+
+
+def use_tf32(on: bool) -> None:
+    """Whether a GPU may use TF32 in products of float32 numbers; torch's own default differs between operations."""
+    precision = "tf32" if on else "ieee"
+    backends: Any = torch.backends
+    backends.cuda.matmul.fp32_precision = backends.cudnn.conv.fp32_precision = precision
 
 
 @contextmanager

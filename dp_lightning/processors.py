@@ -1,6 +1,7 @@
 """What a processor is good at."""
 
 import torch
+from torch import Tensor
 
 
 def read_at_once(device: torch.device) -> bool:
@@ -15,3 +16,14 @@ def below_avx512(device: torch.device) -> bool:
     library has no better arithmetic than the library of matrix products, and channels-last images are faster.
     """
     return device.type == "cpu" and torch.backends.cpu.get_cpu_capability() in ("DEFAULT", "AVX2")
+
+
+def sent(tensor: Tensor, device: torch.device) -> Tensor:
+    """The tensor on a device.
+
+    A copy from ordinary memory to a GPU waits until the GPU has done all that was started before; one from page-locked
+    memory joins the queue.
+    """
+    if device.type == "cuda" and tensor.device.type == "cpu":
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.to(device)

@@ -32,6 +32,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         others, count = others[size:], count - len(part) - size
 
 
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip the tests that need a GPU where there is none."""
+    if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+        pytest.skip("needs a GPU")
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _imported() -> None:
     gc.freeze()

@@ -6,6 +6,8 @@ All blocks are computed at once. A word is an int32, whose sums wrap around; its
 import torch
 from torch import Tensor
 
+from dp_lightning.processors import sent
+
 KEY_BYTES = 32
 _CONSTANTS = b"expand 32-byte k"
 _ROUNDS = 20
@@ -23,7 +25,7 @@ def key_stream(key: bytes, blocks: int, device: torch.device, *, counter: int = 
     """
     if len(key) != KEY_BYTES or len(nonce) != 12 or not 0 <= counter <= counter + blocks <= 2**32:
         raise ValueError("ChaCha20 takes a key of 32 bytes, a nonce of 12, and counters below 2^32")
-    fixed = torch.frombuffer(bytearray(_CONSTANTS + key + bytes(4) + nonce), dtype=torch.int32).to(device)
+    fixed = sent(torch.frombuffer(bytearray(_CONSTANTS + key + bytes(4) + nonce), dtype=torch.int32), device)
     start = fixed.unsqueeze(1).repeat(1, blocks)
     start[12] = torch.arange(counter, counter + blocks, device=device).to(torch.int32)
     state = start.clone()

@@ -23,6 +23,7 @@ from dp_lightning.privacy.isolation.between_examples import Isolation
 from dp_lightning.privacy.isolation.reachable import ATOMS, reachable
 from dp_lightning.privacy.randomness import NoHostDraws, TrainingRandomness, only_given_keys
 from dp_lightning.privacy.reading import Entries, ExampleBatch, flatten, unflatten
+from dp_lightning.processors import sent
 from dp_lightning.refusing import refuse_every_use
 
 MODES = ("together", "one_by_one")
@@ -62,7 +63,7 @@ class Together(Examples):
                 "once, and only tensors can differ between them. Let the data set or collate_fn return tensors, or set "
                 "privacy.examples: one_by_one."
             )
-        total.begin(len(batch), None if batch.counted.all() else batch.counted.to(total.flat.device))
+        total.begin(len(batch), None if batch.counted.all() else sent(batch.counted, total.flat.device))
         recording = Recording(self._parameters, len(batch), total.take, constants=self.isolation.is_known)
 
         def one(*tensors: Tensor) -> Tensor:

@@ -26,6 +26,7 @@ from dp_lightning.privacy.groups import Groups
 from dp_lightning.privacy.isolation.reachable import Ignored, in_c, nothing_ignored, reachable
 from dp_lightning.privacy.isolation.state import StateSnapshot
 from dp_lightning.privacy.sampling import PhysicalBatch
+from dp_lightning.processors import sent
 from dp_lightning.torch_internals import PARAMETERS, TreeSpec, tree_flatten, tree_unflatten
 
 
@@ -47,8 +48,8 @@ class ExampleBatch:
         return len(self.counted)
 
     def to(self, device: torch.device, non_blocking: bool = False) -> "ExampleBatch":
-        """The same on a device."""
-        return self._changed(lambda leaf: leaf.to(device, non_blocking=non_blocking))
+        """The same on a device; ``non_blocking`` makes no difference, since nothing waits for a GPU."""
+        return self._changed(lambda leaf: sent(leaf, device))
 
     def pin_memory(self) -> "ExampleBatch":
         """The same in page-locked memory."""

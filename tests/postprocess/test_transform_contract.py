@@ -293,7 +293,7 @@ def test_what_ranks_may_deal_out_depends_on_its_own_gradient_alone(name):
         torch.testing.assert_close(alone[parameter], together[parameter], atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.gpu
 def test_a_state_loaded_on_the_cpu_follows_the_gradients_to_their_device(transform):
     chain, on_cpu = Chain([transform]), Chain([transform])
     for seed in range(2):

@@ -73,3 +73,10 @@ def test_counters_that_would_repeat_are_refused():
         key_stream(bytes(32), 10, CPU, counter=2**32 - 9)
     with pytest.raises(ValueError, match="32 bytes"):
         key_stream(bytes(16), 1, CPU)
+
+
+@pytest.mark.gpu
+def test_a_gpu_computes_the_same_stream():
+    key = secrets.token_bytes(32)
+    found = key_stream(key, 1000, torch.device("cuda"), counter=5)
+    assert torch.equal(found.cpu(), key_stream(key, 1000, CPU, counter=5))

@@ -358,7 +358,7 @@ def test_a_logical_batch_needs_the_memory_of_one_physical_batch():
     assert counts[-1] - counts[1] <= 2 * (len(counts) - 2)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.gpu
 @pytest.mark.parametrize("plan", [ClipPlan.flat(), ClipPlan.per_layer()], ids=["flat", "per-layer"])
 def test_nothing_waits_for_the_gpu_inside_a_physical_batch(plan):
     from dp_lightning.models import WideResNet
@@ -373,7 +373,7 @@ def test_nothing_waits_for_the_gpu_inside_a_physical_batch(plan):
         torch.cuda.set_sync_debug_mode("default")
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.gpu
 @pytest.mark.parametrize("way", ["formed", "Gram", "formed twice"])
 def test_every_way_equals_the_loop_on_a_gpu(monkeypatch, way):
     monkeypatch.setattr(products, "kept_method", lambda size: way)

@@ -102,7 +102,7 @@ def test_the_key_of_another_device_comes_from_the_operating_system(monkeypatch):
     assert (words.shape, words.dtype, words.device.type) == ((9,), torch.int64, "meta")
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.gpu
 def test_noise_on_a_gpu_is_normal_and_differs_each_time():
     first, second = (module.secret_normals((200_000,), torch.device("cuda")).cpu() for _ in range(2))
     assert stats.kstest(first.numpy(), "norm").pvalue > 1e-6

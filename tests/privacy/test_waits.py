@@ -4,6 +4,7 @@ On tensors without memory, every number that is read is an error.
 """
 
 import contextlib
+import warnings
 
 import pytest
 import timm
@@ -95,6 +96,36 @@ def test_a_step_waits_once_and_no_physical_batch_does(reads, name):
         optimizer.step()
         step.stepped()
         assert len(reads) == number + 1
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", [name for name, (_, _, settings) in STEPS.items() if "ranks" not in settings])
+def test_a_gpu_is_waited_for_once(name):
+    make, shape, settings = STEPS[name]
+    model = make().cuda()
+    step = private_step(model, shape, **settings)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+    def waits(work):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            torch.cuda.set_sync_debug_mode("warn")
+            try:
+                work()
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+        return [str(warning.message) for warning in caught if "synchroniz" in str(warning.message)]
+
+    for number in range(3):
+        batches = list(step.batches())
+        of_batches = [waits(lambda batch=batch: step.accumulate(batch)) for batch in batches]
+        of_release = waits(step.release)
+        optimizer.step()
+        of_step = waits(step.stepped)
+        if number > 0:  # the first step makes what all later ones use
+            assert of_batches == [[]] * 3
+            assert len(of_release) <= 1
+            assert of_step == []
 
 
 @pytest.fixture
