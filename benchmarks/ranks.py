@@ -67,12 +67,15 @@ def parts_of_step(rank: int, options: argparse.Namespace, device: torch.device) 
 def work(rank: int, options: argparse.Namespace, folder: str) -> None:
     """Run every part in turn; rank 0 writes the times."""
     cuda = options.device == "cuda"
-    device = torch.device("cuda", rank) if cuda else torch.device("cpu")
+    device = torch.device("cuda", 0 if options.one_device else rank) if cuda else torch.device("cpu")
     torch.set_num_threads(max(options.threads // options.ranks, 1))
     if not cuda:
         keep_freed_memory()
     torch.distributed.init_process_group(
-        "nccl" if cuda else "gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=options.ranks
+        "nccl" if cuda and not options.one_device else "gloo",
+        init_method=f"file://{folder}/meet",
+        rank=rank,
+        world_size=options.ranks,
     )
     torch.manual_seed(0)
     times: dict[str, list[float]] = {name: [] for name in PARTS}
@@ -132,6 +135,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--warmup", type=int, default=2, help="rounds before those that count (default 2)")
     parser.add_argument("--rounds", type=positive, default=9, help="rounds that count (default 9)")
     parser.add_argument("--threads", type=positive, default=torch.get_num_threads(), help="CPU threads of all ranks")
+    parser.add_argument("--one-device", action="store_true", help="let all ranks share the only GPU, by gloo")
     parser.add_argument("--json", type=Path, help="also write the times to this file")
     return parser.parse_args(arguments)
 
@@ -139,7 +143,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 def main() -> None:
     """Measure and print."""
     options = parse()
-    options.device = "cuda" if torch.cuda.device_count() >= options.ranks else "cpu"
+    enough = 1 if options.one_device else options.ranks  # NCCL takes no device twice
+    options.device = "cuda" if torch.cuda.device_count() >= enough else "cpu"
     machine = step_benchmark.hardware(options.device, options.threads)
     print(f"{machine}, {options.ranks} ranks, {options.model}\n", flush=True)
     with tempfile.TemporaryDirectory() as folder:

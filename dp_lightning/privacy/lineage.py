@@ -62,6 +62,7 @@ class Training:
         unit: what one neighbour adds or removes, in words.
         reproducible: whether its noise follows from a seed that is written down.
         faults: what keeps it from release, in words; they may become more.
+        look: reads what a GPU has found out.
     """
 
     run: str
@@ -69,6 +70,7 @@ class Training:
     unit: str
     reproducible: bool
     faults: Collection[str]
+    look: Callable[[], None] = lambda: None
 
     @property
     def runs(self) -> dict[str, tuple[Run, ...]]:
@@ -148,7 +150,7 @@ class TrainedWeights:
     def touched(self) -> list[str]:
         """Names of the parameters that other code than steps on releases has changed."""
         self.note()
-        self._later.settle()
+        self._later.look()
         return list(self._touched)
 
     def require_untouched(self) -> None:
@@ -308,6 +310,7 @@ def _require_same_unit(training: Training, unit: str) -> None:
 
 def faults_of(training: Training, when: str) -> list[str]:
     """What makes a training, and so any later training of the same weights, unfit for release."""
+    training.look()
     reasons = [*training.faults, *(["it is reproducible"] if training.reproducible else [])]
     return [f"run {training.run}, which trained the weights {when}: {reason}" for reason in reasons]
 

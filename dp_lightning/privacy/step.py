@@ -33,7 +33,7 @@ to its own sum, and one collective adds up the sums. What is released is the sam
 import math
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager
 from functools import cached_property
 from typing import Any
 
@@ -163,10 +163,11 @@ class PrivateStep:
         self.unit = ONE_EXAMPLE if images_per_group is None else ONE_PERSON
         #: What keeps the run from release, in words.
         self.faults: set[str] = set()
-        self._training = Training(self.run, self.ledger, self.unit, seed is not None, self.faults)
-        self.parameters = trained_parameters(module)
         #: What a GPU finds out between two releases, which is read once, before the second.
-        self.later = Later()
+        self.later = Later(self._note_error)
+        reproducible = seed is not None
+        self._training = Training(self.run, self.ledger, self.unit, reproducible, self.faults, self.later.look)
+        self.parameters = trained_parameters(module)
         self._weights = TrainedWeights(self.parameters, self._training, self.later)
         groups = _checked_groups(dataset, images_per_group, seed, plan.num_train)
         # It counts in the ledger what has trained the weights, after all that may refuse the run.
@@ -258,7 +259,7 @@ class PrivateStep:
         try:
             self._mode.add(self._loss, batch, self._sum)
         except Exception as error:
-            self.faults.add(f"a step ended by an error ({type(error).__name__})")
+            self._note_error(error)
             raise
         finally:
             if self._extrapolation is not None:
@@ -282,22 +283,23 @@ class PrivateStep:
 
         Raises:
             BudgetError: when the plan's steps are all taken.
-            ModelError: where a GPU has found one of the reasons for which ``accumulate`` raises it on a CPU.
+            ModelError: where a GPU has found one of the reasons for which ``accumulate`` raises it on a CPU. The step is
+                counted then, and neither it nor a later one is released.
         """
         self.require_budget()
         if self._taken is None or not self._taken.last:
             raise DpLightningError("The logical batch is not complete: accumulate all of its physical batches first.")
         self._taken, number = None, self.ledger.num_steps
+        step = {"noise_multiplier": self.plan.noise_multiplier, "sample_rate": self.plan.sample_rate}
+        if self.journal is not None:
+            self.journal.record(**step)
+        self.ledger.record(**step)
         total, noised, self._stops = self._sum.flat, self.ranks.rank == 0, stop
         if noised:
             total = self.noise.add_to(total, self.noise_standard_deviation, step=number)
         if self.ranks.size > 1:
             total = self._over_ranks(total, noised=noised, stop=stop)
-        self._settle()
-        step = {"noise_multiplier": self.plan.noise_multiplier, "sample_rate": self.plan.sample_rate}
-        if self.journal is not None:
-            self.journal.record(**step)
-        self.ledger.record(**step)
+        self.later.settle()
         self._sum.reset()
         for name, gradient in self._sum.views(total.div_(self.plan.expected_batch_size)).items():
             self.parameters[name].grad = gradient.to(self.parameters[name].dtype)
@@ -411,8 +413,7 @@ class PrivateStep:
     @property
     def all_faults(self) -> list[str]:
         """What keeps the model, as it is now, from release."""
-        with suppress(ModelError):
-            self._settle()
+        self.later.look()
         found = set(self.faults)
         if not all(bool(parameter.isfinite().all()) for parameter in self.parameters.values()):
             found.add("weights are not finite")
@@ -468,25 +469,26 @@ class PrivateStep:
         require_structure(structure, self._form[0])
         require_shapes(shapes, self._form[1])
 
-    def _settle(self) -> None:
-        """Wait for the GPU, and read what it has found out."""
-        try:
-            self.later.settle()
-        except Exception as error:
-            self.faults.add(f"a step ended by an error ({type(error).__name__})")
-            raise
+    def _note_error(self, error: Exception) -> None:
+        self.faults.add(f"a step ended by an error ({type(error).__name__})")
 
     def _over_ranks(self, total: Tensor, *, noised: bool, stop: bool) -> Tensor:
         """The sum over ranks, in which one has added noise."""
-        total = torch.cat([total, total.new_tensor([float(noised), float(stop)])])
+        facts = total.new_tensor([float(noised), float(stop)])
+        total = torch.cat([total, facts, self.later.wrong(total.device).view(1)])
         self.ranks.add_up(total)
-        self.later.read(total[-2:].clone(), self._agree)
-        return total[:-2]
+        self.later.read(total[-3:].clone(), self._agree)
+        return total[:-3]
 
     def _agree(self, flags: Tensor) -> None:
-        """How many ranks have added noise, and how many ask to stop."""
-        with_noise, stopping = flags.tolist()
+        """How many ranks have added noise, ask to stop, and have found something wrong."""
+        with_noise, stopping, wrong = flags.tolist()
         self._stops = stopping > 0
+        if wrong:
+            raise ModelError(
+                f"{wrong:g} of {self.ranks.size} processes found on their GPU that training_step or other code changed "
+                "what it must not; they say what."
+            )
         if with_noise != 1:
             raise DpLightningError(
                 f"{with_noise:g} of {self.ranks.size} ranks added noise, but exactly one has to: the processes do not "

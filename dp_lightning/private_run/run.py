@@ -319,11 +319,15 @@ class PrivateRun:
         if isinstance(error, Exception) and not isinstance(error, BudgetError):
             fault = f"the run ended by an error ({type(error).__name__})"
             self.step.faults.add(fault)
-            if self.history.ledger.num_steps > self._before:  # a later fit starts from these weights
+            known = fault in self.history.origin.faults
+            if self.history.ledger.num_steps > self._before and not known:  # a later fit starts from these weights
                 self.history.origin.faults.append(fault)
 
     def close(self) -> None:
         """Restore the module and the trainer, and write the statement."""
+        self.step.later.look()
+        if (error := self.step.later.error) is not None:
+            self.fails(error)
         self._training_step.close()
         give_back(self.trainer)
         train_again(self.trainer)

@@ -51,8 +51,8 @@ def reads(monkeypatch):
         made.append(len(tensors))
         # As of a step in which nothing has changed and one rank has added noise.
         return [
-            torch.tensor([1.0, 0.0])
-            if tensor.shape == (2,) and tensor.is_floating_point()
+            torch.tensor([1.0, 0.0, 0.0])
+            if tensor.shape == (3,) and tensor.is_floating_point()
             else torch.zeros(tensor.shape, dtype=tensor.dtype)
             for tensor in tensors
         ]
@@ -153,15 +153,121 @@ def take(step):
         step.accumulate(batch)
 
 
-def test_what_a_loss_keeps_in_a_tensor_is_found_before_the_release(late):
+def leaking_step():
     model = WithTeacher(leaks=True)
-    step = private_step(model, (3, 2, 2), examples="one_by_one")
+    return private_step(model, (3, 2, 2), examples="one_by_one"), model
+
+
+LEAK = r"training_step changes self\.teacher\.weight"
+FAULT = "a step ended by an error (ModelError)"
+
+
+def test_what_a_loss_keeps_in_a_tensor_is_found_before_the_release(late):
+    step, model = leaking_step()
     take(step)  # on a CPU this raises
-    with pytest.raises(ModelError, match=r"training_step changes self\.teacher\.weight"):
+    with pytest.raises(ModelError, match=LEAK):
         step.release()
-    assert step.ledger.num_steps == 0
+    assert step.ledger.num_steps == 1  # counted before anything is released
     assert all(parameter.grad is None for parameter in model.parameters())
-    assert "a step ended by an error (ModelError)" in step.all_faults
+    assert FAULT in step.all_faults
+
+
+@pytest.mark.parametrize("first", ["release", "statement", "require_untouched"])
+def test_what_was_found_once_refuses_every_later_release(late, first):
+    """The next step starts from what this one has left behind."""
+    step, model = leaking_step()
+    take(step)
+    if first == "statement":
+        assert FAULT in step.statement().faults
+    else:
+        refuse = step.release if first == "release" else step.isolation.require_untouched
+        with pytest.raises(ModelError, match=LEAK):
+            refuse()
+    if first == "release":
+        take(step)
+    with pytest.raises(ModelError, match=LEAK):
+        step.release()
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert FAULT in step.statement().faults
+
+
+def test_an_interruption_of_the_reading_loses_nothing(late, monkeypatch):
+    step, _ = leaking_step()
+    take(step)
+    on_cpu = later.on_cpu
+
+    def interrupted(tensors):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(later, "on_cpu", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        step.release()
+    monkeypatch.setattr(later, "on_cpu", on_cpu)
+    assert step.later.error is None
+    step.later.look()
+    assert str(step.later.error).startswith("training_step changes self.teacher.weight")
+    take(step)
+    with pytest.raises(ModelError, match=LEAK):
+        step.release()
+    assert FAULT in step.statement().faults
+
+
+def test_a_run_that_was_left_tells_the_next_one_what_it_has_found(late):
+    model = WithTeacher(leaks=False)
+    step = private_step(model, (3, 2, 2), examples="one_by_one")
+    optimizer = torch.optim.SGD(model.student.parameters(), lr=0.1)
+    take(step)
+    step.release()
+    optimizer.step()
+    model.leaks = True
+    step.accumulate(next(step.batches()))
+    after = private_step(model, (3, 2, 2))
+    assert any(FAULT in fault for fault in after.statement().faults)
+
+
+def test_what_one_process_finds_no_other_releases(late, monkeypatch):
+    """The sum over ranks says how many have found something; each rank reads it before it releases."""
+    monkeypatch.setattr(
+        Ranks, "add_up", lambda self, tensor: tensor.add_(torch.tensor([0.0] * (len(tensor) - 1) + [1]))
+    )
+    model = WithTeacher(leaks=False)
+    step = private_step(model, (3, 2, 2), ranks=Ranks(rank=0, size=2), max_physical_batch_size=1)
+    take(step)
+    with pytest.raises(ModelError, match="1 of 2 processes found"):
+        step.release()
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+    sent = []
+    monkeypatch.setattr(Ranks, "add_up", lambda self, tensor: sent.append(tensor[-3:].tolist()))
+    leaking = WithTeacher(leaks=True)
+    ranks = Ranks(rank=1, size=2)
+    step = private_step(leaking, (3, 2, 2), examples="one_by_one", ranks=ranks, max_physical_batch_size=1)
+    take(step)
+    with pytest.raises(ModelError, match=LEAK):
+        step.release()
+    assert sent == [[0.0, 0.0, 1.0]]
+
+
+def test_a_step_is_in_the_journal_before_its_sum_leaves_the_process(monkeypatch):
+    order = []
+    monkeypatch.setattr(Ranks, "add_up", lambda self, tensor: order.append("collective"))
+
+    class Journal:
+        run, heads = "run", ()
+
+        def record(self, **step):
+            order.append("journal")
+
+    step = private_step(
+        WithTeacher(leaks=False),
+        (3, 2, 2),
+        journal=Journal(),
+        ranks=Ranks(rank=0, size=2),
+        max_physical_batch_size=1,
+    )
+    take(step)
+    step.release()
+    assert order == ["journal", "collective"]
 
 
 @pytest.mark.parametrize("when", ["between steps", "between physical batches", "after the last step"])
@@ -184,7 +290,7 @@ def test_weights_that_other_code_changes_are_found(late, when):
             step.accumulate(batch)
         with pytest.raises(ModelError, match=r"student\.weight changed"):
             step.release()
-        assert step.ledger.num_steps == 1
+        assert step.ledger.num_steps == 2
     else:
         model.student.weight.data[0, 0] += 1
     assert any("student.weight" in fault or "ended by an error" in fault for fault in step.statement().faults)
@@ -204,5 +310,6 @@ def test_all_that_waits_is_told_before_an_error_is_raised(late):
     with pytest.raises(ModelError, match=r"found \[True, False\]"):
         queue.settle()
     assert told == [[True, False], [[1.5], [2.5]], 7]
-    queue.settle()  # nothing is told twice
-    assert len(told) == 3
+    with pytest.raises(ModelError, match=r"found \[True, False\]"):  # it stays
+        queue.settle()
+    assert len(told) == 3  # nothing is told twice

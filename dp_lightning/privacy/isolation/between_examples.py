@@ -163,7 +163,7 @@ class Isolation:
 
     def touched(self) -> list[str]:
         """Tensors of the model that other code has changed since the optimizer stepped."""
-        self._later.settle()
+        self._later.look()
         return self._touched(self._snapshot.changes(), self._evaluated) if self._after_optimizer else []
 
     def require_untouched(self) -> None:
@@ -173,6 +173,7 @@ class Isolation:
             ModelError: naming what other code has changed.
         """
         _require_only_releases(self.touched())
+        self._later.settle()
 
     def begin_elsewhere(self) -> None:
         """Prepare for a loss at parameters other than those that the optimizer left.

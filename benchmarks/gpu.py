@@ -1,0 +1,219 @@
+"""Everything that a machine with a GPU has to tell, in one command, written to ``docs/performance_gpu.md``.
+
+The parts run one after the other, each in its own process and under a limit of its own: the tests that need a GPU, the
+step table, post-processing, noise, several ranks, and an epoch with and without orthogonalization. A part that has
+ended is not run again, so that an interrupted run goes on where it stopped; ``--again`` forgets them. Run
+``python benchmarks/gpu.py --help``.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+ROOT = HERE.parent
+sys.path.insert(0, str(HERE))
+
+
+TYPES = ("fp32", "tf32", "bf16")
+OURS = ("ours flat", "ours per-layer")
+OPACUS = ("Opacus hooks", "Opacus functorch", "Opacus ghost")
+
+
+@dataclass(frozen=True)
+class Part:
+    """One process.
+
+    Attributes:
+        name: of its files.
+        title: on the page.
+        command: after the interpreter.
+        minutes: it is stopped after so many.
+        shows: the page's text, from what it printed.
+    """
+
+    name: str
+    title: str
+    command: tuple[str, ...]
+    minutes: float
+    shows: Callable[[str], str] = lambda printed: printed
+
+
+def tables(printed: str) -> str:
+    """What stands in tables and between them, without progress and warnings."""
+    lines = printed.splitlines()
+    starts = [number for number, line in enumerate(lines) if line.startswith("|")]
+    return (
+        "\n".join(line for line in lines[starts[0] : starts[-1] + 1] if line.startswith("|") or not line)
+        if starts
+        else ""
+    )
+
+
+def last_line(printed: str) -> str:
+    """How many tests passed."""
+    lines = [line for line in printed.splitlines() if line.strip()]
+    return lines[-1].strip("= ") if lines else ""
+
+
+def of_benchmark(name: str, *arguments: object) -> tuple[str, ...]:
+    """The command of a benchmark of this folder."""
+    return (str(HERE / f"{name}.py"), *map(str, arguments))
+
+
+def parts(options: argparse.Namespace) -> list[Part]:
+    """What is run, in this order: what matters most comes first."""
+    small = options.rehearse
+    model, sizes = ("small-cnn", (4, 8)) if small else ("wrn16-4", (64, 256, 1024))
+    types = TYPES[::2] if small else TYPES
+    rounds = ("--formats", "contiguous", "--warmup", 1, "--rounds", 2 if small else 7)
+
+    def steps(name: str, title: str, network: str, size: int, *ways: str, types: Sequence[str] = types) -> Part:
+        chosen = ("--models", network, "--types", *types, "--batch-size", size, "--ways", *ways)
+        return Part(name, title, of_benchmark("step", *chosen, *rounds), 4, tables)
+
+    def epoch(network: str) -> Part:
+        out = options.out / f"epoch_{network}"
+        more = ("--rehearse",) if small else ()
+        command = of_benchmark("epochs", "--model", network, "--out", out, *more)
+        return Part(f"epoch_{network}", f"An epoch of {network}", command, 8, tables)
+
+    tests = "tests/privacy/test_chacha.py" if small else "tests"
+    found = [Part("tests", "Tests that need a GPU", ("-m", "pytest", "-n", "0", "-m", "gpu", tests), 8, last_line)]
+    found += [
+        steps(f"step_{size}", f"One step of {model}, {size} images", model, size, *OURS, *OPACUS) for size in sizes
+    ]
+    found.append(epoch("wrn16-4"))
+    found.append(Part("noise", "Noise", of_benchmark("noise", *(("--millions", 0.1) if small else ())), 2, tables))
+    if not small:
+        found += [
+            steps(f"step_{n}", f"One step of {n}", n, size, *OURS) for n, size in (("wrn28-10", 256), ("vit-s16", 64))
+        ]
+    chains = of_benchmark("postprocess", "--model", model, "--rounds", 1 if small else 7)
+    ranks = of_benchmark("ranks", "--model", model, "--rounds", 1 if small else 5, "--one-device")
+    found += [
+        Part("postprocess", "Post-processing of a logical step", chains, 3, tables),
+        steps("one_by_one", "Together and one by one", model, sizes[0], OURS[0], "ours, one by one", types=TYPES[:1]),
+        Part("ranks", "Two ranks on one device", ranks, 3, tables),
+    ]
+    return [*found, *([] if small else [epoch("wrn28-10")])]
+
+
+def run(part: Part, out: Path, *, left: float) -> dict[str, Any]:
+    """Run a part, or read what it said before."""
+    file = out / f"{part.name}.json"
+    if file.exists():
+        earlier: dict[str, Any] = json.loads(file.read_text())
+        if earlier["state"] == "ended":
+            return earlier
+    limit = min(60 * part.minutes, left)
+    if limit < 20:
+        return {"state": "was not run: no time was left", "printed": ""}
+    start = time.monotonic()
+    print(f"{part.title}: at most {limit / 60:.0f} min", flush=True)
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]).strip(os.pathsep),
+    }
+    try:
+        done = subprocess.run(
+            [sys.executable, *part.command],
+            cwd=ROOT,
+            env=environment,
+            timeout=limit,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            check=False,
+        )
+        printed, state = done.stdout, "ended" if done.returncode == 0 else f"failed with exit status {done.returncode}"
+    except subprocess.TimeoutExpired as error:
+        printed = (
+            (error.stdout or b"").decode(errors="replace") if isinstance(error.stdout, bytes) else error.stdout or ""
+        )
+        state = f"was stopped after {limit / 60:.0f} min"
+    result = {"state": state, "seconds": round(time.monotonic() - start, 1), "printed": printed}
+    file.write_text(json.dumps(result, indent=1))
+    print(f"  {state}, {result['seconds']:.0f} s", flush=True)
+    return result
+
+
+def page(machine: str, results: dict[str, tuple[Part, dict[str, Any]]]) -> str:
+    """Markdown."""
+    lines = [
+        "# Speed on a GPU",
+        "",
+        f"{machine}. Written by `make gpu`, which goes on where it was interrupted. The columns are those of "
+        "[Speed and memory of a step](performance.md).",
+        "",
+    ]
+    for part, result in results.values():
+        command = " ".join(_relative(word) for word in part.command)
+        state = "" if result["state"] == "ended" else f"This part {result['state']}."
+        shown = part.shows(result["printed"])
+        lines += [
+            f"## {part.title}",
+            "",
+            f"```bash\npython {command}\n```",
+            "",
+            *(f"{t}\n" for t in (state, shown) if t),
+        ]
+    return "\n".join(lines)
+
+
+def _relative(word: str) -> str:
+    word = word.replace(f"{ROOT}{os.sep}", "")
+    return f'"{word}"' if " " in word or "," in word else word
+
+
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """The options of the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=ROOT / "runs" / "gpu", help="a folder for what each part prints")
+    parser.add_argument("--page", type=Path, default=ROOT / "docs" / "performance_gpu.md", help="the page to write")
+    parser.add_argument("--limit", type=float, default=40, help="minutes for all parts together (default 40)")
+    parser.add_argument("--only", nargs="+", metavar="PART", help="run only these parts, by the names of their files")
+    parser.add_argument("--again", action="store_true", help="run also the parts that have ended before")
+    parser.add_argument("--rehearse", action="store_true", help="on a CPU, with a small network and sizes")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run what is left, and write the page."""
+    import torch
+    from step import hardware
+
+    options = parse(arguments)
+    if not torch.cuda.is_available() and not options.rehearse:
+        sys.exit("There is no GPU here that torch can use. Rehearse on the CPU: add --rehearse --page /tmp/page.md")
+    chosen = parts(options)
+    if options.only and (unknown := sorted(set(options.only) - {part.name for part in chosen})):
+        sys.exit(f"There is no part {', '.join(unknown)}. The parts are {', '.join(part.name for part in chosen)}.")
+    options.out.mkdir(parents=True, exist_ok=True)
+    if options.again:
+        for part in chosen:
+            (options.out / f"{part.name}.json").unlink(missing_ok=True)
+    end = time.monotonic() + 60 * options.limit
+    machine = hardware("cuda" if torch.cuda.is_available() else "cpu", torch.get_num_threads())
+    results: dict[str, tuple[Part, dict[str, Any]]] = {}
+    for part in chosen:
+        if options.only and part.name not in options.only:
+            continue
+        results[part.name] = part, run(part, options.out, left=end - time.monotonic())
+        # After each part, so that an interruption loses nothing.
+        options.page.write_text(page(machine, results))
+    print(f"\n{options.page}")
+    failed = [name for name, (_, result) in results.items() if result["state"] != "ended"]
+    if failed:
+        sys.exit(f"Not all parts ended: {', '.join(failed)}. What they printed is in {options.out}.")
+
+
+if __name__ == "__main__":
+    main()
