@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 RUNS := runs/quickstart
 
-.PHONY: help install quickstart lint test docs bench mutants clean
+.PHONY: help install quickstart lint test docs bench gpu mutants clean
 
 help:
 	@echo "make quickstart  train a small network privately on scikit-learn's digits and write its privacy statement"
@@ -16,6 +16,7 @@ help:
 	@echo "make lint        run the linters alone"
 	@echo "make docs        build the documentation as a site: runs/site/index.html"
 	@echo "make bench       time one training step against the ordinary one and Opacus, by model (an hour or more on a CPU)"
+	@echo "make gpu         on a machine with a GPU: its tests and all figures, to docs/performance_gpu.md (40 minutes at most)"
 	@echo "make mutants     apply faults that would break a promise, and see that the tests notice (before a release)"
 	@echo "make clean       remove $(VENV)"
 
@@ -53,6 +54,10 @@ docs: $(INSTALLED)
 
 bench: $(INSTALLED)
 	$(BIN)/python benchmarks/step.py --json runs/bench.json
+
+# Where the packages are there already and nothing can be downloaded: python benchmarks/gpu.py
+gpu: $(INSTALLED)
+	$(BIN)/python benchmarks/gpu.py
 
 mutants: $(INSTALLED)
 	$(BIN)/python tools/mutants.py

@@ -22,7 +22,7 @@ ROOT = HERE.parent
 sys.path.insert(0, str(HERE))
 
 
-TYPES = ("fp32", "tf32", "bf16")
+TYPES, SIZES = ("fp32", "tf32", "bf16"), (64, 256, 1024)
 OURS = ("ours flat", "ours per-layer")
 OPACUS = ("Opacus hooks", "Opacus functorch", "Opacus ghost")
 
@@ -71,9 +71,10 @@ def of_benchmark(name: str, *arguments: object) -> tuple[str, ...]:
 def parts(options: argparse.Namespace) -> list[Part]:
     """What is run, in this order: what matters most comes first."""
     small = options.rehearse
-    model, sizes = ("small-cnn", (4, 8)) if small else ("wrn16-4", (64, 256, 1024))
-    types = TYPES[::2] if small else TYPES
-    rounds = ("--formats", "contiguous", "--warmup", 1, "--rounds", 2 if small else 7)
+    model, sizes, types, opacus = (
+        ("small-cnn", (4,), TYPES[:1], OPACUS[:1]) if small else ("wrn16-4", SIZES, TYPES, OPACUS)
+    )
+    rounds = ("--formats", "contiguous", "--warmup", 1, "--rounds", 1 if small else 7)
 
     def steps(name: str, title: str, network: str, size: int, *ways: str, types: Sequence[str] = types) -> Part:
         chosen = ("--models", network, "--types", *types, "--batch-size", size, "--ways", *ways)
@@ -81,14 +82,14 @@ def parts(options: argparse.Namespace) -> list[Part]:
 
     def epoch(network: str) -> Part:
         out = options.out / f"epoch_{network}"
-        more = ("--rehearse",) if small else ()
+        more = ("--rehearse", "--turns", 1) if small else ()
         command = of_benchmark("epochs", "--model", network, "--out", out, *more)
         return Part(f"epoch_{network}", f"An epoch of {network}", command, 8, tables)
 
     tests = "tests/privacy/test_chacha.py" if small else "tests"
     found = [Part("tests", "Tests that need a GPU", ("-m", "pytest", "-n", "0", "-m", "gpu", tests), 8, last_line)]
     found += [
-        steps(f"step_{size}", f"One step of {model}, {size} images", model, size, *OURS, *OPACUS) for size in sizes
+        steps(f"step_{size}", f"One step of {model}, {size} images", model, size, *OURS, *opacus) for size in sizes
     ]
     found.append(epoch("wrn16-4"))
     found.append(Part("noise", "Noise", of_benchmark("noise", *(("--millions", 0.1) if small else ())), 2, tables))
@@ -181,6 +182,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--limit", type=float, default=40, help="minutes for all parts together (default 40)")
     parser.add_argument("--only", nargs="+", metavar="PART", help="run only these parts, by the names of their files")
     parser.add_argument("--again", action="store_true", help="run also the parts that have ended before")
+    parser.add_argument("--plan", action="store_true", help="write the page with the commands alone, and run nothing")
     parser.add_argument("--rehearse", action="store_true", help="on a CPU, with a small network and sizes")
     return parser.parse_args(arguments)
 
@@ -191,6 +193,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     from step import hardware
 
     options = parse(arguments)
+    if options.plan:
+        unknown: dict[str, Any] = {"state": "was not run yet", "printed": ""}
+        options.page.write_text(page("No GPU", {part.name: (part, unknown) for part in parts(options)}))
+        return
     if not torch.cuda.is_available() and not options.rehearse:
         sys.exit("There is no GPU here that torch can use. Rehearse on the CPU: add --rehearse --page /tmp/page.md")
     chosen = parts(options)

@@ -218,6 +218,71 @@ def test_a_small_run_through_a_trainer(measured):
     assert all(len(row["times"]) == 2 and row["seconds"] > 0 for row in rows)
 
 
+@pytest.fixture
+def gpu(monkeypatch, step):
+    import gpu
+
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    return gpu
+
+
+@pytest.mark.slow  # a process for each part, and for each way of a step
+def test_all_parts_for_a_gpu_run_on_a_cpu_too(gpu, monkeypatch, tmp_path, warm_python):
+    monkeypatch.setattr(sys, "executable", str(warm_python))
+    page = tmp_path / "page.md"
+    gpu.main(["--rehearse", "--out", str(tmp_path / "out"), "--page", str(page)])
+    shown = page.read_text()
+    assert shown.count("\n## ") == len(gpu.parts(gpu.parse(["--rehearse"])))
+    assert "This part" not in shown
+    for title in ("| small-cnn | fp32 | 4 | Opacus hooks |", "| 16 | 1 |", "| 0.1 |", "| collective |", "| chain |"):
+        assert title in shown
+
+
+def test_a_run_for_a_gpu_goes_on_keeps_to_its_limit_and_says_what_failed(gpu, monkeypatch, tmp_path):
+    ran = []
+
+    def run(command, *, timeout, **options):
+        name = Path(command[1]).stem
+        ran.append(name)
+        if name == "noise":
+            raise subprocess.TimeoutExpired(command, timeout, output=b"| half | a table |")
+        return SimpleNamespace(stdout=f"progress\n| {name} |\n| --- |", returncode=int(name == "ranks"))
+
+    monkeypatch.setattr(gpu.subprocess, "run", run)
+    page = tmp_path / "page.md"
+    arguments = ["--rehearse", "--out", str(tmp_path / "out"), "--page", str(page)]
+    with pytest.raises(SystemExit, match="Not all parts ended: noise, ranks"):
+        gpu.main(arguments)
+    shown = page.read_text()
+    assert "This part was stopped after 2 min." in shown
+    assert "| half | a table |" in shown
+    assert "This part failed with exit status 1." in shown
+    assert "progress" not in shown
+    ran.clear()
+    with pytest.raises(SystemExit):
+        gpu.main(arguments)
+    assert ran == ["noise", "ranks"]
+    ran.clear()
+    with pytest.raises(SystemExit):
+        gpu.main([*arguments, "--again", "--limit", "0"])
+    assert ran == []
+    assert page.read_text().count("This part was not run: no time was left.") == shown.count("\n## ")
+    with pytest.raises(SystemExit, match=r"There is no part nois\. The parts are tests, step_4"):
+        gpu.main([*arguments, "--only", "nois"])
+
+
+def test_the_page_of_a_gpu_has_the_commands_of_all_parts(gpu, tmp_path):
+    """`docs/performance_gpu.md` is what ``--plan`` writes, until there are figures."""
+    page = tmp_path / "page.md"
+    gpu.main(["--plan", "--page", str(page)])
+    there = (BENCHMARKS.parent / "docs" / "performance_gpu.md").read_text()
+    assert [line for line in there.splitlines() if line.startswith("## ")] == [
+        line for line in page.read_text().splitlines() if line.startswith("## ")
+    ]
+    with pytest.raises(SystemExit, match="There is no GPU here"):
+        gpu.main(["--out", str(tmp_path)])
+
+
 @pytest.mark.parametrize("name", ["ours flat", "ours per-layer", "Opacus hooks", "Opacus ghost"])
 def test_each_way_takes_a_step(step, name):
     import training_steps
