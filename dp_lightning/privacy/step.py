@@ -283,8 +283,8 @@ class PrivateStep:
 
         Raises:
             BudgetError: when the plan's steps are all taken.
-            ModelError: where a GPU has found one of the reasons for which ``accumulate`` raises it on a CPU. The step is
-                counted then, and neither it nor a later one is released.
+            ModelError: where a GPU has found a reason for which ``accumulate`` raises it on a CPU. The step is counted
+                then, and neither it nor a later one is released.
         """
         self.require_budget()
         if self._taken is None or not self._taken.last:
