@@ -227,15 +227,30 @@ def gpu(monkeypatch, step):
 
 
 @pytest.mark.slow  # a process for each part, and for each way of a step
-def test_all_parts_for_a_gpu_run_on_a_cpu_too(gpu, monkeypatch, tmp_path, warm_python):
+def test_parts_for_a_gpu_run_on_a_cpu_too(gpu, monkeypatch, tmp_path, warm_python):
+    """Those that no other test of this file runs."""
     monkeypatch.setattr(sys, "executable", str(warm_python))
-    page = tmp_path / "page.md"
-    gpu.main(["--rehearse", "--out", str(tmp_path / "out"), "--page", str(page)])
+    page, only = tmp_path / "page.md", ("tests", "epoch_wrn16-4", "noise")
+    gpu.main(["--rehearse", "--out", str(tmp_path / "out"), "--page", str(page), "--only", *only])
     shown = page.read_text()
-    assert shown.count("\n## ") == len(gpu.parts(gpu.parse(["--rehearse"])))
+    assert shown.count("\n## ") == len(only)
     assert "This part" not in shown
-    for title in ("| small-cnn | fp32 | 4 | Opacus hooks |", "| 16 | 1 |", "| 0.1 |", "| collective |", "| chain |"):
-        assert title in shown
+    assert "skipped" in shown
+    assert "| 16 | 1 |" in shown
+    assert "| 0.1 |" in shown
+
+
+@pytest.mark.parametrize("more", [[], ["--rehearse"]])
+def test_the_commands_for_a_gpu_have_settings_that_exist(gpu, step, more):
+    import epochs
+    import noise
+    import postprocess
+    import ranks
+
+    parsers = {Path(each.__file__).name: each.parse for each in (step, epochs, noise, postprocess, ranks)}
+    for part in gpu.parts(gpu.parse(more)):
+        if part.command[0] != "-m":
+            parsers[Path(part.command[0]).name](part.command[1:])
 
 
 def test_a_run_for_a_gpu_goes_on_keeps_to_its_limit_and_says_what_failed(gpu, monkeypatch, tmp_path):

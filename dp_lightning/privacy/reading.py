@@ -77,6 +77,8 @@ class ExampleReader(Dataset[ExampleBatch]):
         before: called with the place before anything is read; it may fix the random numbers.
         ignored: asked with an object and the name of one of its attributes, whether it is no state.
         synthetic_first: whether each logical step begins with a synthetic example, which does not take part.
+        filled_to: so many examples has every physical batch; those that are missing are synthetic ones, which do not
+            take part. None leaves each as it was cut.
     """
 
     def __init__(
@@ -90,11 +92,13 @@ class ExampleReader(Dataset[ExampleBatch]):
         before: Callable[[PhysicalBatch], None] | None = None,
         ignored: Ignored = nothing_ignored,
         synthetic_first: bool = False,
+        filled_to: int | None = None,
     ) -> None:
         self.dataset, self.collate_fn = dataset, collate_fn
         self.augmult, self.groups, self.prepare, self.before = augmult, groups, prepare, before
         self._ignored, self._each, self._synthetic_first = ignored, False, synthetic_first
         self._stand_in: Any = None
+        self._filled_to = filled_to or 0
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self).items() if name != "_watch"}
@@ -108,6 +112,7 @@ class ExampleReader(Dataset[ExampleBatch]):
             found = [None]
         elif self._synthetic_first and place.piece == 0:
             found = [None, *found]
+        found += [None] * (self._filled_to - len(found))
         counted = torch.tensor([example is not None for example in found])
         if any(example is None for example in found):
             stand_in = next((_synthetic(example) for example in found if example is not None), None)

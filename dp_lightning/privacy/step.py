@@ -34,7 +34,7 @@ import math
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -103,6 +103,8 @@ class PrivateStep:
         examples: ``together`` under vmap, or ``one_by_one``, which is slower and takes any code.
         max_physical_batch_size: most rows, every view of an example counted, that go through the model at once. It
             bounds memory and changes nothing else.
+        constant_shapes: fill each physical batch up to that size by synthetic examples that do not count; under
+            ``one_by_one`` it changes nothing.
         augmult: K, the views of each element in its batch of one.
         images_per_group: k, where an example is a person: how many elements of a group of the data set are drawn for
             each step, the rows of one example. None where each element is an example.
@@ -136,6 +138,7 @@ class PrivateStep:
         collate_fn: Callable[[list[Any]], Any] = default_collate,
         examples: str = "together",
         max_physical_batch_size: int = 128,
+        constant_shapes: bool = False,
         augmult: int = 1,
         images_per_group: int | None = None,
         disk: DiSK | None = None,
@@ -164,7 +167,7 @@ class PrivateStep:
         #: What keeps the run from release, in words.
         self.faults: set[str] = set()
         #: What a GPU finds out between two releases, which is read once, before the second.
-        self.later = Later(self._note_error)
+        self.later = Later(partial(_note_error, self.faults))
         reproducible = seed is not None
         self._training = Training(self.run, self.ledger, self.unit, reproducible, self.faults, self.later.look)
         self.parameters = trained_parameters(module)
@@ -175,6 +178,10 @@ class PrivateStep:
         self.faults.update(self.origin.faults)
         self.noise = GaussianNoise(seed=seed)
         self.seed, self.randomness = seed, TrainingRandomness(seed, rank=self.ranks.rank)
+        together, self._max_examples = (
+            examples == "together",
+            max_physical_batch_size // (augmult * (images_per_group or 1)),
+        )
         self.reader = ExampleReader(
             dataset,
             collate_fn,
@@ -183,9 +190,10 @@ class PrivateStep:
             prepare=prepare,
             before=self.randomness.before_reading,
             ignored=ignored,
-            synthetic_first=examples == "one_by_one",
+            synthetic_first=not together,
+            filled_to=self._max_examples if constant_shapes and together else None,
         )
-        self._loss, self._max_examples = loss, max_physical_batch_size // (augmult * (images_per_group or 1))
+        self._loss = loss
         self._sampler = PoissonSampler(
             num_train=plan.num_train, sample_rate=plan.sample_rate, key=_sampling_key(sampling_key, seed)
         )
@@ -259,7 +267,7 @@ class PrivateStep:
         try:
             self._mode.add(self._loss, batch, self._sum)
         except Exception as error:
-            self._note_error(error)
+            _note_error(self.faults, error)
             raise
         finally:
             if self._extrapolation is not None:
@@ -469,9 +477,6 @@ class PrivateStep:
         require_structure(structure, self._form[0])
         require_shapes(shapes, self._form[1])
 
-    def _note_error(self, error: Exception) -> None:
-        self.faults.add(f"a step ended by an error ({type(error).__name__})")
-
     def _over_ranks(self, total: Tensor, *, noised: bool, stop: bool) -> Tensor:
         """The sum over ranks, in which one has added noise."""
         facts = total.new_tensor([float(noised), float(stop)])
@@ -494,6 +499,11 @@ class PrivateStep:
                 f"{with_noise:g} of {self.ranks.size} ranks added noise, but exactly one has to: the processes do not "
                 "agree on their ranks. Start all of them with the same launcher, and only once."
             )
+
+
+def _note_error(faults: set[str], error: Exception) -> None:
+    """In words; it refers to no step, since what knows the run's faults outlives it."""
+    faults.add(f"a step ended by an error ({type(error).__name__})")
 
 
 def check_step_settings(

@@ -160,6 +160,7 @@ class PrivateRun:
             collate_fn=loader.collate_fn,
             examples=settings.examples,
             max_physical_batch_size=settings.max_physical_batch_size,
+            constant_shapes=settings.constant_shapes,
             augmult=settings.augmult,
             images_per_group=settings.images_per_group,
             disk=settings.disk,

@@ -22,7 +22,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from dp_lightning.callbacks import PrivacyCallback
 from dp_lightning.errors import BudgetError, ConfigurationError, DataError, DpLightningError, ModelError
-from dp_lightning.privacy import PrivacyPlan, PrivateStep
+from dp_lightning.privacy import ClipPlan, PrivacyPlan, PrivateStep
+from dp_lightning.privacy.gradients.clipped_sum import ClippedSum
 
 N, B = 60, 12
 
@@ -70,6 +71,38 @@ def hidden(monkeypatch):
 
 def find_hidden():
     return importlib.import_module("hidden")
+
+
+@pytest.mark.parametrize("clipping", [ClipPlan.flat(max_grad_norm=0.1), ClipPlan.per_layer(max_grad_norm=0.1)])
+def test_filled_batches_have_one_shape_and_give_the_same_weights(monkeypatch, clipping):
+    begin, weights, sizes = ClippedSum.begin, [], []
+
+    def noted(total, batch_size, counted=None):
+        sizes[-1].add(batch_size)
+        begin(total, batch_size, counted)
+
+    monkeypatch.setattr(ClippedSum, "begin", noted)
+    for filled in (False, True):
+        sizes.append(set())
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 3))
+        weights.append(trained(model, private_step(model, constant_shapes=filled, clip_plan=clipping)))
+    assert len(sizes[0]) > 1
+    assert sizes[1] == {5}
+    torch.testing.assert_close(weights[1], weights[0], rtol=1e-5, atol=1e-6)
+
+
+def test_what_fills_a_batch_is_not_counted():
+    step = private_step(network(), constant_shapes=True)
+    place = next(step.physical_batches(0))
+    batch = step.reader[place]
+    assert len(batch) == 5
+    assert batch.counted.tolist() == [True] * len(place.indices) + [False] * (5 - len(place.indices))
+    real = torch.stack([examples()[index][0] for index in place.indices])
+    torch.testing.assert_close(batch.examples[0][: len(real), 0], real)
+    assert not any(torch.equal(row, x) for row in batch.examples[0][len(real) :, 0] for x, _ in examples())
+    one_by_one = private_step(network(), constant_shapes=True, examples="one_by_one")
+    assert len(one_by_one.reader[place]) == len(place.indices) + 1  # the synthetic first one
 
 
 @pytest.mark.parametrize("ways", ["together", "one_by_one"])

@@ -3,24 +3,20 @@
 On tensors without memory, every number that is read is an error.
 """
 
-import contextlib
 import warnings
 
 import pytest
 import timm
 import torch
+from small_steps import private_step
 from torch import nn
-from torch.nn import functional as F
-from torch.utils.data import TensorDataset
 
 from dp_lightning.errors import ModelError
 from dp_lightning.models import WideResNet
-from dp_lightning.privacy import ClipPlan, PrivacyPlan, PrivateStep, lineage
+from dp_lightning.privacy import ClipPlan
 from dp_lightning.privacy.disk import DiSK
 from dp_lightning.privacy.isolation import contents, later
 from dp_lightning.ranks import Ranks
-
-SIZE = 6
 
 
 def small():
@@ -40,40 +36,6 @@ STEPS = {
     "DiSK": (small, (3, 8, 8), {"disk": DiSK(gain=0.5)}),
     "rank 0 of 2": (small, (3, 8, 8), {"ranks": Ranks(rank=0, size=2), "max_physical_batch_size": 1}),
 }
-
-
-@pytest.fixture
-def reads(monkeypatch):
-    """The reads of the device that were made on purpose: how many tensors each."""
-    made = []
-
-    def on_cpu(tensors):
-        made.append(len(tensors))
-        # As of a step in which nothing has changed and one rank has added noise.
-        return [
-            torch.tensor([1.0, 0.0, 0.0])
-            if tensor.shape == (3,) and tensor.is_floating_point()
-            else torch.zeros(tensor.shape, dtype=tensor.dtype)
-            for tensor in tensors
-        ]
-
-    monkeypatch.setattr(later, "on_cpu", on_cpu)
-    monkeypatch.setattr(contents, "_has_memory", lambda tensor: True)
-    monkeypatch.setattr(lineage, "_is_readable", lambda tensor: tensor.layout is torch.strided)
-    monkeypatch.setattr(torch, "autocast", lambda *args, **kwargs: contextlib.nullcontext())  # meta has none
-    monkeypatch.setattr(Ranks, "add_up", lambda self, tensor: None)
-    return made
-
-
-def private_step(model, shape, **settings):
-    data = TensorDataset(torch.zeros(SIZE, *shape), torch.zeros(SIZE, dtype=torch.long))
-    plan = PrivacyPlan(num_train=SIZE, expected_batch_size=SIZE, num_steps=3, noise_multiplier=1.0, delta=1e-5)
-
-    def loss(batch):
-        return F.cross_entropy(model(batch[0]), batch[1])
-
-    settings = {"max_physical_batch_size": 2, **settings}
-    return PrivateStep(model, settings.pop("loss", loss), data, plan=plan, **settings)
 
 
 @pytest.mark.parametrize("name", STEPS)

@@ -48,6 +48,18 @@ def logged(tmp_path, module, mode, **kwargs):
     return {name: float(value) for name, value in run.callback_metrics.items()}, callback
 
 
+def test_what_fills_a_batch_changes_no_log_and_no_metric(tmp_path):
+    found = []
+    for filled in (False, True):
+        torch.manual_seed(0)
+        module = Measured()
+        found.append(logged(tmp_path, module, "together", constant_shapes=filled)[0])
+        found[-1]["weights"] = float(sum(p.detach().double().square().sum() for p in module.parameters()))
+    assert found[1].keys() == found[0].keys()
+    for name, value in found[0].items():
+        assert found[1][name] == pytest.approx(value, rel=1e-5), name
+
+
 @MODES
 def test_logs_and_metrics_are_those_of_all_examples(tmp_path, mode, monkeypatch):
     monkeypatch.setattr(PoissonSampler, "draw", lambda self, step: np.arange(step, 60, 3))

@@ -1,0 +1,57 @@
+"""What a private step holds between two steps, as docs/large_models.md says it, counted without memory."""
+
+import re
+from pathlib import Path
+
+import pytest
+import timm
+import torch
+from small_steps import private_step
+from torch import nn
+
+from dp_lightning.privacy.disk import DiSK
+
+PAGE = (Path(__file__).parents[2] / "docs" / "large_models.md").read_text()
+
+
+def bytes_of(*tensors):
+    """Each memory once."""
+    storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in tensors}
+    return sum(storage.nbytes() for storage in storages.values())
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "disk", "expected"),
+    [("sgd", False, 16), ("adam", False, 20), ("sgd", True, 24)],
+)
+def test_bytes_of_a_trained_parameter(reads, optimizer, disk, expected):
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Flatten(), nn.Linear(192, 512), nn.Tanh(), nn.Linear(512, 10))
+    step = private_step(model, (3, 8, 8), disk=DiSK(gain=0.5) if disk else None)
+    parameters = list(model.parameters())
+    made = {
+        "sgd": lambda: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
+        "adam": lambda: torch.optim.Adam(parameters),
+    }[optimizer]()
+    for _ in range(2):
+        for batch in step.batches():
+            step.accumulate(batch)
+        step.release()
+        made.step()
+        step.stepped()
+    state = [value for slots in made.state.values() for value in slots.values() if value.ndim]
+    held = [step._sum.flat, *parameters, *(p.grad for p in parameters), *state, *step.state_dict().values()]
+    if disk:
+        held += [value for value in vars(step._extrapolation).values() if isinstance(value, torch.Tensor)]
+        held += [t for value in vars(step._extrapolation).values() if isinstance(value, dict) for t in value.values()]
+    count = sum(p.numel() for p in parameters)
+    assert bytes_of(*held) / count == pytest.approx(expected, rel=0.01)
+
+
+@pytest.mark.parametrize("name", ["vit_large_patch16_224", "vit_huge_patch14_224"])
+def test_the_networks_are_as_large_as_the_page_says(name):
+    with torch.device("meta"):
+        count = sum(p.numel() for p in timm.create_model(name).parameters())
+    (billions, gigabytes) = re.search(rf"`{name}` \| ([\d.]+) \| ([\d.]+) \|", PAGE).groups()
+    assert float(billions) == pytest.approx(count / 1e9, abs=0.006)
+    assert float(gigabytes) == pytest.approx(16 * count / 1e9, abs=0.06)
