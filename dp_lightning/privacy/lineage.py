@@ -95,8 +95,8 @@ class TrainedWeights:
         later: where what a GPU finds out is given to be read.
     """
 
-    def __init__(self, parameters: Mapping[str, Tensor], training: Training, later: Later | None = None) -> None:
-        self._parameters, self._training, self._later = dict(parameters), training, later or Later()
+    def __init__(self, parameters: Mapping[str, Tensor], training: Training, later: Later) -> None:
+        self._parameters, self._training, self._later = dict(parameters), training, later
         self._names = {id(parameter): name for name, parameter in parameters.items()}
         self._devices = [parameter.device for parameter in parameters.values()]
         self._largest = sorted(parameters.values(), key=Tensor.numel, reverse=True)[:_TENSORS]

@@ -178,10 +178,8 @@ class PrivateStep:
         self.faults.update(self.origin.faults)
         self.noise = GaussianNoise(seed=seed)
         self.seed, self.randomness = seed, TrainingRandomness(seed, rank=self.ranks.rank)
-        together, self._max_examples = (
-            examples == "together",
-            max_physical_batch_size // (augmult * (images_per_group or 1)),
-        )
+        self._max_examples = max_physical_batch_size // (augmult * (images_per_group or 1))
+        together = examples == "together"
         self.reader = ExampleReader(
             dataset,
             collate_fn,

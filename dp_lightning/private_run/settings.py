@@ -39,7 +39,7 @@ class PrivacySettings:
         max_physical_batch_size: most images that go through the model at once, every view of an example counted, and
             every image of a person. It bounds memory and changes nothing else.
         constant_shapes: fills each physical batch up to ``max_physical_batch_size`` by synthetic examples that do not
-            count, so that all have the same shape, as compiled networks like it. It costs their time and changes
+            count, so that all have the same shape, as compiled networks need it. It costs their time and changes
             nothing else. Under ``one_by_one`` nothing is filled.
         keep_freed_memory: on a CPU, a step uses the memory of the step before again, which is faster, and nothing is
             given back to the system in between. Limits that the environment sets are left alone.

@@ -59,7 +59,7 @@ class Isolation:
         module: the module that is trained.
         parameters: the trained parameters by name.
         sealed: the training set; tensors in it are not constants.
-        later: where what a GPU finds out is given to be read. The methods below raise then for tensors there.
+        later: where what a GPU finds out is given to be read. What the methods below raise for its tensors, it raises.
         generators: random generators that get a new key before each loss.
         ignored: called with an object and the name of one of its attributes; true if it is checked elsewhere.
         also: further objects, by name, that the loss may change.
@@ -71,7 +71,7 @@ class Isolation:
         parameters: Mapping[str, Tensor],
         *,
         sealed: SealedData,
-        later: Later | None = None,
+        later: Later,
         generators: Iterable[object] = (),
         ignored: Ignored = nothing_ignored,
         also: Mapping[str, object] = types.MappingProxyType({}),
@@ -83,7 +83,7 @@ class Isolation:
             return owner in sealed or (name == "grad" and id(owner) in self._parameters) or ignored(owner, name)
 
         sealed.require_not_in({"self": module, **also}, left_out)
-        self._sealed, self._later = sealed, later or Later()
+        self._sealed, self._later = sealed, later
         self._snapshot = StateSnapshot(module, left_out, name="self", also=also)
         data = {memory_of(tensor) for tensor in sealed.tensors}
         self._constants: dict[int, weakref.ref[Tensor]] = {}

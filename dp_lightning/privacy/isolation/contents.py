@@ -80,11 +80,8 @@ class Contents:
             if read_at_once(device):
                 found += [index for index, now, then in there if not torch.equal(now, then)]
                 continue
-            # torch.equal would wait for each array
-            flags, indices = (
-                torch.stack([(now != then).any() for _, now, then in there]),
-                [index for index, _, _ in there],
-            )
+            indices = [index for index, _, _ in there]
+            flags = torch.stack([(now != then).any() for _, now, then in there])  # torch.equal would wait for each
             if unread is None:
                 found += [index for index, differs in zip(indices, flags.tolist(), strict=True) if differs]
             else:
