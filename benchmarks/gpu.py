@@ -21,7 +21,6 @@ HERE = Path(__file__).parent
 ROOT = HERE.parent
 sys.path.insert(0, str(HERE))
 
-
 TYPES, SIZES = ("fp32", "tf32", "bf16"), (64, 256, 1024)
 OURS = ("ours flat", "ours per-layer")
 OPACUS = ("Opacus hooks", "Opacus functorch", "Opacus ghost")
@@ -47,14 +46,8 @@ class Part:
 
 
 def tables(printed: str) -> str:
-    """What stands in tables and between them, without progress and warnings."""
-    lines = printed.splitlines()
-    starts = [number for number, line in enumerate(lines) if line.startswith("|")]
-    return (
-        "\n".join(line for line in lines[starts[0] : starts[-1] + 1] if line.startswith("|") or not line)
-        if starts
-        else ""
-    )
+    """The tables, without what stands before and between them."""
+    return "\n".join(line for line in printed.splitlines() if line.startswith("|") or not line).strip("\n")
 
 
 def last_line(printed: str) -> str:
@@ -194,8 +187,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     options = parse(arguments)
     if options.plan:
-        unknown: dict[str, Any] = {"state": "was not run yet", "printed": ""}
-        options.page.write_text(page("No GPU", {part.name: (part, unknown) for part in parts(options)}))
+        nothing: dict[str, Any] = {"state": "was not run yet", "printed": ""}
+        options.page.write_text(page("No GPU", {part.name: (part, nothing) for part in parts(options)}))
         return
     if not torch.cuda.is_available() and not options.rehearse:
         sys.exit("There is no GPU here that torch can use. Rehearse on the CPU: add --rehearse --page /tmp/page.md")

@@ -3,7 +3,6 @@
 import argparse
 import statistics
 import sys
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -11,21 +10,14 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import torch
 from step import hardware
+from training_steps import seconds_of
 
 from dp_lightning.privacy.secret_normals import secret_normals
 
 
 def median_ms(work: Callable[[], object], device: torch.device, rounds: int) -> float:
     """Of so many calls, after one that does not count."""
-    times = []
-    for _ in range(rounds + 1):
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        start = time.perf_counter()
-        work()
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        times.append(time.perf_counter() - start)
+    times = [seconds_of(work, device) for _ in range(rounds + 1)]
     return 1e3 * statistics.median(times[1:])
 
 

@@ -8,7 +8,6 @@ import argparse
 import json
 import statistics
 import sys
-import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -92,13 +91,7 @@ def main() -> None:
     times: dict[str, list[float]] = {"gradient": [], **{name: [] for name in chains}}
 
     def timed(name: str, work: Callable[[], object]) -> None:
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        start = time.perf_counter()
-        work()
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        times[name].append(time.perf_counter() - start)
+        times[name].append(training_steps.seconds_of(work, device))
 
     for turn in range(options.rounds + 1):
         timed("gradient", lambda: take_step(images, labels))

@@ -4,6 +4,7 @@ A step is the forward pass, the backward pass and, if the way is private, the cl
 Noise and the optimizer's step cost the same in every way and are left out.
 """
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -211,6 +212,17 @@ def autocast_to(device: str, dtype: str) -> Callable[[], Any]:
     if dtype != "bf16":
         return nullcontext
     return lambda: torch.autocast(device, torch.bfloat16)
+
+
+def seconds_of(work: Callable[[], object], device: torch.device) -> float:
+    """How long a call takes, until the device has done all of it."""
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    start = time.perf_counter()
+    work()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - start
 
 
 def use_tf32(on: bool) -> None:
