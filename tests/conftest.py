@@ -60,6 +60,13 @@ def _same_start(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("dp_lightning.privacy.lineage._copies", {})
 
 
+@pytest.fixture
+def late(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is found out about tensors is read as from a GPU: once, before a release."""
+    for module in ("later", "contents"):
+        monkeypatch.setattr(f"dp_lightning.privacy.isolation.{module}.read_at_once", lambda device: False)
+
+
 @pytest.fixture(scope="session")
 def warm_python() -> Iterator[Path]:
     """An executable that stands in for ``python`` where a test starts processes that import Lightning."""

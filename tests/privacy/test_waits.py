@@ -15,7 +15,7 @@ from dp_lightning.errors import ModelError
 from dp_lightning.models import WideResNet
 from dp_lightning.privacy import ClipPlan
 from dp_lightning.privacy.disk import DiSK
-from dp_lightning.privacy.isolation import contents, later
+from dp_lightning.privacy.isolation import later
 from dp_lightning.ranks import Ranks
 
 
@@ -88,13 +88,6 @@ def test_a_gpu_is_waited_for_once(name):
             assert of_batches == [[]] * 3
             assert len(of_release) <= 1
             assert of_step == []
-
-
-@pytest.fixture
-def late(monkeypatch):
-    """Everything is read as from a GPU."""
-    for module in (later, contents):
-        monkeypatch.setattr(module, "read_at_once", lambda device: False)
 
 
 class WithTeacher(nn.Module):
