@@ -88,6 +88,23 @@ class LoggerConnector(_LoggerConnector):
         """The numbers for callbacks, loggers and progress bars."""
         return self._callback_metrics, self._logged_metrics, self._progress_bar_metrics
 
+    @property
+    def metrics_of_training(self) -> dict[str, dict[str, Tensor]]:
+        """What ``metrics`` has while training, as tensors: Lightning reads a progress bar's after every batch."""
+        results: Any = self.trainer._results
+        on_step = self._first_loop_iter is not None
+        shown = [logged for logged in results.values() if logged.meta.prog_bar]
+        for logged in shown:
+            logged.meta.prog_bar = False
+        try:
+            metrics: dict[str, dict[str, Tensor]] = dict(results.metrics(on_step))
+        finally:
+            for logged in shown:
+                logged.meta.prog_bar = True
+        names = {results._forked_name(logged, on_step)[1] for logged in shown}
+        metrics["pbar"] = {name: value for name, value in metrics["callback"].items() if name in names}
+        return metrics
+
 
 def logger_connector(trainer: pl.Trainer) -> _LoggerConnector:
     """The logger connector of a trainer."""

@@ -22,6 +22,7 @@ from dp_lightning.errors import ModelError
 from dp_lightning.lightning_internals import joined
 from dp_lightning.privacy.gradients.vmap import detached
 from dp_lightning.private_run.unprotected import POST_PROCESSING
+from dp_lightning.processors import sent
 from dp_lightning.torch_internals import level, tree_map_only
 
 CALLS = ("forward", "update", "compute", "reset")
@@ -96,7 +97,7 @@ class Observer:
             for call in (*calls, *logs):
                 call()
             for name, (values, options) in numbers.items():
-                self._log_mean(name, torch.stack([value.total_and_count() for value in values]).sum(0), options)
+                self._log_mean(name, [value.total_and_count() for value in values], options)
             for name, (metric, options) in whole.items():
                 if options.get("on_step") is not False:
                     self._join(metric, list(inputs.get(id(metric), {}).values()))
@@ -138,14 +139,17 @@ class Observer:
         self._mine = self._counted if level() is not None else [self._counted[self._example]]
         self._count = sum(self._mine)
 
-    def _log_mean(self, name: str, total_and_count: Tensor, options: dict[str, Any]) -> None:
-        trainer = self._module.trainer
-        if options.get("sync_dist") and trainer.world_size > 1:
-            group = options.get("sync_dist_group")
-            total_and_count = trainer.strategy.reduce(total_and_count, group, reduce_op="sum")
-        count = int(total_and_count[1])
+    def _log_mean(self, name: str, totals_and_counts: list[tuple[Tensor, int]], options: dict[str, Any]) -> None:
+        trainer, totals = self._module.trainer, [total for total, _ in totals_and_counts]
+        total, count = torch.stack(totals).sum(), sum(count for _, count in totals_and_counts)
+        if (
+            options.get("sync_dist") and trainer.world_size > 1
+        ):  # Lightning's sum over ranks waits for the device anyway
+            both = torch.stack([total, torch.full_like(total, count)])
+            total, count = trainer.strategy.reduce(both, options.get("sync_dist_group"), reduce_op="sum")
+            count = int(count)
         if count:
-            mean = (total_and_count[0] / count).float()
+            mean = (total / count).float()
             self._module.log(name, mean, **{**options, "sync_dist": False, "batch_size": count})
 
     def _log(self, name: str, value: Any, *args: Any, **options: Any) -> None:
@@ -159,7 +163,7 @@ class Observer:
         if isinstance(value, Result):
             found = _OfMetric(value, self._count, self._module.device)
         else:
-            tensor = value if isinstance(value, Tensor) else torch.tensor(float(value))
+            tensor = value if isinstance(value, Tensor) else torch.full((), float(value), device=self._module.device)
             if tensor.numel() != 1:
                 raise ModelError(f"self.log takes a single number; '{name}' has the shape {tuple(tensor.shape)}.")
             found = _OfAll(tensor, self._mine)
@@ -229,12 +233,13 @@ class _OfAll:
         """Of the examples that take part: (c, ...)."""
         if all(self._mine):
             return self._tensor
-        return self._tensor[torch.tensor(self._mine, device=self._tensor.device)]
+        rows = torch.tensor([row for row, counts in enumerate(self._mine) if counts], dtype=torch.long)
+        return self._tensor.index_select(0, sent(rows, self._tensor.device))  # a mask would wait for the device
 
-    def total_and_count(self) -> Tensor:
+    def total_and_count(self) -> tuple[Tensor, int]:
         """Of the examples that take part."""
-        values = self.counted().double()
-        return torch.stack([values.sum(), values.new_tensor(values.numel())])
+        values = self.counted()
+        return values.sum(dtype=torch.float64), values.numel()
 
     def rows(self) -> Tensor:
         """The rows of the examples that take part."""
@@ -247,7 +252,7 @@ class _OfMetric:
     def __init__(self, result: Result, count: int, device: torch.device) -> None:
         self._result, self._count, self._device = result, count, device
 
-    def total_and_count(self) -> Tensor:
+    def total_and_count(self) -> tuple[Tensor, int]:
         """With the number of examples as the weight."""
         value = torch.as_tensor(result_of(self._result) if self._count else 0.0, device=self._device).double()
-        return torch.stack([value * self._count, value.new_tensor(self._count)])
+        return value * self._count, self._count

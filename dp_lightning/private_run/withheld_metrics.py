@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 
 import lightning.pytorch as pl
 import numpy as np
+from lightning.fabric.utilities.apply_func import convert_tensors_to_scalars
 from lightning.pytorch.callbacks import ProgressBar
 from torch import Tensor
 
@@ -109,10 +110,9 @@ class WithholdingConnector(LoggerConnector):
 
     @property
     def metrics(self) -> Any:
-        metrics: Any = super().metrics
         if training_is_logged(self.trainer):
-            return {kind: _withheld(values) for kind, values in metrics.items()}
-        return metrics
+            return {kind: _withheld(values) for kind, values in self.metrics_of_training.items()}
+        return super().metrics
 
     @property
     def callback_metrics(self) -> _Shown:
@@ -150,7 +150,9 @@ class _OpenTrainer:
 
     def __getattr__(self, name: str) -> Any:
         value = getattr(self._trainer, name)
-        return _given_back(value) if name in _SHOWN else value
+        if name not in _SHOWN:
+            return value
+        return _shown_in_bar(value) if name == "progress_bar_metrics" else _given_back(value)
 
 
 class _GetMetrics:
@@ -184,8 +186,10 @@ def give_back(trainer: pl.Trainer) -> None:
             own.update(own.pop("get_metrics").before)
     if isinstance(connector := logger_connector(trainer), WithholdingConnector):
         set_logger_connector(trainer, None)
-        for values in connector.kept:
-            values.update(_given_back(values))
+        of_callbacks, logged, of_bar = connector.kept
+        of_callbacks.update(_given_back(of_callbacks))
+        logged.update(_given_back(logged))
+        of_bar.update(_shown_in_bar(of_bar))
 
 
 def public_numbers(trainer: pl.Trainer) -> dict[str, float]:
@@ -206,3 +210,9 @@ def _withheld(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def _given_back(values: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value._value if isinstance(value, Withheld) else value for name, value in values.items()}
+
+
+def _shown_in_bar(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The numbers, which stay on their device until a progress bar asks for them."""
+    numbers: dict[str, Any] = convert_tensors_to_scalars(_given_back(values))
+    return numbers

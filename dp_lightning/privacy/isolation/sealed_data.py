@@ -122,7 +122,8 @@ def _bounds(array: "Tensor | np.ndarray[Any, Any]") -> tuple[int, int]:
     try:
         if isinstance(array, Tensor):
             storage = array.untyped_storage()
-            return storage.data_ptr(), storage.data_ptr() + storage.nbytes()
+            start = storage.data_ptr()
+            return start, start + (storage.nbytes() if start else 0)
         return array.ctypes.data, array.ctypes.data + array.nbytes
     except Exception:  # sparse tensors and wrappers raise different errors
         return 0, 0

@@ -1,0 +1,99 @@
+"""A device without memory, on which a run takes every way that it would take on a GPU.
+
+A tensor of the meta device has a shape and no numbers. Every number that is read from one makes a GPU's host wait, and
+every operation that takes a tensor of the CPU beside one fails on a GPU.
+"""
+
+import contextlib
+import traceback
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from lightning.pytorch.accelerators import CPUAccelerator
+from lightning.pytorch.strategies import SingleDeviceStrategy
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from dp_lightning.privacy import lineage
+from dp_lightning.privacy.isolation import contents, later
+from dp_lightning.ranks import Ranks
+
+META = torch.device("meta")
+_COPIES = {torch.ops.aten.copy_.default, torch.ops.aten._to_copy.default, torch.ops.aten.to.device}
+
+
+class OneDevice(TorchDispatchMode):
+    """Refuses operations on tensors of two devices, and notes every number that is read.
+
+    Attributes:
+        reads: where in the code each was read.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reads: list[list[str]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        tensors = [leaf for leaf in tree_leaves((*args, *kwargs.values())) if isinstance(leaf, torch.Tensor)]
+        of_memory = [tensor for tensor in tensors if tensor.device != META]
+        # A number on the CPU may stand beside a GPU's tensors.
+        if len(of_memory) < len(tensors) and any(tensor.dim() for tensor in of_memory) and func not in _COPIES:
+            raise AssertionError(f"{func} takes {[(tensor.device.type, tuple(tensor.shape)) for tensor in tensors]}")
+        if func is torch.ops.aten._local_scalar_dense.default and tensors[0].device == META:
+            self._note()
+            return 0
+        try:
+            return func(*args, **kwargs)
+        except NotImplementedError as error:
+            if "copy out of meta tensor" not in str(error):
+                raise
+            self._note()
+            if func is torch.ops.aten.copy_.default:
+                return args[0]
+            return torch.zeros(args[0].shape, dtype=kwargs.get("dtype") or args[0].dtype)
+
+    def _note(self) -> None:
+        self.reads.append([f"{frame.filename}:{frame.lineno} {frame.name}" for frame in traceback.extract_stack()])
+
+
+def stand_in_for_a_gpu(monkeypatch: Any) -> list[int]:
+    """Let a private step take the meta device for a GPU.
+
+    Returns:
+        the reads that are made on purpose, as they are made: how many tensors each.
+    """
+    made: list[int] = []
+
+    def on_cpu(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        made.append(len(tensors))
+        # As of a step in which nothing has changed and one rank has added noise.
+        return [
+            torch.tensor([1.0, 0.0, 0.0])
+            if tensor.shape == (3,) and tensor.is_floating_point()
+            else torch.zeros(tensor.shape, dtype=tensor.dtype)
+            for tensor in tensors
+        ]
+
+    monkeypatch.setattr(later, "on_cpu", on_cpu)
+    monkeypatch.setattr(contents, "_has_memory", lambda tensor: True)
+    monkeypatch.setattr(lineage, "_is_readable", lambda tensor: tensor.layout is torch.strided)
+    monkeypatch.setattr(torch, "autocast", lambda *args, **kwargs: contextlib.nullcontext())  # meta has none
+    monkeypatch.setattr(Ranks, "add_up", lambda self, tensor: None)
+    return made
+
+
+@contextlib.contextmanager
+def trainers_use_it(monkeypatch: Any) -> Iterator[None]:
+    """Let a Trainer that is told to use the CPU take the meta device."""
+    monkeypatch.setattr(CPUAccelerator, "setup_device", lambda self, device: None)
+    monkeypatch.setattr(SingleDeviceStrategy, "root_device", property(lambda self: META))
+    monkeypatch.setattr(SingleDeviceStrategy, "teardown", lambda self: None)  # moves the module back
+    # As on a GPU, the parameters stay the objects that they are.
+    before = torch.__future__.get_swap_module_params_on_conversion()
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        yield
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(before)
