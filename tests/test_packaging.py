@@ -176,7 +176,7 @@ def test_compose_mounts_the_working_folder_and_the_cache_and_gives_time_to_stop(
     assert "deploy" not in services["dpl"]
 
 
-@pytest.mark.parametrize("script", ["check.sh", "node.sh", "slurm.sbatch"])
+@pytest.mark.parametrize("script", ["check.sh", "node.sh", "slurm.sbatch", "smoke.sh"])
 def test_a_script_is_valid_bash_and_names_its_arguments(script, tmp_path):
     path = ROOT / "docker" / script
     subprocess.run(["bash", "-n", path], check=True)
@@ -184,6 +184,34 @@ def test_a_script_is_valid_bash_and_names_its_arguments(script, tmp_path):
         shown = subprocess.run(["bash", path], capture_output=True, text=True, check=False)
         assert shown.returncode == 2
         assert f"usage: docker/{script}" in shown.stderr
+
+
+# What `docker run` does with the options of docker/smoke.sh, with a shell function in the place of `dpl`.
+DOCKER = """#!/usr/bin/env bash
+case "$*" in *"--gpus all"*) gpu=1 ;; *) gpu=0 ;; esac
+while [ "$1" != dp-lightning ]; do [ "$1" = -v ] && work=${2%%:*}; shift; done
+if [ "$2" = doctor ]; then exit 0; fi
+if [ $gpu = 1 ]; then echo "No supported gpu backend found" >&2; exit 2; fi
+mkdir -p "$work/lightning_logs/version_0"
+echo '{"num_steps": 8}' > "$work/lightning_logs/version_0/privacy_statement.json"
+echo "device   1 x CPU"
+"""
+
+
+@pytest.mark.parametrize("device", ["cpu", "gpu"])
+def test_the_smoke_test_says_where_it_ran_and_is_not_content_without_the_gpu(device, tmp_path):
+    docker = tmp_path / "docker"
+    docker.write_text(DOCKER)
+    docker.chmod(0o755)
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    script = ["bash", ROOT / "docker" / "smoke.sh", device]
+    done = subprocess.run(script, env={**os.environ, "PATH": path}, capture_output=True, text=True, check=False)
+    if device == "cpu":
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.splitlines()[-1] == "device   1 x CPU"
+    else:
+        assert done.returncode == 2
+        assert "The image works" not in done.stdout
 
 
 def test_the_image_installs_the_pinned_dependencies_of_the_project():
