@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 
@@ -54,3 +55,14 @@ def test_any_other_call_is_that_of_the_real_python(warm_python):
     code = "import sys; print(sys.executable)"
     shown = subprocess.run([warm_python, "-c", code], capture_output=True, text=True, check=True)
     assert shown.stdout.strip() == sys.executable
+
+
+@pytest.mark.parametrize("sent", [b"", b"\0\0", b"\0\0\0\x10{"])
+def test_who_is_killed_while_it_asks_takes_no_other_call_along(sent, warm_python, tells):
+    with socket.socket(socket.AF_UNIX) as asks:
+        asks.connect(str(warm_python.parent / "socket"))
+        if sent:
+            asks.sendall(sent)
+    process = tells(0, 3)
+    process.communicate()
+    assert process.returncode == 3

@@ -71,6 +71,11 @@ def _read(connection, size):
     return content
 
 
+def _tell(connection, number):
+    with contextlib.suppress(OSError):  # the executable was killed
+        connection.sendall(_NUMBER.pack(number))
+
+
 def _serve(listener, owner):
     """The server: never returns in itself, and returns in each forked process what it is to run.
 
@@ -90,8 +95,15 @@ def _serve(listener, owner):
                 os._exit(0)
             if key.fileobj is listener:
                 connection, _ = listener.accept()
-                size, files, *_ = socket.recv_fds(connection, _NUMBER.size, 3)
-                asked = json.loads(_read(connection, _NUMBER.unpack(size)[0]))
+                files = []
+                try:
+                    size, files, *_ = socket.recv_fds(connection, _NUMBER.size, 3)
+                    asked = json.loads(_read(connection, _NUMBER.unpack(size)[0]))
+                except (OSError, struct.error, SystemExit):  # the executable was killed while it asked
+                    for file in files:
+                        os.close(file)
+                    connection.close()
+                    continue
                 process = os.fork()
                 if process == 0:
                     waiting.close()
@@ -101,7 +113,7 @@ def _serve(listener, owner):
                     return asked, files
                 for file in files:
                     os.close(file)
-                connection.sendall(_NUMBER.pack(process))
+                _tell(connection, process)
                 processes[connection] = process
                 waiting.register(connection, selectors.EVENT_READ)
                 waiting.register(os.pidfd_open(process), selectors.EVENT_READ, connection)
@@ -116,7 +128,7 @@ def _serve(listener, owner):
                 _, status = os.waitpid(processes.pop(connection), 0)
                 if connection.fileno() in waiting.get_map():
                     waiting.unregister(connection)
-                    connection.sendall(_NUMBER.pack(status))
+                    _tell(connection, status)
                 connection.close()
 
 
