@@ -25,6 +25,15 @@ TYPES, SIZES = ("fp32", "tf32", "bf16"), (64, 256, 1024)
 OURS = ("ours flat", "ours per-layer")
 OPACUS = ("Opacus hooks", "Opacus functorch", "Opacus ghost")
 
+CARRIED = """A machine that has torch and cannot download anything needs no installation: `doctor` names the packages that are
+missing, which are carried there as wheels (`pip download --no-deps -d wheels opacus jsonargparse`).
+
+```bash
+python -m dp_lightning doctor
+python -m pip install --no-index --no-deps wheels/*.whl
+python benchmarks/gpu.py
+```"""
+
 
 @dataclass(frozen=True)
 class Part:
@@ -146,6 +155,8 @@ def page(machine: str, results: dict[str, tuple[Part, dict[str, Any]]]) -> str:
         "",
         f"{machine}. Written by `make gpu`, which goes on where it was interrupted. The columns are those of "
         "[Speed and memory of a step](performance.md).",
+        "",
+        CARRIED,
         "",
     ]
     for part, result in results.values():

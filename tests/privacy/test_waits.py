@@ -8,6 +8,7 @@ import warnings
 import pytest
 import timm
 import torch
+from devices import OneDevice
 from small_steps import private_step
 from torch import nn
 
@@ -23,14 +24,24 @@ def small():
     return nn.Sequential(nn.Conv2d(3, 8, 3), nn.GroupNorm(2, 8), nn.Tanh(), nn.Flatten(), nn.Linear(8 * 36, 10))
 
 
-def vit():
-    return timm.create_model("vit_tiny_patch16_224", num_classes=10, img_size=32, patch_size=8, depth=2)
+def vit(name="vit_tiny_patch16_224", **settings):
+    return timm.create_model(name, num_classes=10, img_size=32, patch_size=8, depth=2, **settings)
+
+
+def windows(name):
+    size = {"img_size": 32, "window_size": 4, "embed_dim": 24, "depths": (2, 1), "num_heads": (2, 4)}
+    return timm.create_model(name, num_classes=10, **size)
 
 
 STEPS = {
     "WRN-16-4": (lambda: WideResNet(16, 4, 10), (3, 32, 32), {}),
     "WRN-16-4, per layer": (lambda: WideResNet(16, 4, 10), (3, 32, 32), {"clip_plan": ClipPlan.per_layer()}),
     "ViT": (vit, (3, 32, 32), {}),
+    "ViT, pooled by attention": (lambda: vit(global_pool="map", class_token=False), (3, 32, 32), {}),
+    "EVA, rotary positions": (lambda: vit("eva02_tiny_patch14_224"), (3, 32, 32), {}),
+    "CaiT, class attention": (lambda: vit("cait_xxs24_224"), (3, 32, 32), {}),
+    "Swin": (lambda: windows("swin_tiny_patch4_window7_224"), (3, 32, 32), {}),
+    "Swin v2, positions by a network": (lambda: windows("swinv2_tiny_window8_256"), (3, 32, 32), {}),
     "one by one": (small, (3, 8, 8), {"examples": "one_by_one"}),
     "augmult": (small, (3, 8, 8), {"augmult": 2, "max_physical_batch_size": 4}),
     "DiSK": (small, (3, 8, 8), {"disk": DiSK(gain=0.5)}),
@@ -47,17 +58,19 @@ def test_a_step_waits_once_and_no_physical_batch_does(reads, name):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     step.start()
     reads.clear()
-    for number in range(2):
-        batches = list(step.batches())
-        assert len(batches) == 3
-        for batch in batches:
-            step.accumulate(batch)
-            assert len(reads) == number
-        step.release()
-        assert len(reads) == number + 1
-        optimizer.step()
-        step.stepped()
-        assert len(reads) == number + 1
+    with OneDevice() as device:
+        for number in range(2):
+            batches = list(step.batches())
+            assert len(batches) == 3
+            for batch in batches:
+                step.accumulate(batch)
+                assert len(reads) == number
+            step.release()
+            assert len(reads) == number + 1
+            optimizer.step()
+            step.stepped()
+            assert len(reads) == number + 1
+    assert device.reads == []  # but for those on purpose
 
 
 @pytest.mark.gpu
