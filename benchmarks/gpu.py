@@ -25,8 +25,8 @@ TYPES, SIZES = ("fp32", "tf32", "bf16"), (64, 256, 1024)
 OURS = ("ours flat", "ours per-layer")
 OPACUS = ("Opacus hooks", "Opacus functorch", "Opacus ghost")
 
-CARRIED = """A machine that has torch and cannot download anything needs no installation: `doctor` names the packages that
-are missing, which are carried there as wheels (`pip download --no-deps -d wheels opacus jsonargparse`).
+CARRIED = """A machine that has torch and cannot download anything needs no installation: `doctor` names the packages
+that are missing, which are carried there as wheels (`pip download --no-deps -d wheels opacus jsonargparse`).
 
 ```bash
 python -m dp_lightning doctor
