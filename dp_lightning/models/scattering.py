@@ -1,0 +1,197 @@
+"""Second-order scattering coefficients of images: features without weights, so without other data.
+
+Wavelets at ``scales`` sizes and ``angles`` orientations, the modulus, wavelets of larger sizes, the modulus again, and
+an average over 2^J pixels (Bruna and Mallat 2013, "Invariant scattering convolution networks"; Oyallon and Mallat
+2015). With x an image, psi the wavelets and phi the average:
+
+    S0 = x * phi,   S1 = |x * psi| * phi,   S2 = ||x * psi| * psi'| * phi
+
+Convolutions are products of Fourier transforms of the image, which is reflected at its edges. A path is computed no
+finer than its last wavelet asks for: every 2^j-th pixel, where the filters are sampled as well.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dp_lightning.errors import ModelError
+
+# Those of Bruna and Mallat: the width of the smallest envelope in pixels, and its frequency in radians per pixel.
+_WIDTH, _FREQUENCY = 0.8, 3 * math.pi / 4
+# Images of a channel that are transformed together: what they need stays in a processor's cache.
+_TOGETHER = 48
+
+
+class Scattering(nn.Module):
+    """Images (N, C, H, W) to their scattering coefficients (N, K C, h, w), float32.
+
+    h = H / 2^J and w = W / 2^J, rounded up, and K = 1 + J L + J (J - 1) L^2 / 2. Channels are ordered by their path and
+    then by the image's channel: those of one path lie together, and make a group of ``nn.GroupNorm(K, K C)``.
+
+    Args:
+        scales: J, the number of sizes of the wavelets.
+        angles: L, the number of their orientations.
+
+    Raises:
+        ModelError: there is no scale or no angle, or an image is smaller than the edges that are reflected.
+    """
+
+    def __init__(self, *, scales: int = 2, angles: int = 8) -> None:
+        super().__init__()
+        for name, value in (("scales", scales), ("angles", angles)):
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ModelError(f"{name} of scattering must be a whole number of at least 1, not {value!r}")
+        self.scales, self.angles = scales, angles
+        self._banks: dict[tuple[int, int, torch.device], _Bank] = {}
+
+    @property
+    def paths(self) -> int:
+        """K, the number of coefficients for each channel and place."""
+        j, angles = self.scales, self.angles
+        return 1 + j * angles + j * (j - 1) // 2 * angles**2
+
+    def size(self, pixels: int) -> int:
+        """Height or width of the coefficients of an image."""
+        return -(-pixels // 2**self.scales)
+
+    def forward(self, images: Tensor) -> Tensor:
+        n, channels, height, width = images.shape
+        key = height, width, images.device
+        if key not in self._banks:
+            self._banks[key] = _Bank.of(height, width, self.scales, self.angles, images.device)
+        bank = self._banks[key]
+        planes = images.reshape(n * channels, height, width).float()
+        found = planes.new_empty(n * channels, self.paths, self.size(height), self.size(width))
+        for start in range(0, n * channels, _TOGETHER):
+            rows = slice(start, start + _TOGETHER)
+            for path, coefficients in enumerate(bank.coefficients(planes[rows])):
+                found[rows, path] = coefficients
+        return found.unflatten(0, (n, channels)).transpose(1, 2).flatten(1, 2)
+
+
+@dataclass(frozen=True)
+class _Bank:
+    """The filters for images of one size.
+
+    Attributes:
+        size: height and width with the reflected edges.
+        pads: of the left, right, top and bottom edge.
+        scales: J.
+        wavelets: for the steps from resolution r to j, (L, 4^(j-r), 2 p q): the Fourier transforms of the L wavelets of
+            size j, as sampled at every 2^r-th pixel, in the parts that add up where every 2^(j-r)-th pixel is kept;
+            each number twice, for a complex number's parts.
+        averages: for each resolution r, matrices that average rows and columns, and keep what lies inside.
+    """
+
+    size: tuple[int, int]
+    pads: tuple[int, int, int, int]
+    scales: int
+    wavelets: dict[tuple[int, int], Tensor]
+    averages: list[tuple[Tensor, Tensor]]
+
+    @classmethod
+    def of(cls, height: int, width: int, scales: int, angles: int, device: torch.device) -> "_Bank":
+        margin = 2**scales
+        m, n = (-(-pixels // margin) * margin + 2 * margin for pixels in (height, width))
+        pads = margin, n - width - margin, margin, m - height - margin
+        if max(pads[:2]) >= width or max(pads[2:]) >= height:
+            raise ModelError(
+                f"Images of {height} x {width} pixels are too small for scattering with {scales} scales: it reflects "
+                f"{max(pads)} pixels at the edges. Lower scales, or set a larger input_size."
+            )
+        wavelets = {}
+        for j in range(scales):
+            spectra = torch.stack([torch.fft.fft2(morlet(m, n, j, k, angles)).real for k in range(angles)])
+            for r in range(j + 1):
+                sampled = _parts(spectra, 2**r).sum(1)  # in space, every 2^r-th value times 4^r
+                parts = _parts(sampled.unflatten(1, (m // 2**r, n // 2**r)), 2 ** (j - r)) / 4 ** (j - r)
+                wavelets[r, j] = parts.repeat_interleave(2, dim=-1).float().to(device)
+        averages = []
+        for r in range(scales):
+            row, column = (_averages(size, r, scales).float().to(device) for size in (m, n))
+            averages.append((row, column))
+        return cls((m, n), pads, scales, wavelets, averages)
+
+    def coefficients(self, images: Tensor) -> Iterator[Tensor]:
+        """Those of each path (b, h, w), of images (b, H, W): of order 0, and of 1, each before its paths of order 2."""
+        padded = F.pad(images[:, None], self.pads, mode="reflect")[:, 0]
+        yield self._averaged(padded, 0)
+        spectrum = torch.fft.fft2(padded)
+        for j in range(self.scales):
+            first = torch.stack(list(self._moduli(spectrum, 0, j)), dim=1)
+            yield from self._averaged(first.flatten(0, 1), j).unflatten(0, first.shape[:2]).unbind(1)
+            if j + 1 == self.scales:
+                continue
+            spectra = torch.fft.fft2(first.flatten(0, 1))
+            for larger in range(j + 1, self.scales):
+                for second in self._moduli(spectra, j, larger):
+                    yield from self._averaged(second, larger).unflatten(0, first.shape[:2]).unbind(1)
+
+    def _moduli(self, spectra: Tensor, r: int, j: int) -> Iterator[Tensor]:
+        """|x * psi| (b, p, q) at resolution j, for each wavelet of size j and x at resolution r; not to be kept."""
+        p, q = (side // 2**j for side in self.size)
+        parts = torch.view_as_real(_parts(spectra, 2 ** (j - r))).flatten(2)
+        product = parts.new_empty(len(parts), 2 * p * q)
+        field = torch.empty_like(torch.view_as_complex(product.view(-1, p, q, 2)))
+        for filters in self.wavelets[r, j]:
+            torch.mul(parts[:, 0], filters[0], out=product)
+            for part in range(1, len(filters)):
+                product.addcmul_(parts[:, part], filters[part])
+            torch.fft.ifft2(torch.view_as_complex(product.view(-1, p, q, 2)), out=field)
+            squares = torch.view_as_real(field).square_()
+            yield squares[..., 0].add(squares[..., 1]).sqrt_()
+
+    def _averaged(self, maps: Tensor, r: int) -> Tensor:
+        """(b, p, q) at resolution r to (b, h, w)."""
+        rows, columns = self.averages[r]
+        return rows @ (maps @ columns.T)
+
+
+def morlet(height: int, width: int, scale: int, angle: int, angles: int) -> Tensor:
+    """A Morlet wavelet with its centre at the origin, periodic, complex128 (height, width).
+
+    A wave of frequency 3 pi / 4 / 2^scale under a Gaussian of width 0.8 * 2^scale along it and angles / 4 times that
+    across, less the multiple of the Gaussian that makes its mean zero.
+    """
+    sigma, slant, theta = _WIDTH * 2**scale, 4 / angles, math.pi * angle / angles
+    envelope = torch.zeros(height, width, dtype=torch.float64)
+    wave = torch.zeros(height, width, dtype=torch.complex128)
+    for rows in range(-2, 3):
+        for columns in range(-2, 3):
+            y = torch.arange(height, dtype=torch.float64)[:, None] + rows * height
+            x = torch.arange(width, dtype=torch.float64) + columns * width
+            along, across = x * math.cos(theta) + y * math.sin(theta), y * math.cos(theta) - x * math.sin(theta)
+            gaussian = torch.exp(-(along.square() + (slant * across).square()) / (2 * sigma**2))
+            envelope += gaussian
+            wave += torch.polar(gaussian, along * (_FREQUENCY / 2**scale))
+    return (wave - wave.sum() / envelope.sum() * envelope) * (slant / (2 * math.pi * sigma**2))
+
+
+def average(size: int, scales: int) -> Tensor:
+    """The Gaussian of width 0.8 * 2^(scales - 1) with its centre at the origin, periodic, of sum 1: float64 (size,).
+
+    The average of an image is its product with itself over rows and columns.
+    """
+    x = torch.arange(size, dtype=torch.float64)
+    shifted = x + size * torch.arange(-2, 3)[:, None]
+    gaussian = torch.exp(-shifted.square() / (2 * (_WIDTH * 2 ** (scales - 1)) ** 2)).sum(0)
+    return gaussian / gaussian.sum()
+
+
+def _averages(size: int, r: int, scales: int) -> Tensor:
+    """The matrix (size / 2^J - 2, size / 2^r) that averages a row at resolution r, and leaves out the edges."""
+    filters = average(size, scales)[:: 2**r] * 2**r
+    places = torch.arange(len(filters))
+    circular = filters[(places[:, None] - places) % len(filters)]
+    return circular[:: 2 ** (scales - r)][1:-1]
+
+
+def _parts(spectra: Tensor, step: int) -> Tensor:
+    """(b, m, n) to (b, step^2, m n / step^2): the frequencies that fall together if every step-th pixel is kept."""
+    b, m, n = spectra.shape
+    blocks = spectra.reshape(b, step, m // step, step, n // step)
+    return blocks.transpose(2, 3).reshape(b, step**2, -1)

@@ -1,0 +1,116 @@
+"""Scattering coefficients are those of direct convolution with the same filters, and nothing mixes images."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from dp_lightning.errors import ModelError
+from dp_lightning.models.scattering import Scattering, average, morlet
+
+
+def convolved(image, filters):
+    """The circular convolution, one shift after the other."""
+    found = torch.zeros(image.shape, dtype=filters.dtype)
+    for y in range(filters.shape[0]):
+        for x in range(filters.shape[1]):
+            found += filters[y, x] * torch.roll(image, (y, x), dims=(0, 1))
+    return found
+
+
+def directly(image, scales, angles):
+    """The definition, in float64: image (H, W) to (K, h, w)."""
+    height, width = image.shape
+    edge = 2**scales
+    m, n = (-(-pixels // edge) * edge + 2 * edge for pixels in image.shape)
+    pads = edge, n - width - edge, edge, m - height - edge
+    padded = F.pad(image[None, None].double(), pads, mode="reflect")[0, 0]
+    phi = average(m, scales)[:, None] * average(n, scales)
+
+    def averaged(x, j):
+        step = 2 ** (scales - j)
+        return convolved(x, phi[:: 2**j, :: 2**j] * 4**j)[::step, ::step][1:-1, 1:-1]
+
+    def moduli(x, r, j):
+        for angle in range(angles):
+            psi = morlet(m, n, j, angle, angles)[:: 2**r, :: 2**r] * 4**r
+            yield convolved(x, psi)[:: 2 ** (j - r), :: 2 ** (j - r)].abs()
+
+    found = [averaged(padded, 0)]
+    for j in range(scales):
+        first = list(moduli(padded, 0, j))
+        found += [averaged(x, j) for x in first]
+        for larger in range(j + 1, scales):
+            seconds = [list(moduli(x, j, larger)) for x in first]
+            # By the angle of the second wavelet, then of the first.
+            found += [averaged(of_first[k], larger) for k in range(angles) for of_first in seconds]
+    return torch.stack(found)
+
+
+@pytest.mark.parametrize(
+    ("scales", "angles", "size"), [(2, 3, (12, 12)), (1, 4, (9, 6)), (3, 1, (20, 17)), (2, 8, (8, 8))]
+)
+def test_coefficients_are_those_of_direct_convolution(scales, angles, size):
+    images = torch.rand(2, 2, *size, generator=torch.Generator().manual_seed(0))
+    network = Scattering(scales=scales, angles=angles)
+    found = network(images)
+    h, w = (-(-pixels // 2**scales) for pixels in size)
+    assert found.shape == (2, network.paths * 2, h, w)
+    assert (network.size(size[0]), network.size(size[1])) == (h, w)
+    for image, of_image in zip(images, found.unflatten(1, (network.paths, 2)), strict=True):
+        for channel in range(2):
+            expected = directly(image[channel], scales, angles)
+            error = (of_image[:, channel] - expected).abs().amax(dim=(1, 2)) / expected.abs().max()
+            assert error.max() < 1e-6
+
+
+def test_there_are_81_paths_for_each_colour_with_two_scales_and_eight_angles():
+    network = Scattering()
+    assert network.paths == 81
+    assert network(torch.rand(1, 3, 32, 32)).shape == (1, 243, 8, 8)
+
+
+def test_an_image_has_the_same_coefficients_beside_others():
+    images = torch.rand(40, 3, 16, 16, generator=torch.Generator().manual_seed(0))
+    network = Scattering(angles=4)
+    together = network(images)  # several blocks
+    torch.testing.assert_close(together[20:21], network(images[20:21]), rtol=1e-5, atol=1e-7)
+
+
+def test_a_constant_image_has_its_value_and_no_waves():
+    found = Scattering()(torch.full((1, 1, 16, 16), 0.3))
+    torch.testing.assert_close(found[0, 0], torch.full((4, 4), 0.3))
+    assert found[0, 1:].abs().max() < 1e-6
+
+
+def test_a_turned_image_has_turned_coefficients():
+    """A quarter turn is four angles of eight, and mirrors none of the waves' moduli."""
+    image = torch.rand(1, 1, 16, 16, generator=torch.Generator().manual_seed(0))
+    network = Scattering(scales=1)
+    plain, turned = network(image)[0], network(torch.rot90(image, 1, dims=(2, 3)))[0]
+    # Every second pixel is kept, counted from another edge after a turn: what is compared is the mean.
+    before, after = plain[1:].mean(dim=(1, 2)), turned[1:].mean(dim=(1, 2))
+    torch.testing.assert_close(after, before.roll(4), rtol=0.05, atol=1e-3)
+
+
+@pytest.mark.parametrize("scale", [0, 1])
+def test_wavelets_have_no_mean_and_their_frequency(scale):
+    spectrum = torch.fft.fft2(morlet(64, 64, scale, 0, 8))
+    assert spectrum.imag.abs().max() < 1e-9  # so that a product with it is one of real factors
+    assert spectrum[0, 0].abs() < 1e-12
+    highest = divmod(int(spectrum.real.argmax()), 64)
+    assert highest[0] == 0
+    assert abs(2 * math.pi * highest[1] / 64 - 3 * math.pi / 4 / 2**scale) < 0.15
+    assert average(64, scale + 1).sum() == pytest.approx(1)
+
+
+@pytest.mark.parametrize("settings", [{"scales": 0}, {"angles": 0}, {"scales": 1.5}, {"angles": True}])
+def test_what_makes_no_wavelet_is_refused(settings):
+    with pytest.raises(ModelError, match="whole number of at least 1"):
+        Scattering(**settings)
+
+
+def test_an_image_smaller_than_its_reflected_edges_is_refused():
+    with pytest.raises(ModelError, match=r"4 x 32 pixels are too small .* Lower scales"):
+        Scattering()(torch.rand(1, 3, 4, 32))
