@@ -111,11 +111,8 @@ def logger_connector(trainer: pl.Trainer) -> _LoggerConnector:
     return trainer._logger_connector
 
 
-def set_logger_connector(trainer: pl.Trainer, connector: _LoggerConnector | None) -> None:
-    """Replace it; None is one of Lightning's own, with the state of the current one."""
-    if connector is None:
-        connector = object.__new__(_LoggerConnector)
-        connector.__dict__ = trainer._logger_connector.__dict__
+def set_logger_connector(trainer: pl.Trainer, connector: _LoggerConnector) -> None:
+    """Replace it."""
     trainer._logger_connector = connector
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import yaml
 from devices import OneDevice, stand_in_for_a_gpu, trainers_use_it
-from test_configs import RUNS, SHAPES, content, probe_of_small_network, without_download
+from test_configs import RUNS, SHAPES, content, probe_of_small_network, put_images, without_download
 
 from dp_lightning.cli import main
 from dp_lightning.privacy.step import PrivateStep
@@ -24,10 +24,9 @@ def configuration(path, folder):
     np.savez(folder / "s.npz", train_images=images, train_labels=labels, test_images=images, test_labels=labels)
     synthetic = {"path": str(folder / "s.npz"), "num_classes": classes, "eval_batch_size": 2}
     config = copy.deepcopy(content(path))
-    if "probe" in path.stem:
-        config["data"]["init_args"]["images"] = {"class_path": "NpzImages", "init_args": synthetic}
-    else:
-        config["data"] = {"class_path": "NpzImages", "init_args": synthetic}
+    put_images(config, synthetic)
+    if "backbone" in config["data"]["init_args"]:
+        config["data"]["init_args"]["cache"] = str(folder / "features")
     config["trainer"] |= {"max_steps": STEPS, "max_epochs": -1, "limit_val_batches": 0, "accelerator": "cpu"}
     config["trainer"] |= {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False}
     config["trainer"] |= {"default_root_dir": str(folder)}

@@ -203,7 +203,7 @@ def _input_of(module: pl.LightningModule) -> dict[str, Any] | None:
     if not isinstance(prepare, PretrainedInput):
         return None
     return {
-        "size": list(prepare.size),
+        "size": list(prepare.size or ()),
         "scale": prepare.scale.flatten().tolist(),
         "shift": prepare.shift.flatten().tolist(),
     }
@@ -242,10 +242,12 @@ def _onnx(module: nn.Module, channels: int | None, size: int | None) -> bytes:
         raise ConfigurationError(
             "The checkpoint does not say how large its images are. Give --image-size, or --format safetensors."
         )
-    shape = (2, channels) if size == 1 else (2, channels, size, size)
+    example = torch.zeros((2, channels) if size == 1 else (2, channels, size, size))
+    with torch.no_grad():
+        module(example)  # what it makes once for images of this size is a constant of the program
     program = torch.onnx.export(
         module,
-        (torch.zeros(shape),),
+        (example,),
         dynamo=True,
         verbose=False,
         input_names=["images"],

@@ -1,6 +1,6 @@
 """Features of a frozen network, computed once and kept in files, so that only a head is trained on them.
 
-The network must have been trained on public data. Its features of private images are as private as the images: no noise
+The network must have been trained on public data, or on none. Its features of private images are as private as the images: no noise
 protects them, so their files are kept in a folder that only their owner can read.
 
 Anyone who can write to a cache decides what is trained on. An existing cache is used if its folder and files belong to
@@ -10,10 +10,11 @@ network computes now. This detects a file of other features, but not a single ch
 
 import hashlib
 import json
+import math
 import os
 import random
 import stat
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,7 @@ from dp_lightning.datamodules.base import ImageDataModule, Split, require_whole
 from dp_lightning.datamodules.dataset import ImageDataset
 from dp_lightning.errors import DataError
 from dp_lightning.foreign_text import read_text
-from dp_lightning.models.feature_network import FeatureNetwork
+from dp_lightning.models.feature_network import FeatureNetwork, has_weights
 from dp_lightning.models.pretrained import without_weights
 from dp_lightning.privacy.groups import Group
 
@@ -46,35 +47,44 @@ _TOLERANCE = 0.05
 
 
 class _FeatureSet(TensorDataset):
-    """Features and labels, with the person id of each image if the data identifies persons."""
+    """Features, float32 as they are handed out, and labels, with the person id of each image if the data has them."""
 
     groups: Iterable[Group] | None = None
 
+    def __getitem__(self, index: Any) -> tuple[Tensor, ...]:
+        features, label = super().__getitem__(index)
+        return features.float(), label
+
+    def __getitems__(self, indices: Sequence[int]) -> list[tuple[Tensor, ...]]:
+        rows = torch.as_tensor(indices)
+        features, labels = (tensor[rows] for tensor in self.tensors)
+        return list(zip(features.float(), labels, strict=True))
+
 
 class CachedFeatures(lightning.LightningDataModule):
-    """Pooled features of a pretrained timm network instead of the images.
+    """Features of a frozen network instead of the images.
 
-    A batch is (features float32 (n, D), labels (n,)). Images are not augmented, since each has one feature vector. The
-    first run computes the features on its device and writes them to ``cache``; later runs with the same images and the
-    same network read them.
+    A batch is (features, labels (n,)). The pooled features of a pretrained timm network are vectors, float32 (n, D);
+    scattering coefficients, which need no other data, are maps, float32 (n, D, h, w), kept in 16 bits. Images are not
+    augmented, since each has its features once. The first run computes them on its device and writes them to ``cache``;
+    later runs with the same images and the same network read them.
 
     Args:
         images: Where the images come from.
-        backbone: Name in timm's registry, such as ``vit_small_patch16_224.augreg_in21k``.
-        weights: File with its weights; None downloads timm's.
+        backbone: Name in timm's registry, such as ``vit_small_patch16_224.augreg_in21k``, or ``scattering``.
+        weights: File with its weights; None downloads timm's. Scattering has none.
         cache: Folder of the features.
         input_size: Height and width that images are resized to; None uses the network's ``img_size`` if it is set, or
-            else its own size.
+            else its own size. Scattering takes images as they are.
         batch_size: Images per batch while features are computed.
-        backbone_kwargs: Further arguments of the network.
+        backbone_kwargs: Further arguments of the network; ``scales`` (2) and ``angles`` (8) of scattering.
 
     Raises:
         ConfigurationError: ``batch_size`` is not a whole number of at least 1, or the network cannot be built.
         DataError: The cache belongs to other images or to another user, or does not hold the network's features.
     """
 
-    #: A feature vector has no height, and needs no normalisation.
-    image_size = 1
+    #: Features need no normalisation.
     mean, std = (0.0,), (1.0,)
 
     def __init__(
@@ -105,14 +115,14 @@ class CachedFeatures(lightning.LightningDataModule):
             mean=images.mean,
             std=images.std,
         )
-        if weights is None:
+        if weights is None and has_weights(backbone):
             # Its weights are downloaded by prepare_data, after the files of the images were read.
             with torch.device("meta"), without_weights():
                 self._network = self._build()
         else:
             self._network = self._build()
         self.folder = Path(cache) / self._key()
-        #: Features float32 (n, D) and labels int64 (n,).
+        #: Features as they are kept, and labels int64 (n,).
         self._sets: dict[Split, _FeatureSet] = {}
 
     @property
@@ -133,8 +143,18 @@ class CachedFeatures(lightning.LightningDataModule):
 
     @property
     def in_channels(self) -> int:
-        """Length D of a feature vector."""
+        """Length D of a feature vector, or the channels of a map."""
         return self._network.length
+
+    @property
+    def image_size(self) -> int:
+        """Height and width of a map of features; 1 for a vector."""
+        return self._network.map_size(self.images.image_size)
+
+    @property
+    def _shape(self) -> tuple[int, ...]:
+        """Of the features of one image."""
+        return (self.in_channels,) if self.image_size == 1 else (self.in_channels, self.image_size, self.image_size)
 
     @property
     def feature_settings(self) -> dict[str, Any]:
@@ -160,9 +180,11 @@ class CachedFeatures(lightning.LightningDataModule):
     def setup(self, stage: str | None = None) -> None:
         for split, dataset in self._datasets().items():
             if split not in self._sets:
-                pieces = [_read(path, self.in_channels) for path in self._files(split)]
-                rows = (torch.cat([p[name] for p in pieces]) for name in ("features", "labels"))
-                self._sets[split] = _FeatureSet(*rows)
+                features = torch.empty(len(dataset), *self._shape, dtype=self._network.stored_as)
+                for start, path in zip(range(0, len(dataset), _PER_FILE), self._files(split), strict=True):
+                    piece = _read(path, self._shape)  # one after the other: together they may fill the memory
+                    features[start : start + len(piece["features"])] = piece["features"]
+                self._sets[split] = _FeatureSet(features, dataset.labels)
                 self._sets[split].groups = dataset.groups
 
     def train_dataloader(self) -> DataLoader:
@@ -241,7 +263,7 @@ class CachedFeatures(lightning.LightningDataModule):
             )
             # Where there is no terminal, only the line below is printed.
             batches = tqdm(loader, desc=f"Features of the {split} images", unit="batch", disable=None)
-            features = [_features(network, images.to(device)) for images, _ in batches]
+            features = [_features(network, images.to(device)).to(network.stored_as) for images, _ in batches]
             with replacing(path) as file:
                 piece = {"features": torch.cat(features), "labels": dataset.labels[rows.start : rows.stop]}
                 torch.save({**piece, "digest": _digest(piece)}, file)
@@ -253,13 +275,13 @@ class CachedFeatures(lightning.LightningDataModule):
     ) -> None:
         """Refuse a file whose labels differ, or whose features differ for the images that are computed again."""
         _require_own(path, stat.S_ISREG, 0o022)
-        held = _read(path, self.in_channels)
+        held = _read(path, self._shape)
         same = torch.equal(held["labels"], dataset.labels[rows.start : rows.stop])
         if same:
             chosen = random.SystemRandom().sample(rows, min(_COMPUTED_AGAIN, len(rows)))
             images = torch.stack([image for image, _ in dataset.__getitems__(chosen)])
-            features = _features(network, images.to(device))
-            found = held["features"][torch.tensor(chosen) - rows.start]
+            features = _features(network, images.to(device)).flatten(1)
+            found = held["features"][torch.tensor(chosen) - rows.start].flatten(1).float()
             same = bool(((found - features).norm(dim=1) <= _TOLERANCE * features.norm(dim=1) + 1e-6).all())
         if not same:
             raise DataError(
@@ -293,16 +315,16 @@ def _require_own(path: Path, is_kind: Callable[[int], bool], others: int) -> Non
         )
 
 
-def _read(path: Path, length: int) -> dict[str, Tensor]:
-    """Features float32 (n, length) and labels int64 (n,)."""
+def _read(path: Path, shape: tuple[int, ...]) -> dict[str, Tensor]:
+    """Features (n, *shape) and labels int64 (n,)."""
     reason = damage(path)
     if reason is None:
         try:
             found: dict[str, Any] = torch.load(path, weights_only=True)
             if found.pop("digest", None) != _digest(found):
                 reason = "its numbers have changed"
-            elif found["features"].shape != (len(found["labels"]), length) or not found["features"].isfinite().all():
-                reason = f"it does not hold {length} finite numbers for each image"
+            elif found["features"].shape != (len(found["labels"]), *shape) or not found["features"].isfinite().all():
+                reason = f"it does not hold {math.prod(shape)} finite numbers for each image"
             else:
                 return found
         except Exception as error:  # the file may contain anything

@@ -6,6 +6,7 @@ from torch import nn
 
 from dp_lightning.lightning_modules.base import ImageClassifier
 from dp_lightning.models import ResNet, SmallCNN, WideResNet
+from dp_lightning.models.unit_length import UnitLength
 
 
 class WideResNetModule(ImageClassifier):
@@ -92,15 +93,30 @@ class LinearProbeModule(ImageClassifier):
 
     Args:
         num_classes: Number of classes, linked from the data.
-        in_channels: Length D of a feature vector, linked from the data.
-        normalize: Normalise each feature vector to mean 0 and variance 1, so that the length of an example's gradient
-            does not depend on the length of its features.
+        in_channels: Length D of a feature vector, or the channels of a map, linked from the data.
+        image_size: Height and width of a map of features, linked from the data; 1 for a vector.
+        normalize: Normalise the features of each image, so that the length of its gradient does not depend on their
+            length: true to mean 0 and variance 1, ``unit`` to the length 1. With long vectors, such as maps, the
+            first lets every gradient be clipped.
     """
 
-    def __init__(self, num_classes: int, *, in_channels: int, normalize: bool = True) -> None:
-        norm = nn.LayerNorm(in_channels, elementwise_affine=False) if normalize else nn.Identity()
-        head = nn.Linear(in_channels, num_classes)
+    def __init__(
+        self,
+        num_classes: int,
+        *,
+        in_channels: int,
+        image_size: int = 1,
+        normalize: bool | Literal["unit"] = True,
+    ) -> None:
+        length = in_channels * image_size**2
+        head = nn.Linear(length, num_classes)
         nn.init.zeros_(head.weight)
         nn.init.zeros_(head.bias)
-        super().__init__(nn.Sequential(norm, head), num_classes)
+        norm: nn.Module = nn.Identity()
+        if normalize == "unit":
+            norm = UnitLength()
+        elif normalize:
+            norm = nn.LayerNorm(length, elementwise_affine=False)
+        before = norm if image_size == 1 else nn.Sequential(nn.Flatten(), norm)
+        super().__init__(nn.Sequential(before, head), num_classes)
         self.save_hyperparameters()

@@ -1,4 +1,4 @@
-"""A frozen network that computes the features for a linear probe."""
+"""A frozen network that computes features, on which a private layer or a small private network is trained."""
 
 import hashlib
 from collections.abc import Mapping, Sequence
@@ -11,21 +11,29 @@ from torch import Tensor, nn
 from dp_lightning.errors import ConfigurationError
 from dp_lightning.models.pretrained import timm_model
 from dp_lightning.models.pretrained_input import PretrainedInput
+from dp_lightning.models.scattering import ScatteringFeatures
+
+
+#: The backbone that needs no weights: `ScatteringFeatures`.
+SCATTERING = "scattering"
 
 
 class FeatureNetwork(nn.Module):
-    """Pooled features of a pretrained timm network: images (N, C, H, W) of the data module to float32 (N, D).
+    """Features of images (N, C, H, W) of the data module, float32.
 
-    It stays in evaluation mode, and nothing in it is trained.
+    Those of a pretrained timm network are pooled: (N, D). Those of ``scattering`` are maps (N, D, h, w) with D = K C, as
+    of `ScatteringFeatures`, which has no weights and needs no other data; its ``backbone_kwargs`` are ``scales`` and
+    ``angles``. It stays in evaluation mode, and nothing in it is trained.
 
     Args:
         weights: File with its weights; None downloads timm's.
         digest: SHA-256 that this file must have; None accepts any file.
         input_size: Height and width that images are resized to; None uses ``img_size`` of ``backbone_kwargs`` if it is
-            set, or else the network's own size.
+            set, or else the network's own size. Scattering takes images of any size.
 
     Attributes:
         settings: the arguments as plain types, from which the same network can be built again.
+        stored_as: what its features are kept as in files.
 
     Raises:
         ConfigurationError: the network cannot be built, or the file has another digest.
@@ -44,21 +52,32 @@ class FeatureNetwork(nn.Module):
         digest: str | None = None,
     ) -> None:
         super().__init__()
-        self.network: Any = timm_model(
-            backbone, 0, pretrained=weights is None, weights=weights, in_channels=in_channels, **backbone_kwargs
-        )
+        self._scatters = backbone == SCATTERING
+        self.network: Any
+        if self._scatters:
+            self.network = _scattering(weights, backbone_kwargs)
+        else:
+            self.network = timm_model(
+                backbone, 0, pretrained=weights is None, weights=weights, in_channels=in_channels, **backbone_kwargs
+            )
         found = None if weights is None else hashlib.sha256(Path(weights).read_bytes()).hexdigest()
         if digest is not None and digest != found:
             raise ConfigurationError(
                 f"weights {weights} are not those that computed the features of this run. Restore the original file."
             )
-        self.prepare = PretrainedInput.of(
-            self.network,
-            in_channels=in_channels,
-            data_mean=mean,
-            data_std=std,
-            size=input_size or backbone_kwargs.get("img_size"),
-        )
+        if self._scatters:
+            size = None if input_size is None else (input_size, input_size)
+            self.prepare = PretrainedInput(size=size, data_mean=mean, data_std=std, mean=(0.0,), std=(1.0,))
+        else:
+            self.prepare = PretrainedInput.of(
+                self.network,
+                in_channels=in_channels,
+                data_mean=mean,
+                data_std=std,
+                size=input_size or backbone_kwargs.get("img_size"),
+            )
+        # Maps are a hundred times larger, and their numbers lie around 0 and 1.
+        self.stored_as = torch.float16 if self._scatters else torch.float32
         self.settings: dict[str, Any] = {
             "backbone": backbone,
             "weights": weights,
@@ -87,13 +106,21 @@ class FeatureNetwork(nn.Module):
 
     @property
     def length(self) -> int:
-        """D, the length of a feature vector."""
+        """D, the length of a feature vector, or the channels of a map."""
+        if self._scatters:
+            channels: int = self.network.paths * self.settings["in_channels"]
+            return channels
         # Some networks have layers after their features that stay when the classifier is removed.
         return int(getattr(self.network, "head_hidden_size", None) or self.network.num_features)
 
+    def map_size(self, image_size: int) -> int:
+        """Height and width of the features of an image; 1 where they are a vector."""
+        size: int = self.network.size(self.settings["input_size"] or image_size) if self._scatters else 1
+        return size
+
     @property
     def device(self) -> torch.device:
-        return next(self.parameters()).device
+        return self.prepare.scale.device
 
     def train(self, mode: bool = True) -> "FeatureNetwork":
         return super().train(False)
@@ -101,3 +128,18 @@ class FeatureNetwork(nn.Module):
     def forward(self, images: Tensor) -> Tensor:
         features: Tensor = self.network(self.prepare(images))
         return features.to(torch.float32)
+
+
+def has_weights(backbone: str) -> bool:
+    """Whether a backbone's weights come from a file or a download."""
+    return backbone != SCATTERING
+
+
+def _scattering(weights: str | None, settings: dict[str, Any]) -> ScatteringFeatures:
+    if weights is not None:
+        raise ConfigurationError(f"The backbone scattering has no weights. Leave out weights: {weights}.")
+    if others := sorted(settings.keys() - {"scales", "angles"}):
+        raise ConfigurationError(
+            f"The backbone scattering has no setting {', '.join(others)}. Its backbone_kwargs are scales and angles."
+        )
+    return ScatteringFeatures(**settings)

@@ -14,7 +14,7 @@ class PretrainedInput(nn.Module):
     network's m' and s'. Each image is converted separately.
 
     Args:
-        size: height and width for the network; images of another size are resized (bicubic).
+        size: height and width for the network; images of another size are resized (bicubic). None leaves them.
         data_mean, data_std: mean and standard deviation of the data's normalisation, one per channel or one for all.
         mean, std: those of the network's normalisation.
     """
@@ -25,7 +25,7 @@ class PretrainedInput(nn.Module):
     def __init__(
         self,
         *,
-        size: tuple[int, int],
+        size: tuple[int, int] | None,
         data_mean: Sequence[float],
         data_std: Sequence[float],
         mean: Sequence[float],
@@ -62,6 +62,6 @@ class PretrainedInput(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         """(N, C, H, W) to (N, C, *size)."""
-        if images.shape[2:] != self.size:
+        if self.size is not None and images.shape[2:] != self.size:
             images = F.interpolate(images, self.size, mode="bicubic", antialias=True)
         return images * self.scale + self.shift

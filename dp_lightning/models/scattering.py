@@ -65,12 +65,26 @@ class Scattering(nn.Module):
             self._banks[key] = _Bank.of(height, width, self.scales, self.angles, images.device)
         bank = self._banks[key]
         planes = images.reshape(n * channels, height, width).float()
-        found = planes.new_empty(n * channels, self.paths, self.size(height), self.size(width))
-        for start in range(0, n * channels, _TOGETHER):
-            rows = slice(start, start + _TOGETHER)
-            for path, coefficients in enumerate(bank.coefficients(planes[rows])):
-                found[rows, path] = coefficients
+        if torch.compiler.is_compiling():  # a program for any number of images has no blocks
+            found = torch.stack(list(bank.coefficients(planes)), dim=1)
+        else:
+            found = planes.new_empty(n * channels, self.paths, self.size(height), self.size(width))
+            for start in range(0, n * channels, _TOGETHER):
+                rows = slice(start, start + _TOGETHER)
+                for path, coefficients in enumerate(bank.coefficients(planes[rows])):
+                    found[rows, path] = coefficients
         return found.unflatten(0, (n, channels)).transpose(1, 2).flatten(1, 2)
+
+
+class ScatteringFeatures(Scattering):
+    """Those coefficients, for each image and each path with mean 0 and variance 1 over its channels and places.
+
+    Nothing is estimated from the data.
+    """
+
+    def forward(self, images: Tensor) -> Tensor:
+        coefficients = super().forward(images)
+        return F.group_norm(coefficients, self.paths)
 
 
 @dataclass(frozen=True)
@@ -135,7 +149,7 @@ class _Bank:
         """|x * psi| (b, p, q) at resolution j, for each wavelet of size j and x at resolution r; not to be kept."""
         p, q = (side // 2**j for side in self.size)
         parts = torch.view_as_real(_parts(spectra, 2 ** (j - r))).flatten(2)
-        product = parts.new_empty(len(parts), 2 * p * q)
+        product = parts.new_empty(parts.shape[0], 2 * p * q)  # len() would fix it in a program
         field = torch.empty_like(torch.view_as_complex(product.view(-1, p, q, 2)))
         for filters in self.wavelets[r, j]:
             torch.mul(parts[:, 0], filters[0], out=product)

@@ -2,8 +2,8 @@
 
 Lightning shows what is logged to every hook, callback and schedule: ``trainer.callback_metrics``, ``logged_metrics``
 and ``progress_bar_metrics``. A learning rate that depends on a training loss is not a function of the releases. During
-a private fit, objects that refuse every use stand in the place of these numbers. A progress bar reads the numbers
-themselves, while its ``get_metrics`` runs.
+a private fit, until its last hook has run, objects that refuse every use stand in the place of these numbers. A
+progress bar reads the numbers themselves, while its ``get_metrics`` runs.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -11,8 +11,7 @@ from typing import Any, NoReturn
 
 import lightning.pytorch as pl
 import numpy as np
-from lightning.fabric.utilities.apply_func import convert_tensors_to_scalars
-from lightning.pytorch.callbacks import ProgressBar
+from lightning.pytorch.callbacks import LearningRateMonitor, ProgressBar
 from torch import Tensor
 
 from dp_lightning.errors import ModelError
@@ -74,15 +73,15 @@ class _Shown(dict[str, Any]):
 
     Args:
         kept: where the trainer has them.
-        is_public: of a value that is put there by hand, such as a learning rate.
+        is_public: of a name and a value that are put there by hand, such as a learning rate.
     """
 
-    def __init__(self, kept: dict[str, Any], is_public: Callable[[Any], bool]) -> None:
+    def __init__(self, kept: dict[str, Any], is_public: Callable[[str, Any], bool]) -> None:
         super().__init__(kept)
         self._kept, self._is_public = kept, is_public
 
     def __setitem__(self, name: str, value: Any) -> None:
-        self._kept[name] = value if self._is_public(value) else Withheld(name, value)
+        self._kept[name] = value if self._is_public(name, value) else Withheld(name, value)
         super().__setitem__(name, self._kept[name])
 
     def update(self, *others: Any, **more: Any) -> None:
@@ -103,34 +102,59 @@ class _Shown(dict[str, Any]):
 
 
 class WithholdingConnector(LoggerConnector):
-    """Stands in the place of a trainer's connector to its loggers, and shares its state."""
+    """Stands in the place of a trainer's connector to its loggers, and shares its state.
+
+    Attributes:
+        withholds: from the start of a private fit to that of the trainer's next run.
+    """
 
     def __init__(self, connector: Any) -> None:
         self.__dict__ = connector.__dict__
+        self.withholds = True
+
+    def reset_metrics(self) -> None:
+        self.withholds = self.withholds and self.trainer.sanity_checking  # else another run begins
+        super().reset_metrics()
+
+    @property
+    def _is_open(self) -> bool:
+        """A trainer has no stage once the last hook of the fit has run."""
+        return not self.withholds or self.trainer.state.stage is None
 
     @property
     def metrics(self) -> Any:
-        if training_is_logged(self.trainer):
+        if not self._is_open and training_is_logged(self.trainer):
             return {kind: _withheld(values) for kind, values in self.metrics_of_training.items()}
         return super().metrics
 
     @property
-    def callback_metrics(self) -> _Shown:
-        return _Shown(super().callback_metrics, self._is_setting)
+    def callback_metrics(self) -> Any:
+        return self._shown(super().callback_metrics, _given_back)
 
     @property
-    def logged_metrics(self) -> _Shown:
-        return _Shown(super().logged_metrics, self._is_setting)
+    def logged_metrics(self) -> Any:
+        return self._shown(super().logged_metrics, _given_back)
 
     @property
-    def progress_bar_metrics(self) -> _Shown:
-        return _Shown(super().progress_bar_metrics, self._is_setting)
+    def progress_bar_metrics(self) -> Any:
+        return self._shown(super().progress_bar_metrics, _shown_in_bar)
 
-    def _is_setting(self, value: Any) -> bool:
-        """Whether a number is one of the optimizer's, as LearningRateMonitor shows them."""
+    def _shown(self, kept: dict[str, Any], given_back: Callable[[dict[str, Any]], dict[str, Any]]) -> dict[str, Any]:
+        if not self._is_open:
+            return _Shown(kept, self._is_setting)
+        kept.update(given_back(kept))
+        return kept
+
+    def _is_setting(self, name: str, value: Any) -> bool:
+        """Whether a LearningRateMonitor shows a number of the optimizer's under its own name."""
         if isinstance(value, Withheld):
             return True
         if not isinstance(value, float | int | Tensor) or (isinstance(value, Tensor) and value.numel() != 1):
+            return False
+        callbacks: list[pl.Callback] = self.trainer.callbacks  # type: ignore[attr-defined]
+        monitors = [callback for callback in callbacks if isinstance(callback, LearningRateMonitor)]
+        shown = ({*m.lrs, *m.last_momentum_values, *m.last_weight_decay_values} for m in monitors)
+        if not any(name in names for names in shown):
             return False
         groups = [group for optimizer in self.trainer.optimizers for group in optimizer.param_groups]
         settings = [setting for group in groups for setting in group.values() if isinstance(setting, float | int)]
@@ -170,9 +194,11 @@ class _GetMetrics:
 
 
 def withhold(trainer: pl.Trainer) -> None:
-    """Withhold what is logged while training from hooks, callbacks and schedules."""
+    """Withhold what is logged while training from hooks, callbacks and schedules, until the fit is over."""
     if not isinstance(connector := logger_connector(trainer), WithholdingConnector):
         set_logger_connector(trainer, WithholdingConnector(connector))
+    else:
+        connector.withholds = True
     for progress_bar, own in _progress_bars(trainer):
         if not isinstance(own.get("get_metrics"), _GetMetrics):
             before = {name: own[name] for name in ("get_metrics",) if name in own}
@@ -180,16 +206,10 @@ def withhold(trainer: pl.Trainer) -> None:
 
 
 def give_back(trainer: pl.Trainer) -> None:
-    """Undo `withhold` when the fit is over."""
+    """Let progress bars be as they were. The numbers can be read once the last hook has run."""
     for _, own in _progress_bars(trainer):
         if isinstance(own.get("get_metrics"), _GetMetrics):
             own.update(own.pop("get_metrics").before)
-    if isinstance(connector := logger_connector(trainer), WithholdingConnector):
-        set_logger_connector(trainer, None)
-        of_callbacks, logged, of_bar = connector.kept
-        of_callbacks.update(_given_back(of_callbacks))
-        logged.update(_given_back(logged))
-        of_bar.update(_shown_in_bar(of_bar))
 
 
 def public_numbers(trainer: pl.Trainer) -> dict[str, float]:
@@ -214,5 +234,7 @@ def _given_back(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def _shown_in_bar(values: Mapping[str, Any]) -> dict[str, Any]:
     """The numbers, which stay on their device until a progress bar asks for them."""
-    numbers: dict[str, Any] = convert_tensors_to_scalars(_given_back(values))
-    return numbers
+    return {
+        name: value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
+        for name, value in _given_back(values).items()
+    }

@@ -16,6 +16,7 @@ from dp_lightning.commands.verify import verify
 from dp_lightning.datamodules import Digits
 from dp_lightning.errors import ConfigurationError, DataError, ModelError
 from dp_lightning.lightning_modules import LinearProbeModule, SmallCNNModule
+from dp_lightning.models.feature_network import FeatureNetwork
 from dp_lightning.privacy.exported import statement_of
 from dp_lightning.privacy.statement import STATEMENT
 from dp_lightning.private_run.resume import PRIVATE_RUN, SavedRun
@@ -98,6 +99,25 @@ def test_both_files_hold_the_chosen_weights(trained, tmp_path, weights):
     assert facts["weights"] == weights
     assert facts["settings"]["mean"] == [0.305]
     assert any((average[name] - saved["state_dict"][name]).abs().max() > 1e-3 for name in average)
+
+
+def test_a_layer_on_scattering_coefficients_is_exported_with_them(tmp_path):
+    images = ["--data", "CachedFeatures", "--data.images", "Digits", "--data.backbone", "scattering"]
+    images += ["--data.backbone_kwargs", "{angles: 2}", "--data.cache", str(tmp_path / "cache")]
+    run = tmp_path / "run"
+    fit(run, *images, "--model", "LinearProbeModule", "--model.normalize", "unit", "--trainer.max_steps", "2")
+    assert export("--ckpt-path", checkpoint_of(run), "--out", tmp_path / "out") == 0
+    module = LinearProbeModule(10, in_channels=9, image_size=2, normalize="unit")
+    module.load_state_dict(torch.load(checkpoint_of(run), weights_only=True)["state_dict"])
+    assert module.model[1].weight.abs().max() > 0
+    pixels = digits()
+    settings = {"weights": None, "input_size": None, "backbone_kwargs": {"angles": 2}, "in_channels": 1}
+    network = FeatureNetwork("scattering", **settings, mean=Digits().mean, std=Digits().std)
+    expected = module.eval()(network(pixels)).detach()
+    session = onnxruntime.InferenceSession(tmp_path / "out" / "model.onnx")
+    for part in (pixels, pixels[:1]):
+        (logits,) = session.run(None, {"images": part.numpy()})
+        np.testing.assert_allclose(logits, expected[: len(part)], rtol=1e-3, atol=1e-4)
 
 
 def test_averaged_weights_are_taken_where_there_are_any(trained, tmp_path):

@@ -13,9 +13,10 @@ from PIL import Image
 from dp_lightning.cli import main
 from dp_lightning.datamodules import CIFAR10, CachedFeatures, Digits, ImageFolder, NpzImages, features
 from dp_lightning.datamodules.file_source import FileSource
-from dp_lightning.errors import ConfigurationError, DataError
+from dp_lightning.errors import ConfigurationError, DataError, ModelError
 from dp_lightning.lightning_modules import LinearProbeModule
 from dp_lightning.models import pretrained
+from dp_lightning.models.scattering import Scattering
 
 BACKBONE = "test_efficientnet_gn"
 
@@ -232,6 +233,56 @@ def test_normalised_features_have_one_length():
     torch.testing.assert_close(normalised.norm(dim=1), torch.full((5,), 8.0), rtol=2e-2, atol=0)
     assert sum(p.numel() for p in module.parameters()) == 64 * 3 + 3
     assert isinstance(LinearProbeModule(3, in_channels=64, normalize=False).model[0], torch.nn.Identity)
+
+
+def scattered(folder, **kwargs):
+    data = CachedFeatures(
+        arrays(folder), "scattering", cache=str(folder / "cache"), backbone_kwargs={"angles": 2}, **kwargs
+    )
+    data.prepare_data()
+    data.setup("fit")
+    return data
+
+
+def test_scattering_needs_no_weights_and_keeps_maps_in_16_bits(tmp_path, few_per_file):
+    data = scattered(tmp_path)
+    images = data.images
+    paths = 1 + 2 * 2 + 4
+    assert (data.in_channels, data.image_size) == (3 * paths, 3)
+    pixels = torch.stack([image for image, _ in images.train_dataset]) * 0.3 + 0.4
+    expected = torch.nn.functional.group_norm(Scattering(angles=2)(pixels), paths)
+    kept = data._sets["train"].tensors[0]
+    assert kept.dtype == torch.float16
+    assert kept.shape == expected.shape
+    torch.testing.assert_close(kept.float(), expected, rtol=1e-3, atol=1e-3)
+    features_of, labels = next(iter(data.test_dataloader()))
+    assert features_of.dtype == torch.float32
+    assert features_of.shape == (10, 3 * paths, 3, 3)
+    assert torch.equal(labels, images.test_dataset.labels)
+    assert torch.equal(data._sets["train"][3][0], data._sets["train"].__getitems__([1, 3])[1][0])
+    again = scattered(tmp_path)
+    assert torch.equal(again._sets["train"].tensors[0], kept)
+
+
+def test_scattering_takes_images_of_another_size_when_told(tmp_path):
+    assert scattered(tmp_path, input_size=20).image_size == 5
+
+
+def test_settings_of_other_networks_are_refused_for_scattering(tmp_path, weights):
+    with pytest.raises(ConfigurationError, match="scattering has no weights"):
+        CachedFeatures(arrays(tmp_path), "scattering", weights=weights)
+    with pytest.raises(ConfigurationError, match=r"no setting img_size.*scales and angles"):
+        CachedFeatures(arrays(tmp_path), "scattering", backbone_kwargs={"img_size": 32})
+    with pytest.raises(ModelError, match="scales of scattering must be a whole number"):
+        CachedFeatures(arrays(tmp_path), "scattering", backbone_kwargs={"scales": 0})
+
+
+def test_a_layer_on_maps_takes_them_at_the_length_one():
+    maps = torch.randn(5, 6, 4, 4) * torch.logspace(-1, 2, 5).view(-1, 1, 1, 1)
+    module = LinearProbeModule(3, in_channels=6, image_size=4, normalize="unit")
+    assert module(maps).shape == (5, 3)
+    torch.testing.assert_close(module.model[0](maps).norm(dim=1), torch.ones(5))
+    assert module.model[0](torch.zeros(1, 6, 4, 4)).abs().max() == 0
 
 
 def test_a_private_probe_from_the_command_line(tmp_path, weights):

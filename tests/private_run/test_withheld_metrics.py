@@ -1,5 +1,6 @@
 """Numbers logged while training reach loggers and the progress bar; other code cannot follow them."""
 
+import contextlib
 import copy
 import csv
 import math
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from lightning.pytorch.callbacks import (
+    Callback,
     EarlyStopping,
     LearningRateMonitor,
     ModelCheckpoint,
@@ -272,6 +274,81 @@ def test_a_number_that_is_shown_by_hand_is_followed_by_nothing(tmp_path, followe
     with pytest.raises(ModelError, match="the logged value 'mine'"):
         run.fit(ByHand(), loader())
     assert not [path for path in tmp_path.rglob("*.ckpt") if "mine" in path.name]
+
+
+class Flag(Logs):
+    """Puts a number that it computes from examples where a setting of the optimizer has the same value."""
+
+    def on_train_epoch_end(self):
+        self.trainer.callback_metrics["low"] = torch.tensor(float(self.trainer.current_epoch > 0)) * 0.5
+
+
+def test_a_number_with_the_value_of_a_setting_is_withheld_too(tmp_path):
+    """The learning rate is 0.5, and many settings are 0."""
+    keeps = {"logger": Keeps(), "log_every_n_steps": 1}
+    stops = EarlyStopping("low", check_on_train_epoch_end=True)
+    with pytest.raises(ModelError, match="the logged value 'low'"):
+        trainer(tmp_path, privacy(), LearningRateMonitor("step"), stops, max_epochs=2, **keeps).fit(Flag(), loader())
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_a_fit_that_ends_by_an_error_saves_nothing_by_its_losses(tmp_path, error):
+    class Fails(Logs):
+        def on_train_batch_end(self, *args):
+            if self.trainer.global_step == 2:
+                raise error
+
+    named = ModelCheckpoint(tmp_path, filename="{epoch}-{train_loss_step:.8f}", save_on_exception=True)
+    run = trainer(tmp_path, privacy(), named, enable_checkpointing=True)
+    with pytest.raises((ModelError, SystemExit)):
+        run.fit(Fails(), loader())
+    assert not list(tmp_path.rglob("*train_loss*"))
+
+
+@pytest.mark.parametrize("hook", ["on_fit_end", "teardown", "on_exception"])
+def test_the_last_hooks_of_a_fit_read_no_number(tmp_path, hook):
+    seen = []
+
+    class Ends(Callback):
+        pass
+
+    setattr(Ends, hook, lambda self, run, *args, **kwargs: seen.append(type(run.callback_metrics["train_loss"])))
+
+    class Fails(Logs):
+        def on_train_epoch_end(self):
+            if hook == "on_exception":
+                raise RuntimeError("later")
+
+    run = trainer(tmp_path, privacy(), Ends(), max_epochs=1)
+    with contextlib.suppress(RuntimeError):
+        run.fit(Fails(), loader())
+    assert seen == [Withheld]
+    assert float(run.callback_metrics["train_loss_step"]) > 0
+
+
+def test_a_run_after_the_fit_has_its_numbers(tmp_path):
+    run = trainer(tmp_path, privacy(), max_epochs=1)
+    run.fit(Logs(), loader())
+    shown = []
+
+    class Reads(Logs):
+        def on_validation_end(self):
+            self.trainer.callback_metrics["mine"] = torch.tensor(2.0)
+            shown.append(float(self.trainer.callback_metrics["val_loss"]))
+
+    run.validate(Reads(), loader())
+    assert shown[0] > 0
+    assert run.callback_metrics["mine"] == 2.0
+
+
+def test_several_numbers_that_are_put_by_hand_harm_no_fit(tmp_path):
+    class Puts(Logs):
+        def on_train_epoch_end(self):
+            self.trainer.progress_bar_metrics["each"] = torch.ones(3)
+
+    run = trainer(tmp_path, privacy(), max_epochs=1)
+    run.fit(Puts(), loader())
+    assert run.progress_bar_metrics["each"].tolist() == [1.0, 1.0, 1.0]
 
 
 def test_after_the_fit_a_number_that_was_shown_by_hand_can_be_read(tmp_path):
