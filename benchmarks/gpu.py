@@ -7,10 +7,13 @@ ended is not run again, so that an interrupted run goes on where it stopped; ``-
 """
 
 import argparse
+import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -109,43 +112,55 @@ def parts(options: argparse.Namespace) -> list[Part]:
     return [*found, *([] if small else [epoch("wrn28-10")])]
 
 
-def run(part: Part, out: Path, *, left: float) -> dict[str, Any]:
-    """Run a part, or read what it said before."""
+def earlier(part: Part, machine: str, out: Path) -> dict[str, Any] | None:
+    """What the same command has said before on the same machine, on any day."""
     file = out / f"{part.name}.json"
-    if file.exists():
-        earlier: dict[str, Any] = json.loads(file.read_text())
-        if earlier["state"] == "ended":
-            return earlier
+    if not file.exists():
+        return None
+    found: dict[str, Any] = json.loads(file.read_text())
+    without_date = str(found.get("machine")).rpartition(",")[0]
+    same = without_date == machine.rpartition(",")[0] and found.get("command") == list(part.command)
+    return found if same else None
+
+
+def run(part: Part, machine: str, out: Path, *, left: float) -> dict[str, Any]:
+    """Run a part, or read what it said before."""
+    if (before := earlier(part, machine, out)) is not None and before["state"] == "ended":
+        return before
     limit = min(60 * part.minutes, left)
     if limit < 20:
         return {"state": "was not run: no time was left", "printed": ""}
     start = time.monotonic()
-    print(f"{part.title}: at most {limit / 60:.0f} min", flush=True)
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]).strip(os.pathsep),
-    }
-    try:
-        done = subprocess.run(
-            [sys.executable, *part.command],
-            cwd=ROOT,
-            env=environment,
-            timeout=limit,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            check=False,
-        )
-        printed, state = done.stdout, "ended" if done.returncode == 0 else f"failed with exit status {done.returncode}"
-    except subprocess.TimeoutExpired as error:
-        printed = (
-            (error.stdout or b"").decode(errors="replace") if isinstance(error.stdout, bytes) else error.stdout or ""
-        )
-        state = f"was stopped after {limit / 60:.0f} min"
-    result = {"state": state, "seconds": round(time.monotonic() - start, 1), "printed": printed}
-    file.write_text(json.dumps(result, indent=1))
-    print(f"  {state}, {result['seconds']:.0f} s", flush=True)
+    print(f"{part.title}: at most {limit:.0f} s", flush=True)
+    printed, code = output_of([sys.executable, *part.command], limit)
+    state = "ended" if code == 0 else f"failed with exit status {code}"
+    if code is None:
+        state = f"was stopped after {limit:.0f} s"
+    seconds = round(time.monotonic() - start, 1)
+    result = {"state": state, "seconds": seconds, "printed": printed, "machine": machine, "command": list(part.command)}
+    (out / f"{part.name}.json").write_text(json.dumps(result, indent=1))
+    print(f"  {state}, {seconds:.0f} s", flush=True)
     return result
+
+
+def output_of(command: Sequence[str], limit: float) -> tuple[str, int | None]:
+    """What a command prints, and its exit status; None where it was stopped, with all that it had started."""
+    paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    with tempfile.TemporaryFile("w+") as printed:
+        process = subprocess.Popen(
+            command, cwd=ROOT, env=environment, stdout=printed, stderr=subprocess.STDOUT, start_new_session=True
+        )
+        try:
+            code: int | None = process.wait(limit)
+        except subprocess.TimeoutExpired:
+            code = None
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # the next part has the machine for itself
+            process.wait()
+        printed.seek(0)
+        return printed.read(), code
 
 
 def page(machine: str, results: dict[str, tuple[Part, dict[str, Any]]]) -> str:
@@ -181,14 +196,20 @@ def _relative(word: str) -> str:
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """The options of the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=ROOT / "runs" / "gpu", help="a folder for what each part prints")
-    parser.add_argument("--page", type=Path, default=ROOT / "docs" / "performance_gpu.md", help="the page to write")
+    parser.add_argument("--out", type=Path, help="a folder for what each part prints (runs/gpu, or runs/gpu_rehearsal)")
+    parser.add_argument("--page", type=Path, help="the page to write (docs/performance_gpu.md, or a file in --out)")
     parser.add_argument("--limit", type=float, default=40, help="minutes for all parts together (default 40)")
     parser.add_argument("--only", nargs="+", metavar="PART", help="run only these parts, by the names of their files")
     parser.add_argument("--again", action="store_true", help="run also the parts that have ended before")
     parser.add_argument("--plan", action="store_true", help="write the page with the commands alone, and run nothing")
     parser.add_argument("--rehearse", action="store_true", help="on a CPU, with a small network and sizes")
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    # A rehearsal's figures are never taken for those of a GPU.
+    options.out = options.out or ROOT / "runs" / ("gpu_rehearsal" if options.rehearse else "gpu")
+    options.page = options.page or (
+        options.out / "page.md" if options.rehearse else ROOT / "docs" / "performance_gpu.md"
+    )
+    return options
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -197,33 +218,37 @@ def main(arguments: Sequence[str] | None = None) -> None:
     from step import hardware
 
     options = parse(arguments)
+    all_parts = parts(options)
+    names = [part.name for part in all_parts]
+    if unknown := sorted(set(options.only or ()) - set(names)):
+        sys.exit(f"There is no part {', '.join(unknown)}. The parts are {', '.join(names)}.")
+    not_run: dict[str, Any] = {"state": "was not run yet", "printed": ""}
     if options.plan:
-        nothing: dict[str, Any] = {"state": "was not run yet", "printed": ""}
-        options.page.write_text(page("No GPU", {part.name: (part, nothing) for part in parts(options)}))
+        options.page.write_text(page("No GPU", {part.name: (part, not_run) for part in all_parts}))
         return
     if not torch.cuda.is_available() and not options.rehearse:
-        sys.exit("There is no GPU here that torch can use. Rehearse on the CPU: add --rehearse --page /tmp/page.md")
-    chosen = parts(options)
-    if options.only and (unknown := sorted(set(options.only) - {part.name for part in chosen})):
-        sys.exit(f"There is no part {', '.join(unknown)}. The parts are {', '.join(part.name for part in chosen)}.")
-    options.out.mkdir(parents=True, exist_ok=True)
+        sys.exit("There is no GPU here that torch can use. Rehearse on the CPU: add --rehearse")
+    chosen = [part for part in all_parts if not options.only or part.name in options.only]
+    for folder in (options.out, options.page.parent):
+        folder.mkdir(parents=True, exist_ok=True)
     if options.again:
         for part in chosen:
             (options.out / f"{part.name}.json").unlink(missing_ok=True)
     end = time.monotonic() + 60 * options.limit
     machine = hardware("cuda" if torch.cuda.is_available() else "cpu", torch.get_num_threads())
-    results: dict[str, tuple[Part, dict[str, Any]]] = {}
+    results = {part.name: (part, earlier(part, machine, options.out) or not_run) for part in all_parts}
     for part in chosen:
-        if options.only and part.name not in options.only:
-            continue
-        results[part.name] = part, run(part, options.out, left=end - time.monotonic())
+        results[part.name] = part, run(part, machine, options.out, left=end - time.monotonic())
         # After each part, so that an interruption loses nothing.
         options.page.write_text(page(machine, results))
     print(f"\n{options.page}")
-    failed = [name for name, (_, result) in results.items() if result["state"] != "ended"]
+    failed = [part.name for part in chosen if results[part.name][1]["state"] != "ended"]
     if failed:
         sys.exit(f"Not all parts ended: {', '.join(failed)}. What they printed is in {options.out}.")
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except KeyboardInterrupt:
+        sys.exit("Interrupted. The same command goes on with the part that was running.")

@@ -233,8 +233,8 @@ def test_parts_for_a_gpu_run_on_a_cpu_too(gpu, monkeypatch, tmp_path, warm_pytho
     page, only = tmp_path / "page.md", ("tests", "epoch_wrn16-4", "noise")
     gpu.main(["--rehearse", "--out", str(tmp_path / "out"), "--page", str(page), "--only", *only])
     shown = page.read_text()
-    assert shown.count("\n## ") == len(only)
-    assert "This part" not in shown
+    assert shown.count("\n## ") - shown.count("This part was not run yet.") == len(only)
+    assert shown.count("This part") == shown.count("This part was not run yet.")
     assert "skipped" in shown
     assert "| 16 | 1 |" in shown
     assert "| 0.1 |" in shown
@@ -256,20 +256,20 @@ def test_the_commands_for_a_gpu_have_settings_that_exist(gpu, step, more):
 def test_a_run_for_a_gpu_goes_on_keeps_to_its_limit_and_says_what_failed(gpu, monkeypatch, tmp_path):
     ran = []
 
-    def run(command, *, timeout, **options):
+    def output_of(command, limit):
         name = Path(command[1]).stem
         ran.append(name)
         if name == "noise":
-            raise subprocess.TimeoutExpired(command, timeout, output=b"| half | a table |")
-        return SimpleNamespace(stdout=f"progress\n| {name} |\n| --- |", returncode=int(name == "ranks"))
+            return "| half | a table |", None
+        return f"progress\n| {name} |\n| --- |", int(name == "ranks")
 
-    monkeypatch.setattr(gpu.subprocess, "run", run)
+    monkeypatch.setattr(gpu, "output_of", output_of)
     page = tmp_path / "page.md"
     arguments = ["--rehearse", "--out", str(tmp_path / "out"), "--page", str(page)]
     with pytest.raises(SystemExit, match="Not all parts ended: noise, ranks"):
         gpu.main(arguments)
     shown = page.read_text()
-    assert "This part was stopped after 2 min." in shown
+    assert "This part was stopped after 120 s." in shown
     assert "| half | a table |" in shown
     assert "This part failed with exit status 1." in shown
     assert "progress" not in shown
@@ -284,6 +284,38 @@ def test_a_run_for_a_gpu_goes_on_keeps_to_its_limit_and_says_what_failed(gpu, mo
     assert page.read_text().count("This part was not run: no time was left.") == shown.count("\n## ")
     with pytest.raises(SystemExit, match=r"There is no part nois\. The parts are tests, step_4"):
         gpu.main([*arguments, "--only", "nois"])
+
+
+def test_what_a_part_has_said_is_of_its_machine_and_its_command(gpu, monkeypatch, tmp_path):
+    said = ["| a |"]
+    monkeypatch.setattr(gpu, "output_of", lambda command, limit: (said[0], 0))
+    page = tmp_path / "page.md"
+    arguments = ["--rehearse", "--out", str(tmp_path), "--page", str(page)]
+    gpu.main(arguments)
+    assert page.read_text().count("| a |") == page.read_text().count("\n## ")
+    said[0] = "| b |"
+    gpu.main([*arguments, "--again", "--only", "noise"])  # the others stay, in their files and on the page
+    assert page.read_text().count("| b |") == 1
+    assert page.read_text().count("| a |") == page.read_text().count("\n## ") - 1
+    said[0] = "| c |"
+    monkeypatch.setattr("step.hardware", lambda device, threads: "another machine, torch 2.14, 2026-01-01")
+    gpu.main([*arguments, "--only", "noise"])
+    assert page.read_text().count("| c |") == 1
+    assert "| a |" not in page.read_text()
+
+
+def test_a_rehearsal_is_kept_apart_from_the_figures(gpu):
+    real, rehearsal = gpu.parse([]), gpu.parse(["--rehearse"])
+    assert real.page.name == "performance_gpu.md"
+    assert rehearsal.out != real.out
+    assert rehearsal.page.parent == rehearsal.out
+
+
+def test_a_part_that_is_stopped_leaves_no_process(gpu, tmp_path):
+    starts = "import subprocess, time; subprocess.Popen(['sleep', '321.5']); print('half', flush=True); time.sleep(60)"
+    printed, code = gpu.output_of([sys.executable, "-c", starts], 3)
+    assert (printed, code) == ("half\n", None)
+    assert subprocess.run(["pgrep", "-f", "sleep 321.5"], capture_output=True, check=False).returncode == 1
 
 
 def test_the_page_of_a_gpu_has_the_commands_of_all_parts(gpu, tmp_path):

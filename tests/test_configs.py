@@ -113,7 +113,7 @@ def probe_of_small_network(folder):
 def put_images(config, settings):
     """Let a run train on the images of a file, or on their features."""
     images = {"class_path": "NpzImages", "init_args": settings}
-    if "backbone" in config["data"]["init_args"]:
+    if config["data"]["class_path"] == "CachedFeatures":
         config["data"]["init_args"]["images"] = images
     else:
         config["data"] = images
@@ -135,7 +135,7 @@ def two_steps_on_synthetic_images(path, tmp_path):
     config = copy.deepcopy(content(path))
     synthetic = {"path": str(tmp_path / "synthetic.npz"), "num_classes": classes, "eval_batch_size": 2}
     put_images(config, synthetic)
-    if "backbone" in config["data"]["init_args"]:
+    if config["data"]["class_path"] == "CachedFeatures":
         config["data"]["init_args"]["cache"] = str(tmp_path / "features")
     config["trainer"] |= {"max_steps": 2, "max_epochs": -1, "check_val_every_n_epoch": 1, "accelerator": "cpu"}
     config["trainer"] |= {"logger": False, "enable_progress_bar": False, "default_root_dir": str(tmp_path)}

@@ -4,9 +4,15 @@ import copy
 
 import numpy as np
 import pytest
+import torch
 import yaml
 from devices import OneDevice, stand_in_for_a_gpu, trainers_use_it
+from plain_run import Plain, privacy, trainer
 from test_configs import RUNS, SHAPES, content, probe_of_small_network, put_images, without_download
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+from torchmetrics import MeanMetric, MetricCollection
+from torchmetrics.classification import MulticlassAccuracy
 
 from dp_lightning.cli import main
 from dp_lightning.privacy.step import PrivateStep
@@ -25,7 +31,7 @@ def configuration(path, folder):
     synthetic = {"path": str(folder / "s.npz"), "num_classes": classes, "eval_batch_size": 2}
     config = copy.deepcopy(content(path))
     put_images(config, synthetic)
-    if "backbone" in config["data"]["init_args"]:
+    if config["data"]["class_path"] == "CachedFeatures":
         config["data"]["init_args"]["cache"] = str(folder / "features")
     config["trainer"] |= {"max_steps": STEPS, "max_epochs": -1, "limit_val_batches": 0, "accelerator": "cpu"}
     config["trainer"] |= {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False}
@@ -36,26 +42,89 @@ def configuration(path, folder):
     return config
 
 
+class Walk:
+    """A fit on the device, and how often it waited for it.
+
+    Attributes:
+        batches: number of physical batches.
+        on_purpose: the reads at one place, of each step.
+        others: where else in a step a number was read, or a tensor was sent by a copy that waits.
+    """
+
+    def __init__(self, monkeypatch, fit):
+        self.batches, self.on_purpose = 0, []
+        made = stand_in_for_a_gpu(monkeypatch)
+        accumulate, release, before = PrivateStep.accumulate, PrivateStep.release, []
+
+        def counted(step, batch):
+            if batch.place.piece == 0:
+                before.append(len(made))
+            self.batches += 1
+            accumulate(step, batch)
+            assert len(made) == before[-1]  # none in a physical batch
+
+        def released(step, **options):
+            assert len(made) == before[-1]  # nor after it
+            stopping = release(step, **options)
+            self.on_purpose.append(len(made) - before[-1])
+            return stopping
+
+        monkeypatch.setattr(PrivateStep, "accumulate", counted)
+        monkeypatch.setattr(PrivateStep, "release", released)
+        device = OneDevice()
+        with trainers_use_it(monkeypatch), device:
+            fit()
+        loop = "training_epoch_loop.py"
+        self.others = [
+            " < ".join(frame.rpartition("/")[2] for frame in reversed(place[-16:]) if "lightning" in frame)
+            for place in (*device.reads, *device.waits_for_copies)
+            if any(loop in frame and frame.endswith(" advance") for frame in place)
+        ]
+
+
 @pytest.mark.parametrize("path", RUNS, ids=lambda path: path.stem)
 def test_every_run_stays_on_its_device_and_waits_once_for_each_step(path, tmp_path, monkeypatch):
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(configuration(path, tmp_path)))
     probe = probe_of_small_network(tmp_path) if "probe" in path.stem else []
-    batches, accumulate = [], PrivateStep.accumulate
-    monkeypatch.setattr(PrivateStep, "accumulate", lambda step, batch: batches.append(batch) or accumulate(step, batch))
-    on_purpose = stand_in_for_a_gpu(monkeypatch)
-    releases, release = [], PrivateStep.release
+    line = ["fit", "--config", str(tmp_path / "run.yaml"), *without_download(path), *probe]
+    walk = Walk(monkeypatch, lambda: main(line))
+    assert walk.batches == 2 * STEPS
+    assert walk.on_purpose == [1] * STEPS
+    assert walk.others == []
 
-    def counted_release(step, **options):
-        before = len(on_purpose)
-        stopping = release(step, **options)
-        releases.append(len(on_purpose) - before)
-        return stopping
 
-    monkeypatch.setattr(PrivateStep, "release", counted_release)
-    device = OneDevice()
-    with trainers_use_it(monkeypatch), device:
-        main(["fit", "--config", str(tmp_path / "run.yaml"), *without_download(path), *probe])
-    assert len(batches) == 2 * STEPS
-    assert releases == [1] * STEPS
-    loop = "training_epoch_loop.py"
-    assert [read for read in device.reads if any(loop in frame and frame.endswith(" advance") for frame in read)] == []
+class Logs(Plain):
+    """Logs what can be logged; its metrics do not look at what they are given."""
+
+    def __init__(self):
+        super().__init__()
+        settings = {"num_classes": 3, "average": "micro", "validate_args": False}
+        self.mean, self.accuracy = MeanMetric(nan_strategy="disable"), MulticlassAccuracy(**settings)
+        self.scores = MetricCollection({"micro": MulticlassAccuracy(**settings)})
+        self.called = MulticlassAccuracy(**settings)
+
+    def training_step(self, batch, batch_idx):
+        logits = self.net(batch[0])
+        loss = F.cross_entropy(logits, batch[1])
+        self.log("loss", loss, prog_bar=True, on_step=True, on_epoch=True)
+        self.log("number", 2.5)
+        self.log("tensor", torch.tensor(2.5))
+        self.log("result", self.accuracy(logits, batch[1]))
+        self.mean.update(loss)
+        self.log("metric", self.mean)
+        self.called(logits, batch[1])
+        self.log("called", self.called, on_step=True, on_epoch=True)
+        self.log_dict(self.scores(logits, batch[1]))
+        return loss
+
+
+@pytest.mark.parametrize("examples_", ["together", "one_by_one"])
+def test_what_is_logged_is_waited_for_by_nobody(examples_, tmp_path, monkeypatch):
+    settings = {"expected_batch_size": EXAMPLES, "max_physical_batch_size": PHYSICAL, "constant_shapes": True}
+    callback = privacy(num_train=EXAMPLES, examples=examples_, **settings)
+    data = TensorDataset(torch.zeros(EXAMPLES, 5), torch.zeros(EXAMPLES, dtype=torch.long))
+    run = trainer(tmp_path, callback, max_steps=STEPS, max_epochs=-1)
+    walk = Walk(monkeypatch, lambda: run.fit(Logs(), DataLoader(data, batch_size=4)))
+    assert walk.batches == 2 * STEPS
+    assert walk.on_purpose == [1] * STEPS
+    assert walk.others == []

@@ -12,6 +12,7 @@ from dp_lightning.analysis import SnrMeter
 from dp_lightning.atomic_files import replacing
 from dp_lightning.callbacks.privacy import PrivacyCallback
 from dp_lightning.errors import ConfigurationError
+from dp_lightning.processors import sent
 from dp_lightning.torch_internals import norms
 
 #: Beside the privacy statement in a run's folder.
@@ -78,7 +79,7 @@ class SignalToNoise(pl.Callback):
         squared = torch.stack(norms(list(gradients.values()))).square()
         if self._counts is None:
             self._sizes = {name: gradient.numel() for name, gradient in gradients.items()}
-            self._counts = squared.new_tensor(list(self._sizes.values()))
+            self._counts = sent(torch.tensor(list(self._sizes.values()), dtype=squared.dtype), squared.device)
         self._whole.update(squared.sum(), noise_level=level, num_parameters=sum(self._sizes.values()))
         self._each.update(squared, noise_level=level, num_parameters=self._counts)
 

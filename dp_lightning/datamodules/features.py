@@ -1,7 +1,7 @@
 """Features of a frozen network, computed once and kept in files, so that only a head is trained on them.
 
-The network must have been trained on public data, or on none. Its features of private images are as private as the images: no noise
-protects them, so their files are kept in a folder that only their owner can read.
+The network must have been trained on public data, or on none. Its features of private images are as private as the
+images: no noise protects them, so their files are kept in a folder that only their owner can read.
 
 Anyone who can write to a cache decides what is trained on. An existing cache is used if its folder and files belong to
 the user, nobody else can write to them, and the features of some of its images, drawn at random, are those that the

@@ -21,5 +21,12 @@ class PixelNormalization:
 
     def __call__(self, images: Tensor) -> Tensor:
         """uint8 (n, C, H, W) to float32."""
-        scale, shift = (constant.to(images.device) for constant in (self._scale, self._shift))
+        scale, shift = (_on(images.device, constants) for constants in (self._scale, self._shift))
         return images.to(torch.float32).mul_(scale).add_(shift)
+
+
+def _on(device: torch.device, constants: Tensor) -> Tensor:
+    """A few numbers on a device. A copy would wait for a GPU; numbers that a kernel is started with do not."""
+    if device == constants.device:
+        return constants
+    return torch.stack([torch.full((), c, device=device) for c in constants.flatten().tolist()]).view(constants.shape)

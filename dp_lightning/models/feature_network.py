@@ -13,7 +13,6 @@ from dp_lightning.models.pretrained import timm_model
 from dp_lightning.models.pretrained_input import PretrainedInput
 from dp_lightning.models.scattering import ScatteringFeatures
 
-
 #: The backbone that needs no weights: `ScatteringFeatures`.
 SCATTERING = "scattering"
 
@@ -21,8 +20,8 @@ SCATTERING = "scattering"
 class FeatureNetwork(nn.Module):
     """Features of images (N, C, H, W) of the data module, float32.
 
-    Those of a pretrained timm network are pooled: (N, D). Those of ``scattering`` are maps (N, D, h, w) with D = K C, as
-    of `ScatteringFeatures`, which has no weights and needs no other data; its ``backbone_kwargs`` are ``scales`` and
+    Those of a pretrained timm network are pooled: (N, D). Those of ``scattering`` are maps (N, D, h, w) with D = K C,
+    as of `ScatteringFeatures`, which has no weights and needs no other data; its ``backbone_kwargs`` are ``scales`` and
     ``angles``. It stays in evaluation mode, and nothing in it is trained.
 
     Args:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from dp_lightning.privacy.chacha import KEY_BYTES, key_stream
+from dp_lightning.processors import sent
 
 # At a time: on a CPU 0.5 MiB of random bytes, which stay in the cache; on a GPU 64 MiB.
 _PAIRS = {"cpu": 1 << 15, "cuda": 1 << 22}
@@ -37,7 +38,7 @@ def secret_normals(shape: Sequence[int], device: torch.device) -> Tensor:
         angle = numbers[pairs:].mul_(math.pi * 2.0**-52)
         block[:pairs] = radius * angle.cos()
         block[pairs:] = (radius * angle.sin_())[: len(block) - pairs]
-    return values.view(tuple(shape)).to(device)
+    return sent(values.view(tuple(shape)), device)
 
 
 def _random_words(count: int, device: torch.device) -> Tensor:

@@ -97,7 +97,7 @@ class Observer:
             for call in (*calls, *logs):
                 call()
             for name, (values, options) in numbers.items():
-                self._log_mean(name, [value.total_and_count() for value in values], options)
+                self._log_mean(name, [value.total_and_count(name) for value in values], options)
             for name, (metric, options) in whole.items():
                 if options.get("on_step") is not False:
                     self._join(metric, list(inputs.get(id(metric), {}).values()))
@@ -164,9 +164,8 @@ class Observer:
             found = _OfMetric(value, self._count, self._module.device)
         else:
             tensor = value if isinstance(value, Tensor) else torch.full((), float(value), device=self._module.device)
-            if tensor.numel() != 1:
-                raise ModelError(f"self.log takes a single number; '{name}' has the shape {tuple(tensor.shape)}.")
-            found = _OfAll(tensor, self._mine)
+            _require_single(name, tensor)
+            found = _OfAll(tensor, self._mine, self._module.device)
         self._numbers.setdefault(name, ([], options))[0].append(found)
 
     def _log_dict(self, dictionary: Any, *args: Any, **options: Any) -> None:
@@ -215,6 +214,11 @@ class Observer:
         return deferred
 
 
+def _require_single(name: str, tensor: Tensor) -> None:
+    if tensor.numel() != 1:
+        raise ModelError(f"self.log takes a single number; '{name}' has the shape {tuple(tensor.shape)}.")
+
+
 def _not_read() -> NoReturn:
     raise ModelError(
         "optimizer_step or lr_scheduler_step computes a metric, which may have gathered from raw training examples: "
@@ -226,17 +230,19 @@ def _not_read() -> NoReturn:
 class _OfAll:
     """What the step said of each example by one tensor: (b, ...), or of one alone (1, ...)."""
 
-    def __init__(self, tensor: Tensor, mine: list[bool]) -> None:
+    def __init__(self, tensor: Tensor, mine: list[bool], device: torch.device | None = None) -> None:
         self._tensor, self._mine, self._has_rows = detached(tensor, len(mine)), mine, tensor.dim() > 0
+        self._device = device
 
     def counted(self) -> Tensor:
         """Of the examples that take part: (c, ...)."""
+        tensor = self._tensor if self._device is None else sent(self._tensor, self._device)
         if all(self._mine):
-            return self._tensor
+            return tensor
         rows = torch.tensor([row for row, counts in enumerate(self._mine) if counts], dtype=torch.long)
-        return self._tensor.index_select(0, sent(rows, self._tensor.device))  # a mask would wait for the device
+        return tensor.index_select(0, sent(rows, tensor.device))  # a mask would wait for the device
 
-    def total_and_count(self) -> tuple[Tensor, int]:
+    def total_and_count(self, name: str) -> tuple[Tensor, int]:
         """Of the examples that take part."""
         values = self.counted()
         return values.sum(dtype=torch.float64), values.numel()
@@ -252,7 +258,10 @@ class _OfMetric:
     def __init__(self, result: Result, count: int, device: torch.device) -> None:
         self._result, self._count, self._device = result, count, device
 
-    def total_and_count(self) -> tuple[Tensor, int]:
+    def total_and_count(self, name: str) -> tuple[Tensor, int]:
         """With the number of examples as the weight."""
-        value = torch.as_tensor(result_of(self._result) if self._count else 0.0, device=self._device).double()
-        return value * self._count, self._count
+        if not self._count:
+            return torch.zeros((), dtype=torch.float64, device=self._device), 0
+        value = torch.as_tensor(result_of(self._result), device=self._device)
+        _require_single(name, value)
+        return value.double().reshape(()) * self._count, self._count

@@ -48,6 +48,22 @@ def logged(tmp_path, module, mode, **kwargs):
     return {name: float(value) for name, value in run.callback_metrics.items()}, callback
 
 
+@MODES
+def test_several_numbers_of_a_metric_are_no_single_one(tmp_path, mode):
+    class OfEachClass(Plain):
+        def __init__(self):
+            super().__init__()
+            self.accuracy = MulticlassAccuracy(3, average=None)
+
+        def training_step(self, batch, batch_idx):
+            logits = self.net(batch[0])
+            self.log("each", self.accuracy(logits, batch[1]))
+            return F.cross_entropy(logits, batch[1])
+
+    with pytest.raises(ModelError, match=r"takes a single number; 'each' has the shape \(3,\)"):
+        logged(tmp_path, OfEachClass(), mode)
+
+
 def test_what_fills_a_batch_changes_no_log_and_no_metric(tmp_path):
     found = []
     for filled in (False, True):
