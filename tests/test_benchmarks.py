@@ -16,6 +16,7 @@ import torch
 import yaml
 
 from dp_lightning.cli import main
+from dp_lightning.privacy.plan import RunShape
 
 pytestmark = pytest.mark.benchmarks
 
@@ -542,6 +543,50 @@ def test_planted_signals_are_found_as_theory_says(monkeypatch):
     found = spiked.measure(64, 576, 1, 3.0, draws=3)
     assert found["error"] == pytest.approx(spiked.closed_form(64, 576, 3.0), abs=0.05)
     assert found["gated"] > 0.8 > 0.3 > found["Newton-Schulz"]
+
+
+@pytest.fixture
+def scattering(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import scattering
+
+    return scattering
+
+
+def test_the_rate_on_scattering_lets_noise_add_up_to_what_it_says(scattering):
+    steps, batch_size = 400, 64
+    plan = RunShape(num_train=640, expected_batch_size=batch_size, num_steps=steps, delta=1e-3).with_noise(2.0)
+    lr = scattering.rate(plan, 1.5)
+    weights = torch.zeros(4000, requires_grad=True)
+    optimizer = torch.optim.SGD([weights], lr=lr, momentum=scattering.MOMENTUM)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
+    for _ in range(steps):
+        weights.grad = torch.randn(4000) * plan.noise_multiplier / batch_size
+        optimizer.step()
+        schedule.step()
+    assert float(weights.detach().std()) == pytest.approx(1.5, rel=0.07)
+
+
+def test_a_run_on_scattering_is_a_configuration(scattering, monkeypatch, tmp_path, capsys):
+    images = np.random.default_rng(0).integers(0, 255, (60, 16, 16, 3), np.uint8)
+    labels = np.arange(60) % 10
+    np.savez(tmp_path / "d.npz", train_images=images, train_labels=labels, test_images=images, test_labels=labels)
+
+    def run(cell, rate, seed, options):
+        folder = tmp_path / cell.name
+        folder.mkdir()
+        config = cell.configuration(rate, seed, folder)
+        config["trainer"] |= {"max_steps": 1, "max_epochs": -1, "limit_val_batches": 0}
+        (folder / "run.yaml").write_text(yaml.safe_dump(config))
+        main(["fit", "--config", str(folder / "run.yaml")])
+        return json.loads((folder / "result.json").read_text()) | {"test_accuracy_last": 0.5}
+
+    monkeypatch.setattr(scattering.tuned_runs, "run", run)
+    sizes = ["--num-train", "54", "--batch-size", "20", "--seeds", "1", "--epsilons", "8"]
+    scattering.main(["--data", str(tmp_path / "d.npz"), "--out", str(tmp_path / "out"), *sizes])
+    shown = capsys.readouterr().out
+    assert "| linear | 8 |" in shown
+    assert "| network | 8 |" in shown
 
 
 def test_the_pipeline_is_measured_on_as_many_files_as_asked(monkeypatch, tmp_path, capsys):

@@ -71,7 +71,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--force", action="store_true", help="overwrite it")
     add("--epsilon", type=float, default=3.0, help="the privacy budget (default: 3)")
     add("--from-scratch", "--from_scratch", action="store_true", help="use no pretrained network")
-    add("--backbone", metavar="NAME", help="the pretrained network, by its name in timm's registry")
+    add("--backbone", metavar="NAME", help="the pretrained network, by its name in timm's registry, or scattering")
     add("--weights", metavar="FILE", help="its weights (default: the first run downloads those of timm)")
     add("--group-file", "--group_file", type=Path, metavar="FILE", help="a .csv file that lies elsewhere")
     add("--group-column", "--group_column", metavar="NAME", help="its column with the person ids")

@@ -87,6 +87,8 @@ def _chosen(survey: Survey, content: Content, out: Path) -> str:
     start, plan = content.start, content.start.plan
     features = isinstance(content.model, Features)
     what = "one layer on features of a pretrained network" if features else "a network from scratch"
+    if isinstance(content.model, Features) and content.model.scatters:
+        what = "one layer on scattering coefficients"
     lines = [
         f"Wrote {printable(str(out))}: {what}.",
         f"  epsilon {content.epsilon:g}, delta {plan.delta:g}, N {plan.num_train:,}, B {plan.expected_batch_size:,}, "
@@ -124,7 +126,7 @@ def _next(survey: Survey, content: Content, bad_files: Path | None) -> str:
         steps.append("Replace or remove the bad files.")
     if survey.repeats or survey.shared:
         steps.append("Look at the images that are there twice, and remove those that are there by mistake.")
-    if isinstance(content.model, Features) and content.model.weights is None:
+    if isinstance(content.model, Features) and content.model.weights is None and not content.model.scatters:
         steps.append(
             "The first run downloads the weights. Without a network, give their file (dpl init ... --weights FILE),\n"
             "     or use none (--from-scratch)."

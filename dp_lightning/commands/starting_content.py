@@ -58,6 +58,7 @@ def content_for(
         model.num_parameters(in_channels=channels, **facts),
         epsilon=epsilon,
         features=isinstance(model, Features),
+        unit=isinstance(model, Features) and model.scatters,
     )
     per_person = None if persons is None else min(_IMAGES_PER_PERSON, round(median(persons.values())))
     return Content(name, class_path, chosen, model, start, epsilon, per_person)

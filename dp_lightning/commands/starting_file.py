@@ -10,7 +10,7 @@ from dp_lightning.commands.starting_point import MAX_GRAD_NORM, MOMENTUM, Starti
 from dp_lightning.foreign_text import printable
 
 # Rows that go through the model at once, at most: features are small.
-_PHYSICAL, _PHYSICAL_FEATURES = 128, 4096
+_PHYSICAL, _PHYSICAL_MAPS, _PHYSICAL_FEATURES = 128, 512, 4096
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,8 @@ class Content:
 
     def _model(self) -> list[str]:
         if isinstance(self.model, Features):
-            return ["model:", f"  class_path: LinearProbeModule # one layer, {self.start.num_parameters:,} parameters"]
+            layer = f"  class_path: LinearProbeModule # one layer, {self.start.num_parameters:,} parameters"
+            return ["model:", layer, *(["  init_args: {normalize: unit}"] if self.model.scatters else [])]
         lines = ["model:", f"  class_path: {self.model.class_path} # {self.start.num_parameters:,} parameters"]
         return lines + (_mapping("init_args", self.model.settings, 2) if self.model.settings else [])
 
@@ -68,6 +69,12 @@ class Content:
         if isinstance(self.model, Network):
             return ["data:", f"  class_path: {self.class_path}", *_mapping("init_args", self.settings, 2)]
         weights = self.model.weights
+        network = [
+            f"    backbone: {_value(self.model.backbone)} # its weights have to come from public data",
+            f"    weights: {_value(weights)}{' # downloads those of timm' if weights is None else ''}",
+        ]
+        if self.model.scatters:
+            network = ["    backbone: scattering # wavelets, which have no weights and need no other data"]
         return [
             "data:",
             "  class_path: CachedFeatures # the network runs once over each image; later runs read the cache",
@@ -75,8 +82,7 @@ class Content:
             "    images:",
             f"      class_path: {self.class_path}",
             *_mapping("init_args", self.settings, 6),
-            f"    backbone: {_value(self.model.backbone)} # its weights have to come from public data",
-            f"    weights: {_value(weights)}{' # downloads those of timm' if weights is None else ''}",
+            *network,
             "    cache: features # as private as the images",
         ]
 
@@ -86,7 +92,9 @@ class Content:
         if self.images_per_person is not None:
             per_person.append(f"  images_per_group: {self.images_per_person} # drawn of a person for each step")
         rows = plan.expected_batch_size * (self.images_per_person or 1)
-        physical = min(rows, _PHYSICAL_FEATURES if isinstance(self.model, Features) else _PHYSICAL)
+        physical = min(rows, _PHYSICAL)
+        if isinstance(self.model, Features):
+            physical = min(rows, _PHYSICAL_MAPS if self.model.scatters else _PHYSICAL_FEATURES)
         return [
             "privacy:",
             f"  target_epsilon: {float(self.epsilon)} # the noise is solved for it: sigma {plan.noise_multiplier:.2f}",

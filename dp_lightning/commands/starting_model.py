@@ -8,7 +8,7 @@ from torch import nn
 
 from dp_lightning.commands.starting_point import FEW_IMAGES
 from dp_lightning.models import SmallCNN, WideResNet
-from dp_lightning.models.feature_network import FeatureNetwork
+from dp_lightning.models.feature_network import FeatureNetwork, has_weights
 from dp_lightning.models.pretrained import without_weights
 
 #: As in configs/probe_cifar10.yaml.
@@ -23,15 +23,22 @@ class Features:
     """One layer on the features of a network.
 
     Attributes:
-        backbone: the network's name in timm's registry.
+        backbone: the network's name in timm's registry, or ``scattering``.
         weights: file of its weights; None downloads timm's.
     """
 
     backbone: str = BACKBONE
     weights: str | None = None
 
+    @property
+    def scatters(self) -> bool:
+        """Whether the features need no pretrained network. They are maps, taken at the length 1."""
+        return not has_weights(self.backbone)
+
     def image_size(self, median_side: int) -> int:
-        """Height and width of the images that it is given, in pixels; it resizes them itself."""
+        """Height and width of the images that it is given, in pixels; a pretrained network resizes them itself."""
+        if self.scatters:
+            return min(max(median_side // 4 * 4, _SMALLEST_SIDE), _SCRATCH_SIDE)
         return min(max(median_side, _SMALLEST_SIDE), _FEATURE_SIDE)
 
     def num_parameters(self, *, num_classes: int, in_channels: int, image_size: int) -> int:
@@ -50,7 +57,7 @@ class Features:
                 mean=(0.5,),
                 std=(0.5,),
             )
-        return (network.length + 1) * num_classes
+        return (network.length * network.map_size(image_size) ** 2 + 1) * num_classes
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,8 @@ _EPOCHS, _FEATURE_EPOCHS = 50, 25
 # The learning rate times nu is at most the first number, and the rate itself the second; docs/own_data.md has the
 # measurements. From scratch a larger rate costs little accuracy, but makes wrong answers too sure of themselves.
 _RATES, _FEATURE_RATES = (0.04, 0.3), (0.15, 1.0)
+# On features of length 1 it is the noise of one weight, nu / sqrt(d), which is that of a logit.
+_UNIT_RATES = (0.015, 100.0)
 
 
 @dataclass(frozen=True)
@@ -50,7 +52,9 @@ class StartingPoint:
         return noise_norm(self.plan, self.num_parameters)
 
 
-def starting_point(num_train: int, num_parameters: int, *, epsilon: float, features: bool) -> StartingPoint:
+def starting_point(
+    num_train: int, num_parameters: int, *, epsilon: float, features: bool, unit: bool = False
+) -> StartingPoint:
     """The numbers of a first run.
 
     Args:
@@ -58,6 +62,7 @@ def starting_point(num_train: int, num_parameters: int, *, epsilon: float, featu
         num_parameters: d, the trained parameters.
         epsilon: the budget of the run.
         features: whether one layer is trained on features.
+        unit: whether these have the length 1, and not the square root of their number.
 
     Raises:
         ConfigurationError: epsilon cannot be reached, or is not a number above 0.
@@ -72,8 +77,9 @@ def starting_point(num_train: int, num_parameters: int, *, epsilon: float, featu
     )
     plan = shape.calibrate(epsilon)
     noise = noise_norm(plan, num_parameters)
-    rate = learning_rate_for(noise, features=features)
-    limited = rate < learning_rate_for(0.0, features=features)
+    of_step = noise / math.sqrt(num_parameters) if unit else noise
+    rate = learning_rate_for(of_step, features=features, unit=unit)
+    limited = rate < learning_rate_for(0.0, features=features, unit=unit)
     return StartingPoint(plan, epochs, num_parameters, rate, limited_by_noise=limited)
 
 
@@ -90,9 +96,9 @@ def batch_size_for(num_train: int, *, at_most: int) -> int:
     return min(quarter // unit * unit, at_most)
 
 
-def learning_rate_for(noise: float, *, features: bool) -> float:
+def learning_rate_for(noise: float, *, features: bool, unit: bool = False) -> float:
     """The rate at which the noise of one step, without momentum, moves the weights by so much at most, in one digit."""
-    move, highest = _FEATURE_RATES if features else _RATES
+    move, highest = _UNIT_RATES if unit else _FEATURE_RATES if features else _RATES
     return float(f"{min(highest, move / max(noise, 1e-9)):.0e}")
 
 

@@ -93,6 +93,19 @@ def test_a_run_on_features_trains_as_it_is_written(photos):
     assert (statement()["num_train"], statement()["num_steps"]) == (60, 16)
 
 
+def test_a_run_on_scattering_coefficients_needs_no_network(photos, capsys):
+    main(["init", "photos", "--backbone", "scattering"])
+    told, content = capsys.readouterr().out, written()
+    assert "one layer on scattering coefficients" in told
+    assert "downloads" not in told
+    assert "weights" not in content["data"]["init_args"]
+    assert content["model"]["init_args"] == {"normalize": "unit"}
+    assert content["data"]["init_args"]["images"]["init_args"]["image_size"] == 12
+    assert f"{3 * 81 * 3 * 3 * 2 + 2:,} parameters" in told
+    main(["fit", "--config", "photos.yaml", *SHORT])
+    assert (statement()["num_train"], statement()["num_steps"]) == (60, 16)
+
+
 def test_few_images_start_with_features_that_the_first_run_downloads(photos, capsys):
     main(["init", "photos"])
     data = written()["data"]
@@ -346,3 +359,5 @@ def test_the_learning_rate_falls_with_the_noise():
     noises = (0.0, 0.1, 1.0, 3.0, 30.0)
     assert [learning_rate_for(noise, features=False) for noise in noises] == [0.3, 0.3, 0.04, 0.01, 0.001]
     assert [learning_rate_for(noise, features=True) for noise in noises] == [1.0, 1.0, 0.1, 0.05, 0.005]
+    of_a_weight = (0.0, 4e-4, 6.5e-3)
+    assert [learning_rate_for(noise, features=True, unit=True) for noise in of_a_weight] == [100.0, 40.0, 2.0]
