@@ -21,8 +21,8 @@ import tuned_runs
 from dp_lightning.privacy.plan import PrivacyPlan, RunShape
 
 MOMENTUM = 0.9
-# The standard deviation of the noise in a logit at the end, for features of length 1.
-NOISE = {"linear": 3.0, "network": 0.2}
+# The standard deviation of the noise in a weight at the end. On features of length 1 it is that of a logit.
+NOISE = {"linear": 1.3, "network": 0.01}
 MODELS: dict[str, dict[str, Any]] = {
     "linear": {"class_path": "LinearProbeModule", "init_args": {"normalize": "unit"}},
     "network": {"class_path": "SmallCNNModule", "init_args": {"channels": 64}},

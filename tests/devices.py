@@ -14,7 +14,6 @@ from lightning.pytorch.accelerators import CPUAccelerator
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from dp_lightning.privacy import lineage, secret_normals
 from dp_lightning.privacy.isolation import contents, later
@@ -40,7 +39,10 @@ class OneDevice(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        tensors = [leaf for leaf in tree_leaves((*args, *kwargs.values())) if isinstance(leaf, torch.Tensor)]
+        flat = (
+            part for value in (*args, *kwargs.values()) for part in (value if isinstance(value, list) else (value,))
+        )
+        tensors = [leaf for leaf in flat if isinstance(leaf, torch.Tensor)]
         of_memory = [tensor for tensor in tensors if tensor.device != META]
         # A number on the CPU may stand beside a GPU's tensors.
         if len(of_memory) < len(tensors) and any(tensor.dim() for tensor in of_memory) and func not in _COPIES:

@@ -104,7 +104,7 @@ def test_the_network_in_flax_is_the_same_and_so_is_its_clipped_sum(step):
     x, y = torch.randn(5, 3, 32, 32), torch.arange(5)
     images = x.permute(0, 2, 3, 1).numpy()
     numbers = flax_steps.parameters_of({name: p.numpy() for name, p in model.state_dict().items()})
-    logits = torch.from_numpy(np.array(network.apply({"params": numbers}, images)))
+    logits = torch.from_numpy(np.array(jax.jit(network.apply)({"params": numbers}, images)))
     torch.testing.assert_close(logits, model(x).detach(), rtol=1e-5, atol=1e-5)
     parameters = dict(model.named_parameters())
     total = ClippedSum(parameters, ClipPlan.flat())
@@ -114,7 +114,7 @@ def test_the_network_in_flax_is_the_same_and_so_is_its_clipped_sum(step):
     assert total.end().min() > 1  # all examples are clipped
     ours = flax_steps.parameters_of({name: part.numpy() for name, part in total.sums.items()})
     for at_once in (None, 5, 1):
-        theirs = flax_steps.clipped(at_once)(network)(numbers, images, y.numpy())
+        theirs = jax.jit(flax_steps.clipped(at_once)(network))(numbers, images, y.numpy())
         for path, found in jax.tree_util.tree_leaves_with_path(theirs):
             expected = ours
             for key in path:

@@ -8,7 +8,7 @@ import torch
 import yaml
 from devices import OneDevice, stand_in_for_a_gpu, trainers_use_it
 from plain_run import Plain, privacy, trainer
-from test_configs import RUNS, SHAPES, content, probe_of_small_network, put_images, without_download
+from test_configs import RUNS, SHAPES, content, fewer_layers, probe_of_small_network, put_images, without_download
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanMetric, MetricCollection
@@ -86,7 +86,7 @@ class Walk:
 def test_every_run_stays_on_its_device_and_waits_once_for_each_step(path, tmp_path, monkeypatch):
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(configuration(path, tmp_path)))
     probe = probe_of_small_network(tmp_path) if "probe" in path.stem else []
-    line = ["fit", "--config", str(tmp_path / "run.yaml"), *without_download(path), *probe]
+    line = ["fit", "--config", str(tmp_path / "run.yaml"), *without_download(path), *probe, *fewer_layers(path)]
     walk = Walk(monkeypatch, lambda: main(line))
     assert walk.batches == 2 * STEPS
     assert walk.on_purpose == [1] * STEPS

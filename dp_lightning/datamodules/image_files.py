@@ -75,9 +75,12 @@ class ImageFiles(lightning.LightningDataModule):
         if features is not None:
             setting = "data.init_args.feature_weights"
             self._network = FeatureNetwork.again(features, weights=feature_weights, setting=setting)
-        self.image_size, self.num_classes, self.channels = image_size, num_classes, in_channels
-        #: Channels of the images, or length of the feature vectors, that the classifier receives.
-        self.in_channels = in_channels if self._network is None else self._network.length
+        self._pixels, self.num_classes, self.channels = image_size, num_classes, in_channels
+        #: Height, width and channels of what the classifier receives: of the images, or of their features.
+        self.image_size, self.in_channels = image_size, in_channels
+        if self._network is not None:
+            assert image_size is not None
+            self.image_size, self.in_channels = self._network.map_size(image_size), self._network.length
         self.resized_to = resized_to or image_size
         self.mean, self.std = mean, std
         self.batch_size, self.num_workers = batch_size, num_workers
@@ -101,16 +104,16 @@ class ImageFiles(lightning.LightningDataModule):
         self.problems = []
 
     def predict_dataloader(self) -> DataLoader:
-        assert self.image_size is not None
+        assert self._pixels is not None
         assert self.mean is not None
         assert self.std is not None
-        steps: list[Transform] = [v2.Resize(self.resized_to), v2.CenterCrop(self.image_size)]
+        steps: list[Transform] = [v2.Resize(self.resized_to), v2.CenterCrop(self._pixels)]
         return DataLoader(
             _Files(
                 FileNames(map(str, self.paths)),
                 v2.Compose(steps if self.channels == 3 else [*steps, _grey]),
                 PixelNormalization(self.mean, self.std),
-                torch.zeros(self.channels or 3, self.image_size, self.image_size),
+                torch.zeros(self.channels or 3, self._pixels, self._pixels),
             ),
             batch_size=self.batch_size,
             num_workers=self.num_workers,
