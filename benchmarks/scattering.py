@@ -48,7 +48,9 @@ def cell(name: str, epsilon: float, options: argparse.Namespace) -> tuned_runs.C
         cache = {"images": config["data"], "backbone": "scattering", "cache": str((options.out / "features").resolve())}
         config["data"] = {"class_path": "CachedFeatures", "init_args": cache}
         config["model"] = MODELS[name]
-        config["privacy"] |= {"target_epsilon": epsilon, "max_physical_batch_size": options.physical}
+        # The plan's accountant, so that the table's sigma and the rate are those of the run.
+        config["privacy"] |= {"target_epsilon": epsilon, "accountant": "prv"}
+        config["privacy"]["max_physical_batch_size"] = options.physical
         config["optimizer"]["init_args"]["momentum"] = MOMENTUM
         return config
 

@@ -579,6 +579,7 @@ def test_a_run_on_scattering_is_a_configuration(scattering, monkeypatch, tmp_pat
         config["trainer"] |= {"max_steps": 1, "max_epochs": -1, "limit_val_batches": 0}
         (folder / "run.yaml").write_text(yaml.safe_dump(config))
         main(["fit", "--config", str(folder / "run.yaml")])
+        assert config["privacy"]["accountant"] == "prv"  # as the plan from which the rate follows
         return json.loads((folder / "result.json").read_text()) | {"test_accuracy_last": 0.5}
 
     monkeypatch.setattr(scattering.tuned_runs, "run", run)

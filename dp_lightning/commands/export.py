@@ -200,10 +200,10 @@ def _module(
 def _input_of(module: pl.LightningModule) -> dict[str, Any] | None:
     """How the module prepares an image for the network; None if it does not."""
     prepare = getattr(module, "input", None)
-    if not isinstance(prepare, PretrainedInput):
+    if not isinstance(prepare, PretrainedInput) or prepare.size is None:
         return None
     return {
-        "size": list(prepare.size or ()),
+        "size": list(prepare.size),
         "scale": prepare.scale.flatten().tolist(),
         "shift": prepare.shift.flatten().tolist(),
     }

@@ -142,9 +142,8 @@ class Observer:
     def _log_mean(self, name: str, totals_and_counts: list[tuple[Tensor, int]], options: dict[str, Any]) -> None:
         trainer, totals = self._module.trainer, [total for total, _ in totals_and_counts]
         total, count = torch.stack(totals).sum(), sum(count for _, count in totals_and_counts)
-        if (
-            options.get("sync_dist") and trainer.world_size > 1
-        ):  # Lightning's sum over ranks waits for the device anyway
+        if options.get("sync_dist") and trainer.world_size > 1:
+            # The sum over ranks that Lightning makes waits for the device too.
             both = torch.stack([total, torch.full_like(total, count)])
             total, count = trainer.strategy.reduce(both, options.get("sync_dist_group"), reduce_op="sum")
             count = int(count)
@@ -215,6 +214,7 @@ class Observer:
 
 
 def _require_single(name: str, tensor: Tensor) -> None:
+    """Before it is summed: several numbers have no single mean."""
     if tensor.numel() != 1:
         raise ModelError(f"self.log takes a single number; '{name}' has the shape {tuple(tensor.shape)}.")
 
