@@ -67,7 +67,8 @@ class InAState(Callback):
     def on_train_batch_end(self, trainer, pl_module, *args):
         value = self.take(pl_module)
         # One loss of fifty is a simple fraction by chance, as an accuracy is, and may be saved.
-        if not hasattr(self, "value") or not isinstance(value, float) or not is_simple(value):
+        number = value.item() if isinstance(value, torch.Tensor) and value.dim() == 0 else value
+        if not hasattr(self, "value") or not isinstance(number, float) or not is_simple(number):
             self.value = value
 
 
