@@ -118,7 +118,7 @@ def test_a_killed_grid_is_completed_without_repeating_a_finished_run_and_reporte
     assert seen.rows > 12
 
 
-# Jobs of SLURM and tasks of Ray are processes of the real Python; only the runs in them are not.
+# Jobs of SLURM and actors of Ray are processes of the real Python; only the runs in them are not.
 EACH_LAUNCHER = """
 import sys
 dpl = (sys.executable, "-m", "dp_lightning")
@@ -132,11 +132,12 @@ class Job(slurm._Job):
         worker._DPL = dpl
         return super().__call__(folder)
 
-def task(folder, run=ray_cluster._run):
-    worker._DPL = dpl
-    return run(folder)
+class Run(ray_cluster._Run):
+    def to_its_end(self, folder):
+        worker._DPL = dpl
+        return super().to_its_end(folder)
 
-slurm._Job, ray_cluster._run = Job, task
+slurm._Job, ray_cluster._Run = Job, Run
 for name, options in {launchers!r}.items():
     main(["sweep", {grid!r}, "--out", name, "--launcher", name, *options])
 """
@@ -154,7 +155,7 @@ def test_launchers_run_the_same_grid_to_the_same_results(tmp_path, warm_python):
     # In a process of its own: Ray redirects what it finds open.
     script = tmp_path / "each_launcher.py"
     script.write_text(EACH_LAUNCHER.format(python=sys.executable, launchers=launchers, grid=str(grid)))
-    # Ray gives a task as many threads as cores, and another number of threads sums in another order.
+    # Ray gives an actor as many threads as cores, and another number of threads sums in another order.
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     shown = subprocess.run(
         [warm_python, script], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False

@@ -1,22 +1,20 @@
-"""Runs as tasks of a Ray cluster."""
+"""Runs as actors of a Ray cluster."""
 
 import logging
 import subprocess
 from collections.abc import Generator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any
 
 from dp_lightning.errors import ConfigurationError
 from dp_lightning.experiments.launchers.options import failed, known_options, missing_extra
 from dp_lightning.experiments.worker import run_to_its_end
 
-_POLL_SECONDS = 0.5
 # For the checkpoints of runs that are stopped.
 _SECONDS_TO_STOP = 60
 
 
 def launch_ray(folders: Sequence[str], options: Mapping[str, Any]) -> Generator[tuple[str, int], None, None]:
-    """Start them as tasks; the order of the results is that of their ends.
+    """Start them as actors; the order of the results is that of their ends.
 
     When the iteration is broken off, every run is told to stop, leaves a checkpoint, and is waited for.
 
@@ -41,41 +39,61 @@ def launch_ray(folders: Sequence[str], options: Mapping[str, Any]) -> Generator[
         ray.init(address=chosen["address"], include_dashboard=False, logging_level=logging.WARNING, log_to_driver=False)
     except (ConnectionError, ValueError, RuntimeError) as error:
         raise ConfigurationError(f"--launcher-option address={chosen['address']}: {error}") from error
-    waiting: dict[Any, str] = {}
+    # Each run by what it is waited for: its place in the cluster, and then its end.
+    placed: dict[Any, tuple[str, Any]] = {}
+    running: dict[Any, tuple[str, Any]] = {}
     try:
         there = ray.cluster_resources()
         for name, number in needed.items():
             if number > there.get(name, 0):
                 print(f"The Ray cluster has {there.get(name, 0):g} {name}, and each run needs {number:g}: they wait.")
-        task = ray.remote(num_cpus=chosen["num_cpus"], num_gpus=chosen["num_gpus"], max_retries=0)(_run)
-        waiting |= {task.remote(folder): folder for folder in folders}
-        while waiting:
-            (done, *_), _ = ray.wait(list(waiting))
-            folder = waiting.pop(done)
+        # Two calls at once: the run, and the word that stops it.
+        actor = ray.remote(num_cpus=chosen["num_cpus"], num_gpus=chosen["num_gpus"], max_concurrency=2)(_Run)
+        for folder in folders:
+            run = actor.remote()
+            placed[run.ready.remote()] = folder, run
+        while placed or running:
+            (done, *_), _ = ray.wait([*placed, *running])
+            folder, run = placed[done] if done in placed else running[done]
             try:
                 status = int(ray.get(done))
             except ray.exceptions.RayError as error:
                 status = failed(folder, error)
-            yield folder, status
+            if placed.pop(done, None) and status == 0:
+                running[run.to_its_end.remote(folder)] = folder, run
+            else:
+                running.pop(done, None)
+                ray.kill(run)  # its place is free for the next one
+                yield folder, status
     finally:
-        for left in waiting:
-            ray.cancel(left)
-        if waiting:
-            ray.wait(list(waiting), num_returns=len(waiting), timeout=_SECONDS_TO_STOP)
+        for _, run in placed.values():
+            ray.kill(run)
+        for _, run in running.values():
+            run.stop.remote()
+        if running:
+            ray.wait(list(running), num_returns=len(running), timeout=_SECONDS_TO_STOP)
         ray.shutdown()
 
 
-def _run(folder: str) -> int:
-    """The run as a task, which stops it where the task is cancelled."""
-    running: list[subprocess.Popen[bytes]] = []
-    with ThreadPoolExecutor(1) as pool:
-        future = pool.submit(run_to_its_end, folder, started=running.append)
-        try:
-            # Cancelling raises between two instructions, and a wait without end has none.
-            while not wait([future], timeout=_POLL_SECONDS).done:
-                pass
-            return future.result()
-        except BaseException:
-            for process in running:
-                process.terminate()
-            raise
+class _Run:
+    """A run as an actor: a task that is cancelled is not always told."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+        self._stopping = False
+
+    def ready(self) -> int:
+        return 0
+
+    def to_its_end(self, folder: str) -> int:
+        return run_to_its_end(folder, started=self._started, stopping=lambda: self._stopping)
+
+    def stop(self) -> None:
+        self._stopping = True
+        if self._process is not None:
+            self._process.terminate()
+
+    def _started(self, process: subprocess.Popen[bytes]) -> None:
+        self._process = process
+        if self._stopping:
+            process.terminate()
