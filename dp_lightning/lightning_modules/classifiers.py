@@ -20,6 +20,7 @@ class WideResNetModule(ImageClassifier):
         num_groups: Groups of every GroupNorm; it must divide 16 and 16 * ``width``.
         weight_standardization: Standardise the weights of every convolution, as in De et al. 2022.
         relu_first: ReLU before GroupNorm instead of after it, as in De et al. 2022.
+        scale_norm: GroupNorm after each addition of a block, as in Klause et al. 2022.
     """
 
     def __init__(
@@ -32,6 +33,7 @@ class WideResNetModule(ImageClassifier):
         num_groups: int = 16,
         weight_standardization: bool = False,
         relu_first: bool = False,
+        scale_norm: bool = False,
     ) -> None:
         model = WideResNet(
             depth,
@@ -41,6 +43,7 @@ class WideResNetModule(ImageClassifier):
             num_groups=num_groups,
             weight_standardization=weight_standardization,
             relu_first=relu_first,
+            scale_norm=scale_norm,
         )
         super().__init__(model, num_classes)
         self.save_hyperparameters()
@@ -56,6 +59,7 @@ class ResNetModule(ImageClassifier):
             ``cifar`` (3x3 convolution of stride 1) for images of 28 to 64 pixels.
         in_channels: Channels of the images, linked from the data.
         num_groups: Groups of every GroupNorm; it must divide 64.
+        scale_norm: GroupNorm after each addition of a block, as in Klause et al. 2022.
     """
 
     def __init__(
@@ -66,8 +70,11 @@ class ResNetModule(ImageClassifier):
         stem: Literal["imagenet", "cifar"] = "imagenet",
         in_channels: int = 3,
         num_groups: int = 32,
+        scale_norm: bool = False,
     ) -> None:
-        model = ResNet(depth, num_classes, stem=stem, in_channels=in_channels, num_groups=num_groups)
+        model = ResNet(
+            depth, num_classes, stem=stem, in_channels=in_channels, num_groups=num_groups, scale_norm=scale_norm
+        )
         super().__init__(model, num_classes)
         self.save_hyperparameters()
 

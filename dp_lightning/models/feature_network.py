@@ -1,7 +1,8 @@
 """A frozen network that computes features, on which a private layer or a small private network is trained."""
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from dp_lightning.errors import ConfigurationError
 from dp_lightning.models.pretrained import timm_model
 from dp_lightning.models.pretrained_input import PretrainedInput
-from dp_lightning.models.scattering import ScatteringFeatures
+from dp_lightning.models.scattering_features import ScatteringFeatures
 
 #: The backbone that needs no weights: `ScatteringFeatures`.
 SCATTERING = "scattering"
@@ -21,8 +22,8 @@ class FeatureNetwork(nn.Module):
     """Features of images (N, C, H, W) of the data module, float32.
 
     Those of a pretrained timm network are pooled: (N, D). Those of ``scattering`` are maps (N, D, h, w) with D = K C,
-    as of `ScatteringFeatures`, which has no weights and needs no other data; its ``backbone_kwargs`` are ``scales`` and
-    ``angles``. It stays in evaluation mode, and nothing in it is trained.
+    as of `ScatteringFeatures`, which has no weights and needs no other data; its ``backbone_kwargs`` are ``scales``,
+    ``angles`` and ``mirror``. It stays in evaluation mode, and nothing in it is trained.
 
     Args:
         weights: File with its weights; None downloads timm's.
@@ -32,6 +33,7 @@ class FeatureNetwork(nn.Module):
 
     Attributes:
         settings: the arguments as plain types, from which the same network can be built again.
+        length: D, the length of a feature vector, or the channels of a map.
         stored_as: what its features are kept as in files.
 
     Raises:
@@ -51,32 +53,18 @@ class FeatureNetwork(nn.Module):
         digest: str | None = None,
     ) -> None:
         super().__init__()
-        self._scatters = backbone == SCATTERING
-        self.network: Any
-        if self._scatters:
-            self.network = _scattering(weights, backbone_kwargs)
+        images = _Images(in_channels, mean, std, input_size)
+        if backbone == SCATTERING:
+            features = _scattering(weights, backbone_kwargs, images)
         else:
-            self.network = timm_model(
-                backbone, 0, pretrained=weights is None, weights=weights, in_channels=in_channels, **backbone_kwargs
-            )
+            features = _pretrained(backbone, weights, backbone_kwargs, images)
+        self.network, self.prepare = features.network, features.prepare
+        self.length, self.stored_as, self._map_size = features.length, features.stored_as, features.map_size
         found = None if weights is None else hashlib.sha256(Path(weights).read_bytes()).hexdigest()
         if digest is not None and digest != found:
             raise ConfigurationError(
                 f"weights {weights} are not those that computed the features of this run. Restore the original file."
             )
-        if self._scatters:
-            size = None if input_size is None else (input_size, input_size)
-            self.prepare = PretrainedInput(size=size, data_mean=mean, data_std=std, mean=(0.0,), std=(1.0,))
-        else:
-            self.prepare = PretrainedInput.of(
-                self.network,
-                in_channels=in_channels,
-                data_mean=mean,
-                data_std=std,
-                size=input_size or backbone_kwargs.get("img_size"),
-            )
-        # Maps are a hundred times larger, and their numbers lie around 0 and 1.
-        self.stored_as = torch.float16 if self._scatters else torch.float32
         self.settings: dict[str, Any] = {
             "backbone": backbone,
             "weights": weights,
@@ -103,19 +91,9 @@ class FeatureNetwork(nn.Module):
             )
         return cls(**{**settings, "weights": path})
 
-    @property
-    def length(self) -> int:
-        """D, the length of a feature vector, or the channels of a map."""
-        if self._scatters:
-            channels: int = self.network.paths * self.settings["in_channels"]
-            return channels
-        # Some networks have layers after their features that stay when the classifier is removed.
-        return int(getattr(self.network, "head_hidden_size", None) or self.network.num_features)
-
     def map_size(self, image_size: int) -> int:
         """Height and width of the features of an image; 1 where they are a vector."""
-        size: int = self.network.size(self.settings["input_size"] or image_size) if self._scatters else 1
-        return size
+        return self._map_size(self.settings["input_size"] or image_size)
 
     @property
     def device(self) -> torch.device:
@@ -134,11 +112,53 @@ def has_weights(backbone: str) -> bool:
     return backbone != SCATTERING
 
 
-def _scattering(weights: str | None, settings: dict[str, Any]) -> ScatteringFeatures:
+@dataclass(frozen=True)
+class _Images:
+    """What the network is given: ``size`` is that which images are resized to, if they are."""
+
+    channels: int
+    mean: Sequence[float]
+    std: Sequence[float]
+    size: int | None
+
+
+@dataclass(frozen=True)
+class _Features:
+    """A network with what is before it, and what comes out: `FeatureNetwork.length`, ``stored_as`` and ``map_size``."""
+
+    network: nn.Module
+    prepare: PretrainedInput
+    length: int
+    stored_as: torch.dtype
+    map_size: Callable[[int], int]
+
+
+def _pretrained(backbone: str, weights: str | None, settings: dict[str, Any], images: _Images) -> _Features:
+    network: Any = timm_model(
+        backbone, 0, pretrained=weights is None, weights=weights, in_channels=images.channels, **settings
+    )
+    prepare = PretrainedInput.of(
+        network,
+        in_channels=images.channels,
+        data_mean=images.mean,
+        data_std=images.std,
+        size=images.size or settings.get("img_size"),
+    )
+    # Some networks have layers after their features that stay when the classifier is removed.
+    length = int(getattr(network, "head_hidden_size", None) or network.num_features)
+    return _Features(network, prepare, length, torch.float32, lambda image_size: 1)
+
+
+def _scattering(weights: str | None, settings: dict[str, Any], images: _Images) -> _Features:
     if weights is not None:
         raise ConfigurationError(f"The backbone scattering has no weights. Leave out weights: {weights}.")
-    if others := sorted(settings.keys() - {"scales", "angles"}):
+    if others := sorted(settings.keys() - {"scales", "angles", "mirror"}):
         raise ConfigurationError(
-            f"The backbone scattering has no setting {', '.join(others)}. Its backbone_kwargs are scales and angles."
+            f"The backbone scattering has no setting {', '.join(others)}. Its backbone_kwargs are scales, angles and "
+            "mirror."
         )
-    return ScatteringFeatures(**settings)
+    network = ScatteringFeatures(images.channels, **settings)
+    size = None if images.size is None else (images.size, images.size)
+    prepare = PretrainedInput(size=size, data_mean=images.mean, data_std=images.std, mean=(0.0,), std=(1.0,))
+    # Maps are a hundred times larger than vectors, and their numbers lie around 0 and 1.
+    return _Features(network, prepare, network.paths * images.channels, torch.float16, network.size)

@@ -76,18 +76,6 @@ class Scattering(nn.Module):
         return found.unflatten(0, (n, channels)).flatten(1, 2)
 
 
-class ScatteringFeatures(Scattering):
-    """Those coefficients with mean 0 and variance 1 over the places of C neighbouring maps, in K groups.
-
-    As in Tramèr and Boneh 2021, "Differentially private learning needs better features (or much more data)". Nothing is
-    estimated from the data.
-    """
-
-    def forward(self, images: Tensor) -> Tensor:
-        coefficients = super().forward(images)
-        return F.group_norm(coefficients, self.paths)
-
-
 @dataclass(frozen=True)
 class _Bank:
     """The filters for images of one size.

@@ -12,6 +12,9 @@ De et al. make two more changes: the ReLU comes before the norm, and the weights
 (Qiao et al. 2019; Brock et al. 2021): each row w of the weight becomes gain * (w - mean(w)) / sqrt(n var(w)), where n
 is its length and the gain is one number per output. The initial weights then have variance 1/n, as in their code: the
 norm of w does not change the network, but a step of a given size turns a shorter w further.
+
+ScaleNorm (Klause et al. 2022, "Differentially private training of residual networks with scale normalisation") is one
+more GroupNorm after each addition, which brings the two things that are added to one scale for what follows.
 """
 
 from collections.abc import Callable
@@ -42,6 +45,7 @@ class PreActivationBlock(nn.Module):
 
     Args:
         relu_first: Whether the ReLU comes before the norm.
+        scale_norm: Whether the sum is normalised.
         convolution: Builds a convolution from (in, out, kernel size, stride, padding).
     """
 
@@ -53,6 +57,7 @@ class PreActivationBlock(nn.Module):
         stride: int,
         num_groups: int,
         relu_first: bool,
+        scale_norm: bool,
         convolution: Callable[..., nn.Conv2d],
     ) -> None:
         super().__init__()
@@ -64,11 +69,12 @@ class PreActivationBlock(nn.Module):
         self.shortcut: nn.Conv2d | None = None
         if stride != 1 or in_channels != out_channels:
             self.shortcut = convolution(in_channels, out_channels, 1, stride=stride, padding=0)
+        self.scale_norm = group_norm(num_groups, out_channels) if scale_norm else nn.Identity()
 
     def forward(self, x: Tensor) -> Tensor:
         activated = normalized_and_activated(self.norm1, x, relu_first=self.relu_first)
         inner = normalized_and_activated(self.norm2, self.conv1(activated), relu_first=self.relu_first)
-        return self.conv2(inner) + (x if self.shortcut is None else self.shortcut(activated))
+        return self.scale_norm(self.conv2(inner) + (x if self.shortcut is None else self.shortcut(activated)))
 
 
 def normalized_and_activated(norm: nn.GroupNorm, x: Tensor, *, relu_first: bool) -> Tensor:
@@ -97,11 +103,12 @@ class WideResNet(nn.Module):
         num_groups: Groups of every GroupNorm; it must divide 16 and 16 * ``width``.
         weight_standardization: Standardise the weights of every convolution, which then has a gain and a bias.
         relu_first: ReLU before GroupNorm instead of after it.
+        scale_norm: GroupNorm after each addition of a block (ScaleNorm).
 
     Raises:
         ModelError: ``depth`` is not 6n + 4 with n >= 1, or ``num_groups`` does not divide a layer's channels.
 
-    ``WideResNet(16, 4, 10)`` has 2,748,890 parameters; with standardised weights 4,512 more.
+    ``WideResNet(16, 4, 10)`` has 2,748,890 parameters; standardised weights add 4,512, and ScaleNorm 1,792.
     """
 
     def __init__(
@@ -114,6 +121,7 @@ class WideResNet(nn.Module):
         num_groups: int = 16,
         weight_standardization: bool = False,
         relu_first: bool = False,
+        scale_norm: bool = False,
     ) -> None:
         super().__init__()
         if depth < 10 or (depth - 4) % 6:
@@ -139,6 +147,7 @@ class WideResNet(nn.Module):
                         stride=stride,
                         num_groups=num_groups,
                         relu_first=relu_first,
+                        scale_norm=scale_norm,
                         convolution=convolution,
                     )
                 )

@@ -16,7 +16,7 @@ from dp_lightning.datamodules.file_source import FileSource
 from dp_lightning.errors import ConfigurationError, DataError, ModelError
 from dp_lightning.lightning_modules import LinearProbeModule
 from dp_lightning.models import pretrained
-from dp_lightning.models.scattering import Scattering
+from dp_lightning.models.scattering_features import ScatteringFeatures
 
 BACKBONE = "test_efficientnet_gn"
 
@@ -250,7 +250,7 @@ def test_scattering_needs_no_weights_and_keeps_maps_in_16_bits(tmp_path, few_per
     paths = 1 + 2 * 2 + 4
     assert (data.in_channels, data.image_size) == (3 * paths, 3)
     pixels = torch.stack([image for image, _ in images.train_dataset]) * 0.3 + 0.4
-    expected = torch.nn.functional.group_norm(Scattering(angles=2)(pixels), paths)
+    expected = ScatteringFeatures(3, angles=2)(pixels)
     kept = data._sets["train"].tensors[0]
     assert kept.dtype == torch.float16
     assert kept.shape == expected.shape
@@ -271,7 +271,7 @@ def test_scattering_takes_images_of_another_size_when_told(tmp_path):
 def test_settings_of_other_networks_are_refused_for_scattering(tmp_path, weights):
     with pytest.raises(ConfigurationError, match="scattering has no weights"):
         CachedFeatures(arrays(tmp_path), "scattering", weights=weights)
-    with pytest.raises(ConfigurationError, match=r"no setting img_size.*scales and angles"):
+    with pytest.raises(ConfigurationError, match=r"no setting img_size.*scales, angles and mirror"):
         CachedFeatures(arrays(tmp_path), "scattering", backbone_kwargs={"img_size": 32})
     with pytest.raises(ModelError, match="scales of scattering must be a whole number"):
         CachedFeatures(arrays(tmp_path), "scattering", backbone_kwargs={"scales": 0})

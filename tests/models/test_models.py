@@ -26,6 +26,8 @@ NETWORKS = {
     "wide_resnet_64": (lambda: WideResNet(10, 2, 7), (3, 64, 64)),
     "resnet18_imagenet": (lambda: ResNet(18, 7), (3, 64, 64)),
     "resnet18_cifar": (lambda: ResNet(18, 7, stem="cifar", in_channels=1), (1, 28, 28)),
+    "wide_resnet_scale_norm": (lambda: WideResNet(10, 1, 7, scale_norm=True), (3, 32, 32)),
+    "resnet18_scale_norm": (lambda: ResNet(18, 7, stem="cifar", scale_norm=True), (3, 32, 32)),
     "small_cnn": (lambda: SmallCNN(7), (1, 8, 8)),
     "small_cnn_28": (lambda: SmallCNN(7, in_channels=3, image_size=28, channels=8), (3, 28, 28)),
     "timm_vit": (
@@ -109,6 +111,59 @@ def test_the_order_of_relu_and_norm_is_as_asked(relu_first):
     expected = outputs[0] if relu_first else relu(outputs[0])
     torch.testing.assert_close(received[0], expected.mean((2, 3)))
     assert bool((inputs[0] >= 0).all()) == relu_first
+
+
+def scale_norms(model):
+    return {name: part for name, part in model.named_modules() if name.endswith("scale_norm")}
+
+
+def test_scale_norm_is_one_norm_more_for_each_addition():
+    assert num_parameters(WideResNet(16, 4, 10, scale_norm=True)) == 2_748_890 + 2 * 2 * (64 + 128 + 256)
+    for model, blocks in ((WideResNet(16, 4, 10, scale_norm=True), 6), (ResNet(18, 10, scale_norm=True), 8)):
+        assert len(scale_norms(model)) == blocks
+    assert len(scale_norms(ResNet(50, 10, scale_norm=True))) == 16
+
+
+@pytest.mark.parametrize(
+    ("make", "shape"),
+    [
+        (lambda **more: WideResNet(16, 1, 7, **more), (3, 32, 32)),
+        (lambda **more: WideResNet(16, 1, 7, relu_first=True, weight_standardization=True, **more), (3, 32, 32)),
+        (lambda **more: ResNet(18, 7, **more), (3, 64, 64)),
+        (lambda **more: ResNet(50, 7, **more), (3, 64, 64)),
+    ],
+)
+def test_a_network_with_scale_norm_is_the_plain_one_where_it_changes_nothing(make, shape):
+    plain, scaled = make().eval(), make(scale_norm=True).eval()
+    assert not scaled.load_state_dict(plain.state_dict(), strict=False).unexpected_keys
+    images = torch.randn(2, *shape)
+    before = scaled(images)
+    norms = scale_norms(scaled)
+    for name in norms:
+        scaled.set_submodule(name, nn.Identity())
+    torch.testing.assert_close(scaled(images), plain(images))
+    assert (before - plain(images)).abs().max() > 0.01
+
+
+@pytest.mark.parametrize(
+    ("make", "shape"),
+    [
+        (lambda: WideResNet(10, 2, 7, scale_norm=True), (3, 32, 32)),
+        (lambda: ResNet(50, 7, scale_norm=True), (3, 64, 64)),
+    ],
+)
+def test_scale_norm_brings_the_sum_to_one_scale_before_the_relu(make, shape):
+    model, seen = make(), []
+    for part in scale_norms(model).values():
+        part.register_forward_hook(lambda _, given, found: seen.append((given[0], found)))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(3 if parameter.dim() == 4 else 1)
+        model(torch.randn(2, *shape))
+    assert any(abs(given.std() - 1) > 0.2 for given, _ in seen)
+    for given, found in seen:
+        assert (given < 0).any()
+        assert found.std() == pytest.approx(1, abs=0.01)
 
 
 @pytest.mark.parametrize("num_classes", [10, 1000])

@@ -48,7 +48,8 @@ def launch_ray(folders: Sequence[str], options: Mapping[str, Any]) -> Generator[
             if number > there.get(name, 0):
                 print(f"The Ray cluster has {there.get(name, 0):g} {name}, and each run needs {number:g}: they wait.")
         # Two calls at once: the run, and the word that stops it.
-        actor = ray.remote(num_cpus=chosen["num_cpus"], num_gpus=chosen["num_gpus"], max_concurrency=2)(_Run)
+        remote: Any = ray.remote(_Run)
+        actor = remote.options(num_cpus=chosen["num_cpus"], num_gpus=chosen["num_gpus"], max_concurrency=2)
         for folder in folders:
             run = actor.remote()
             placed[run.ready.remote()] = folder, run

@@ -1,0 +1,46 @@
+"""Images from random processes: they show nothing, and share with photographs how edges and brightness are spread.
+
+No image was taken for them, so what is computed from them is public (Baradad et al. 2021, "Learning to see by looking
+at noise"). Each function gives (n, channels, size, size) float32 in [0, 1], and the same ones for the same generator.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+# Of a channel, next to what all channels share: photographs are more grey than colourful.
+_COLOUR = 0.35
+
+
+def dead_leaves(n: int, *, channels: int, size: int, leaves: int = 200, generator: torch.Generator) -> Tensor:
+    """Disks that hide each other, with radii r of density r^-3, as objects at all distances have (Lee et al. 2001).
+
+    Args:
+        leaves: disks of an image; 200 cover it about four times. The smallest radius is a 32nd of its width.
+    """
+    places = torch.arange(size) + 0.5
+    images = torch.zeros(n, channels, size, size)
+    smallest, largest = size / 32, 0.7 * size
+    for _ in range(leaves):
+        u, y, x, grey = torch.rand(4, n, 1, 1, generator=generator)
+        radius = (smallest**-2 - u * (smallest**-2 - largest**-2)).rsqrt()
+        inside = (places[:, None] - size * y).square() + (places - size * x).square() < radius.square()
+        shades = (grey[:, None] + _COLOUR * (torch.rand(n, channels, 1, 1, generator=generator) - 0.5)).clamp(0, 1)
+        images = torch.where(inside[:, None], shades, images)
+    # A lens lets each pixel see a little of its neighbours.
+    lens = torch.tensor([0.25, 0.5, 0.25])
+    edges = F.pad(images.flatten(0, 1)[:, None], (1, 1, 1, 1), mode="reflect")
+    return F.conv2d(edges, (lens[:, None] * lens)[None, None]).view_as(images)
+
+
+def spectra(n: int, *, channels: int, size: int, generator: torch.Generator) -> Tensor:
+    """Noise whose spectrum falls like 1 / (|f_x|^a + |f_y|^b), with a and b drawn between 0.5 and 2.5 for an image."""
+    frequencies = (torch.fft.fftfreq(size) * size).abs()
+    a, b = 0.5 + 2 * torch.rand(2, n, 1, 1, 1, generator=generator)
+    falling = 1 / (1 + frequencies[:, None] ** a + frequencies**b)
+    noise = torch.randn(n, 1 + channels, size, size, generator=generator)
+    waves = torch.fft.ifft2(torch.fft.fft2(noise[:, :1] + _COLOUR * noise[:, 1:]) * falling).real
+    waves = waves - waves.mean(dim=(2, 3), keepdim=True)
+    waves = waves / waves.std(dim=(1, 2, 3), keepdim=True)
+    brightness = 0.5 + 0.15 * torch.randn(n, 1, 1, 1, generator=generator)
+    return (brightness + 0.22 * waves).clamp(0, 1)
