@@ -22,7 +22,7 @@ from dp_lightning.privacy.plan import PrivacyPlan, RunShape
 
 MOMENTUM = 0.9
 # The standard deviation of the noise in a weight at the end. On features of length 1 it is that of a logit.
-NOISE = {"linear": 1.3, "network": 0.01}
+NOISE = {"linear": 0.9, "network": 0.01}
 MODELS: dict[str, dict[str, Any]] = {
     "linear": {"class_path": "LinearProbeModule", "init_args": {"normalize": "unit"}},
     "network": {"class_path": "SmallCNNModule", "init_args": {"channels": 64}},
@@ -46,6 +46,7 @@ def cell(name: str, epsilon: float, options: argparse.Namespace) -> tuned_runs.C
     def configuration(lr: float, seed: int, folder: Path) -> Any:
         config = tuned_runs.base(options, seed=seed, rate=lr, batch_size=options.batch_size, folder=folder)
         cache = {"images": config["data"], "backbone": "scattering", "cache": str((options.out / "features").resolve())}
+        cache["backbone_kwargs"] = {"mirror": True}
         config["data"] = {"class_path": "CachedFeatures", "init_args": cache}
         config["model"] = MODELS[name]
         # The plan's accountant, so that the table's sigma and the rate are those of the run.

@@ -21,6 +21,7 @@ from dp_lightning.privacy.gradients.recording import Recording
 from dp_lightning.privacy.gradients.refusals import BATCH_NORM, HOST_DRAW, is_of_batch_norm
 from dp_lightning.privacy.isolation.between_examples import Isolation
 from dp_lightning.privacy.isolation.reachable import ATOMS, reachable
+from dp_lightning.privacy.phases import Phases
 from dp_lightning.privacy.randomness import NoHostDraws, TrainingRandomness, only_given_keys
 from dp_lightning.privacy.reading import Entries, ExampleBatch, flatten, unflatten
 from dp_lightning.processors import sent
@@ -37,12 +38,16 @@ class Examples(ABC):
 
     Args:
         parameters: the trained ones by name.
+        phases: which of them are frozen in a step.
         isolation: what the module keeps from step to step.
         randomness: gives the global generators new keys.
     """
 
-    def __init__(self, parameters: Mapping[str, Tensor], isolation: Isolation, randomness: TrainingRandomness) -> None:
-        self._parameters, self.isolation, self._randomness = parameters, isolation, randomness
+    def __init__(
+        self, parameters: Mapping[str, Tensor], phases: Phases, isolation: Isolation, randomness: TrainingRandomness
+    ) -> None:
+        self._parameters, self._phases = parameters, phases
+        self.isolation, self._randomness = isolation, randomness
         #: How the gradients of each parameter were taken in the last physical batch.
         self.methods: dict[str, str] = {}
 
@@ -75,7 +80,7 @@ class Together(Examples):
         self._randomness.before_step(batch.place)
         draws = NoHostDraws()
         draws.note()
-        with self.isolation.together(recording), only_given_keys():
+        with self.isolation.together(recording), self._phases.held(batch.place.step), only_given_keys():
             recording.backward(recording.run(one, *(leaves[place] for place in places)))
         if drawn := draws.drawn():
             raise ModelError(f"training_step draws from {' and '.join(drawn)}. {HOST_DRAW}")
@@ -104,7 +109,7 @@ class OneByOne(Examples):
             for leaf in mine:
                 watch.note(_tensors_in(leaf))
             self._randomness.before_step(batch.place, index)
-            with self.isolation.one_by_one(watch, public=not counted), watch:
+            with self.isolation.one_by_one(watch, public=not counted), watch, self._phases.held(batch.place.step):
                 try:
                     value = _scalar(loss(example))
                 except ValueError as error:

@@ -63,6 +63,7 @@ from dp_lightning.privacy.lineage import (
     released,
 )
 from dp_lightning.privacy.noise import GaussianNoise
+from dp_lightning.privacy.phases import Phases
 from dp_lightning.privacy.plan import PrivacyPlan
 from dp_lightning.privacy.randomness import TrainingRandomness
 from dp_lightning.privacy.reading import (
@@ -109,6 +110,7 @@ class PrivateStep:
         images_per_group: k, where an example is a person: how many elements of a group of the data set are drawn for
             each step, the rows of one example. None where each element is an example.
         disk: takes gradients where DiSK does; None is at the parameters.
+        frozen_until: parameters that are frozen at first, as in `Phases`.
         ledger: where each release is recorded; it may hold steps taken before.
         journal: where each release is brought to disk before it is made, on rank 0.
         run: name of the run; that of its journal without one.
@@ -142,6 +144,7 @@ class PrivateStep:
         augmult: int = 1,
         images_per_group: int | None = None,
         disk: DiSK | None = None,
+        frozen_until: Mapping[str, float] = types.MappingProxyType({}),
         ledger: Ledger | None = None,
         journal: Journal | None = None,
         run: str | None = None,
@@ -171,6 +174,7 @@ class PrivateStep:
         reproducible = seed is not None
         self._training = Training(self.run, self.ledger, self.unit, reproducible, self.faults, self.later.look)
         self.parameters = trained_parameters(module)
+        self.phases = Phases(frozen_until, self.parameters, plan.num_steps)
         self._weights = TrainedWeights(self.parameters, self._training, self.later)
         groups = _checked_groups(dataset, images_per_group, seed, plan.num_train)
         # It counts in the ledger what has trained the weights, after all that may refuse the run.
@@ -220,7 +224,8 @@ class PrivateStep:
             ignored=self._ignored,
             also=also,
         )
-        return (Together if self.examples == "together" else OneByOne)(self.parameters, isolation, self.randomness)
+        mode = Together if self.examples == "together" else OneByOne
+        return mode(self.parameters, self.phases, isolation, self.randomness)
 
     def start(self) -> None:
         """Take secret keys, and note which constants the losses may use; otherwise the first batch does."""
@@ -307,9 +312,10 @@ class PrivateStep:
             total = self._over_ranks(total, noised=noised, stop=stop)
         self.later.settle()
         self._sum.reset()
+        frozen = self.phases.frozen(number)
         for name, gradient in self._sum.views(total.div_(self.plan.expected_batch_size)).items():
-            self.parameters[name].grad = gradient.to(self.parameters[name].dtype)
-        released(self.parameters.values(), self._training)
+            self.parameters[name].grad = None if name in frozen else gradient.to(self.parameters[name].dtype)
+        released([p for name, p in self.parameters.items() if name not in frozen], self._training)
         if self.isolation.advance():
             self._weights.hold()
         return self._stops
@@ -390,6 +396,8 @@ class PrivateStep:
             clipping["images_per_group"] = f"{groups.images_per_group} images of each person, drawn anew in each step"
         if self.reader.augmult > 1:
             clipping["augmult"] = f"{self.reader.augmult} views of each {'example' if groups is None else 'image'}"
+        if phases := self.phases.describe():
+            clipping["parameters"] = phases
         if self.disk is not None:
             clipping["gradients"] = self.disk.describe()
         fields = {

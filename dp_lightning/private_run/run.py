@@ -164,6 +164,7 @@ class PrivateRun:
             augmult=settings.augmult,
             images_per_group=settings.images_per_group,
             disk=settings.disk,
+            frozen_until=settings.frozen_until or {},
             ledger=history.ledger,
             journal=history.journal,
             run=history.run,

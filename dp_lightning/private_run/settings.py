@@ -56,6 +56,8 @@ class PrivacySettings:
             anew by the data set's transform, and the gradient of its loss is clipped once. It costs no privacy.
         disk: takes each example's gradient where DiSK does (Zhang et al. 2025); its filter is `Kalman` in the
             post-processing. None is the gradient at the parameters.
+        frozen_until: parameters that stay frozen at first, as patterns of their names to shares of the planned steps,
+            such as ``{"model.blocks.*": 0.3}``. It costs no privacy, and their noise is left out with them.
         earlier_training: on what the weights were trained before the run. ``same_data``: private steps that are known
             count in this run's epsilon, and steps without privacy in this process keep it from release. ``other_data``:
             on other people's data, or public data, by your word; the statement says so.
@@ -83,6 +85,7 @@ class PrivacySettings:
     not_private: bool = False
     augmult: int = 1
     disk: DiSK | None = None
+    frozen_until: dict[str, float] | None = None
     earlier_training: Literal["same_data", "other_data"] = "same_data"
 
     def __post_init__(self) -> None:
@@ -183,6 +186,7 @@ class PrivacySettings:
             "examples": self.examples,
             "augmult": self.augmult,
             "disk": None if self.disk is None else self.disk.gain,
+            "frozen_until": self.frozen_until or None,
             "seed": self.seed,
             "unit_of_privacy": self.unit_of_privacy,
             "images_per_group": self.images_per_group,
@@ -216,9 +220,8 @@ class PrivacySettings:
             "privacy.max_grad_norm, clipping or clip_factor": (self.clip_plan.describe(), self.clip_plan.sensitivity),
             "privacy.expected_batch_size": self.expected_batch_size,
             "privacy.max_physical_batch_size": self.max_physical_batch_size,
-            "privacy.examples, augmult, disk, unit_of_privacy, images_per_group or the seed of a reproducible run": (
-                self.of_the_run
-            ),
+            "privacy.examples, augmult, disk, frozen_until, unit_of_privacy, images_per_group or the seed of a "
+            "reproducible run": self.of_the_run,
         }
 
 

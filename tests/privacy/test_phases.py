@@ -1,0 +1,182 @@
+"""Parameters that are frozen at first: what is trained is what the rest of the plan says, with one ledger."""
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from plain_run import Plain, Stop, loader, privacy, trainer
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import TensorDataset
+
+from dp_lightning.callbacks import PostProcessCallback
+from dp_lightning.callbacks.privacy import privacy_of
+from dp_lightning.errors import ConfigurationError, ModelError
+from dp_lightning.postprocess import Momentum, Orthogonalize
+from dp_lightning.privacy import ClipPlan, PrivacyPlan, PrivateStep
+
+N, B, T = 40, 10, 10
+HEAD_FIRST = {"0.*": 0.5, "2.*": 0.25}  # and 4.* from the start
+
+
+def network():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3))
+
+
+def private_step(model, *, noise=1.0, **settings):
+    generator = torch.Generator().manual_seed(1)
+    data = TensorDataset(torch.randn(N, 5, generator=generator), torch.arange(N) % 3)
+    numbers = {"num_train": N, "expected_batch_size": B, "num_steps": T, "noise_multiplier": noise, "delta": 1e-3}
+
+    def loss(batch):
+        return F.cross_entropy(model(batch[0]), batch[1])
+
+    settings = {"max_physical_batch_size": 4, "seed": 0, "frozen_until": HEAD_FIRST, **settings}
+    return PrivateStep(model, loss, data, plan=PrivacyPlan(**numbers), **settings)
+
+
+def released(model, private):
+    """One step's gradient by parameter."""
+    for batch in private.batches():
+        private.accumulate(batch)
+    private.release()
+    return {name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("ways", ["together", "one_by_one"])
+def test_each_step_is_that_of_a_model_with_the_parameters_that_are_not_frozen(ways):
+    clip = ClipPlan.flat(max_grad_norm=0.1)
+    model = network()
+    private = private_step(model, noise=1e-9, clip_plan=clip, examples=ways)
+    for number in range(T):
+        active = [name for name in dict(model.named_parameters()) if number >= {"0": 5, "2": 2}.get(name[0], 0)]
+        expected = dict.fromkeys(active, 0.0)
+        rows = [row for place in private.physical_batches(number) for row in place.indices]
+        for row in rows:
+            x, y = private.reader.dataset[row]
+            loss = F.cross_entropy(model(x[None]), y[None])
+            wanted = [p for name, p in model.named_parameters() if name in active]
+            found = dict(zip(active, torch.autograd.grad(loss, wanted), strict=True))
+            norm = torch.cat([gradient.flatten() for gradient in found.values()]).norm()
+            assert norm > 0.1
+            expected = {name: expected[name] + found[name] * 0.1 / norm / B for name in active}
+        gradients = released(model, private)
+        assert [name for name, gradient in gradients.items() if gradient is not None] == active
+        for name in active:
+            torch.testing.assert_close(gradients[name], expected[name] + torch.zeros(()), rtol=1e-4, atol=1e-7)
+    assert private.ledger.num_steps == T
+    assert all(parameter.requires_grad for parameter in model.parameters())
+
+
+def test_noise_is_on_what_is_trained_and_an_optimizer_leaves_the_rest_alone():
+    model = network()
+    private, optimizer = private_step(model), torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.1)
+    before = {name: parameter.clone() for name, parameter in model.named_parameters()}
+    for number in range(T):
+        gradients = released(model, private)
+        optimizer.step()
+        private.stepped()
+        for name, parameter in model.named_parameters():
+            first = {"0": 5, "2": 2}.get(name[0], 0)
+            assert torch.equal(parameter, before[name]) == (number < first)
+            if gradients[name] is not None and parameter.numel() > 20:
+                assert 0.5 < gradients[name].std() / private.noise_level < 2
+    assert not private.all_faults
+
+
+def test_the_statement_says_what_was_frozen_and_counts_every_step_once():
+    model = network()
+    private = private_step(model)
+    for _ in range(3):
+        released(model, private)
+    statement = private.statement()
+    expected = "2 of 6 frozen before step 3 of 10, 2 of 6 frozen before step 6 of 10"
+    assert statement.clipping["parameters"] == expected
+    assert expected in statement.to_markdown()
+    assert statement.ledger.num_steps == 3
+    assert "parameters" not in private_step(network(), frozen_until={}).statement().clipping
+
+
+@pytest.mark.parametrize(
+    ("frozen", "words"),
+    [
+        ({"0.*": 0.0}, r"has 0.0 for '0.\*'.* above 0 and below 1"),
+        ({"0.*": 1.0}, r"has 1.0 .* share of the planned steps"),
+        ({"backbone.*": 0.5}, r"no trained parameter's name matches 'backbone.\*'.* 0.weight, 0.bias"),
+        ({"*": 0.5}, "freezes every trained parameter at first"),
+    ],
+)
+def test_a_schedule_that_makes_no_sense_is_refused(frozen, words):
+    with pytest.raises(ConfigurationError, match=words):
+        private_step(network(), frozen_until=frozen)
+
+
+def test_the_largest_share_of_patterns_that_overlap_holds():
+    private = private_step(network(), frozen_until={"*.weight": 0.2, "0.*": 0.6})
+    assert private.phases.frozen(1) == {"0.weight", "2.weight", "4.weight", "0.bias"}
+    assert private.phases.frozen(5) == {"0.weight", "0.bias"}
+    assert private.phases.frozen(6) == set()
+
+
+class Counting(Plain):
+    """Notes which parameters are trained in each step."""
+
+    def __init__(self):
+        super().__init__(nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 3)))
+        self.seen = []
+
+    def on_before_optimizer_step(self, optimizer):
+        self.seen.append([name for name, parameter in self.named_parameters() if parameter.grad is not None])
+
+
+def fitted(folder, *callbacks, **fit):
+    torch.manual_seed(0)
+    module = Counting()
+    settings = privacy(reproducible=True, frozen_until={"net.0.*": 0.5})
+    run = trainer(folder, settings, *callbacks, max_steps=8, max_epochs=-1, enable_checkpointing=None)
+    run.fit(module, loader(), **fit)
+    return run, module
+
+
+@pytest.mark.parametrize("chain", [[], [Momentum(0.9), Orthogonalize()]])
+def test_a_fit_trains_the_head_first_and_then_all(tmp_path, chain):
+    run, module = fitted(tmp_path, *([PostProcessCallback(chain)] if chain else []))
+    head = ["net.2.weight", "net.2.bias"]
+    assert module.seen == [head] * 4 + [["net.0.weight", "net.0.bias", *head]] * 4
+    statement = privacy_of(run).statement()
+    assert statement.ledger.num_steps == 8
+    assert "2 of 4 frozen before step 5 of 8" in statement.to_markdown()
+
+
+@pytest.mark.parametrize("kept", [2, 6])
+def test_a_run_that_resumes_is_in_the_phase_of_its_steps(tmp_path, kept):
+    _, whole = fitted(tmp_path / "whole")
+    checkpoint = ModelCheckpoint(tmp_path / "steps", every_n_train_steps=1, save_top_k=-1, filename="{step}")
+    with pytest.raises(RuntimeError, match="stopped"):
+        fitted(tmp_path / "part", checkpoint, Stop(kept))
+    _, rest = fitted(tmp_path / "rest", ckpt_path=tmp_path / "steps" / f"step={kept}.ckpt")
+    assert rest.seen == whole.seen[kept:]
+    for name, value in whole.state_dict().items():
+        assert torch.equal(rest.state_dict()[name], value)
+
+
+def test_another_schedule_does_not_resume_a_run(tmp_path):
+    checkpoint = ModelCheckpoint(tmp_path / "steps", every_n_train_steps=1, save_top_k=-1, filename="{step}")
+    with pytest.raises(RuntimeError, match="stopped"):
+        fitted(tmp_path, checkpoint, Stop(2))
+    run = trainer(tmp_path, privacy(reproducible=True), max_steps=8, max_epochs=-1)
+    with pytest.raises(ConfigurationError, match=r"privacy.frozen_until \{'net.0.\*': 0.5\}, and it is None now"):
+        run.fit(Counting(), loader(), ckpt_path=tmp_path / "steps" / "step=2.ckpt")
+
+
+class Unfreezes(Callback):
+    """A schedule of its own, which may follow from what it has seen."""
+
+    def on_train_batch_end(self, trainer, pl_module, *args):
+        for parameter in pl_module.net[0].parameters():
+            parameter.requires_grad_(trainer.global_step > 2)
+
+
+def test_a_schedule_that_is_not_in_the_plan_is_refused(tmp_path):
+    with pytest.raises(ModelError, match=r"self.net\[0\].weight.* changed between two"):
+        trainer(tmp_path, privacy(), Unfreezes(), max_steps=8, max_epochs=-1).fit(Counting(), loader())
