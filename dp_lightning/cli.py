@@ -22,6 +22,7 @@ usage: dpl COMMAND [options]
 
 commands:
   init      look at your images and write a configuration for them: dpl init photos
+  pretrain  train a network on images from random processes, as a start that no data was used for
   fit       train privately from a configuration: dpl fit --config configs/digits.yaml
   validate  evaluate a checkpoint on the validation split
   test      evaluate a checkpoint on the test set
@@ -46,7 +47,12 @@ exit codes: 0 done; 1 a check does not hold, or a run of a grid has failed; 2 an
 """
 
 _TRAINING = ("fit", "validate", "test", "predict")
-_OTHERS = ("init", "export", "verify", "audit", "plan", "account", "sweep", "report", "configs", "analyze", "doctor")
+# fmt: off
+_OTHERS = (
+    "init", "pretrain", "export", "verify", "audit", "plan", "account", "sweep", "report", "configs", "analyze",
+    "doctor",
+)
+# fmt: on
 # Turns of a loop, for which a thread waits before it sleeps.
 _SPINS = "10000"
 # EX_IOERR of sysexits.h. 1 would mean that a check does not hold, and 128 or more a signal.

@@ -16,6 +16,7 @@ from torchmetrics import MeanMetric
 from torchmetrics.classification import MulticlassAccuracy
 
 from dp_lightning.errors import ConfigurationError
+from dp_lightning.models.pretrained import load_weights
 from dp_lightning.processors import below_avx512
 
 Batch = tuple[Tensor, Tensor]
@@ -33,16 +34,20 @@ class ImageClassifier(lightning.LightningModule):
         model: Network from images to logits (N, num_classes). It is built before the run starts, so that it can be
             checked.
         num_classes: Number of logits, at least 2.
+        weights: File with weights that the network starts from.
 
     Raises:
-        ConfigurationError: There are fewer classes.
+        ConfigurationError: There are fewer classes, or the file has not the network's weights.
     """
 
-    def __init__(self, model: nn.Module, num_classes: int) -> None:
+    def __init__(self, model: nn.Module, num_classes: int, *, weights: str | None = None) -> None:
         super().__init__()
         if num_classes < 2:
             raise ConfigurationError(f"num_classes is {num_classes}; a classifier tells at least 2 classes apart.")
+        load_weights(model, weights)
         self.model = model
+        #: If `dpl export` has written this file, its private steps count in a private run.
+        self.weights_file = weights
         self.losses = nn.ModuleDict({name: MeanMetric() for name in EVALUATIONS})
         self.accuracies = nn.ModuleDict(
             {name: MulticlassAccuracy(num_classes, average="micro") for name in EVALUATIONS}

@@ -21,6 +21,7 @@ class WideResNetModule(ImageClassifier):
         weight_standardization: Standardise the weights of every convolution, as in De et al. 2022.
         relu_first: ReLU before GroupNorm instead of after it, as in De et al. 2022.
         scale_norm: GroupNorm after each addition of a block, as in Klause et al. 2022.
+        weights: Start from the weights in this file, such as one of `dpl pretrain`, but for the last layer.
     """
 
     def __init__(
@@ -34,6 +35,7 @@ class WideResNetModule(ImageClassifier):
         weight_standardization: bool = False,
         relu_first: bool = False,
         scale_norm: bool = False,
+        weights: str | None = None,
     ) -> None:
         model = WideResNet(
             depth,
@@ -45,7 +47,7 @@ class WideResNetModule(ImageClassifier):
             relu_first=relu_first,
             scale_norm=scale_norm,
         )
-        super().__init__(model, num_classes)
+        super().__init__(model, num_classes, weights=weights)
         self.save_hyperparameters()
 
 
@@ -60,6 +62,7 @@ class ResNetModule(ImageClassifier):
         in_channels: Channels of the images, linked from the data.
         num_groups: Groups of every GroupNorm; it must divide 64.
         scale_norm: GroupNorm after each addition of a block, as in Klause et al. 2022.
+        weights: Start from the weights in this file, such as one of `dpl pretrain`, but for the last layer.
     """
 
     def __init__(
@@ -71,11 +74,12 @@ class ResNetModule(ImageClassifier):
         in_channels: int = 3,
         num_groups: int = 32,
         scale_norm: bool = False,
+        weights: str | None = None,
     ) -> None:
         model = ResNet(
             depth, num_classes, stem=stem, in_channels=in_channels, num_groups=num_groups, scale_norm=scale_norm
         )
-        super().__init__(model, num_classes)
+        super().__init__(model, num_classes, weights=weights)
         self.save_hyperparameters()
 
 
@@ -87,11 +91,20 @@ class SmallCNNModule(ImageClassifier):
         in_channels: Channels of the images, linked from the data.
         image_size: Height and width of the images in pixels, linked from the data.
         channels: Channels of each convolution, a multiple of 4.
+        weights: Start from the weights in this file, such as one of `dpl pretrain`, but for the last layer.
     """
 
-    def __init__(self, num_classes: int, *, in_channels: int = 3, image_size: int = 8, channels: int = 16) -> None:
+    def __init__(
+        self,
+        num_classes: int,
+        *,
+        in_channels: int = 3,
+        image_size: int = 8,
+        channels: int = 16,
+        weights: str | None = None,
+    ) -> None:
         model = SmallCNN(num_classes, in_channels=in_channels, image_size=image_size, channels=channels)
-        super().__init__(model, num_classes)
+        super().__init__(model, num_classes, weights=weights)
         self.save_hyperparameters()
 
 

@@ -17,7 +17,7 @@ from urllib.request import getproxies
 
 from torch import nn
 
-from dp_lightning.errors import ConfigurationError
+from dp_lightning.errors import ConfigurationError, ModelError
 
 _LOADS: ContextVar[bool] = ContextVar("loads", default=True)
 
@@ -67,8 +67,8 @@ def timm_model(
         raise ConfigurationError(f"timm has no model {name!r}; {hint}")
     if not _LOADS.get():
         pretrained, weights = False, None
-    if weights is not None and not Path(weights).is_file():
-        raise ConfigurationError(f"weights {weights} is not a file; give the path of the network's weights")
+    if weights is not None:
+        _require_file(weights)
     if pretrained and weights is None and _host_is_unknown(name):
         raise ConfigurationError(_no_weights(name, "this machine has no network, or cannot find their host."))
     try:
@@ -81,6 +81,43 @@ def timm_model(
         raise ConfigurationError(f"timm could not build {name!r}: {error}") from error
     except (OSError, pickle.UnpicklingError) as error:
         raise ConfigurationError(_no_weights(name, str(error))) from error
+
+
+def load_weights(network: nn.Module, path: str | None) -> None:
+    """Load the weights in a file, such as one of `dpl pretrain`, into a network; None leaves it as it is.
+
+    The last layer is loaded only if the file has one for as many classes.
+
+    Raises:
+        ConfigurationError: the file cannot be read, or has another network's weights.
+    """
+    if path is None or not _LOADS.get():
+        return
+    saved = _read(path)
+    last = f"{last_layer(network)}."
+    own = network.state_dict()
+    of_last = {name for name in own if name.startswith(last)}
+    if any(name not in saved or saved[name].shape != own[name].shape for name in of_last):
+        saved = {name: value for name, value in saved.items() if name not in of_last}
+        saved |= {name: own[name] for name in of_last}
+    try:
+        network.load_state_dict(saved)
+    except RuntimeError as error:
+        raise ConfigurationError(
+            f"weights {path} are not those of the network: {_difference(network, saved)}."
+        ) from error
+
+
+def last_layer(network: nn.Module) -> str:
+    """The name of the linear layer at the end of a network.
+
+    Raises:
+        ModelError: there is none.
+    """
+    linear = [name for name, part in network.named_modules() if isinstance(part, nn.Linear)]
+    if not linear or linear[-1] == "":
+        raise ModelError("The network has no linear layer at its end, before which features could be taken.")
+    return linear[-1]
 
 
 def _no_weights(name: str, reason: str) -> str:
@@ -145,14 +182,7 @@ def _with_weights(name: str, num_classes: int, path: str, **kwargs: Any) -> nn.M
     """
     import timm
 
-    try:
-        saved = timm.models.load_state_dict(path)
-    except Exception as error:  # each format raises its own, and a damaged file any
-        reason = " ".join([type(error).__name__, *str(error).splitlines()[:1]])
-        raise ConfigurationError(
-            f"weights {path} cannot be read as weights ({reason}). Save them with torch.save(network.state_dict(), "
-            "path), or as safetensors; a whole pickled network is not read, since that would run code."
-        ) from error
+    saved = _read(path)
     fresh: Any = timm.create_model(name, **kwargs)
     head = fresh.pretrained_cfg.get("classifier")
     # Distilled networks have two heads.
@@ -169,3 +199,22 @@ def _with_weights(name: str, num_classes: int, path: str, **kwargs: Any) -> nn.M
     if num_classes != classes:
         model.reset_classifier(num_classes)
     return cast(nn.Module, model)
+
+
+def _require_file(path: str) -> None:
+    if not Path(path).is_file():
+        raise ConfigurationError(f"weights {path} is not a file; give the path of the network's weights")
+
+
+def _read(path: str) -> dict[str, Any]:
+    import timm
+
+    _require_file(path)
+    try:
+        return cast(dict[str, Any], timm.models.load_state_dict(path))
+    except Exception as error:  # each format raises its own, and a damaged file any
+        reason = " ".join([type(error).__name__, *str(error).splitlines()[:1]])
+        raise ConfigurationError(
+            f"weights {path} cannot be read as weights ({reason}). Save them with torch.save(network.state_dict(), "
+            "path), or as safetensors; a whole pickled network is not read, since that would run code."
+        ) from error

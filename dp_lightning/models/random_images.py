@@ -44,3 +44,36 @@ def spectra(n: int, *, channels: int, size: int, generator: torch.Generator) -> 
     waves = waves / waves.std(dim=(1, 2, 3), keepdim=True)
     brightness = 0.5 + 0.15 * torch.randn(n, 1, 1, 1, generator=generator)
     return (brightness + 0.22 * waves).clamp(0, 1)
+
+
+def random_networks(n: int, *, channels: int, size: int, generator: torch.Generator) -> Tensor:
+    """What an untrained generator makes of noise: convolutions with weights drawn anew for every 32 images.
+
+    From 4 x 4 noise, each layer doubles the size, convolves, adds noise and applies a leaky ReLU, as in StyleGAN.
+    """
+    blocks = [
+        _of_random_network(min(32, n - start), channels=channels, size=size, generator=generator)
+        for start in range(0, n, 32)
+    ]
+    return torch.cat(blocks)
+
+
+def _of_random_network(n: int, *, channels: int, size: int, generator: torch.Generator) -> Tensor:
+    def drawn(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    width, side = 16, 4
+    maps = drawn(n, width, side, side)
+    while side < size:
+        side *= 2
+        maps = F.interpolate(maps, scale_factor=2, mode="bilinear")
+        maps = F.conv2d(F.pad(maps, (1, 1, 1, 1), mode="reflect"), drawn(width, width, 3, 3) / (3 * width**0.5))
+        noise = drawn(n, 1, side, side) * drawn(width, 1, 1)
+        maps = F.leaky_relu(F.group_norm(maps + 0.2 * noise, 1) + 0.3 * drawn(width, 1, 1), 0.2)
+    shades = drawn(1, width, 1, 1) + _COLOUR * drawn(channels, width, 1, 1)
+    images = F.group_norm(F.conv2d(maps[..., :size, :size], shades), 1)
+    return (0.5 + 0.22 * images).clamp(0, 1)
+
+
+#: By name, as recipes give them.
+PROCESSES = {"dead_leaves": dead_leaves, "spectra": spectra, "random_networks": random_networks}

@@ -1,5 +1,6 @@
-"""The statement inside a file of weights that `dpl export` has written: it stays with the file."""
+"""What a file of weights says of itself: the statement of `dpl export`, or the recipe of `dpl pretrain`."""
 
+import hashlib
 import json
 from pathlib import Path
 
@@ -9,6 +10,10 @@ from dp_lightning.privacy.weights import digest_of
 
 #: Where the metadata has the facts that stand in `model.json` too.
 FACTS = "facts"
+#: Where it has the recipe by which `dpl pretrain` has made the weights.
+RECIPE = "recipe"
+#: What such weights come from, in words.
+RANDOM_IMAGES = "images from random processes: no private data, no photographs"
 
 
 def statement_of(file: str | Path) -> PrivacyStatement | None:
@@ -33,6 +38,12 @@ def statement_of(file: str | Path) -> PrivacyStatement | None:
     if claims.weights != digest:
         raise DataError("it speaks of other tensors")
     return claims
+
+
+def recipe_of(file: str | Path) -> str | None:
+    """The SHA-256 of the recipe in a safetensors file; None where it has none."""
+    recipe = metadata_of(file).get(RECIPE)
+    return None if recipe is None else hashlib.sha256(recipe.encode()).hexdigest()
 
 
 def metadata_of(file: str | Path) -> dict[str, str]:

@@ -30,7 +30,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from dp_lightning.errors import ConfigurationError, DataError, ModelError
 from dp_lightning.privacy.accounting import Ledger, Run
-from dp_lightning.privacy.exported import statement_of
+from dp_lightning.privacy.exported import RANDOM_IMAGES, recipe_of, statement_of
 from dp_lightning.privacy.isolation.contents import Contents
 from dp_lightning.privacy.isolation.later import Later
 from dp_lightning.privacy.weights import fingerprint
@@ -257,7 +257,7 @@ def origin_of(
     origin = Origin()
     for file in files:
         if (known := training_behind(file)) is None:
-            origin.words.append(f"weights of {file}: it is unknown on what they were trained")
+            origin.words.append(f"weights of {file}: {_said_of(file)}")
         else:
             trainings.append(known)
     declared = ", on data that was declared to be other" if other_data else ", which count here"
@@ -280,6 +280,14 @@ def origin_of(
         if not other_data:
             origin.faults.append(f"the weights were trained before by {text}")
     return origin
+
+
+def _said_of(file: str) -> str:
+    """What a file without a statement says of its weights, in words."""
+    recipe = recipe_of(file) if file.endswith(".safetensors") else None
+    if recipe is None:
+        return "it is unknown on what they were trained"
+    return f"by what it says, trained on {RANDOM_IMAGES} (recipe {recipe[:16]})"
 
 
 def training_behind(file: str) -> Training | None:

@@ -1,0 +1,183 @@
+"""`dpl pretrain`: weights for a private run from images that a random process makes, so from no data at all.
+
+It makes images (dead leaves, noise with the spectrum of photographs, untrained generators), and trains the network of a
+configuration on them without labels: two views of an image lie together, and images spread. The configuration's data
+set is not read; only its image size, channels and normalisation are used.
+"""
+
+import argparse
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from dp_lightning.atomic_files import replacing, require_writable
+from dp_lightning.commands.known_settings import require_known
+from dp_lightning.commands.named_configs import with_paths
+from dp_lightning.errors import ConfigurationError, DataError
+
+if TYPE_CHECKING:
+    from dp_lightning.models.pretraining import Pretraining
+
+_PROCESSES = ("dead_leaves", "spectra", "random_networks")
+_SAY_EVERY, _SAVE_EVERY = 30.0, 300.0  # seconds
+
+
+def main(arguments: list[str]) -> None:
+    """Pretrain, and print where the weights are and how a run starts from them."""
+    options, of_fit = _parser().parse_known_args(with_paths(arguments)[1:])
+    if not any(argument == "--config" or argument.startswith("--config=") for argument in of_fit):
+        raise ConfigurationError("dpl pretrain needs the --config of a run, such as configs/wrn16_cifar10.yaml.")
+    require_known(["fit", *of_fit])
+    if options.out.suffix != ".safetensors":
+        raise ConfigurationError(f"--out is {options.out}; weights are written as .safetensors.")
+    require_writable(options.out.parent, "--out")
+    pretrain(options, of_fit)
+
+
+def pretrain(options: argparse.Namespace, of_fit: list[str]) -> None:
+    """Train, or go on with a training of the same recipe that was stopped; a finished one is left as it is.
+
+    Raises:
+        ConfigurationError: for settings that cannot be used, or a file of another recipe.
+    """
+    # Imported here to keep --help fast.
+    import torch
+    from safetensors.torch import save
+
+    from dp_lightning.commands.composition import Composer, prepare
+    from dp_lightning.models.pretraining import Pretraining, Recipe, random_images
+    from dp_lightning.privacy.exported import RANDOM_IMAGES, RECIPE, recipe_of
+
+    settings = Composer()(of_fit)
+    torch.manual_seed(options.seed)
+    cli = prepare({**settings, "seed_everything": options.seed})
+    network, data = getattr(cli.model, "model", None), cli.datamodule
+    if not isinstance(network, torch.nn.Module) or not hasattr(data, "image_size"):
+        raise ConfigurationError(
+            f"dpl pretrain trains the networks of dp_lightning's modules on images; {type(cli.model).__name__} with "
+            f"{type(data).__name__} is something else."
+        )
+    recipe = Recipe(
+        network=settings["model"],
+        channels=data.in_channels,
+        size=data.image_size,
+        mean=tuple(data.mean),
+        std=tuple(data.std),
+        processes=tuple(options.processes),
+        images=options.images,
+        steps=options.steps,
+        batch_size=options.batch_size,
+        learning_rate=options.learning_rate,
+        seed=options.seed,
+    )
+    if options.out.exists():
+        if recipe_of(options.out) != recipe.digest:
+            raise ConfigurationError(f"{options.out} is there already, of another recipe. Give another --out.")
+        print(f"{options.out} is finished.")
+        return
+    device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    say = _Said()
+    images = random_images(recipe, lambda count: say(f"{count:,} of {recipe.images:,} random images"))
+    training = Pretraining(network.train(), recipe, images, device)
+    unfinished = options.out.with_name(f"{options.out.name}.unfinished")
+    if unfinished.exists():
+        state = _read(unfinished)
+        if state["digest"] != recipe.digest:
+            raise ConfigurationError(f"{unfinished} is of another recipe. Remove it, or give another --out.")
+        training.load_state_dict(state)
+        print(f"Going on after step {training.steps:,}.", flush=True)
+
+    def keep() -> None:
+        with replacing(unfinished) as file:
+            torch.save(training.state_dict(), file)
+
+    _run(training, say, keep)
+    with replacing(options.out) as file:
+        file.write(save(training.weights(), {RECIPE: recipe.to_json(), "source": RANDOM_IMAGES}))
+    unfinished.unlink(missing_ok=True)
+    print(f"{options.out}: {RANDOM_IMAGES} (recipe {recipe.digest[:16]}).")
+    print(f"A private run starts from it with --model.init_args.weights {options.out}.")
+
+
+def _run(training: "Pretraining", say: "_Said", keep: Callable[[], None]) -> None:
+    """Take the steps that are left; what is done is kept every five minutes, and where a signal ends the command."""
+    first, start = training.steps, time.monotonic()
+    kept, total = start, training.recipe.steps
+    with _noted() as signals:
+        while training.steps < total and not signals:
+            loss = training.step()
+            now = time.monotonic()
+            if say.is_due(now) or training.steps == total:
+                left = (now - start) / (training.steps - first) * (total - training.steps)
+                say(f"step {training.steps:,} of {total:,}, loss {loss.item():.3f}, {left / 60:.0f} min left", now)
+            if now - kept > _SAVE_EVERY:
+                keep()
+                kept = now
+        if training.steps < total:
+            keep()
+            print(f"Stopped after step {training.steps:,}. The same command goes on from there.", flush=True)
+            sys.exit(128 + signals[0])
+
+
+@contextmanager
+def _noted() -> Iterator[list[int]]:
+    """Within this context, SIGTERM and Ctrl-C are only put into the list."""
+    noted: list[int] = []
+    before = {
+        number: signal.signal(number, lambda given, frame: noted.append(given))
+        for number in (signal.SIGTERM, signal.SIGINT)
+    }
+    try:
+        yield noted
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+class _Said:
+    """Prints a line when the last one is a while ago."""
+
+    def __init__(self) -> None:
+        self._last = float("-inf")
+
+    def is_due(self, now: float) -> bool:
+        return now - self._last >= _SAY_EVERY
+
+    def __call__(self, line: str, now: float | None = None) -> None:
+        if now is not None or self.is_due(time.monotonic()):
+            print(line, flush=True)
+            self._last = time.monotonic()
+
+
+def _read(path: Path) -> dict[str, object]:
+    import torch
+
+    try:
+        found: dict[str, object] = torch.load(path, weights_only=True, map_location="cpu")
+    except Exception as error:
+        raise DataError(f"{path} cannot be read ({type(error).__name__}). Remove it to begin again.") from error
+    return found
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="dpl pretrain",
+        description=__doc__,
+        epilog="Every other option is one of dpl fit, such as --config and --model.init_args.width. A training that is "
+        "stopped goes on when the same command is given again.",
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("--out", type=Path, default=Path("random.safetensors"), help="file of the weights; default: random.safetensors")
+    add("--processes", nargs="+", choices=_PROCESSES, default=list(_PROCESSES), help="what makes the images")
+    add("--images", type=int, default=50_000, help="how many images; default: 50,000")
+    add("--steps", type=int, default=10_000, help="steps of the optimizer; default: 10,000")
+    add("--batch-size", type=int, default=256, help="images of a step, each in two views; default: 256")
+    add("--learning-rate", type=float, default=0.12, help="of SGD for 256 images; default: 0.12")
+    add("--seed", type=int, default=0, help="of everything random; the weights are public, and so is it; default: 0")
+    add("--device", help="cpu or cuda; default: a GPU if there is one")
+    return parser

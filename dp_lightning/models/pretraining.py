@@ -1,0 +1,192 @@
+"""Trains a network without labels on images from random processes, so its weights come from no data at all.
+
+Images, views, weights at the start and the order of all of these follow from a public seed: whoever has the recipe can
+make the weights again, up to the rounding of another processor.
+"""
+
+import hashlib
+import json
+import math
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dp_lightning.errors import ConfigurationError, ModelError
+from dp_lightning.models.alignment import alignment, uniformity, view
+from dp_lightning.models.pretrained import last_layer
+from dp_lightning.models.random_images import PROCESSES
+
+_EMBEDDING = 128
+_MOMENTUM, _WEIGHT_DECAY = 0.9, 1e-4
+_BLOCK = 500  # images that are drawn from one generator
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """All that the weights follow from.
+
+    Attributes:
+        network: the model of the configuration, with its settings.
+        channels: of the images.
+        size: their height and width in pixels.
+        mean, std: by which they are normalised, as those of the data will be.
+        processes: names of ``PROCESSES``, which take turns.
+        images: how many are made; each is seen again and again, never in the same view.
+        steps: of the optimizer.
+        batch_size: images of a step.
+        learning_rate: of SGD for 256 images, at the start of a cosine schedule.
+        seed: of everything random.
+    """
+
+    network: dict[str, Any]
+    channels: int
+    size: int
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    processes: tuple[str, ...] = tuple(PROCESSES)
+    images: int = 50_000
+    steps: int = 10_000
+    batch_size: int = 256
+    learning_rate: float = 0.12
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("images", "steps"):
+            if getattr(self, name) < 1:
+                raise ConfigurationError(f"--{name} is {getattr(self, name)}; it must be at least 1.")
+        if self.batch_size < 2:
+            raise ConfigurationError(f"--batch-size is {self.batch_size}; images of a step are compared, so 2 or more.")
+        if not self.learning_rate > 0:
+            raise ConfigurationError(f"--learning-rate is {self.learning_rate}; it must be above 0.")
+        if unknown := [name for name in self.processes if name not in PROCESSES]:
+            raise ConfigurationError(f"--processes: {unknown[0]} is none of {', '.join(PROCESSES)}.")
+
+    def to_json(self) -> str:
+        """As it stands in the file of the weights."""
+        return json.dumps(asdict(self), sort_keys=True)
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of `to_json`."""
+        return hashlib.sha256(self.to_json().encode()).hexdigest()
+
+
+def random_images(recipe: Recipe, made: Callable[[int], None] = lambda count: None) -> Tensor:
+    """The images of a recipe (images, C, H, W), in 8 bits.
+
+    Args:
+        made: called with the number of images that there are.
+    """
+    found = torch.empty(recipe.images, recipe.channels, recipe.size, recipe.size, dtype=torch.uint8)
+    for block, start in enumerate(range(0, recipe.images, _BLOCK)):
+        name = recipe.processes[block % len(recipe.processes)]
+        count = min(_BLOCK, recipe.images - start)
+        generator = torch.Generator().manual_seed(_mixed(recipe.seed, "images", block))
+        images = PROCESSES[name](count, channels=recipe.channels, size=recipe.size, generator=generator)
+        found[start : start + count] = (images * 255).round().to(torch.uint8)
+        made(start + count)
+    return found
+
+
+class Pretraining:
+    """The training itself.
+
+    Args:
+        network: maps images (n, C, H, W) to logits by its last linear layer, which is left as it is.
+        images: of ``random_images``.
+        device: where it is trained.
+
+    Raises:
+        ModelError: the network has no linear layer at its end, or nothing before it.
+    """
+
+    def __init__(self, network: nn.Module, recipe: Recipe, images: Tensor, device: torch.device) -> None:
+        self.network, self.recipe, self._images, self._device = network.to(device), recipe, images, device
+        self.steps = 0
+        self._last = last_layer(network)
+        width = network.get_submodule(self._last).in_features
+        assert isinstance(width, int)
+        generator = torch.Generator().manual_seed(_mixed(recipe.seed, "head", 0))
+        self.head = nn.Sequential(nn.Linear(width, width), nn.ReLU(), nn.Linear(width, _EMBEDDING))
+        with torch.no_grad():
+            for parameter in self.head.parameters():
+                spread = width**-0.5
+                parameter.copy_((2 * torch.rand(parameter.shape, generator=generator) - 1) * spread)
+        self.head.to(device)
+        last = {id(parameter) for parameter in network.get_submodule(self._last).parameters()}
+        before = [parameter for parameter in network.parameters() if id(parameter) not in last]
+        if not before:
+            raise ModelError("The network has nothing but its last layer, which depends on the classes.")
+        self._optimizer = torch.optim.SGD(
+            [*before, *self.head.parameters()],
+            lr=recipe.learning_rate * recipe.batch_size / 256,
+            momentum=_MOMENTUM,
+            weight_decay=_WEIGHT_DECAY,
+        )
+        self._rate = self._optimizer.param_groups[0]["lr"]
+        self._mean, self._std = (
+            torch.tensor(values, device=device).view(-1, 1, 1) for values in (recipe.mean, recipe.std)
+        )
+
+    def step(self) -> Tensor:
+        """One step; returns the loss before it, on the device.
+
+        Its random numbers follow from its own number, so a training that goes on is that which was not stopped.
+        """
+        recipe, generator = self.recipe, torch.Generator().manual_seed(_mixed(self.recipe.seed, "step", self.steps))
+        rows = torch.randint(len(self._images), (recipe.batch_size,), generator=generator)
+        images = self._images[rows].to(self._device).float() / 255
+        self._optimizer.param_groups[0]["lr"] = self._rate * (1 + math.cos(math.pi * self.steps / recipe.steps)) / 2
+        views = torch.cat([view(images, generator), view(images, generator)])
+        points = F.normalize(self.head(self._features((views - self._mean) / self._std)), dim=1)
+        first, second = points.chunk(2)
+        loss = alignment(first, second) + (uniformity(first) + uniformity(second)) / 2
+        self._optimizer.zero_grad()
+        loss.backward()
+        self._optimizer.step()
+        self.steps += 1
+        return loss.detach()
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the next step needs."""
+        return {
+            "digest": self.recipe.digest,
+            "steps": self.steps,
+            "network": self.network.state_dict(),
+            "head": self.head.state_dict(),
+            "optimizer": self._optimizer.state_dict(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from ``state_dict``."""
+        self.steps = state["steps"]
+        self.network.load_state_dict(state["network"])
+        self.head.load_state_dict(state["head"])
+        self._optimizer.load_state_dict(state["optimizer"])
+
+    def weights(self) -> dict[str, Tensor]:
+        """Those of the network, on the CPU, its untrained last layer left out."""
+        state = self.network.state_dict()
+        return {
+            name: value.cpu().contiguous() for name, value in state.items() if not name.startswith(f"{self._last}.")
+        }
+
+    def _features(self, images: Tensor) -> Tensor:
+        """What the last layer is given."""
+        found: list[Tensor] = []
+        layer = self.network.get_submodule(self._last)
+        hook = layer.register_forward_pre_hook(lambda _, given: found.append(given[0]))
+        try:
+            self.network(images)
+        finally:
+            hook.remove()
+        return found[0].flatten(1)
+
+
+def _mixed(seed: int, purpose: str, number: int) -> int:
+    """A seed for each number of a purpose."""
+    return int.from_bytes(hashlib.sha256(f"{seed} {purpose} {number}".encode()).digest()[:7], "big")

@@ -1,0 +1,203 @@
+"""Weights from random images: the same again after a stop, a start for private runs, and said where they are used."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from safetensors import safe_open
+from safetensors.torch import load_file
+
+from dp_lightning.cli import main
+from dp_lightning.commands import pretrain
+from dp_lightning.errors import ConfigurationError
+from dp_lightning.lightning_modules import ResNetModule, SmallCNNModule, TimmModule, WideResNetModule
+from dp_lightning.models.pretraining import Pretraining
+
+SMALL = [
+    "--config",
+    str(Path("configs/digits.yaml").resolve()),
+    "--images",
+    "60",
+    "--batch-size",
+    "16",
+    "--device",
+    "cpu",
+]
+
+
+def run(out, *options, steps=6):
+    main(["pretrain", *SMALL, "--out", str(out), "--steps", str(steps), *options])
+
+
+def test_a_run_that_starts_from_the_weights_says_where_they_come_from(tmp_path, capsys):
+    file, runs = tmp_path / "w.safetensors", tmp_path / "runs"
+    run(file)
+    told = capsys.readouterr().out
+    assert "images from random processes: no private data, no photographs (recipe " in told
+    with safe_open(file, framework="pt") as opened:
+        recipe = json.loads(opened.metadata()["recipe"])
+    assert (recipe["steps"], recipe["channels"], recipe["size"], recipe["seed"]) == (6, 1, 8, 0)
+    assert recipe["network"]["class_path"].endswith("SmallCNNModule")
+    short = ["--trainer.max_steps", "1", "--trainer.max_epochs", "-1", "--trainer.default_root_dir", str(runs)]
+    main(["fit", "--config", "configs/digits.yaml", *short, "--model.init_args.weights", str(file)])
+    statement = next(runs.rglob("privacy_statement.md")).read_text()
+    digest = told.split("(recipe ")[1][:16]
+    assert (
+        f"by what it says, trained on images from random processes: no private data, no photographs (recipe {digest})"
+        in statement
+    )
+    # A step from the weights, and not from others.
+    module = SmallCNNModule(10, in_channels=1, weights=str(file))
+    for name, value in load_file(file).items():
+        assert torch.equal(module.model.state_dict()[name], value)
+    assert "classifier.weight" not in load_file(file)
+
+
+def test_a_training_that_is_stopped_goes_on_to_the_same_weights(tmp_path, monkeypatch, capsys):
+    whole, part = tmp_path / "whole.safetensors", tmp_path / "part.safetensors"
+    run(whole)
+    step, steps = Pretraining.step, []
+
+    def until_the_third(training):
+        steps.append(training.steps)
+        if len(steps) == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return step(training)
+
+    monkeypatch.setattr(Pretraining, "step", until_the_third)
+    with pytest.raises(SystemExit) as ended:
+        run(part)
+    assert ended.value.code == 128 + signal.SIGTERM
+    assert not part.exists()
+    assert "Stopped after step 3. The same command goes on from there." in capsys.readouterr().out
+    run(part)
+    assert steps == [0, 1, 2, 3, 4, 5]
+    assert load_file(whole).keys() == load_file(part).keys()
+    for name, value in load_file(whole).items():
+        assert torch.equal(load_file(part)[name], value)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["part.safetensors", "whole.safetensors"]
+    run(part)  # finished
+    assert len(steps) == 6
+
+
+def test_it_keeps_what_is_done_every_few_minutes(tmp_path, monkeypatch):
+    monkeypatch.setattr(pretrain, "_SAVE_EVERY", 0.0)
+    step = Pretraining.step
+
+    def dies(training):
+        if training.steps == 4:
+            raise RuntimeError("power failure")
+        return step(training)
+
+    with monkeypatch.context() as broken:
+        broken.setattr(Pretraining, "step", dies)
+        with pytest.raises(RuntimeError, match="power failure"):
+            run(tmp_path / "w.safetensors")
+    state = torch.load(tmp_path / "w.safetensors.unfinished", weights_only=True)
+    assert state["steps"] == 4
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--steps", "0"], "--steps is 0"),
+        (["--images", "0"], "--images is 0"),
+        (["--batch-size", "1"], "--batch-size is 1"),
+        (["--learning-rate", "0"], "--learning-rate is 0"),
+        (["--out", "weights.pt"], "written as .safetensors"),
+        (["--model", "LinearProbeModule"], "nothing but its last layer"),
+    ],
+)
+def test_what_cannot_be_trained_is_refused_with_the_setting(tmp_path, monkeypatch, capsys, options, words):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as ended:
+        main(["pretrain", *SMALL, "--out", "w.safetensors", "--steps", "2", *options])
+    assert ended.value.code == 2
+    assert re.search(words, capsys.readouterr().err)
+
+
+def test_without_a_configuration_it_says_what_it_needs(capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["pretrain"])
+    assert ended.value.code == 2
+    assert "dpl pretrain needs the --config of a run" in capsys.readouterr().err
+
+
+def test_another_recipe_does_not_go_on_with_a_file(tmp_path, monkeypatch, capsys):
+    file = tmp_path / "w.safetensors"
+    run(file)
+    with pytest.raises(SystemExit):
+        run(file, "--seed", "1")
+    assert "of another recipe. Give another --out" in capsys.readouterr().err
+    monkeypatch.setattr(pretrain, "_SAVE_EVERY", 0.0)
+    file.rename(tmp_path / "done.safetensors")
+    (tmp_path / "w.safetensors.unfinished").write_bytes(b"half a file")
+    with pytest.raises(SystemExit):
+        run(file)
+    assert "cannot be read (" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("make", "size"),
+    [
+        (lambda **more: WideResNetModule(4, depth=10, width=1, **more), 32),
+        (lambda **more: ResNetModule(4, stem="cifar", **more), 32),
+        (lambda **more: SmallCNNModule(4, **more), 8),
+    ],
+)
+def test_every_network_starts_from_a_file_of_its_own(tmp_path, make, size):
+    torch.manual_seed(0)
+    saved = make().model.state_dict()
+    path = tmp_path / "w.pt"
+    torch.save({name: value for name, value in saved.items() if "classifier" not in name and "fc." not in name}, path)
+    torch.manual_seed(1)
+    loaded = make(weights=str(path))
+    assert loaded.weights_file == str(path)
+    last = {name: value for name, value in loaded.model.state_dict().items() if "classifier" in name or "fc." in name}
+    for name, value in loaded.model.state_dict().items():
+        assert torch.equal(value, saved[name]) == (name not in last) or value.abs().sum() == 0
+    assert loaded(torch.rand(2, 3, size, size)).shape == (2, 4)
+
+
+def test_a_file_of_another_network_is_refused(tmp_path):
+    path = tmp_path / "w.pt"
+    torch.save(SmallCNNModule(4).model.state_dict(), path)
+    with pytest.raises(ConfigurationError, match=r"w.pt are not those of the network: .* are missing"):
+        WideResNetModule(4, depth=10, width=1, weights=str(path))
+    with pytest.raises(ConfigurationError, match=r"features.0.weight has shape \(16, 3, 3, 3\), not \(32, 3"):
+        SmallCNNModule(4, channels=32, weights=str(path))
+    with pytest.raises(ConfigurationError, match="is not a file"):
+        SmallCNNModule(4, weights=str(tmp_path / "none.pt"))
+
+
+def test_a_network_of_timm_starts_from_them(tmp_path):
+    kwargs = {"img_size": 8, "patch_size": 4, "depth": 1, "embed_dim": 24, "num_heads": 2}
+    settings = yaml.safe_load(Path("configs/digits.yaml").read_text())
+    settings["model"] = {
+        "class_path": "TimmModule",
+        "init_args": {"name": "vit_tiny_patch16_224", "model_kwargs": kwargs},
+    }
+    config, file = tmp_path / "vit.yaml", tmp_path / "vit.safetensors"
+    config.write_text(yaml.safe_dump(settings))
+    run(file, "--config", str(config), steps=2)
+    module = TimmModule("vit_tiny_patch16_224", 10, weights=str(file), in_channels=1, model_kwargs=kwargs)
+    name = "blocks.0.attn.qkv.weight"
+    assert torch.equal(module.model.state_dict()[name], load_file(file)[name])
+
+
+def test_its_help_answers_at_once():
+    shown = subprocess.run(
+        [sys.executable, "-X", "importtime", "-m", "dp_lightning", "pretrain", "--help"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert "dpl pretrain" in shown.stdout
+    assert " torch\n" not in shown.stderr

@@ -1,0 +1,110 @@
+"""Training without labels learns what it says: views of an image lie together, and images spread."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from dp_lightning.models import SmallCNN
+from dp_lightning.models.alignment import alignment, uniformity, view
+from dp_lightning.models.pretraining import Pretraining, Recipe, random_images
+from dp_lightning.models.random_images import PROCESSES
+
+
+def recipe(**settings):
+    fixed = {"network": {}, "channels": 3, "size": 8, "mean": (0.5, 0.4, 0.3), "std": (0.2, 0.2, 0.3)}
+    return Recipe(**{**fixed, "images": 120, "steps": 50, "batch_size": 32, **settings})
+
+
+def made(given):
+    torch.manual_seed(0)
+    network = SmallCNN(4, in_channels=3, image_size=8)
+    return Pretraining(network, given, random_images(given), torch.device("cpu"))
+
+
+def test_the_losses_are_those_of_the_definition():
+    points = F.normalize(torch.randn(6, 5, dtype=torch.float64), dim=1)
+    others = F.normalize(torch.randn(6, 5, dtype=torch.float64), dim=1)
+    distances = [(points[i] - others[i]).square().sum() for i in range(6)]
+    torch.testing.assert_close(alignment(points, others), torch.stack(distances).mean())
+    pairs = [torch.exp(-2 * (points[i] - points[j]).square().sum()) for i in range(6) for j in range(i)]
+    torch.testing.assert_close(uniformity(points), torch.stack(pairs).mean().log())
+
+
+def test_a_view_is_a_part_of_its_own_image():
+    images = torch.rand(5, 3, 16, 16)
+    found = view(images, torch.Generator().manual_seed(0))
+    assert found.shape == images.shape
+    assert 0 <= found.min() < found.max() <= 1
+    other = images.clone()
+    other[1:] = 0.3
+    torch.testing.assert_close(view(other, torch.Generator().manual_seed(0))[0], found[0])
+    assert not torch.equal(view(images, torch.Generator().manual_seed(1)), found)
+
+
+def test_a_view_shows_both_directions_and_all_places():
+    """On an image whose red is its x and whose green is its y."""
+    x = torch.linspace(0.3, 0.7, 16).expand(16, 16)
+    images = torch.stack([x, x.T, x]).expand(400, 3, 16, 16)
+    seen = view(images, torch.Generator().manual_seed(0))
+    slopes = seen[:, 0, :, -1].mean(1) - seen[:, 0, :, 0].mean(1)
+    assert 0.4 < (slopes > 0).float().mean() < 0.6
+    assert (seen[:, 1, -1].mean(1) - seen[:, 1, 0].mean(1) > 0).all()  # never upside down
+    assert seen[:, 0].mean((1, 2)).std() > 0.05
+
+
+def test_the_loss_falls_and_views_of_an_image_come_together():
+    training = made(recipe(steps=40))
+    losses = torch.stack([training.step() for _ in range(40)])
+    assert losses[-10:].mean() < losses[:5].mean() - 0.2
+    images = training._images[:40].float() / 255
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        first, second = (
+            F.normalize(
+                training.head(training._features((view(images, generator) - training._mean) / training._std)), dim=1
+            )
+            for _ in range(2)
+        )
+    nearest = (first @ second.T).argmax(1) == torch.arange(40)
+    assert nearest.float().mean() > 0.1  # by chance 0.025
+
+
+def test_the_last_layer_is_left_as_it_is():
+    training = made(recipe())
+    before = training.network.classifier.weight.clone()
+    first = training.network.features[0].weight.clone()
+    training.step()
+    assert torch.equal(training.network.classifier.weight, before)
+    assert not torch.equal(training.network.features[0].weight, first)
+    assert not any(name.startswith("classifier") for name in training.weights())
+
+
+def test_images_take_turns_and_are_the_same_again():
+    given = recipe(images=1100)
+    counts = []
+    images = random_images(given, counts.append)
+    assert counts == [500, 1000, 1100]
+    assert torch.equal(images, random_images(given))
+    assert not torch.equal(images, random_images(recipe(images=1100, seed=1)))
+    alone = random_images(recipe(images=500, processes=("spectra",)))
+    other = random_images(recipe(images=500, processes=("dead_leaves",)))
+    assert torch.equal(images[:500], other)
+    assert not torch.equal(alone, other)
+
+
+def test_the_digest_changes_with_everything():
+    digests = {recipe(**change).digest for change in ({}, {"seed": 1}, {"steps": 51}, {"processes": ("spectra",)})}
+    assert len(digests) == 4
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+def test_random_networks_make_images_of_many_kinds(channels):
+    images, again = (
+        PROCESSES["random_networks"](80, channels=channels, size=20, generator=torch.Generator().manual_seed(0))
+        for _ in range(2)
+    )
+    assert images.shape == (80, channels, 20, 20)
+    assert 0 <= images.min() < 0.2 < 0.8 < images.max() <= 1
+    assert torch.equal(images, again)
+    assert images.std(dim=(2, 3)).min() > 0.01
+    assert (images[0] - images[1]).abs().mean() > 0.05
