@@ -33,6 +33,8 @@ from dp_lightning.experiments.grid import Grid
 from dp_lightning.models import WideResNet
 from dp_lightning.models.pretrained import without_weights
 from dp_lightning.privacy import ClipPlan, RunShape, clipped_gradient_sum
+from dp_lightning.privacy.examples import trained_parameters
+from dp_lightning.privacy.phases import Phases
 from dp_lightning.private_run.trainer_checks import check_settings
 
 pytestmark = pytest.mark.docs
@@ -233,8 +235,24 @@ def test_there_is_something_to_check():
 
 def test_every_command_shown_is_one_that_a_test_takes():
     taken = {"fit", "test", "predict", "sweep", "report", "analyze", "audit", "account", "verify", "export", "init"}
+    taken |= {"pretrain"}
     elsewhere = lines("bash", read("docs/planning.md"))  # each in test_planning_page.py
     assert {line.split()[1] for line in DPL if line not in elsewhere} == taken
+
+
+def test_weights_from_random_images_start_a_run_as_shown(workplace):
+    page = read("docs/fine_tuning.md")
+    (line,) = [line for line in DPL if line.startswith("dpl pretrain")]
+    main([*shlex.split(line)[1:], "--images", "60", "--steps", "2"])
+    weights = shlex.split(re.search(r"`(--model\.init_args\.weights .*?)`", page)[1])
+    frozen = dict(re.findall(r"'(\{[^']*?\})'` for\s+`(\w+)`", page))
+    for patterns, module in frozen.items():
+        cli = instantiate(["--config", "configs/digits.yaml", *(weights if module == "SmallCNNModule" else MODEL)])
+        Phases(json.loads(patterns), trained_parameters(cli.model), 10)
+    assert sorted(frozen.values()) == ["SmallCNNModule", "WideResNetModule"]
+
+
+MODEL = ["--model", "WideResNetModule", "--data", "CIFAR10"]
 
 
 def test_every_configuration_shown_is_a_file_that_a_command_takes_or_has_a_test_of_its_own():
