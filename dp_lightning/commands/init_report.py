@@ -106,8 +106,8 @@ def _chosen(survey: Survey, content: Content, out: Path) -> str:
         )
     elif not features and start.noise_norm > 1:
         lines.append(
-            "  That is more noise than signal, so expect little. With pretrained features there are fewer parameters: "
-            "leave out\n  --from-scratch, or give --backbone."
+            "  That is more noise than signal, so expect little. With features there are fewer parameters: leave out\n"
+            "  --from-scratch, or give --backbone, such as scattering, which needs no weights."
         )
     if content.images_per_person is not None:
         lines.append(
@@ -129,7 +129,7 @@ def _next(survey: Survey, content: Content, bad_files: Path | None) -> str:
     if isinstance(content.model, Features) and content.model.weights is None and not content.model.scatters:
         steps.append(
             "The first run downloads the weights. Without a network, give their file (dpl init ... --weights FILE),\n"
-            "     or use none (--from-scratch)."
+            "     or use features that need none (--backbone scattering)."
         )
     steps.append(f"Read the file, then train: dpl fit --config {content.name}")
     numbered = [f"  {number}. {step}" for number, step in enumerate(steps, 1)]

@@ -123,7 +123,7 @@ def last_layer(network: nn.Module) -> str:
 def _no_weights(name: str, reason: str) -> str:
     return (
         f"the pretrained weights of {name!r} could not be loaded: {reason} Without a network, download them "
-        f"elsewhere{_where(name)}, and set weights to their file. `dpl init --from-scratch` needs none."
+        f"elsewhere{_where(name)}, and set weights to their file. `dpl init --backbone scattering` needs none."
     )
 
 
