@@ -68,6 +68,21 @@ def test_each_step_is_that_of_a_model_with_the_parameters_that_are_not_frozen(wa
     assert all(parameter.requires_grad for parameter in model.parameters())
 
 
+def test_layers_that_are_clipped_by_themselves_do_not_see_the_frozen_ones():
+    clip = ClipPlan.per_layer(max_grad_norm=0.1)
+    gradients = []
+    for frozen in (HEAD_FIRST, {}):
+        model = network()
+        private = private_step(model, noise=1e-9, clip_plan=clip, augmult=2, frozen_until=frozen)
+        gradients.append(released(model, private))
+        assert private.noise_standard_deviation == pytest.approx(1e-10)
+    for name, gradient in gradients[0].items():
+        if gradient is None:
+            assert name[0] in "02"
+        else:
+            torch.testing.assert_close(gradient, gradients[1][name], rtol=1e-4, atol=1e-8)
+
+
 def test_noise_is_on_what_is_trained_and_an_optimizer_leaves_the_rest_alone():
     model = network()
     private, optimizer = private_step(model), torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.1)
