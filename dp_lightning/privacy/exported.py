@@ -41,14 +41,25 @@ def statement_of(file: str | Path) -> PrivacyStatement | None:
 
 
 def recipe_of(file: str | Path) -> str | None:
-    """The SHA-256 of the recipe in a safetensors file; None where it has none."""
+    """The SHA-256 of the recipe in a safetensors file; None where it has none.
+
+    Raises:
+        DataError: where it is no such file.
+    """
     recipe = metadata_of(file).get(RECIPE)
     return None if recipe is None else hashlib.sha256(recipe.encode()).hexdigest()
 
 
 def metadata_of(file: str | Path) -> dict[str, str]:
-    """The metadata of a safetensors file."""
-    from safetensors import safe_open
+    """The metadata of a safetensors file.
 
-    with safe_open(file, framework="pt") as opened:
-        return dict(opened.metadata() or {})
+    Raises:
+        DataError: where it is none.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(file, framework="pt") as opened:
+            return dict(opened.metadata() or {})
+    except (SafetensorError, OSError) as error:
+        raise DataError(f"{file} cannot be read as safetensors: {error}") from error

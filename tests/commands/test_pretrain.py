@@ -142,6 +142,11 @@ def test_another_recipe_does_not_go_on_with_a_file(tmp_path, monkeypatch, capsys
     with pytest.raises(SystemExit):
         run(file)
     assert "cannot be read (" in capsys.readouterr().err
+    file.write_bytes(b"something else")
+    with pytest.raises(SystemExit):
+        run(file)
+    assert "w.safetensors cannot be read as safetensors" in capsys.readouterr().err
+    assert file.read_bytes() == b"something else"
 
 
 @pytest.mark.parametrize(
