@@ -45,10 +45,7 @@ def cell(name: str, epsilon: float, options: argparse.Namespace) -> tuned_runs.C
 
     def configuration(lr: float, seed: int, folder: Path) -> Any:
         config = tuned_runs.base(options, seed=seed, rate=lr, batch_size=options.batch_size, folder=folder)
-        cache = {"images": config["data"], "backbone": "scattering", "cache": str((options.out / "features").resolve())}
-        cache["backbone_kwargs"] = {"mirror": True}
-        config["data"] = {"class_path": "CachedFeatures", "init_args": cache}
-        config["model"] = MODELS[name]
+        config = {**tuned_runs.on_scattering(config, options), "model": MODELS[name]}
         # The plan's accountant, so that the table's sigma and the rate are those of the run.
         config["privacy"] |= {"target_epsilon": epsilon, "accountant": "prv"}
         config["privacy"]["max_physical_batch_size"] = options.physical

@@ -590,6 +590,19 @@ def test_a_run_on_scattering_is_a_configuration(scattering, monkeypatch, tmp_pat
     assert "| network | 8 |" in shown
 
 
+def test_methods_are_compared_on_scattering_too(comparisons, tmp_path):
+    methods, *_ = comparisons
+    for on, module, data in (
+        ("images", "WideResNetModule", "NpzImages"),
+        ("scattering", "SmallCNNModule", "CachedFeatures"),
+    ):
+        options = methods.parse(["--data", "d.npz", "--out", str(tmp_path), "--on", on])
+        config = methods.cell("dp_muon", 256, options).configuration(0.1, 1, tmp_path)
+        assert config["model"]["class_path"] == module
+        assert config["data"]["class_path"] == data
+        assert [each["class_path"] for each in config["postprocess"]["transforms"]][1] == "Orthogonalize"
+
+
 def test_the_pipeline_is_measured_on_as_many_files_as_asked(monkeypatch, tmp_path, capsys):
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     import pipeline
