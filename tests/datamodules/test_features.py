@@ -368,7 +368,15 @@ def test_a_file_of_other_labels_or_sizes_is_refused(tmp_path, weights):
     changed(path, labels=torch.zeros(30, dtype=torch.int64))
     with pytest.raises(DataError, match="does not hold this network's features of these images"):
         ready(arrays(tmp_path), tmp_path, weights)
-    changed(path, features=torch.full((30, 256), torch.inf))
+
+
+@pytest.mark.parametrize("number", [torch.inf, -torch.inf, torch.nan])
+def test_a_file_with_one_number_that_is_not_finite_is_refused(tmp_path, weights, number):
+    data = ready(arrays(tmp_path), tmp_path, weights)
+    path = data.folder / "train-00000000.pt"
+    features = torch.load(path)["features"]
+    features[7, 31] = number
+    changed(path, features=features)
     with pytest.raises(DataError, match="does not hold 256 finite numbers for each image"):
         ready(arrays(tmp_path), tmp_path, weights)
 
