@@ -22,22 +22,24 @@ from dp_lightning.privacy.plan import PrivacyPlan, RunShape
 
 MOMENTUM = 0.9
 # The standard deviation of the noise in a weight at the end. On features of length 1 it is that of a logit.
-NOISE = {"linear": 0.9, "network": 0.01}
+NOISE = {"linear": 0.9, "network": 0.07}
+# Above it steps go too far, whatever the noise is.
+HIGHEST = {"linear": 30.0, "network": 4.0}
 MODELS: dict[str, dict[str, Any]] = {
     "linear": {"class_path": "LinearProbeModule", "init_args": {"normalize": "unit"}},
     "network": {"class_path": "SmallCNNModule", "init_args": {"channels": 64}},
 }
 
 
-def rate(plan: PrivacyPlan, noise: float) -> float:
-    """The learning rate of SGD at which the noise of all steps adds up to ``noise`` for each weight.
+def rate(plan: PrivacyPlan, noise: float, highest: float) -> float:
+    """The learning rate of SGD at which the noise of all steps adds up to ``noise`` for each weight, or ``highest``.
 
     A step of rate r with momentum m moves a weight in the end by the rate r / (1 - m) times the noise sigma C / B. Over
     T steps of a cosine schedule, whose squares have the mean 3/8, the moves have the standard deviation
     r / (1 - m) sigma C / B sqrt(3 T / 8).
     """
     of_rate_1 = plan.noise_multiplier / plan.expected_batch_size * math.sqrt(3 / 8 * plan.num_steps) / (1 - MOMENTUM)
-    return float(f"{noise / of_rate_1:.2g}")
+    return min(float(f"{noise / of_rate_1:.2g}"), highest)
 
 
 def cell(name: str, epsilon: float, options: argparse.Namespace) -> tuned_runs.Cell:
@@ -78,7 +80,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 num_train=options.num_train, expected_batch_size=options.batch_size, num_steps=steps, delta=1e-5
             )
             plan = shape.calibrate(epsilon)
-            lr = rate(plan, NOISE[name])
+            lr = rate(plan, NOISE[name], HIGHEST[name])
             runs = [tuned_runs.run(cell(name, epsilon, options), lr, seed, options) for seed in options.seeds]
             tests = [100 * run["test_accuracy_last"] for run in runs]
             rows.append(

@@ -556,7 +556,8 @@ def scattering(monkeypatch):
 def test_the_rate_on_scattering_lets_noise_add_up_to_what_it_says(scattering):
     steps, batch_size = 400, 64
     plan = RunShape(num_train=640, expected_batch_size=batch_size, num_steps=steps, delta=1e-3).with_noise(2.0)
-    lr = scattering.rate(plan, 1.5)
+    assert scattering.rate(plan, 1.5, 0.01) == 0.01
+    lr = scattering.rate(plan, 1.5, math.inf)
     weights = torch.zeros(4000, requires_grad=True)
     optimizer = torch.optim.SGD([weights], lr=lr, momentum=scattering.MOMENTUM)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)

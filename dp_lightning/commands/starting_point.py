@@ -25,7 +25,7 @@ _EPOCHS, _FEATURE_EPOCHS = 50, 25
 # measurements. From scratch a larger rate costs little accuracy, but makes wrong answers too sure of themselves.
 _RATES, _FEATURE_RATES = (0.04, 0.3), (0.15, 1.0)
 # On features of length 1 it is the noise of one weight, nu / sqrt(d), which is that of a logit.
-_UNIT_RATES = (0.015, 100.0)
+_UNIT_RATES = (0.015, 30.0)
 
 
 @dataclass(frozen=True)

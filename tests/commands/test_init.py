@@ -359,5 +359,5 @@ def test_the_learning_rate_falls_with_the_noise():
     noises = (0.0, 0.1, 1.0, 3.0, 30.0)
     assert [learning_rate_for(noise, features=False) for noise in noises] == [0.3, 0.3, 0.04, 0.01, 0.001]
     assert [learning_rate_for(noise, features=True) for noise in noises] == [1.0, 1.0, 0.1, 0.05, 0.005]
-    of_a_weight = (0.0, 4e-4, 6.5e-3)
-    assert [learning_rate_for(noise, features=True, unit=True) for noise in of_a_weight] == [100.0, 40.0, 2.0]
+    of_a_weight = (0.0, 4e-4, 1e-3, 6.5e-3)
+    assert [learning_rate_for(noise, features=True, unit=True) for noise in of_a_weight] == [30.0, 30.0, 20.0, 2.0]
