@@ -37,7 +37,8 @@ class SignalToNoise(pl.Callback):
 
     Attributes:
         curve: of the whole gradient, per epoch.
-        curves: of each parameter, for the last epochs of ``curve``.
+        curves: of each parameter, for the last epochs of ``curve``. Where parameters join during an epoch, that epoch's
+            are those of the steps since then.
 
     Raises:
         ConfigurationError: when ``fit`` starts, where it stands elsewhere.
@@ -77,8 +78,10 @@ class SignalToNoise(pl.Callback):
             return
         # Left on the device: reading it would wait for the step.
         squared = torch.stack(norms(list(gradients.values()))).square()
+        if gradients.keys() != self._sizes.keys():  # at first, and where parameters are no longer frozen
+            self._sizes, self._counts = {name: gradient.numel() for name, gradient in gradients.items()}, None
+            self._each.reset()
         if self._counts is None:
-            self._sizes = {name: gradient.numel() for name, gradient in gradients.items()}
             self._counts = sent(torch.tensor(list(self._sizes.values()), dtype=squared.dtype), squared.device)
         self._whole.update(squared.sum(), noise_level=level, num_parameters=sum(self._sizes.values()))
         self._each.update(squared, noise_level=level, num_parameters=self._counts)

@@ -234,6 +234,8 @@ def new_page(run: AnalysisRun, title: str, folder: Path) -> Document:
     page.say(f"Clipped gradients of {draws} at fixed parameters, {run.clip_plan.describe()['kind']} clipping.")
     if run.settings.get("disk") is not None:
         page.say("privacy.disk is left out: the gradients are taken at the parameters themselves.")
+    if run.settings.get("frozen_until") is not None:
+        page.say("privacy.frozen_until is left out: the gradients are those of all parameters.")
     return page
 
 

@@ -122,7 +122,8 @@ class AnalysisRun:
 
         They come from private steps without noise, with an optimizer whose learning rate is zero.
         """
-        settings = {key: value for key, value in self.settings.items() if key not in ("target_epsilon", "disk")}
+        left_out = ("target_epsilon", "disk", "frozen_until")
+        settings = {key: value for key, value in self.settings.items() if key not in left_out}
         settings |= {"expected_batch_size": batch_size, "noise_multiplier": 0.0, "not_private": True}
         measured = Measured(self.num_batches)
         self.module.__dict__["configure_optimizers"] = lambda: SGD(self.module.parameters(), lr=0.0)

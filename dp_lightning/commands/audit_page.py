@@ -37,6 +37,8 @@ def page_of(audit: Audit, folder: Path) -> Document:
         f"multiplier {plan.noise_multiplier:.4g}, on {audit.runs.machine}. The images are synthetic: no private image "
         "was read, and no model is kept."
     )
+    if audit.runs.settings["privacy"].get("frozen_until"):
+        page.say("privacy.frozen_until is left out: each step audited is one of all parameters.")
     page.table(
         [
             ["check", "", "found"],

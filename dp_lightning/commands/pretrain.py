@@ -49,20 +49,24 @@ def pretrain(options: argparse.Namespace, of_fit: list[str]) -> None:
     from safetensors.torch import save
 
     from dp_lightning.commands.composition import Composer, prepare
+    from dp_lightning.lightning_modules.classifiers import OWN_NETWORKS
     from dp_lightning.models.pretraining import Pretraining, Recipe, random_images
     from dp_lightning.privacy.exported import RANDOM_IMAGES, RECIPE, recipe_of
 
     settings = Composer()(of_fit)
+    if settings["model"].get("init_args", {}).get("weights") is not None:
+        raise ConfigurationError("model.init_args.weights is set, but pretraining starts from nothing. Remove it.")
     torch.manual_seed(options.seed)
     cli = prepare({**settings, "seed_everything": options.seed})
-    network, data = getattr(cli.model, "model", None), cli.datamodule
-    if not isinstance(network, torch.nn.Module) or not hasattr(data, "image_size"):
+    data = cli.datamodule
+    # A module of the user's own may load weights, of which nobody knows where they come from.
+    if type(cli.model) not in OWN_NETWORKS or not hasattr(data, "image_size"):
         raise ConfigurationError(
-            f"dpl pretrain trains the networks of dp_lightning's modules on images; {type(cli.model).__name__} with "
-            f"{type(data).__name__} is something else."
+            f"dpl pretrain trains {', '.join(kind.__name__ for kind in OWN_NETWORKS)} on images; "
+            f"{type(cli.model).__name__} with {type(data).__name__} is something else."
         )
     recipe = Recipe(
-        network=settings["model"],
+        network={**settings["model"], "num_classes": data.num_classes},  # of the random numbers that the weights take
         channels=data.in_channels,
         size=data.image_size,
         mean=tuple(data.mean),
@@ -82,7 +86,7 @@ def pretrain(options: argparse.Namespace, of_fit: list[str]) -> None:
     device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     say = _Said()
     images = random_images(recipe, lambda count: say(f"{count:,} of {recipe.images:,} random images"))
-    training = Pretraining(network.train(), recipe, images, device)
+    training = Pretraining(cli.model.model.train(), recipe, images, device)
     unfinished = options.out.with_name(f"{options.out.name}.unfinished")
     if unfinished.exists():
         state = _read(unfinished)

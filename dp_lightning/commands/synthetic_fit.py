@@ -118,6 +118,7 @@ def fit_on_synthetic_images(
         "not_private": noise_multiplier == 0,
         "delta": min(given["delta"], 0.5 / examples),
         "accountant": "rdp",  # the epsilon of these runs is not used
+        "frozen_until": None,  # so that each step is one of the whole network
         "max_physical_batch_size": physical if largest is None else min(physical, largest * given.get("augmult", 1)),
     }
     with TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():

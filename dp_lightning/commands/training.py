@@ -42,6 +42,7 @@ from dp_lightning.commands.plausible import require_plausible
 from dp_lightning.commands.quiet import quiet
 from dp_lightning.errors import ConfigurationError, DataError, DpLightningError, ModelError
 from dp_lightning.lightning_internals import CommandLine, strategy_for
+from dp_lightning.lightning_modules.classifiers import OWN_NETWORKS
 from dp_lightning.lightning_modules.schedules import WarmupCosine
 from dp_lightning.private_run.latest_run import where_to_start
 from dp_lightning.private_run.saved_model import SavedModel
@@ -134,7 +135,10 @@ class TrainingCLI(CommandLine):
             for name, value in data.init_args.items():
                 if value is None and name in known:
                     data.init_args[name] = known[name]
-        model = {"class_path": saved.class_path, "dict_kwargs": saved.arguments_of(kind)}
+        arguments = saved.arguments_of(kind)
+        if kind in OWN_NETWORKS:  # the file may be gone, and the checkpoint has the weights
+            arguments.pop("weights", None)
+        model = {"class_path": saved.class_path, "dict_kwargs": arguments}
         with in_one_line(self.parser):
             self.config = self.parser.parse_object({command: {"model": model}}, self.config)
 

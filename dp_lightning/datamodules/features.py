@@ -298,7 +298,8 @@ def _features(network: nn.Module, images: Tensor) -> Tensor:
 def _digest(piece: dict[str, Tensor]) -> str:
     found = hashlib.sha256()
     for name in ("features", "labels"):
-        found.update(piece[name].contiguous().view(torch.uint8).numpy())  # without a copy
+        numbers: Any = piece[name].contiguous().view(torch.uint8).numpy()  # without a copy
+        found.update(numbers)
     return found.hexdigest()
 
 

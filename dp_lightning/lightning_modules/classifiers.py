@@ -140,3 +140,7 @@ class LinearProbeModule(ImageClassifier):
         before = norm if image_size == 1 else nn.Sequential(nn.Flatten(), norm)
         super().__init__(nn.Sequential(before, head), num_classes)
         self.save_hyperparameters()
+
+
+#: Those whose networks are this library's own, whole and without weights from elsewhere but for ``weights``.
+OWN_NETWORKS = (ResNetModule, SmallCNNModule, WideResNetModule)

@@ -15,7 +15,7 @@ from typing import Any, cast
 from urllib.parse import urlsplit
 from urllib.request import getproxies
 
-from torch import nn
+from torch import Tensor, nn
 
 from dp_lightning.errors import ConfigurationError, ModelError
 
@@ -94,6 +94,8 @@ def load_weights(network: nn.Module, path: str | None) -> None:
     if path is None or not _LOADS.get():
         return
     saved = _read(path)
+    if other := next((name for name, value in saved.items() if not isinstance(value, Tensor)), None):
+        raise ConfigurationError(f"weights {path} has more than tensors: {other}. Save network.state_dict() alone.")
     last = f"{last_layer(network)}."
     own = network.state_dict()
     of_last = {name for name in own if name.startswith(last)}

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from dp_lightning.errors import ModelError
 from dp_lightning.models.random_images import dead_leaves, spectra
 from dp_lightning.models.scattering import Scattering
 
@@ -21,10 +22,12 @@ _FLOOR = 0.01
 class ScatteringFeatures(nn.Module):
     """Images (N, C, H, W) to maps (N, C K, h, w), float32, in three steps.
 
-    With ``mirror``, they are first averaged with those of the mirror image. Then each group of C neighbouring maps of
-    an image gets the mean 0 and the variance 1 (Tramèr and Boneh 2021, "Differentially private learning needs better
-    features (or much more data)"). Last, the mean of random images is subtracted, and the C K maps are multiplied by
-    (S / s + 0.01)^(-1/2), with S their covariance over random images and s its largest eigenvalue.
+    With ``mirror``, each map is first averaged with the mirrored map of the mirrored wavelets. That is the map of the
+    mirror image, but for its places, which begin at another edge and lie up to 2^J - 1 pixels aside. Then each group of
+    C neighbouring maps of an image gets the mean 0 and the variance 1 (Tramèr and Boneh 2021, "Differentially private
+    learning needs better features (or much more data)"). Last, the mean of random images is subtracted, and the C K
+    maps are multiplied by (S / s + 0.01)^(-1/2), with S their covariance over random images and s its largest
+    eigenvalue.
 
     Args:
         channels: C.
@@ -34,7 +37,7 @@ class ScatteringFeatures(nn.Module):
             chest from the front.
 
     Raises:
-        ModelError: there is no scale or no angle.
+        ModelError: there is no scale or no angle, or ``mirror`` is neither true nor false.
     """
 
     mean: Tensor
@@ -42,6 +45,8 @@ class ScatteringFeatures(nn.Module):
 
     def __init__(self, channels: int, *, scales: int = 2, angles: int = 8, mirror: bool = False) -> None:
         super().__init__()
+        if not isinstance(mirror, bool):
+            raise ModelError(f"mirror of scattering must be true or false, not {mirror!r}")
         self.channels, self.mirror = channels, mirror
         self.scattering = Scattering(scales=scales, angles=angles)
         self._mirrored = [c * self.paths + path for c in range(channels) for path in _mirrored_paths(scales, angles)]

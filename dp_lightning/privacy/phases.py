@@ -10,9 +10,13 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
-from dp_lightning.errors import ConfigurationError
+from dp_lightning.errors import ConfigurationError, DataError
+
+# Beside what is kept by names of parameters, of which this is none.
+_STEPS = "first step of each parameter"
 
 
 class Phases:
@@ -31,10 +35,10 @@ class Phases:
     def __init__(
         self, frozen_until: Mapping[str, float], parameters: Mapping[str, nn.Parameter], num_steps: int
     ) -> None:
-        self._parameters, self._num_steps = parameters, num_steps
+        self._parameters = parameters
         self._first: dict[str, int] = {}
         for pattern, share in frozen_until.items():
-            if not 0 < share < 1:
+            if not isinstance(share, int | float) or not 0 < share < 1:
                 raise ConfigurationError(
                     f"privacy.frozen_until has {share} for {pattern!r}; it is a share of the planned steps, above 0 "
                     "and below 1."
@@ -44,6 +48,10 @@ class Phases:
                 raise ConfigurationError(
                     f"privacy.frozen_until: no trained parameter's name matches {pattern!r}; the first ones are "
                     f"{', '.join(list(parameters)[:8])}"
+                )
+            if share * num_steps < 1:
+                raise ConfigurationError(
+                    f"privacy.frozen_until has {share} for {pattern!r}, which is less than one of {num_steps} steps."
                 )
             for name in matching:
                 self._first[name] = max(self._first.get(name, 0), math.floor(share * num_steps))
@@ -68,6 +76,22 @@ class Phases:
             for parameter in frozen:
                 parameter.requires_grad_(True)
 
+    def state_dict(self) -> dict[str, Tensor]:
+        """What a run that resumes keeps, whatever it plans then; empty where nothing is ever frozen."""
+        first = [self._first.get(name, 0) for name in self._parameters]
+        return {_STEPS: torch.tensor(first)} if any(first) else {}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Keep to the steps of ``state_dict``.
+
+        Raises:
+            DataError: for another number of parameters.
+        """
+        if (first := state.get(_STEPS)) is not None:
+            if first.shape != (len(self._parameters),):
+                raise DataError("The checkpoint has the schedule of frozen parameters of another network.")
+            self._first = dict(zip(self._parameters, first.tolist(), strict=True))
+
     def describe(self) -> str:
         """For the privacy statement; empty where nothing is ever frozen."""
         by_step: dict[int, int] = {}
@@ -75,6 +99,6 @@ class Phases:
             if first > 0:
                 by_step[first] = by_step.get(first, 0) + 1
         return ", ".join(
-            f"{count} of {len(self._parameters)} frozen before step {first + 1} of {self._num_steps}"
+            f"{count} of {len(self._parameters)} frozen before step {first + 1}"
             for first, count in sorted(by_step.items())
         )

@@ -455,11 +455,13 @@ class PrivateStep:
     # Resuming
 
     def state_dict(self) -> dict[str, Tensor]:
-        """What the next step needs of the steps before: empty without DiSK."""
-        return {} if self._extrapolation is None else self._extrapolation.state_dict()
+        """What the next step needs of the steps before: empty without DiSK and without frozen parameters."""
+        disk = {} if self._extrapolation is None else self._extrapolation.state_dict()
+        return {**disk, **self.phases.state_dict()}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         """Continue from ``state_dict``."""
+        self.phases.load_state_dict(state)
         if self._extrapolation is not None:
             self._extrapolation.load_state_dict(state)
 

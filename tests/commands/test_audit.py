@@ -75,6 +75,12 @@ def test_layers_views_and_the_extrapolation_of_disk_pass_too(tmp_path):
     assert numbers["contributions"]["Largest contribution of a canary"] == pytest.approx(1.0, abs=1e-5)
 
 
+def test_steps_are_audited_with_all_parameters_where_some_are_frozen_at_first(tmp_path):
+    numbers = audit(tmp_path, "--privacy.frozen_until", '{"model.features.*": 0.3}')
+    assert failed(numbers) == []
+    assert "privacy.frozen_until is left out" in (tmp_path / "page.html").read_text()
+
+
 def test_a_planted_fault_is_found(faults, tmp_path):
     plant, more = faults["2 C"]
     with plant():

@@ -10,14 +10,13 @@ from pathlib import Path
 
 import pytest
 import torch
-import yaml
 from safetensors import safe_open
 from safetensors.torch import load_file
 
 from dp_lightning.cli import main
 from dp_lightning.commands import pretrain
 from dp_lightning.errors import ConfigurationError
-from dp_lightning.lightning_modules import ResNetModule, SmallCNNModule, TimmModule, WideResNetModule
+from dp_lightning.lightning_modules import ResNetModule, SmallCNNModule, WideResNetModule
 from dp_lightning.models.pretraining import Pretraining
 
 SMALL = [
@@ -112,7 +111,6 @@ def test_it_keeps_what_is_done_every_few_minutes(tmp_path, monkeypatch):
         (["--batch-size", "1"], "--batch-size is 1"),
         (["--learning-rate", "0"], "--learning-rate is 0"),
         (["--out", "weights.pt"], "written as .safetensors"),
-        (["--model", "LinearProbeModule"], "nothing but its last layer"),
     ],
 )
 def test_what_cannot_be_trained_is_refused_with_the_setting(tmp_path, monkeypatch, capsys, options, words):
@@ -178,23 +176,54 @@ def test_a_file_of_another_network_is_refused(tmp_path):
         WideResNetModule(4, depth=10, width=1, weights=str(path))
     with pytest.raises(ConfigurationError, match=r"features.0.weight has shape \(16, 3, 3, 3\), not \(32, 3"):
         SmallCNNModule(4, channels=32, weights=str(path))
+    torch.save({"features.0.weight": 1.0}, path)
+    with pytest.raises(ConfigurationError, match=r"more than tensors: features.0.weight"):
+        SmallCNNModule(4, weights=str(path))
     with pytest.raises(ConfigurationError, match="is not a file"):
         SmallCNNModule(4, weights=str(tmp_path / "none.pt"))
 
 
-def test_a_network_of_timm_starts_from_them(tmp_path):
-    kwargs = {"img_size": 8, "patch_size": 4, "depth": 1, "embed_dim": 24, "num_heads": 2}
-    settings = yaml.safe_load(Path("configs/digits.yaml").read_text())
-    settings["model"] = {
-        "class_path": "TimmModule",
-        "init_args": {"name": "vit_tiny_patch16_224", "model_kwargs": kwargs},
-    }
-    config, file = tmp_path / "vit.yaml", tmp_path / "vit.safetensors"
-    config.write_text(yaml.safe_dump(settings))
-    run(file, "--config", str(config), steps=2)
-    module = TimmModule("vit_tiny_patch16_224", 10, weights=str(file), in_channels=1, model_kwargs=kwargs)
-    name = "blocks.0.attn.qkv.weight"
-    assert torch.equal(module.model.state_dict()[name], load_file(file)[name])
+def test_a_checkpoint_needs_no_file_that_its_run_started_from(tmp_path, capsys):
+    file, runs = tmp_path / "w.safetensors", tmp_path / "runs"
+    run(file)
+    config = ["--config", SMALL[1], "--trainer.default_root_dir", str(runs), "--trainer.max_epochs", "-1"]
+    main(["fit", *config, "--trainer.max_steps", "2", "--model.init_args.weights", str(file)])
+    file.unlink()
+    checkpoint = next(runs.rglob("*.ckpt"))
+    main(["test", *config, "--trainer.max_steps", "2", "--ckpt_path", str(checkpoint)])
+    main(["fit", *config, "--trainer.max_steps", "3", "--ckpt_path", str(checkpoint)])
+    statements = sorted(runs.rglob("privacy_statement.md"), key=lambda path: path.stat().st_mtime)
+    assert "images from random processes" in statements[-1].read_text()
+
+
+OWN = """
+import torch
+from dp_lightning.lightning_modules import ImageClassifier, SmallCNNModule
+
+class Mine(SmallCNNModule):
+    pass
+"""
+
+
+@pytest.mark.parametrize("module", ["mine_of_random.Mine", "TimmModule", "LinearProbeModule"])
+def test_a_module_that_may_start_from_something_is_refused(tmp_path, monkeypatch, capsys, module):
+    """The file would say that it comes from nothing."""
+    (tmp_path / "mine_of_random.py").write_text(OWN)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    more = ["--model.init_args.name", "vit_tiny_patch16_224"] if module == "TimmModule" else []
+    with pytest.raises(SystemExit):
+        run(tmp_path / "w.safetensors", "--model", module, *more)
+    said = capsys.readouterr().err
+    assert "dpl pretrain trains ResNetModule, SmallCNNModule, WideResNetModule on images; " in said
+    with pytest.raises(SystemExit):
+        run(tmp_path / "w.safetensors", "--model.init_args.weights", "private.pt")
+    assert "pretraining starts from nothing" in capsys.readouterr().err
+
+
+def test_the_recipe_says_how_many_classes_the_first_weights_were_drawn_for(tmp_path):
+    run(tmp_path / "w.safetensors")
+    with safe_open(tmp_path / "w.safetensors", framework="pt") as opened:
+        assert json.loads(opened.metadata()["recipe"])["network"]["num_classes"] == 10
 
 
 def test_its_help_answers_at_once():

@@ -1,5 +1,7 @@
 """Parameters that are frozen at first: what is trained is what the rest of the plan says, with one ledger."""
 
+import json
+
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
@@ -8,9 +10,9 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
-from dp_lightning.callbacks import PostProcessCallback
+from dp_lightning.callbacks import PostProcessCallback, SignalToNoise
 from dp_lightning.callbacks.privacy import privacy_of
-from dp_lightning.errors import ConfigurationError, ModelError
+from dp_lightning.errors import ConfigurationError, DataError, ModelError
 from dp_lightning.postprocess import Momentum, Orthogonalize
 from dp_lightning.privacy import ClipPlan, PrivacyPlan, PrivateStep
 
@@ -105,7 +107,7 @@ def test_the_statement_says_what_was_frozen_and_counts_every_step_once():
     for _ in range(3):
         released(model, private)
     statement = private.statement()
-    expected = "2 of 6 frozen before step 3 of 10, 2 of 6 frozen before step 6 of 10"
+    expected = "2 of 6 frozen before step 3, 2 of 6 frozen before step 6"
     assert statement.clipping["parameters"] == expected
     assert expected in statement.to_markdown()
     assert statement.ledger.num_steps == 3
@@ -119,6 +121,9 @@ def test_the_statement_says_what_was_frozen_and_counts_every_step_once():
         ({"0.*": 1.0}, r"has 1.0 .* share of the planned steps"),
         ({"backbone.*": 0.5}, r"no trained parameter's name matches 'backbone.\*'.* 0.weight, 0.bias"),
         ({"*": 0.5}, "freezes every trained parameter at first"),
+        ({"0.*": 0.05}, "less than one of 10 steps"),
+        ({"0.*": "0.5"}, "has 0.5 for"),
+        ({"0.*": float("nan")}, "has nan for"),
     ],
 )
 def test_a_schedule_that_makes_no_sense_is_refused(frozen, words):
@@ -160,7 +165,7 @@ def test_a_fit_trains_the_head_first_and_then_all(tmp_path, chain):
     assert module.seen == [head] * 4 + [["net.0.weight", "net.0.bias", *head]] * 4
     statement = privacy_of(run).statement()
     assert statement.ledger.num_steps == 8
-    assert "2 of 4 frozen before step 5 of 8" in statement.to_markdown()
+    assert "2 of 4 frozen before step 5" in statement.to_markdown()
 
 
 @pytest.mark.parametrize("kept", [2, 6])
@@ -182,6 +187,39 @@ def test_another_schedule_does_not_resume_a_run(tmp_path):
     run = trainer(tmp_path, privacy(reproducible=True), max_steps=8, max_epochs=-1)
     with pytest.raises(ConfigurationError, match=r"privacy.frozen_until \{'net.0.\*': 0.5\}, and it is None now"):
         run.fit(Counting(), loader(), ckpt_path=tmp_path / "steps" / "step=2.ckpt")
+
+
+def test_a_run_that_plans_more_steps_keeps_to_the_steps_of_its_schedule(tmp_path):
+    checkpoint = ModelCheckpoint(tmp_path / "steps", every_n_train_steps=1, save_top_k=-1, filename="{step}")
+    with pytest.raises(RuntimeError, match="stopped"):
+        fitted(tmp_path / "part", checkpoint, Stop(2))
+    settings = privacy(reproducible=True, frozen_until={"net.0.*": 0.5})
+    run, module = trainer(tmp_path, settings, max_steps=20, max_epochs=-1), Counting()
+    run.fit(module, loader(), ckpt_path=tmp_path / "steps" / "step=2.ckpt")
+    assert [len(names) for names in module.seen] == [2] * 2 + [4] * 16
+    assert "2 of 4 frozen before step 5 |" in privacy_of(run).statement().to_markdown()
+
+
+def test_the_schedule_of_another_network_is_refused():
+    private = private_step(network())
+    with pytest.raises(DataError, match="frozen parameters of another network"):
+        private.load_state_dict({next(iter(private.state_dict())): torch.zeros(4)})
+    assert private_step(network(), frozen_until={}).state_dict() == {}
+
+
+def test_signal_to_noise_is_that_of_the_parameters_that_are_trained(tmp_path):
+    """From the second epoch on, and from the middle of an epoch on."""
+    for share in (0.375, 0.5):
+        settings = privacy(frozen_until={"net.0.*": share})
+        meter = SignalToNoise()
+        run = trainer(tmp_path, settings, meter, max_steps=8, max_epochs=-1)
+        run.fit(Counting(), loader())
+        assert list(meter.curves) == ["net.2.weight", "net.2.bias", "net.0.weight", "net.0.bias"]
+        lengths = [len(curve) for curve in meter.curves.values()]
+        assert lengths[0] == lengths[1] == len(meter.curve) > lengths[2] == lengths[3]
+        saved = json.loads((tmp_path / "snr.json").read_text())["by_parameter"]
+        assert saved["net.0.weight"]["snr"][0] is None
+        assert all(len(each["snr"]) == len(meter.curve) for each in saved.values())
 
 
 class Unfreezes(Callback):

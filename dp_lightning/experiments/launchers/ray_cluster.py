@@ -60,15 +60,18 @@ def launch_ray(folders: Sequence[str], options: Mapping[str, Any]) -> Generator[
                 status = int(ray.get(done))
             except ray.exceptions.RayError as error:
                 status = failed(folder, error)
-            if placed.pop(done, None) and status == 0:
+            if done in placed and status == 0:
                 running[run.to_its_end.remote(folder)] = folder, run
+                del placed[done]
             else:
+                placed.pop(done, None)
                 running.pop(done, None)
                 ray.kill(run)  # its place is free for the next one
                 yield folder, status
     finally:
         for _, run in placed.values():
-            ray.kill(run)
+            if run not in [begun for _, begun in running.values()]:
+                ray.kill(run)
         for _, run in running.values():
             run.stop.remote()
         if running:
