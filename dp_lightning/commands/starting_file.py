@@ -74,7 +74,11 @@ class Content:
             f"    weights: {_value(weights)}{' # downloads those of timm' if weights is None else ''}",
         ]
         if self.model.scatters:
-            network = ["    backbone: scattering # wavelets, which have no weights and need no other data"]
+            network = [
+                "    backbone: scattering # wavelets, which have no weights and need no other data",
+                "    backbone_kwargs:",
+                "      mirror: false # true if a mirror image shows the same, as with most photographs",
+            ]
         return [
             "data:",
             "  class_path: CachedFeatures # the network runs once over each image; later runs read the cache",

@@ -101,6 +101,7 @@ def test_a_run_on_scattering_coefficients_needs_no_network(photos, capsys):
     assert "weights" not in content["data"]["init_args"]
     assert content["model"]["init_args"] == {"normalize": "unit"}
     assert content["data"]["init_args"]["images"]["init_args"]["image_size"] == 12
+    assert content["data"]["init_args"]["backbone_kwargs"] == {"mirror": False}
     assert f"{3 * 81 * 3 * 3 * 2 + 2:,} parameters" in told
     main(["fit", "--config", "photos.yaml", *SHORT])
     assert (statement()["num_train"], statement()["num_steps"]) == (60, 16)
