@@ -64,7 +64,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--batch-size", type=int, default=8192)
     parser.add_argument("--physical", type=int, default=512, help="images that go through the layer together")
     parser.add_argument("--num-train", type=int, default=45_000, help="training images of the file, without a tenth")
-    parser.set_defaults(epochs=20, threads=2)
+    parser.set_defaults(epochs=40, threads=2)
     return parser.parse_args(arguments)
 
 
