@@ -353,7 +353,7 @@ def _past_of(module: nn.Module) -> tuple[list[Training], list[str]]:
         mine = _numbers(b"".join(marks([tensor]))) if copies else _numbers(b"")
         trainings = [*_private.get(tensor, {}).values(), *(t for t, known in copies if _holds_any(known, mine))]
         found |= {id(training): training for training in trainings}
-        if tensor in _ordinary or (ordinary and not ordinary.isdisjoint(_exact_mark(tensor))):
+        if tensor in _ordinary or (ordinary and not tensor.is_meta and not ordinary.isdisjoint(_exact_mark(tensor))):
             without.append(name)
     return list(found.values()), without
 

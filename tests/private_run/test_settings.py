@@ -87,6 +87,7 @@ CHANGES = {
     "examples": {"examples": "one_by_one"},
     "augmult": {"augmult": 2},
     "disk": {"disk": DiSK(gain=0.5)},
+    "frozen_until": {"frozen_until": {"0.*": 0.5}},
     "seed": {"reproducible": True},
     "unit_of_privacy": {"unit_of_privacy": "group"},
     "images_per_group": {"unit_of_privacy": "group", "images_per_group": 2},
