@@ -168,7 +168,8 @@ def test_empty_shares_and_empty_draws_take_part(tmp_path):
 @pytest.mark.parametrize("seed", [None, 3])
 @pytest.mark.parametrize("num_ranks", [1, 2, 4, 8])
 def test_the_global_batch_size_is_that_of_poisson_sampling_for_any_number_of_ranks(num_ranks, seed):
-    num_train, q, steps = 1000, 0.05, 2000
+    # So many steps that both bounds are more than five standard errors: fresh keys pass all but once in 10^7 runs.
+    num_train, q, steps = 1000, 0.05, 6000
     key = sampling_key(seed)  # broadcast by rank 0
     samplers = [PoissonSampler(num_train=num_train, sample_rate=q, key=key) for _ in range(num_ranks)]
     sizes = []
@@ -181,7 +182,7 @@ def test_the_global_batch_size_is_that_of_poisson_sampling_for_any_number_of_ran
         assert len(set(together)) == len(together)
         sizes.append(len(together))
     mean, variance = num_train * q, num_train * q * (1 - q)
-    assert abs(np.mean(sizes) - mean) < 4 * (variance / steps) ** 0.5
+    assert abs(np.mean(sizes) - mean) < 5.5 * (variance / steps) ** 0.5
     assert 0.9 <= np.var(sizes) / variance <= 1.1
 
 
