@@ -27,7 +27,7 @@ from dp_lightning.errors import ConfigurationError
 from dp_lightning.foreign_text import LARGEST_YAML, RepeatedKey, load_yaml, read_text
 
 _KEYS = {"title", "base", "settings", "axes", "report"}
-_REPORT = {"rows", "columns", "published", "figures"}
+_REPORT = {"rows", "columns", "tuned", "published", "figures"}
 FIGURES = ("accuracy", "deviation", "curves", "snr")
 #: Most runs of a grid: each has a folder, and is parsed before the first one starts.
 MOST_RUNS = 10_000
@@ -67,6 +67,8 @@ class Report:
     """Axis of the table's rows and of the figure's lines; None for a single row."""
     columns: str | None
     """Axis of the table's columns and of the figure's x axis; None for a single column."""
+    tuned: str | None
+    """Axis of which every place shows the point with the highest mean validation accuracy; None for no such axis."""
     published: str | None
     """Name of the paper's table of accuracies that is shown beside the runs."""
     figures: tuple[str, ...]
@@ -152,7 +154,7 @@ def _points(path: Path, axis: str, content: Any) -> tuple[Point, ...]:
 
 def _report(path: Path, axes: list[str], content: Any) -> Report:
     content = _mapping(path, "report", content, _REPORT)
-    shown: dict[str, str | None] = {key: str(content[key]) for key in ("rows", "columns") if key in content}
+    shown: dict[str, str | None] = {key: str(content[key]) for key in ("rows", "columns", "tuned") if key in content}
     choices = [axis for axis in axes if axis != SEED]
     for key, axis in shown.items():
         if axis not in choices:
@@ -161,17 +163,20 @@ def _report(path: Path, axes: list[str], content: Any) -> Report:
                 + (" Seeds are averaged over." if axis == SEED else "")
             )
     left = [axis for axis in choices if axis not in shown.values()]
+    tuned = shown.pop("tuned", None)
     missing = [key for key in ("rows", "columns") if key not in shown]
     # A single axis is drawn along the x axis.
     for key in missing if len(left) > 1 else reversed(missing):
         shown[key] = left.pop(0) if left else None
     if shown["rows"] is not None and shown["rows"] == shown["columns"]:
         raise ConfigurationError(f"{path}: report.rows and report.columns are both {shown['rows']!r}.")
+    if tuned is not None and tuned in shown.values():
+        raise ConfigurationError(f"{path}: report.tuned is {tuned!r}, which is an axis of the table too.")
     figures = content.get("figures", ["accuracy"])
     if not isinstance(figures, list) or not all(figure in FIGURES for figure in figures):
         raise ConfigurationError(f"{path}: report.figures is {figures!r}; choose from {', '.join(FIGURES)}.")
     table = content.get("published")
-    return Report(shown["rows"], shown["columns"], None if table is None else str(table), tuple(figures))
+    return Report(shown["rows"], shown["columns"], tuned, None if table is None else str(table), tuple(figures))
 
 
 def _mapping(path: Path, place: str, content: Any, known: set[str] | None = None) -> dict[str, Any]:

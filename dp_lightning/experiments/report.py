@@ -53,8 +53,10 @@ def grid_report(grid: Grid, outcomes: Sequence[Outcome], folder: Path, *, overri
         if panel.title:
             page.heading(panel.title)
         if not panel.results():
-            page.say("No run of these is finished." if panel.title else "No run is finished.")
+            text = "No run of these is finished" if panel.title else "No run is finished"
+            page.say(text + (", or none has a validation accuracy." if panel.chosen else "."))
             continue
+        _chosen(page, grid, panel)
         _accuracies(page, grid, panel, paper)
         name = grid.path.stem + (f"_{number + 1}" if panel.title else "")
         for kind in grid.report.figures:
@@ -82,9 +84,32 @@ def _paper(grid: Grid) -> Mapping[str, Mapping[str, list[float]]]:
     }
 
 
+def _head(grid: Grid, panel: Panel) -> list[str]:
+    axes = (grid.report.rows, grid.report.columns)
+    return [" by ".join(axis for axis in axes if axis is not None) or "accuracy", *panel.columns]
+
+
+def _chosen(page: Document, grid: Grid, panel: Panel) -> None:
+    if (axis := grid.report.tuned) is None:
+        return
+    labels = [point.label for point in grid.axes[axis]]
+    page.say(
+        f"Every place has the runs at the {axis} with the highest mean validation accuracy after the last step, of "
+        f"{', '.join(labels)}. The first and the last of these are marked, since a better one may lie beyond:"
+    )
+    edges = {labels[0], labels[-1]} if len(labels) > 1 else set()
+
+    def shown(label: str | None) -> str:
+        return "-" if label is None else label + (" (edge)" if label in edges else "")
+
+    rows = [[row, *(shown(panel.chosen[row, column]) for column in panel.columns)] for row in panel.rows]
+    page.table([_head(grid, panel), *rows])
+    if None in panel.chosen.values():
+        page.say("A dash: no finished run has a validation accuracy. It needs data.init_args.val_fraction above 0.")
+
+
 def _accuracies(page: Document, grid: Grid, panel: Panel, paper: Mapping[str, Mapping[str, list[float]]]) -> None:
-    head = [" by ".join(axis for axis in (grid.report.rows, grid.report.columns) if axis is not None) or "accuracy"]
-    head += panel.columns
+    head = _head(grid, panel)
 
     def say(text: str, quantity: Quantity) -> None:
         page.say(text)

@@ -66,14 +66,16 @@ def spread(outcomes: Sequence[Outcome], quantity: Quantity) -> Spread:
 
 @dataclass(frozen=True)
 class Panel:
-    """The runs that share their points on all axes but the rows, the columns and the seed."""
+    """The runs that share their points on all axes but the rows, the columns, the tuned one and the seed."""
 
     title: str
     """The points that they share; empty if there is no other axis."""
     rows: tuple[str, ...]
     columns: tuple[str, ...]
     outcomes: Mapping[tuple[str, str], tuple[Outcome, ...]]
-    """By row and column."""
+    """By row and column; at the chosen point of the tuned axis, and empty if none could be chosen."""
+    chosen: Mapping[tuple[str, str], str | None]
+    """The chosen label of the tuned axis by row and column; None if no finished run has a validation accuracy."""
 
     def spread(self, row: str, column: str, quantity: Quantity) -> Spread:
         """A quantity over the seeds of one place."""
@@ -90,9 +92,9 @@ class Panel:
 
 
 def panels(grid: Grid, outcomes: Sequence[Outcome]) -> Iterator[Panel]:
-    """One panel for each combination of points on the axes that are neither rows, columns nor the seed."""
-    rows, columns = grid.report.rows, grid.report.columns
-    others = [axis for axis in grid.axes if axis not in (rows, columns, SEED)]
+    """One panel for each combination of points on the axes that are neither rows, columns, tuned nor the seed."""
+    rows, columns, tuned = grid.report.rows, grid.report.columns, grid.report.tuned
+    others = [axis for axis in grid.axes if axis not in (rows, columns, tuned, SEED)]
     row_labels, column_labels = _labels(grid, rows), _labels(grid, columns)
     for shared in itertools.product(*([point.label for point in grid.axes[axis]] for axis in others)):
         mine = [o for o in outcomes if all(o.labels[a] == label for a, label in zip(others, shared, strict=True))]
@@ -102,7 +104,19 @@ def panels(grid: Grid, outcomes: Sequence[Outcome]) -> Iterator[Panel]:
             for column in column_labels
         }
         title = ", ".join(f"{axis} {label}" for axis, label in zip(others, shared, strict=True))
-        yield Panel(title, row_labels, column_labels, places)
+        chosen = {} if tuned is None else {place: _best(tuned, _labels(grid, tuned), places[place]) for place in places}
+        if tuned is not None:
+            places = {
+                place: tuple(o for o in found if o.labels[tuned] == chosen[place]) for place, found in places.items()
+            }
+        yield Panel(title, row_labels, column_labels, places, chosen)
+
+
+def _best(axis: str, labels: Sequence[str], outcomes: Sequence[Outcome]) -> str | None:
+    """The point of an axis with the highest mean validation accuracy after the last step."""
+    means = {label: spread([o for o in outcomes if o.labels[axis] == label], VALIDATION).mean for label in labels}
+    known = {label: mean for label, mean in means.items() if mean is not None}
+    return max(known, key=lambda label: known[label]) if known else None
 
 
 def _labels(grid: Grid, axis: str | None) -> tuple[str, ...]:
@@ -116,6 +130,8 @@ def per_cent(key: str) -> Quantity:
 
 #: Accuracy after the last step.
 LAST = per_cent("test_accuracy_last")
+#: The same on validation images.
+VALIDATION = per_cent("val_accuracy_last")
 #: Quantities that accuracy is compared with, by name.
 BESIDE: Mapping[str, Quantity] = {
     "steps": lambda result: float(result["num_steps"]),

@@ -29,6 +29,7 @@ AXES = {
 
 
 def grid_of(tmp_path, axes=AXES, **report):
+    tmp_path.mkdir(exist_ok=True)
     path = tmp_path / "small.yaml"
     path.write_text(yaml.safe_dump({"title": "Small <grid>", "axes": axes, "report": report}, sort_keys=False))
     return Grid.load(path)
@@ -78,6 +79,53 @@ def test_tables_have_mean_and_deviation_over_seeds(tmp_path):
     last, best = text.index("Accuracy after the last step"), text.index("It is chosen on the test set")
     assert last < text.index("| DP-Muon | 41.0") < best < text.index("| DP-Muon | 51.0 ± 1.4 | 56.0")
     assert "| DP-SGD | 256 | 42 | 40.0 | 50.0 | 4.000 | 1e-05 | 100 | 12 | DP-SGD_256_42-" in text
+
+
+TUNED = {"method": {"DP-SGD": {}, "DP-Muon": {}}, "lr": {"setting": "l", "values": [1, 3, 9]}, "seed": AXES["seed"]}
+
+
+def tuned(tmp_path, validation):
+    """One batch size; test accuracy rises with the rate, and validation accuracy is what is given for each rate."""
+    grid = grid_of(tmp_path, TUNED, rows="method", tuned="lr", figures=["accuracy"])
+    found = []
+    for outcome in outcomes(tmp_path, grid):
+        labels, result = outcome.labels, dict(outcome.result)
+        result["test_accuracy_last"] += 0.01 * float(labels["lr"])
+        result["val_accuracy_last"] = validation(labels["method"], labels["lr"], labels["seed"])
+        found.append(dataclasses.replace(outcome, result=result))
+    return grid, found
+
+
+def test_a_tuned_axis_is_chosen_by_mean_validation_accuracy_at_each_place(tmp_path):
+    # Seed 42 alone would choose 9 for DP-SGD; the highest test accuracy is at 9 for both methods.
+    scores = {"DP-SGD": {"1": (0.4, 0.4), "3": (0.5, 0.5), "9": (0.6, 0.3)}, "DP-Muon": dict.fromkeys("39", (0.2, 0.2))}
+    scores["DP-Muon"]["1"] = (0.3, 0.3)
+    grid, found = tuned(tmp_path, lambda method, lr, seed: scores[method][lr][seed == "43"])
+    text = grid_report(grid, found, tmp_path).markdown()
+    assert "of 1, 3, 9." in text
+    assert row(text, "DP-SGD", "3")
+    assert row(text, "DP-Muon", "1 (edge)")
+    assert row(text, "DP-SGD", "44.0 ± 1.4")
+    assert row(text, "DP-Muon", "42.0 ± 1.4")
+    assert not row(text, "DP-SGD", "50.0 ± 1.4")
+
+
+def test_a_tuned_axis_needs_validation_accuracy(tmp_path):
+    grid, found = tuned(tmp_path, lambda method, lr, seed: None if method == "DP-SGD" else 0.5)
+    text = grid_report(grid, found, tmp_path).markdown()
+    assert row(text, "DP-SGD", "-")
+    assert row(text, "DP-Muon", "1 (edge)")
+    assert "data.init_args.val_fraction" in text
+    grid, found = tuned(tmp_path / "none", lambda method, lr, seed: None)
+    assert "No run is finished, or none has a validation accuracy." in grid_report(grid, found, tmp_path).markdown()
+
+
+@pytest.mark.parametrize(
+    ("report", "message"), [({"tuned": "seed"}, "Seeds are"), ({"tuned": "lr", "rows": "lr"}, "too")]
+)
+def test_a_tuned_axis_is_not_an_axis_of_the_table(tmp_path, report, message):
+    with pytest.raises(ConfigurationError, match=message):
+        grid_of(tmp_path, TUNED, **report)
 
 
 @pytest.mark.parametrize(("epsilon", "shown"), [(4.00049, "4.001"), (3.0, "3.000"), (2.9996, "3.000"), ("inf", "inf")])
