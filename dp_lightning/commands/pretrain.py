@@ -51,7 +51,8 @@ def pretrain(options: argparse.Namespace, of_fit: list[str]) -> None:
     from dp_lightning.commands.composition import Composer, prepare
     from dp_lightning.lightning_modules.classifiers import OWN_NETWORKS
     from dp_lightning.models.pretraining import Pretraining, Recipe, random_images
-    from dp_lightning.privacy.exported import RANDOM_IMAGES, RECIPE, recipe_of
+    from dp_lightning.privacy.exported import RANDOM_IMAGES, RECIPE, TENSORS, recipe_of
+    from dp_lightning.privacy.weights import digest_of
 
     settings = Composer()(of_fit)
     if settings["model"].get("init_args", {}).get("weights") is not None:
@@ -101,7 +102,9 @@ def pretrain(options: argparse.Namespace, of_fit: list[str]) -> None:
 
     _run(training, say, keep)
     with replacing(options.out) as file:
-        file.write(save(training.weights(), {RECIPE: recipe.to_json(), "source": RANDOM_IMAGES}))
+        weights = training.weights()
+        said = {RECIPE: recipe.to_json(), "source": RANDOM_IMAGES, TENSORS: digest_of(weights)}
+        file.write(save(weights, said))
     unfinished.unlink(missing_ok=True)
     print(f"{options.out}: {RANDOM_IMAGES} (recipe {recipe.digest[:16]}).")
     print(f"A private run starts from it with --model.init_args.weights {options.out}.")

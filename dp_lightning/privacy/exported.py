@@ -12,6 +12,8 @@ from dp_lightning.privacy.weights import digest_of
 FACTS = "facts"
 #: Where it has the recipe by which `dpl pretrain` has made the weights.
 RECIPE = "recipe"
+#: Where it has the digest of those weights.
+TENSORS = "tensors"
 #: What such weights come from, in words.
 RANDOM_IMAGES = "images from random processes: no private data, no photographs"
 
@@ -22,15 +24,12 @@ def statement_of(file: str | Path) -> PrivacyStatement | None:
     Raises:
         DataError: where it was edited, or speaks of other tensors.
     """
-    from safetensors import safe_open
-
     said = metadata_of(file).get(STATEMENT)
     if said is None:
         return None
     try:
         claims = PrivacyStatement.from_saved(json.loads(said))
-        with safe_open(file, framework="pt") as opened:
-            digest = digest_of({name: opened.get_tensor(name) for name in opened.keys()})  # noqa: SIM118
+        digest = _digest(file)
     except DataError:
         raise
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError, DpLightningError) as error:
@@ -44,10 +43,22 @@ def recipe_of(file: str | Path) -> str | None:
     """The SHA-256 of the recipe in a safetensors file; None where it has none.
 
     Raises:
-        DataError: where it is no such file.
+        DataError: where it is no such file, or its tensors are not those that the recipe has made.
     """
-    recipe = metadata_of(file).get(RECIPE)
-    return None if recipe is None else hashlib.sha256(recipe.encode()).hexdigest()
+    said = metadata_of(file)
+    if (recipe := said.get(RECIPE)) is None:
+        return None
+    if said.get(TENSORS) != _digest(file):
+        raise DataError(f"{file} has other tensors than those that its recipe has made. Run dpl pretrain anew.")
+    return hashlib.sha256(recipe.encode()).hexdigest()
+
+
+def _digest(file: str | Path) -> str:
+    """That of the tensors in a safetensors file."""
+    from safetensors import safe_open
+
+    with safe_open(file, framework="pt") as opened:
+        return digest_of({name: opened.get_tensor(name) for name in opened.keys()})  # noqa: SIM118
 
 
 def metadata_of(file: str | Path) -> dict[str, str]:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors import safe_open
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from dp_lightning.cli import main
 from dp_lightning.commands import pretrain
@@ -181,6 +181,22 @@ def test_a_file_of_another_network_is_refused(tmp_path):
         SmallCNNModule(4, weights=str(path))
     with pytest.raises(ConfigurationError, match="is not a file"):
         SmallCNNModule(4, weights=str(tmp_path / "none.pt"))
+
+
+def test_other_tensors_do_not_pass_under_the_recipe_of_a_file(tmp_path, capsys):
+    file = tmp_path / "w.safetensors"
+    run(file)
+    with safe_open(file, framework="pt") as opened:
+        said = opened.metadata()
+    # Whoever trains on private images and keeps the metadata.
+    save_file({name: value + 1e-3 for name, value in load_file(file).items()}, file, said)
+    short = ["--trainer.max_steps", "1", "--trainer.max_epochs", "-1", "--trainer.default_root_dir", str(tmp_path)]
+    with pytest.raises(SystemExit):
+        main(["fit", "--config", "configs/digits.yaml", *short, "--model.init_args.weights", str(file)])
+    assert f"{file} has other tensors than those that its recipe has made" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        run(file)
+    assert "other tensors" in capsys.readouterr().err
 
 
 def test_a_checkpoint_needs_no_file_that_its_run_started_from(tmp_path, capsys):
