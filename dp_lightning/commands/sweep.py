@@ -5,6 +5,7 @@ grid, resumes it, and runs what was added to it.
 """
 
 import argparse
+import math
 import shlex
 import signal
 import sys
@@ -19,10 +20,11 @@ import yaml
 from dp_lightning.atomic_files import require_writable
 from dp_lightning.commands.named_configs import path_of
 from dp_lightning.errors import ConfigurationError, DpLightningError
-from dp_lightning.experiments.grid import Cell, Grid
+from dp_lightning.experiments.grid import SEED, Cell, Grid
 from dp_lightning.experiments.launchers import LAUNCHERS
-from dp_lightning.experiments.results import shown_duration, shown_epsilon
+from dp_lightning.experiments.results import Outcome, shown_duration, shown_epsilon
 from dp_lightning.experiments.runs import RunFolder, components, is_finished
+from dp_lightning.experiments.tuning import chosen_points, needed
 from dp_lightning.foreign_text import load_yaml
 
 
@@ -45,14 +47,13 @@ def main(arguments: list[str]) -> None:
     grid = Grid.load(path_of(options.grid, grid=True))
     runs = planned_runs(grid, options.out, options.override)
     if options.dry_run:
-        _print_prices(grid, runs)
+        _print_prices(grid, _needed(grid, runs))
         return
     require_writable(options.out, "--out")
-    waiting = [run for run in runs if not run.folder.finished]
-    print(f"{grid.title}: {len(runs)} runs, {len(runs) - len(waiting)} finished, in {options.out}", flush=True)
-    for run in waiting:
-        run.folder.prepare(run.settings)
-    failed = _launch(waiting, options) if waiting else []
+    failed = _make(grid, _needed(grid, runs), options)
+    if not failed and grid.tuned is not None and SEED in grid.axes:
+        _require_chosen(grid, runs)
+        failed = _make(grid, _needed(grid, runs), options)
     if failed:
         print(
             f"{len(failed)} runs failed; their logs say why. The same command resumes them. If a log says that a run "
@@ -65,6 +66,34 @@ def main(arguments: list[str]) -> None:
     overrides = [option for text in options.override for option in ("--override", text)]
     again = shlex.join(["dpl", "report", str(options.grid), "--out", str(options.out), *overrides])
     print(f"All runs are finished. For tables and figures: {again}")
+
+
+def _needed(grid: Grid, runs: Sequence[PlannedRun]) -> list[PlannedRun]:
+    """Those that the grid needs: where an axis is tuned, the other seeds wait for the choice by the first."""
+    folders = {outcome.folder.path for outcome in needed(grid, _outcomes(runs))}
+    return [run for run in runs if run.folder.path in folders]
+
+
+def _outcomes(runs: Sequence[PlannedRun]) -> list[Outcome]:
+    return [Outcome.read(run.cell.labels, run.folder) for run in runs]
+
+
+def _require_chosen(grid: Grid, runs: Sequence[PlannedRun]) -> None:
+    missing = [place for place, label in chosen_points(grid, _outcomes(runs)).items() if label is None]
+    if missing:
+        raise ConfigurationError(
+            f"{grid.path}: {grid.tuned} is chosen by validation accuracy, and the runs of {' '.join(missing[0])} have "
+            "none. Keep some training images for it: data.init_args.val_fraction above 0."
+        )
+
+
+def _make(grid: Grid, runs: Sequence[PlannedRun], options: argparse.Namespace) -> list[PlannedRun]:
+    """Make those that are not finished, and return those that failed."""
+    waiting = [run for run in runs if not run.folder.finished]
+    print(f"{grid.title}: {len(runs)} runs, {len(runs) - len(waiting)} finished, in {options.out}", flush=True)
+    for run in waiting:
+        run.folder.prepare(run.settings)
+    return _launch(waiting, options) if waiting else []
 
 
 def planned_runs(grid: Grid, out: Path, override: Sequence[str]) -> list[PlannedRun]:
@@ -207,11 +236,22 @@ def _print_prices(grid: Grid, runs: Sequence[PlannedRun]) -> None:
         )
         if run.settings["privacy"].get("reproducible"):
             print("  not for release: privacy.reproducible is set", flush=True)
+    if later := _unknown(grid, len(runs)):
+        print(f"\nThen the other seeds at the best {grid.tuned} of each place: {later} runs more.")
+        total *= 1 + later / len(runs)
     without = f", without {untimed} runs whose time is unknown" if untimed else ""
     print(
         f"\nIn total about {shown_duration(total)} on one device like this one{without}. "
         "Each epsilon covers one run alone."
     )
+
+
+def _unknown(grid: Grid, known: int) -> int:
+    """How many runs wait for the choice of the tuned points."""
+    if grid.tuned is None:
+        return 0
+    places = math.prod(len(points) for axis, points in grid.axes.items() if axis not in (grid.tuned, SEED))
+    return places * (len(grid.axes[grid.tuned]) + len(grid.axes.get(SEED, (None,))) - 1) - known
 
 
 def _option(text: str) -> tuple[str, Any]:

@@ -26,8 +26,8 @@ import yaml
 from dp_lightning.errors import ConfigurationError
 from dp_lightning.foreign_text import LARGEST_YAML, RepeatedKey, load_yaml, read_text
 
-_KEYS = {"title", "base", "settings", "axes", "report"}
-_REPORT = {"rows", "columns", "tuned", "published", "figures"}
+_KEYS = {"title", "base", "settings", "axes", "tuned", "report"}
+_REPORT = {"rows", "columns", "published", "figures"}
 FIGURES = ("accuracy", "deviation", "curves", "snr")
 #: Most runs of a grid: each has a folder, and is parsed before the first one starts.
 MOST_RUNS = 10_000
@@ -67,8 +67,6 @@ class Report:
     """Axis of the table's rows and of the figure's lines; None for a single row."""
     columns: str | None
     """Axis of the table's columns and of the figure's x axis; None for a single column."""
-    tuned: str | None
-    """Axis of which every place shows the point with the highest mean validation accuracy; None for no such axis."""
     published: str | None
     """Name of the paper's table of accuracies that is shown beside the runs."""
     figures: tuple[str, ...]
@@ -83,6 +81,8 @@ class Grid:
     base: tuple[Path, ...]
     settings: Mapping[str, Any]
     axes: Mapping[str, tuple[Point, ...]]
+    tuned: str | None
+    """Axis whose points are tried with the first seed; the others run at the one that is best on validation images."""
     report: Report
 
     @classmethod
@@ -107,13 +107,15 @@ class Grid:
         found = {str(name): _points(path, str(name), points) for name, points in axes.items()}
         if (runs := math.prod(map(len, found.values()))) > MOST_RUNS:
             raise ConfigurationError(f"{path}: axes make {runs:,} runs; at most {MOST_RUNS:,} are allowed in a grid.")
+        tuned = _tuned(path, list(found), content.get("tuned"))
         return cls(
             path,
             str(content.get("title", path.stem)),
             _paths(path, "base", content.get("base")),
             _mapping(path, "settings", content.get("settings", {})),
             found,
-            _report(path, list(found), content.get("report", {})),
+            tuned,
+            _report(path, [axis for axis in found if axis != tuned], content.get("report", {})),
         )
 
     def cells(self) -> Iterator[Cell]:
@@ -152,9 +154,15 @@ def _points(path: Path, axis: str, content: Any) -> tuple[Point, ...]:
     return tuple(points)
 
 
+def _tuned(path: Path, axes: list[str], content: Any) -> str | None:
+    if content is not None and content not in (choices := [axis for axis in axes if axis != SEED]):
+        raise ConfigurationError(f"{path}: tuned is {content!r}; choose one of the axes {', '.join(choices)}.")
+    return None if content is None else str(content)
+
+
 def _report(path: Path, axes: list[str], content: Any) -> Report:
     content = _mapping(path, "report", content, _REPORT)
-    shown: dict[str, str | None] = {key: str(content[key]) for key in ("rows", "columns", "tuned") if key in content}
+    shown: dict[str, str | None] = {key: str(content[key]) for key in ("rows", "columns") if key in content}
     choices = [axis for axis in axes if axis != SEED]
     for key, axis in shown.items():
         if axis not in choices:
@@ -163,20 +171,17 @@ def _report(path: Path, axes: list[str], content: Any) -> Report:
                 + (" Seeds are averaged over." if axis == SEED else "")
             )
     left = [axis for axis in choices if axis not in shown.values()]
-    tuned = shown.pop("tuned", None)
     missing = [key for key in ("rows", "columns") if key not in shown]
     # A single axis is drawn along the x axis.
     for key in missing if len(left) > 1 else reversed(missing):
         shown[key] = left.pop(0) if left else None
     if shown["rows"] is not None and shown["rows"] == shown["columns"]:
         raise ConfigurationError(f"{path}: report.rows and report.columns are both {shown['rows']!r}.")
-    if tuned is not None and tuned in shown.values():
-        raise ConfigurationError(f"{path}: report.tuned is {tuned!r}, which is an axis of the table too.")
     figures = content.get("figures", ["accuracy"])
     if not isinstance(figures, list) or not all(figure in FIGURES for figure in figures):
         raise ConfigurationError(f"{path}: report.figures is {figures!r}; choose from {', '.join(FIGURES)}.")
     table = content.get("published")
-    return Report(shown["rows"], shown["columns"], tuned, None if table is None else str(table), tuple(figures))
+    return Report(shown["rows"], shown["columns"], None if table is None else str(table), tuple(figures))
 
 
 def _mapping(path: Path, place: str, content: Any, known: set[str] | None = None) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from dp_lightning.experiments.results import (
     shown_epsilon,
 )
 from dp_lightning.experiments.runs import RUN_PAGE
+from dp_lightning.experiments.tuning import at_chosen_points, needed
 
 _BEST, _AVERAGED = per_cent("test_accuracy_best"), per_cent("averaged_test_accuracy_last")
 _SCOPE = (
@@ -44,17 +45,18 @@ def grid_report(grid: Grid, outcomes: Sequence[Outcome], folder: Path, *, overri
     if paper and override:
         paper = {}
         page.say("The paper's numbers are left out: they belong to the grid's own settings.")
-    finished = sum(outcome.finished for outcome in outcomes)
-    page.say(f"{finished} of {len(outcomes)} runs are finished. Accuracies are in per cent on the test set.")
+    asked = needed(grid, outcomes)
+    finished = sum(outcome.finished for outcome in asked)
+    page.say(f"{finished} of {len(asked)} runs are finished. Accuracies are in per cent on the test set.")
     page.say(_SCOPE)
     if override:
         page.say(f"With these settings instead of the grid's: {', '.join(override)}.")
-    for number, panel in enumerate(panels(grid, outcomes)):
+    for number, panel in enumerate(panels(grid, at_chosen_points(grid, outcomes))):
         if panel.title:
             page.heading(panel.title)
         if not panel.results():
             text = "No run of these is finished" if panel.title else "No run is finished"
-            page.say(text + (", or none has a validation accuracy." if panel.chosen else "."))
+            page.say(f"{text}, or no {grid.tuned} is chosen yet." if grid.tuned else f"{text}.")
             continue
         _chosen(page, grid, panel)
         _accuracies(page, grid, panel, paper)
@@ -63,7 +65,7 @@ def grid_report(grid: Grid, outcomes: Sequence[Outcome], folder: Path, *, overri
             DRAWINGS[kind](page, f"{name}_{kind}", grid, panel, paper)
         if "snr" in grid.report.figures:
             _correlations(page, grid, panel)
-    _missing(page, outcomes)
+    _missing(page, asked)
     _set_aside(page, outcomes)
     _not_for_release(page, outcomes)
     _runs(page, grid, outcomes)
@@ -90,22 +92,22 @@ def _head(grid: Grid, panel: Panel) -> list[str]:
 
 
 def _chosen(page: Document, grid: Grid, panel: Panel) -> None:
-    if (axis := grid.report.tuned) is None:
+    if grid.tuned is None:
         return
-    labels = [point.label for point in grid.axes[axis]]
+    labels = [point.label for point in grid.axes[grid.tuned]]
     page.say(
-        f"Every place has the runs at the {axis} with the highest mean validation accuracy after the last step, of "
-        f"{', '.join(labels)}. The first and the last of these are marked, since a better one may lie beyond:"
+        f"The {grid.tuned} of every place is that with the highest validation accuracy after the last step, of "
+        f"{', '.join(labels)} with the first seed. The first and the last of these are marked, since a better one may "
+        "lie beyond; a dash is a place whose runs are not all finished, or have no validation accuracy:"
     )
     edges = {labels[0], labels[-1]} if len(labels) > 1 else set()
 
-    def shown(label: str | None) -> str:
-        return "-" if label is None else label + (" (edge)" if label in edges else "")
+    def shown(outcomes: Sequence[Outcome]) -> str:
+        found = {outcome.labels[grid.tuned or ""] for outcome in outcomes}
+        return ", ".join(label + (" (edge)" if label in edges else "") for label in found) or "-"
 
-    rows = [[row, *(shown(panel.chosen[row, column]) for column in panel.columns)] for row in panel.rows]
+    rows = [[row, *(shown(panel.outcomes[row, column]) for column in panel.columns)] for row in panel.rows]
     page.table([_head(grid, panel), *rows])
-    if None in panel.chosen.values():
-        page.say("A dash: no finished run has a validation accuracy. It needs data.init_args.val_fraction above 0.")
 
 
 def _accuracies(page: Document, grid: Grid, panel: Panel, paper: Mapping[str, Mapping[str, list[float]]]) -> None:

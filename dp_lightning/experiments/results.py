@@ -73,9 +73,7 @@ class Panel:
     rows: tuple[str, ...]
     columns: tuple[str, ...]
     outcomes: Mapping[tuple[str, str], tuple[Outcome, ...]]
-    """By row and column; at the chosen point of the tuned axis, and empty if none could be chosen."""
-    chosen: Mapping[tuple[str, str], str | None]
-    """The chosen label of the tuned axis by row and column; None if no finished run has a validation accuracy."""
+    """By row and column."""
 
     def spread(self, row: str, column: str, quantity: Quantity) -> Spread:
         """A quantity over the seeds of one place."""
@@ -93,8 +91,8 @@ class Panel:
 
 def panels(grid: Grid, outcomes: Sequence[Outcome]) -> Iterator[Panel]:
     """One panel for each combination of points on the axes that are neither rows, columns, tuned nor the seed."""
-    rows, columns, tuned = grid.report.rows, grid.report.columns, grid.report.tuned
-    others = [axis for axis in grid.axes if axis not in (rows, columns, tuned, SEED)]
+    rows, columns = grid.report.rows, grid.report.columns
+    others = [axis for axis in grid.axes if axis not in (rows, columns, grid.tuned, SEED)]
     row_labels, column_labels = _labels(grid, rows), _labels(grid, columns)
     for shared in itertools.product(*([point.label for point in grid.axes[axis]] for axis in others)):
         mine = [o for o in outcomes if all(o.labels[a] == label for a, label in zip(others, shared, strict=True))]
@@ -104,19 +102,7 @@ def panels(grid: Grid, outcomes: Sequence[Outcome]) -> Iterator[Panel]:
             for column in column_labels
         }
         title = ", ".join(f"{axis} {label}" for axis, label in zip(others, shared, strict=True))
-        chosen = {} if tuned is None else {place: _best(tuned, _labels(grid, tuned), places[place]) for place in places}
-        if tuned is not None:
-            places = {
-                place: tuple(o for o in found if o.labels[tuned] == chosen[place]) for place, found in places.items()
-            }
-        yield Panel(title, row_labels, column_labels, places, chosen)
-
-
-def _best(axis: str, labels: Sequence[str], outcomes: Sequence[Outcome]) -> str | None:
-    """The point of an axis with the highest mean validation accuracy after the last step."""
-    means = {label: spread([o for o in outcomes if o.labels[axis] == label], VALIDATION).mean for label in labels}
-    known = {label: mean for label, mean in means.items() if mean is not None}
-    return max(known, key=lambda label: known[label]) if known else None
+        yield Panel(title, row_labels, column_labels, places)
 
 
 def _labels(grid: Grid, axis: str | None) -> tuple[str, ...]:

@@ -20,6 +20,7 @@ from dp_lightning.commands.composition import Composer
 from dp_lightning.errors import ConfigurationError
 from dp_lightning.experiments import worker
 from dp_lightning.experiments.grid import Grid
+from dp_lightning.experiments.tuning import is_first
 from dp_lightning.lightning_modules import ImageClassifier
 from dp_lightning.privacy.plan import PrivacyPlan, RunShape
 
@@ -85,6 +86,64 @@ def test_a_signal_stops_the_runs_of_a_grid_in_order(tmp_path, monkeypatch, numbe
         main(["sweep", str(grid_file(tmp_path)), "--out", str(tmp_path / "out")])
     assert (exit_.value.code, stopped) == (code, [True])
     assert [signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGINT)] == before
+
+
+def tuned_grid(folder):
+    path = grid_file(folder, sizes=[256], seeds=[42, 43, 44])
+    content = yaml.safe_load(path.read_text())
+    content["axes"]["lr"] = {"setting": "optimizer.init_args.lr", "values": [0.1, 0.3, 0.9]}
+    path.write_text(yaml.safe_dump({**content, "tuned": "lr"}, sort_keys=False))
+    return path
+
+
+def finishing(launched, validation):
+    """A launcher whose runs are finished at once, with this validation accuracy for a method, a rate and a seed."""
+
+    def launch(folders, options):
+        launched.append([])
+        for folder in map(Path, folders):
+            method, _, seed, rate = folder.name.rpartition("-")[0].split("_")
+            launched[-1].append((method, rate, seed))
+            accuracy = {"test_accuracy_last": 0.5, "test_accuracy_best": 0.5}
+            accuracy["val_accuracy_last"] = validation(method, rate, seed)
+            steps = {"completed": True, "num_steps": 5, "num_steps_planned": 5, "seconds": 1}
+            (folder / "run").mkdir()
+            (folder / "run" / "result.json").write_text(
+                json.dumps({**accuracy, **steps, "epsilon": 3.0, "delta": 1e-4})
+            )
+            yield str(folder), 0
+
+    return launch
+
+
+def test_other_seeds_wait_for_the_choice_of_the_tuned_point(tmp_path, monkeypatch, capsys):
+    launched, best = [], {"DP-SGD": "0.3", "DP-Muon": "0.9"}
+    # Other seeds would choose another rate.
+    launch = finishing(launched, lambda method, rate, seed: rate == (best[method] if seed == "42" else "0.1"))
+    monkeypatch.setitem(sweep.LAUNCHERS, "local", launch)
+    arguments = [str(tuned_grid(tmp_path)), "--out", str(tmp_path / "out")]
+    main(["sweep", *arguments, "--dry-run"])
+    said = capsys.readouterr().out
+    assert said.count("dpl fit") == 6
+    assert "Then the other seeds at the best lr of each place: 4 runs more." in said
+    main(["sweep", *arguments])
+    first, rest = launched
+    assert sorted(first) == sorted((m, r, "42") for m in best for r in ("0.1", "0.3", "0.9"))
+    assert sorted(rest) == sorted((m, r, seed) for m, r in best.items() for seed in ("43", "44"))
+    assert "All runs are finished" in capsys.readouterr().out
+    main(["sweep", *arguments])
+    assert len(launched) == 2
+    main(["report", *arguments])
+    assert "10 of 10 runs are finished" in next((tmp_path / "out").rglob("report.md")).read_text()
+
+
+def test_a_choice_needs_validation_accuracy(tmp_path, monkeypatch, capsys):
+    launched = []
+    monkeypatch.setitem(sweep.LAUNCHERS, "local", finishing(launched, lambda *run: None))
+    with pytest.raises(SystemExit):
+        main(["sweep", str(tuned_grid(tmp_path)), "--out", str(tmp_path / "out")])
+    assert len(launched) == 1
+    assert "the runs of DP-SGD 256 have none. Keep some training images" in capsys.readouterr().err
 
 
 @pytest.mark.slow  # eight real runs
@@ -431,7 +490,7 @@ def test_every_grid_passes_a_dry_run(path, monkeypatch, capsys, tmp_path):
     main(["sweep", str(path), "--dry-run", *folder])
     said = capsys.readouterr().out
     grid = Grid.load(path)
-    count = len(list(grid.cells()))
+    count = sum(is_first(grid, cell.labels) or grid.tuned is None for cell in grid.cells())
     assert f"{grid.title}: {count} runs" in said
     assert said.count("\n  dpl fit --config ") == count
     # Without its files nobody knows how many examples a folder has.

@@ -28,10 +28,11 @@ AXES = {
 }
 
 
-def grid_of(tmp_path, axes=AXES, **report):
+def grid_of(tmp_path, axes=AXES, tuned=None, **report):
     tmp_path.mkdir(exist_ok=True)
     path = tmp_path / "small.yaml"
-    path.write_text(yaml.safe_dump({"title": "Small <grid>", "axes": axes, "report": report}, sort_keys=False))
+    content = {"title": "Small <grid>", "axes": axes, "report": report} | ({} if tuned is None else {"tuned": tuned})
+    path.write_text(yaml.safe_dump(content, sort_keys=False))
     return Grid.load(path)
 
 
@@ -84,48 +85,64 @@ def test_tables_have_mean_and_deviation_over_seeds(tmp_path):
 TUNED = {"method": {"DP-SGD": {}, "DP-Muon": {}}, "lr": {"setting": "l", "values": [1, 3, 9]}, "seed": AXES["seed"]}
 
 
-def tuned(tmp_path, validation):
-    """One batch size; test accuracy rises with the rate, and validation accuracy is what is given for each rate."""
-    grid = grid_of(tmp_path, TUNED, rows="method", tuned="lr", figures=["accuracy"])
+def tuned(tmp_path, validation, unfinished=()):
+    """One batch size; test accuracy rises with the rate, and validation accuracy is what is given for each run."""
+    grid = grid_of(tmp_path, TUNED, tuned="lr", rows="method", figures=["accuracy"])
     found = []
     for outcome in outcomes(tmp_path, grid):
-        labels, result = outcome.labels, dict(outcome.result)
-        result["test_accuracy_last"] += 0.01 * float(labels["lr"])
-        result["val_accuracy_last"] = validation(labels["method"], labels["lr"], labels["seed"])
-        found.append(dataclasses.replace(outcome, result=result))
+        method, lr, seed = outcome.labels.values()
+        result = dict(outcome.result)
+        result["test_accuracy_last"] += 0.01 * float(lr)
+        result["val_accuracy_last"] = validation(method, lr, seed)
+        found.append(dataclasses.replace(outcome, result=None if (method, lr, seed) in unfinished else result))
     return grid, found
 
 
-def test_a_tuned_axis_is_chosen_by_mean_validation_accuracy_at_each_place(tmp_path):
-    # Seed 42 alone would choose 9 for DP-SGD; the highest test accuracy is at 9 for both methods.
-    scores = {"DP-SGD": {"1": (0.4, 0.4), "3": (0.5, 0.5), "9": (0.6, 0.3)}, "DP-Muon": dict.fromkeys("39", (0.2, 0.2))}
-    scores["DP-Muon"]["1"] = (0.3, 0.3)
-    grid, found = tuned(tmp_path, lambda method, lr, seed: scores[method][lr][seed == "43"])
+def by_seed(method, lr, seed):
+    """The first seed is best at 3 for DP-SGD, and at 1 for DP-Muon; the second seed and test images at 9."""
+    best = {"DP-SGD": "3", "DP-Muon": "1"}[method] if seed == "42" else "9"
+    return 0.5 if lr == best else 0.3
+
+
+def test_a_tuned_axis_is_chosen_by_the_validation_accuracy_of_the_first_seed(tmp_path):
+    # The grid needs no other seed at the other rates.
+    left_out = [("DP-SGD", "1", "43"), ("DP-SGD", "9", "43"), ("DP-Muon", "3", "43"), ("DP-Muon", "9", "43")]
+    for number, unfinished in enumerate(([], left_out)):
+        grid, found = tuned(tmp_path / str(number), by_seed, unfinished)
+        text = grid_report(grid, found, tmp_path).markdown()
+        assert "8 of 8 runs are finished" in text
+        assert "## Missing" not in text
+        assert "of 1, 3, 9 with the first seed" in text
+        assert row(text, "DP-SGD", "3")
+        assert row(text, "DP-Muon", "1 (edge)")
+        assert row(text, "DP-SGD", "44.0 ± 1.4")
+        assert row(text, "DP-Muon", "42.0 ± 1.4")
+        assert "50.0 ± 1.4" not in text
+
+
+def test_nothing_is_chosen_before_the_first_seed_is_finished_everywhere(tmp_path):
+    grid, found = tuned(tmp_path, by_seed, [("DP-SGD", "1", "42")])
     text = grid_report(grid, found, tmp_path).markdown()
-    assert "of 1, 3, 9." in text
-    assert row(text, "DP-SGD", "3")
-    assert row(text, "DP-Muon", "1 (edge)")
-    assert row(text, "DP-SGD", "44.0 ± 1.4")
+    assert "6 of 7 runs are finished" in text  # the second seed of DP-SGD is not known yet
+    assert text.count("\n| DP-SGD | - |\n") == 3  # no rate, and no accuracy
     assert row(text, "DP-Muon", "42.0 ± 1.4")
-    assert not row(text, "DP-SGD", "50.0 ± 1.4")
+    assert row(text, "DP-SGD 1 42", "-", "not started")
 
 
-def test_a_tuned_axis_needs_validation_accuracy(tmp_path):
-    grid, found = tuned(tmp_path, lambda method, lr, seed: None if method == "DP-SGD" else 0.5)
-    text = grid_report(grid, found, tmp_path).markdown()
-    assert row(text, "DP-SGD", "-")
-    assert row(text, "DP-Muon", "1 (edge)")
-    assert "data.init_args.val_fraction" in text
-    grid, found = tuned(tmp_path / "none", lambda method, lr, seed: None)
-    assert "No run is finished, or none has a validation accuracy." in grid_report(grid, found, tmp_path).markdown()
+def test_nothing_is_chosen_without_validation_accuracy(tmp_path):
+    grid, found = tuned(tmp_path, lambda method, lr, seed: None)
+    assert "No run is finished, or no lr is chosen yet." in grid_report(grid, found, tmp_path).markdown()
 
 
-@pytest.mark.parametrize(
-    ("report", "message"), [({"tuned": "seed"}, "Seeds are"), ({"tuned": "lr", "rows": "lr"}, "too")]
-)
-def test_a_tuned_axis_is_not_an_axis_of_the_table(tmp_path, report, message):
-    with pytest.raises(ConfigurationError, match=message):
-        grid_of(tmp_path, TUNED, **report)
+@pytest.mark.parametrize("axis", ["seed", "rate"])
+def test_a_tuned_axis_is_an_axis_but_not_the_seed(tmp_path, axis):
+    with pytest.raises(ConfigurationError, match=f"tuned is '{axis}'; choose one of the axes method, lr"):
+        grid_of(tmp_path, TUNED, tuned=axis)
+
+
+def test_a_tuned_axis_is_no_axis_of_the_table(tmp_path):
+    with pytest.raises(ConfigurationError, match=r"report\.rows is 'lr'; choose one of the axes method"):
+        grid_of(tmp_path, TUNED, tuned="lr", rows="lr")
 
 
 @pytest.mark.parametrize(("epsilon", "shown"), [(4.00049, "4.001"), (3.0, "3.000"), (2.9996, "3.000"), ("inf", "inf")])

@@ -1,0 +1,155 @@
+"""How far updates move along the strong and the weak directions of the gradient without noise.
+
+The singular pairs (u_i, v_i) of a matrix's gradient, computed without noise on 8,192 examples, are its directions, the
+strongest first. An update D moves downhill in pair i by u_i' D v_i. The table has the sum of these moves over a run of
+private steps, for the mean pair of each group, and beside it the length of all moves. Gradients without noise come from
+raw examples: the numbers must not be released where the images are private.
+
+    python benchmarks/weak_directions.py --data cifar10.npz --cache features
+"""
+
+import argparse
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from dp_lightning.datamodules import CachedFeatures, NpzImages
+from dp_lightning.models.small_cnn import SmallCNN
+from dp_lightning.postprocess import Chain, Momentum, Normalize, Orthogonalize, Scale
+from dp_lightning.privacy import ClipPlan, PrivateStep, RunShape
+
+# Pairs of each group, counted from 1.
+GROUPS = {"1": (0, 1), "2 to 4": (1, 4), "5 to 16": (4, 16), "17 to 32": (16, 32)}
+# Of the singular values of a gradient, at which step it is measured: so many evenly spaced ones.
+_MEASURED = 12
+
+
+def chain(method: str) -> Chain:
+    """The transforms of ``configs/grids/orthogonalization.yaml``."""
+    if method == "DP-SGD":
+        return Chain([Momentum(0.9, kind="heavy_ball", applies_to="all")])
+    middle = {"normalized": Normalize(), "DP-Muon": Orthogonalize()}[method]
+    vectors = Momentum(0.9, kind="heavy_ball", applies_to="vectors")
+    return Chain([Momentum(0.95, kind="ema_nesterov"), middle, Scale(0.06), vectors])
+
+
+def run(method: str, batch_size: int, rate: float, data: Any, options: argparse.Namespace) -> dict[str, Any]:
+    """Moves of one run by parameter and pair, singular values, length of the moves, and test accuracy."""
+    torch.manual_seed(options.seed)
+    (features, labels), test = data
+    model = SmallCNN(10, in_channels=features.shape[1], channels=options.channels)
+    num_steps = max(1, options.epochs * len(features) // batch_size)
+    shape = RunShape(num_train=len(features), expected_batch_size=batch_size, num_steps=num_steps, delta=1e-5)
+    plan = shape.calibrate(target_epsilon=options.epsilon)
+
+    def loss(batch: Any) -> Tensor:
+        return F.cross_entropy(model(batch[0]), batch[1])
+
+    private = PrivateStep(
+        model,
+        loss,
+        torch.utils.data.TensorDataset(features, labels),
+        plan=plan,
+        clip_plan=ClipPlan.flat(max_grad_norm=1.0),
+    )
+    steps, optimizer = chain(method), torch.optim.SGD(model.parameters(), lr=rate)
+    matrices = {name: p for name, p in model.named_parameters() if p.dim() > 1}
+    moves = {name: torch.zeros(min(p.flatten(1).shape)) for name, p in matrices.items()}
+    values = {name: torch.zeros_like(move) for name, move in moves.items()}
+    length = dict.fromkeys(matrices, 0.0)
+    measured = {round(i * (num_steps - 1) / (_MEASURED - 1)) for i in range(_MEASURED)}
+    for step in range(num_steps):
+        for batch in private.batches():
+            private.accumulate(batch)
+        private.release()
+        gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        update = steps(gradients, noise=plan.noise_multiplier / batch_size)
+        now = rate * (1 + math.cos(math.pi * step / num_steps)) / 2
+        if step in measured:
+            for name, pairs in downhill(model, features, labels, {n: now * update[n] for n in matrices}).items():
+                moves[name] += pairs[0] * num_steps / len(measured)
+                values[name] += pairs[1] / len(measured)
+        for name in gradients:
+            gradients[name].copy_(update[name])
+        optimizer.param_groups[0]["lr"] = now
+        optimizer.step()
+        for name in matrices:
+            length[name] += now * float(update[name].norm())
+    with torch.no_grad():
+        right = sum(int((model(x).argmax(1) == y).sum()) for x, y in zip(*(t.split(500) for t in test), strict=True))
+    return {"moves": moves, "values": values, "length": length, "accuracy": right / len(test[1])}
+
+
+def downhill(model: nn.Module, features: Tensor, labels: Tensor, moves: dict[str, Tensor]) -> dict[str, Any]:
+    """For each move, its part along each singular pair of the gradient of 8,192 examples, and the singular values."""
+    rows = torch.randperm(len(features), generator=torch.Generator().manual_seed(0))[:8192]
+    parameters = dict(model.named_parameters())
+    total = {name: torch.zeros_like(parameters[name]) for name in moves}
+    for part in rows.split(512):
+        loss = F.cross_entropy(model(features[part]), labels[part], reduction="sum") / len(rows)
+        for name, gradient in zip(moves, torch.autograd.grad(loss, [parameters[n] for n in moves]), strict=True):
+            total[name] += gradient
+    found = {}
+    for name, move in moves.items():
+        u, s, v = torch.linalg.svd(total[name].flatten(1), full_matrices=False)
+        found[name] = (torch.einsum("mi,mn,in->i", u, move.flatten(1), v), s)
+    return found
+
+
+def _tensors(dataset: Any) -> tuple[Tensor, Tensor]:
+    features, labels = zip(*dataset.__getitems__(range(len(dataset))), strict=True)
+    return torch.stack(features), torch.stack(labels)
+
+
+def parse() -> argparse.Namespace:
+    """The options of the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path, required=True, help="images as NpzImages reads them")
+    parser.add_argument("--cache", type=Path, required=True, help="folder of the coefficients")
+    parser.add_argument("--runs", nargs="+", required=True, metavar="METHOD,B,LR", help="such as DP-Muon,2048,3")
+    parser.add_argument("--epsilon", type=float, default=4.0)
+    parser.add_argument("--epochs", type=int, default=3)
+    parser.add_argument("--channels", type=int, default=32)
+    parser.add_argument("--seed", type=int, default=1)
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Measure and print."""
+    options = parse()
+    images = NpzImages(
+        path=options.data,
+        num_classes=10,
+        mean=[0.4914, 0.4822, 0.4465],
+        std=[0.2470, 0.2435, 0.2616],
+        val_fraction=0.1,
+        augment=False,
+    )
+    cached = CachedFeatures(
+        images, backbone="scattering", backbone_kwargs={"angles": 4, "mirror": True}, cache=options.cache
+    )
+    cached.prepare_data()
+    cached.setup("fit")
+    cached.setup("test")
+    data = [_tensors(loader.dataset) for loader in (cached.train_dataloader(), cached.test_dataloader())]
+    head = ["B", "", "matrix", *(f"pairs {group}" for group in GROUPS), "length", "test accuracy"]
+    print("| " + " | ".join(head) + " |\n" + "| --- " * len(head) + "|", flush=True)
+    for text in options.runs:
+        method, size, rate = text.split(",")
+        found = run(method, int(size), float(rate), data, options)
+        for name, move in found["moves"].items():
+            groups = [move[first:last] for first, last in GROUPS.values()]
+            cells = [f"{float(part.mean()):.3f}" if len(part) else "-" for part in groups]
+            shown = [size, f"{method}, {rate}", f"`{name}`", *cells, f"{found['length'][name]:.2f}"]
+            print("| " + " | ".join([*shown, f"{100 * found['accuracy']:.1f}"]) + " |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
