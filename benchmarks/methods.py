@@ -52,8 +52,6 @@ def cell(method: str, batch_size: int, options: argparse.Namespace) -> tuned_run
 
     def configuration(rate: float, seed: int, folder: Path) -> Any:
         config = tuned_runs.base(options, seed=seed, rate=rate, batch_size=batch_size, folder=folder)
-        if options.on == "scattering":
-            config = tuned_runs.on_scattering(config, options)
         return {**config, "postprocess": {"transforms": transforms(method, rate)}}
 
     return tuned_runs.Cell(method, batch_size, METHODS[method][1], configuration)
@@ -62,14 +60,9 @@ def cell(method: str, batch_size: int, options: argparse.Namespace) -> tuned_run
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """The options of the command line."""
     # The images of the runs in the docs were normalised with these constants, which are not CIFAR-10's.
-    parser = tuned_runs.parser(__doc__, list(METHODS), batch_sizes=[256, 2048], mean=[0.305], std=[0.376])
-    parser.add_argument(
-        "--on",
-        choices=("images", "scattering"),
-        default="images",
-        help="a wide residual network on images, or a network of two convolutions on scattering coefficients",
+    return tuned_runs.parser(__doc__, list(METHODS), batch_sizes=[256, 2048], mean=[0.305], std=[0.376]).parse_args(
+        arguments
     )
-    return parser.parse_args(arguments)
 
 
 def main() -> None:

@@ -12,7 +12,7 @@ import statistics
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -21,13 +21,24 @@ import tuned_runs
 from dp_lightning.privacy.plan import PrivacyPlan, RunShape
 
 MOMENTUM = 0.9
-# The standard deviation of the noise in a weight at the end. On features of length 1 it is that of a logit.
-NOISE = {"linear": 0.9, "network": 0.07}
-# Above it steps go too far, whatever the noise is.
-HIGHEST = {"linear": 30.0, "network": 4.0}
-MODELS: dict[str, dict[str, Any]] = {
-    "linear": {"class_path": "LinearProbeModule", "init_args": {"normalize": "unit"}},
-    "network": {"class_path": "SmallCNNModule", "init_args": {"channels": 64}},
+
+
+class Trained(NamedTuple):
+    """What is trained on the coefficients, and how."""
+
+    model: dict[str, Any]
+    angles: int
+    batch_size: int
+    epochs: int
+    noise: float
+    """The standard deviation of the noise in a weight at the end. On features of length 1 it is that of a logit."""
+    highest: float
+    """The rate above which steps go too far, whatever the noise is."""
+
+
+TRAINED = {
+    "linear": Trained({"class_path": "LinearProbeModule", "init_args": {"normalize": "unit"}}, 8, 8192, 40, 0.9, 30.0),
+    "network": Trained({"class_path": "SmallCNNModule", "init_args": {"channels": 32}}, 4, 4096, 10, 0.07, 4.0),
 }
 
 
@@ -44,27 +55,33 @@ def rate(plan: PrivacyPlan, noise: float, highest: float) -> float:
 
 def cell(name: str, epsilon: float, options: argparse.Namespace) -> tuned_runs.Cell:
     """What is trained at an epsilon."""
+    trained = TRAINED[name]
 
     def configuration(lr: float, seed: int, folder: Path) -> Any:
-        config = tuned_runs.base(options, seed=seed, rate=lr, batch_size=options.batch_size, folder=folder)
-        config = {**tuned_runs.on_scattering(config, options), "model": MODELS[name]}
+        config = tuned_runs.base(options, seed=seed, rate=lr, batch_size=trained.batch_size, folder=folder)
+        cache = {"images": config["data"], "backbone": "scattering", "cache": str((options.out / "features").resolve())}
+        cache["backbone_kwargs"] = {"angles": trained.angles, "mirror": True}
+        config |= {"model": trained.model, "data": {"class_path": "CachedFeatures", "init_args": cache}}
         # The plan's accountant, so that the table's sigma and the rate are those of the run.
-        config["privacy"] |= {"target_epsilon": epsilon, "accountant": "prv"}
-        config["privacy"]["max_physical_batch_size"] = options.physical
+        config["privacy"] |= {"target_epsilon": epsilon, "accountant": "prv", "max_physical_batch_size": 512}
+        config["trainer"] |= {"max_epochs": epochs(name, options), "check_val_every_n_epoch": epochs(name, options)}
         config["optimizer"]["init_args"]["momentum"] = MOMENTUM
         return config
 
-    return tuned_runs.Cell(f"{name}_epsilon_{epsilon:g}", options.batch_size, 0.0, configuration)
+    return tuned_runs.Cell(f"{name}_epsilon_{epsilon:g}", trained.batch_size, 0.0, configuration)
+
+
+def epochs(name: str, options: argparse.Namespace) -> int:
+    """How many a run has."""
+    return TRAINED[name].epochs if options.epochs is None else int(options.epochs)
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """The options of the command line."""
-    parser = tuned_runs.parser(__doc__, list(MODELS), batch_sizes=[])
+    parser = tuned_runs.parser(__doc__, list(TRAINED), batch_sizes=[])
     parser.add_argument("--epsilons", type=float, nargs="+", default=[1.0, 2.0, 4.0, 8.0])
-    parser.add_argument("--batch-size", type=int, default=8192)
-    parser.add_argument("--physical", type=int, default=512, help="images that go through the layer together")
     parser.add_argument("--num-train", type=int, default=45_000, help="training images of the file, without a tenth")
-    parser.set_defaults(epochs=40, threads=2)
+    parser.set_defaults(epochs=None, threads=2)
     return parser.parse_args(arguments)
 
 
@@ -74,13 +91,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options.out.mkdir(parents=True, exist_ok=True)
     rows = []
     for name in options.only:
+        trained = TRAINED[name]
+        steps = epochs(name, options) * options.num_train // trained.batch_size
         for epsilon in options.epsilons:
-            steps = options.epochs * options.num_train // options.batch_size
-            shape = RunShape(
-                num_train=options.num_train, expected_batch_size=options.batch_size, num_steps=steps, delta=1e-5
-            )
-            plan = shape.calibrate(epsilon)
-            lr = rate(plan, NOISE[name], HIGHEST[name])
+            plan = RunShape(
+                num_train=options.num_train, expected_batch_size=trained.batch_size, num_steps=steps, delta=1e-5
+            ).calibrate(epsilon)
+            lr = rate(plan, trained.noise, trained.highest)
             runs = [tuned_runs.run(cell(name, epsilon, options), lr, seed, options) for seed in options.seeds]
             tests = [100 * run["test_accuracy_last"] for run in runs]
             rows.append(

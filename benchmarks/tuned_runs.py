@@ -85,18 +85,6 @@ def base(options: argparse.Namespace, *, seed: int, rate: float, batch_size: int
     }
 
 
-def on_scattering(config: dict[str, Any], options: argparse.Namespace) -> dict[str, Any]:
-    """The same run with a network of two convolutions on scattering coefficients, which are computed once for all."""
-    cache = {"images": config["data"], "backbone": "scattering", "cache": str((options.out / "features").resolve())}
-    cache["backbone_kwargs"] = {"mirror": True}
-    return {
-        **config,
-        "model": {"class_path": "SmallCNNModule", "init_args": {"channels": 64}},
-        "data": {"class_path": "CachedFeatures", "init_args": cache},
-        "privacy": {**config["privacy"], "max_physical_batch_size": 512},
-    }
-
-
 def run(cell: Cell, rate: float, seed: int, options: argparse.Namespace) -> dict[str, Any]:
     """The result of one run, which is made unless it exists."""
     folder = options.out / cell.runs / f"lr_{rate:.3g}_seed_{seed}"

@@ -584,24 +584,13 @@ def test_a_run_on_scattering_is_a_configuration(scattering, monkeypatch, tmp_pat
         return json.loads((folder / "result.json").read_text()) | {"test_accuracy_last": 0.5}
 
     monkeypatch.setattr(scattering.tuned_runs, "run", run)
-    sizes = ["--num-train", "54", "--batch-size", "20", "--seeds", "1", "--epsilons", "8"]
+    small = {name: trained._replace(batch_size=20) for name, trained in scattering.TRAINED.items()}
+    monkeypatch.setattr(scattering, "TRAINED", small)
+    sizes = ["--num-train", "54", "--seeds", "1", "--epsilons", "8"]
     scattering.main(["--data", str(tmp_path / "d.npz"), "--out", str(tmp_path / "out"), *sizes])
     shown = capsys.readouterr().out
     assert "| linear | 8 |" in shown
     assert "| network | 8 |" in shown
-
-
-def test_methods_are_compared_on_scattering_too(comparisons, tmp_path):
-    methods, *_ = comparisons
-    for on, module, data in (
-        ("images", "WideResNetModule", "NpzImages"),
-        ("scattering", "SmallCNNModule", "CachedFeatures"),
-    ):
-        options = methods.parse(["--data", "d.npz", "--out", str(tmp_path), "--on", on])
-        config = methods.cell("dp_muon", 256, options).configuration(0.1, 1, tmp_path)
-        assert config["model"]["class_path"] == module
-        assert config["data"]["class_path"] == data
-        assert [each["class_path"] for each in config["postprocess"]["transforms"]][1] == "Orthogonalize"
 
 
 def test_the_pipeline_is_measured_on_as_many_files_as_asked(monkeypatch, tmp_path, capsys):
