@@ -38,7 +38,7 @@ class Trained(NamedTuple):
 
 TRAINED = {
     "linear": Trained({"class_path": "LinearProbeModule", "init_args": {"normalize": "unit"}}, 8, 8192, 40, 0.9, 30.0),
-    "network": Trained({"class_path": "SmallCNNModule", "init_args": {"channels": 32}}, 4, 4096, 10, 0.07, 4.0),
+    "network": Trained({"class_path": "SmallCNNModule", "init_args": {"channels": 32}}, 4, 4096, 20, 0.07, 4.0),
 }
 
 
