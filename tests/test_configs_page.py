@@ -1,5 +1,6 @@
 """The page about configurations lists all of them, with the numbers that are in their files."""
 
+import copy
 import functools
 
 import pytest
@@ -29,9 +30,17 @@ def settings(path):
     return yaml.safe_load(path.read_text())
 
 
-def millions_of_images(path):
-    """Through the network in a run with this configuration, views counted."""
-    run = settings(path)
+def millions_of_images(path, overrides=()):
+    """Through the network in a run with this configuration, views counted.
+
+    Args:
+        overrides: options of ``dpl fit`` as ``--name=value``.
+    """
+    run = copy.deepcopy(settings(path))
+    for option in overrides:
+        section, _, name = option.partition("=")[0].removeprefix("--").partition(".")
+        if section in ("privacy", "trainer"):
+            run[section][name] = yaml.safe_load(option.partition("=")[2])
     data = run["data"].get("init_args", {}).get("images", run["data"])
     privacy, trainer = run["privacy"], run["trainer"]
     if trainer.get("max_steps", -1) > 0:
@@ -69,8 +78,16 @@ def test_a_run_is_listed_with_its_own_privacy_and_cost(row):
 @pytest.mark.parametrize("row", GRIDS.rows, ids=lambda row: row[0].text)
 def test_a_grid_is_listed_with_its_runs_and_cost(row):
     grid = Grid.load(CONFIGS / row[0].text)
-    runs = len(list(grid.cells()))
-    millions = runs * millions_of_images(grid.base[0])
+    cells = list(grid.cells())
+    millions = sum(
+        millions_of_images(grid.base[0], [each for each in cell.arguments if each.startswith("--") and "=" in each])
+        for cell in cells
+    )
+    runs = len(cells)
+    if grid.tuned is not None:  # each of its points with one seed, and one of them with the others
+        points, seeds = len(grid.axes[grid.tuned]), len(grid.axes["seed"])
+        share = (points + seeds - 1) / (points * seeds)
+        runs, millions = round(runs * share), millions * share
     assert row[2].text == str(runs)
     assert row[3].text == (f"{millions:.0f}" if millions >= 1 else f"{millions:.1f}")
 
