@@ -11,11 +11,10 @@ from pathlib import Path
 
 from dp_lightning.atomic_files import require_writable
 from dp_lightning.commands.named_configs import path_of
-from dp_lightning.commands.sweep import add_grid_options, planned_runs
+from dp_lightning.commands.sweep import add_grid_options, outcomes_of, planned_runs
 from dp_lightning.errors import ConfigurationError
 from dp_lightning.experiments.grid import Grid
 from dp_lightning.experiments.report import grid_report
-from dp_lightning.experiments.results import Outcome
 from dp_lightning.experiments.runs import RUN_PAGE
 
 
@@ -56,8 +55,7 @@ def _report_grid(path: Path, options: argparse.Namespace) -> None:
     runs = planned_runs(grid, out, options.override)
     folder = out / "report" / _name(path, options.override)
     require_writable(folder, "--out")
-    found = [Outcome.read(run.cell.labels, run.folder) for run in runs]
-    page = grid_report(grid, found, folder, override=options.override)
+    page = grid_report(grid, outcomes_of(runs), folder, override=options.override)
     page.publish("report")
 
 

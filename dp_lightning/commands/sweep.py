@@ -8,6 +8,7 @@ import argparse
 import math
 import shlex
 import signal
+import statistics
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -70,20 +71,21 @@ def main(arguments: list[str]) -> None:
 
 def _needed(grid: Grid, runs: Sequence[PlannedRun]) -> list[PlannedRun]:
     """Those that the grid needs: where an axis is tuned, the other seeds wait for the choice by the first."""
-    folders = {outcome.folder.path for outcome in needed(grid, _outcomes(runs))}
+    folders = {outcome.folder.path for outcome in needed(grid, outcomes_of(runs))}
     return [run for run in runs if run.folder.path in folders]
 
 
-def _outcomes(runs: Sequence[PlannedRun]) -> list[Outcome]:
+def outcomes_of(runs: Sequence[PlannedRun]) -> list[Outcome]:
+    """What is in the folders of the runs."""
     return [Outcome.read(run.cell.labels, run.folder) for run in runs]
 
 
 def _require_chosen(grid: Grid, runs: Sequence[PlannedRun]) -> None:
-    missing = [place for place, label in chosen_points(grid, _outcomes(runs)).items() if label is None]
+    missing = [place for place, label in chosen_points(grid, outcomes_of(runs)).items() if label is None]
     if missing:
         raise ConfigurationError(
             f"{grid.path}: {grid.tuned} is chosen by validation accuracy, and the runs of {' '.join(missing[0])} have "
-            "none. Keep some training images for it: data.init_args.val_fraction above 0."
+            "none. Keep some training images for it: val_fraction of the data (or of its images) above 0."
         )
 
 
@@ -217,6 +219,7 @@ def _print_prices(grid: Grid, runs: Sequence[PlannedRun]) -> None:
 
     print(f"{grid.title}: {len(runs)} runs")
     price, total, untimed = Pricing(), 0.0, 0
+    times = []
     for run in runs:
         print(f"\n{run.cell.name}" + (" (finished)" if run.folder.finished else ""))
         print(f"  {shlex.join(['dpl', 'fit', *run.arguments])}")
@@ -226,6 +229,8 @@ def _print_prices(grid: Grid, runs: Sequence[PlannedRun]) -> None:
             print(f"  no price: {error}", flush=True)
             untimed += 1
             continue
+        if seconds is not None:
+            times.append(seconds)
         if not run.folder.finished:
             total, untimed = total + (seconds or 0.0), untimed + (seconds is None)
         time_ = "time unknown" if seconds is None else f"about {shown_duration(seconds)} here"
@@ -238,7 +243,7 @@ def _print_prices(grid: Grid, runs: Sequence[PlannedRun]) -> None:
             print("  not for release: privacy.reproducible is set", flush=True)
     if later := _unknown(grid, len(runs)):
         print(f"\nThen the other seeds at the best {grid.tuned} of each place: {later} runs more.")
-        total *= 1 + later / len(runs)
+        total += later * statistics.fmean(times or [0.0])
     without = f", without {untimed} runs whose time is unknown" if untimed else ""
     print(
         f"\nIn total about {shown_duration(total)} on one device like this one{without}. "

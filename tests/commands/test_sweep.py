@@ -496,4 +496,6 @@ def test_every_grid_passes_a_dry_run(path, monkeypatch, capsys, tmp_path):
     # Without its files nobody knows how many examples a folder has.
     unpriced = count if "imagenet" in path.stem else 0
     assert said.count("  no price: ") == unpriced
+    # The images by which a tuned axis is chosen.
+    assert grid.tuned is None or said.count("val_fraction=0.1") == count
     assert said.count("sigma 50, ") == said.count(" steps, about ") == count - unpriced
