@@ -10,41 +10,40 @@ raw examples: the numbers must not be released where the images are private.
 
 import argparse
 import math
-import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+import yaml
 from torch import Tensor, nn
 
-sys.path.insert(0, str(Path(__file__).parent))
-
+from dp_lightning import postprocess
 from dp_lightning.datamodules import CachedFeatures, NpzImages
 from dp_lightning.models.small_cnn import SmallCNN
-from dp_lightning.postprocess import Chain, Momentum, Normalize, Orthogonalize, Scale
+from dp_lightning.postprocess import Chain
 from dp_lightning.privacy import ClipPlan, PrivateStep, RunShape
 
 # Pairs of each group, counted from 1.
 GROUPS = {"1": (0, 1), "2 to 4": (1, 4), "5 to 16": (4, 16), "17 to 32": (16, 32)}
-# Of the singular values of a gradient, at which step it is measured: so many evenly spaced ones.
+# Steps of a run, evenly spaced, at which the gradient without noise is computed.
 _MEASURED = 12
+_CHAINS = Path(__file__).parents[1] / "configs" / "fragments" / "same_rate"
 
 
 def chain(method: str) -> Chain:
-    """The transforms of ``configs/grids/orthogonalization.yaml``."""
-    if method == "DP-SGD":
-        return Chain([Momentum(0.9, kind="heavy_ball", applies_to="all")])
-    middle = {"normalized": Normalize(), "DP-Muon": Orthogonalize()}[method]
-    vectors = Momentum(0.9, kind="heavy_ball", applies_to="vectors")
-    return Chain([Momentum(0.95, kind="ema_nesterov"), middle, Scale(0.06), vectors])
+    """The transforms of a file of ``configs/fragments/same_rate``."""
+    given = yaml.safe_load((_CHAINS / f"{method}_tuned.yaml").read_text())["postprocess"]["transforms"]
+    return Chain([getattr(postprocess, one["class_path"])(**one.get("init_args", {})) for one in given])
 
 
 def run(method: str, batch_size: int, rate: float, data: Any, options: argparse.Namespace) -> dict[str, Any]:
-    """Moves of one run by parameter and pair, singular values, length of the moves, and test accuracy."""
+    """Moves of one run by parameter and pair, length of all moves by parameter, and test accuracy."""
     torch.manual_seed(options.seed)
     (features, labels), test = data
-    model = SmallCNN(10, in_channels=features.shape[1], channels=options.channels)
+    _, in_channels, image_size, _ = features.shape
+    model = SmallCNN(10, in_channels=in_channels, image_size=image_size, channels=options.channels)
     num_steps = max(1, options.epochs * len(features) // batch_size)
     shape = RunShape(num_train=len(features), expected_batch_size=batch_size, num_steps=num_steps, delta=1e-5)
     plan = shape.calibrate(target_epsilon=options.epsilon)
@@ -62,7 +61,6 @@ def run(method: str, batch_size: int, rate: float, data: Any, options: argparse.
     steps, optimizer = chain(method), torch.optim.SGD(model.parameters(), lr=rate)
     matrices = {name: p for name, p in model.named_parameters() if p.dim() > 1}
     moves = {name: torch.zeros(min(p.flatten(1).shape)) for name, p in matrices.items()}
-    values = {name: torch.zeros_like(move) for name, move in moves.items()}
     length = dict.fromkeys(matrices, 0.0)
     measured = {round(i * (num_steps - 1) / (_MEASURED - 1)) for i in range(_MEASURED)}
     for step in range(num_steps):
@@ -74,8 +72,7 @@ def run(method: str, batch_size: int, rate: float, data: Any, options: argparse.
         now = rate * (1 + math.cos(math.pi * step / num_steps)) / 2
         if step in measured:
             for name, pairs in downhill(model, features, labels, {n: now * update[n] for n in matrices}).items():
-                moves[name] += pairs[0] * num_steps / len(measured)
-                values[name] += pairs[1] / len(measured)
+                moves[name] += pairs * num_steps / len(measured)
         for name in gradients:
             gradients[name].copy_(update[name])
         optimizer.param_groups[0]["lr"] = now
@@ -84,11 +81,11 @@ def run(method: str, batch_size: int, rate: float, data: Any, options: argparse.
             length[name] += now * float(update[name].norm())
     with torch.no_grad():
         right = sum(int((model(x).argmax(1) == y).sum()) for x, y in zip(*(t.split(500) for t in test), strict=True))
-    return {"moves": moves, "values": values, "length": length, "accuracy": right / len(test[1])}
+    return {"moves": moves, "length": length, "accuracy": right / len(test[1])}
 
 
-def downhill(model: nn.Module, features: Tensor, labels: Tensor, moves: dict[str, Tensor]) -> dict[str, Any]:
-    """For each move, its part along each singular pair of the gradient of 8,192 examples, and the singular values."""
+def downhill(model: nn.Module, features: Tensor, labels: Tensor, moves: dict[str, Tensor]) -> dict[str, Tensor]:
+    """For each move (m, ...), its part along each singular pair (min(m, n),) of the gradient of 8,192 examples."""
     rows = torch.randperm(len(features), generator=torch.Generator().manual_seed(0))[:8192]
     parameters = dict(model.named_parameters())
     total = {name: torch.zeros_like(parameters[name]) for name in moves}
@@ -98,8 +95,8 @@ def downhill(model: nn.Module, features: Tensor, labels: Tensor, moves: dict[str
             total[name] += gradient
     found = {}
     for name, move in moves.items():
-        u, s, v = torch.linalg.svd(total[name].flatten(1), full_matrices=False)
-        found[name] = (torch.einsum("mi,mn,in->i", u, move.flatten(1), v), s)
+        u, _, v = torch.linalg.svd(total[name].flatten(1), full_matrices=False)
+        found[name] = torch.einsum("mi,mn,in->i", u, move.flatten(1), v)
     return found
 
 
@@ -108,22 +105,22 @@ def _tensors(dataset: Any) -> tuple[Tensor, Tensor]:
     return torch.stack(features), torch.stack(labels)
 
 
-def parse() -> argparse.Namespace:
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """The options of the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True, help="images as NpzImages reads them")
     parser.add_argument("--cache", type=Path, required=True, help="folder of the coefficients")
-    parser.add_argument("--runs", nargs="+", required=True, metavar="METHOD,B,LR", help="such as DP-Muon,2048,3")
+    parser.add_argument("--runs", nargs="+", required=True, metavar="METHOD,B,LR", help="such as dp_muon,2048,3")
     parser.add_argument("--epsilon", type=float, default=4.0)
     parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument("--channels", type=int, default=32)
     parser.add_argument("--seed", type=int, default=1)
-    return parser.parse_args()
+    return parser.parse_args(arguments)
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     """Measure and print."""
-    options = parse()
+    options = parse(arguments)
     images = NpzImages(
         path=options.data,
         num_classes=10,

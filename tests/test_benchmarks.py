@@ -593,6 +593,31 @@ def test_a_run_on_scattering_is_a_configuration(scattering, monkeypatch, tmp_pat
     assert "| network | 8 |" in shown
 
 
+def test_moves_along_the_directions_of_the_gradient_are_measured(monkeypatch, tmp_path, capsys):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import weak_directions
+
+    torch.manual_seed(0)
+    model, features, labels = torch.nn.Linear(6, 4, bias=False), torch.randn(600, 6), torch.randint(4, (600,))
+    torch.nn.functional.cross_entropy(model(features), labels).backward()
+    gradient = model.weight.grad
+    values = torch.linalg.svdvals(gradient)
+    # A step along the gradient moves in each pair by its singular value, and the polar factor by one. The gradients of
+    # the classes add up to zero, so that the last of the four pairs is any.
+    u, _, v = torch.linalg.svd(gradient, full_matrices=False)
+    for move, expected in ((gradient, values), (u @ v, torch.ones(4)), (-u[:, 2:3] @ v[2:3], -torch.eye(4)[2])):
+        found = weak_directions.downhill(model, features, labels, {"weight": move})["weight"]
+        assert torch.allclose(found[:3], expected[:3], atol=1e-4)
+
+    images = np.random.default_rng(0).integers(0, 255, (80, 16, 16, 3), np.uint8)
+    labels = np.arange(80) % 10
+    np.savez(tmp_path / "d.npz", train_images=images, train_labels=labels, test_images=images, test_labels=labels)
+    files = ["--data", str(tmp_path / "d.npz"), "--cache", str(tmp_path / "features")]
+    weak_directions.main([*files, "--epochs", "1", "--channels", "4", "--runs", "dp_sgd,36,1", "selective,36,1"])
+    shown = capsys.readouterr().out
+    assert shown.count("| 36 | dp_sgd, 1 |") == shown.count("| 36 | selective, 1 |") == 3
+
+
 def test_the_pipeline_is_measured_on_as_many_files_as_asked(monkeypatch, tmp_path, capsys):
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     import pipeline
