@@ -115,8 +115,8 @@ class CachedFeatures(lightning.LightningDataModule):
             mean=images.mean,
             std=images.std,
         )
-        if weights is None and has_weights(backbone):
-            # Its weights are downloaded by prepare_data, after the files of the images were read.
+        if weights is None:
+            # prepare_data builds it, which may download its weights, after the files of the images were read.
             with torch.device("meta"), without_weights():
                 self._network = self._build()
         else:
@@ -169,7 +169,8 @@ class CachedFeatures(lightning.LightningDataModule):
         self.images.prepare_data()
         self.images.setup()
         if self._network.device.type == "meta":
-            rank_zero_info(f"Loading the weights of {self._network.settings['backbone']}, or downloading them once.")
+            if has_weights(backbone := self._network.settings["backbone"]):
+                rank_zero_info(f"Loading the weights of {backbone}, or downloading them once.")
             self._network = self._build()
         self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         _require_own(self.folder, stat.S_ISDIR, 0o077)

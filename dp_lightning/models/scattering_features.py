@@ -76,6 +76,9 @@ class ScatteringFeatures(nn.Module):
 
     def _of_random_images(self) -> tuple[Tensor, Tensor]:
         """The mean (C K,) of the maps, and the square root of their inverse covariance (C K, C K)."""
+        if torch.get_default_device().type == "meta":  # it is built for its shapes
+            count = self.channels * self.paths
+            return torch.empty(count), torch.empty(count, count)
         generator = torch.Generator().manual_seed(_SEED)
         size = 8 * 2**self.scattering.scales  # eight places each way
         kinds = [

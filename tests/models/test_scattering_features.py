@@ -119,3 +119,19 @@ def test_disks_lie_at_all_places_and_no_two_colours_are_alike():
     assert images.mean(dim=(0, 1)).std() < 0.03
     colour = images[:, 0] - images[:, 1]
     assert 0.05 < colour.std() < images[:, 0].std()
+
+
+def test_it_is_built_for_its_shapes_without_an_image(monkeypatch):
+    module = ScatteringFeatures(2, angles=2)
+
+    def none(*arguments, **named):
+        raise AssertionError("images are made")
+
+    for name in ("dead_leaves", "spectra"):
+        monkeypatch.setattr(f"dp_lightning.models.scattering_features.{name}", none)
+    with torch.device("meta"):
+        empty = ScatteringFeatures(2, angles=2)
+    assert {name: (value.shape, value.dtype) for name, value in empty.state_dict().items()} == {
+        name: (value.shape, value.dtype) for name, value in module.state_dict().items()
+    }
+    assert empty.whitening.is_meta
