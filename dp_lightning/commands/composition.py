@@ -1,5 +1,6 @@
 """Reads the options of ``dpl fit`` without running it: the whole configuration, or model, data and trainer."""
 
+import itertools
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -11,8 +12,7 @@ import yaml
 from dp_lightning.commands.training import TrainingCLI, command_line
 from dp_lightning.models.pretrained import without_weights
 
-# As a single argument, which is how a grid gives it.
-_SEED = "--seed_everything="
+_NUMBER = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?")
 
 
 class Stopped(TrainingCLI):
@@ -44,7 +44,7 @@ class Composed(_Prepared):
 
 
 class Composer:
-    """Reads options of ``dpl fit`` with one parser; options that differ only in the seed are parsed once."""
+    """Reads options of ``dpl fit`` with one parser; options that differ only in numbers are parsed once."""
 
     def __init__(self) -> None:
         self._cli: TrainingCLI | None = None
@@ -56,15 +56,18 @@ class Composer:
         Raises:
             ConfigurationError: for an option that does not parse.
         """
-        before, seed, after = _split_at_seed(arguments)
-        rest = (*before, _SEED, *after)
-        text = self._known.get(rest) if seed is not None else None
-        if text is None:
-            text = self._read(arguments)
-        settings: dict[str, Any] = yaml.safe_load(text)
-        if seed is not None:
+        rest, numbers = _split_numbers(arguments)
+        text = self._known.get(rest)
+        if text is not None:
+            settings: dict[str, Any] = yaml.safe_load(text)
+            for name, number in numbers.items():
+                group, leaf = _place(settings, name)
+                group[leaf] = type(group[leaf])(number)
+            return settings
+        text = self._read(arguments)
+        settings = yaml.safe_load(text)
+        if all(_is_number_at(settings, name, number) for name, number in numbers.items()):
             self._known[rest] = text
-            settings["seed_everything"] = seed
         return settings
 
     def _read(self, arguments: Sequence[str]) -> str:
@@ -77,16 +80,41 @@ class Composer:
         return text
 
 
-def _split_at_seed(arguments: Sequence[str]) -> tuple[Sequence[str], int | None, Sequence[str]]:
-    """The options before the last seed, the seed, and the options after it; no seed if a file may replace it."""
-    places = [place for place, argument in enumerate(arguments) if argument.startswith(_SEED)]
-    if not places:
-        return arguments, None, ()
-    place = places[-1]
-    before, value, after = arguments[:place], arguments[place].removeprefix(_SEED), arguments[place + 1 :]
-    if any(argument.startswith("--config") for argument in after) or not re.fullmatch("0|[1-9][0-9]*", value):
-        return arguments, None, ()
-    return before, int(value), after
+def _split_numbers(arguments: Sequence[str]) -> tuple[tuple[str, ...], dict[str, int | float]]:
+    """The options with ``int`` or ``float`` for each number that nothing after it replaces, and these by setting."""
+    rest, numbers = list(arguments), {}
+    later: set[str] = set()
+    for place in range(len(rest) - 1, -1, -1):
+        name, equals, value = rest[place].removeprefix("--").partition("=")
+        if not equals or name == "config":
+            break
+        groups = itertools.accumulate(name.split("."), "{}.{}".format)
+        if later.isdisjoint(groups) and _NUMBER.fullmatch(value):
+            numbers[name] = float(value) if "." in value else int(value)
+            rest[place] = f"--{name}={type(numbers[name]).__name__}"
+        later.add(name)
+    return tuple(rest), numbers
+
+
+def _place(settings: dict[str, Any], name: str) -> tuple[dict[str, Any], str]:
+    """The group of a setting, and its name in it.
+
+    Raises:
+        KeyError: if there is none.
+    """
+    *groups, leaf = name.split(".")
+    for group in groups:
+        settings = settings[group]
+    return settings, leaf
+
+
+def _is_number_at(settings: dict[str, Any], name: str, number: float) -> bool:
+    """Whether an option's number is what its setting has, so that another number would be too."""
+    try:
+        group, leaf = _place(settings, name)
+        return type(group[leaf]) in (int, float) and group[leaf] == number
+    except (KeyError, TypeError):
+        return False
 
 
 def prepare(settings: Mapping[str, Any]) -> TrainingCLI:
