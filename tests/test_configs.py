@@ -16,6 +16,9 @@ from dp_lightning.callbacks import PostProcessCallback, PrivacyCallback, SignalT
 from dp_lightning.cli import main
 from dp_lightning.commands.training import TrainingCLI
 from dp_lightning.lightning_modules import WideResNetModule
+from dp_lightning.models.wide_resnet import WideResNet
+from dp_lightning.privacy.clipping import ClipPlan
+from dp_lightning.privacy.plan import RunShape
 from dp_lightning.strategies.private import PrivateStrategy
 
 CONFIGS = Path(__file__).parents[1] / "configs"
@@ -269,6 +272,21 @@ def test_every_cluster_composes_with_a_run_and_saves_often(path, tmp_path):
     assert by_epoch._every_n_epochs == 1
     assert by_steps._every_n_train_steps == 25
     cli.privacy.check(cli.trainer, cli.model)
+
+
+def test_the_literal_reading_clips_each_layer_to_one_and_counts_only_one_of_them():
+    grid = yaml.safe_load((CONFIGS / "grids" / "literal_per_layer.yaml").read_text())
+    names = [name for name, _ in WideResNet(10, 1, 10).named_parameters()]
+    settings = grid["axes"]["reading"]["S taken as C (NOT PRIVATE)"]["settings"]
+    plan = ClipPlan.per_layer(max_grad_norm=settings["privacy.max_grad_norm"])
+    layers = plan.groups(names)
+    assert plan.bounds(layers) == pytest.approx([1.0] * len(layers), rel=1e-4)
+    # The noise is that of a whole gradient of norm 1 at epsilon 4, and the plan of the run knows better.
+    size, epochs = grid["settings"]["privacy.expected_batch_size"], grid["settings"]["trainer.max_epochs"]
+    shape = RunShape(num_train=45_000, expected_batch_size=size, num_steps=epochs * 45_000 // size, delta=1e-5)
+    noise = settings["privacy.noise_multiplier"]
+    assert noise * plan.sensitivity == pytest.approx(shape.calibrate(4.0).noise_multiplier, rel=1e-3)
+    assert shape.with_noise(noise).epsilon() == pytest.approx(168.0, abs=0.1)
 
 
 def test_settings_are_overridden_on_the_command_line(tmp_path):

@@ -520,7 +520,7 @@ def test_every_grid_passes_a_dry_run(path, monkeypatch, capsys, tmp_path):
         lambda shape, target, **others: shape.with_noise(50.0, target_epsilon=target),
     )
     monkeypatch.setattr("dp_lightning.commands.pricing.seconds_per_example", lambda settings: 1e-3)
-    monkeypatch.setattr(PrivacyPlan, "epsilon", lambda plan, accountant=None: plan.target_epsilon)
+    monkeypatch.setattr(PrivacyPlan, "epsilon", lambda plan, accountant=None: plan.target_epsilon or 168.0)
     folder = []
     if "imagenet" in path.stem:
         folder = ["--override", f"data.init_args.root={tmp_path}"]
@@ -535,4 +535,5 @@ def test_every_grid_passes_a_dry_run(path, monkeypatch, capsys, tmp_path):
     assert said.count("  no price: ") == unpriced
     # The images by which a tuned axis is chosen.
     assert grid.tuned is None or said.count("val_fraction=0.1") == count
-    assert said.count("sigma 50, ") == said.count(" steps, about ") == count - unpriced
+    given = said.count("noise_multiplier=")
+    assert said.count("sigma 50, ") + given == said.count(" steps, about ") == count - unpriced
