@@ -267,6 +267,9 @@ class PrivateRun:
                 "A logical batch ended without an optimizer step. Do not skip steps in optimizer_step: each one is "
                 "in the plan, and skipping changes what the ledger says."
             )
+        if steps >= self.plan.num_steps:
+            # Lightning then evaluates, in the middle of an epoch too. It would go on by itself if a crash lost steps.
+            self.trainer.should_stop = True
         if steps == self.budget.milestone:
             self._log_epsilon()
             # For callbacks alone: Lightning gives loggers what is logged at their own steps, and again at later ones.
@@ -287,9 +290,6 @@ class PrivateRun:
         self.history.unprotected.report_non_finite(self.trainer, self.module)
         self.history.unprotected.note_logged(self.trainer)
         require_equal_replicas(self.module, self._ranks)
-        if self.history.ledger.num_steps >= self.plan.num_steps:
-            # Where steps were lost in a crash, Lightning's own counters would ask for more.
-            self.trainer.should_stop = True
 
     def evaluation_starts(self) -> None:
         """A validation during the fit may change state of the module, and no step may depend on it."""

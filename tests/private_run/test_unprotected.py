@@ -18,6 +18,11 @@ from dp_lightning.privacy import PoissonSampler
 from dp_lightning.privacy.sampling import sampling_key
 
 
+class Evaluated(Plain):
+    def validation_step(self, batch, batch_idx):
+        self.log("test/accuracy", (self.net(batch[0]).argmax(1) == batch[1]).float().mean())
+
+
 def test_choosing_by_a_training_metric_is_refused(tmp_path):
     with pytest.raises(ConfigurationError, match="monitor"):
         trainer(tmp_path, privacy(), ModelCheckpoint(monitor="train_loss"), enable_checkpointing=True).fit(
@@ -26,10 +31,6 @@ def test_choosing_by_a_training_metric_is_refused(tmp_path):
 
 
 def test_the_result_file_names_the_best_for_what_it_is(tmp_path):
-    class Evaluated(Plain):
-        def validation_step(self, batch, batch_idx):
-            self.log("test/accuracy", (self.net(batch[0]).argmax(1) == batch[1]).float().mean())
-
     record, meter = RunRecord(), SignalToNoise()
     run = trainer(tmp_path, privacy(), meter, record)
     run.fit(Evaluated(), loader(), DataLoader(examples(30, seed=1), batch_size=30))
@@ -49,6 +50,15 @@ def test_the_result_file_names_the_best_for_what_it_is(tmp_path):
     assert "chosen on the test set" in result["test_accuracy_best_is"]
     assert result["epsilon"] > 0
     assert result["seconds"] > 0
+
+
+@pytest.mark.parametrize(("every", "evaluated"), [(1, [3, 6, 8]), (2, [6]), (3, [8])])
+def test_the_last_step_is_evaluated_though_its_epoch_is_not_over(tmp_path, every, evaluated):
+    run = trainer(tmp_path, privacy(), RunRecord(), max_steps=8, max_epochs=-1, check_val_every_n_epoch=every)
+    run.fit(Evaluated(), loader(), DataLoader(examples(30, seed=1), batch_size=30))
+    assert run.global_step == 8
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert (result["completed"], result["evaluated_after_steps"]) == (True, evaluated)
 
 
 def test_choosing_by_any_value_logged_while_training_is_refused(tmp_path):
