@@ -77,6 +77,8 @@ def pretrain(options: argparse.Namespace, of_fit: list[str]) -> None:
         steps=options.steps,
         batch_size=options.batch_size,
         learning_rate=options.learning_rate,
+        view_size=options.view_size,
+        precision=options.precision,
         seed=options.seed,
     )
     if options.out.exists():
@@ -184,7 +186,9 @@ def _parser() -> argparse.ArgumentParser:
     add("--images", type=int, default=50_000, help="how many images; default: 50,000")
     add("--steps", type=int, default=10_000, help="steps of the optimizer; default: 10,000")
     add("--batch-size", type=int, default=256, help="images of a step, each in two views; default: 256")
-    add("--learning-rate", type=float, default=0.12, help="of SGD for 256 images; default: 0.12")
+    add("--learning-rate", type=float, default=0.002, help="of AdamW; default: 0.002")
+    add("--view-size", type=int, help="pixels of a view's side, fewer than the image's to save time; default: all")
+    add("--precision", default="32", help="32, or bf16 where the hardware computes it faster; default: 32")
     add("--seed", type=int, default=0, help="of everything random; the weights are public, and so is it; default: 0")
     add("--device", help="cpu or cuda; default: a GPU if there is one")
     return parser

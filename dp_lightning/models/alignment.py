@@ -8,29 +8,37 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-# Of an image's area that a view shows, and how far brightness, contrast and each colour change.
+# The smallest area of a view, as a part of the largest, and how far brightness, contrast and each colour change.
 _SMALLEST_AREA = 0.2
 _BRIGHTNESS, _CONTRAST, _COLOUR = 0.4, 0.4, 0.2
 
 
-def view(images: Tensor, generator: torch.Generator) -> Tensor:
-    """A view of each image (n, C, H, W) in [0, 1]: a part of it in the full size, mirrored or not, in other colours.
+def view(images: Tensor, generator: torch.Generator, size: int | None = None) -> Tensor:
+    """A view of each image (n, C, H, W) in [0, 1]: a part of it, mirrored or not, in other colours.
 
     Args:
         generator: of the random numbers, on the CPU.
+        size: height and width of the views; None is that of the images. A smaller one shows at most twice the area that
+            it has in the image, so that things keep about their size.
+
+    Returns:
+        (n, C, size, size) in [0, 1].
     """
+    shape = (*images.shape[:2], *((size, size) if size is not None else images.shape[2:]))
+    largest = min(1.0, 2 * (shape[2] * shape[3]) / (images.shape[2] * images.shape[3]))
 
     def drawn(*shape: int) -> Tensor:
         return torch.rand(*shape, generator=generator)
 
     n = len(images)
-    area, ratio = _SMALLEST_AREA + (1 - _SMALLEST_AREA) * drawn(n), torch.exp(0.3 * (2 * drawn(n) - 1))
+    area = largest * (_SMALLEST_AREA + (1 - _SMALLEST_AREA) * drawn(n))
+    ratio = torch.exp(0.3 * (2 * drawn(n) - 1))
     width, height = (area * ratio).sqrt().clamp(max=1), (area / ratio).sqrt().clamp(max=1)
     mirror = torch.where(drawn(n) < 0.5, -1.0, 1.0)
     part = torch.zeros(n, 2, 3)
     part[:, 0, 0], part[:, 1, 1] = width * mirror, height
     part[:, 0, 2], part[:, 1, 2] = (1 - width) * (2 * drawn(n) - 1), (1 - height) * (2 * drawn(n) - 1)
-    grid = F.affine_grid(part.to(images.device), list(images.shape), align_corners=False)
+    grid = F.affine_grid(part.to(images.device), list(shape), align_corners=False)
     seen = F.grid_sample(images, grid, padding_mode="reflection", align_corners=False)
     contrast = 1 + _CONTRAST * (2 * drawn(n, 1, 1, 1) - 1)
     shift = _BRIGHTNESS * (2 * drawn(n, 1, 1, 1) - 1) + _COLOUR * (2 * drawn(n, images.shape[1], 1, 1) - 1)

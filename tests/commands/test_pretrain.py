@@ -110,6 +110,9 @@ def test_it_keeps_what_is_done_every_few_minutes(tmp_path, monkeypatch):
         (["--images", "0"], "--images is 0"),
         (["--batch-size", "1"], "--batch-size is 1"),
         (["--learning-rate", "0"], "--learning-rate is 0"),
+        (["--view-size", "9"], "--view-size is 9; it must be from 4 to the 8 pixels of the images"),
+        (["--view-size", "4"], "SmallCNN cannot take views of 4 pixels: .* Leave --view-size out"),
+        (["--precision", "fp8"], "--precision is fp8; choose from 32, bf16"),
         (["--out", "weights.pt"], "written as .safetensors"),
     ],
 )

@@ -8,6 +8,7 @@ from dp_lightning.models import SmallCNN
 from dp_lightning.models.alignment import alignment, uniformity, view
 from dp_lightning.models.pretraining import Pretraining, Recipe, random_images
 from dp_lightning.models.random_images import PROCESSES
+from dp_lightning.models.wide_resnet import WideResNet
 
 
 def recipe(**settings):
@@ -50,6 +51,37 @@ def test_a_view_shows_both_directions_and_all_places():
     assert 0.4 < (slopes > 0).float().mean() < 0.6
     assert (seen[:, 1, -1].mean(1) - seen[:, 1, 0].mean(1) > 0).all()  # never upside down
     assert seen[:, 0].mean((1, 2)).std() > 0.05
+
+
+@pytest.mark.parametrize(("size", "largest"), [(8, 0.5), (4, 0.125)])
+def test_a_smaller_view_shows_a_smaller_part(size, largest):
+    """On an image whose red is its x: the range of red in a view is the width of what it shows."""
+    x = torch.linspace(0.3, 0.7, 16).expand(16, 16)
+    images = torch.stack([x, x.T, x]).expand(2000, 3, 16, 16)
+    seen = view(images, torch.Generator().manual_seed(0), size)
+    assert seen.shape == (2000, 3, size, size)
+    # Between the centres of the first and the last pixel, of the view and of the image.
+    scale = size / (size - 1) * 15 / 16 / 0.4
+    width = (seen[:, 0, 0, -1] - seen[:, 0, 0, 0]).abs() * scale
+    height = (seen[:, 1, -1, 0] - seen[:, 1, 0, 0]).abs() * scale
+    inside = (seen.amax(dim=(1, 2, 3)) < 1) & (seen.amin(dim=(1, 2, 3)) > 0)
+    # The contrast is between 0.6 and 1.4, evenly.
+    area = (width * height)[inside].mean() / (1 + 0.4**2 / 3)
+    drawn, shape = largest * torch.linspace(0.2, 1, 500)[:, None], torch.linspace(-0.3, 0.3, 500).exp()
+    expected = (drawn * shape).sqrt().clamp(max=1) * (drawn / shape).sqrt().clamp(max=1)
+    assert area == pytest.approx(float(expected.mean()), rel=0.05)
+
+
+def test_a_network_learns_from_small_views_and_in_16_bits():
+    given = recipe(size=32, view_size=16, precision="bf16", steps=30)
+    torch.manual_seed(0)
+    training = Pretraining(WideResNet(10, 1, 4), given, random_images(given), torch.device("cpu"))
+    seen = []
+    training.network.stem.register_forward_hook(lambda _, inputs, output: seen.append((inputs[0].shape, output.dtype)))
+    losses = torch.stack([training.step() for _ in range(30)])
+    assert seen[0] == ((64, 3, 16, 16), torch.bfloat16)
+    assert losses[-5:].mean() < losses[:3].mean() - 0.1
+    assert all(value.dtype == torch.float32 for value in training.weights().values())
 
 
 def test_the_loss_falls_and_views_of_an_image_come_together():
