@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import pickle
 import resource
 import subprocess
 import sys
@@ -13,9 +14,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+import torchvision
 import yaml
 
 from dp_lightning.cli import main
+from dp_lightning.datamodules import NpzImages
 from dp_lightning.privacy.plan import RunShape
 
 pytestmark = pytest.mark.benchmarks
@@ -566,6 +569,31 @@ def test_the_rate_on_scattering_lets_noise_add_up_to_what_it_says(scattering):
         optimizer.step()
         schedule.step()
     assert float(weights.detach().std()) == pytest.approx(1.5, rel=0.07)
+
+
+def test_cifar_is_written_as_one_file_of_half_the_size(monkeypatch, tmp_path, capsys):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import cifar_npz
+
+    monkeypatch.setattr(torchvision.datasets.cifar, "check_integrity", lambda path, md5=None: Path(path).is_file())
+    folder, labels = tmp_path / "cifar-10-batches-py", [3, 0, 9]
+    folder.mkdir()
+    for name in [*(f"data_batch_{index}" for index in range(1, 6)), "test_batch"]:
+        pixels = np.random.default_rng(len(name)).integers(0, 255, (3, 3072), dtype=np.uint8)
+        (folder / name).write_bytes(pickle.dumps({"data": pixels, "labels": labels}))
+    (folder / "batches.meta").write_bytes(pickle.dumps({"label_names": [str(i) for i in range(10)]}))
+    whole, half, again = (tmp_path / f"{name}.npz" for name in ("whole", "half", "again"))
+    cifar_npz.main(["--root", str(tmp_path), "--out", str(whole)])
+    cifar_npz.main(["--root", str(tmp_path), "--half", "--out", str(half)])
+    cifar_npz.main(["--npz", str(whole), "--half", "--out", str(again)])
+    assert "train_images (15, 16, 16, 3)" in capsys.readouterr().out
+    found, small = np.load(whole), np.load(half)
+    assert all((small[name] == np.load(again)[name]).all() for name in small)
+    four = found["test_images"][2, 4:6, 10:12].astype(float).mean((0, 1))
+    assert np.abs(small["test_images"][2, 2, 5] - four).max() <= 0.5
+    data = NpzImages(half, num_classes=10)
+    assert (data.num_train, data.image_size, data.in_channels) == (15, 16, 3)
+    assert small["test_labels"].tolist() == labels
 
 
 def test_a_run_on_scattering_is_a_configuration(scattering, monkeypatch, tmp_path, capsys):

@@ -18,6 +18,7 @@ RUNS, FRAGMENTS, GRIDS = (table(PAGE, "file", head) for head in ("what", "what i
 IMAGES = {
     "Digits": 1437,
     "CIFAR10": 50_000,
+    "NpzImages": 50_000,  # of CIFAR-10
     "CIFAR100": 50_000,
     "SVHN": 73_257,
     "TinyImageNet": 100_000,

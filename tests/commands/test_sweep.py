@@ -9,6 +9,7 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import yaml
@@ -521,12 +522,15 @@ def test_every_grid_passes_a_dry_run(path, monkeypatch, capsys, tmp_path):
     )
     monkeypatch.setattr("dp_lightning.commands.pricing.seconds_per_example", lambda settings: 1e-3)
     monkeypatch.setattr(PrivacyPlan, "epsilon", lambda plan, accountant=None: plan.target_epsilon or 168.0)
-    folder = []
+    grid, folder = Grid.load(path), []
     if "imagenet" in path.stem:
         folder = ["--override", f"data.init_args.root={tmp_path}"]
+    if "data.init_args.path" in grid.settings:
+        images = np.zeros((20_000, 16, 16, 3), np.uint8)
+        np.savez(tmp_path / "images.npz", train_images=images, train_labels=np.arange(len(images)) % 10)
+        folder = ["--override", f"data.init_args.path={tmp_path / 'images.npz'}"]
     main(["sweep", str(path), "--dry-run", *folder])
     said = capsys.readouterr().out
-    grid = Grid.load(path)
     count = sum(is_first(grid, cell.labels) or grid.tuned is None for cell in grid.cells())
     assert f"{grid.title}: {count} runs" in said
     assert said.count("\n  dpl fit --config ") == count
