@@ -2,10 +2,10 @@
 
 The singular pairs (u_i, v_i) of a matrix's gradient, computed without noise on 8,192 examples, are its directions, the
 strongest first. An update D moves downhill in pair i by u_i' D v_i. The table has the sum of these moves over a run of
-private steps, for the mean pair of each group, and beside it the length of all moves. Gradients without noise come from
-raw examples: the numbers must not be released where the images are private.
+private steps of WRN-10-1, for the mean pair of each group, and beside it the length of all moves. Gradients without
+noise come from raw examples: the numbers must not be released where the images are private.
 
-    python benchmarks/weak_directions.py --data cifar10.npz --cache features
+    python benchmarks/weak_directions.py --data cifar10_16.npz --runs dp_sgd,4096,3 dp_muon,4096,3
 """
 
 import argparse
@@ -20,13 +20,13 @@ import yaml
 from torch import Tensor, nn
 
 from dp_lightning import postprocess
-from dp_lightning.datamodules import CachedFeatures, NpzImages
-from dp_lightning.models.small_cnn import SmallCNN
+from dp_lightning.datamodules import NpzImages
+from dp_lightning.models.wide_resnet import WideResNet
 from dp_lightning.postprocess import Chain
 from dp_lightning.privacy import ClipPlan, PrivateStep, RunShape
 
 # Pairs of each group, counted from 1.
-GROUPS = {"1": (0, 1), "2 to 4": (1, 4), "5 to 16": (4, 16), "17 to 32": (16, 32)}
+GROUPS = {"1": (0, 1), "2 to 4": (1, 4), "5 to 16": (4, 16), "17 to 64": (16, 64)}
 # Steps of a run, evenly spaced, at which the gradient without noise is computed.
 _MEASURED = 12
 _CHAINS = Path(__file__).parents[1] / "configs" / "fragments" / "same_rate"
@@ -41,11 +41,10 @@ def chain(method: str) -> Chain:
 def run(method: str, batch_size: int, rate: float, data: Any, options: argparse.Namespace) -> dict[str, Any]:
     """Moves of one run by parameter and pair, length of all moves by parameter, and test accuracy."""
     torch.manual_seed(options.seed)
-    (features, labels), test = data
-    _, in_channels, image_size, _ = features.shape
-    model = SmallCNN(10, in_channels=in_channels, image_size=image_size, channels=options.channels)
-    num_steps = max(1, options.epochs * len(features) // batch_size)
-    shape = RunShape(num_train=len(features), expected_batch_size=batch_size, num_steps=num_steps, delta=1e-5)
+    (images, labels), test = data
+    model = WideResNet(10, 1, 10)
+    num_steps = max(1, options.epochs * len(images) // batch_size)
+    shape = RunShape(num_train=len(images), expected_batch_size=batch_size, num_steps=num_steps, delta=1e-5)
     plan = shape.calibrate(target_epsilon=options.epsilon)
 
     def loss(batch: Any) -> Tensor:
@@ -54,7 +53,7 @@ def run(method: str, batch_size: int, rate: float, data: Any, options: argparse.
     private = PrivateStep(
         model,
         loss,
-        torch.utils.data.TensorDataset(features, labels),
+        torch.utils.data.TensorDataset(images, labels),
         plan=plan,
         clip_plan=ClipPlan.flat(max_grad_norm=1.0),
     )
@@ -71,7 +70,7 @@ def run(method: str, batch_size: int, rate: float, data: Any, options: argparse.
         update = steps(gradients, noise=plan.noise_multiplier / batch_size)
         now = rate * (1 + math.cos(math.pi * step / num_steps)) / 2
         if step in measured:
-            for name, pairs in downhill(model, features, labels, {n: now * update[n] for n in matrices}).items():
+            for name, pairs in downhill(model, images, labels, {n: now * update[n] for n in matrices}).items():
                 moves[name] += pairs * num_steps / len(measured)
         for name in gradients:
             gradients[name].copy_(update[name])
@@ -84,13 +83,13 @@ def run(method: str, batch_size: int, rate: float, data: Any, options: argparse.
     return {"moves": moves, "length": length, "accuracy": right / len(test[1])}
 
 
-def downhill(model: nn.Module, features: Tensor, labels: Tensor, moves: dict[str, Tensor]) -> dict[str, Tensor]:
+def downhill(model: nn.Module, images: Tensor, labels: Tensor, moves: dict[str, Tensor]) -> dict[str, Tensor]:
     """For each move (m, ...), its part along each singular pair (min(m, n),) of the gradient of 8,192 examples."""
-    rows = torch.randperm(len(features), generator=torch.Generator().manual_seed(0))[:8192]
+    rows = torch.randperm(len(images), generator=torch.Generator().manual_seed(0))[:8192]
     parameters = dict(model.named_parameters())
     total = {name: torch.zeros_like(parameters[name]) for name in moves}
     for part in rows.split(512):
-        loss = F.cross_entropy(model(features[part]), labels[part], reduction="sum") / len(rows)
+        loss = F.cross_entropy(model(images[part]), labels[part], reduction="sum") / len(rows)
         for name, gradient in zip(moves, torch.autograd.grad(loss, [parameters[n] for n in moves]), strict=True):
             total[name] += gradient
     found = {}
@@ -101,19 +100,17 @@ def downhill(model: nn.Module, features: Tensor, labels: Tensor, moves: dict[str
 
 
 def _tensors(dataset: Any) -> tuple[Tensor, Tensor]:
-    features, labels = zip(*dataset.__getitems__(range(len(dataset))), strict=True)
-    return torch.stack(features), torch.stack(labels)
+    images, labels = zip(*dataset.__getitems__(range(len(dataset))), strict=True)
+    return torch.stack(images), torch.tensor(labels)
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """The options of the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True, help="images as NpzImages reads them")
-    parser.add_argument("--cache", type=Path, required=True, help="folder of the coefficients")
     parser.add_argument("--runs", nargs="+", required=True, metavar="METHOD,B,LR", help="such as dp_muon,2048,3")
     parser.add_argument("--epsilon", type=float, default=4.0)
     parser.add_argument("--epochs", type=int, default=3)
-    parser.add_argument("--channels", type=int, default=32)
     parser.add_argument("--seed", type=int, default=1)
     return parser.parse_args(arguments)
 
@@ -121,7 +118,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure and print."""
     options = parse(arguments)
-    images = NpzImages(
+    data = NpzImages(
         path=options.data,
         num_classes=10,
         mean=[0.4914, 0.4822, 0.4465],
@@ -129,18 +126,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
         val_fraction=0.1,
         augment=False,
     )
-    cached = CachedFeatures(
-        images, backbone="scattering", backbone_kwargs={"angles": 4, "mirror": True}, cache=options.cache
-    )
-    cached.prepare_data()
-    cached.setup("fit")
-    cached.setup("test")
-    data = [_tensors(loader.dataset) for loader in (cached.train_dataloader(), cached.test_dataloader())]
+    data.setup("fit")
+    data.setup("test")
+    tensors = [_tensors(loader.dataset) for loader in (data.train_dataloader(), data.test_dataloader())]
     head = ["B", "", "matrix", *(f"pairs {group}" for group in GROUPS), "length", "test accuracy"]
     print("| " + " | ".join(head) + " |\n" + "| --- " * len(head) + "|", flush=True)
     for text in options.runs:
         method, size, rate = text.split(",")
-        found = run(method, int(size), float(rate), data, options)
+        found = run(method, int(size), float(rate), tensors, options)
         for name, move in found["moves"].items():
             groups = [move[first:last] for first, last in GROUPS.values()]
             cells = [f"{float(part.mean()):.3f}" if len(part) else "-" for part in groups]
