@@ -99,9 +99,9 @@ def downhill(model: nn.Module, images: Tensor, labels: Tensor, moves: dict[str, 
     return found
 
 
-def _tensors(dataset: Any) -> tuple[Tensor, Tensor]:
+def _tensors(data: NpzImages, dataset: Any) -> Any:
     images, labels = zip(*dataset.__getitems__(range(len(dataset))), strict=True)
-    return torch.stack(images), torch.tensor(labels)
+    return data.on_after_batch_transfer([torch.stack(images), torch.tensor(labels)], 0)
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -128,7 +128,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     data.setup("fit")
     data.setup("test")
-    tensors = [_tensors(loader.dataset) for loader in (data.train_dataloader(), data.test_dataloader())]
+    tensors = [_tensors(data, loader.dataset) for loader in (data.train_dataloader(), data.test_dataloader())]
     head = ["B", "", "matrix", *(f"pairs {group}" for group in GROUPS), "length", "test accuracy"]
     print("| " + " | ".join(head) + " |\n" + "| --- " * len(head) + "|", flush=True)
     for text in options.runs:

@@ -21,6 +21,8 @@ class WideResNetModule(ImageClassifier):
         weight_standardization: Standardise the weights of every convolution, as in De et al. 2022.
         relu_first: ReLU before GroupNorm instead of after it, as in De et al. 2022.
         scale_norm: GroupNorm after each addition of a block, as in Klause et al. 2022.
+        whitening: Centre and whiten the features before the last layer by random images, if ``weights`` are of
+            `dpl pretrain` with this setting; without them it does nothing.
         weights: Start from the weights in this file, such as one of `dpl pretrain`, but for the last layer.
     """
 
@@ -35,6 +37,7 @@ class WideResNetModule(ImageClassifier):
         weight_standardization: bool = False,
         relu_first: bool = False,
         scale_norm: bool = False,
+        whitening: bool = False,
         weights: str | None = None,
     ) -> None:
         model = WideResNet(
@@ -46,6 +49,7 @@ class WideResNetModule(ImageClassifier):
             weight_standardization=weight_standardization,
             relu_first=relu_first,
             scale_norm=scale_norm,
+            whitening=whitening,
         )
         super().__init__(model, num_classes, weights=weights)
         self.save_hyperparameters()
@@ -62,6 +66,8 @@ class ResNetModule(ImageClassifier):
         in_channels: Channels of the images, linked from the data.
         num_groups: Groups of every GroupNorm; it must divide 64.
         scale_norm: GroupNorm after each addition of a block, as in Klause et al. 2022.
+        whitening: Centre and whiten the features before the last layer by random images, if ``weights`` are of
+            `dpl pretrain` with this setting; without them it does nothing.
         weights: Start from the weights in this file, such as one of `dpl pretrain`, but for the last layer.
     """
 
@@ -74,10 +80,17 @@ class ResNetModule(ImageClassifier):
         in_channels: int = 3,
         num_groups: int = 32,
         scale_norm: bool = False,
+        whitening: bool = False,
         weights: str | None = None,
     ) -> None:
         model = ResNet(
-            depth, num_classes, stem=stem, in_channels=in_channels, num_groups=num_groups, scale_norm=scale_norm
+            depth,
+            num_classes,
+            stem=stem,
+            in_channels=in_channels,
+            num_groups=num_groups,
+            scale_norm=scale_norm,
+            whitening=whitening,
         )
         super().__init__(model, num_classes, weights=weights)
         self.save_hyperparameters()

@@ -105,8 +105,10 @@ def load_weights(network: nn.Module, path: str | None) -> None:
     try:
         network.load_state_dict(saved)
     except RuntimeError as error:
+        whitened = any(name.endswith(".matrix") for name in saved.keys() - own.keys())
+        hint = " Their features were whitened: set model.init_args.whitening to true." if whitened else ""
         raise ConfigurationError(
-            f"weights {path} are not those of the network: {_difference(network, saved)}."
+            f"weights {path} are not those of the network: {_difference(network, saved)}.{hint}"
         ) from error
 
 

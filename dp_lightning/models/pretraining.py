@@ -19,12 +19,14 @@ from dp_lightning.errors import ConfigurationError, ModelError
 from dp_lightning.models.alignment import alignment, uniformity, view
 from dp_lightning.models.pretrained import last_layer
 from dp_lightning.models.random_images import PROCESSES
+from dp_lightning.models.whitening import Whitening
 
 _EMBEDDING = 128
 _WEIGHT_DECAY = 0.01
 _WARM_UP = 0.05  # of the steps
 _PRECISIONS = {"32": torch.float32, "bf16": torch.bfloat16}
 _BLOCK = 500  # images that are drawn from one generator
+_WHITENED = 6000  # images by which features are whitened
 
 
 @dataclass(frozen=True)
@@ -198,16 +200,26 @@ class Pretraining:
         self._optimizer.load_state_dict(state["optimizer"])
 
     def weights(self) -> dict[str, Tensor]:
-        """Those of the network, on the CPU, its untrained last layer left out."""
+        """Those of the network, on the CPU, its untrained last layer left out; a `Whitening` is fitted."""
+        for part in self.network.modules():
+            if isinstance(part, Whitening):
+                part.fit(torch.cat([self._inputs(part, images) for images in self._images[:_WHITENED].split(250)]))
         state = self.network.state_dict()
         return {
             name: value.cpu().contiguous() for name, value in state.items() if not name.startswith(f"{self._last}.")
         }
 
+    @torch.no_grad()
+    def _inputs(self, layer: nn.Module, images: Tensor) -> Tensor:
+        """What a layer is given for images (n, C, H, W) in 8 bits."""
+        return self._given(layer, (images.to(self._device).float() / 255 - self._mean) / self._std)
+
     def _features(self, images: Tensor) -> Tensor:
         """What the last layer is given."""
+        return self._given(self.network.get_submodule(self._last), images)
+
+    def _given(self, layer: nn.Module, images: Tensor) -> Tensor:
         found: list[Tensor] = []
-        layer = self.network.get_submodule(self._last)
         hook = layer.register_forward_pre_hook(lambda _, given: found.append(given[0]))
         try:
             self.network(images)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torchvision.models import resnet
 
 from dp_lightning.errors import ModelError
+from dp_lightning.models.whitening import Whitening
 
 BASE_CHANNELS = 64
 
@@ -59,6 +60,7 @@ class ResNet(resnet.ResNet):
             64 pixels.
         num_groups: Groups of every GroupNorm; it must divide 64.
         scale_norm: GroupNorm after each addition of a block, before its ReLU (ScaleNorm, Klause et al. 2022).
+        whitening: `Whitening` of the features before the last layer, which pretraining fits.
 
     Raises:
         ModelError: ``depth`` or ``stem`` is unknown, or ``num_groups`` does not divide 64.
@@ -73,6 +75,7 @@ class ResNet(resnet.ResNet):
         in_channels: int = 3,
         num_groups: int = 32,
         scale_norm: bool = False,
+        whitening: bool = False,
     ) -> None:
         if depth not in _STAGES:
             raise ModelError(f"depth must be 18 or 50, not {depth}")
@@ -92,6 +95,8 @@ class ResNet(resnet.ResNet):
             self.maxpool = nn.Identity()
         else:
             self.conv1 = nn.Conv2d(in_channels, BASE_CHANNELS, 7, stride=2, padding=3, bias=False)
+        if whitening:
+            self.avgpool = nn.Sequential(nn.AdaptiveAvgPool2d((1, 1)), nn.Flatten(), Whitening(self.fc.in_features))
         nn.init.kaiming_normal_(self.conv1.weight, mode="fan_out", nonlinearity="relu")
         for module in self.modules():
             if isinstance(module, nn.ReLU):

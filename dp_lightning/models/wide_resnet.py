@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dp_lightning.errors import ModelError
+from dp_lightning.models.whitening import Whitening
 
 STEM_CHANNELS = 16
 # Seven times WRN-28-10's.
@@ -104,6 +105,7 @@ class WideResNet(nn.Module):
         weight_standardization: Standardise the weights of every convolution, which then has a gain and a bias.
         relu_first: ReLU before GroupNorm instead of after it.
         scale_norm: GroupNorm after each addition of a block (ScaleNorm).
+        whitening: `Whitening` of the features before the last layer, which pretraining fits.
 
     Raises:
         ModelError: ``depth`` is not 6n + 4 with n >= 1, or ``num_groups`` does not divide a layer's channels.
@@ -122,6 +124,7 @@ class WideResNet(nn.Module):
         weight_standardization: bool = False,
         relu_first: bool = False,
         scale_norm: bool = False,
+        whitening: bool = False,
     ) -> None:
         super().__init__()
         if depth < 10 or (depth - 4) % 6:
@@ -154,6 +157,7 @@ class WideResNet(nn.Module):
                 channels = out_channels
         self.blocks = nn.Sequential(*blocks)
         self.norm = group_norm(num_groups, channels)
+        self.whitening = Whitening(channels) if whitening else nn.Identity()
         self.classifier = nn.Linear(channels, num_classes)
         for module in self.modules():
             if isinstance(module, nn.Conv2d) and weight_standardization:
@@ -168,4 +172,4 @@ class WideResNet(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         features = normalized_and_activated(self.norm, self.blocks(self.stem(images)), relu_first=self.relu_first)
-        return self.classifier(features.mean(dim=(2, 3)))
+        return self.classifier(self.whitening(features.mean(dim=(2, 3))))
