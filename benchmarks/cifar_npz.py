@@ -1,7 +1,6 @@
 """CIFAR-10 in one file for `NpzImages`, as the benchmarks and some grids take it; half the size with ``--half``.
 
-python benchmarks/cifar_npz.py --root data --download --out cifar10.npz
-python benchmarks/cifar_npz.py --root data --half --out cifar10_16.npz
+Run ``python benchmarks/cifar_npz.py --root data --download --half --out cifar10_16.npz``.
 """
 
 import argparse

@@ -43,8 +43,8 @@ class Recipe:
         steps: of the optimizer.
         batch_size: images of a step.
         learning_rate: of AdamW, after a warm-up and before a cosine schedule.
-        view_size: height and width of the views in pixels; None is that of the images. A network that averages over
-            places, as residual ones do, learns from small ones nearly as much, at a fraction of the time.
+        view_size: height and width of the views in pixels; None is that of the images. Small ones take less time, and
+            suit a network that averages over places, as residual ones do.
         precision: of the network's operations, "32" or "bf16" (bfloat16 where torch deems it safe).
         seed: of everything random.
     """
