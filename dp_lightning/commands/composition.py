@@ -10,9 +10,12 @@ from typing import Any
 import yaml
 
 from dp_lightning.commands.training import TrainingCLI, command_line
+from dp_lightning.errors import ConfigurationError
 from dp_lightning.models.pretrained import without_weights
 
-_NUMBER = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?")
+_NUMBER = re.compile(r"(0|[1-9][0-9]*)(\.[0-9]+)?")
+# Numbers that no list of choices has.
+_ANY = {int: 1_000_007, float: 0.123457}
 
 
 class Stopped(TrainingCLI):
@@ -49,6 +52,7 @@ class Composer:
     def __init__(self) -> None:
         self._cli: TrainingCLI | None = None
         self._known: dict[tuple[str, ...], str] = {}
+        self._free: dict[tuple[str, ...], bool] = {}
 
     def __call__(self, arguments: Sequence[str]) -> dict[str, Any]:
         """All settings that these options of ``dpl fit`` give, with defaults; settings that are null are left out.
@@ -57,8 +61,7 @@ class Composer:
             ConfigurationError: for an option that does not parse.
         """
         rest, numbers = _split_numbers(arguments)
-        text = self._known.get(rest)
-        if text is not None:
+        if (text := self._known.get(rest)) is not None and self._takes_any(rest, numbers):
             settings: dict[str, Any] = yaml.safe_load(text)
             for name, number in numbers.items():
                 group, leaf = _place(settings, name)
@@ -69,6 +72,18 @@ class Composer:
         if all(_is_number_at(settings, name, number) for name, number in numbers.items()):
             self._known[rest] = text
         return settings
+
+    def _takes_any(self, rest: tuple[str, ...], numbers: Mapping[str, float]) -> bool:
+        """Whether the settings of these numbers take every other one too, and are no choices such as a depth."""
+        if rest not in self._free:
+            others = {name: _ANY[type(number)] for name, number in numbers.items()}
+            options = (f"--{name}={other}" for name, other in others.items())
+            try:
+                settings = yaml.safe_load(self._read([*_without(rest, numbers), *options]))
+                self._free[rest] = all(_is_number_at(settings, name, other) for name, other in others.items())
+            except ConfigurationError:
+                self._free[rest] = False
+        return self._free[rest]
 
     def _read(self, arguments: Sequence[str]) -> str:
         line = ["fit", *arguments]
@@ -94,6 +109,12 @@ def _split_numbers(arguments: Sequence[str]) -> tuple[tuple[str, ...], dict[str,
             rest[place] = f"--{name}={type(numbers[name]).__name__}"
         later.add(name)
     return tuple(rest), numbers
+
+
+def _without(rest: Sequence[str], numbers: Mapping[str, float]) -> list[str]:
+    """The options without those of these numbers, which nothing after them replaces."""
+    left_out = {f"--{name}={type(number).__name__}" for name, number in numbers.items()}
+    return [option for option in rest if option not in left_out]
 
 
 def _place(settings: dict[str, Any], name: str) -> tuple[dict[str, Any], str]:
