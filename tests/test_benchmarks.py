@@ -1,7 +1,9 @@
 """The benchmarks: their arithmetic, and a small run of each."""
 
+import functools
 import json
 import math
+import multiprocessing
 import os
 import pickle
 import resource
@@ -16,6 +18,7 @@ import pytest
 import torch
 import torchvision
 import yaml
+from started_ranks import PRELOADED
 
 from dp_lightning.cli import main
 from dp_lightning.datamodules import NpzImages
@@ -104,7 +107,7 @@ def test_the_network_in_flax_is_the_same_and_so_is_its_clipped_sum(step):
     assert tuple(flax_steps.DEPTH_AND_WIDTH) == step.JAX_MODELS
     torch.manual_seed(0)
     model, network = WideResNet(10, 2, 10), flax_steps.WideResNet(10, 2)
-    x, y = torch.randn(5, 3, 32, 32), torch.arange(5)
+    x, y = torch.randn(4, 3, 32, 32), torch.arange(4)
     images = x.permute(0, 2, 3, 1).numpy()
     numbers = flax_steps.parameters_of({name: p.numpy() for name, p in model.state_dict().items()})
     logits = torch.from_numpy(np.array(jax.jit(network.apply)({"params": numbers}, images)))
@@ -116,7 +119,7 @@ def test_the_network_in_flax_is_the_same_and_so_is_its_clipped_sum(step):
     recording.backward(recording.run(lambda x, y: torch.nn.functional.cross_entropy(model(x[None]), y[None]), x, y))
     assert total.end().min() > 1  # all examples are clipped
     ours = flax_steps.parameters_of({name: part.numpy() for name, part in total.sums.items()})
-    for at_once in (None, 5, 1):
+    for at_once in (None, 2):
         theirs = jax.jit(flax_steps.clipped(at_once)(network))(numbers, images, y.numpy())
         for path, found in jax.tree_util.tree_leaves_with_path(theirs):
             expected = ours
@@ -132,38 +135,28 @@ def test_numbers_below_one_are_refused(step, option, capsys):
     assert f"argument {option}: 0 is below 1" in capsys.readouterr().err
 
 
+SMALL = ["--models", "small-cnn", "--types", "fp32", "--formats", "contiguous", "--rounds", "2", "--warmup", "1"]
+
+
 @pytest.fixture
-def measured(tmp_path, warm_python):
-    """What a small run of ``step.py`` with more arguments prints, and its rows."""
-
-    def run(*more):
-        out = tmp_path / "rows.json"
-        arguments = [
-            "--models",
-            "small-cnn",
-            "--types",
-            "fp32",
-            "--formats",
-            "contiguous",
-            "--rounds",
-            "2",
-            "--warmup",
-            "1",
-        ]
-        shown = subprocess.run(
-            [warm_python, BENCHMARKS / "step.py", *arguments, *more, "--json", str(out)],
-            capture_output=True,
-            text=True,
-            check=True,
-        )
-        return shown.stdout, json.loads(out.read_text())["rows"]
-
-    return run
+def forked(monkeypatch):
+    """Let a benchmark fork its processes from one that has made the imports, in place of starting them anew."""
+    forkserver = multiprocessing.get_context("forkserver")
+    forkserver.set_forkserver_preload(PRELOADED)
+    start = functools.partial(torch.multiprocessing.start_processes, start_method="forkserver")
+    monkeypatch.setattr(multiprocessing, "get_context", lambda method: forkserver)
+    monkeypatch.setattr(torch.multiprocessing, "spawn", start)
 
 
 @pytest.mark.slow  # two processes that import all that is compared
-def test_a_small_run_prints_a_table_and_writes_every_row(measured):
-    shown, rows = measured("--ways", "ours flat")
+def test_a_small_run_prints_a_table_and_writes_every_row(tmp_path, warm_python):
+    shown = subprocess.run(
+        [warm_python, BENCHMARKS / "step.py", *SMALL, "--ways", "ours flat", "--json", str(tmp_path / "rows.json")],
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+    rows = json.loads((tmp_path / "rows.json").read_text())["rows"]
     assert shown.count("| small-cnn | fp32 |") == 2
     assert [row["way"] for row in rows] == ["ordinary", "ours flat"]
     assert all(len(row["times"]) == 2 and row["seconds"] > 0 and row["peak_mib"] > 0 for row in rows)
@@ -212,10 +205,11 @@ def test_linear_cost_is_the_same_time_for_an_image(step, monkeypatch, capsys):
     assert "| 128 | 1280 | 10.00 | 1.00 |\n| 256 | 2816 | 11.00 | 1.10 |" in shown
 
 
-@pytest.mark.slow  # two processes
-def test_a_small_run_through_a_trainer(measured):
-    ways = ["--ways", "ours per-layer"]
-    shown, rows = measured("--through", "callback", "--memory", "returned", "--pieces", "2", *ways)
+def test_a_small_run_through_a_trainer(tmp_path, step, forked, monkeypatch, capfd):
+    more = ["--through", "callback", "--memory", "returned", "--pieces", "2", "--ways", "ours per-layer"]
+    monkeypatch.setattr(sys, "argv", ["step.py", *SMALL, *more, "--json", str(tmp_path / "rows.json")])
+    step.main()
+    shown, rows = capfd.readouterr().out, json.loads((tmp_path / "rows.json").read_text())["rows"]
     assert shown.count("| small-cnn | fp32 |") == 2
     assert "rivacy" not in shown
     assert [row["way"] for row in rows] == ["ordinary", "ours per-layer"]
@@ -368,13 +362,14 @@ def test_each_way_of_fine_tuning_trains_its_part(step, monkeypatch):
     assert not any(n.startswith("bn1") for n in found["ours, frozen BatchNorm"])
 
 
-@pytest.mark.slow  # two processes that import all that is compared
-def test_a_small_run_of_several_ranks_prints_every_part(tmp_path, warm_python):
+def test_a_small_run_of_several_ranks_prints_every_part(tmp_path, step, forked, monkeypatch, capfd):
+    import ranks
+
     out = tmp_path / "times.json"
     arguments = ["--model", "small-cnn", "--batch-size", "4", "--rounds", "2", "--warmup", "0", "--json", str(out)]
-    shown = subprocess.run(
-        [warm_python, BENCHMARKS / "ranks.py", *arguments], capture_output=True, text=True, check=True
-    ).stdout
+    monkeypatch.setattr(sys, "argv", ["ranks.py", *arguments])
+    ranks.main()
+    shown = capfd.readouterr().out
     times = json.loads(out.read_text())["times"]
     assert {len(values) for values in times.values()} == {2}
     for name in times:

@@ -117,9 +117,8 @@ def fewer_layers(path):
     """For a run that takes steps: what repeats in the largest networks is there fewer times."""
     if "nf_resnet50" in path.stem:
         return ["--model.init_args.name", "nf_resnet26"]
-    for name in ("wrn28", "wrn40"):
-        if name in path.stem:
-            return ["--model.init_args.depth", "16"]
+    if "wrn" in path.stem:
+        return ["--model.init_args.depth", "10"]
     return ["--model.init_args.model_kwargs", "{img_size: 64, depth: 2}"] if "vit" in path.stem else []
 
 

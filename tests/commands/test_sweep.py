@@ -521,8 +521,22 @@ def test_a_dry_run_prints_commands_and_prices_and_writes_nothing(tmp_path, capsy
     assert "Each epsilon covers one run alone." in said
 
 
+def at_the_ends(cells):
+    """``Grid.cells`` without the numbers between the first and the last one of an axis."""
+
+    def some(grid):
+        kept = {
+            axis: {point.label for i, point in enumerate(points) if point.configs or i in (0, len(points) - 1)}
+            for axis, points in grid.axes.items()
+        }
+        return (cell for cell in cells(grid) if all(label in kept[axis] for axis, label in cell.labels.items()))
+
+    return some
+
+
 @pytest.mark.parametrize("path", SWEEPS, ids=lambda path: path.stem)
 def test_every_grid_passes_a_dry_run(path, monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(Grid, "cells", at_the_ends(Grid.cells))
     # Their noise is solved for in other tests, and their times are not of interest here.
     monkeypatch.setattr(
         "dp_lightning.private_run.settings._calibrated",

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-import torch.multiprocessing
+from started_ranks import run_on_ranks
 
 from dp_lightning.postprocess import Chain, MagnitudeScale, Momentum, Orthogonalize
 from dp_lightning.postprocess.sharing import _owners
@@ -28,10 +28,10 @@ def transforms():
     return [Momentum(0.9), MagnitudeScale(Orthogonalize())]
 
 
-def apply(rank, size, folder):
+def apply(folder):
     """Three steps of a chain on one of several ranks; runs in a process of its own."""
-    torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=size)
+    torch.distributed.init_process_group("gloo")
+    rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
     computed = []
     update = Orthogonalize.update
 
@@ -49,7 +49,8 @@ def apply(rank, size, folder):
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_ranks_share_the_work_and_agree_bit_for_bit(tmp_path, size):
-    torch.multiprocessing.spawn(apply, (size, str(tmp_path)), nprocs=size)
+    ended = run_on_ranks(apply, tmp_path, size, str(tmp_path))
+    assert ended.codes == [0] * size, ended.stderr
     ranks = [torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in range(size)]
     alone = Chain(transforms())
     for step in range(3):

@@ -12,38 +12,40 @@ glibc = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other C li
 
 # Two blocks of 64 MiB are written and freed, and then two blocks of another size; 4 KiB a fault.
 WORK = """
-import resource, sys, torch
+import resource, torch
 from dp_lightning.private_run.freed_memory import keep_freed_memory
-told = keep_freed_memory() if sys.argv[1] == "keep" else None
 def use(mib):
     blocks = [torch.ones(mib * 2**18) for _ in range(2)]
 def faults():
-    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    use(60)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 use(64)
-before = faults()
-use(60)
-print(told, faults() - before)
+returned = faults()
+told = keep_freed_memory()
+use(64)
+print(returned, told, faults())
 """
 
 
-def faults(how, **environment):
+def faults(**environment):
+    """Before the process is told to keep its memory, what it answers, and after it."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("MALLOC_", "GLIBC_"))}
     shown = subprocess.run(
-        [sys.executable, "-c", WORK, how],
+        [sys.executable, "-c", WORK],
         capture_output=True,
         text=True,
         timeout=120,
         check=True,
         env={**clean, **environment},
     )
-    told, count = shown.stdout.split()
-    return told, int(count)
+    returned, told, kept = shown.stdout.split()
+    return int(returned), told, int(kept)
 
 
 @glibc
 def test_freed_memory_is_used_again_without_page_faults():
-    told, kept = faults("keep")
-    _, returned = faults("default")
+    returned, told, kept = faults()
     assert told == "True"
     assert kept < 1000 < returned
 
@@ -55,7 +57,7 @@ def test_freed_memory_is_used_again_without_page_faults():
     ids=["variable", "tunable"],
 )
 def test_limits_of_the_environment_are_left_alone(environment):
-    told, returned = faults("keep", **environment)
+    _, told, returned = faults(**environment)
     assert told == "False"
     assert returned > 1000
 
@@ -77,24 +79,26 @@ class Heavy(Plain):
         marks.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt)
 
 settings = {"expected_batch_size": 20, "noise_multiplier": 1.0, "delta": 1e-3, "accountant": "rdp"}
-privacy = PrivacyCallback(**settings, keep_freed_memory=sys.argv[2] == "keep")
-trainer(sys.argv[1], privacy).fit(Heavy(), DataLoader(examples(), batch_size=7))
-print(statistics.median(after - before for before, after in itertools.pairwise(marks)))
+of_a_step = []
+for kept in (False, True):
+    marks.clear()
+    privacy = PrivacyCallback(**settings, keep_freed_memory=kept)
+    trainer(f"{sys.argv[1]}/{kept}", privacy).fit(Heavy(), DataLoader(examples(), batch_size=7))
+    of_a_step.append(statistics.median(after - before for before, after in itertools.pairwise(marks)))
+print(*of_a_step)
 """
 
 
 @glibc
 def test_a_private_fit_on_a_cpu_keeps_its_memory_unless_told_otherwise(tmp_path):
-    def faults_of_a_step(how):
-        clean = {name: value for name, value in os.environ.items() if not name.startswith(("MALLOC_", "GLIBC_"))}
-        shown = subprocess.run(
-            [sys.executable, "-c", FIT, str(tmp_path), how],
-            capture_output=True,
-            text=True,
-            timeout=120,
-            check=True,
-            env={**clean, "PYTHONPATH": os.pathsep.join([*map(str, Path(__file__).parents[1:3])])},
-        )
-        return float(shown.stdout.split()[-1])
-
-    assert faults_of_a_step("keep") < 1000 < faults_of_a_step("return")
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(("MALLOC_", "GLIBC_"))}
+    shown = subprocess.run(
+        [sys.executable, "-c", FIT, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+        env={**clean, "PYTHONPATH": os.pathsep.join([*map(str, Path(__file__).parents[1:3])])},
+    )
+    returned, kept = map(float, shown.stdout.split()[-2:])
+    assert kept < 1000 < returned

@@ -9,7 +9,7 @@ import traceback
 from pathlib import Path
 from typing import NamedTuple
 
-_PRELOADED = ["lightning.pytorch", "torchmetrics", "dp_lightning.callbacks", "dp_lightning.strategies.private"]
+PRELOADED = ["lightning.pytorch", "torchmetrics", "dp_lightning.callbacks", "dp_lightning.strategies.private"]
 
 
 class Ended(NamedTuple):
@@ -21,7 +21,7 @@ class Ended(NamedTuple):
 def run_on_ranks(function, folder, size, *arguments, timeout=280):
     """Call ``function(*arguments)`` in ``size`` processes with the environment that ``torchrun`` gives them."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(_PRELOADED)
+    context.set_forkserver_preload(PRELOADED)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
