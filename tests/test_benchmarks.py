@@ -22,6 +22,7 @@ from started_ranks import PRELOADED
 
 from dp_lightning.cli import main
 from dp_lightning.datamodules import NpzImages
+from dp_lightning.experiments.document import Document, Link
 from dp_lightning.privacy.plan import RunShape
 
 pytestmark = pytest.mark.benchmarks
@@ -722,3 +723,22 @@ def test_runs_that_are_killed_are_finished(tmp_path, warm_python):
         assert shown.stdout.startswith("2 kills")
     trials = [json.loads(line) for line in (tmp_path / "trials.jsonl").read_text().splitlines()]
     assert all(trial["num_steps"] >= trial["recorded"] > 0 for trial in trials)
+
+
+def test_the_page_of_evidence_is_the_report_without_what_leads_to_the_runs(monkeypatch, tmp_path):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import evidence
+
+    report = Document("A grid", tmp_path)
+    report.say("2 of 2 runs are finished.")
+    report.table([["method", "B = 256"], ["DP-SGD", "40.1 ± 0.2"]])
+    report.picture("a_grid_accuracy", "Test accuracy", svg="<svg/>", png=bytes)
+    links = [Link("statement", tmp_path / "run" / "privacy_statement.md"), "-"]
+    report.table([["method", "last", "folder", "statement", "page"], ["DP-SGD", "40.1", "DP-SGD_1-0a", *links]])
+    report.say("dpl report with the log folder of a run writes its page.")
+    assert evidence.page(report.markdown(), "`dpl sweep a_grid`: 2.0 hours.") == (
+        "# A grid\n\n`dpl sweep a_grid`: 2.0 hours.\n\n2 of 2 runs are finished.\n\n"
+        "| method | B = 256 |\n| --- | --- |\n| DP-SGD | 40.1 ± 0.2 |\n\n"
+        "![Test accuracy](a_grid_accuracy.svg)\n\n"
+        "| method | last |\n| --- | --- |\n| DP-SGD | 40.1 |\n"
+    )

@@ -228,7 +228,7 @@ def test_account_prints_what_is_shown(line, shown, capsys):
 def test_there_is_something_to_check():
     assert len(TRAINING) >= 18
     assert len(PRICED) == 5
-    assert len(GRIDS) == 5
+    assert len(GRIDS) == 6
     assert len(ANALYSES) == 2
     assert len(AUDITED) == 3
 
@@ -242,8 +242,13 @@ def test_every_command_shown_is_one_that_a_test_takes():
 
 def test_weights_from_random_images_start_a_run_as_shown(workplace):
     page = read("docs/fine_tuning.md")
-    (line,) = [line for line in DPL if line.startswith("dpl pretrain")]
-    main([*shlex.split(line)[1:], "--images", "60", "--steps", "2"])
+    made = [shlex.split(line)[1:] for line in DPL if line.startswith("dpl pretrain")]
+    small = ["--images", "60", "--steps", "2", "--batch-size", "8", "--view-size", "8"]
+    for arguments in made:
+        main([*arguments, *small])
+    (started,) = [shlex.split(line)[2:] for line in TRAINING if ".weights random" in line]
+    instantiate(started)  # from one of the files
+    assert len(made) == 3
     weights = shlex.split(re.search(r"`(--model\.init_args\.weights .*?)`", page)[1])
     frozen = dict(re.findall(r"'(\{[^']*?\})'` for\s+`(\w+)`", page))
     for patterns, module in frozen.items():

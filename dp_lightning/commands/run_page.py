@@ -271,7 +271,7 @@ def _statement(page: Document, run: RunFiles) -> None:
         page.say("privacy_statement.md is missing; privacy_statement.json has the same content.")
         return
     page.quoted(run.statement_text)
-    page.say("`dpl verify` and this folder check that the statement, the journal and the checkpoints belong together.")
+    page.say("dpl verify and this folder check that the statement, the journal and the checkpoints belong together.")
 
 
 def _releasable(page: Document, run: RunFiles) -> None:

@@ -218,7 +218,7 @@ def _runs(page: Document, grid: Grid, outcomes: Sequence[Outcome]) -> None:
     if len(rows) > 1:
         page.heading("Runs")
         page.table(rows)
-        page.say("`dpl report` with the log folder of a run writes its page.")
+        page.say("dpl report with the log folder of a run writes its page.")
 
 
 def _links(outcome: Outcome) -> list[str | Link]:
