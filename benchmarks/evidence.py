@@ -36,7 +36,7 @@ _LEFT_OUT = ("folder", "statement", "page")
 def page(markdown: str, said: str) -> str:
     """The report's Markdown with a paragraph below its title, without its last paragraph and the links to runs."""
     title, _, rest = markdown.partition("\n\n")
-    blocks = [_without_links(block) if block.startswith("| ") else block for block in rest.strip().split("\n\n")]
+    blocks = [_without_links(block) if " | folder | " in block else block for block in rest.strip().split("\n\n")]
     kept = [block for block in blocks if not block.startswith(("[SVG](", "dpl report "))]
     return re.sub(r"\.png\)$", ".svg)", "\n\n".join([title, said, *kept]), flags=re.MULTILINE) + "\n"
 
