@@ -18,10 +18,11 @@ from pathlib import Path
 
 import torch
 
-from dp_lightning.commands import report
 from dp_lightning.commands.sweep import outcomes_of, planned_runs
 from dp_lightning.experiments.grid import Grid
+from dp_lightning.experiments.report import grid_report
 from dp_lightning.experiments.results import Outcome
+from dp_lightning.experiments.tuning import needed
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -49,25 +50,30 @@ def _without_links(table: str) -> str:
 
 def made(name: str, outcomes: Sequence[Outcome], machine: str) -> str:
     """Where and when the runs of a grid were made, and how long they took."""
-    finished = [outcome for outcome in outcomes if outcome.result is not None]
-    hours = sum(outcome.result["seconds"] for outcome in finished if outcome.result) / 3600
-    ended = max((outcome.folder.logs / "result.json").stat().st_mtime for outcome in finished if outcome.folder.logs)
+    results = [outcome.result for outcome in outcomes if outcome.result is not None]
+    hours = sum(result["seconds"] for result in results) / 3600
+    ended = max((logs / "result.json").stat().st_mtime for o in outcomes if (logs := o.folder.logs) is not None)
     date = datetime.fromtimestamp(ended, tz=UTC).date()
     return f"`dpl sweep configs/grids/{name}.yaml`, {machine}, {date}: {hours:.1f} hours of runs."
 
 
 def write(name: str, out: Path, machine: str) -> Path:
-    """Write the page of a grid and its figures; returns the page."""
-    path = _GRIDS / f"{name}.yaml"
+    """Write the page of a grid and its figures; returns the page.
+
+    Raises:
+        SystemExit: if a run of the grid is not finished.
+    """
+    grid = Grid.load(_GRIDS / f"{name}.yaml")
+    outcomes = outcomes_of(planned_runs(grid, out, []))
+    if missing := sum(not outcome.finished for outcome in needed(grid, outcomes)):
+        sys.exit(f"{missing} runs of {name} are not finished in {out}; dpl sweep {grid.path} --out {out} makes them.")
+    report = grid_report(grid, outcomes, out / "report" / name)
     with contextlib.redirect_stdout(io.StringIO()):
-        report.main(["report", str(path), "--out", str(out)])
-    folder = out / "report" / name
-    outcomes = outcomes_of(planned_runs(Grid.load(path), out, []))
+        report.publish("report")
     _PAGES.mkdir(exist_ok=True)
-    for picture in folder.glob("*.svg"):
+    for picture in report.folder.glob("*.svg"):
         shutil.copy(picture, _PAGES)
-    text = page((folder / "report.md").read_text(), made(name, outcomes, machine))
-    (_PAGES / f"{name}.md").write_text(text)
+    (_PAGES / f"{name}.md").write_text(page(report.markdown(), made(name, outcomes, machine)))
     return _PAGES / f"{name}.md"
 
 

@@ -248,7 +248,7 @@ def hardware(device: str, threads: int) -> str:
             if "model name" in line
         ]
         capability = torch.backends.cpu.get_cpu_capability()
-        name = f"{cpu[0] if cpu else platform.processor()}, {threads} threads, {capability}"
+        name = f"{cpu[0] if cpu else platform.processor()}, {threads} thread{'s' * (threads > 1)}, {capability}"
     return f"{name}, torch {torch.__version__}, {date.today()}"
 
 

@@ -1,5 +1,6 @@
 """The page of evidence shows what the reports of its grids say, and these are complete."""
 
+import math
 import re
 
 import pytest
@@ -19,15 +20,12 @@ def shown(table):
 
 @pytest.mark.parametrize("path", REPORTS, ids=lambda path: path.stem)
 def test_a_report_has_all_runs_of_its_grid(path):
-    grid, text = Grid.load(ROOT / "configs" / "grids" / path.name.replace(".md", ".yaml")), path.read_text()
+    grid, text = Grid.load(ROOT / "configs" / "grids" / f"{path.stem}.yaml"), path.read_text()
     assert text.startswith(f"# {grid.title}\n\n`dpl sweep configs/grids/{grid.path.name}`, ")
     finished, asked = map(int, re.search(r"(\d+) of (\d+) runs are finished", text).groups())
     axes = {axis: len(points) for axis, points in grid.axes.items()}
     seeds, tried = axes.pop("seed"), axes.pop(grid.tuned)
-    places = 1
-    for count in axes.values():
-        places *= count
-    assert finished == asked == places * (tried + seeds - 1)
+    assert finished == asked == math.prod(axes.values()) * (tried + seeds - 1)
     (runs,) = [table for table in tables(text) if table.head[: len(grid.axes)] == tuple(grid.axes)]
     assert len(runs.rows) == finished
     assert all((path.parent / picture).is_file() for picture in re.findall(r"!\[.*?\]\((.*?)\)", text))

@@ -82,20 +82,27 @@ class Walk:
         ]
 
 
+def without_numbers(part):
+    """A part of a configuration with None for each number."""
+    if isinstance(part, dict):
+        return {name: without_numbers(value) for name, value in part.items()}
+    if isinstance(part, list):
+        return [without_numbers(value) for value in part]
+    return part if isinstance(part, bool | str) else None
+
+
 def differing():
     """The runs without those that differ from another one in numbers and images alone."""
     found = {}
     for path in RUNS:
-        config = content(path)
-        model, backbone = config["model"], config["data"].get("init_args", {}).get("backbone")
-        chosen = {name: value for name, value in model.get("init_args", {}).items() if isinstance(value, bool | str)}
-        parts = model["class_path"], chosen, backbone, sorted(config), sorted(config["privacy"])
-        found.setdefault(str(parts), path)
+        config = dict(content(path))
+        config["data"] = config["data"].get("init_args", {}).get("backbone")
+        found.setdefault(str(without_numbers(config)), path)
     return list(found.values())
 
 
 @pytest.mark.parametrize("path", differing(), ids=lambda path: path.stem)
-def test_every_run_stays_on_its_device_and_waits_once_for_each_step(path, tmp_path, monkeypatch):
+def test_a_run_stays_on_its_device_and_waits_once_for_each_step(path, tmp_path, monkeypatch):
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(configuration(path, tmp_path)))
     probe = probe_of_small_network(tmp_path) if "probe" in path.stem else []
     line = ["fit", "--config", str(tmp_path / "run.yaml"), *without_download(path), *probe, *fewer_layers(path)]
