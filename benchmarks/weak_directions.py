@@ -12,6 +12,7 @@ import argparse
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -134,11 +135,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for text in options.runs:
         method, size, rate = text.split(",")
         found = run(method, int(size), float(rate), tensors, options)
+        rows = []
         for name, move in found["moves"].items():
             groups = [move[first:last] for first, last in GROUPS.values()]
-            cells = [f"{float(part.mean()):.3f}" if len(part) else "-" for part in groups]
-            shown = [size, f"{method}, {rate}", f"`{name}`", *cells, f"{found['length'][name]:.2f}"]
-            print("| " + " | ".join([*shown, f"{100 * found['accuracy']:.1f}"]) + " |", flush=True)
+            rows.append((name, [float(part.mean()) if len(part) else None for part in groups], found["length"][name]))
+        means = [
+            fmean([value for value in column if value is not None] or [math.nan])
+            for column in zip(*(r[1] for r in rows), strict=True)
+        ]
+        rows.append(("all, mean", means, fmean(length for *_, length in rows)))
+        for name, values, length in rows:
+            cells = ["-" if value is None else f"{value:.3f}" for value in values]
+            shown = [size, f"{method}, {rate}", f"`{name}`", *cells, f"{length:.2f}", f"{100 * found['accuracy']:.1f}"]
+            print("| " + " | ".join(shown) + " |", flush=True)
 
 
 if __name__ == "__main__":

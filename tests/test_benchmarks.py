@@ -640,8 +640,8 @@ def test_moves_along_the_directions_of_the_gradient_are_measured(monkeypatch, tm
         ["--data", str(tmp_path / "d.npz"), "--epochs", "1", "--runs", "dp_sgd,36,1", "selective,36,1"]
     )
     shown = capsys.readouterr().out
-    # Six 3 x 3 convolutions after the first, two of the shortcuts, and the last layer.
-    assert shown.count("| 36 | dp_sgd, 1 |") == shown.count("| 36 | selective, 1 |") == 1 + 6 + 2 + 1
+    # Six 3 x 3 convolutions after the first, two of the shortcuts, the last layer, and the mean.
+    assert shown.count("| 36 | dp_sgd, 1 |") == shown.count("| 36 | selective, 1 |") == 1 + 6 + 2 + 1 + 1
 
 
 def test_the_pipeline_is_measured_on_as_many_files_as_asked(monkeypatch, tmp_path, capsys):
