@@ -12,7 +12,6 @@ import argparse
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 import torch
@@ -135,18 +134,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for text in options.runs:
         method, size, rate = text.split(",")
         found = run(method, int(size), float(rate), tensors, options)
-        rows = []
-        for name, move in found["moves"].items():
-            groups = [move[first:last] for first, last in GROUPS.values()]
-            rows.append((name, [float(part.mean()) if len(part) else None for part in groups], found["length"][name]))
-        means = [
-            fmean([value for value in column if value is not None] or [math.nan])
-            for column in zip(*(r[1] for r in rows), strict=True)
-        ]
-        rows.append(("all, mean", means, fmean(length for *_, length in rows)))
-        for name, values, length in rows:
-            cells = ["-" if value is None else f"{value:.3f}" for value in values]
-            shown = [size, f"{method}, {rate}", f"`{name}`", *cells, f"{length:.2f}", f"{100 * found['accuracy']:.1f}"]
+        # Groups beyond a matrix's last pair have no mean: nan, which is shown as a dash.
+        rows = {
+            f"`{name}`": [*(float(move[first:last].mean()) for first, last in GROUPS.values()), found["length"][name]]
+            for name, move in found["moves"].items()
+        }
+        rows["all, mean"] = torch.tensor(list(rows.values())).nanmean(0).tolist()
+        for name, values in rows.items():
+            cells = ["-" if math.isnan(value) else f"{value:.3f}" for value in values]
+            shown = [size, f"{method}, {rate}", name, *cells, f"{100 * found['accuracy']:.1f}"]
             print("| " + " | ".join(shown) + " |", flush=True)
 
 
