@@ -103,6 +103,7 @@ class TrainedWeights:
         self._start = frozenset(marks(parameters.values()))
         self._others = {id(other): other.ledger.num_steps for other in self._trainings()}
         self._touched: dict[str, None] = {}
+        self._stepped: dict[str, None] = {}  # those of them that an optimizer has changed
         self._arrays = self._look()
         self._contents = Contents(self._arrays)
         self._arrays.clear()
@@ -145,7 +146,8 @@ class TrainedWeights:
 
     def note_step_without_privacy(self, parameter: Tensor) -> None:
         """An optimizer has stepped on another gradient than a release."""
-        self._touched[self._names[id(parameter)]] = None
+        name = self._names[id(parameter)]
+        self._touched[name] = self._stepped[name] = None
 
     def touched(self) -> list[str]:
         """Names of the parameters that other code than steps on releases has changed."""
@@ -162,6 +164,13 @@ class TrainedWeights:
         self._compare(self._refuse_touched)
 
     def _refuse_touched(self) -> None:
+        if names := list(self._stepped):
+            raise ModelError(
+                f"{', '.join(names[:5])} changed since the private run began, by an optimizer's step on another "
+                "gradient than a release. Only what the steps release may change what is trained. Post-process a "
+                "release in place: parameter.grad.mul_(2) or parameter.grad.copy_(other), not parameter.grad = other; "
+                "no backward pass may add to it."
+            )
         if names := list(self._touched):
             raise ModelError(
                 f"{', '.join(names[:5])} changed since the private run began, by other code than an optimizer's step "
