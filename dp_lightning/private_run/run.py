@@ -200,6 +200,9 @@ class PrivateRun:
             self.step.require_budget()
             self.budget.require_affordable()
         self._say(self.budget.announcement(self.settings.clip_plan, reproducible=self.settings.reproducible))
+        if phases := self.step.phases.describe():
+            origin = "; ".join(self.history.origin.words) or "no file and no training that is known"
+            self._say(f"Parameters: {phases} (privacy.frozen_until). Weights at the start: {origin}.")
         if fixed := fixed_statistics(self.module):
             self.trainer.print(
                 f"{len(fixed)} BatchNorm layers stay in evaluation mode. Their statistics are outside of the guarantee "

@@ -159,13 +159,15 @@ def fitted(folder, *callbacks, **fit):
 
 
 @pytest.mark.parametrize("chain", [[], [Momentum(0.9), Orthogonalize()]])
-def test_a_fit_trains_the_head_first_and_then_all(tmp_path, chain):
+def test_a_fit_trains_the_head_first_and_then_all(tmp_path, chain, capsys):
     run, module = fitted(tmp_path, *([PostProcessCallback(chain)] if chain else []))
     head = ["net.2.weight", "net.2.bias"]
     assert module.seen == [head] * 4 + [["net.0.weight", "net.0.bias", *head]] * 4
     statement = privacy_of(run).statement()
     assert statement.ledger.num_steps == 8
     assert "2 of 4 frozen before step 5" in statement.to_markdown()
+    said = "2 of 4 frozen before step 5 (privacy.frozen_until). Weights at the start: no file and no training"
+    assert said in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("kept", [2, 6])
