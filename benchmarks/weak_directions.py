@@ -43,7 +43,7 @@ def run(method: str, batch_size: int, rate: float, data: Any, options: argparse.
     torch.manual_seed(options.seed)
     (images, labels), test = data
     model = WideResNet(10, 1, 10)
-    num_steps = max(1, options.epochs * len(images) // batch_size)
+    num_steps = options.steps or max(1, options.epochs * len(images) // batch_size)
     shape = RunShape(num_train=len(images), expected_batch_size=batch_size, num_steps=num_steps, delta=1e-5)
     plan = shape.calibrate(target_epsilon=options.epsilon)
 
@@ -111,6 +111,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--runs", nargs="+", required=True, metavar="METHOD,B,LR", help="such as dp_muon,2048,3")
     parser.add_argument("--epsilon", type=float, default=4.0)
     parser.add_argument("--epochs", type=int, default=3)
+    parser.add_argument("--steps", type=int, help="steps of a run, whatever its batch size; default: those of --epochs")
     parser.add_argument("--seed", type=int, default=1)
     return parser.parse_args(arguments)
 

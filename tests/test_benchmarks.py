@@ -636,9 +636,12 @@ def test_moves_along_the_directions_of_the_gradient_are_measured(monkeypatch, tm
     images = np.random.default_rng(0).integers(0, 255, (80, 16, 16, 3), np.uint8)
     labels = np.arange(80) % 10
     np.savez(tmp_path / "d.npz", train_images=images, train_labels=labels, test_images=images, test_labels=labels)
-    weak_directions.main(
-        ["--data", str(tmp_path / "d.npz"), "--epochs", "1", "--runs", "dp_sgd,36,1", "selective,36,1"]
-    )
+    steps, shape = [], weak_directions.RunShape
+    monkeypatch.setattr(weak_directions, "RunShape", lambda **given: steps.append(given["num_steps"]) or shape(**given))
+    data = ["--data", str(tmp_path / "d.npz")]
+    weak_directions.main([*data, "--epochs", "1", "--runs", "dp_sgd,36,1"])
+    weak_directions.main([*data, "--steps", "3", "--runs", "selective,36,1"])
+    assert steps == [72 // 36, 3]
     shown = capsys.readouterr().out
     # Six 3 x 3 convolutions after the first, two of the shortcuts, the last layer, and the mean.
     assert shown.count("| 36 | dp_sgd, 1 |") == shown.count("| 36 | selective, 1 |") == 1 + 6 + 2 + 1 + 1
