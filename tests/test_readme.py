@@ -228,7 +228,7 @@ def test_account_prints_what_is_shown(line, shown, capsys):
 def test_there_is_something_to_check():
     assert len(TRAINING) >= 18
     assert len(PRICED) == 5
-    assert len(GRIDS) == 8
+    assert len(GRIDS) == 9
     assert len(ANALYSES) == 2
     assert len(AUDITED) == 3
 
