@@ -169,7 +169,7 @@ class TrainedWeights:
                 f"{', '.join(names[:5])} changed since the private run began, by an optimizer's step on another "
                 "gradient than a release. Only what the steps release may change what is trained. Post-process a "
                 "release in place: parameter.grad.mul_(2) or parameter.grad.copy_(other), not parameter.grad = other; "
-                "no backward pass may add to it."
+                "no backward pass may add to it. Steps of other training belong before the run, as in configure_model."
             )
         if names := list(self._touched):
             raise ModelError(
