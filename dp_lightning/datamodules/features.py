@@ -264,9 +264,11 @@ class CachedFeatures(lightning.LightningDataModule):
             )
             # Where there is no terminal, only the line below is printed.
             batches = tqdm(loader, desc=f"Features of the {split} images", unit="batch", disable=None)
-            features = [_features(network, images.to(device)).to(network.stored_as) for images, _ in batches]
+            features = torch.empty(len(rows), *self._shape, dtype=network.stored_as)
+            for place, (images, _) in zip(features.split(self.batch_size), batches, strict=True):
+                place.copy_(_features(network, images.to(device)))
             with replacing(path) as file:
-                piece = {"features": torch.cat(features), "labels": dataset.labels[rows.start : rows.stop]}
+                piece = {"features": features, "labels": dataset.labels[rows.start : rows.stop]}
                 torch.save({**piece, "digest": _digest(piece)}, file)
             rank_zero_info(f"Features of {rows.stop} of {len(dataset)} {split} images are in {self.folder}.")
         self._network = self._network.cpu()

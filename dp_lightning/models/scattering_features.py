@@ -42,6 +42,7 @@ class ScatteringFeatures(nn.Module):
 
     mean: Tensor
     whitening: Tensor
+    _mirrored: Tensor
 
     def __init__(self, channels: int, *, scales: int = 2, angles: int = 8, mirror: bool = False) -> None:
         super().__init__()
@@ -49,7 +50,8 @@ class ScatteringFeatures(nn.Module):
             raise ModelError(f"mirror of scattering must be true or false, not {mirror!r}")
         self.channels, self.mirror = channels, mirror
         self.scattering = Scattering(scales=scales, angles=angles)
-        self._mirrored = [c * self.paths + path for c in range(channels) for path in _mirrored_paths(scales, angles)]
+        mirrored = [c * self.paths + path for c in range(channels) for path in _mirrored_paths(scales, angles)]
+        self.register_buffer("_mirrored", torch.tensor(mirrored), persistent=False)
         mean, whitening = self._of_random_images()
         self.register_buffer("mean", mean)
         self.register_buffer("whitening", whitening)
@@ -65,13 +67,13 @@ class ScatteringFeatures(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         maps = self._normalized(images)
-        whitened = torch.einsum("cd, ndp -> ncp", self.whitening, maps.flatten(2) - self.mean[:, None])
+        whitened = self.whitening @ (maps.flatten(2) - self.mean[:, None])
         return whitened.view_as(maps)
 
     def _normalized(self, images: Tensor) -> Tensor:
         maps = self.scattering(images)
         if self.mirror:
-            maps = (maps + maps[:, self._mirrored].flip(-1)) / 2
+            maps = (maps + maps.index_select(1, self._mirrored).flip(-1)) / 2
         return F.group_norm(maps, self.paths)
 
     def _of_random_images(self) -> tuple[Tensor, Tensor]:
