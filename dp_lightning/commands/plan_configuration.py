@@ -6,12 +6,11 @@ from typing import Any, cast
 
 import torch
 
-from dp_lightning.commands.composition import Composer, prepare
+from dp_lightning.commands.composition import Composer, prepare_to_train
 from dp_lightning.commands.plan_cells import Basis, Matrices
 from dp_lightning.commands.timing import seconds_per_example
 from dp_lightning.errors import ConfigurationError
 from dp_lightning.postprocess.matrix import is_matrix
-from dp_lightning.private_run.trainer_checks import check_order, check_settings
 
 
 def basis_of(arguments: Sequence[str], *, measure: bool) -> Basis:
@@ -24,16 +23,10 @@ def basis_of(arguments: Sequence[str], *, measure: bool) -> Basis:
         DpLightningError: as ``dpl fit`` would, for wrong settings; if nothing is private, or nothing can be timed.
     """
     settings = Composer()(arguments)
-    cli = prepare(settings)
-    check_settings(cli.trainer, cli.model)
-    check_order(cli.trainer, cli.privacy)
+    cli, num_train = prepare_to_train(settings)
     privacy, trainer = cli.privacy, settings["trainer"]
     if privacy.noise_multiplier == 0:
         raise ConfigurationError("privacy.noise_multiplier is 0: the run adds no noise, so there is nothing to plan.")
-    if privacy.num_train is None:
-        raise ConfigurationError(
-            f"{type(cli.datamodule).__name__} does not state the number of training examples. Set privacy.num_train."
-        )
     shapes = {name: p.shape for name, p in cli.model.named_parameters() if p.requires_grad}
     groups = privacy.clip_plan.groups(shapes)
     bounds = dict(zip(groups, privacy.clip_plan.bounds(groups), strict=True))
@@ -51,7 +44,7 @@ def basis_of(arguments: Sequence[str], *, measure: bool) -> Basis:
             )
     return Basis(
         name=f"{type(cli.model).__name__}, {type(cast(Any, cli.datamodule)).__name__}",
-        num_train=privacy.num_train,
+        num_train=num_train,
         delta=privacy.delta,
         accountant=privacy.accountant,
         clip_plan=privacy.clip_plan,

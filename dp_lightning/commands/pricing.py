@@ -2,14 +2,13 @@
 
 import json
 from collections.abc import Mapping
-from typing import Any, cast
+from typing import Any
 
-from dp_lightning.commands.composition import prepare
+from dp_lightning.commands.composition import prepare_to_train
 from dp_lightning.commands.timing import seconds_per_example
 from dp_lightning.errors import DpLightningError
 from dp_lightning.privacy.plan import PrivacyPlan
 from dp_lightning.private_run.settings import PrivacySettings
-from dp_lightning.private_run.trainer_checks import check_order, check_settings
 
 # Runs that differ only in these are accepted or refused together.
 _NUMBERS = {
@@ -51,10 +50,7 @@ class Pricing:
     def _look_at(self, settings: Mapping[str, Any]) -> tuple[int, float | None] | DpLightningError:
         """N and the seconds per example, or the error with which ``dpl fit`` would refuse the run."""
         try:
-            cli = prepare(settings)
-            check_settings(cli.trainer, cli.model)
-            check_order(cli.trainer, cli.privacy)
-            num_train = cast(int, cli.privacy.num_train)
+            _, num_train = prepare_to_train(settings)
         except DpLightningError as error:
             return error
         shared = {name: settings["privacy"].get(name) for name in _TIMED}

@@ -229,6 +229,7 @@ def test_what_cannot_be_planned_is_refused_by_name(capsys, options, named):
         ),
         ("--trainer.max_epochs 0", "trainer.max_epochs and trainer.max_steps leave no step to take"),
         ("--trainer.gradient_clip_val 1.0", "trainer.gradient_clip_val"),
+        ('--privacy.frozen_until {"net.*":0.5}', "privacy.frozen_until: no trained parameter's name matches 'net.*'"),
         ("--batch-size 1438", "--batch-size has 1438; choose from 1 to the number of training examples, 1437"),
     ],
 )

@@ -416,12 +416,20 @@ def test_what_is_no_setting_of_a_run_is_refused(tmp_path, capsys, override, mess
     assert message in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("override", ["accumulate_grad_batches=4", "gradient_clip_val=1.0", "overfit_batches=1"])
+@pytest.mark.parametrize(
+    "override",
+    [
+        "trainer.accumulate_grad_batches=4",
+        "trainer.gradient_clip_val=1.0",
+        "trainer.overfit_batches=1",
+        "privacy.frozen_until={'net.*': 0.5}",
+    ],
+)
 def test_what_fit_refuses_has_no_price(tmp_path, capsys, override):
     grid = grid_file(tmp_path, seeds=[42, 43], methods=["DP-SGD"])
-    main(["sweep", str(grid), "--dry-run", "--override", f"trainer.{override}"])
+    main(["sweep", str(grid), "--dry-run", "--override", override])
     said = capsys.readouterr().out
-    assert said.count(f"no price: trainer.{override.partition('=')[0]}") == 4
+    assert said.count(f"no price: {override.partition('=')[0]}") == 4
     assert "epsilon 3" not in said
 
 
