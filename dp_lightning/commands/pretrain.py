@@ -51,7 +51,7 @@ def pretrain(options: argparse.Namespace, of_fit: list[str]) -> None:
     from dp_lightning.commands.composition import Composer, prepare
     from dp_lightning.lightning_modules.classifiers import OWN_NETWORKS
     from dp_lightning.models.pretraining import Pretraining, Recipe, random_images
-    from dp_lightning.privacy.exported import RANDOM_IMAGES, RECIPE, TENSORS, recipe_of
+    from dp_lightning.privacy.exported import RANDOM_IMAGES, RECIPE, SOURCE, TENSORS, recipe_of
     from dp_lightning.privacy.weights import digest_of
 
     settings = Composer()(of_fit)
@@ -105,7 +105,7 @@ def pretrain(options: argparse.Namespace, of_fit: list[str]) -> None:
     _run(training, say, keep)
     with replacing(options.out) as file:
         weights = training.weights()
-        said = {RECIPE: recipe.to_json(), "source": RANDOM_IMAGES, TENSORS: digest_of(weights)}
+        said = {RECIPE: recipe.to_json(), SOURCE: RANDOM_IMAGES, TENSORS: digest_of(weights)}
         file.write(save(weights, said))
     unfinished.unlink(missing_ok=True)
     print(f"{options.out}: {RANDOM_IMAGES} (recipe {recipe.digest[:16]}).")

@@ -14,7 +14,9 @@ FACTS = "facts"
 RECIPE = "recipe"
 #: Where it has the digest of those weights.
 TENSORS = "tensors"
-#: What such weights come from, in words.
+#: Where it has what those weights come from, in words.
+SOURCE = "source"
+#: These words.
 RANDOM_IMAGES = "images from random processes: no private data, no photographs"
 
 
@@ -40,13 +42,13 @@ def statement_of(file: str | Path) -> PrivacyStatement | None:
 
 
 def recipe_of(file: str | Path) -> str | None:
-    """The SHA-256 of the recipe in a safetensors file; None where it has none.
+    """The SHA-256 of the recipe in a safetensors file; None where it has none, or names another source of its weights.
 
     Raises:
         DataError: where it is no such file, or its tensors are not those that the recipe has made.
     """
     said = metadata_of(file)
-    if (recipe := said.get(RECIPE)) is None:
+    if (recipe := said.get(RECIPE)) is None or said.get(SOURCE) != RANDOM_IMAGES:
         return None
     if said.get(TENSORS) != _digest(file):
         raise DataError(f"{file} has other tensors than those that its recipe has made. Run dpl pretrain anew.")

@@ -63,6 +63,7 @@ class Training:
         reproducible: whether its noise follows from a seed that is written down.
         faults: what keeps it from release, in words; they may become more.
         look: reads what a GPU has found out.
+        before: what has trained the weights before it, in words; known once it has begun.
     """
 
     run: str
@@ -71,6 +72,7 @@ class Training:
     reproducible: bool
     faults: Collection[str]
     look: Callable[[], None] = lambda: None
+    before: Collection[str] = ()
 
     @property
     def runs(self) -> dict[str, tuple[Run, ...]]:
@@ -283,6 +285,9 @@ def origin_of(
     if not other_data:
         ledger.count_earlier(runs)
     origin.words += [f"run {name}: {count_of(steps)} private steps{declared}" for name, steps in runs.items()]
+    counted = {f"run {name}" for name in (run, *runs)}
+    behind = [word for training in trainings if training.run != run for word in training.before]
+    origin.words += dict.fromkeys(word for word in behind if word.partition(":")[0] not in counted)
     if ordinary:
         text = f"steps without privacy on {', '.join(ordinary[:3])}{' and others' if len(ordinary) > 3 else ''}"
         origin.words.append(text + (declared if other_data else ""))
@@ -313,7 +318,14 @@ def training_behind(file: str) -> Training | None:
         raise DataError(f"{file} has a privacy statement that cannot be read ({error}). Export it anew.") from error
     if claims is None:
         return None
-    return Training(claims.run, claims.ledger, claims.unit_of_privacy, claims.reproducible, claims.faults)
+    return Training(
+        claims.run,
+        claims.ledger,
+        claims.unit_of_privacy,
+        claims.reproducible,
+        claims.faults,
+        before=claims.earlier_training,
+    )
 
 
 def _require_same_unit(training: Training, unit: str) -> None:

@@ -172,7 +172,8 @@ class PrivateStep:
         #: What a GPU finds out between two releases, which is read once, before the second.
         self.later = Later(partial(_note_error, self.faults))
         reproducible = seed is not None
-        self._training = Training(self.run, self.ledger, self.unit, reproducible, self.faults, self.later.look)
+        before: list[str] = []
+        self._training = Training(self.run, self.ledger, self.unit, reproducible, self.faults, self.later.look, before)
         self.parameters = trained_parameters(module)
         self.phases = Phases(frozen_until, self.parameters, plan.num_steps)
         self._weights = TrainedWeights(self.parameters, self._training, self.later)
@@ -180,6 +181,7 @@ class PrivateStep:
         # It counts in the ledger what has trained the weights, after all that may refuse the run.
         self.origin = origin or origin_of(module, self.ledger, run=self.run, unit=self.unit, other_data=False)
         self.faults.update(self.origin.faults)
+        before += self.origin.words
         self.noise = GaussianNoise(seed=seed)
         self.seed, self.randomness = seed, TrainingRandomness(seed, rank=self.ranks.rank)
         self._max_examples = max_physical_batch_size // (augmult * (images_per_group or 1))

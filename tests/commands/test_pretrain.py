@@ -18,6 +18,7 @@ from dp_lightning.commands import pretrain
 from dp_lightning.errors import ConfigurationError
 from dp_lightning.lightning_modules import ResNetModule, SmallCNNModule, WideResNetModule
 from dp_lightning.models.pretraining import Pretraining
+from dp_lightning.privacy.exported import recipe_of
 
 SMALL = [
     "--config",
@@ -184,6 +185,16 @@ def test_a_file_of_another_network_is_refused(tmp_path):
         SmallCNNModule(4, weights=str(path))
     with pytest.raises(ConfigurationError, match="is not a file"):
         SmallCNNModule(4, weights=str(tmp_path / "none.pt"))
+
+
+@pytest.mark.parametrize("source", [None, "photographs"])
+def test_a_file_is_not_quoted_with_what_it_does_not_say(tmp_path, source):
+    file = tmp_path / "w.safetensors"
+    run(file)
+    with safe_open(file, framework="pt") as opened:
+        said = {**opened.metadata(), "source": source}
+    save_file(load_file(file), file, {name: words for name, words in said.items() if words is not None})
+    assert recipe_of(file) is None
 
 
 def test_other_tensors_do_not_pass_under_the_recipe_of_a_file(tmp_path, capsys):

@@ -215,6 +215,26 @@ def test_weights_of_an_export_bring_their_steps(tmp_path):
             fit(tmp_path / "5", fresh)
 
 
+def test_what_is_behind_weights_is_said_however_many_runs_lie_between(tmp_path):
+    module, file = Plain(), str(tmp_path / "model.safetensors")
+    module.weights_file = "foreign.pth"
+    first = fit(tmp_path / "1", module)[1]
+    unknown = "weights of foreign.pth: it is unknown on what they were trained"
+    assert first.earlier_training == (unknown,)
+    second = fit(tmp_path / "2", Plain(copy.deepcopy(module.net)))[1]
+    counted = f"run {first.run}: 9 private steps, which count here"
+    assert second.earlier_training == (counted, unknown)
+    tensors = {"w": torch.ones(3)}
+    save_file(tensors, file, metadata={STATEMENT: json.dumps(replace(second, weights=digest_of(tensors)).saved())})
+    fresh = Plain()
+    fresh.weights_file = file
+    third = fit(tmp_path / "3", fresh)[1]
+    assert third.earlier_training == (counted, f"run {second.run}: 9 private steps, which count here", unknown)
+    declared = fit(tmp_path / "4", Plain(fresh.net), privacy(earlier_training="other_data"))[1].earlier_training
+    assert unknown in declared
+    assert not any(word.endswith("which count here") for word in declared)
+
+
 def test_features_of_a_network_that_was_trained_privately_bring_its_steps(tmp_path):
     first = fit(tmp_path / "1", Plain())[1]
     file, tensors = str(tmp_path / "model.safetensors"), {"w": torch.ones(3)}
