@@ -13,7 +13,7 @@ from dp_lightning.commands.training import TrainingCLI, command_line
 from dp_lightning.errors import ConfigurationError
 from dp_lightning.models.pretrained import without_weights
 from dp_lightning.privacy.examples import trained_parameters
-from dp_lightning.privacy.phases import Phases
+from dp_lightning.privacy.phases import shares_of
 from dp_lightning.private_run.trainer_checks import check_order, check_settings
 
 _NUMBER = re.compile(r"(0|[1-9][0-9]*)(\.[0-9]+)?")
@@ -159,7 +159,7 @@ def prepare_to_train(settings: Mapping[str, Any]) -> tuple[TrainingCLI, int]:
     """The same for a run that is priced or planned, and N, the number of its training examples.
 
     Raises:
-        DpLightningError: also for what ``dpl fit`` refuses when it starts, as far as no image is needed to see it.
+        DpLightningError: also for what ``dpl fit`` refuses when it starts, but for what depends on images or on T.
     """
     cli = prepare(settings)
     check_settings(cli.trainer, cli.model)
@@ -169,7 +169,5 @@ def prepare_to_train(settings: Mapping[str, Any]) -> tuple[TrainingCLI, int]:
         raise ConfigurationError(
             f"{type(cli.datamodule).__name__} does not state the number of training examples. Set privacy.num_train."
         )
-    if cli.privacy.frozen_until:
-        steps = cli.privacy.shape_for(cli.trainer, num_train).num_steps
-        Phases(cli.privacy.frozen_until, trained_parameters(cli.model), steps)
+    shares_of(cli.privacy.frozen_until or {}, trained_parameters(cli.model))
     return cli, num_train

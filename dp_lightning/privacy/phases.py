@@ -6,7 +6,7 @@ model with fewer parameters, and the ledger counts it as any other.
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
 
@@ -29,36 +29,20 @@ class Phases:
         num_steps: T of the plan.
 
     Raises:
-        ConfigurationError: a share is not between 0 and 1, a pattern matches nothing, or nothing is trained at first.
+        ConfigurationError: a share is less than one step, or as `shares_of`.
     """
 
     def __init__(
         self, frozen_until: Mapping[str, float], parameters: Mapping[str, nn.Parameter], num_steps: int
     ) -> None:
         self._parameters = parameters
-        self._first: dict[str, int] = {}
+        shares = shares_of(frozen_until, parameters)
         for pattern, share in frozen_until.items():
-            if not isinstance(share, int | float) or not 0 < share < 1:
-                raise ConfigurationError(
-                    f"privacy.frozen_until has {share} for {pattern!r}; it is a share of the planned steps, above 0 "
-                    "and below 1."
-                )
-            matching = [name for name in parameters if fnmatchcase(name, pattern)]
-            if not matching:
-                raise ConfigurationError(
-                    f"privacy.frozen_until: no trained parameter's name matches {pattern!r}; the first ones are "
-                    f"{', '.join(list(parameters)[:8])}"
-                )
             if share * num_steps < 1:
                 raise ConfigurationError(
                     f"privacy.frozen_until has {share} for {pattern!r}, which is less than one of {num_steps} steps."
                 )
-            for name in matching:
-                self._first[name] = max(self._first.get(name, 0), math.floor(share * num_steps))
-        if parameters and all(self._first.get(name, 0) > 0 for name in parameters):
-            raise ConfigurationError(
-                "privacy.frozen_until freezes every trained parameter at first. Leave one out, such as the last layer."
-            )
+        self._first = {name: math.floor(share * num_steps) for name, share in shares.items()}
 
     def frozen(self, step: int) -> set[str]:
         """The names of the parameters that are frozen in a step, counted from 0."""
@@ -102,3 +86,31 @@ class Phases:
             f"{count} of {len(self._parameters)} frozen before step {first + 1}"
             for first, count in sorted(by_step.items())
         )
+
+
+def shares_of(frozen_until: Mapping[str, float], names: Collection[str]) -> dict[str, float]:
+    """The share of the planned steps for which each parameter stays frozen, by name, without those that never do.
+
+    Raises:
+        ConfigurationError: a share is not between 0 and 1, a pattern matches nothing, or nothing is trained at first.
+    """
+    found: dict[str, float] = {}
+    for pattern, share in frozen_until.items():
+        if not isinstance(share, int | float) or not 0 < share < 1:
+            raise ConfigurationError(
+                f"privacy.frozen_until has {share} for {pattern!r}; it is a share of the planned steps, above 0 and "
+                "below 1."
+            )
+        matching = [name for name in names if fnmatchcase(name, pattern)]
+        if not matching:
+            raise ConfigurationError(
+                f"privacy.frozen_until: no trained parameter's name matches {pattern!r}; the first ones are "
+                f"{', '.join(list(names)[:8])}"
+            )
+        for name in matching:
+            found[name] = max(found.get(name, 0.0), share)
+    if names and len(found) == len(names):
+        raise ConfigurationError(
+            "privacy.frozen_until freezes every trained parameter at first. Leave one out, such as the last layer."
+        )
+    return found
