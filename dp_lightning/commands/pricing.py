@@ -1,6 +1,7 @@
 """What a run costs, before it starts: epsilon, noise, steps, and an estimate of its time on this machine."""
 
 import json
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -34,10 +35,7 @@ class Pricing:
         Raises:
             DpLightningError: as ``dpl fit`` would, for wrong settings or data.
         """
-        rest = {key: value for key, value in settings.items() if key != "seed_everything"}
-        for group, names in _NUMBERS.items():
-            rest[group] = {name: value for name, value in settings[group].items() if name not in names}
-        key = _key(rest)
+        key = _key(_without_numbers(settings))
         if key not in self._known:
             self._known[key] = self._look_at(settings)
         known = self._known[key]
@@ -59,6 +57,19 @@ class Pricing:
         if key not in self._seconds_per_example:
             self._seconds_per_example[key] = seconds_per_example(settings)
         return num_train, self._seconds_per_example[key]
+
+
+def _without_numbers(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings that decide whether a run is refused."""
+    rest = {key: value for key, value in settings.items() if key != "seed_everything"}
+    for group, names in _NUMBERS.items():
+        rest[group] = {name: value for name, value in settings[group].items() if name not in names}
+    optimizer = rest.get("optimizer") or {}
+    rate = (optimizer.get("init_args") or {}).get("lr")
+    # Those of PyTorch refuse negative rates alone.
+    if str(optimizer.get("class_path")).startswith("torch.optim.") and isinstance(rate, float) and 0 < rate < math.inf:
+        rest["optimizer"] = {**optimizer, "init_args": {**optimizer["init_args"], "lr": 1.0}}
+    return rest
 
 
 def _key(settings: Mapping[str, Any]) -> str:

@@ -168,6 +168,8 @@ class Patches(Factors):
         total = x.new_zeros(len(x) // views, views, height, width, views, height, width)
         for (i, downs), (j, acrosses) in product(down.items(), across.items()):
             part = x[:, :, i :: conv.stride[0], j :: conv.stride[1]]
+            if 0 in part.shape[2:]:  # fewer positions than the stride: zeros alone are met
+                continue
             flat = part.movedim(1, -1).reshape(len(total), -1, part.shape[1])
             gram = (flat @ flat.mT).view(-1, views, *part.shape[2:], views, *part.shape[2:])
             # Zeros around the image are zeros around its Gram matrix, in both positions.
