@@ -29,6 +29,8 @@ from dp_lightning.privacy.accounting import (
 # Relative width of the interval in which calibration places the noise multiplier.
 TOLERANCE = 1e-4
 _LARGEST_NOISE_MULTIPLIER = 1e6
+# Of a target: where so much is spent, the noise of further steps is a hundred times as large as usual, or more.
+_NEARLY_ALL = 0.99
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,7 +137,7 @@ class RunShape:
         Raises:
             ConfigurationError: a value is outside its range, or no noise multiplier below 1e6 reaches the
                 target.
-            BudgetError: the steps taken leave no step, or have spent the target.
+            BudgetError: the steps taken leave no step, or have spent 99 % of the target.
         """
         check_accountant(accountant)
         _check_target(target_epsilon)
@@ -165,11 +167,11 @@ class RunShape:
 
     def _require_affordable(self, runs: Sequence[Run], target_epsilon: float, accountant: str) -> None:
         spent = compose(runs, delta=self.delta, accountant=accountant)
-        if spent >= target_epsilon:
+        if spent >= _NEARLY_ALL * target_epsilon:
+            nothing = "no further step can be taken" if spent >= target_epsilon else "what is left would be all noise"
             raise BudgetError(
                 f"The {sum(count for _, _, count in runs)} steps taken have spent epsilon {spent:.4g} by "
-                f"{accountant.upper()}, and target_epsilon is {target_epsilon:g}: no further step can be taken. Raise "
-                "the target."
+                f"{accountant.upper()}, and target_epsilon is {target_epsilon:g}: {nothing}. Raise the target."
             )
 
 

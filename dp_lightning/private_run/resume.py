@@ -307,11 +307,13 @@ def plan_of_fit(settings: PrivacySettings, shape: RunShape, history: RunHistory)
         plan = earlier
     else:
         plan = settings.make_plan(shape, taken=ledger.runs, earlier=tuple(ledger.earlier_steps))
-        if earlier is not None and plan.noise_multiplier > 2 * earlier.noise_multiplier > 0:
+        usual = settings.make_plan(shape) if earlier is None and ledger.earlier_steps else earlier
+        if usual is not None and plan.noise_multiplier > 2 * usual.noise_multiplier > 0:
             rank_zero_warn(
                 f"To meet privacy.target_epsilon {settings.target_epsilon} the steps that are left need a noise "
-                f"multiplier of {plan.noise_multiplier:.4g}, after {earlier.noise_multiplier:.4g} so far. They "
-                "will teach the model little: raise the target, or stop here."
+                f"multiplier of {plan.noise_multiplier:.4g}, and {usual.noise_multiplier:.4g} "
+                f"{'without the steps behind the weights' if earlier is None else 'so far'}. They will teach the model "
+                "little: raise the target, or stop here."
             )
     return plan, plan == earlier
 
