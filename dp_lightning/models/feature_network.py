@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dp_lightning.errors import ConfigurationError
+from dp_lightning.errors import ConfigurationError, ModelError
 from dp_lightning.models.pretrained import timm_model
 from dp_lightning.models.pretrained_input import PretrainedInput
 from dp_lightning.models.scattering_features import ScatteringFeatures
@@ -157,7 +157,10 @@ def _scattering(weights: str | None, settings: dict[str, Any], images: _Images) 
             f"The backbone scattering has no setting {', '.join(others)}. Its backbone_kwargs are scales, angles and "
             "mirror."
         )
-    network = ScatteringFeatures(images.channels, **settings)
+    try:
+        network = ScatteringFeatures(images.channels, **settings)
+    except ModelError as error:
+        raise ConfigurationError(f"backbone_kwargs: {error}.") from error
     size = None if images.size is None else (images.size, images.size)
     prepare = PretrainedInput(size=size, data_mean=images.mean, data_std=images.std, mean=(0.0,), std=(1.0,))
     # Maps are a hundred times larger than vectors, and their numbers lie around 0 and 1.

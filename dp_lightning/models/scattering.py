@@ -55,7 +55,12 @@ class Scattering(nn.Module):
         return 1 + j * angles + j * (j - 1) // 2 * angles**2
 
     def size(self, pixels: int) -> int:
-        """Height or width of the coefficients of an image."""
+        """Height or width of the coefficients of an image.
+
+        Raises:
+            ModelError: the image is smaller than an edge that is reflected.
+        """
+        _edges(pixels, self.scales)
         return -(-pixels // 2**self.scales)
 
     def forward(self, images: Tensor) -> Tensor:
@@ -97,14 +102,10 @@ class _Bank:
 
     @classmethod
     def of(cls, height: int, width: int, scales: int, angles: int, device: torch.device) -> "_Bank":
-        margin = 2**scales
-        m, n = (-(-pixels // margin) * margin + 2 * margin for pixels in (height, width))
-        pads = margin, n - width - margin, margin, m - height - margin
-        if max(pads[:2]) >= width or max(pads[2:]) >= height:
-            raise ModelError(
-                f"Images of {height} x {width} pixels are too small for scattering with {scales} scales: it reflects "
-                f"{max(pads)} pixels at the edges. Lower scales, or set a larger input_size."
-            )
+        top, bottom = _edges(height, scales)
+        left, right = _edges(width, scales)
+        pads = left, right, top, bottom
+        m, n = height + top + bottom, width + left + right
         wavelets = {}
         for j in range(scales):
             spectra = torch.stack([torch.fft.fft2(morlet(m, n, j, k, angles)).real for k in range(angles)])
@@ -189,6 +190,22 @@ def _averages(size: int, r: int, scales: int) -> Tensor:
     places = torch.arange(len(filters))
     circular = filters[(places[:, None] - places) % len(filters)]
     return circular[:: 2 ** (scales - r)][1:-1]
+
+
+def _edges(pixels: int, scales: int) -> tuple[int, int]:
+    """Pixels that are reflected before and after an image's rows or columns.
+
+    Raises:
+        ModelError: the image has fewer.
+    """
+    margin = 2**scales
+    before, after = margin, -(-pixels // margin) * margin + margin - pixels
+    if max(before, after) >= pixels:
+        raise ModelError(
+            f"Images of {pixels} pixels are too small for scattering with {scales} scales: it reflects "
+            f"{max(before, after)} pixels at the edges. Lower scales, or set a larger input_size."
+        )
+    return before, after
 
 
 def _parts(spectra: Tensor, step: int) -> Tensor:

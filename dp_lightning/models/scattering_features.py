@@ -5,6 +5,8 @@ what all images share uses up the length of a feature without telling any two ap
 taken from `random_images`, so nothing is estimated from the data, nor from other photographs.
 """
 
+import functools
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -17,6 +19,8 @@ _SEED = 0
 _IMAGES = 500  # of each kind
 # Relative to the largest variance: directions with less would be raised by more than tenfold, and carry noise.
 _FLOOR = 0.01
+# Random images of 256 pixels and 2,500 maps take about 3 GB while they are whitened.
+_SCALES, _MAPS = 5, 2500
 
 
 class ScatteringFeatures(nn.Module):
@@ -37,24 +41,39 @@ class ScatteringFeatures(nn.Module):
             chest from the front.
 
     Raises:
-        ModelError: there is no scale or no angle, or ``mirror`` is neither true nor false.
+        ModelError: there is no scale or no angle, or more than can be whitened, or ``mirror`` is neither true nor
+            false.
     """
 
     mean: Tensor
     whitening: Tensor
-    _mirrored: Tensor
+    _mirrored: Tensor | None
 
     def __init__(self, channels: int, *, scales: int = 2, angles: int = 8, mirror: bool = False) -> None:
         super().__init__()
         if not isinstance(mirror, bool):
             raise ModelError(f"mirror of scattering must be true or false, not {mirror!r}")
-        self.channels, self.mirror = channels, mirror
+        self.channels = channels
         self.scattering = Scattering(scales=scales, angles=angles)
-        mirrored = [c * self.paths + path for c in range(channels) for path in _mirrored_paths(scales, angles)]
-        self.register_buffer("_mirrored", torch.tensor(mirrored), persistent=False)
-        mean, whitening = self._of_random_images()
+        self._require_countable()
+        places = _mirrored_places(channels, scales, angles) if mirror else None
+        self.register_buffer("_mirrored", places, persistent=False)
+        if torch.get_default_device().type == "meta":  # it is built for its shapes
+            count = self.channels * self.paths
+            mean, whitening = torch.empty(count), torch.empty(count, count)
+        else:
+            mean, whitening = (known.clone() for known in _of_random_images(channels, scales, angles, mirror))
         self.register_buffer("mean", mean)
         self.register_buffer("whitening", whitening)
+
+    def _require_countable(self) -> None:
+        if self.scattering.scales > _SCALES:
+            raise ModelError(f"scales of scattering are at most {_SCALES}, not {self.scattering.scales}")
+        if (count := self.channels * self.paths) > _MAPS:
+            raise ModelError(
+                f"scattering with scales {self.scattering.scales} and angles {self.scattering.angles} makes {count:,} "
+                f"maps of an image; at most {_MAPS:,} are whitened. Lower scales or angles"
+            )
 
     @property
     def paths(self) -> int:
@@ -66,42 +85,43 @@ class ScatteringFeatures(nn.Module):
         return self.scattering.size(pixels)
 
     def forward(self, images: Tensor) -> Tensor:
-        maps = self._normalized(images)
+        maps = _normalized(self.scattering, self._mirrored, images)
         whitened = self.whitening @ (maps.flatten(2) - self.mean[:, None])
         return whitened.view_as(maps)
 
-    def _normalized(self, images: Tensor) -> Tensor:
-        maps = self.scattering(images)
-        if self.mirror:
-            maps = (maps + maps.index_select(1, self._mirrored).flip(-1)) / 2
-        return F.group_norm(maps, self.paths)
 
-    def _of_random_images(self) -> tuple[Tensor, Tensor]:
-        """The mean (C K,) of the maps, and the square root of their inverse covariance (C K, C K)."""
-        if torch.get_default_device().type == "meta":  # it is built for its shapes
-            count = self.channels * self.paths
-            return torch.empty(count), torch.empty(count, count)
-        generator = torch.Generator().manual_seed(_SEED)
-        size = 8 * 2**self.scattering.scales  # eight places each way
-        kinds = [
-            make(_IMAGES, channels=self.channels, size=size, generator=generator) for make in (dead_leaves, spectra)
-        ]
-        maps = self._normalized(torch.cat(kinds)).transpose(0, 1).flatten(1)
-        mean = maps.mean(dim=1)
-        centred = (maps - mean[:, None]).double()
-        variances, directions = torch.linalg.eigh(centred @ centred.T / centred.shape[1])
-        scale = (variances.clamp(min=0) / variances[-1] + _FLOOR).rsqrt()
-        return mean, ((directions * scale) @ directions.T).float()
+def _normalized(scattering: Scattering, mirrored: Tensor | None, images: Tensor) -> Tensor:
+    """The maps (N, C K, h, w) before they are whitened, averaged with those at ``mirrored`` if it is given."""
+    maps = scattering(images)
+    if mirrored is not None:
+        maps = (maps + maps.index_select(1, mirrored).flip(-1)) / 2
+    return F.group_norm(maps, scattering.paths)
 
 
-def _mirrored_paths(scales: int, angles: int) -> list[int]:
-    """For each path of `Scattering`, in its order, the one that the mirror image has in its place."""
+@functools.lru_cache(maxsize=4)
+def _of_random_images(channels: int, scales: int, angles: int, mirror: bool) -> tuple[Tensor, Tensor]:
+    """The mean (C K,) of the maps, and the square root of their inverse covariance (C K, C K)."""
+    generator = torch.Generator().manual_seed(_SEED)
+    size = 8 * 2**scales  # eight places each way
+    kinds = [make(_IMAGES, channels=channels, size=size, generator=generator) for make in (dead_leaves, spectra)]
+    scattering = Scattering(scales=scales, angles=angles)
+    mirrored = _mirrored_places(channels, scales, angles) if mirror else None
+    maps = _normalized(scattering, mirrored, torch.cat(kinds)).transpose(0, 1).flatten(1)
+    mean = maps.mean(dim=1)
+    centred = (maps - mean[:, None]).double()
+    variances, directions = torch.linalg.eigh(centred @ centred.T / centred.shape[1])
+    scale = (variances.clamp(min=0) / variances[-1] + _FLOOR).rsqrt()
+    return mean, ((directions * scale) @ directions.T).float()
+
+
+def _mirrored_places(channels: int, scales: int, angles: int) -> Tensor:
+    """For each map in its order, the one that the mirror image has in its place."""
     turned = [-angle % angles for angle in range(angles)]
-    found = [0]
+    paths = [0]
     for scale in range(scales):
-        start = len(found)
-        found += [start + angle for angle in turned]
+        start = len(paths)
+        paths += [start + angle for angle in turned]
         for _ in range(scale + 1, scales):
-            start = len(found)
-            found += [start + second * angles + first for second in turned for first in turned]
-    return found
+            start = len(paths)
+            paths += [start + second * angles + first for second in turned for first in turned]
+    return torch.tensor([channel * len(paths) + path for channel in range(channels) for path in paths])

@@ -13,7 +13,7 @@ from PIL import Image
 from dp_lightning.cli import main
 from dp_lightning.datamodules import CIFAR10, CachedFeatures, Digits, ImageFolder, NpzImages, features
 from dp_lightning.datamodules.file_source import FileSource
-from dp_lightning.errors import ConfigurationError, DataError, ModelError
+from dp_lightning.errors import ConfigurationError, DataError
 from dp_lightning.lightning_modules import LinearProbeModule
 from dp_lightning.models import pretrained
 from dp_lightning.models.scattering_features import ScatteringFeatures
@@ -273,7 +273,7 @@ def test_settings_of_other_networks_are_refused_for_scattering(tmp_path, weights
         CachedFeatures(arrays(tmp_path), "scattering", weights=weights)
     with pytest.raises(ConfigurationError, match=r"no setting img_size.*scales, angles and mirror"):
         CachedFeatures(arrays(tmp_path), "scattering", backbone_kwargs={"img_size": 32})
-    with pytest.raises(ModelError, match="scales of scattering must be a whole number"):
+    with pytest.raises(ConfigurationError, match="backbone_kwargs: scales of scattering must be a whole number"):
         CachedFeatures(arrays(tmp_path), "scattering", backbone_kwargs={"scales": 0})
 
 

@@ -112,5 +112,5 @@ def test_what_makes_no_wavelet_is_refused(settings):
 
 
 def test_an_image_smaller_than_its_reflected_edges_is_refused():
-    with pytest.raises(ModelError, match=r"4 x 32 pixels are too small .* Lower scales"):
+    with pytest.raises(ModelError, match=r"of 4 pixels are too small .* Lower scales"):
         Scattering()(torch.rand(1, 3, 4, 32))

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from dp_lightning.errors import ModelError
 from dp_lightning.models.random_images import dead_leaves, spectra
 from dp_lightning.models.scattering import Scattering
-from dp_lightning.models.scattering_features import ScatteringFeatures
+from dp_lightning.models.scattering_features import ScatteringFeatures, _normalized, _of_random_images
 
 
 def random_images(seed, n=200, channels=3, size=32):
@@ -56,7 +56,26 @@ def test_a_mirror_that_is_neither_true_nor_false_is_refused(mirror):
         ScatteringFeatures(3, mirror=mirror)
 
 
+def test_a_change_of_one_network_leaves_the_next_one_alone(features):
+    before = features.whitening.clone()
+    ScatteringFeatures(3, angles=4).whitening.zero_()
+    assert torch.equal(ScatteringFeatures(3, angles=4).whitening, before)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"scales": 6}, "scales of scattering are at most 5, not 6"),
+        ({"angles": 1000}, "angles 1000 makes 3,006,003 maps of an image; at most 2,500"),
+    ],
+)
+def test_more_than_can_be_whitened_is_refused_before_it_is_computed(settings, message):
+    with pytest.raises(ModelError, match=message):
+        ScatteringFeatures(3, **settings)
+
+
 def test_the_same_are_made_again(features):
+    _of_random_images.cache_clear()
     again = ScatteringFeatures(3, angles=4)
     assert torch.equal(again.whitening, features.whitening)
     assert torch.equal(again.mean, features.mean)
@@ -87,7 +106,7 @@ def test_mirrored_features_are_averages_over_both_directions(mirrored):
     order += [after_second + k for k in turned]
     averaged = (plain + other[:, :, order].flatten(1, 2)) / 2
     expected = F.group_norm(averaged, mirrored.paths)
-    torch.testing.assert_close(mirrored._normalized(images), expected)
+    torch.testing.assert_close(_normalized(mirrored.scattering, mirrored._mirrored, images), expected)
 
 
 @pytest.mark.parametrize("make", [dead_leaves, spectra])
