@@ -37,15 +37,20 @@ def require_regular(path: Path) -> None:
 
 
 @contextmanager
-def replacing(path: Path) -> Iterator[BinaryIO]:
+def replacing(path: Path, *, private: bool = False) -> Iterator[BinaryIO]:
     """Write ``path`` under a temporary name in its folder; it is renamed when it is complete and on disk.
 
     If writing fails, the file that was there stays.
+
+    Args:
+        private: only the user can read and write it, whatever the umask.
     """
     unfinished = path.with_name(f".{path.name}.part")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with unfinished.open("wb") as file:
+            if private:
+                os.fchmod(file.fileno(), 0o600)
             yield file
             file.flush()
             os.fsync(file.fileno())

@@ -6,21 +6,25 @@ set is not read; only its image size, channels and normalisation are used.
 """
 
 import argparse
+import re
 import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from dp_lightning.atomic_files import replacing, require_writable
 from dp_lightning.commands.known_settings import require_known
 from dp_lightning.commands.named_configs import with_paths
 from dp_lightning.errors import ConfigurationError, DataError
+from dp_lightning.own_files import why_not_own
 
 if TYPE_CHECKING:
-    from dp_lightning.models.pretraining import Pretraining
+    import torch
+
+    from dp_lightning.models.pretraining import Pretraining, Recipe
 
 _PROCESSES = ("dead_leaves", "spectra", "random_networks")
 _SAY_EVERY, _SAVE_EVERY = 30.0, 300.0  # seconds
@@ -46,12 +50,19 @@ def pretrain(options: argparse.Namespace, of_fit: list[str]) -> None:
     """
     # Imported here to keep --help fast.
     import torch
-    from safetensors.torch import save
 
     from dp_lightning.commands.composition import Composer, prepare
     from dp_lightning.lightning_modules.classifiers import OWN_NETWORKS
     from dp_lightning.models.pretraining import Pretraining, Recipe, random_images
-    from dp_lightning.privacy.exported import RANDOM_IMAGES, RECIPE, SOURCE, TENSORS, recipe_of
+    from dp_lightning.privacy.exported import (
+        RANDOM_IMAGES,
+        RECIPE,
+        SOURCE,
+        TENSORS,
+        metadata_of,
+        recipe_of,
+        with_metadata,
+    )
     from dp_lightning.privacy.weights import digest_of
 
     settings = Composer()(of_fit)
@@ -83,33 +94,61 @@ def pretrain(options: argparse.Namespace, of_fit: list[str]) -> None:
     )
     if options.out.exists():
         if recipe_of(options.out) != recipe.digest:
-            raise ConfigurationError(f"{options.out} is there already, of another recipe. Give another --out.")
+            _refuse_other(options.out, recipe, metadata_of(options.out).get(RECIPE), "Give")
         print(f"{options.out} is finished.")
         return
-    device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    device = _device(options.device)
+    unfinished = options.out.with_name(f"{options.out.name}.unfinished")
+    state = _read(unfinished) if unfinished.exists() else None
+    if state is not None and state.get("recipe") != recipe.to_json():
+        _refuse_other(unfinished, recipe, state.get("recipe"), "Remove it, or give")
     say = _Said()
     images = random_images(recipe, lambda count: say(f"{count:,} of {recipe.images:,} random images"))
     training = Pretraining(cli.model.model.train(), recipe, images, device)
-    unfinished = options.out.with_name(f"{options.out.name}.unfinished")
-    if unfinished.exists():
-        state = _read(unfinished)
-        if state["digest"] != recipe.digest:
-            raise ConfigurationError(f"{unfinished} is of another recipe. Remove it, or give another --out.")
-        training.load_state_dict(state)
+    if state is not None:
+        try:
+            training.load_state_dict(state)
+        except DataError as error:
+            raise DataError(f"{unfinished} is damaged ({error}). Remove it to begin again.") from error
         print(f"Going on after step {training.steps:,}.", flush=True)
 
     def keep() -> None:
-        with replacing(unfinished) as file:
+        with replacing(unfinished, private=True) as file:
             torch.save(training.state_dict(), file)
 
     _run(training, say, keep)
+    weights = training.weights()
     with replacing(options.out) as file:
-        weights = training.weights()
         said = {RECIPE: recipe.to_json(), SOURCE: RANDOM_IMAGES, TENSORS: digest_of(weights)}
-        file.write(save(weights, said))
+        file.write(with_metadata(weights, said))
     unfinished.unlink(missing_ok=True)
     print(f"{options.out}: {RANDOM_IMAGES} (recipe {recipe.digest[:16]}).")
     print(f"A private run starts from it with --model.init_args.weights {options.out}.")
+
+
+def _refuse_other(path: Path, recipe: "Recipe", found: object, fix: str) -> NoReturn:
+    """Say in what a file that is there differs.
+
+    Raises:
+        ConfigurationError: always.
+    """
+    try:
+        how = f": {recipe.differences(str(found))}"
+    except ValueError:  # none that can be read
+        how = ""
+    raise ConfigurationError(f"{path} is of another recipe{how}. {fix} another --out.")
+
+
+def _device(asked: str | None) -> "torch.device":
+    import torch
+
+    with_gpu = torch.cuda.is_available()
+    name = asked or ("cuda" if with_gpu else "cpu")
+    if re.fullmatch(r"cpu|cuda(:\d+)?", name) is None:
+        raise ConfigurationError(f"--device is {name}; choose cpu or cuda.")
+    if name != "cpu" and int(name.partition(":")[2] or 0) >= torch.cuda.device_count():
+        raise ConfigurationError(f"--device is {name}, and torch finds {torch.cuda.device_count()} GPUs. Set cpu.")
+    return torch.device(name)
 
 
 def _run(training: "Pretraining", say: "_Said", keep: Callable[[], None]) -> None:
@@ -122,14 +161,29 @@ def _run(training: "Pretraining", say: "_Said", keep: Callable[[], None]) -> Non
             now = time.monotonic()
             if say.is_due(now) or training.steps == total:
                 left = (now - start) / (training.steps - first) * (total - training.steps)
+                _require_finite(loss, training)
                 say(f"step {training.steps:,} of {total:,}, loss {loss.item():.3f}, {left / 60:.0f} min left", now)
             if now - kept > _SAVE_EVERY:
+                _require_finite(loss, training)
                 keep()
                 kept = now
         if training.steps < total:
             keep()
             print(f"Stopped after step {training.steps:,}. The same command goes on from there.", flush=True)
             sys.exit(128 + signals[0])
+
+
+def _require_finite(loss: "torch.Tensor", training: "Pretraining") -> None:
+    """Refuse weights that are lost.
+
+    Raises:
+        ConfigurationError: the loss is no finite number.
+    """
+    if not loss.isfinite():
+        raise ConfigurationError(
+            f"The loss is {loss.item()} at step {training.steps:,}: --learning-rate {training.recipe.learning_rate:g} "
+            "is too high. Lower it."
+        )
 
 
 @contextmanager
@@ -162,11 +216,15 @@ class _Said:
             self._last = time.monotonic()
 
 
-def _read(path: Path) -> dict[str, object]:
+def _read(path: Path) -> dict[str, Any]:
+    """The state in a file of the user's own; it decides what the weights come from."""
     import torch
 
+    if (fault := why_not_own(path, others=0o022)) is not None:
+        raise DataError(f"{path} {fault}, who may have changed the weights in it. Remove it to begin again.")
     try:
-        found: dict[str, object] = torch.load(path, weights_only=True, map_location="cpu")
+        found: dict[str, Any] = torch.load(path, weights_only=True, map_location="cpu")
+        found.keys()
     except Exception as error:
         raise DataError(f"{path} cannot be read ({type(error).__name__}). Remove it to begin again.") from error
     return found

@@ -34,6 +34,7 @@ from dp_lightning.errors import DataError
 from dp_lightning.foreign_text import read_text
 from dp_lightning.models.feature_network import FeatureNetwork, has_weights
 from dp_lightning.models.pretrained import without_weights
+from dp_lightning.own_files import why_not_own
 from dp_lightning.privacy.groups import Group
 
 # Images per file: what an interruption can lose, and what is held in memory while features are computed.
@@ -240,7 +241,7 @@ class CachedFeatures(lightning.LightningDataModule):
         found = hashlib.sha256(b"".join(parts)).hexdigest()
         path = self.folder / f"{split}.json"
         if not path.is_file():
-            with replacing(path) as file:
+            with replacing(path, private=True) as file:
                 file.write(json.dumps({"images": found}).encode())
             return
         _require_own(path, stat.S_ISREG, 0o022)
@@ -267,7 +268,7 @@ class CachedFeatures(lightning.LightningDataModule):
             features = torch.empty(len(rows), *self._shape, dtype=network.stored_as)
             for place, (images, _) in zip(features.split(self.batch_size), batches, strict=True):
                 place.copy_(_features(network, images.to(device)))
-            with replacing(path) as file:
+            with replacing(path, private=True) as file:
                 piece = {"features": features, "labels": dataset.labels[rows.start : rows.stop]}
                 torch.save({**piece, "digest": _digest(piece)}, file)
             rank_zero_info(f"Features of {rows.stop} of {len(dataset)} {split} images are in {self.folder}.")
@@ -313,17 +314,11 @@ def _are_finite(features: Tensor) -> bool:
 
 def _require_own(path: Path, is_kind: Callable[[int], bool], others: int) -> None:
     """Refuse a path of another kind or owner, or one with any of the permission bits ``others``."""
-    facts = path.lstat()
-    if not is_kind(facts.st_mode) or facts.st_uid != os.geteuid():
+    if (fault := why_not_own(path, is_kind=is_kind, others=others)) is not None:
         raise DataError(
-            f"{path} is a link, or belongs to another user: anyone who can write features decides what is trained on. "
-            "Set data.init_args.cache to a folder of your own."
-        )
-    if facts.st_mode & others:
-        raise DataError(
-            f"{path} is open to other users (mode {stat.S_IMODE(facts.st_mode):o}). Features are as private as the "
-            f"images, and anyone who can write them decides what is trained on. Change its mode to "
-            f"{'700' if others == 0o077 else '600'} with chmod, or set data.init_args.cache to another folder."
+            f"{path} {fault}. Features are as private as the images, and anyone who can write them decides what is "
+            f"trained on. Change its mode to {'700' if others == 0o077 else '600'} with chmod if it is your own, or "
+            "set data.init_args.cache to another folder."
         )
 
 

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dp_lightning.errors import ConfigurationError, ModelError
+from dp_lightning.errors import ConfigurationError, DataError, ModelError
 from dp_lightning.models.alignment import alignment, uniformity, view
 from dp_lightning.models.pretrained import last_layer
 from dp_lightning.models.random_images import PROCESSES
@@ -69,8 +69,8 @@ class Recipe:
                 raise ConfigurationError(f"--{name} is {getattr(self, name)}; it must be at least 1.")
         if self.batch_size < 2:
             raise ConfigurationError(f"--batch-size is {self.batch_size}; images of a step are compared, so 2 or more.")
-        if not self.learning_rate > 0:
-            raise ConfigurationError(f"--learning-rate is {self.learning_rate}; it must be above 0.")
+        if not 0 < self.learning_rate < math.inf:
+            raise ConfigurationError(f"--learning-rate is {self.learning_rate}; it must be a finite number above 0.")
         if self.view_size is not None and not 4 <= self.view_size <= self.size:
             raise ConfigurationError(
                 f"--view-size is {self.view_size}; it must be from 4 to the {self.size} pixels of the images."
@@ -88,6 +88,15 @@ class Recipe:
     def digest(self) -> str:
         """SHA-256 of `to_json`."""
         return hashlib.sha256(self.to_json().encode()).hexdigest()
+
+    def differences(self, other: str) -> str:
+        """The settings in which a recipe in JSON is another one, with their values there and here."""
+        there, here = json.loads(other), json.loads(self.to_json())
+        return ", ".join(
+            f"{name} {there.get(name)} there and {value} here"
+            for name, value in here.items()
+            if there.get(name) != value
+        )
 
 
 def random_images(recipe: Recipe, made: Callable[[int], None] = lambda count: None) -> Tensor:
@@ -185,7 +194,7 @@ class Pretraining:
     def state_dict(self) -> dict[str, Any]:
         """What the next step needs."""
         return {
-            "digest": self.recipe.digest,
+            "recipe": self.recipe.to_json(),
             "steps": self.steps,
             "network": self.network.state_dict(),
             "head": self.head.state_dict(),
@@ -193,11 +202,21 @@ class Pretraining:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from ``state_dict``."""
-        self.steps = state["steps"]
-        self.network.load_state_dict(state["network"])
-        self.head.load_state_dict(state["head"])
-        self._optimizer.load_state_dict(state["optimizer"])
+        """Continue from ``state_dict``.
+
+        Raises:
+            DataError: it has not been taken of a training of this recipe.
+        """
+        try:
+            steps = state["steps"]
+            self.network.load_state_dict(state["network"])
+            self.head.load_state_dict(state["head"])
+            self._optimizer.load_state_dict(state["optimizer"])
+        except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+            raise DataError(f"{type(error).__name__}: {str(error).splitlines()[0]}") from error
+        if type(steps) is not int or not 0 <= steps <= self.recipe.steps:
+            raise DataError(f"it is after step {steps} of {self.recipe.steps:,}")
+        self.steps = steps
 
     def weights(self) -> dict[str, Tensor]:
         """Those of the network, on the CPU, its untrained last layer left out; a `Whitening` is fitted."""

@@ -79,29 +79,14 @@ def test_a_training_that_is_stopped_goes_on_to_the_same_weights(tmp_path, monkey
     assert "Stopped after step 3. The same command goes on from there." in capsys.readouterr().out
     run(part)
     assert steps == [0, 1, 2, 3, 4, 5]
-    assert load_file(whole).keys() == load_file(part).keys()
-    for name, value in load_file(whole).items():
-        assert torch.equal(load_file(part)[name], value)
+    assert whole.read_bytes() == part.read_bytes()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["part.safetensors", "whole.safetensors"]
     run(part)  # finished
     assert len(steps) == 6
 
 
 def test_it_keeps_what_is_done_every_few_minutes(tmp_path, monkeypatch):
-    monkeypatch.setattr(pretrain, "_SAVE_EVERY", 0.0)
-    step = Pretraining.step
-
-    def dies(training):
-        if training.steps == 4:
-            raise RuntimeError("power failure")
-        return step(training)
-
-    with monkeypatch.context() as broken:
-        broken.setattr(Pretraining, "step", dies)
-        with pytest.raises(RuntimeError, match="power failure"):
-            run(tmp_path / "w.safetensors")
-    state = torch.load(tmp_path / "w.safetensors.unfinished", weights_only=True)
-    assert state["steps"] == 4
+    assert unfinished(tmp_path, monkeypatch)[1]["steps"] == 4
 
 
 @pytest.mark.parametrize(
@@ -111,6 +96,11 @@ def test_it_keeps_what_is_done_every_few_minutes(tmp_path, monkeypatch):
         (["--images", "0"], "--images is 0"),
         (["--batch-size", "1"], "--batch-size is 1"),
         (["--learning-rate", "0"], "--learning-rate is 0"),
+        (["--learning-rate", "inf"], "--learning-rate is inf; it must be a finite number above 0"),
+        (["--learning-rate", "1e30", "--steps", "4"], "The loss is nan at step 4: --learning-rate 1e.30 is too high"),
+        (["--device", "tpu"], "--device is tpu; choose cpu or cuda"),
+        (["--device", "meta"], "--device is meta; choose cpu or cuda"),
+        (["--device", "cuda:99"], r"--device is cuda:99, and torch finds \d+ GPUs"),
         (["--view-size", "9"], "--view-size is 9; it must be from 4 to the 8 pixels of the images"),
         (["--view-size", "4"], "SmallCNN cannot take views of 4 pixels: .* Leave --view-size out"),
         (["--precision", "fp8"], "--precision is fp8; choose from 32, bf16"),
@@ -137,7 +127,7 @@ def test_another_recipe_does_not_go_on_with_a_file(tmp_path, monkeypatch, capsys
     run(file)
     with pytest.raises(SystemExit):
         run(file, "--seed", "1")
-    assert "of another recipe. Give another --out" in capsys.readouterr().err
+    assert "of another recipe: seed 0 there and 1 here. Give another --out" in capsys.readouterr().err
     monkeypatch.setattr(pretrain, "_SAVE_EVERY", 0.0)
     file.rename(tmp_path / "done.safetensors")
     (tmp_path / "w.safetensors.unfinished").write_bytes(b"half a file")
@@ -149,6 +139,53 @@ def test_another_recipe_does_not_go_on_with_a_file(tmp_path, monkeypatch, capsys
         run(file)
     assert "w.safetensors cannot be read as safetensors" in capsys.readouterr().err
     assert file.read_bytes() == b"something else"
+
+
+def unfinished(folder, monkeypatch):
+    """A file of a training that was stopped after its fourth step, and its state."""
+    monkeypatch.setattr(pretrain, "_SAVE_EVERY", 0.0)
+    step = Pretraining.step
+    with monkeypatch.context() as broken:
+        broken.setattr(Pretraining, "step", lambda training: step(training) if training.steps < 4 else 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            run(folder / "w.safetensors")
+    path = folder / "w.safetensors.unfinished"
+    return path, torch.load(path, weights_only=True)
+
+
+CHANGES = {
+    "no parts": (lambda state: {"recipe": state["recipe"]}, "is damaged (KeyError: 'steps'). Remove it"),
+    "no mapping": (lambda state: [state], "cannot be read (AttributeError)"),
+    "more steps than the recipe's": (lambda state: {**state, "steps": 99}, "is damaged (it is after step 99 of 6)"),
+    "another network": (lambda state: {**state, "network": {}}, "is damaged (RuntimeError: Error(s) in loading"),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_state_that_is_none_of_the_recipe_is_refused(tmp_path, monkeypatch, capsys, change):
+    path, state = unfinished(tmp_path, monkeypatch)
+    assert path.stat().st_mode & 0o777 == 0o600
+    changed, words = CHANGES[change]
+    torch.save(changed(state), path)
+    with pytest.raises(SystemExit):
+        run(tmp_path / "w.safetensors")
+    assert words in capsys.readouterr().err
+
+
+def test_a_state_that_others_can_write_is_refused(tmp_path, monkeypatch, capsys):
+    path, _ = unfinished(tmp_path, monkeypatch)
+    path.chmod(0o666)
+    with pytest.raises(SystemExit):
+        run(tmp_path / "w.safetensors")
+    assert "is open to other users (mode 666), who may have changed the weights" in capsys.readouterr().err
+
+
+def test_another_recipe_is_refused_before_images_are_made(tmp_path, monkeypatch, capsys):
+    unfinished(tmp_path, monkeypatch)
+    monkeypatch.setattr("dp_lightning.models.pretraining.random_images", lambda *_: pytest.fail("images are made"))
+    with pytest.raises(SystemExit):
+        run(tmp_path / "w.safetensors", "--learning-rate", "0.1")
+    assert "unfinished is of another recipe: learning_rate 0.002 there and 0.1 here" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -221,7 +258,8 @@ def test_a_checkpoint_needs_no_file_that_its_run_started_from(tmp_path, capsys):
     file.unlink()
     checkpoint = next(runs.rglob("*.ckpt"))
     main(["test", *config, "--trainer.max_steps", "2", "--ckpt_path", str(checkpoint)])
-    main(["fit", *config, "--trainer.max_steps", "3", "--ckpt_path", str(checkpoint)])
+    more = ["--trainer.max_steps", "3", "--privacy.target_epsilon", "4"]
+    main(["fit", *config, *more, "--ckpt_path", str(checkpoint)])
     statements = sorted(runs.rglob("privacy_statement.md"), key=lambda path: path.stat().st_mtime)
     assert "images from random processes" in statements[-1].read_text()
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import stat
 from pathlib import Path
 
 import numpy as np
@@ -401,6 +402,16 @@ def test_a_cache_of_another_user_is_refused(tmp_path, weights, name, monkeypatch
     monkeypatch.setattr(Path, "lstat", of_another)
     with pytest.raises(DataError, match=r"belongs to another user.*data.init_args.cache"):
         ready(arrays(tmp_path), tmp_path, weights)
+
+
+def test_a_cache_is_its_owners_whatever_the_umask(tmp_path, weights):
+    before = os.umask(0)
+    try:
+        path = ready(arrays(tmp_path), tmp_path, weights).folder
+    finally:
+        os.umask(before)
+    assert {stat.S_IMODE(file.stat().st_mode) for file in path.iterdir()} == {0o600}
+    ready(arrays(tmp_path), tmp_path, weights)
 
 
 @pytest.mark.parametrize(("name", "mode"), [(".", 0o770), (".", 0o755), ("train-00000000.pt", 0o622)])
