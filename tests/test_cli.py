@@ -499,6 +499,7 @@ def test_the_configuration_of_a_resumed_run_names_no_earlier_checkpoint(finished
     """With it, another command with this configuration would take the earlier weights, and a new fit would resume."""
     (checkpoint,) = (finished / "checkpoints").glob("*.ckpt")
     settings = ["--trainer.default_root_dir", str(tmp_path), "--trainer.max_epochs", "3"]
+    settings += ["--privacy.target_epsilon", "4"]
     main(["fit", "--config", str(finished / "config.yaml"), "--ckpt_path", str(checkpoint), *settings])
     (run,) = (tmp_path / "lightning_logs").iterdir()
     assert json.loads((run / "result.json").read_text())["num_steps"] == 38
@@ -599,7 +600,9 @@ def test_a_module_without_every_linked_setting_is_evaluated_from_its_checkpoint(
     accuracy = json.loads((tmp_path / "result.json").read_text())["test_accuracy_last"]
     checkpoint = next(tmp_path.rglob("*.ckpt"))
     settings = ["--config", str(tmp_path / "config.yaml"), "--trainer.default_root_dir", str(tmp_path / "test")]
-    main(["test", *settings, "--ckpt_path", str(checkpoint)])
+    other = ["--model.init_args.scale_norm", "true"]
+    with pytest.warns(UserWarning, match="scale_norm is True, and False in the checkpoint: .* which is taken"):
+        main(["test", *settings, "--ckpt_path", str(checkpoint), *other])
     shown = re.search(r"test/accuracy[^\d]+([\d.]+)", capsys.readouterr().out)
     assert float(shown[1]) == pytest.approx(accuracy)
 

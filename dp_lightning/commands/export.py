@@ -4,6 +4,7 @@ import argparse
 import hashlib
 import json
 import pydoc
+import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -81,7 +82,10 @@ def export(options: argparse.Namespace) -> list[Path]:
     if "safetensors" in formats:
         contents[EXPORTED] = _safetensors(tensors, facts, statement)
     contents["model.json"] = (json.dumps(facts, indent=2, default=str) + "\n").encode()
-    return _written(contents, statement, out)
+    written = _written(contents, statement, out)
+    if statement.release != "ok":
+        print(f"The exported network is {statement.release}", file=sys.stderr)
+    return written
 
 
 def _require_packages(formats: list[str]) -> None:
@@ -225,7 +229,7 @@ def _onnx_of(
     else:
         weights, images = options.feature_weights, {**features["network"], **features}
         before = FeatureNetwork.again(features["network"], weights=weights, setting="--feature-weights")
-        whole = nn.Sequential(before, module)
+        whole = nn.Sequential(before, module).eval()
     program = _onnx(whole, images.get("in_channels"), options.image_size or images.get("image_size"))
     return program, contract(
         program,

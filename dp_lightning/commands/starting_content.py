@@ -46,13 +46,15 @@ def content_for(
         chosen["val_fraction"] = _VAL_FRACTION
     if units - held_out < 2:
         raise DataError(f"There is {units} training example; a private run needs some hundreds at least.")
-    image_size = survey.readable[0].height
+    image_size, channels = survey.readable[0].height, survey.readable[0].channels
     if class_path == "ImageFolder":
         image_size = chosen["image_size"] = model.image_size(survey.median_side)
+        channels = 1 if survey.is_grey and not model.has_seen_colours else 3
+        if channels == 1:
+            chosen["in_channels"] = 1
     if isinstance(model, Network):
         chosen["augment"] = False
     facts = {"num_classes": len(survey.class_names), "image_size": image_size}
-    channels = 3 if class_path == "ImageFolder" else survey.readable[0].channels
     start = starting_point(
         units - held_out,
         model.num_parameters(in_channels=channels, **facts),
@@ -68,6 +70,8 @@ def from_scratch(content: Content, survey: Survey) -> Content:
     """The same run from scratch, to compare with."""
     model = Network.for_images(len(survey.readable))
     given = {
-        key: value for key, value in content.settings.items() if key not in ("image_size", "val_fraction", "augment")
+        key: value
+        for key, value in content.settings.items()
+        if key not in ("image_size", "in_channels", "val_fraction", "augment")
     }
     return content_for(survey, content.class_path, given, model, epsilon=content.epsilon, name=content.name)

@@ -54,7 +54,7 @@ class Content:
             "#",
             f"# What is released of the run makes public N, the number of training {self._unit} ({plan.num_train:,}),",
             "# the names of the classes, and the settings in this file. No noise protects those that follow from the",
-            f"# sizes of the images{persons}: set them yourself if they must not depend on the data.",
+            f"# sizes and colours of the images{persons}: set them yourself if they must not depend on the data.",
             "seed_everything: 42 # the first weights and the validation split; noise and sampling take secret keys",
         ]
 

@@ -35,6 +35,11 @@ class Features:
         """Whether the features need no pretrained network. They are maps, taken at the length 1."""
         return not has_weights(self.backbone)
 
+    @property
+    def has_seen_colours(self) -> bool:
+        """Whether it was trained on images in colour, as it then is given."""
+        return not self.scatters
+
     def image_size(self, median_side: int) -> int:
         """Height and width of the images that it is given, in pixels; a pretrained network resizes them itself."""
         if self.scatters:
@@ -71,6 +76,7 @@ class Network:
 
     class_path: str
     settings: dict[str, Any] = field(default_factory=dict)
+    has_seen_colours = False
 
     @classmethod
     def for_images(cls, count: int) -> "Network":

@@ -244,6 +244,9 @@ def _print_prices(grid: Grid, runs: Sequence[PlannedRun]) -> None:
     if later := _unknown(grid, len(runs)):
         print(f"\nThen the other seeds at the best {grid.tuned} of each place: {later} runs more.")
         total += later * statistics.fmean(times or [0.0])
+    if not times:
+        print("\nThe time of no run is known. Each epsilon covers one run alone.")
+        return
     without = f", without {untimed} runs whose time is unknown" if untimed else ""
     print(
         f"\nIn total about {shown_duration(total)} on one device like this one{without}. "

@@ -4,7 +4,7 @@ import os
 import re
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -138,6 +138,8 @@ class TrainingCLI(CommandLine):
         arguments = saved.arguments_of(kind)
         if kind in OWN_NETWORKS:  # the file may be gone, and the checkpoint has the weights
             arguments.pop("weights", None)
+        if model is not None and model.class_path == saved.class_path:
+            _warn_of_others(vars(model.init_args or Namespace()), arguments)
         model = {"class_path": saved.class_path, "dict_kwargs": arguments}
         with in_one_line(self.parser):
             self.config = self.parser.parse_object({command: {"model": model}}, self.config)
@@ -282,6 +284,16 @@ def refusals(what: str, settings: Namespace | None = None) -> Iterator[None]:
 
 def _is_of_files(data: Namespace) -> bool:
     return str(data.class_path).endswith(".ImageFiles")
+
+
+def _warn_of_others(given: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
+    """Say which settings of the model are not taken, since the checkpoint has others."""
+    for name, value in saved.items():
+        if name in given and given[name] != value:
+            rank_zero_warn(
+                f"model.init_args.{name} is {given[name]}, and {value} in the checkpoint: its weights need its own "
+                "value, which is taken."
+            )
 
 
 def _needs_a_checkpoint(data: Namespace) -> bool:

@@ -76,7 +76,7 @@ class CachedFeatures(lightning.LightningDataModule):
         weights: File with its weights; None downloads timm's. Scattering has none.
         cache: Folder of the features.
         input_size: Height and width that images are resized to; None uses the network's ``img_size`` if it is set, or
-            else its own size. Scattering takes images as they are.
+            else its own size, and with scattering that of the images.
         batch_size: Images per batch while features are computed.
         backbone_kwargs: Further arguments of the network; ``scales`` (2) and ``angles`` (8) of scattering.
 

@@ -95,6 +95,12 @@ class FileSource:
         return found.digest()
 
 
+def grey(image: Tensor) -> Tensor:
+    """Luma of uint8 (3, H, W) by ITU-R 601, rounded, so that grey stays unchanged: uint8 (1, H, W)."""
+    red, green, blue = image.to(torch.int32)
+    return ((299 * red + 587 * green + 114 * blue + 500) // 1000).to(torch.uint8).unsqueeze(0)
+
+
 def open_rgb(path: str) -> Tensor:
     """Decode one image file: uint8 (3, H, W).
 

@@ -23,7 +23,7 @@ from torchvision.transforms import v2
 from dp_lightning.datamodules.augmentation import CropAndFlip, RandomResizedCrop
 from dp_lightning.datamodules.base import LARGEST_SIDE, ImageDataModule, Split, checked_labels, require_whole
 from dp_lightning.datamodules.dataset import Transform
-from dp_lightning.datamodules.file_source import IMAGE_EXTENSIONS, FileNames, FileSource
+from dp_lightning.datamodules.file_source import IMAGE_EXTENSIONS, FileNames, FileSource, grey
 from dp_lightning.datamodules.persons import GroupTable, PersonIds
 from dp_lightning.datamodules.reading_first import READ_FIRST_BELOW, require_readable
 from dp_lightning.errors import ConfigurationError, DataError
@@ -34,7 +34,7 @@ _NAMED = 3
 
 
 class ImageFolder(ImageDataModule):
-    """A tree of class folders. Images of any size and kind become RGB squares of ``image_size`` pixels.
+    """A tree of class folders. Images of any size and kind become squares of ``image_size`` pixels, in RGB or grey.
 
     The shorter side is resized to ``image_size`` and the centre is cropped. ``root/val`` is the validation set and
     ``root/test`` the test set; if there is only ``root/val``, it is the test set. Classes are the names of the folders
@@ -45,6 +45,8 @@ class ImageFolder(ImageDataModule):
     Args:
         root: Folder that holds ``train`` and ``val`` or ``test``.
         image_size: Height and width of an image as the network receives it, in pixels.
+        in_channels: 3 for colour, 1 for grey. Images without colours need no more: scattering then has a third of the
+            features, so that the noise is less.
         flip: Mirror training images at random; set it to false if a mirrored image means something else.
         read_first: Decode every file first, and name all that cannot be read. Without it, such a file stops the run
             when it is drawn, and the run can resume only after the file is replaced: removing it would change the
@@ -61,13 +63,12 @@ class ImageFolder(ImageDataModule):
         ConfigurationError: The settings for persons contradict each other, or ``image_size`` is below 1.
     """
 
-    in_channels = 3
-
     def __init__(
         self,
         root: str,
         *,
         image_size: int = 64,
+        in_channels: int = 3,
         flip: bool = True,
         read_first: bool | None = None,
         group_folders: bool = False,
@@ -76,6 +77,8 @@ class ImageFolder(ImageDataModule):
         file_column: str = "file",
         **kwargs: Any,
     ) -> None:
+        require_channels(in_channels)
+        self.channels = in_channels
         super().__init__(**kwargs)
         require_whole("image_size", image_size, at_least=1, at_most=LARGEST_SIDE)
         self.root, self.size = Path(root), image_size
@@ -92,6 +95,10 @@ class ImageFolder(ImageDataModule):
             )
         self.group_folders = group_folders
         self.group_file, self.group_column, self.file_column = group_file, group_column, file_column
+
+    @property
+    def in_channels(self) -> int:
+        return self.channels
 
     @property
     def image_size(self) -> int:
@@ -158,7 +165,11 @@ class ImageFolder(ImageDataModule):
         return self._groups.get(split)
 
     def image_transform(self) -> Transform:
-        return v2.Compose([v2.Resize(self.resized_to), v2.CenterCrop(self.image_size)])
+        return v2.Compose([v2.Resize(self.resized_to), v2.CenterCrop(self.image_size), *self._last()])
+
+    def _last(self) -> list[Transform]:
+        """What is done to an image (3, H, W) that is resized and cropped."""
+        return [grey] if self.in_channels == 1 else []
 
     @cached_property
     def _groups(self) -> dict[Split, PersonIds]:
@@ -245,7 +256,7 @@ class ImageNet(ImageFolder):
         return folders
 
     def random_transform(self) -> Transform | None:
-        return RandomResizedCrop(self.image_size) if self.augment else None
+        return v2.Compose([RandomResizedCrop(self.image_size), *self._last()]) if self.augment else None
 
     def augmentation(self) -> Transform | None:
         return CropAndFlip(padding=0, flip=True) if self.augment and self.flip else None
@@ -253,6 +264,16 @@ class ImageNet(ImageFolder):
     @property
     def resized_to(self) -> int:
         return round(self.image_size * 256 / 224)
+
+
+def require_channels(in_channels: int) -> None:
+    """Refuse a number of channels that image files cannot be read with.
+
+    Raises:
+        ConfigurationError: naming the setting.
+    """
+    if in_channels not in (1, 3):
+        raise ConfigurationError(f"data.init_args.in_channels is {in_channels}; files give 1 or 3 channels.")
 
 
 def class_names(folder: Path) -> list[str]:

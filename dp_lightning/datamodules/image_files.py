@@ -12,8 +12,8 @@ from torch.utils.data import DataLoader, Dataset
 from torchvision.transforms import v2
 
 from dp_lightning.datamodules.dataset import Transform
-from dp_lightning.datamodules.file_source import IMAGE_EXTENSIONS, FileNames, decode
-from dp_lightning.datamodules.folder import require_folder, warn_of_left_out
+from dp_lightning.datamodules.file_source import IMAGE_EXTENSIONS, FileNames, decode, grey
+from dp_lightning.datamodules.folder import require_channels, require_folder, warn_of_left_out
 from dp_lightning.datamodules.pixels import PixelNormalization
 from dp_lightning.errors import ConfigurationError, DataError
 from dp_lightning.models.feature_network import FeatureNetwork
@@ -63,8 +63,8 @@ class ImageFiles(lightning.LightningDataModule):
         super().__init__()
         self.root = Path(root)
         given = {"image_size": image_size, "num_classes": num_classes, "in_channels": in_channels}
-        if in_channels not in (None, 1, 3):
-            raise ConfigurationError(f"data.init_args.in_channels is {in_channels}; files give 1 or 3 channels.")
+        if in_channels is not None:
+            require_channels(in_channels)
         missing = [name for name, value in {**given, "mean": mean, "std": std}.items() if value is None]
         if missing:
             raise ConfigurationError(
@@ -111,7 +111,7 @@ class ImageFiles(lightning.LightningDataModule):
         return DataLoader(
             _Files(
                 FileNames(map(str, self.paths)),
-                v2.Compose(steps if self.channels == 3 else [*steps, _grey]),
+                v2.Compose(steps if self.channels == 3 else [*steps, grey]),
                 PixelNormalization(self.mean, self.std),
                 torch.zeros(self.channels or 3, self._pixels, self._pixels),
             ),
@@ -147,9 +147,3 @@ class _Files(Dataset[tuple[Tensor, str | None]]):
 
 def _batch(items: Sequence[tuple[Tensor, str | None]]) -> tuple[Tensor, list[str | None]]:
     return torch.stack([image for image, _ in items]), [problem for _, problem in items]
-
-
-def _grey(image: Tensor) -> Tensor:
-    """Luma of uint8 (3, H, W) by ITU-R 601, rounded, so that grey stays unchanged: uint8 (1, H, W)."""
-    red, green, blue = image.to(torch.int32)
-    return ((299 * red + 587 * green + 114 * blue + 500) // 1000).to(torch.uint8).unsqueeze(0)

@@ -127,6 +127,11 @@ class Survey:
         return int(median(min(look.width, look.height) for look in self.readable))
 
     @property
+    def is_grey(self) -> bool:
+        """Whether no training image has colours."""
+        return all(look.channels < 3 for look in self.readable)
+
+    @property
     def kinds(self) -> dict[str, int]:
         """How many training images are grey, in colour and so on."""
         return dict(Counter(_CHANNELS[look.channels] for look in self.readable).most_common())

@@ -7,7 +7,7 @@ NFNets and vision transformers do not.
 import difflib
 import pickle
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
@@ -18,6 +18,7 @@ from urllib.request import getproxies
 from torch import Tensor, nn
 
 from dp_lightning.errors import ConfigurationError, ModelError
+from dp_lightning.models.whitening import Whitening
 
 _LOADS: ContextVar[bool] = ContextVar("loads", default=True)
 
@@ -105,8 +106,7 @@ def load_weights(network: nn.Module, path: str | None) -> None:
     try:
         network.load_state_dict(saved)
     except RuntimeError as error:
-        whitened = any(name.endswith(".matrix") for name in saved.keys() - own.keys())
-        hint = " Their features were whitened: set model.init_args.whitening to true." if whitened else ""
+        hint = _about_whitening(network, saved)
         raise ConfigurationError(
             f"weights {path} are not those of the network: {_difference(network, saved)}.{hint}"
         ) from error
@@ -129,6 +129,16 @@ def _no_weights(name: str, reason: str) -> str:
         f"the pretrained weights of {name!r} could not be loaded: {reason} Without a network, download them "
         f"elsewhere{_where(name)}, and set weights to their file. `dpl init --backbone scattering` needs none."
     )
+
+
+def _about_whitening(network: nn.Module, saved: Iterable[str]) -> str:
+    """What to set where only the network, or only the file, has a `Whitening`."""
+    here = any(isinstance(part, Whitening) for part in network.modules())
+    there = any(name.endswith(".matrix") for name in saved)
+    if here == there:
+        return ""
+    were, value = ("whitened", "true") if there else ("not whitened", "false")
+    return f" Their features were {were}: set model.init_args.whitening to {value}."
 
 
 def _host_is_unknown(name: str) -> bool:

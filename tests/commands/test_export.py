@@ -101,12 +101,13 @@ def test_both_files_hold_the_chosen_weights(trained, tmp_path, weights):
     assert any((average[name] - saved["state_dict"][name]).abs().max() > 1e-3 for name in average)
 
 
-def test_a_layer_on_scattering_coefficients_is_exported_with_them(tmp_path):
+def test_a_layer_on_scattering_coefficients_is_exported_with_them(tmp_path, capsys):
     images = ["--data", "CachedFeatures", "--data.images", "Digits", "--data.backbone", "scattering"]
     images += ["--data.backbone_kwargs", "{angles: 2}", "--data.cache", str(tmp_path / "cache")]
-    run = tmp_path / "run"
-    fit(run, *images, "--model", "LinearProbeModule", "--model.normalize", "unit", "--trainer.max_steps", "2")
+    run, short = tmp_path / "run", ["--trainer.max_steps", "2", "--privacy.reproducible", "true"]
+    fit(run, *images, "--model", "LinearProbeModule", "--model.normalize", "unit", *short)
     assert export("--ckpt-path", checkpoint_of(run), "--out", tmp_path / "out") == 0
+    assert "The exported network is not for release: " in capsys.readouterr().err
     module = LinearProbeModule(10, in_channels=9, image_size=2, normalize="unit")
     module.load_state_dict(torch.load(checkpoint_of(run), weights_only=True)["state_dict"])
     assert module.model[1].weight.abs().max() > 0

@@ -107,6 +107,25 @@ def test_a_run_on_scattering_coefficients_needs_no_network(photos, capsys):
     assert (statement()["num_train"], statement()["num_steps"]) == (60, 16)
 
 
+@pytest.mark.parametrize(
+    ("options", "channels"), [(["--from-scratch"], 1), (["--backbone", "scattering"], 1), ([], None)]
+)
+def test_images_without_colours_are_taken_in_grey_but_by_a_network_that_has_seen_colours(photos, options, channels):
+    for path in photos.rglob("*.png"):
+        with Image.open(path) as image:
+            image.convert("L").save(path)
+    main(["init", "photos", *options])
+    data = written()["data"]
+    images = data if options == ["--from-scratch"] else data["init_args"]["images"]
+    assert images["init_args"].get("in_channels") == channels
+    if options == ["--from-scratch"]:
+        main(["fit", "--config", "photos.yaml", *SHORT])
+        assert statement()["num_steps"] == 16
+    write_image(photos / "train" / "dark" / "colour.png")
+    main(["init", "photos", *options, "--force"])
+    assert "in_channels" not in Path("photos.yaml").read_text()
+
+
 def test_few_images_start_with_features_that_the_first_run_downloads(photos, capsys):
     main(["init", "photos"])
     data = written()["data"]
@@ -282,7 +301,10 @@ def test_settings_that_follow_from_the_images_are_said_to_be_unprotected(persons
     main(["init", "scans", "--from-scratch"])
     head = " ".join(line.strip("# ") for line in Path("scans.yaml").read_text().splitlines() if line.startswith("#"))
     counted = ", or from the number of images of a person" if persons else ""
-    assert f"No noise protects those that follow from the sizes of the images{counted}: set them yourself" in head
+    assert (
+        f"No noise protects those that follow from the sizes and colours of the images{counted}: set them yourself"
+        in head
+    )
 
 
 @pytest.mark.parametrize("inside", [True, False])

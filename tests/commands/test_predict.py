@@ -38,13 +38,17 @@ def images(tmp_path_factory):
     return tree(tmp_path_factory.mktemp("images"))
 
 
-@pytest.fixture(scope="module", params=["ImageFolder", "ImageNet"])
+GREY = ["--data.in_channels", "1", "--data.mean", "[0.5]", "--data.std", "[0.5]"]
+DATA = {"ImageFolder": ["ImageFolder"], "ImageFolder, grey": ["ImageFolder", *GREY], "ImageNet": ["ImageNet"]}
+
+
+@pytest.fixture(scope="module", params=DATA)
 def run(request, images, tmp_path_factory):
     """A run of a few steps with little noise."""
     folder = tmp_path_factory.mktemp("run")
     main(
         [
-            *("fit", "--model", "SmallCNNModule", "--data", request.param, "--data.root", str(images)),
+            *("fit", "--model", "SmallCNNModule", "--data", *DATA[request.param], "--data.root", str(images)),
             *("--data.image_size", "16", "--privacy.expected_batch_size", "9", "--privacy.noise_multiplier", "0.3"),
             *("--privacy.delta", "1e-3", "--privacy.accountant", "rdp", "--optimizer", "torch.optim.SGD"),
             *("--optimizer.lr", "2", *QUIET, "--trainer.max_steps", "10", "--trainer.default_root_dir", str(folder)),

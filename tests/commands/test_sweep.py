@@ -524,7 +524,7 @@ def test_a_module_whose_step_cannot_be_timed_still_has_an_epsilon(tmp_path, caps
     said = capsys.readouterr().out
     assert "epsilon 3.000, delta 0.0001" in said
     assert "11 steps, time unknown" in said
-    assert "without 1 runs whose time is unknown" in said
+    assert "The time of no run is known." in said
 
 
 def test_a_dry_run_prints_commands_and_prices_and_writes_nothing(tmp_path, capsys, monkeypatch):

@@ -86,6 +86,31 @@ def test_images_of_any_size_and_kind_become_rgb_squares(tmp_path):
         assert batch[0].shape == (6, 3, 16, 16)
 
 
+@pytest.mark.parametrize("kind", [ImageFolder, ImageNet])
+def test_images_become_grey_when_told_and_grey_ones_keep_their_pixels(tmp_path, kind):
+    pixels = np.random.default_rng(0).integers(0, 256, (2, 16, 16, 3), dtype=np.uint8)
+    write_tree(tmp_path, classes=("cat",), num=1)
+    Image.fromarray(pixels[0]).save(tmp_path / "val" / "cat" / "0.png")
+    Image.fromarray(pixels[1, :, :, 0]).save(tmp_path / "val" / "cat" / "1.png")
+    data = kind(str(tmp_path), image_size=14, in_channels=1, mean=(0.5,), std=(0.25,), augment=False)
+    data.setup()
+    assert data.in_channels == 1
+    resized = v2.Resize(data.resized_to)(torch.from_numpy(pixels).permute(0, 3, 1, 2))
+    red, green, blue = v2.CenterCrop(14)(resized)[0].double()
+    colour, grey = (image for image, _ in data.test_dataset)
+    expected = (0.299 * red + 0.587 * green + 0.114 * blue)[None] / 255
+    torch.testing.assert_close(colour.double(), (expected - 0.5) / 0.25, rtol=0, atol=4.1 / 255 / 2)
+    same = v2.CenterCrop(14)(resized)[1, :1].float() / 255
+    torch.testing.assert_close(grey, (same - 0.5) / 0.25)
+    views = kind(str(tmp_path), image_size=14, in_channels=1, mean=(0.5,), std=(0.25,)).train_dataset
+    assert views[0][0].shape == (1, 14, 14)
+
+
+def test_another_number_of_channels_is_refused(tmp_path):
+    with pytest.raises(ConfigurationError, match="in_channels is 2; files give 1 or 3"):
+        ImageFolder(str(tmp_path), in_channels=2)
+
+
 def test_pixels_and_labels_survive(tmp_path):
     write_image(tmp_path / "train" / "a" / "0.png", level=0)
     write_image(tmp_path / "train" / "b" / "0.png", level=255)

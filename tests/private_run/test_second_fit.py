@@ -12,15 +12,16 @@ TARGET = {"noise_multiplier": None, "target_epsilon": 5.0, "accountant": "rdp"}
 
 def test_a_longer_second_fit_is_planned_for_the_same_target(tmp_path):
     callback, module = privacy(**TARGET), Plain()
-    trainer(tmp_path / "1", callback, max_epochs=1).fit(module, loader())
+    with pytest.raises(RuntimeError, match="stopped"):
+        trainer(tmp_path / "1", callback, Stop(2), max_epochs=1).fit(module, loader())
     first = callback.plan
     trainer(tmp_path / "2", callback, max_epochs=3).fit(module, loader())
     assert callback.ledger.num_steps == 3 * first.num_steps
     assert callback.plan.noise_multiplier > first.noise_multiplier
     assert 4.9 < callback.private_run.budget.spent() <= 5.0
     assert callback.ledger.totals == {
-        (first.noise_multiplier, first.sample_rate): first.num_steps,
-        (callback.plan.noise_multiplier, first.sample_rate): 2 * first.num_steps,
+        (first.noise_multiplier, first.sample_rate): 2,
+        (callback.plan.noise_multiplier, first.sample_rate): 3 * first.num_steps - 2,
     }
 
 
