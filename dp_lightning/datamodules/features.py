@@ -15,6 +15,7 @@ import os
 import random
 import stat
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -22,12 +23,13 @@ from typing import Any
 import lightning
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from tqdm import tqdm
 
 from dp_lightning.atomic_files import replacing
-from dp_lightning.checksums import damage
 from dp_lightning.datamodules.base import ImageDataModule, Split, require_whole
 from dp_lightning.datamodules.dataset import ImageDataset
 from dp_lightning.errors import DataError
@@ -39,6 +41,8 @@ from dp_lightning.privacy.groups import Group
 
 # Images per file: what an interruption can lose, and what is held in memory while features are computed.
 _PER_FILE = 4096
+# What a file holds, and where its metadata has the digest.
+_PARTS, _DIGEST = ("features", "labels"), "digest"
 # Images that are compared with those of a cache before it is used.
 _COMPARED = 32
 # Images per cache file whose features are computed again before it is used, and how far the stored ones may differ from
@@ -231,7 +235,7 @@ class CachedFeatures(lightning.LightningDataModule):
 
     def _files(self, split: Split) -> list[Path]:
         count = len(self._datasets()[split])
-        return [self.folder / f"{split}-{start:08d}.pt" for start in range(0, count, _PER_FILE)]
+        return [self.folder / f"{split}-{start:08d}.safetensors" for start in range(0, count, _PER_FILE)]
 
     def _require_same_images(self, split: Split, dataset: ImageDataset) -> None:
         """Compare the labels and the source's digest of all images, and the pixels of a few."""
@@ -254,24 +258,29 @@ class CachedFeatures(lightning.LightningDataModule):
     def _compute(self, split: Split, dataset: ImageDataset) -> None:
         device = self.trainer.strategy.root_device if self.trainer is not None else torch.device("cpu")
         network = self._network.to(device)
-        for path in self._files(split):
-            start = int(path.stem.rpartition("-")[2])
-            rows = range(start, min(start + _PER_FILE, len(dataset)))
-            if os.path.lexists(path):
-                self._require_features(path, dataset, rows, network, device)
-                continue
-            loader = DataLoader(
-                torch.utils.data.Subset(dataset, rows), self.batch_size, num_workers=self.images.num_workers
-            )
-            # Where there is no terminal, only the line below is printed.
-            batches = tqdm(loader, desc=f"Features of the {split} images", unit="batch", disable=None)
-            features = torch.empty(len(rows), *self._shape, dtype=network.stored_as)
-            for place, (images, _) in zip(features.split(self.batch_size), batches, strict=True):
-                place.copy_(_features(network, images.to(device)))
-            with replacing(path, private=True) as file:
+        with ThreadPoolExecutor(max_workers=1) as writer:  # a file is written while the next one is computed
+            writing: Future[None] | None = None
+            for path in self._files(split):
+                start = int(path.stem.rpartition("-")[2])
+                rows = range(start, min(start + _PER_FILE, len(dataset)))
+                if os.path.lexists(path):
+                    self._require_features(path, dataset, rows, network, device)
+                    continue
+                loader = DataLoader(
+                    torch.utils.data.Subset(dataset, rows), self.batch_size, num_workers=self.images.num_workers
+                )
+                # Where there is no terminal, only a line for each file is printed.
+                batches = tqdm(loader, desc=f"Features of the {split} images", unit="batch", disable=None)
+                features = torch.empty(len(rows), *self._shape, dtype=network.stored_as)
+                for place, (images, _) in zip(features.split(self.batch_size), batches, strict=True):
+                    place.copy_(_features(network, images.to(device)))
                 piece = {"features": features, "labels": dataset.labels[rows.start : rows.stop]}
-                torch.save({**piece, "digest": _digest(piece)}, file)
-            rank_zero_info(f"Features of {rows.stop} of {len(dataset)} {split} images are in {self.folder}.")
+                if writing is not None:
+                    writing.result()
+                told = f"Features of {rows.stop} of {len(dataset)} {split} images are in {self.folder}."
+                writing = writer.submit(_write, path, piece, told)
+            if writing is not None:
+                writing.result()
         self._network = self._network.cpu()
 
     def _require_features(
@@ -299,9 +308,15 @@ def _features(network: nn.Module, images: Tensor) -> Tensor:
     return network(images).cpu()
 
 
+def _write(path: Path, piece: dict[str, Tensor], told: str) -> None:
+    with replacing(path, private=True) as file:
+        save_file(piece, file.name, {_DIGEST: _digest(piece)})
+    rank_zero_info(told)
+
+
 def _digest(piece: dict[str, Tensor]) -> str:
     found = hashlib.sha256()
-    for name in ("features", "labels"):
+    for name in _PARTS:
         numbers: Any = piece[name].contiguous().view(torch.uint8).numpy()  # without a copy
         found.update(numbers)
     return found.hexdigest()
@@ -324,16 +339,15 @@ def _require_own(path: Path, is_kind: Callable[[int], bool], others: int) -> Non
 
 def _read(path: Path, shape: tuple[int, ...]) -> dict[str, Tensor]:
     """Features (n, *shape) and labels int64 (n,)."""
-    reason = damage(path)
-    if reason is None:
-        try:
-            found: dict[str, Any] = torch.load(path, weights_only=True)
-            if found.pop("digest", None) != _digest(found):
-                reason = "its numbers have changed"
-            elif found["features"].shape != (len(found["labels"]), *shape) or not _are_finite(found["features"]):
-                reason = f"it does not hold {math.prod(shape)} finite numbers for each image"
-            else:
-                return found
-        except Exception as error:  # the file may contain anything
-            reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+    try:
+        with safe_open(path, framework="pt") as file:
+            digest, found = (file.metadata() or {}).get(_DIGEST), {name: file.get_tensor(name) for name in _PARTS}
+        if digest != _digest(found):
+            reason = "its numbers have changed"
+        elif found["features"].shape != (len(found["labels"]), *shape) or not _are_finite(found["features"]):
+            reason = f"it does not hold {math.prod(shape)} finite numbers for each image"
+        else:
+            return found
+    except Exception as error:  # the file may contain anything
+        reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
     raise DataError(f"{path} cannot be read ({reason}). Remove it, and it will be computed again.")

@@ -10,6 +10,7 @@ import pytest
 import timm
 import torch
 from PIL import Image
+from safetensors.torch import load_file, save_file
 
 from dp_lightning.cli import main
 from dp_lightning.datamodules import CIFAR10, CachedFeatures, Digits, ImageFolder, NpzImages, features
@@ -96,12 +97,12 @@ def test_features_are_computed_once(tmp_path, weights, few_per_file, monkeypatch
 
 def test_an_interruption_loses_one_file_at_most(tmp_path, weights, few_per_file, monkeypatch):
     whole = ready(arrays(tmp_path), tmp_path, weights)
-    files = sorted(whole.folder.glob("*.pt"))
+    files = sorted(whole.folder.glob("*.safetensors"))
     assert [file.name for file in files] == [
-        "test-00000000.pt",
-        "train-00000000.pt",
-        "train-00000016.pt",
-        "val-00000000.pt",
+        "test-00000000.safetensors",
+        "train-00000000.safetensors",
+        "train-00000016.safetensors",
+        "val-00000000.safetensors",
     ]
     kept = files[1].stat().st_mtime_ns
     files[2].unlink()
@@ -181,7 +182,7 @@ def test_what_changes_features_changes_their_folder(tmp_path, weights, change):
 @pytest.mark.parametrize("damage", ["cut", "nonsense", "flipped", "list"])
 def test_a_damaged_file_is_named(tmp_path, weights, damage):
     data = ready(arrays(tmp_path), tmp_path, weights)
-    path = data.folder / "train-00000000.pt"
+    path = data.folder / "train-00000000.safetensors"
     content = path.read_bytes()
     # A number of the features themselves.
     place = content.index(data._sets["train"].tensors[0][3].numpy().tobytes()) + 2
@@ -189,7 +190,7 @@ def test_a_damaged_file_is_named(tmp_path, weights, damage):
     path.write_bytes({"cut": content[:100], "nonsense": b"nonsense" * 50, "flipped": flipped, "list": b""}[damage])
     if damage == "list":
         torch.save([1, 2], path)
-    with pytest.raises(DataError, match=r"train-00000000.pt cannot be read.*Remove it"):
+    with pytest.raises(DataError, match=r"train-00000000.safetensors cannot be read.*Remove it"):
         ready(arrays(tmp_path), tmp_path, weights)
 
 
@@ -302,7 +303,7 @@ def test_a_private_probe_from_the_command_line(tmp_path, weights):
     # A random network's features tell digits apart far better than a guess.
     assert result["test_accuracy_last"] > 0.3
     assert result["epsilon"] <= 8
-    assert len(list(Path(tmp_path / "cache").rglob("train-*.pt"))) == 1
+    assert len(list(Path(tmp_path / "cache").rglob("train-*.safetensors"))) == 1
 
 
 @pytest.fixture
@@ -350,22 +351,20 @@ def test_weights_are_downloaded_after_the_files_of_the_images_were_read(tmp_path
 
 def changed(path, **changes):
     """The file with other content, and a digest that fits."""
-    piece = torch.load(path, weights_only=True)
-    piece |= changes
-    piece["digest"] = features._digest(piece)
-    torch.save(piece, path)
+    piece = {name: value.clone() for name, value in load_file(path).items()} | changes
+    save_file(piece, path, {"digest": features._digest(piece)})
 
 
 def test_a_file_of_zeros_with_a_digest_that_fits_is_refused(tmp_path, weights):
     data = ready(arrays(tmp_path), tmp_path, weights)
-    changed(data.folder / "train-00000000.pt", features=torch.zeros(30, 256))
-    with pytest.raises(DataError, match=r"train-00000000\.pt does not hold"):
+    changed(data.folder / "train-00000000.safetensors", features=torch.zeros(30, 256))
+    with pytest.raises(DataError, match=r"train-00000000\.safetensors does not hold"):
         ready(arrays(tmp_path), tmp_path, weights)
 
 
 def test_a_file_of_other_labels_or_sizes_is_refused(tmp_path, weights):
     data = ready(arrays(tmp_path), tmp_path, weights)
-    path = data.folder / "train-00000000.pt"
+    path = data.folder / "train-00000000.safetensors"
     changed(path, labels=torch.zeros(30, dtype=torch.int64))
     with pytest.raises(DataError, match="does not hold this network's features of these images"):
         ready(arrays(tmp_path), tmp_path, weights)
@@ -374,8 +373,8 @@ def test_a_file_of_other_labels_or_sizes_is_refused(tmp_path, weights):
 @pytest.mark.parametrize("number", [torch.inf, -torch.inf, torch.nan])
 def test_a_file_with_one_number_that_is_not_finite_is_refused(tmp_path, weights, number):
     data = ready(arrays(tmp_path), tmp_path, weights)
-    path = data.folder / "train-00000000.pt"
-    features = torch.load(path)["features"]
+    path = data.folder / "train-00000000.safetensors"
+    features = load_file(path)["features"].clone()
     features[7, 31] = number
     changed(path, features=features)
     with pytest.raises(DataError, match="does not hold 256 finite numbers for each image"):
@@ -384,13 +383,13 @@ def test_a_file_with_one_number_that_is_not_finite_is_refused(tmp_path, weights,
 
 def test_features_of_other_hardware_are_used(tmp_path, weights):
     data = ready(arrays(tmp_path), tmp_path, weights)
-    path = data.folder / "train-00000000.pt"
-    held = torch.load(path, weights_only=True)["features"]
+    path = data.folder / "train-00000000.safetensors"
+    held = load_file(path)["features"].clone()
     changed(path, features=held * (1 + 0.01 * torch.randn_like(held)))
     ready(arrays(tmp_path), tmp_path, weights)
 
 
-@pytest.mark.parametrize("name", [".", "train-00000000.pt", "train.json"])
+@pytest.mark.parametrize("name", [".", "train-00000000.safetensors", "train.json"])
 def test_a_cache_of_another_user_is_refused(tmp_path, weights, name, monkeypatch):
     path = ready(arrays(tmp_path), tmp_path, weights).folder / name
     lstat = Path.lstat
@@ -414,7 +413,7 @@ def test_a_cache_is_its_owners_whatever_the_umask(tmp_path, weights):
     ready(arrays(tmp_path), tmp_path, weights)
 
 
-@pytest.mark.parametrize(("name", "mode"), [(".", 0o770), (".", 0o755), ("train-00000000.pt", 0o622)])
+@pytest.mark.parametrize(("name", "mode"), [(".", 0o770), (".", 0o755), ("train-00000000.safetensors", 0o622)])
 def test_a_cache_that_others_can_open_is_refused(tmp_path, weights, name, mode):
     path = ready(arrays(tmp_path), tmp_path, weights).folder / name
     path.chmod(mode)
