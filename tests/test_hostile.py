@@ -10,6 +10,7 @@ from dp_lightning import foreign_text
 from dp_lightning.commands import foreign_modules
 from dp_lightning.datamodules import base, file_source
 from dp_lightning.experiments import grid
+from dp_lightning.models import scattering_features
 
 #: One of each way in which memory, time or code could be taken.
 FILES = (
@@ -89,6 +90,10 @@ def test_the_page_shows_the_bounds_and_the_command(fuzz):
         "formats of images": tuple(name.replace("WEBP", "WebP") for name in file_source._FORMATS),
         "pixels of an image file, from its header": (f"{file_source.MOST_PIXELS:,}",),
         "side of an image that a network is given": (f"{base.LARGEST_SIDE:,} pixels",),
+        "scattering coefficients of a configuration": (
+            f"{scattering_features._SCALES} scales",
+            f"{scattering_features._MAPS:,} maps of an image",
+        ),
         "runs of a grid": (f"{grid.MOST_RUNS:,}",),
     }
     for what, bound in bounds.items():
