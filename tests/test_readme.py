@@ -439,7 +439,7 @@ def test_a_prediction_is_shown_as_it_is_called(workplace):
 
 def test_a_survey_of_images_is_shown_as_it_is_called(workplace):
     for line in (line for line in DPL if line.startswith("dpl init")):
-        assert Path(init._parser().parse_args(shlex.split(line)[2:]).data).is_dir()
+        assert Path(init._parser().parse_args(shlex.split(line)[2:]).data).exists()
 
 
 def test_an_export_is_shown_as_it_is_called():

@@ -118,8 +118,8 @@ def _serve(listener, owner):
                 waiting.register(connection, selectors.EVENT_READ)
                 waiting.register(os.pidfd_open(process), selectors.EVENT_READ, connection)
             elif key.data is None:  # the executable was killed
-                waiting.unregister(key.fileobj)
-                if key.fileobj in processes:
+                if key.fileobj in processes:  # and its process has not ended in the same moment
+                    waiting.unregister(key.fileobj)
                     os.kill(processes[key.fileobj], signal.SIGKILL)
             else:
                 waiting.unregister(key.fileobj)

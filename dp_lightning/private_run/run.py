@@ -220,7 +220,6 @@ class PrivateRun:
         self._log_epsilon()
         if self._finishes:
             return
-        _require_finite(self.module)
         require_private_loader(self.trainer, self.step)
         require_same_data(reader, self._ranks, self.trainer.strategy.root_device)
         # Before anything runs on examples, so that nothing made from them counts as a constant.
@@ -399,21 +398,6 @@ class PrivateRun:
             )
         if self.written is not None and not by_users <= set(self.written.unprotected):
             self._write(replace(self.written, unprotected=tuple(sorted(unprotected.names))))
-
-
-def _require_finite(module: pl.LightningModule) -> None:
-    """Refuse weights from which no step leads to others.
-
-    Raises:
-        ModelError: naming them.
-    """
-    lost = [name for name, parameter in module.named_parameters() if not parameter.isfinite().all()]
-    if lost:
-        raise ModelError(
-            f"{lost[0]} is not finite before the first step"
-            + (f", as are {len(lost) - 1} other parameters" if lost[1:] else "")
-            + ". Start from others."
-        )
 
 
 def _require_no_others(optimizer: Optimizer, trained: Iterable[Tensor]) -> None:

@@ -13,6 +13,7 @@ from lightning.pytorch import callbacks as standard
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.strategies import SingleDeviceStrategy, Strategy
 from torch import Tensor, optim
+from torch.nn.parameter import is_lazy
 
 from dp_lightning.errors import ConfigurationError, ModelError
 from dp_lightning.lightning_internals import detects_anomalies, records_modules, start_method
@@ -41,7 +42,7 @@ def check_settings(trainer: pl.Trainer, module: pl.LightningModule) -> None:
 
     Raises:
         ConfigurationError: for a setting of the trainer.
-        ModelError: for a compiled module.
+        ModelError: for a compiled module, or weights from which no step leads to others.
     """
     check_folders(trainer)
     _check_trainer(trainer)
@@ -53,6 +54,7 @@ def check_settings(trainer: pl.Trainer, module: pl.LightningModule) -> None:
             "optimization with one optimizer."
         )
     _check_backward(trainer, module)
+    _check_weights(module)
 
 
 def check_order(trainer: pl.Trainer, privacy: pl.Callback) -> None:
@@ -70,6 +72,15 @@ def check_order(trainer: pl.Trainer, privacy: pl.Callback) -> None:
             f"{type(callback).__name__} stands before PrivacyCallback in trainer.callbacks and acts on gradients. Put "
             "PrivacyCallback first, so that every other callback sees the privatized gradient.",
         )
+
+
+def _check_weights(module: pl.LightningModule) -> None:
+    """Refuse weights that are not finite; those on a GPU are not waited for."""
+    there = ((name, parameter) for name, parameter in module.named_parameters() if not is_lazy(parameter))
+    lost = [name for name, parameter in there if parameter.device.type == "cpu" and not parameter.isfinite().all()]
+    if lost:
+        others = f", as are {len(lost) - 1} other parameters" if lost[1:] else ""
+        raise ModelError(f"{lost[0]} is not finite before the first step{others}. Start from other weights.")
 
 
 def check_folders(trainer: pl.Trainer) -> None:

@@ -175,7 +175,9 @@ def test_weights_that_are_not_finite_are_refused_before_a_step(tmp_path):
     module, callback = Plain(), privacy()
     with torch.no_grad():
         module.net[0].weight[0, 0] = math.nan
-    with pytest.raises(ModelError, match=r"net\.0\.weight is not finite before the first step. Start from others"):
+    with pytest.raises(
+        ModelError, match=r"net\.0\.weight is not finite before the first step. Start from other weights"
+    ):
         trainer(tmp_path, callback).fit(module, loader())
     assert callback.ledger.num_steps == 0
 
