@@ -17,6 +17,12 @@ import torch  # noqa: E402
 import warm_python as warm  # noqa: E402
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    """One more worker than cores: a fifth of the time tests wait for processes that they have started."""
+    return (os.cpu_count() or 1) + 1
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Put the slow tests first, so that no worker starts one when the others are done.
 
