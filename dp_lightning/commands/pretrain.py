@@ -134,7 +134,7 @@ def _refuse_other(path: Path, recipe: "Recipe", found: object, fix: str) -> NoRe
     """
     try:
         how = f": {recipe.differences(str(found))}"
-    except ValueError:  # none that can be read
+    except (ValueError, AttributeError):  # it is no mapping in JSON
         how = ""
     raise ConfigurationError(f"{path} is of another recipe{how}. {fix} another --out.")
 
@@ -142,8 +142,7 @@ def _refuse_other(path: Path, recipe: "Recipe", found: object, fix: str) -> NoRe
 def _device(asked: str | None) -> "torch.device":
     import torch
 
-    with_gpu = torch.cuda.is_available()
-    name = asked or ("cuda" if with_gpu else "cpu")
+    name = asked or ("cuda" if torch.cuda.is_available() else "cpu")
     if re.fullmatch(r"cpu|cuda(:\d+)?", name) is None:
         raise ConfigurationError(f"--device is {name}; choose cpu or cuda.")
     if name != "cpu" and int(name.partition(":")[2] or 0) >= torch.cuda.device_count():

@@ -76,6 +76,7 @@ class Network:
 
     class_path: str
     settings: dict[str, Any] = field(default_factory=dict)
+    #: It starts at random.
     has_seen_colours = False
 
     @classmethod

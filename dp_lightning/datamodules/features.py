@@ -26,7 +26,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Subset, TensorDataset
 from tqdm import tqdm
 
 from dp_lightning.atomic_files import replacing
@@ -266,14 +266,7 @@ class CachedFeatures(lightning.LightningDataModule):
                 if os.path.lexists(path):
                     self._require_features(path, dataset, rows, network, device)
                     continue
-                loader = DataLoader(
-                    torch.utils.data.Subset(dataset, rows), self.batch_size, num_workers=self.images.num_workers
-                )
-                # Where there is no terminal, only a line for each file is printed.
-                batches = tqdm(loader, desc=f"Features of the {split} images", unit="batch", disable=None)
-                features = torch.empty(len(rows), *self._shape, dtype=network.stored_as)
-                for place, (images, _) in zip(features.split(self.batch_size), batches, strict=True):
-                    place.copy_(_features(network, images.to(device)))
+                features = self._features_of(Subset(dataset, rows), network, f"Features of the {split} images")
                 piece = {"features": features, "labels": dataset.labels[rows.start : rows.stop]}
                 if writing is not None:
                     writing.result()
@@ -282,6 +275,15 @@ class CachedFeatures(lightning.LightningDataModule):
             if writing is not None:
                 writing.result()
         self._network = self._network.cpu()
+
+    def _features_of(self, images: Subset, network: FeatureNetwork, what: str) -> Tensor:
+        """Features (n, ...) of images (n), as they are kept; a bar on a terminal says ``what`` is computed."""
+        found = torch.empty(len(images), *self._shape, dtype=network.stored_as)
+        loader = DataLoader(images, self.batch_size, num_workers=self.images.num_workers)
+        batches = tqdm(loader, desc=what, unit="batch", disable=None)
+        for place, (batch, _) in zip(found.split(self.batch_size), batches, strict=True):
+            place.copy_(_features(network, batch.to(network.device)))
+        return found
 
     def _require_features(
         self, path: Path, dataset: ImageDataset, rows: range, network: nn.Module, device: torch.device

@@ -60,8 +60,11 @@ class ImageFolder(ImageDataModule):
         file_column: The column of ``group_file`` with the image names.
 
     Raises:
-        ConfigurationError: The settings for persons contradict each other, or ``image_size`` is below 1.
+        ConfigurationError: The settings for persons contradict each other, ``image_size`` is below 1, or
+            ``in_channels`` is neither 1 nor 3.
     """
+
+    in_channels = 3
 
     def __init__(
         self,
@@ -77,9 +80,9 @@ class ImageFolder(ImageDataModule):
         file_column: str = "file",
         **kwargs: Any,
     ) -> None:
-        require_channels(in_channels)
-        self.channels = in_channels
         super().__init__(**kwargs)
+        require_channels(in_channels)
+        self.in_channels = in_channels
         require_whole("image_size", image_size, at_least=1, at_most=LARGEST_SIDE)
         self.root, self.size = Path(root), image_size
         self.flip, self.read_first = flip, read_first
@@ -95,10 +98,6 @@ class ImageFolder(ImageDataModule):
             )
         self.group_folders = group_folders
         self.group_file, self.group_column, self.file_column = group_file, group_column, file_column
-
-    @property
-    def in_channels(self) -> int:
-        return self.channels
 
     @property
     def image_size(self) -> int:
@@ -165,9 +164,9 @@ class ImageFolder(ImageDataModule):
         return self._groups.get(split)
 
     def image_transform(self) -> Transform:
-        return v2.Compose([v2.Resize(self.resized_to), v2.CenterCrop(self.image_size), *self._last()])
+        return v2.Compose([v2.Resize(self.resized_to), v2.CenterCrop(self.image_size), *self._after_crop()])
 
-    def _last(self) -> list[Transform]:
+    def _after_crop(self) -> list[Transform]:
         """What is done to an image (3, H, W) that is resized and cropped."""
         return [grey] if self.in_channels == 1 else []
 
@@ -256,7 +255,7 @@ class ImageNet(ImageFolder):
         return folders
 
     def random_transform(self) -> Transform | None:
-        return v2.Compose([RandomResizedCrop(self.image_size), *self._last()]) if self.augment else None
+        return v2.Compose([RandomResizedCrop(self.image_size), *self._after_crop()]) if self.augment else None
 
     def augmentation(self) -> Transform | None:
         return CropAndFlip(padding=0, flip=True) if self.augment and self.flip else None

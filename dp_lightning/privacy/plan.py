@@ -29,7 +29,8 @@ from dp_lightning.privacy.accounting import (
 # Relative width of the interval in which calibration places the noise multiplier.
 TOLERANCE = 1e-4
 _LARGEST_NOISE_MULTIPLIER = 1e6
-# Of a target: where so much is spent, the noise of further steps is a hundred times as large as usual, or more.
+# Of a target: with the rest, as many steps again need three to seven times their noise (B/N from 0.02 to 0.3, epsilon
+# from 1 to 8), and thousands of times with the 1e-4 that calibration itself leaves.
 _NEARLY_ALL = 0.99
 
 
@@ -168,7 +169,7 @@ class RunShape:
     def _require_affordable(self, runs: Sequence[Run], target_epsilon: float, accountant: str) -> None:
         spent = compose(runs, delta=self.delta, accountant=accountant)
         if spent >= _NEARLY_ALL * target_epsilon:
-            nothing = "no further step can be taken" if spent >= target_epsilon else "what is left would be all noise"
+            nothing = "no further step can be taken" if spent >= target_epsilon else "too little is left for more steps"
             raise BudgetError(
                 f"The {sum(count for _, _, count in runs)} steps taken have spent epsilon {spent:.4g} by "
                 f"{accountant.upper()}, and target_epsilon is {target_epsilon:g}: {nothing}. Raise the target."

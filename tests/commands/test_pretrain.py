@@ -155,6 +155,10 @@ def unfinished(folder, monkeypatch):
 
 CHANGES = {
     "no parts": (lambda state: {"recipe": state["recipe"]}, "is damaged (KeyError: 'steps'). Remove it"),
+    "a recipe of another form": (
+        lambda state: {**state, "recipe": "[1]"},
+        "unfinished is of another recipe. Remove it",
+    ),
     "no mapping": (lambda state: [state], "cannot be read (AttributeError)"),
     "more steps than the recipe's": (lambda state: {**state, "steps": 99}, "is damaged (it is after step 99 of 6)"),
     "another network": (lambda state: {**state, "network": {}}, "is damaged (RuntimeError: Error(s) in loading"),

@@ -97,7 +97,7 @@ def test_a_target_that_is_spent_but_for_rounding_is_refused(tmp_path):
     wanted = {"noise_multiplier": None, "target_epsilon": 3.0}
     spent = fit(tmp_path / "1", module, privacy(**wanted))[0].private_run.budget.spent()
     assert 2.99 < spent < 3.0
-    with pytest.raises(BudgetError, match="spent epsilon 3 by RDP, and target_epsilon is 3: what is left"):
+    with pytest.raises(BudgetError, match="spent epsilon 3 by RDP, and target_epsilon is 3: too little is left"):
         fit(tmp_path / "2", module, privacy(**wanted))
     with pytest.warns(UserWarning, match="without the steps behind the weights. They will teach the model little"):
         fit(tmp_path / "3", module, privacy(**{**wanted, "target_epsilon": 3.05}))
