@@ -8,6 +8,7 @@ import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from types import FrameType
@@ -91,7 +92,10 @@ def _run(arguments: list[str]) -> None:
         _let_threads_give_way()
         _imported(f"dp_lightning.commands.{'training' if command in _TRAINING else command}").main(arguments)
     except DpLightningError as error:
-        print("\n".join([f"\ndpl {command}: error: {error}", *getattr(error, "__notes__", [])]), file=sys.stderr)
+        # An error in a process of a DataLoader comes with a traceback in its message, whose last line is what was said.
+        kind = type(error)
+        told = str(error).rpartition(f"{kind.__module__}.{kind.__qualname__}: ")[2].rstrip()
+        print("\n".join([f"\ndpl {command}: error: {told}", *getattr(error, "__notes__", [])]), file=sys.stderr)
         sys.exit(2)
 
 
@@ -148,7 +152,7 @@ def _ended_by_signals(*, put_back: bool) -> Iterator[None]:
         put_back: whether to restore the previous handlers at the end.
     """
     numbers = (signal.SIGTERM, signal.SIGINT) if threading.current_thread() is threading.main_thread() else ()
-    before = {number: signal.signal(number, _leave) for number in numbers}
+    before = {number: signal.signal(number, partial(_leave, os.getpid())) for number in numbers}
     try:
         yield
     finally:
@@ -157,12 +161,13 @@ def _ended_by_signals(*, put_back: bool) -> Iterator[None]:
                 signal.signal(number, handler)
 
 
-def _leave(number: int, frame: FrameType | None) -> None:
+def _leave(command: int, number: int, frame: FrameType | None) -> None:
     # An exception here could be lost, as in an import that catches all exceptions.
     try:
-        print(f"\ndpl: stopped by {signal.Signals(number).name}.", file=sys.stderr)
-        sys.stdout.flush()
-        sys.stderr.flush()
+        if os.getpid() == command:  # and not a copy of it, such as a process that loads images
+            print(f"\ndpl: stopped by {signal.Signals(number).name}.", file=sys.stderr)
+            sys.stdout.flush()
+            sys.stderr.flush()
     finally:  # flushing fails if the signal came during a print
         os._exit(128 + number)
 

@@ -163,6 +163,34 @@ def test_a_signal_ends_every_command_with_its_exit_code_and_no_traceback(command
     assert (process.returncode, error) == (code, f"\ndpl: stopped by {number.name}.\n")
 
 
+def test_a_signal_to_a_process_group_is_told_once_and_output_is_written_once():
+    # As Ctrl-C on a terminal, which reaches the processes that load images as well.
+    waits = """
+import os, time
+def main(arguments):
+    print('begun')
+    reading, writing = os.pipe()
+    if os.fork():
+        os.read(reading, 1)
+        os.write(2, b'.')
+    else:
+        os.write(writing, b'.')
+    while True: time.sleep(0.01)
+"""
+    process = subprocess.Popen(
+        [sys.executable, *stand_in("verify", waits)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+        start_new_session=True,
+    )
+    assert process.stderr.read(1) == "."
+    os.killpg(process.pid, signal.SIGINT)
+    output, error = process.communicate(timeout=60)
+    assert (process.returncode, output, error) == (130, "begun\n", "\ndpl: stopped by SIGINT.\n")
+
+
 @pytest.mark.parametrize("unbuffered", [[], ["-u"]])
 @pytest.mark.parametrize("failed", [False, True])
 def test_output_that_cannot_be_written_has_an_exit_code_of_its_own(unbuffered, failed):

@@ -30,6 +30,7 @@ from torch.utils.data import DataLoader, Subset, TensorDataset
 from tqdm import tqdm
 
 from dp_lightning.atomic_files import replacing
+from dp_lightning.datamodules import forked
 from dp_lightning.datamodules.base import ImageDataModule, Split, require_whole
 from dp_lightning.datamodules.dataset import ImageDataset
 from dp_lightning.errors import DataError
@@ -278,11 +279,19 @@ class CachedFeatures(lightning.LightningDataModule):
 
     def _features_of(self, images: Subset, network: FeatureNetwork, what: str) -> Tensor:
         """Features (n, ...) of images (n), as they are kept; a bar on a terminal says ``what`` is computed."""
-        found = torch.empty(len(images), *self._shape, dtype=network.stored_as)
-        loader = DataLoader(images, self.batch_size, num_workers=self.images.num_workers)
-        batches = tqdm(loader, desc=what, unit="batch", disable=None)
-        for place, (batch, _) in zip(found.split(self.batch_size), batches, strict=True):
-            place.copy_(_features(network, batch.to(network.device)))
+        shape, dtype = (len(images), *self._shape), network.stored_as
+        batches = math.ceil(len(images) / self.batch_size)
+        parts: Iterable[Any]
+        if count := forked.processes(batches) if network.device.type == "cpu" else 0:
+            found = forked.shared_tensor(shape, dtype)
+            parts = forked.Filling(found, partial(_features, network), images).by_processes(count, self.batch_size)
+        else:
+            found = torch.empty(shape, dtype=dtype)
+            loader = DataLoader(images, self.batch_size, num_workers=self.images.num_workers)
+            places = zip(found.split(self.batch_size), loader, strict=True)
+            parts = (place.copy_(_features(network, batch.to(network.device))) for place, (batch, _) in places)
+        for _ in tqdm(parts, desc=what, total=batches, unit="batch", disable=None):
+            pass
         return found
 
     def _require_features(

@@ -3,6 +3,7 @@
 import json
 import os
 import stat
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -93,6 +94,23 @@ def test_features_are_computed_once(tmp_path, weights, few_per_file, monkeypatch
     assert again_computed == [2] * 4  # those that are compared with the files
     assert again.folder == first.folder
     assert torch.equal(again._sets["train"].tensors[0], first._sets["train"].tensors[0])
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="one process computes them all")
+def test_processes_compute_the_features_that_one_does(tmp_path, weights, few_per_file, monkeypatch):
+    alone = ready(arrays(tmp_path), tmp_path / "alone", weights, batch_size=7)
+    here, compute = os.getpid(), features._features
+
+    def elsewhere(network, images):
+        assert os.getpid() != here
+        assert torch.get_num_threads() == 1
+        return compute(network, images)
+
+    monkeypatch.setattr(features, "_features", elsewhere)
+    torch.set_num_threads(2)
+    together = ready(arrays(tmp_path), tmp_path / "together", weights, batch_size=7)
+    for split, found in together._sets.items():
+        torch.testing.assert_close(found.tensors, alone._sets[split].tensors)
 
 
 def test_an_interruption_loses_one_file_at_most(tmp_path, weights, few_per_file, monkeypatch):

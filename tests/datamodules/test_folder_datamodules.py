@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import re
 import shutil
 import struct
 import zlib
@@ -15,6 +16,8 @@ from lightning.pytorch.trainer.states import TrainerFn
 from PIL import Image, ImageFile
 from torchvision.transforms import v2
 
+from dp_lightning.cli import main
+from dp_lightning.commands import training
 from dp_lightning.datamodules import ImageFiles, ImageFolder, ImageNet, TinyImageNet, file_source, folder
 from dp_lightning.datamodules.file_source import FileNames, open_rgb
 from dp_lightning.errors import ConfigurationError, DataError
@@ -130,11 +133,20 @@ def test_a_truncated_image_is_named_when_it_is_read(tmp_path):
     assert str(broken) in str(caught.value)
 
 
-def test_a_truncated_image_is_named_from_a_worker_process_too(tmp_path):
+def test_a_truncated_image_is_named_from_a_worker_process_too(tmp_path, monkeypatch, capsys):
     root = write_tree(tmp_path)
     (tmp_path / "val" / "dog" / "1.png").write_bytes(b"")
-    with pytest.raises(DataError, match=r"val/dog/1.png cannot be read as an image"):
+    with pytest.raises(DataError, match=r"val/dog/1.png cannot be read as an image") as caught:
         list(ImageFolder(root, num_workers=1).test_dataloader())
+
+    def read_images(arguments):
+        raise caught.value
+
+    monkeypatch.setattr(training, "main", read_images)
+    with pytest.raises(SystemExit, match="2"):
+        main(["test"])
+    said = capsys.readouterr().err.strip()  # without the traceback that the process has added
+    assert re.fullmatch(r"dpl test: error: \S+val/dog/1.png cannot be read as an image .*", said)
 
 
 def test_an_empty_class_folder_is_named(tmp_path):

@@ -1,0 +1,73 @@
+"""Seconds for the scattering coefficients of images of CIFAR-10's size: a process for each core, and threads.
+
+Both write a new cache of the same images, made of noise, in turns. Run ``python benchmarks/features.py --help``.
+"""
+
+import argparse
+import statistics
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from unittest.mock import patch
+
+import numpy as np
+import torch
+
+from dp_lightning.datamodules import CachedFeatures, NpzImages, forked
+
+
+def make_images(path: Path, count: int) -> None:
+    """``count`` training images and one test image, 32 x 32 pixels in colour."""
+    noise = np.random.default_rng(0)
+    arrays = {}
+    for split, size in (("train", count), ("test", 1)):
+        arrays[f"{split}_images"] = noise.integers(0, 256, (size, 32, 32, 3), dtype=np.uint8)
+        arrays[f"{split}_labels"] = np.arange(size) % 10
+    np.savez(path, **arrays)
+
+
+def seconds(images: Path, cache: str, *, processes: bool, mirror: bool) -> float:
+    """Time to read the images, compute their features and write them."""
+    data = CachedFeatures(
+        NpzImages(str(images), num_classes=10, val_fraction=0.0),
+        "scattering",
+        cache=cache,
+        backbone_kwargs={"mirror": mirror},
+    )
+    start = time.perf_counter()
+    with patch.object(forked, "processes", forked.processes if processes else lambda batches: 0):
+        data.prepare_data()
+    return time.perf_counter() - start
+
+
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """The options of the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--images", type=int, default=60_000)
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="and processes")
+    parser.add_argument("--turns", type=int, default=2)
+    parser.add_argument("--mirror", action="store_true", help="average with the coefficients of the mirror image")
+    return parser.parse_args(arguments)
+
+
+def main() -> None:
+    """Measure and print."""
+    options = parse()
+    torch.set_num_threads(options.threads)
+    found: dict[str, list[float]] = {"processes": [], "threads": []}
+    with tempfile.TemporaryDirectory() as folder:
+        images = Path(folder, "images.npz")
+        make_images(images, options.images)
+        for _ in range(options.turns):
+            for name, times in found.items():
+                with tempfile.TemporaryDirectory(dir=folder) as cache:
+                    times.append(seconds(images, cache, processes=name == "processes", mirror=options.mirror))
+    for name, times in found.items():
+        print(f"{options.threads} {name}: " + ", ".join(f"{value:.1f}" for value in times) + " s")
+    ratio = statistics.median(found["threads"]) / statistics.median(found["processes"])
+    print(f"threads take {ratio:.2f} times the time of processes, for {options.images:,} images")
+
+
+if __name__ == "__main__":
+    main()
