@@ -18,6 +18,12 @@ def below_avx512(device: torch.device) -> bool:
     return device.type == "cpu" and torch.backends.cpu.get_cpu_capability() in ("DEFAULT", "AVX2")
 
 
+def all_finite(tensor: Tensor) -> bool:
+    """Whether every number is finite, by the extremes, of which both are NaN if a number is: one pass, no copy."""
+    numbers = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    return not numbers.numel() or bool(torch.stack(numbers.aminmax()).isfinite().all())
+
+
 def sent(tensor: Tensor, device: torch.device) -> Tensor:
     """The tensor on a device.
 

@@ -4,7 +4,9 @@ import gc
 import os
 import tempfile
 from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
+from typing import Any
 
 # Tests run beside each other where pytest-xdist is asked for it, each of them and the processes that they start on
 # their share of the cores. torch reads it when it is imported.
@@ -12,9 +14,33 @@ _WORKERS = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
 if _WORKERS > 1:
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // _WORKERS)))
 
+# Looking for garbage takes a fifth of the time of the imports, and finds none.
+gc.disable()
+
 import pytest  # noqa: E402
 import torch  # noqa: E402
 import warm_python as warm  # noqa: E402
+
+_shared = ExitStack()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """Have all workers use one warm Python, which the process that started them starts."""
+    if not hasattr(node.config, "warm_python"):
+        node.config.warm_python = _shared.enter_context(_warm_python())
+    node.workerinput["warm_python"] = str(node.config.warm_python)
+
+
+def pytest_sessionfinish() -> None:
+    """End it."""
+    _shared.close()
+
+
+def pytest_collection_finish() -> None:
+    """Look for garbage from here on."""
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -44,11 +70,6 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         pytest.skip("needs a GPU")
 
 
-@pytest.fixture(scope="session", autouse=True)
-def _imported() -> None:
-    gc.freeze()
-
-
 @pytest.fixture(autouse=True)
 def _nothing_is_left() -> Iterator[None]:
     """What was imported or stays is not looked through again at each collection of garbage, which takes a second."""
@@ -73,8 +94,15 @@ def late(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(f"dp_lightning.privacy.isolation.{module}.read_at_once", lambda device: False)
 
 
-@pytest.fixture(scope="session")
-def warm_python() -> Iterator[Path]:
-    """An executable that stands in for ``python`` where a test starts processes that import Lightning."""
+@contextmanager
+def _warm_python() -> Iterator[Path]:
     with tempfile.TemporaryDirectory() as folder:
         yield from warm.started(Path(folder))
+
+
+@pytest.fixture(scope="session")
+def warm_python(request: pytest.FixtureRequest) -> Iterator[Path]:
+    """An executable that stands in for ``python`` where a test starts processes that import Lightning."""
+    shared = getattr(request.config, "workerinput", {}).get("warm_python")
+    with nullcontext(Path(shared)) if shared else _warm_python() as executable:
+        yield executable

@@ -229,9 +229,11 @@ def _main(role, place, path, *arguments):
     from importlib import import_module
 
     sys.executable = path
+    gc.disable()
     for name in _IMPORTED:
         import_module(name)
     gc.freeze()  # what was imported is not looked through, nor copied, by each of the processes
+    gc.enable()
     owner = os.dup(0)
     asked, files = _serve(socket.socket(fileno=int(place)), owner)
     _become(asked, files)

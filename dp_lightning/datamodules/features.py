@@ -39,6 +39,7 @@ from dp_lightning.models.feature_network import FeatureNetwork, has_weights
 from dp_lightning.models.pretrained import without_weights
 from dp_lightning.own_files import why_not_own
 from dp_lightning.privacy.groups import Group
+from dp_lightning.processors import all_finite
 
 # Images per file: what an interruption can lose, and what is held in memory while features are computed.
 _PER_FILE = 4096
@@ -333,11 +334,6 @@ def _digest(piece: dict[str, Tensor]) -> str:
     return found.hexdigest()
 
 
-def _are_finite(features: Tensor) -> bool:
-    """By the extremes, which take one pass; one that is no number is both of them."""
-    return not features.numel() or all(bool(extreme.isfinite()) for extreme in features.aminmax())
-
-
 def _require_own(path: Path, is_kind: Callable[[int], bool], others: int) -> None:
     """Refuse a path of another kind or owner, or one with any of the permission bits ``others``."""
     if (fault := why_not_own(path, is_kind=is_kind, others=others)) is not None:
@@ -355,7 +351,7 @@ def _read(path: Path, shape: tuple[int, ...]) -> dict[str, Tensor]:
             digest, found = (file.metadata() or {}).get(_DIGEST), {name: file.get_tensor(name) for name in _PARTS}
         if digest != _digest(found):
             reason = "its numbers have changed"
-        elif found["features"].shape != (len(found["labels"]), *shape) or not _are_finite(found["features"]):
+        elif found["features"].shape != (len(found["labels"]), *shape) or not all_finite(found["features"]):
             reason = f"it does not hold {math.prod(shape)} finite numbers for each image"
         else:
             return found

@@ -78,6 +78,7 @@ from dp_lightning.privacy.records import require_single_records
 from dp_lightning.privacy.sampling import Key, PhysicalBatch, PoissonSampler, cut, sampling_key
 from dp_lightning.privacy.statement import ONE_EXAMPLE, ONE_PERSON, PrivacyStatement, installed
 from dp_lightning.privacy.weights import digest_of
+from dp_lightning.processors import all_finite
 from dp_lightning.ranks import Ranks
 
 
@@ -431,7 +432,7 @@ class PrivateStep:
         """What keeps the model, as it is now, from release."""
         self.later.look()
         found = set(self.faults)
-        if not all(bool(parameter.isfinite().all()) for parameter in self.parameters.values()):
+        if not all(map(all_finite, self.parameters.values())):
             found.add("weights are not finite")
         if touched := self.isolation.touched():
             found.add(f"other code than the optimizer has changed {', '.join(touched[:5])} after the last step")

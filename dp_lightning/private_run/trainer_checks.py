@@ -17,6 +17,7 @@ from torch.nn.parameter import is_lazy
 
 from dp_lightning.errors import ConfigurationError, ModelError
 from dp_lightning.lightning_internals import detects_anomalies, records_modules, start_method
+from dp_lightning.processors import all_finite
 from dp_lightning.strategies.checkpoint_io import PrivateCheckpointIO
 from dp_lightning.strategies.private import NAME, PrivateStrategy
 from dp_lightning.torch_internals import is_compiled
@@ -77,7 +78,7 @@ def check_order(trainer: pl.Trainer, privacy: pl.Callback) -> None:
 def _check_weights(module: pl.LightningModule) -> None:
     """Refuse weights that are not finite; those on a GPU are not waited for."""
     there = ((name, parameter) for name, parameter in module.named_parameters() if not is_lazy(parameter))
-    lost = [name for name, parameter in there if parameter.device.type == "cpu" and not parameter.isfinite().all()]
+    lost = [name for name, parameter in there if parameter.device.type == "cpu" and not all_finite(parameter)]
     if lost:
         others = f", as are {len(lost) - 1} other parameters" if lost[1:] else ""
         raise ModelError(f"{lost[0]} is not finite before the first step{others}. Start from other weights.")
