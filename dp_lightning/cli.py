@@ -3,6 +3,7 @@
 import gc
 import os
 import platform
+import re
 import signal
 import sys
 import threading
@@ -92,9 +93,9 @@ def _run(arguments: list[str]) -> None:
         _let_threads_give_way()
         _imported(f"dp_lightning.commands.{'training' if command in _TRAINING else command}").main(arguments)
     except DpLightningError as error:
-        # An error in a process of a DataLoader comes with a traceback in its message, whose last line is what was said.
-        kind = type(error)
-        told = str(error).rpartition(f"{kind.__module__}.{kind.__qualname__}: ")[2].rstrip()
+        told, kind = str(error), type(error)
+        if re.match(r"Caught \w+ in DataLoader worker process", told):  # what was said stands after a traceback
+            told = told.rpartition(f"{kind.__module__}.{kind.__qualname__}: ")[2].rstrip()
         print("\n".join([f"\ndpl {command}: error: {told}", *getattr(error, "__notes__", [])]), file=sys.stderr)
         sys.exit(2)
 

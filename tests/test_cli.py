@@ -629,8 +629,10 @@ def test_a_module_without_every_linked_setting_is_evaluated_from_its_checkpoint(
     checkpoint = next(tmp_path.rglob("*.ckpt"))
     settings = ["--config", str(tmp_path / "config.yaml"), "--trainer.default_root_dir", str(tmp_path / "test")]
     other = ["--model.init_args.scale_norm", "true"]
-    with pytest.warns(UserWarning, match="scale_norm is True, and False in the checkpoint: .* which is taken"):
+    with pytest.warns(UserWarning, match="scale_norm is True, and False in the checkpoint: .* which is taken") as told:
         main(["test", *settings, "--ckpt_path", str(checkpoint), *other])
+    # Of the settings that come from the data nothing is said.
+    assert sum("in the checkpoint" in str(warning.message) for warning in told) == 1
     shown = re.search(r"test/accuracy[^\d]+([\d.]+)", capsys.readouterr().out)
     assert float(shown[1]) == pytest.approx(accuracy)
 

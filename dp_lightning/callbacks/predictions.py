@@ -80,7 +80,12 @@ class PredictionFile(BasePredictionWriter):
         beside.unlink(missing_ok=True)  # of earlier predictions
         if skipped:
             _write(beside, [("file", "reason"), *skipped])
-            trainer.print(f"{len(skipped):,} files could not be read and have no prediction; {beside} lists them:")
+            some = (
+                "1 file could not be read and has"
+                if len(skipped) == 1
+                else f"{len(skipped):,} files could not be read and have"
+            )
+            trainer.print(f"{some} no prediction, as {beside} says:")
             trainer.print(listed(skipped))
 
 

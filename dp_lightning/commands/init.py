@@ -113,7 +113,7 @@ def _data(options: argparse.Namespace) -> tuple[str, dict[str, Any]]:
         table, root = path, path.parent
     if not root.is_dir():
         raise DataError(f"{root} is neither a folder nor an .npz or .csv file.")
-    _require_train(root)
+    _require_train(root, options.backbone)
     settings: dict[str, Any] = {"root": str(root)}
     if table is not None:
         column = options.group_column or _only_other_column(table, options.file_column)
@@ -123,7 +123,7 @@ def _data(options: argparse.Namespace) -> tuple[str, dict[str, Any]]:
     return "ImageFolder", settings
 
 
-def _require_train(root: Path) -> None:
+def _require_train(root: Path, backbone: str | None) -> None:
     """Say how to make the layout of ImageFolder from a folder of classes without copying an image."""
     from dp_lightning.datamodules.folder import class_names, image_files, require_target
 
@@ -145,7 +145,7 @@ def _require_train(root: Path) -> None:
         f"{printable(str(root))} has class folders but no folder train. Either sort the images into "
         "train/<class>/ and test/<class>/, or leave them where they are and hold out a tenth for validation:\n"
         f"  mkdir {shlex.quote(new)} && ln -s {shlex.quote(str(root.resolve()))} {shlex.quote(new + '/train')} && "
-        f"dpl init {shlex.quote(new)}"
+        f"dpl init {shlex.quote(new)}{'' if backbone is None else f' --backbone {shlex.quote(backbone)}'}"
     )
 
 

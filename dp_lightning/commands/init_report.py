@@ -80,7 +80,8 @@ def _bad(survey: Survey, bad_files: Path | None) -> str:
     if not survey.bad:
         return ""
     where = "" if bad_files is None else f"; {printable(str(bad_files))} lists all of them"
-    return f"{len(survey.bad):,} files cannot be read{where}:\n{listed(survey.bad)}"
+    files = "1 file" if len(survey.bad) == 1 else f"{len(survey.bad):,} files"
+    return f"{files} cannot be read{where}:\n{listed(survey.bad)}"
 
 
 def _chosen(survey: Survey, content: Content, out: Path) -> str:
@@ -101,7 +102,7 @@ def _chosen(survey: Survey, content: Content, out: Path) -> str:
         lines.append(f"  From scratch (--from-scratch) there are {other.num_parameters:,}: {longer} as that, {sigma}")
     if start.noise_norm > _HOPELESS:
         lines.append(
-            "  So much noise leaves nothing to learn: the run would spend its epsilon for a guess.\n"
+            "  So much noise probably leaves nothing to learn: the run would spend its epsilon for a guess.\n"
             "  Collect more images, or raise --epsilon."
         )
     elif not features and start.noise_norm > 1:

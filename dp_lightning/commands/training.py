@@ -139,7 +139,8 @@ class TrainingCLI(CommandLine):
         if kind in OWN_NETWORKS:  # the file may be gone, and the checkpoint has the weights
             arguments.pop("weights", None)
         if model is not None and model.class_path == saved.class_path:
-            _warn_of_others(vars(model.init_args or Namespace()), arguments)
+            given = vars(model.init_args or Namespace())
+            _warn_of_others({name: value for name, value in given.items() if name not in LINKED}, arguments)
         model = {"class_path": saved.class_path, "dict_kwargs": arguments}
         with in_one_line(self.parser):
             self.config = self.parser.parse_object({command: {"model": model}}, self.config)

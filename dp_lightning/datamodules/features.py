@@ -10,12 +10,11 @@ network computes now. This detects a file of other features, but not a single ch
 
 import hashlib
 import json
-import math
 import os
 import random
-import stat
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -23,28 +22,21 @@ from typing import Any
 import lightning
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
-from safetensors import safe_open
-from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.data import DataLoader, Subset, TensorDataset
 from tqdm import tqdm
 
-from dp_lightning.atomic_files import replacing
-from dp_lightning.datamodules import forked
+from dp_lightning.datamodules import feature_files, forked
 from dp_lightning.datamodules.base import ImageDataModule, Split, require_whole
 from dp_lightning.datamodules.dataset import ImageDataset
-from dp_lightning.errors import DataError
+from dp_lightning.errors import DataError, DpLightningError
 from dp_lightning.foreign_text import read_text
 from dp_lightning.models.feature_network import FeatureNetwork, has_weights
 from dp_lightning.models.pretrained import without_weights
-from dp_lightning.own_files import why_not_own
 from dp_lightning.privacy.groups import Group
-from dp_lightning.processors import all_finite
 
 # Images per file: what an interruption can lose, and what is held in memory while features are computed.
 _PER_FILE = 4096
-# What a file holds, and where its metadata has the digest.
-_PARTS, _DIGEST = ("features", "labels"), "digest"
 # Images that are compared with those of a cache before it is used.
 _COMPARED = 32
 # Images per cache file whose features are computed again before it is used, and how far the stored ones may differ from
@@ -170,28 +162,31 @@ class CachedFeatures(lightning.LightningDataModule):
         return {"network": self._network.settings, **images}
 
     def check_files(self) -> None:
-        self.images.check_files()
+        with _settings_of_images():
+            self.images.check_files()
 
     def prepare_data(self) -> None:
-        self.images.prepare_data()
-        self.images.setup()
+        stage = None if self.trainer is None or self.trainer.state.fn is None else self.trainer.state.fn.value
+        self.images.trainer = self.trainer
+        with _settings_of_images():
+            self.images.prepare_data()
+            self.images.setup(stage)
         if self._network.device.type == "meta":
             if has_weights(backbone := self._network.settings["backbone"]):
                 rank_zero_info(f"Loading the weights of {backbone}, or downloading them once.")
             self._network = self._build()
-        self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        _require_own(self.folder, stat.S_ISDIR, 0o077)
-        for split, dataset in self._datasets().items():
-            self._require_same_images(split, dataset)
-            self._compute(split, dataset)
+        with feature_files.held(self.folder):
+            for split, dataset in self._datasets(stage).items():
+                self._require_same_images(split, dataset)
+                self._compute(split, dataset)
 
     def setup(self, stage: str | None = None) -> None:
-        for split, dataset in self._datasets().items():
+        for split, dataset in self._datasets(stage).items():
             if split not in self._sets:
                 features = torch.empty(len(dataset), *self._shape, dtype=self._network.stored_as)
-                for start, path in zip(range(0, len(dataset), _PER_FILE), self._files(split), strict=True):
-                    piece = _read(path, self._shape)  # one after the other: together they may fill the memory
-                    features[start : start + len(piece["features"])] = piece["features"]
+                for rows, path in self._files(split, dataset):
+                    # One after the other: together they may fill the memory.
+                    features[rows.start : rows.stop] = feature_files.read(path, self._shape)["features"]
                 self._sets[split] = _FeatureSet(features, dataset.labels)
                 self._sets[split].groups = dataset.groups
 
@@ -210,10 +205,17 @@ class CachedFeatures(lightning.LightningDataModule):
     def _loader(self, split: Split, *, shuffle: bool = False) -> DataLoader:
         return DataLoader(self._sets[split], batch_size=self.images.eval_batch_size, shuffle=shuffle)
 
-    def _datasets(self) -> dict[Split, ImageDataset]:
-        found: dict[Split, ImageDataset | None] = {"train": self.images.train_dataset, "val": self.images.val_dataset}
-        if "test" in self.images.own_splits:
-            found["test"] = self.images.test_dataset
+    def _datasets(self, stage: str | None) -> dict[Split, ImageDataset]:
+        """The images that a stage of a run needs; all for None."""
+        with _settings_of_images():
+            if stage in ("test", "predict"):
+                return {"test": self.images.test_dataset}
+            found: dict[Split, ImageDataset | None] = {}
+            if stage != "validate":
+                found["train"] = self.images.train_dataset
+            found["val"] = self.images.val_dataset
+            if "test" in self.images.own_splits:
+                found["test"] = self.images.test_dataset
         return {split: dataset for split, dataset in found.items() if dataset is not None}
 
     def _key(self) -> str:
@@ -235,22 +237,26 @@ class CachedFeatures(lightning.LightningDataModule):
         ]
         return f"{network['backbone']}-{hashlib.sha256(json.dumps(facts, default=str).encode()).hexdigest()[:12]}"
 
-    def _files(self, split: Split) -> list[Path]:
-        count = len(self._datasets()[split])
-        return [self.folder / f"{split}-{start:08d}.safetensors" for start in range(0, count, _PER_FILE)]
+    def _files(self, split: Split, dataset: ImageDataset) -> list[tuple[range, Path]]:
+        """The places of the images of each file, and its path."""
+        starts = range(0, len(dataset), _PER_FILE)
+        return [
+            (range(start, min(start + _PER_FILE, len(dataset))), self.folder / f"{split}-{start:08d}.safetensors")
+            for start in starts
+        ]
 
     def _require_same_images(self, split: Split, dataset: ImageDataset) -> None:
         """Compare the labels and the source's digest of all images, and the pixels of a few."""
         places = range(0, len(dataset), max(len(dataset) // _COMPARED, 1))
-        pixels = torch.stack([image for image, _ in dataset.__getitems__(places)])
+        pixels = _pixels(dataset, places)
         parts = [dataset.labels.numpy().tobytes(), pixels.numpy().tobytes(), dataset.source.digest(dataset.indices)]
         found = hashlib.sha256(b"".join(parts)).hexdigest()
         path = self.folder / f"{split}.json"
-        if not path.is_file():
-            with replacing(path, private=True) as file:
+        if not path.is_file() or not any(os.path.lexists(file) for _, file in self._files(split, dataset)):
+            with feature_files.writing(path) as file:
                 file.write(json.dumps({"images": found}).encode())
             return
-        _require_own(path, stat.S_ISREG, 0o022)
+        feature_files.require_own(path)
         if read_text(path, most=1000) != json.dumps({"images": found}):
             raise DataError(
                 f"{self.folder} holds features of other images: the {split} images have changed. Remove the folder, or "
@@ -262,18 +268,16 @@ class CachedFeatures(lightning.LightningDataModule):
         network = self._network.to(device)
         with ThreadPoolExecutor(max_workers=1) as writer:  # a file is written while the next one is computed
             writing: Future[None] | None = None
-            for path in self._files(split):
-                start = int(path.stem.rpartition("-")[2])
-                rows = range(start, min(start + _PER_FILE, len(dataset)))
+            for rows, path in self._files(split, dataset):
                 if os.path.lexists(path):
-                    self._require_features(path, dataset, rows, network, device)
+                    self._require_features(path, dataset, rows, network)
                     continue
                 features = self._features_of(Subset(dataset, rows), network, f"Features of the {split} images")
                 piece = {"features": features, "labels": dataset.labels[rows.start : rows.stop]}
                 if writing is not None:
                     writing.result()
                 told = f"Features of {rows.stop} of {len(dataset)} {split} images are in {self.folder}."
-                writing = writer.submit(_write, path, piece, told)
+                writing = writer.submit(feature_files.write, path, piece, told)
             if writing is not None:
                 writing.result()
         self._network = self._network.cpu()
@@ -281,31 +285,26 @@ class CachedFeatures(lightning.LightningDataModule):
     def _features_of(self, images: Subset, network: FeatureNetwork, what: str) -> Tensor:
         """Features (n, ...) of images (n), as they are kept; a bar on a terminal says ``what`` is computed."""
         shape, dtype = (len(images), *self._shape), network.stored_as
-        batches = math.ceil(len(images) / self.batch_size)
-        parts: Iterable[Any]
-        if count := forked.processes(batches) if network.device.type == "cpu" else 0:
-            found = forked.shared_tensor(shape, dtype)
-            parts = forked.Filling(found, partial(_features, network), images).by_processes(count, self.batch_size)
+        loader = DataLoader(images, self.batch_size, num_workers=self.images.num_workers)
+        batches, compute = _batches(loader), partial(_features, network)
+        count = forked.processes(len(loader)) if network.device.type == "cpu" else 0
+        found = forked.shared_tensor(shape, dtype) if count else torch.empty(shape, dtype=dtype)
+        places = found.split(self.batch_size)
+        if count:
+            done = forked.applied(compute, batches, places, count)
         else:
-            found = torch.empty(shape, dtype=dtype)
-            loader = DataLoader(images, self.batch_size, num_workers=self.images.num_workers)
-            places = zip(found.split(self.batch_size), loader, strict=True)
-            parts = (place.copy_(_features(network, batch.to(network.device))) for place, (batch, _) in places)
-        for _ in tqdm(parts, desc=what, total=batches, unit="batch", disable=None):
+            done = (place.copy_(compute(batch)) for place, batch in zip(places, batches, strict=True))
+        for _ in tqdm(done, desc=what, total=len(loader), unit="batch", disable=None):
             pass
         return found
 
-    def _require_features(
-        self, path: Path, dataset: ImageDataset, rows: range, network: nn.Module, device: torch.device
-    ) -> None:
+    def _require_features(self, path: Path, dataset: ImageDataset, rows: range, network: FeatureNetwork) -> None:
         """Refuse a file whose labels differ, or whose features differ for the images that are computed again."""
-        _require_own(path, stat.S_ISREG, 0o022)
-        held = _read(path, self._shape)
+        held = feature_files.read(path, self._shape)
         same = torch.equal(held["labels"], dataset.labels[rows.start : rows.stop])
         if same:
             chosen = random.SystemRandom().sample(rows, min(_COMPUTED_AGAIN, len(rows)))
-            images = torch.stack([image for image, _ in dataset.__getitems__(chosen)])
-            features = _features(network, images.to(device)).flatten(1)
+            features = _features(network, _pixels(dataset, chosen)).flatten(1)
             found = held["features"][torch.tensor(chosen) - rows.start].flatten(1).float()
             same = bool(((found - features).norm(dim=1) <= _TOLERANCE * features.norm(dim=1) + 1e-6).all())
         if not same:
@@ -315,46 +314,26 @@ class CachedFeatures(lightning.LightningDataModule):
             )
 
 
-@torch.inference_mode()
-def _features(network: nn.Module, images: Tensor) -> Tensor:
-    return network(images).cpu()
-
-
-def _write(path: Path, piece: dict[str, Tensor], told: str) -> None:
-    with replacing(path, private=True) as file:
-        save_file(piece, file.name, {_DIGEST: _digest(piece)})
-    rank_zero_info(told)
-
-
-def _digest(piece: dict[str, Tensor]) -> str:
-    found = hashlib.sha256()
-    for name in _PARTS:
-        numbers: Any = piece[name].contiguous().view(torch.uint8).numpy()  # without a copy
-        found.update(numbers)
-    return found.hexdigest()
-
-
-def _require_own(path: Path, is_kind: Callable[[int], bool], others: int) -> None:
-    """Refuse a path of another kind or owner, or one with any of the permission bits ``others``."""
-    if (fault := why_not_own(path, is_kind=is_kind, others=others)) is not None:
-        raise DataError(
-            f"{path} {fault}. Features are as private as the images, and anyone who can write them decides what is "
-            f"trained on. Change its mode to {'700' if others == 0o077 else '600'} with chmod if it is your own, or "
-            "set data.init_args.cache to another folder."
-        )
-
-
-def _read(path: Path, shape: tuple[int, ...]) -> dict[str, Tensor]:
-    """Features (n, *shape) and labels int64 (n,)."""
+@contextmanager
+def _settings_of_images() -> Iterator[None]:
+    """Messages of the images' own data module name its settings where they stand: below ``images``."""
     try:
-        with safe_open(path, framework="pt") as file:
-            digest, found = (file.metadata() or {}).get(_DIGEST), {name: file.get_tensor(name) for name in _PARTS}
-        if digest != _digest(found):
-            reason = "its numbers have changed"
-        elif found["features"].shape != (len(found["labels"]), *shape) or not all_finite(found["features"]):
-            reason = f"it does not hold {math.prod(shape)} finite numbers for each image"
-        else:
-            return found
-    except Exception as error:  # the file may contain anything
-        reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-    raise DataError(f"{path} cannot be read ({reason}). Remove it, and it will be computed again.")
+        yield
+    except DpLightningError as error:
+        told = str(error).replace("data.init_args.", "data.init_args.images.init_args.")
+        raise type(error)(told) from error
+
+
+def _pixels(dataset: ImageDataset, places: Sequence[int]) -> Tensor:
+    with _settings_of_images():
+        return torch.stack([image for image, _ in dataset.__getitems__(places)])
+
+
+def _batches(loader: DataLoader) -> Iterator[Tensor]:
+    with _settings_of_images():
+        yield from (images for images, _ in loader)
+
+
+@torch.inference_mode()
+def _features(network: FeatureNetwork, images: Tensor) -> Tensor:
+    return network(images.to(network.device)).cpu()

@@ -1,5 +1,6 @@
 """A frozen network that computes features, on which a private layer or a small private network is trained."""
 
+import difflib
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -56,6 +57,8 @@ class FeatureNetwork(nn.Module):
         images = _Images(in_channels, mean, std, input_size)
         if backbone == SCATTERING:
             features = _scattering(weights, backbone_kwargs, images)
+        elif difflib.get_close_matches(backbone, [SCATTERING], cutoff=0.8):
+            raise ConfigurationError(f"There is no network {backbone!r}; did you mean {SCATTERING}?")
         else:
             features = _pretrained(backbone, weights, backbone_kwargs, images)
         self.network, self.prepare = features.network, features.prepare

@@ -135,7 +135,8 @@ def _about_whitening(network: nn.Module, saved: Iterable[str]) -> str:
     """What to set where only the network, or only the file, has a `Whitening`."""
     here = any(isinstance(part, Whitening) for part in network.modules())
     there = any(name.endswith(".matrix") for name in saved)
-    if here == there:
+    others = {name for name in {*network.state_dict()} ^ {*saved} if not name.endswith((".mean", ".matrix"))}
+    if here == there or others:
         return ""
     were, value = ("whitened", "true") if there else ("not whitened", "false")
     return f" Their features were {were}: set model.init_args.whitening to {value}."

@@ -1,20 +1,39 @@
 """Features of a frozen network: computed once, right, and never those of other images."""
 
+import fcntl
 import json
+import multiprocessing
 import os
+import signal
 import stat
 import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import timm
 import torch
+from lightning.pytorch.trainer.states import TrainerFn
 from PIL import Image
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from dp_lightning.cli import main
-from dp_lightning.datamodules import CIFAR10, CachedFeatures, Digits, ImageFolder, NpzImages, features
+from dp_lightning.datamodules import (
+    CIFAR10,
+    CachedFeatures,
+    Digits,
+    ImageFolder,
+    NpzImages,
+    feature_files,
+    features,
+    forked,
+)
+from dp_lightning.datamodules.dataset import ArraySource
 from dp_lightning.datamodules.file_source import FileSource
 from dp_lightning.errors import ConfigurationError, DataError
 from dp_lightning.lightning_modules import LinearProbeModule
@@ -22,6 +41,9 @@ from dp_lightning.models import pretrained
 from dp_lightning.models.scattering_features import ScatteringFeatures
 
 BACKBONE = "test_efficientnet_gn"
+
+
+linux = pytest.mark.skipif(sys.platform != "linux", reason="one process computes all features")
 
 
 @pytest.fixture(autouse=True)
@@ -96,21 +118,162 @@ def test_features_are_computed_once(tmp_path, weights, few_per_file, monkeypatch
     assert torch.equal(again._sets["train"].tensors[0], first._sets["train"].tensors[0])
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="one process computes them all")
-def test_processes_compute_the_features_that_one_does(tmp_path, weights, few_per_file, monkeypatch):
+@linux
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_processes_compute_the_features_that_one_does(tmp_path, weights, few_per_file, monkeypatch, num_workers):
     alone = ready(arrays(tmp_path), tmp_path / "alone", weights, batch_size=7)
-    here, compute = os.getpid(), features._features
+    here, compute, read = os.getpid(), features._features, ArraySource.read
 
     def elsewhere(network, images):
         assert os.getpid() != here
         assert torch.get_num_threads() == 1
         return compute(network, images)
 
+    def told_to(source, *arguments):
+        # Readers in several processes that share an open file take each other's place in it.
+        assert (os.getpid() == here) or num_workers
+        return read(source, *arguments)
+
     monkeypatch.setattr(features, "_features", elsewhere)
+    monkeypatch.setattr(ArraySource, "read", told_to)
     torch.set_num_threads(2)
-    together = ready(arrays(tmp_path), tmp_path / "together", weights, batch_size=7)
+    images = arrays(tmp_path)
+    images.num_workers = num_workers
+    together = ready(images, tmp_path / "together", weights, batch_size=7)
+    assert torch.get_num_threads() == 2
     for split, found in together._sets.items():
         torch.testing.assert_close(found.tensors, alone._sets[split].tensors)
+
+
+def test_a_process_that_may_start_no_others_computes_alone(monkeypatch):
+    torch.set_num_threads(2)
+    assert forked.processes(5) == (2 if sys.platform == "linux" else 0)
+    assert forked.processes(1) == 0
+    monkeypatch.setattr(forked.multiprocessing, "current_process", lambda: SimpleNamespace(daemon=True))
+    assert forked.processes(5) == 0
+
+
+def applied(function, batches):
+    """Outputs, each one number, of batches of numbers, by two processes."""
+    places = forked.shared_tensor((len(batches), 1), torch.float32)
+    list(forked.applied(function, batches, places.split(1), 2))
+    return places[:, 0].tolist()
+
+
+@linux
+def test_outputs_of_processes_stand_in_the_places_of_their_batches():
+    # More batches than are handed out at once, and the last one smaller.
+    batches = [torch.full((3,), float(number)) for number in range(11)] + [torch.ones(2)]
+    assert applied(lambda batch: batch.sum()[None], batches) == [3.0 * number for number in range(11)] + [2.0]
+
+
+@linux
+def test_what_fails_in_a_process_is_raised_here():
+    def fails(batch):
+        raise ZeroDivisionError("of this batch")
+
+    with pytest.raises(ZeroDivisionError, match="of this batch"):
+        applied(fails, [torch.ones(1)] * 9)
+    assert torch.get_num_threads() == 1
+
+
+@linux
+def test_a_process_that_is_killed_is_told():
+    with pytest.raises(ConfigurationError, match=r"was killed.*batch_size.*OMP_NUM_THREADS"):
+        applied(lambda batch: os.kill(os.getpid(), signal.SIGKILL), [torch.ones(1)] * 9)
+
+
+@linux
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_processes_end_with_the_one_that_started_them(number):
+    ended, writing = os.pipe()  # reads as ended when the last process with its other end has ended
+
+    def waits(batch):
+        os.write(writing, b"x")
+        threading.Event().wait()
+
+    starter = multiprocessing.get_context("fork").Process(target=applied, args=(waits, [torch.ones(1)] * 9))
+    starter.start()
+    os.close(writing)
+    try:
+        assert os.read(ended, 1) + os.read(ended, 1) == b"xx"
+        os.kill(starter.pid, number)
+        assert os.read(ended, 1) == b""
+    finally:
+        starter.kill()
+        starter.join()
+        os.close(ended)
+
+
+def test_two_runs_write_one_cache_one_after_the_other(tmp_path, weights, caplog):
+    data = CachedFeatures(arrays(tmp_path), BACKBONE, weights=weights, cache=str(tmp_path), input_size=32)
+    data.folder.mkdir(mode=0o700)
+    other = os.open(data.folder, os.O_RDONLY)
+    fcntl.flock(other, fcntl.LOCK_EX)
+    with ThreadPoolExecutor(1) as thread, caplog.at_level("INFO"):
+        waiting = thread.submit(data.prepare_data)
+        while "This one waits for it" not in caplog.text:
+            assert not waiting.done()
+            time.sleep(0.01)
+        assert list(data.folder.iterdir()) == []
+        os.close(other)
+        waiting.result(60)
+    assert len(list(data.folder.glob("*.safetensors"))) == 3
+
+
+def test_a_cache_that_cannot_be_written_is_named(tmp_path, weights, monkeypatch):
+    (tmp_path / "file").write_text("")
+    data = CachedFeatures(arrays(tmp_path), BACKBONE, weights=weights, cache=str(tmp_path / "file"), input_size=32)
+    with pytest.raises(ConfigurationError, match=r"data.init_args.cache is .*file, but nothing can be written there"):
+        data.prepare_data()
+
+    def full(*args):
+        raise SafetensorError("No space left on device")
+
+    monkeypatch.setattr(feature_files, "save_file", full)
+    with pytest.raises(DataError, match=r"cannot be written \(No space left on device\). Make room, or set data"):
+        ready(arrays(tmp_path), tmp_path, weights)
+
+
+def test_an_evaluation_reads_and_computes_the_test_images_alone(tmp_path, weights):
+    for split, name in [("train", "cat"), ("train", "dog"), ("test", "cat"), ("test", "dog")]:
+        path = tmp_path / split / name / "0.png"
+        path.parent.mkdir(parents=True)
+        Image.fromarray(np.zeros((12, 12, 3), np.uint8)).save(path)
+    path.parents[2].joinpath("train/cat/1.png").write_bytes(b"")
+    images = ImageFolder(str(tmp_path), image_size=12, read_first=True)
+    data = CachedFeatures(images, BACKBONE, weights=weights, cache=str(tmp_path / "cache"), input_size=32)
+    strategy = SimpleNamespace(root_device=torch.device("cpu"))
+    data.trainer = SimpleNamespace(state=SimpleNamespace(fn=TrainerFn.TESTING), strategy=strategy)
+    data.prepare_data()
+    data.setup("test")
+    assert [file.name for file in data.folder.glob("*.safetensors")] == ["test-00000000.safetensors"]
+    assert len(data.test_dataloader().dataset) == 2
+    data.trainer.state.fn = TrainerFn.FITTING
+    with pytest.raises(DataError, match=r"cat/1\.png"):
+        data.prepare_data()
+
+
+def test_settings_of_the_images_are_named_where_they_stand(tmp_path, weights):
+    images = ImageFolder(str(tmp_path), image_size=12)
+    data = CachedFeatures(images, BACKBONE, weights=weights, cache=str(tmp_path / "cache"), input_size=32)
+    with pytest.raises(DataError, match=r"set data\.init_args\.images\.init_args\.root"):
+        data.check_files()
+
+
+def test_images_may_be_mended_before_any_feature_is_kept(tmp_path, weights):
+    paths = [tmp_path / "train" / name / f"{index}.png" for name in ("cat", "dog") for index in range(40)]
+    for path in paths:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(np.zeros((12, 12, 3), np.uint8)).save(path)
+    # One whose pixels are not compared with those of an earlier run.
+    good = paths[71].read_bytes()
+    paths[71].write_bytes(good[:40])
+    with pytest.raises(DataError, match=r"dog/31\.png cannot be read.*data\.init_args\.images\.init_args\.read_first"):
+        ready(ImageFolder(str(tmp_path), image_size=12, val_fraction=0.0, read_first=False), tmp_path, weights)
+    paths[71].write_bytes(good)
+    data = ready(ImageFolder(str(tmp_path), image_size=12, val_fraction=0.0, read_first=False), tmp_path, weights)
+    assert len(data._sets["train"]) == 80
 
 
 def test_an_interruption_loses_one_file_at_most(tmp_path, weights, few_per_file, monkeypatch):
@@ -289,6 +452,8 @@ def test_scattering_takes_images_of_another_size_when_told(tmp_path):
 
 
 def test_settings_of_other_networks_are_refused_for_scattering(tmp_path, weights):
+    with pytest.raises(ConfigurationError, match="no network 'scatering'; did you mean scattering"):
+        CachedFeatures(arrays(tmp_path), "scatering")
     with pytest.raises(ConfigurationError, match="scattering has no weights"):
         CachedFeatures(arrays(tmp_path), "scattering", weights=weights)
     with pytest.raises(ConfigurationError, match=r"no setting img_size.*scales, angles and mirror"):
@@ -370,7 +535,7 @@ def test_weights_are_downloaded_after_the_files_of_the_images_were_read(tmp_path
 def changed(path, **changes):
     """The file with other content, and a digest that fits."""
     piece = {name: value.clone() for name, value in load_file(path).items()} | changes
-    save_file(piece, path, {"digest": features._digest(piece)})
+    save_file(piece, path, {"digest": feature_files._digest(piece)})
 
 
 def test_a_file_of_zeros_with_a_digest_that_fits_is_refused(tmp_path, weights):
