@@ -14,8 +14,10 @@ def why_not_own(path: Path, *, others: int, is_kind: Callable[[int], bool] = sta
         is_kind: of its mode.
     """
     facts = path.lstat()
-    if not is_kind(facts.st_mode) or facts.st_uid != os.geteuid():
-        return "is a link, or belongs to another user"
+    if not is_kind(facts.st_mode):
+        return "is a link" if stat.S_ISLNK(facts.st_mode) else "is of another kind than what is kept there"
+    if facts.st_uid != os.geteuid():
+        return "belongs to another user"
     if facts.st_mode & others:
         return f"is open to other users (mode {stat.S_IMODE(facts.st_mode):o})"
     return None

@@ -27,6 +27,7 @@ _shared = ExitStack()
 @pytest.hookimpl(optionalhook=True)
 def pytest_configure_node(node: Any) -> None:
     """Have all workers use one warm Python, which the process that started them starts."""
+    gc.enable()  # this process collects no tests
     if not hasattr(node.config, "warm_python"):
         node.config.warm_python = _shared.enter_context(_warm_python())
     node.workerinput["warm_python"] = str(node.config.warm_python)

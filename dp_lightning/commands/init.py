@@ -33,7 +33,7 @@ def main(arguments: list[str]) -> None:
         ConfigurationError: naming the option and the fix.
         DataError: the data has another layout or one class, or none of its images can be read.
     """
-    options = _parser().parse_args(arguments[1:])
+    options = _parser().parse_args(arguments[1:], argparse.Namespace(given=arguments[1:]))
     out = options.out or Path(f"{options.data.resolve().stem or 'images'}.yaml")
     _require_free(out, options)
     from dp_lightning.commands.init_report import report  # these import torch
@@ -113,7 +113,7 @@ def _data(options: argparse.Namespace) -> tuple[str, dict[str, Any]]:
         table, root = path, path.parent
     if not root.is_dir():
         raise DataError(f"{root} is neither a folder nor an .npz or .csv file.")
-    _require_train(root, options.backbone)
+    _require_train(root, options.given)
     settings: dict[str, Any] = {"root": str(root)}
     if table is not None:
         column = options.group_column or _only_other_column(table, options.file_column)
@@ -123,7 +123,7 @@ def _data(options: argparse.Namespace) -> tuple[str, dict[str, Any]]:
     return "ImageFolder", settings
 
 
-def _require_train(root: Path, backbone: str | None) -> None:
+def _require_train(root: Path, given: list[str]) -> None:
     """Say how to make the layout of ImageFolder from a folder of classes without copying an image."""
     from dp_lightning.datamodules.folder import class_names, image_files, require_target
 
@@ -141,11 +141,12 @@ def _require_train(root: Path, backbone: str | None) -> None:
             f"{root}/test/<class>/."
         )
     new = f"{root.resolve().name}_run"
+    again = shlex.join(["dpl", "init", *(new if Path(argument) == root else argument for argument in given)])
     raise DataError(
         f"{printable(str(root))} has class folders but no folder train. Either sort the images into "
         "train/<class>/ and test/<class>/, or leave them where they are and hold out a tenth for validation:\n"
         f"  mkdir {shlex.quote(new)} && ln -s {shlex.quote(str(root.resolve()))} {shlex.quote(new + '/train')} && "
-        f"dpl init {shlex.quote(new)}{'' if backbone is None else f' --backbone {shlex.quote(backbone)}'}"
+        f"{again}"
     )
 
 

@@ -49,7 +49,8 @@ class ImageDataModule(lightning.LightningDataModule, ABC):
             identifies them, so that no person is in both parts.
         split_seed: Seed of that split. It is public: the same seed gives the same split on every machine.
         eval_batch_size: Images per batch of validation, test and prediction.
-        num_workers: Processes that load images; 0 loads them in the main process.
+        num_workers: Processes that load images; 0 loads them in the main process. They are copies of it, and share the
+            position in a file that a source of your own keeps open: open such a file in each process.
         augment: Random crop and flip of the training images.
         crop_edges: What a crop shows beyond the edge of an image: zeros, or the mirrored image.
         test_every_epoch: Evaluate on the test set after every epoch too, not only on the validation set.

@@ -6,7 +6,7 @@ import math
 import os
 import stat
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -30,32 +30,49 @@ _SETTING = "data.init_args.cache"
 def held(folder: Path) -> Iterator[None]:
     """Within this context no other run writes into the folder, which is created if missing, for its owner alone.
 
-    A run that finds it held waits. On a file system without locks, it does not.
+    A run that finds it held waits, however long. On a file system without locks, it does not.
 
     Raises:
         ConfigurationError: it cannot be created.
-        DataError: others can read it, or it belongs to another user.
+        DataError: others can read it, it belongs to another user, or it cannot be opened.
     """
+    place = _opened(folder)
+    while not _is(place, folder):  # it was removed while this run waited
+        os.close(place)
+        place = _opened(folder)
+    try:
+        yield
+    finally:
+        with suppress(OSError):  # closing is not enough: a process that was forked since then has the lock too
+            fcntl.flock(place, fcntl.LOCK_UN)
+        os.close(place)
+
+
+def _opened(folder: Path) -> int:
+    """A descriptor of the folder with its lock."""
     if not os.path.lexists(folder):
         require_writable(folder.parent, _SETTING)
         folder.mkdir(exist_ok=True, mode=0o700)
     _require(folder, stat.S_ISDIR, 0o077)
-    place = os.open(folder, os.O_RDONLY)
     try:
-        _lock(place, folder)
-        yield
-    finally:
-        os.close(place)
-
-
-def _lock(place: int, folder: Path) -> None:
+        place = os.open(folder, os.O_RDONLY)
+    except OSError as error:
+        raise DataError(f"{folder} cannot be opened ({error.strerror}). Set {_SETTING} to another folder.") from error
     try:
         fcntl.flock(place, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        rank_zero_info(f"Another run writes features into {folder}. This one waits for it.")
+        rank_zero_info(f"Another run uses the features in {folder}. This one waits for it.")
         fcntl.flock(place, fcntl.LOCK_EX)
     except OSError:  # it has no locks
         pass
+    return place
+
+
+def _is(place: int, folder: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(place), folder.stat())
+    except FileNotFoundError:
+        return False
 
 
 def require_own(path: Path) -> None:
@@ -104,8 +121,8 @@ def _require(path: Path, is_kind: Callable[[int], bool], others: int) -> None:
     if (fault := why_not_own(path, is_kind=is_kind, others=others)) is not None:
         raise DataError(
             f"{path} {fault}. Features are as private as the images, and anyone who can write them decides what is "
-            f"trained on. Change its mode to {'700' if others == 0o077 else '600'} with chmod if it is your own, or "
-            f"set {_SETTING} to another folder."
+            f"trained on. If it is your own and its mode is the reason, change it to "
+            f"{'700' if others == 0o077 else '600'} with chmod; or set {_SETTING} to another folder."
         )
 
 

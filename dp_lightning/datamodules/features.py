@@ -35,7 +35,7 @@ from dp_lightning.models.feature_network import FeatureNetwork, has_weights
 from dp_lightning.models.pretrained import without_weights
 from dp_lightning.privacy.groups import Group
 
-# Images per file: what an interruption can lose, and what is held in memory while features are computed.
+# Images per file: one is computed while the one before is written, so an interruption can lose two.
 _PER_FILE = 4096
 # Images that are compared with those of a cache before it is used.
 _COMPARED = 32
@@ -75,7 +75,8 @@ class CachedFeatures(lightning.LightningDataModule):
         cache: Folder of the features.
         input_size: Height and width that images are resized to; None uses the network's ``img_size`` if it is set, or
             else its own size, and with scattering that of the images.
-        batch_size: Images per batch while features are computed.
+        batch_size: Images per batch while features are computed. On a CPU each core computes a batch, so that memory
+            grows with the cores; the environment variable ``OMP_NUM_THREADS`` sets how many are used.
         backbone_kwargs: Further arguments of the network; ``scales`` (2) and ``angles`` (8) of scattering.
 
     Raises:
@@ -126,19 +127,23 @@ class CachedFeatures(lightning.LightningDataModule):
 
     @property
     def num_classes(self) -> int:
-        return self.images.num_classes
+        with _settings_of_images():
+            return self.images.num_classes
 
     @property
     def class_names(self) -> list[str] | None:
-        return self.images.class_names
+        with _settings_of_images():
+            return self.images.class_names
 
     @property
     def num_train(self) -> int:
-        return self.images.num_train
+        with _settings_of_images():
+            return self.images.num_train
 
     @property
     def num_train_groups(self) -> int:
-        return self.images.num_train_groups
+        with _settings_of_images():
+            return self.images.num_train_groups
 
     @property
     def in_channels(self) -> int:
@@ -171,12 +176,13 @@ class CachedFeatures(lightning.LightningDataModule):
         with _settings_of_images():
             self.images.prepare_data()
             self.images.setup(stage)
+        datasets = self._datasets(stage)
         if self._network.device.type == "meta":
             if has_weights(backbone := self._network.settings["backbone"]):
                 rank_zero_info(f"Loading the weights of {backbone}, or downloading them once.")
             self._network = self._build()
         with feature_files.held(self.folder):
-            for split, dataset in self._datasets(stage).items():
+            for split, dataset in datasets.items():
                 self._require_same_images(split, dataset)
                 self._compute(split, dataset)
 

@@ -2,7 +2,7 @@
 
 Threads wait for each other at the end of every operation, and a network that computes features has many small ones.
 Processes wait only for their next batch (`benchmarks/features.py`). They read nothing: this process hands the images to
-them, since readers that share an open file take each other's place in it.
+them, since readers that share an open file move each other's position in it.
 """
 
 import math
@@ -36,7 +36,7 @@ def processes(batches: int) -> int:
     """How many processes to share some batches among; 0 where this process alone is to compute them.
 
     They start as copies of this one, which other systems than Linux do not support once libraries have been loaded, and
-    which a process of a ``multiprocessing.Pool`` may not do.
+    which a daemonic process, such as one of a ``multiprocessing.Pool``, is not allowed to do.
     """
     count = min(torch.get_num_threads(), batches)
     can = sys.platform == "linux" and not multiprocessing.current_process().daemon

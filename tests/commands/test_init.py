@@ -260,11 +260,12 @@ def test_a_folder_of_one_class_is_refused(photos, capsys):
 
 def test_a_folder_of_classes_alone_is_told_how_to_be_split(photos, capsys):
     flat = (photos / "train").rename("flat")
-    told = refused(capsys, str(flat))
+    told = refused(capsys, str(flat), "--from-scratch", "--epsilon", "5")
     (command,) = [line for line in told.splitlines() if line.startswith("  mkdir")]
     make, _, init = command.rpartition(" && ")
     subprocess.run(make, shell=True, check=True)
-    main([*init.split()[1:], "--from-scratch"])
+    assert init == "dpl init flat_run --from-scratch --epsilon 5"
+    main(init.split()[1:])
     settings = written("flat_run.yaml")["data"]["init_args"]
     assert settings["val_fraction"] == 0.1
     data = ImageFolder(**settings)

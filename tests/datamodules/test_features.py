@@ -205,7 +205,8 @@ def test_processes_end_with_the_one_that_started_them(number):
         os.close(ended)
 
 
-def test_two_runs_write_one_cache_one_after_the_other(tmp_path, weights, caplog):
+@pytest.mark.parametrize("removed", [False, True])
+def test_two_runs_write_one_cache_one_after_the_other(tmp_path, weights, caplog, removed):
     data = CachedFeatures(arrays(tmp_path), BACKBONE, weights=weights, cache=str(tmp_path), input_size=32)
     data.folder.mkdir(mode=0o700)
     other = os.open(data.folder, os.O_RDONLY)
@@ -216,9 +217,27 @@ def test_two_runs_write_one_cache_one_after_the_other(tmp_path, weights, caplog)
             assert not waiting.done()
             time.sleep(0.01)
         assert list(data.folder.iterdir()) == []
+        if removed:  # as some messages advise
+            data.folder.rmdir()
         os.close(other)
         waiting.result(60)
     assert len(list(data.folder.glob("*.safetensors"))) == 3
+    assert data.folder.stat().st_mode & 0o777 == 0o700
+
+
+@linux
+def test_a_process_that_is_started_meanwhile_does_not_keep_a_cache(tmp_path):
+    context = multiprocessing.get_context("fork")
+    with feature_files.held(tmp_path / "cache"):
+        process = context.Process(target=time.sleep, args=(100,))
+        process.start()
+    try:
+        other = os.open(tmp_path / "cache", os.O_RDONLY)
+        fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.close(other)
+    finally:
+        process.kill()
+        process.join()
 
 
 def test_a_cache_that_cannot_be_written_is_named(tmp_path, weights, monkeypatch):
@@ -257,8 +276,12 @@ def test_an_evaluation_reads_and_computes_the_test_images_alone(tmp_path, weight
 def test_settings_of_the_images_are_named_where_they_stand(tmp_path, weights):
     images = ImageFolder(str(tmp_path), image_size=12)
     data = CachedFeatures(images, BACKBONE, weights=weights, cache=str(tmp_path / "cache"), input_size=32)
-    with pytest.raises(DataError, match=r"set data\.init_args\.images\.init_args\.root"):
-        data.check_files()
+    for look in (data.check_files, lambda: data.num_classes, lambda: data.num_train):
+        with pytest.raises(DataError, match=r"set data\.init_args\.images\.init_args\.root"):
+            look()
+    data = CachedFeatures(arrays(tmp_path), BACKBONE, weights=weights, cache=str(tmp_path / "cache"), input_size=32)
+    with pytest.raises(ConfigurationError, match=r"Set data\.init_args\.images\.init_args\.group_folders"):
+        assert data.num_train_groups
 
 
 def test_images_may_be_mended_before_any_feature_is_kept(tmp_path, weights):
@@ -608,5 +631,5 @@ def test_a_link_in_the_place_of_a_cache_is_refused(tmp_path, weights):
     folder = ready(arrays(tmp_path), tmp_path, weights).folder
     folder.rename(tmp_path / "elsewhere")
     folder.symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(DataError, match="is a link, or belongs to another user"):
+    with pytest.raises(DataError, match=r"is a link\. Features"):
         ready(arrays(tmp_path), tmp_path, weights)
