@@ -11,20 +11,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from unittest.mock import patch
 
-import numpy as np
 import torch
+from epochs import images as write_images
 
 from dp_lightning.datamodules import CachedFeatures, NpzImages, forked
-
-
-def make_images(path: Path, count: int) -> None:
-    """``count`` training images and one test image, 32 x 32 pixels in colour."""
-    noise = np.random.default_rng(0)
-    arrays = {}
-    for split, size in (("train", count), ("test", 1)):
-        arrays[f"{split}_images"] = noise.integers(0, 256, (size, 32, 32, 3), dtype=np.uint8)
-        arrays[f"{split}_labels"] = np.arange(size) % 10
-    np.savez(path, **arrays)
 
 
 def seconds(images: Path, cache: str, *, processes: bool, mirror: bool) -> float:
@@ -44,7 +34,7 @@ def seconds(images: Path, cache: str, *, processes: bool, mirror: bool) -> float
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """The options of the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--images", type=int, default=60_000)
+    parser.add_argument("--images", type=int, default=60_000, help="training images; 100 test images more")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="and processes")
     parser.add_argument("--turns", type=int, default=2)
     parser.add_argument("--mirror", action="store_true", help="average with the coefficients of the mirror image")
@@ -58,7 +48,7 @@ def main() -> None:
     found: dict[str, list[float]] = {"processes": [], "threads": []}
     with tempfile.TemporaryDirectory() as folder:
         images = Path(folder, "images.npz")
-        make_images(images, options.images)
+        write_images(images, options.images)
         for _ in range(options.turns):
             for name, times in found.items():
                 with tempfile.TemporaryDirectory(dir=folder) as cache:

@@ -763,4 +763,4 @@ def test_features_are_timed_with_processes_and_with_threads(monkeypatch, capsys)
     assert re.fullmatch(r"2 processes: \d+\.\d s", lines[0])
     assert re.fullmatch(r"2 threads: \d+\.\d s", lines[1])
     assert re.fullmatch(r"threads take \d+\.\d\d times the time of processes, for 130 images", lines[2])
-    assert counts == [3, 1]  # training and test images, only once
+    assert counts == [3, 2]  # training and test images, only once

@@ -146,7 +146,7 @@ def _require_train(root: Path, given: list[str]) -> None:
         f"{printable(str(root))} has class folders but no folder train. Either sort the images into "
         "train/<class>/ and test/<class>/, or leave them where they are and hold out a tenth for validation:\n"
         f"  mkdir {shlex.quote(new)} && ln -s {shlex.quote(str(root.resolve()))} {shlex.quote(new + '/train')} && "
-        f"{again}"
+        + again
     )
 
 

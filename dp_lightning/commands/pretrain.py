@@ -220,7 +220,7 @@ def _read(path: Path) -> dict[str, Any]:
     import torch
 
     if (fault := why_not_own(path, others=0o022)) is not None:
-        raise DataError(f"{path} {fault}, who may have changed the weights in it. Remove it to begin again.")
+        raise DataError(f"{path} {fault}. Others may have changed the weights in it. Remove it to begin again.")
     try:
         found: dict[str, Any] = torch.load(path, weights_only=True, map_location="cpu")
         found.keys()

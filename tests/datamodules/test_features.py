@@ -130,7 +130,7 @@ def test_processes_compute_the_features_that_one_does(tmp_path, weights, few_per
         return compute(network, images)
 
     def told_to(source, *arguments):
-        # Readers in several processes that share an open file take each other's place in it.
+        # Readers in several processes that share an open file move each other's position in it.
         assert (os.getpid() == here) or num_workers
         return read(source, *arguments)
 
