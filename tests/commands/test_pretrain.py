@@ -181,7 +181,7 @@ def test_a_state_that_others_can_write_is_refused(tmp_path, monkeypatch, capsys)
     path.chmod(0o666)
     with pytest.raises(SystemExit):
         run(tmp_path / "w.safetensors")
-    assert "is open to other users (mode 666), who may have changed the weights" in capsys.readouterr().err
+    assert "is open to other users (mode 666). Others may have changed the weights" in capsys.readouterr().err
 
 
 def test_another_recipe_is_refused_before_images_are_made(tmp_path, monkeypatch, capsys):
