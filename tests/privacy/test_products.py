@@ -348,7 +348,7 @@ def test_memory_of_gradients_that_are_used_up_is_used_again():
     assert workspace.gradients((9, 3), torch.float64, cpu).shape == (9, 3)
     assert (
         workspace.patches((2, 5), torch.float32, cpu).data_ptr()
-        != workspace.wide((2, 5), torch.float32, cpu).data_ptr()
+        != workspace.gradients((2, 5), torch.float32, cpu).data_ptr()
     )
 
 

@@ -116,9 +116,8 @@ class ClippedSum:
                 factors = factors * self._counted.unsqueeze(1)
             by_group = factors.unbind(1)
             for contribution in self._kept:
-                contribution.add_weighted(
-                    {name: by_group[self._group_of[name]] for name in contribution.names}, self.sums, self._workspace
-                )
+                weights = {name: by_group[self._group_of[name]] for name in contribution.names}
+                contribution.add_weighted(weights, self.sums)
             if small is not None:
                 self._add_rows(small, factors)
         broken = (~squared.isfinite()).any(dim=1)

@@ -2,20 +2,23 @@
 
 import functools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from dp_lightning.privacy.gradients.workspace import Empty, Workspace
+from dp_lightning.privacy.gradients.workspace import Workspace
 from dp_lightning.processors import read_at_once
 
-_WIDENED_ROWS, _WIDENED_NUMBERS = 8, 2**20
+# Rows, or numbers, of 16 bits that are copied in float32 at a time.
+_WIDENED_ROWS, _WIDENED_NUMBERS = 8, 2**22
 # Squares are added up in float32 over parts of at most so many numbers, and in float64 from there on. Shorter parts
 # are not worth their number.
 _LONG, _SHORT = 256, 16
 # Gradients of at most so many numbers are taken together.
 _SMALL = 2**13
+# Rows of more numbers are worth an operation each.
+_LONG_ROW = 2**14
 
 
 Weights = Mapping[str, Tensor]
@@ -63,20 +66,20 @@ class Contribution(ABC):
         """
 
     @abstractmethod
-    def add_weighted(self, weights: Weights, sums: Mapping[str, Tensor], workspace: Workspace) -> None:
+    def add_weighted(self, weights: Weights, sums: Mapping[str, Tensor]) -> None:
         """Add the sum over i of weights[name][i] * gradient_i to sums[name], for each name of ``norms``."""
 
     def stream(self, weigh: Weigh, sums: Mapping[str, Tensor], workspace: Workspace) -> None:
         """Norms, weights and weighted sums in one go, those of ``rows`` too, with nothing kept."""
         self.measure(workspace)
-        self.add_measured(weigh, sums, workspace)
+        self.add_measured(weigh, sums)
 
-    def add_measured(self, weigh: Weigh, sums: Mapping[str, Tensor], workspace: Workspace) -> None:
+    def add_measured(self, weigh: Weigh, sums: Mapping[str, Tensor]) -> None:
         """The same after ``measure``."""
         weights = weigh(slice(None), self.norms() | {name: part_norms(rows) for name, rows in self.rows.items()})
-        self.add_weighted(weights, sums, workspace)
+        self.add_weighted(weights, sums)
         for name, rows in self.rows.items():
-            add_weighted(sums[name], rows, weights[name], workspace.wide)
+            add_weighted(sums[name], rows, weights[name])
 
 
 class PerExample(Contribution):
@@ -103,10 +106,10 @@ class PerExample(Contribution):
     def norms(self) -> dict[str, Tensor]:
         return {name: part_norms(rows) for name, rows in self.gradients.items() if name not in self._rows}
 
-    def add_weighted(self, weights: Weights, sums: Mapping[str, Tensor], workspace: Workspace) -> None:
+    def add_weighted(self, weights: Weights, sums: Mapping[str, Tensor]) -> None:
         for name, rows in self.gradients.items():
             if name not in self._rows:
-                add_weighted(sums[name], rows, weights[name], workspace.wide)
+                add_weighted(sums[name], rows, weights[name])
 
 
 def sum_of_views(rows: Tensor, augmult: int) -> Tensor:
@@ -119,33 +122,19 @@ def flat_rows(rows: Tensor) -> Tensor:
     return rows.unsqueeze(-1).flatten(1)
 
 
-def widened(rows: Tensor, empty: Empty) -> Tensor:
-    """``rows`` with at least 32 bits for each number; a copy in float32, in memory from ``empty``, if they have 16."""
-    if rows.dtype in (torch.float32, torch.float64):
-        return rows
-    return empty(tuple(rows.shape), dtype=torch.float32, device=rows.device).copy_(rows)
-
-
-def part_norms(rows: Tensor, wide: Empty = torch.empty) -> Tensor:
+def part_norms(rows: Tensor) -> Tensor:
     """(b, k) L2 norms of parts of the rows (b, ...): their squares add up to a row's, with an error of at most 1e-6.
 
     A float32 sum over a whole row of a million numbers can be too small by a thousandth. Add the squares in float64.
-
-    Args:
-        rows: of any floating type.
-        wide: memory for copies in float32.
     """
     rows = flat_rows(rows)
     length = _part(rows.shape[1])
     if rows.dtype == torch.float64 or length < _SHORT:
         return torch.linalg.vector_norm(rows, dim=1, keepdim=True, dtype=torch.float64)
-    if rows.itemsize < 4 and read_at_once(rows.device):  # where torch would make the copy as a whole
-        norms = rows.new_empty(len(rows), rows.shape[1] // length, dtype=torch.float32)
-        step = max(_WIDENED_NUMBERS // rows.shape[1], 1)
-        for piece, into in zip(rows.split(step), norms.split(step), strict=True):
-            torch.linalg.vector_norm(widened(piece, wide).unflatten(1, (-1, length)), dim=2, out=into)
-        return norms
-    return torch.linalg.vector_norm(rows.unflatten(1, (-1, length)), dim=2, dtype=torch.float32)
+    # On a CPU torch copies 16 bits in float32 first.
+    step = max(_WIDENED_NUMBERS // rows.shape[1], 1) if _is_copied(rows) else max(len(rows), 1)
+    parts = rows.unflatten(1, (-1, length)).split(step)
+    return joined([torch.linalg.vector_norm(piece, dim=2, dtype=torch.float32) for piece in parts])
 
 
 @functools.lru_cache(maxsize=4096)
@@ -154,28 +143,43 @@ def _part(numbers: int) -> int:
     return next(length for length in range(min(_LONG, max(numbers, 1)), 0, -1) if numbers % length == 0)
 
 
-def add_weighted(total: Tensor, rows: Tensor, weights: Tensor, wide: Empty, *, used_up: bool = False) -> None:
+def add_weighted(total: Tensor, rows: Tensor, weights: Tensor, *, used_up: bool = False) -> None:
     """Add the sum over i of weights[i] * rows[i] to the float32 ``total``.
 
     Args:
         total: of the shape of a row.
         rows: (b, ...); those whose weight is zero may hold numbers that are not finite.
         weights: (b,) float32.
-        wide: memory for copies in float32.
         used_up: whether ``rows`` may be changed.
     """
     places = total.view(-1) if total.is_contiguous() else torch.zeros(total.numel(), device=total.device)
-    # In pieces, so that a copy in float32 never exists as a whole.
-    step = len(rows) if rows.dtype == torch.float32 else _WIDENED_ROWS
-    for piece, factors in zip(rows.split(step), weights.split(step), strict=True):
-        if used_up and not read_at_once(piece.device):
-            # Faster than `without`; a row whose weight is not zero has only finite numbers.
-            finite_(piece)
-        else:
-            piece = without(piece, factors)
-        places.addmv_(widened(flat_rows(piece), wide).float().T, factors)
+    if _is_copied(rows) and total.numel() > _LONG_ROW:
+        # Each core adds the same part of every row, so that no other core has written the part of the total.
+        for row, factor in zip(flat_rows(rows).unbind(), weights.tolist(), strict=True):
+            if factor:
+                places.add_(row, alpha=factor)
+    else:
+        # In pieces, so that a copy in float32 never exists as a whole.
+        step = len(rows) if rows.dtype == torch.float32 else _WIDENED_ROWS
+        for piece, factors in zip(rows.split(step), weights.split(step), strict=True):
+            if used_up and not read_at_once(piece.device):
+                # Faster than `without`; a row whose weight is not zero has only finite numbers.
+                finite_(piece)
+            else:
+                piece = without(piece, factors)
+            places.addmv_(flat_rows(piece).float().T, factors)
     if not total.is_contiguous():
         total += places.view(total.shape)
+
+
+def joined(pieces: Sequence[Tensor]) -> Tensor:
+    """The pieces as one tensor."""
+    return pieces[0] if len(pieces) == 1 else torch.cat(tuple(pieces))
+
+
+def _is_copied(rows: Tensor) -> bool:
+    """Whether torch copies the numbers in float32 before it computes with them in float32."""
+    return rows.itemsize < 4 and read_at_once(rows.device)
 
 
 def scaled(rows: Tensor, weights: Tensor) -> Tensor:

@@ -62,6 +62,6 @@ class _Rows(Contribution):
     def norms(self) -> dict[str, Tensor]:
         return {self._name: part_norms(self._slots)}
 
-    def add_weighted(self, weights: Weights, sums: Mapping[str, Tensor], workspace: Workspace) -> None:
+    def add_weighted(self, weights: Weights, sums: Mapping[str, Tensor]) -> None:
         slots = scaled(self._slots, weights[self._name]).float()
         sums[self._name].index_add_(0, self._indices.flatten(), slots.flatten(0, 1))

@@ -32,14 +32,13 @@ from dp_lightning.privacy.gradients.contribution import (
     Weigh,
     Weights,
     add_weighted,
+    joined,
     part_norms,
     scaled,
-    widened,
     without,
 )
 from dp_lightning.privacy.gradients.cost_model import Size, examples_at_a_time, kept_method, streamed_method
 from dp_lightning.privacy.gradients.workspace import Empty, Workspace
-from dp_lightning.processors import read_at_once
 from dp_lightning.torch_internals import storage_address
 
 
@@ -180,7 +179,7 @@ class Product(Contribution):
         self._measure_formed(Workspace())
         gradients = dict(self.rows)
         if self._kept:
-            gradients[self._names["weight"]] = self._factors.weight(_joined(self._kept))
+            gradients[self._names["weight"]] = self._factors.weight(joined(self._kept))
         return PerExample(gradients, self.method)
 
     def measure(self, workspace: Workspace) -> None:
@@ -202,7 +201,7 @@ class Product(Contribution):
     def norms(self) -> dict[str, Tensor]:
         return {} if self._only_bias else {self._names["weight"]: self._norms}
 
-    def add_weighted(self, weights: Weights, sums: Mapping[str, Tensor], workspace: Workspace) -> None:
+    def add_weighted(self, weights: Weights, sums: Mapping[str, Tensor]) -> None:
         if self._only_bias:
             return
         name, start = self._names["weight"], 0
@@ -212,7 +211,7 @@ class Product(Contribution):
                     self._factors.add_total(weights[name], total)
             for piece in self._kept:
                 part = weights[name][start : start + len(piece)]
-                add_weighted(total, piece, part, workspace.wide, used_up=True)
+                add_weighted(total, piece, part, used_up=True)
                 start += len(piece)
 
     def stream(self, weigh: Weigh, sums: Mapping[str, Tensor], workspace: Workspace) -> None:
@@ -223,21 +222,20 @@ class Product(Contribution):
         if streamed_method(factors.size, by_products=factors.by_products(factors.dtype)) == "Gram":
             self.method = "Gram"
             self._measure_gram()
-            self.add_measured(weigh, sums, workspace)
+            self.add_measured(weigh, sums)
             return
         self.method = "formed and used up"
         with self._adding_to(sums[self._names["weight"]]) as total:
             for rows in factors.ranges(factors.forming(factors.dtype)):
                 piece = factors.form(rows, factors.dtype, workspace.gradients, workspace.patches)
-                # One copy in float32 serves the norm and the sum, where it stays in the cache.
-                pieces = {"weight": widened(piece, workspace.wide) if read_at_once(factors.device) else piece}
+                pieces = {"weight": piece}
                 if "bias" in self._names:
                     pieces["bias"] = factors.bias(rows)
                 weights = weigh(rows, {self._names[own]: part_norms(piece) for own, piece in pieces.items()})
                 for own, piece in pieces.items():
                     name = self._names[own]
                     into = total if own == "weight" else sums[name]
-                    add_weighted(into, piece, weights[name], workspace.wide, used_up=True)
+                    add_weighted(into, piece, weights[name], used_up=True)
 
     @contextmanager
     def _adding_to(self, total: Tensor) -> Iterator[Tensor]:
@@ -262,11 +260,11 @@ class Product(Contribution):
         for rows in factors.ranges(factors.forming(factors.dtype)):
             # Small pieces fit into memory that activations have just freed. Fresh memory is slow.
             self._kept.append(factors.form(rows, factors.dtype, torch.empty, workspace.patches))
-            norms.append(part_norms(self._kept[-1], workspace.wide))
-        self._norms = _joined(norms)
+            norms.append(part_norms(self._kept[-1]))
+        self._norms = joined(norms)
 
     def _measure_gram(self) -> None:
-        self._norms = _joined([self._gram_norms(rows) for rows in self._gram_ranges()])
+        self._norms = joined([self._gram_norms(rows) for rows in self._gram_ranges()])
         self._measure_bias()
 
     def _measure_twice(self, workspace: Workspace) -> None:
@@ -278,7 +276,7 @@ class Product(Contribution):
                 parts = part_norms(factors.form(rows, dtype, workspace.gradients, workspace.patches))
                 squared = torch.linalg.vector_norm(parts, dim=1, dtype=torch.float64).square()
                 norms.append(_with_rounding(squared, self._rounding(rows)))
-        self._norms = _joined(norms)
+        self._norms = joined(norms)
         self._measure_bias()
 
     def _rounding(self, rows: slice) -> Tensor:
@@ -299,7 +297,3 @@ class Product(Contribution):
         rounding = rounding_per_term(self._factors.size.positions) * diagonals.clamp_min(0.0).sqrt().sum((1, 2))
         squared = torch.linalg.vecdot(gram.flatten(1), patches.flatten(1)).clamp_min(0.0)
         return _with_rounding(squared, rounding)
-
-
-def _joined(pieces: list[Tensor]) -> Tensor:
-    return pieces[0] if len(pieces) == 1 else torch.cat(pieces)

@@ -1,4 +1,4 @@
-"""Memory for what lives only until the next layer: patches, gradients that are used up, copies in float32.
+"""Memory for what lives only until the next layer: patches and gradients that are used up.
 
 On a CPU the first touch of memory that is not in the cache costs more than computing what is written there. A GPU's
 allocator already reuses memory.
@@ -33,4 +33,4 @@ class Workspace:
     """What a layer needs at a time."""
 
     def __init__(self) -> None:
-        self.patches, self.gradients, self.wide = Scratch(), Scratch(), Scratch()
+        self.patches, self.gradients = Scratch(), Scratch()
