@@ -25,11 +25,12 @@ def squared_error(output, target):
     return (output.flatten(1) - target).square().sum(1).mean()
 
 
-def check(layer, x, plan, ways, *, by_products=True, augmult=1):
+def check(layer, x, plan, ways, *, by_products=True, turned=False, augmult=1):
     """The clipped sum of ``layer`` equals the loop when every layer takes the ways given.
 
     ``augmult``: rows of ``x`` per example.
     ``by_products``: weighted sums as on processors where a product is as fast as the ordinary weight gradient, or not.
+    ``turned``: gradients that are formed are matrices of inputs times outputs, or not.
     """
     model = nn.Sequential(layer, nn.Tanh())
     y = torch.randn(len(x), model(x)[0].numel(), generator=torch.Generator().manual_seed(1))
@@ -40,6 +41,7 @@ def check(layer, x, plan, ways, *, by_products=True, augmult=1):
         patch.setattr(products, "rounding_per_term", lambda positions: 0.0)
         patch.setattr(convolution, "below_avx512", lambda device: by_products)
         patch.setattr(convolution, "formed_by_products", lambda size, dtype, device: by_products)
+        patch.setattr(convolution, "turned", lambda dtype, device: turned)
         sums, norms = clipped_gradient_sum(model, squared_error, x, y, clip_plan=plan, augmult=augmult)
     expected, expected_norms = clipped_sum_by_loop(model, x, y.double(), plan, squared_error, augmult=augmult)
     # Clipped gradients of two examples may cancel: then the error is measured against the bound.
@@ -60,7 +62,8 @@ def check_as_drawn(data, layer, shape, most):
     if data.draw(st.booleans(), "channels last"):
         x = x.movedim(1, -1).contiguous().movedim(-1, 1)
     plan, way, by_products = data.draw(PLANS, "plan"), data.draw(WAYS, "way"), data.draw(st.booleans(), "products")
-    check(layer, x, plan, way, by_products=by_products, augmult=augmult)
+    turned = data.draw(st.booleans(), "turned")
+    check(layer, x, plan, way, by_products=by_products, turned=turned, augmult=augmult)
 
 
 @settings(max_examples=150, deadline=None, derandomize=True)

@@ -13,7 +13,7 @@ from dp_lightning.models import SmallCNN
 from dp_lightning.privacy import ClipPlan, PrivacyPlan, PrivateStep, clipped_gradient_sum
 from dp_lightning.privacy.gradients import contribution
 from dp_lightning.privacy.gradients.clipped_sum import ClippedSum
-from dp_lightning.privacy.gradients.contribution import PerExample
+from dp_lightning.privacy.gradients.contribution import PerExample, add_weighted, part_norms
 
 PLANS = [
     ClipPlan.flat(max_grad_norm=0.5),
@@ -241,6 +241,24 @@ def test_a_long_gradient_does_not_exceed_the_sensitivity(kind, plan, dtype):
             sums, _ = clipped_gradient_sum(layer, loss, x, slope, clip_plan=plan)
         norm = math.sqrt(sum(float(total.double().square().sum()) for total in sums.values()))
         assert 0.999 * plan.sensitivity <= norm <= plan.sensitivity
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("numbers", [64 * 9, 64 * 576, 64 * 2304])  # 16 bits by pieces and row by row
+@pytest.mark.parametrize("turned", [False, True])
+def test_what_is_added_up_is_what_was_measured(dtype, numbers, turned):
+    """The numbers of a gradient of 16 bits are those in memory, not rounded again, and a weight of zero takes none."""
+    torch.manual_seed(0)
+    rows, weights = torch.randn(37, 64, numbers // 64).to(dtype), torch.rand(37)
+    rows[3], rows[8, 1, 1], weights[3], weights[8] = torch.inf, torch.nan, 0.0, 0.0
+    before = torch.randn((numbers // 64, 64) if turned else (64, numbers // 64))
+    total = before.clone().mT if turned else before.clone()
+    add_weighted(total, rows, weights)
+    kept = rows.double()[weights > 0]
+    expected = (before.mT if turned else before).double() + (kept * weights[weights > 0].double()[:, None, None]).sum(0)
+    torch.testing.assert_close(total.double(), expected, rtol=0, atol=2e-5)
+    norms = part_norms(rows)[weights > 0].double().square().sum(1).sqrt()
+    torch.testing.assert_close(norms, kept.flatten(1).norm(dim=1), rtol=1e-6, atol=0)
 
 
 def test_a_factor_that_overflows_the_gradient_leaves_the_example_out():

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from dp_lightning.privacy.gradients.contribution import scaled, sum_of_views, without
-from dp_lightning.privacy.gradients.cost_model import Size, formed_by_products, product_dtype
+from dp_lightning.privacy.gradients.cost_model import Size, formed_by_products, product_dtype, turned
 from dp_lightning.privacy.gradients.products import Factors
 from dp_lightning.privacy.gradients.workspace import Empty
 from dp_lightning.processors import below_avx512
@@ -101,6 +101,7 @@ class Patches(Factors):
         outputs = values.shape[1] // groups
         self.size = Size(groups=groups, positions=positions, outputs=outputs, inputs=inputs, gram=gram, seen=seen)
         self._channels_last = _is_channels_last(image)
+        self.turned = not self._channels_last and self.by_products(self.dtype) and turned(self.dtype, self.device)
 
     @property
     def _grad_output(self) -> Tensor:

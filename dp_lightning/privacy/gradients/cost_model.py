@@ -102,6 +102,11 @@ def formed_by_products(size: Size, dtype: torch.dtype, device: torch.device) -> 
     return size.positions < _FEW_POSITIONS
 
 
+def turned(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether products of patches, whose positions are next to each other, are faster as (inputs, outputs)."""
+    return device.type == "cpu" and dtype == torch.bfloat16
+
+
 def _gram(size: Size) -> int:
     """Cost of the norms by Gram matrices."""
     pairs = size.groups * size.positions**2

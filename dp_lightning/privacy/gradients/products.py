@@ -64,6 +64,7 @@ class Factors(ABC):
     size: Size
     dtype: torch.dtype  # in which the gradients are formed
     device: torch.device
+    turned = False  # whether ``form`` gives P_i^T G_i, (r, groups, inputs, outputs)
 
     @abstractmethod
     def left(self, rows: slice, dtype: torch.dtype) -> Tensor:
@@ -74,7 +75,7 @@ class Factors(ABC):
         """P: (r, groups, positions, inputs); a view, or in memory from ``empty``."""
 
     def form(self, rows: slice, dtype: torch.dtype, empty: Empty, patches: Empty) -> Tensor:
-        """G_i^T P_i: (r, groups, outputs, inputs) of type ``dtype``, in memory of its own or from ``empty``.
+        """G_i^T P_i, unless ``turned``: (r, groups, outputs, inputs), in memory of its own or from ``empty``.
 
         Args:
             rows: of the examples.
@@ -83,9 +84,11 @@ class Factors(ABC):
             patches: memory for P.
         """
         size = self.size
-        out = empty((rows.stop - rows.start, size.groups, size.outputs, size.inputs), dtype=dtype, device=self.device)
+        shape = (size.inputs, size.outputs) if self.turned else (size.outputs, size.inputs)
+        out = empty((rows.stop - rows.start, size.groups, *shape), dtype=dtype, device=self.device)
         left, right = self.left(rows, dtype).flatten(0, 1), self.right(rows, dtype, patches).flatten(0, 1)
-        torch.bmm(left.mT, right, out=out.flatten(0, 1))
+        first, second = (right, left) if self.turned else (left, right)
+        torch.bmm(first.mT, second, out=out.flatten(0, 1))
         return out
 
     def by_products(self, dtype: torch.dtype) -> bool:
@@ -163,7 +166,7 @@ class Product(Contribution):
     def __init__(self, factors: Factors, names: Mapping[str, str]) -> None:
         self._factors, self._names = factors, names
         self.method = "formed"
-        self._kept: list[Tensor] = []  # (r, groups, outputs, inputs) each, b rows in all
+        self._kept: list[Tensor] = []  # formed, of r examples each, b in all
         self._bias: Tensor | None = None  # (b, ...)
         self._norms = torch.empty(0)  # of parts of the weight's gradient, (b, k)
 
@@ -179,7 +182,8 @@ class Product(Contribution):
         self._measure_formed(Workspace())
         gradients = dict(self.rows)
         if self._kept:
-            gradients[self._names["weight"]] = self._factors.weight(joined(self._kept))
+            kept = joined(self._kept)
+            gradients[self._names["weight"]] = self._factors.weight(kept.mT if self._factors.turned else kept)
         return PerExample(gradients, self.method)
 
     def measure(self, workspace: Workspace) -> None:
@@ -205,7 +209,7 @@ class Product(Contribution):
         if self._only_bias:
             return
         name, start = self._names["weight"], 0
-        with self._adding_to(sums[name]) as total:
+        with self._adding_to(sums[name], turned=bool(self._kept) and self._factors.turned) as total:
             if not self._kept:
                 with float32_products():
                     self._factors.add_total(weights[name], total)
@@ -225,7 +229,7 @@ class Product(Contribution):
             self.add_measured(weigh, sums)
             return
         self.method = "formed and used up"
-        with self._adding_to(sums[self._names["weight"]]) as total:
+        with self._adding_to(sums[self._names["weight"]], turned=factors.turned) as total:
             for rows in factors.ranges(factors.forming(factors.dtype)):
                 piece = factors.form(rows, factors.dtype, workspace.gradients, workspace.patches)
                 pieces = {"weight": piece}
@@ -238,15 +242,15 @@ class Product(Contribution):
                     add_weighted(into, piece, weights[name], used_up=True)
 
     @contextmanager
-    def _adding_to(self, total: Tensor) -> Iterator[Tensor]:
-        """The sum ``total``, of the weight's shape, as (groups, outputs, inputs); what is added to that counts."""
+    def _adding_to(self, total: Tensor, *, turned: bool) -> Iterator[Tensor]:
+        """The sum ``total``, of the weight's shape, as (groups, outputs, inputs) or turned; what is added counts."""
         rows = self._factors.rows_of(total)
-        if storage_address(rows) == storage_address(total):
+        if storage_address(rows) == storage_address(total) and not turned:
             yield rows
-        else:  # the layer's input and its weight have different memory formats
-            rows = torch.zeros_like(rows)
+        else:  # or the layer's input and its weight have different memory formats
+            rows = rows.new_zeros((rows.mT if turned else rows).shape)
             yield rows
-            total += self._factors.weight(rows.unsqueeze(0))[0]
+            total += self._factors.weight((rows.mT if turned else rows).unsqueeze(0))[0]
 
     def _measure_bias(self) -> None:
         if "bias" in self._names:
