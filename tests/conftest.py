@@ -1,7 +1,9 @@
 """What all tests have in common."""
 
 import gc
+import logging
 import os
+import signal
 import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -86,6 +88,21 @@ def _same_start(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PL_GLOBAL_SEED", raising=False)  # of an earlier test's seed_everything
     # Reproducible runs of different tests have the same weights, which would be taken for copies.
     monkeypatch.setattr("dp_lightning.privacy.lineage._copies", {})
+
+
+@pytest.fixture(autouse=True)
+def _same_process() -> Iterator[None]:
+    """No test leaves a handler of a signal or the level of a logger behind, on which another would wait for ever."""
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    known = [logger for logger in logging.root.manager.loggerDict.values() if isinstance(logger, logging.Logger)]
+    levels = [(logger, logger.level) for logger in (logging.root, *known)]
+    yield
+    for number, handler in handlers.items():
+        if signal.getsignal(number) is not handler:
+            signal.signal(number, handler)
+    for logger, level in levels:
+        if logger.level != level:
+            logger.setLevel(level)
 
 
 @pytest.fixture

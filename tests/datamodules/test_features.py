@@ -192,7 +192,11 @@ def test_processes_end_with_the_one_that_started_them(number):
         os.write(writing, b"x")
         threading.Event().wait()
 
-    starter = multiprocessing.get_context("fork").Process(target=applied, args=(waits, [torch.ones(1)] * 9))
+    def starts():
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a test before may have left a handler
+        applied(waits, [torch.ones(1)] * 9)
+
+    starter = multiprocessing.get_context("fork").Process(target=starts)
     starter.start()
     os.close(writing)
     try:
@@ -213,14 +217,18 @@ def test_two_runs_write_one_cache_one_after_the_other(tmp_path, weights, caplog,
     fcntl.flock(other, fcntl.LOCK_EX)
     with ThreadPoolExecutor(1) as thread, caplog.at_level("INFO"):
         waiting = thread.submit(data.prepare_data)
-        while "This one waits for it" not in caplog.text:
-            assert not waiting.done()
+        deadline = time.monotonic() + 60
+        while "This one waits for it" not in caplog.text and not waiting.done() and time.monotonic() < deadline:
             time.sleep(0.01)
-        assert list(data.folder.iterdir()) == []
+        # The thread ends only when it has the lock, so nothing is asserted before.
+        ended, told, written = waiting.done(), caplog.text, list(data.folder.iterdir())
         if removed:  # as some messages advise
             data.folder.rmdir()
         os.close(other)
         waiting.result(60)
+    assert "This one waits for it" in told
+    assert not ended
+    assert not written
     assert len(list(data.folder.glob("*.safetensors"))) == 3
     assert data.folder.stat().st_mode & 0o777 == 0o700
 
