@@ -617,14 +617,16 @@ def test_an_evaluation_logs_where_it_is_told_to(finished, tmp_path):
 def test_a_module_without_every_linked_setting_is_evaluated_from_its_checkpoint(tmp_path, capsys):
     """A wide residual network has no argument image_size, which the data offers."""
     quiet = ["--trainer.accelerator", "cpu", "--trainer.logger", "false", "--trainer.enable_progress_bar", "false"]
-    main(
-        [
-            *("fit", "--model", "WideResNetModule", "--model.depth", "10", "--model.width", "1", *quiet),
-            *("--data", "Digits"),
-            *("--privacy.expected_batch_size", "8", "--privacy.noise_multiplier", "1", "--privacy.delta", "1e-4"),
-            *("--privacy.accountant", "rdp", "--trainer.max_steps", "1", "--trainer.default_root_dir", str(tmp_path)),
-        ]
-    )
+    line = [
+        *("fit", "--model", "WideResNetModule", "--model.depth", "10", "--model.width", "1", *quiet),
+        *("--data", "Digits"),
+        *("--privacy.expected_batch_size", "8", "--privacy.noise_multiplier", "1", "--privacy.delta", "1e-4"),
+        *("--privacy.accountant", "rdp", "--trainer.max_steps", "1", "--trainer.default_root_dir", str(tmp_path)),
+    ]
+    main(line)
+    with pytest.raises(SystemExit):  # without a logger, each run writes to the same folder
+        main(line)
+    assert f"{tmp_path} has the configuration of an earlier run" in " ".join(capsys.readouterr().err.split())
     accuracy = json.loads((tmp_path / "result.json").read_text())["test_accuracy_last"]
     checkpoint = next(tmp_path.rglob("*.ckpt"))
     settings = ["--config", str(tmp_path / "config.yaml"), "--trainer.default_root_dir", str(tmp_path / "test")]

@@ -298,3 +298,20 @@ def test_settings_are_overridden_on_the_command_line(tmp_path):
     assert cli.privacy.clip_plan.kind == "per_layer"
     assert cli.privacy.num_train == cli.datamodule.num_train == 1293 == 1437 - 144
     assert cli.trainer.max_steps == 3
+
+
+def test_a_class_whose_settings_are_all_comments_has_its_defaults(tmp_path):
+    path = tmp_path / "commented.yaml"
+    path.write_text(
+        "model:\n  class_path: LinearProbeModule\n  init_args:\n    # normalize: unit\n"
+        "data:\n  class_path: CachedFeatures\n  init_args:\n    backbone: scattering\n    images:\n"
+        "      class_path: Digits\n      init_args:\n        # val_fraction: 0.1\n"
+        "lr_scheduler:\n  class_path: WarmupCosine\n  init_args:\n"
+        "privacy: {target_epsilon: 3.0, delta: 1.0e-4, expected_batch_size: 512}\n"
+        f"trainer: {{default_root_dir: {tmp_path}, max_steps: 3, callbacks: "
+        "[{class_path: LearningRateMonitor, init_args: }]}\n"
+    )
+    cli = instantiate("fit", "--config", str(path))
+    assert cli.model.hparams.normalize is True
+    assert cli.datamodule.num_train == 1437
+    assert any(type(callback).__name__ == "LearningRateMonitor" for callback in cli.trainer.callbacks)

@@ -36,7 +36,17 @@ _TITLES = {
 }
 
 _load = get_loader("yaml")
-set_loader("yaml", lambda text: load_yaml(text, _load), (YAMLError,))
+
+
+def _without_empty(value: Any) -> Any:
+    """Without ``init_args`` of which no line is left: a class whose settings are all comments has none."""
+    if isinstance(value, dict):
+        settings = ("init_args", "dict_kwargs")
+        return {name: _without_empty(one) for name, one in value.items() if one is not None or name not in settings}
+    return [_without_empty(one) for one in value] if isinstance(value, list) else value
+
+
+set_loader("yaml", lambda text: _without_empty(load_yaml(text, _load)), (YAMLError,))
 
 
 class StrictParser(LightningArgumentParser):

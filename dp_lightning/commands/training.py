@@ -64,6 +64,16 @@ class RunConfiguration(SaveConfigCallback):
         config.ckpt_path = None
         super().__init__(parser, config, *args, **kwargs)
 
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        try:
+            super().setup(trainer, pl_module, stage)
+        except RuntimeError as error:  # it names a file that is there
+            raise ConfigurationError(
+                f"{trainer.log_dir} has the configuration of an earlier run. Give another trainer.default_root_dir, or "
+                "go on with that run by --ckpt_path. With a logger whose version is not set, each run has a folder of "
+                "its own."
+            ) from error
+
 
 class TrainingCLI(CommandLine):
     """The command line of a private run."""
