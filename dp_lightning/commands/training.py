@@ -67,7 +67,9 @@ class RunConfiguration(SaveConfigCallback):
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         try:
             super().setup(trainer, pl_module, stage)
-        except RuntimeError as error:  # it names a file that is there
+        except RuntimeError as error:
+            if not Path(trainer.log_dir or "", self.config_filename).is_file():
+                raise
             raise ConfigurationError(
                 f"{trainer.log_dir} has the configuration of an earlier run. Give another trainer.default_root_dir, or "
                 "go on with that run by --ckpt_path. With a logger whose version is not set, each run has a folder of "
