@@ -55,6 +55,8 @@ _OTHERS = (
     "doctor",
 )
 # fmt: on
+# They answer at once; the runs of a grid have processes of their own.
+_WITHOUT_TORCH = ("init", "account", "sweep", "report", "configs")
 # Turns of a loop, for which a thread waits before it sleeps.
 _SPINS = "10000"
 # EX_IOERR of sysexits.h. 1 would mean that a check does not hold, and 128 or more a signal.
@@ -91,6 +93,8 @@ def _run(arguments: list[str]) -> None:
         if command in _TRAINING:
             arguments = _checked(arguments)
         _let_threads_give_way()
+        if command not in _WITHOUT_TORCH:
+            _imported("dp_lightning.cores").respect_quota()
         _imported(f"dp_lightning.commands.{'training' if command in _TRAINING else command}").main(arguments)
     except DpLightningError as error:
         told, kind = str(error), type(error)

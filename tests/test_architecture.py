@@ -21,6 +21,7 @@ SHARED = {
     "ranks.py",
     "refusing.py",
     "processors.py",
+    "cores.py",
 }
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 
 from dp_lightning.commands.doctor import Finding, judged
+from dp_lightning.cores import available_cores
 
 _GIB = 2**30
 # A small network in physical batches of 128 images; WRN-16-4 takes more.
@@ -49,8 +50,8 @@ def _oldest_architecture() -> tuple[int, int]:
 
 
 def cores() -> Iterator[Finding]:
-    """The cores that this process may use, and torch's threads."""
-    count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    """The cores that are left to this process, and torch's threads."""
+    count = available_cores()
     threads = torch.get_num_threads()
     found = f"{count} cores, torch uses {threads} threads"
     fix = f"set OMP_NUM_THREADS={count}: more threads than cores slow it down"

@@ -14,7 +14,7 @@ import pytest
 
 from dp_lightning.errors import ConfigurationError
 from dp_lightning.experiments import worker
-from dp_lightning.experiments.launchers import LAUNCHERS, launch_local
+from dp_lightning.experiments.launchers import LAUNCHERS, launch_local, local
 from dp_lightning.experiments.launchers.slurm import _Job
 from dp_lightning.experiments.runs import RunFolder
 
@@ -294,7 +294,7 @@ def test_a_slurm_job_whose_time_is_up_leaves_a_checkpoint_and_is_queued_again(tm
 def test_without_gpu_runs_at_once_share_the_cores(tmp_path, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    monkeypatch.setattr(os, "cpu_count", lambda: 6)
+    monkeypatch.setattr(local, "available_cores", lambda: 6)
     folders = [prepared(tmp_path, str(k)) for k in range(2)]
     list(launch_local([str(folder.path) for folder in folders], {"jobs": 2}))
     assert [start["OMP_NUM_THREADS"] for folder in folders for start in starts(folder)] == ["3", "3"]

@@ -9,6 +9,7 @@ from pathlib import Path
 from threading import Event
 from typing import Any
 
+from dp_lightning.cores import available_cores
 from dp_lightning.errors import ConfigurationError
 from dp_lightning.experiments.launchers.options import failed, known_options
 from dp_lightning.experiments.worker import run_to_its_end
@@ -71,7 +72,7 @@ def _share(devices: Sequence[str], number: int, jobs: int) -> dict[str, str]:
         return {"CUDA_VISIBLE_DEVICES": devices[number % len(devices)]}
     if "OMP_NUM_THREADS" in os.environ:
         return {}
-    return {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // jobs))}
+    return {"OMP_NUM_THREADS": str(max(1, available_cores() // jobs))}
 
 
 def _devices() -> list[str]:

@@ -1,0 +1,43 @@
+"""The cores of a container with a quota: OpenMP does not see it, so `dpl` tells it."""
+
+import os
+import subprocess
+import sys
+import types
+
+import pytest
+
+from dp_lightning import cli, cores
+
+
+@pytest.fixture(autouse=True)
+def _many_cores_and_no_settings(monkeypatch):
+    monkeypatch.setattr(cores, "_scheduled", lambda: 64)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+
+
+@pytest.mark.parametrize(
+    ("quota", "given", "expected"),
+    [(4, None, "4"), (64, None, None), (4, "2", "2"), (4, "16", "16")],
+    ids=["quota", "no quota", "less is set", "more is set"],
+)
+def test_a_command_takes_no_more_threads_than_the_quota_has_cores(quota, given, expected, monkeypatch):
+    seen = []
+    main = types.SimpleNamespace(main=lambda arguments: seen.append(os.environ.get("OMP_NUM_THREADS")))
+    monkeypatch.setattr(cores, "cpu_count", lambda: quota)
+    monkeypatch.setattr(cli, "import_module", lambda name: cores if name.endswith(".cores") else main)
+    monkeypatch.delitem(sys.modules, "dp_lightning.commands.verify", raising=False)
+    if given is not None:
+        monkeypatch.setenv("OMP_NUM_THREADS", given)
+    else:
+        monkeypatch.setenv("OMP_NUM_THREADS", "")  # so that it is gone after the test
+        monkeypatch.delenv("OMP_NUM_THREADS")
+    cli.main(["verify"])
+    assert seen == [expected]
+
+
+def test_torch_has_the_threads_of_the_quota():
+    code = "from dp_lightning.cores import respect_quota; respect_quota(); import torch; print(torch.get_num_threads())"
+    environment = {**os.environ, "LOKY_MAX_CPU_COUNT": "1"}
+    made = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
+    assert made.stdout == "1\n"
