@@ -45,6 +45,7 @@ from dp_lightning.private_run.loss_comparison import NAME, warn_of_changed_meani
 from dp_lightning.private_run.person_warnings import warn_of_evaluated_persons, warn_of_persons
 from dp_lightning.private_run.resume import RunHistory, SavedRun, plan_of_fit
 from dp_lightning.private_run.settings import PrivacySettings
+from dp_lightning.private_run.slow_precision import warn_of_slow_precision
 from dp_lightning.private_run.trainer_checks import check_optimizers
 from dp_lightning.private_run.training_step import PrivateTrainingStep, SealedBatch, is_no_state
 from dp_lightning.private_run.withheld_metrics import give_back, withhold
@@ -186,6 +187,7 @@ class PrivateRun:
             BudgetError: when the steps that are left cost too much.
         """
         check_optimizers(self.trainer, self.step.parameters.values())
+        warn_of_slow_precision(self.trainer.precision, self.trainer.strategy.root_device)
         if self.settings.keep_freed_memory and self.trainer.strategy.root_device.type == "cpu":
             keep_freed_memory()
         self._training_step.take_place(self.step)

@@ -9,6 +9,8 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
+from dp_lightning.private_run import slow_precision
+
 
 @pytest.mark.parametrize("precision", ["bf16-mixed", "64-true"])
 def test_allowed_precisions_train(tmp_path, precision):
@@ -16,6 +18,24 @@ def test_allowed_precisions_train(tmp_path, precision):
     expected = parameters_after(tmp_path, without_noise())
     # bfloat16 keeps 8 bits.
     torch.testing.assert_close(found.float(), expected, rtol=0, atol=2e-2 if precision == "bf16-mixed" else 1e-5)
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "32-true"])
+@pytest.mark.parametrize("has_bfloat16", [True, False])
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_bfloat16_is_warned_of_where_it_is_slow(device, has_bfloat16, precision, recwarn, monkeypatch):
+    monkeypatch.setattr(slow_precision, "has_bfloat16_on_cpu", lambda: has_bfloat16)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: has_bfloat16)
+    slow_precision.warn_of_slow_precision(precision, torch.device(device))
+    found = [str(warning.message) for warning in recwarn]
+    assert len(found) == (precision == "bf16-mixed" and not has_bfloat16)
+    assert all("Set trainer.precision to 32-true" in told for told in found)
+
+
+def test_a_run_warns_of_slow_bfloat16(tmp_path, monkeypatch):
+    monkeypatch.setattr(slow_precision, "has_bfloat16_on_cpu", lambda: False)
+    with pytest.warns(UserWarning, match="this processor has no instructions for bfloat16"):
+        parameters_after(tmp_path, without_noise(), precision="bf16-mixed")
 
 
 class Attention(nn.Module):
