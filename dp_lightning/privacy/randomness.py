@@ -8,6 +8,7 @@ torch's generator on a CPU keeps 32 bits of a seed, which can be tried one by on
 19,937 bits instead. Generators of other devices (Philox) take a seed of 64 bits.
 """
 
+import functools
 import os
 import random
 import secrets
@@ -151,11 +152,17 @@ def only_given_keys() -> Iterator[None]:
 def rekey_global_generators(keys: Keys) -> None:
     """Give the global generators of torch, on every device, of NumPy and of Python new keys."""
     of_devices = _seed(keys)
-    if torch.accelerator.is_available():  # else torch would note the whole stack for each kind that it knows, 3 ms
+    if _has_accelerator():  # else torch would note the whole stack for each kind that it knows, 3 ms
         torch.manual_seed(of_devices)
     torch.set_rng_state(_cpu_state(keys))
     _rekey("numpy.random", global_numpy_generator, keys)
     random.seed(keys(8).tobytes())
+
+
+@functools.cache
+def _has_accelerator() -> bool:
+    """Whether this machine has one; torch looks for the driver's library each time that it is asked."""
+    return torch.accelerator.is_available()
 
 
 @dataclass(frozen=True)
@@ -262,8 +269,11 @@ def _rekey(path: str, generator: Any, keys: Keys) -> None:
     elif isinstance(generator, random.Random):
         random.Random.seed(generator, keys(8).tobytes())
     elif isinstance(generator, np.random.RandomState):
-        state: Any = generator.get_state(legacy=False)
-        generator.set_state({**_bit_generator(path, state["bit_generator"], keys).state, "has_gauss": 0, "gauss": 0.0})
+        name = str(generator.get_state(legacy=False)["bit_generator"])
+        if name == "MT19937":  # that of the global generator: 624 words of which none is left, as in torch's
+            generator.set_state((name, keys(624), 624, 0, 0.0))
+        else:
+            generator.set_state({**_bit_generator(path, name, keys).state, "has_gauss": 0, "gauss": 0.0})
     elif isinstance(generator, np.random.SeedSequence):
         np.random.SeedSequence.__init__(generator, keys(8).tolist())
     else:
