@@ -5,6 +5,7 @@ grid, resumes it, and runs what was added to it.
 """
 
 import argparse
+import json
 import math
 import shlex
 import signal
@@ -133,7 +134,7 @@ def planned_runs(grid: Grid, out: Path, override: Sequence[str]) -> list[Planned
             )
         folder = RunFolder.of(out, cell.name, settings)
         runs.append(PlannedRun(cell, arguments, settings, folder))
-        if (other := cells.setdefault(yaml.safe_dump(settings), cell)) is not cell:
+        if (other := cells.setdefault(json.dumps(settings, sort_keys=True, default=str), cell)) is not cell:
             raise ConfigurationError(f"{grid.path}: the runs {other.name} and {cell.name} have the same settings.")
     return runs
 
