@@ -23,5 +23,5 @@ def warn_of_slow_precision(precision: object, device: torch.device) -> None:
 
 def _multiplies_bfloat16(device: torch.device) -> bool:
     if device.type == "cuda":
-        return torch.cuda.is_bf16_supported(including_emulation=False)
+        return bool(torch.cuda.is_bf16_supported(including_emulation=False))
     return device.type != "cpu" or has_bfloat16_on_cpu()
