@@ -153,6 +153,34 @@ def save_latest(callback: ModelCheckpoint, trainer: pl.Trainer) -> None:
     callback._save_none_monitor_checkpoint(trainer, callback._monitor_candidates(trainer))
 
 
+# Epochs
+
+
+def begin_after_epochs(trainer: pl.Trainer, whole: int, *, steps: int) -> None:
+    """Let a trainer that is about to fit count so many whole epochs, whatever it or its checkpoint has counted.
+
+    Args:
+        trainer: whose loops are not restored yet.
+        whole: the number of epochs.
+        steps: those of the next one that a checkpoint has behind it.
+    """
+    saved = trainer._checkpoint_connector._loaded_checkpoint.get("loops", {}).get("fit_loop")
+    if saved is None:
+        progress = trainer.fit_loop.epoch_progress
+        progress.load_state_dict(_progress(progress.state_dict(), whole, whole))
+    else:
+        saved["epoch_progress"] = _progress(saved["epoch_progress"], whole, whole + bool(steps))
+        batches = saved["epoch_loop.batch_progress"]
+        batches.update(current=dict.fromkeys(batches["current"], steps), is_last_batch=False)
+
+
+def _progress(counted: Mapping[str, Any], whole: int, begun: int) -> dict[str, dict[str, int]]:
+    """Counts of epochs; those of earlier fits of the trainer stay in the total."""
+    before = counted["total"]["processed"] - counted["current"]["processed"]
+    current = {"ready": begun, "started": begun, "processed": whole, "completed": whole}
+    return {"total": {name: before + count for name, count in current.items()}, "current": current}
+
+
 # Metrics
 
 

@@ -91,12 +91,13 @@ def cut(
         yield PhysicalBatch(step, piece, tuple(mine.tolist()), pieces=count)
 
 
-def epoch_start(step: int, *, num_train: int, expected_batch_size: int) -> int:
-    """The logical step at which the epoch that contains ``step`` starts.
+def epoch_of(step: int, *, num_train: int, expected_batch_size: int) -> tuple[int, int]:
+    """The epoch that contains the logical step ``step``, and the step at which it starts; both begin with 0.
 
     Epoch e starts after floor(e * N / B) steps, so that E epochs have floor(E * N / B) steps.
     """
-    return _epoch(step, num_train, expected_batch_size) * num_train // expected_batch_size
+    epoch = _epoch(step, num_train, expected_batch_size)
+    return epoch, epoch * num_train // expected_batch_size
 
 
 def epoch_end(step: int, *, num_train: int, expected_batch_size: int, num_steps: int) -> int:

@@ -383,7 +383,8 @@ class PrivateStep:
             raise BudgetError(
                 f"The privacy budget is spent: the plan allows {self.plan.num_steps} logical steps and "
                 f"{self.ledger.num_steps} are taken. To train longer, plan more steps before the start "
-                "(trainer.max_epochs or trainer.max_steps)."
+                "(trainer.max_epochs or trainer.max_steps). Another module needs a PrivacyCallback and a Trainer "
+                "of its own."
             )
 
     def statement(self, **more: Any) -> PrivacyStatement:

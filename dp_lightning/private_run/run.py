@@ -17,11 +17,11 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from dp_lightning.errors import BudgetError, ConfigurationError, ModelError
-from dp_lightning.lightning_internals import average_of
+from dp_lightning.lightning_internals import average_of, begin_after_epochs
 from dp_lightning.models.batch_norm import fixed_statistics
 from dp_lightning.privacy.lineage import Origin, origin_of
 from dp_lightning.privacy.plan import PrivacyPlan
-from dp_lightning.privacy.sampling import Key, sampling_key
+from dp_lightning.privacy.sampling import Key, epoch_of, sampling_key
 from dp_lightning.privacy.statement import PrivacyStatement, installed
 from dp_lightning.privacy.step import PrivateStep
 from dp_lightning.privacy.weights import digest_of
@@ -190,6 +190,8 @@ class PrivateRun:
         warn_of_slow_precision(self.trainer.precision, self.trainer.strategy.root_device)
         if self.settings.keep_freed_memory and self.trainer.strategy.root_device.type == "cpu":
             keep_freed_memory()
+        if not self._finishes:
+            self._count_epochs()
         self._training_step.take_place(self.step)
         self._source.private = self.step
         withhold(self.trainer)
@@ -210,6 +212,16 @@ class PrivateRun:
                 f"{len(fixed)} BatchNorm layers stay in evaluation mode. Their statistics are outside of the guarantee "
                 "and have to come from public data."
             )
+
+    def _count_epochs(self) -> None:
+        """Let Lightning count the epochs of the plan.
+
+        It takes an epoch that a setting or a callback has cut for a whole one, and a resumed run would end before its
+        plan.
+        """
+        plan, steps = self.plan, self.history.ledger.num_steps
+        whole, start = epoch_of(steps, num_train=plan.num_train, expected_batch_size=plan.expected_batch_size)
+        begin_after_epochs(self.trainer, whole, steps=steps - start)
 
     def training_starts(self) -> None:
         """Compare the ranks' data, take secret keys, and warn if a batch's loss is not the mean over its examples."""
@@ -291,7 +303,15 @@ class PrivateRun:
                 logger.save()
 
     def epoch_ends(self) -> None:
-        """Ranks compare their models."""
+        """Ranks compare their models; an epoch that was cut is refused, unless the run ends."""
+        trainer, plan, steps = self.trainer, self.plan, self.history.ledger.num_steps
+        ends = trainer.should_stop or trainer.global_step == trainer.max_steps or steps == plan.num_steps
+        _, start = epoch_of(steps, num_train=plan.num_train, expected_batch_size=plan.expected_batch_size)
+        if steps != start and not ends:
+            raise ModelError(
+                f"An epoch ended after {steps - start} of its steps, as where on_train_batch_start returns -1. Each "
+                "step is in the plan: do not skip any. To end the run early, set trainer.should_stop."
+            )
         self.history.unprotected.report_non_finite(self.trainer, self.module)
         self.history.unprotected.note_logged(self.trainer)
         require_equal_replicas(self.module, self._ranks)

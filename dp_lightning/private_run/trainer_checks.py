@@ -168,7 +168,7 @@ def _check_counts(trainer: pl.Trainer) -> None:
     """What is counted in batches, or cuts one short."""
     settings: Any = trainer
     _refuse(
-        settings.log_every_n_steps < 1,
+        settings.log_every_n_steps < 1 and bool(trainer.loggers),
         f"trainer.log_every_n_steps is {settings.log_every_n_steps}; it must be at least 1. To log nothing, set "
         "trainer.logger: false.",
     )

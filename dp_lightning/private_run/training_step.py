@@ -27,7 +27,7 @@ from dp_lightning.errors import ConfigurationError, ModelError
 from dp_lightning.lightning_internals import CALL_BATCH_HOOK, state_defaults
 from dp_lightning.privacy.isolation.reachable import reachable
 from dp_lightning.privacy.reading import ExampleBatch
-from dp_lightning.privacy.sampling import epoch_start
+from dp_lightning.privacy.sampling import epoch_of
 from dp_lightning.privacy.step import PrivateStep
 from dp_lightning.private_run.optimizer_state import OptimizerState
 from dp_lightning.private_run.public_trainer import PublicTrainer, only_public
@@ -190,7 +190,7 @@ class PrivateTrainingStep:
                 return batch
             self._batch = batch.to(args[0])
             step = batch.place.step
-            start = epoch_start(step, num_train=plan.num_train, expected_batch_size=plan.expected_batch_size)
+            _, start = epoch_of(step, num_train=plan.num_train, expected_batch_size=plan.expected_batch_size)
             self._index = step - start
             return SealedBatch()
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from dp_lightning.privacy import PoissonSampler
-from dp_lightning.privacy.sampling import cut, epoch_end, epoch_start, sampling_key
+from dp_lightning.privacy.sampling import cut, epoch_end, epoch_of, sampling_key
 
 
 def inclusions(draws=2000, num_train=200, q=0.1, **kwargs):
@@ -76,7 +76,7 @@ def test_epochs_have_the_planned_number_of_steps_together(num_train, b, epochs):
     while step < num_steps:
         start, size = step, {"num_train": num_train, "expected_batch_size": b}
         step = epoch_end(start, **size, num_steps=num_steps)
-        assert {epoch_start(within, **size) for within in range(start, step)} == {start}
+        assert {epoch_of(within, **size) for within in range(start, step)} == {(len(ends), start)}
         ends.append(step)
     assert ends == [(e + 1) * num_train // b for e in range(epochs)]
     assert ends[-1] == num_steps

@@ -166,3 +166,14 @@ def test_a_lazy_layer_is_refused_by_name(tmp_path):
     module = Plain(nn.Sequential(nn.LazyLinear(8), nn.Linear(8, CLASSES)))
     with pytest.raises(ModelError, match=r"'net\.0\.weight' belongs to a lazy layer"):
         trainer(tmp_path, privacy()).fit(module, loader())
+
+
+def test_without_a_logger_a_trainer_may_never_log(tmp_path):
+    """As a barebones one does."""
+    run = pl.Trainer(
+        barebones=True, max_epochs=1, accelerator="cpu", devices=1, callbacks=[privacy()], default_root_dir=tmp_path
+    )
+    run.fit(Plain(), loader())
+    assert (run.log_every_n_steps, run.global_step) == (0, 3)
+    with pytest.raises(ConfigurationError, match=r"log_every_n_steps is 0.*trainer\.logger: false"):
+        trainer(tmp_path, privacy(), log_every_n_steps=0, logger=CSVLogger(tmp_path)).fit(Plain(), loader())
