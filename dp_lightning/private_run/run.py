@@ -46,7 +46,7 @@ from dp_lightning.private_run.person_warnings import warn_of_evaluated_persons, 
 from dp_lightning.private_run.resume import RunHistory, SavedRun, plan_of_fit
 from dp_lightning.private_run.settings import PrivacySettings
 from dp_lightning.private_run.slow_precision import warn_of_slow_precision
-from dp_lightning.private_run.trainer_checks import check_optimizers
+from dp_lightning.private_run.trainer_checks import check_optimizers, check_validation
 from dp_lightning.private_run.training_step import PrivateTrainingStep, SealedBatch, is_no_state
 from dp_lightning.private_run.withheld_metrics import give_back, withhold
 from dp_lightning.strategies.private import trainer_ranks
@@ -234,6 +234,7 @@ class PrivateRun:
         self._log_epsilon()
         if self._finishes:
             return
+        check_validation(self.trainer)
         require_private_loader(self.trainer, self.step)
         require_same_data(reader, self._ranks, self.trainer.strategy.root_device)
         # Before anything runs on examples, so that nothing made from them counts as a constant.

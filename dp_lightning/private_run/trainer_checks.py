@@ -236,13 +236,7 @@ def check_monitors(trainer: pl.Trainer, unprotected: set[str]) -> None:
     Args:
         unprotected: names of the values that were logged while training.
     """
-    monitors = [
-        (type(callback).__name__, callback.monitor)
-        for callback in trainer.callbacks  # type: ignore[attr-defined]
-        if isinstance(callback, standard.ModelCheckpoint | standard.EarlyStopping)
-    ]
-    monitors += [(type(config.scheduler).__name__, config.monitor) for config in trainer.lr_scheduler_configs]
-    for name, monitor in monitors:
+    for name, monitor in _monitors(trainer):
         # Lightning adds these to the name of a value that is logged by step and by epoch.
         logged = str(monitor).removesuffix("_step").removesuffix("_epoch")
         raw = monitor is not None and (
@@ -253,6 +247,32 @@ def check_monitors(trainer: pl.Trainer, unprotected: set[str]) -> None:
             f"{name}.monitor is '{monitor}': choosing by a number computed from raw training examples lies outside the "
             "guarantee. Monitor a validation metric, such as val/accuracy.",
         )
+
+
+def check_validation(trainer: pl.Trainer) -> None:
+    """Refuse to wait for a metric of a validation that never runs; Lightning finds it out after the first epoch.
+
+    Args:
+        trainer: whose loaders are known.
+    """
+    known = trainer.val_dataloaders is not None
+    if not trainer.enable_validation or (known and not sum(trainer.num_val_batches)):
+        for name, monitor in _monitors(trainer):
+            _refuse(
+                str(monitor).startswith("val"),
+                f"{name}.monitor is '{monitor}', and this run has no validation. Hold out images by "
+                "data.init_args.val_fraction, give the fit validation data of your own, or remove the monitor.",
+            )
+
+
+def _monitors(trainer: pl.Trainer) -> list[tuple[str, str | None]]:
+    """What waits for a number, by its class, and the name of the number."""
+    monitors = [
+        (type(callback).__name__, callback.monitor)
+        for callback in trainer.callbacks  # type: ignore[attr-defined]
+        if isinstance(callback, standard.ModelCheckpoint | standard.EarlyStopping)
+    ]
+    return monitors + [(type(config.scheduler).__name__, config.monitor) for config in trainer.lr_scheduler_configs]
 
 
 def check_optimizers(trainer: pl.Trainer, trained: Iterable[Tensor]) -> None:

@@ -1,9 +1,11 @@
 """Settings of the Trainer, callbacks and modules that would break the guarantee are refused by name."""
 
+import copy
+
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.profilers import PyTorchProfiler
@@ -177,3 +179,40 @@ def test_without_a_logger_a_trainer_may_never_log(tmp_path):
     assert (run.log_every_n_steps, run.global_step) == (0, 3)
     with pytest.raises(ConfigurationError, match=r"log_every_n_steps is 0.*trainer\.logger: false"):
         trainer(tmp_path, privacy(), log_every_n_steps=0, logger=CSVLogger(tmp_path)).fit(Plain(), loader())
+
+
+class Validated(Plain):
+    def validation_step(self, batch, batch_idx):
+        self.log("val_loss", nn.functional.cross_entropy(self.net(batch[0]), batch[1]))
+
+
+WAITING = {
+    "early stopping": EarlyStopping("val_loss"),
+    "checkpoints": ModelCheckpoint(monitor="val_loss"),
+}
+WITHOUT_VALIDATION = {
+    "no loader": (Validated, None, {}),
+    "no loaders": (Validated, [], {}),
+    "no step": (Plain, loader(), {}),
+    "no batches": (Validated, loader(), {"limit_val_batches": 0}),
+}
+
+
+@pytest.mark.parametrize("waiting", WAITING)
+@pytest.mark.parametrize("case", WITHOUT_VALIDATION)
+def test_a_metric_of_no_validation_is_refused_before_the_first_step(tmp_path, case, waiting):
+    module, validation, settings = WITHOUT_VALIDATION[case]
+    callback = privacy()
+    run = trainer(tmp_path, callback, copy.deepcopy(WAITING[waiting]), enable_checkpointing=True, **settings)
+    with pytest.raises(ConfigurationError, match=r"monitor is 'val_loss', and this run has no validation"):
+        run.fit(module(), loader(), validation)
+    assert callback.ledger.num_steps == 0
+
+
+@pytest.mark.parametrize("settings", [{}, {"check_val_every_n_epoch": 2}, {"num_sanity_val_steps": 0}], ids=str)
+def test_a_metric_of_a_validation_is_waited_for(tmp_path, settings):
+    stopping = EarlyStopping("val_loss", patience=9, check_on_train_epoch_end=False)
+    run = trainer(tmp_path, privacy(), stopping, max_epochs=2, **settings)
+    run.fit(Validated(), loader(), loader())
+    assert run.global_step == 6
+    assert stopping.best_score.isfinite()
