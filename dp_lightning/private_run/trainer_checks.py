@@ -236,7 +236,7 @@ def check_monitors(trainer: pl.Trainer, unprotected: set[str]) -> None:
     Args:
         unprotected: names of the values that were logged while training.
     """
-    for name, monitor in _monitors(trainer):
+    for name, monitor, _ in _monitors(trainer):
         # Lightning adds these to the name of a value that is logged by step and by epoch.
         logged = str(monitor).removesuffix("_step").removesuffix("_epoch")
         raw = monitor is not None and (
@@ -257,22 +257,25 @@ def check_validation(trainer: pl.Trainer) -> None:
     """
     known = trainer.val_dataloaders is not None
     if not trainer.enable_validation or (known and not sum(trainer.num_val_batches)):
-        for name, monitor in _monitors(trainer):
+        for name, monitor, is_needed in _monitors(trainer):
             _refuse(
-                str(monitor).startswith("val"),
+                is_needed and str(monitor).startswith("val"),
                 f"{name}.monitor is '{monitor}', and this run has no validation. Hold out images by "
                 "data.init_args.val_fraction, give the fit validation data of your own, or remove the monitor.",
             )
 
 
-def _monitors(trainer: pl.Trainer) -> list[tuple[str, str | None]]:
-    """What waits for a number, by its class, and the name of the number."""
+def _monitors(trainer: pl.Trainer) -> list[tuple[str, str | None, bool]]:
+    """What waits for a number: its class, the name of the number, and whether it does not go on without."""
     monitors = [
-        (type(callback).__name__, callback.monitor)
+        (type(callback).__name__, callback.monitor, bool(getattr(callback, "strict", True)))
         for callback in trainer.callbacks  # type: ignore[attr-defined]
         if isinstance(callback, standard.ModelCheckpoint | standard.EarlyStopping)
     ]
-    return monitors + [(type(config.scheduler).__name__, config.monitor) for config in trainer.lr_scheduler_configs]
+    plateaus = [
+        (type(config.scheduler).__name__, config.monitor, config.strict) for config in trainer.lr_scheduler_configs
+    ]
+    return monitors + plateaus
 
 
 def check_optimizers(trainer: pl.Trainer, trained: Iterable[Tensor]) -> None:
