@@ -52,6 +52,11 @@ def loader(dataset=None, **kwargs):
     return DataLoader(dataset or examples(), batch_size=7, shuffle=True, **kwargs)
 
 
+def held_out(n=30):
+    """For a validation."""
+    return DataLoader(examples(n, seed=1), batch_size=30)
+
+
 def trainer(tmp_path, *callbacks, **kwargs):
     defaults = {
         "max_epochs": 3,

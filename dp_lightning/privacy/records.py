@@ -1,4 +1,5 @@
-"""Which records a training set consists of: one that is in it twice would enter a step twice.
+"""Which records a training set consists of: one that is in it twice would enter a step twice, and one that is in the
+validation set too would be evaluated without noise.
 
 What torch combines data sets with is looked through. A record is a row of a tensor, a file of a folder, or else a place
 in a data set; two data sets over the same tensors or files have the same records, and so have two that hold equal
@@ -39,6 +40,19 @@ def require_single_records(dataset: Any) -> None:
                 "set that returns one record for several indices. To weight examples, weight their loss; for "
                 "several transforms of each, set privacy.augmult."
             )
+
+
+def places_of_shared_records(dataset: Any, trained: Any, places: Iterable[int] | None = None) -> list[int]:
+    """Where a data set has records that a training set has too.
+
+    Args:
+        dataset: of a known length, such as a validation set.
+        trained: the training set.
+        places: those of ``dataset`` that are used; None for all.
+    """
+    same = _same_content([*_parts(dataset), *_parts(trained)])
+    known, records = set(_records(trained, same)), _records(dataset, same)
+    return [place for place in (range(len(records)) if places is None else places) if records[place] in known]
 
 
 def _parts(dataset: Any) -> list[Any]:

@@ -40,6 +40,7 @@ from dp_lightning.private_run.checkpoint_contents import (
 )
 from dp_lightning.private_run.finished_run import finish_instead_of_training, train_again
 from dp_lightning.private_run.freed_memory import keep_freed_memory
+from dp_lightning.private_run.held_out import require_held_out
 from dp_lightning.private_run.loader import PrivateSource, require_private_loader, warn_of_equal_views
 from dp_lightning.private_run.loss_comparison import NAME, warn_of_changed_meaning
 from dp_lightning.private_run.person_warnings import warn_of_evaluated_persons, warn_of_persons
@@ -95,6 +96,7 @@ class PrivateRun:
         self.folder = Path(trainer.log_dir or trainer.default_root_dir)
         self.postprocessing: list[str] = []
         self.stop_requested = self.stopping = False
+        self._held_out: Any = None  # loaders of the validation that have been looked at
         self._hyperparameters = check_hyperparameters(trainer, module)  # setup may have saved more
         self._ranks = trainer_ranks(trainer)
         require_one_checkpoint(trainer, self._ranks)
@@ -236,6 +238,7 @@ class PrivateRun:
             return
         check_validation(self.trainer)
         require_private_loader(self.trainer, self.step)
+        self._require_held_out()
         require_same_data(reader, self._ranks, self.trainer.strategy.root_device)
         # Before anything runs on examples, so that nothing made from them counts as a constant.
         self.step.start()
@@ -322,7 +325,15 @@ class PrivateRun:
         if (groups := self.step.reader.groups) is not None:
             warn_of_evaluated_persons(groups.ids, self.trainer, "val")
         if self.trainer.state.fn == TrainerFn.FITTING:
+            self._require_held_out()
             self.step.isolation.require_untouched()
+
+    def _require_held_out(self) -> None:
+        """Lightning knows the loaders when the training starts, or where that is not needed, when a validation does."""
+        loaders = self.trainer.val_dataloaders
+        if loaders is not self._held_out:
+            require_held_out(self.step.reader.dataset, loaders)
+            self._held_out = loaders
 
     def evaluation_ends(self) -> None:
         """What a validation of the fit has changed is not state of a step."""

@@ -1,7 +1,7 @@
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
-from plain_run import Plain, loader, privacy, trainer
+from plain_run import Plain, held_out, loader, privacy, trainer
 
 from dp_lightning.callbacks import LastCheckpoint
 
@@ -22,7 +22,7 @@ def run(tmp_path, checkpoint, *callbacks, **kwargs):
         enable_checkpointing=True,
         **kwargs,
     )
-    fitted.fit(Evaluated(), loader(), loader())
+    fitted.fit(Evaluated(), loader(), held_out())
     assert fitted.global_step == 9
     return sorted(torch.load(path, weights_only=True)["global_step"] for path in tmp_path.rglob("*.ckpt"))
 

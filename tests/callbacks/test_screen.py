@@ -17,9 +17,8 @@ from types import SimpleNamespace
 
 import pytest
 from lightning.pytorch.callbacks import ModelCheckpoint
-from plain_run import Plain, Stop, examples, loader, privacy, trainer
+from plain_run import Plain, Stop, held_out, loader, privacy, trainer
 from torch.nn import functional as F
-from torch.utils.data import DataLoader
 
 from dp_lightning.callbacks import RunRecord, Screen, StopOnSignal
 from dp_lightning.datamodules import Digits
@@ -45,7 +44,7 @@ class Measured(Plain):
         self.validation_step(batch, batch_idx)
 
     def val_dataloader(self):
-        return DataLoader(examples(), batch_size=30)
+        return held_out(60)
 
 
 def fit(tmp_path, *callbacks, module=None, private=None, **settings):

@@ -9,8 +9,7 @@ import zipfile
 
 import pytest
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
-from plain_run import Plain, Stop, loader, parameters_after, privacy, trainer
-from torch.utils.data import DataLoader
+from plain_run import Plain, Stop, held_out, loader, parameters_after, privacy, trainer
 
 from dp_lightning.callbacks import RunRecord, StopOnSignal
 from dp_lightning.errors import ConfigurationError
@@ -22,7 +21,7 @@ class Validated(Plain):
         pass
 
     def val_dataloader(self):
-        return DataLoader(loader().dataset, batch_size=30)
+        return held_out(60)
 
 
 class Logged(Validated):

@@ -8,7 +8,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
-from plain_run import Plain, examples, loader, privacy, trainer
+from plain_run import Plain, examples, held_out, loader, privacy, trainer
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
@@ -337,7 +337,7 @@ def test_what_is_trained_may_not_change_before_the_first_loss(tmp_path, hook, by
 
     run = trainer(tmp_path, privacy(), kind())
     with pytest.raises(ModelError, match=r"net\.0\.weight.* changed since the private run began"):
-        run.fit(Validates(), loader(), loader())
+        run.fit(Validates(), loader(), held_out())
 
 
 def test_what_is_not_trained_may_be_set_there(tmp_path):

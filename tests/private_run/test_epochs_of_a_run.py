@@ -3,7 +3,7 @@
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint
-from plain_run import Plain, Stop, loader, privacy, trainer
+from plain_run import Plain, Stop, held_out, loader, privacy, trainer
 from torch.nn import functional as F
 
 from dp_lightning.errors import ModelError
@@ -36,7 +36,7 @@ def run(folder, *callbacks, resumes=False, target=3.0, module=None, **kwargs):
     checkpoints = ModelCheckpoint(dirpath=folder, save_last=True, enable_version_counter=False)
     made = trainer(folder, callback, *callbacks, checkpoints, **{"max_epochs": EPOCHS, **kwargs})
     path = folder / "last.ckpt" if resumes else None
-    validation = loader() if isinstance(module, Validated) else None
+    validation = held_out() if isinstance(module, Validated) else None
     made.fit(module or Plain(), loader(), validation, ckpt_path=path, weights_only=True if resumes else None)
     return callback.ledger
 

@@ -5,8 +5,7 @@ import json
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
-from plain_run import Plain, Stop, loader, privacy, trainer
-from torch.utils.data import DataLoader
+from plain_run import Plain, Stop, held_out, loader, privacy, trainer
 
 from dp_lightning.callbacks import RunRecord
 from dp_lightning.commands.verify import verify
@@ -26,7 +25,7 @@ class Validated(Plain):
         self.log("val/accuracy", 0.5)
 
     def val_dataloader(self):
-        return DataLoader(loader().dataset, batch_size=30)
+        return held_out(60)
 
 
 class CrashAfter(Stop):

@@ -9,7 +9,7 @@ from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.profilers import PyTorchProfiler
-from plain_run import CLASSES, Plain, loader, parameters_after, privacy, trainer, without_noise
+from plain_run import CLASSES, Plain, held_out, loader, parameters_after, privacy, trainer, without_noise
 from torch import nn
 
 from dp_lightning.errors import ConfigurationError, ModelError
@@ -213,6 +213,6 @@ def test_a_metric_of_no_validation_is_refused_before_the_first_step(tmp_path, ca
 def test_a_metric_of_a_validation_is_waited_for(tmp_path, settings):
     stopping = EarlyStopping("val_loss", patience=9, check_on_train_epoch_end=False)
     run = trainer(tmp_path, privacy(), stopping, max_epochs=2, **settings)
-    run.fit(Validated(), loader(), loader())
+    run.fit(Validated(), loader(), held_out())
     assert run.global_step == 6
     assert stopping.best_score.isfinite()

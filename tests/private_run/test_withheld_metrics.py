@@ -18,7 +18,7 @@ from lightning.pytorch.callbacks import (
     TQDMProgressBar,
 )
 from lightning.pytorch.loggers import CSVLogger, Logger
-from plain_run import Plain, loader, privacy, trainer
+from plain_run import Plain, held_out, loader, privacy, trainer
 from torch.nn import functional as F
 from torchmetrics import MeanMetric
 
@@ -88,7 +88,7 @@ def test_loggers_and_the_progress_bar_get_the_numbers(tmp_path):
     keeps, bar = Keeps(), Bar()
     settings = {"logger": [keeps, CSVLogger(tmp_path)], "log_every_n_steps": 1, "enable_progress_bar": True}
     run = trainer(tmp_path, privacy(), bar, LearningRateMonitor("step"), max_epochs=2, **settings)
-    run.fit(Logs(), loader(), loader())
+    run.fit(Logs(), loader(), held_out())
     losses = [found["train_loss_step"] for found in keeps.found if "train_loss_step" in found]
     assert len(losses) == 6
     assert all(type(loss) is float for loss in losses)
@@ -202,7 +202,7 @@ def test_hooks_read_validation_metrics_and_names_only(tmp_path):
                 seen.append((sorted(metrics), float(metrics["val_loss"]), type(metrics["train_loss"]), str(metrics)))
 
     run = trainer(tmp_path, privacy(), EarlyStopping("val_loss"), max_epochs=2)
-    run.fit(Reads(), loader(), loader())
+    run.fit(Reads(), loader(), held_out())
     names, value, kind, text = seen[-1]
     assert {"train_loss", "train_loss_step", "val_loss"} <= set(names)
     assert value > 0
@@ -213,7 +213,7 @@ def test_hooks_read_validation_metrics_and_names_only(tmp_path):
 def test_after_the_fit_everything_can_be_read(tmp_path):
     keeps = Keeps()
     run = trainer(tmp_path, privacy(), max_epochs=1, logger=keeps, log_every_n_steps=1, enable_progress_bar=True)
-    run.fit(Logs(), loader(), loader())
+    run.fit(Logs(), loader(), held_out())
     last = [found["train_loss_step"] for found in keeps.found if "train_loss_step" in found][-1]
     shown = (run.callback_metrics, run.logged_metrics, run.progress_bar_metrics)
     assert [float(metrics["train_loss_step"]) for metrics in shown] == pytest.approx([last] * 3)
@@ -235,7 +235,7 @@ def test_an_error_gives_the_numbers_back(tmp_path):
 def test_no_file_name_has_one(tmp_path):
     def fit(name, folder):
         best = ModelCheckpoint(folder, filename=name, monitor="val_loss")
-        trainer(tmp_path, privacy(), best, enable_checkpointing=True).fit(Logs(), loader(), loader())
+        trainer(tmp_path, privacy(), best, enable_checkpointing=True).fit(Logs(), loader(), held_out())
         return best.best_model_path
 
     assert "val_loss=" in fit("{epoch}-{val_loss:.2f}", tmp_path / "a")
