@@ -23,6 +23,9 @@ import pytest  # noqa: E402
 import torch  # noqa: E402
 import warm_python as warm  # noqa: E402
 
+# How long torch waits for a worker of a loader to end by itself; one whose data set has failed does not.
+torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL = 0.5
+
 _shared = ExitStack()
 
 
