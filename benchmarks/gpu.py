@@ -29,7 +29,7 @@ OURS = ("ours flat", "ours per-layer")
 OPACUS = ("Opacus hooks", "Opacus functorch", "Opacus ghost")
 
 CARRIED = """A machine that has torch and cannot download anything needs no installation: `doctor` names the packages
-that are missing, which are carried there as wheels (`pip download --no-deps -d wheels opacus jsonargparse`).
+that are missing, which are carried there as wheels (`pip download --no-deps -d wheels opacus jsonargparse xxhash`).
 
 ```bash
 python -m dp_lightning doctor

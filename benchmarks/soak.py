@@ -120,7 +120,7 @@ def run(steps: int, interval: int, out: Path, *, allocations: bool = False) -> l
     """Train, and return the lines."""
     torch.manual_seed(0)
     torch.set_num_threads(1)
-    data = TensorDataset(torch.randn(EXAMPLES, 8), torch.arange(EXAMPLES) % 3)
+    data, others = (TensorDataset(torch.randn(EXAMPLES, 8), torch.arange(EXAMPLES) % 3) for _ in range(2))
     watch = Watch(out, interval, allocations=allocations)
     privacy = PrivacyCallback(
         expected_batch_size=BATCH, noise_multiplier=2.0, delta=1e-4, max_physical_batch_size=8, accountant="rdp"
@@ -140,7 +140,7 @@ def run(steps: int, interval: int, out: Path, *, allocations: bool = False) -> l
             enable_progress_bar=False,
             enable_model_summary=False,
             default_root_dir=folder,
-        ).fit(Tiny(), DataLoader(data, batch_size=8), DataLoader(data, batch_size=256))
+        ).fit(Tiny(), DataLoader(data, batch_size=8), DataLoader(others, batch_size=256))
     return watch.lines
 
 

@@ -132,15 +132,15 @@ class MultiLabel(Wild):
         self.log("val_auroc", self.auroc.compute())
         self.auroc.reset()
 
-    def _labels(self):
-        x, y = images()
+    def _labels(self, seed):
+        x, y = images(seed)
         return x, torch.stack([y == 0, y == 1, y == 2, y > 0], dim=1).long()
 
     def train_dataloader(self):
-        return loader(*self._labels())
+        return loader(*self._labels(0))
 
     def val_dataloader(self):
-        return loader(*self._labels())
+        return loader(*self._labels(1))
 
 
 class Block(nn.Sequential):

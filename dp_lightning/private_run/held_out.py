@@ -24,7 +24,7 @@ def require_held_out(trained: Any, loaders: Any) -> None:
         ConfigurationError: with how many there are, and the place of one.
     """
     for loader in tree_leaves(loaders):
-        dataset = getattr(loader, "dataset", None)
+        dataset: Any = getattr(loader, "dataset", None)
         if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
             continue
         sampler = getattr(loader, "sampler", None)

@@ -15,6 +15,11 @@ from dp_lightning.privacy import secret_normals as module
 CPU = torch.device("cpu")
 
 
+@pytest.fixture(autouse=True)
+def _one_thread(monkeypatch):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+
+
 @pytest.fixture(params=["CPU", "GPU"])
 def draw(request, monkeypatch):
     """The noise as each kind of device draws it, on a CPU."""
@@ -66,6 +71,15 @@ def test_a_pair_is_box_and_mullers_of_128_bits_of_the_cryptographic_generator(mo
         expected += [*(radius * np.cos(angle)), *(radius * np.sin(angle))]
     assert sum(len(bits) for bits in given) == count
     np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-7)
+
+
+def test_several_threads_share_a_block_of_as_many_parts(monkeypatch):
+    sizes, system = [], ssl.RAND_bytes
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    monkeypatch.setattr(ssl, "RAND_bytes", lambda size: sizes.append(size) or system(size))
+    values = module.secret_normals((6 * module._PAIRS["cpu"] + 2,), CPU)
+    assert sizes == [3 * 16 * module._PAIRS["cpu"], 16]
+    assert stats.kstest(values.numpy(), "norm").pvalue > 1e-6
 
 
 @pytest.mark.parametrize(("bits", "largest"), [(-(2**63), math.sqrt(106 * math.log(2))), (2**63 - 1, 0.0)])
