@@ -223,6 +223,11 @@ def records_modules(profiler: Profiler) -> bool:
     return getattr(profiler, "_record_module_names", False)
 
 
+def was_compiled(module: pl.LightningModule) -> bool:
+    """Whether ``trainer.fit`` was given what ``torch.compile`` has made of it; Lightning takes the module out."""
+    return module._compiler_ctx is not None
+
+
 def average_of(trainer: pl.Trainer, module: nn.Module) -> str | None:
     """The Lightning callback whose average of the weights the module has held since training ended; None if none."""
     for callback in trainer.callbacks:  # type: ignore[attr-defined]

@@ -7,7 +7,7 @@ after each. Each logical step begins with a synthetic example, whose loss moves 
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, NoReturn
 
 import torch
@@ -202,3 +202,23 @@ def trained_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
     if not found:
         raise ModelError("The model has no parameter that requires a gradient, so there is nothing to train.")
     return found
+
+
+def require_same_trained(module: nn.Module, trained: Collection[str]) -> None:
+    """Refuse a parameter that was frozen, unfrozen or replaced by another name since the run began.
+
+    Args:
+        module: of the run.
+        trained: names of its trained parameters at the start.
+
+    Raises:
+        ModelError: naming them.
+    """
+    now = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
+    for names, what in ((now - set(trained), "unfrozen"), (set(trained) - now, "frozen")):
+        if names:
+            raise ModelError(
+                f"{', '.join(sorted(names)[:5])} was {what} during the private run. Which parameters are trained is "
+                "fixed when it begins: freeze others before the fit. To train some only later, set "
+                "privacy.frozen_until."
+            )

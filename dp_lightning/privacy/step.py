@@ -45,7 +45,15 @@ from dp_lightning.errors import BudgetError, ConfigurationError, DpLightningErro
 from dp_lightning.privacy.accounting import Ledger
 from dp_lightning.privacy.clipping import ClipPlan
 from dp_lightning.privacy.disk import DiSK, Extrapolation
-from dp_lightning.privacy.examples import MODES, Examples, Loss, OneByOne, Together, trained_parameters
+from dp_lightning.privacy.examples import (
+    MODES,
+    Examples,
+    Loss,
+    OneByOne,
+    Together,
+    require_same_trained,
+    trained_parameters,
+)
 from dp_lightning.privacy.gradients.clipped_sum import ClippedSum
 from dp_lightning.privacy.groups import Groups
 from dp_lightning.privacy.isolation.between_examples import Isolation
@@ -259,9 +267,11 @@ class PrivateStep:
 
         Raises:
             BudgetError: when the plan's steps are all taken.
-            ModelError: naming what of the module's code cannot be taken example by example.
+            ModelError: naming what of the module's code cannot be taken example by example, or a parameter that was
+                frozen or unfrozen since the run began.
             DataError: when an example has another shape or structure than those before, or no tensor.
         """
+        require_same_trained(self.module, self.parameters)
         place, batch = batch.place, batch.to(self._device)
         if place.piece == 0:
             self._begin()
@@ -301,6 +311,7 @@ class PrivateStep:
                 then, and neither it nor a later one is released.
         """
         self.require_budget()
+        require_same_trained(self.module, self.parameters)
         if self._taken is None or not self._taken.last:
             raise DpLightningError("The logical batch is not complete: accumulate all of its physical batches first.")
         self._taken, number = None, self.ledger.num_steps

@@ -5,14 +5,13 @@ that a fit needs, such as its plan and its private step, exists.
 """
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.trainer.states import TrainerFn
-from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
@@ -273,7 +272,7 @@ class PrivateRun:
 
     def release(self, optimizer: Optimizer) -> None:
         """Put the privatized gradient into ``.grad``, before the hooks of any other callback."""
-        _require_no_others(optimizer, self.step.parameters.values())
+        _require_no_others(optimizer, self.module, self.step.parameters)
         self.history.unprotected.add_non_finite(self.step.discarded)
         self.stopping = self.step.release(stop=self.stop_requested)
 
@@ -434,13 +433,14 @@ class PrivateRun:
             self._write(replace(self.written, unprotected=tuple(sorted(unprotected.names))))
 
 
-def _require_no_others(optimizer: Optimizer, trained: Iterable[Tensor]) -> None:
+def _require_no_others(optimizer: Optimizer, module: pl.LightningModule, trained: Collection[str]) -> None:
     """Refuse a gradient that is not one of the trained parameters'."""
-    ids = {id(parameter) for parameter in trained}
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
     for group in optimizer.param_groups:
         for raw in group["params"]:
-            if raw.grad is not None and id(raw) not in ids:
+            name = names.get(id(raw), f"a parameter of shape {tuple(raw.shape)} that is not the module's")
+            if raw.grad is not None and name not in trained:
                 raise ModelError(
-                    f"A parameter of shape {tuple(raw.shape)} that was frozen when training started has a raw "
-                    "gradient. Which parameters are trained must not change during a private run."
+                    f"The optimizer holds {name}, which is not trained and has a raw gradient. Set its .grad to None, "
+                    "or build the optimizer from the parameters that are trained."
                 )

@@ -16,7 +16,7 @@ from torch import Tensor, optim
 from torch.nn.parameter import is_lazy
 
 from dp_lightning.errors import ConfigurationError, ModelError
-from dp_lightning.lightning_internals import detects_anomalies, records_modules, start_method
+from dp_lightning.lightning_internals import detects_anomalies, records_modules, start_method, was_compiled
 from dp_lightning.processors import all_finite
 from dp_lightning.strategies.checkpoint_io import PrivateCheckpointIO
 from dp_lightning.strategies.private import NAME, PrivateStrategy
@@ -59,13 +59,18 @@ def check_settings(trainer: pl.Trainer, module: pl.LightningModule) -> None:
 
 
 def check_order(trainer: pl.Trainer, privacy: pl.Callback) -> None:
-    """Refuse callbacks that act on gradients before they are privatized.
+    """Refuse callbacks that act on gradients before they are privatized, and a second one that privatizes them.
 
     Raises:
         ConfigurationError: naming the callback.
     """
+    kind, callbacks = type(privacy), trainer.callbacks  # type: ignore[attr-defined]
+    _refuse(
+        sum(isinstance(callback, kind) for callback in callbacks) > 1,
+        f"trainer.callbacks has several {kind.__name__}s, and a run has one plan. Leave one.",
+    )
     names = ("on_after_backward", "on_before_optimizer_step", "on_before_zero_grad")
-    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+    for callback in callbacks:
         if callback is privacy:
             return
         _refuse(
@@ -117,7 +122,7 @@ def check_precision(precision: object) -> None:
 
 def _check_trainer(trainer: pl.Trainer) -> None:
     _refuse(
-        trainer.gradient_clip_val is not None,
+        bool(trainer.gradient_clip_val),  # Lightning does nothing for 0
         f"trainer.gradient_clip_val is {trainer.gradient_clip_val}: it would clip the noised gradient. Remove it; "
         "per-example clipping is privacy.max_grad_norm.",
     )
@@ -200,9 +205,10 @@ def _check_counts(trainer: pl.Trainer) -> None:
 
 def _check_compiled(module: pl.LightningModule) -> None:
     for name, part in module.named_modules():
-        if is_compiled(part):
+        if is_compiled(part) or (part is module and was_compiled(module)):
+            which = f"Module '{name}'" if name else type(module).__name__
             raise ModelError(
-                f"Module '{name}' is compiled: compiled code does not show which functions use its parameters, so "
+                f"{which} is compiled: compiled code does not show which functions use its parameters, so "
                 "per-example gradients cannot be taken. Train the module without torch.compile."
             )
 

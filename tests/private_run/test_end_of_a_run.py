@@ -50,15 +50,49 @@ def test_a_run_that_ends_badly_is_not_for_release(tmp_path, fault):
     assert said[fault] in statement["release"]
 
 
-def test_a_parameter_unfrozen_during_the_run_is_refused(tmp_path):
-    class Unfreeze(Callback):
-        def on_train_epoch_start(self, trainer, pl_module):
-            pl_module.net[0].weight.requires_grad_(trainer.current_epoch == 1)
+HOOKS = ("on_train_epoch_start", "on_train_batch_start", "on_before_zero_grad", "on_before_optimizer_step")
+
+
+@pytest.mark.parametrize("hook", HOOKS)
+@pytest.mark.parametrize("trained", [True, False])
+def test_a_parameter_frozen_or_unfrozen_during_the_run_is_refused(tmp_path, trained, hook):
+    class Changes(Callback):
+        """In the second step."""
+
+    def change(self, trainer, pl_module, *args):
+        if trainer.global_step == 1:
+            pl_module.net[0].weight.requires_grad_(not trained)
+
+    setattr(Changes, hook, change)
+    module = Plain()
+    module.net[0].weight.requires_grad_(trained)
+    what = "frozen" if trained else "unfrozen"
+    with pytest.raises(ModelError, match=rf"^net\.0\.weight was {what} during the private run"):
+        trainer(tmp_path, privacy(expected_batch_size=60), Changes()).fit(module, loader())
+
+
+@pytest.mark.parametrize("trained", [True, False])
+def test_so_is_one_in_the_optimizers_step(tmp_path, trained):
+    class Changes(Plain):
+        def optimizer_step(self, epoch, batch_idx, optimizer, optimizer_closure):
+            super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
+            self.net[0].weight.requires_grad_(not trained)
+
+    module = Changes()
+    module.net[0].weight.requires_grad_(trained)
+    with pytest.raises(ModelError, match=r"^net\.0\.weight was (un)?frozen during the private run"):
+        trainer(tmp_path, privacy()).fit(module, loader())
+
+
+def test_a_raw_gradient_of_what_is_not_trained_is_named(tmp_path):
+    class Adds(Callback):
+        def on_after_backward(self, trainer, pl_module):
+            pl_module.net[0].bias.grad = torch.ones(8)
 
     module = Plain()
-    module.net[0].weight.requires_grad_(False)
-    with pytest.raises(ModelError, match=r"self.net\[0\].weight changed between two steps"):
-        trainer(tmp_path, privacy(), Unfreeze()).fit(module, loader())
+    module.net[0].bias.requires_grad_(False)
+    with pytest.raises(ModelError, match=r"The optimizer holds net\.0\.bias, which is not trained and has a raw"):
+        trainer(tmp_path, privacy(), Adds()).fit(module, loader())
 
 
 def test_a_skipped_optimizer_step_is_refused(tmp_path):

@@ -141,15 +141,17 @@ def test_statistics_of_one_example_are_allowed(tmp_path):
     assert parameters_after(tmp_path, without_noise(), module=Plain(net)).isfinite().all()
 
 
-@pytest.mark.parametrize("way", ["a part", "in place", "the whole"])
+@pytest.mark.parametrize("way", ["a part", "in place", "the whole", "the module"])
 def test_compiled_modules_are_refused(tmp_path, way):
     module = Plain()
     if way == "a part":
         module.net[0] = torch.compile(module.net[0])
     elif way == "in place":
         module.net[0].compile()
-    else:
+    elif way == "the whole":
         module.net = torch.compile(module.net)
+    else:
+        module = torch.compile(module)
     with pytest.raises(ModelError, match=r"compiled.*without torch.compile"):
         trainer(tmp_path, privacy()).fit(module, loader())
 
@@ -216,3 +218,14 @@ def test_a_metric_of_a_validation_is_waited_for(tmp_path, settings):
     run.fit(Validated(), loader(), held_out())
     assert run.global_step == 6
     assert stopping.best_score.isfinite()
+
+
+def test_a_second_callback_that_privatizes_is_refused(tmp_path):
+    with pytest.raises(ConfigurationError, match="has several PrivacyCallbacks, and a run has one plan"):
+        trainer(tmp_path, privacy(), privacy(noise_multiplier=2.0)).fit(Plain(), loader())
+
+
+def test_clipping_by_zero_is_none(tmp_path):
+    run = trainer(tmp_path, privacy(), gradient_clip_val=0.0, max_epochs=1)
+    run.fit(Plain(), loader())
+    assert run.global_step == 3
