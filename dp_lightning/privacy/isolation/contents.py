@@ -97,18 +97,21 @@ def _summary(bits: Tensor) -> Tensor:
     """The numbers themselves if they are few; otherwise a digest of them."""
     if bits.numel() * bits.itemsize < 16 * _PIECE:
         return bits
-    order = sorted(range(bits.dim()), key=bits.stride, reverse=True)
-    memory = bits.permute(order).reshape(-1).view(torch.uint8)
+    memory = bits
+    if not bits.is_contiguous():
+        order = sorted(range(bits.dim()), key=bits.stride, reverse=True)
+        memory = bits.permute(order).reshape(-1)
     return _hash(memory) if memory.device.type == "cpu" else _digests(memory)
 
 
 def _hash(memory: Tensor) -> Tensor:
-    """A digest of bytes (n,): (16,) uint8."""
+    """A digest of integers without gaps, of any shape: (16,) uint8."""
     return torch.frombuffer(bytearray(xxhash.xxh3_128_digest(memory.numpy().data, _seed())), dtype=torch.uint8)
 
 
 def _digests(memory: Tensor) -> Tensor:
-    """Those of the pieces of bytes (n,), and the rest behind the last whole piece, as bytes."""
+    """Those of the pieces of integers without gaps, and the rest behind the last whole piece, as bytes."""
+    memory = memory.view(-1).view(torch.uint8)
     if memory.storage_offset() % 8:
         memory = memory.clone()
     whole = memory.numel() - memory.numel() % (8 * _PIECE)
