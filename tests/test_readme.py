@@ -243,7 +243,7 @@ def test_every_command_shown_is_one_that_a_test_takes():
 def test_weights_from_random_images_start_a_run_as_shown(workplace):
     page = read("docs/fine_tuning.md")
     made = [shlex.split(line)[1:] for line in DPL if line.startswith("dpl pretrain")]
-    small = ["--images", "60", "--steps", "2", "--batch-size", "8", "--view-size", "8"]
+    small = ["--images", "60", "--steps", "1", "--batch-size", "8", "--view-size", "8"]
     for arguments in made:
         main([*arguments, *small])
     (started,) = [shlex.split(line)[2:] for line in TRAINING if ".weights random" in line]

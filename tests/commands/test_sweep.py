@@ -61,6 +61,12 @@ def dpl(warm_python, monkeypatch):
     )
 
 
+@pytest.fixture
+def untimed(monkeypatch):
+    """Runs are priced without steps that are timed."""
+    monkeypatch.setattr("dp_lightning.commands.pricing.seconds_per_example", lambda settings: 1e-3)
+
+
 def results(out):
     return {path.relative_to(out).parts[0]: path for path in out.rglob("result.json")}
 
@@ -117,6 +123,7 @@ def finishing(launched, validation):
     return launch
 
 
+@pytest.mark.usefixtures("untimed")
 def test_other_seeds_wait_for_the_choice_of_the_tuned_point(tmp_path, monkeypatch, capsys):
     launched, best = [], {"DP-SGD": "0.3", "DP-Muon": "0.9"}
     # Other seeds would choose another rate.
@@ -433,6 +440,7 @@ def test_what_fit_refuses_has_no_price(tmp_path, capsys, override):
     assert "epsilon 3" not in said
 
 
+@pytest.mark.usefixtures("untimed")
 def test_learning_rates_are_priced_together_but_for_those_that_are_refused(tmp_path, capsys, monkeypatch):
     looked = []
 
@@ -441,7 +449,6 @@ def test_learning_rates_are_priced_together_but_for_those_that_are_refused(tmp_p
         return prepare_to_train(settings)
 
     monkeypatch.setattr("dp_lightning.commands.pricing.prepare_to_train", look)
-    monkeypatch.setattr("dp_lightning.commands.pricing.seconds_per_example", lambda settings: 1e-3)
     grid = grid_file(tmp_path, seeds=[42], sizes=[256], methods=["DP-SGD"])
     content = yaml.safe_load(grid.read_text())
     content["axes"]["seed"] = {"setting": "optimizer.init_args.lr", "values": [0.5, 1.0, 2.0, -1.0, -2.0]}
@@ -453,6 +460,7 @@ def test_learning_rates_are_priced_together_but_for_those_that_are_refused(tmp_p
     assert re.findall("no price: .*learning rate: (.*)", said) == ["-1.0", "-2.0"]
 
 
+@pytest.mark.usefixtures("untimed")
 def test_data_sets_of_a_grid_have_plans_of_their_own(tmp_path, capsys):
     grid = grid_file(tmp_path, seeds=[42], sizes=[256], methods=["DP-SGD"])
     content = yaml.safe_load(grid.read_text())
@@ -462,6 +470,7 @@ def test_data_sets_of_a_grid_have_plans_of_their_own(tmp_path, capsys):
     assert re.findall(r", (\d+) steps", capsys.readouterr().out) == [str(2 * 1437 // 256), str(2 * 719 // 256)]
 
 
+@pytest.mark.usefixtures("untimed")
 def test_shown_epsilons_are_rounded_up_and_say_what_must_not_be_released(tmp_path, capsys, monkeypatch):
     grid = grid_file(tmp_path, seeds=[42], sizes=[256], methods=["DP-SGD"], **{"privacy.reproducible": True})
     monkeypatch.setattr(PrivacyPlan, "epsilon", lambda plan, accountant=None: 2.99901)
@@ -562,6 +571,7 @@ def at_the_ends(cells):
     return some
 
 
+@pytest.mark.usefixtures("untimed")
 @pytest.mark.parametrize("path", SWEEPS, ids=lambda path: path.stem)
 def test_every_grid_passes_a_dry_run(path, monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(Grid, "cells", at_the_ends(Grid.cells))
@@ -570,7 +580,6 @@ def test_every_grid_passes_a_dry_run(path, monkeypatch, capsys, tmp_path):
         "dp_lightning.private_run.settings._calibrated",
         lambda shape, target, **others: shape.with_noise(50.0, target_epsilon=target),
     )
-    monkeypatch.setattr("dp_lightning.commands.pricing.seconds_per_example", lambda settings: 1e-3)
     monkeypatch.setattr(PrivacyPlan, "epsilon", lambda plan, accountant=None: plan.target_epsilon or 168.0)
     grid, folder = Grid.load(path), []
     if "imagenet" in path.stem:
