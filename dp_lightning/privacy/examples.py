@@ -204,21 +204,24 @@ def trained_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
     return found
 
 
-def require_same_trained(module: nn.Module, trained: Collection[str]) -> None:
-    """Refuse a parameter that was frozen, unfrozen or replaced by another name since the run began.
+def require_same_trained(parameters: Mapping[str, nn.Parameter], trained: Collection[str]) -> None:
+    """Refuse a parameter that was frozen or unfrozen since the run began.
 
     Args:
-        module: of the run.
-        trained: names of its trained parameters at the start.
+        parameters: all that the module had at the start, by name.
+        trained: the names of those that were trained.
 
     Raises:
         ModelError: naming them.
     """
-    now = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
-    for names, what in ((now - set(trained), "unfrozen"), (set(trained) - now, "frozen")):
+    changed = [name for name, parameter in parameters.items() if parameter.requires_grad is not (name in trained)]
+    for names, what in (
+        ([name for name in changed if name not in trained], "unfrozen"),
+        ([name for name in changed if name in trained], "frozen"),
+    ):
         if names:
             raise ModelError(
-                f"{', '.join(sorted(names)[:5])} was {what} during the private run. Which parameters are trained is "
+                f"{', '.join(names[:5])} {'were' if names[1:] else 'was'} {what} during the private run. Which parameters are trained is "
                 "fixed when it begins: freeze others before the fit. To train some only later, set "
                 "privacy.frozen_until."
             )

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
+from torch.utils.data import ConcatDataset, Dataset, StackDataset, Subset, TensorDataset
 
 from dp_lightning.errors import ConfigurationError
 from dp_lightning.privacy.repeats import bytes_of, record_numbers
@@ -61,7 +61,14 @@ def _parts(dataset: Any) -> list[Any]:
         return _parts(dataset.dataset)
     if isinstance(dataset, ConcatDataset):
         return list(chain.from_iterable(map(_parts, dataset.datasets)))
+    if isinstance(dataset, StackDataset):
+        return list(chain.from_iterable(map(_parts, _stacked(dataset))))
     return [dataset] if (base := _wrapped(dataset)) is None else _parts(base)
+
+
+def _stacked(dataset: "StackDataset[Any]") -> list[Any]:
+    parts = dataset.datasets
+    return list(parts.values()) if isinstance(parts, dict) else list(parts)
 
 
 def _wrapped(dataset: Any) -> Any:
@@ -83,9 +90,11 @@ def _records(dataset: Any, same: dict[int, object]) -> list[object]:
         return [inner[int(index)] for index in dataset.indices]
     if isinstance(dataset, ConcatDataset):
         return list(chain.from_iterable(_records(part, same) for part in dataset.datasets))
+    if isinstance(dataset, StackDataset):
+        return list(zip(*(_records(part, same) for part in _stacked(dataset)), strict=True))
     samples = getattr(dataset, "samples", None)  # of torchvision's folders: a path and a class
-    if isinstance(samples, list) and len(samples) == len(dataset) and all(isinstance(pair, tuple) for pair in samples):
-        return [_file(str(pair[0])) for pair in samples]
+    if isinstance(samples, list) and len(samples) == len(dataset) and all(map(_names_a_file, samples)):
+        return [_file(str(pair[0]), getattr(dataset, "root", "")) for pair in samples]
     if (paths := getattr(dataset, "image_files", None)) is not None:  # of this package's folders
         return [_file(path) for path in paths]
     if id(dataset) in same:
@@ -123,16 +132,19 @@ def _same_content(parts: Iterable[Any]) -> dict[int, object]:
 
 def _contents(part: Any, length: int) -> set[str]:
     """Names of a data set's content, each of which tells it from others."""
-    values = {name: value for name, value in getattr(part, "__dict__", {}).items() if not callable(value)}
+    values = {name: value for name, value in getattr(part, "__dict__", {}).items() if "transform" not in name}
     if isinstance(part, TensorDataset):
         values = dict(enumerate(part.tensors))
     rows = {name: hashes for name, value in values.items() if (hashes := _hashes_of_rows(value, length)) is not None}
     wide = {
         _joined(hashes) for name, hashes in rows.items() if _is_wide(values[name]) and 2 * len(set(hashes)) > length
     }
-    if wide or not all(name in rows or _is_plain(value) for name, value in values.items() if value is not None):
+    known = {name: f"function {id(value)}" for name, value in values.items() if callable(value)}
+    known |= {name: _joined(hashes) for name, hashes in rows.items()}
+    known |= {name: repr(value) for name, value in values.items() if name not in known and _is_plain(value)}
+    if wide or not all(name in known for name, value in values.items() if value is not None):
         return wide
-    said = [f"{name} {_joined(rows[name]) if name in rows else value!r}" for name, value in values.items()]
+    said = [f"{name} {known.get(name)}" for name in values]
     varied = any(2 * len(set(hashes)) > length for hashes in rows.values())
     settings = any(isinstance(value, str | PurePath) for value in values.values())
     return {repr((type(part).__qualname__, *said))} if varied or settings else set()
@@ -173,10 +185,15 @@ def _is_plain(value: Any) -> bool:
     return isinstance(value, str | bytes | int | float | PurePath)
 
 
-def _file(path: str) -> object:
-    """A file's device and number, which all of its links share; its path where there is no such file."""
-    try:
-        status = os.stat(path)
-    except (OSError, ValueError):
-        return path
-    return status.st_dev, status.st_ino
+def _names_a_file(sample: Any) -> bool:
+    return isinstance(sample, tuple) and len(sample) > 0 and isinstance(sample[0], str | PurePath)
+
+
+def _file(path: str, root: Any = "") -> object:
+    """A file's device and number, which all of its links share; its path and its root where there is no such file."""
+    root = str(root) if isinstance(root, str | PurePath) else ""
+    for place in (path, os.path.join(root, path)):
+        with suppress(OSError, ValueError):
+            status = os.stat(place)
+            return status.st_dev, status.st_ino
+    return root, path

@@ -184,6 +184,7 @@ class PrivateStep:
         before: list[str] = []
         self._training = Training(self.run, self.ledger, self.unit, reproducible, self.faults, self.later.look, before)
         self.parameters = trained_parameters(module)
+        self._every = dict(module.named_parameters())
         self.phases = Phases(frozen_until, self.parameters, plan.num_steps)
         self._weights = TrainedWeights(self.parameters, self._training, self.later)
         groups = _checked_groups(dataset, images_per_group, seed, plan.num_train)
@@ -271,7 +272,7 @@ class PrivateStep:
                 frozen or unfrozen since the run began.
             DataError: when an example has another shape or structure than those before, or no tensor.
         """
-        require_same_trained(self.module, self.parameters)
+        require_same_trained(self._every, self.parameters)
         place, batch = batch.place, batch.to(self._device)
         if place.piece == 0:
             self._begin()
@@ -311,7 +312,7 @@ class PrivateStep:
                 then, and neither it nor a later one is released.
         """
         self.require_budget()
-        require_same_trained(self.module, self.parameters)
+        require_same_trained(self._every, self.parameters)
         if self._taken is None or not self._taken.last:
             raise DpLightningError("The logical batch is not complete: accumulate all of its physical batches first.")
         self._taken, number = None, self.ledger.num_steps

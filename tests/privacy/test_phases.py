@@ -233,5 +233,5 @@ class Unfreezes(Callback):
 
 
 def test_a_schedule_that_is_not_in_the_plan_is_refused(tmp_path):
-    with pytest.raises(ModelError, match=r"net.0.bias, net.0.weight was frozen during the private run"):
+    with pytest.raises(ModelError, match=r"net.0.weight, net.0.bias were frozen during the private run"):
         trainer(tmp_path, privacy(), Unfreezes(), max_steps=8, max_epochs=-1).fit(Counting(), loader())

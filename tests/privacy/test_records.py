@@ -9,7 +9,7 @@ import torch
 import torchvision
 from PIL import Image
 from torch import nn
-from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
+from torch.utils.data import ConcatDataset, Dataset, StackDataset, Subset, TensorDataset
 
 from dp_lightning.datamodules import ImageFolder
 from dp_lightning.errors import ConfigurationError
@@ -85,6 +85,26 @@ class Named(Own):
     samples = [3] * 10
 
 
+class Numbered(Folder):
+    def __init__(self, factor):
+        self.samples = [(k, factor * k) for k in range(3)]
+
+
+class Listed(Folder):
+    """Names below a folder."""
+
+    def __init__(self, root):
+        super().__init__("0.png", "1.png")
+        self.root = root
+
+
+class Reads(Own):
+    """By a function of its own."""
+
+    def __init__(self, read):
+        self.name, self.read = "data", read
+
+
 class Loaded(Own):
     """Two objects over one file, as torchvision's CIFAR10 reads it."""
 
@@ -138,6 +158,9 @@ REPEATED = {
     "overlapping parts": (ConcatDataset([Subset(OWN, range(5)), Subset(OWN, range(4, 8))]), 4, 5),
     "rows of the same memory": (ConcatDataset([TensorDataset(X[:6]), TensorDataset(X[5:], Y[5:])]), 5, 6),
     "the same row again": (TensorDataset(X[:1].expand(4, 3)), 0, 1),
+    "pairs twice": (StackDataset(Subset(OWN, [4, 2, 4]), Subset(ROWS, [1, 2, 1])), 0, 2),
+    "named pairs twice": (ConcatDataset([StackDataset(x=ROWS, y=OWN), StackDataset(x=ROWS, y=OWN)]), 0, 10),
+    "one function that reads": (ConcatDataset([Reads(abs), Reads(abs)]), 0, 10),
     "files listed twice": (Folder("a.png", "b.png", "a.png"), 0, 2),
     "a file read twice": (ConcatDataset([Loaded(X.numpy()), Loaded(X.numpy().copy(), transform=len)]), 0, 10),
     "parts of a file read twice": (
@@ -198,6 +221,10 @@ SINGLE = {
     "a list": [1, 1, 2],
     "rows beside one that all share": TensorDataset(torch.zeros(1, 3).expand(10, 3), X),
     "rows without numbers": TensorDataset(torch.zeros(4, 0)),
+    "names below other folders": ConcatDataset([Listed("one"), Listed("other")]),
+    "numbered samples": ConcatDataset([Numbered(2), Numbered(3)]),
+    "other functions that read": ConcatDataset([Reads(abs), Reads(round)]),
+    "images beside their labels": StackDataset(TensorDataset(X), TensorDataset(Y)),
 }
 
 

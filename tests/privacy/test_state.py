@@ -611,6 +611,7 @@ TENSORS = {
     "channels last": torch.randn(20, 30, 8, 8).to(memory_format=torch.channels_last),
     "transposed": torch.randn(100, 300).t(),
     "with gaps": torch.randn(100, 300)[:, ::2],
+    "even gaps": torch.randn(30_000, 4)[:, ::2],
     "bytes with gaps": torch.zeros(100_000, dtype=torch.uint8)[::2],
     "at an odd place": torch.randn(20_001)[1:],
     "expanded": torch.randn(300, 1).expand(300, 100),
@@ -642,6 +643,34 @@ def test_any_single_number_is_seen(name):
         assert (change.path, change.kind, change.source is tensor) == ("model.value[0]", "tensor", True)
         (tensor[:, 0] if name == "expanded" else tensor)[place[:1] if name == "expanded" else place] = old
         assert snapshot.changes() == []
+
+
+ARRAYS = {
+    "even gaps": np.zeros(80_000, np.float32)[::2],
+    "another byte order": np.zeros(20_000, ">f4"),
+    "long": np.zeros(5, np.longdouble),
+    "at odd places": np.zeros(20_000, [("a", "u1"), ("b", "<f4")])["b"],
+    "backwards": np.zeros(20_000)[::-1],
+}
+
+
+@pytest.mark.usefixtures("_digest")
+@pytest.mark.parametrize("name", ARRAYS)
+def test_so_it_is_in_arrays_of_numpy(name):
+    array = ARRAYS[name]
+    snapshot = StateSnapshot(Holder([array]))
+    assert snapshot.changes() == []
+    array[3] += 1
+    assert paths(snapshot)[0] == "model.value[0]"  # before its base
+
+
+@pytest.mark.usefixtures("_digest")
+def test_a_number_that_all_places_share_is_seen():
+    one = torch.ones(())
+    snapshot = StateSnapshot(Holder([one.expand(200, 200)]))
+    assert snapshot.changes() == []
+    one += 1
+    assert paths(snapshot) == ["model.value[0]"]
 
 
 @pytest.mark.usefixtures("_digest")

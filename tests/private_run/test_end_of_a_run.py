@@ -1,5 +1,6 @@
 """Faults of a run, and what a run leaves behind when it ends badly or is refused."""
 
+import copy
 import json
 
 import pytest
@@ -82,6 +83,21 @@ def test_so_is_one_in_the_optimizers_step(tmp_path, trained):
     module.net[0].weight.requires_grad_(trained)
     with pytest.raises(ModelError, match=r"^net\.0\.weight was (un)?frozen during the private run"):
         trainer(tmp_path, privacy()).fit(module, loader())
+
+
+def test_what_joins_the_module_during_the_run_may_require_gradients(tmp_path):
+    class Copies(Callback):
+        """As averages, probes and the best weights are kept."""
+
+        def on_train_start(self, trainer, pl_module):
+            pl_module.average = copy.deepcopy(pl_module.net)
+
+        def on_train_epoch_end(self, trainer, pl_module):
+            pl_module.best = copy.deepcopy(pl_module.net)
+
+    run = trainer(tmp_path, privacy(), Copies())
+    run.fit(Plain(), loader())
+    assert run.global_step == 9
 
 
 def test_a_raw_gradient_of_what_is_not_trained_is_named(tmp_path):

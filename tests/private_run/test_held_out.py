@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 from plain_run import Plain, examples, loader, privacy, trainer
 from torch.utils.data import (
@@ -9,6 +10,7 @@ from torch.utils.data import (
     DataLoader,
     Dataset,
     IterableDataset,
+    StackDataset,
     Subset,
     SubsetRandomSampler,
     TensorDataset,
@@ -71,8 +73,26 @@ SHARED = {
     "one record of many": (TRAIN, evaluated(ConcatDataset([OTHERS, Subset(TRAIN, [7])])), "1 of the 31 .* index 30"),
     "with a transform": (TRAIN, evaluated(Wrapped(Subset(TRAIN, range(5)))), "5 of the 5"),
     "one of several loaders": (TRAIN, {"new": evaluated(OTHERS), "old": [evaluated(TRAIN)]}, "60 of the 60"),
+    "stacked": (StackDataset(ROWS, CLASSES), evaluated(StackDataset(ROWS, CLASSES)), "60 of the 60"),
+    "some batches": (TRAIN, DataLoader(TRAIN, batch_sampler=[[5, 9], [5]]), "2 of the 2 .* index 5"),
     "a sampler of some": (TRAIN, evaluated(TRAIN, sampler=SubsetRandomSampler([5, 9])), "2 of the 2 .* index 5"),
 }
+
+
+class Without(Dataset):
+    """No length is known."""
+
+    def __getitem__(self, index):
+        return OTHERS[index]
+
+    def __len__(self):
+        raise NotImplementedError
+
+
+class Sized(Stream):
+    def __len__(self):
+        return len(OTHERS)
+
 
 HELD_OUT = {
     "other rows": (TRAIN, evaluated(OTHERS)),
@@ -81,7 +101,18 @@ HELD_OUT = {
         Subset(TRAIN, range(50)),
         evaluated(TRAIN, sampler=SubsetRandomSampler(range(50, 60))),
     ),
+    "a list of the others": (Subset(TRAIN, range(50)), evaluated(TRAIN, sampler=list(range(50, 60)))),
+    "batches of the others": (
+        Subset(TRAIN, range(50)),
+        DataLoader(TRAIN, batch_sampler=[[50, 51], torch.tensor([52, -1])]),
+    ),
+    "single ones of the others": (
+        Subset(TRAIN, range(50)),
+        DataLoader(TRAIN, sampler=range(50, 60), batch_size=None, collate_fn=lambda pair: (pair[0][None], pair[1])),
+    ),
+    "no length": (TRAIN, evaluated(Without(), sampler=range(10))),
     "a stream": (TRAIN, evaluated(Stream())),
+    "a stream with a length": (TRAIN, evaluated(Sized())),
     "batches without a data set": (TRAIN, Batches()),
 }
 

@@ -15,6 +15,7 @@ import pickle
 import random
 import secrets
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -100,7 +101,7 @@ def _summary(bits: Tensor) -> Tensor:
     memory = bits
     if not bits.is_contiguous():
         order = sorted(range(bits.dim()), key=bits.stride, reverse=True)
-        memory = bits.permute(order).reshape(-1)
+        memory = bits.permute(order).contiguous()
     return _hash(memory) if memory.device.type == "cpu" else _digests(memory)
 
 
@@ -139,7 +140,8 @@ def _look(array: Array) -> tuple[tuple[Any, ...], Tensor | None]:
         if not array.flags.writeable:
             return (array.shape,), None  # the walk follows its base
         if array.dtype.kind in "biufc" and min(array.strides, default=0) >= 0:
-            return (array.shape, array.dtype), _bits(torch.from_numpy(array))
+            with suppress(TypeError, ValueError):  # of another byte order, or at odd places
+                return (array.shape, array.dtype), _bits(torch.from_numpy(array))
         return (array.shape, array.dtype, array.tobytes()), None  # for objects, these are their ids
     except Exception:  # no memory of its own, or not initialized
         return (version_of(array) if isinstance(array, Tensor) else None,), None
