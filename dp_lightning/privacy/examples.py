@@ -220,8 +220,8 @@ def require_same_trained(parameters: Mapping[str, nn.Parameter], trained: Collec
         ([name for name in changed if name in trained], "frozen"),
     ):
         if names:
+            were = "were" if names[1:] else "was"
             raise ModelError(
-                f"{', '.join(names[:5])} {'were' if names[1:] else 'was'} {what} during the private run. Which parameters are trained is "
-                "fixed when it begins: freeze others before the fit. To train some only later, set "
-                "privacy.frozen_until."
+                f"{', '.join(names[:5])} {were} {what} during the private run. Which parameters are trained is fixed "
+                "when it begins: freeze others before the fit. To train some only later, set privacy.frozen_until."
             )
