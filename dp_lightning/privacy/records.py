@@ -1,5 +1,6 @@
-"""Which records a training set consists of: one that is in it twice would enter a step twice, and one that is in the
-validation set too would be evaluated without noise.
+"""Which records a training set consists of: one that is in it twice would enter a step twice.
+
+One that is in the validation set too would be evaluated without noise.
 
 What torch combines data sets with is looked through. A record is a row of a tensor, a file of a folder, or else a place
 in a data set; two data sets over the same tensors or files have the same records, and so have two that hold equal
@@ -13,6 +14,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from itertools import chain
 from pathlib import PurePath
+from types import BuiltinFunctionType
 from typing import Any
 
 import numpy as np
@@ -42,17 +44,17 @@ def require_single_records(dataset: Any) -> None:
             )
 
 
-def places_of_shared_records(dataset: Any, trained: Any, places: Iterable[int] | None = None) -> list[int]:
+def places_of_shared_records(dataset: Any, trained: Any, places: Iterable[int]) -> list[int]:
     """Where a data set has records that a training set has too.
 
     Args:
         dataset: of a known length, such as a validation set.
         trained: the training set.
-        places: those of ``dataset`` that are used; None for all.
+        places: those of ``dataset`` that are used.
     """
     same = _same_content([*_parts(dataset), *_parts(trained)])
     known, records = set(_records(trained, same)), _records(dataset, same)
-    return [place for place in (range(len(records)) if places is None else places) if records[place] in known]
+    return [place for place in places if records[place] in known]
 
 
 def _parts(dataset: Any) -> list[Any]:
@@ -105,6 +107,11 @@ def _records(dataset: Any, same: dict[int, object]) -> list[object]:
         names = [(start + step * row, str(rows.device)) for row in range(len(rows))]
     elif (base := _wrapped(dataset)) is not None:
         names = _records(base, same)
+    elif isinstance(samples, list) and len(samples) == len(dataset) and all(map(_is_plain, samples)):
+        names = [
+            (id(dataset), repr(sample)) if isinstance(sample, tuple) else (id(dataset), index)
+            for index, sample in enumerate(samples)
+        ]
     else:
         names = [(id(dataset), index) for index in range(len(dataset))]
     return [names[number] for number in record_numbers(dataset)]
@@ -139,7 +146,7 @@ def _contents(part: Any, length: int) -> set[str]:
     wide = {
         _joined(hashes) for name, hashes in rows.items() if _is_wide(values[name]) and 2 * len(set(hashes)) > length
     }
-    known = {name: f"function {id(value)}" for name, value in values.items() if callable(value)}
+    known = {name: f"function {_code_of(value)}" for name, value in values.items() if callable(value)}
     known |= {name: _joined(hashes) for name, hashes in rows.items()}
     known |= {name: repr(value) for name, value in values.items() if name not in known and _is_plain(value)}
     if wide or not all(name in known for name, value in values.items() if value is not None):
@@ -148,6 +155,12 @@ def _contents(part: Any, length: int) -> set[str]:
     varied = any(2 * len(set(hashes)) > length for hashes in rows.values())
     settings = any(isinstance(value, str | PurePath) for value in values.values())
     return {repr((type(part).__qualname__, *said))} if varied or settings else set()
+
+
+def _code_of(function: Any) -> int:
+    """What functions share that two objects of a class make for themselves; other callables count by their class."""
+    itself = function if isinstance(function, type | BuiltinFunctionType) else type(function)
+    return id(getattr(function, "__code__", itself))
 
 
 def _hashes_of_rows(value: Any, length: int) -> list[bytes] | None:

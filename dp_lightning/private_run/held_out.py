@@ -6,14 +6,14 @@ examples that would lie outside the guarantee.
 
 from collections.abc import Sequence
 from contextlib import suppress
-from itertools import chain, islice
 from typing import Any
 
-from torch.utils.data import IterableDataset
+import numpy as np
+from torch import Tensor
+from torch.utils.data import BatchSampler, IterableDataset, SubsetRandomSampler
 
 from dp_lightning.errors import ConfigurationError
 from dp_lightning.privacy.records import places_of_shared_records
-from dp_lightning.privacy.repeats import same_numbers
 from dp_lightning.torch_internals import tree_leaves
 
 
@@ -35,11 +35,12 @@ def require_held_out(trained: Any, loaders: Any) -> None:
         places = _places(loader, size)
         if shared := places_of_shared_records(dataset, trained, places):
             raise ConfigurationError(
-                f"{len(shared)} of the {len(places)} validation examples are "
-                f"training examples, such as the one at index {shared[0]} of the validation set: what is computed "
-                "from them, and every choice by it, would lie outside the guarantee. Validate on examples that are "
-                "held out, or turn validation off by trainer.limit_val_batches: 0. What training_step logs of "
-                "training examples is listed in the statement as unprotected."
+                f"{len(shared)} of the {len(places)} validation examples are training examples, such as the one at "
+                f"index {shared[0]} of the validation set: what is computed from them, and every choice by it, would "
+                "lie outside the guarantee. Validate on examples that are held out, as a Subset or by their list as "
+                "the loader's sampler (any other sampler counts as one of all examples), or turn validation off by "
+                "trainer.limit_val_batches: 0. What training_step logs of training examples is listed in the statement "
+                "as unprotected."
             )
 
 
@@ -52,14 +53,15 @@ def _size(dataset: Any) -> int | None:
 
 
 def _places(loader: Any, size: int) -> Sequence[int]:
-    """Those that a loader's sampler draws; all, where it draws no indices."""
-    batches = getattr(loader, "batch_sampler", None)
-    if batches is None:
-        batches = ([index] for index in getattr(loader, "sampler", ()))
-    with same_numbers():
-        found = list(chain.from_iterable(islice(batches, size)))
+    """Those that a loader may draw: the ones that its sampler holds, and for other samplers all."""
+    sampler = getattr(loader, "batch_sampler", None) or getattr(loader, "sampler", None)
+    if type(sampler) is BatchSampler:
+        sampler = sampler.sampler
+    if type(sampler) is SubsetRandomSampler:
+        sampler = sampler.indices
+    if not isinstance(sampler, Sequence | Tensor | np.ndarray):
+        return range(size)
     try:
-        places = sorted({range(size)[index] for index in found})
+        return sorted({range(size)[place] for entry in sampler for place in np.atleast_1d(entry).tolist()})
     except (TypeError, IndexError):  # names of another kind
-        places = []
-    return places or range(size)
+        return range(size)

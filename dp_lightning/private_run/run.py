@@ -5,13 +5,14 @@ that a fit needs, such as its plan and its private step, exists.
 """
 
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.trainer.states import TrainerFn
+from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
@@ -272,7 +273,7 @@ class PrivateRun:
 
     def release(self, optimizer: Optimizer) -> None:
         """Put the privatized gradient into ``.grad``, before the hooks of any other callback."""
-        _require_no_others(optimizer, self.module, self.step.parameters)
+        _require_no_others(optimizer, self.module, self.step.parameters.values())
         self.history.unprotected.add_non_finite(self.step.discarded)
         self.stopping = self.step.release(stop=self.stop_requested)
 
@@ -433,13 +434,14 @@ class PrivateRun:
             self._write(replace(self.written, unprotected=tuple(sorted(unprotected.names))))
 
 
-def _require_no_others(optimizer: Optimizer, module: pl.LightningModule, trained: Collection[str]) -> None:
+def _require_no_others(optimizer: Optimizer, module: pl.LightningModule, trained: Iterable[Tensor]) -> None:
     """Refuse a gradient that is not one of the trained parameters'."""
-    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    ids = {id(parameter) for parameter in trained}
     for group in optimizer.param_groups:
         for raw in group["params"]:
-            name = names.get(id(raw), f"a parameter of shape {tuple(raw.shape)} that is not the module's")
-            if raw.grad is not None and name not in trained:
+            if raw.grad is not None and id(raw) not in ids:
+                names = (name for name, parameter in module.named_parameters() if parameter is raw)
+                name = next(names, f"a parameter of shape {tuple(raw.shape)} that is not the module's")
                 raise ModelError(
                     f"The optimizer holds {name}, which is not trained and has a raw gradient. Set its .grad to None, "
                     "or build the optimizer from the parameters that are trained."

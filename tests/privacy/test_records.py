@@ -86,8 +86,8 @@ class Named(Own):
 
 
 class Numbered(Folder):
-    def __init__(self, factor):
-        self.samples = [(k, factor * k) for k in range(3)]
+    def __init__(self, *numbers):
+        self.samples = [(number, f"{number}.png") for number in numbers]
 
 
 class Listed(Folder):
@@ -102,7 +102,7 @@ class Reads(Own):
     """By a function of its own."""
 
     def __init__(self, read):
-        self.name, self.read = "data", read
+        self.name, self.read = "data", read or (lambda: None)
 
 
 class Loaded(Own):
@@ -160,6 +160,8 @@ REPEATED = {
     "the same row again": (TensorDataset(X[:1].expand(4, 3)), 0, 1),
     "pairs twice": (StackDataset(Subset(OWN, [4, 2, 4]), Subset(ROWS, [1, 2, 1])), 0, 2),
     "named pairs twice": (ConcatDataset([StackDataset(x=ROWS, y=OWN), StackDataset(x=ROWS, y=OWN)]), 0, 10),
+    "functions of one code that read": (ConcatDataset([Reads(None), Reads(None)]), 0, 10),
+    "samples listed twice": (Numbered(0, 3, 5, 3), 1, 3),
     "one function that reads": (ConcatDataset([Reads(abs), Reads(abs)]), 0, 10),
     "files listed twice": (Folder("a.png", "b.png", "a.png"), 0, 2),
     "a file read twice": (ConcatDataset([Loaded(X.numpy()), Loaded(X.numpy().copy(), transform=len)]), 0, 10),
@@ -222,7 +224,7 @@ SINGLE = {
     "rows beside one that all share": TensorDataset(torch.zeros(1, 3).expand(10, 3), X),
     "rows without numbers": TensorDataset(torch.zeros(4, 0)),
     "names below other folders": ConcatDataset([Listed("one"), Listed("other")]),
-    "numbered samples": ConcatDataset([Numbered(2), Numbered(3)]),
+    "numbered samples": ConcatDataset([Numbered(0, 1), Numbered(0, 1, 2)]),
     "other functions that read": ConcatDataset([Reads(abs), Reads(round)]),
     "images beside their labels": StackDataset(TensorDataset(X), TensorDataset(Y)),
 }

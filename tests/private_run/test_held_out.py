@@ -10,6 +10,8 @@ from torch.utils.data import (
     DataLoader,
     Dataset,
     IterableDataset,
+    RandomSampler,
+    Sampler,
     StackDataset,
     Subset,
     SubsetRandomSampler,
@@ -57,6 +59,16 @@ class Wrapped(Dataset):
         return 2 * row, label
 
 
+class Own(Sampler):
+    """What it will draw is not known."""
+
+    def __iter__(self):
+        return iter([55])
+
+    def __len__(self):
+        return 1
+
+
 def evaluated(dataset, **kwargs):
     return DataLoader(dataset, batch_size=10, **kwargs)
 
@@ -75,6 +87,12 @@ SHARED = {
     "one of several loaders": (TRAIN, {"new": evaluated(OTHERS), "old": [evaluated(TRAIN)]}, "60 of the 60"),
     "stacked": (StackDataset(ROWS, CLASSES), evaluated(StackDataset(ROWS, CLASSES)), "60 of the 60"),
     "some batches": (TRAIN, DataLoader(TRAIN, batch_sampler=[[5, 9], [5]]), "2 of the 2 .* index 5"),
+    "a part at random": (
+        Subset(TRAIN, range(50)),
+        evaluated(TRAIN, sampler=RandomSampler(TRAIN, num_samples=1)),
+        "50 of the 60",
+    ),
+    "a sampler of its own": (Subset(TRAIN, range(50)), evaluated(TRAIN, sampler=Own()), "50 of the 60"),
     "a sampler of some": (TRAIN, evaluated(TRAIN, sampler=SubsetRandomSampler([5, 9])), "2 of the 2 .* index 5"),
 }
 
