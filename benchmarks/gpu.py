@@ -98,6 +98,8 @@ def parts(options: argparse.Namespace) -> list[Part]:
     ]
     found.append(epoch("wrn16-4"))
     found.append(Part("noise", "Noise", of_benchmark("noise", *(("--millions", 0.1) if small else ())), 2, tables))
+    graphs = of_benchmark("graphs", *(("--model", model, "--batch-size", sizes[0], "--rounds", 1) if small else ()))
+    found.append(Part("graphs", "A clipped sum without Python between its operations", graphs, 5, tables))
     if not small:
         found += [
             steps(f"step_{n}", f"One step of {n}", n, size, *OURS) for n, size in (("wrn28-10", 256), ("vit-s16", 64))

@@ -240,14 +240,52 @@ def test_parts_for_a_gpu_run_on_a_cpu_too(gpu, monkeypatch, tmp_path, warm_pytho
 @pytest.mark.parametrize("more", [[], ["--rehearse"]])
 def test_the_commands_for_a_gpu_have_settings_that_exist(gpu, step, more):
     import epochs
+    import graphs
     import noise
     import postprocess
     import ranks
 
-    parsers = {Path(each.__file__).name: each.parse for each in (step, epochs, noise, postprocess, ranks)}
+    parsers = {Path(each.__file__).name: each.parse for each in (step, epochs, graphs, noise, postprocess, ranks)}
     for part in gpu.parts(gpu.parse(more)):
         if part.command[0] != "-m":
             parsers[Path(part.command[0]).name](part.command[1:])
+
+
+@pytest.fixture
+def graphs(monkeypatch, step):
+    import graphs
+
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    return graphs
+
+
+GRAPHS = ["--model", "small-cnn", "--batch-size", "4", "--rounds", "1"]
+
+
+def test_a_clipped_sum_is_a_program_that_gives_the_same_sum_of_other_images(graphs, capsys):
+    graphs.main([*GRAPHS, "--clipping", "flat", "per-layer"])
+    rows = [line.split(" | ") for line in capsys.readouterr().out.splitlines() if line.startswith("| small-cnn")]
+    assert [row[3:5] for row in rows] == [["flat", "program"], ["per-layer", "program"]]
+    assert all(float(row[-1].strip(" |")) < 1e-6 for row in rows)
+    graphs.main([*GRAPHS, "--clipping", "flat", "--type", "bf16"])
+
+
+def test_another_sum_is_an_error_and_a_way_that_fails_a_row(graphs, monkeypatch, capsys):
+    def of_the_first(way, work, *examples):
+        kept = work(*examples)
+        return lambda *examples: kept
+
+    with monkeypatch.context() as patched:
+        patched.setattr(graphs, "made", of_the_first)
+        with pytest.raises(SystemExit, match=r"Another sum.*: program \(flat\)\."):
+            graphs.main([*GRAPHS, "--clipping", "flat"])
+    capsys.readouterr()
+    monkeypatch.setattr(graphs, "made", lambda *args: 1 / 0)
+    graphs.main([*GRAPHS, "--clipping", "flat"])
+    assert "| flat | program | ZeroDivisionError: division by zero | | | | |" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        graphs.parse(["--ways", "CUDA graph"])
+    assert "--ways CUDA graph needs a GPU" in capsys.readouterr().err
 
 
 def test_a_run_for_a_gpu_goes_on_keeps_to_its_limit_and_says_what_failed(gpu, monkeypatch, tmp_path):
