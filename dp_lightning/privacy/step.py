@@ -394,9 +394,9 @@ class PrivateStep:
         if self.ledger.num_steps >= self.plan.num_steps:
             raise BudgetError(
                 f"The privacy budget is spent: the plan allows {self.plan.num_steps} logical steps and "
-                f"{self.ledger.num_steps} are taken. To train longer, plan more steps before the start "
-                "(trainer.max_epochs or trainer.max_steps). Another module needs a PrivacyCallback and a Trainer "
-                "of its own."
+                f"{self.ledger.num_steps} are taken. To train longer, plan more steps before the start: num_steps of a "
+                "PrivacyPlan, or trainer.max_epochs or trainer.max_steps. Another module needs a PrivateStep of its own, "
+                "or a PrivacyCallback and a Trainer."
             )
 
     def statement(self, **more: Any) -> PrivacyStatement:
