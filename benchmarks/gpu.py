@@ -22,14 +22,14 @@ from typing import Any
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent
-sys.path.insert(0, str(HERE))
+sys.path[:0] = [str(HERE), str(ROOT)]
 
 TYPES, SIZES = ("fp32", "tf32", "bf16"), (64, 256, 1024)
 OURS = ("ours flat", "ours per-layer")
 OPACUS = ("Opacus hooks", "Opacus functorch", "Opacus ghost")
 
 CARRIED = """A machine that has torch and cannot download anything needs no installation: `doctor` names the packages
-that are missing, which are carried there as wheels (`pip download --no-deps -d wheels opacus jsonargparse xxhash`).
+that are missing, which are carried there as wheels (`pip download --no-deps -d wheels opacus jsonargparse`, and so on).
 
 ```bash
 python -m dp_lightning doctor
@@ -63,7 +63,7 @@ def tables(printed: str) -> str:
 
 
 def last_line(printed: str) -> str:
-    """How many tests passed."""
+    """How many tests passed, or the error by which a program ended."""
     lines = [line for line in printed.splitlines() if line.strip()]
     return lines[-1].strip("= ") if lines else ""
 
@@ -135,7 +135,7 @@ def run(part: Part, machine: str, out: Path, *, left: float) -> dict[str, Any]:
     start = time.monotonic()
     print(f"{part.title}: at most {limit:.0f} s", flush=True)
     printed, code = output_of([sys.executable, *part.command], limit)
-    state = "ended" if code == 0 else f"failed with exit status {code}"
+    state = "ended" if code == 0 else f"failed with exit status {code}: {last_line(printed)[:200]}"
     if code is None:
         state = f"was stopped after {limit:.0f} s"
     seconds = round(time.monotonic() - start, 1)
@@ -219,6 +219,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     import torch
     from step import hardware
 
+    from dp_lightning.commands.package_checks import missing
+
     options = parse(arguments)
     all_parts = parts(options)
     names = [part.name for part in all_parts]
@@ -230,6 +232,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         return
     if not torch.cuda.is_available() and not options.rehearse:
         sys.exit("There is no GPU here that torch can use. Rehearse on the CPU: add --rehearse")
+    if absent := missing():
+        print(f"Not installed: {', '.join(absent)}. Parts that need them fail.", flush=True)
     chosen = [part for part in all_parts if not options.only or part.name in options.only]
     for folder in (options.out, options.page.parent):
         folder.mkdir(parents=True, exist_ok=True)

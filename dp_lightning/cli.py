@@ -8,7 +8,7 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
@@ -55,8 +55,8 @@ _OTHERS = (
     "doctor",
 )
 # fmt: on
-# They answer at once; the runs of a grid have processes of their own.
-_WITHOUT_TORCH = ("init", "account", "sweep", "report", "configs")
+# They answer at once; the runs of a grid have processes of their own. `doctor` also runs where packages are missing.
+_WITHOUT_TORCH = ("init", "account", "sweep", "report", "configs", "doctor")
 # Turns of a loop, for which a thread waits before it sleeps.
 _SPINS = "10000"
 # EX_IOERR of sysexits.h. 1 would mean that a check does not hold, and 128 or more a signal.
@@ -115,12 +115,33 @@ def _let_threads_give_way() -> None:
 
 
 def _imported(name: str) -> Any:
-    """The module. Looking for garbage takes a fifth of the time of importing torch and Lightning, and finds none."""
-    if name in sys.modules or not gc.isenabled():
-        return import_module(name)
+    """The module.
+
+    Raises:
+        DpLightningError: naming a package that it needs and that is not installed.
+    """
+    with nullcontext() if name in sys.modules else _garbage_left():
+        try:
+            return import_module(name)
+        except ModuleNotFoundError as error:
+            package = (error.name or "").partition(".")[0]
+            if package in ("", "dp_lightning"):
+                raise
+            raise DpLightningError(
+                f"The package {package} is not installed. `dpl doctor`, or python -m dp_lightning doctor in a folder of "
+                "the source, names all that are missing, and what installs them."
+            ) from error
+
+
+@contextmanager
+def _garbage_left() -> Iterator[None]:
+    """Looking for garbage takes a fifth of the time of importing torch and Lightning, and finds none."""
+    if not gc.isenabled():
+        yield
+        return
     gc.disable()
     try:
-        return import_module(name)
+        yield
     finally:
         # All that was imported becomes part of the oldest generation, without a pass over it.
         gc.freeze()

@@ -296,7 +296,7 @@ def test_a_run_for_a_gpu_goes_on_keeps_to_its_limit_and_says_what_failed(gpu, mo
         ran.append(name)
         if name == "noise":
             return "| half | a table |", None
-        return f"progress\n| {name} |\n| --- |", int(name == "ranks")
+        return f"progress\n| {name} |\n| --- |\nan error", int(name == "ranks")
 
     monkeypatch.setattr(gpu, "output_of", output_of)
     page = tmp_path / "page.md"
@@ -306,7 +306,7 @@ def test_a_run_for_a_gpu_goes_on_keeps_to_its_limit_and_says_what_failed(gpu, mo
     shown = page.read_text()
     assert "This part was stopped after 120 s." in shown
     assert "| half | a table |" in shown
-    assert "This part failed with exit status 1." in shown
+    assert "This part failed with exit status 1: an error." in shown
     assert "progress" not in shown
     ran.clear()
     with pytest.raises(SystemExit):

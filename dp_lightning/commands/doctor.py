@@ -10,6 +10,7 @@ import json
 import sys
 import textwrap
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from importlib import import_module
 from typing import NamedTuple
 
@@ -59,6 +60,8 @@ _CHECKS = (
 def main(arguments: list[str]) -> None:
     """Print the report; exits with 1 if there is a problem."""
     options = _parser().parse_args(arguments[1:])
+    with suppress(ImportError):  # the check of packages says what is missing
+        import_module("dp_lightning.cores").respect_quota()
     found: list[Finding] = []
     for subject, module, name in _CHECKS:
         for finding in _completed(subject, module, name):

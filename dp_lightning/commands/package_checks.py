@@ -1,9 +1,11 @@
 """The installed Python and packages beside what the metadata of dp-lightning asks for."""
 
 import platform
+import tomllib
 from collections import defaultdict
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, metadata, requires, version
+from pathlib import Path
 
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
@@ -35,7 +37,7 @@ def python() -> Iterator[Finding]:
             "problem",
             "Python",
             f"{platform.python_version()}; dp-lightning itself is not installed",
-            "pip install -e .",
+            "install it, with pip install -e . in the folder of its source",
         )
         return
     ours = f"{platform.python_version()} on {platform.system()}, dp-lightning {__version__}"
@@ -43,7 +45,7 @@ def python() -> Iterator[Finding]:
         yield Finding("problem", "Python", f"{ours} asks for Python {asked}", "make a virtual environment with it")
     elif installed != __version__:
         yield Finding(
-            "warning", "Python", f"{ours}, installed as {installed}", "install it again, with pip install -e ."
+            "warning", "Python", f"{ours}, installed as {installed}", "install it again, with pip install -e . in the folder of its source"
         )
     else:
         yield Finding("ok", "Python", ours)
@@ -51,9 +53,12 @@ def python() -> Iterator[Finding]:
 
 def packages() -> Iterator[Finding]:
     """Every package that dp-lightning always needs."""
-    for requirement in _requirements():
-        if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
-            yield _finding(requirement)
+    yield from map(_finding, _always())
+
+
+def missing() -> list[str]:
+    """Those of them that are not installed."""
+    return [requirement.name for requirement in _always() if _version(requirement.name) is None]
 
 
 def extras() -> Iterator[Finding]:
@@ -70,7 +75,7 @@ def extras() -> Iterator[Finding]:
         purpose = PURPOSES.get(extra, "an extra of this installation")
         missing = [requirement.name for requirement in asked if _version(requirement.name) is None]
         wrong = [finding for finding in found if finding.level != "ok"]
-        install = f"pip install '{_NAME}[{extra}]'"
+        install = f"install it, with pip install '{_NAME}[{extra}]'"
         if missing:
             yield Finding(
                 "ok", f"[{extra}]", f"{purpose}; not installed: {', '.join(missing)}", f"{install}, if you need it"
@@ -81,11 +86,23 @@ def extras() -> Iterator[Finding]:
             yield Finding("ok", f"[{extra}]", purpose)
 
 
+def _always() -> list[Requirement]:
+    return [each for each in _requirements() if each.marker is None or each.marker.evaluate({"extra": ""})]
+
+
 def _requirements() -> list[Requirement]:
     try:
         return [Requirement(text) for text in requires(_NAME) or ()]
     except PackageNotFoundError:  # which `python` reports
+        return _of_the_checkout()
+
+
+def _of_the_checkout() -> list[Requirement]:
+    """What the folder of the source asks for, from which dpl runs where it is not installed."""
+    project = Path(__file__).parents[2] / "pyproject.toml"
+    if not project.is_file():
         return []
+    return [Requirement(text) for text in tomllib.loads(project.read_text())["project"]["dependencies"]]
 
 
 def _version(name: str) -> str | None:
@@ -97,7 +114,7 @@ def _version(name: str) -> str | None:
 
 def _finding(requirement: Requirement) -> Finding:
     name, asked, found = requirement.name, str(requirement.specifier), _version(requirement.name)
-    install = f"pip install '{name}{asked}'"
+    install = f"install it, with pip install '{name}{asked}'"
     if found is None:
         return Finding("problem", name, f"not installed; {asked} is needed", install)
     if not requirement.specifier.contains(found, prereleases=True):

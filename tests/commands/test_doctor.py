@@ -1,6 +1,7 @@
 """``dpl doctor``: this machine passes, and what is wrong is found and named with what to do."""
 
 import json
+import sys
 import tomllib
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, requires, version
@@ -68,7 +69,8 @@ def test_a_package_outside_of_its_range_is_a_problem_with_the_command_that_mends
     (needed,) = [r for r in map(Requirement, requires("dp-lightning")) if r.name == "torch"]
     assert found["torch"].level == found["timm"].level == "problem"
     assert found["torch"].found == f"torch 1.0, which is not {needed.specifier}"
-    assert found["torch"].fix == f"pip install '{needed}'"
+    assert found["torch"].fix == f"install it, with pip install '{needed}'"
+    assert package_checks.missing() == ["timm"]
     assert found["timm"].found.startswith("not installed")
     assert found["lightning"].level == "ok"
     monkeypatch.setattr(doctor, "_CHECKS", (("packages", "package_checks", "packages"),))
@@ -78,13 +80,40 @@ def test_a_package_outside_of_its_range_is_a_problem_with_the_command_that_mends
     assert max(map(len, out.splitlines())) <= 80
 
 
+def test_packages_are_named_where_they_are_missing_and_dpl_is_not_installed(monkeypatch, capsys):
+    """In a folder of the source, on a machine that has some of them."""
+    for name in ("joblib", "xxhash"):
+        monkeypatch.setitem(sys.modules, name, None)
+    monkeypatch.delitem(sys.modules, "dp_lightning.cores", raising=False)
+
+    def absent(name):
+        if name in ("joblib", "xxhash", "dp-lightning"):
+            raise PackageNotFoundError(name)
+        return version(name)
+
+    for name in ("version", "metadata"):
+        monkeypatch.setattr(package_checks, name, absent)
+    monkeypatch.setattr(package_checks, "requires", absent)
+    monkeypatch.setattr(doctor, "_CHECKS", doctor._CHECKS[:3])
+    code, out = run(capsys, "--json")
+    found = {finding["subject"]: finding["found"] for finding in json.loads(out)["findings"]}
+    assert code == 1
+    assert found["joblib"].startswith("not installed")
+    assert found["xxhash"].startswith("not installed")
+    assert found["torch"].startswith(version("torch"))
+    assert "itself is not installed" in found["Python"]
+    with pytest.raises(SystemExit, match="2"):
+        main(["verify", "runs"])
+    assert "error: The package joblib is not installed. `dpl doctor`" in capsys.readouterr().err
+
+
 def test_an_extra_may_be_missing_but_not_outdated(installed):
     installed |= {"matplotlib": None, "dp-accounting": "0.1"}
     found = {finding.subject: finding for finding in package_checks.extras()}
     assert found["[report]"].level == "ok"
     assert "not installed: matplotlib" in found["[report]"].found
-    assert found["[report]"].fix.startswith("pip install 'dp-lightning[report]'")
-    assert (found["[pld]"].level, found["[pld]"].fix) == ("warning", "pip install 'dp-lightning[pld]'")
+    assert found["[report]"].fix == "install it, with pip install 'dp-lightning[report]', if you need it"
+    assert (found["[pld]"].level, found["[pld]"].fix) == ("warning", "install it, with pip install 'dp-lightning[pld]'")
 
 
 def test_python_and_the_installation_itself_are_compared(installed, monkeypatch):
