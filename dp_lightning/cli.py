@@ -128,8 +128,8 @@ def _imported(name: str) -> Any:
             if package in ("", "dp_lightning"):
                 raise
             raise DpLightningError(
-                f"The package {package} is not installed. `dpl doctor`, or python -m dp_lightning doctor in a folder of "
-                "the source, names all that are missing, and what installs them."
+                f"The package {package} is not installed. `dpl doctor`, or python -m dp_lightning doctor in the "
+                "folder of the source, names all that are missing, and what installs them."
             ) from error
 
 

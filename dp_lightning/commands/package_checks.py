@@ -45,7 +45,10 @@ def python() -> Iterator[Finding]:
         yield Finding("problem", "Python", f"{ours} asks for Python {asked}", "make a virtual environment with it")
     elif installed != __version__:
         yield Finding(
-            "warning", "Python", f"{ours}, installed as {installed}", "install it again, with pip install -e . in the folder of its source"
+            "warning",
+            "Python",
+            f"{ours}, installed as {installed}",
+            "install it again, with pip install -e . in the folder of its source",
         )
     else:
         yield Finding("ok", "Python", ours)

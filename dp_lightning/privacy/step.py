@@ -395,8 +395,8 @@ class PrivateStep:
             raise BudgetError(
                 f"The privacy budget is spent: the plan allows {self.plan.num_steps} logical steps and "
                 f"{self.ledger.num_steps} are taken. To train longer, plan more steps before the start: num_steps of a "
-                "PrivacyPlan, or trainer.max_epochs or trainer.max_steps. Another module needs a PrivateStep of its own, "
-                "or a PrivacyCallback and a Trainer."
+                "PrivacyPlan, or trainer.max_epochs or trainer.max_steps. Another module needs a PrivateStep of its "
+                "own, or a PrivacyCallback and a Trainer."
             )
 
     def statement(self, **more: Any) -> PrivacyStatement:
