@@ -7,6 +7,7 @@ optimizer included. Run ``python benchmarks/epochs.py --help``.
 
 import argparse
 import json
+import shutil
 import statistics
 import subprocess
 import sys
@@ -21,12 +22,19 @@ import torch
 import yaml
 from step import hardware, positive
 
+from dp_lightning.atomic_files import replacing
+
 ROOT = Path(__file__).resolve().parents[1]
 MUON = ROOT / "configs" / "fragments" / "postprocess" / "dp_muon.yaml"
 CONFIGURATIONS = {"wrn16-4": "wrn16_cifar10.yaml", "wrn28-10": "wrn28_cifar10.yaml"}
 METHODS = ("DP-SGD", "DP-Muon")
 # B and K of the paper's table of costs, and its overhead: WRN-16-4, float32, one A100 (Shanmugam et al. 2026).
 ROWS = {(2048, 1): "2.92 %", (4096, 4): "0.77 %"}
+
+
+def this_machine() -> str:
+    """It and today's date."""
+    return hardware("cuda" if torch.cuda.is_available() else "cpu", torch.get_num_threads())
 
 
 def images(path: Path, count: int) -> None:
@@ -36,7 +44,8 @@ def images(path: Path, count: int) -> None:
     for split, number in (("train", count), ("test", 100)):
         arrays[f"{split}_images"] = draw.integers(0, 256, (number, 32, 32, 3), dtype=np.uint8)
         arrays[f"{split}_labels"] = np.arange(number) % 10
-    np.savez(path, **arrays)
+    with replacing(path) as file:
+        np.savez(file, **arrays)
 
 
 def settings(options: argparse.Namespace, data: Path, batch_size: int, augmult: int, folder: Path) -> dict[str, Any]:
@@ -64,11 +73,15 @@ def settings(options: argparse.Namespace, data: Path, batch_size: int, augmult: 
 
 
 def fit(options: argparse.Namespace, method: str, data: Path, batch_size: int, augmult: int, turn: int) -> float:
-    """Milliseconds for a logical step; a run that has ended is not made again."""
+    """Milliseconds for a logical step; a run that has ended on this machine is not made again."""
     folder = options.out / f"{method}_{batch_size}_{augmult}_{turn}"
+    machine, here = folder / "machine.txt", this_machine().rpartition(",")[0]
+    if not machine.exists() or machine.read_text() != here:
+        shutil.rmtree(folder, ignore_errors=True)
     results = sorted(folder.glob("lightning_logs/version_*/result.json"))
     if not results:
         folder.mkdir(parents=True, exist_ok=True)
+        machine.write_text(here)
         overrides = folder / "settings.yaml"
         overrides.write_text(yaml.safe_dump(settings(options, data, batch_size, augmult, folder)))
         configuration = ROOT / "configs" / CONFIGURATIONS[options.model]
@@ -105,10 +118,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options.out = options.out.resolve()
     options.out.mkdir(parents=True, exist_ok=True)
     rows = {(16, 1): "not in it"} if options.rehearse else ROWS
-    data = options.out / "images.npz"
+    count = 64 if options.rehearse else 50_000
+    data = options.out / f"images_{count}.npz"
     if not data.exists():
-        images(data, 64 if options.rehearse else 50_000)
-    print(f"{hardware('cuda' if torch.cuda.is_available() else 'cpu', torch.get_num_threads())}\n")
+        images(data, count)
+    print(f"{this_machine()}\n")
     print("| B | K | DP-SGD, ms | DP-Muon, ms | overhead | in the paper |\n| ---: | ---: | ---: | ---: | ---: | ---: |")
     for (batch_size, augmult), paper in rows.items():
         turns = [

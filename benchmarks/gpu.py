@@ -1,8 +1,9 @@
 """Everything that a machine with a GPU has to tell, in one command, written to ``docs/performance_gpu.md``.
 
 The parts run one after the other, each in its own process and under a limit of its own: the tests that need a GPU, the
-step table, post-processing, noise, several ranks, and an epoch with and without orthogonalization. A part that has
-ended is not run again, so that an interrupted run goes on where it stopped; ``--again`` forgets them. Run
+step table, an epoch with and without orthogonalization, noise, post-processing, several ranks, and the clipped sum as a
+CUDA graph. Together they may take longer than ``--limit``: what matters most comes first, and the same command goes on
+with what is left. A part that has ended on this machine is not run again; ``--again`` forgets them. Run
 ``python benchmarks/gpu.py --help``.
 """
 
@@ -10,6 +11,7 @@ import argparse
 import contextlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -20,22 +22,37 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parent))
+
+from dp_lightning.atomic_files import replacing
+from dp_lightning.commands.package_checks import missing
+
 HERE = Path(__file__).parent
 ROOT = HERE.parent
-sys.path[:0] = [str(HERE), str(ROOT)]
-
 TYPES, SIZES = ("fp32", "tf32", "bf16"), (64, 256, 1024)
 OURS = ("ours flat", "ours per-layer")
 OPACUS = ("Opacus hooks", "Opacus functorch", "Opacus ghost")
 
-CARRIED = """A machine that has torch and cannot download anything needs no installation: `doctor` names the packages
-that are missing, which are carried there as wheels (`pip download --no-deps -d wheels opacus jsonargparse`, and so on).
+# Lines of what a part that failed has printed.
+_LAST = 12
+
+CARRIED = """It runs in a checkout of the source; the Docker image has no benchmarks. The tables of a step have the
+columns of [Speed and memory of a step](performance.md).
+
+A machine that has torch and cannot download anything needs no installation: `doctor` names the packages that are
+missing, which are carried there as wheels (`pip download --no-deps -d wheels opacus jsonargparse`, and so on). When
+these are installed, it names what they need.
 
 ```bash
 python -m dp_lightning doctor
 python -m pip install --no-index --no-deps wheels/*.whl
 python benchmarks/gpu.py
 ```"""
+
+GRAPHS = """The ratio is that of the time in this way to that of the step as it is, measured in turns. `s before` are
+the seconds until the way can be taken, with its compilation; `difference` is the relative difference of the two sums
+for weights, images and labels that the way was not made with."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +65,7 @@ class Part:
         command: after the interpreter.
         minutes: it is stopped after so many.
         shows: the page's text, from what it printed.
+        about: what the page says before it.
     """
 
     name: str
@@ -55,6 +73,7 @@ class Part:
     command: tuple[str, ...]
     minutes: float
     shows: Callable[[str], str] = lambda printed: printed
+    about: str = ""
 
 
 def tables(printed: str) -> str:
@@ -63,7 +82,7 @@ def tables(printed: str) -> str:
 
 
 def last_line(printed: str) -> str:
-    """How many tests passed, or the error by which a program ended."""
+    """How many tests passed."""
     lines = [line for line in printed.splitlines() if line.strip()]
     return lines[-1].strip("= ") if lines else ""
 
@@ -98,28 +117,30 @@ def parts(options: argparse.Namespace) -> list[Part]:
     ]
     found.append(epoch("wrn16-4"))
     found.append(Part("noise", "Noise", of_benchmark("noise", *(("--millions", 0.1) if small else ())), 2, tables))
-    graphs = of_benchmark("graphs", *(("--model", model, "--batch-size", sizes[0], "--rounds", 1) if small else ()))
-    found.append(Part("graphs", "A clipped sum without Python between its operations", graphs, 5, tables))
     if not small:
         found += [
             steps(f"step_{n}", f"One step of {n}", n, size, *OURS) for n, size in (("wrn28-10", 256), ("vit-s16", 64))
         ]
     chains = of_benchmark("postprocess", "--model", model, "--rounds", 1 if small else 7)
     ranks = of_benchmark("ranks", "--model", model, "--rounds", 1 if small else 5, "--one-device")
+    graphs = of_benchmark("graphs", *(("--model", model, "--batch-size", sizes[0], "--rounds", 1) if small else ()))
     found += [
         Part("postprocess", "Post-processing of a logical step", chains, 3, tables),
         steps("one_by_one", "Together and one by one", model, sizes[0], OURS[0], "ours, one by one", types=TYPES[:1]),
         Part("ranks", "Two ranks on one device", ranks, 3, tables),
+        Part("graphs", "A clipped sum without Python between its operations", graphs, 10, tables, GRAPHS),
     ]
     return [*found, *([] if small else [epoch("wrn28-10")])]
 
 
 def earlier(part: Part, machine: str, out: Path) -> dict[str, Any] | None:
     """What the same command has said before on the same machine, on any day."""
-    file = out / f"{part.name}.json"
-    if not file.exists():
+    try:
+        found = json.loads((out / f"{part.name}.json").read_text())
+    except (FileNotFoundError, ValueError):
         return None
-    found: dict[str, Any] = json.loads(file.read_text())
+    if not isinstance(found, dict):  # it is of another program
+        return None
     without_date = str(found.get("machine")).rpartition(",")[0]
     same = without_date == machine.rpartition(",")[0] and found.get("command") == list(part.command)
     return found if same else None
@@ -135,14 +156,20 @@ def run(part: Part, machine: str, out: Path, *, left: float) -> dict[str, Any]:
     start = time.monotonic()
     print(f"{part.title}: at most {limit:.0f} s", flush=True)
     printed, code = output_of([sys.executable, *part.command], limit)
-    state = "ended" if code == 0 else f"failed with exit status {code}: {last_line(printed)[:200]}"
+    state = "ended" if code == 0 else f"failed with exit status {code}"
     if code is None:
         state = f"was stopped after {limit:.0f} s"
     seconds = round(time.monotonic() - start, 1)
     result = {"state": state, "seconds": seconds, "printed": printed, "machine": machine, "command": list(part.command)}
-    (out / f"{part.name}.json").write_text(json.dumps(result, indent=1))
+    write(out / f"{part.name}.json", json.dumps(result, indent=1))
     print(f"  {state}, {seconds:.0f} s", flush=True)
     return result
+
+
+def write(path: Path, text: str) -> None:
+    """The whole file or, where the process is killed, the one before."""
+    with replacing(path) as file:
+        file.write(text.encode())
 
 
 def output_of(command: Sequence[str], limit: float) -> tuple[str, int | None]:
@@ -165,27 +192,30 @@ def output_of(command: Sequence[str], limit: float) -> tuple[str, int | None]:
         return printed.read(), code
 
 
-def page(machine: str, results: dict[str, tuple[Part, dict[str, Any]]]) -> str:
+def page(machine: str, results: dict[str, tuple[Part, dict[str, Any]]], *, rehearsal: bool = False) -> str:
     """Markdown."""
+    small = " This is a rehearsal, with a small network and few images." if rehearsal else ""
     lines = [
         "# Speed on a GPU",
         "",
-        f"{machine}. Written by `make gpu`, which goes on where it was interrupted. The columns are those of "
-        "[Speed and memory of a step](performance.md).",
+        f"{machine}. Written by `make gpu`, which goes on where it was interrupted.{small}",
         "",
         CARRIED,
         "",
     ]
     for part, result in results.values():
         command = " ".join(_relative(word) for word in part.command)
-        state = "" if result["state"] == "ended" else f"This part {result['state']}."
-        shown = part.shows(result["printed"])
+        ended, failed = result["state"] == "ended", result["state"].startswith("failed")
+        state = "" if ended else f"This part {result['state']}."
+        when = f"{result['machine'].rpartition(', ')[2]}, {result['seconds']:.0f} s." if "seconds" in result else ""
+        last = "\n".join(result["printed"].splitlines()[-_LAST:])
+        shown = (part.about, state, part.shows(result["printed"]), f"```text\n{last}\n```" if failed else "", when)
         lines += [
             f"## {part.title}",
             "",
             f"```bash\npython {command}\n```",
             "",
-            *(f"{t}\n" for t in (state, shown) if t),
+            *(f"{text}\n" for text in shown if text),
         ]
     return "\n".join(lines)
 
@@ -208,6 +238,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     # A rehearsal's figures are never taken for those of a GPU.
     options.out = options.out or ROOT / "runs" / ("gpu_rehearsal" if options.rehearse else "gpu")
+    options.out = options.out.resolve()
     options.page = options.page or (
         options.out / "page.md" if options.rehearse else ROOT / "docs" / "performance_gpu.md"
     )
@@ -219,41 +250,53 @@ def main(arguments: Sequence[str] | None = None) -> None:
     import torch
     from step import hardware
 
-    from dp_lightning.commands.package_checks import missing
-
     options = parse(arguments)
     all_parts = parts(options)
     names = [part.name for part in all_parts]
     if unknown := sorted(set(options.only or ()) - set(names)):
         sys.exit(f"There is no part {', '.join(unknown)}. The parts are {', '.join(names)}.")
     not_run: dict[str, Any] = {"state": "was not run yet", "printed": ""}
+    try:
+        for folder in (options.out, options.page.parent):
+            folder.mkdir(parents=True, exist_ok=True)
+        before = options.page.read_text() if options.page.exists() else ""
+    except OSError as error:
+        sys.exit(f"--out and --page: {error}")
     if options.plan:
-        options.page.write_text(page("No GPU", {part.name: (part, not_run) for part in all_parts}))
+        if before and "\nNo GPU. " not in before:
+            sys.exit(f"{options.page} has figures. Give another --page for the commands alone.")
+        write(options.page, page("No GPU", {part.name: (part, not_run) for part in all_parts}))
         return
     if not torch.cuda.is_available() and not options.rehearse:
         sys.exit("There is no GPU here that torch can use. Rehearse on the CPU: add --rehearse")
     if absent := missing():
         print(f"Not installed: {', '.join(absent)}. Parts that need them fail.", flush=True)
     chosen = [part for part in all_parts if not options.only or part.name in options.only]
-    for folder in (options.out, options.page.parent):
-        folder.mkdir(parents=True, exist_ok=True)
     if options.again:
         for part in chosen:
             (options.out / f"{part.name}.json").unlink(missing_ok=True)
+            shutil.rmtree(options.out / part.name, ignore_errors=True)
     end = time.monotonic() + 60 * options.limit
     machine = hardware("cuda" if torch.cuda.is_available() else "cpu", torch.get_num_threads())
     results = {part.name: (part, earlier(part, machine, options.out) or not_run) for part in all_parts}
     for part in chosen:
         results[part.name] = part, run(part, machine, options.out, left=end - time.monotonic())
         # After each part, so that an interruption loses nothing.
-        options.page.write_text(page(machine, results))
+        write(options.page, page(machine, results, rehearsal=options.rehearse))
     print(f"\n{options.page}")
     failed = [part.name for part in chosen if results[part.name][1]["state"] != "ended"]
     if failed:
         sys.exit(f"Not all parts ended: {', '.join(failed)}. What they printed is in {options.out}.")
 
 
+def _interrupt(*_: Any) -> None:
+    raise KeyboardInterrupt
+
+
 if __name__ == "__main__":
+    # A scheduler's limit and a closed terminal too: the part that is running ends with this process.
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, _interrupt)
     try:
         main()
     except KeyboardInterrupt:

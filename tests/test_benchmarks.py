@@ -8,6 +8,7 @@ import os
 import pickle
 import re
 import resource
+import signal
 import subprocess
 import sys
 import time
@@ -262,27 +263,46 @@ def graphs(monkeypatch, step):
 GRAPHS = ["--model", "small-cnn", "--batch-size", "4", "--rounds", "1"]
 
 
-def test_a_clipped_sum_is_a_program_that_gives_the_same_sum_of_other_images(graphs, capsys):
-    graphs.main([*GRAPHS, "--clipping", "flat", "per-layer"])
+@pytest.mark.parametrize("more", [["--clipping", "flat", "per-layer"], ["--clipping", "flat", "--type", "bf16"]])
+def test_a_clipped_sum_is_a_program_that_gives_the_same_sum_of_other_numbers(graphs, monkeypatch, capsys, more):
+    monkeypatch.setattr(graphs, "in_a_process", graphs.told)
+    graphs.main([*GRAPHS, *more])
     rows = [line.split(" | ") for line in capsys.readouterr().out.splitlines() if line.startswith("| small-cnn")]
-    assert [row[3:5] for row in rows] == [["flat", "program"], ["per-layer", "program"]]
+    assert [row[4] for row in rows] == ["program"] * (1 if "bf16" in more else 2)
     assert all(float(row[-1].strip(" |")) < 1e-6 for row in rows)
-    graphs.main([*GRAPHS, "--clipping", "flat", "--type", "bf16"])
 
 
-def test_another_sum_is_an_error_and_a_way_that_fails_a_row(graphs, monkeypatch, capsys):
-    def of_the_first(way, work, *examples):
-        kept = work(*examples)
-        return lambda *examples: kept
+@pytest.mark.parametrize("kept", [0, 1, 2, "the sum"])
+def test_a_way_that_keeps_the_numbers_it_was_made_with_is_found(graphs, monkeypatch, kept):
+    """Its weights, images or labels, or the sum."""
 
-    with monkeypatch.context() as patched:
-        patched.setattr(graphs, "made", of_the_first)
-        with pytest.raises(SystemExit, match=r"Another sum.*: program \(flat\)\."):
-            graphs.main([*GRAPHS, "--clipping", "flat"])
-    capsys.readouterr()
-    monkeypatch.setattr(graphs, "made", lambda *args: 1 / 0)
+    def made(way, work, *examples):
+        first = [[weight.clone() for weight in examples[0]], *(each.clone() for each in examples[1:])]
+        found = work(*examples)
+
+        def other(*examples):
+            return found if kept == "the sum" else work(*(first[i] if i == kept else examples[i] for i in range(3)))
+
+        return other
+
+    monkeypatch.setattr(graphs, "in_a_process", graphs.told)
+    monkeypatch.setattr(graphs, "made", made)
+    with pytest.raises(SystemExit, match=r"Another sum.*: program \(flat\)\."):
+        graphs.main([*GRAPHS, "--clipping", "flat"])
+
+
+def test_what_does_not_work_is_a_row(graphs, monkeypatch, capsys):
+    monkeypatch.setattr(graphs, "in_a_process", graphs.told)
+
+    def failing(*arguments):
+        try:
+            raise ValueError("the cause | of it")
+        finally:
+            raise RuntimeError("the end of a capture")
+
+    monkeypatch.setattr(graphs, "made", failing)
     graphs.main([*GRAPHS, "--clipping", "flat"])
-    assert "| flat | program | ZeroDivisionError: division by zero | | | | |" in capsys.readouterr().out
+    assert "| flat | program | ValueError: the cause / of it | | | | |" in capsys.readouterr().out
     with pytest.raises(SystemExit):
         graphs.parse(["--ways", "CUDA graph"])
     assert "--ways CUDA graph needs a GPU" in capsys.readouterr().err
@@ -296,7 +316,7 @@ def test_a_run_for_a_gpu_goes_on_keeps_to_its_limit_and_says_what_failed(gpu, mo
         ran.append(name)
         if name == "noise":
             return "| half | a table |", None
-        return f"progress\n| {name} |\n| --- |\nan error", int(name == "ranks")
+        return f"progress\n| {name} |\n| --- |\nwhat went wrong", int(name == "ranks")
 
     monkeypatch.setattr(gpu, "output_of", output_of)
     page = tmp_path / "page.md"
@@ -306,8 +326,9 @@ def test_a_run_for_a_gpu_goes_on_keeps_to_its_limit_and_says_what_failed(gpu, mo
     shown = page.read_text()
     assert "This part was stopped after 120 s." in shown
     assert "| half | a table |" in shown
-    assert "This part failed with exit status 1: an error." in shown
-    assert "progress" not in shown
+    assert "This part failed with exit status 1." in shown
+    assert shown.count("progress") == 1
+    assert "```text\nprogress\n| ranks |\n| --- |\nwhat went wrong\n```" in shown
     ran.clear()
     with pytest.raises(SystemExit):
         gpu.main(arguments)
@@ -337,6 +358,70 @@ def test_what_a_part_has_said_is_of_its_machine_and_its_command(gpu, monkeypatch
     gpu.main([*arguments, "--only", "noise"])
     assert page.read_text().count("| c |") == 1
     assert "| a |" not in page.read_text()
+
+
+@pytest.mark.parametrize("text", ['{"state": "en', "[]", "\xff"])
+def test_what_a_part_has_said_may_be_broken_off(gpu, monkeypatch, tmp_path, text):
+    monkeypatch.setattr(gpu, "output_of", lambda command, limit: ("| a |", 0))
+    (tmp_path / "noise.json").write_bytes(text.encode("latin-1"))
+    gpu.main(["--rehearse", "--out", str(tmp_path), "--only", "noise", "ranks"])
+    assert json.loads((tmp_path / "noise.json").read_text())["state"] == "ended"
+    (tmp_path / "noise").mkdir()  # of its runs
+    gpu.main(["--rehearse", "--out", str(tmp_path), "--only", "noise", "--again"])
+    assert not (tmp_path / "noise").exists()
+
+
+def test_a_page_with_figures_stays(gpu, monkeypatch, tmp_path):
+    monkeypatch.setattr(gpu, "output_of", lambda command, limit: ("| a |", 0))
+    page = tmp_path / "new" / "page.md"
+    for _ in range(2):
+        gpu.main(["--plan", "--page", str(page)])
+    gpu.main(["--rehearse", "--out", str(tmp_path / "out"), "--page", str(page)])
+    assert "This is a rehearsal" in (shown := page.read_text())
+    with pytest.raises(SystemExit, match="has figures"):
+        gpu.main(["--plan", "--page", str(page)])
+    assert page.read_text() == shown
+    with pytest.raises(SystemExit, match="--out and --page: "):
+        gpu.main(["--plan", "--page", str(page / "no folder")])
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+def test_a_part_ends_with_the_process_that_runs_it(tmp_path, number):
+    """A scheduler's limit, a closed terminal, Ctrl-C."""
+    arguments = ["--rehearse", "--out", str(tmp_path / "out"), "--only", "noise"]
+    process = subprocess.Popen([sys.executable, str(BENCHMARKS / "gpu.py"), *arguments], stderr=subprocess.PIPE)
+
+    def running():
+        found = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True, check=False)
+        return [int(each) for each in found.stdout.split()]
+
+    while not (children := running()):
+        assert process.poll() is None
+        time.sleep(0.05)
+    process.send_signal(number)
+    assert process.wait(60) == 1
+    assert b"Interrupted. The same command goes on" in process.stderr.read()
+    assert not any(Path(f"/proc/{child}").exists() for child in children)
+
+
+def test_an_epoch_of_another_machine_is_not_taken(step, monkeypatch, tmp_path):
+    import epochs
+
+    def fit(command, **others):
+        folder = Path(command[-1]).parent / "lightning_logs" / "version_0"
+        folder.mkdir(parents=True)
+        (folder / "result.json").write_text(json.dumps({"seconds": len(ran) + 1, "num_steps": 1}))
+        ran.append(command)
+        return SimpleNamespace(returncode=0)
+
+    ran, machine = [], ["one, 2026-01-01"]
+    monkeypatch.setattr(epochs.subprocess, "run", fit)
+    monkeypatch.setattr(epochs, "this_machine", lambda: machine[0])
+    options = epochs.parse(["--rehearse", "--out", str(tmp_path)])
+    times = []
+    for machine[0] in ("one, 2026-01-01", "one, 2026-01-02", "another, 2026-01-02"):
+        times.append(epochs.fit(options, "DP-SGD", tmp_path / "images.npz", 16, 1, 0))
+    assert times == [1000, 1000, 2000]
 
 
 def test_a_rehearsal_is_kept_apart_from_the_figures(gpu):

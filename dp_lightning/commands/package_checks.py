@@ -2,13 +2,15 @@
 
 import platform
 import tomllib
-from collections import defaultdict
-from collections.abc import Iterator
+from collections import defaultdict, deque
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, metadata, requires, version
 from pathlib import Path
 
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
+from packaging.utils import canonicalize_name
 
 from dp_lightning import __version__
 from dp_lightning.commands.doctor import Finding
@@ -55,13 +57,18 @@ def python() -> Iterator[Finding]:
 
 
 def packages() -> Iterator[Finding]:
-    """Every package that dp-lightning always needs."""
-    yield from map(_finding, _always())
+    """Every package that dp-lightning always needs, and what is missing of those that they need."""
+    for requirement, by in _needed():
+        if by == _NAME:
+            yield _finding(requirement)
+        elif _version(requirement.name) is None:
+            install = f"install it, with pip install '{requirement.name}{requirement.specifier}'"
+            yield Finding("warning", requirement.name, f"not installed; {by} asks for it", install)
 
 
 def missing() -> list[str]:
     """Those of them that are not installed."""
-    return [requirement.name for requirement in _always() if _version(requirement.name) is None]
+    return [requirement.name for requirement, _ in _needed() if _version(requirement.name) is None]
 
 
 def extras() -> Iterator[Finding]:
@@ -89,8 +96,29 @@ def extras() -> Iterator[Finding]:
             yield Finding("ok", f"[{extra}]", purpose)
 
 
-def _always() -> list[Requirement]:
-    return [each for each in _requirements() if each.marker is None or each.marker.evaluate({"extra": ""})]
+def _needed() -> Iterator[tuple[Requirement, str]]:
+    """What dp-lightning asks for, what that asks for, and so on, once each, with the name of the first who asks."""
+    waiting = deque((requirement, _NAME) for requirement in _applying(_requirements(), set()))
+    seen: set[tuple[str, frozenset[str]]] = set()
+    while waiting:
+        requirement, by = waiting.popleft()
+        key = (canonicalize_name(requirement.name), frozenset(requirement.extras))
+        if key in seen:
+            continue
+        seen.add(key)
+        yield requirement, by
+        with suppress(PackageNotFoundError):
+            asked = map(Requirement, requires(requirement.name) or ())
+            waiting.extend((each, requirement.name) for each in _applying(asked, requirement.extras))
+
+
+def _applying(requirements: Iterable[Requirement], extras: set[str]) -> list[Requirement]:
+    """Those for this machine, and for these extras of who asks."""
+    return [
+        each
+        for each in requirements
+        if each.marker is None or any(each.marker.evaluate({"extra": extra}) for extra in ("", *extras))
+    ]
 
 
 def _requirements() -> list[Requirement]:

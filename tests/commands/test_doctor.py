@@ -80,6 +80,21 @@ def test_a_package_outside_of_its_range_is_a_problem_with_the_command_that_mends
     assert max(map(len, out.splitlines())) <= 80
 
 
+def test_what_the_packages_need_is_looked_for_too(installed, monkeypatch):
+    asked = {
+        "dp-lightning": ["a[fast]>=1", "Some_B", "only-an-extra; extra == 'x'"],
+        "a": ["c>=2; extra == 'fast'", "d; extra == 'slow'", "some.b"],
+        "c": ["a", "other-platform; sys_platform == 'none'", "e<9"],
+    }
+    monkeypatch.setattr(package_checks, "requires", lambda name: asked.get(name, []))
+    installed |= {"a": "1", "Some_B": "1", "c": "1"} | dict.fromkeys(("some.b", "d", "e", "other-platform"))
+    found = list(package_checks.packages())
+    assert [(each.subject, each.level) for each in found] == [("a", "ok"), ("Some_B", "ok"), ("e", "warning")]
+    assert found[-1].found == "not installed; c asks for it"
+    assert found[-1].fix == "install it, with pip install 'e<9'"
+    assert package_checks.missing() == ["e"]
+
+
 def test_packages_are_named_where_they_are_missing_and_dpl_is_not_installed(monkeypatch, capsys):
     """In a folder of the source, on a machine that has some of them."""
     for name in ("joblib", "xxhash"):
@@ -93,7 +108,7 @@ def test_packages_are_named_where_they_are_missing_and_dpl_is_not_installed(monk
 
     for name in ("version", "metadata"):
         monkeypatch.setattr(package_checks, name, absent)
-    monkeypatch.setattr(package_checks, "requires", absent)
+    monkeypatch.setattr(package_checks, "requires", lambda name: absent(name) and [])
     monkeypatch.setattr(doctor, "_CHECKS", doctor._CHECKS[:3])
     code, out = run(capsys, "--json")
     found = {finding["subject"]: finding["found"] for finding in json.loads(out)["findings"]}
