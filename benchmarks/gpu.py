@@ -294,9 +294,10 @@ def _interrupt(*_: Any) -> None:
 
 
 if __name__ == "__main__":
-    # A scheduler's limit and a closed terminal too: the part that is running ends with this process.
+    # A scheduler's limit and a closed terminal too, unless nohup was asked for: the running part ends with this process.
     for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, _interrupt)
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, _interrupt)
     try:
         main()
     except KeyboardInterrupt:

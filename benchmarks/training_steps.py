@@ -229,7 +229,8 @@ def use_tf32(on: bool) -> None:
     """Whether a GPU may use TF32 in products of float32 numbers; torch's own default differs between operations."""
     precision = "tf32" if on else "ieee"
     backends: Any = torch.backends
-    backends.cuda.matmul.fp32_precision = backends.cudnn.conv.fp32_precision = precision
+    for operations in (backends.cuda.matmul, backends.cudnn.conv, backends.cudnn.rnn):
+        operations.fp32_precision = precision
 
 
 @contextmanager

@@ -61,6 +61,7 @@ __all__ = [
     "norms",
     "numbers_hidden",
     "parts_of_schedule",
+    "precision_of",
     "storage_address",
     "storage_uses",
     "swap",
@@ -133,6 +134,17 @@ def storage_uses(tensor: Tensor) -> int:
 def has_hooks(parameter: Tensor) -> bool:
     """Whether a hook runs when the gradient of a tensor has been computed."""
     return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
+
+
+def precision_of(backend: str, operation: str) -> str:
+    """The precision of float32 products that is set for ``cuda``, ``mkldnn`` or ``generic``.
+
+    Args:
+        backend: one of these.
+        operation: ``conv``, ``rnn``, ``matmul``, or ``all``, which ``generic`` alone has.
+    """
+    precision: str = torch._C._get_fp32_precision_getter(backend, operation)
+    return precision
 
 
 def has_bfloat16_on_cpu() -> bool:

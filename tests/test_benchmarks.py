@@ -257,6 +257,7 @@ def graphs(monkeypatch, step):
     import graphs
 
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr(graphs, "use_tf32", lambda on: None)  # which other tests would meet
     return graphs
 
 
@@ -389,7 +390,12 @@ def test_a_page_with_figures_stays(gpu, monkeypatch, tmp_path):
 def test_a_part_ends_with_the_process_that_runs_it(tmp_path, number):
     """A scheduler's limit, a closed terminal, Ctrl-C."""
     arguments = ["--rehearse", "--out", str(tmp_path / "out"), "--only", "noise"]
-    process = subprocess.Popen([sys.executable, str(BENCHMARKS / "gpu.py"), *arguments], stderr=subprocess.PIPE)
+    # A process that was started in the background ignores some signals, and so would this one.
+    process = subprocess.Popen(
+        [sys.executable, str(BENCHMARKS / "gpu.py"), *arguments],
+        stderr=subprocess.PIPE,
+        preexec_fn=lambda: signal.signal(number, signal.SIG_DFL),
+    )
 
     def running():
         found = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True, check=False)

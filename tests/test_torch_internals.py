@@ -30,6 +30,18 @@ class Seen(torch.overrides.TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
+@pytest.mark.parametrize("operation", ["conv", "rnn", "matmul"])
+def test_the_precision_of_products_is_what_was_set_for_them(operation):
+    backend = getattr(torch.backends.mkldnn, operation)
+    before = backend.fp32_precision
+    try:
+        backend.fp32_precision = "bf16"
+        assert internals.precision_of("mkldnn", operation) == "bf16"
+    finally:
+        backend.fp32_precision = before
+    assert internals.precision_of("generic", "all") == torch.backends.fp32_precision
+
+
 def test_the_versions_that_were_tried_are_the_pinned_ones():
     assert {name: PINNED[name] for name in internals.TRIED} == internals.TRIED
 

@@ -308,6 +308,7 @@ def _written(module):
     return float(text.split()[-1]) if text.split() else None
 
 
+LIBRARIES = (torch._C._BlasBackend.Cublas, torch._C._BlasBackend.Cublaslt)
 #: Places that keep a number and no tensor.
 OF_NUMBERS = {
     "os.environ": Made(
@@ -406,6 +407,26 @@ OF_NUMBERS = {
         lambda m: 1.0 * torch.are_deterministic_algorithms_enabled(),
         lambda m: torch.use_deterministic_algorithms(False),
     ),
+    "precision of products": Made(
+        lambda m, v: setattr(torch.backends.mkldnn.conv, "fp32_precision", "bf16" if v > 0 else "none"),
+        lambda m: 1.0 * (torch.backends.mkldnn.conv.fp32_precision == "bf16"),
+        lambda m: setattr(torch.backends.mkldnn.conv, "fp32_precision", "none"),
+    ),
+    "kernels of attention": Made(
+        lambda m, v: torch.backends.cuda.enable_math_sdp(v > 0),
+        lambda m: 1.0 * torch.backends.cuda.math_sdp_enabled(),
+        lambda m: torch.backends.cuda.enable_math_sdp(False),
+    ),
+    "library of products": Made(
+        lambda m, v: torch._C._set_blas_preferred_backend(LIBRARIES[v > 0]),
+        lambda m: 1.0 * (torch._C._get_blas_preferred_backend() == LIBRARIES[1]),
+        lambda m: torch._C._set_blas_preferred_backend(LIBRARIES[0]),
+    ),
+    "small numbers": Made(
+        lambda m, v: torch.set_flush_denormal(v > 0),
+        lambda m: 1.0 * (float(torch.tensor(5e-324, dtype=torch.float64) * 1.0) == 0),
+        lambda m: torch.set_flush_denormal(False),
+    ),
     "recursion limit": Made(
         lambda m, v: sys.setrecursionlimit(3000 + int(v > 0)),
         lambda m: sys.getrecursionlimit() - 3000.0,
@@ -475,6 +496,10 @@ def _process_as_before(monkeypatch):
     torch.set_default_dtype(torch.float32)
     torch.set_num_threads(threads)
     torch.use_deterministic_algorithms(False)
+    torch.backends.mkldnn.conv.fp32_precision = "none"
+    torch.backends.cuda.enable_math_sdp(True)
+    torch._C._set_blas_preferred_backend(LIBRARIES[0])
+    torch.set_flush_denormal(False)
     sys.setrecursionlimit(limit)
 
 

@@ -410,6 +410,19 @@ SETTINGS = {
     "torch._C._get_deterministic_algorithms": (torch.use_deterministic_algorithms, False, True),
     "torch.is_grad_enabled": (torch._C._set_grad_enabled, True, False),
     "torch._C._get_mkldnn_enabled": (torch._C._set_mkldnn_enabled, True, False),
+    "torch._C._get_math_sdp_enabled": (torch.backends.cuda.enable_math_sdp, True, False),
+    "torch._C._get_blas_preferred_backend": (
+        torch._C._set_blas_preferred_backend,
+        torch._C._BlasBackend.Cublas,
+        torch._C._BlasBackend.Cublaslt,
+    ),
+    "torch.set_flush_denormal": (torch.set_flush_denormal, False, True),
+    "fp32_precision of mkldnn.matmul": (
+        lambda kind: setattr(torch.backends.mkldnn.matmul, "fp32_precision", kind),
+        "none",
+        "bf16",
+    ),
+    "numpy.geterrcall": (np.seterrcall, None, print),
     "sys.getrecursionlimit": (sys.setrecursionlimit, sys.getrecursionlimit(), sys.getrecursionlimit() + 1),
     "numpy.geterr": (lambda kind: np.seterr(under=kind), "ignore", "raise"),
     "os.getcwd": (os.chdir, os.getcwd(), os.path.dirname(os.getcwd())),
@@ -428,6 +441,22 @@ def test_a_setting_of_the_process_is_seen(name):
         put(before)
     assert (name, "global") in [(change.path, change.kind) for change in found]
     assert snapshot.changes() == []
+
+
+def test_a_precision_that_torch_tells_in_one_of_two_ways_is_a_setting_too():
+    """After one operation has been given TF32, torch raises where it is asked for that of all."""
+    snapshot, conv = StateSnapshot(nn.Linear(2, 2)), torch.backends.cudnn.conv
+    before = conv.fp32_precision
+    conv.fp32_precision = "ieee"
+    try:
+        with pytest.raises(RuntimeError, match="TF32"):
+            _ = torch.backends.cudnn.allow_tf32
+        found = {change.path for change in snapshot.changes()}
+        again = StateSnapshot(nn.Linear(2, 2)).changes()
+    finally:
+        conv.fp32_precision = before
+    assert {"fp32_precision of cuda.conv", "torch._C._get_cudnn_allow_tf32"} <= found
+    assert again == []
 
 
 def test_a_global_rebound_after_a_refresh_is_seen():
