@@ -294,7 +294,7 @@ def _interrupt(*_: Any) -> None:
 
 
 if __name__ == "__main__":
-    # A scheduler's limit and a closed terminal too, unless nohup was asked for: the running part ends with this process.
+    # With a scheduler's limit and a closed terminal too the running part ends, unless nohup was asked for.
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, _interrupt)
