@@ -227,10 +227,8 @@ def seconds_of(work: Callable[[], object], device: torch.device) -> float:
 
 def use_tf32(on: bool) -> None:
     """Whether a GPU may use TF32 in products of float32 numbers; torch's own default differs between operations."""
-    precision = "tf32" if on else "ieee"
-    backends: Any = torch.backends
-    for operations in (backends.cuda.matmul, backends.cudnn.conv, backends.cudnn.rnn):
-        operations.fp32_precision = precision
+    # The older of torch's two ways: torch.compile asks for it, and raises where the other one was taken.
+    torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = on
 
 
 @contextmanager
