@@ -50,11 +50,10 @@ WAYS = ("CUDA graph", "program", "compiled", "compiled, CUDA graph")
 _AGREES = {"fp32": 1e-5, "bf16": 5e-2}
 
 
-def clipped_sum(model: nn.Module, plan: ClipPlan, device: str, dtype: str) -> Work:
-    """The step as it is."""
+def clipped_sum(model: nn.Module, plan: ClipPlan, dtype: str, counted: Tensor) -> Work:
+    """The step as it is, of as many examples as ``counted`` (b,) has entries, of which those that are true count."""
     parameters = dict(model.named_parameters())
-    total, autocast = ClippedSum(parameters, plan), autocast_to(device, dtype)
-    counted: dict[int, Tensor] = {}  # as where examples are filled up
+    total, autocast = ClippedSum(parameters, plan), autocast_to(counted.device.type, dtype)
 
     def work(weights: Sequence[Tensor], images: Tensor, labels: Tensor) -> Tensor:
         trained = {name: w.detach().requires_grad_() for name, w in zip(parameters, weights, strict=True)}
@@ -63,10 +62,8 @@ def clipped_sum(model: nn.Module, plan: ClipPlan, device: str, dtype: str) -> Wo
             logits = functional_call(model, trained, (image.unsqueeze(0),))
             return F.cross_entropy(logits, label.unsqueeze(0))
 
-        if len(images) not in counted:
-            counted[len(images)] = torch.ones(len(images), dtype=torch.bool, device=images.device)
         total.reset()
-        total.begin(len(images), counted[len(images)])
+        total.begin(len(images), counted)
         recording = Recording(trained, len(images), total.take)
         with autocast():
             losses = recording.run(loss, images, labels)
@@ -134,8 +131,9 @@ def compare(way: str, plan: str, options: argparse.Namespace) -> tuple[str, bool
     images = torch.randn(options.batch_size, *shape, device=device)
     labels = torch.randint(10, (options.batch_size,), device=device)
     examples = (weights, images, labels)
+    counted = torch.ones(options.batch_size, dtype=torch.bool, device=device)  # as where examples are filled up
     with no_number_is_read(), quiet():
-        work = clipped_sum(model, PLANS[plan], device.type, options.type)
+        work = clipped_sum(model, PLANS[plan], options.type, counted)
         work(*examples)  # an error of the model is told without what traces it, and what is made once is there
         start = time.perf_counter()
         other = made(way, work, *examples)

@@ -141,7 +141,7 @@ def precision_of(backend: str, operation: str) -> str:
 
     Args:
         backend: one of these.
-        operation: ``conv``, ``rnn``, ``matmul``, or ``all``, which ``generic`` alone has.
+        operation: ``conv``, ``rnn``, ``matmul`` or ``all``; ``generic`` has only ``all``.
     """
     precision: str = torch._C._get_fp32_precision_getter(backend, operation)
     return precision
