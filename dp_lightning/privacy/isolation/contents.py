@@ -45,6 +45,7 @@ class Contents:
         self._arrays = arrays
         self._held: list[tuple[tuple[Any, ...], Tensor | None]] = [((), None)] * len(arrays)
         self._digests: dict[int, Tensor] = {}  # of the last comparison, by index
+        self._same = False  # whether it has found them all the same
         self.hold()
 
     def hold(self, *, as_compared: bool = False) -> None:
@@ -54,6 +55,8 @@ class Contents:
             as_compared: nothing has changed an array since the last ``changed``, whose digests are taken. If something
                 has, the next comparison finds it.
         """
+        if as_compared and self._same:
+            return
         digests, self._digests = self._digests if as_compared else {}, {}
         for index, (array, (held, then)) in enumerate(zip(self._arrays, self._held, strict=True)):
             traits, bits = _look(array)
@@ -71,6 +74,7 @@ class Contents:
         """
         found = []
         self._digests.clear()
+        self._same, known = False, True  # whether the numbers of all devices are read now
         by_device: dict[torch.device, list[tuple[int, Tensor, Tensor]]] = {}
         for index, (array, (held, then)) in enumerate(zip(self._arrays, self._held, strict=True)):
             traits, bits = _look(array)
@@ -91,6 +95,8 @@ class Contents:
                 found += [index for index, differs in zip(indices, flags.tolist(), strict=True) if differs]
             else:
                 unread(flags, indices)
+                known = False
+        self._same = known and not found
         return sorted(found)
 
 

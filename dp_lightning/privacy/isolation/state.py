@@ -103,6 +103,7 @@ class StateSnapshot:
     ):
         self._roots, self._ignored = {name: root, **also}, ignored
         self._settings = settings()
+        self._seen: tuple[dict[str, Any], list[list[Place]]] = self._settings, []  # by the last comparison
         with _plain_tensors():
             self._take()
 
@@ -115,10 +116,10 @@ class StateSnapshot:
             later: where tensors of a GPU are given to be read, which are not returned then. None reads them now.
             then: called later with what differs there, if something does; None if it does not matter.
         """
-        now = settings()
+        now, suspects = self._seen = self._look()
         found = [Change(name, "global") for name, value in self._settings.items() if now[name] != value]
         with _plain_tensors():
-            found += [change for group in self._groups for place in group.suspects() for change in _changes(place)]
+            found += [change for places in suspects for place in places for change in _changes(place)]
             unread = None if later is None else lambda flags, indices: self._read_later(flags, indices, later, then)
             return found + self._tensors(self._contents.changed(unread))
 
@@ -156,11 +157,10 @@ class StateSnapshot:
         """Take a new snapshot; the roots are walked again only if an attribute has changed.
 
         Args:
-            as_compared: no foreign code has run since the last ``changes``, whose look at the large tensors is used.
+            as_compared: no foreign code has run since the last ``changes``, whose look is used.
         """
-        self._settings = settings()
+        self._settings, suspects = self._seen if as_compared else self._look()
         with _plain_tensors():
-            suspects = [group.suspects() for group in self._groups]
             changed = {place: [*_changes(place)] for places in suspects for place in places}
             if any(change.kind == "attribute" for changes in changed.values() for change in changes):
                 return self._take()
@@ -171,6 +171,12 @@ class StateSnapshot:
     def paths_of(self, *kinds: type) -> list[str]:
         """The paths of the objects of these classes, as they are now."""
         return [path for path, value, _ in walk(self._roots, self._ignored) if issubclass(type(value), kinds)]
+
+    def _look(self) -> tuple[dict[str, Any], list[list[Place]]]:
+        """The settings now, and the places of each group to be compared one by one."""
+        now = settings()
+        with _plain_tensors():
+            return now, [group.suspects() for group in self._groups]
 
     def _take(self) -> None:
         followed: list[Place] = []
