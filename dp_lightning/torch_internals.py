@@ -43,10 +43,12 @@ __all__ = [
     "add_batch_dimension",
     "batch_dimension",
     "below_transforms",
+    "carriers_of_messages",
     "core",
     "global_numpy_generator",
     "gradient_of",
     "grouped_mm",
+    "groups_without_names",
     "has_bfloat16_on_cpu",
     "has_hooks",
     "has_vmap_kernel",
@@ -256,3 +258,31 @@ ForeignThread = threading._DummyThread
 
 global_numpy_generator = np.random.mtrand._rand
 """The generator whose methods are the functions of ``numpy.random``."""
+
+
+# Processes
+
+
+def carriers_of_messages() -> list[type]:
+    """The classes whose objects send to other processes: process groups, their backends, and stores."""
+    from torch._C import _distributed_c10d as c10d  # not in every build
+
+    found: list[type] = [c10d.ProcessGroup, c10d.Backend, c10d.Store]
+    for kind in found:  # the list grows by their subclasses
+        found += kind.__subclasses__()
+    return found
+
+
+@contextmanager
+def groups_without_names() -> Iterator[None]:
+    """Context in which no process group is found by its name, as functional collectives look for it."""
+    from torch._C import _distributed_c10d as c10d
+
+    groups = dict(torch.distributed.distributed_c10d._world.pg_names)
+    for name in groups.values():
+        c10d._unregister_process_group(name)
+    try:
+        yield
+    finally:
+        for group, name in groups.items():
+            c10d._register_process_group(name, group)

@@ -40,6 +40,8 @@ _IN_PLACE = frozenset(
 )  # fmt: skip
 # Their names end like those of functions that write, but they change no numbers.
 _HARMLESS = frozenset(["requires_grad_", "share_memory_", "is_shared_", "refine_names_"])
+# Modules of the functions and operators of torch.distributed.
+_SENDING = ("torch.distributed", *(f"torch._ops.{name}" for name in ("c10d", "_c10d_", "symm_mem", "_dtensor")))
 
 
 def collect(values: Iterable[Any], found: list[Tensor]) -> None:
@@ -56,6 +58,12 @@ def collect(values: Iterable[Any], found: list[Tensor]) -> None:
 def name_of(func: Any) -> str:
     """The name of a function as it is written in Python."""
     return str(getattr(func, "__name__", "")).partition(".")[0]
+
+
+@functools.lru_cache(maxsize=4096)
+def sends(func: Any) -> bool:
+    """Whether a function or an operator sends to other processes, by its module."""
+    return str(getattr(func, "__module__", "")).startswith(_SENDING)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -32,6 +32,7 @@ from dp_lightning.privacy.gradients.functions import (
     collect,
     initialized,
     name_of,
+    sends,
     writes,
 )
 from dp_lightning.privacy.gradients.provenance import Constants, Provenance
@@ -40,6 +41,7 @@ from dp_lightning.privacy.gradients.refusals import (
     ONE_BY_ONE,
     REFUSED,
     SAVED_TENSOR_HOOKS,
+    SENT,
     SHARED_DRAW,
     SHARED_WRITE,
     explained,
@@ -211,6 +213,8 @@ class Recording(TorchFunctionMode):
             return func(*args, **kwargs)
         if func in REFUSED:
             raise ModelError(f"training_step uses {REFUSED[func]}")
+        if sends(func):
+            raise ModelError(f"training_step uses torch.distributed ({name_of(func)}). {SENT}")
         tensors: list[Tensor] = []
         collect(args, tensors)
         if kwargs:

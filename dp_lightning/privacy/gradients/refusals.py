@@ -30,6 +30,11 @@ _CHECKPOINTING = (
     f"{ONE_BY_ONE}."
 )
 
+SENT = (
+    "The loss of another rank's example could see what it sends. Compute an example's loss from the example alone; "
+    "self.log(..., sync_dist=True) averages what is logged."
+)
+
 RESIZED: dict[Any, str] = {
     function: f"Tensor.{function.__name__}, which adds memory that may hold other examples. Use F.pad, or reshape."
     for function in (torch.Tensor.resize_, torch.Tensor.resize_as_)

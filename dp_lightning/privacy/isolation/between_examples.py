@@ -32,6 +32,7 @@ from dp_lightning.privacy.gradients.recording import Recording
 from dp_lightning.privacy.gradients.refusals import BATCH_NORM, HOST_DRAW, is_of_batch_norm
 from dp_lightning.privacy.gradients.sources import leaves_of
 from dp_lightning.privacy.isolation.later import Later
+from dp_lightning.privacy.isolation.messages import no_messages
 from dp_lightning.privacy.isolation.reachable import ATOMS, Ignored, nothing_ignored
 from dp_lightning.privacy.isolation.sealed_data import SealedData
 from dp_lightning.privacy.isolation.state import Change, StateSnapshot
@@ -193,7 +194,7 @@ class Isolation:
             ModelError: naming what the batch has left behind.
         """
         self._begin()
-        with self._sealed.closed(), no_threads(), no_text():
+        with self._sealed.closed(), no_threads(), no_messages(), no_text():
             yield
         for made in recording.living(of_examples=False):  # constants in later batches
             self.know(made)
@@ -219,7 +220,7 @@ class Isolation:
         if public:
             self._failure = ""
         try:
-            with self._sealed.closed(), no_threads():
+            with self._sealed.closed(), no_threads(), no_messages():
                 yield
         except Exception as error:
             if not public:
@@ -243,7 +244,8 @@ class Isolation:
         """
         self._snapshot.refresh()
         try:
-            yield
+            with no_messages():
+                yield
         finally:
             _refuse([change for change in self._snapshot.restore() if change.kind != "generator"])
 

@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from dp_lightning.errors import ModelError
-from dp_lightning.privacy.gradients.functions import collect, initialized, writes
-from dp_lightning.privacy.gradients.refusals import RESIZED
+from dp_lightning.privacy.gradients.functions import collect, initialized, name_of, sends, writes
+from dp_lightning.privacy.gradients.refusals import RESIZED, SENT
 from dp_lightning.torch_internals import storage_address
 
 # Later versions of Python move objects between generations in other ways.
@@ -61,6 +61,8 @@ class Watch(TorchFunctionMode):
     ) -> Any:
         if func in RESIZED:
             raise ModelError(f"training_step uses {RESIZED[func]}")
+        if sends(func):
+            raise ModelError(f"training_step uses torch.distributed ({name_of(func)}). {SENT}")
         kwargs = kwargs or {}
         used: list[Tensor] = []
         collect((args, kwargs), used)
