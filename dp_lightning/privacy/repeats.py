@@ -74,7 +74,7 @@ def _content(dataset: Any, index: int) -> _Content | None:
     """Of an element; None where it cannot be read, or a part of it is of another kind."""
     found: _Content = []
     try:
-        with _same_numbers():
+        with same_numbers():
             leaves = tree_leaves(dataset[index])
         for leaf in leaves:
             array = leaf if isinstance(leaf, Tensor) else np.asarray(leaf)
@@ -102,7 +102,7 @@ def bytes_of(array: Any) -> bytes | None:
 
 
 @contextmanager
-def _same_numbers() -> Iterator[None]:
+def same_numbers() -> Iterator[None]:
     """The global generators say the same each time, and continue afterwards as if nothing had happened."""
     states = random.getstate(), np.random.get_state()
     try:

@@ -1,10 +1,12 @@
 """What all ranks must share for one private step: settings, training set, and the resulting model."""
 
+import functools
 from numbers import Integral
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset, Subset
@@ -12,9 +14,12 @@ from torch.utils.data import Dataset, Subset
 from dp_lightning.checksums import fingerprint
 from dp_lightning.errors import ConfigurationError, DpLightningError
 from dp_lightning.privacy.reading import ExampleReader, flatten
+from dp_lightning.privacy.repeats import same_numbers
 from dp_lightning.ranks import Ranks
 
-_EXAMPLES = 64
+_EXAMPLES, _NUMBERS, _SUMS = 64, 2**16, 4
+# Of an element's norm: two kinds of processor decode and resize an image with small differences.
+_TOLERANCE = 0.01
 
 
 def require_same_settings(settings: dict[str, object], ranks: Ranks, device: torch.device) -> None:
@@ -45,10 +50,11 @@ def require_one_checkpoint(trainer: pl.Trainer, ranks: Ranks) -> None:
 
 
 def require_same_data(reader: ExampleReader, ranks: Ranks, device: torch.device) -> None:
-    """Require the same training set in the same order on every rank, as far as labels, subsets and persons tell.
+    """Require the same training set in the same order on every rank, as far as some of its elements tell.
 
-    An example that stands at another place on another rank could enter one step twice. Images are not compared, since
-    random augmentation makes them differ.
+    An example that stands at another place on another rank could enter one step twice. Whole numbers, texts, subsets
+    and persons are compared, and up to rounding the arrays of each element, read with the same random numbers; but for
+    elements that differ from one reading to the next.
 
     Raises:
         ConfigurationError: on every rank.
@@ -58,9 +64,12 @@ def require_same_data(reader: ExampleReader, ranks: Ranks, device: torch.device)
     dataset, groups = reader.dataset, reader.groups
     sized: Any = dataset
     places = range(0, len(sized), max(len(sized) // _EXAMPLES, 1))
-    labels = [_whole_numbers(sized[place]) for place in places]
+    labels, sums = zip(*(_read(sized, place) for place in places), strict=True)
     facts = {"training set": (labels, _indices(dataset), None if groups is None else groups.ids)}
-    if ranks.differing_facts(facts, device):
+    most, least = ranks.extremes(torch.stack(sums).to(device))
+    norm, unknown = most[:, -2:].T
+    differ = (most - least)[:, :-1].amax(1) > _TOLERANCE * norm
+    if ranks.differing_facts(facts, device) or bool((differ & (unknown == 0)).any()):
         raise ConfigurationError(
             "The ranks have different training sets, or the same one in another order, so an example could enter a "
             "step twice. Make splits and orders with a fixed seed (generator=torch.Generator().manual_seed(0))."
@@ -81,12 +90,49 @@ def require_equal_replicas(module: pl.LightningModule, ranks: Ranks) -> None:
         )
 
 
-def _whole_numbers(example: Any) -> list[object]:
-    """Labels and the like; images as bytes are left out, since augmentation may act on them too."""
+def _read(dataset: Any, place: int) -> tuple[list[object], Tensor]:
+    """The whole numbers and texts of an element; and weighted sums of its arrays, their norm, and whether these say
+    nothing, since another reading gives others: (_SUMS + 2,) float64."""
+    leaves, again = _leaves(dataset, place), _leaves(dataset, place)
+    sums, others = _weighted(leaves), _weighted(again)
+    same = bool((sums - others).abs().amax() <= _TOLERANCE * sums[-1])
+    return _whole_numbers(leaves), torch.cat([sums, torch.tensor([0.0 if same else 1.0], dtype=torch.float64)])
+
+
+def _leaves(dataset: Any, place: int) -> list[Any]:
+    with same_numbers():
+        return flatten(dataset[place])[0]
+
+
+def _weighted(leaves: list[Any]) -> Tensor:
+    """Sums of an element's numbers with pseudo-random weights, and their norm: (_SUMS + 1,) float64."""
+    parts = [part for leaf in leaves if (part := _numbers(leaf)) is not None]
+    numbers = torch.cat(parts) if parts else torch.zeros(0, dtype=torch.float64)
+    numbers = numbers[:: max(len(numbers) // _NUMBERS, 1)]
+    return torch.cat([_weights(len(numbers)) @ numbers, numbers.norm().unsqueeze(0)])
+
+
+@functools.lru_cache(maxsize=8)
+def _weights(count: int) -> Tensor:
+    return torch.randn(_SUMS, count, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+
+
+def _numbers(leaf: Any) -> Tensor | None:
+    """The numbers of a tensor, an array, an image or a number: (n,) float64; None for anything else."""
+    try:
+        array = leaf.detach().cpu().to_dense() if isinstance(leaf, Tensor) else torch.from_numpy(np.array(leaf))
+        numbers = torch.view_as_real(array.resolve_conj()) if array.is_complex() else array
+        return numbers.reshape(-1).double().nan_to_num()
+    except (TypeError, ValueError, RuntimeError):  # a text, or an object
+        return None
+
+
+def _whole_numbers(leaves: list[Any]) -> list[object]:
+    """Labels and the like."""
     found: list[object] = []
-    for leaf in flatten(example)[0]:
+    for leaf in leaves:
         if isinstance(leaf, Tensor):
-            if not leaf.is_floating_point() and leaf.numel() == 1:
+            if leaf.numel() == 1 and not leaf.is_floating_point() and not leaf.is_complex():
                 found.append(int(leaf))
         elif isinstance(leaf, Integral):
             found.append(int(leaf))

@@ -100,11 +100,14 @@ class PrivateRun:
         self._hyperparameters = check_hyperparameters(trainer, module)  # setup may have saved more
         self._ranks = trainer_ranks(trainer)
         require_one_checkpoint(trainer, self._ranks)
-        require_same_settings(settings.of_all_ranks, self._ranks, trainer.strategy.root_device)
+        length = {"trainer.max_epochs": trainer.max_epochs, "trainer.max_steps": trainer.max_steps}
+        require_same_settings({**settings.of_all_ranks, **length}, self._ranks, trainer.strategy.root_device)
         loader = source.users  # the user's code, after which it is asked what has trained the weights
         history.origin = self._origin()
         resumes = history.open_journal(trainer, self.folder)
-        self.plan, key, self._finishes = self._agree_on_plan(source.num_train(settings), resumes=resumes)
+        num_train = source.num_train(settings)
+        require_same_settings({"number of training examples": num_train}, self._ranks, trainer.strategy.root_device)
+        self.plan, key, self._finishes = self._agree_on_plan(num_train, resumes=resumes)
         self._training_step = PrivateTrainingStep(trainer, module)
         self._training_step.require_no_trainer()
         self.step = self._private_step(loader, key)

@@ -4,7 +4,7 @@ import functools
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 import lightning.pytorch as pl
@@ -18,6 +18,9 @@ from dp_lightning.privacy.step import check_step_settings
 
 # Solving for the noise can take a second, and is asked for before the data is read and again when the fit starts.
 _calibrated = functools.lru_cache(maxsize=4096)(RunShape.calibrate)
+
+# Settings that ranks need not have in common.
+_OF_A_RANK = ("keep_freed_memory",)
 
 
 @dataclass(eq=False, repr=False)
@@ -215,14 +218,10 @@ class PrivacySettings:
 
     @property
     def of_all_ranks(self) -> dict[str, object]:
-        """What ranks need to have in common; the plan and the sampling key come from rank 0."""
-        return {
-            "privacy.max_grad_norm, clipping or clip_factor": (self.clip_plan.describe(), self.clip_plan.sensitivity),
-            "privacy.expected_batch_size": self.expected_batch_size,
-            "privacy.max_physical_batch_size": self.max_physical_batch_size,
-            "privacy.examples, augmult, disk, frozen_until, unit_of_privacy, images_per_group or the seed of a "
-            "reproducible run": self.of_the_run,
-        }
+        """What ranks need to have in common, by names of settings."""
+        shared = {field.name: getattr(self, field.name) for field in fields(self) if field.name not in _OF_A_RANK}
+        shared |= {"disk": None if self.disk is None else self.disk.gain}
+        return {"seed_everything": self.seed, **{f"privacy.{name}": value for name, value in shared.items()}}
 
 
 @contextmanager

@@ -9,6 +9,7 @@ import lightning.pytorch as pl
 import torch.distributed
 from lightning.pytorch.strategies import StrategyRegistry
 
+from dp_lightning.errors import ConfigurationError
 from dp_lightning.lightning_internals import ProcessStrategy
 from dp_lightning.ranks import Ranks
 from dp_lightning.strategies.launcher import WatchedLauncher, end_with, starter_of
@@ -31,11 +32,24 @@ class PrivateStrategy(ProcessStrategy):
         super().setup_environment()
 
     def configure_ddp(self) -> None:
-        """Copy the parameters and buffers of rank 0 to every rank, without wrapping the module."""
+        """Copy the parameters and buffers of rank 0 to every rank, without wrapping the module.
+
+        Raises:
+            ConfigurationError: on every rank, where they are not the same ones.
+        """
         assert self.model is not None
-        for tensor in (*self.model.parameters(), *self.model.buffers()):
+        tensors = {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}
+        kinds = [(name, tuple(each.shape), each.dtype, each.requires_grad) for name, each in tensors.items()]
+        if Ranks(self.global_rank, self.world_size).differing_facts({"tensors": kinds}, self.root_device):
+            raise ConfigurationError(
+                "The ranks' models differ in the names, shapes or types of their parameters and buffers, or in which "
+                f"of them are trained; rank {self.global_rank} has {len(kinds)} of them and trains "
+                f"{sum(trained for *_, trained in kinds)}. Build and freeze the same model on every rank."
+            )
+        for tensor in tensors.values():
             same = tensor.detach().contiguous()
-            torch.distributed.broadcast(same, src=0)
+            # As bytes: gloo and NCCL do not know all types.
+            torch.distributed.broadcast(same.reshape(-1).view(torch.uint8), src=0)
             tensor.detach().copy_(same)
 
 

@@ -22,6 +22,9 @@ class Net(pl.LightningModule):
         net = nn.Sequential(nn.Conv2d(1, 4, 3), nn.GroupNorm(2, 4), nn.Conv2d(4, 4, 3), nn.Flatten(), nn.Linear(64, 10))
         # A weight that is not contiguous has to reach the other ranks too.
         self.register_buffer("scale", torch.ones(2))
+        # So have types that gloo does not know.
+        self.register_buffer("phases", torch.randn(3, dtype=torch.complex128))
+        self.register_buffer("counts", torch.randint(100, (2, 3), dtype=torch.int16))
         self.net = net.to(memory_format=torch.channels_last)
         self.lr = lr
 
@@ -101,8 +104,12 @@ def main(settings):
     if settings.get("drift"):
         others.append(Drift(settings["drift"]))
     place = int(os.environ.get("LOCAL_RANK", 0))
-    by_rank = {name: values[place] for name, values in settings.get("privacy_by_rank", {}).items()}
-    privacy = PrivacyCallback(**{"delta": 1e-3, "accountant": "rdp", **settings["privacy"], **by_rank})
+
+    def of_rank(group):
+        return {name: values[place] for name, values in settings.get(group, {}).items()}
+
+    defaults = {"delta": 1e-3, "accountant": "rdp"}
+    privacy = PrivacyCallback(**{**defaults, **settings["privacy"], **of_rank("privacy_by_rank")})
     trainer = pl.Trainer(
         accelerator="cpu",
         devices=ranks,
@@ -114,10 +121,16 @@ def main(settings):
         default_root_dir=folder,
         callbacks=[privacy, *others, notes],
         **settings["trainer"],
+        **of_rank("trainer_by_rank"),
     )
     torch.manual_seed(settings.get("seed", 0) + place)
     module = Net(settings.get("lr", 0.1))
-    dataset = examples(settings.get("num_train", 60))
+    for name in settings.get("frozen_by_rank", {place: []})[place]:
+        module.get_parameter(name).requires_grad_(False)
+    dataset = examples(settings.get("num_train", 60) - place * settings.get("fewer_by_rank", 0))
+    if settings.get("rolled"):
+        images, labels = dataset.tensors
+        dataset = TensorDataset(images.roll(place, 0), torch.zeros_like(labels))
     if settings.get("own_split"):
         dataset = torch.utils.data.random_split(dataset, [50, 10])[0]
     loader = DataLoader(dataset, batch_size=7, shuffle=True)

@@ -10,10 +10,12 @@ from run_ranks import main
 from run_release import release
 from started_ranks import run_on_ranks
 from torch import nn
+from torch.utils.data import Dataset
 
 from dp_lightning.callbacks import PredictionFile, PrivacyCallback
 from dp_lightning.errors import ConfigurationError
 from dp_lightning.privacy.sampling import PoissonSampler, cut, sampling_key
+from dp_lightning.private_run.agreement import _read
 from dp_lightning.ranks import _checksums
 from dp_lightning.strategies.private import PrivateStrategy
 
@@ -114,8 +116,13 @@ def test_an_exchange_of_two_numbers_is_a_difference():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"privacy_by_rank": {"max_grad_norm": [1.0, 10.0]}}, "different settings: privacy.max_grad_norm"),
+        ({"privacy_by_rank": {"max_grad_norm": [1.0, 10.0]}}, "different settings: privacy.max_grad_norm (on"),
+        ({"privacy_by_rank": {"delta": [1e-3, 1e-4]}}, "different settings: privacy.delta (on"),
+        ({"trainer": {}, "trainer_by_rank": {"max_steps": [8, 3]}}, "different settings: trainer.max_steps (on"),
+        ({"fewer_by_rank": 2}, "different settings: number of training examples (on"),
+        ({"frozen_by_rank": [["net.1.weight"], ["net.1.bias"]]}, "which of them are trained"),
         ({"own_split": True}, "different training sets"),
+        ({"rolled": True}, "different training sets"),
     ],
 )
 def test_ranks_that_do_not_agree_are_refused(tmp_path, settings, message):
@@ -123,6 +130,34 @@ def test_ranks_that_do_not_agree_are_refused(tmp_path, settings, message):
     assert all(shown.codes)
     assert message in shown.stderr
     assert not list(tmp_path.glob("rank*.pt"))
+
+
+class Images(Dataset):
+    """Draws from torch, and with ``of_its_own`` from a generator of its own too."""
+
+    def __init__(self, of_its_own):
+        self.generator = torch.Generator().manual_seed(0)
+        self.of_its_own = of_its_own
+
+    def __len__(self):
+        return 3
+
+    def __getitem__(self, index):
+        image = torch.full((2, 3, 3), float(index)) + 0.1 * torch.rand(2, 3, 3)
+        return image + torch.rand(2, 3, 3, generator=self.generator) if self.of_its_own else image, "a word", 1.5
+
+
+@pytest.mark.parametrize("of_its_own", [False, True])
+def test_what_a_data_set_draws_by_itself_tells_nothing_of_its_order(of_its_own):
+    words, first = _read(Images(of_its_own), 1)
+    _, other = _read(Images(of_its_own), 2)
+    assert words == ["a word"]
+    assert first[-1] == other[-1] == of_its_own
+    torch.rand(5)
+    again = _read(Images(of_its_own), 1)[1]
+    close = torch.allclose(first, again, atol=0.01 * float(first[-2]))
+    assert close
+    assert not torch.allclose(first[:-1], other[:-1], atol=0.01 * float(other[-2]))
 
 
 def test_processes_that_would_train_alone_are_refused(tmp_path, monkeypatch):
