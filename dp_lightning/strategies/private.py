@@ -5,9 +5,13 @@ backward pass. A private step adds up clipped sums instead, once per logical ste
 starts the processes, gives them the same initial parameters, and leaves the module unwrapped.
 """
 
+from typing import Any
+
 import lightning.pytorch as pl
 import torch.distributed
 from lightning.pytorch.strategies import StrategyRegistry
+from torch import Tensor
+from torch.utils.data import DistributedSampler
 
 from dp_lightning.errors import ConfigurationError
 from dp_lightning.lightning_internals import ProcessStrategy
@@ -30,6 +34,26 @@ class PrivateStrategy(ProcessStrategy):
         if (starter := starter_of(self.local_rank)) is not None:
             end_with(starter)
         super().setup_environment()
+
+    def process_dataloader(self, dataloader: object) -> object:
+        """Let the ranks evaluate each example once.
+
+        Lightning's sampler repeats some, so that all ranks have as many; the accuracy would count them twice. Where
+        there are fewer examples than ranks it still does, since a rank without any would log nothing.
+        """
+        for loader in (dataloader, getattr(dataloader, "batch_sampler", None)):
+            sampler = getattr(loader, "sampler", None)
+            if isinstance(sampler, DistributedSampler) and not sampler.drop_last:
+                count = len(sampler.dataset)  # type: ignore[arg-type]
+                if count >= sampler.num_replicas:
+                    sampler.total_size = count
+                    sampler.num_samples = len(range(sampler.rank, count, sampler.num_replicas))
+        return super().process_dataloader(dataloader)
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """Lightning's, but the mean of whole numbers, by which it divides what is logged, is not cut to one."""
+        is_whole = isinstance(tensor, Tensor) and not (tensor.is_floating_point() or tensor.is_complex())
+        return super().reduce(tensor.double() if is_whole and reduce_op == "mean" else tensor, group, reduce_op)
 
     def configure_ddp(self) -> None:
         """Copy the parameters and buffers of rank 0 to every rank, without wrapping the module.

@@ -34,6 +34,9 @@ class Net(pl.LightningModule):
         self.log("loss", loss, sync_dist=True, on_step=True)
         return loss
 
+    def validation_step(self, batch, batch_idx):
+        self.log("mean", batch[1].float().mean(), sync_dist=True)
+
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=self.lr)
 
@@ -44,6 +47,10 @@ class Notes(pl.Callback):
     def __init__(self):
         self.hashes, self.sizes, self.losses, self.size = [], [], [], 0
         self.drawn, self.indices = [], []
+        self.evaluated = []
+
+    def on_validation_batch_end(self, trainer, module, outputs, batch, *args):
+        self.evaluated += batch[1].tolist()
 
     def on_train_batch_start(self, trainer, module, batch, batch_idx):
         physical = privacy_of(trainer).private_run._training_step.batch
@@ -136,7 +143,10 @@ def main(settings):
     loader = DataLoader(dataset, batch_size=7, shuffle=True)
     paths = settings.get("ckpt_paths")
     path = paths[place] if paths else None
-    trainer.fit(module, loader, ckpt_path=path, weights_only=True)
+    held_out = settings.get("evaluates", 0)
+    numbers = TensorDataset(torch.zeros(held_out, 1, 8, 8), torch.arange(held_out))
+    evaluated = [DataLoader(numbers, batch_size=2)] if held_out else []
+    trainer.fit(module, loader, *evaluated, ckpt_path=path, weights_only=True)
     if "save" in settings:
         trainer.save_checkpoint(settings["save"])
     torch.save(
@@ -147,6 +157,8 @@ def main(settings):
             "drawn": notes.drawn,
             "losses": notes.losses,
             "owned": owned.names,
+            "evaluated": notes.evaluated,
+            "mean": float(trainer.callback_metrics.get("mean", 0.0)),
             "steps": privacy.ledger.num_steps,
             "global_step": trainer.global_step,
         },

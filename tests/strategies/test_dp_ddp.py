@@ -200,6 +200,14 @@ def test_empty_shares_and_empty_draws_take_part(tmp_path):
     assert min(max(ranks[0]["losses"]), 10) > 1
 
 
+def test_each_example_is_evaluated_once_and_means_are_over_all(tmp_path):
+    """Lightning would repeat one example, and these ranks have different numbers of batches."""
+    trainer = {"max_steps": 5, "num_sanity_val_steps": 0}
+    ranks = fit(tmp_path, 2, evaluates=5, trainer=trainer)
+    assert [rank["evaluated"] for rank in ranks] == [[0, 2, 4], [1, 3]]
+    assert [rank["mean"] for rank in ranks] == [2.0, 2.0]
+
+
 @pytest.mark.parametrize("seed", [None, 3])
 @pytest.mark.parametrize("num_ranks", [1, 2, 4, 8])
 def test_the_global_batch_size_is_that_of_poisson_sampling_for_any_number_of_ranks(num_ranks, seed):
