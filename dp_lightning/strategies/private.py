@@ -5,12 +5,17 @@ backward pass. A private step adds up clipped sums instead, once per logical ste
 starts the processes, gives them the same initial parameters, and leaves the module unwrapped.
 """
 
-from typing import Any
+import traceback
+from datetime import timedelta
+from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch.distributed
+from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+from lightning.pytorch.plugins import Precision
 from lightning.pytorch.strategies import StrategyRegistry
 from torch import Tensor
+from torch.distributed.constants import default_pg_timeout
 from torch.utils.data import DistributedSampler
 
 from dp_lightning.errors import ConfigurationError
@@ -24,10 +29,41 @@ NAME = "dp_ddp"
 class PrivateStrategy(ProcessStrategy):
     """Private training on several devices and nodes, one process each; gloo on CPUs and NCCL on GPUs.
 
-    Takes the arguments of ``DDPStrategy`` that concern processes, such as ``timeout`` and ``process_group_backend``.
+    Takes the arguments of ``DDPStrategy`` that concern processes.
+
+    Raises:
+        ConfigurationError: for those that concern DistributedDataParallel.
     """
 
     launcher_class = WatchedLauncher
+
+    def __init__(
+        self,
+        accelerator: pl.accelerators.Accelerator | None = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: ClusterEnvironment | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision_plugin: Precision | None = None,
+        process_group_backend: str | None = None,
+        timeout: timedelta | None = default_pg_timeout,
+        start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
+        **others: Any,
+    ) -> None:
+        if others:
+            raise ConfigurationError(
+                f"The strategy {NAME} takes no {', '.join(others)}: no DistributedDataParallel averages gradients. "
+                "Remove it."
+            )
+        super().__init__(
+            accelerator=accelerator,
+            parallel_devices=parallel_devices,
+            cluster_environment=cluster_environment,
+            checkpoint_io=checkpoint_io,
+            precision_plugin=precision_plugin,
+            process_group_backend=process_group_backend,
+            timeout=timeout,
+            start_method=start_method,
+        )
 
     def setup_environment(self) -> None:
         """Connect to the other ranks."""
@@ -54,6 +90,16 @@ class PrivateStrategy(ProcessStrategy):
         """Lightning's, but the mean of whole numbers, by which it divides what is logged, is not cut to one."""
         is_whole = isinstance(tensor, Tensor) and not (tensor.is_floating_point() or tensor.is_complex())
         return super().reduce(tensor.double() if is_whole and reduce_op == "mean" else tensor, group, reduce_op)
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Say of an error in a collective that its cause is another rank's."""
+        super().on_exception(exception)
+        frames = [frame for frame, _ in traceback.walk_tb(exception.__traceback__)]
+        if frames and str(frames[-1].f_globals.get("__name__")).startswith("torch.distributed"):
+            exception.add_note(
+                f"Rank {self.global_rank} of {self.world_size} waited for another rank, which has ended or does "
+                "something else. What that rank said of it, perhaps above or in another log, is the cause."
+            )
 
     def configure_ddp(self) -> None:
         """Copy the parameters and buffers of rank 0 to every rank, without wrapping the module.

@@ -81,6 +81,15 @@ class Drift(pl.Callback):
                 {"parameter": module.net[-1].bias, "buffer": module.scale}[self.where][0].add_(1e-6)
 
 
+class Failure(pl.Callback):
+    def __init__(self, rank):
+        self.rank = rank
+
+    def on_train_batch_end(self, trainer, *args):
+        if trainer.global_step == 3 and trainer.global_rank == self.rank:
+            raise ValueError("this rank alone")
+
+
 class Owned(Orthogonalize):
     """Notes which matrices this rank orthogonalizes."""
 
@@ -110,6 +119,8 @@ def main(settings):
         others.append(PostProcessCallback([Momentum(0.9), owned]))
     if settings.get("drift"):
         others.append(Drift(settings["drift"]))
+    if "fails_on_rank" in settings:
+        others.append(Failure(settings["fails_on_rank"]))
     place = int(os.environ.get("LOCAL_RANK", 0))
 
     def of_rank(group):

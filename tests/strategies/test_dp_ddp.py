@@ -177,6 +177,19 @@ def test_forked_processes_are_refused():
         callback.check(trainer, Tiny())
 
 
+def test_what_concerns_averaged_gradients_is_refused():
+    with pytest.raises(ConfigurationError, match="takes no find_unused_parameters, static_graph"):
+        PrivateStrategy(find_unused_parameters=True, static_graph=True)
+
+
+def test_a_rank_that_waits_for_one_that_has_failed_says_so(tmp_path):
+    shown = start(tmp_path, 2, fails_on_rank=1)
+    assert all(shown.codes)
+    assert "ValueError: this rank alone" in shown.stderr
+    assert shown.stderr.count("waited for another rank, which has ended") == 1
+    assert "Rank 0 of 2 waited" in shown.stderr
+
+
 def test_ranks_that_go_on_from_different_checkpoints_are_refused(tmp_path):
     paths = [str(tmp_path / name / "end.ckpt") for name in ("a", "b")]
     for path in paths:
