@@ -7,7 +7,7 @@ missing one is noticed, and can be replaced, in one place. Those of Lightning ar
 import functools
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import numpy as np
@@ -62,6 +62,7 @@ __all__ = [
     "level_of",
     "norms",
     "numbers_hidden",
+    "operations_of_groups",
     "parts_of_schedule",
     "precision_of",
     "storage_address",
@@ -286,3 +287,13 @@ def groups_without_names() -> Iterator[None]:
     finally:
         for group, name in groups.items():
             c10d._register_process_group(name, group)
+
+
+def operations_of_groups() -> list[int]:
+    """How many collectives and messages each process group has begun; without groups whose backend does not count."""
+    groups: list[Any] = list(torch.distributed.distributed_c10d._world.pg_names)
+    counts = []
+    for group in groups:
+        with suppress(RuntimeError):
+            counts.append(group._get_sequence_number_for_group())
+    return counts

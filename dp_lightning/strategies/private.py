@@ -14,6 +14,7 @@ import torch.distributed
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.strategies import StrategyRegistry
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
 from torch.utils.data import DistributedSampler
@@ -74,16 +75,14 @@ class PrivateStrategy(ProcessStrategy):
     def process_dataloader(self, dataloader: object) -> object:
         """Let the ranks evaluate each example once.
 
-        Lightning's sampler repeats some, so that all ranks have as many; the accuracy would count them twice. Where
-        there are fewer examples than ranks it still does, since a rank without any would log nothing.
+        Lightning's sampler repeats some, so that all ranks have as many; the accuracy would count them twice. Where the
+        ranks would have different numbers of batches it still does, with a warning: they may wait for each other in
+        each batch.
         """
         for loader in (dataloader, getattr(dataloader, "batch_sampler", None)):
             sampler = getattr(loader, "sampler", None)
             if isinstance(sampler, DistributedSampler) and not sampler.drop_last:
-                count = len(sampler.dataset)  # type: ignore[arg-type]
-                if count >= sampler.num_replicas:
-                    sampler.total_size = count
-                    sampler.num_samples = len(range(sampler.rank, count, sampler.num_replicas))
+                _cut(sampler, dataloader)
         return super().process_dataloader(dataloader)
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
@@ -121,6 +120,24 @@ class PrivateStrategy(ProcessStrategy):
             # As bytes: gloo and NCCL do not know all types.
             torch.distributed.broadcast(same.reshape(-1).view(torch.uint8), src=0)
             tensor.detach().copy_(same)
+
+
+def _cut(sampler: "DistributedSampler[Any]", dataloader: Any) -> None:
+    """Let a sampler give each rank its share of a data set, without repeating examples."""
+    count, ranks = len(sampler.dataset), sampler.num_replicas  # type: ignore[arg-type]
+    at_once = dataloader.batch_size or getattr(dataloader.batch_sampler, "batch_size", 1)
+    least, most = count // ranks, -(-count // ranks)
+    if least == most:
+        return
+    batches = [share // at_once if dataloader.drop_last else -(-share // at_once) for share in (least, most)]
+    if batches[0] == batches[1]:
+        sampler.total_size, sampler.num_samples = count, len(range(sampler.rank, count, ranks))
+        return
+    rank_zero_warn(
+        f"{count} examples are evaluated on {ranks} ranks in batches of {at_once}. So that all have as many batches, "
+        f"{most * ranks - count} of them are evaluated twice, and count twice in what is shown. With another batch "
+        "size of this loader, each counts once."
+    )
 
 
 # Operations per gathered byte and per collective. CPU: measured by benchmarks/ranks.py over gloo on one machine. GPUs:

@@ -77,14 +77,28 @@ def test_a_loss_that_sends_is_refused_by_name(group, way, examples):
         step.accumulate(next(iter(step.batches())))
 
 
-def test_a_loss_may_ask_for_its_rank_and_other_threads_may_send(group):
-    sent = []
+def test_a_loss_may_ask_for_its_rank_and_other_threads_may_use_stores(group):
+    store, read = group.get_group_store(), []
+    store.set("key", "value")
     with no_messages():
         assert (dist.get_rank(), dist.get_world_size()) == (0, 1)
-        thread = threading.Thread(target=lambda: sent.append(dist.barrier()))
+        thread = threading.Thread(target=lambda: read.append(store.get("key")))
         thread.start()
         thread.join()
-    assert len(sent) == 1
+    assert read == [b"value"]
+
+
+@pytest.mark.parametrize("examples", ["together", "one_by_one"])
+def test_a_method_that_was_taken_from_a_group_before_is_found(group, examples):
+    model, taken, sent = nn.Linear(3, 2), group.allreduce, torch.zeros(2)
+
+    def loss(batch):
+        taken([sent]).wait()
+        return model(batch[0]).sum()
+
+    step = private_step(model, (3,), loss=loss, examples=examples)
+    with pytest.raises(ModelError, match="used during training_step"):
+        step.accumulate(next(iter(step.batches())))
 
 
 def test_without_other_ranks_there_is_nothing_to_close():

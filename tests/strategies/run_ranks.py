@@ -156,7 +156,7 @@ def main(settings):
     path = paths[place] if paths else None
     held_out = settings.get("evaluates", 0)
     numbers = TensorDataset(torch.zeros(held_out, 1, 8, 8), torch.arange(held_out))
-    evaluated = [DataLoader(numbers, batch_size=2)] if held_out else []
+    evaluated = [DataLoader(numbers, batch_size=settings.get("at_once", 3))] if held_out else []
     trainer.fit(module, loader, *evaluated, ckpt_path=path, weights_only=True)
     if "save" in settings:
         trainer.save_checkpoint(settings["save"])

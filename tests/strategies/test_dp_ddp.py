@@ -214,11 +214,19 @@ def test_empty_shares_and_empty_draws_take_part(tmp_path):
 
 
 def test_each_example_is_evaluated_once_and_means_are_over_all(tmp_path):
-    """Lightning would repeat one example, and these ranks have different numbers of batches."""
+    """Lightning would repeat one example, and divide by half of their number cut to a whole one."""
     trainer = {"max_steps": 5, "num_sanity_val_steps": 0}
     ranks = fit(tmp_path, 2, evaluates=5, trainer=trainer)
     assert [rank["evaluated"] for rank in ranks] == [[0, 2, 4], [1, 3]]
     assert [rank["mean"] for rank in ranks] == [2.0, 2.0]
+
+
+def test_where_numbers_of_batches_would_differ_an_example_is_repeated_with_a_warning(tmp_path):
+    trainer = {"max_steps": 5, "num_sanity_val_steps": 0}
+    shown = start(tmp_path, 2, evaluates=5, at_once=2, trainer=trainer)
+    ranks = [torch.load(tmp_path / f"rank{rank}.pt", weights_only=True) for rank in range(2)]
+    assert [rank["evaluated"] for rank in ranks] == [[0, 2, 4], [1, 3, 0]]
+    assert "1 of them are evaluated twice" in shown.stderr
 
 
 @pytest.mark.parametrize("seed", [None, 3])
