@@ -5,6 +5,7 @@ missing one is noticed, and can be replaced, in one place. Those of Lightning ar
 """
 
 import functools
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -65,6 +66,7 @@ __all__ = [
     "operations_of_groups",
     "parts_of_schedule",
     "precision_of",
+    "rpc_runs",
     "storage_address",
     "storage_uses",
     "swap",
@@ -280,9 +282,9 @@ def groups_without_names() -> Iterator[None]:
     from torch._C import _distributed_c10d as c10d
 
     groups = dict(torch.distributed.distributed_c10d._world.pg_names)
-    for name in groups.values():
-        c10d._unregister_process_group(name)
     try:
+        for name in groups.values():
+            c10d._unregister_process_group(name)
         yield
     finally:
         for group, name in groups.items():
@@ -297,3 +299,9 @@ def operations_of_groups() -> list[int]:
         with suppress(RuntimeError):
             counts.append(group._get_sequence_number_for_group())
     return counts
+
+
+def rpc_runs() -> bool:
+    """Whether torch.distributed.rpc connects this process to others."""
+    rpc = sys.modules.get("torch.distributed.rpc.api")
+    return rpc is not None and bool(rpc._is_current_rpc_agent_set())

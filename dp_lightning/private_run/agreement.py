@@ -18,8 +18,8 @@ from dp_lightning.privacy.repeats import same_numbers
 from dp_lightning.ranks import Ranks
 
 _EXAMPLES, _NUMBERS, _SUMS = 64, 2**16, 4
-# Of an element's norm: two kinds of processor decode and resize an image with small differences.
-_TOLERANCE = 0.01
+# Of the spread of sums over elements, and of a sum: two kinds of processor decode and resize with small differences.
+_NEAR, _ROUNDING = 0.05, 1e-9
 # Of the elements that are the same in two readings; fewer may differ by what the data set draws.
 _FEW, _MOST = 8, 0.9
 
@@ -67,12 +67,16 @@ def require_same_data(reader: ExampleReader, ranks: Ranks, device: torch.device)
     dataset, groups = reader.dataset, reader.groups
     sized: Any = dataset
     places = range(0, len(sized), max(len(sized) // _EXAMPLES, 1))
-    labels, sums = zip(*(_read(sized, place) for place in places), strict=True)
-    facts = {"training set": (labels, _indices(dataset), None if groups is None else groups.ids)}
-    most, least = ranks.extremes(torch.stack(sums).to(device))
-    norm, unknown = most[:, -2], most[:, -1] > 0
-    differ = ((most - least)[:, :-1].amax(1) > _TOLERANCE * norm)[~unknown]
-    few = max(_FEW, _MOST * len(differ)) if bool(unknown.any()) else 0
+    words, first, again = zip(*(_read(sized, place) for place in places), strict=True)
+    facts = {"training set": (words, _indices(dataset), None if groups is None else groups.ids)}
+    sums, others = torch.stack(first), torch.stack(again)
+    near = _NEAR * sums.std(0, correction=0) + _ROUNDING * sums.abs()
+    unknown = ((sums - others).abs() > near).any(1)
+    columns = torch.cat([sums, near, unknown.double().unsqueeze(1)], dim=1)
+    most, least = (each.cpu() for each in ranks.extremes(columns.to(device)))
+    known = most[:, -1] == 0
+    differ = ((most - least)[:, :_SUMS] > most[:, _SUMS:-1]).any(1)[known]
+    few = max(_FEW, _MOST * len(differ)) if not bool(known.all()) else 0
     if ranks.differing_facts(facts, device) or int(differ.sum()) > few:
         raise ConfigurationError(
             "The ranks have different training sets, or the same one in another order, so an example could enter a "
@@ -94,14 +98,11 @@ def require_equal_replicas(module: pl.LightningModule, ranks: Ranks) -> None:
         )
 
 
-def _read(dataset: Any, place: int) -> tuple[list[object], Tensor]:
-    """The whole numbers and texts of an element; and weighted sums of its arrays, their norm, and whether these say
-    nothing, since another reading gives others: (_SUMS + 2,) float64."""
+def _read(dataset: Any, place: int) -> tuple[list[object], Tensor, Tensor]:
+    """The whole numbers and texts of an element, and weighted sums of its arrays, (_SUMS,) float64, in two readings."""
     leaves, again = _leaves(dataset, place), _leaves(dataset, place)
-    sums, others = _weighted(leaves), _weighted(again)
-    same = bool((sums - others).abs().amax() <= _TOLERANCE * sums[-1])
-    words, unknown = _whole_numbers(leaves), torch.tensor([0.0 if same else 1.0], dtype=torch.float64)
-    return words if words == _whole_numbers(again) else [], torch.cat([sums, unknown])
+    words = _whole_numbers(leaves)
+    return words if words == _whole_numbers(again) else [], _weighted(leaves), _weighted(again)
 
 
 def _leaves(dataset: Any, place: int) -> list[Any]:
@@ -110,11 +111,11 @@ def _leaves(dataset: Any, place: int) -> list[Any]:
 
 
 def _weighted(leaves: list[Any]) -> Tensor:
-    """Sums of an element's numbers with pseudo-random weights, and their norm: (_SUMS + 1,) float64."""
+    """Sums of an element's numbers with pseudo-random weights: (_SUMS,) float64."""
     parts = [part for leaf in leaves if (part := _numbers(leaf)) is not None]
     numbers = torch.cat(parts) if parts else torch.zeros(0, dtype=torch.float64)
     numbers = numbers[:: max(len(numbers) // _NUMBERS, 1)]
-    return torch.cat([_weights(len(numbers)) @ numbers, numbers.norm().unsqueeze(0)])
+    return _weights(len(numbers)) @ numbers
 
 
 @functools.lru_cache(maxsize=8)

@@ -221,6 +221,7 @@ class PrivacySettings:
         """What ranks need to have in common, by names of settings."""
         shared = {field.name: getattr(self, field.name) for field in fields(self) if field.name not in _OF_A_RANK}
         shared |= {"disk": None if self.disk is None else self.disk.gain}
+        shared |= {name: float(value) for name, value in shared.items() if type(value) is int}  # 3 is 3.0
         return {"seed_everything": self.seed, **{f"privacy.{name}": value for name, value in shared.items()}}
 
 

@@ -17,6 +17,7 @@ from lightning.pytorch.strategies import StrategyRegistry
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
+from torch.nn.parameter import is_lazy
 from torch.utils.data import DistributedSampler
 
 from dp_lightning.errors import ConfigurationError
@@ -107,11 +108,12 @@ class PrivateStrategy(ProcessStrategy):
             ConfigurationError: on every rank, where they are not the same ones.
         """
         assert self.model is not None
-        tensors = {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}
+        every = {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}
+        tensors = {name: tensor for name, tensor in every.items() if not is_lazy(tensor)}  # a run refuses those
         kinds = [(name, tuple(each.shape), each.dtype, each.requires_grad) for name, each in tensors.items()]
         if Ranks(self.global_rank, self.world_size).differing_facts({"tensors": kinds}, self.root_device):
             raise ConfigurationError(
-                "The ranks' models differ in the names, shapes or types of their parameters and buffers, or in which "
+                "The ranks' models differ in the names, order, shapes or types of parameters and buffers, or in which "
                 f"of them are trained; rank {self.global_rank} has {len(kinds)} of them and trains "
                 f"{sum(trained for *_, trained in kinds)}. Build and freeze the same model on every rank."
             )

@@ -7,11 +7,15 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 import torch.distributed.nn.functional as differentiable
+import torch.distributed.rpc as rpc
 from privacy.small_steps import private_step
 from torch import nn
+from torch.utils.data import TensorDataset, default_collate
 
 from dp_lightning.errors import ModelError
 from dp_lightning.privacy.isolation.messages import no_messages
+from dp_lightning.privacy.reading import ExampleReader
+from dp_lightning.privacy.sampling import PhysicalBatch
 
 
 @pytest.fixture
@@ -97,8 +101,53 @@ def test_a_method_that_was_taken_from_a_group_before_is_found(group, examples):
         return model(batch[0]).sum()
 
     step = private_step(model, (3,), loss=loss, examples=examples)
-    with pytest.raises(ModelError, match="used during training_step"):
+    with pytest.raises(ModelError, match="was used while training_step ran"):
         step.accumulate(next(iter(step.batches())))
+
+
+@pytest.mark.parametrize("reads", ["collate_fn", "data set"])
+def test_what_reads_an_example_sends_nothing(group, reads):
+    class Examples(TensorDataset):
+        def __getitem__(self, index):
+            if reads == "data set":
+                dist.barrier()
+            return super().__getitem__(index)
+
+    def collate(examples):
+        if reads == "collate_fn":
+            dist.barrier()
+        return default_collate(examples)
+
+    reader = ExampleReader(Examples(torch.zeros(4, 3)), collate)
+    with pytest.raises(ModelError, match=r"data set, collate_fn or a batch hook uses torch\.distributed \(barrier\)"):
+        reader[PhysicalBatch(step=0, piece=0, pieces=1, indices=(0, 1))]
+    dist.barrier()
+
+
+def test_one_context_within_another_opens_nothing(group):
+    with no_messages():
+        with no_messages():
+            pass
+        for send in (lambda: dist.barrier(), lambda: operator(torch.ones(2), group)):
+            with pytest.raises((ModelError, RuntimeError), match=r"torch\.distributed|process group"):
+                send()
+    operator(torch.ones(2), group)
+
+
+def test_rpc_has_to_end_before(tmp_path):
+    rpc.init_rpc(
+        "alone",
+        rank=0,
+        world_size=1,
+        rpc_backend_options=rpc.TensorPipeRpcBackendOptions(init_method=f"file://{tmp_path}/ranks"),
+    )
+    try:
+        with pytest.raises(ModelError, match=r"rpc\.shutdown\(\) before the fit"), no_messages():
+            pass
+    finally:
+        rpc.shutdown()
+    with no_messages():
+        pass
 
 
 def test_without_other_ranks_there_is_nothing_to_close():
