@@ -128,7 +128,7 @@ def _numbers(leaf: Any) -> Tensor | None:
     try:
         array = leaf.detach().cpu().to_dense() if isinstance(leaf, Tensor) else torch.from_numpy(np.array(leaf))
         numbers = torch.view_as_real(array.resolve_conj()) if array.is_complex() else array
-        return numbers.reshape(-1).double().nan_to_num()
+        return numbers.reshape(-1).double().nan_to_num(0.0, 0.0, 0.0)  # the sums stay finite
     except (TypeError, ValueError, RuntimeError):  # a text, or an object
         return None
 

@@ -80,10 +80,10 @@ class PrivateStrategy(ProcessStrategy):
         ranks would have different numbers of batches it still does, with a warning: they may wait for each other in
         each batch.
         """
-        for loader in (dataloader, getattr(dataloader, "batch_sampler", None)):
-            sampler = getattr(loader, "sampler", None)
-            if isinstance(sampler, DistributedSampler) and not sampler.drop_last:
-                _cut(sampler, dataloader)
+        batches: Any = getattr(dataloader, "batch_sampler", None) or dataloader
+        sampler = getattr(batches, "sampler", None)
+        if isinstance(sampler, DistributedSampler) and not sampler.drop_last:
+            _cut(sampler, getattr(batches, "batch_size", None) or 1, drop_last=getattr(batches, "drop_last", False))
         return super().process_dataloader(dataloader)
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
@@ -124,15 +124,19 @@ class PrivateStrategy(ProcessStrategy):
             tensor.detach().copy_(same)
 
 
-def _cut(sampler: "DistributedSampler[Any]", dataloader: Any) -> None:
-    """Let a sampler give each rank its share of a data set, without repeating examples."""
+def _cut(sampler: "DistributedSampler[Any]", at_once: int, *, drop_last: bool) -> None:
+    """Let a sampler give each rank its share of a data set, without repeating examples.
+
+    Args:
+        at_once: examples of a batch.
+        drop_last: whether a batch of fewer is left out.
+    """
     count, ranks = len(sampler.dataset), sampler.num_replicas  # type: ignore[arg-type]
-    at_once = dataloader.batch_size or getattr(dataloader.batch_sampler, "batch_size", 1)
     least, most = count // ranks, -(-count // ranks)
     if least == most:
         return
-    batches = [share // at_once if dataloader.drop_last else -(-share // at_once) for share in (least, most)]
-    if batches[0] == batches[1]:
+    batches = {share // at_once if drop_last else -(-share // at_once) for share in (least, most)}
+    if len(batches) == 1:
         sampler.total_size, sampler.num_samples = count, len(range(sampler.rank, count, ranks))
         return
     rank_zero_warn(

@@ -24,9 +24,7 @@ from dp_lightning.torch_internals import (
 )
 
 _HARMLESS = ("rank", "size", "name")
-
-
-_CLOSED = threading.local()
+_RUNNING = threading.local()  # ``who``: whose code runs in this thread, in words
 
 
 @contextmanager
@@ -43,46 +41,43 @@ def no_messages(who: str = "training_step") -> Iterator[None]:
         raise ModelError(
             f"torch.distributed.rpc is in use. {who} could send by it. {SENT} Call rpc.shutdown() before the fit."
         )
-    if not (torch.distributed.is_available() and torch.distributed.is_initialized()) or getattr(_CLOSED, "now", False):
+    ranks = torch.distributed.is_available() and torch.distributed.is_initialized()
+    if not ranks or getattr(_RUNNING, "who", None) is not None:
         yield
         return
-    with _closed(who):
-        yield
-
-
-@contextmanager
-def _closed(who: str) -> Iterator[None]:
-    this = threading.get_ident()
-
-    def closed(method: Callable[..., Any], name: str) -> Callable[..., Any]:
-        def sends(*args: Any, **kwargs: Any) -> Any:
-            # A backward pass on a GPU runs in threads of autograd.
-            if threading.get_ident() == this or isinstance(threading.current_thread(), ForeignThread):
-                raise ModelError(f"{who} uses torch.distributed ({name}). {SENT}")
-            return method(*args, **kwargs)
-
-        return sends
-
-    before, begun = [(kind, name, vars(kind)[name]) for kind, name in _methods()], operations_of_groups()
-    _CLOSED.now = True
+    before, begun = [(kind, name, vars(kind)[name]) for kind, name, _ in _refusing()], operations_of_groups()
+    _RUNNING.who = who
     try:
-        for kind, name, method in before:
-            setattr(kind, name, closed(method, name))
+        for kind, name, method in _refusing():
+            setattr(kind, name, method)
         with groups_without_names():
             yield
     finally:
         for kind, name, method in before:
             setattr(kind, name, method)
-        _CLOSED.now = False
+        _RUNNING.who = None
     if operations_of_groups() != begun:
         raise ModelError(f"A process group of torch.distributed was used while {who} ran. {SENT}")
 
 
 @functools.cache
-def _methods() -> list[tuple[type, str]]:
+def _refusing() -> list[tuple[type, str, Callable[..., Any]]]:
+    """For each class and name of a method: one that refuses where the code runs that sends nothing."""
     return [
-        (kind, name)
+        (kind, name, _closed(member, name))
         for kind in carriers_of_messages()
         for name, member in vars(kind).items()
         if callable(member) and not isinstance(member, type) and not name.startswith("__") and name not in _HARMLESS
     ]
+
+
+def _closed(method: Callable[..., Any], name: str) -> Callable[..., Any]:
+    def sends(*args: Any, **kwargs: Any) -> Any:
+        who = getattr(_RUNNING, "who", None)
+        if who is None and isinstance(threading.current_thread(), ForeignThread):
+            who = "training_step"  # its backward pass on a GPU, in a thread of autograd
+        if who is None:
+            return method(*args, **kwargs)
+        raise ModelError(f"{who} uses torch.distributed ({name}). {SENT}")
+
+    return sends
