@@ -65,9 +65,8 @@ def test_a_pair_is_box_and_mullers_of_128_bits_of_the_cryptographic_generator(mo
     found = GaussianNoise().add_to(torch.zeros(count), 1.0, step=0).double().numpy()
     expected = []
     for bits in given:
-        radius_bits, angle_bits = np.split(bits, 2)
-        u = ((radius_bits >> 11) + 2**52 + 1) / 2.0**53
-        radius, angle = np.sqrt(-2 * np.log(u)), (angle_bits >> 11) / 2.0**52 * np.pi
+        for_radius, for_angle = np.split((bits & (2**52 - 1)) / 2.0**52, 2)  # [0, 1)
+        radius, angle = np.sqrt(-2 * np.log(1 - for_radius)), (2 * for_angle - 1) * np.pi
         expected += [*(radius * np.cos(angle)), *(radius * np.sin(angle))]
     assert sum(len(bits) for bits in given) == count
     np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-7)
@@ -82,7 +81,7 @@ def test_several_threads_share_a_block_of_as_many_parts(monkeypatch):
     assert stats.kstest(values.numpy(), "norm").pvalue > 1e-6
 
 
-@pytest.mark.parametrize(("bits", "largest"), [(-(2**63), math.sqrt(106 * math.log(2))), (2**63 - 1, 0.0)])
+@pytest.mark.parametrize(("bits", "largest"), [(-1, math.sqrt(104 * math.log(2))), (0, 0.0)])
 def test_the_smallest_and_the_largest_number_are_finite(monkeypatch, bits, largest):
     monkeypatch.setattr(ssl, "RAND_bytes", lambda size: np.full(size // 8, bits, np.int64).tobytes())
     values = module.secret_normals((2,), CPU)
