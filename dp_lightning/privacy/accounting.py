@@ -49,6 +49,8 @@ _FFT_MARGIN = 1000 * np.finfo(np.float64).eps
 _SMALLEST_FFT_DELTA = 1e-11
 # Grid points of the PRV's discretisation, all runs together: about one second and 200 MB.
 _MAX_PRV_POINTS = 2**21
+# By so many points Opacus lengthens a grid whose ends lie between two of its points, 0 being one of them.
+_ENDS = 3
 # Different noise and sample rates in a ledger that is read. A run has one, and one more where a resume changes its
 # noise; each costs a tenth of a second to account.
 _MOST_KINDS = 100
@@ -305,14 +307,14 @@ def _prv_epsilon(runs: tuple[Run, ...], delta: float, rdp_bound: float) -> float
             # Remark 5.6 of Gopi et al., with 3 more at each end, as they have it: Opacus' compute_safe_domain_size.
             tails = [_rdp_epsilon([(sigma, q, 1)], delta_error / (8 * num_steps)) for sigma, q, _ in runs]
             tail = max(_rdp_epsilon(runs, delta_error / 4), *tails)
+            half_width = max(tail, _MAX_PRV_ERROR) + 3
             points_per_error = math.sqrt(num_steps * math.log(12 / delta_error) / 2)
-            points = 2 * (max(tail, 0.01) + 3) * points_per_error * len(runs)
+            points = 2 * half_width * points_per_error * len(runs)
             # An error of 0.01; smaller for small epsilon, larger where the grid would grow too long.
-            eps_error = max(0.01 * min(1.0, rdp_bound), points / _MAX_PRV_POINTS)
+            eps_error = max(0.01 * min(1.0, rdp_bound), points / (_MAX_PRV_POINTS - 2 * _ENDS))
             if not eps_error <= _MAX_PRV_ERROR:
                 return math.inf
-            half_width = max(tail, eps_error) + 3
-            domain = prv.Domain.create_aligned(-half_width, half_width, eps_error / points_per_error)
+            domain = _domain(half_width, spacing=eps_error / points_per_error)
             losses = [prv.PoissonSubsampledGaussianPRV(q, sigma) for sigma, q, _ in runs]
             cut = [prv.TruncatedPrivacyRandomVariable(loss, domain.t_min, domain.t_max) for loss in losses]
             total = prv.compose_heterogeneous(
@@ -323,6 +325,17 @@ def _prv_epsilon(runs: tuple[Run, ...], delta: float, rdp_bound: float) -> float
         return math.inf
     # An upper end below its own error margin means that the estimate was negative.
     return max(float(value), eps_error) if not math.isnan(value) else math.inf
+
+
+def _domain(half_width: float, *, spacing: float) -> Any:
+    """Opacus' grid from -half_width to half_width, so much finer than ``spacing`` that its points are a power of two.
+
+    An FFT of another length takes twice as long, and SciPy keeps the tables of the last 16 lengths: of this size, a
+    gigabyte.
+    """
+    needed = math.ceil(2 * half_width / spacing) + _ENDS
+    points = 1 << (needed - 1).bit_length()
+    return opacus_prv.prv().Domain.create_aligned(-half_width, half_width, half_width / ((points - _ENDS) / 2))
 
 
 @functools.lru_cache(maxsize=64)

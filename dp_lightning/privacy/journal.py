@@ -15,7 +15,7 @@ import os
 import secrets
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +61,7 @@ class Step:
 
     def name(self, run: str) -> str:
         """The name by which other steps and the heads refer to it."""
-        content = json.dumps([run, *asdict(self).values()])
+        content = json.dumps([run, *vars(self).values()])
         return hashlib.sha256(content.encode()).hexdigest()[:_NAME_LENGTH]
 
 
@@ -86,6 +86,10 @@ def stands_for(run: str, earlier: Mapping[str, Iterable[Run]]) -> bool:
 
 Steps = dict[str, Step]
 """By their names, each behind those that it comes after."""
+
+
+Lines = dict[bytes, tuple[str, Step]]
+"""Lines that match their names, and what they say."""
 
 
 def heads_of(steps: Mapping[str, Step]) -> tuple[str, ...]:
@@ -123,6 +127,7 @@ class Journal:
         self.run = run
         self._files: dict[Path, int] = {}  # with the bytes that each holds
         self._spent: Counter[tuple[float, float]] = Counter()
+        self._checked: Lines = {}  # until the first step; after many resumes, many files hold the same ones
         #: The names of the last steps, which stand for all.
         self.heads: tuple[str, ...] = ()
 
@@ -157,7 +162,7 @@ class Journal:
         known, steps = [path], self._held()
         for place in known:  # which grows by those that each of them names
             if place.is_file():
-                held, folders = read_journal(place, self.run)
+                held, folders = read_journal(place, self.run, self._checked)
                 steps |= held
                 self._take(place)
                 named = [self.path(Path(folder)) for folder in folders]
@@ -177,7 +182,7 @@ class Journal:
             return
         steps = self._held()
         if path.is_file():
-            steps |= read_journal(path, self.run)[0]
+            steps |= read_journal(path, self.run, self._checked)[0]
         self._count(steps)
         for spent in (ledger.totals - self._spent).elements():
             step = self._next(*spent)
@@ -202,6 +207,7 @@ class Journal:
         Raises:
             DataError: when one of them cannot be written; the step must not be released.
         """
+        self._checked.clear()
         step = self._next(noise_multiplier, sample_rate)
         self._append(_step_line(step.name(self.run), step))
         self._add(step)
@@ -221,7 +227,7 @@ class Journal:
         steps: Steps = {}
         for path in self._files:
             try:
-                steps |= read_journal(path, self.run)[0]
+                steps |= read_journal(path, self.run, self._checked)[0]
             except OSError as error:
                 raise DataError(
                     f"The journal of steps {path} cannot be read any more ({error.strerror or error}). Put it back: "
@@ -239,7 +245,7 @@ class Journal:
     def _complete(self, steps: Steps) -> None:
         """Give each file the steps that it lacks."""
         for path in self._files:
-            held = read_journal(path, self.run)[0]
+            held = read_journal(path, self.run, self._checked)[0]
             self._write(path, [_step_line(name, step) for name, step in steps.items() if name not in held])
 
     def _append(self, line: bytes) -> None:
@@ -277,7 +283,7 @@ def _line(entry: dict[str, Any]) -> bytes:
 
 
 def _step_line(name: str, step: Step) -> bytes:
-    return _line({"step": name, **asdict(step)})
+    return _line({"step": name, **vars(step)})
 
 
 def spent_in(steps: Mapping[str, Step]) -> Counter[tuple[float, float]]:
@@ -285,10 +291,15 @@ def spent_in(steps: Mapping[str, Step]) -> Counter[tuple[float, float]]:
     return Counter(step.spent for step in steps.values())
 
 
-def read_journal(path: Path, run: str) -> tuple[Steps, list[str]]:
+def read_journal(path: Path, run: str, checked: Lines | None = None) -> tuple[Steps, list[str]]:
     """The steps of a journal, and the folders that it names.
 
     A line that a power failure has cut short counts as a step like its neighbour.
+
+    Args:
+        path: the journal.
+        run: whose it is.
+        checked: lines of this run's journals that were read before, which gets those of this one.
 
     Raises:
         DataError: where lines were edited or are missing.
@@ -296,7 +307,9 @@ def read_journal(path: Path, run: str) -> tuple[Steps, list[str]]:
     require_regular(path)
     if (size := path.stat().st_size) > _LARGEST:
         raise DataError(f"The journal of steps {path} has {size:,} bytes; at most {_LARGEST:,} are read.")
-    lines = [_parsed(line) for line in path.read_bytes().split(b"\n") if line]
+    checked = {} if checked is None else checked
+    texts = [text for text in path.read_bytes().split(b"\n") if text]
+    lines = [checked.get(text) or _parsed(text) for text in texts]
     like = next((line for line in lines if isinstance(line, tuple)), None)
     if None in lines and like is None:
         raise DataError(
@@ -306,20 +319,22 @@ def read_journal(path: Path, run: str) -> tuple[Steps, list[str]]:
     steps: Steps = {}
     missing: set[str] = set()
     last: tuple[str, ...] = ()
-    for number, line in enumerate(lines):
+    for number, (text, line) in enumerate(zip(texts, lines, strict=True)):
         if isinstance(line, str):
             continue
         if line is None:
             assert like is not None
             line = None, Step(*like[1].spent, len(steps) + 1, last, f"line {number} of {path}")
-        name, step = like = line
-        missing.update(other for other in step.after if other not in steps)
-        if name not in (None, step.name(run)):
+        claimed, step = like = line
+        name = claimed if claimed is not None and text in checked else step.name(run)
+        if claimed not in (None, name):
             raise _tampered(path, f"line {number + 1} does not match its name: it was edited")
         if step.number > len(steps) + 1:
             raise _tampered(path, f"line {number + 1} is of step {step.number}, and {len(steps)} stand before it")
-        last = (step.name(run),)
-        steps[last[0]] = step
+        if claimed is not None:
+            checked[text] = name, step
+        missing.update(other for other in step.after if other not in steps)
+        last, steps[name] = (name,), step
     if len(missing) > lines.count(None):
         raise _tampered(
             path, f"{len(missing)} steps are missing that others come after: {', '.join(sorted(missing)[:3])}"

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.utils.data import ConcatDataset, Dataset, StackDataset, Subset, TensorDataset
 
 from dp_lightning.errors import ConfigurationError
-from dp_lightning.privacy.repeats import bytes_of, record_numbers
+from dp_lightning.privacy.repeats import bytes_of, bytes_of_rows, record_numbers
 
 
 def require_single_records(dataset: Any) -> None:
@@ -165,20 +165,24 @@ def _code_of(function: Any) -> int:
 
 def _hashes_of_rows(value: Any, length: int) -> list[bytes] | None:
     """Of each entry of a sequence with one for each element; None for anything else."""
-    is_rows = isinstance(value, list | tuple) or (isinstance(value, np.ndarray | Tensor) and value.ndim > 0)
-    if not is_rows or len(value) != length:
+    is_array = isinstance(value, np.ndarray | Tensor)
+    if not (value.ndim > 0 if is_array else isinstance(value, list | tuple)) or len(value) != length:
+        return None
+    rows: Iterable[bytes | None] | None = bytes_of_rows(value) if is_array else map(_bytes, value)
+    if rows is None:
         return None
     hashes = []
-    for row in value:
-        if isinstance(row, np.ndarray | np.generic | Tensor):
-            if (said := bytes_of(row)) is None:
-                return None
-        elif _is_plain(row):
-            said = repr(row).encode()
-        else:
+    for said in rows:
+        if said is None:
             return None
         hashes.append(hashlib.blake2b(said, digest_size=16).digest())
     return hashes
+
+
+def _bytes(row: Any) -> bytes | None:
+    if isinstance(row, np.ndarray | np.generic | Tensor):
+        return bytes_of(row)
+    return repr(row).encode() if _is_plain(row) else None
 
 
 def _joined(hashes: list[bytes]) -> str:

@@ -8,7 +8,7 @@ parts are, but for a number that is the index itself. A data set that repeats in
 import functools
 import hashlib
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from itertools import combinations
 from typing import Any
@@ -21,6 +21,7 @@ from dp_lightning.torch_internals import tree_leaves
 
 # How many times a record may stand there.
 _TIMES = range(2, 17)
+_ROWS = 4096  # read at a time
 
 
 def record_numbers(dataset: Any) -> list[int]:
@@ -88,17 +89,40 @@ def _content(dataset: Any, index: int) -> _Content | None:
 
 def bytes_of(array: Any) -> bytes | None:
     """What a tensor or an array of NumPy holds, with its dtype and shape; None where it is not in memory like that."""
-    shape = tuple(array.shape)
-    if isinstance(array, Tensor):
-        if array.layout is not torch.strided:
-            return None
-        kind, array = str(array.dtype), array.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-    elif array.dtype.hasobject:
+    return _head(array, array.shape) + _content_of(array) if _is_in_memory(array) else None
+
+
+def bytes_of_rows(array: Any) -> Iterator[bytes] | None:
+    """What ``bytes_of`` gives for each entry of a tensor or an array, in a tenth of the time."""
+    if not _is_in_memory(array):
         return None
-    else:
-        kind = str(array.dtype)
+    if isinstance(array, np.ndarray) and array.dtype.kind in "SU":  # a word by itself has a dtype of its own length
+        return filter(None, map(bytes_of, array))
+    return _rows(array)
+
+
+def _rows(array: Any) -> Iterator[bytes]:
+    head = _head(array, array.shape[1:])
+    for start in range(0, len(array), _ROWS):
+        part = array[start : start + _ROWS]
+        content = _content_of(part)
+        size = len(content) // len(part)
+        yield from (head + content[size * row : size * (row + 1)] for row in range(len(part)))
+
+
+def _is_in_memory(array: Any) -> bool:
+    return array.layout is torch.strided if isinstance(array, Tensor) else not array.dtype.hasobject
+
+
+def _head(array: Any, shape: Iterable[int]) -> bytes:
+    return f"{array.dtype} {tuple(shape)}".encode()
+
+
+def _content_of(array: Any) -> bytes:
+    if isinstance(array, Tensor):
+        array = array.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
     content: bytes = array.tobytes()
-    return f"{kind} {shape}".encode() + content
+    return content
 
 
 @contextmanager

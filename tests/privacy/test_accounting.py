@@ -114,6 +114,32 @@ def test_extreme_values_give_a_number_capped_by_rdp(
     assert 0 <= value <= compose([(sigma, rate, steps)], delta=delta, accountant="rdp")
 
 
+@settings(max_examples=100, deadline=None)
+@given(st.floats(3.5, 500.0), st.floats(1e-6, 0.3))
+def test_the_grid_of_prv_is_fine_enough_and_of_a_length_that_is_fast(half_width: float, spacing: float) -> None:
+    """Opacus' composition by FFT takes 0 to be the point before the middle."""
+    domain = accounting._domain(half_width, spacing=spacing)
+    assert domain.size.bit_count() == 1
+    assert domain.dt <= spacing * (1 + 1e-9)
+    assert domain.t_min <= -half_width * (1 - 1e-9)
+    assert domain.t_max >= half_width * (1 - 1e-9)
+    assert domain[domain.size // 2 - 1] == pytest.approx(0, abs=1e-6 * spacing)
+
+
+@pytest.mark.parametrize("run", [(1.0, 0.01, 1000), (1.0, 0.05, 5000), (20.0, 1e-5, 300_000), (30.0, 0.9, 3)])
+def test_the_grid_of_prv_is_never_larger_than_said(monkeypatch: pytest.MonkeyPatch, run: accounting.Run) -> None:
+    sizes, made = [], accounting._domain
+
+    def noted(half_width: float, *, spacing: float) -> object:
+        sizes.append(made(half_width, spacing=spacing).size)
+        return made(half_width, spacing=spacing)
+
+    monkeypatch.setattr(accounting, "_domain", noted)
+    compose([run], delta=1e-6)
+    assert len(sizes) == 1
+    assert sizes[0] <= accounting._MAX_PRV_POINTS
+
+
 def test_prv_gives_way_to_rdp_where_its_fft_is_inexact() -> None:
     """At delta 1e-12 and 1000 steps Opacus' PRV reports 3.913 where the pessimistic PLD has 3.916."""
     run = [(1.0, 0.01, 1000)]

@@ -227,13 +227,37 @@ EDITS = {
 
 @pytest.mark.parametrize("name", EDITS)
 def test_a_journal_that_was_edited_is_refused(tmp_path, name):
-    path = journal(tmp_path, 5).path(tmp_path)
+    edit(journal(tmp_path, 5).path(tmp_path), name)
+    with pytest.raises(DataError, match="is not as it was written"):
+        read(tmp_path)
+
+
+def edit(path, name):
     lines = [line for line in path.read_bytes().splitlines() if b"folder" not in line]
     edited = EDITS[name](lines)
     assert edited != lines
     path.write_bytes(b"\n".join([*edited, b""]))
-    with pytest.raises(DataError, match="is not as it was written"):
-        read(tmp_path)
+
+
+@pytest.mark.parametrize("name", EDITS)
+def test_an_edit_of_one_of_several_files_is_refused(tmp_path, name):
+    first = journal(tmp_path / "a", 5)
+    first.add_folder(tmp_path / "b", Ledger())
+    edit(first.path(tmp_path / "b"), name)
+    with pytest.raises(DataError, match=r"b/privacy_journal_run\.jsonl is not as it was written"):
+        read(tmp_path / "a")
+
+
+def test_each_line_is_checked_once_however_many_files_hold_it(tmp_path, monkeypatch):
+    first = journal(tmp_path / "a", 5)
+    for folder in "bcd":
+        first.add_folder(tmp_path / folder, Ledger())
+    named, name = [], Step.name
+    monkeypatch.setattr(Step, "name", lambda step, run: named.append(step) or name(step, run))
+    again = Journal("run")
+    assert again.read(tmp_path / "a").runs == ((1.5, 0.25, 5),)
+    again.add_folder(tmp_path / "e", Ledger())
+    assert len(named) == 5
 
 
 def test_a_step_of_one_of_two_branches_is_missed(tmp_path):

@@ -15,6 +15,7 @@ from dp_lightning.datamodules import ImageFolder
 from dp_lightning.errors import ConfigurationError
 from dp_lightning.privacy import PrivacyPlan, PrivateStep
 from dp_lightning.privacy.records import require_single_records
+from dp_lightning.privacy.repeats import bytes_of, bytes_of_rows
 
 X, Y = torch.randn(10, 3), torch.arange(10)
 
@@ -276,3 +277,29 @@ def test_a_file_that_is_linked_is_the_same_record(tmp_path, kind, link):
 @pytest.mark.parametrize("name", SINGLE)
 def test_a_record_that_stands_once_is_taken(name):
     require_single_records(SINGLE[name])
+
+
+ARRAYS = {
+    "many rows": np.arange(3 * 9000, dtype=np.float32).reshape(9000, 3),
+    "numbers": np.arange(5),
+    "columns": np.arange(12.0).reshape(4, 3).T,
+    "every other row": np.arange(24).reshape(8, 3)[::2],
+    "truth values": np.array([[True, False], [False, False]]),
+    "words": np.array(["one", "three"]),
+    "empty rows": np.zeros((3, 0)),
+    "no rows": np.zeros((0, 3)),
+    "a tensor": torch.arange(24.0).view(2, 3, 4).transpose(0, 2),
+    "a tensor of numbers": torch.arange(5000, dtype=torch.int16),
+    "bfloat16": torch.ones(3, 2, dtype=torch.bfloat16),
+}
+
+
+@pytest.mark.parametrize("name", ARRAYS)
+def test_rows_are_read_together_as_one_by_one(name):
+    array = ARRAYS[name]
+    assert list(bytes_of_rows(array)) == [bytes_of(row) for row in array]
+
+
+def test_rows_that_are_not_in_memory_are_not_read():
+    assert bytes_of_rows(np.array([[1], None], dtype=object)) is None
+    assert bytes_of_rows(torch.eye(2).to_sparse()) is None
