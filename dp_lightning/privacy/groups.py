@@ -156,20 +156,28 @@ def _group(found: Any, where: str) -> Group:
     Raises:
         DataError: beginning with ``where``.
     """
-    _require_exact(str(getattr(found, "dtype", "")), where)
-    number = isinstance(found, Real) and not isinstance(found, bool)
-    exact = isinstance(found, Integral) or (number and float(found).is_integer() and abs(found) < _EXACT)
     if isinstance(found, str):
         group: Group | None = unicodedata.normalize("NFC", found).strip()
-    elif number and exact:
-        group = int(found)
-    elif found is None or (number and math.isnan(found)):
-        group = None
     else:
-        raise DataError(f"{where}: the id is {found!r} ({type(found).__name__}). An id is text or a whole number.")
+        group = _number(found, where)
     if group is None or str(group).lower() in _MISSING:
         raise DataError(
             f"{where}: the id of the person is missing ({found!r}). All elements without an id would be taken for one "
             "person. Give each element the id of its person, or leave the element out."
         )
     return group
+
+
+def _number(found: Any, where: str) -> int | None:
+    """An id that is no text; None where it is missing.
+
+    Raises:
+        DataError: beginning with ``where``.
+    """
+    _require_exact(str(getattr(found, "dtype", "")), where)
+    number = isinstance(found, Real) and not isinstance(found, bool)
+    if number and (isinstance(found, Integral) or (float(found).is_integer() and abs(found) < _EXACT)):
+        return int(found)
+    if found is None or (number and math.isnan(found)):
+        return None
+    raise DataError(f"{where}: the id is {found!r} ({type(found).__name__}). An id is text or a whole number.")

@@ -193,8 +193,6 @@ class PrivateRun:
         """
         check_optimizers(self.trainer, self.step.parameters.values())
         warn_of_slow_precision(self.trainer.precision, self.trainer.strategy.root_device)
-        if self.settings.keep_freed_memory and self.trainer.strategy.root_device.type == "cpu":
-            keep_freed_memory()
         if not self._finishes:
             self._count_epochs()
         self._training_step.take_place(self.step)
@@ -253,6 +251,9 @@ class PrivateRun:
             self.trainer, self.module, self._training_step, self.step
         ):
             self.history.unprotected.names.add(NAME)
+        # From here on alone: what was computed only once, such as a copy of the module, has been given back.
+        if self.settings.keep_freed_memory and self.trainer.strategy.root_device.type == "cpu":
+            keep_freed_memory()
 
     # One logical step
 
