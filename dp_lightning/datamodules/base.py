@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from dp_lightning.datamodules.augmentation import CropAndFlip, Edges
-from dp_lightning.datamodules.dataset import ImageDataset, ImageSource, Transform
+from dp_lightning.datamodules.dataset import ImageDataset, ImageSource, Sources, Transform
 from dp_lightning.datamodules.persons import PersonIds, warn_of_shared_persons
 from dp_lightning.datamodules.pixels import PixelNormalization
 from dp_lightning.errors import ConfigurationError, DataError
@@ -91,7 +91,7 @@ class ImageDataModule(lightning.LightningDataModule, ABC):
         self.val_fraction, self.split_seed = val_fraction, split_seed
         self.eval_batch_size, self.num_workers = eval_batch_size, num_workers
         self.augment, self.crop_edges, self.test_every_epoch = augment, crop_edges, test_every_epoch
-        self._sources: dict[Split, ImageSource] = {}
+        self._sources = Sources()
 
     @property
     @abstractmethod

@@ -49,6 +49,26 @@ class ArraySource:
         return found.digest()
 
 
+class Sources(Dataset[ImageSource]):
+    """The sources of a data module by the names of their splits.
+
+    As an attribute that is a data set, it is no state of the module: a loss cannot use it, and nobody compares
+    gigabytes of images before and after.
+    """
+
+    def __init__(self) -> None:
+        self._sources: dict[str, ImageSource] = {}
+
+    def __contains__(self, split: str) -> bool:
+        return split in self._sources
+
+    def __getitem__(self, split: str) -> ImageSource:
+        return self._sources[split]
+
+    def __setitem__(self, split: str, source: ImageSource) -> None:
+        self._sources[split] = source
+
+
 class ImageDataset(Dataset[tuple[Tensor, int]]):
     """Part of a source: item i is (float image (C, H, W), label) of the source's image ``indices[i]``.
 

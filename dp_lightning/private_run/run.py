@@ -180,7 +180,12 @@ class PrivateRun:
             seed=settings.seed,
             prepare=training_step.prepare,
             ignored=is_no_state,
-            raw=(loader, getattr(self.trainer, "datamodule", None), training_step.metric_states()),
+            raw=(
+                loader,
+                getattr(self.trainer, "datamodule", None),
+                *training_step.data_sets(),
+                training_step.metric_states(),
+            ),
             also=training_step.also,
         )
 

@@ -165,6 +165,20 @@ class PrivateTrainingStep:
         """Whether the user's hooks see examples before ``training_step`` does."""
         return self._hook("before") is not None or self._hook("after") is not None
 
+    def data_sets(self) -> list[Any]:
+        """What data modules that the step reaches hold of data sets and loaders, in attributes that are no state."""
+        found: list[Any] = []
+
+        def noted(owner: object, name: str) -> bool:
+            if _is_data(owner, value := getattr(owner, "__dict__", {}).get(name)):
+                found.append(value)
+            return is_no_state(owner, name)
+
+        for root in (self._module, self._step, *self.also.values()):
+            for _ in reachable(root, noted):
+                pass
+        return found
+
     def metric_states(self) -> list[Any]:
         """What metrics of the module gather from examples, and no constant."""
         found = [value for _, value in reachable(self._module, is_no_state) if isinstance(value, Metric)]
@@ -265,11 +279,15 @@ def is_no_state(owner: object, name: str) -> bool:
     if isinstance(owner, Metric) and name in state_defaults(owner):
         return True
     value = getattr(owner, "__dict__", {}).get(name)
-    of_the_data = isinstance(owner, pl.LightningDataModule) and isinstance(value, Dataset | DataLoader)
     # Where the step exchanges the trainer, and in a callback, it is nothing to compare; nothing of it is followed.
     owners = nn.Module | pl.LightningDataModule | pl.Callback
     exchanged = isinstance(value, pl.Trainer | PublicTrainer) and isinstance(owner, owners)
-    return of_the_data or exchanged or isinstance(owner, pl.Trainer | PublicTrainer)
+    return _is_data(owner, value) or exchanged or isinstance(owner, pl.Trainer | PublicTrainer)
+
+
+def _is_data(owner: object, value: object) -> bool:
+    """Whether it is a data set or a loader of a data module, which no loss can use."""
+    return isinstance(owner, pl.LightningDataModule) and isinstance(value, Dataset | DataLoader)
 
 
 def _parts(owner: object) -> Iterator[object]:

@@ -1,4 +1,4 @@
-"""Keeps the training set out of reach while a loss is computed.
+"""Keeps the training set out of reach while a loss is computed, and other data sets that are not compared as state.
 
 A module may hold its training set, as one with a ``train_dataloader`` does. While a loss runs, each data set has a
 class that refuses every use by the loss's thread, however it is reached. Other Python threads, such as one in which a
@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 from torch import Tensor, nn
-from torch.utils.data import Dataset
+from torch.utils.data import DataLoader, Dataset
 
 from dp_lightning.errors import ModelError
 from dp_lightning.privacy.isolation.reachable import Ignored, reachable, walk
@@ -26,12 +26,15 @@ _FIX = (
     "number of classes, into an attribute of the module."
 )
 
+# By which an object is used, without the underscores.
+_USES: tuple[str, ...] = ("getattribute", "setattr", "delattr", "getitem", "setitem", "delitem", "len", "iter")
+_USES += ("contains", "add", "call")
 
 _RUNS_A_LOSS = threading.local()
 
 
 class SealedData:
-    """The training set, and what it is made of.
+    """The training set and other data sets, and what they are made of.
 
     Args:
         roots: the objects from which it is reached.
@@ -56,7 +59,7 @@ class SealedData:
             for _, value in reachable(root, outside):
                 if isinstance(value, Tensor):
                     self.tensors.append(value)
-                elif isinstance(value, Dataset) or _length(value) >= num_train:
+                elif isinstance(value, Dataset | DataLoader) or _length(value) >= num_train:
                     kind = type(value)
                     if _close(value):
                         _open(value, kind)
@@ -164,10 +167,10 @@ def _closed(kind: type) -> type:
         def use(self: object, *args: Any, **kwargs: Any) -> Any:
             if not _in_a_loss():
                 return getattr(kind, name)(self, *args, **kwargs)
-            raise ModelError(f"training_step uses the training set ({kind.__name__}). {_FIX}")
+            raise ModelError(f"training_step uses a data set ({kind.__name__}). {_FIX}")
 
         return use
 
-    names = [f"__{name}__" for name in ("getattribute", "setattr", "getitem", "len", "iter", "contains", "add", "call")]
+    names = [f"__{name}__" for name in _USES]
     own = [name for name in names if any(name in vars(base) for base in kind.__mro__)]
     return type(kind.__name__, (kind,), {"__slots__": (), **{name: refused(name) for name in own}})
