@@ -26,7 +26,7 @@ from torch.utils.data import get_worker_info
 from dp_lightning.errors import ConfigurationError, ModelError
 from dp_lightning.privacy.gradients.refusals import HOST_DRAW
 from dp_lightning.privacy.isolation.contents import generator_state
-from dp_lightning.privacy.isolation.reachable import Ignored, reachable
+from dp_lightning.privacy.isolation.reachable import Ignored, walk
 from dp_lightning.privacy.sampling import PhysicalBatch
 from dp_lightning.torch_internals import global_numpy_generator
 
@@ -209,10 +209,9 @@ def rekey_generators(
         ConfigurationError: naming a generator that cannot be given a key.
     """
     found: dict[int, tuple[str, object]] = {}
-    for name, root in roots.items():
-        for path, value in reachable(root, ignored, name):
-            if _needs_key(value):
-                found.setdefault(id(value), (path, value))
+    for path, value, _ in walk(roots, ignored):
+        if _needs_key(value):
+            found.setdefault(id(value), (path, value))
     for path, generator in found.values():
         _rekey(path, generator, keys)
     return list(found.values())

@@ -208,9 +208,15 @@ def _names_a_file(sample: Any) -> bool:
 
 def _file(path: str, root: Any = "") -> object:
     """A file's device and number, which all of its links share; its path and its root where there is no such file."""
+    if (found := _identity(path)) is not None:
+        return found
     root = str(root) if isinstance(root, str | PurePath) else ""
-    for place in (path, os.path.join(root, path)):
-        with suppress(OSError, ValueError):
-            status = os.stat(place)
-            return status.st_dev, status.st_ino
-    return root, path
+    return _identity(os.path.join(root, path)) or (root, path)
+
+
+def _identity(path: str) -> tuple[int, int] | None:
+    try:
+        status = os.stat(path)
+    except (OSError, ValueError):
+        return None
+    return status.st_dev, status.st_ino

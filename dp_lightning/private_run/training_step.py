@@ -9,9 +9,10 @@ hooks around a batch, which are called once for each logical batch. What runs in
 ``on_before_batch_transfer`` runs on one example after collation, ``on_after_batch_transfer`` inside of the step.
 """
 
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal, NamedTuple, NoReturn
 
 import lightning.pytorch as pl
 import torch
@@ -48,6 +49,8 @@ _KEPT: tuple[tuple[type, set[str]], ...] = (
     (MetricCollection, {*vars(MetricCollection([])), *CALLS} - set(vars(nn.Module()))),
     (Optimizer, {CALLED}),  # set before the closure runs
 )
+_TRAINERS: tuple[type, ...] = (pl.Trainer, PublicTrainer)
+_DATA: tuple[type, ...] = (Dataset, DataLoader)
 
 
 @dataclass(frozen=True, eq=False)
@@ -271,23 +274,50 @@ class PrivateTrainingStep:
         return None if owner is None else lambda batch: getattr(owner, name)(batch, 0)
 
 
-def is_no_state(owner: object, name: str) -> bool:
+def is_no_state(owner: Any, name: str) -> bool:
     """Whether an attribute is Lightning's own, data, or torchmetrics', which is called after the step."""
-    ours = isinstance(owner, Observer) or (isinstance(owner, PrivateTrainingStep) and name != "_step")
-    if ours or any(isinstance(owner, kind) and name in names for kind, names in _KEPT):
+    known = _owned_by(type(owner))  # type: ignore[arg-type]
+    if known.whole or name in known.names or (known.only is not None and name != known.only):
         return True
-    if isinstance(owner, Metric) and name in state_defaults(owner):
+    if known.gathers and name in state_defaults(owner):
         return True
-    value = getattr(owner, "__dict__", {}).get(name)
+    return known.values != () and isinstance(getattr(owner, "__dict__", {}).get(name), known.values)
+
+
+class _Owned(NamedTuple):
+    """What is no state in the objects of a class.
+
+    Attributes:
+        whole: whether all attributes are none.
+        only: the one attribute that is state, where all others are none.
+        names: attributes by name.
+        values: attributes whose values have these classes.
+        gathers: whether attributes are what a metric gathers.
+    """
+
+    whole: bool
+    only: str | None
+    names: frozenset[str]
+    values: tuple[type, ...]
+    gathers: bool
+
+
+@functools.lru_cache(maxsize=1024)
+def _owned_by(kind: type) -> _Owned:
     # Where the step exchanges the trainer, and in a callback, it is nothing to compare; nothing of it is followed.
-    owners = nn.Module | pl.LightningDataModule | pl.Callback
-    exchanged = isinstance(value, pl.Trainer | PublicTrainer) and isinstance(owner, owners)
-    return _is_data(owner, value) or exchanged or isinstance(owner, pl.Trainer | PublicTrainer)
+    exchanged = issubclass(kind, nn.Module | pl.LightningDataModule | pl.Callback)
+    return _Owned(
+        whole=issubclass(kind, Observer | pl.Trainer | PublicTrainer),
+        only="_step" if issubclass(kind, PrivateTrainingStep) else None,
+        names=frozenset().union(*(names for base, names in _KEPT if issubclass(kind, base))),
+        values=(*(_TRAINERS if exchanged else ()), *(_DATA if issubclass(kind, pl.LightningDataModule) else ())),
+        gathers=issubclass(kind, Metric),
+    )
 
 
 def _is_data(owner: object, value: object) -> bool:
     """Whether it is a data set or a loader of a data module, which no loss can use."""
-    return isinstance(owner, pl.LightningDataModule) and isinstance(value, Dataset | DataLoader)
+    return isinstance(owner, pl.LightningDataModule) and isinstance(value, _DATA)
 
 
 def _parts(owner: object) -> Iterator[object]:

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 
-@pytest.fixture(scope="package", autouse=True)
+@pytest.fixture(scope="module", autouse=True)
 def _short_runs():
     threads = torch.get_num_threads()
     torch.set_num_threads(1)

@@ -1156,6 +1156,20 @@ class HoldsAList(Attack):
 
 
 @CASES.expect("raw", "raw")
+class HoldsATuple(Attack):
+    """A tuple of numbers, which nothing can change."""
+
+    @staticmethod
+    def dataset(x, y):
+        rows = _Rows(x, y)
+        HoldsATuple.column = rows.column = tuple(x[:, 0].tolist())
+        return rows
+
+    def training_step(self, x, y):
+        return super().training_step(x + sum(self.column) / len(self.column), y)
+
+
+@CASES.expect("raw", "raw")
 class ReadsOtherExamples(Attack):
     """A mate from the data set."""
 

@@ -128,8 +128,15 @@ def walk(roots: Mapping[str, object], ignored: Ignored) -> Iterator[tuple[str, o
         yield path, value, places
         for place in places:
             members = (place.held or {}).items() if place.followed else ()
-            parts = [(key, part) for key, member in members for part in (key, member) if type(part) not in ATOMS]
-            queue.extend((place.path + place.label(key), part) for key, part in parts)
+            parts = ((key, part) for key, member in members for part in (key, member) if type(part) not in ATOMS)
+            for key, part in parts:
+                if id(part) in seen:
+                    continue
+                if type(part) is tuple and ATOMS.issuperset(map(type, part)):  # a data set may have a million of them
+                    seen[id(part)] = part
+                    yield place.path + place.label(key), part, []
+                else:
+                    queue.append((place.path + place.label(key), part))
         queue.append((type(value).__name__, type(value)))
 
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from dp_lightning.errors import ModelError
-from dp_lightning.privacy.isolation.reachable import Ignored, reachable, walk
+from dp_lightning.privacy.isolation.reachable import Ignored, walk
 from dp_lightning.torch_internals import ForeignThread
 
 _FIX = (
@@ -55,19 +55,18 @@ class SealedData:
         #: Tensors that are reached from the roots.
         self.tensors: list[Tensor] = []
         self._memory: list[tuple[int, int]] = []  # where tensors and arrays begin and end
-        for root in roots:
-            for _, value in reachable(root, outside):
-                if isinstance(value, Tensor):
-                    self.tensors.append(value)
-                elif isinstance(value, Dataset | DataLoader) or _length(value) >= num_train:
-                    kind = type(value)
-                    if _close(value):
-                        _open(value, kind)
-                        self._objects[id(value)] = value, kind
-                    else:
-                        self._arrays[id(value)] = value
-                if isinstance(value, Tensor | np.ndarray):
-                    self._memory.append(_bounds(value))
+        for _, value, _ in walk({str(place): root for place, root in enumerate(roots)}, outside):
+            if isinstance(value, Tensor):
+                self.tensors.append(value)
+            elif isinstance(value, Dataset | DataLoader) or _length(value) >= num_train:
+                kind = type(value)
+                if _close(value):
+                    _open(value, kind)
+                    self._objects[id(value)] = value, kind
+                else:
+                    self._arrays[id(value)] = value
+            if isinstance(value, Tensor | np.ndarray):
+                self._memory.append(_bounds(value))
 
     @property
     def objects(self) -> list[object]:
