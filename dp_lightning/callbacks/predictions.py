@@ -1,7 +1,8 @@
 """Writes what ``dpl predict`` computes."""
 
 import csv
-from collections.abc import Iterable, Sequence
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
 from io import TextIOWrapper
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import BasePredictionWriter
+from torch import Tensor
 
 from dp_lightning.atomic_files import replacing, require_writable
 from dp_lightning.callbacks.data_record import DataRecord
@@ -67,14 +69,8 @@ class PredictionFile(BasePredictionWriter):
         count = probabilities.shape[1]
         classes = classes if classes is not None and len(classes) == count else None
         columns = [*(["file"] if files else []), "index", "class", *(["class_name"] if classes else [])]
-        rows: list[list[Any]] = [[*columns, *(f"p{k}" for k in range(count))]]
-        for index, (row, problem) in enumerate(zip(probabilities, problems, strict=True)):
-            if problem is not None:
-                continue
-            found = int(row.argmax())
-            said = [*([str(files[index])] if files else []), index, found, *([classes[found]] if classes else [])]
-            rows.append([*said, *(f"{p:.6g}" for p in row.tolist())])
-        _write(self._path, rows)
+        rows = _rows(probabilities, problems, files, classes)
+        _write(self._path, itertools.chain([[*columns, *(f"p{k}" for k in range(count))]], rows))
         trainer.print(f"Predictions are in {self._path}.")
         beside = self._path.with_name("predictions_skipped.csv")
         beside.unlink(missing_ok=True)  # of earlier predictions
@@ -87,6 +83,18 @@ class PredictionFile(BasePredictionWriter):
             )
             trainer.print(f"{some} no prediction, as {beside} says:")
             trainer.print(listed(skipped))
+
+
+def _rows(
+    probabilities: Tensor, problems: Iterable[Any], files: Sequence[Any] | None, classes: Sequence[str] | None
+) -> Iterator[list[Any]]:
+    """One at a time: as text, a thousand probabilities are twenty times as large."""
+    for index, (row, problem) in enumerate(zip(probabilities, problems, strict=True)):
+        if problem is not None:
+            continue
+        found = int(row.argmax())
+        said = [*([str(files[index])] if files else []), index, found, *([classes[found]] if classes else [])]
+        yield [*said, *(f"{p:.6g}" for p in row.tolist())]
 
 
 def _write(path: Path, rows: Iterable[Sequence[Any]]) -> None:
