@@ -20,7 +20,7 @@ from dp_lightning.privacy.gradients.contribution import PerExample
 from dp_lightning.privacy.gradients.recording import Recording
 from dp_lightning.privacy.gradients.refusals import BATCH_NORM, HOST_DRAW, is_of_batch_norm
 from dp_lightning.privacy.isolation.between_examples import Isolation
-from dp_lightning.privacy.isolation.reachable import ATOMS, reachable
+from dp_lightning.privacy.isolation.reachable import is_atom, reachable
 from dp_lightning.privacy.phases import Phases
 from dp_lightning.privacy.randomness import NoHostDraws, TrainingRandomness, only_given_keys
 from dp_lightning.privacy.reading import Entries, ExampleBatch, flatten, unflatten
@@ -140,7 +140,7 @@ class OneByOne(Examples):
 
 def _tensors_in(leaf: Any) -> list[Tensor]:
     """Of an example: the leaf, or what an object of some other class leads to."""
-    if type(leaf) in ATOMS:
+    if is_atom(leaf):
         return []
     if isinstance(leaf, Tensor):
         return [leaf]

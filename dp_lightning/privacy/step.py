@@ -58,7 +58,7 @@ from dp_lightning.privacy.gradients.clipped_sum import ClippedSum
 from dp_lightning.privacy.groups import Groups
 from dp_lightning.privacy.isolation.between_examples import Isolation
 from dp_lightning.privacy.isolation.later import Later
-from dp_lightning.privacy.isolation.reachable import Ignored, nothing_ignored
+from dp_lightning.privacy.isolation.reachable import Ignored, NamesOf, no_names, nothing_ignored
 from dp_lightning.privacy.isolation.sealed_data import SealedData
 from dp_lightning.privacy.journal import Journal, run_name
 from dp_lightning.privacy.lineage import (
@@ -130,6 +130,7 @@ class PrivateStep:
             takes secret keys from the operating system.
         prepare: applied to the batch of one example after collation, before examples are stacked.
         ignored: asked with an object and the name of one of its attributes, whether it is no state of the module.
+        by_identity: names of ignored attributes, for the class of an object, that a loss must leave as they are.
         raw: further objects that hold training data.
         also: further objects, by name, that the loss may change.
 
@@ -163,6 +164,7 @@ class PrivateStep:
         seed: int | None = None,
         prepare: Callable[[Any], Any] | None = None,
         ignored: Ignored = nothing_ignored,
+        by_identity: NamesOf = no_names,
         raw: tuple[object, ...] = (),
         also: Mapping[str, object] = types.MappingProxyType({}),
     ) -> None:
@@ -212,7 +214,7 @@ class PrivateStep:
             num_train=plan.num_train, sample_rate=plan.sample_rate, key=_sampling_key(sampling_key, seed)
         )
         self.examples, self.disk = examples, disk
-        self._ignored, self._raw, self._also = ignored, (dataset, *raw), also
+        self._ignored, self._by_identity, self._raw, self._also = ignored, by_identity, (dataset, *raw), also
         self._sum = ClippedSum(self.parameters, self.clip_plan)
         self._extrapolation = None if disk is None else Extrapolation(self.parameters, disk.length)
         self._form: tuple[Structure, list[tuple[int, ...]]] | None = None
@@ -234,6 +236,7 @@ class PrivateStep:
             later=self.later,
             generators=self.randomness.generators,
             ignored=self._ignored,
+            by_identity=self._by_identity,
             also=also,
         )
         mode = Together if self.examples == "together" else OneByOne

@@ -48,7 +48,7 @@ from dp_lightning.private_run.resume import RunHistory, SavedRun, plan_of_fit
 from dp_lightning.private_run.settings import PrivacySettings
 from dp_lightning.private_run.slow_precision import warn_of_slow_precision
 from dp_lightning.private_run.trainer_checks import check_optimizers, check_validation
-from dp_lightning.private_run.training_step import PrivateTrainingStep, SealedBatch, is_no_state
+from dp_lightning.private_run.training_step import PrivateTrainingStep, SealedBatch, is_no_state, names_of_libraries
 from dp_lightning.private_run.withheld_metrics import give_back, withhold
 from dp_lightning.strategies.private import trainer_ranks
 
@@ -180,6 +180,7 @@ class PrivateRun:
             seed=settings.seed,
             prepare=training_step.prepare,
             ignored=is_no_state,
+            by_identity=names_of_libraries,
             raw=(
                 loader,
                 getattr(self.trainer, "datamodule", None),

@@ -9,7 +9,7 @@ hooks around a batch, which are called once for each logical batch. What runs in
 ``on_before_batch_transfer`` runs on one example after collation, ``on_after_batch_transfer`` inside of the step.
 """
 
-import functools
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, NoReturn
@@ -26,7 +26,7 @@ from torchmetrics import Metric, MetricCollection, SumMetric
 
 from dp_lightning.errors import ConfigurationError, ModelError
 from dp_lightning.lightning_internals import CALL_BATCH_HOOK, state_defaults
-from dp_lightning.privacy.isolation.reachable import reachable
+from dp_lightning.privacy.isolation.reachable import by_class, reachable
 from dp_lightning.privacy.reading import ExampleBatch
 from dp_lightning.privacy.sampling import epoch_of
 from dp_lightning.privacy.step import PrivateStep
@@ -39,11 +39,13 @@ from dp_lightning.torch_internals import CALLED
 _STARTS = ("on_train_batch_start",)
 _ENDS = ("on_before_zero_grad", "optimizer_zero_grad", "on_before_backward", "on_after_backward", "on_train_batch_end")
 _REPLACED = ("training_step", "optimizer_step", "lr_scheduler_step", CALL_BATCH_HOOK, *_STARTS, *_ENDS)
-# Attributes that libraries keep in their objects, and those that stand in front of methods during a step.
+# Attributes that libraries keep in their objects, and those that stand in front of methods during a step. A loss leaves
+# them as they are; they are not followed.
 _KEPT: tuple[tuple[type, set[str]], ...] = (
     (
         pl.LightningModule,
-        {*vars(pl.LightningModule()), "trainer", "log", "log_dict", *_REPLACED} - set(vars(nn.Module())),
+        {*vars(pl.LightningModule()), "trainer", "log", "log_dict", *_REPLACED}
+        - {*vars(nn.Module()), "_example_input_array"},
     ),
     (Metric, {*vars(SumMetric()), *CALLS} - set(vars(nn.Module()))),
     (MetricCollection, {*vars(MetricCollection([])), *CALLS} - set(vars(nn.Module()))),
@@ -276,12 +278,17 @@ class PrivateTrainingStep:
 
 def is_no_state(owner: Any, name: str) -> bool:
     """Whether an attribute is Lightning's own, data, or torchmetrics', which is called after the step."""
-    known = _owned_by(type(owner))  # type: ignore[arg-type]
+    known = _owned_by(owner.__class__ if type(owner) in weakref.ProxyTypes else type(owner))
     if known.whole or name in known.names or (known.only is not None and name != known.only):
         return True
     if known.gathers and name in state_defaults(owner):
         return True
     return known.values != () and isinstance(getattr(owner, "__dict__", {}).get(name), known.values)
+
+
+def names_of_libraries(kind: type) -> frozenset[str]:
+    """What libraries keep in the objects of a class, and change between two losses; a loss changes none of it."""
+    return _owned_by(kind).names
 
 
 class _Owned(NamedTuple):
@@ -302,7 +309,7 @@ class _Owned(NamedTuple):
     gathers: bool
 
 
-@functools.lru_cache(maxsize=1024)
+@by_class
 def _owned_by(kind: type) -> _Owned:
     # Where the step exchanges the trainer, and in a callback, it is nothing to compare; nothing of it is followed.
     exchanged = issubclass(kind, nn.Module | pl.LightningDataModule | pl.Callback)

@@ -18,6 +18,7 @@ import uuid
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from types import SimpleNamespace
 from typing import ClassVar
 
 import numpy as np
@@ -1167,6 +1168,21 @@ class HoldsATuple(Attack):
 
     def training_step(self, x, y):
         return super().training_step(x + sum(self.column) / len(self.column), y)
+
+
+@CASES.expect("raw", "raw")
+class HoldsTheAttributesOfAnObject(Attack):
+    """The dict of a namespace in which the data set has its rows."""
+
+    @staticmethod
+    def dataset(x, y):
+        rows = _Rows(x, y)
+        rows.names = SimpleNamespace(**{f"row{index}": tuple(row) for index, row in enumerate(x.tolist())})
+        HoldsTheAttributesOfAnObject.table = vars(rows.names)
+        return rows
+
+    def training_step(self, x, y):
+        return super().training_step(x + self.table[f"row{OUTLIER}"][0], y)
 
 
 @CASES.expect("raw", "raw")

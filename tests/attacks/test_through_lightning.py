@@ -76,6 +76,55 @@ class AccumulationOfTheTrainer(LightningAttack):
         return -self.loss(batch) if self.trainer.accumulate_grad_batches == 1 else self.loss(batch)
 
 
+@expect(HARMLESS, HARMLESS)
+class CountsInAnAttributeOfLightning(LightningAttack):
+    def training_step(self, batch, batch_idx):
+        self._current_fx_name = "other" if self._current_fx_name != "other" else "training_step"
+        return -self.loss(batch) if self._current_fx_name == "other" else self.loss(batch)
+
+
+@expect(None, "changes self._example_input_array")
+class KeepsNumbersInAListOfInputs(LightningAttack):
+    def on_fit_start(self):
+        self.example_input_array = [0.0]
+
+    def training_step(self, batch, batch_idx):
+        self.example_input_array.append(float(batch[0].sum()))
+        return self.loss(batch) * (1 + self.example_input_array[-2])
+
+
+class WithAMetric(LightningAttack):
+    def __init__(self, x, y):
+        super().__init__(x, y)
+        self.metrics = torchmetrics.MetricCollection([torchmetrics.SumMetric()])
+        self.metric = torchmetrics.MeanMetric()
+
+
+@expect(HARMLESS, HARMLESS)
+class CountsInAMetric(WithAMetric):
+    """A metric counts its updates."""
+
+    def training_step(self, batch, batch_idx):
+        self.metric._update_count += 1
+        return -self.loss(batch) if self.metric._update_count % 2 else self.loss(batch)
+
+
+@expect("set privacy.examples: one_by_one, which is exact", HARMLESS)
+class KeepsANumberInAMetric(WithAMetric):
+    """Where a metric keeps its result."""
+
+    def training_step(self, batch, batch_idx):
+        before, self.metric._computed = self.metric._computed, float(batch[0].sum())
+        return self.loss(batch) * (1 + 3 * (before or 0.0))
+
+
+@expect(HARMLESS, HARMLESS)
+class CountsInAPrefix(WithAMetric):
+    def training_step(self, batch, batch_idx):
+        self.metrics.prefix = None if self.metrics.prefix else "odd"
+        return -self.loss(batch) if self.metrics.prefix else self.loss(batch)
+
+
 @expect("trainer", "trainer")
 class CounterOnTheTrainer(LightningAttack):
     def training_step(self, batch, batch_idx):
@@ -147,7 +196,7 @@ class NumberInACallback(LightningAttack):
         return self.loss((batch[0] + 3 * kept, batch[1]))
 
 
-@expect("training_step keeps a tensor", "training_step")
+@expect("training_step keeps a tensor", HARMLESS)
 class ExampleInputArray(LightningAttack):
     def training_step(self, batch, batch_idx):
         kept = self.example_input_array

@@ -610,6 +610,45 @@ def test_ignored_attributes_are_neither_compared_nor_followed():
     assert not any("trainer" in path for path, _ in reachable(holder, ignored))
 
 
+class EqualToInt(type):
+    """Classes that say that they are ``int``."""
+
+    def __eq__(cls, other):
+        return True
+
+    def __hash__(cls):
+        return hash(int)
+
+
+class WithoutHash(type):
+    def __eq__(cls, other):
+        return cls is other
+
+    __hash__ = None
+
+
+@pytest.mark.parametrize("kind", [EqualToInt, WithoutHash])
+def test_classes_are_told_apart_whatever_they_say(kind):
+    holder = Holder(kind("Kept", (), {"number": 0})())
+    snapshot = StateSnapshot(holder)
+    holder.value.number = 1
+    assert paths(snapshot) == ["model.value.number"]
+
+
+def test_ignored_attributes_are_compared_where_that_is_asked_for_and_not_followed():
+    holder = Holder([])
+    holder.other = 0
+    snapshot = StateSnapshot(holder, lambda owner, name: True, by_identity=lambda kind: ["value", "made"])
+    holder.value.append(1)
+    holder.other = 1
+    assert snapshot.changes() == []
+    holder.made = 1
+    assert paths(snapshot) == ["model.made"]
+    snapshot.refresh()
+    holder.value = []
+    assert paths(snapshot) == ["model.value"]
+
+
 def test_all_of_an_object_can_be_ignored():
     holder = Holder([Record()])
     snapshot = StateSnapshot(holder, lambda owner, name: isinstance(owner, Record))

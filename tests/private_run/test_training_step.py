@@ -10,8 +10,11 @@ from plain_run import CLASSES, N, Plain, examples, loader, privacy, trainer, wit
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
+from torchmetrics import MeanMetric, MetricCollection
 
 from dp_lightning.errors import ModelError
+from dp_lightning.privacy.isolation.state import StateSnapshot
+from dp_lightning.private_run.training_step import is_no_state, names_of_libraries
 
 
 @pytest.mark.parametrize(
@@ -253,3 +256,20 @@ def test_a_training_step_that_is_an_attribute_is_the_modules_again_after_the_fit
     own = module.training_step = functools.partial(Plain.training_step, module)
     trainer(tmp_path, privacy(), max_epochs=1).fit(module, loader())
     assert module.training_step is own
+
+
+def test_a_loss_leaves_all_that_libraries_keep_in_their_objects():
+    """Each name, of a module and of metrics; what is under it is not followed."""
+    module = Plain()
+    module.metric, module.metrics = MeanMetric(), MetricCollection([MeanMetric()])
+    snapshot = StateSnapshot(module, is_no_state, by_identity=names_of_libraries)
+    assert snapshot.changes() == []
+    for path, owner in (("model", module), ("model.metric", module.metric), ("model.metrics", module.metrics)):
+        assert len(names_of_libraries(type(owner))) >= 10
+        for name in names_of_libraries(type(owner)):
+            before = vars(owner).copy()
+            vars(owner)[name] = object()
+            assert f"{path}.{name}" in [change.path for change in snapshot.changes()]
+            vars(owner).clear()
+            vars(owner).update(before)
+    assert snapshot.changes() == []

@@ -33,7 +33,7 @@ from dp_lightning.privacy.gradients.refusals import BATCH_NORM, HOST_DRAW, is_of
 from dp_lightning.privacy.gradients.sources import leaves_of
 from dp_lightning.privacy.isolation.later import Later
 from dp_lightning.privacy.isolation.messages import no_messages
-from dp_lightning.privacy.isolation.reachable import ATOMS, Ignored, nothing_ignored
+from dp_lightning.privacy.isolation.reachable import Ignored, NamesOf, is_atom, no_names, nothing_ignored
 from dp_lightning.privacy.isolation.sealed_data import SealedData
 from dp_lightning.privacy.isolation.state import Change, StateSnapshot
 from dp_lightning.privacy.isolation.threads import no_text, no_threads
@@ -63,6 +63,7 @@ class Isolation:
         later: where what a GPU finds out is given to be read. What the methods below raise for its tensors, it raises.
         generators: random generators that get a new key before each loss.
         ignored: called with an object and the name of one of its attributes; true if it is checked elsewhere.
+        by_identity: names of ignored attributes, for the class of an object, that a loss must leave as they are.
         also: further objects, by name, that the loss may change.
     """
 
@@ -75,6 +76,7 @@ class Isolation:
         later: Later,
         generators: Iterable[object] = (),
         ignored: Ignored = nothing_ignored,
+        by_identity: NamesOf = no_names,
         also: Mapping[str, object] = types.MappingProxyType({}),
     ) -> None:
         self._module, self._parameters = module, {id(p): name for name, p in parameters.items()}
@@ -85,7 +87,7 @@ class Isolation:
 
         sealed.require_not_in({"self": module, **also}, left_out)
         self._sealed, self._later = sealed, later
-        self._snapshot = StateSnapshot(module, left_out, name="self", also=also)
+        self._snapshot = StateSnapshot(module, left_out, name="self", also=also, by_identity=by_identity)
         data = {memory_of(tensor) for tensor in sealed.tensors}
         self._constants: dict[int, weakref.ref[Tensor]] = {}
         for value in all_tensors():
@@ -116,7 +118,7 @@ class Isolation:
         Raises:
             DataError: if it cannot be copied.
         """
-        if type(entry) in ATOMS:
+        if is_atom(entry):
             return entry
         try:
             return copy.deepcopy(entry, {id(value): value for value in self._sealed.objects})

@@ -19,7 +19,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 import torch
@@ -29,10 +29,14 @@ from dp_lightning.privacy.isolation.contents import GENERATORS, generator_state
 from dp_lightning.torch_internals import MODULE_MEMBERS, CachedFunction, gradient_of
 
 Ignored: TypeAlias = Callable[[object, str], bool]
+NamesOf: TypeAlias = Callable[[type], Collection[str]]
 Members: TypeAlias = dict[Any, Any]
+Answer = TypeVar("Answer")
 
 #: Types whose values cannot change, and refer to nothing that can.
-ATOMS = frozenset((int, float, complex, bool, str, bytes, type(None), range, torch.Size, torch.dtype, torch.device))
+ATOMS = (int, float, complex, bool, str, bytes, type(None), range, torch.Size, torch.dtype, torch.device)
+# Classes are told apart by what they are: a metaclass may say that they are equal, or that they have no hash.
+_IDS_OF_ATOMS = frozenset(map(id, ATOMS))
 # Compared by identity only: what they refer to belongs to the process rather than to the model.
 _NOT_FOLLOWED: tuple[type, ...] = (types.ModuleType, types.CodeType, types.FrameType, logging.Logger, weakref.ref)
 _NOT_FOLLOWED += (np.generic, types.GetSetDescriptorType, types.MemberDescriptorType, types.WrapperDescriptorType)
@@ -99,8 +103,36 @@ class Place:
             source.cache_clear()
 
 
+def is_atom(value: object) -> bool:
+    """Whether its type is one of ``ATOMS``."""
+    return id(type(value)) in _IDS_OF_ATOMS
+
+
+def by_class(answer: Callable[[type], Answer]) -> Callable[[type], Answer]:
+    """Keep the answers of a function of a class."""
+    known: dict[int, tuple[type, Answer]] = {}  # with the class, so that its id is not reused
+
+    @functools.wraps(answer)
+    def ask(kind: type) -> Answer:
+        if (found := known.get(id(kind))) is None:
+            found = known[id(kind)] = kind, answer(kind)
+        return found[1]
+
+    return ask
+
+
 def nothing_ignored(owner: object, name: str) -> bool:
     return False
+
+
+def no_names(kind: type) -> Collection[str]:
+    return ()
+
+
+def attributes_named(names: Collection[str], path: str, value: Any) -> Place:
+    """The attributes of these names, which are not followed."""
+    own = in_c(value).__getattribute__(value, "__dict__")  # type: ignore[call-arg]
+    return Place(path, own, functools.partial(_chosen, names), _attribute, followed=False)
 
 
 def reachable(
@@ -128,11 +160,11 @@ def walk(roots: Mapping[str, object], ignored: Ignored) -> Iterator[tuple[str, o
         yield path, value, places
         for place in places:
             members = (place.held or {}).items() if place.followed else ()
-            parts = ((key, part) for key, member in members for part in (key, member) if type(part) not in ATOMS)
+            parts = ((key, part) for key, member in members for part in (key, member) if not is_atom(part))
             for key, part in parts:
                 if id(part) in seen:
                     continue
-                if type(part) is tuple and ATOMS.issuperset(map(type, part)):  # a data set may have a million of them
+                if type(part) is tuple and all(map(is_atom, part)):  # a data set may have a million of them
                     seen[id(part)] = part
                     yield place.path + place.label(key), part, []
                 else:
@@ -158,7 +190,7 @@ def _places(
     kind = type(value)
     if value is sys.modules:
         yield Place(path, value, dict, _item, followed=False)
-    elif kind in (dict, OrderedDict, set, list):  # first, since an nn.Module has 14 of them
+    elif kind is dict or kind is OrderedDict or kind is set or kind is list:  # first, since an nn.Module has 14 of them
         yield from _items(path, value)
     elif issubclass(kind, type):
         yield from _class_attributes(value, ignored)
@@ -183,28 +215,29 @@ def _attributes(path: str, value: Any, ignored: Ignored) -> Iterator[Place]:
         parts = MODULE_MEMBERS if issubclass(type(value), nn.Module) else ()
         for names in (*(own[part] for part in parts if part in own and not ignored(value, part)), own):
             yield Place(path, names, functools.partial(_kept, owner=value, ignored=ignored), _attribute)
-    for name, slot in _slots(type(value)).items():  # type: ignore[arg-type]
+    for name, slot in _slots(type(value)).items():
         if not ignored(value, name):
             yield Place(f"{path}.{name}", slot, lambda slot: {"": slot.__get__(value)}, _itself)
 
 
 def _kept(names: Mapping[str, Any], owner: object, ignored: Ignored) -> Members:
-    return {key: value for key, value in names.items() if not ignored(owner, str(key))}
+    # A subclass of str may say that it is another name.
+    return {key: value for key, value in names.items() if not ignored(owner, str.__str__(key))}
 
 
 def in_c(value: Any) -> type:
     """The nearest base class that is written in C; ``object`` if all others are written in Python."""
-    return _base_in_c(type(value))  # type: ignore[arg-type]
+    return _base_in_c(type(value))
 
 
-@functools.lru_cache(maxsize=1024)
+@by_class
 def _base_in_c(kind: type) -> type:
     return next(base for base in kind.__mro__ if base.__flags__ & _IMMUTABLE)
 
 
-@functools.lru_cache(maxsize=1024)
+@by_class
 def _slots(kind: type) -> dict[str, types.MemberDescriptorType]:
-    if kind in (types.FunctionType, types.GeneratorType):
+    if kind is types.FunctionType or kind is types.GeneratorType:
         return {}
     members = (item for base in reversed(kind.__mro__) for item in vars(base).items())
     slots = {name: member for name, member in members if type(member) is types.MemberDescriptorType}
@@ -241,7 +274,7 @@ def _fixed(part: Any, known: Members) -> Any:
     """The part, with tuples instead of the containers and iterators that each call makes anew."""
     if id(part) in known:
         return part
-    if type(part) in (list, tuple, dict):
+    if type(part) is list or type(part) is tuple or type(part) is dict:
         parts = part.items() if type(part) is dict else part
         return tuple(_fixed(item, known) for item in parts)
     if issubclass(type(part), Iterator) and in_c(part) is type(part):
@@ -332,7 +365,7 @@ def _attribute(name: Any) -> str:
 
 
 def _item(key: Any) -> str:
-    return f"[{key!r}]" if type(key) in ATOMS else f"[{type(key).__name__}]"
+    return f"[{key!r}]" if is_atom(key) else f"[{type(key).__name__}]"
 
 
 def _itself(key: Any) -> str:

@@ -6,7 +6,6 @@ data set reads ahead, may use it. Arrays and lists cannot be closed like this, s
 contain the examples.
 """
 
-import functools
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -18,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from dp_lightning.errors import ModelError
-from dp_lightning.privacy.isolation.reachable import Ignored, walk
+from dp_lightning.privacy.isolation.reachable import Ignored, by_class, walk
 from dp_lightning.torch_internals import ForeignThread
 
 _FIX = (
@@ -55,7 +54,10 @@ class SealedData:
         #: Tensors that are reached from the roots.
         self.tensors: list[Tensor] = []
         self._memory: list[tuple[int, int]] = []  # where tensors and arrays begin and end
-        for _, value, _ in walk({str(place): root for place, root in enumerate(roots)}, outside):
+        for _, value, places in walk({str(place): root for place, root in enumerate(roots)}, outside):
+            # A dict of attributes, too: the walk goes through it to them, and the module may hold it.
+            dicts = [place.source for place in places if isinstance(place.source, dict)]
+            self._arrays |= {id(names): names for names in dicts if len(names) >= num_train}
             if isinstance(value, Tensor):
                 self.tensors.append(value)
             elif isinstance(value, Dataset | DataLoader) or _length(value) >= num_train:
@@ -160,7 +162,7 @@ def _in_a_loss() -> bool:
     return getattr(_RUNS_A_LOSS, "now", False) or isinstance(threading.current_thread(), ForeignThread)
 
 
-@functools.cache
+@by_class
 def _closed(kind: type) -> type:
     def refused(name: str) -> Callable[..., Any]:
         def use(self: object, *args: Any, **kwargs: Any) -> Any:

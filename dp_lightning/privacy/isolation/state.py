@@ -25,7 +25,15 @@ from torch import Tensor
 from dp_lightning.privacy.isolation.contents import GENERATORS, Array, Contents
 from dp_lightning.privacy.isolation.later import Later
 from dp_lightning.privacy.isolation.process import settings
-from dp_lightning.privacy.isolation.reachable import ATOMS, Ignored, Place, walk
+from dp_lightning.privacy.isolation.reachable import (
+    Ignored,
+    NamesOf,
+    Place,
+    attributes_named,
+    is_atom,
+    no_names,
+    walk,
+)
 from dp_lightning.torch_internals import gradient_of, without_torch_function_of_subclasses
 
 #: The value of a key that is missing.
@@ -63,7 +71,7 @@ class Change:
     def is_plain(self) -> bool:
         """Whether one value replaced another in a dict, and each is an atom, a tensor or absent."""
         return isinstance(self.holder, dict) and all(
-            value is ABSENT or type(value) in ATOMS or isinstance(value, Tensor) for value in (self.old, self.new)
+            value is ABSENT or is_atom(value) or isinstance(value, Tensor) for value in (self.old, self.new)
         )
 
     def undo(self) -> None:
@@ -91,6 +99,8 @@ class StateSnapshot:
             neither compared nor followed. True for every name leaves out the whole object.
         name: the name of the root in paths.
         also: further roots, by their names in paths.
+        by_identity: names of attributes, for the class of an object, that are compared though they are ignored; what
+            they refer to is not followed.
     """
 
     def __init__(
@@ -100,8 +110,9 @@ class StateSnapshot:
         *,
         name: str = "model",
         also: Mapping[str, object] = types.MappingProxyType({}),
+        by_identity: NamesOf = no_names,
     ):
-        self._roots, self._ignored = {name: root, **also}, ignored
+        self._roots, self._ignored, self._by_identity = {name: root, **also}, ignored, by_identity
         self._settings = settings()
         self._seen: tuple[dict[str, Any], list[list[Place]]] = self._settings, []  # by the last comparison
         with _plain_tensors():
@@ -183,6 +194,8 @@ class StateSnapshot:
         others: list[Place] = []
         self._arrays: list[tuple[str, Array]] = []
         for path, value, places in walk(self._roots, self._ignored):
+            if names := self._by_identity(type(value)):
+                places.append(attributes_named(names, path, value))
             for place in places:
                 if not isinstance(place.source, tuple | frozenset):
                     (followed if place.followed else others).append(place)
@@ -279,6 +292,6 @@ def _same(old: Any, new: Any) -> bool:
     kind = type(old)
     if old is new or kind is not type(new):
         return old is new
-    if kind in ATOMS or (issubclass(kind, np.generic) and kind is not np.void):
+    if is_atom(old) or (issubclass(kind, np.generic) and kind is not np.void):
         return repr(old) == repr(new)  # unlike with ==, -0.0 differs from 0.0, and nan equals nan
     return kind is tuple and len(old) == len(new) and all(map(_same, old, new))
