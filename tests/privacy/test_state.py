@@ -649,6 +649,20 @@ def test_ignored_attributes_are_compared_where_that_is_asked_for_and_not_followe
     assert paths(snapshot) == ["model.value"]
 
 
+class SaysAnotherName(str):
+    def __str__(self):
+        return "ignored"
+
+
+@pytest.mark.parametrize("key", [3, SaysAnotherName("kept")])
+def test_attributes_by_odd_keys_are_compared(key):
+    holder = Holder([])
+    vars(holder)[key] = 0
+    snapshot = StateSnapshot(holder, lambda owner, name: name == "ignored")
+    vars(holder)[key] = 1
+    assert len(snapshot.changes()) == 1
+
+
 def test_all_of_an_object_can_be_ignored():
     holder = Holder([Record()])
     snapshot = StateSnapshot(holder, lambda owner, name: isinstance(owner, Record))

@@ -221,8 +221,12 @@ def _attributes(path: str, value: Any, ignored: Ignored) -> Iterator[Place]:
 
 
 def _kept(names: Mapping[str, Any], owner: object, ignored: Ignored) -> Members:
-    # A subclass of str may say that it is another name.
-    return {key: value for key, value in names.items() if not ignored(owner, str.__str__(key))}
+    return {key: value for key, value in names.items() if not ignored(owner, _name_in(key))}
+
+
+def _name_in(key: Any) -> str:
+    """The name that a key of a dict of attributes is, whatever a subclass of str says; none for other keys."""
+    return str.__str__(key) if isinstance(key, str) else ""
 
 
 def in_c(value: Any) -> type:
