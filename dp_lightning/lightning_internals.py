@@ -186,7 +186,7 @@ def _progress(counted: Mapping[str, Any], whole: int, begun: int) -> dict[str, d
 
 def state_defaults(metric: Metric) -> Mapping[str, Any]:
     """The names of a metric's states, and their values before the first update."""
-    return metric._defaults
+    return cast(Mapping[str, Any], getattr(metric, "_defaults", {}))  # a class that is only registered has none
 
 
 def saves_states(metric: Metric) -> bool:

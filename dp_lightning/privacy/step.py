@@ -130,7 +130,7 @@ class PrivateStep:
             takes secret keys from the operating system.
         prepare: applied to the batch of one example after collation, before examples are stacked.
         ignored: asked with an object and the name of one of its attributes, whether it is no state of the module.
-        by_identity: names of ignored attributes, for the class of an object, that a loss must leave as they are.
+        by_identity: names of an object's ignored attributes that a loss must leave as they are.
         raw: further objects that hold training data.
         also: further objects, by name, that the loss may change.
 

@@ -10,7 +10,7 @@ hooks around a batch, which are called once for each logical batch. What runs in
 """
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, NoReturn
 
@@ -286,9 +286,10 @@ def is_no_state(owner: Any, name: str) -> bool:
     return known.values != () and isinstance(getattr(owner, "__dict__", {}).get(name), known.values)
 
 
-def names_of_libraries(kind: type) -> frozenset[str]:
-    """What libraries keep in the objects of a class, and change between two losses; a loss changes none of it."""
-    return _owned_by(kind).names
+def names_of_libraries(owner: Any) -> Set[str]:
+    """What libraries keep in an object, and change between two losses; a loss changes none of it."""
+    known = _owned_by(type(owner))
+    return known.names | state_defaults(owner).keys() if known.gathers else known.names
 
 
 class _Owned(NamedTuple):

@@ -119,6 +119,29 @@ class KeepsANumberInAMetric(WithAMetric):
 
 
 @expect(HARMLESS, HARMLESS)
+class CountsInAStateOfAMetric(WithAMetric):
+    """A number in the place of a tensor."""
+
+    def training_step(self, batch, batch_idx):
+        self.metric.weight = self.metric.weight + 1 if isinstance(self.metric.weight, int) else 1
+        return -self.loss(batch) if self.metric.weight % 2 else self.loss(batch)
+
+    def on_train_batch_end(self, *args):
+        self.metric.weight = torch.zeros(())
+
+
+@expect("changes self.metric.value[]", "changes self.metric.value[]")
+class CountsInAListOfAMetric(LightningAttack):
+    def __init__(self, x, y):
+        super().__init__(x, y)
+        self.metric = torchmetrics.CatMetric()
+
+    def training_step(self, batch, batch_idx):
+        self.metric.value.append(torch.zeros(()))
+        return -self.loss(batch) if len(self.metric.value) % 2 else self.loss(batch)
+
+
+@expect(HARMLESS, HARMLESS)
 class CountsInAPrefix(WithAMetric):
     def training_step(self, batch, batch_idx):
         self.metrics.prefix = None if self.metrics.prefix else "odd"

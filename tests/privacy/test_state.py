@@ -638,14 +638,18 @@ def test_classes_are_told_apart_whatever_they_say(kind):
 def test_ignored_attributes_are_compared_where_that_is_asked_for_and_not_followed():
     holder = Holder([])
     holder.other = 0
-    snapshot = StateSnapshot(holder, lambda owner, name: True, by_identity=lambda kind: ["value", "made"])
-    holder.value.append(1)
+    holder.value.append([])
+    snapshot = StateSnapshot(holder, lambda owner, name: True, by_identity=lambda owner: ["value", "made"])
+    holder.value[0].append(1)
     holder.other = 1
     assert snapshot.changes() == []
     holder.made = 1
     assert paths(snapshot) == ["model.made"]
     snapshot.refresh()
-    holder.value = []
+    holder.value.append(1)
+    assert paths(snapshot) == ["model.value[]"]
+    snapshot.refresh()
+    holder.value = [*holder.value]
     assert paths(snapshot) == ["model.value"]
 
 

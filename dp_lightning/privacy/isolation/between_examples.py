@@ -63,7 +63,7 @@ class Isolation:
         later: where what a GPU finds out is given to be read. What the methods below raise for its tensors, it raises.
         generators: random generators that get a new key before each loss.
         ignored: called with an object and the name of one of its attributes; true if it is checked elsewhere.
-        by_identity: names of ignored attributes, for the class of an object, that a loss must leave as they are.
+        by_identity: names of an object's ignored attributes that a loss must leave as they are.
         also: further objects, by name, that the loss may change.
     """
 

@@ -29,7 +29,7 @@ from dp_lightning.privacy.isolation.contents import GENERATORS, generator_state
 from dp_lightning.torch_internals import MODULE_MEMBERS, CachedFunction, gradient_of
 
 Ignored: TypeAlias = Callable[[object, str], bool]
-NamesOf: TypeAlias = Callable[[type], Collection[str]]
+NamesOf: TypeAlias = Callable[[Any], Collection[str]]
 Members: TypeAlias = dict[Any, Any]
 Answer = TypeVar("Answer")
 
@@ -125,14 +125,14 @@ def nothing_ignored(owner: object, name: str) -> bool:
     return False
 
 
-def no_names(kind: type) -> Collection[str]:
+def no_names(owner: object) -> Collection[str]:
     return ()
 
 
 def attributes_named(names: Collection[str], path: str, value: Any) -> Place:
-    """The attributes of these names, which are not followed."""
+    """The attributes of these names, and what lists, dicts and sets among them hold; nothing else is followed."""
     own = in_c(value).__getattribute__(value, "__dict__")  # type: ignore[call-arg]
-    return Place(path, own, functools.partial(_chosen, names), _attribute, followed=False)
+    return Place(path, own, functools.partial(_chosen_with_contents, names), _attribute, followed=False)
 
 
 def reachable(
@@ -332,6 +332,19 @@ def _globals(function: types.FunctionType, named: set[tuple[int, str]], own: Col
 
 def _chosen(names: Collection[str], space: Members) -> Members:
     return {name: space[name] for name in names if name in space}
+
+
+def _chosen_with_contents(names: Collection[str], space: Members) -> Members:
+    chosen = _chosen(names, space)
+    contents = {f"{name}[]": _contents(value) for name, value in chosen.items()}
+    return chosen | {name: parts for name, parts in contents.items() if parts is not None}
+
+
+def _contents(value: Any) -> tuple[Any, ...] | None:
+    for kinds, _, read in _ITEMS[:4]:
+        if issubclass(type(value), kinds):
+            return tuple(part for pair in read(value).items() for part in pair)
+    return None
 
 
 def _of_library(module: str, named: Members) -> Iterator[Place]:

@@ -99,8 +99,8 @@ class StateSnapshot:
             neither compared nor followed. True for every name leaves out the whole object.
         name: the name of the root in paths.
         also: further roots, by their names in paths.
-        by_identity: names of attributes, for the class of an object, that are compared though they are ignored; what
-            they refer to is not followed.
+        by_identity: names of an object's attributes that are compared though they are ignored; what they refer to is
+            not followed, beyond what a list, dict or set holds.
     """
 
     def __init__(
@@ -194,7 +194,7 @@ class StateSnapshot:
         others: list[Place] = []
         self._arrays: list[tuple[str, Array]] = []
         for path, value, places in walk(self._roots, self._ignored):
-            if names := self._by_identity(type(value)):
+            if names := self._by_identity(value):
                 places.append(attributes_named(names, path, value))
             for place in places:
                 if not isinstance(place.source, tuple | frozenset):
