@@ -648,6 +648,9 @@ def test_ignored_attributes_are_compared_where_that_is_asked_for_and_not_followe
     snapshot.refresh()
     holder.value.append(1)
     assert paths(snapshot) == ["model.value[]"]
+    before, holder.made = vars(holder).copy(), 2
+    assert [change.path for change in snapshot.restore()] == ["model.value[]"]
+    assert vars(holder) == before
     snapshot.refresh()
     holder.value = [*holder.value]
     assert paths(snapshot) == ["model.value"]

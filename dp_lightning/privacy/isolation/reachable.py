@@ -129,10 +129,12 @@ def no_names(owner: object) -> Collection[str]:
     return ()
 
 
-def attributes_named(names: Collection[str], path: str, value: Any) -> Place:
+def attributes_named(names: Collection[str], path: str, value: Any) -> Iterator[Place]:
     """The attributes of these names, and what lists, dicts and sets among them hold; nothing else is followed."""
     own = in_c(value).__getattribute__(value, "__dict__")  # type: ignore[call-arg]
-    return Place(path, own, functools.partial(_chosen_with_contents, names), _attribute, followed=False)
+    yield Place(path, own, functools.partial(_chosen, names), _attribute, followed=False)
+    contents = functools.partial(_contents_of, names, own)
+    yield Place(path, value, contents, lambda name: f".{name}[]", followed=False)
 
 
 def reachable(
@@ -334,17 +336,13 @@ def _chosen(names: Collection[str], space: Members) -> Members:
     return {name: space[name] for name in names if name in space}
 
 
-def _chosen_with_contents(names: Collection[str], space: Members) -> Members:
-    chosen = _chosen(names, space)
-    contents = {f"{name}[]": _contents(value) for name, value in chosen.items()}
-    return chosen | {name: parts for name, parts in contents.items() if parts is not None}
-
-
-def _contents(value: Any) -> tuple[Any, ...] | None:
-    for kinds, _, read in _ITEMS[:4]:
-        if issubclass(type(value), kinds):
-            return tuple(part for pair in read(value).items() for part in pair)
-    return None
+def _contents_of(names: Collection[str], space: Members, owner: object) -> Members:
+    return {
+        name: tuple(part for pair in read(value).items() for part in pair)
+        for name, value in _chosen(names, space).items()
+        for kinds, _, read in _CONTAINERS
+        if issubclass(type(value), kinds)
+    }
 
 
 def _of_library(module: str, named: Members) -> Iterator[Place]:
@@ -396,11 +394,14 @@ def _frame(generator: "types.GeneratorType[Any, Any, Any]") -> Members:
 
 
 # How to read containers, and objects for which ``_described`` would leave something out.
-_ITEMS: list[tuple[Any, Callable[[Any], str], Callable[[Any], Members]]] = [
+_CONTAINERS: list[tuple[Any, Callable[[Any], str], Callable[[Any], Members]]] = [
     (dict, _item, lambda value: dict(dict.items(value))),
     (list, _item, lambda value: dict(enumerate(list.__iter__(value)))),
     (tuple, _item, lambda value: dict(enumerate(tuple.__iter__(value)))),
     (set | frozenset, _itself, lambda value: dict.fromkeys(frozenset(value))),
+]
+_ITEMS = [
+    *_CONTAINERS,
     (deque, _itself, lambda value: {"": tuple(deque.__iter__(value))}),
     (GENERATORS, _itself, lambda value: {"": generator_state(value)}),
     (np.ndarray, _attribute, lambda value: {"base": value.base}),

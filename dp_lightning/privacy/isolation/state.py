@@ -195,7 +195,7 @@ class StateSnapshot:
         self._arrays: list[tuple[str, Array]] = []
         for path, value, places in walk(self._roots, self._ignored):
             if names := self._by_identity(value):
-                places.append(attributes_named(names, path, value))
+                places.extend(attributes_named(names, path, value))
             for place in places:
                 if not isinstance(place.source, tuple | frozenset):
                     (followed if place.followed else others).append(place)
