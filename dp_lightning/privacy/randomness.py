@@ -208,13 +208,10 @@ def rekey_generators(
     Raises:
         ConfigurationError: naming a generator that cannot be given a key.
     """
-    found: dict[int, tuple[str, object]] = {}
-    for path, value, _ in walk(roots, ignored):
-        if _needs_key(value):
-            found.setdefault(id(value), (path, value))
-    for path, generator in found.values():
+    found = [(path, value) for path, value, _ in walk(roots, ignored) if _needs_key(value)]
+    for path, generator in found:
         _rekey(path, generator, keys)
-    return list(found.values())
+    return found
 
 
 class NoHostDraws:

@@ -278,7 +278,7 @@ class PrivateTrainingStep:
 
 def is_no_state(owner: Any, name: str) -> bool:
     """Whether an attribute is Lightning's own, data, or torchmetrics', which is called after the step."""
-    known = _owned_by(owner.__class__ if type(owner) in weakref.ProxyTypes else type(owner))
+    known = _owned_by(owner.__class__ if issubclass(type(owner), weakref.ProxyTypes) else type(owner))
     if known.whole or name in known.names or (known.only is not None and name != known.only):
         return True
     if known.gathers and name in state_defaults(owner):

@@ -1,6 +1,7 @@
 """What stands in the place of a module's training step, and what its hooks see."""
 
 import functools
+import weakref
 
 import lightning.pytorch as pl
 import pytest
@@ -273,3 +274,26 @@ def test_a_loss_leaves_all_that_libraries_keep_in_their_objects():
             vars(owner).clear()
             vars(owner).update(before)
     assert snapshot.changes() == []
+
+
+class ByName(type):
+    """Classes of one name say that they are equal."""
+
+    def __eq__(cls, other):
+        return cls.__name__ == other.__name__
+
+    def __hash__(cls):
+        return hash(cls.__name__)
+
+
+def test_a_class_that_says_it_is_a_module_has_no_attributes_of_lightning():
+    module, other = ByName("Same", (pl.LightningModule,), {})(), ByName("Same", (), {})()
+    assert len({type(module), type(other)}) == 1
+    assert is_no_state(module, "log")
+    assert not is_no_state(other, "log")
+
+
+def test_a_weak_proxy_has_the_attributes_of_its_object():
+    metric = MeanMetric()
+    assert is_no_state(weakref.proxy(metric), "update")
+    assert not is_no_state(weakref.proxy(Plain()), "update")
