@@ -3,10 +3,13 @@
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 import torch.distributed
 from torch import Tensor
+
+T = TypeVar("T")
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -32,6 +35,14 @@ class Ranks:
         """Replace ``tensor`` by its sum over ranks, which is the same on each of them bit for bit."""
         if self.size > 1:
             torch.distributed.all_reduce(tensor)
+
+    def of_rank_0(self, value: T) -> T:
+        """The value that rank 0 has; every rank has to call it."""
+        if self.size == 1:
+            return value
+        shared = [value]
+        torch.distributed.broadcast_object_list(shared)
+        return shared[0]
 
     def gather(self, mine: Sequence[Tensor], like: Sequence[Sequence[Tensor]]) -> list[list[Tensor]]:
         """The results of all ranks, on every rank.

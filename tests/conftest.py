@@ -89,8 +89,8 @@ def _same_start(monkeypatch: pytest.MonkeyPatch) -> None:
     """No test's numbers depend on which ones ran before it."""
     torch.default_generator.manual_seed(0)
     monkeypatch.delenv("PL_GLOBAL_SEED", raising=False)  # of an earlier test's seed_everything
-    # Reproducible runs of different tests have the same weights, which would be taken for copies.
-    monkeypatch.setattr("dp_lightning.privacy.lineage._copies", {})
+
+
 
 
 @pytest.fixture(autouse=True)
@@ -106,16 +106,6 @@ def _same_process() -> Iterator[None]:
     for logger, level in levels:
         if logger.level != level:
             logger.setLevel(level)
-
-
-@pytest.fixture
-def late(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is found out about tensors is read as from a GPU: once, before a release."""
-    for module in ("later", "contents"):
-        monkeypatch.setattr(f"dp_lightning.privacy.isolation.{module}.read_at_once", lambda device: False)
-    from dp_lightning.privacy.isolation import contents
-
-    monkeypatch.setattr(contents, "_hash", contents._digests)
 
 
 @contextmanager

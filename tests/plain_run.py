@@ -7,7 +7,6 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from dp_lightning.callbacks import PrivacyCallback
-from dp_lightning.callbacks.privacy import privacy_of
 
 N, CLASSES = 60, 3
 
@@ -69,16 +68,6 @@ def trainer(tmp_path, *callbacks, **kwargs):
         "default_root_dir": str(tmp_path),
     }
     return pl.Trainer(callbacks=list(callbacks), **{**defaults, **kwargs})
-
-
-def physical_batch(trainer):
-    """What hooks get a sealed object for."""
-    return privacy_of(trainer).private_run._training_step.batch
-
-
-def logged_in_the_fit(trainer):
-    """What is withheld from hooks: the numbers logged while training, in the last physical batch."""
-    return trainer.fit_loop.epoch_loop._results.metrics(on_step=True)["callback"]
 
 
 def privacy(**kwargs):

@@ -1,10 +1,8 @@
 """Trains any LightningModule privately: the Lightning hooks of a `PrivateRun`.
 
-One logical step: the loader gives physical batches of one Poisson draw. Instead of the module's ``training_step``,
-Lightning calls ``PrivateStep.accumulate``, which runs it on each example separately, and gets a loss of zero. On the
-last physical batch ``PrivateStep.release`` writes the privatized gradient into ``.grad``, before the hooks of any other
-callback, and the optimizer steps. Lightning's counters see logical steps only, because
-``trainer.accumulate_grad_batches`` is set to one on the last physical batch and to a very large number on the others.
+One Lightning batch is one logical step. The training loader that Lightning sees has an element for each step; the
+strategy's ``training_step`` adds up the clipped gradients of the step's examples, and its ``backward`` writes the
+privatized gradient into ``.grad``, before any hook of gradients runs (``strategy_methods``).
 """
 
 from pathlib import Path
@@ -14,19 +12,16 @@ import lightning.pytorch as pl
 from lightning.fabric.plugins.io import TorchCheckpointIO
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
-from torch.optim import Optimizer
 
 from dp_lightning.errors import ConfigurationError
 from dp_lightning.privacy.accounting import Ledger
 from dp_lightning.privacy.plan import PrivacyPlan
 from dp_lightning.privacy.statement import PrivacyStatement
-from dp_lightning.private_run.checkpoint_contents import check_hyperparameters, check_metrics
-from dp_lightning.private_run.loader import PrivateSource
-from dp_lightning.private_run.planned_counts import count_by_loader, count_by_plan
-from dp_lightning.private_run.resume import PRIVATE_RUN, RunHistory, SavedRun, broken_seal, require_counted_steps
+from dp_lightning.private_run.resume import PRIVATE_RUN, RunHistory, SavedRun, require_counted_steps
 from dp_lightning.private_run.run import PrivateRun
 from dp_lightning.private_run.settings import PrivacySettings
-from dp_lightning.private_run.trainer_checks import check_order, check_settings
+from dp_lightning.private_run.strategy_methods import StrategyMethods
+from dp_lightning.private_run.trainer_checks import check_settings
 from dp_lightning.strategies.checkpoint_io import PrivateCheckpointIO
 
 
@@ -34,7 +29,7 @@ class PrivacyCallback(PrivacySettings, pl.Callback):
     """Differentially private training on a plain Trainer.
 
     Its arguments are those of `PrivacySettings`. The number of logical steps T comes from the trainer: ``max_steps``,
-    or floor(``max_epochs`` * N / B). The statement is written to the log directory.
+    or that of ``max_epochs`` epochs of max(1, round(N / B)) steps. The statement is written to the log directory.
 
     Raises:
         ConfigurationError: naming the setting and the fix; from the constructor, and when ``fit`` starts.
@@ -50,6 +45,7 @@ class PrivacyCallback(PrivacySettings, pl.Callback):
         self.announces = True
         self._run: PrivateRun | None = None
         self._plan: PrivacyPlan | None = None
+        self._methods: StrategyMethods | None = None
 
     @property
     def private_run(self) -> PrivateRun:
@@ -96,26 +92,20 @@ class PrivacyCallback(PrivacySettings, pl.Callback):
             ModelError: naming the module and the fix.
         """
         check_settings(trainer, pl_module)
-        check_order(trainer, self)
-        check_hyperparameters(trainer, pl_module)
-        check_metrics(pl_module)
         if self._run is None and self.num_train is not None:
             self._plan = self.make_plan(self.shape_for(trainer, self.num_train))
 
     # The hooks, in the order in which Lightning calls them
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        if type(trainer.strategy.checkpoint_io) is TorchCheckpointIO:
+            trainer.strategy.checkpoint_io = PrivateCheckpointIO(self._before_save)
         if stage == "fit":
             self.check(trainer, pl_module)
-        if type(trainer.strategy.checkpoint_io) is TorchCheckpointIO:
-            trainer.strategy.checkpoint_io = PrivateCheckpointIO(
-                self._before_save,
-                # As the file has it, before the module's own hook may adapt it.
-                lambda checkpoint: broken_seal(checkpoint) if trainer.state.fn == TrainerFn.FITTING else None,
+            self._methods = StrategyMethods(
+                trainer, expected_batch_size=self.expected_batch_size, num_train=self.num_train_of
             )
-        if stage == "fit":
-            source = PrivateSource.stand_in(trainer)
-            count_by_plan(trainer, lambda: self.shape_for(trainer, source.num_train(self)))
+            self._methods.install()
 
     def on_load_checkpoint(self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: Any) -> None:
         fits, saved = trainer.state.fn == TrainerFn.FITTING, SavedRun.read(checkpoint)
@@ -126,68 +116,60 @@ class PrivacyCallback(PrivacySettings, pl.Callback):
             self.history.load(saved)
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        trainer.fit_loop.setup_data()
+        if self._methods is None or self._methods.loader is None:
+            raise ConfigurationError("trainer.limit_train_batches is 0: there is nothing to train.")
         say = trainer.print if self.announces else lambda text: None
-        self._run = PrivateRun(trainer, pl_module, self, self.history, PrivateSource.of(trainer), say=say)
+        self._run = PrivateRun(trainer, pl_module, self, self.history, self._methods.loader, say=say)
+        self._methods.take_step, self._methods.release = self._run.take_step, self._run.release
         self._run.start()
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self.private_run.training_starts()
 
-    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, *args: Any) -> None:
-        self.private_run.batch_starts(batch)
-
-    def on_before_optimizer_step(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
-    ) -> None:
-        self.private_run.release(optimizer)
-
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
-        self.private_run.batch_ends()
+        self.private_run.step_ends()
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self._run is not None:
             self._run.evaluation_starts()
 
-    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if self._run is not None:
-            self._run.evaluation_ends()
-
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self.private_run.epoch_ends()
 
     def on_save_checkpoint(self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: Any) -> None:
-        if self._run is not None:
-            self._run.note_copy()
         if self._run is not None or self.history.saved is not None:
             checkpoint[PRIVATE_RUN] = {}  # a checkpoint of weights alone has none
 
     def _before_save(self, checkpoint: dict[str, Any], folder: Path) -> None:
-        if self._run is not None:
-            self._run.complete(checkpoint, whole=PRIVATE_RUN in checkpoint)
-        elif self.history.saved is not None and PRIVATE_RUN in checkpoint:
-            self.history.saved.write(checkpoint)  # saved again as it was loaded
+        """Write the run into a checkpoint that is complete otherwise."""
+        if PRIVATE_RUN in checkpoint:
+            if self._run is not None:
+                self._run.complete(checkpoint)
+            elif self.history.saved is not None:
+                self.history.saved.write(checkpoint)  # saved again as it was loaded
         self.history.keep_journal_in(folder)
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self.private_run.last_step_taken()
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self.private_run.training_ends()
-        self._close(trainer)
+        self.private_run.close()
+
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        if self._methods is not None:
+            self._methods.remove()
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        if self._run is not None:
-            self._run.fails(exception)
+        self.teardown(trainer, pl_module, "fit")
+        if self._run is None or trainer.state.fn != TrainerFn.FITTING:
+            return
+        self._run.fails(exception)
         try:
-            self._close(trainer)
+            self._run.close()
         except OSError as error:
             # The exception itself matters more, and the journal has the steps.
             rank_zero_warn(f"The privacy statement could not be written: {error}")
-
-    def _close(self, trainer: pl.Trainer) -> None:
-        count_by_loader(trainer)
-        if self._run is not None:
-            self._run.close()
 
 
 def privacy_of(trainer: pl.Trainer) -> PrivacyCallback | None:

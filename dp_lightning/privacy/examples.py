@@ -2,10 +2,11 @@
 
 ``together``: all examples of a physical batch at once, under vmap. Code that is mapped cannot reach another example.
 ``one_by_one``: ordinary autograd on one example after the other, exact for every model whose loss is a function of its
-example, and slower. Plain Python can keep things from one to the next, so what is reachable from the module is compared
-after each. Each logical step begins with a synthetic example, whose loss moves buffers on and gives no gradient.
+example, and slower. The code is trusted to keep nothing from one example to the next; buffers are put back. Each
+logical step begins with a synthetic example, whose loss moves buffers and counters on and gives no gradient.
 """
 
+import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, NoReturn
@@ -18,14 +19,12 @@ from dp_lightning.errors import DataError, ModelError
 from dp_lightning.privacy.gradients.clipped_sum import ClippedSum
 from dp_lightning.privacy.gradients.contribution import PerExample
 from dp_lightning.privacy.gradients.recording import Recording
-from dp_lightning.privacy.gradients.refusals import BATCH_NORM, HOST_DRAW, is_of_batch_norm
-from dp_lightning.privacy.isolation.between_examples import Isolation
-from dp_lightning.privacy.isolation.reachable import is_atom, reachable
+from dp_lightning.privacy.gradients.refusals import BATCH_NORM, is_of_batch_norm
+from dp_lightning.privacy.isolation import Isolation
 from dp_lightning.privacy.phases import Phases
-from dp_lightning.privacy.randomness import NoHostDraws, TrainingRandomness, only_given_keys
-from dp_lightning.privacy.reading import Entries, ExampleBatch, flatten, unflatten
+from dp_lightning.privacy.randomness import TrainingRandomness
+from dp_lightning.privacy.reading import Entries, ExampleBatch, unflatten
 from dp_lightning.processors import sent
-from dp_lightning.refusing import refuse_every_use
 
 MODES = ("together", "one_by_one")
 
@@ -39,7 +38,7 @@ class Examples(ABC):
     Args:
         parameters: the trained ones by name.
         phases: which of them are frozen in a step.
-        isolation: what the module keeps from step to step.
+        isolation: the checks around the loss.
         randomness: gives the global generators new keys.
     """
 
@@ -47,20 +46,35 @@ class Examples(ABC):
         self, parameters: Mapping[str, Tensor], phases: Phases, isolation: Isolation, randomness: TrainingRandomness
     ) -> None:
         self._parameters, self._phases = parameters, phases
-        self.isolation, self._randomness = isolation, randomness
+        self._isolation, self._randomness = isolation, randomness
         #: How the gradients of each parameter were taken in the last physical batch.
         self.methods: dict[str, str] = {}
 
-    @abstractmethod
     def add(self, loss: Loss, batch: ExampleBatch, total: ClippedSum) -> None:
-        """Add the clipped gradients of the examples in ``batch``."""
+        """Add the clipped gradients of the examples in ``batch``; the first batch of a logical step begins it."""
+        if batch.place.piece == 0:
+            self._isolation.begin(together=isinstance(self, Together))
+        with self._phases.held(batch.place.step):
+            self._add(loss, batch, total)
+
+    def end(self) -> None:
+        """End the logical step.
+
+        Raises:
+            ModelError: where a tensor of an example is still kept that was made in the step before.
+        """
+        self._isolation.end()
+
+    @abstractmethod
+    def _add(self, loss: Loss, batch: ExampleBatch, total: ClippedSum) -> None:
+        """The same, with what is frozen in the step frozen."""
 
 
 class Together(Examples):
     """All examples of a physical batch under vmap."""
 
-    def add(self, loss: Loss, batch: ExampleBatch, total: ClippedSum) -> None:
-        leaves, structure = flatten(batch.examples)
+    def _add(self, loss: Loss, batch: ExampleBatch, total: ClippedSum) -> None:
+        leaves, structure = batch.leaves, batch.structure
         places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
         if not places:
             raise DataError(
@@ -69,7 +83,7 @@ class Together(Examples):
                 "privacy.examples: one_by_one."
             )
         total.begin(len(batch), None if batch.counted.all() else sent(batch.counted, total.flat.device))
-        recording = Recording(self._parameters, len(batch), total.take, constants=self.isolation.is_known)
+        recording = Recording(self._parameters, len(batch), total.take, stale=self._isolation.stale)
 
         def one(*tensors: Tensor) -> Tensor:
             mine: list[Any] = [Placeholder() if isinstance(leaf, Entries) else leaf for leaf in leaves]
@@ -78,12 +92,8 @@ class Together(Examples):
             return _scalar(loss(unflatten(mine, structure)))
 
         self._randomness.before_step(batch.place)
-        draws = NoHostDraws()
-        draws.note()
-        with self.isolation.together(recording), self._phases.held(batch.place.step), only_given_keys():
+        with self._isolation.together(recording):
             recording.backward(recording.run(one, *(leaves[place] for place in places)))
-        if drawn := draws.drawn():
-            raise ModelError(f"training_step draws from {' and '.join(drawn)}. {HOST_DRAW}")
         total.end()
         self.methods = recording.methods
 
@@ -91,60 +101,53 @@ class Together(Examples):
 class OneByOne(Examples):
     """Ordinary autograd on one example after the other."""
 
-    def add(self, loss: Loss, batch: ExampleBatch, total: ClippedSum) -> None:
+    def _add(self, loss: Loss, batch: ExampleBatch, total: ClippedSum) -> None:
         self.methods = dict.fromkeys(self._parameters, "one by one")
-        leaves, structure = flatten(batch.examples)
-        for parameter in self._parameters.values():
-            parameter.grad = None  # an earlier step's
-        watch = self.isolation.watch()
         for index, counted in enumerate(batch.counted.tolist()):
-            # In memory of its own: a view leads to the others, and so does an object that several share.
+            # In memory of its own, since a view leads to the others. What is no tensor has no synthetic value.
             mine = [
-                leaf[index].clone() if isinstance(leaf, Tensor) else self.isolation.copied(leaf[index])
-                for leaf in leaves
+                leaf[index].clone() if isinstance(leaf, Tensor) else copy.deepcopy(leaf[index]) if counted else None
+                for leaf in batch.leaves
             ]
-            if not counted:  # synthetic, and what is no tensor is another example's
-                mine = [leaf if isinstance(leaf, Tensor) else Placeholder() for leaf in mine]
-            example = unflatten(mine, structure)
-            for leaf in mine:
-                watch.note(_tensors_in(leaf))
             self._randomness.before_step(batch.place, index)
-            with self.isolation.one_by_one(watch, public=not counted), watch, self._phases.held(batch.place.step):
-                try:
-                    value = _scalar(loss(example))
-                except ValueError as error:
-                    if is_of_batch_norm(str(error)):
-                        raise ModelError(BATCH_NORM) from error
-                    raise
-                gradients = self._gradients(value) if counted else {}
-                del value
-            if counted:
-                parts = {name: gradient.unsqueeze(0) for name, gradient in gradients.items()}
-                total.begin(1)
-                total.take(PerExample(parts, "one by one"))
-                total.end()
+            with self._isolation.one_by_one(advances=not counted):
+                if not counted:
+                    self._advance(loss, unflatten(mine, batch.structure))
+                    continue
+                gradients = self._gradients(loss, unflatten(mine, batch.structure))
+            total.begin(1)
+            total.take(PerExample(gradients, "one by one"))
+            total.end()
 
-    def _gradients(self, value: Tensor) -> dict[str, Tensor]:
+    def _advance(self, loss: Loss, synthetic: Any) -> None:
+        """Run the loss for the state that it moves on; it may not understand an example of zeros and ones."""
+        try:
+            with torch.no_grad():
+                loss(synthetic)
+        except Exception:
+            return
+
+    def _gradients(self, loss: Loss, example: Any) -> dict[str, Tensor]:
+        """By name, (1, *shape) each; of parameters that the loss does not use there is none."""
+        try:
+            value = _scalar(loss(example))
+        except ValueError as error:
+            if is_of_batch_norm(str(error)):
+                raise ModelError(BATCH_NORM) from error
+            raise
         if not value.requires_grad:
-            _refuse_unconnected()
-        self.isolation.require_own_leaves(value)
+            raise ModelError(
+                "The loss does not depend on any trained parameter. Compute it from the model's output, outside of "
+                "torch.no_grad()."
+            )
+        trained = {name: parameter for name, parameter in self._parameters.items() if parameter.requires_grad}
         with torch.autocast(value.device.type, enabled=False):
-            value.backward()
-        found = {}
-        for name, parameter in self._parameters.items():
-            if parameter.grad is not None:
-                gradient, parameter.grad = parameter.grad, None
-                found[name] = gradient.to_dense() if gradient.is_sparse else gradient
-        return found
-
-
-def _tensors_in(leaf: Any) -> list[Tensor]:
-    """Of an example: the leaf, or what an object of some other class leads to."""
-    if is_atom(leaf):
-        return []
-    if isinstance(leaf, Tensor):
-        return [leaf]
-    return [value for _, value in reachable(leaf) if issubclass(type(value), Tensor)]  # type: ignore[misc]
+            found = torch.autograd.grad(value, list(trained.values()), allow_unused=True)
+        return {
+            name: (gradient.to_dense() if gradient.is_sparse else gradient).unsqueeze(0)
+            for name, gradient in zip(trained, found, strict=True)
+            if gradient is not None
+        }
 
 
 class Placeholder:
@@ -157,10 +160,9 @@ class Placeholder:
             "data set return a tensor, or set privacy.examples: one_by_one."
         )
 
-    __getattr__ = __str__ = __repr__ = _refuse
-
-
-refuse_every_use(Placeholder, Placeholder._refuse)
+    __getattr__ = __str__ = __repr__ = __bool__ = __len__ = __iter__ = __getitem__ = __contains__ = __call__ = _refuse
+    __int__ = __float__ = __index__ = __hash__ = __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = _refuse
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = __neg__ = _refuse
 
 
 def _scalar(loss: Any) -> Tensor:
@@ -172,13 +174,6 @@ def _scalar(loss: Any) -> Tensor:
     if loss.numel() != 1:
         raise ModelError(f"training_step returned a loss of shape {tuple(loss.shape)}. It has to be a single number.")
     return loss.reshape(())
-
-
-def _refuse_unconnected() -> NoReturn:
-    raise ModelError(
-        "The loss does not depend on any trained parameter. Compute it from the model's output, outside of "
-        "torch.no_grad()."
-    )
 
 
 def trained_parameters(module: nn.Module) -> dict[str, nn.Parameter]:

@@ -67,14 +67,22 @@ class RunShape:
 
     @classmethod
     def of_length(
-        cls, *, num_train: int, expected_batch_size: int, delta: float, max_epochs: int | None, max_steps: int = -1
+        cls,
+        *,
+        num_train: int,
+        expected_batch_size: int,
+        delta: float,
+        max_epochs: int | None,
+        max_steps: int = -1,
+        limit_train_batches: float = 1.0,
     ) -> "RunShape":
         """The shape of a run with the limits of a Trainer.
 
         Args:
             num_train, expected_batch_size, delta: N, B and delta.
-            max_epochs, max_steps: T is ``max_steps``, or floor(``max_epochs`` * N / B) if that is less; -1 sets no
-                limit, and None no epochs.
+            max_epochs, max_steps: T is ``max_steps``, or the steps of ``max_epochs`` epochs if those are fewer; -1 sets
+                no limit, and None no epochs.
+            limit_train_batches: the steps of an epoch that are taken, as a number, or as a share where it is a float.
 
         Raises:
             ConfigurationError: if neither sets a limit, or no step is left, or a number is impossible.
@@ -82,14 +90,17 @@ class RunShape:
         check_batch_size(expected_batch_size, num_train)
         limits = [] if max_steps == -1 else [max_steps]
         if max_epochs is not None and max_epochs != -1:
-            limits.append(max_epochs * num_train // max(expected_batch_size, 1))
+            epoch = steps_of_epoch(num_train, expected_batch_size)
+            share = isinstance(limit_train_batches, float)
+            limits.append(max_epochs * int(epoch * limit_train_batches if share else min(epoch, limit_train_batches)))
         if not limits:
             raise ConfigurationError(
                 "The number of steps must be known before the start. Set trainer.max_epochs or trainer.max_steps."
             )
         if min(limits) < 1:
             raise ConfigurationError(
-                "trainer.max_epochs and trainer.max_steps leave no step to take; set at least one epoch or step."
+                "trainer.max_epochs, trainer.max_steps and trainer.limit_train_batches leave no step to take; set at "
+                "least one epoch or step."
             )
         return cls(num_train=num_train, expected_batch_size=expected_batch_size, num_steps=min(limits), delta=delta)
 
@@ -244,6 +255,11 @@ class PrivacyPlan(RunShape):
             sensitivity: S, the L2 sensitivity of the clipped sum; C under flat clipping.
         """
         return self.noise_level(sensitivity) * math.sqrt(num_parameters)
+
+
+def steps_of_epoch(num_train: int, expected_batch_size: int) -> int:
+    """The logical steps of an epoch, max(1, round(N / B)): as many as draw each example once in expectation."""
+    return max(1, round(num_train / max(expected_batch_size, 1)))
 
 
 def _check_target(target_epsilon: float) -> None:

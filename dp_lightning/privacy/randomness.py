@@ -9,12 +9,9 @@ torch's generator on a CPU keeps 32 bits of a seed, which can be tried one by on
 """
 
 import functools
-import os
 import random
 import secrets
-import threading
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -23,29 +20,12 @@ import torch
 from numpy.typing import NDArray
 from torch.utils.data import get_worker_info
 
-from dp_lightning.errors import ConfigurationError, ModelError
-from dp_lightning.privacy.gradients.refusals import HOST_DRAW
-from dp_lightning.privacy.isolation.contents import generator_state
-from dp_lightning.privacy.isolation.reachable import Ignored, walk
 from dp_lightning.privacy.sampling import PhysicalBatch
-from dp_lightning.torch_internals import global_numpy_generator
 
 Keys: TypeAlias = Callable[[int], NDArray[np.uint32]]
 """Returns that many words of 32 bits, new ones with every call."""
 
-_SEEDING = [(module, name) for module in (torch, torch.random) for name in ("manual_seed", "seed", "set_rng_state")]
-# Where generators of the host, uuid and secrets take their numbers from.
-_ENTROPY: list[tuple[Any, str]] = [(os, "urandom"), (random, "_urandom"), (random.Random, "__init__")]
-_ENTROPY += [(np.random.bit_generator, "randbits")]
-_SEEDED = (
-    "training_step seeds torch's generator: what it draws would follow from an example's place in its physical batch. "
-    "Leave the seed out, or set privacy.examples: one_by_one."
-)
-_MADE = f"training_step makes a random generator, or asks the system for random numbers. {HOST_DRAW}"
-_BIT_GENERATORS: dict[str, Any] = {
-    kind.__name__: kind
-    for kind in (np.random.MT19937, np.random.PCG64, np.random.PCG64DXSM, np.random.Philox, np.random.SFC64)
-}
+_GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
 
 
 def keys_from(seed: int | None, *place: int) -> Keys:
@@ -67,86 +47,42 @@ def host_generator(keys: Keys) -> np.random.Generator:
 
 
 class TrainingRandomness:
-    """The global generators of torch, NumPy and Python in a private run.
+    """The generators that draw in a private run: the global ones, and those in attributes of the user's objects.
 
     Args:
         seed: None for secret keys. A number makes every physical batch, its reading and its step, a function of the
             seed and of its place, whoever reads it and however far ahead; the run is not for release.
         rank: of this process.
+        owners: objects whose attributes, and the attributes of these, may be generators, such as modules, a data set
+            and its transform.
     """
 
-    def __init__(self, seed: int | None = None, *, rank: int = 0):
+    def __init__(self, seed: int | None = None, *, rank: int = 0, owners: Iterable[object] = ()) -> None:
         self.seed, self.rank = seed, rank
-        self._reached: list[tuple[str, object]] = []
-
-    def start(self) -> None:
-        """Give all global generators of this process new keys; a resumed run does so too."""
-        rekey_global_generators(keys_from(self.seed, self.rank))
-
-    def rekey(self, roots: Mapping[str, object], ignored: Ignored = lambda owner, name: False) -> None:
-        """Give every generator that can be reached a new key; arguments and errors as of ``rekey_generators``.
-
-        From here on they get others before each loss, as the global ones do.
-        """
-        self._reached = rekey_generators(roots, keys_from(self.seed, self.rank, 0), ignored)
-
-    @property
-    def generators(self) -> list[object]:
-        """Those that were reached."""
-        return [generator for _, generator in self._reached]
-
-    def before_reading(self, place: PhysicalBatch) -> None:
-        """Before the examples of a physical batch are read.
-
-        Hooks, data sets and collation may seed the global generators, with seeds that anyone can repeat: they get new
-        keys each time.
-        """
-        self._rekey(place, 1)
+        self._own = list({id(generator): generator for generator in _generators(owners)}.values())
 
     def before_step(self, place: PhysicalBatch, example: int = 0) -> None:
         """Before their losses are computed, or that of one of them."""
-        keys = self._rekey(place, 2 + example)
-        for path, generator in self._reached:
-            _rekey(path, generator, keys)
-
-    def _rekey(self, place: PhysicalBatch, use: int) -> Keys:
-        keys = keys_from(self.seed, self.rank, place.step, place.piece, use)
+        keys = keys_from(self.seed, self.rank, place.step, place.piece, 2 + example)
         rekey_global_generators(keys)
-        return keys
+        for generator in self._own:
+            _rekey(generator, keys)
 
 
-@contextmanager
-def only_given_keys() -> Iterator[None]:
-    """Refuse to seed torch's global generator, and to make generators of the host or ask the system for numbers.
+def before_reading(seed: int | None, rank: int, place: PhysicalBatch) -> None:
+    """Give the global generators new keys before the examples of a physical batch are read.
 
-    Numbers of a seed would follow from an example's place in its batch; those of the host are one for all examples.
-
-    Raises:
-        ModelError: where one of it was done.
+    Data sets, collation and hooks may seed them with seeds that anyone can repeat.
     """
-    import torch.fx.experimental.symbolic_shapes  # torch does so in a loss, and sympy makes a generator
+    rekey_global_generators(keys_from(seed, rank, place.step, place.piece, 1))
 
-    this = threading.get_ident()
 
-    def refused(function: Callable[..., Any], message: str) -> Callable[..., Any]:
-        def refuse(*args: Any, **kwargs: Any) -> Any:
-            if threading.get_ident() != this:
-                return function(*args, **kwargs)
-            raise ModelError(message)
-
-        return refuse
-
-    replaced = [(owner, name, _SEEDED) for owner, name in _SEEDING] + [(owner, name, _MADE) for owner, name in _ENTROPY]
-    before, initial = [(owner, name, getattr(owner, name)) for owner, name, _ in replaced], torch.initial_seed()
-    for (owner, name, function), (_, _, message) in zip(before, replaced, strict=True):
-        setattr(owner, name, refused(function, message))
-    try:
-        yield
-    finally:
-        for owner, name, function in before:
-            setattr(owner, name, function)
-    if torch.initial_seed() != initial:
-        raise ModelError(_SEEDED)
+def _generators(owners: Iterable[object]) -> Iterator[object]:
+    for owner in owners:
+        for value in vars(owner).values() if hasattr(owner, "__dict__") else ():
+            for each in (value, *(vars(value).values() if hasattr(value, "__dict__") else ())):
+                if isinstance(each, _GENERATORS) and not isinstance(each, random.SystemRandom):
+                    yield each
 
 
 def rekey_global_generators(keys: Keys) -> None:
@@ -155,7 +91,7 @@ def rekey_global_generators(keys: Keys) -> None:
     if _has_accelerator():  # else torch would note the whole stack for each kind that it knows, 3 ms
         torch.manual_seed(of_devices)
     torch.set_rng_state(_cpu_state(keys))
-    _rekey("numpy.random", global_numpy_generator, keys)
+    np.random.set_state(("MT19937", keys(624), 624))
     random.seed(keys(8).tobytes())
 
 
@@ -192,44 +128,6 @@ class WorkerSeeding:
             rekey_global_generators(keys)
 
 
-def rekey_generators(
-    roots: Mapping[str, object], keys: Keys, ignored: Ignored = lambda owner, name: False
-) -> list[tuple[str, object]]:
-    """Give every generator that can be reached from ``roots`` a new key.
-
-    Args:
-        roots: objects by the name that their paths begin with.
-        keys: from :func:`keys_from`.
-        ignored: attributes that are not followed, as in :class:`~dp_lightning.privacy.isolation.state.StateSnapshot`.
-
-    Returns:
-        The generators, with their paths.
-
-    Raises:
-        ConfigurationError: naming a generator that cannot be given a key.
-    """
-    found = [(path, value) for path, value, _ in walk(roots, ignored) if _needs_key(value)]
-    for path, generator in found:
-        _rekey(path, generator, keys)
-    return found
-
-
-class NoHostDraws:
-    """Tells whether NumPy's or Python's global generator was drawn from between two moments.
-
-    Under ``torch.func.vmap`` such a draw is one number for all examples of a physical batch.
-    """
-
-    def note(self) -> None:
-        """Remember where the generators stand."""
-        self._python, self._numpy = random.getstate(), generator_state(global_numpy_generator)
-
-    def drawn(self) -> list[str]:
-        """The generators that have moved since :meth:`note`: ``numpy.random``, ``random``."""
-        names = [] if generator_state(global_numpy_generator) == self._numpy else ["numpy.random"]
-        return names if random.getstate() == self._python else [*names, "random"]
-
-
 def _seed(keys: Keys) -> int:
     return int(keys(2).view(np.uint64)[0])
 
@@ -248,40 +146,16 @@ def _cpu_state(keys: Keys) -> torch.Tensor:
     return torch.from_numpy(state)
 
 
-def _needs_key(value: object) -> bool:
-    kind = type(value)
-    if issubclass(kind, random.SystemRandom):
-        return False
-    numpy = (np.random.Generator, np.random.RandomState, np.random.BitGenerator, np.random.SeedSequence)
-    return issubclass(kind, (torch.Generator, random.Random, *numpy))
-
-
-def _rekey(path: str, generator: Any, keys: Keys) -> None:
+def _rekey(generator: Any, keys: Keys) -> None:
     if isinstance(generator, torch.Generator):
         if generator.device.type == "cpu":
             generator.set_state(_cpu_state(keys))
         else:
             generator.manual_seed(_seed(keys))
     elif isinstance(generator, random.Random):
-        random.Random.seed(generator, keys(8).tobytes())
+        generator.seed(keys(8).tobytes())
     elif isinstance(generator, np.random.RandomState):
-        name = str(generator.get_state(legacy=False)["bit_generator"])
-        if name == "MT19937":  # that of the global generator: 624 words of which none is left, as in torch's
-            generator.set_state((name, keys(624), 624, 0, 0.0))
-        else:
-            generator.set_state({**_bit_generator(path, name, keys).state, "has_gauss": 0, "gauss": 0.0})
-    elif isinstance(generator, np.random.SeedSequence):
-        np.random.SeedSequence.__init__(generator, keys(8).tolist())
+        generator.seed(keys(624))
     else:
-        bits: Any = generator.bit_generator if isinstance(generator, np.random.Generator) else generator
-        fresh = _bit_generator(path, type(bits).__name__, keys)
-        # With its seed sequence, from which spawn() makes further generators.
-        bits.__setstate__((fresh.state, fresh.seed_seq))
-
-
-def _bit_generator(path: str, name: str, keys: Keys) -> Any:
-    if name not in _BIT_GENERATORS:
-        raise ConfigurationError(
-            f"{path} draws from {name}, which cannot be given a secret key. Use np.random.default_rng() there."
-        )
-    return _BIT_GENERATORS[name](np.random.SeedSequence(keys(8).tolist(), pool_size=8))
+        bits: Any = generator.bit_generator
+        bits.state = type(bits)(np.random.SeedSequence(keys(8).tolist(), pool_size=8)).state

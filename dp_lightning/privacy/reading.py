@@ -3,34 +3,40 @@
 The data set's ``__getitem__`` is called for one example, or K times for its K views, and collation on that alone: a
 batch of one example. The results of a physical batch are stacked. ``__getitems__``, which gets several examples, is not
 used. Where an example is a person, it is some of the person's elements, drawn for each step (``groups``).
-``__getitem__`` is trusted to look at one element, and may keep caches in the data set. Collation and hooks keep
-nothing: what they lead to is compared after each physical batch. Where plain values have changed, they are put back and
-the batch is read again, with that comparison after each example; anything else is refused.
 """
 
-import warnings
 from collections import UserDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, is_dataclass
-from functools import cached_property
 from typing import Any
 
-import numpy as np
 import torch
-from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, default_collate
+from torch import Tensor
+from torch.utils.data import Dataset, default_collate
 
-from dp_lightning.errors import DataError, DpLightningError, ModelError
+from dp_lightning.errors import DataError, DpLightningError
 from dp_lightning.privacy.groups import Groups
-from dp_lightning.privacy.isolation.messages import no_messages
-from dp_lightning.privacy.isolation.reachable import Ignored, in_c, nothing_ignored, reachable
-from dp_lightning.privacy.isolation.state import StateSnapshot
 from dp_lightning.privacy.sampling import PhysicalBatch
 from dp_lightning.processors import sent
-from dp_lightning.torch_internals import PARAMETERS, TreeSpec, tree_flatten, tree_unflatten
+from dp_lightning.torch_internals import TreeSpec, tree_flatten, tree_unflatten
 
-_READS = "The data set, collate_fn or a batch hook"
+
+@dataclass(frozen=True, kw_only=True)
+class Reading:
+    """How one example is read.
+
+    Args:
+        collate_fn: makes a batch of one example from a list of its views.
+        augmult: K, the views of each element in its batch of one.
+        images_per_group: k, where an example is a person: how many elements of a group of the data set are drawn for
+            each step, the rows of one example. None where each element is an example.
+        prepare: applied to the batch of one example after collation, before examples are stacked.
+    """
+
+    collate_fn: Callable[[list[Any]], Any] = default_collate
+    augmult: int = 1
+    images_per_group: int | None = None
+    prepare: Callable[[Any], Any] | None = None
 
 
 class ExampleBatch:
@@ -38,28 +44,35 @@ class ExampleBatch:
 
     Attributes:
         place: its place among the draws, and its examples' positions in the data set.
-        examples: a tree like a batch of one example, with tensors (b, ...) in the place of tensors, or with ``Entries``
-            in the place of what is no tensor; b is at least 1.
+        leaves: those of the batch of one example, with a tensor (b, ...) for each tensor, and `Entries` for what is no
+            tensor; b is at least 1. The tree itself is built for one example alone, whose class may check shapes.
+        structure: that of the tree.
         counted: (b,) whether each example takes part, on the CPU. One that is None or that collation leaves out does
             not, nor one that only stands in. Those are synthetic: ones where numbers are floating-point, and zeros.
     """
 
-    def __init__(self, place: PhysicalBatch, examples: Any, counted: Tensor) -> None:
-        self.place, self.examples, self.counted = place, examples, counted
+    def __init__(self, place: PhysicalBatch, leaves: list[Any], structure: "Structure", counted: Tensor) -> None:
+        self.place, self.leaves, self.structure, self.counted = place, leaves, structure, counted
 
     def __len__(self) -> int:
         return len(self.counted)
 
-    def to(self, device: torch.device, non_blocking: bool = False) -> "ExampleBatch":
-        """The same on a device; ``non_blocking`` makes no difference, since nothing waits for a GPU."""
+    @property
+    def shapes(self) -> list[tuple[int, ...]]:
+        """Of the tensors of one example."""
+        return [tuple(leaf.shape[1:]) for leaf in self.leaves if isinstance(leaf, Tensor)]
+
+    def to(self, device: torch.device) -> "ExampleBatch":
+        """The same on a device."""
         return self._changed(lambda leaf: sent(leaf, device))
 
     def pin_memory(self) -> "ExampleBatch":
-        """The same in page-locked memory."""
+        """The same in page-locked memory; a loader calls it."""
         return self._changed(Tensor.pin_memory)
 
     def _changed(self, change: Callable[[Tensor], Tensor]) -> "ExampleBatch":
-        return ExampleBatch(self.place, _with_tensors(change, self.examples), self.counted)
+        leaves = [change(leaf) if isinstance(leaf, Tensor) else leaf for leaf in self.leaves]
+        return ExampleBatch(self.place, leaves, self.structure, self.counted)
 
 
 class Entries(tuple[Any, ...]):
@@ -73,55 +86,43 @@ class ExampleReader(Dataset[ExampleBatch]):
 
     Args:
         dataset: a map-style data set.
-        collate_fn: makes a batch of one example, from a list of its views.
-        augmult: K, how often the data set is asked for each element.
-        groups: the persons of the data set, where an example is a person; None where it is an element.
-        prepare: applied to each example's batch before examples are stacked.
-        before: called with the place before anything is read; it may fix the random numbers.
-        ignored: asked with an object and the name of one of its attributes, whether it is no state.
+        reading: how an example of it is read.
+        seed: fixes which elements of a person are drawn; None draws them with a secret key.
+        before: called with the place before anything is read; it may give generators new keys.
         synthetic_first: whether each logical step begins with a synthetic example, which does not take part.
-        filled_to: so many examples has every physical batch; those that are missing are synthetic ones, which do not
-            take part. None leaves each as it was cut.
     """
 
     def __init__(
         self,
         dataset: Any,
-        collate_fn: Callable[[list[Any]], Any] = default_collate,
+        reading: Reading,
         *,
-        augmult: int = 1,
-        groups: Groups | None = None,
-        prepare: Callable[[Any], Any] | None = None,
+        seed: int | None = None,
         before: Callable[[PhysicalBatch], None] | None = None,
-        ignored: Ignored = nothing_ignored,
         synthetic_first: bool = False,
-        filled_to: int | None = None,
     ) -> None:
-        self.dataset, self.collate_fn = dataset, collate_fn
-        self.augmult, self.groups, self.prepare, self.before = augmult, groups, prepare, before
-        self._ignored, self._each, self._synthetic_first = ignored, False, synthetic_first
-        self._stand_in: Any = None
-        self._filled_to = filled_to or 0
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name != "_watch"}
+        self.dataset, self.reading = dataset, reading
+        #: The persons of the data set, where an example is a person; None where it is an element.
+        self.groups = None if reading.images_per_group is None else Groups(dataset, reading.images_per_group, seed=seed)
+        self._before, self._synthetic_first, self._stand_in = before, synthetic_first, None
 
     def __len__(self) -> int:
         return len(self.dataset if self.groups is None else self.groups)
 
     def __getitem__(self, place: PhysicalBatch) -> ExampleBatch:
-        found = self._read_all(place)
+        if self._before is not None:
+            self._before(place)
+        found = [self.read(index, place.step) for index in place.indices]
         if all(example is None for example in found):
             found = [None]
         elif self._synthetic_first and place.piece == 0:
             found = [None, *found]
-        found += [None] * (self._filled_to - len(found))
         counted = torch.tensor([example is not None for example in found])
-        if any(example is None for example in found):
+        if not counted.all():
             stand_in = next((_synthetic(example) for example in found if example is not None), None)
             stand_in = self.stand_in(place.step) if stand_in is None else stand_in
             found = [stand_in if example is None else example for example in found]
-        return ExampleBatch(place, stacked(found), counted)
+        return ExampleBatch(place, *stacked(found), counted)
 
     def elements(self, index: int, step: int) -> list[int]:
         """The places in the data set of what an example consists of in a logical step."""
@@ -133,18 +134,12 @@ class ExampleReader(Dataset[ExampleBatch]):
         Raises:
             DataError: where ``collate_fn`` does not take a list of one example.
         """
-        views = [self.dataset[element] for element in self.elements(index, step) for _ in range(self.augmult)]
+        reading = self.reading
+        views = [self.dataset[element] for element in self.elements(index, step) for _ in range(reading.augmult)]
         if any(view is None for view in views):  # as a data set gives what it cannot read
             return None
-        with self.nothing_kept() if self._each else nullcontext():
-            batch = self._collated(views)
-            if _is_empty(batch):
-                return None
-            return batch if self.prepare is None else self.prepare(batch)
-
-    def _collated(self, views: list[Any]) -> Any:
         try:
-            return self.collate_fn(views)
+            batch = reading.collate_fn(views)
         except DpLightningError:
             raise
         except Exception as error:  # it is the user's own code
@@ -152,85 +147,19 @@ class ExampleReader(Dataset[ExampleBatch]):
                 f"collate_fn fails ({type(error).__name__}: {error}). It gets one example at a time, here a list of "
                 f"length {len(views)}: return a batch of that example, or None to leave it out."
             ) from error
-
-    def _read_all(self, place: PhysicalBatch) -> list[Any]:
-        if self.before is not None:
-            self.before(place)
-        with no_messages(_READS), nullcontext() if self._each else self.nothing_kept():
-            each, found = self._each, [self.read(index, place.step) for index in place.indices]
-        return found if each == self._each else self._read_all(place)
-
-    @contextmanager
-    def nothing_kept(self) -> Iterator[None]:
-        """Around collation and hooks: plain values that they have changed are put back.
-
-        Raises:
-            ModelError: naming what else they have changed.
-        """
-        if self._watch is not None:
-            self._watch.refresh()
-        yield
-        if self._watch is not None and self._watch.undo():
-            self._each = True
-
-    @cached_property
-    def _watch(self) -> "_Watch | None":
-        functions = {"collate_fn": self.collate_fn, "on_before_batch_transfer": self.prepare}
-        own = {name: function for name, function in functions.items() if function not in (None, default_collate)}
-        return _Watch(own, self.dataset, self._ignored) if own else None
+        if _is_empty(batch):
+            return None
+        return batch if reading.prepare is None else reading.prepare(batch)
 
     def stand_in(self, step: int) -> Any:
         """A batch of one synthetic example."""
         if self._stand_in is None:
             found = (self.read(index, step) for index in range(len(self)))
-            with no_messages(_READS), self.nothing_kept():
-                example = next((example for example in found if example is not None), None)
+            example = next((example for example in found if example is not None), None)
             if example is None:
                 raise DataError("Every example of the training set is None, or collation leaves nothing of it.")
             self._stand_in = _synthetic(example)
         return self._stand_in
-
-
-class _Watch:
-    """Compares what is reachable from collation and hooks, parameters and the data set's own state left out.
-
-    Args:
-        functions: by name.
-        dataset: what only it leads to is trusted, and so are its arrays.
-        ignored: as in ``ExampleReader``.
-    """
-
-    def __init__(self, functions: Mapping[str, object], dataset: object, ignored: Ignored) -> None:
-        arrays = {id(value): value for _, value in reachable(dataset) if isinstance(value, Tensor | np.ndarray)}
-
-        def left_out(owner: object, name: str) -> bool:
-            value = getattr(owner, "__dict__", {}).get(name)
-            data = isinstance(owner, Dataset | DataLoader) or value is dataset or id(value) in arrays
-            return data or (isinstance(owner, nn.Module) and name == PARAMETERS) or ignored(owner, name)
-
-        (name, root), *others = functions.items()
-        self._snapshot = StateSnapshot(root, left_out, name=name, also=dict(others))
-
-    def refresh(self) -> None:
-        """From here on, compare with what is now."""
-        self._snapshot.refresh()
-
-    def undo(self) -> bool:
-        """Put plain values back; whether there were any.
-
-        Raises:
-            ModelError: naming what else has changed.
-        """
-        changes = [change for change in self._snapshot.changes() if change.kind in ("attribute", "tensor")]
-        if names := [change.path for change in changes if not change.is_plain]:
-            raise ModelError(
-                f"Reading an example changes {', '.join(names[:5])}. What collate_fn and on_before_batch_transfer "
-                "keep of it could reach other examples. Make what they need before the fit, or keep it in the data set."
-            )
-        for change in changes:
-            warnings.warn(f"Reading an example changes {change.path}. The change is undone each time.", stacklevel=2)
-            change.undo()
-        return bool(changes)
 
 
 @dataclass(frozen=True)
@@ -264,7 +193,7 @@ def _opened(end: Any) -> tuple[list[Any], Any]:
         return [], None
     if isinstance(end, Tensor):
         return [end], end.dtype
-    if (isinstance(end, UserDict) or is_dataclass(end)) and in_c(end) is object:
+    if (isinstance(end, UserDict) or is_dataclass(end)) and type(end).__new__ is object.__new__:
         leaves, structure = flatten(_attributes(end))
         return leaves, (type(end), structure)
     return [end], "entry"
@@ -296,13 +225,8 @@ def _attributes(value: object) -> dict[str, Any]:
     return {**(own or {}), **(slots or {})}
 
 
-def _with_tensors(change: Callable[[Tensor], Tensor], tree: Any) -> Any:
-    leaves, structure = flatten(tree)
-    return unflatten([change(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves], structure)
-
-
-def stacked(examples: Sequence[Any]) -> Any:
-    """Batches of one example each as one tree of tensors (b, ...).
+def stacked(examples: Sequence[Any]) -> tuple[list[Any], Structure]:
+    """Batches of one example each: the leaves, with tensors (b, ...), and the structure that they have in common.
 
     Raises:
         DataError: when examples differ in structure or in shape.
@@ -311,13 +235,7 @@ def stacked(examples: Sequence[Any]) -> Any:
     structure = flat[0][1]
     for _, other in flat:
         require_structure(other, structure)
-    return unflatten([_stacked(column) for column in zip(*(leaves for leaves, _ in flat), strict=True)], structure)
-
-
-def form_of(batch: ExampleBatch) -> tuple[Structure, list[tuple[int, ...]]]:
-    """The structure of one example, and the shapes that its tensors have."""
-    leaves, structure = flatten(batch.examples)
-    return structure, [tuple(leaf.shape[1:]) for leaf in leaves if isinstance(leaf, Tensor)]
+    return [_stacked(column) for column in zip(*(leaves for leaves, _ in flat), strict=True)], structure
 
 
 def require_structure(found: Structure, expected: Structure) -> None:
@@ -358,7 +276,11 @@ def _stacked(column: Sequence[Any]) -> Any:
 
 def _synthetic(example: Any) -> Any:
     """Of its structure and shapes: a one has a norm and a logarithm, a zero is an index."""
-    return _with_tensors(lambda leaf: torch.full_like(leaf, leaf.is_floating_point()), example)
+    leaves, structure = flatten(example)
+    return unflatten(
+        [torch.full_like(leaf, leaf.is_floating_point()) if isinstance(leaf, Tensor) else leaf for leaf in leaves],
+        structure,
+    )
 
 
 def _is_empty(batch: Any) -> bool:

@@ -89,24 +89,3 @@ def cut(
     count = max(-(-largest_share // max_physical_batch_size), 1)
     for piece, mine in enumerate(np.array_split(indices[rank::num_ranks], count)):
         yield PhysicalBatch(step, piece, tuple(mine.tolist()), pieces=count)
-
-
-def epoch_of(step: int, *, num_train: int, expected_batch_size: int) -> tuple[int, int]:
-    """The epoch that contains the logical step ``step``, and the step at which it starts; both begin with 0.
-
-    Epoch e starts after floor(e * N / B) steps, so that E epochs have floor(E * N / B) steps.
-    """
-    epoch = _epoch(step, num_train, expected_batch_size)
-    return epoch, epoch * num_train // expected_batch_size
-
-
-def epoch_end(step: int, *, num_train: int, expected_batch_size: int, num_steps: int) -> int:
-    """The logical step at which the epoch that contains ``step`` ends; the last epoch ends with the plan."""
-    return min((_epoch(step, num_train, expected_batch_size) + 1) * num_train // expected_batch_size, num_steps)
-
-
-def _epoch(step: int, num_train: int, expected_batch_size: int) -> int:
-    epoch = step * expected_batch_size // num_train
-    while (epoch + 1) * num_train // expected_batch_size <= step:
-        epoch += 1
-    return epoch

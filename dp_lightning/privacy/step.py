@@ -7,12 +7,10 @@ For the Poisson draw S from N examples, each taken with probability q = B/N, a s
 Formal guarantee. Let the parameters and all earlier releases be given.
 
 1. S is a Poisson draw with a secret key (``sampling``).
-2. Each example is read by itself (``reading``), and its loss l_i is computed where no other example can be reached
-   (``examples``, ``isolation``), with secret random numbers (``randomness``): l_i is a function of example i, the
-   weights, the number of the step, and random numbers that no one knows. What is trusted: each element of the data set
-   is a separate record (``records`` finds those that are not, as far as it can), its ``__getitem__`` looks at one,
-   torch's kernels treat rows separately, and code around the step neither reads the training set nor depends on what a
-   training metric or a logger holds. ``docs/sharp_edges.md`` lists what is known to get around this.
+2. Each example is read by itself (``reading``), and its loss l_i is computed under vmap, where no other example can be
+   reached (``examples``, ``isolation``), with secret random numbers (``randomness``): l_i is a function of example i,
+   the weights, the number of the step, and random numbers that no one knows. ``docs/contract.md`` says what the user
+   promises for it: ``__getitem__`` looks at one record, and code around the step feeds no training example back.
 3. ``clip`` bounds what one example adds to the sum by ``sensitivity`` (``clipping``, ``gradients``); an example whose
    gradient is not finite adds nothing.
 4. B is a constant of the plan, and the step is released whatever the draw is, the empty one included.
@@ -30,19 +28,16 @@ Several ranks take one step together: S is one draw, dealt out to them; each ran
 to its own sum, and one collective adds up the sums. What is released is the same on every rank, bit for bit.
 """
 
+import functools
 import math
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager
-from functools import cached_property, partial
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import default_collate
 
-from dp_lightning.errors import BudgetError, ConfigurationError, DpLightningError, ModelError
-from dp_lightning.privacy.accounting import Ledger
+from dp_lightning.errors import BudgetError, ConfigurationError, DpLightningError
 from dp_lightning.privacy.clipping import ClipPlan
 from dp_lightning.privacy.disk import DiSK, Extrapolation
 from dp_lightning.privacy.examples import (
@@ -55,35 +50,15 @@ from dp_lightning.privacy.examples import (
     trained_parameters,
 )
 from dp_lightning.privacy.gradients.clipped_sum import ClippedSum
-from dp_lightning.privacy.groups import Groups
-from dp_lightning.privacy.isolation.between_examples import Isolation
-from dp_lightning.privacy.isolation.later import Later
-from dp_lightning.privacy.isolation.reachable import Ignored, NamesOf, no_names, nothing_ignored
-from dp_lightning.privacy.isolation.sealed_data import SealedData
-from dp_lightning.privacy.journal import Journal, run_name
-from dp_lightning.privacy.lineage import (
-    Origin,
-    TrainedWeights,
-    Training,
-    count_of,
-    faults_of,
-    origin_of,
-    released,
-)
+from dp_lightning.privacy.isolation import Isolation, require_own_tensors, with_inner
 from dp_lightning.privacy.noise import GaussianNoise
 from dp_lightning.privacy.phases import Phases
 from dp_lightning.privacy.plan import PrivacyPlan
-from dp_lightning.privacy.randomness import TrainingRandomness
-from dp_lightning.privacy.reading import (
-    ExampleBatch,
-    ExampleReader,
-    Structure,
-    form_of,
-    require_shapes,
-    require_structure,
-)
+from dp_lightning.privacy.randomness import TrainingRandomness, before_reading
+from dp_lightning.privacy.reading import ExampleBatch, ExampleReader, Reading, require_shapes, require_structure
+from dp_lightning.privacy.record import RunRecord, origin_of, released
 from dp_lightning.privacy.records import require_single_records
-from dp_lightning.privacy.sampling import Key, PhysicalBatch, PoissonSampler, cut, sampling_key
+from dp_lightning.privacy.sampling import PhysicalBatch, PoissonSampler, cut, sampling_key
 from dp_lightning.privacy.statement import ONE_EXAMPLE, ONE_PERSON, PrivacyStatement, installed
 from dp_lightning.privacy.weights import digest_of
 from dp_lightning.processors import all_finite
@@ -104,35 +79,21 @@ class PrivateStep:
 
     Args:
         module: parameters that require a gradient now are the trained ones.
-        loss: from a batch of one example, as ``collate_fn`` makes it, to its loss, a scalar tensor. What it leads to
-            is compared like the module.
+        loss: from a batch of one example, as ``reading`` makes it, to its loss, a scalar tensor.
         dataset: a map-style data set of the plan's number of examples, or of persons.
         plan: the public numbers of the run.
         clip_plan: how examples are clipped.
-        collate_fn: makes a batch of one example from a list of its views.
+        reading: how an example is read.
         examples: ``together`` under vmap, or ``one_by_one``, which is slower and takes any code.
         max_physical_batch_size: most rows, every view of an example counted, that go through the model at once. It
             bounds memory and changes nothing else.
-        constant_shapes: fill each physical batch up to that size by synthetic examples that do not count; under
-            ``one_by_one`` it changes nothing.
-        augmult: K, the views of each element in its batch of one.
-        images_per_group: k, where an example is a person: how many elements of a group of the data set are drawn for
-            each step, the rows of one example. None where each element is an example.
         disk: takes gradients where DiSK does; None is at the parameters.
         frozen_until: parameters that are frozen at first, as in `Phases`.
-        ledger: where each release is recorded; it may hold steps taken before.
-        journal: where each release is brought to disk before it is made, on rank 0.
-        run: name of the run; that of its journal without one.
-        origin: what has trained the module before, which has been counted; None finds it out and counts it.
-        ranks: the processes that take each step together.
-        sampling_key: of the draws, the same on all ranks; None makes a secret one.
+        record: what counts the steps, and brings each to disk before it is released; None is a new one, without a
+            journal, that counts what is known of the weights.
+        ranks: the processes that take each step together; all of them make a step at once.
         seed: fixes sampling, noise and all that is random in a step; whoever knows it can subtract the noise. None
             takes secret keys from the operating system.
-        prepare: applied to the batch of one example after collation, before examples are stacked.
-        ignored: asked with an object and the name of one of its attributes, whether it is no state of the module.
-        by_identity: names of an object's ignored attributes that a loss must leave as they are.
-        raw: further objects that hold training data.
-        also: further objects, by name, that the loss may change.
 
     Raises:
         ConfigurationError: naming the setting, or a record that stands in the data set twice.
@@ -147,112 +108,61 @@ class PrivateStep:
         *,
         plan: PrivacyPlan,
         clip_plan: ClipPlan | None = None,
-        collate_fn: Callable[[list[Any]], Any] = default_collate,
+        reading: Reading | None = None,
         examples: str = "together",
         max_physical_batch_size: int = 128,
-        constant_shapes: bool = False,
-        augmult: int = 1,
-        images_per_group: int | None = None,
         disk: DiSK | None = None,
         frozen_until: Mapping[str, float] = types.MappingProxyType({}),
-        ledger: Ledger | None = None,
-        journal: Journal | None = None,
-        run: str | None = None,
-        origin: Origin | None = None,
+        record: RunRecord | None = None,
         ranks: Ranks | None = None,
-        sampling_key: Key | None = None,
         seed: int | None = None,
-        prepare: Callable[[Any], Any] | None = None,
-        ignored: Ignored = nothing_ignored,
-        by_identity: NamesOf = no_names,
-        raw: tuple[object, ...] = (),
-        also: Mapping[str, object] = types.MappingProxyType({}),
     ) -> None:
+        reading = reading or Reading()
         check_step_settings(
             examples=examples,
             max_physical_batch_size=max_physical_batch_size,
-            augmult=augmult,
-            images_per_group=images_per_group,
+            augmult=reading.augmult,
+            images_per_group=reading.images_per_group,
         )
         self.module, self.plan, self.clip_plan = module, plan, clip_plan or ClipPlan.flat()
-        self.ledger, self.journal, self.ranks = ledger or Ledger(), journal, ranks or Ranks()
-        self.run = run or (run_name({}) if journal is None else journal.run)
-        self.unit = ONE_EXAMPLE if images_per_group is None else ONE_PERSON
-        #: What keeps the run from release, in words.
-        self.faults: set[str] = set()
-        #: What a GPU finds out between two releases, which is read once, before the second.
-        self.later = Later(partial(_note_error, self.faults))
-        reproducible = seed is not None
-        before: list[str] = []
-        self._training = Training(self.run, self.ledger, self.unit, reproducible, self.faults, self.later.look, before)
+        self.ranks, self.seed, self.disk, self.examples = ranks or Ranks(), seed, disk, examples
         self.parameters = trained_parameters(module)
         self._every = dict(module.named_parameters())
         self.phases = Phases(frozen_until, self.parameters, plan.num_steps)
-        self._weights = TrainedWeights(self.parameters, self._training, self.later)
-        groups = _checked_groups(dataset, images_per_group, seed, plan.num_train)
-        # It counts in the ledger what has trained the weights, after all that may refuse the run.
-        self.origin = origin or origin_of(module, self.ledger, run=self.run, unit=self.unit, other_data=False)
-        self.faults.update(self.origin.faults)
-        before += self.origin.words
-        self.noise = GaussianNoise(seed=seed)
-        self.seed, self.randomness = seed, TrainingRandomness(seed, rank=self.ranks.rank)
-        self._max_examples = max_physical_batch_size // (augmult * (images_per_group or 1))
-        together = examples == "together"
         self.reader = ExampleReader(
             dataset,
-            collate_fn,
-            augmult=augmult,
-            groups=groups,
-            prepare=prepare,
-            before=self.randomness.before_reading,
-            ignored=ignored,
-            synthetic_first=not together,
-            filled_to=self._max_examples if constant_shapes and together else None,
+            reading,
+            seed=seed,
+            before=functools.partial(before_reading, seed, self.ranks.rank),
+            synthetic_first=examples == "one_by_one",
         )
-        self._loss = loss
+        _require_data_set(self.reader, plan.num_train)
+        require_own_tensors(module, dataset)
+        self.unit = ONE_EXAMPLE if reading.images_per_group is None else ONE_PERSON
+        if record is None:
+            record = RunRecord(unit=self.unit, reproducible=seed is not None)
+            record.origin = origin_of(module, record, other_data=False)
+        self.record = record
+        self.noise = GaussianNoise(seed=seed)
+        # All ranks draw the same examples.
         self._sampler = PoissonSampler(
-            num_train=plan.num_train, sample_rate=plan.sample_rate, key=_sampling_key(sampling_key, seed)
+            num_train=plan.num_train, sample_rate=plan.sample_rate, key=self.ranks.of_rank_0(sampling_key(seed))
         )
-        self.examples, self.disk = examples, disk
-        self._ignored, self._by_identity, self._raw, self._also = ignored, by_identity, (dataset, *raw), also
-        self._sum = ClippedSum(self.parameters, self.clip_plan)
+        self._max_examples = max_physical_batch_size // (reading.augmult * (reading.images_per_group or 1))
+        owners = (*module.modules(), *with_inner(dataset))
+        mode = Together if examples == "together" else OneByOne
+        self._mode: Examples = mode(
+            self.parameters,
+            self.phases,
+            Isolation(module, self.parameters),
+            TrainingRandomness(seed, rank=self.ranks.rank, owners=owners),
+        )
+        self._loss, self._sum = loss, ClippedSum(self.parameters, self.clip_plan)
         self._extrapolation = None if disk is None else Extrapolation(self.parameters, disk.length)
-        self._form: tuple[Structure, list[tuple[int, ...]]] | None = None
+        self._first: ExampleBatch | None = None
         self._taken: PhysicalBatch | None = None
-        self._stops = False  # whether a rank has asked to stop after the last step
 
     # One logical step
-
-    @cached_property
-    def _mode(self) -> Examples:
-        self.randomness.start()
-        roots = {"self": self.module, "the data set": self.reader.dataset, "collate_fn": self.reader.collate_fn}
-        also = {"loss": self._loss, **self._also}
-        self.randomness.rekey({**roots, **also}, self._ignored)
-        isolation = Isolation(
-            self.module,
-            self.parameters,
-            sealed=SealedData(self._raw, self.plan.num_train, self.module, self._ignored),
-            later=self.later,
-            generators=self.randomness.generators,
-            ignored=self._ignored,
-            by_identity=self._by_identity,
-            also=also,
-        )
-        mode = Together if self.examples == "together" else OneByOne
-        return mode(self.parameters, self.phases, isolation, self.randomness)
-
-    def start(self) -> None:
-        """Take secret keys, and note which constants the losses may use; otherwise the first batch does."""
-        _ = self._mode
-
-    def nothing_kept(self) -> AbstractContextManager[None]:
-        """Around losses that are no step, such as those of a trial: what they leave behind is put back.
-
-        Raises:
-            ModelError: naming what cannot be.
-        """
-        return self.isolation.nothing_kept()
 
     def physical_batches(self, step: int) -> Iterator[PhysicalBatch]:
         """This rank's share of the draw of a logical step."""
@@ -261,8 +171,7 @@ class PrivateStep:
 
     def batches(self) -> Iterator[ExampleBatch]:
         """The physical batches of the next logical step, read one after the other."""
-        self.start()
-        return map(self.reader.__getitem__, self.physical_batches(self.ledger.num_steps))
+        return map(self.reader.__getitem__, self.physical_batches(self.record.ledger.num_steps))
 
     def accumulate(self, batch: ExampleBatch) -> None:
         """Add the clipped gradients of a physical batch's examples to the sum of its logical step.
@@ -276,24 +185,27 @@ class PrivateStep:
             DataError: when an example has another shape or structure than those before, or no tensor.
         """
         require_same_trained(self._every, self.parameters)
-        place, batch = batch.place, batch.to(self._device)
+        place = batch.place
         if place.piece == 0:
-            self._begin()
+            self.require_budget()
+            self._sum.reset()
         elif self._taken is None or (place.step, place.piece) != (self._taken.step, self._taken.piece + 1):
             raise DpLightningError(f"{place} does not follow {self._taken}: the physical batches were reordered.")
-        self._require_one_form(batch)
+        self._first = self._first or batch
+        require_structure(batch.structure, self._first.structure)
+        require_shapes(batch.shapes, self._first.shapes)
         if self._extrapolation is not None:
+            if place.piece == 0:
+                self._extrapolation.advance()
             self._extrapolation.away()
         try:
-            self._mode.add(self._loss, batch, self._sum)
+            self._mode.add(self._loss, batch.to(next(iter(self.parameters.values())).device), self._sum)
         except Exception as error:
-            _note_error(self.faults, error)
+            self.record.faults.add(f"a step ended by an error ({type(error).__name__})")
             raise
         finally:
             if self._extrapolation is not None:
                 self._extrapolation.back()
-        if place.piece == 0:
-            self._weights.require_untouched()
         self._taken = place
 
     @torch.no_grad()
@@ -311,50 +223,38 @@ class PrivateStep:
 
         Raises:
             BudgetError: when the plan's steps are all taken.
-            ModelError: where a GPU has found a reason for which ``accumulate`` raises it on a CPU. The step is counted
-                then, and neither it nor a later one is released.
+            ModelError: where a tensor of an example is still kept that was made in the step before.
         """
         self.require_budget()
         require_same_trained(self._every, self.parameters)
         if self._taken is None or not self._taken.last:
             raise DpLightningError("The logical batch is not complete: accumulate all of its physical batches first.")
-        self._taken, number = None, self.ledger.num_steps
-        step = {"noise_multiplier": self.plan.noise_multiplier, "sample_rate": self.plan.sample_rate}
-        if self.journal is not None:
-            self.journal.record(**step)
-        self.ledger.record(**step)
-        total, noised, self._stops = self._sum.flat, self.ranks.rank == 0, stop
+        self._taken, number = None, self.record.ledger.num_steps
+        self._mode.end()
+        self.record.count(noise_multiplier=self.plan.noise_multiplier, sample_rate=self.plan.sample_rate)
+        total, noised = self._sum.flat, self.ranks.rank == 0
         if noised:
             total = self.noise.add_to(total, self.noise_standard_deviation, step=number)
         if self.ranks.size > 1:
-            total = self._over_ranks(total, noised=noised, stop=stop)
-        self.later.settle()
+            total, stop = self._over_ranks(total, noised=noised, stop=stop)
         self._sum.reset()
         frozen = self.phases.frozen(number)
         for name, gradient in self._sum.views(total.div_(self.plan.expected_batch_size)).items():
             self.parameters[name].grad = None if name in frozen else gradient.to(self.parameters[name].dtype)
-        released([p for name, p in self.parameters.items() if name not in frozen], self._training)
-        if self.isolation.advance():
-            self._weights.hold()
-        return self._stops
+        released([parameter for name, parameter in self.parameters.items() if name not in frozen], self.record)
+        return stop
 
-    def stepped(self) -> None:
-        """The optimizer has stepped, and what belongs to its step is done: until the next loss nothing else changes the
-        model.
-
-        A loop without Lightning need not say so: there, an optimizer's step ends where torch says it does, and the
-        trained parameters alone are compared.
-        """
-        self.isolation.stepped()
-        self._weights.hold()
-
-    def remember(self, tensors: Iterable[Tensor] | None = None) -> None:
-        """A run that starts from a copy of these tensors counts the steps.
-
-        Args:
-            tensors: that follow from the releases, such as an average; None is the trained parameters.
-        """
-        self._weights.remember(tensors)
+    def _over_ranks(self, total: Tensor, *, noised: bool, stop: bool) -> tuple[Tensor, bool]:
+        """The sum over ranks, in which exactly one has added noise, and whether some rank asks to stop."""
+        total = torch.cat([total, total.new_tensor([float(noised), float(stop)])])
+        self.ranks.add_up(total)
+        with_noise, stopping = total[-2:].tolist()
+        if with_noise != 1:
+            raise DpLightningError(
+                f"{with_noise:g} of {self.ranks.size} ranks added noise, but exactly one has to: the processes do not "
+                "agree on their ranks. Start all of them with the same launcher, and only once."
+            )
+        return total[:-2], stopping > 0
 
     # Public numbers
 
@@ -374,16 +274,6 @@ class PrivateStep:
         return self._mode.methods
 
     @property
-    def isolation(self) -> Isolation:
-        """What the module keeps from example to example, and from step to step."""
-        return self._mode.isolation
-
-    @property
-    def changed_outside(self) -> tuple[str, ...]:
-        """Attributes of the module that other code than the loss has changed."""
-        return tuple(sorted(self.isolation.changed_outside))
-
-    @property
     def discarded(self) -> Tensor:
         """How many examples of the logical batch have a gradient that is not finite; not private."""
         return self._sum.discarded
@@ -394,51 +284,49 @@ class PrivateStep:
         Raises:
             BudgetError: when the plan's steps are all taken.
         """
-        if self.ledger.num_steps >= self.plan.num_steps:
+        taken = self.record.ledger.num_steps
+        if taken >= self.plan.num_steps:
             raise BudgetError(
-                f"The privacy budget is spent: the plan allows {self.plan.num_steps} logical steps and "
-                f"{self.ledger.num_steps} are taken. To train longer, plan more steps before the start: num_steps of a "
-                "PrivacyPlan, or trainer.max_epochs or trainer.max_steps. Another module needs a PrivateStep of its "
-                "own, or a PrivacyCallback and a Trainer."
+                f"The privacy budget is spent: the plan allows {self.plan.num_steps} logical steps and {taken} are "
+                "taken. To train longer, plan more steps before the start: num_steps of a PrivacyPlan, or "
+                "trainer.max_epochs or trainer.max_steps. Another module needs a PrivateStep of its own, or a "
+                "PrivacyCallback and a Trainer."
             )
 
     def statement(self, **more: Any) -> PrivacyStatement:
-        """The privacy statement of the steps in the ledger.
+        """The privacy statement of the steps in the record.
 
         Args:
             more: further fields of ``PrivacyStatement``, such as ``postprocessing`` and ``unprotected``.
         """
-        words = [*self.origin.words, *self._count_others()]
-        clipping, groups = self.clip_plan.describe(), self.reader.groups
-        one = "example" if groups is None else "person"
-        if groups is not None:
-            clipping["images_per_group"] = f"{groups.images_per_group} images of each person, drawn anew in each step"
-        if self.reader.augmult > 1:
-            clipping["augmult"] = f"{self.reader.augmult} views of each {'example' if groups is None else 'image'}"
+        record, reading, persons = self.record, self.reader.reading, self.reader.groups is not None
+        clipping = self.clip_plan.describe()
+        if persons:
+            clipping["images_per_group"] = f"{reading.images_per_group} images of each person, drawn anew in each step"
+        if reading.augmult > 1:
+            clipping["augmult"] = f"{reading.augmult} views of each {'image' if persons else 'example'}"
         if phases := self.phases.describe():
             clipping["parameters"] = phases
         if self.disk is not None:
             clipping["gradients"] = self.disk.describe()
         fields = {
             "plan": self.plan,
-            "ledger": self.ledger,
+            "ledger": record.ledger,
             "clipping": clipping,
             "examples": self.examples,
             "sensitivity": self.clip_plan.sensitivity,
-            "sampler": f"Poisson, each {one} independently with probability q in every logical step",
+            "sampler": f"Poisson, each {'person' if persons else 'example'} independently with probability q in every "
+            "logical step",
             "unit_of_privacy": self.unit,
-            "changed_outside": self.changed_outside,
             "reproducible": self.seed is not None,
             "private": self.plan.noise_multiplier > 0,
             "num_ranks": self.ranks.size,
             "faults": tuple(self.all_faults),
-            "run": self.run,
-            "earlier_training": tuple(words),
-            "journal_heads": () if self.journal is None else self.journal.heads,
+            "run": record.run,
+            "earlier_training": tuple(record.origin.words),
+            "journal_heads": () if record.journal is None else record.journal.heads,
             "versions": {name: installed(name) for name in ("dp-lightning", "torch", "opacus")},
         }
-        # Whoever asks for a statement may copy any part of the weights now.
-        self._weights.remember()
         if "weights" not in more:
             fields["weights"] = digest_of(self.module.state_dict())
         return PrivacyStatement(**{**fields, **more})
@@ -446,30 +334,10 @@ class PrivateStep:
     @property
     def all_faults(self) -> list[str]:
         """What keeps the model, as it is now, from release."""
-        self.later.look()
-        found = set(self.faults)
+        found = {*self.record.faults, *self.record.origin.faults}
         if not all(map(all_finite, self.parameters.values())):
             found.add("weights are not finite")
-        if touched := self.isolation.touched():
-            found.add(f"other code than the optimizer has changed {', '.join(touched[:5])} after the last step")
-        elif touched := self._weights.touched():
-            found.add(f"other code than an optimizer's step on a release has changed {', '.join(touched[:5])}")
-        for other in self._weights.others():
-            found.update(faults_of(other, "in turns with this one"))
-            if other.unit != self.unit:
-                found.add(f"run {other.run}, which trained the weights in turns with this one, protects {other.unit}")
         return sorted(found)
-
-    def _count_others(self) -> list[str]:
-        """Count the steps of other private runs that train the same parameters meanwhile, and say so."""
-        words = []
-        for other in self._weights.others():
-            self.ledger.count_earlier({name: steps for name, steps in other.runs.items() if name != self.run})
-            words.append(
-                f"run {other.run}: {count_of(other.ledger.runs)} private steps, taken in turns with this run, which "
-                "count here"
-            )
-        return words
 
     # Resuming
 
@@ -483,54 +351,6 @@ class PrivateStep:
         self.phases.load_state_dict(state)
         if self._extrapolation is not None:
             self._extrapolation.load_state_dict(state)
-
-    @property
-    def _device(self) -> torch.device:
-        return next(iter(self.parameters.values())).device
-
-    def _begin(self) -> None:
-        self.require_budget()
-        self._count_others()
-        self._weights.begin()
-        self._sum.reset()
-        if self._extrapolation is not None:
-            self.isolation.begin_elsewhere()
-            self._extrapolation.advance()
-
-    def _require_one_form(self, batch: ExampleBatch) -> None:
-        structure, shapes = form_of(batch)
-        if self._form is None:
-            self._form = structure, shapes
-        require_structure(structure, self._form[0])
-        require_shapes(shapes, self._form[1])
-
-    def _over_ranks(self, total: Tensor, *, noised: bool, stop: bool) -> Tensor:
-        """The sum over ranks, in which one has added noise."""
-        facts = total.new_tensor([float(noised), float(stop)])
-        total = torch.cat([total, facts, self.later.wrong(total.device).view(1)])
-        self.ranks.add_up(total)
-        self.later.read(total[-3:].clone(), self._agree)
-        return total[:-3]
-
-    def _agree(self, flags: Tensor) -> None:
-        """How many ranks have added noise, ask to stop, and have found something wrong."""
-        with_noise, stopping, wrong = flags.tolist()
-        self._stops = stopping > 0
-        if wrong:
-            raise ModelError(
-                f"{wrong:g} of {self.ranks.size} processes found on their GPU that training_step or other code changed "
-                "what it must not; they say what."
-            )
-        if with_noise != 1:
-            raise DpLightningError(
-                f"{with_noise:g} of {self.ranks.size} ranks added noise, but exactly one has to: the processes do not "
-                "agree on their ranks. Start all of them with the same launcher, and only once."
-            )
-
-
-def _note_error(faults: set[str], error: Exception) -> None:
-    """In words; it refers to no step, since what knows the run's faults outlives it."""
-    faults.add(f"a step ended by an error ({type(error).__name__})")
 
 
 def check_step_settings(
@@ -555,17 +375,11 @@ def check_step_settings(
         )
 
 
-def _checked_groups(dataset: Any, images_per_group: int | None, seed: int | None, num_train: int) -> Groups | None:
-    """The persons of a data set that has as many as the plan, and no record twice; None where elements are examples."""
-    groups = None if images_per_group is None else Groups(dataset, images_per_group, seed=seed)
-    if (size := len(dataset if groups is None else groups)) != num_train:
+def _require_data_set(reader: ExampleReader, num_train: int) -> None:
+    """Refuse a data set of another size than the plan's, or with a record twice."""
+    if (size := len(reader)) != num_train:
         raise ConfigurationError(
-            f"The training data set has {size} {'examples' if groups is None else 'persons'}, but the plan was made "
-            f"for num_train {num_train}. Remove num_train, or correct it."
+            f"The training data set has {size} {'examples' if reader.groups is None else 'persons'}, but the plan was "
+            f"made for num_train {num_train}. Remove num_train, or correct it."
         )
-    require_single_records(dataset)
-    return groups
-
-
-def _sampling_key(key: Key | None, seed: int | None) -> Key:
-    return sampling_key(seed) if key is None else key
+    require_single_records(reader.dataset)

@@ -1,27 +1,25 @@
 """One private fit of a Trainer: from the agreement of its ranks to the statement that it leaves.
 
-`PrivacyCallback` makes a `PrivateRun` when a fit starts and calls it from Lightning's hooks. From then on everything
-that a fit needs, such as its plan and its private step, exists.
+`PrivacyCallback` makes a `PrivateRun` when a fit starts and calls it from Lightning's hooks and from the methods that
+it puts on the strategy. From then on everything that a fit needs, such as its plan and its private step, exists.
 """
 
 import math
-from collections.abc import Callable, Iterable
-from dataclasses import replace
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import lightning.pytorch as pl
 from lightning.pytorch.trainer.states import TrainerFn
-from torch import Tensor
-from torch.optim import Optimizer
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch.utils.data import DataLoader
 
-from dp_lightning.errors import BudgetError, ConfigurationError, ModelError
-from dp_lightning.lightning_internals import average_of, begin_after_epochs
+from dp_lightning.errors import BudgetError, ConfigurationError
 from dp_lightning.models.batch_norm import fixed_statistics
-from dp_lightning.privacy.lineage import Origin, origin_of
-from dp_lightning.privacy.plan import PrivacyPlan
-from dp_lightning.privacy.sampling import Key, epoch_of, sampling_key
+from dp_lightning.privacy.plan import PrivacyPlan, RunShape
+from dp_lightning.privacy.reading import Reading
+from dp_lightning.privacy.record import Origin, origin_of
 from dp_lightning.privacy.statement import PrivacyStatement, installed
 from dp_lightning.privacy.step import PrivateStep
 from dp_lightning.privacy.weights import digest_of
@@ -32,28 +30,19 @@ from dp_lightning.private_run.agreement import (
     require_same_settings,
 )
 from dp_lightning.private_run.budget import Budget
-from dp_lightning.private_run.checkpoint_contents import (
-    check_hyperparameters,
-    count_logical_steps,
-    cut_views,
-    require_nothing_raw,
-)
 from dp_lightning.private_run.finished_run import finish_instead_of_training, train_again
 from dp_lightning.private_run.freed_memory import keep_freed_memory
 from dp_lightning.private_run.held_out import require_held_out
-from dp_lightning.private_run.loader import PrivateSource, require_private_loader, warn_of_equal_views
+from dp_lightning.private_run.hyperparameters import check_hyperparameters
+from dp_lightning.private_run.logical_batches import LogicalBatch, LogicalLoader, PhysicalLoader
 from dp_lightning.private_run.loss_comparison import NAME, warn_of_changed_meaning
 from dp_lightning.private_run.person_warnings import warn_of_evaluated_persons, warn_of_persons
 from dp_lightning.private_run.resume import RunHistory, SavedRun, plan_of_fit
 from dp_lightning.private_run.settings import PrivacySettings
 from dp_lightning.private_run.slow_precision import warn_of_slow_precision
+from dp_lightning.private_run.step_logging import StepLogging
 from dp_lightning.private_run.trainer_checks import check_optimizers, check_validation
-from dp_lightning.private_run.training_step import PrivateTrainingStep, SealedBatch, is_no_state, names_of_libraries
-from dp_lightning.private_run.withheld_metrics import give_back, withhold
 from dp_lightning.strategies.private import trainer_ranks
-
-# Lightning divides the loss by it; a power of two is undone without rounding.
-_ACCUMULATE = 2**30
 
 
 class PrivateRun:
@@ -64,7 +53,7 @@ class PrivateRun:
         module: to train.
         settings: of the user.
         history: what the run has behind it; its ledger and journal record the steps of this fit.
-        source: of the training loader.
+        loader: the user's training loader.
         say: prints the plan at the start and the statement when it is written.
 
     Attributes:
@@ -72,6 +61,8 @@ class PrivateRun:
         step: the private mechanism.
         budget: what is spent, and will be.
         postprocessing: what acts on the privatized gradient, in words; other callbacks add to it.
+        on_physical_batch: functions to be called after each physical batch, with its number in the step, from 1, and
+            how many the step has.
         stop_requested: set on one rank to ask all of them to stop after a step.
         stopping: whether some rank asked before the last step.
         written: the last statement of this fit; None before it, and on all ranks but the first.
@@ -87,7 +78,7 @@ class PrivateRun:
         module: pl.LightningModule,
         settings: PrivacySettings,
         history: RunHistory,
-        source: PrivateSource,
+        loader: DataLoader[Any],
         say: Callable[[str], None],
     ) -> None:
         self.trainer, self.module, self.settings, self.history = trainer, module, settings, history
@@ -95,27 +86,27 @@ class PrivateRun:
         # Asked now and by every rank: Lightning asks rank 0 for it, which may be alone at the end.
         self.folder = Path(trainer.log_dir or trainer.default_root_dir)
         self.postprocessing: list[str] = []
+        self.on_physical_batch: list[Callable[[int, int], None]] = []
         self.stop_requested = self.stopping = False
         self._held_out: Any = None  # loaders of the validation that have been looked at
-        self._hyperparameters = check_hyperparameters(trainer, module)  # setup may have saved more
-        self._ranks = trainer_ranks(trainer)
+        self._ranks, device = trainer_ranks(trainer), trainer.strategy.root_device
         require_one_checkpoint(trainer, self._ranks)
         length = {"trainer.max_epochs": trainer.max_epochs, "trainer.max_steps": trainer.max_steps}
-        require_same_settings({**settings.of_all_ranks, **length}, self._ranks, trainer.strategy.root_device)
-        loader = source.users  # the user's code, after which it is asked what has trained the weights
+        require_same_settings({**settings.of_all_ranks, **length}, self._ranks, device)
         history.origin = self._origin()
         resumes = history.open_journal(trainer, self.folder)
-        num_train = source.num_train(settings)
-        require_same_settings({"number of training examples": num_train}, self._ranks, trainer.strategy.root_device)
-        self.plan, key, self._finishes = self._agree_on_plan(num_train, resumes=resumes)
-        self._training_step = PrivateTrainingStep(trainer, module)
-        self._training_step.require_no_trainer()
-        self.step = self._private_step(loader, key)
+        num_train = settings.num_train_of(loader.dataset)
+        require_same_settings({"number of training examples": num_train}, self._ranks, device)
+        check_hyperparameters(trainer, module, num_train)
+        self.plan, self._finishes = self._agree_on_plan(num_train, resumes=resumes)
+        self._owners = [module, *filter(None, [getattr(trainer, "datamodule", None)])]
+        self._logging = StepLogging(module)
+        self._index = 0  # of the step in its epoch
+        self.step = self._private_step(loader)
+        self._physical = PhysicalLoader(loader, self.step)
         self.budget = Budget(self.plan, history.ledger)
-        self._source = source
-        # Steps before the fit, before the logical batch, and at the last statement. That of a fit without a step is
-        # still to come.
-        self._before = self._steps_before = history.ledger.num_steps
+        # Steps before the fit, and at the last statement. That of a fit without a step is still to come.
+        self._before = history.ledger.num_steps
         self._stated = -1 if self._finishes else history.ledger.num_steps
         self.written: PrivacyStatement | None = None
 
@@ -131,9 +122,7 @@ class PrivateRun:
         owners = self.module, getattr(self.trainer, "datamodule", None)
         found = origin_of(
             self.module,
-            history.ledger,
-            run=history.run,
-            unit=settings.unit,
+            history.record,
             other_data=settings.earlier_training == "other_data",
             files=[file for owner in owners if (file := getattr(owner, "weights_file", None)) is not None],
         )
@@ -143,55 +132,64 @@ class PrivateRun:
             faults=list(dict.fromkeys([*before.faults, *found.faults])),
         )
 
-    def _agree_on_plan(self, num_train: int, *, resumes: bool) -> tuple[PrivacyPlan, Key, bool]:
-        """The plan and the sampling key of rank 0, and whether its steps are all taken.
+    def _agree_on_plan(self, num_train: int, *, resumes: bool) -> tuple[PrivacyPlan, bool]:
+        """The plan of rank 0, and whether its steps are all taken.
 
         A solver may round differently on another kind of processor.
         """
         trainer, history, settings = self.trainer, self.history, self.settings
-        plan, kept = plan_of_fit(settings, settings.shape_for(trainer, num_train), history)
+        num_steps = trainer.estimated_stepping_batches
+        if not math.isfinite(num_steps) or num_steps < 1:
+            raise ConfigurationError(
+                "The number of steps must be known before the start, and at least 1. Set trainer.max_epochs or "
+                "trainer.max_steps."
+            )
+        shape = RunShape(
+            num_train=num_train,
+            expected_batch_size=settings.expected_batch_size,
+            num_steps=int(num_steps),
+            delta=settings.delta,
+        )
+        plan, kept = plan_of_fit(settings, shape, history)
         finishes = resumes and kept and history.ledger.num_steps >= plan.num_steps
-        plan, key, finishes = trainer.strategy.broadcast((plan, sampling_key(settings.seed), finishes))
-        history.plan = plan
-        return plan, key, finishes
+        history.plan, finishes = self._ranks.of_rank_0((plan, finishes))
+        return history.plan, finishes
 
-    def _private_step(self, loader: DataLoader[Any], key: Key) -> PrivateStep:
-        settings, history, training_step = self.settings, self.history, self._training_step
+    def _private_step(self, loader: DataLoader[Any]) -> PrivateStep:
+        if is_param_in_hook_signature(self.module.training_step, "dataloader_iter", explicit=True):
+            raise ConfigurationError(
+                "training_step takes dataloader_iter, and private training has to give it one example at a time. Give "
+                "it the arguments batch and batch_idx."
+            )
+        if any(is_overridden("transfer_batch_to_device", owner) for owner in self._owners):
+            raise ConfigurationError(
+                "transfer_batch_to_device is overridden: it would see several examples at once. Move its work to "
+                "on_after_batch_transfer, which runs on one example inside of the step."
+            )
+        settings = self.settings
         return PrivateStep(
             self.module,
-            training_step.loss,
+            self._loss,
             loader.dataset,
             plan=self.plan,
             clip_plan=settings.clip_plan,
-            collate_fn=loader.collate_fn,
+            reading=Reading(
+                collate_fn=loader.collate_fn,
+                augmult=settings.augmult,
+                images_per_group=settings.images_per_group,
+                prepare=self._transfer_hook("before"),
+            ),
             examples=settings.examples,
             max_physical_batch_size=settings.max_physical_batch_size,
-            constant_shapes=settings.constant_shapes,
-            augmult=settings.augmult,
-            images_per_group=settings.images_per_group,
             disk=settings.disk,
             frozen_until=settings.frozen_until or {},
-            ledger=history.ledger,
-            journal=history.journal,
-            run=history.run,
-            origin=history.origin,
+            record=self.history.record,
             ranks=self._ranks,
-            sampling_key=key,
             seed=settings.seed,
-            prepare=training_step.prepare,
-            ignored=is_no_state,
-            by_identity=names_of_libraries,
-            raw=(
-                loader,
-                getattr(self.trainer, "datamodule", None),
-                *training_step.data_sets(),
-                training_step.metric_states(),
-            ),
-            also=training_step.also,
         )
 
     def start(self) -> None:
-        """Replace the module's training step and the trainer's loader; `close` has to follow.
+        """Say what the fit will do; `close` has to follow.
 
         Raises:
             ConfigurationError: for an optimizer that cannot take private steps.
@@ -199,11 +197,6 @@ class PrivateRun:
         """
         check_optimizers(self.trainer, self.step.parameters.values())
         warn_of_slow_precision(self.trainer.precision, self.trainer.strategy.root_device)
-        if not self._finishes:
-            self._count_epochs()
-        self._training_step.take_place(self.step)
-        self._source.private = self.step
-        withhold(self.trainer)
         if self.history.saved is not None:
             self.step.load_state_dict(dict(self.history.saved.step))
         self.history.saved = None
@@ -222,18 +215,8 @@ class PrivateRun:
                 "and have to come from public data."
             )
 
-    def _count_epochs(self) -> None:
-        """Let Lightning count the epochs of the plan.
-
-        It takes an epoch that a setting or a callback has cut for a whole one, and a resumed run would end before its
-        plan.
-        """
-        plan, steps = self.plan, self.history.ledger.num_steps
-        whole, start = epoch_of(steps, num_train=plan.num_train, expected_batch_size=plan.expected_batch_size)
-        begin_after_epochs(self.trainer, whole, steps=steps - start)
-
     def training_starts(self) -> None:
-        """Compare the ranks' data, take secret keys, and warn if a batch's loss is not the mean over its examples."""
+        """Compare the ranks' data, and warn if a batch's loss is not the mean over its examples."""
         disk, reader = self.settings.disk, self.step.reader
         if disk is not None and not self.postprocessing:  # PostProcessCallback looks at the filter itself
             raise ConfigurationError(
@@ -243,18 +226,18 @@ class PrivateRun:
         self._log_epsilon()
         if self._finishes:
             return
+        if not isinstance(self.trainer.train_dataloader, LogicalLoader):
+            raise ConfigurationError(
+                "The trainer does not have the private training loader. Give fit one DataLoader, and remove callbacks "
+                "that replace loaders."
+            )
         check_validation(self.trainer)
-        require_private_loader(self.trainer, self.step)
         self._require_held_out()
-        require_same_data(reader, self._ranks, self.trainer.strategy.root_device)
-        # Before anything runs on examples, so that nothing made from them counts as a constant.
-        self.step.start()
-        if self.settings.augmult > 1 and not self._training_step.has_transfer_hooks:
-            warn_of_equal_views(reader.dataset)
+        require_same_data(reader.dataset, self._ranks, self.trainer.strategy.root_device)
         if self.settings.images_per_group is None:
             warn_of_persons(reader.dataset)
         if self.trainer.is_global_zero and warn_of_changed_meaning(
-            self.trainer, self.module, self._training_step, self.step
+            self.trainer, self.module, reader.dataset, reader.reading.collate_fn
         ):
             self.history.unprotected.names.add(NAME)
         # From here on alone: what was computed only once, such as a copy of the module, has been given back.
@@ -263,45 +246,44 @@ class PrivateRun:
 
     # One logical step
 
-    def batch_starts(self, batch: Any) -> None:
-        """Lightning steps after the last physical batch of a logical one, and accumulates before it."""
-        if not isinstance(batch, SealedBatch):
-            raise ConfigurationError(
-                f"The training loader hands out {type(batch).__name__} and not the batches of the private step. "
-                "Remove callbacks that replace loaders."
-            )
-        place = self._training_step.batch.place
-        if place.piece == 0:
-            self._steps_before = self.history.ledger.num_steps
-        self.trainer.accumulate_grad_batches = 1 if place.last else _ACCUMULATE
+    def take_step(self, batch: LogicalBatch) -> None:
+        """Add up the clipped gradients of a step's physical batches, and log what ``training_step`` logs."""
+        self._index = int(batch.step)
+        with self._logging.logical_batch():
+            for physical in self._physical.next_step(int(self.trainer.num_training_batches) - self._index):
+                with self._logging.physical_batch(physical.counted):
+                    self.step.accumulate(physical)
+                for tell in self.on_physical_batch:
+                    tell(physical.place.piece + 1, physical.place.pieces)
 
-    @property
-    def piece(self) -> tuple[int, int]:
-        """Number of the physical batch in its logical one, from 1, and how many that has; both follow from the draw."""
-        place = self._training_step.batch.place
-        return place.piece + 1, place.pieces
-
-    def release(self, optimizer: Optimizer) -> None:
-        """Put the privatized gradient into ``.grad``, before the hooks of any other callback."""
-        _require_no_others(optimizer, self.module, self.step.parameters.values())
+    def release(self) -> None:
+        """Put the privatized gradient into ``.grad``, before the hooks of any callback."""
         self.history.unprotected.add_non_finite(self.step.discarded)
         self.stopping = self.step.release(stop=self.stop_requested)
 
-    def batch_ends(self) -> None:
-        """Check, after the last physical batch, that the ledger has one more step."""
-        self.history.unprotected.note_logged(self.trainer)
-        if self.trainer.accumulate_grad_batches != 1:
-            return
+    def _loss(self, batch: Any) -> Any:
+        """The loss of the module's ``training_step`` on a batch of one example."""
+        self._logging.begin_example()
+        batch = self.trainer.precision_plugin.convert_input(batch)
+        if (hook := self._transfer_hook("after")) is not None:
+            batch = hook(batch)
+        takes_index = is_param_in_hook_signature(self.module.training_step, "batch_idx", min_args=2)
+        output = self.module.training_step(batch, *([self._index] if takes_index else []))
+        return output.get("loss") if isinstance(output, Mapping) else output
+
+    def _transfer_hook(self, time: Literal["before", "after"]) -> Callable[[Any], Any] | None:
+        """The user's ``on_<time>_batch_transfer``: that of the data module, where both have one."""
+        name = f"on_{time}_batch_transfer"
+        owner = next((owner for owner in reversed(self._owners) if is_overridden(name, owner)), None)
+        return None if owner is None else lambda batch: getattr(owner, name)(batch, 0)
+
+    def step_ends(self) -> None:
+        """Stop after the last step of the plan, and log epsilon at its milestones."""
         steps = self.history.ledger.num_steps
-        if steps != self._steps_before + 1:
-            raise ModelError(
-                "A logical batch ended without an optimizer step. Do not skip steps in optimizer_step: each one is "
-                "in the plan, and skipping changes what the ledger says."
-            )
+        self.history.unprotected.note_logged(self.trainer)
         if steps >= self.plan.num_steps:
-            # Lightning then evaluates, in the middle of an epoch too. It would go on by itself if a crash lost steps.
-            self.trainer.should_stop = True
-        if steps == self.budget.milestone:
+            self.trainer.should_stop = True  # where a crash has lost steps, Lightning would go on
+        if steps >= self.budget.milestone:
             self._log_epsilon()
             # For callbacks alone: Lightning gives loggers what is logged at their own steps, and again at later ones.
             spent = self.budget.spent()
@@ -317,26 +299,17 @@ class PrivateRun:
                 logger.save()
 
     def epoch_ends(self) -> None:
-        """Ranks compare their models; an epoch that was cut is refused, unless the run ends."""
-        trainer, plan, steps = self.trainer, self.plan, self.history.ledger.num_steps
-        ends = trainer.should_stop or trainer.global_step == trainer.max_steps or steps == plan.num_steps
-        _, start = epoch_of(steps, num_train=plan.num_train, expected_batch_size=plan.expected_batch_size)
-        if steps != start and not ends:
-            raise ModelError(
-                f"An epoch ended after {steps - start} of its steps, as where on_train_batch_start returns -1. Each "
-                "step is in the plan: do not skip any. To end the run early, set trainer.should_stop."
-            )
+        """Ranks compare their models."""
         self.history.unprotected.report_non_finite(self.trainer, self.module)
         self.history.unprotected.note_logged(self.trainer)
         require_equal_replicas(self.module, self._ranks)
 
     def evaluation_starts(self) -> None:
-        """A validation during the fit may change state of the module, and no step may depend on it."""
+        """A validation, during the fit or beside it."""
         if (groups := self.step.reader.groups) is not None:
             warn_of_evaluated_persons(groups.ids, self.trainer, "val")
         if self.trainer.state.fn == TrainerFn.FITTING:
             self._require_held_out()
-            self.step.isolation.require_untouched()
 
     def _require_held_out(self) -> None:
         """Lightning knows the loaders when the training starts, or where that is not needed, when a validation does."""
@@ -345,42 +318,21 @@ class PrivateRun:
             require_held_out(self.step.reader.dataset, loaders)
             self._held_out = loaders
 
-    def evaluation_ends(self) -> None:
-        """What a validation of the fit has changed is not state of a step."""
-        if self.trainer.state.fn == TrainerFn.FITTING:
-            self.step.isolation.evaluated()
-
     # Checkpoints and the end
 
     def last_step_taken(self) -> None:
-        """Training is over, and Lightning counts as it did."""
+        """Training is over."""
         self.history.unprotected.note_logged(self.trainer)
-        self.trainer.accumulate_grad_batches = 1
-
-    def training_ends(self) -> None:
-        """An average of the weights that Lightning has put into the module is post-processing."""
-        if average := average_of(self.trainer, self.module):
-            self.postprocessing.append(average)
-            self.step.stepped()
 
     def fails(self, error: BaseException) -> None:
         """Note an error, which makes the run unfit for release; an interruption and a spent budget do not."""
-        if isinstance(error, Exception) and not isinstance(error, BudgetError):
-            fault = f"the run ended by an error ({type(error).__name__})"
-            self.step.faults.add(fault)
-            known = fault in self.history.origin.faults
-            if self.history.ledger.num_steps > self._before and not known:  # a later fit starts from these weights
-                self.history.origin.faults.append(fault)
+        took_steps = self.history.ledger.num_steps > self._before
+        if took_steps and isinstance(error, Exception) and not isinstance(error, BudgetError):
+            self.history.record.faults.add(f"the run ended by an error ({type(error).__name__})")
 
     def close(self) -> None:
-        """Restore the module and the trainer, and write the statement."""
-        self.step.later.look()
-        if (error := self.step.later.error) is not None:
-            self.fails(error)
-        self._training_step.close()
-        give_back(self.trainer)
+        """Restore the trainer, and write the statement."""
         train_again(self.trainer)
-        self.trainer.accumulate_grad_batches = 1
         if self.trainer.is_global_zero:
             self.leave_statement()
 
@@ -388,12 +340,9 @@ class PrivateRun:
         """Write the privacy statement to the log folder and show it, unless no step was taken."""
         if self.history.ledger.num_steps != self._stated:
             self._stated = self.history.ledger.num_steps
-            self._write(self.statement())
-
-    def _write(self, statement: PrivacyStatement) -> None:
-        self.written = statement
-        statement.write(self.folder)
-        self._say(statement.short())
+            self.written = self.statement()
+            self.written.write(self.folder)
+            self._say(self.written.short())
 
     def statement(self, **more: Any) -> PrivacyStatement:
         """The privacy statement of the steps taken so far.
@@ -402,9 +351,7 @@ class PrivateRun:
             more: fields that are known better than here.
         """
         history = self.history
-        history.changed_outside.update(self.step.changed_outside)
         return self.step.statement(
-            changed_outside=tuple(sorted(history.changed_outside)),
             unprotected=tuple(sorted(history.unprotected.names)),
             postprocessing=", then ".join(self.postprocessing) or "none",
             earlier_targets=tuple(history.earlier_targets),
@@ -413,46 +360,13 @@ class PrivateRun:
             **more,
         )
 
-    def note_copy(self) -> None:
-        """A checkpoint is a copy of the weights, and may be chosen by what was logged since the last step."""
-        # The module's own hook at the end of an epoch comes after that of PrivacyCallback.
-        self.history.unprotected.note_logged(self.trainer)
-        self.step.remember()
-
-    def complete(self, checkpoint: dict[str, Any], *, whole: bool) -> None:
-        """Refuse what is raw in a checkpoint, and write the run into one that a fit can resume.
+    def complete(self, checkpoint: dict[str, Any]) -> None:
+        """Write the run into a checkpoint that a fit can resume.
 
         Args:
             checkpoint: about to be written, on rank 0.
-            whole: whether it has more than weights.
-
-        Raises:
-            ModelError: naming what may hold a raw example.
         """
-        unprotected = self.history.unprotected
-        unprotected.note_epoch(self.trainer)
-        by_users = require_nothing_raw(checkpoint, self.trainer, unprotected.numbers, self._hyperparameters)
-        unprotected.names |= by_users
-        cut_views(checkpoint)
-        if whole:
-            count_logical_steps(checkpoint, self.history.ledger.num_steps)
-            statement = self.statement(weights=digest_of(checkpoint["state_dict"]))
-            SavedRun(statement=statement, settings=self.settings.of_the_run, step=self.step.state_dict()).write(
-                checkpoint
-            )
-        if self.written is not None and not by_users <= set(self.written.unprotected):
-            self._write(replace(self.written, unprotected=tuple(sorted(unprotected.names))))
-
-
-def _require_no_others(optimizer: Optimizer, module: pl.LightningModule, trained: Iterable[Tensor]) -> None:
-    """Refuse a gradient that is not one of the trained parameters'."""
-    ids = {id(parameter) for parameter in trained}
-    for group in optimizer.param_groups:
-        for raw in group["params"]:
-            if raw.grad is not None and id(raw) not in ids:
-                names = (name for name, parameter in module.named_parameters() if parameter is raw)
-                name = next(names, f"a parameter of shape {tuple(raw.shape)} that is not the module's")
-                raise ModelError(
-                    f"The optimizer holds {name}, which is not trained and has a raw gradient. Set its .grad to None, "
-                    "or build the optimizer from the parameters that are trained."
-                )
+        # The module's own hook at the end of an epoch comes after that of PrivacyCallback.
+        self.history.unprotected.note_logged(self.trainer)
+        statement = self.statement(weights=digest_of(checkpoint["state_dict"]))
+        SavedRun(statement=statement, settings=self.settings.of_the_run, step=self.step.state_dict()).write(checkpoint)

@@ -12,6 +12,7 @@ import lightning.pytorch as pl
 from dp_lightning.errors import ConfigurationError
 from dp_lightning.privacy.clipping import ClipPlan
 from dp_lightning.privacy.disk import DiSK
+from dp_lightning.privacy.groups import Groups
 from dp_lightning.privacy.plan import PrivacyPlan, RunShape
 from dp_lightning.privacy.statement import ONE_EXAMPLE, ONE_PERSON
 from dp_lightning.privacy.step import check_step_settings
@@ -143,7 +144,9 @@ class PrivacySettings:
         """What fixes all random numbers of a reproducible run; None takes secret keys."""
         return int(os.environ.get("PL_GLOBAL_SEED", 0)) if self.reproducible else None
 
-    def shape(self, *, num_train: int, max_epochs: int | None, max_steps: int) -> RunShape:
+    def shape(
+        self, *, num_train: int, max_epochs: int | None, max_steps: int, limit_train_batches: float = 1.0
+    ) -> RunShape:
         """N, B, T and delta of a run with these limits of the trainer, as `RunShape.of_length`.
 
         Raises:
@@ -156,11 +159,23 @@ class PrivacySettings:
                 delta=self.delta,
                 max_epochs=max_epochs,
                 max_steps=max_steps,
+                limit_train_batches=limit_train_batches,
             )
+
+    def num_train_of(self, dataset: Any) -> int:
+        """N: the examples of a training set, or its persons."""
+        if self.num_train is not None:
+            return self.num_train
+        return len(dataset if self.images_per_group is None else Groups(dataset, self.images_per_group))
 
     def shape_for(self, trainer: pl.Trainer, num_train: int) -> RunShape:
         """The same, with the trainer's limits."""
-        return self.shape(num_train=num_train, max_epochs=trainer.max_epochs, max_steps=trainer.max_steps)
+        return self.shape(
+            num_train=num_train,
+            max_epochs=trainer.max_epochs,
+            max_steps=trainer.max_steps,
+            limit_train_batches=trainer.limit_train_batches,
+        )
 
     def make_plan(self, shape: RunShape, *, taken: tuple[Any, ...] = (), earlier: tuple[Any, ...] = ()) -> PrivacyPlan:
         """The plan of a run of this shape: with the noise that is set, or the noise that the target needs.

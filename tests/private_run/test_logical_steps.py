@@ -1,0 +1,230 @@
+"""One Lightning batch is one logical step: counts, positions in an epoch, interruptions, ranks and precisions."""
+
+import copy
+
+import lightning.pytorch as pl
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from plain_run import Plain, Stop, examples, held_out, loader, privacy, trainer, without_noise
+from started_ranks import run_on_ranks
+from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, WeightedRandomSampler
+
+from dp_lightning.errors import ConfigurationError, ModelError
+from dp_lightning.private_run.logical_batches import LogicalBatch
+from dp_lightning.private_run.strategy_methods import StrategyMethods
+
+
+class Notes(Plain):
+    def __init__(self):
+        super().__init__()
+        self.places, self.steps = [], 0
+
+    def training_step(self, batch, batch_idx):
+        self.steps += 1
+        return super().training_step(batch, batch_idx)
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        self.places.append((self.current_epoch, batch_idx, int(batch.step), self.steps))
+
+
+def test_an_epoch_has_round_n_over_b_steps_and_every_number_counts_them(tmp_path):
+    module = Notes()
+    run = trainer(tmp_path, privacy(expected_batch_size=24, max_physical_batch_size=5), max_epochs=2)
+    run.fit(module, loader())  # 60 / 24 = 2.5, which Python rounds to the even number
+    assert run.num_training_batches == 2
+    assert module.places == [(0, 0, 0, 1), (0, 1, 1, 2), (1, 0, 0, 3), (1, 1, 1, 4)]
+    assert run.train_dataloader.dataset.tensors[0].shape == (60, 5)
+
+
+def saved(tmp_path):
+    return ModelCheckpoint(dirpath=tmp_path, every_n_train_steps=1, save_top_k=-1, filename="{step}")
+
+
+def test_a_limited_run_resumes_within_an_epoch_and_ends_with_its_plan(tmp_path):
+    settings = {"limit_train_batches": 3, "enable_checkpointing": True}
+    first = privacy(expected_batch_size=12)
+    with pytest.raises(RuntimeError, match="stopped"):
+        trainer(tmp_path, first, Stop(4), saved(tmp_path), **settings).fit(Plain(), loader())
+    second, module = privacy(expected_batch_size=12), Notes()
+    run = trainer(tmp_path, second, **settings)
+    run.fit(module, loader(), ckpt_path=tmp_path / "step=4.ckpt")
+    assert (run.global_step, second.ledger.num_steps, second.plan.num_steps) == (9, 9, 9)
+    assert second.ledger.runs == ((1.0, 0.2, 9),)
+    assert [place[:2] for place in module.places] == [(1, 1), (1, 2), (2, 0), (2, 1), (2, 2)]
+
+
+class FailsAfterRelease(pl.Callback):
+    def __init__(self, step):
+        self.step = step
+
+    def on_before_optimizer_step(self, trainer, module, optimizer):
+        if trainer.global_step == self.step:
+            raise RuntimeError("between release and step")
+
+
+def test_a_step_that_was_released_and_not_taken_is_spent(tmp_path):
+    with pytest.raises(RuntimeError, match="between"):
+        trainer(tmp_path, privacy(), FailsAfterRelease(4), saved(tmp_path), enable_checkpointing=True).fit(
+            Plain(), loader()
+        )
+    resumed = privacy()
+    run = trainer(tmp_path, resumed)
+    run.fit(Plain(), loader(), ckpt_path=tmp_path / "step=4.ckpt")
+    assert resumed.ledger.num_steps == 9
+    assert run.global_step == 8  # the lost one is in the ledger and not in the weights
+    assert resumed.statement().lost_steps == 1
+
+
+class InterruptsOnce(pl.Callback):
+    def __init__(self):
+        self.done = False
+
+    def on_train_batch_end(self, trainer, *args):
+        if trainer.global_step == 4 and not self.done:
+            self.done = True
+            raise KeyboardInterrupt
+
+
+def test_fit_interruption_validate_and_fit_on_one_trainer(tmp_path):
+    class Validated(Plain):
+        def validation_step(self, batch, batch_idx):
+            self.log("val_loss", self.net(batch[0]).square().mean())
+
+    callback, module = privacy(), Validated()
+    run = trainer(tmp_path, callback, InterruptsOnce())
+    own = {name: getattr(type(run.strategy), name) for name in ("training_step", "backward", "process_dataloader")}
+    with pytest.raises(SystemExit):  # as Lightning ends on Ctrl-C
+        run.fit(module, loader(), held_out())
+    assert callback.ledger.num_steps == 4
+    assert not vars(run.strategy).keys() & own.keys()
+    assert run.validate(module, held_out(), verbose=False)[0]["val_loss"] > 0
+    run.fit(module, loader(), held_out())
+    assert callback.ledger.num_steps == callback.plan.num_steps == 9
+    assert not vars(run.strategy).keys() & own.keys()
+
+
+def test_the_methods_of_the_strategy_are_put_on_and_taken_off_any_number_of_times(tmp_path):
+    run = trainer(tmp_path)
+    run.strategy.connect(Plain())
+    before = dict(vars(run.strategy))
+    methods = StrategyMethods(run, expected_batch_size=20, num_train=len)
+    methods.install(), methods.install()
+    assert run.strategy.training_step.__self__ is methods
+    methods.remove(), methods.remove()
+    assert vars(run.strategy) == before
+
+
+class UsesBatch(pl.Callback):
+    def __init__(self, hook):
+        setattr(self, hook, self.use)
+
+    def use(self, trainer, module, *args):
+        next(arg for arg in args if isinstance(arg, LogicalBatch))[0].mean()
+
+
+@pytest.mark.parametrize("hook", ["on_train_batch_start", "on_train_batch_end"])
+def test_a_hook_that_uses_the_batch_is_told_where_examples_are(hook, tmp_path):
+    with pytest.raises(ModelError, match="holds no example"):
+        trainer(tmp_path, privacy(), UsesBatch(hook)).fit(Plain(), loader())
+
+
+def no_draw_for_rank_1(step):
+    return np.arange(1)
+
+
+class TwoRanks(Notes):
+    """A spectral norm moves on by the weights alone."""
+
+    def __init__(self):
+        super().__init__()
+        self.net[0] = torch.nn.utils.parametrizations.spectral_norm(self.net[0])
+
+    def on_train_start(self):
+        privacy = next(each for each in self.trainer.callbacks if hasattr(each, "private_run"))
+        privacy.private_run.step._sampler.draw = no_draw_for_rank_1
+
+
+def of_a_rank(folder, strategy):
+    torch.manual_seed(0)
+    module = TwoRanks()
+    run = trainer(folder, privacy(), devices=2, strategy=strategy)
+    run.fit(module, loader())
+    torch.save(
+        {"state": module.state_dict(), "steps": module.steps, "global_step": run.global_step},
+        folder / f"rank{run.global_rank}.pt",
+    )
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "dp_ddp"])
+def test_a_rank_without_an_example_keeps_up(strategy, tmp_path):
+    ended = run_on_ranks(of_a_rank, tmp_path, 2, tmp_path, strategy)
+    assert ended.codes == [0, 0], ended.stderr
+    first, second = (torch.load(tmp_path / f"rank{rank}.pt") for rank in (0, 1))
+    assert first["steps"] == second["steps"] == first["global_step"] == second["global_step"] == 9
+    for name, tensor in first["state"].items():
+        assert torch.equal(tensor, second["state"][name]), name
+
+
+class Reversed(DataLoader):
+    def __iter__(self):
+        return reversed(list(super().__iter__()))
+
+
+def samplers():
+    data = examples()
+    return {
+        "weighted": DataLoader(data, batch_size=7, sampler=WeightedRandomSampler([1.0] * 60, 60)),
+        "batches": DataLoader(data, batch_sampler=type("Mine", (BatchSampler,), {})(SequentialSampler(data), 7, False)),
+        "subclass": Reversed(data, batch_size=7),
+    }
+
+
+def is_refused(folder, name, devices):
+    run = trainer(folder, privacy(), devices=devices, **({"strategy": "ddp"} if devices > 1 else {}))
+    with pytest.raises(ConfigurationError, match="train_dataloader"):
+        run.fit(Plain(), samplers()[name])
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize("name", ["weighted", "batches", "subclass"])
+def test_a_sampler_of_ones_own_is_refused_on_one_rank_and_on_two(name, devices, tmp_path):
+    if devices == 1:
+        is_refused(tmp_path, name, 1)
+    else:
+        ended = run_on_ranks(is_refused, tmp_path, 2, tmp_path, name, 2)
+        assert ended.codes == [0, 0], ended.stderr
+
+
+def test_several_training_loaders_are_refused(tmp_path):
+    with pytest.raises(ConfigurationError, match="several training loaders"):
+        trainer(tmp_path, privacy()).fit(Plain(), {"one": loader(), "two": loader()})
+
+
+@pytest.mark.parametrize(("precision", "tolerance"), [("64-true", 1e-6), ("bf16-mixed", 0.05)])
+def test_other_precisions(precision, tolerance, tmp_path):
+    """float32 takes the same draws."""
+    found = []
+    for each in ("32-true", precision):
+        torch.manual_seed(0)
+        module = Plain()
+        trainer(tmp_path, without_noise(), precision=each, max_epochs=1).fit(copy.deepcopy(module), loader())
+        run = trainer(tmp_path, without_noise(), precision=each, max_epochs=1)
+        run.fit(module, loader(examples() if each != "64-true" else None))
+        found.append(torch.cat([p.detach().flatten().double() for p in module.parameters()]))
+    torch.testing.assert_close(*found, rtol=0, atol=tolerance)
+
+
+def test_a_transfer_hook_sees_each_example_and_no_logical_batch(tmp_path):
+    seen = []
+
+    class Hooked(Plain):
+        def on_before_batch_transfer(self, batch, dataloader_idx):
+            seen.append(len(batch[0]))
+            return [batch[0] * 2, batch[1]]
+
+    module = Hooked()
+    trainer(tmp_path, privacy(), max_epochs=1).fit(module, loader())
+    assert set(seen) == {1}
+    assert "on_before_batch_transfer" not in vars(module)
