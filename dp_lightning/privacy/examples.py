@@ -25,7 +25,6 @@ from dp_lightning.privacy.phases import Phases
 from dp_lightning.privacy.randomness import NoHostDraws, TrainingRandomness, only_given_keys
 from dp_lightning.privacy.reading import Entries, ExampleBatch, flatten, unflatten
 from dp_lightning.processors import sent
-from dp_lightning.refusing import refuse_every_use
 
 MODES = ("together", "one_by_one")
 
@@ -69,7 +68,7 @@ class Together(Examples):
                 "privacy.examples: one_by_one."
             )
         total.begin(len(batch), None if batch.counted.all() else sent(batch.counted, total.flat.device))
-        recording = Recording(self._parameters, len(batch), total.take, constants=self.isolation.is_known)
+        recording = Recording(self._parameters, len(batch), total.take, stale=self.isolation.stale())
 
         def one(*tensors: Tensor) -> Tensor:
             mine: list[Any] = [Placeholder() if isinstance(leaf, Entries) else leaf for leaf in leaves]
@@ -157,10 +156,8 @@ class Placeholder:
             "data set return a tensor, or set privacy.examples: one_by_one."
         )
 
-    __getattr__ = __str__ = __repr__ = _refuse
-
-
-refuse_every_use(Placeholder, Placeholder._refuse)
+    __getattr__ = __str__ = __repr__ = __format__ = __bool__ = __eq__ = __ne__ = __hash__ = _refuse
+    __getitem__ = __iter__ = __len__ = __contains__ = __call__ = __int__ = __float__ = __index__ = _refuse
 
 
 def _scalar(loss: Any) -> Tensor:

@@ -23,14 +23,11 @@ from torch.utils.data import DataLoader, Dataset, default_collate
 
 from dp_lightning.errors import DataError, DpLightningError, ModelError
 from dp_lightning.privacy.groups import Groups
-from dp_lightning.privacy.isolation.messages import no_messages
 from dp_lightning.privacy.isolation.reachable import Ignored, in_c, nothing_ignored, reachable
 from dp_lightning.privacy.isolation.state import StateSnapshot
 from dp_lightning.privacy.sampling import PhysicalBatch
 from dp_lightning.processors import sent
 from dp_lightning.torch_internals import PARAMETERS, TreeSpec, tree_flatten, tree_unflatten
-
-_READS = "The data set, collate_fn or a batch hook"
 
 
 class ExampleBatch:
@@ -156,7 +153,7 @@ class ExampleReader(Dataset[ExampleBatch]):
     def _read_all(self, place: PhysicalBatch) -> list[Any]:
         if self.before is not None:
             self.before(place)
-        with no_messages(_READS), nullcontext() if self._each else self.nothing_kept():
+        with nullcontext() if self._each else self.nothing_kept():
             each, found = self._each, [self.read(index, place.step) for index in place.indices]
         return found if each == self._each else self._read_all(place)
 
@@ -183,7 +180,7 @@ class ExampleReader(Dataset[ExampleBatch]):
         """A batch of one synthetic example."""
         if self._stand_in is None:
             found = (self.read(index, step) for index in range(len(self)))
-            with no_messages(_READS), self.nothing_kept():
+            with self.nothing_kept():
                 example = next((example for example in found if example is not None), None)
             if example is None:
                 raise DataError("Every example of the training set is None, or collation leaves nothing of it.")

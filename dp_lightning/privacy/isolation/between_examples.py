@@ -32,11 +32,9 @@ from dp_lightning.privacy.gradients.recording import Recording
 from dp_lightning.privacy.gradients.refusals import BATCH_NORM, HOST_DRAW, is_of_batch_norm
 from dp_lightning.privacy.gradients.sources import leaves_of
 from dp_lightning.privacy.isolation.later import Later
-from dp_lightning.privacy.isolation.messages import no_messages
 from dp_lightning.privacy.isolation.reachable import Ignored, NamesOf, is_atom, no_names, nothing_ignored
 from dp_lightning.privacy.isolation.sealed_data import SealedData
 from dp_lightning.privacy.isolation.state import Change, StateSnapshot
-from dp_lightning.privacy.isolation.threads import no_text, no_threads
 from dp_lightning.privacy.isolation.watch import UnknownTensors, Watch, all_tensors, memory_of, storage_of
 
 _FIX = (
@@ -132,6 +130,9 @@ class Isolation:
         """Whether a tensor is a parameter, a buffer, or a constant from before the fit."""
         return id(tensor) in self._constants
 
+    def stale(self) -> dict[int, weakref.ref[Tensor]]:
+        return {}
+
     def watch(self) -> Watch:
         """A watch over the losses of a physical batch, one example at a time."""
         trained = {storage_of(tensor) for tensor in self._module.parameters() if id(tensor) in self._parameters}
@@ -196,10 +197,8 @@ class Isolation:
             ModelError: naming what the batch has left behind.
         """
         self._begin()
-        with self._sealed.closed(), no_threads(), no_messages(), no_text():
+        with self._sealed.closed():
             yield
-        for made in recording.living(of_examples=False):  # constants in later batches
-            self.know(made)
         with torch.no_grad():
             for key, (tensor, before) in recording.written.items():
                 self._advanced[key] = _setter(tensor, tensor.detach().clone())
@@ -222,7 +221,7 @@ class Isolation:
         if public:
             self._failure = ""
         try:
-            with self._sealed.closed(), no_threads(), no_messages():
+            with self._sealed.closed():
                 yield
         except Exception as error:
             if not public:
@@ -246,8 +245,7 @@ class Isolation:
         """
         self._snapshot.refresh()
         try:
-            with no_messages():
-                yield
+            yield
         finally:
             _refuse([change for change in self._snapshot.restore() if change.kind != "generator"])
 
@@ -357,11 +355,9 @@ class Isolation:
         for generation in (None, 1, 2):
             if generation is not None:
                 gc.collect(generation)
-            if not recording.living(of_examples=True):
+            if not recording.living():
                 return
-        raise ModelError(
-            f"training_step keeps a tensor of an example{_owner(recording.living(of_examples=True))}. {_FIX}"
-        )
+        raise ModelError(f"training_step keeps a tensor of an example{_owner(recording.living())}. {_FIX}")
 
 
 def _is_mode(change: Change) -> bool:

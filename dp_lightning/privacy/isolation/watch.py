@@ -11,8 +11,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from dp_lightning.errors import ModelError
-from dp_lightning.privacy.gradients.functions import collect, initialized, name_of, sends, writes
-from dp_lightning.privacy.gradients.refusals import RESIZED, SENT
+from dp_lightning.privacy.gradients.functions import collect, writes
 from dp_lightning.torch_internals import storage_address
 
 # Later versions of Python move objects between generations in other ways.
@@ -59,10 +58,6 @@ class Watch(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func in RESIZED:
-            raise ModelError(f"training_step uses {RESIZED[func]}")
-        if sends(func):
-            raise ModelError(f"training_step uses torch.distributed ({name_of(func)}). {SENT}")
         kwargs = kwargs or {}
         used: list[Tensor] = []
         collect((args, kwargs), used)
@@ -80,7 +75,7 @@ class Watch(TorchFunctionMode):
             self._keep((kwargs["out"],))
         result = func(*args, **kwargs)
         self.note(result)
-        return initialized(func, args, result)
+        return result
 
     def note(self, result: Any) -> None:
         """Note that the tensors in a result belong to this example."""
