@@ -21,7 +21,6 @@ from torch import Tensor
 from dp_lightning.callbacks.privacy import privacy_of
 from dp_lightning.errors import ConfigurationError
 from dp_lightning.private_run.saved_model import AVERAGE_STATE
-from dp_lightning.torch_internals import lerp_all_
 
 PREFIX = "averaged/"
 
@@ -84,7 +83,8 @@ class AveragedWeights(pl.Callback):
         decay = min(self.decay, (1 + self._num_updates) / (10 + self._num_updates))
         self._num_updates += 1
         parameters = dict(pl_module.named_parameters())
-        lerp_all_(list(self.average.values()), [parameters[name].detach() for name in self.average], 1 - decay)
+        for name, average in self.average.items():
+            average.lerp_(parameters[name].detach(), 1 - decay)
         if (privacy := privacy_of(trainer)) is not None:
             privacy.private_run.step.remember(self.average.values())
 

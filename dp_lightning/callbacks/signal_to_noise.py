@@ -13,7 +13,6 @@ from dp_lightning.atomic_files import replacing
 from dp_lightning.callbacks.privacy import PrivacyCallback
 from dp_lightning.errors import ConfigurationError
 from dp_lightning.processors import sent
-from dp_lightning.torch_internals import norms
 
 #: Beside the privacy statement in a run's folder.
 FILE = "snr.json"
@@ -77,7 +76,7 @@ class SignalToNoise(pl.Callback):
         if level == 0 or not gradients:
             return
         # Left on the device: reading it would wait for the step.
-        squared = torch.stack(norms(list(gradients.values()))).square()
+        squared = torch.stack([gradient.norm() for gradient in gradients.values()]).square()
         if gradients.keys() != self._sizes.keys():  # at first, and where parameters are no longer frozen
             self._sizes, self._counts = {name: gradient.numel() for name, gradient in gradients.items()}, None
             self._each.reset()

@@ -27,7 +27,6 @@ from dp_lightning.postprocess.matrix import is_matrix
 from dp_lightning.privacy.clipping import ClipPlan
 from dp_lightning.privacy.plan import PrivacyPlan
 from dp_lightning.strategies.checkpoint_io import PrivateCheckpointIO
-from dp_lightning.torch_internals import norms
 
 _BATCH_SIZES = (256, 512, 1024, 2048, 4096, 8192)
 
@@ -48,7 +47,7 @@ class Measured(pl.Callback):
     ) -> None:
         trained = {name: p.grad for name, p in pl_module.named_parameters() if p.requires_grad}
         gradients = {name: gradient.detach() for name, gradient in trained.items() if gradient is not None}
-        self.norms.append(float(torch.stack(norms(list(gradients.values()))).norm()))
+        self.norms.append(float(torch.stack([gradient.norm() for gradient in gradients.values()]).norm()))
         self.num_parameters = sum(gradient.numel() for gradient in gradients.values())
         for name, gradient in gradients.items():
             if is_matrix(gradient.shape):

@@ -4,12 +4,13 @@ BatchNorm normalises by statistics of the batch, so examples affect each other's
 GroupNorm (Wu and He 2018), or it stays in evaluation mode with the statistics of its pretrained weights.
 """
 
-from typing import Any, cast
+from typing import Any, TypeAlias, cast, get_args
 
 from torch import nn
 
 from dp_lightning.errors import ModelError
-from dp_lightning.torch_internals import BatchNorm
+
+BatchNorm: TypeAlias = nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d | nn.SyncBatchNorm
 
 
 def batch_norm_to_group_norm(model: nn.Module, *, num_groups: int = 32) -> list[str]:
@@ -60,8 +61,7 @@ def freeze_batch_norm(model: nn.Module) -> list[str]:
 
 def _group_norm_like(norm: BatchNorm, num_groups: int, path: str) -> nn.GroupNorm:
     replacement: Any
-    plain = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
-    if type(norm) in plain:
+    if type(norm) in get_args(BatchNorm):
         replacement = nn.GroupNorm(num_groups, norm.num_features, eps=norm.eps, affine=norm.affine)
     elif f"{type(norm).__module__}.{type(norm).__qualname__}" == "timm.layers.norm_act.BatchNormAct2d":
         from timm.layers.norm_act import GroupNormAct  # timm is slow to import

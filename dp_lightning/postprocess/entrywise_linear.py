@@ -15,7 +15,6 @@ from torch import Tensor
 
 from dp_lightning.errors import ConfigurationError
 from dp_lightning.postprocess.transform import Gradients, Noise, State, Transform
-from dp_lightning.refusing import refuse_every_use
 
 Slots = dict[str, Tensor]
 # Prefix of a public number, which the state keeps beside the tensors as a float64 scalar.
@@ -32,6 +31,8 @@ class _Refusing:
     def _refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise _NotEntrywiseError("does more with an entry than add it to another and scale it by a number")
 
+    __bool__ = __float__ = __array__ = _refuse
+
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
@@ -40,9 +41,6 @@ class _Refusing:
     @classmethod
     def __torch_function__(cls, function: Any, *args: Any) -> NoReturn:
         raise _NotEntrywiseError(f"calls {getattr(function, '__name__', function)} on an entry")
-
-
-refuse_every_use(_Refusing, _Refusing._refuse)
 
 
 class Entry(_Refusing):
@@ -157,9 +155,10 @@ class EntrywiseLinear(Transform):
             found = {name: _value_of(entry) for name, entry in memory.entries.items()}
             numbers = {f"{_NUMBER}{name}": _number(number) for name, number in memory.numbers.items()}
             result = _value_of(output)
-        except _NotEntrywiseError as error:
+        except (_NotEntrywiseError, TypeError) as error:  # operators that an entry does not have
+            what = error if isinstance(error, _NotEntrywiseError) else f"fails on an entry ({error})"
             raise ConfigurationError(
-                f"{type(self).__name__} derives from EntrywiseLinear, and its step {error}. It may only add entries "
+                f"{type(self).__name__} derives from EntrywiseLinear, and its step {what}. It may only add entries "
                 "and scale them by public numbers, so that the noise after it is known. Derive from Transform if the "
                 "noise after it need not be known."
             ) from error

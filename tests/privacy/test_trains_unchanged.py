@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
+from dp_lightning.errors import ModelError
 from dp_lightning.privacy import ClipPlan, PrivacyPlan, PrivateStep
 
 N = 6
@@ -34,7 +35,7 @@ class Encoder(Net):
 class Bert(Net):
     """Hugging Face's, with a mask and default dropout."""
 
-    def __init__(self, dropout=0.1):
+    def __init__(self, dropout=0.1, dims=4):
         from transformers import BertConfig, BertForSequenceClassification
 
         super().__init__()
@@ -49,10 +50,11 @@ class Bert(Net):
             hidden_dropout_prob=dropout,
             attention_probs_dropout_prob=dropout,
         )
-        self.bert = BertForSequenceClassification(config)
+        self.bert, self.dims = BertForSequenceClassification(config), dims
 
     def loss(self, batch):
         tokens, mask, labels = batch
+        mask = mask[:, None, None, :].bool() if self.dims == 4 else mask
         return self.bert(input_ids=tokens, attention_mask=mask, labels=labels).loss
 
 
@@ -318,6 +320,12 @@ def test_it_trains_as_it_is(kind):
     after = [p.detach() for p in model.parameters() if p.requires_grad]
     assert all(bool(value.isfinite().all()) for value in after)
     assert any(not torch.equal(old, new) for old, new in zip(before, after, strict=True))
+
+
+def test_a_mask_that_transformers_reads_is_refused_with_the_setting_that_does_not():
+    private = private_step(*in_double(Bert, dims=2))
+    with pytest.raises(ModelError, match="mask of four dimensions"):
+        private.accumulate(next(iter(private.batches())))
 
 
 @pytest.mark.parametrize("ways", ["together", "one_by_one"])

@@ -1,14 +1,16 @@
 """The clipped sum of per-example gradients: sum over i of clip(grad l_i), in float32, in any number of pieces."""
 
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 
+import numpy as np
 import torch
+from numpy.lib.stride_tricks import as_strided
 from torch import Tensor
 
 from dp_lightning.privacy.clipping import ClipPlan
 from dp_lightning.privacy.gradients.contribution import Contribution, Weights, finite_, flat_rows
 from dp_lightning.privacy.gradients.workspace import Workspace
-from dp_lightning.torch_internals import add_all_
 
 # Relative to a bound: squared norms are accurate to 1e-6, and five more roundings of 6e-8 follow.
 _ROOM = 2.0**-19
@@ -34,7 +36,7 @@ class ClippedSum:
         self._group_of = {name: index for index, names in enumerate(self._members) for name in names}
         device = next(iter(parameters.values())).device
         self._workspace = Workspace()
-        self._known_columns: dict[tuple[str, ...], Tensor] = {}
+        self._known_places: dict[tuple[str, ...], tuple[Tensor, Tensor]] = {}
         # A little less, for the rounding of norms and factors.
         bounds = [bound * (1 - _ROOM) for bound in clip_plan.bounds(groups)]
         self._bounds = torch.tensor(bounds, dtype=torch.float32, device=device)
@@ -133,24 +135,30 @@ class ClippedSum:
         if len(self.labels) == 1:
             self._squared[:, 0] += _squared([rows])
         else:
-            self._squared.scatter_add_(1, self._columns().expand_as(rows), rows.double().square_())
+            _, groups = self._places_of_rows()
+            self._squared.scatter_add_(1, groups.expand_as(rows), rows.double().square_())
         return rows
 
     def _add_rows(self, rows: Tensor, factors: Tensor) -> None:
         finite_(rows)  # a row with other numbers has the factor zero
-        total = rows.T.mv(factors[:, 0]) if len(self.labels) == 1 else (rows * factors[:, self._columns()]).sum(0)
-        sums = [self.sums[name] for name in self._rows]
-        parts = total.split([part.numel() for part in sums])
-        add_all_(sums, [part.view(into.shape) for part, into in zip(parts, sums, strict=True)])
+        places, groups = self._places_of_rows()
+        total = rows.T.mv(factors[:, 0]) if len(self.labels) == 1 else (rows * factors[:, groups]).sum(0)
+        self.flat.index_add_(0, places, total)
 
-    def _columns(self) -> Tensor:
-        """The group of each number of the small gradients."""
+    def _places_of_rows(self) -> tuple[Tensor, Tensor]:
+        """The place in ``flat`` of each number of the small gradients, and its group."""
         names = tuple(self._rows)
-        if names not in self._known_columns:
-            groups = torch.tensor([self._group_of[name] for name in names])
-            numbers = torch.tensor([self.sums[name].numel() for name in names])
-            self._known_columns = {names: groups.repeat_interleave(numbers).to(self.flat.device)}
-        return self._known_columns[names]
+        if names not in self._known_places:
+            ends = dict(zip(self._places, accumulate(n for _, _, n in self._places.values()), strict=True))
+            places, groups = [], []
+            for name in names:
+                shape, stride, numel = self._places[name]
+                numbers = np.arange(ends[name] - numel, ends[name])
+                places.append(as_strided(numbers, shape, [numbers.itemsize * step for step in stride]).flatten())
+                groups.append(np.full(numel, self._group_of[name]))
+            found = (torch.from_numpy(np.concatenate(each)).to(self.flat.device) for each in (places, groups))
+            self._known_places = {names: tuple(found)}
+        return self._known_places[names]
 
     def _weigh(self, rows: slice, norms: Mapping[str, Tensor]) -> Weights:
         by_group: dict[int, list[Tensor]] = {}

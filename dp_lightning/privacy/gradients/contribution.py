@@ -204,11 +204,3 @@ def without(rows: Tensor, weights: Tensor) -> Tensor:
 def finite_(rows: Tensor) -> None:
     """Put zeros in the place of numbers that are not finite."""
     rows.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
-
-
-def add_up(first: PerExample, second: PerExample) -> PerExample:
-    """Add up contributions of the same examples from two uses of the parameters, before the norm is computed."""
-    gradients = dict(first.gradients)
-    for name, gradient in second.gradients.items():
-        gradients[name] = gradients[name] + gradient if name in gradients else gradient
-    return PerExample(gradients, first.method)

@@ -1,7 +1,7 @@
 """Kinds of torch functions, as a function mode sees them."""
 
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -29,7 +29,6 @@ DRAWN_IN_PLACE = frozenset(
     getattr(torch.Tensor, f"{name}_")
     for name in ("bernoulli", "cauchy", "exponential", "geometric", "log_normal", "normal", "random", "uniform")
 )
-SHOWN = frozenset([torch.Tensor.__repr__])
 
 _IN_PLACE = frozenset(
     f"__{name}__"
@@ -40,8 +39,6 @@ _IN_PLACE = frozenset(
 )  # fmt: skip
 # Their names end like those of functions that write, but they change no numbers.
 _HARMLESS = frozenset(["requires_grad_", "share_memory_", "is_shared_", "refine_names_"])
-# Modules of the functions and operators of torch.distributed.
-_SENDING = ("torch.distributed", *(f"torch._ops.{name}" for name in ("c10d", "_c10d_", "symm_mem", "_dtensor")))
 
 
 def collect(values: Iterable[Any], found: list[Tensor]) -> None:
@@ -61,27 +58,7 @@ def name_of(func: Any) -> str:
 
 
 @functools.lru_cache(maxsize=4096)
-def sends(func: Any) -> bool:
-    """Whether a function or an operator sends to other processes, by its module."""
-    return str(getattr(func, "__module__", "")).startswith(_SENDING)
-
-
-@functools.lru_cache(maxsize=4096)
 def writes(func: Any) -> bool:
     """Whether a function writes to its first argument, by its name."""
     name = name_of(func)
     return name in _IN_PLACE or (name.endswith("_") and not name.endswith("__") and name not in _HARMLESS)
-
-
-def initialized(func: Any, args: Sequence[Any], result: Any) -> Any:
-    """The result of a function, filled with zeros if it is memory that may hold earlier numbers."""
-    of_size = func is not torch.Tensor.new or all(isinstance(size, int | torch.Size) for size in args[1:])
-    if _leaves_memory(func) and of_size and isinstance(result, Tensor):
-        with torch.no_grad():
-            result.zero_()
-    return result
-
-
-@functools.lru_cache(maxsize=4096)
-def _leaves_memory(func: Any) -> bool:
-    return func is torch.Tensor.new or name_of(func).startswith(("empty", "new_empty"))

@@ -1,14 +1,15 @@
-"""Where the tensors of a step come from.
+"""Where the tensors of a physical batch come from.
 
-A step may use parameters, buffers, constants from before the fit, and what it computes from these and its example.
-Any other tensor may hold another example: a tensor of an earlier batch still looks like one of this batch.
+What escapes may not come back: a tensor of an example that was kept from an earlier physical batch still looks like one
+of this batch, since vmap numbers its levels from 1 each time. Every other tensor may be used: parameters, buffers,
+constants, and what the step computes.
 
 Writing into a buffer is allowed if what is written comes from weights alone; vmap refuses other writes. The value
 before the first such write is kept, since all physical batches of a logical batch start from the same state.
 """
 
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -16,10 +17,12 @@ from torch import Tensor
 
 from dp_lightning.errors import ModelError
 from dp_lightning.privacy.gradients.functions import collect, name_of, writes
-from dp_lightning.torch_internals import is_batched, storage_address, storage_uses
+from dp_lightning.torch_internals import is_batched, is_wrapped, storage_address, storage_uses, wrapped_tensor
 
-Constants = Callable[[Tensor], bool]
-"""Whether a tensor that does not belong to the examples existed before the fit."""
+Stale = Mapping[int, "weakref.ref[Tensor]"]
+"""Tensors of examples from earlier physical batches, by id."""
+
+_SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 
 
 class Provenance:
@@ -27,14 +30,14 @@ class Provenance:
 
     Args:
         parameters: trained ones by name.
-        constants: whether a tensor existed before the fit; None allows every tensor that does not belong to examples.
+        stale: tensors of examples that were made in earlier physical batches and were alive at their end.
     """
 
-    def __init__(self, parameters: Mapping[str, Tensor], constants: Constants | None) -> None:
+    def __init__(self, parameters: Mapping[str, Tensor], stale: Stale) -> None:
         self._parameters = {id(parameter): (name, parameter) for name, parameter in parameters.items()}
-        self._constants = constants
-        self._refs: dict[int, weakref.ref[Tensor]] = {}
-        self._outside: dict[int, Tensor] = {}  # constants that were used
+        self._stale = stale
+        self._made: dict[int, weakref.ref[Tensor]] = {}
+        self._outside: dict[int, Tensor] = {}  # buffers and constants that were used
         #: By each storage that was written to: a tensor over all of it, and its value before.
         self.written: dict[int, tuple[Tensor, Tensor]] = {}
 
@@ -43,35 +46,29 @@ class Provenance:
         if isinstance(result, Tensor):
             key = id(result)
             if key not in self._outside and key not in self._parameters:
-                self._refs[key] = weakref.ref(result)
+                self._made[key] = weakref.ref(result)
         elif isinstance(result, (list, tuple)):
             for part in result:
                 self.note(part)
 
-    def require(self, tensor: Tensor, batched: bool) -> None:
-        """Refuse a tensor that does not belong to this step.
+    def require_of_this_batch(self, tensor: Tensor) -> None:
+        """Note a tensor that a function gets.
+
+        One that the step has not been seen to make, such as the result of a scripted function or of an inner vmap, is
+        taken as made here if it belongs to an example.
 
         Raises:
-            ModelError: with its shape.
+            ModelError: if it, or what an inner transform wraps in it, belongs to an earlier physical batch.
         """
+        if self._stale:
+            self._require_not_stale(tensor)
         key = id(tensor)
         if self._is_made(tensor) or key in self._parameters or key in self._outside:
             return
-        if batched:
-            raise ModelError(
-                f"training_step uses a tensor of shape {tuple(tensor.shape)} of an earlier batch, or one that does "
-                "not come from torch's functions, such as one from a scripted function or a tensor subclass. Keep no "
-                "tensor of an example in the program; the environment variable PYTORCH_JIT=0 leaves functions "
-                "unscripted."
-            )
-        if self._constants is not None and not self._constants(tensor):
-            raise ModelError(
-                f"training_step uses a tensor of shape {tuple(tensor.shape)} and type {tensor.dtype} that is not a "
-                "parameter or a buffer and was not made in this step, so it may hold other examples. If it holds "
-                "nothing of the training data, make it a buffer of the module (register_buffer), or write "
-                "torch.tensor(...) for torch.Tensor(...), torch.FloatTensor(...) or torch.from_numpy(...)."
-            )
-        self._outside[key] = tensor
+        if is_wrapped(tensor):
+            self._made[key] = weakref.ref(tensor)
+        else:
+            self._outside[key] = tensor
 
     def before(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Keep the value of what a function is about to write to.
@@ -85,8 +82,8 @@ class Provenance:
         if "out" in kwargs:
             collect((kwargs["out"],), targets)
         for target in targets:
-            if not is_batched(target):
-                self._keep(target, name_of(func))
+            if not is_wrapped(target) and not _sets_same_data(func, args):
+                self._keep(target, func)
 
     def is_only_here(self, tensor: Tensor) -> bool:
         """Whether a tensor was made in this step and nothing else refers to its memory."""
@@ -96,39 +93,63 @@ class Provenance:
             and storage_uses(tensor) == 2  # the tensor, and this check
         )
 
-    def require_kept(self, tensor: Tensor, func: Any) -> None:
-        """After a function has changed a tensor, refuse the change if the value before is not known.
-
-        Raises:
-            ModelError: if the tensor is not of this step and the function's name does not say that it writes.
-        """
-        if self._is_made(tensor) or storage_address(tensor) in self.written or id(tensor) in self.written:
-            return
-        raise ModelError(
-            f"training_step changes a tensor of shape {tuple(tensor.shape)} in place by {name_of(func)}. Write to it "
-            "with a function whose name says so, such as tensor.copy_(...)."
-        )
+    def swap(self, tensor: Tensor, other: Tensor) -> None:
+        """Let every reference to a tensor of this step refer to another one."""
+        del self._made[id(tensor)]  # weak references would be in the way
+        torch.utils.swap_tensors(tensor, other)
+        self.note(tensor)
 
     def living(self) -> list[Tensor]:
-        """Tensors that the step has made and that are still referenced."""
-        return [tensor for ref in self._refs.values() if (tensor := ref()) is not None]
+        """Tensors of examples that the step has made and that are still referenced."""
+        made = (ref() for ref in self._made.values())
+        return [tensor for tensor in made if tensor is not None and _is_of_an_example(tensor)]
 
     def _is_made(self, tensor: Tensor) -> bool:
-        known = self._refs.get(id(tensor))
+        known = self._made.get(id(tensor))
         return known is not None and known() is tensor  # another tensor may have had this id
 
-    def _keep(self, target: Tensor, name: str) -> None:
-        storage = storage_address(target)
-        for parameter_name, parameter in self._parameters.values():
-            if parameter is target or storage_address(parameter) == storage:
+    def _require_not_stale(self, tensor: Tensor) -> None:
+        while True:
+            known = self._stale.get(id(tensor))
+            if known is not None and known() is tensor:
                 raise ModelError(
-                    f"training_step changes the parameter '{parameter_name}' in place ({name}). Only the optimizer "
+                    f"training_step uses a tensor of shape {tuple(tensor.shape)} of an earlier batch, which holds "
+                    "other examples. Keep no tensor of an example in the program, such as a queue of features: "
+                    "overwrite what is kept before it is read, and report numbers with self.log."
+                )
+            if not is_wrapped(tensor):
+                return
+            tensor = wrapped_tensor(tensor)
+
+    def _keep(self, target: Tensor, func: Any) -> None:
+        storage = storage_address(target)
+        for name, parameter in self._parameters.values():
+            if storage_address(parameter) == storage:
+                raise ModelError(
+                    f"training_step changes the parameter '{name}' in place ({name_of(func)}). Only the optimizer "
                     "changes parameters."
                 )
-        if name == "__set__":  # the tensor gets another storage
+        if func == _SET_DATA:  # the tensor gets another storage
             self.written.setdefault(id(target), (target, target.detach().clone()))
         elif storage not in self.written and any(
             storage_address(tensor) == storage for tensor in self._outside.values()
         ):
             whole = torch.empty(0, dtype=target.dtype, device=target.device).set_(target.untyped_storage())
             self.written[storage] = (whole, whole.clone())
+
+
+def _sets_same_data(func: Any, args: tuple[Any, ...]) -> bool:
+    """Whether a function sets the ``data`` of a tensor to the values that it has."""
+    if func != _SET_DATA:
+        return False
+    tensor, data = args
+    same_kind = (tensor.shape, tensor.dtype, tensor.device) == (data.shape, data.dtype, data.device)
+    return same_kind and torch.equal(tensor, data)
+
+
+def _is_of_an_example(tensor: Tensor) -> bool:
+    while is_wrapped(tensor):
+        if is_batched(tensor):
+            return True
+        tensor = wrapped_tensor(tensor)
+    return False

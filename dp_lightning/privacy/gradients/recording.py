@@ -12,7 +12,6 @@ is not wrapped and requires a gradient is a trained parameter or computed from t
 """
 
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
@@ -28,51 +27,39 @@ from dp_lightning.privacy.gradients.contribution import Contribution, PerExample
 from dp_lightning.privacy.gradients.functions import (
     DRAWN_IN_PLACE,
     PLAIN,
-    SHOWN,
     collect,
-    initialized,
     name_of,
-    sends,
     writes,
 )
-from dp_lightning.privacy.gradients.provenance import Constants, Provenance
+from dp_lightning.privacy.gradients.provenance import Provenance, Stale
 from dp_lightning.privacy.gradients.refusals import (
     HOOKS,
+    INNER,
     ONE_BY_ONE,
     REFUSED,
     SAVED_TENSOR_HOOKS,
-    SENT,
     SHARED_DRAW,
     SHARED_WRITE,
     explained,
-    require_no_inner_transform,
-    require_no_own_vmap,
 )
 from dp_lightning.privacy.gradients.rewrites import REWRITES
 from dp_lightning.privacy.gradients.rules import RULES, Rule
 from dp_lightning.privacy.gradients.sources import Sources
-from dp_lightning.privacy.gradients.sources import leaves_of as leaves_of
 from dp_lightning.privacy.gradients.stand_ins import STAND_INS
 from dp_lightning.privacy.gradients.vmap import unwrapped, wrapped
-from dp_lightning.privacy.gradients.watched import watched
 from dp_lightning.torch_internals import (
-    REQUIRES_GRAD,
-    HigherOrderOperator,
     below_transforms,
     has_hooks,
-    innermost_transform,
     is_batched,
     level,
-    level_of,
-    numbers_hidden,
-    swap,
     tree_leaves,
     tree_map_only,
     version_of,
-    vmap_results_seen,
 )
 
 Take = Callable[[Contribution], None]
+
+_REQUIRES_GRAD = torch.Tensor.requires_grad.__get__
 
 
 @dataclass
@@ -100,7 +87,8 @@ class Recording(TorchFunctionMode):
         parameters: the trained parameters by name.
         batch_size: number of examples b.
         take: called with each contribution; no parameter is in two of them.
-        constants: whether the step may use a tensor that is neither a parameter nor made in the step; None allows all.
+        stale: tensors of examples that were made in earlier physical batches and were alive at their end, by id; the
+            step may not use them.
     """
 
     def __init__(
@@ -109,12 +97,12 @@ class Recording(TorchFunctionMode):
         batch_size: int,
         take: Take,
         *,
-        constants: Constants | None = None,
+        stale: Stale | None = None,
     ) -> None:
         super().__init__()
         self._parameters, self._batch_size, self._take = parameters, batch_size, take
         self._sources = Sources(parameters, batch_size)
-        self._provenance = Provenance(parameters, constants)
+        self._provenance = Provenance(parameters, stale or {})
         self._level = 0
         self._failed: Any = None
         self._single: frozenset[str] = frozenset()
@@ -126,14 +114,9 @@ class Recording(TorchFunctionMode):
         """What the step has written to but not made: a tensor over all of the memory, and its value before."""
         return self._provenance.written
 
-    def living(self, *, of_examples: bool) -> list[Tensor]:
-        """Tensors that the step has made and that are still referenced.
-
-        Args:
-            of_examples: true for tensors of examples; false for those computed from weights and constants alone, such
-                as a table in a cache.
-        """
-        return [tensor for tensor in self._provenance.living() if is_batched(tensor) == of_examples]
+    def living(self) -> list[Tensor]:
+        """Tensors of examples that the step has made and that are still referenced."""
+        return self._provenance.living()
 
     def run(self, step: Callable[..., Tensor], *examples: Any) -> Tensor:
         """The losses (b,) of ``step`` on each example.
@@ -158,16 +141,13 @@ class Recording(TorchFunctionMode):
                     "caused it, and all of them would take the other branch. Choose with torch.where, such as after "
                     "torch.linalg.cholesky_ex."
                 )
-            self._provenance.require(loss, is_batched(loss))
+            self._provenance.require_of_this_batch(loss)
             if loss.requires_grad and not is_batched(loss):
                 loss = self._sources.copies(loss, self._level)
             return loss
 
         self._require_no_hooks()
-        with ExitStack() as stack:
-            stack.enter_context(numbers_hidden())
-            stack.enter_context(vmap_results_seen(self._provenance.note))
-            stack.enter_context(torch.autograd.graph.disable_saved_tensors_hooks(SAVED_TENSOR_HOOKS))
+        with torch.autograd.graph.disable_saved_tensors_hooks(SAVED_TENSOR_HOOKS):
             try:
                 losses: Tensor = torch.func.vmap(one, randomness="different")(*examples)
             except Exception as error:
@@ -213,39 +193,26 @@ class Recording(TorchFunctionMode):
             return func(*args, **kwargs)
         if func in REFUSED:
             raise ModelError(f"training_step uses {REFUSED[func]}")
-        if sends(func):
-            raise ModelError(f"training_step uses torch.distributed ({name_of(func)}). {SENT}")
         tensors: list[Tensor] = []
         collect(args, tensors)
         if kwargs:
             collect(kwargs.values(), tensors)
-        outermost, require = at == self._level, self._provenance.require
+        outermost, require = at == self._level, self._provenance.require_of_this_batch
         batched, sources = 0, []
         for tensor in tensors:
+            require(tensor)
             if is_batched(tensor):
                 batched += 1
-                if outermost or level_of(tensor) == self._level:
-                    require(tensor, True)
-            else:
-                require(tensor, False)
-                if tensor.requires_grad:
-                    sources.append(tensor)
+            elif tensor.requires_grad:
+                sources.append(tensor)
         if sources and not torch.is_grad_enabled():
             sources = []
-        if not outermost and (sources or innermost_transform() != "vmap"):
-            require_no_inner_transform(innermost_transform())
-        require_no_own_vmap(func, args)
-        if isinstance(func, HigherOrderOperator):  # of an autograd function
-            args = (watched(args[0], self, self._provenance.note), *args[1:])
-        if kwargs.get("generator") is not None:
-            raise ModelError(
-                f"training_step draws from a generator of its own ({name_of(func)}): its numbers would depend on an "
-                "example's place in its physical batch. Omit the generator, or set privacy.examples: one_by_one."
-            )
+        if sources and not outermost:
+            raise ModelError(f"training_step uses a transform of torch.func on a tensor that needs a gradient. {INNER}")
         if (batched or func in DRAWN_IN_PLACE) and writes(func):
             batched += self._becomes_batched(func, args[0])
         self._provenance.before(func, args, kwargs)
-        if func == REQUIRES_GRAD and batched:  # autograd runs below the vmap
+        if batched and func == _REQUIRES_GRAD:  # autograd runs below the vmap
             return unwrapped(args[0]).requires_grad
         if batched:
             try:
@@ -254,9 +221,9 @@ class Recording(TorchFunctionMode):
                 self._failed = func
                 raise
         else:
-            result = self._without_examples(func, args, kwargs, tensors, sources)
+            result = self._without_examples(func, args, kwargs, sources)
         self._provenance.note(result)
-        return initialized(func, args, result)
+        return result
 
     def _with_examples(
         self,
@@ -284,19 +251,11 @@ class Recording(TorchFunctionMode):
             with below_transforms():
                 result = BY_ROWS[func](self._batch_size, *args, **kwargs)
             return tree_map_only(Tensor, lambda tensor: wrapped(tensor, self._level), result)
-        if func in SHOWN:
-            return "a tensor of one example, whose numbers training_step cannot show"
         return func(*args, **kwargs)
 
-    def _without_examples(
-        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor], sources: list[Tensor]
-    ) -> Any:
+    def _without_examples(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], sources: list[Tensor]) -> Any:
         """Compute what depends on parameters and constants alone, once for all examples."""
-        versions = [version_of(tensor) for tensor in tensors]
         result = func(*args, **kwargs)
-        for tensor, version in zip(tensors, versions, strict=True):
-            if version_of(tensor) != version:
-                self._provenance.require_kept(tensor, func)
         if sources and isinstance(result, Tensor) and is_batched(result):
             # It has drawn random numbers, different ones for each example.
             args, kwargs = self._with_copies(args, kwargs, sources)
@@ -365,7 +324,8 @@ class Recording(TorchFunctionMode):
             if level() != self._level or not self._provenance.is_only_here(tensor):
                 raise ModelError(SHARED_DRAW if func in DRAWN_IN_PLACE else SHARED_WRITE)
             with below_transforms():
-                swap(tensor, wrapped(tensor.expand(self._batch_size, *tensor.shape).clone(), self._level))
+                copies = wrapped(tensor.expand(self._batch_size, *tensor.shape).clone(), self._level)
+            self._provenance.swap(tensor, copies)
         return bool(shared)
 
     # The backward pass

@@ -1,6 +1,5 @@
 """What a step under vmap cannot do: why, and what to write instead."""
 
-import functools
 import os
 import re
 import traceback
@@ -11,43 +10,24 @@ from typing import Any
 import torch
 
 from dp_lightning.errors import ModelError
-from dp_lightning.torch_internals import (
-    GRAD_FN,
-    VERSION,
-    HigherOrderOperator,
-    OpOverload,
-    OpOverloadPacket,
-    has_vmap_kernel,
-)
 
 ONE_BY_ONE = "set privacy.examples: one_by_one, which is exact but slower"
 
 HOOKS = f"It would see the gradients of all examples at once. Do its work in the loss, or {ONE_BY_ONE}."
-_INNER = f"Gradients inside training_step are not supported when examples run together: {ONE_BY_ONE}."
+INNER = f"Gradients inside training_step are not supported when examples run together: {ONE_BY_ONE}."
 _CHECKPOINTING = (
     "Activation checkpointing runs its function again after the step, when the tensors of single examples are gone. "
     "Turn it off and lower privacy.max_physical_batch_size, which also bounds the memory, or "
     f"{ONE_BY_ONE}."
 )
 
-SENT = (
-    "The loss of another rank's example could see what it sends. Compute an example's loss from the example alone; "
-    "self.log(..., sync_dist=True) averages what is logged."
-)
-
-RESIZED: dict[Any, str] = {
-    function: f"Tensor.{function.__name__}, which adds memory that may hold other examples. Use F.pad, or reshape."
-    for function in (torch.Tensor.resize_, torch.Tensor.resize_as_)
-}
 REFUSED: dict[Any, str] = {
     torch.Tensor.register_hook: f"Tensor.register_hook: {HOOKS}",
     torch.Tensor.register_post_accumulate_grad_hook: f"Tensor.register_post_accumulate_grad_hook: {HOOKS}",
     torch.Tensor.retain_grad: f"Tensor.retain_grad: {HOOKS}",
-    GRAD_FN: f"Tensor.grad_fn, as backward hooks do: {HOOKS}",
-    torch.Tensor.backward: f"Tensor.backward: {_INNER}",
-    torch.autograd.grad: f"torch.autograd.grad: {_INNER}",
-    VERSION: "Tensor._version, which counts what other batches have written.",
-    **RESIZED,
+    torch.Tensor.grad_fn.__get__: f"Tensor.grad_fn, as backward hooks do: {HOOKS}",
+    torch.Tensor.backward: f"Tensor.backward: {INNER}",
+    torch.autograd.grad: f"torch.autograd.grad: {INNER}",
 }
 """By function; the step may not call any of them."""
 
@@ -65,6 +45,10 @@ SHARED_WRITE = (
     f"{ONE_BY_ONE}. There is no rewrite for a buffer that keeps examples."
 )
 SAVED_TENSOR_HOOKS = f"Hooks on saved tensors see all examples at once. {_CHECKPOINTING}"
+_MASK = (
+    "transformers reads the attention mask of an example, to leave it out where it masks nothing. Give the model a "
+    f"mask of four dimensions, attention_mask[:, None, None, :].bool(), which is applied as it is, or {ONE_BY_ONE}."
+)
 BATCH_NORM = (
     "BatchNorm in training mode writes statistics of the examples into its buffers, and mixes examples. Replace it "
     "(models.batch_norm_to_group_norm, or batch_norm: group_norm of TimmModule), or keep it in evaluation mode "
@@ -125,6 +109,8 @@ def explained(error: Exception) -> Exception:
         return ModelError(f"{where}{text}")
     if is_of_batch_norm(text):
         return ModelError(f"{where}{BATCH_NORM}")
+    if any(name.endswith("transformers/masking_utils.py") for name in files) and _OF_VMAP.search(text):
+        return ModelError(f"{where}{_MASK}")
     for pattern, why, rewrite in _REASONS:
         if re.search(pattern, text):
             return ModelError(f"{where}{why}. {rewrite}, or {ONE_BY_ONE}.")
@@ -136,44 +122,6 @@ def explained(error: Exception) -> Exception:
 def is_of_batch_norm(text: str) -> bool:
     """Whether torch's message, or the path of a buffer, comes from a BatchNorm in training mode."""
     return _OF_BATCH_NORM.search(text) is not None
-
-
-def require_no_inner_transform(name: str) -> None:
-    """Refuse a transform of torch.func.
-
-    Raises:
-        ModelError: always.
-    """
-    raise ModelError(f"training_step uses a transform of torch.func ({name}). {_INNER}")
-
-
-def require_no_own_vmap(func: Any, args: tuple[Any, ...]) -> None:
-    """Refuse a function that has a vmap of its own over all examples, or that hides the functions inside it.
-
-    Raises:
-        ModelError: with its name.
-    """
-    if isinstance(func, HigherOrderOperator):
-        function = args[0] if args else None
-        if not (isinstance(function, type) and issubclass(function, torch.autograd.Function)):
-            raise ModelError(
-                f"training_step uses the operator {func}, whose inner functions cannot be seen: {ONE_BY_ONE}."
-            )
-        if function.vmap is not torch.autograd.Function.vmap:
-            raise ModelError(
-                f"{function.__name__} has a vmap of its own, which sees all examples at once. Set generate_vmap_rule "
-                f"= True instead, or {ONE_BY_ONE}."
-            )
-    elif isinstance(func, (OpOverload, OpOverloadPacket)) and _has_own_vmap(func):
-        raise ModelError(f"The operator {func} has a vmap of its own, which sees all examples at once: {ONE_BY_ONE}.")
-
-
-@functools.lru_cache(maxsize=4096)
-def _has_own_vmap(func: OpOverload | OpOverloadPacket) -> bool:
-    overloads = [func] if isinstance(func, OpOverload) else [getattr(func, name) for name in func.overloads()]
-    return any(
-        overload.namespace not in ("aten", "prims", "prim") and has_vmap_kernel(overload) for overload in overloads
-    )
 
 
 def _place(frames: Sequence[traceback.FrameSummary]) -> str:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from dp_lightning.errors import ModelError
 from dp_lightning.privacy.gradients.vmap import wrapped
-from dp_lightning.torch_internals import below_transforms, is_view, version_of
+from dp_lightning.torch_internals import below_transforms, version_of
 
 # Numbers of parameters for which gradients are pulled back at once: 256 MiB in float32.
 _PULLED = 2**26
@@ -113,7 +113,7 @@ class Sources:
         device = output.device
         if device not in self._anchors:
             self._anchors[device] = torch.zeros((), device=device, requires_grad=True)
-        started: Tensor = _Start.apply(output.clone() if is_view(output) else output, self._anchors[device])
+        started: Tensor = _Start.apply(output.detach(), self._anchors[device])
         return started
 
     def single(self) -> frozenset[str]:

@@ -13,7 +13,6 @@ from dp_lightning.torch_internals import (
     below_transforms,
     is_batched,
     level,
-    without_torch_function,
     wrapped_tensor,
 )
 
@@ -33,10 +32,9 @@ def wrapped(tensor: Tensor, at: int) -> Tensor:
 
 
 def detached(tensor: Tensor, batch_size: int) -> Tensor:
-    """The tensor of all examples (b, ...) behind that of one example, detached, without any mode seeing it."""
-    with without_torch_function():
-        if level() is None:
-            return tensor.detach().expand(batch_size, *tensor.shape)
-        inner = unwrapped(tensor) if is_batched(tensor) else None
-        with below_transforms():
-            return tensor.detach().expand(batch_size, *tensor.shape) if inner is None else inner.detach()
+    """The tensor of all examples (b, ...) behind that of one example, detached."""
+    if level() is None:
+        return tensor.detach().expand(batch_size, *tensor.shape)
+    inner = unwrapped(tensor) if is_batched(tensor) else tensor.expand(batch_size, *tensor.shape)
+    with below_transforms():
+        return inner.detach()
