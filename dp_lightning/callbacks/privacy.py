@@ -20,13 +20,12 @@ from dp_lightning.errors import ConfigurationError
 from dp_lightning.privacy.accounting import Ledger
 from dp_lightning.privacy.plan import PrivacyPlan
 from dp_lightning.privacy.statement import PrivacyStatement
-from dp_lightning.private_run.checkpoint_contents import check_hyperparameters, check_metrics
 from dp_lightning.private_run.loader import PrivateSource
 from dp_lightning.private_run.planned_counts import count_by_loader, count_by_plan
 from dp_lightning.private_run.resume import PRIVATE_RUN, RunHistory, SavedRun, broken_seal, require_counted_steps
 from dp_lightning.private_run.run import PrivateRun
 from dp_lightning.private_run.settings import PrivacySettings
-from dp_lightning.private_run.trainer_checks import check_order, check_settings
+from dp_lightning.private_run.trainer_checks import check_settings
 from dp_lightning.strategies.checkpoint_io import PrivateCheckpointIO
 
 
@@ -93,12 +92,8 @@ class PrivacyCallback(PrivacySettings, pl.Callback):
 
         Raises:
             ConfigurationError: naming the setting and the fix.
-            ModelError: naming the module and the fix.
         """
         check_settings(trainer, pl_module)
-        check_order(trainer, self)
-        check_hyperparameters(trainer, pl_module)
-        check_metrics(pl_module)
         if self._run is None and self.num_train is not None:
             self._plan = self.make_plan(self.shape_for(trainer, self.num_train))
 
@@ -162,8 +157,8 @@ class PrivacyCallback(PrivacySettings, pl.Callback):
             checkpoint[PRIVATE_RUN] = {}  # a checkpoint of weights alone has none
 
     def _before_save(self, checkpoint: dict[str, Any], folder: Path) -> None:
-        if self._run is not None:
-            self._run.complete(checkpoint, whole=PRIVATE_RUN in checkpoint)
+        if self._run is not None and PRIVATE_RUN in checkpoint:  # one of weights alone has none
+            self._run.complete(checkpoint)
         elif self.history.saved is not None and PRIVATE_RUN in checkpoint:
             self.history.saved.write(checkpoint)  # saved again as it was loaded
         self.history.keep_journal_in(folder)

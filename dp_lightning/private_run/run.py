@@ -6,7 +6,6 @@ that a fit needs, such as its plan and its private step, exists.
 
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,15 +31,10 @@ from dp_lightning.private_run.agreement import (
     require_same_settings,
 )
 from dp_lightning.private_run.budget import Budget
-from dp_lightning.private_run.checkpoint_contents import (
-    check_hyperparameters,
-    count_logical_steps,
-    cut_views,
-    require_nothing_raw,
-)
 from dp_lightning.private_run.finished_run import finish_instead_of_training, train_again
 from dp_lightning.private_run.freed_memory import keep_freed_memory
 from dp_lightning.private_run.held_out import require_held_out
+from dp_lightning.private_run.hyperparameters import check_hyperparameters
 from dp_lightning.private_run.loader import PrivateSource, require_private_loader, warn_of_equal_views
 from dp_lightning.private_run.loss_comparison import NAME, warn_of_changed_meaning
 from dp_lightning.private_run.person_warnings import warn_of_evaluated_persons, warn_of_persons
@@ -97,7 +91,6 @@ class PrivateRun:
         self.postprocessing: list[str] = []
         self.stop_requested = self.stopping = False
         self._held_out: Any = None  # loaders of the validation that have been looked at
-        self._hyperparameters = check_hyperparameters(trainer, module)  # setup may have saved more
         self._ranks = trainer_ranks(trainer)
         require_one_checkpoint(trainer, self._ranks)
         length = {"trainer.max_epochs": trainer.max_epochs, "trainer.max_steps": trainer.max_steps}
@@ -107,6 +100,7 @@ class PrivateRun:
         resumes = history.open_journal(trainer, self.folder)
         num_train = source.num_train(settings)
         require_same_settings({"number of training examples": num_train}, self._ranks, trainer.strategy.root_device)
+        check_hyperparameters(trainer, module, len(loader.dataset))
         self.plan, key, self._finishes = self._agree_on_plan(num_train, resumes=resumes)
         self._training_step = PrivateTrainingStep(trainer, module)
         self._training_step.require_no_trainer()
@@ -246,7 +240,7 @@ class PrivateRun:
         check_validation(self.trainer)
         require_private_loader(self.trainer, self.step)
         self._require_held_out()
-        require_same_data(reader, self._ranks, self.trainer.strategy.root_device)
+        require_same_data(reader.dataset, self._ranks, self.trainer.strategy.root_device)
         # Before anything runs on examples, so that nothing made from them counts as a constant.
         self.step.start()
         if self.settings.augmult > 1 and not self._training_step.has_transfer_hooks:
@@ -254,7 +248,7 @@ class PrivateRun:
         if self.settings.images_per_group is None:
             warn_of_persons(reader.dataset)
         if self.trainer.is_global_zero and warn_of_changed_meaning(
-            self.trainer, self.module, self._training_step, self.step
+            self.trainer, self.module, reader.dataset, reader.collate_fn
         ):
             self.history.unprotected.names.add(NAME)
         # From here on alone: what was computed only once, such as a copy of the module, has been given back.
@@ -419,29 +413,14 @@ class PrivateRun:
         self.history.unprotected.note_logged(self.trainer)
         self.step.remember()
 
-    def complete(self, checkpoint: dict[str, Any], *, whole: bool) -> None:
-        """Refuse what is raw in a checkpoint, and write the run into one that a fit can resume.
+    def complete(self, checkpoint: dict[str, Any]) -> None:
+        """Write the run into a checkpoint that a fit can resume.
 
         Args:
             checkpoint: about to be written, on rank 0.
-            whole: whether it has more than weights.
-
-        Raises:
-            ModelError: naming what may hold a raw example.
         """
-        unprotected = self.history.unprotected
-        unprotected.note_epoch(self.trainer)
-        by_users = require_nothing_raw(checkpoint, self.trainer, unprotected.numbers, self._hyperparameters)
-        unprotected.names |= by_users
-        cut_views(checkpoint)
-        if whole:
-            count_logical_steps(checkpoint, self.history.ledger.num_steps)
-            statement = self.statement(weights=digest_of(checkpoint["state_dict"]))
-            SavedRun(statement=statement, settings=self.settings.of_the_run, step=self.step.state_dict()).write(
-                checkpoint
-            )
-        if self.written is not None and not by_users <= set(self.written.unprotected):
-            self._write(replace(self.written, unprotected=tuple(sorted(unprotected.names))))
+        statement = self.statement(weights=digest_of(checkpoint["state_dict"]))
+        SavedRun(statement=statement, settings=self.settings.of_the_run, step=self.step.state_dict()).write(checkpoint)
 
 
 def _require_no_others(optimizer: Optimizer, module: pl.LightningModule, trained: Iterable[Tensor]) -> None:
