@@ -5,15 +5,14 @@ missing one is noticed, and can be replaced, in one place.
 """
 
 import signal
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, cast
 
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint, WeightAveraging
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
-from lightning.pytorch.profilers import Profiler
-from lightning.pytorch.strategies import DDPStrategy, Strategy
+from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from lightning.pytorch.trainer.connectors.accelerator_connector import _AcceleratorConnector
 from lightning.pytorch.trainer.connectors.data_connector import _DataLoaderSource as LoaderSource
@@ -32,27 +31,21 @@ __all__ = [
     "CommandLine",
     "LoaderSource",
     "LoggerConnector",
-    "ProcessStrategy",
-    "ScriptLauncher",
     "average_of",
-    "detects_anomalies",
     "flags_of",
-    "gathered_value",
     "joined",
     "loader_source",
-    "logged_in_step",
     "logged_in_training",
     "logger_connector",
     "order_groups",
     "put_back_handlers",
-    "records_modules",
     "save_latest",
     "saved_at",
     "saves_states",
     "set_loader_source",
     "set_logger_connector",
     "silence_sigterm",
-    "start_method",
+    "starts_scripts",
     "state_defaults",
     "strategy_for",
     "training_is_logged",
@@ -124,20 +117,6 @@ def training_is_logged(trainer: pl.Trainer) -> bool:
 def logged_in_training(trainer: pl.Trainer) -> Iterable[Any]:
     """Everything logged in the training epoch so far, each with its ``meta``."""
     return trainer.fit_loop.epoch_loop._results.values()
-
-
-def logged_in_step(logged: Any) -> Tensor | None:
-    """The number of the step; None if there is none."""
-    value = logged._forward_cache
-    return value if isinstance(value, Tensor) and value.numel() == 1 else None
-
-
-def gathered_value(logged: Any) -> Tensor | None:
-    """The epoch's value so far on this rank; None for a metric object and for values that are logged only per step."""
-    if not (logged.is_tensor and logged.meta.on_epoch):
-        return None
-    mean: Tensor = logged.value / (logged.cumulated_batch_size if logged.meta.is_mean_reduction else 1)
-    return mean
 
 
 # Checkpoints
@@ -213,16 +192,6 @@ def joined(metric: Metric, twin: Metric, calls: Sequence[tuple[tuple[Any, ...], 
 # Trainers
 
 
-def detects_anomalies(trainer: pl.Trainer) -> bool:
-    """The setting ``detect_anomaly``."""
-    return trainer._detect_anomaly
-
-
-def records_modules(profiler: Profiler) -> bool:
-    """Whether a profiler has hooks on the modules."""
-    return getattr(profiler, "_record_module_names", False)
-
-
 def was_compiled(module: pl.LightningModule) -> bool:
     """Whether ``trainer.fit`` was given what ``torch.compile`` has made of it; Lightning takes the module out."""
     return module._compiler_ctx is not None
@@ -255,31 +224,9 @@ def put_back_handlers(trainer: pl.Trainer, handlers: Mapping[int, Any]) -> None:
 # Processes
 
 
-class ScriptLauncher(_SubprocessScriptLauncher):
-    """Starts the other processes of a machine with the command line of this one."""
-
-    def before_start(self) -> None:
-        """Called before they are started."""
-
-    def _call_children_scripts(self) -> None:
-        self.before_start()
-        super()._call_children_scripts()
-
-
-class ProcessStrategy(DDPStrategy):
-    """Lightning's ``ddp`` with the launcher ``launcher_class`` if it starts processes by the command line."""
-
-    launcher_class: Callable[..., ScriptLauncher] = ScriptLauncher
-
-    def _configure_launcher(self) -> None:
-        super()._configure_launcher()
-        if self._start_method == "popen" and self.cluster_environment is not None:
-            self._launcher = self.launcher_class(self.cluster_environment, self.num_processes, self.num_nodes)
-
-
-def start_method(strategy: DDPStrategy) -> str:
-    """How the other processes of a machine are started: popen, fork or spawn."""
-    return strategy._start_method
+def starts_scripts(strategy: Strategy) -> bool:
+    """Whether the other processes of a machine are started with the command line of this one."""
+    return isinstance(strategy.launcher, _SubprocessScriptLauncher)
 
 
 def strategy_for(**settings: Any) -> Strategy:

@@ -15,7 +15,7 @@ from dp_lightning.errors import ConfigurationError
 from dp_lightning.models.pretrained import without_weights
 from dp_lightning.privacy.examples import trained_parameters
 from dp_lightning.privacy.phases import shares_of
-from dp_lightning.private_run.trainer_checks import check_order, check_settings
+from dp_lightning.private_run.trainer_checks import check_settings
 
 _NUMBER = re.compile(r"(0|[1-9][0-9]*)(\.[0-9]+)?")
 # The same in C, which takes a tenth of the time, where PyYAML was built with it.
@@ -166,7 +166,6 @@ def prepare_to_train(settings: Mapping[str, Any]) -> tuple[TrainingCLI, int]:
     """
     cli = prepare(settings)
     check_settings(cli.trainer, cli.model)
-    check_order(cli.trainer, cli.privacy)
     num_train = cli.privacy.num_train
     if num_train is None:
         raise ConfigurationError(

@@ -6,18 +6,16 @@ without privacy. That is not a leak, but the user has to know it.
 """
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities.apply_func import move_data_to_device
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
-
-from dp_lightning.errors import ModelError
-from dp_lightning.privacy.step import PrivateStep
-from dp_lightning.private_run.public_trainer import PublicTrainer
-from dp_lightning.private_run.training_step import PrivateTrainingStep
+from lightning.pytorch.utilities.seed import isolate_rng
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 
 #: Under which name the statement lists the warning, which tells something of raw examples.
 NAME = "warning before the first step: loss of a batch"
@@ -27,53 +25,42 @@ _TOLERANCE = 0.005
 
 
 def warn_of_changed_meaning(
-    trainer: pl.Trainer, module: pl.LightningModule, step: PrivateTrainingStep, private: PrivateStep
+    trainer: pl.Trainer, module: pl.LightningModule, dataset: Any, collate_fn: Callable[[list[Any]], Any]
 ) -> bool:
     """Compare the loss of a few examples together with the mean of their losses, on a copy of the module.
 
-    A copy shares globals, classes and closures with the module: what changes there is put back.
     Where the module cannot be copied, has batch transfer hooks, draws random numbers in evaluation mode, or takes no
     batch of several examples, nothing is compared.
 
     Returns:
         Whether a warning was given.
-
-    Raises:
-        ModelError: where the step would raise it too, or something changes that cannot be put back.
     """
-    if step.has_transfer_hooks:  # Lightning calls the hooks of the module itself, which may keep what they see
+    owners = [module, *filter(None, [getattr(trainer, "datamodule", None)])]
+    if any(is_overridden(f"on_{when}_batch_transfer", owner) for when in ("before", "after") for owner in owners):
         return False
-    reader = private.reader
-    count = min(_EXAMPLES, len(reader))
+    count = min(_EXAMPLES, len(dataset))
     try:
-        drawn = [reader.elements(number * len(reader) // count, step=0) for number in range(count)]
-        read = [[reader.dataset[element] for element in elements] for elements in drawn]
-        raw = [example for example in read if not any(view is None for view in example)]
-        trial = copy.deepcopy(module)
-        trial.eval()
-        public: Any = PublicTrainer(trainer)
-        trial.trainer = public
-        silence: Callable[..., None] = lambda *args, **kwargs: None  # noqa: E731
-        trial.__dict__.update(log=silence, log_dict=silence)
+        with isolate_rng(), torch.no_grad(), trainer.precision_plugin.train_step_context():
+            trial: Any = copy.deepcopy(module).eval()
+            trial.trainer = trainer
+            trial.log = trial.log_dict = lambda *args, **kwargs: None
+            step = type(trial).training_step.__get__(trial)
+            index = (0,) if is_param_in_hook_signature(step, "batch_idx", min_args=2) else ()
 
-        def loss_of(elements: list[Any]) -> float:
-            with reader.nothing_kept():
-                collated = reader.collate_fn(elements)
-            batch = move_data_to_device(collated, module.device)
-            return float(step.loss_of(trial, batch))
+            def loss_of(examples: list[Any]) -> float:
+                batch = move_data_to_device(collate_fn(examples), module.device)
+                output = step(trainer.precision_plugin.convert_input(batch), *index)
+                return float(output["loss"] if isinstance(output, Mapping) else output)
 
-        with torch.no_grad(), trainer.precision_plugin.train_step_context(), private.nothing_kept():
-            everything = [element for example in raw for element in example]
-            together, again = loss_of(everything), loss_of(everything)
-            mean = sum(map(loss_of, raw)) / len(raw)
-    except ModelError:  # the step would raise it too
-        raise
+            examples = [dataset[place * len(dataset) // count] for place in range(count)]
+            together, again = loss_of(examples), loss_of(examples)
+            mean = sum(loss_of([example]) for example in examples) / count
     except Exception:  # whatever the user's own code raises on a batch that it will not see
         return False
     if together != again or abs(together - mean) <= _TOLERANCE * max(abs(together), abs(mean)):
         return False
     rank_zero_warn(
-        f"The loss of {len(raw)} examples together is {together:.4g}, and the mean of their losses is {mean:.4g}. "
+        f"The loss of {count} examples together is {together:.4g}, and the mean of their losses is {mean:.4g}. "
         "Private training uses each example's own loss: what the loss takes from the rest of a batch, such as "
         "negatives, class weights of a mean, statistics or thresholds, comes from the example alone."
     )

@@ -1,4 +1,4 @@
-"""Starts the other ranks of a machine, and ends each of them when the rank that started it ends.
+"""Ends each rank of a machine when the rank that started it ends.
 
 If a rank dies during the start of a run, the ranks that wait for it would wait for the timeout of a collective, half an
 hour. Lightning's launcher watches the ranks that it has started; here they also watch the rank that started them.
@@ -11,26 +11,22 @@ import threading
 import time
 from contextlib import suppress
 
-from dp_lightning.lightning_internals import ScriptLauncher
-
-# The process id of the rank that has started this one.
+# The process id of the rank that starts the others, which inherit it.
 _STARTED_BY = "DPL_STARTED_BY"
 # Time for a rank to end by itself, with an error of its own.
 _SECONDS = 10.0
 
 
-class WatchedLauncher(ScriptLauncher):
-    """Lightning's launcher; tells each rank which process has started it."""
-
-    def before_start(self) -> None:
-        """Pass the id of this process to the ranks, which inherit the environment."""
+def note_starter() -> None:
+    """Called where a strategy is made: local rank 0 passes its process id to the ranks that it will start."""
+    if os.environ.get("LOCAL_RANK", "0") == "0":
         os.environ[_STARTED_BY] = str(os.getpid())
 
 
 def starter_of(local_rank: int) -> int | None:
     """The process id of the rank that started this one; None if torchrun or the like did, and for local rank 0."""
-    starter = os.environ.get(_STARTED_BY)
-    return None if starter is None or local_rank == 0 else int(starter)
+    starter = int(os.environ.get(_STARTED_BY, os.getpid()))
+    return None if local_rank == 0 or starter == os.getpid() else starter
 
 
 def end_with(process: int) -> None:
@@ -40,19 +36,13 @@ def end_with(process: int) -> None:
 
 def _watch(process: int) -> None:
     with suppress(ProcessLookupError):  # it has ended already
-        _wait_for_end(process)
+        if hasattr(os, "pidfd_open"):
+            ended = select.poll()
+            ended.register(os.pidfd_open(process), select.POLLIN)
+            ended.poll()
+        else:  # not on Linux
+            while os.getppid() == process:
+                time.sleep(1.0)
     time.sleep(_SECONDS)
     print("The rank that started this one has ended, so this one ends too.", file=sys.stderr, flush=True)
     os._exit(1)
-
-
-def _wait_for_end(process: int) -> None:
-    if not hasattr(os, "pidfd_open"):  # not on Linux
-        while os.getppid() == process:
-            time.sleep(1.0)
-        return
-    descriptor = os.pidfd_open(process)
-    ended = select.poll()
-    ended.register(descriptor, select.POLLIN)
-    ended.poll()
-    os.close(descriptor)

@@ -1,71 +1,48 @@
 """Several processes, one private step: the strategy ``dp_ddp``.
 
-Lightning's own ``ddp`` wraps the module in DistributedDataParallel, which averages the ranks' raw gradients during the
-backward pass. A private step adds up clipped sums instead, once per logical step, in ``PrivateStep``. The strategy only
-starts the processes, gives them the same initial parameters, and leaves the module unwrapped.
+Lightning's ``ddp`` wraps the module in DistributedDataParallel for the sake of averaged gradients. A private step adds
+up clipped sums itself, so the module stays unwrapped here. A rank ends with the one that started it, examples are
+evaluated once, and an error in a collective says whose it is.
 """
 
 import traceback
-from datetime import timedelta
-from typing import Any, Literal
+from typing import Any
 
 import lightning.pytorch as pl
 import torch.distributed
-from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
-from lightning.pytorch.plugins import Precision
-from lightning.pytorch.strategies import StrategyRegistry
+from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
-from torch.distributed.constants import default_pg_timeout
 from torch.nn.parameter import is_lazy
 from torch.utils.data import DistributedSampler
 
 from dp_lightning.errors import ConfigurationError
-from dp_lightning.lightning_internals import ProcessStrategy
 from dp_lightning.ranks import Ranks
-from dp_lightning.strategies.launcher import WatchedLauncher, end_with, starter_of
+from dp_lightning.strategies.launcher import end_with, note_starter, starter_of
 
 NAME = "dp_ddp"
+# Operations per gathered byte and per collective. CPU: measured by benchmarks/ranks.py over gloo on one machine. GPUs:
+# 30 TFLOP/s in float32 over 300 GB/s within a node (NVLink) and 30 GB/s between nodes, and 40 and 80 microseconds.
+_CPU = (100.0, 5e7)
+_GPUS_OF_ONE_NODE = (100.0, 1.2e9)
+_GPUS_OF_SEVERAL_NODES = (1000.0, 2.4e9)
 
 
-class PrivateStrategy(ProcessStrategy):
-    """Private training on several devices and nodes, one process each; gloo on CPUs and NCCL on GPUs.
+def trainer_ranks(trainer: pl.Trainer) -> Ranks:
+    """The processes of a trainer's run."""
+    if trainer.strategy.root_device.type == "cpu":
+        per_byte, per_call = _CPU
+    else:
+        per_byte, per_call = _GPUS_OF_ONE_NODE if trainer.num_nodes == 1 else _GPUS_OF_SEVERAL_NODES
+    return Ranks(trainer.global_rank, trainer.world_size, per_byte, per_call)
 
-    Takes the arguments of ``DDPStrategy`` that concern processes.
 
-    Raises:
-        ConfigurationError: for those that concern DistributedDataParallel.
-    """
+class PrivateStrategy(DDPStrategy):
+    """Private training on several devices and nodes, one process each; gloo on CPUs and NCCL on GPUs."""
 
-    launcher_class = WatchedLauncher
-
-    def __init__(
-        self,
-        accelerator: pl.accelerators.Accelerator | None = None,
-        parallel_devices: list[torch.device] | None = None,
-        cluster_environment: ClusterEnvironment | None = None,
-        checkpoint_io: CheckpointIO | None = None,
-        precision_plugin: Precision | None = None,
-        process_group_backend: str | None = None,
-        timeout: timedelta | None = default_pg_timeout,
-        start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
-        **others: Any,
-    ) -> None:
-        if others:
-            raise ConfigurationError(
-                f"The strategy {NAME} takes no {', '.join(others)}: no DistributedDataParallel averages gradients. "
-                "Remove it."
-            )
-        super().__init__(
-            accelerator=accelerator,
-            parallel_devices=parallel_devices,
-            cluster_environment=cluster_environment,
-            checkpoint_io=checkpoint_io,
-            precision_plugin=precision_plugin,
-            process_group_backend=process_group_backend,
-            timeout=timeout,
-            start_method=start_method,
-        )
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        note_starter()
 
     def setup_environment(self) -> None:
         """Connect to the other ranks."""
@@ -114,8 +91,7 @@ class PrivateStrategy(ProcessStrategy):
         if Ranks(self.global_rank, self.world_size).differing_facts({"tensors": kinds}, self.root_device):
             raise ConfigurationError(
                 "The ranks' models differ in the names, order, shapes or types of parameters and buffers, or in which "
-                f"of them are trained; rank {self.global_rank} has {len(kinds)} of them and trains "
-                f"{sum(trained for *_, trained in kinds)}. Build and freeze the same model on every rank."
+                "of them are trained. Build and freeze the same model on every rank."
             )
         for tensor in tensors.values():
             same = tensor.detach().contiguous()
@@ -125,16 +101,9 @@ class PrivateStrategy(ProcessStrategy):
 
 
 def _cut(sampler: "DistributedSampler[Any]", at_once: int, *, drop_last: bool) -> None:
-    """Let a sampler give each rank its share of a data set, without repeating examples.
-
-    Args:
-        at_once: examples of a batch.
-        drop_last: whether a batch of fewer is left out.
-    """
+    """Let a sampler deal out each example once, where all ranks then have as many batches of ``at_once`` examples."""
     count, ranks = len(sampler.dataset), sampler.num_replicas  # type: ignore[arg-type]
     least, most = count // ranks, -(-count // ranks)
-    if least == most:
-        return
     batches = {share // at_once if drop_last else -(-share // at_once) for share in (least, most)}
     if len(batches) == 1:
         sampler.total_size, sampler.num_samples = count, len(range(sampler.rank, count, ranks))
@@ -144,22 +113,6 @@ def _cut(sampler: "DistributedSampler[Any]", at_once: int, *, drop_last: bool) -
         f"{most * ranks - count} of them are evaluated twice, and count twice in what is shown. With another batch "
         "size of this loader, each counts once."
     )
-
-
-# Operations per gathered byte and per collective. CPU: measured by benchmarks/ranks.py over gloo on one machine. GPUs:
-# 30 TFLOP/s in float32 over 300 GB/s within a node (NVLink) and 30 GB/s between nodes, and 40 and 80 microseconds.
-_CPU = (100.0, 5e7)
-_GPUS_OF_ONE_NODE = (100.0, 1.2e9)
-_GPUS_OF_SEVERAL_NODES = (1000.0, 2.4e9)
-
-
-def trainer_ranks(trainer: pl.Trainer) -> Ranks:
-    """The processes of a trainer's run."""
-    if trainer.strategy.root_device.type == "cpu":
-        per_byte, per_call = _CPU
-    else:
-        per_byte, per_call = _GPUS_OF_ONE_NODE if trainer.num_nodes == 1 else _GPUS_OF_SEVERAL_NODES
-    return Ranks(trainer.global_rank, trainer.world_size, per_byte, per_call)
 
 
 StrategyRegistry.register(NAME, PrivateStrategy, description="Private training on several devices")

@@ -7,27 +7,21 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
-from lightning.pytorch.plugins import Precision
-from lightning.pytorch.profilers import PyTorchProfiler
 from plain_run import CLASSES, Plain, held_out, loader, parameters_after, privacy, trainer, without_noise
 from torch import nn
 
 from dp_lightning.errors import ConfigurationError, ModelError
+from dp_lightning.private_run.trainer_checks import check_settings
 
 REFUSED_TRAINERS = {
     "gradient_clip_val": {"gradient_clip_val": 1.0},
     "accumulate_grad_batches": {"accumulate_grad_batches": 2},
     "precision": {"precision": "bf16-true"},
     "overfit_batches": {"overfit_batches": 1},
-    "detect_anomaly": {"detect_anomaly": True},
-    "profiler": {"profiler": "pytorch"},
     "default_root_dir is file:/": {"default_root_dir": "file:///tmp/x"},
     "default_root_dir is memory://": {"default_root_dir": "memory://x"},
     "save_dir of CSVLogger": {"logger": CSVLogger("memory://x")},
-    "fast_dev_run": {"fast_dev_run": True},
-    "limit_train_batches": {"limit_train_batches": 3},
     "reload_dataloaders_every_n_epochs": {"reload_dataloaders_every_n_epochs": 1},
-    "val_check_interval": {"val_check_interval": 5},
     "max_epochs": {"max_epochs": -1},
 }
 
@@ -44,11 +38,23 @@ def test_checkpoints_in_a_url_are_refused(tmp_path):
         trainer(tmp_path, privacy(), checkpoint, enable_checkpointing=True).fit(Plain(), loader())
 
 
-@pytest.mark.parametrize("profiler", ["simple", "advanced", PyTorchProfiler(record_module_names=False)])
-def test_other_profilers_change_nothing(tmp_path, profiler):
-    run = trainer(tmp_path, privacy(), profiler=profiler)
-    run.fit(Plain(), loader())
-    assert run.global_step == 9
+def test_all_settings_are_refused_in_one_message(tmp_path):
+    """An ordinary script needed a start for each of them."""
+    best = ModelCheckpoint(dirpath="memory://x")
+    finder, scaling = pl.callbacks.LearningRateFinder(), {"gradient_clip_val": 1.0, "accumulate_grad_batches": 2}
+    run = trainer(tmp_path, best, finder, privacy(), overfit_batches=1, enable_checkpointing=True, **scaling)
+    with pytest.raises(ConfigurationError, match="5 settings cannot be in a private run") as refused:
+        run.fit(Plain(), loader())
+    names = ("gradient_clip_val", "accumulate_grad_batches", "overfit_batches", "dirpath of", "LearningRateFinder")
+    lines = str(refused.value).splitlines()[1:]
+    assert len(lines) == len(names)
+    assert all(sum(name in line for line in lines) == 1 for name in names)
+
+
+def test_the_other_package_of_lightning_is_named(tmp_path):
+    other = pytest.importorskip("pytorch_lightning")
+    with pytest.raises(ConfigurationError, match=r"The Trainer is of the package pytorch_lightning.*import lightning"):
+        check_settings(other.Trainer(accelerator="cpu", logger=False, default_root_dir=tmp_path), Plain())
 
 
 def test_a_backward_of_ones_own_is_refused(tmp_path):
@@ -58,13 +64,6 @@ def test_a_backward_of_ones_own_is_refused(tmp_path):
 
     with pytest.raises(ConfigurationError, match="Scaling has a backward of its own"):
         trainer(tmp_path, privacy()).fit(Scaling(), loader())
-
-    class Plugin(Precision):
-        def backward(self, tensor, model, optimizer, *args, **kwargs):
-            (tensor * tensor.detach()).backward()
-
-    with pytest.raises(ConfigurationError, match="Plugin has a backward of its own"):
-        trainer(tmp_path, privacy(), plugins=[Plugin()]).fit(Plain(), loader())
 
     module = Plain()
     module.backward = lambda loss, *args, **kwargs: (loss * loss.detach()).backward()
@@ -152,35 +151,43 @@ def test_compiled_modules_are_refused(tmp_path, way):
         module.net = torch.compile(module.net)
     else:
         module = torch.compile(module)
-    with pytest.raises(ModelError, match=r"compiled.*without torch.compile"):
+    with pytest.raises(ConfigurationError, match=r"compiled.*without torch.compile"):
         trainer(tmp_path, privacy()).fit(module, loader())
 
 
-def test_manual_optimization_and_two_optimizers_are_refused(tmp_path):
-    class Manual(Plain):
-        def __init__(self):
-            super().__init__()
-            self.automatic_optimization = False
+class Manual(Plain):
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
 
-    with pytest.raises(ConfigurationError, match="automatic_optimization"):
-        trainer(tmp_path, privacy()).fit(Manual(), loader())
+
+class Searching(Plain):
+    def configure_optimizers(self):
+        return torch.optim.LBFGS(self.parameters())
+
+
+class Foreign(Plain):
+    def configure_optimizers(self):
+        return torch.optim.SGD([*self.parameters(), nn.Parameter(torch.ones(2))], lr=0.1)
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        (Manual, "automatic_optimization of Manual is False"),
+        (Searching, "LBFGS reads the gradient several times"),
+        (Foreign, "holds a parameter that is not among the module's trained"),
+    ],
+)
+def test_optimizers_that_cannot_take_private_steps_are_refused(tmp_path, kind, words):
+    with pytest.raises(ConfigurationError, match=words):
+        trainer(tmp_path, privacy()).fit(kind(), loader())
 
 
 def test_a_lazy_layer_is_refused_by_name(tmp_path):
     module = Plain(nn.Sequential(nn.LazyLinear(8), nn.Linear(8, CLASSES)))
     with pytest.raises(ModelError, match=r"'net\.0\.weight' belongs to a lazy layer"):
         trainer(tmp_path, privacy()).fit(module, loader())
-
-
-def test_without_a_logger_a_trainer_may_never_log(tmp_path):
-    """As a barebones one does."""
-    run = pl.Trainer(
-        barebones=True, max_epochs=1, accelerator="cpu", devices=1, callbacks=[privacy()], default_root_dir=tmp_path
-    )
-    run.fit(Plain(), loader())
-    assert (run.log_every_n_steps, run.global_step) == (0, 3)
-    with pytest.raises(ConfigurationError, match=r"log_every_n_steps is 0.*trainer\.logger: false"):
-        trainer(tmp_path, privacy(), log_every_n_steps=0, logger=CSVLogger(tmp_path)).fit(Plain(), loader())
 
 
 class Validated(Plain):

@@ -126,6 +126,48 @@ def test_a_learning_rate_by_a_training_metric_is_refused(tmp_path):
         trainer(tmp_path, privacy()).fit(Plateau(), loader())
 
 
+def test_a_monitor_that_nothing_reads_is_taken(tmp_path):
+    class Stepped(Plain):
+        def configure_optimizers(self):
+            optimizer = super().configure_optimizers()
+            schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "monitor": "train_loss"}}
+
+    run = trainer(tmp_path, privacy(), max_epochs=1)
+    run.fit(Stepped(), loader())
+    assert run.global_step == 3
+
+
+class Scored(Plain):
+    def training_step(self, batch, batch_idx):
+        self.log("score", loss := F.cross_entropy(self.net(batch[0]), batch[1]))
+        return loss
+
+
+@pytest.mark.parametrize(
+    ("template", "refused"),
+    [
+        ("{epoch}-{train_loss:.4f}", "train_loss"),
+        ("{score:.4f}", "score"),
+        ("last {score}", "score"),
+        ("{epoch}-{step}", None),
+        ("{val/loss:.2f}", None),
+    ],
+)
+def test_a_file_name_with_a_training_number_is_refused(tmp_path, template, refused):
+    named = ModelCheckpoint(tmp_path, filename=template, save_on_train_epoch_end=True)
+    if template.startswith("last"):
+        named = ModelCheckpoint(tmp_path, save_last=True, save_on_train_epoch_end=True)
+        named.CHECKPOINT_NAME_LAST = template
+    run = trainer(tmp_path, privacy(), named, max_epochs=1, enable_checkpointing=True)
+    if refused is None:
+        run.fit(Scored(), loader())
+    else:
+        with pytest.raises(ConfigurationError, match=rf"filename of ModelCheckpoint has \{{{refused}\}}.*Take it out"):
+            run.fit(Scored(), loader())
+    assert bool(list(tmp_path.rglob("*.ckpt"))) == (refused is None)
+
+
 def test_a_non_finite_example_does_not_stop_the_run_and_is_reported(tmp_path):
     data = examples()
     data.tensors[0][:2] = math.nan

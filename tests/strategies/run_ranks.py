@@ -108,19 +108,6 @@ def examples(count):
     return TensorDataset(images, torch.randint(10, (count,), generator=generator))
 
 
-class Flips(TensorDataset):
-    """Flips images by a generator of its own, with another seed on each rank."""
-
-    def __init__(self, *tensors):
-        super().__init__(*tensors)
-        self.generator = torch.Generator()
-        self.generator.seed()
-
-    def __getitem__(self, index):
-        image, label = super().__getitem__(index)
-        return image.flip(2) if torch.rand((), generator=self.generator) < 0.3 else image, label
-
-
 def main(settings):
     folder = Path(settings["folder"])
     # Another seed on each rank: only the broadcast at the start makes their parameters equal.
@@ -160,11 +147,7 @@ def main(settings):
         module.get_parameter(name).requires_grad_(False)
     dataset = examples(settings.get("num_train", 60) - place * settings.get("fewer_by_rank", 0))
     if settings.get("rolled"):
-        images, labels = dataset.tensors
-        images[:, :, 0] += settings.get("constant", 0.0)
-        dataset = TensorDataset(images.roll(place, 0), torch.zeros_like(labels))
-    if settings.get("flips"):
-        dataset = Flips(*dataset.tensors)
+        dataset = TensorDataset(*(tensor.roll(place, 0) for tensor in dataset.tensors))
     if settings.get("own_split"):
         dataset = torch.utils.data.random_split(dataset, [50, 10])[0]
     loader = DataLoader(dataset, batch_size=7, shuffle=True)
