@@ -15,8 +15,7 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dp_lightning.privacy import lineage, secret_normals
-from dp_lightning.privacy.isolation import contents, later
+from dp_lightning.privacy import secret_normals
 from dp_lightning.ranks import Ranks
 
 META = torch.device("meta")
@@ -96,31 +95,11 @@ class _Made(TorchFunctionMode):
         return made
 
 
-def stand_in_for_a_gpu(monkeypatch: Any) -> list[int]:
-    """Let a private step take the meta device for a GPU.
-
-    Returns:
-        the reads that are made on purpose, as they are made: how many tensors each.
-    """
-    made: list[int] = []
-
-    def on_cpu(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-        made.append(len(tensors))
-        # As of a step in which nothing has changed and one rank has added noise.
-        return [
-            torch.tensor([1.0, 0.0, 0.0])
-            if tensor.shape == (3,) and tensor.is_floating_point()
-            else torch.zeros(tensor.shape, dtype=tensor.dtype)
-            for tensor in tensors
-        ]
-
-    monkeypatch.setattr(later, "on_cpu", on_cpu)
+def stand_in_for_a_gpu(monkeypatch: Any) -> None:
+    """Let a private step take the meta device for a GPU."""
     monkeypatch.setitem(secret_normals._PAIRS, "meta", secret_normals._PAIRS["cuda"])
-    monkeypatch.setattr(contents, "_has_memory", lambda tensor: True)
-    monkeypatch.setattr(lineage, "_is_readable", lambda tensor: tensor.layout is torch.strided)
     monkeypatch.setattr(torch, "autocast", lambda *args, **kwargs: contextlib.nullcontext())  # meta has none
     monkeypatch.setattr(Ranks, "add_up", lambda self, tensor: None)
-    return made
 
 
 @contextlib.contextmanager

@@ -5,6 +5,6 @@ from devices import stand_in_for_a_gpu
 
 
 @pytest.fixture
-def reads(monkeypatch):
-    """The reads of the device that were made on purpose: how many tensors each."""
-    return stand_in_for_a_gpu(monkeypatch)
+def gpu(monkeypatch):
+    """The meta device stands in for a GPU."""
+    stand_in_for_a_gpu(monkeypatch)
