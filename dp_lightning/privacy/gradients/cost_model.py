@@ -90,7 +90,7 @@ def _memory(device: torch.device) -> int:
 
 def product_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
     """The type in which products of tensors of ``dtype`` are fast; float32 if 16-bit products are emulated."""
-    if dtype in (torch.bfloat16, torch.float16) and device.type == "cpu" and not _cpu_has_bfloat16():
+    if dtype in (torch.bfloat16, torch.float16) and device.type == "cpu" and not has_bfloat16_on_cpu():
         return torch.float32
     return dtype
 
@@ -111,7 +111,3 @@ def _gram(size: Size) -> int:
     """Cost of the norms by Gram matrices."""
     pairs = size.groups * size.positions**2
     return _DOUBLE * (size.gram + pairs * size.outputs) + _PER_GRAM_NUMBER * pairs
-
-
-def _cpu_has_bfloat16() -> bool:
-    return has_bfloat16_on_cpu()

@@ -313,7 +313,10 @@ class Recording(TorchFunctionMode):
         self, args: tuple[Any, ...], kwargs: dict[str, Any], sources: list[Tensor]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         copies = {id(source): self._sources.copies(source, self._level) for source in sources}
-        return _replaced(args, copies), _replaced(kwargs, copies)
+        replaced: tuple[tuple[Any, ...], dict[str, Any]] = tree_map_only(
+            Tensor, lambda tensor: copies.get(id(tensor), tensor), (args, kwargs)
+        )
+        return replaced
 
     def _becomes_batched(self, func: Any, target: Any) -> bool:
         """Give each example its own copy of a shared tensor that is to be written to; false if it is not shared."""
@@ -370,16 +373,3 @@ class Recording(TorchFunctionMode):
         for name, parameter in self._parameters.items():
             if has_hooks(parameter):
                 raise ModelError(f"The parameter '{name}' has a hook. {HOOKS}")
-
-
-def _replaced(value: Any, others: Mapping[int, Tensor]) -> Any:
-    if isinstance(value, Tensor):
-        return others.get(id(value), value)
-    if isinstance(value, tuple):
-        parts = [_replaced(part, others) for part in value]
-        return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
-    if isinstance(value, list):
-        return [_replaced(part, others) for part in value]
-    if isinstance(value, dict):
-        return {key: _replaced(part, others) for key, part in value.items()}
-    return value

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from dp_lightning import torch_internals
-from dp_lightning.privacy.gradients.rewrites import multi_head_attention_forward
+from dp_lightning.privacy.gradients.rewrites import REWRITES, multi_head_attention_forward
 from dp_lightning.torch_internals import is_batched
 
 
@@ -99,5 +99,6 @@ STAND_INS: dict[Any, Callable[..., Any]] = {
     Tensor.__setitem__: set_item,
     F.grouped_mm: grouped_mm,
     torch_internals.grouped_mm: grouped_mm,
+    **{kernel: REWRITES[kernel] for kernel in (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)},
 }
 """By function, as a torch function mode sees it."""
