@@ -19,7 +19,6 @@ from torch._functorch import vmap as _vmap
 from torch._functorch.pyfunctorch import temporarily_pop_interpreter_stack as below_transforms
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
-from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX as EXTRA_STATE
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 #: The versions with which these members were tested. Those of torch exist since 2.11.
@@ -27,7 +26,6 @@ TRIED = {"torch": "2.14.1", "numpy": "2.4.6"}
 
 __all__ = [
     "CALLED",
-    "EXTRA_STATE",
     "GRAD_FN",
     "MODULE_MEMBERS",
     "PARAMETERS",
@@ -64,7 +62,6 @@ __all__ = [
     "norms",
     "numbers_hidden",
     "operations_of_groups",
-    "parts_of_schedule",
     "precision_of",
     "rpc_runs",
     "storage_address",
@@ -243,12 +240,6 @@ CALLED = "_opt_called"
 def is_compiled(module: nn.Module) -> bool:
     """Whether ``module.compile`` was called, or the module was made by ``torch.compile``."""
     return type(module).__name__ == "OptimizedModule" or module._compiled_call_impl is not None
-
-
-def parts_of_schedule(schedule: Any) -> list[Any]:
-    """The schedules and functions that a learning rate schedule of torch calls."""
-    parts = [*getattr(schedule, "_schedulers", ()), *getattr(schedule, "lr_lambdas", ())]
-    return [*parts, getattr(schedule, "_scale_fn_custom", None)]
 
 
 # numpy and Python
