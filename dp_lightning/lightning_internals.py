@@ -41,7 +41,6 @@ __all__ = [
     "put_back_handlers",
     "save_latest",
     "saved_at",
-    "saves_states",
     "set_loader_source",
     "set_logger_connector",
     "silence_sigterm",
@@ -166,11 +165,6 @@ def _progress(counted: Mapping[str, Any], whole: int, begun: int) -> dict[str, d
 def state_defaults(metric: Metric) -> Mapping[str, Any]:
     """The names of a metric's states, and their values before the first update."""
     return cast(Mapping[str, Any], getattr(metric, "_defaults", {}))  # a class that is only registered has none
-
-
-def saves_states(metric: Metric) -> bool:
-    """Whether its states go into the module's state dict."""
-    return any(metric._persistent.values())
 
 
 def joined(metric: Metric, twin: Metric, calls: Sequence[tuple[tuple[Any, ...], dict[str, Any]]]) -> None:

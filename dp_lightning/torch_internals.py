@@ -101,28 +101,3 @@ def is_batched(tensor: Tensor) -> bool:
 def is_compiled(module: nn.Module) -> bool:
     """Whether ``module.compile`` was called, or the module was made by ``torch.compile``."""
     return type(module).__name__ == "OptimizedModule" or module._compiled_call_impl is not None
-
-
-# To be deleted with their last users: privacy/isolation/, randomness.py, reading.py, training_step.py and
-# checkpoint_contents.py.
-
-import functools  # noqa: E402
-import threading  # noqa: E402
-from typing import Any  # noqa: E402
-
-import numpy as np  # noqa: E402
-from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX as EXTRA_STATE  # noqa: E402, F401
-
-PARAMETERS = "_parameters"
-MODULE_MEMBERS = (PARAMETERS, "_buffers", "_modules")
-CALLED = "_opt_called"
-CachedFunction = functools._lru_cache_wrapper
-ForeignThread = threading._DummyThread
-global_numpy_generator = np.random.mtrand._rand
-without_torch_function_of_subclasses = torch._C.DisableTorchFunctionSubclass
-gradient_of: Callable[[Tensor], Tensor | None] = torch._C.TensorBase._grad.__get__  # type: ignore[union-attr]
-
-
-def parts_of_schedule(schedule: Any) -> list[Any]:
-    parts = [*getattr(schedule, "_schedulers", ()), *getattr(schedule, "lr_lambdas", ())]
-    return [*parts, getattr(schedule, "_scale_fn_custom", None)]

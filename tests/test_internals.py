@@ -184,9 +184,6 @@ def test_a_checkpoint_is_saved_when_asked_for(tmp_path):
 def test_states_of_metrics():
     metric = MeanMetric()
     assert set(internals.state_defaults(metric)) == {"mean_value", "weight"}
-    assert not internals.saves_states(metric)
-    metric.persistent(True)
-    assert internals.saves_states(metric)
     internals.joined(metric, metric.clone(), [((torch.tensor(1.0),), {}), ((torch.tensor(4.0),), {"weight": 2.0})])
     assert metric._forward_cache == 3
     assert MetricCollection([metric])  # whose members are called alike
