@@ -89,8 +89,6 @@ def _same_start(monkeypatch: pytest.MonkeyPatch) -> None:
     """No test's numbers depend on which ones ran before it."""
     torch.default_generator.manual_seed(0)
     monkeypatch.delenv("PL_GLOBAL_SEED", raising=False)  # of an earlier test's seed_everything
-    # Reproducible runs of different tests have the same weights, which would be taken for copies.
-    monkeypatch.setattr("dp_lightning.privacy.lineage._copies", {})
 
 
 @pytest.fixture(autouse=True)

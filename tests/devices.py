@@ -15,7 +15,7 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dp_lightning.privacy import lineage, secret_normals
+from dp_lightning.privacy import secret_normals
 from dp_lightning.privacy.isolation import contents, later
 from dp_lightning.ranks import Ranks
 
@@ -117,7 +117,6 @@ def stand_in_for_a_gpu(monkeypatch: Any) -> list[int]:
     monkeypatch.setattr(later, "on_cpu", on_cpu)
     monkeypatch.setitem(secret_normals._PAIRS, "meta", secret_normals._PAIRS["cuda"])
     monkeypatch.setattr(contents, "_has_memory", lambda tensor: True)
-    monkeypatch.setattr(lineage, "_is_readable", lambda tensor: tensor.layout is torch.strided)
     monkeypatch.setattr(torch, "autocast", lambda *args, **kwargs: contextlib.nullcontext())  # meta has none
     monkeypatch.setattr(Ranks, "add_up", lambda self, tensor: None)
     return made

@@ -85,8 +85,6 @@ class AveragedWeights(pl.Callback):
         self._num_updates += 1
         parameters = dict(pl_module.named_parameters())
         lerp_all_(list(self.average.values()), [parameters[name].detach() for name in self.average], 1 - decay)
-        if (privacy := privacy_of(trainer)) is not None:
-            privacy.private_run.step.remember(self.average.values())
 
     # Evaluation of the average
 

@@ -19,11 +19,12 @@ from torch.optim import Optimizer
 from dp_lightning.errors import ConfigurationError
 from dp_lightning.privacy.accounting import Ledger
 from dp_lightning.privacy.plan import PrivacyPlan
+from dp_lightning.privacy.record import RunRecord
 from dp_lightning.privacy.statement import PrivacyStatement
 from dp_lightning.private_run.checkpoint_contents import check_hyperparameters, check_metrics
 from dp_lightning.private_run.loader import PrivateSource
 from dp_lightning.private_run.planned_counts import count_by_loader, count_by_plan
-from dp_lightning.private_run.resume import PRIVATE_RUN, RunHistory, SavedRun, broken_seal, require_counted_steps
+from dp_lightning.private_run.resume import PRIVATE_RUN, RunHistory, SavedRun, require_counted_steps
 from dp_lightning.private_run.run import PrivateRun
 from dp_lightning.private_run.settings import PrivacySettings
 from dp_lightning.private_run.trainer_checks import check_order, check_settings
@@ -45,7 +46,7 @@ class PrivacyCallback(PrivacySettings, pl.Callback):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.history = RunHistory()
+        self.history = RunHistory(RunRecord(unit=self.unit, reproducible=self.seed is not None))
         #: Whether the plan and the statement are printed; a `Screen` shows them itself.
         self.announces = True
         self._run: PrivateRun | None = None
@@ -70,7 +71,7 @@ class PrivacyCallback(PrivacySettings, pl.Callback):
     @property
     def run(self) -> str:
         """Name of the run; one that resumes keeps it."""
-        return self.history.run
+        return self.history.record.run
 
     @property
     def ledger(self) -> Ledger:
@@ -108,11 +109,7 @@ class PrivacyCallback(PrivacySettings, pl.Callback):
         if stage == "fit":
             self.check(trainer, pl_module)
         if type(trainer.strategy.checkpoint_io) is TorchCheckpointIO:
-            trainer.strategy.checkpoint_io = PrivateCheckpointIO(
-                self._before_save,
-                # As the file has it, before the module's own hook may adapt it.
-                lambda checkpoint: broken_seal(checkpoint) if trainer.state.fn == TrainerFn.FITTING else None,
-            )
+            trainer.strategy.checkpoint_io = PrivateCheckpointIO(self._before_save)
         if stage == "fit":
             source = PrivateSource.stand_in(trainer)
             count_by_plan(trainer, lambda: self.shape_for(trainer, source.num_train(self)))

@@ -32,7 +32,7 @@ to its own sum, and one collective adds up the sums. What is released is the sam
 
 import math
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from functools import cached_property, partial
 from typing import Any
@@ -42,7 +42,6 @@ from torch import Tensor, nn
 from torch.utils.data import default_collate
 
 from dp_lightning.errors import BudgetError, ConfigurationError, DpLightningError, ModelError
-from dp_lightning.privacy.accounting import Ledger
 from dp_lightning.privacy.clipping import ClipPlan
 from dp_lightning.privacy.disk import DiSK, Extrapolation
 from dp_lightning.privacy.examples import (
@@ -60,16 +59,6 @@ from dp_lightning.privacy.isolation.between_examples import Isolation
 from dp_lightning.privacy.isolation.later import Later
 from dp_lightning.privacy.isolation.reachable import Ignored, NamesOf, no_names, nothing_ignored
 from dp_lightning.privacy.isolation.sealed_data import SealedData
-from dp_lightning.privacy.journal import Journal, run_name
-from dp_lightning.privacy.lineage import (
-    Origin,
-    TrainedWeights,
-    Training,
-    count_of,
-    faults_of,
-    origin_of,
-    released,
-)
 from dp_lightning.privacy.noise import GaussianNoise
 from dp_lightning.privacy.phases import Phases
 from dp_lightning.privacy.plan import PrivacyPlan
@@ -82,6 +71,7 @@ from dp_lightning.privacy.reading import (
     require_shapes,
     require_structure,
 )
+from dp_lightning.privacy.record import RunRecord, origin_of, released
 from dp_lightning.privacy.records import require_single_records
 from dp_lightning.privacy.sampling import Key, PhysicalBatch, PoissonSampler, cut, sampling_key
 from dp_lightning.privacy.statement import ONE_EXAMPLE, ONE_PERSON, PrivacyStatement, installed
@@ -120,10 +110,8 @@ class PrivateStep:
             each step, the rows of one example. None where each element is an example.
         disk: takes gradients where DiSK does; None is at the parameters.
         frozen_until: parameters that are frozen at first, as in `Phases`.
-        ledger: where each release is recorded; it may hold steps taken before.
-        journal: where each release is brought to disk before it is made, on rank 0.
-        run: name of the run; that of its journal without one.
-        origin: what has trained the module before, which has been counted; None finds it out and counts it.
+        record: of the run, where each release is counted before it is made; None is a new one, which counts what is
+            known to have trained the module before.
         ranks: the processes that take each step together.
         sampling_key: of the draws, the same on all ranks; None makes a secret one.
         seed: fixes sampling, noise and all that is random in a step; whoever knows it can subtract the noise. None
@@ -155,10 +143,7 @@ class PrivateStep:
         images_per_group: int | None = None,
         disk: DiSK | None = None,
         frozen_until: Mapping[str, float] = types.MappingProxyType({}),
-        ledger: Ledger | None = None,
-        journal: Journal | None = None,
-        run: str | None = None,
-        origin: Origin | None = None,
+        record: RunRecord | None = None,
         ranks: Ranks | None = None,
         sampling_key: Key | None = None,
         seed: int | None = None,
@@ -175,25 +160,18 @@ class PrivateStep:
             images_per_group=images_per_group,
         )
         self.module, self.plan, self.clip_plan = module, plan, clip_plan or ClipPlan.flat()
-        self.ledger, self.journal, self.ranks = ledger or Ledger(), journal, ranks or Ranks()
-        self.run = run or (run_name({}) if journal is None else journal.run)
-        self.unit = ONE_EXAMPLE if images_per_group is None else ONE_PERSON
-        #: What keeps the run from release, in words.
-        self.faults: set[str] = set()
+        unit = ONE_EXAMPLE if images_per_group is None else ONE_PERSON
+        self.record = record or RunRecord(unit=unit, reproducible=seed is not None)
+        self.ranks = ranks or Ranks()
         #: What a GPU finds out between two releases, which is read once, before the second.
-        self.later = Later(partial(_note_error, self.faults))
-        reproducible = seed is not None
-        before: list[str] = []
-        self._training = Training(self.run, self.ledger, self.unit, reproducible, self.faults, self.later.look, before)
+        self.later = Later(partial(_note_error, self.record.faults))
         self.parameters = trained_parameters(module)
         self._every = dict(module.named_parameters())
         self.phases = Phases(frozen_until, self.parameters, plan.num_steps)
-        self._weights = TrainedWeights(self.parameters, self._training, self.later)
         groups = _checked_groups(dataset, images_per_group, seed, plan.num_train)
-        # It counts in the ledger what has trained the weights, after all that may refuse the run.
-        self.origin = origin or origin_of(module, self.ledger, run=self.run, unit=self.unit, other_data=False)
-        self.faults.update(self.origin.faults)
-        before += self.origin.words
+        if record is None:  # counted after all that may refuse the run
+            self.record.origin = origin_of(module, self.record, other_data=False)
+        self.record.faults.update(self.record.origin.faults)
         self.noise = GaussianNoise(seed=seed)
         self.seed, self.randomness = seed, TrainingRandomness(seed, rank=self.ranks.rank)
         self._max_examples = max_physical_batch_size // (augmult * (images_per_group or 1))
@@ -262,7 +240,7 @@ class PrivateStep:
     def batches(self) -> Iterator[ExampleBatch]:
         """The physical batches of the next logical step, read one after the other."""
         self.start()
-        return map(self.reader.__getitem__, self.physical_batches(self.ledger.num_steps))
+        return map(self.reader.__getitem__, self.physical_batches(self.record.ledger.num_steps))
 
     def accumulate(self, batch: ExampleBatch) -> None:
         """Add the clipped gradients of a physical batch's examples to the sum of its logical step.
@@ -287,13 +265,11 @@ class PrivateStep:
         try:
             self._mode.add(self._loss, batch, self._sum)
         except Exception as error:
-            _note_error(self.faults, error)
+            _note_error(self.record.faults, error)
             raise
         finally:
             if self._extrapolation is not None:
                 self._extrapolation.back()
-        if place.piece == 0:
-            self._weights.require_untouched()
         self._taken = place
 
     @torch.no_grad()
@@ -318,11 +294,8 @@ class PrivateStep:
         require_same_trained(self._every, self.parameters)
         if self._taken is None or not self._taken.last:
             raise DpLightningError("The logical batch is not complete: accumulate all of its physical batches first.")
-        self._taken, number = None, self.ledger.num_steps
-        step = {"noise_multiplier": self.plan.noise_multiplier, "sample_rate": self.plan.sample_rate}
-        if self.journal is not None:
-            self.journal.record(**step)
-        self.ledger.record(**step)
+        self._taken, number = None, self.record.ledger.num_steps
+        self.record.count(noise_multiplier=self.plan.noise_multiplier, sample_rate=self.plan.sample_rate)
         total, noised, self._stops = self._sum.flat, self.ranks.rank == 0, stop
         if noised:
             total = self.noise.add_to(total, self.noise_standard_deviation, step=number)
@@ -333,9 +306,8 @@ class PrivateStep:
         frozen = self.phases.frozen(number)
         for name, gradient in self._sum.views(total.div_(self.plan.expected_batch_size)).items():
             self.parameters[name].grad = None if name in frozen else gradient.to(self.parameters[name].dtype)
-        released([p for name, p in self.parameters.items() if name not in frozen], self._training)
-        if self.isolation.advance():
-            self._weights.hold()
+        released([p for name, p in self.parameters.items() if name not in frozen], self.record)
+        self.isolation.advance()
         return self._stops
 
     def stepped(self) -> None:
@@ -346,15 +318,6 @@ class PrivateStep:
         trained parameters alone are compared.
         """
         self.isolation.stepped()
-        self._weights.hold()
-
-    def remember(self, tensors: Iterable[Tensor] | None = None) -> None:
-        """A run that starts from a copy of these tensors counts the steps.
-
-        Args:
-            tensors: that follow from the releases, such as an average; None is the trained parameters.
-        """
-        self._weights.remember(tensors)
 
     # Public numbers
 
@@ -379,11 +342,6 @@ class PrivateStep:
         return self._mode.isolation
 
     @property
-    def changed_outside(self) -> tuple[str, ...]:
-        """Attributes of the module that other code than the loss has changed."""
-        return tuple(sorted(self.isolation.changed_outside))
-
-    @property
     def discarded(self) -> Tensor:
         """How many examples of the logical batch have a gradient that is not finite; not private."""
         return self._sum.discarded
@@ -394,10 +352,10 @@ class PrivateStep:
         Raises:
             BudgetError: when the plan's steps are all taken.
         """
-        if self.ledger.num_steps >= self.plan.num_steps:
+        if (taken := self.record.ledger.num_steps) >= self.plan.num_steps:
             raise BudgetError(
                 f"The privacy budget is spent: the plan allows {self.plan.num_steps} logical steps and "
-                f"{self.ledger.num_steps} are taken. To train longer, plan more steps before the start: num_steps of a "
+                f"{taken} are taken. To train longer, plan more steps before the start: num_steps of a "
                 "PrivacyPlan, or trainer.max_epochs or trainer.max_steps. Another module needs a PrivateStep of its "
                 "own, or a PrivacyCallback and a Trainer."
             )
@@ -408,8 +366,7 @@ class PrivateStep:
         Args:
             more: further fields of ``PrivacyStatement``, such as ``postprocessing`` and ``unprotected``.
         """
-        words = [*self.origin.words, *self._count_others()]
-        clipping, groups = self.clip_plan.describe(), self.reader.groups
+        record, clipping, groups = self.record, self.clip_plan.describe(), self.reader.groups
         one = "example" if groups is None else "person"
         if groups is not None:
             clipping["images_per_group"] = f"{groups.images_per_group} images of each person, drawn anew in each step"
@@ -421,24 +378,20 @@ class PrivateStep:
             clipping["gradients"] = self.disk.describe()
         fields = {
             "plan": self.plan,
-            "ledger": self.ledger,
+            "ledger": record.ledger,
             "clipping": clipping,
             "examples": self.examples,
             "sensitivity": self.clip_plan.sensitivity,
             "sampler": f"Poisson, each {one} independently with probability q in every logical step",
-            "unit_of_privacy": self.unit,
-            "changed_outside": self.changed_outside,
-            "reproducible": self.seed is not None,
-            "private": self.plan.noise_multiplier > 0,
+            "unit_of_privacy": record.unit,
+            "reproducible": record.reproducible,
             "num_ranks": self.ranks.size,
             "faults": tuple(self.all_faults),
-            "run": self.run,
-            "earlier_training": tuple(words),
-            "journal_heads": () if self.journal is None else self.journal.heads,
+            "run": record.run,
+            "earlier_training": tuple(record.origin.words),
+            "journal_heads": () if record.journal is None else record.journal.heads,
             "versions": {name: installed(name) for name in ("dp-lightning", "torch", "opacus")},
         }
-        # Whoever asks for a statement may copy any part of the weights now.
-        self._weights.remember()
         if "weights" not in more:
             fields["weights"] = digest_of(self.module.state_dict())
         return PrivacyStatement(**{**fields, **more})
@@ -447,29 +400,12 @@ class PrivateStep:
     def all_faults(self) -> list[str]:
         """What keeps the model, as it is now, from release."""
         self.later.look()
-        found = set(self.faults)
+        found = set(self.record.faults)
         if not all(map(all_finite, self.parameters.values())):
             found.add("weights are not finite")
         if touched := self.isolation.touched():
             found.add(f"other code than the optimizer has changed {', '.join(touched[:5])} after the last step")
-        elif touched := self._weights.touched():
-            found.add(f"other code than an optimizer's step on a release has changed {', '.join(touched[:5])}")
-        for other in self._weights.others():
-            found.update(faults_of(other, "in turns with this one"))
-            if other.unit != self.unit:
-                found.add(f"run {other.run}, which trained the weights in turns with this one, protects {other.unit}")
         return sorted(found)
-
-    def _count_others(self) -> list[str]:
-        """Count the steps of other private runs that train the same parameters meanwhile, and say so."""
-        words = []
-        for other in self._weights.others():
-            self.ledger.count_earlier({name: steps for name, steps in other.runs.items() if name != self.run})
-            words.append(
-                f"run {other.run}: {count_of(other.ledger.runs)} private steps, taken in turns with this run, which "
-                "count here"
-            )
-        return words
 
     # Resuming
 
@@ -490,8 +426,6 @@ class PrivateStep:
 
     def _begin(self) -> None:
         self.require_budget()
-        self._count_others()
-        self._weights.begin()
         self._sum.reset()
         if self._extrapolation is not None:
             self.isolation.begin_elsewhere()

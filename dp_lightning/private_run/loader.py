@@ -39,7 +39,7 @@ class EpochBatches(Sampler[list[PhysicalBatch]]):
         self.private = private
 
     def __iter__(self) -> Iterator[list[PhysicalBatch]]:
-        plan, start = self.private.plan, self.private.ledger.num_steps
+        plan, start = self.private.plan, self.private.record.ledger.num_steps
         end = epoch_end(
             start,
             num_train=plan.num_train,

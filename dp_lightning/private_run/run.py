@@ -19,8 +19,8 @@ from torch.utils.data import DataLoader
 from dp_lightning.errors import BudgetError, ConfigurationError, ModelError
 from dp_lightning.lightning_internals import average_of, begin_after_epochs
 from dp_lightning.models.batch_norm import fixed_statistics
-from dp_lightning.privacy.lineage import Origin, origin_of
 from dp_lightning.privacy.plan import PrivacyPlan
+from dp_lightning.privacy.record import Origin, origin_of
 from dp_lightning.privacy.sampling import Key, epoch_of, sampling_key
 from dp_lightning.privacy.statement import PrivacyStatement, installed
 from dp_lightning.privacy.step import PrivateStep
@@ -103,7 +103,7 @@ class PrivateRun:
         length = {"trainer.max_epochs": trainer.max_epochs, "trainer.max_steps": trainer.max_steps}
         require_same_settings({**settings.of_all_ranks, **length}, self._ranks, trainer.strategy.root_device)
         loader = source.users  # the user's code, after which it is asked what has trained the weights
-        history.origin = self._origin()
+        history.record.origin = self._origin()
         resumes = history.open_journal(trainer, self.folder)
         num_train = source.num_train(settings)
         require_same_settings({"number of training examples": num_train}, self._ranks, trainer.strategy.root_device)
@@ -127,17 +127,15 @@ class PrivateRun:
         if history.saved is not None:
             settings.require_same(dict(history.saved.settings))
             if self.trainer.ckpt_path is not None:  # the weights are the checkpoint's
-                return history.origin
+                return history.record.origin
         owners = self.module, getattr(self.trainer, "datamodule", None)
         found = origin_of(
             self.module,
-            history.ledger,
-            run=history.run,
-            unit=settings.unit,
+            history.record,
             other_data=settings.earlier_training == "other_data",
             files=[file for owner in owners if (file := getattr(owner, "weights_file", None)) is not None],
         )
-        before = history.origin
+        before = history.record.origin
         return Origin(
             words=list(dict.fromkeys([*before.words, *found.words])),
             faults=list(dict.fromkeys([*before.faults, *found.faults])),
@@ -171,10 +169,7 @@ class PrivateRun:
             images_per_group=settings.images_per_group,
             disk=settings.disk,
             frozen_until=settings.frozen_until or {},
-            ledger=history.ledger,
-            journal=history.journal,
-            run=history.run,
-            origin=history.origin,
+            record=history.record,
             ranks=self._ranks,
             sampling_key=key,
             seed=settings.seed,
@@ -214,7 +209,7 @@ class PrivateRun:
             self.budget.require_affordable()
         self._say(self.budget.announcement(self.settings.clip_plan, reproducible=self.settings.reproducible))
         if phases := self.step.phases.describe():
-            origin = "; ".join(self.history.origin.words) or "no file and no training that is known"
+            origin = "; ".join(self.history.record.origin.words) or "no file and no training that is known"
             self._say(f"Parameters: {phases} (privacy.frozen_until). Weights at the start: {origin}.")
         if fixed := fixed_statistics(self.module):
             self.trainer.print(
@@ -365,12 +360,9 @@ class PrivateRun:
 
     def fails(self, error: BaseException) -> None:
         """Note an error, which makes the run unfit for release; an interruption and a spent budget do not."""
-        if isinstance(error, Exception) and not isinstance(error, BudgetError):
-            fault = f"the run ended by an error ({type(error).__name__})"
-            self.step.faults.add(fault)
-            known = fault in self.history.origin.faults
-            if self.history.ledger.num_steps > self._before and not known:  # a later fit starts from these weights
-                self.history.origin.faults.append(fault)
+        took_steps = self.history.ledger.num_steps > self._before
+        if took_steps and isinstance(error, Exception) and not isinstance(error, BudgetError):
+            self.history.record.faults.add(f"the run ended by an error ({type(error).__name__})")
 
     def close(self) -> None:
         """Restore the module and the trainer, and write the statement."""
@@ -402,9 +394,7 @@ class PrivateRun:
             more: fields that are known better than here.
         """
         history = self.history
-        history.changed_outside.update(self.step.changed_outside)
         return self.step.statement(
-            changed_outside=tuple(sorted(history.changed_outside)),
             unprotected=tuple(sorted(history.unprotected.names)),
             postprocessing=", then ".join(self.postprocessing) or "none",
             earlier_targets=tuple(history.earlier_targets),
@@ -414,10 +404,9 @@ class PrivateRun:
         )
 
     def note_copy(self) -> None:
-        """A checkpoint is a copy of the weights, and may be chosen by what was logged since the last step."""
+        """A checkpoint may be chosen by what was logged since the last step."""
         # The module's own hook at the end of an epoch comes after that of PrivacyCallback.
         self.history.unprotected.note_logged(self.trainer)
-        self.step.remember()
 
     def complete(self, checkpoint: dict[str, Any], *, whole: bool) -> None:
         """Refuse what is raw in a checkpoint, and write the run into one that a fit can resume.

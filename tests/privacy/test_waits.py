@@ -135,7 +135,7 @@ def test_what_a_loss_keeps_in_a_tensor_is_found_before_the_release(late):
     take(step)  # on a CPU this raises
     with pytest.raises(ModelError, match=LEAK):
         step.release()
-    assert step.ledger.num_steps == 1  # counted before anything is released
+    assert step.record.ledger.num_steps == 1  # counted before anything is released
     assert all(parameter.grad is None for parameter in model.parameters())
     assert FAULT in step.all_faults
 
@@ -229,7 +229,7 @@ def test_a_step_is_in_the_journal_before_its_sum_leaves_the_process(monkeypatch)
     step = private_step(
         WithTeacher(leaks=False),
         (3, 2, 2),
-        journal=Journal(),
+        record=RunRecord(journal=Journal()),
         ranks=Ranks(rank=0, size=2),
         max_physical_batch_size=1,
     )
@@ -258,7 +258,7 @@ def test_weights_that_other_code_changes_are_found(late, when):
             step.accumulate(batch)
         with pytest.raises(ModelError, match=r"student\.weight changed"):
             step.release()
-        assert step.ledger.num_steps == 2
+        assert step.record.ledger.num_steps == 2
     else:
         model.student.weight.data[0, 0] += 1
     assert any("student.weight" in fault or "ended by an error" in fault for fault in step.statement().faults)
