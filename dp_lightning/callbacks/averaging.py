@@ -85,8 +85,6 @@ class AveragedWeights(pl.Callback):
         parameters = dict(pl_module.named_parameters())
         for name, average in self.average.items():
             average.lerp_(parameters[name].detach(), 1 - decay)
-        if (privacy := privacy_of(trainer)) is not None:
-            privacy.private_run.step.remember(self.average.values())
 
     # Evaluation of the average
 

@@ -16,6 +16,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from dp_lightning.errors import ConfigurationError
 from dp_lightning.privacy.accounting import Ledger
 from dp_lightning.privacy.plan import PrivacyPlan
+from dp_lightning.privacy.record import RunRecord
 from dp_lightning.privacy.statement import PrivacyStatement
 from dp_lightning.private_run.resume import PRIVATE_RUN, RunHistory, SavedRun, require_counted_steps
 from dp_lightning.private_run.run import PrivateRun
@@ -40,7 +41,7 @@ class PrivacyCallback(PrivacySettings, pl.Callback):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.history = RunHistory()
+        self.history = RunHistory(RunRecord(unit=self.unit, reproducible=self.seed is not None))
         #: Whether the plan and the statement are printed; a `Screen` shows them itself.
         self.announces = True
         self._run: PrivateRun | None = None
@@ -66,7 +67,7 @@ class PrivacyCallback(PrivacySettings, pl.Callback):
     @property
     def run(self) -> str:
         """Name of the run; one that resumes keeps it."""
-        return self.history.run
+        return self.history.record.run
 
     @property
     def ledger(self) -> Ledger:

@@ -15,7 +15,7 @@ from dp_lightning.experiments.event_files import Curve, curves_in
 from dp_lightning.experiments.runs import read_facts, result_in
 from dp_lightning.foreign_text import LARGEST_JSON, LARGEST_YAML, load_yaml, read_json, read_text
 from dp_lightning.privacy.accounting import Ledger, check_accountant, check_delta, compose
-from dp_lightning.privacy.journal import Step, journal_name, journals_in, read_journal, run_of, stands_for, up_to
+from dp_lightning.privacy.journal import Step, journal_name, journals_in, read_journal, run_of, up_to
 from dp_lightning.privacy.statement import PrivacyStatement
 
 STATEMENT, SNR, CONFIG = "privacy_statement.json", "snr.json", "config.yaml"
@@ -169,8 +169,8 @@ def _spent(folder: Path, statement: PrivacyStatement | None, config: Mapping[str
         run, earlier, settings = statement.run, statement.ledger, asdict(statement.plan)
     else:
         (run, *others), earlier = map(run_of, journals_in(folder)), Ledger()
-        if others or not stands_for(run, {}):
-            raise DataError("The run has no statement yet, and its journal alone does not say what earlier runs spent.")
+        if others:
+            raise DataError("There are journals of several runs, and no statement yet.")
         settings = found if isinstance(found := config.get("privacy"), dict) else {}
     delta, accountant = settings.get("delta", math.nan), settings.get("accountant", "prv")
     target = settings.get("target_epsilon")

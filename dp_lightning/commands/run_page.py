@@ -130,8 +130,9 @@ def _status(run: RunFiles) -> str:
         )
     if run.statement is None:
         return (
-            "The run has not ended, or it was killed: there is no statement. Release nothing of it. To resume it, "
-            "start it again with --ckpt_path last."
+            "The run has not ended, or it was killed: there is no statement. Release nothing of it. Epsilon is that of "
+            "its own steps; what earlier runs of its weights have spent is not known here. To resume it, start it "
+            "again with --ckpt_path last."
         )
     if run.result is None or run.result["completed"] is not True:
         return (

@@ -128,7 +128,7 @@ class TrainingCLI(CommandLine):
         path = self.config[command].get("ckpt_path") if command else None
         if path is None or not Path(path).is_file():
             return
-        checkpoint = PrivateCheckpointIO().load_checkpoint(path)
+        checkpoint = PrivateCheckpointIO().load_checkpoint(path, weights_only=self.config[command].get("weights_only"))
         if "pytorch-lightning_version" not in checkpoint:
             raise ConfigurationError(
                 f"ckpt_path {path} is not a checkpoint of a run: it holds only weights, or something else. To "
@@ -254,10 +254,10 @@ class TrainingCLI(CommandLine):
         require_writable(Path(self.trainer.default_root_dir), "trainer.default_root_dir")
         _require_other_nodes(self.trainer)
         asked = self.config_init.fit.ckpt_path
-        start = where_to_start(self.trainer, asked)
+        start = where_to_start(self.trainer, asked, self.config_init.fit.get("weights_only"))
         self.config_init.fit.ckpt_path = start.checkpoint
         if start.journal is not None:
-            self.privacy.history.count_steps_of(start.journal)
+            self.privacy.history.left = start.journal
         for callback in self.trainer.callbacks:  # type: ignore[attr-defined]
             if isinstance(callback, SaveConfigCallback) and (asked is not None or slurm_job() is not None):
                 # A resumed run may use its earlier log folder again.

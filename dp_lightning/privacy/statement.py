@@ -9,7 +9,7 @@ written down.
 
 import json
 import math
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields
 from functools import cache, cached_property
 from importlib.metadata import version
 from pathlib import Path
@@ -19,9 +19,8 @@ from dp_lightning.atomic_files import replacing
 from dp_lightning.errors import DataError, DpLightningError
 from dp_lightning.privacy.accounting import Ledger
 from dp_lightning.privacy.plan import PrivacyPlan
-from dp_lightning.privacy.seal import SEAL, sealed
 
-#: Where a checkpoint keeps what the statement of its steps says.
+#: Under which name the metadata of exported weights holds their statement.
 STATEMENT = "privacy_statement"
 #: Epsilon above which a run is not for release. A test for one example that is right with certainty may then be wrong
 #: about others less than once in exp(20), half a billion: the guarantee excludes nothing that an attack would do.
@@ -29,9 +28,19 @@ LARGEST_EPSILON = 20.0
 #: What a neighbour adds or removes: an element of the training set, or all of a person's elements.
 ONE_EXAMPLE, ONE_PERSON = "one training example", "one person (all images with the same group)"
 _ISOLATION = {
-    "together": "by construction, since the loss is computed under vmap, where it sees a single example",
-    "one_by_one": "example by example, where what is reachable from the model was compared after each",
+    "together": "by construction, since the loss runs under vmap, where it sees a single example",
+    "one_by_one": "example by example, where the code is trusted to keep nothing from one example to the next",
 }
+# What no run's epsilon covers.
+_NEVER_COVERED = (
+    "Weights that the run started from, and the statistics of frozen normalisation layers that came with them: if they "
+    "were trained on the same examples, what that run has spent adds to this epsilon.",
+    "Hyperparameter search: other runs on the same data spend their own epsilon, and so does choosing among them.",
+    "The choice of an epoch or a learning rate by a score on test or validation data: that data is not protected, and "
+    "the best test score is not an unbiased one.",
+    "Floating-point arithmetic: the theorem is about real numbers, and Gaussian noise in floating point has gaps that "
+    "an attacker may use (Mironov 2012).",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,10 +57,7 @@ class PrivacyStatement:
         unit_of_privacy: what one neighbour adds or removes.
         unprotected: log tags of everything computed from raw training examples, and what else was written that may be.
         examples: how the loss saw one example at a time, ``together`` or ``one_by_one``.
-        changed_outside: attributes of the module that other code than the loss has changed during the run; all modes of
-            modules are ``*.training``, and an optimizer or a schedule is named as a whole.
         reproducible: all random numbers came from a seed that is written down.
-        private: False for a run without the mechanism; its epsilon is infinite.
         postprocessing: what was done to the privatized gradient, in words.
         earlier_targets: targets that the run had before, each with the number of steps after which it was exchanged.
         lost_steps: steps of the ledger that an interruption has lost: they are spent, and not in the weights.
@@ -73,9 +79,7 @@ class PrivacyStatement:
     unit_of_privacy: str = ONE_EXAMPLE
     unprotected: tuple[str, ...] = ()
     examples: str = "together"
-    changed_outside: tuple[str, ...] = ()
     reproducible: bool = False
-    private: bool = True
     postprocessing: str = "none"
     earlier_targets: tuple[tuple[float | None, int], ...] = ()
     lost_steps: int = 0
@@ -92,39 +96,30 @@ class PrivacyStatement:
         copy = Ledger()
         copy.load_state_dict(self.ledger.state_dict())
         object.__setattr__(self, "ledger", copy)
-        object.__setattr__(self, "private", self.private and self.plan.noise_multiplier > 0)
 
     def saved(self) -> dict[str, Any]:
-        """All of it in plain values and their seal, without any epsilon computed; `from_saved` reads it."""
-        rest = {item.name: getattr(self, item.name) for item in fields(self) if item.name not in ("plan", "ledger")}
-        return sealed({"plan": asdict(self.plan), "ledger": self.ledger.state_dict(), **rest})
-
-    @property
-    def seal(self) -> str:
-        """SHA-256 of all its fields."""
-        return str(self.saved()[SEAL])
-
-    @classmethod
-    def from_saved(cls, saved: dict[str, Any]) -> "PrivacyStatement":
-        """The statement of `saved`.
-
-        Raises:
-            DataError: where its seal is missing, or not that of its fields.
-        """
-        if saved.get(SEAL) != sealed(saved)[SEAL]:
-            raise DataError(
-                "its seal is not that of its fields, so it was edited"
-                if SEAL in saved
-                else "it has no seal, so it is of an earlier version, or was edited"
-            )
-        ledger = Ledger()
-        ledger.load_state_dict(saved["ledger"])
-        values = {name: value for name, value in saved.items() if name != SEAL}
-        return cls(**{**values, "plan": PrivacyPlan(**saved["plan"]), "ledger": ledger})
+        """The values that `from_dict` reads, as JSON and a checkpoint can hold them; no epsilon is computed."""
+        own = {item.name: getattr(self, item.name) for item in fields(self) if item.name not in ("plan", "ledger")}
+        ledger = self.ledger.state_dict()
+        plain: dict[str, Any] = _plain(
+            {
+                **asdict(self.plan),
+                "sample_rate": self.plan.sample_rate,
+                "num_steps": self.ledger.num_steps,
+                "num_steps_planned": self.plan.num_steps,
+                "ledger": ledger["runs"],
+                "earlier_runs": ledger["earlier"],
+                **own,
+                "earlier_targets": [
+                    {"target_epsilon": target, "until_step": steps} for target, steps in self.earlier_targets
+                ],
+            }
+        )
+        return plain
 
     @classmethod
     def from_dict(cls, facts: dict[str, Any]) -> "PrivacyStatement":
-        """The statement whose ``to_dict`` gives these values, as `privacy_statement.json` holds them.
+        """The statement of the values of `saved`, or of those that `privacy_statement.json` holds.
 
         Raises:
             DataError: where they are no statement.
@@ -133,26 +128,23 @@ class PrivacyStatement:
             plan = {item.name: facts[item.name] for item in fields(PrivacyPlan) if item.name != "num_steps"}
             ledger = Ledger()
             ledger.load_state_dict({"runs": facts["ledger"], "earlier": facts["earlier_runs"]})
-            known = {item.name for item in fields(cls)} - {"plan", "ledger", "private", "earlier_targets"}
+            known = {item.name for item in fields(cls)} - {"plan", "ledger", "earlier_targets"}
             rest: dict[str, Any] = {
                 name: tuple(facts[name]) if isinstance(facts[name], list) else facts[name] for name in known
             }
-            earlier = tuple((target["target_epsilon"], target["until_step"]) for target in facts["earlier_targets"])
-            claims = cls(
+            return cls(
                 plan=PrivacyPlan(**plan, num_steps=facts["num_steps_planned"]),
                 ledger=ledger,
-                earlier_targets=earlier,
+                earlier_targets=tuple((it["target_epsilon"], it["until_step"]) for it in facts["earlier_targets"]),
                 **rest,
             )
-            # A run with noise has an infinite epsilon too, where its noise is too small for the accountant.
-            return claims if facts["private"] or math.isinf(claims._spent) else replace(claims, private=False)
         except (KeyError, TypeError, ValueError, DpLightningError) as error:
             raise DataError(f"This is not a privacy statement: {type(error).__name__}: {error}") from error
 
     @cached_property
     def epsilon(self) -> dict[str, float | None]:
         """Epsilon of the steps taken, by every accountant; infinite where the run is not private."""
-        if not self.private:
+        if self.plan.noise_multiplier == 0:
             return {"prv": math.inf, "rdp": math.inf, "pld": math.inf}
         return self.ledger.epsilons(delta=self.plan.delta)
 
@@ -185,49 +177,14 @@ class PrivacyStatement:
 
     def to_dict(self) -> dict[str, Any]:
         """The statement in values that JSON can hold; an infinite number is the string "inf"."""
-        plain: dict[str, Any] = _plain(
-            {
-                "epsilon": self.epsilon,
-                "delta": self.plan.delta,
-                "neighboring_relation": "add_or_remove_one",
-                "unit_of_privacy": self.unit_of_privacy,
-                "private": not math.isinf(self._spent),
-                "release": self.release,
-                "accountant": self.plan.accountant,
-                "target_epsilon": self.plan.target_epsilon,
-                "earlier_targets": [
-                    {"target_epsilon": target, "until_step": steps} for target, steps in self.earlier_targets
-                ],
-                "sample_rate": self.plan.sample_rate,
-                "num_steps": self.ledger.num_steps,
-                "num_steps_planned": self.plan.num_steps,
-                "lost_steps": self.lost_steps,
-                "num_ranks": self.num_ranks,
-                "run": self.run,
-                "journal_heads": list(self.journal_heads),
-                "weights": self.weights,
-                "expected_batch_size": self.plan.expected_batch_size,
-                "num_train": self.plan.num_train,
-                "noise_multiplier": self.plan.noise_multiplier,
-                "ledger": [list(run) for run in self.ledger.runs],
-                "earlier_runs": self.ledger.state_dict()["earlier"],
-                "earlier_training": list(self.earlier_training),
-                "clipping": self.clipping,
-                "sensitivity": self.sensitivity,
-                "sampler": self.sampler,
-                "postprocessing": self.postprocessing,
-                "unprotected": list(self.unprotected),
-                "examples": self.examples,
-                "isolation": _ISOLATION[self.examples],
-                "changed_outside": list(self.changed_outside),
-                "reproducible": self.reproducible,
-                "faults": list(self.faults),
-                "versions": self.versions,
-                "files": self.files,
-                SEAL: self.seal,
-            }
-        )
-        return plain
+        follows = {
+            "epsilon": _plain(self.epsilon),
+            "neighboring_relation": "add_or_remove_one",
+            "private": not math.isinf(self._spent),
+            "release": self.release,
+            "isolation": _ISOLATION[self.examples],
+        }
+        return {**follows, **self.saved()}
 
     def short(self) -> str:
         """Two or three lines for the screen."""
@@ -285,7 +242,6 @@ class PrivacyStatement:
             "last steps in its journal": ", ".join(self.journal_heads) or "none",
             "SHA-256 of the weights": self.weights,
             **{f"SHA-256 of {name}": digest for name, digest in self.files.items()},
-            "seal, SHA-256 of all fields": facts[SEAL],
             "versions": ", ".join(f"{name} {version}" for name, version in facts["versions"].items()),
         }
         table = "\n".join(f"| {name} | {str(value).replace('|', chr(92) + '|')} |" for name, value in rows.items())
@@ -342,35 +298,15 @@ class PrivacyStatement:
             "this run. Values that were logged elsewhere, such as at the end of a validation, are not examined."
         )
         changed = (
-            [
-                "Numbers chosen during the run: the noise was changed after some steps. The theorem composes steps "
-                "whose noise does not depend on what earlier steps have released."
-            ]
-            if len(self.ledger.totals) > 1
-            else []
+            "Numbers chosen during the run: the noise was changed after some steps. The theorem composes steps whose "
+            "noise does not depend on what earlier steps have released."
         )
-        if self.changed_outside:
-            names = ", ".join(f"`{name}`" for name in self.changed_outside)
-            changed.append(
-                f"Attributes that other code than the loss has changed between steps: {names}. Every training changes "
-                "the modes of modules (`*.training`), its optimizer and its schedule. Where the loss reads one that a "
-                "hook or a callback computes from raw examples, or from metrics of them, the guarantee does not hold."
-            )
-        return [
-            logged,
-            *changed,
-            "Weights that the run started from, and the statistics of frozen normalisation layers that came with them: "
-            "if they were trained on the same examples, what that run has spent adds to this epsilon.",
-            "Hyperparameter search: other runs on the same data spend their own epsilon, and so does "
-            "choosing among them.",
-            "The choice of an epoch or a learning rate by a score on test or validation data: that data is "
-            "not protected, and the best test score is not an unbiased one.",
-            "Floating-point arithmetic: the theorem is about real numbers, and Gaussian noise in floating "
-            "point has gaps that an attacker may use (Mironov 2012).",
+        public = (
             f"Facts that are public here: the number of training {self._units}, the names of the classes, the settings "
             "of the run, the model's architecture, and whatever numbers the module held when the run started, such as "
-            "buffers.",
-        ]
+            "buffers."
+        )
+        return [logged, *([changed] if len(self.ledger.totals) > 1 else []), *_NEVER_COVERED, public]
 
 
 @cache

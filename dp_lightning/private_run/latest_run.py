@@ -11,7 +11,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from dp_lightning.errors import ConfigurationError, DataError
 from dp_lightning.privacy.journal import journals_in, run_of
-from dp_lightning.private_run.resume import SavedRun, broken_seal
+from dp_lightning.private_run.resume import SavedRun
 from dp_lightning.private_run.slurm import earlier_start
 from dp_lightning.strategies.checkpoint_io import PrivateCheckpointIO
 
@@ -21,7 +21,7 @@ class Start(NamedTuple):
 
     Attributes:
         checkpoint: the path for ``trainer.fit(ckpt_path=...)``.
-        journal: of a run that has left no checkpoint, for ``RunHistory.count_steps_of``.
+        journal: of a run that has left no checkpoint, for ``RunHistory.left``.
     """
 
     checkpoint: str | None = None
@@ -30,48 +30,45 @@ class Start(NamedTuple):
 
 @dataclass
 class _Run:
-    """The files of a run on disk."""
+    """The files of a run on disk; each checkpoint with its steps in the ledger and in the weights, and its time."""
 
     checkpoints: list[tuple[tuple[int, int, float], Path]] = field(default_factory=list)
     journals: list[Path] = field(default_factory=list)
-
-    @property
-    def latest(self) -> float:
-        """When it was last written to."""
-        return max(path.stat().st_mtime for path in self.files)
 
     @property
     def files(self) -> list[Path]:
         return [*self.journals, *(path for _, path in self.checkpoints)]
 
 
-def where_to_start(trainer: pl.Trainer, asked: str | None) -> Start:
+def where_to_start(trainer: pl.Trainer, asked: str | None, weights_only: bool | None = None) -> Start:
     """From where a fit starts.
 
     ``last`` is the run that was written to last, of those that stand where runs of this configuration leave their
-    files, and of its checkpoints the one with the most steps in its ledger. One that cannot be loaded, or whose tensors
-    changed after the run saved them, is skipped with a warning. A run that was killed before its first checkpoint has
-    only a journal: its weights are initialized again, and its steps stay counted. If there is nothing, it is a new run.
+    files, and of its checkpoints the one with the most steps in its ledger. One that cannot be loaded is skipped with a
+    warning. A run that was killed before its first checkpoint has only a journal: its weights are initialized again,
+    and its steps stay counted. If there is nothing, it is a new run.
 
     Args:
         trainer: before its run.
         asked: the setting ``ckpt_path``: a path, ``last``, or None for a new run. A SLURM job that was put back into
             the queue resumes its own run, whatever was asked when it was submitted.
+        weights_only: as `PrivateCheckpointIO` takes it.
 
     Raises:
         ConfigurationError: when a run has checkpoints, and none of them can be loaded.
     """
     if (earlier := earlier_start(trainer)) is not None:
         folders, name = earlier
-        runs, broken = _runs_in(folders)
+        runs, broken = _runs_in(folders, weights_only)
         if name in runs:
-            return _start_of(runs[name], broken)
+            return _start_of(runs[name], broken, weights_only)
     if asked != "last":
         return Start(asked)
     folders = _folders(trainer)
-    runs, broken = _runs_in(folders)
+    runs, broken = _runs_in(folders, weights_only)
     if runs:
-        return _start_of(max(runs.values(), key=lambda run: run.latest), broken)
+        latest = max(runs.values(), key=lambda run: max(path.stat().st_mtime for path in run.files))
+        return _start_of(latest, broken, weights_only)
     if broken:
         raise ConfigurationError(f"ckpt_path is 'last', but no checkpoint can be loaded. {_listed(broken)}")
     rank_zero_warn(
@@ -81,12 +78,12 @@ def where_to_start(trainer: pl.Trainer, asked: str | None) -> Start:
     return Start()
 
 
-def _start_of(run: _Run, broken: dict[Path, str]) -> Start:
+def _start_of(run: _Run, broken: dict[Path, str], weights_only: bool | None) -> Start:
     # Those of other runs cannot be told from those of this one: what they hold is unknown.
     beside = {path: why for path, why in broken.items() if any(path.parent == known.parent for known in run.files)}
     for _, path in sorted(run.checkpoints, reverse=True):
         try:
-            PrivateCheckpointIO(problem_of=broken_seal).load_checkpoint(path)
+            PrivateCheckpointIO().load_checkpoint(path, weights_only=weights_only)
         except DataError as error:
             beside[path] = str(error)
             continue
@@ -110,7 +107,7 @@ def _listed(broken: dict[Path, str]) -> str:
     return " ".join(f"{path.name} does not load: {why.rstrip('.')}." for path, why in sorted(broken.items()))
 
 
-def _runs_in(folders: Iterable[Path]) -> tuple[dict[str, _Run], dict[Path, str]]:
+def _runs_in(folders: Iterable[Path], weights_only: bool | None) -> tuple[dict[str, _Run], dict[Path, str]]:
     """The runs with files in these folders, and the checkpoints that cannot be read, each with the reason."""
     runs: dict[str, _Run] = {}
     broken: dict[Path, str] = {}
@@ -120,27 +117,18 @@ def _runs_in(folders: Iterable[Path]) -> tuple[dict[str, _Run], dict[Path, str]]
                 runs.setdefault(run_of(path), _Run()).journals.append(path)
         for path in sorted(folder.glob("*.ckpt")):
             try:
-                name, order = _steps_in(path)
+                checkpoint = PrivateCheckpointIO().peek(path, weights_only)
+                if (saved := SavedRun.read(checkpoint)) is None:
+                    raise DataError(
+                        "it is not a checkpoint of a private run, or its ModelCheckpoint has save_weights_only: true; "
+                        "set it to false"
+                    )
             except DataError as error:
                 broken[path] = str(error)
-            else:
-                runs.setdefault(name, _Run()).checkpoints.append((order, path))
+                continue
+            steps = saved.statement.ledger.num_steps, checkpoint["global_step"], path.stat().st_mtime
+            runs.setdefault(saved.statement.run, _Run()).checkpoints.append((steps, path))
     return runs, broken
-
-
-def _steps_in(path: Path) -> tuple[str, tuple[int, int, float]]:
-    """The run of a checkpoint, and by what it is newer than others: steps counted, steps in its weights, its time.
-
-    Raises:
-        DataError: where no run resumes from it.
-    """
-    checkpoint = PrivateCheckpointIO().peek(path)
-    if "state_dict" in checkpoint and "optimizer_states" not in checkpoint:
-        raise DataError("it has only weights, because its ModelCheckpoint has save_weights_only: true; set it to false")
-    saved, steps = SavedRun.read(checkpoint), checkpoint.get("global_step")
-    if saved is None or not isinstance(steps, int):
-        raise DataError("it is not a checkpoint of a private run")
-    return saved.statement.run, (saved.statement.ledger.num_steps, steps, path.stat().st_mtime)
 
 
 def _folders(trainer: pl.Trainer) -> list[Path]:

@@ -1,11 +1,11 @@
 """How a run resumes: what a checkpoint holds of it, the steps that ran after it, and the plan of those that are left.
 
-`SavedRun` is the only reader and writer of the entry ``private_run`` of a checkpoint.
+Two objects hold the past of a run: its journal, and the entry ``private_run`` of a checkpoint, a `SavedRun`.
 """
 
 import math
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -13,39 +13,22 @@ import lightning.pytorch as pl
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
-from dp_lightning.errors import ConfigurationError, DataError, DpLightningError
+from dp_lightning.errors import ConfigurationError, DataError
 from dp_lightning.privacy.accounting import Ledger
-from dp_lightning.privacy.journal import Journal, run_name, run_of, stands_for
-from dp_lightning.privacy.lineage import Origin
+from dp_lightning.privacy.journal import Journal, run_of
 from dp_lightning.privacy.plan import TOLERANCE, PrivacyPlan, RunShape
-from dp_lightning.privacy.seal import seal_of
-from dp_lightning.privacy.statement import PrivacyStatement
+from dp_lightning.privacy.record import Origin, RunRecord
+from dp_lightning.privacy.statement import PrivacyStatement, installed
 from dp_lightning.private_run.settings import PrivacySettings
 from dp_lightning.private_run.unprotected import Unprotected
 
 #: Under which name a checkpoint holds a run.
 PRIVATE_RUN = "private_run"
-_VERSION = 2
-# Where version 1, which had no number, kept what is one entry now.
-_ENTRIES_OF_VERSION_1 = ("privacy_statement", "privacy_seal")
-_PARTS = ("statement", "settings", "step")
-_RESTORE = "Use the file as the run wrote it, or another checkpoint of the run"
 
 
 @dataclass(frozen=True, kw_only=True)
 class SavedRun:
     """A run as a checkpoint holds it.
-
-    Lightning saves in this order, on every rank: ``state_dict`` of each callback; ``on_save_checkpoint`` of each
-    callback, then of the module; the checkpoint IO, on rank 0. `PrivacyCallback` reserves the entry in its hook, and
-    the IO has it written, when all else is in the checkpoint: the statement has the digest of the weights, and the
-    seal is of the whole.
-
-    It loads in this order, on every rank: the checkpoint IO, which compares the seal before a fit; ``setup`` of each
-    callback, before it; ``on_load_checkpoint`` of the data module and of the module, then the weights;
-    ``on_load_checkpoint`` of each callback, where `PrivacyCallback` reads the entry; ``load_state_dict`` of each
-    callback; ``on_fit_start``, where `PrivacyCallback` makes the `PrivateRun` from it; optimizers, schedules and
-    counters; ``on_train_start``.
 
     Attributes:
         statement: of the steps in the checkpoint's weights and of those that were lost.
@@ -58,82 +41,27 @@ class SavedRun:
     step: Mapping[str, Tensor]
 
     def write(self, checkpoint: dict[str, Any]) -> None:
-        """Write it into a checkpoint that is otherwise complete, and seal the whole."""
-        entry = {
-            "version": _VERSION,
-            "statement": self.statement.saved(),
-            "settings": dict(self.settings),
-            "step": dict(self.step),
-        }
-        checkpoint[PRIVATE_RUN] = entry
-        entry["seal"] = _seal_of(checkpoint)
+        """Write it into a checkpoint."""
+        settings, step = dict(self.settings), dict(self.step)
+        checkpoint[PRIVATE_RUN] = {"statement": self.statement.saved(), "settings": settings, "step": step}
 
     @classmethod
     def read(cls, checkpoint: Mapping[str, Any]) -> "SavedRun | None":
         """The run in a checkpoint; None if it is not from a private run.
 
         Raises:
-            DataError: where it is of another version, or not as a run has written it.
+            DataError: where another version of this package has written it.
         """
-        if PRIVATE_RUN not in checkpoint:
-            callbacks = checkpoint.get("callbacks")
-            in_callbacks = isinstance(callbacks, dict) and "PrivacyCallback" in callbacks
-            if in_callbacks or any(name in checkpoint for name in _ENTRIES_OF_VERSION_1):
-                raise _of_version(1)
+        if (entry := checkpoint.get(PRIVATE_RUN)) is None:
             return None
-        entry = checkpoint[PRIVATE_RUN]
-        version = entry.get("version") if isinstance(entry, dict) else None
-        if type(version) is not int:
-            raise DataError(f"its private run has no version, so it was edited. {_RESTORE}")
-        if version != _VERSION:
-            raise _of_version(version)
-        parts = [entry.get(name) for name in _PARTS]
-        if wrong := [name for name, part in zip(_PARTS, parts, strict=True) if not isinstance(part, dict)]:
-            raise DataError(f"its private run has no {' and no '.join(wrong)}, so it was edited. {_RESTORE}")
-        if type(steps := checkpoint.get("global_step", 0)) is not int:
-            raise DataError(f"its global_step is {steps!r} and not a number of steps, so it was edited. {_RESTORE}")
         try:
-            statement, settings, step = (dict(part) for part in parts)
-            return cls(statement=PrivacyStatement.from_saved(statement), settings=settings, step=step)
-        except DpLightningError as error:
-            raise DataError(f"its privacy statement cannot be read: {error}") from error
-        except Exception as error:  # it may hold anything
-            raise DataError(f"its private run cannot be read: {error!r}. {_RESTORE}") from error
-
-
-def seal_in(checkpoint: Mapping[str, Any]) -> str:
-    """The seal of a checkpoint of a private run, as it is written in it."""
-    return str(checkpoint[PRIVATE_RUN]["seal"])
-
-
-def broken_seal(checkpoint: Mapping[str, Any]) -> str | None:
-    """What is wrong with the seal of a private run's checkpoint, in words; None if nothing, and for other files.
-
-    A run resumes from everything in a checkpoint: momentum changes the weights with the next step, and an average is
-    evaluated.
-    """
-    try:
-        if SavedRun.read(checkpoint) is None:
-            return None
-        if seal_in(checkpoint) != _seal_of(checkpoint):
-            return "it was edited after the run saved it, so its statement does not hold for it"
-    except DataError as error:
-        return str(error)
-    except KeyError:
-        return "it has no seal, so it was edited"
-    return None
-
-
-def _seal_of(checkpoint: Mapping[str, Any]) -> str:
-    entry = {name: value for name, value in checkpoint[PRIVATE_RUN].items() if name != "seal"}
-    return seal_of({**checkpoint, PRIVATE_RUN: entry})
-
-
-def _of_version(version: int) -> DataError:
-    return DataError(
-        f"what it holds of a private run is of version {version}, and this dp-lightning reads version {_VERSION}. "
-        f"Resume and export it with the {'newer' if version > _VERSION else 'earlier'} dp-lightning that wrote it"
-    )
+            statement = PrivacyStatement.from_dict(entry["statement"])
+            return cls(statement=statement, settings=entry["settings"], step=entry["step"])
+        except (KeyError, TypeError, DataError) as error:
+            raise DataError(
+                f"what it holds of a private run cannot be read by dp-lightning {installed('dp-lightning')} ({error}). "
+                "Resume and export it with the version that wrote it"
+            ) from error
 
 
 def require_counted_steps(trainer: pl.Trainer, checkpoint: Mapping[str, Any], saved: SavedRun | None) -> None:
@@ -157,32 +85,31 @@ def require_counted_steps(trainer: pl.Trainer, checkpoint: Mapping[str, Any], sa
         )
 
 
+@dataclass
 class RunHistory:
     """The past of a run when a fit begins: earlier fits in this process, or a checkpoint.
 
     Attributes:
-        run: name of the run; one that resumes keeps it.
-        ledger: its steps, which no fit and no checkpoint takes back.
-        journal: on rank 0 once a fit has begun; None on other ranks.
+        record: its steps, which no fit and no checkpoint takes back; it has a journal on rank 0 once a fit has begun.
         saved: what a checkpoint holds of it, until a fit begins.
         plan: of its last steps.
-        origin: what trained the weights before the run.
         earlier_targets: targets that it had, each with the number of steps after which it was exchanged.
-        changed_outside: attributes of the module that other code than the loss has changed.
         unprotected: what was logged of raw examples.
+        left: journal of a run without a checkpoint, which the next fit without a checkpoint resumes: its weights are
+            lost and its steps are spent.
     """
 
-    def __init__(self) -> None:
-        self.run = run_name({})
-        self.ledger = Ledger()
-        self.journal: Journal | None = None
-        self.saved: SavedRun | None = None
-        self.plan: PrivacyPlan | None = None
-        self.origin = Origin()
-        self.earlier_targets: list[tuple[float | None, int]] = []
-        self.changed_outside: set[str] = set()
-        self.unprotected = Unprotected()
-        self._left: Path | None = None
+    record: RunRecord = field(default_factory=RunRecord)
+    saved: SavedRun | None = None
+    plan: PrivacyPlan | None = None
+    earlier_targets: list[tuple[float | None, int]] = field(default_factory=list)
+    unprotected: Unprotected = field(default_factory=Unprotected)
+    left: Path | None = None
+
+    @property
+    def ledger(self) -> Ledger:
+        """The steps so far."""
+        return self.record.ledger
 
     def load(self, saved: SavedRun) -> None:
         """Let the next fit resume the run of a checkpoint.
@@ -190,20 +117,13 @@ class RunHistory:
         Raises:
             BudgetError: where its ledger lacks steps that this one has.
         """
-        said = saved.statement
-        self.ledger.load_state_dict(said.ledger.state_dict())
-        self.run, self.plan, self.saved = said.run, said.plan, saved
-        self.origin = Origin(words=list(said.earlier_training), faults=list(said.faults))
+        said, record = saved.statement, self.record
+        record.ledger.load_state_dict(said.ledger.state_dict())
+        record.run, record.origin = said.run, Origin(words=list(said.earlier_training))
+        record.faults |= set(said.faults)
+        self.plan, self.saved = said.plan, saved
         self.earlier_targets = list(said.earlier_targets)
-        self.changed_outside |= set(said.changed_outside)
         self.unprotected.names |= set(said.unprotected)
-
-    def count_steps_of(self, journal: Path) -> None:
-        """Let the next fit without a checkpoint resume the run of this journal.
-
-        Its weights are lost and its steps are spent: they count in the ledger, and are missing in the new weights.
-        """
-        self._left = journal
 
     def note_target(self, target: float | None) -> None:
         """Note that the next steps have another target than those before."""
@@ -222,57 +142,46 @@ class RunHistory:
             Whether this fit resumes a run that stands on disk.
 
         Raises:
-            ConfigurationError: where the weights were trained by other runs than the name of this one stands for.
             DataError: when the checkpoint's journal is missing or older, or one cannot be read or written.
         """
-        from_checkpoint = self.saved is not None and trainer.ckpt_path is not None
-        left, self._left = self._left, None
-        if from_checkpoint or self.journal is not None:
-            left = None
+        record, saved = self.record, self.saved if trainer.ckpt_path is not None else None
+        left = self.left if saved is None and record.journal is None else None
+        self.left = None
         if left is not None:
-            self.run = run_of(left)
-        elif self.saved is None and self.journal is None:
-            self.run = run_name(self.ledger.earlier, self.run)
-        if not stands_for(self.run, self.ledger.earlier):
-            raise ConfigurationError(
-                "The weights were trained by other private runs than those that the steps of this run came after. Make "
-                "a new PrivacyCallback for them, and start without ckpt_path."
-            )
-        self.run, from_journal = trainer.strategy.broadcast((self.run, left is not None))
+            record.run = run_of(left)
+        record.run, resumes = trainer.strategy.broadcast((record.run, saved is not None or left is not None))
         if trainer.is_global_zero:
-            self.journal = self.journal or Journal(self.run)
+            if record.journal is None or record.journal.run != record.run:
+                record.journal = Journal(record.run)
             if left is not None:
-                self.journal.read(left.parent)
-            if self.saved is not None and trainer.ckpt_path is not None:
-                self._read_beside(Path(trainer.ckpt_path).parent, self.journal, self.saved.statement.journal_heads)
-            self.journal.add_folder(folder, self.ledger)
-            self.ledger.load_state_dict(self.journal.ledger.state_dict())
-        self.ledger.load_state_dict(trainer.strategy.broadcast(self.ledger.state_dict()))
-        return from_checkpoint or from_journal
-
-    def _read_beside(self, folder: Path, journal: Journal, heads: Iterable[str]) -> None:
-        """Add the steps of the journal beside a checkpoint."""
-        recorded = journal.read(folder)
-        if recorded is None:
-            raise DataError(
-                f"{journal.path(folder)} is missing, so it is unknown how many steps ran after the "
-                "checkpoint. Copy the journal together with the checkpoints of its folder."
-            )
-        if missing := journal.missing(heads):
-            raise DataError(
-                f"{journal.path(folder)} is older than the checkpoint beside it: it lacks "
-                f"{', '.join(missing)}, and nobody knows what else. Restore the file from a copy."
-            )
-        if self.ledger.totals - recorded.totals:
-            raise DataError(
-                f"{journal.path(folder)} does not hold the {self.ledger.num_steps} steps of the checkpoint "
-                "beside it. Restore the file from a copy."
-            )
+                record.journal.add_folder(left.parent)
+            if saved is not None:
+                _read_beside(Path(str(trainer.ckpt_path)).parent, record.journal, saved.statement)
+            record.journal.add_folder(folder, record.ledger)
+            record.ledger.load_state_dict(record.journal.ledger.state_dict())
+        record.ledger.load_state_dict(trainer.strategy.broadcast(record.ledger.state_dict()))
+        return bool(resumes)
 
     def keep_journal_in(self, folder: Path) -> None:
         """Keep a journal in a folder to which a checkpoint is about to be written."""
-        if self.journal is not None:
-            self.journal.add_folder(folder, self.ledger)
+        if self.record.journal is not None:
+            self.record.journal.add_folder(folder, self.ledger)
+
+
+def _read_beside(folder: Path, journal: Journal, statement: PrivacyStatement) -> None:
+    """Add the steps of the journal beside a checkpoint, whose own steps are among them."""
+    path = journal.path(folder)
+    if not path.is_file():
+        raise DataError(
+            f"{path} is missing, so it is unknown how many steps ran after the checkpoint. Copy the journal together "
+            "with the checkpoints of its folder."
+        )
+    journal.add_folder(folder)
+    if missing := [head for head in statement.journal_heads if head not in journal.steps]:
+        raise DataError(
+            f"{path} is older than the checkpoint beside it: it lacks {', '.join(missing)}, and nobody knows what "
+            "else. Restore the file from a copy."
+        )
 
 
 def plan_of_fit(settings: PrivacySettings, shape: RunShape, history: RunHistory) -> tuple[PrivacyPlan, bool]:

@@ -93,7 +93,7 @@ class PrivateRun:
         require_one_checkpoint(trainer, self._ranks)
         length = {"trainer.max_epochs": trainer.max_epochs, "trainer.max_steps": trainer.max_steps}
         require_same_settings({**settings.of_all_ranks, **length}, self._ranks, device)
-        history.origin = self._origin()
+        history.record.origin = self._origin()
         resumes = history.open_journal(trainer, self.folder)
         num_train = settings.num_train_of(loader.dataset)
         require_same_settings({"number of training examples": num_train}, self._ranks, device)
@@ -118,7 +118,7 @@ class PrivateRun:
         if history.saved is not None:
             settings.require_same(dict(history.saved.settings))
             if self.trainer.ckpt_path is not None:  # the weights are the checkpoint's
-                return history.origin
+                return history.record.origin
         owners = self.module, getattr(self.trainer, "datamodule", None)
         found = origin_of(
             self.module,
@@ -126,7 +126,7 @@ class PrivateRun:
             other_data=settings.earlier_training == "other_data",
             files=[file for owner in owners if (file := getattr(owner, "weights_file", None)) is not None],
         )
-        before = history.origin
+        before = history.record.origin
         return Origin(
             words=list(dict.fromkeys([*before.words, *found.words])),
             faults=list(dict.fromkeys([*before.faults, *found.faults])),
@@ -207,7 +207,7 @@ class PrivateRun:
             self.budget.require_affordable()
         self._say(self.budget.announcement(self.settings.clip_plan, reproducible=self.settings.reproducible))
         if phases := self.step.phases.describe():
-            origin = "; ".join(self.history.origin.words) or "no file and no training that is known"
+            origin = "; ".join(self.history.record.origin.words) or "no file and no training that is known"
             self._say(f"Parameters: {phases} (privacy.frozen_until). Weights at the start: {origin}.")
         if fixed := fixed_statistics(self.module):
             self.trainer.print(

@@ -1,4 +1,4 @@
-"""Checkpoints that are either complete or absent, and that are read without running code.
+"""Checkpoints that are either complete or absent, and that are read without running code unless that is asked for.
 
 A file with a checkpoint's name is always complete. When it is read, the checksums of its parts are verified first.
 """
@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from lightning.fabric.plugins.io import TorchCheckpointIO
 
-from dp_lightning.atomic_files import replacing, require_regular
+from dp_lightning.atomic_files import replacing
 from dp_lightning.checksums import damage, newest_intact
 from dp_lightning.errors import DataError
 
@@ -25,16 +25,11 @@ class PrivateCheckpointIO(TorchCheckpointIO):
 
     Args:
         before_save: called with a checkpoint and the folder in which it is about to be written.
-        problem_of: called with a loaded checkpoint; returns what makes it unusable, or None.
     """
 
-    def __init__(
-        self,
-        before_save: Callable[[dict[str, Any], Path], None] | None = None,
-        problem_of: Callable[[dict[str, Any]], str | None] = lambda checkpoint: None,
-    ) -> None:
+    def __init__(self, before_save: Callable[[dict[str, Any], Path], None] | None = None) -> None:
         super().__init__()
-        self._before_save, self._problem_of = before_save, problem_of
+        self._before_save = before_save
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
         """Write the whole checkpoint, or leave the file that was there.
@@ -56,66 +51,51 @@ class PrivateCheckpointIO(TorchCheckpointIO):
             ) from error
 
     def load_checkpoint(
-        self, path: Any, map_location: Any | None = lambda storage, _: storage, weights_only: bool | None = True
+        self, path: Any, map_location: Any | None = lambda storage, _: storage, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Read a whole checkpoint, without running code that it contains.
+        """Read a whole checkpoint.
+
+        Args:
+            weights_only: False also reads objects that only code can make, such as an enum among the hyperparameters,
+                and runs that code; None is True.
 
         Raises:
-            DataError: when it is missing, damaged, foreign or not usable; the message names the newest intact one
-                beside it.
+            DataError: when it is missing, damaged or foreign; the message names the newest intact one beside it.
         """
         source = _local(path)
-        problem = damage(source)
-        if problem is None:
+        if (problem := damage(source)) is None:
             try:
-                loaded = _loaded(source, map_location=map_location)
-                problem = self._problem_of(loaded)
-                if problem is None:
-                    return loaded
+                return _loaded(source, weights_only, map_location=map_location)
             except DataError as error:
                 problem = str(error)
-        others = [path for path in source.parent.glob("*.ckpt") if path != source]
-        intact = newest_intact(others, self._is_usable)
+        intact = newest_intact(other for other in source.parent.glob("*.ckpt") if other != source)
         hint = f"The newest intact one beside it is {intact}." if intact else "There is no intact one beside it."
         raise DataError(f"{source} is not a usable checkpoint: {problem}. {hint}")
 
-    def _is_usable(self, path: Path) -> bool:
-        try:
-            return self._problem_of(_loaded(path)) is None
-        except DataError:
-            return False
-
-    def peek(self, path: Path) -> dict[str, Any]:
-        """The plain values of a checkpoint, without reading its tensors or their checksums, or running code that it
-        contains.
+    def peek(self, path: Path, weights_only: bool | None = None) -> dict[str, Any]:
+        """The plain values of a checkpoint, without reading its tensors or their checksums.
 
         Raises:
             DataError: when it is missing, truncated or foreign.
         """
-        return _loaded(_local(path), mmap=True)
+        return _loaded(_local(path), weights_only, mmap=True)
 
 
-def _loaded(source: Path, **how: Any) -> dict[str, Any]:
-    require_regular(source)
+def _loaded(source: Path, weights_only: bool | None, **how: Any) -> dict[str, Any]:
     try:
         with torch.serialization.safe_globals(_DATA):
-            loaded: Any = torch.load(source, weights_only=True, **how)
+            loaded: Any = torch.load(source, weights_only=weights_only is not False, **how)
     except Exception as error:  # it may contain anything
         reason = next(iter(str(error).splitlines()), type(error).__name__)
-        raise DataError(f"it cannot be loaded without running code ({reason})") from error
-    if (misfit := _misfit(loaded)) is not None:
-        raise DataError(misfit)
-    return loaded
-
-
-def _misfit(loaded: Any) -> str | None:
-    """Why the content is not that of a checkpoint; None if it is."""
+        if weights_only is False:
+            raise DataError(f"it cannot be loaded ({reason})") from error
+        raise DataError(
+            f"it cannot be loaded without running code ({reason}); if it is your own, pass weights_only=False with "
+            "ckpt_path"
+        ) from error
     if not isinstance(loaded, dict):
-        return f"it holds a {type(loaded).__name__}"
-    for name in ("state_dict", "hyper_parameters", "callbacks", "loops"):
-        if not isinstance(loaded.get(name, {}), dict):
-            return f"its {name} is a {type(loaded[name]).__name__}"
-    return None
+        raise DataError(f"it holds a {type(loaded).__name__}")
+    return loaded
 
 
 def _local(path: Any) -> Path:

@@ -11,20 +11,23 @@ from torch.utils.data import TensorDataset
 from dp_lightning.errors import DataError
 from dp_lightning.privacy import Ledger, PrivacyPlan, PrivateStep
 from dp_lightning.privacy.journal import Journal, Step, heads_of, read_journal, spent_in, up_to
+from dp_lightning.privacy.record import RunRecord
 
 STEP = {"noise_multiplier": 1.5, "sample_rate": 0.25}
 
 
 def journal(folder, steps=0):
     found = Journal("run")
-    found.add_folder(folder, Ledger())
+    found.add_folder(folder)
     for _ in range(steps):
         found.record(**STEP)
     return found
 
 
 def read(folder):
-    return Journal("run").read(folder)
+    found = Journal("run")
+    found.add_folder(folder)
+    return found.ledger
 
 
 def write_to(path, *, cut=0, nonce="a"):
@@ -39,15 +42,14 @@ def test_steps_are_read_as_they_were_recorded(tmp_path):
     first = journal(tmp_path, 3)
     first.record(noise_multiplier=0.1 + 0.2, sample_rate=1 / 3)
     assert read(tmp_path).runs == ((1.5, 0.25, 3), (0.1 + 0.2, 1 / 3, 1))
-    assert Journal("another").read(tmp_path) is None
 
 
 @pytest.mark.parametrize("cut", [1, 2, 10, 40])
 def test_a_line_cut_short_counts_as_a_step_and_later_ones_stay_whole(tmp_path, cut):
     path = journal(tmp_path, 3).path(tmp_path)
     path.write_bytes(path.read_bytes()[:-cut])
-    again = Journal("run")
-    assert again.read(tmp_path).runs == ((1.5, 0.25, 3),)
+    again = journal(tmp_path)
+    assert again.ledger.runs == ((1.5, 0.25, 3),)
     again.record(noise_multiplier=2.0, sample_rate=0.5)
     assert read(tmp_path).runs == ((1.5, 0.25, 3), (2.0, 0.5, 1))
 
@@ -76,8 +78,7 @@ def test_every_folder_gets_every_step(tmp_path):
         ledger.record(**STEP)
     assert [read(folder).num_steps for folder in (first, second, third)] == [3, 3, 3]
     # Who goes on from one of them tells the others.
-    again = Journal("run")
-    again.read(second)
+    again = journal(second)
     again.record(**STEP)
     assert [read(folder).num_steps for folder in (first, second, third)] == [4, 4, 4]
 
@@ -139,7 +140,7 @@ def test_a_journal_that_stood_there_learns_of_the_others(tmp_path):
     first, second = tmp_path / "a", tmp_path / "b"
     journal(first, 2)
     one = journal(second, 1)
-    one.add_folder(first, Ledger())
+    one.add_folder(first)
     # Killed between the two files.
     write_to(one.path(second))
     assert read(first).num_steps == 4
@@ -149,7 +150,7 @@ def test_a_journal_that_stood_there_learns_of_the_others(tmp_path):
 def test_a_step_that_one_journal_holds_cut_short_is_the_same_step_in_all(tmp_path, cut):
     first, second = tmp_path / "a", tmp_path / "b"
     one = journal(first, 2)
-    one.add_folder(second, Ledger())
+    one.add_folder(second)
     # Killed while it wrote to the first file.
     write_to(one.path(first), cut=cut)
     for _ in range(2):
@@ -162,7 +163,7 @@ def private_step(folder):
     plan = PrivacyPlan(num_train=10, expected_batch_size=5, num_steps=4, noise_multiplier=1.0, delta=1e-3)
     steps, model = journal(folder), nn.Linear(3, 1)
     data = TensorDataset(torch.randn(10, 3))
-    return steps, PrivateStep(model, lambda batch: model(batch[0]).sum(), data, plan=plan, journal=steps)
+    return steps, PrivateStep(model, lambda batch: model(batch[0]).sum(), data, plan=plan, record=RunRecord(journal=steps))
 
 
 def take(private):
@@ -175,7 +176,7 @@ def test_a_release_is_in_the_journal(tmp_path):
     _, private = private_step(tmp_path)
     for _ in range(2):
         take(private)
-    assert read(tmp_path).runs == private.ledger.runs == ((1.0, 0.5, 2),)
+    assert read(tmp_path).runs == private.record.ledger.runs == ((1.0, 0.5, 2),)
 
 
 @pytest.mark.parametrize("fault", ["full", "gone"])
@@ -189,21 +190,20 @@ def test_a_step_that_cannot_be_recorded_is_not_released(tmp_path, fault):
         path.symlink_to("/dev/full")
     with pytest.raises(DataError, match=r"cannot be written.*must not be taken"):
         take(private)
-    assert private.ledger.num_steps == 1
+    assert private.record.ledger.num_steps == 1
     assert all(torch.equal(p.grad, old) for p, old in zip(private.parameters.values(), before, strict=True))
-    with pytest.raises(DataError, match=r"cannot be read any more|not a regular file"):
-        steps.add_folder(tmp_path / "other", private.ledger)
+    with pytest.raises(DataError, match="cannot be written"):
+        steps.add_folder(tmp_path / "other", private.record.ledger)
     assert not (tmp_path / "other").exists()
     path.unlink(missing_ok=True)
     path.touch()
     with pytest.raises(DataError, match="cannot be written"):
-        Journal("run").add_folder(path / "below a file", private.ledger)
+        Journal("run").add_folder(path / "below a file", private.record.ledger)
 
 
 def test_two_processes_do_not_record_the_same_run(tmp_path):
     first = journal(tmp_path, 2)
-    second = Journal("run")
-    second.read(tmp_path)
+    second = journal(tmp_path)
     second.record(**STEP)
     with pytest.raises(DataError, match="changed by another process"):
         first.record(**STEP)
@@ -242,22 +242,10 @@ def edit(path, name):
 @pytest.mark.parametrize("name", EDITS)
 def test_an_edit_of_one_of_several_files_is_refused(tmp_path, name):
     first = journal(tmp_path / "a", 5)
-    first.add_folder(tmp_path / "b", Ledger())
+    first.add_folder(tmp_path / "b")
     edit(first.path(tmp_path / "b"), name)
     with pytest.raises(DataError, match=r"b/privacy_journal_run\.jsonl is not as it was written"):
         read(tmp_path / "a")
-
-
-def test_each_line_is_checked_once_however_many_files_hold_it(tmp_path, monkeypatch):
-    first = journal(tmp_path / "a", 5)
-    for folder in "bcd":
-        first.add_folder(tmp_path / folder, Ledger())
-    named, name = [], Step.name
-    monkeypatch.setattr(Step, "name", lambda step, run: named.append(step) or name(step, run))
-    again = Journal("run")
-    assert again.read(tmp_path / "a").runs == ((1.5, 0.25, 5),)
-    again.add_folder(tmp_path / "e", Ledger())
-    assert len(named) == 5
 
 
 def test_a_step_of_one_of_two_branches_is_missed(tmp_path):
@@ -277,7 +265,7 @@ def test_a_step_of_one_of_two_branches_is_missed(tmp_path):
 
 def test_a_run_does_not_take_the_steps_of_another(tmp_path):
     other = Journal("other")
-    other.add_folder(tmp_path, Ledger())
+    other.add_folder(tmp_path)
     other.record(**STEP)
     other.path(tmp_path).rename(tmp_path / "privacy_journal_run.jsonl")
     with pytest.raises(DataError, match="was edited"):
@@ -287,12 +275,11 @@ def test_a_run_does_not_take_the_steps_of_another(tmp_path):
 def test_the_heads_stand_for_all_steps(tmp_path):
     first, second = journal(tmp_path / "a", 3), tmp_path / "b"
     earlier = first.heads
-    first.add_folder(second, Ledger())
+    first.add_folder(second)
     first.record(noise_multiplier=2.0, sample_rate=0.5)
     write_to(first.path(tmp_path / "a"), nonce="a")
     write_to(first.path(second), nonce="b")
-    again = Journal("run")
-    again.read(second)
+    again = journal(second)
     assert len(again.heads) == 2  # two processes went on from the same step
     again.record(**STEP)
     (head,) = again.heads

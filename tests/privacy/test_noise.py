@@ -150,9 +150,9 @@ def test_every_release_is_in_the_ledger_and_none_follows_the_last():
     for step in range(3):
         private.require_budget()
         release(private)
-        assert private.ledger.num_steps == step + 1
-    assert private.ledger.runs == ((1.5, 0.05, 3),)
+        assert private.record.ledger.num_steps == step + 1
+    assert private.record.ledger.runs == ((1.5, 0.05, 3),)
     for refused in (private.require_budget, private.release, lambda: release(private)):
         with pytest.raises(BudgetError, match="3 logical steps"):
             refused()
-    assert private.ledger.num_steps == 3
+    assert private.record.ledger.num_steps == 3

@@ -66,7 +66,7 @@ def test_each_step_is_that_of_a_model_with_the_parameters_that_are_not_frozen(wa
         assert [name for name, gradient in gradients.items() if gradient is not None] == active
         for name in active:
             torch.testing.assert_close(gradients[name], expected[name] + torch.zeros(()), rtol=1e-4, atol=1e-7)
-    assert private.ledger.num_steps == T
+    assert private.record.ledger.num_steps == T
     assert all(parameter.requires_grad for parameter in model.parameters())
 
 

@@ -201,7 +201,7 @@ def test_an_empty_draw_is_a_step_of_noise(ways):
         private.accumulate(batch)
         private.release()
         released.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
-    assert private.ledger.num_steps == 10
+    assert private.record.ledger.num_steps == 10
     # Nothing but noise: sigma C / B on each of 75 coordinates, ten times.
     assert float(torch.stack(released).std()) == pytest.approx(2 / B, rel=0.15)
 
@@ -297,7 +297,7 @@ def test_a_logical_batch_of_nothing_but_left_out_examples_is_a_step():
         for batch in private.batches():
             private.accumulate(batch)
         private.release()
-    assert private.ledger.num_steps == 2
+    assert private.record.ledger.num_steps == 2
 
 
 def test_the_data_set_is_asked_for_one_example_at_a_time():
