@@ -294,3 +294,8 @@ def order_groups(parser: LightningArgumentParser, titles: Mapping[str, str]) -> 
     for place, name in zip(sorted(places.values()), (name for name in titles if name in groups), strict=True):
         groups[name].title = titles[name]
         shown[place] = groups[name]
+
+
+def set_value_of_step(metric: Metric, value: Any) -> None:
+    """Let Lightning log this as a metric's value of the step, as if its ``forward`` had returned it."""
+    metric._forward_cache = value
