@@ -72,6 +72,7 @@ class PrivateRun:
         step: the private mechanism.
         budget: what is spent, and will be.
         postprocessing: what acts on the privatized gradient, in words; other callbacks add to it.
+        on_physical_batch: called after each physical batch with its number in the logical step, from 1, and their count.
         stop_requested: set on one rank to ask all of them to stop after a step.
         stopping: whether some rank asked before the last step.
         written: the last statement of this fit; None before it, and on all ranks but the first.
@@ -96,6 +97,7 @@ class PrivateRun:
         self.folder = Path(trainer.log_dir or trainer.default_root_dir)
         self.postprocessing: list[str] = []
         self.stop_requested = self.stopping = False
+        self.on_physical_batch: list[Callable[[int, int], None]] = []
         self._held_out: Any = None  # loaders of the validation that have been looked at
         self._hyperparameters = check_hyperparameters(trainer, module)  # setup may have saved more
         self._ranks = trainer_ranks(trainer)
@@ -290,6 +292,8 @@ class PrivateRun:
     def batch_ends(self) -> None:
         """Check, after the last physical batch, that the ledger has one more step."""
         self.history.unprotected.note_logged(self.trainer)
+        for call in self.on_physical_batch:
+            call(*self.piece)
         if self.trainer.accumulate_grad_batches != 1:
             return
         steps = self.history.ledger.num_steps
