@@ -72,7 +72,7 @@ class PrivateRun:
         step: the private mechanism.
         budget: what is spent, and will be.
         postprocessing: what acts on the privatized gradient, in words; other callbacks add to it.
-        on_physical_batch: called after each physical batch with its number in the logical step, from 1, and their count.
+        on_physical_batch: called after each physical batch with its number in the step, from 1, and their count.
         stop_requested: set on one rank to ask all of them to stop after a step.
         stopping: whether some rank asked before the last step.
         written: the last statement of this fit; None before it, and on all ranks but the first.
