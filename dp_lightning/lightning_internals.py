@@ -4,7 +4,6 @@ They may change with any release. Each has a public name here, and `tests/test_i
 missing one is noticed, and can be replaced, in one place.
 """
 
-import signal
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, cast
 
@@ -39,22 +38,22 @@ __all__ = [
     "flags_of",
     "gathered_value",
     "joined",
+    "leave_signals_alone",
     "loader_source",
     "logged_in_step",
     "logged_in_training",
     "logger_connector",
     "order_groups",
-    "put_back_handlers",
     "records_modules",
     "save_latest",
     "saved_at",
     "saves_states",
     "set_loader_source",
     "set_logger_connector",
-    "silence_sigterm",
     "start_method",
     "state_defaults",
     "strategy_for",
+    "take_signals_again",
     "training_is_logged",
 ]
 
@@ -238,18 +237,14 @@ def average_of(trainer: pl.Trainer, module: nn.Module) -> str | None:
     return None
 
 
-def silence_sigterm(trainer: pl.Trainer) -> None:
-    """Switch off Lightning's SIGTERM handler, which runs before others and may start a collective at any moment."""
-    vars(trainer._signal_connector)["_sigterm_notifier_fn"] = lambda number, frame: None
+def leave_signals_alone(trainer: pl.Trainer) -> None:
+    """Let Lightning set no handlers of signals: that for SIGTERM may start a collective at any moment."""
+    vars(trainer._signal_connector)["register_signal_handlers"] = lambda: None
 
 
-def put_back_handlers(trainer: pl.Trainer, handlers: Mapping[int, Any]) -> None:
-    """Undo `silence_sigterm`, and set these handlers so that Lightning does not replace them after an exception."""
-    connector = trainer._signal_connector
-    vars(connector).pop("_sigterm_notifier_fn", None)
-    for number, handler in handlers.items():
-        signal.signal(number, handler)
-        connector._original_handlers.pop(signal.Signals(number), None)
+def take_signals_again(trainer: pl.Trainer) -> None:
+    """Undo `leave_signals_alone`."""
+    vars(trainer._signal_connector).pop("register_signal_handlers", None)
 
 
 # Processes

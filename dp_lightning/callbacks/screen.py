@@ -89,8 +89,7 @@ class Screen(ProgressBar):
         self._bar, self._trains = _Bar(), True  # the time begins
         self._step()
         _privacy(trainer).private_run.on_physical_batch.append(
-            # The ledger has the step once its last physical batch is taken.
-            lambda number, count: self._step(f"batch {number} of {count}" if count > 1 else "", number / count % 1)
+            lambda number, count: self._step(f"batch {number} of {count}" if count > 1 else "", number / count)
         )
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
