@@ -4,20 +4,17 @@ They may change with any release. Each has a public name here, and `tests/test_i
 missing one is noticed, and can be replaced, in one place.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, cast
 
 import lightning.pytorch as pl
-import torch
-from lightning.pytorch.callbacks import ModelCheckpoint, WeightAveraging
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.profilers import Profiler
 from lightning.pytorch.strategies import DDPStrategy, Strategy
-from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from lightning.pytorch.trainer.connectors.accelerator_connector import _AcceleratorConnector
 from lightning.pytorch.trainer.connectors.data_connector import _DataLoaderSource as LoaderSource
 from lightning.pytorch.trainer.connectors.logger_connector import _LoggerConnector
-from torch import Tensor, nn
+from torch import Tensor
 from torchmetrics import Metric
 
 #: The versions with which these members were tested.
@@ -31,9 +28,6 @@ __all__ = [
     "CommandLine",
     "LoaderSource",
     "LoggerConnector",
-    "ProcessStrategy",
-    "ScriptLauncher",
-    "average_of",
     "detects_anomalies",
     "flags_of",
     "gathered_value",
@@ -45,8 +39,6 @@ __all__ = [
     "logger_connector",
     "order_groups",
     "records_modules",
-    "save_latest",
-    "saved_at",
     "saves_states",
     "set_loader_source",
     "set_logger_connector",
@@ -139,19 +131,6 @@ def gathered_value(logged: Any) -> Tensor | None:
     return mean
 
 
-# Checkpoints
-
-
-def saved_at(callback: ModelCheckpoint) -> int:
-    """``trainer.global_step`` when it last saved."""
-    return callback._last_global_step_saved
-
-
-def save_latest(callback: ModelCheckpoint, trainer: pl.Trainer) -> None:
-    """Save a checkpoint now, as it does without a ``monitor``; one that it replaces is removed."""
-    callback._save_none_monitor_checkpoint(trainer, callback._monitor_candidates(trainer))
-
-
 # Epochs
 
 
@@ -227,16 +206,6 @@ def was_compiled(module: pl.LightningModule) -> bool:
     return module._compiler_ctx is not None
 
 
-def average_of(trainer: pl.Trainer, module: nn.Module) -> str | None:
-    """The Lightning callback whose average of the weights the module has held since training ended; None if none."""
-    for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        if isinstance(callback, WeightAveraging) and callback._average_model is not None:
-            pairs = zip(module.parameters(), callback._average_model.module.parameters(), strict=True)
-            if all(torch.equal(mine, average) for mine, average in pairs):
-                return type(callback).__name__
-    return None
-
-
 def leave_signals_alone(trainer: pl.Trainer) -> None:
     """Let Lightning set no handlers of signals: that for SIGTERM may start a collective at any moment."""
     vars(trainer._signal_connector)["register_signal_handlers"] = lambda: None
@@ -245,31 +214,6 @@ def leave_signals_alone(trainer: pl.Trainer) -> None:
 def take_signals_again(trainer: pl.Trainer) -> None:
     """Undo `leave_signals_alone`."""
     vars(trainer._signal_connector).pop("register_signal_handlers", None)
-
-
-# Processes
-
-
-class ScriptLauncher(_SubprocessScriptLauncher):
-    """Starts the other processes of a machine with the command line of this one."""
-
-    def before_start(self) -> None:
-        """Called before they are started."""
-
-    def _call_children_scripts(self) -> None:
-        self.before_start()
-        super()._call_children_scripts()
-
-
-class ProcessStrategy(DDPStrategy):
-    """Lightning's ``ddp`` with the launcher ``launcher_class`` if it starts processes by the command line."""
-
-    launcher_class: Callable[..., ScriptLauncher] = ScriptLauncher
-
-    def _configure_launcher(self) -> None:
-        super()._configure_launcher()
-        if self._start_method == "popen" and self.cluster_environment is not None:
-            self._launcher = self.launcher_class(self.cluster_environment, self.num_processes, self.num_nodes)
 
 
 def start_method(strategy: DDPStrategy) -> str:

@@ -11,13 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+from lightning.pytorch.callbacks import WeightAveraging
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from dp_lightning.errors import BudgetError, ConfigurationError, ModelError
-from dp_lightning.lightning_internals import average_of, begin_after_epochs
+from dp_lightning.lightning_internals import begin_after_epochs
 from dp_lightning.models.batch_norm import fixed_statistics
 from dp_lightning.privacy.lineage import Origin, origin_of
 from dp_lightning.privacy.plan import PrivacyPlan
@@ -363,8 +364,9 @@ class PrivateRun:
 
     def training_ends(self) -> None:
         """An average of the weights that Lightning has put into the module is post-processing."""
-        if average := average_of(self.trainer, self.module):
-            self.postprocessing.append(average)
+        callbacks: list[pl.Callback] = self.trainer.callbacks  # type: ignore[attr-defined]
+        if averages := [type(callback).__name__ for callback in callbacks if isinstance(callback, WeightAveraging)]:
+            self.postprocessing += averages
             self.step.stepped()
 
     def fails(self, error: BaseException) -> None:

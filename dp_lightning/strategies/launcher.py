@@ -11,26 +11,22 @@ import threading
 import time
 from contextlib import suppress
 
-from dp_lightning.lightning_internals import ScriptLauncher
-
 # The process id of the rank that has started this one.
 _STARTED_BY = "DPL_STARTED_BY"
 # Time for a rank to end by itself, with an error of its own.
 _SECONDS = 10.0
 
 
-class WatchedLauncher(ScriptLauncher):
-    """Lightning's launcher; tells each rank which process has started it."""
-
-    def before_start(self) -> None:
-        """Pass the id of this process to the ranks, which inherit the environment."""
+def be_starter() -> None:
+    """Let the processes that this one starts know its id, unless it has been started as another local rank itself."""
+    if "LOCAL_RANK" not in os.environ:
         os.environ[_STARTED_BY] = str(os.getpid())
 
 
 def starter_of(local_rank: int) -> int | None:
     """The process id of the rank that started this one; None if torchrun or the like did, and for local rank 0."""
     starter = os.environ.get(_STARTED_BY)
-    return None if starter is None or local_rank == 0 else int(starter)
+    return None if starter in (None, str(os.getpid())) or local_rank == 0 else int(starter)
 
 
 def end_with(process: int) -> None:

@@ -13,7 +13,7 @@ import lightning.pytorch as pl
 import torch.distributed
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.pytorch.plugins import Precision
-from lightning.pytorch.strategies import StrategyRegistry
+from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
@@ -21,14 +21,13 @@ from torch.nn.parameter import is_lazy
 from torch.utils.data import DistributedSampler
 
 from dp_lightning.errors import ConfigurationError
-from dp_lightning.lightning_internals import ProcessStrategy
 from dp_lightning.ranks import Ranks
-from dp_lightning.strategies.launcher import WatchedLauncher, end_with, starter_of
+from dp_lightning.strategies.launcher import be_starter, end_with, starter_of
 
 NAME = "dp_ddp"
 
 
-class PrivateStrategy(ProcessStrategy):
+class PrivateStrategy(DDPStrategy):
     """Private training on several devices and nodes, one process each; gloo on CPUs and NCCL on GPUs.
 
     Takes the arguments of ``DDPStrategy`` that concern processes.
@@ -36,8 +35,6 @@ class PrivateStrategy(ProcessStrategy):
     Raises:
         ConfigurationError: for those that concern DistributedDataParallel.
     """
-
-    launcher_class = WatchedLauncher
 
     def __init__(
         self,
@@ -56,6 +53,7 @@ class PrivateStrategy(ProcessStrategy):
                 f"The strategy {NAME} takes no {', '.join(others)}: no DistributedDataParallel averages gradients. "
                 "Remove it."
             )
+        be_starter()
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,
