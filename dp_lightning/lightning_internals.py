@@ -4,113 +4,21 @@ They may change with any release. Each has a public name here, and `tests/test_i
 missing one is noticed, and can be replaced, in one place.
 """
 
-import signal
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any, cast
 
 import lightning.pytorch as pl
-import torch
-from lightning.pytorch.callbacks import ModelCheckpoint, WeightAveraging
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from lightning.pytorch.trainer.connectors.accelerator_connector import _AcceleratorConnector
-from lightning.pytorch.trainer.connectors.data_connector import _DataLoaderSource as LoaderSource
-from lightning.pytorch.trainer.connectors.logger_connector import _LoggerConnector
-from torch import Tensor, nn
 from torchmetrics import Metric
 
 #: The versions with which these members were tested.
 TRIED = {"lightning": "2.6.6", "torchmetrics": "1.9.0", "jsonargparse": "4.53.0"}
 
-__all__ = [
-    "CALL_BATCH_HOOK",
-    "CLASS_PATH",
-    "INSTANTIATOR",
-    "TRIED",
-    "CommandLine",
-    "LoaderSource",
-    "LoggerConnector",
-    "average_of",
-    "flags_of",
-    "joined",
-    "loader_source",
-    "logged_in_training",
-    "logger_connector",
-    "order_groups",
-    "put_back_handlers",
-    "save_latest",
-    "saved_at",
-    "set_loader_source",
-    "set_logger_connector",
-    "silence_sigterm",
-    "starts_scripts",
-    "state_defaults",
-    "strategy_for",
-    "training_is_logged",
-]
-
-# The training loader
-
-
-def loader_source(trainer: pl.Trainer) -> LoaderSource:
-    """The source that the trainer takes its training loader from."""
-    return trainer.fit_loop._data_source
-
-
-def set_loader_source(trainer: pl.Trainer, source: LoaderSource) -> None:
-    """Make the trainer take its training loader from another source."""
-    trainer.fit_loop._data_source = source
-
-
-#: Attribute of a LightningModule through which Lightning calls the hooks that see a batch.
-CALL_BATCH_HOOK = "_call_batch_hook"
-
 #: Among the hyperparameters of a checkpoint: the class that the command line instantiated, and what instantiated it.
 CLASS_PATH, INSTANTIATOR = "_class_path", "_instantiator"
-
-# What is logged
-
-
-class LoggerConnector(_LoggerConnector):
-    """The part of a trainer that keeps and shows what is logged."""
-
-    @property
-    def kept(self) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-        """The numbers for callbacks, loggers and progress bars."""
-        return self._callback_metrics, self._logged_metrics, self._progress_bar_metrics
-
-    @property
-    def metrics_of_training(self) -> dict[str, dict[str, Tensor]]:
-        """What ``metrics`` has while training, as tensors: Lightning reads a progress bar's after every batch."""
-        results: Any = self.trainer._results
-        on_step = self._first_loop_iter is not None
-        shown = [logged for logged in results.values() if logged.meta.prog_bar]
-        for logged in shown:
-            logged.meta.prog_bar = False
-        try:
-            metrics: dict[str, dict[str, Tensor]] = dict(results.metrics(on_step))
-        finally:
-            for logged in shown:
-                logged.meta.prog_bar = True
-        names = {results._forked_name(logged, on_step)[1] for logged in shown}
-        metrics["pbar"] = {name: value for name, value in metrics["callback"].items() if name in names}
-        return metrics
-
-
-def logger_connector(trainer: pl.Trainer) -> _LoggerConnector:
-    """The logger connector of a trainer."""
-    return trainer._logger_connector
-
-
-def set_logger_connector(trainer: pl.Trainer, connector: _LoggerConnector) -> None:
-    """Replace it."""
-    trainer._logger_connector = connector
-
-
-def training_is_logged(trainer: pl.Trainer) -> bool:
-    """Whether the numbers shown now come from training."""
-    return trainer._results is not None and trainer._results.training
 
 
 def logged_in_training(trainer: pl.Trainer) -> Iterable[Any]:
@@ -118,72 +26,9 @@ def logged_in_training(trainer: pl.Trainer) -> Iterable[Any]:
     return trainer.fit_loop.epoch_loop._results.values()
 
 
-# Checkpoints
-
-
-def saved_at(callback: ModelCheckpoint) -> int:
-    """``trainer.global_step`` when it last saved."""
-    return callback._last_global_step_saved
-
-
-def save_latest(callback: ModelCheckpoint, trainer: pl.Trainer) -> None:
-    """Save a checkpoint now, as it does without a ``monitor``; one that it replaces is removed."""
-    callback._save_none_monitor_checkpoint(trainer, callback._monitor_candidates(trainer))
-
-
-# Epochs
-
-
-def begin_after_epochs(trainer: pl.Trainer, whole: int, *, steps: int) -> None:
-    """Let a trainer that is about to fit count so many whole epochs, whatever it or its checkpoint has counted.
-
-    Args:
-        trainer: whose loops are not restored yet.
-        whole: the number of epochs.
-        steps: those of the next one that a checkpoint has behind it.
-    """
-    saved = trainer._checkpoint_connector._loaded_checkpoint.get("loops", {}).get("fit_loop")
-    if saved is None:
-        progress = trainer.fit_loop.epoch_progress
-        progress.load_state_dict(_progress(progress.state_dict(), whole, whole))
-    else:
-        saved["epoch_progress"] = _progress(saved["epoch_progress"], whole, whole + bool(steps))
-        batches = saved["epoch_loop.batch_progress"]
-        batches.update(current=dict.fromkeys(batches["current"], steps), is_last_batch=False)
-
-
-def _progress(counted: Mapping[str, Any], whole: int, begun: int) -> dict[str, dict[str, int]]:
-    """Counts of epochs; those of earlier fits of the trainer stay in the total."""
-    before = counted["total"]["processed"] - counted["current"]["processed"]
-    current = {"ready": begun, "started": begun, "processed": whole, "completed": whole}
-    return {"total": {name: before + count for name, count in current.items()}, "current": current}
-
-
-# Metrics
-
-
-def state_defaults(metric: Metric) -> Mapping[str, Any]:
-    """The names of a metric's states, and their values before the first update."""
-    return cast(Mapping[str, Any], getattr(metric, "_defaults", {}))  # a class that is only registered has none
-
-
-def joined(metric: Metric, twin: Metric, calls: Sequence[tuple[tuple[Any, ...], dict[str, Any]]]) -> None:
-    """Set a metric's value for the step to that of several calls of its ``forward``, not only of the last one.
-
-    Args:
-        metric: the metric that was called.
-        twin: a clone of it, whose states are used.
-        calls: positional and named arguments of each.
-    """
-    twin.reset()
-    twin._to_sync = False  # as in forward
-    for args, kwargs in calls:
-        twin.update(*args, **twin._filter_kwargs(**kwargs))
-    metric._forward_cache = twin.compute()
-    twin.reset()
-
-
-# Trainers
+def set_value_of_step(metric: Metric, value: Any) -> None:
+    """Let Lightning log this as a metric's value of the step, as if its ``forward`` had returned it."""
+    metric._forward_cache = value
 
 
 def was_compiled(module: pl.LightningModule) -> bool:
@@ -191,31 +36,14 @@ def was_compiled(module: pl.LightningModule) -> bool:
     return module._compiler_ctx is not None
 
 
-def average_of(trainer: pl.Trainer, module: nn.Module) -> str | None:
-    """The Lightning callback whose average of the weights the module has held since training ended; None if none."""
-    for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        if isinstance(callback, WeightAveraging) and callback._average_model is not None:
-            pairs = zip(module.parameters(), callback._average_model.module.parameters(), strict=True)
-            if all(torch.equal(mine, average) for mine, average in pairs):
-                return type(callback).__name__
-    return None
+def leave_signals_alone(trainer: pl.Trainer) -> None:
+    """Let Lightning set no handlers of signals: that for SIGTERM may start a collective at any moment."""
+    vars(trainer._signal_connector)["register_signal_handlers"] = lambda: None
 
 
-def silence_sigterm(trainer: pl.Trainer) -> None:
-    """Switch off Lightning's SIGTERM handler, which runs before others and may start a collective at any moment."""
-    vars(trainer._signal_connector)["_sigterm_notifier_fn"] = lambda number, frame: None
-
-
-def put_back_handlers(trainer: pl.Trainer, handlers: Mapping[int, Any]) -> None:
-    """Undo `silence_sigterm`, and set these handlers so that Lightning does not replace them after an exception."""
-    connector = trainer._signal_connector
-    vars(connector).pop("_sigterm_notifier_fn", None)
-    for number, handler in handlers.items():
-        signal.signal(number, handler)
-        connector._original_handlers.pop(signal.Signals(number), None)
-
-
-# Processes
+def take_signals_again(trainer: pl.Trainer) -> None:
+    """Undo `leave_signals_alone`."""
+    vars(trainer._signal_connector).pop("register_signal_handlers", None)
 
 
 def starts_scripts(strategy: Strategy) -> bool:
@@ -294,8 +122,3 @@ def order_groups(parser: LightningArgumentParser, titles: Mapping[str, str]) -> 
     for place, name in zip(sorted(places.values()), (name for name in titles if name in groups), strict=True):
         groups[name].title = titles[name]
         shown[place] = groups[name]
-
-
-def set_value_of_step(metric: Metric, value: Any) -> None:
-    """Let Lightning log this as a metric's value of the step, as if its ``forward`` had returned it."""
-    metric._forward_cache = value

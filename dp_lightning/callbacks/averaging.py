@@ -9,14 +9,14 @@ computed from privatized weights alone, so it costs no privacy.
 """
 
 import copy
-from collections.abc import Mapping
 from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from dp_lightning.callbacks.privacy import privacy_of
 from dp_lightning.errors import ConfigurationError
@@ -38,7 +38,7 @@ class AveragedWeights(pl.Callback):
         predict_with: ``averaged`` or ``raw``.
 
     Raises:
-        ConfigurationError: ``decay`` is out of range, or the module cannot be copied.
+        ConfigurationError: ``decay`` is out of range.
     """
 
     def __init__(self, decay: float | None = None, predict_with: Literal["averaged", "raw"] = "averaged") -> None:
@@ -50,46 +50,38 @@ class AveragedWeights(pl.Callback):
         #: The averaged parameters by name; empty before the first fit.
         self.average: dict[str, Tensor] = {}
         self._copy: pl.LightningModule | None = None
-        self._steps = 0
-        self._set_aside: dict[str, Tensor] = {}
+        self._predicts = False  # the average and the weights have changed places
 
     @property
     def state_key(self) -> str:
         return AVERAGE_STATE
 
-    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self.decay is None:
             self.average = {}  # of the checkpoint: it would no longer follow the weights
             return
-        self._copy_of(pl_module, {})  # a module that cannot be copied is refused now, not at the first validation
+        self._averaged_copy(trainer, pl_module)  # a module that cannot be copied fails now, not after an epoch
         trained = {name: p.detach() for name, p in pl_module.named_parameters() if p.requires_grad}
         if self.average.keys() != trained.keys():
             self._num_updates, self.average = 0, {name: p.clone() for name, p in trained.items()}
         self.average = {name: average.to(trained[name]) for name, average in self.average.items()}
-
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._steps = trainer.global_step  # of a checkpoint, which Lightning restores after on_fit_start
-        privacy = privacy_of(trainer)
-        if privacy is not None and self.decay is not None:
+        if (privacy := privacy_of(trainer)) is not None:
             privacy.private_run.postprocessing.append(
                 f"moving average of the weights (decay {self.decay:g}, beside them)"
             )
 
-    @torch.no_grad()
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
-        if self.decay is None or trainer.global_step == self._steps:
-            return
-        self._steps = trainer.global_step
-        decay = min(self.decay, (1 + self._num_updates) / (10 + self._num_updates))
-        self._num_updates += 1
-        parameters = dict(pl_module.named_parameters())
-        for name, average in self.average.items():
-            average.lerp_(parameters[name].detach(), 1 - decay)
+        if self.decay is not None:
+            update = get_ema_multi_avg_fn(min(self.decay, (1 + self._num_updates) / (10 + self._num_updates)))
+            parameters = dict(pl_module.named_parameters())
+            update(list(self.average.values()), [parameters[name].detach() for name in self.average], None)
+            self._num_updates += 1
 
     # Evaluation of the average
 
     def on_validation_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._prepare(trainer, pl_module)
+        if self.decay is not None and self.average:
+            self._copy = self._averaged_copy(trainer, pl_module)
         self._hook(trainer, "epoch_start")
 
     def on_validation_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *inputs: Any) -> None:
@@ -108,39 +100,66 @@ class AveragedWeights(pl.Callback):
     on_test_batch_start = on_validation_batch_start  # type: ignore[assignment]
     on_test_batch_end = on_validation_batch_end  # type: ignore[assignment]
 
-    @torch.no_grad()
+    def _averaged_copy(self, trainer: pl.Trainer, module: pl.LightningModule) -> pl.LightningModule:
+        """The module as it is now, with the averaged weights; it shares them and the parameters without an average."""
+        parameters = dict(module.named_parameters())
+        shared = {id(parameter): parameter for parameter in parameters.values()}
+        shared |= {id(parameters[n]): nn.Parameter(a.to(parameters[n]), False) for n, a in self.average.items()}
+        averaged: pl.LightningModule = copy.deepcopy(module, shared)  # type: ignore[arg-type]
+        averaged.trainer = trainer
+
+        def log(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+            # Lightning looks for metrics in the module itself, unless they have a name.
+            module.log(PREFIX + name, value, *args, **{"metric_attribute": PREFIX + name, **kwargs})
+
+        vars(averaged)["log"] = log
+        return averaged
+
+    def _evaluate(self, trainer: pl.Trainer, batch: Any, batch_idx: int, *dataloader_idx: int) -> Any:
+        if self._copy is None:
+            return None
+        step = self._copy.test_step if trainer.testing else self._copy.validation_step
+        takes_index = is_param_in_hook_signature(step, "batch_idx", min_args=2)
+        with trainer.precision_plugin.val_step_context():
+            return step(batch, *([batch_idx] if takes_index else []), *dataloader_idx)
+
+    def _hook(self, trainer: pl.Trainer, moment: str, *inputs: Any) -> None:
+        if self._copy is not None:
+            getattr(self._copy, f"on_{'test' if trainer.testing else 'validation'}_{moment}")(*inputs)
+
+    # Predictions
+
     def on_predict_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self.predict_with == "raw":
             return
-        if self.decay is None:
-            if self.average:
-                rank_zero_warn(
-                    "The checkpoint has an average of the weights, but predictions use the weights themselves, since "
-                    "averaging.decay is not set. Set it to the run's value to use the average."
-                )
-            return
-        if not self.average:
+        if self.decay is not None and not self.average:
             raise ConfigurationError(
                 "averaging.predict_with is 'averaged', but there is no average of the weights: give the ckpt_path of a "
                 "run that had averaging.decay, or set averaging.predict_with: raw."
             )
-        for name, parameter in pl_module.named_parameters():
-            if name in self.average:
-                self._set_aside[name] = parameter.detach().clone()
-                parameter.copy_(self.average[name])
+        if self.decay is not None:
+            self._exchange(pl_module)
+        elif self.average:
+            rank_zero_warn(
+                "The checkpoint has an average of the weights, but predictions use the weights themselves, since "
+                "averaging.decay is not set. Set it to the run's value to use the average."
+            )
 
     def on_predict_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._put_back(pl_module)
+        if self._predicts:
+            self._exchange(pl_module)
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        self._put_back(pl_module)
+        self.on_predict_end(trainer, pl_module)
 
     @torch.no_grad()
-    def _put_back(self, pl_module: pl.LightningModule) -> None:
-        parameters = dict(pl_module.named_parameters())
-        for name, value in self._set_aside.items():
-            parameters[name].copy_(value)
-        self._set_aside = {}
+    def _exchange(self, module: pl.LightningModule) -> None:
+        parameters = dict(module.named_parameters())
+        for name, average in self.average.items():
+            before = parameters[name].clone()
+            parameters[name].copy_(average)
+            average.copy_(before)
+        self._predicts = not self._predicts
 
     def state_dict(self) -> dict[str, Any]:
         return {"num_updates": self._num_updates, "average": self.average} if self.average else {}
@@ -148,48 +167,3 @@ class AveragedWeights(pl.Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         if state_dict:
             self._num_updates, self.average = state_dict["num_updates"], dict(state_dict["average"])
-
-    def _prepare(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Make the copy as the module is now; the averaged weights are shared with it, not copied again."""
-        if self.decay is None or not self.average:
-            return
-        module = self._copy_of(pl_module, self.average)
-        module.trainer = trainer
-
-        def log(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
-            # Lightning looks for metrics in the module itself, unless they have a name.
-            pl_module.log(PREFIX + name, value, *args, **{"metric_attribute": PREFIX + name, **kwargs})
-
-        module.__dict__["log"] = log
-        self._copy = module
-
-    def _copy_of(self, module: pl.LightningModule, weights: Mapping[str, Tensor]) -> pl.LightningModule:
-        """A copy with the given weights, and the module's own parameters for the others."""
-        memo: dict[int, Any] = {}
-        for name, parameter in module.named_parameters():
-            given = weights[name].to(parameter) if name in weights else None
-            memo[id(parameter)] = parameter if given is None else torch.nn.Parameter(given, requires_grad=False)
-        try:
-            return copy.deepcopy(module, memo)
-        except Exception as error:
-            raise ConfigurationError(
-                f"averaging.decay needs a copy of {type(module).__name__}, which cannot be copied ({error}). Set "
-                "averaging.decay: null."
-            ) from error
-
-    def _evaluate(self, trainer: pl.Trainer, batch: Any, batch_idx: int, dataloader_idx: int | None = None) -> Any:
-        if self._copy is None:
-            return None
-        step = getattr(self._copy, f"{_evaluation(trainer)}_step")
-        takes_index = is_param_in_hook_signature(step, "batch_idx", min_args=2)
-        inputs = [batch, *([batch_idx] if takes_index else []), *([] if dataloader_idx is None else [dataloader_idx])]
-        with trainer.precision_plugin.val_step_context():
-            return step(*inputs)
-
-    def _hook(self, trainer: pl.Trainer, moment: str, *inputs: Any) -> None:
-        if self._copy is not None:
-            getattr(self._copy, f"on_{_evaluation(trainer)}_{moment}")(*inputs)
-
-
-def _evaluation(trainer: pl.Trainer) -> str:
-    return "test" if trainer.testing else "validation"

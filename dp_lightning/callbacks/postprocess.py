@@ -27,8 +27,7 @@ class PostProcessCallback(Callback):
 
     Raises:
         ConfigurationError: momentum is applied twice to the same parameters. When training starts: an
-            optimizer with momentum beside a transform with momentum, more than one optimizer, or what `Chain.check`
-            refuses.
+            optimizer with momentum beside a transform with momentum, or what `Chain.check` refuses.
     """
 
     def __init__(self, transforms: list[Transform] | None = None) -> None:
@@ -47,21 +46,13 @@ class PostProcessCallback(Callback):
             self._check_disk(self._privacy)
         shapes = {name: p.shape for name, p in pl_module.named_parameters() if p.requires_grad}
         self.chain.check(shapes, noise=self._noise())
-        if len(trainer.optimizers) > 1:
-            raise ConfigurationError(
-                f"postprocess.transforms: the module has {len(trainer.optimizers)} optimizers, and every "
-                "step of one would transform all gradients; return one optimizer from configure_optimizers"
-            )
         groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
-        if self.chain.has_momentum and any(group.get("momentum", 0) > 0 for group in groups):
-            raise ConfigurationError(
-                "Momentum in two places: postprocess.transforms contains Momentum and the optimizer has "
-                "momentum > 0. Set optimizer.init_args.momentum to 0, or remove Momentum from the transforms"
-            )
-        if self.chain.has_momentum and any(group.get("betas", (0.0,))[0] > 0 for group in groups):
+        averages = any(group.get("momentum", 0) > 0 or group.get("betas", (0,))[0] > 0 for group in groups)
+        if self.chain.has_momentum and averages:
             raise ConfigurationError(
                 "Momentum in two places: postprocess.transforms contains Momentum and the optimizer averages gradients "
-                "itself. Set the first of optimizer.init_args.betas to 0, or remove Momentum from the transforms"
+                "itself. Set optimizer.init_args.momentum, or the first of optimizer.init_args.betas, to 0, or remove "
+                "Momentum from the transforms"
             )
 
     @torch.no_grad()

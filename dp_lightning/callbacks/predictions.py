@@ -1,7 +1,6 @@
 """Writes what ``dpl predict`` computes."""
 
 import csv
-import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from io import TextIOWrapper
 from pathlib import Path
@@ -10,7 +9,6 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import BasePredictionWriter
-from torch import Tensor
 
 from dp_lightning.atomic_files import replacing, require_writable
 from dp_lightning.callbacks.data_record import DataRecord
@@ -59,42 +57,33 @@ class PredictionFile(BasePredictionWriter):
         batch_indices: Sequence[Any],
     ) -> None:
         probabilities = torch.cat(list(predictions)).float().cpu()
-        files = getattr(trainer.datamodule, "paths", None)  # type: ignore[attr-defined]
-        problems = getattr(trainer.datamodule, "problems", None) or [None] * len(probabilities)  # type: ignore[attr-defined]
+        number, count = probabilities.shape
+        data, callbacks = trainer.datamodule, trainer.callbacks  # type: ignore[attr-defined]
+        files = getattr(data, "paths", None)
+        problems = getattr(data, "problems", None) or [None] * number
         skipped = [(str(file), why) for file, why in zip(files or [], problems, strict=False) if why is not None]
-        if skipped and len(skipped) == len(probabilities):
-            raise DataError(f"None of the {len(skipped):,} files can be read:\n{listed(skipped)}")
-        callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
-        classes = next((callback.class_names for callback in callbacks if isinstance(callback, DataRecord)), None)
-        count = probabilities.shape[1]
-        classes = classes if classes is not None and len(classes) == count else None
-        columns = [*(["file"] if files else []), "index", "class", *(["class_name"] if classes else [])]
-        rows = _rows(probabilities, problems, files, classes)
-        _write(self._path, itertools.chain([[*columns, *(f"p{k}" for k in range(count))]], rows))
+        if skipped and len(skipped) == number:
+            raise DataError(f"None of the {number:,} files can be read:\n{listed(skipped)}")
+        names = next((callback.class_names for callback in callbacks if isinstance(callback, DataRecord)), None)
+        names = names if names is not None and len(names) == count else None
+        header = [*(["file"] if files else []), "index", "class", *(["class_name"] if names else [])]
+
+        def rows() -> Iterator[list[Any]]:
+            """One at a time: as text, a thousand probabilities are twenty times as large."""
+            yield [*header, *(f"p{k}" for k in range(count))]
+            for index, (row, problem) in enumerate(zip(probabilities, problems, strict=True)):
+                if problem is None:
+                    found = int(row.argmax())
+                    said = [*([str(files[index])] if files else []), index, found, *([names[found]] if names else [])]
+                    yield [*said, *(f"{p:.6g}" for p in row.tolist())]
+
+        _write(self._path, rows())
         trainer.print(f"Predictions are in {self._path}.")
         beside = self._path.with_name("predictions_skipped.csv")
         beside.unlink(missing_ok=True)  # of earlier predictions
         if skipped:
             _write(beside, [("file", "reason"), *skipped])
-            some = (
-                "1 file could not be read and has"
-                if len(skipped) == 1
-                else f"{len(skipped):,} files could not be read and have"
-            )
-            trainer.print(f"{some} no prediction, as {beside} says:")
-            trainer.print(listed(skipped))
-
-
-def _rows(
-    probabilities: Tensor, problems: Iterable[Any], files: Sequence[Any] | None, classes: Sequence[str] | None
-) -> Iterator[list[Any]]:
-    """One at a time: as text, a thousand probabilities are twenty times as large."""
-    for index, (row, problem) in enumerate(zip(probabilities, problems, strict=True)):
-        if problem is not None:
-            continue
-        found = int(row.argmax())
-        said = [*([str(files[index])] if files else []), index, found, *([classes[found]] if classes else [])]
-        yield [*said, *(f"{p:.6g}" for p in row.tolist())]
+            trainer.print(f"Files that could not be read have no prediction, see {beside}:\n{listed(skipped)}")
 
 
 def _write(path: Path, rows: Iterable[Sequence[Any]]) -> None:

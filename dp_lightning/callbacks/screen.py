@@ -1,28 +1,58 @@
 """The screen of `dpl`: what a run will do, where it is, what it has reached and what can be done next.
 
-On a terminal the lines of a run in progress change in place; a file gets a line for each epoch. The number of physical
+On a terminal a bar with a line of numbers changes in place; a file gets one line for each epoch. The number of physical
 batches that a step has drawn is secret, and the losses are of raw training examples: both are shown on a terminal, and
 neither is written to a file.
 """
 
+import sys
 import time
-from dataclasses import replace
+from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import ProgressBar
+from rich.console import RenderableType
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.text import Text
 
 from dp_lightning.callbacks.privacy import PrivacyCallback, privacy_of
 from dp_lightning.errors import ConfigurationError
-from dp_lightning.private_run.live_display import Progress, block, duration, live_lines, log_line
-from dp_lightning.private_run.next_commands import after_a_run, checkpoint_of, has_test_set
-from dp_lightning.private_run.overview import Evaluation, after, before
-from dp_lightning.private_run.planned_counts import epochs_of
-from dp_lightning.private_run.terminal import Terminal
-from dp_lightning.private_run.withheld_metrics import public_numbers
+from dp_lightning.private_run.next_commands import after_a_run
+from dp_lightning.private_run.overview import Evaluation, after, before, epochs_of
 
-# Seconds after which a file gets another line, also within an epoch.
-_SILENCE = 600.0
+# Seconds between two refreshes, and those over which the time left is estimated.
+_REFRESH, _PERIOD = 0.25, 3600.0
+
+
+class _Bar(Progress):
+    """A bar with the time, and a line of numbers below it.
+
+    No thread of its own refreshes it, since a worker of a data loader that is forked meanwhile would inherit its lock.
+    """
+
+    def __init__(self) -> None:
+        self._numbers, self._refreshed = "", 0.0
+        names = TextColumn("{task.description}"), BarColumn(bar_width=None)
+        times = TimeElapsedColumn(), TextColumn("elapsed,"), TimeRemainingColumn(), TextColumn("left")
+        super().__init__(*names, *times, speed_estimate_period=_PERIOD, auto_refresh=False, transient=True)
+        self.add_task("", total=None)
+
+    @property
+    def is_live(self) -> bool:
+        """Whether standard output is a terminal."""
+        return sys.stdout.isatty() and self.console.is_interactive
+
+    def get_renderables(self) -> list[RenderableType]:
+        return [*super().get_renderables(), Text(self._numbers)]
+
+    def show(self, numbers: Callable[[], str]) -> None:
+        """Show it anew on a terminal, unless that was done just now."""
+        if self.is_live and time.monotonic() - self._refreshed >= _REFRESH:
+            self._numbers, self._refreshed = numbers(), time.monotonic()
+            self.start()
+            self.refresh()
 
 
 class Screen(ProgressBar):
@@ -34,13 +64,9 @@ class Screen(ProgressBar):
 
     def __init__(self) -> None:
         super().__init__()
-        self._enabled, self._terminal = True, Terminal()
+        self._enabled, self._trains = True, False
+        self._bar = _Bar()
         self._evaluation: Evaluation | None = None  # the last one
-        self._evaluated = False  # since the last line of a file
-        self._part, self._fraction = "", 0.0
-        self._began = self._said = time.monotonic()
-        self._steps_before = 0
-        self._trains = False
 
     def disable(self) -> None:
         self._enabled = False
@@ -48,147 +74,134 @@ class Screen(ProgressBar):
     def enable(self) -> None:
         self._enabled = True
 
-    def print(self, *args: Any, sep: str = " ", **kwargs: Any) -> None:
-        """Called by ``LightningModule.print``."""
-        if self._enabled:
-            self._terminal.say([sep.join(map(str, args))])
-
     # A fit
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         super().setup(trainer, pl_module, stage)
-        self._terminal = Terminal()
+        self._bar, self._evaluation = _Bar(), None
         if stage == "fit":
             _privacy(trainer).announces = False
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._evaluation = None
-        self._say(block(before(_privacy(trainer).private_run), self._terminal.width))
+        self._say(*before(_privacy(trainer).private_run))
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._began = self._said = time.monotonic()
-        self._steps_before, self._trains = _privacy(trainer).ledger.num_steps, True
-        self._show(trainer, now=True)
-
-    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
-        number, count = _privacy(trainer).private_run.piece
-        self._part, self._fraction = f"batch {number} of {count}" if count > 1 else "", (number - 1) / count
-        self._show(trainer)
+        self._bar, self._trains = _Bar(), True  # the time begins
+        self._step()
+        _privacy(trainer).private_run.on_physical_batch.append(
+            lambda number, count: self._step(f"batch {number} of {count}" if count > 1 else "", number / count)
+        )
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
-        number, count = _privacy(trainer).private_run.piece
-        self._fraction = number / count % 1  # the ledger has the step once its last piece has ended
-        if number == count:
-            self._part = ""
-        self._show(trainer)
-        if time.monotonic() - self._said > _SILENCE:
-            self._log(trainer)
+        self._step()
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._log(trainer)
+        if not self._bar.is_live:
+            task = self._bar.tasks[0]
+            left = [] if task.time_remaining is None else [f"{_duration(task.time_remaining)} left"]
+            self._say("  ".join([time.strftime("%H:%M:%S"), task.description, *self._numbers(), *left]))
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._trains = False
         self._end(trainer, completed=True)
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        self._terminal.close()
+        self._bar.stop()
         if self._trains:
-            self._trains = False
             self._end(trainer, completed=False)
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        self._terminal.close()
+        self._bar.stop()
 
     # Evaluations
 
     def on_validation_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
         if not trainer.sanity_checking:
-            self._evaluates(trainer, args[3], args[4] if len(args) > 4 else 0, trainer.num_val_batches)
+            self._evaluates(trainer.num_val_batches, *args[3:])
 
     def on_test_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
-        self._evaluates(trainer, args[3], args[4] if len(args) > 4 else 0, trainer.num_test_batches)
+        self._evaluates(trainer.num_test_batches, *args[3:])
 
     def on_predict_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
-        self._evaluates(trainer, args[3], args[4] if len(args) > 4 else 0, trainer.num_predict_batches)
+        self._evaluates(trainer.num_predict_batches, *args[3:])
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._part = ""
-        if not trainer.sanity_checking and (privacy := privacy_of(trainer)) is not None:
-            self._evaluation = Evaluation.of(public_numbers(trainer), steps=privacy.ledger.num_steps)
-            self._evaluated = True
-
-    def _evaluates(self, trainer: pl.Trainer, batch: int, loader: int, counts: list[int | float] | int | float) -> None:
-        counts = counts if isinstance(counts, list) else [counts]
-        self._part = f"evaluating {sum(counts[:loader]) + batch + 1} of {sum(counts)}"
         if self._trains:
-            self._show(trainer)
-        elif self._enabled and self._terminal.is_due:
-            self._terminal.show([self._part])
+            logged = trainer.callback_metrics.items()
+            public = {n: float(v) for n, v in logged if not (self._is_raw(n) or n.startswith("privacy/"))}
+            self._evaluation = Evaluation.of(public, steps=_privacy(trainer).ledger.num_steps)
+            self._step()
+
+    def _evaluates(self, counts: Any, batch: int, loader: int = 0) -> None:
+        """Show the progress over all loaders of an evaluation."""
+        counts = counts if isinstance(counts, list) else [counts]
+        done, total = sum(counts[:loader]) + batch + 1, sum(counts)
+        if self._trains:
+            self._step(f"evaluating {done} of {total}")
+        else:
+            self._show(f"evaluating {done} of {total}", done, total, str)
 
     # What is written
 
-    def _progress(self, trainer: pl.Trainer) -> Progress:
-        privacy = _privacy(trainer)
-        plan, budget, steps = privacy.private_run.plan, privacy.private_run.budget, privacy.ledger.num_steps
-        seconds = time.monotonic() - self._began
-        done = steps + self._fraction - self._steps_before
-        per_step = seconds / done if done >= 1 else None
-        accuracies = {} if self._evaluation is None else self._evaluation.accuracies
-        raw = privacy.history.unprotected.names
-        losses = {
-            name if name not in raw or name.startswith("unprotected/") else f"unprotected/{name}": value
-            for name, value in self.get_metrics(trainer, trainer.lightning_module).items()
-            if name not in ("v_num", *accuracies) and isinstance(value, int | float)
-        }
-        return Progress(
-            step=steps,
-            num_steps=plan.num_steps,
-            epoch=trainer.current_epoch + 1,
-            num_epochs=epochs_of(plan),
-            part=self._part,
-            fraction=self._fraction,
-            epsilon=budget.bound if plan.noise_multiplier > 0 else None,
-            target=plan.target_epsilon or budget.planned,
-            accuracies=accuracies,
-            losses=dict(sorted(losses.items(), key=lambda item: item[0].startswith("unprotected/"))),
-            seconds=seconds,
-            seconds_left=None if per_step is None else per_step * max(plan.num_steps - steps - self._fraction, 0.0),
-        )
+    def _step(self, part: str = "", fraction: float = 0.0) -> None:
+        """Show where the run is.
 
-    def _show(self, trainer: pl.Trainer, *, now: bool = False) -> None:
-        terminal = self._terminal
-        if self._enabled and terminal.is_live and (now or terminal.is_due):
-            terminal.show(live_lines(self._progress(trainer), terminal.width, ascii_only=terminal.ascii_only))
+        Args:
+            part: what is being done within the step.
+            fraction: of the step that is done.
+        """
+        privacy = _privacy(self.trainer)
+        run, steps, total = privacy.private_run, privacy.ledger.num_steps, privacy.private_run.plan.num_steps
+        step = f"epoch {self.trainer.current_epoch + 1}/{epochs_of(run)}  step {steps}/{total}  {part}"
+        self._show(step.rstrip(), steps + fraction, total, lambda: "  ".join([*self._numbers(), *self._losses()]))
 
-    def _log(self, trainer: pl.Trainer) -> None:
-        self._said = time.monotonic()
-        if not self._terminal.is_live:
-            progress = self._progress(trainer)
-            if not self._evaluated:  # they are in an earlier line
-                progress = replace(progress, accuracies={})
-            self._say([log_line(progress, time.strftime("%H:%M:%S"))])
-        self._evaluated = False
+    def _show(self, what: str, done: float, total: float, numbers: Callable[[], str]) -> None:
+        self._bar.update(self._bar.task_ids[0], description=what, completed=done, total=total)
+        if self._enabled:
+            self._bar.show(numbers)
+
+    def _numbers(self) -> list[str]:
+        """The budget and the accuracies."""
+        privacy = _privacy(self.trainer)
+        run, plan = privacy.private_run, privacy.private_run.plan
+        numbers = [] if self._evaluation is None else [self._evaluation.at(privacy.ledger.num_steps)]
+        if plan.noise_multiplier > 0:
+            target = plan.target_epsilon or run.budget.planned
+            numbers.insert(0, f"epsilon at most {run.budget.bound:.2f} of {target:.2f}")
+        return numbers
+
+    def _losses(self) -> list[str]:
+        """What is logged for the progress bar; numbers of raw training examples come last, and say so."""
+        shown = {} if self._evaluation is None else self._evaluation.shown
+        metrics = self.get_metrics(self.trainer, self.trainer.lightning_module).items()
+        numbers = [(name, value) for name, value in metrics if isinstance(value, float) and name not in shown]
+        named = [(self._is_raw(name), name.removeprefix("unprotected/"), value) for name, value in numbers]
+        return [f"{'unprotected/' * raw}{name} {value:#.3g}" for raw, name, value in sorted(named)]
+
+    def _is_raw(self, name: str) -> bool:
+        """Whether a number was logged from raw training examples."""
+        raw = _privacy(self.trainer).history.unprotected.names
+        return name.startswith("unprotected/") or name in {one + end for one in raw for end in ("", "_step", "_epoch")}
 
     def _end(self, trainer: pl.Trainer, *, completed: bool) -> None:
+        self._bar.stop()
+        self._trains = False
         run = _privacy(trainer).private_run
-        self._terminal.close()
-        if not self._enabled or run.written is None:
+        if run.written is None:
             return
-        whole = run.written.ledger.num_steps >= run.plan.num_steps
-        ended = ("done in" if completed else "stopped", duration(time.monotonic() - self._began))
-        self._say(["", *block([ended, *after(run, run.written, self._evaluation)], self._terminal.width)])
-        if completed and (checkpoint := checkpoint_of(trainer)) is not None:
-            self._say(["", "What to do next:"])
-            lines = after_a_run(
-                run.folder, checkpoint, has_test_set=has_test_set(trainer), resume=None if whole else []
-            )
-            for what, command in lines:
-                self._say([f"# {what}", command])
+        ended = f"{'done in' if completed else 'stopped after':<13} {_duration(self._bar.tasks[0].elapsed or 0.0)}"
+        self._say("", ended, *after(run, run.written, self._evaluation))
+        commands = after_a_run(trainer, run.folder, ended=run.written.ledger.num_steps >= run.plan.num_steps)
+        if completed and commands:
+            self._say("", "What to do next:", *(line for what, command in commands for line in (f"# {what}", command)))
 
-    def _say(self, lines: list[str]) -> None:
+    def _say(self, *lines: str) -> None:
+        """Write lines that stay, above the bar."""
         if self._enabled:
-            self._terminal.say(lines)
+            print(*lines, sep="\n", flush=True)
+
+
+def _duration(seconds: float) -> str:
+    return str(timedelta(seconds=round(seconds)))
 
 
 def _privacy(trainer: pl.Trainer) -> PrivacyCallback:

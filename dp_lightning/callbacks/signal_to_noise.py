@@ -1,7 +1,6 @@
 """Records the signal-to-noise ratio of the privatized gradient, whole and by parameter, which costs no privacy."""
 
 import json
-from collections.abc import Sequence
 from typing import Any
 
 import lightning.pytorch as pl
@@ -10,8 +9,9 @@ from torch.optim import Optimizer
 
 from dp_lightning.analysis import SnrMeter
 from dp_lightning.atomic_files import replacing
-from dp_lightning.callbacks.privacy import PrivacyCallback
+from dp_lightning.callbacks.privacy import PrivacyCallback, privacy_of
 from dp_lightning.errors import ConfigurationError
+from dp_lightning.private_run.run import PrivateRun
 from dp_lightning.processors import sent
 
 #: Beside the privacy statement in a run's folder.
@@ -25,7 +25,7 @@ class SignalToNoise(pl.Callback):
 
         {"steps": [per epoch], "snr": [per epoch], "by_parameter": {name: {"size": d, "snr": [per epoch]}}}
 
-    An epoch is null where a value is unknown, because the run was resumed from a checkpoint that had none.
+    A parameter that was frozen at first has null in the epochs before its own.
 
     This costs no privacy: the ratios are computed from the privatized gradient, which is released, its size, and the
     noise level, which is public; the gradient without noise is never read. Any function of a release and of public
@@ -50,8 +50,7 @@ class SignalToNoise(pl.Callback):
         self._steps: list[int] = []
         self._sizes: dict[str, int] = {}
         self._whole, self._each = SnrMeter(), SnrMeter()
-        self._counts: torch.Tensor | None = None
-        self._privacy: PrivacyCallback | None = None
+        self._counts: torch.Tensor | None = None  # the sizes, where the gradient is
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
@@ -61,7 +60,7 @@ class SignalToNoise(pl.Callback):
                 "SignalToNoise must come right after PrivacyCallback in Trainer(callbacks=[...]): it reads the "
                 "gradient as PrivacyCallback leaves it."
             )
-        self._privacy, self._counts = before[-1], None
+        self._counts = None
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self.curve:  # a resumed run may have another folder
@@ -70,8 +69,7 @@ class SignalToNoise(pl.Callback):
     def on_before_optimizer_step(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
     ) -> None:
-        assert self._privacy is not None
-        level = self._privacy.private_run.step.noise_level
+        level = _run(trainer).step.noise_level
         gradients = {n: p.grad for n, p in pl_module.named_parameters() if p.requires_grad and p.grad is not None}
         if level == 0 or not gradients:
             return
@@ -98,37 +96,29 @@ class SignalToNoise(pl.Callback):
         self._write(trainer)
 
     def state_dict(self) -> dict[str, Any]:
-        return {
-            "curve": self.curve,
-            "epoch": self._whole.state_dict(),
-            "steps": self._steps,
-            "by_parameter": {"curves": self.curves, "sizes": self._sizes, "epoch": self._each.state_dict()},
-        }
+        kept = {"curve": self.curve, "curves": self.curves, "steps": self._steps, "sizes": self._sizes}
+        return {**kept, "whole": self._whole.state_dict(), "each": self._each.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.curve = list(state_dict["curve"])
-        self._whole.load_state_dict(state_dict["epoch"])
-        self._steps = list(state_dict.get("steps", ()))
-        if (each := state_dict.get("by_parameter")) is not None:  # checkpoints of before have none
-            self.curves = {name: list(curve) for name, curve in each["curves"].items()}
-            self._sizes = dict(each["sizes"])
-            self._each.load_state_dict(each["epoch"])
+        self.curve, self._steps = list(state_dict["curve"]), list(state_dict["steps"])
+        self.curves = {name: list(curve) for name, curve in state_dict["curves"].items()}
+        self._sizes = dict(state_dict["sizes"])
+        self._whole.load_state_dict(state_dict["whole"])
+        self._each.load_state_dict(state_dict["each"])
 
     def _write(self, trainer: pl.Trainer) -> None:
-        assert self._privacy is not None
         if not trainer.is_global_zero:
             return
-        found = {
-            "steps": self._with_unknown(self._steps),
-            "snr": self.curve,
-            "by_parameter": {
-                name: {"size": self._sizes[name], "snr": self._with_unknown(curve)}
-                for name, curve in self.curves.items()
-            },
+        by_parameter = {
+            name: {"size": self._sizes[name], "snr": [*[None] * (len(self.curve) - len(curve)), *curve]}
+            for name, curve in self.curves.items()
         }
-        with replacing(self._privacy.private_run.folder / FILE) as file:
+        found = {"steps": self._steps, "snr": self.curve, "by_parameter": by_parameter}
+        with replacing(_run(trainer).folder / FILE) as file:
             file.write((json.dumps(found, indent=1) + "\n").encode())
 
-    def _with_unknown(self, values: Sequence[float]) -> list[float | None]:
-        """One value per epoch; those of the first epochs may be unknown."""
-        return [*[None] * (len(self.curve) - len(values)), *values]
+
+def _run(trainer: pl.Trainer) -> PrivateRun:
+    privacy = privacy_of(trainer)
+    assert privacy is not None
+    return privacy.private_run

@@ -1,35 +1,15 @@
-"""A run in a few rows of text: what it will do, before its first step, and what it has reached, at its end."""
+"""A run in a few lines of text: what it will do, before its first step, and what it has reached, at its end."""
 
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-import lightning.pytorch as pl
 import torch
 from torch import nn
 
-from dp_lightning.lightning_modules.base import ImageClassifier
 from dp_lightning.privacy.statement import PrivacyStatement
 from dp_lightning.private_run.next_commands import short
-from dp_lightning.private_run.planned_counts import epochs_of
 from dp_lightning.private_run.run import PrivateRun
-
-Rows = list[tuple[str, str]]
-
-
-def before(run: PrivateRun) -> Rows:
-    """Data, model, method, plan, devices and the folder of a run, and what is special about it."""
-    settings, trainer = run.settings, run.trainer
-    notes = run.budget.notes(reproducible=settings.reproducible)
-    return [
-        ("data", _data(run)),
-        ("model", _model(run)),
-        ("method", _method(run)),
-        ("plan", _plan(run)),
-        ("device", _devices(trainer)),
-        ("results", short(run.folder)),
-        *(("note", note) for note in notes),
-    ]
 
 
 @dataclass(frozen=True)
@@ -38,67 +18,85 @@ class Evaluation:
 
     Attributes:
         steps: taken before it.
-        accuracies: what is shown of its numbers.
-        numbers: all of them by name.
+        shown: its accuracies by name, or else all of its numbers.
     """
 
     steps: int
-    accuracies: Mapping[str, float]
-    numbers: Mapping[str, float]
+    shown: Mapping[str, float]
 
     @classmethod
     def of(cls, numbers: Mapping[str, float], *, steps: int) -> "Evaluation":
-        """Its accuracies are shown if it has any, or else all of its numbers."""
-        named = {name: value for name, value in numbers.items() if "acc" in name.rpartition("/")[2].lower()}
-        return cls(steps, named or numbers, numbers)
+        """A validation with these numbers by name."""
+        accuracies = {name: value for name, value in numbers.items() if "acc" in name.rpartition("/")[2].lower()}
+        return cls(steps, accuracies or numbers)
+
+    def at(self, step: int) -> str:
+        """Its numbers, and after which step they were measured if it was an earlier one."""
+        text = ", ".join(f"{name} {value:.4f}" for name, value in self.shown.items())
+        return text if self.steps == step else f"{text} after step {self.steps:,}"
 
 
-def after(run: PrivateRun, statement: PrivacyStatement, evaluation: Evaluation | None) -> Rows:
+def before(run: PrivateRun) -> list[str]:
+    """Data, model, method, plan, devices and the folder of a run, and what is special about it."""
+    settings, trainer, plan, clip = run.settings, run.trainer, run.plan, run.settings.clip_plan
+    data = getattr(trainer, "datamodule", None)
+    units = "persons" if settings.images_per_group is not None else "training examples"
+    optimizers = ", ".join(type(optimizer).__name__ for optimizer in trainer.optimizers)
+    steps = ", then ".join(["DP-SGD", *run.postprocessing, f"{optimizers} step"])
+    views = f", {settings.augmult} views of each example" if settings.augmult > 1 else ""
+    epsilon = plan.target_epsilon or run.budget.planned
+    budget = f"epsilon {epsilon:.4g} at delta {plan.delta:g} by {plan.accountant.upper()}, "
+    device = trainer.strategy.root_device
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type.upper()
+    rows = [
+        ("data", f"{'' if data is None else f'{type(data).__name__}: '}{plan.num_train:,} {units}{_images(data)}"),
+        ("model", _model(run)),
+        ("method", f"{steps}; {clip.kind.replace('_', ' ')} clipping ({clip.factor}){views}"),
+        (
+            "plan",
+            f"{budget if plan.noise_multiplier > 0 else ''}B {plan.expected_batch_size:,}, "
+            f"sigma {plan.noise_multiplier:.4g}, C {clip.max_grad_norm:g}, "
+            f"T {plan.num_steps:,} steps in {epochs_of(run):,} epochs",
+        ),
+        ("device", f"{trainer.world_size} x {name} on {trainer.num_nodes} nodes, precision {trainer.precision}"),
+        ("results", short(run.folder)),
+        *(("note", note) for note in run.budget.notes(reproducible=settings.reproducible)),
+    ]
+    return _lines(rows)
+
+
+def after(run: PrivateRun, statement: PrivacyStatement, evaluation: Evaluation | None) -> list[str]:
     """What was reached, at what cost, and whether it may be released."""
-    guarantee = statement.short().splitlines()[0]
-    outside = ", ".join(statement.unprotected)
-    return [
-        ("reached", _reached(run, statement.ledger.num_steps, evaluation)),
-        ("note", "" if evaluation is None else _losses_of_a_guess(run, evaluation.numbers)),
-        ("privacy", guarantee),
+    outside, due = ", ".join(statement.unprotected), run.trainer.enable_validation
+    none = "not evaluated: no validation was due (trainer.check_val_every_n_epoch)" if due else ""
+    rows = [
+        ("reached", none if evaluation is None else evaluation.at(statement.ledger.num_steps)),
+        ("privacy", statement.short().splitlines()[0]),
         ("unprotected", f"logged from raw examples, do not publish: {outside}" if outside else ""),
         ("release", statement.release),
         ("results", short(run.folder)),
     ]
+    return _lines(rows)
 
 
-def _reached(run: PrivateRun, steps: int, evaluation: Evaluation | None) -> str:
-    if evaluation is None:
-        due = run.trainer.enable_validation
-        return "not evaluated: no validation was due (trainer.check_val_every_n_epoch)" if due else ""
-    text = ", ".join(f"{name} {value:.4f}" for name, value in evaluation.accuracies.items())
-    return text if evaluation.steps == steps else f"{text}, after step {evaluation.steps:,} of {steps:,}"
+def epochs_of(run: PrivateRun) -> int:
+    """How many epochs the run has."""
+    plan, trainer = run.plan, run.trainer
+    if trainer.max_steps == -1 and trainer.max_epochs is not None:
+        return trainer.max_epochs
+    return math.ceil(plan.num_steps / max(1, round(plan.num_train / plan.expected_batch_size)))
 
 
-def _losses_of_a_guess(run: PrivateRun, numbers: Mapping[str, float]) -> str:
-    """What to do if the loss is above that of equal probabilities for all classes."""
-    classes = getattr(getattr(run.trainer, "datamodule", None), "num_classes", None)
-    if not isinstance(run.module, ImageClassifier) or classes is None:
-        return ""
-    above = [f"{name} {value:.2f}" for name, value in numbers.items() if "loss" in name and value > math.log(classes)]
-    return (
-        f"{', '.join(above)}: equal probabilities for all classes have {math.log(classes):.2f}, so those of this "
-        "network are too sure of themselves; lower the learning rate"
-        if above
-        else ""
-    )
+def _lines(rows: list[tuple[str, str]]) -> list[str]:
+    return [f"{label:<13}{text}" for label, text in rows if text]
 
 
-def _data(run: PrivateRun) -> str:
-    data, plan = getattr(run.trainer, "datamodule", None), run.plan
-    units = "persons" if run.settings.images_per_group is not None else "training examples"
-    parts = [f"{plan.num_train:,} {units}"]
-    if (classes := getattr(data, "num_classes", None)) is not None:
-        parts.append(f"{classes} classes")
-    channels, size = getattr(data, "in_channels", None), getattr(data, "image_size", None)
-    if channels is not None and size is not None:
-        parts.append(f"images of {channels} x {size} x {size}" if size > 1 else f"{channels} features")
-    return (f"{type(data).__name__}: " if data is not None else "") + ", ".join(parts)
+def _images(data: object) -> str:
+    """What the data module says of its images."""
+    size = getattr(data, "image_size", None)
+    channels, classes = getattr(data, "in_channels", None), getattr(data, "num_classes", None)
+    images = "" if size is None or channels is None else f", images of {channels} x {size} x {size}"
+    return ("" if classes is None else f", {classes} classes") + images
 
 
 def _model(run: PrivateRun) -> str:
@@ -107,35 +105,3 @@ def _model(run: PrivateRun) -> str:
     trained = sum(parameter.numel() for parameter in run.step.parameters.values())
     total = sum(parameter.numel() for parameter in run.module.parameters())
     return f"{name}: {trained:,} of {total:,} parameters trained"
-
-
-def _method(run: PrivateRun) -> str:
-    clip = run.settings.clip_plan
-    optimizers = ", ".join(type(optimizer).__name__ for optimizer in run.trainer.optimizers)
-    views = f", {run.settings.augmult} views of each example" if run.settings.augmult > 1 else ""
-    steps = ["DP-SGD", *run.postprocessing, f"{optimizers} step"]
-    return f"{', then '.join(steps)}; {clip.kind.replace('_', ' ')} clipping ({clip.factor}){views}"
-
-
-def _plan(run: PrivateRun) -> str:
-    plan, clip = run.plan, run.settings.clip_plan
-    parts = []
-    if plan.noise_multiplier > 0:
-        target = plan.target_epsilon or run.budget.planned
-        parts.append(f"epsilon {target:.4g} at delta {plan.delta:g} by {plan.accountant.upper()}")
-    return ", ".join(
-        [
-            *parts,
-            f"B {plan.expected_batch_size:,}",
-            f"sigma {plan.noise_multiplier:.4g}",
-            f"C {clip.max_grad_norm:g}",
-            f"T {plan.num_steps:,} steps in {epochs_of(plan):,} epochs",
-        ]
-    )
-
-
-def _devices(trainer: pl.Trainer) -> str:
-    device = trainer.strategy.root_device
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type.upper()
-    nodes = f" on {trainer.num_nodes} nodes" if trainer.num_nodes > 1 else ""
-    return f"{trainer.world_size} x {name}{nodes}, precision {trainer.precision}"

@@ -86,7 +86,7 @@ def test_a_run_without_noise_has_none(tmp_path):
     assert not (tmp_path / "snr.json").exists()
 
 
-def test_a_run_that_goes_on_in_the_middle_of_an_epoch_ends_with_the_same_curve(tmp_path, monkeypatch):
+def test_a_run_that_goes_on_in_the_middle_of_an_epoch_ends_with_the_same_curve(tmp_path):
     class Leaves(pl.Callback):
         def on_train_batch_end(self, trainer, *args):
             if trainer.global_step == 5:
@@ -114,17 +114,6 @@ def test_a_run_that_goes_on_in_the_middle_of_an_epoch_ends_with_the_same_curve(t
             assert found["by_parameter"][name] == {**fact, "snr": pytest.approx(fact["snr"], abs=1e-3)}
 
     same(recorded(tmp_path / "left"), recorded(tmp_path / "whole"))
-    # A checkpoint of before knows the whole gradient alone.
-    state_dict = SignalToNoise.state_dict
-    with monkeypatch.context() as before:
-        before.setattr(SignalToNoise, "state_dict", lambda meter: {n: state_dict(meter)[n] for n in ("curve", "epoch")})
-        fit("older", Leaves())
-    assert fit("older", ckpt_path=tmp_path / "run.ckpt") == pytest.approx(whole)
-    found, expected = recorded(tmp_path / "older"), recorded(tmp_path / "whole")
-    assert found["steps"] == [None, 3, 3]
-    for name, fact in expected["by_parameter"].items():
-        first, _, last = found["by_parameter"][name]["snr"]
-        assert (first, last) == (None, pytest.approx(fact["snr"][2], abs=1e-3))
 
 
 def test_a_run_that_only_has_to_be_finished_writes_the_file_of_the_whole_run(tmp_path):

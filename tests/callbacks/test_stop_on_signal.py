@@ -9,7 +9,7 @@ import zipfile
 
 import pytest
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
-from plain_run import Plain, Stop, held_out, loader, parameters_after, privacy, trainer
+from plain_run import Plain, held_out, loader, parameters_after, privacy, trainer
 
 from dp_lightning.callbacks import RunRecord, StopOnSignal
 from dp_lightning.errors import ConfigurationError
@@ -108,7 +108,7 @@ def test_a_second_ctrl_c_ends_at_once_with_its_exit_code(tmp_path, capsys):
     assert "Stopped after step 1, without a checkpoint: the weights are lost" in capsys.readouterr().err
 
 
-def test_a_step_that_a_second_ctrl_c_cuts_short_was_not_lost_before(tmp_path, capsys):
+def test_a_second_ctrl_c_names_the_newest_checkpoint(tmp_path, capsys):
     class TwiceInTheLastStep(Callback):
         def on_before_optimizer_step(self, trainer, *args):
             if trainer.global_step == 4:
@@ -122,24 +122,6 @@ def test_a_step_that_a_second_ctrl_c_cuts_short_was_not_lost_before(tmp_path, ca
     told = capsys.readouterr().err
     assert "Stopped after step 5. To resume:" in told
     assert "saved.ckpt" in told
-
-
-class Once(Callback):
-    def on_train_start(self, *args):
-        os.kill(os.getpid(), signal.SIGINT)
-
-
-def test_steps_that_were_lost_before_are_told_beside_the_checkpoint_that_lacks_them(tmp_path, capsys):
-    first = privacy()
-    with pytest.raises(RuntimeError, match="stopped"):
-        trainer(tmp_path, first, Stop(2)).fit(Plain(), loader())
-    second = privacy()
-    second.history.count_steps_of(next(tmp_path.glob("privacy_journal_*.jsonl")))
-    with pytest.raises(SystemExit):
-        trainer(tmp_path, second, Once(), StopOnSignal()).fit(Plain(), loader())
-    told = capsys.readouterr().err
-    assert "Stopped after step 3, 2 of which were lost before. To resume:" in told
-    assert "interrupted-step=1.ckpt" in told
 
 
 def checkpoints_of(folder, name):

@@ -44,8 +44,10 @@ def test_the_result_file_names_the_best_for_what_it_is(tmp_path):
     # A run that goes on has the evaluations of its first part too.
     again = RunRecord()
     again.load_state_dict(record.state_dict())
-    assert again.state_dict()["curves"]["test/accuracy"] == result["test_accuracy_curve"]
-    assert again.state_dict()["steps"] == [3, 6, 9]
+    kept = again.state_dict()["evaluations"]
+    assert {step: found["test/accuracy"] for step, found in kept.items()} == dict(
+        zip([3, 6, 9], result["test_accuracy_curve"], strict=True)
+    )
     assert 0 <= result["test_accuracy_last"] <= result["test_accuracy_best"] <= 1
     assert "chosen on the test set" in result["test_accuracy_best_is"]
     assert result["epsilon"] > 0

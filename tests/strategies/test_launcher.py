@@ -1,5 +1,6 @@
 """A rank does not outlive the one that has started it, whatever it waits for."""
 
+import os
 import subprocess
 from pathlib import Path
 
@@ -26,9 +27,9 @@ def test_a_rank_whose_starter_is_killed_during_the_start_ends(tmp_path, warm_pyt
     assert "The rank that started this one has ended" in shown.stderr
 
 
-@pytest.mark.parametrize(("started_by", "rank", "starter"), [(None, 1, None), ("7", 0, None), ("7", 1, 7)])
+@pytest.mark.parametrize(("started_by", "rank", "starter"), [(None, 1, None), ("7", 0, None), ("7", 1, 7), ("own", 1, None)])
 def test_only_ranks_that_another_one_has_started_have_a_starter(monkeypatch, started_by, rank, starter):
     monkeypatch.delenv("DPL_STARTED_BY", raising=False)
     if started_by is not None:
-        monkeypatch.setenv("DPL_STARTED_BY", started_by)
+        monkeypatch.setenv("DPL_STARTED_BY", str(os.getpid()) if started_by == "own" else started_by)
     assert starter_of(rank) == starter
