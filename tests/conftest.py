@@ -91,8 +91,6 @@ def _same_start(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PL_GLOBAL_SEED", raising=False)  # of an earlier test's seed_everything
 
 
-
-
 @pytest.fixture(autouse=True)
 def _same_process() -> Iterator[None]:
     """No test leaves a handler of a signal or the level of a logger behind, on which another would wait for ever."""

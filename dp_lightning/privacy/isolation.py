@@ -183,7 +183,11 @@ def require_own_tensors(module: nn.Module, dataset: Any) -> None:
     """
     data = [span for part in with_inner(dataset) for value in vars(part).values() for span in _spans(value)]
     for prefix, part in module.named_modules():
-        tensors = {**vars(part), **dict(part.named_buffers(recurse=False)), **dict(part.named_parameters(recurse=False))}
+        tensors = {
+            **vars(part),
+            **dict(part.named_buffers(recurse=False)),
+            **dict(part.named_parameters(recurse=False)),
+        }
         for name, value in tensors.items():
             if any(start < last and first < end for start, end in _spans(value) for first, last in data):
                 raise ConfigurationError(

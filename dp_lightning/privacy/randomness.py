@@ -91,7 +91,7 @@ def rekey_global_generators(keys: Keys) -> None:
     if _has_accelerator():  # else torch would note the whole stack for each kind that it knows, 3 ms
         torch.manual_seed(of_devices)
     torch.set_rng_state(_cpu_state(keys))
-    np.random.set_state(("MT19937", keys(624), 624))
+    np.random.set_state(("MT19937", keys(624), 624, 0, 0.0))
     random.seed(keys(8).tobytes())
 
 

@@ -138,9 +138,9 @@ class PrivateStep:
         )
         _require_data_set(self.reader, plan.num_train)
         require_own_tensors(module, dataset)
-        self.unit = ONE_EXAMPLE if reading.images_per_group is None else ONE_PERSON
         if record is None:
-            record = RunRecord(unit=self.unit, reproducible=seed is not None)
+            unit = ONE_EXAMPLE if reading.images_per_group is None else ONE_PERSON
+            record = RunRecord(unit=unit, reproducible=seed is not None)
             record.origin = origin_of(module, record, other_data=False)
         self.record = record
         self.noise = GaussianNoise(seed=seed)
@@ -317,9 +317,8 @@ class PrivateStep:
             "sensitivity": self.clip_plan.sensitivity,
             "sampler": f"Poisson, each {'person' if persons else 'example'} independently with probability q in every "
             "logical step",
-            "unit_of_privacy": self.unit,
-            "reproducible": self.seed is not None,
-            "private": self.plan.noise_multiplier > 0,
+            "unit_of_privacy": record.unit,
+            "reproducible": record.reproducible,
             "num_ranks": self.ranks.size,
             "faults": tuple(self.all_faults),
             "run": record.run,

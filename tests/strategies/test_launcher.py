@@ -27,7 +27,9 @@ def test_a_rank_whose_starter_is_killed_during_the_start_ends(tmp_path, warm_pyt
     assert "The rank that started this one has ended" in shown.stderr
 
 
-@pytest.mark.parametrize(("started_by", "rank", "starter"), [(None, 1, None), ("7", 0, None), ("7", 1, 7), ("own", 1, None)])
+@pytest.mark.parametrize(
+    ("started_by", "rank", "starter"), [(None, 1, None), ("7", 0, None), ("7", 1, 7), ("own", 1, None)]
+)
 def test_only_ranks_that_another_one_has_started_have_a_starter(monkeypatch, started_by, rank, starter):
     monkeypatch.delenv("DPL_STARTED_BY", raising=False)
     if started_by is not None:
