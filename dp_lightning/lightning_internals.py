@@ -10,8 +10,7 @@ from typing import Any, cast
 import lightning.pytorch as pl
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.profilers import Profiler
-from lightning.pytorch.strategies import DDPStrategy, Strategy
-from lightning.pytorch.trainer.connectors.accelerator_connector import _AcceleratorConnector
+from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.connectors.data_connector import _DataLoaderSource as LoaderSource
 from lightning.pytorch.trainer.connectors.logger_connector import _LoggerConnector
 from torch import Tensor
@@ -23,7 +22,6 @@ TRIED = {"lightning": "2.6.6", "torchmetrics": "1.9.0", "jsonargparse": "4.53.0"
 __all__ = [
     "CALL_BATCH_HOOK",
     "CLASS_PATH",
-    "INSTANTIATOR",
     "TRIED",
     "CommandLine",
     "LoaderSource",
@@ -44,7 +42,6 @@ __all__ = [
     "set_logger_connector",
     "start_method",
     "state_defaults",
-    "strategy_for",
     "take_signals_again",
     "training_is_logged",
 ]
@@ -65,8 +62,8 @@ def set_loader_source(trainer: pl.Trainer, source: LoaderSource) -> None:
 #: Attribute of a LightningModule through which Lightning calls the hooks that see a batch.
 CALL_BATCH_HOOK = "_call_batch_hook"
 
-#: Among the hyperparameters of a checkpoint: the class that the command line instantiated, and what instantiated it.
-CLASS_PATH, INSTANTIATOR = "_class_path", "_instantiator"
+#: Among the hyperparameters of a checkpoint: the class that the command line instantiated.
+CLASS_PATH = "_class_path"
 
 # What is logged
 
@@ -181,7 +178,7 @@ def joined(metric: Metric, twin: Metric, calls: Sequence[tuple[tuple[Any, ...], 
         calls: positional and named arguments of each.
     """
     twin.reset()
-    twin._to_sync = False  # as in forward
+    twin.distributed_available_fn = lambda: False  # forward does not put ranks together either
     for args, kwargs in calls:
         twin.update(*args, **twin._filter_kwargs(**kwargs))
     metric._forward_cache = twin.compute()
@@ -221,12 +218,6 @@ def start_method(strategy: DDPStrategy) -> str:
     return strategy._start_method
 
 
-def strategy_for(**settings: Any) -> Strategy:
-    """The strategy that a Trainer with these settings would choose on this machine."""
-    strategy: Strategy = _AcceleratorConnector(**settings).strategy
-    return strategy
-
-
 # The command line
 
 
@@ -244,18 +235,6 @@ class CommandLine(LightningCLI):
     def run_command(self, command: str) -> None:
         """Call the trainer's method of this name."""
         super()._run_subcommand(command)
-
-    def setting(self, config: Any, name: str, default: Any = None) -> Any:
-        """The value of a setting of the command that runs."""
-        return self._get(config, name, default=default)
-
-    def make_trainer(self, settings: dict[str, Any]) -> pl.Trainer:
-        """A Trainer with these settings."""
-        return self._instantiate_trainer(settings, [])
-
-    def parser_of(self, command: str) -> LightningArgumentParser:
-        """The parser of a command's options."""
-        return self._parser(command)
 
     def _set_seed(self) -> None:
         self.set_seed()
