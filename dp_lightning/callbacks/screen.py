@@ -188,7 +188,7 @@ class Screen(ProgressBar):
         run = _privacy(trainer).private_run
         if run.written is None:
             return
-        ended = f"{'done in' if completed else 'stopped after':<13} {_duration(self._bar.tasks[0].elapsed or 0.0)}"
+        ended = f"{'done in' if completed else 'stopped':<13}{_duration(self._bar.tasks[0].elapsed or 0.0)}"
         self._say("", ended, *after(run, run.written, self._evaluation))
         commands = after_a_run(trainer, run.folder, ended=run.written.ledger.num_steps >= run.plan.num_steps)
         if completed and commands:
