@@ -54,6 +54,11 @@ class _Bar(Progress):
             self.start()
             self.refresh()
 
+    def stop(self) -> None:
+        """Take it away; rich would also print an empty line into a file."""
+        if self.live.is_started:
+            super().stop()
+
 
 class Screen(ProgressBar):
     """Shows a private fit, and the progress of an evaluation, on standard output of rank 0.
