@@ -9,16 +9,13 @@ from typing import Any, cast
 
 import lightning.pytorch as pl
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
-from lightning.pytorch.strategies import Strategy
-from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
-from lightning.pytorch.trainer.connectors.accelerator_connector import _AcceleratorConnector
 from torchmetrics import Metric
 
 #: The versions with which these members were tested.
 TRIED = {"lightning": "2.6.6", "torchmetrics": "1.9.0", "jsonargparse": "4.53.0"}
 
-#: Among the hyperparameters of a checkpoint: the class that the command line instantiated, and what instantiated it.
-CLASS_PATH, INSTANTIATOR = "_class_path", "_instantiator"
+#: Among the hyperparameters of a checkpoint: the class that the command line instantiated.
+CLASS_PATH = "_class_path"
 
 
 def logged_in_training(trainer: pl.Trainer) -> Iterable[Any]:
@@ -31,11 +28,6 @@ def set_value_of_step(metric: Metric, value: Any) -> None:
     metric._forward_cache = value
 
 
-def was_compiled(module: pl.LightningModule) -> bool:
-    """Whether ``trainer.fit`` was given what ``torch.compile`` has made of it; Lightning takes the module out."""
-    return module._compiler_ctx is not None
-
-
 def leave_signals_alone(trainer: pl.Trainer) -> None:
     """Let Lightning set no handlers of signals: that for SIGTERM may start a collective at any moment."""
     vars(trainer._signal_connector)["register_signal_handlers"] = lambda: None
@@ -44,17 +36,6 @@ def leave_signals_alone(trainer: pl.Trainer) -> None:
 def take_signals_again(trainer: pl.Trainer) -> None:
     """Undo `leave_signals_alone`."""
     vars(trainer._signal_connector).pop("register_signal_handlers", None)
-
-
-def starts_scripts(strategy: Strategy) -> bool:
-    """Whether the other processes of a machine are started with the command line of this one."""
-    return isinstance(strategy.launcher, _SubprocessScriptLauncher)
-
-
-def strategy_for(**settings: Any) -> Strategy:
-    """The strategy that a Trainer with these settings would choose on this machine."""
-    strategy: Strategy = _AcceleratorConnector(**settings).strategy
-    return strategy
 
 
 # The command line
@@ -74,18 +55,6 @@ class CommandLine(LightningCLI):
     def run_command(self, command: str) -> None:
         """Call the trainer's method of this name."""
         super()._run_subcommand(command)
-
-    def setting(self, config: Any, name: str, default: Any = None) -> Any:
-        """The value of a setting of the command that runs."""
-        return self._get(config, name, default=default)
-
-    def make_trainer(self, settings: dict[str, Any]) -> pl.Trainer:
-        """A Trainer with these settings."""
-        return self._instantiate_trainer(settings, [])
-
-    def parser_of(self, command: str) -> LightningArgumentParser:
-        """The parser of a command's options."""
-        return self._parser(command)
 
     def _set_seed(self) -> None:
         self.set_seed()

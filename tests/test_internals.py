@@ -8,8 +8,7 @@ from pathlib import Path
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.cli import LightningArgumentParser
+from lightning.pytorch.profilers import PyTorchProfiler, SimpleProfiler
 from lightning.pytorch.strategies import DDPStrategy
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanMetric, MetricCollection
@@ -103,8 +102,10 @@ class Fit(pl.LightningModule):
         return loss
 
     def on_train_batch_end(self, *args):
-        logged = {one.meta.name for one in internals.logged_in_training(self.trainer)}
-        self.said.append((internals.training_is_logged(self.trainer), logged))
+        logged = {one.meta.name: one for one in internals.logged_in_training(self.trainer)}
+        step = {name: internals.logged_in_step(one) for name, one in logged.items()}
+        gathered = {name: internals.gathered_value(one) for name, one in logged.items()}
+        self.said.append((internals.training_is_logged(self.trainer), step, gathered))
 
     def train_dataloader(self):
         return DataLoader(TensorDataset(torch.randn(4, 2)), batch_size=2)
@@ -126,7 +127,12 @@ def test_the_versions_that_were_tried_are_those_that_are_installed_here():
 def test_what_a_fit_logs(tmp_path):
     module, run = Fit(), trainer(tmp_path, enable_progress_bar=False)
     run.fit(module)
-    assert module.said == [(True, {"both", "total", "metric"})] * 2
+    (_, *_), (training, step, gathered) = module.said
+    assert training
+    assert step["both"].numel() == 1
+    assert gathered["total"] == 4
+    assert gathered["both"].numel() == 1
+    assert gathered["metric"] is None
     kept = internals.LoggerConnector.kept.fget(internals.logger_connector(run))
     assert "both" in kept[0] and all(isinstance(shown, dict) for shown in kept)  # noqa: PT018
 
@@ -164,51 +170,41 @@ def test_the_hook_of_a_batch_is_called_by_its_name(tmp_path):
     assert called[:3] == ["on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer"]
 
 
-def test_a_checkpoint_is_saved_when_asked_for(tmp_path):
-    writer = ModelCheckpoint(tmp_path, every_n_train_steps=50)
-    run = pl.Trainer(
-        max_steps=3,
-        callbacks=[writer],
-        accelerator="cpu",
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
-    run.fit(Fit())
-    assert (internals.saved_at(writer), list(tmp_path.iterdir())) == (0, [])
-    internals.save_latest(writer, run)
-    assert internals.saved_at(writer) == 3
-    assert [str(path) for path in tmp_path.iterdir()] == [writer.best_model_path]
-
-
 def test_states_of_metrics():
     metric = MeanMetric()
     assert set(internals.state_defaults(metric)) == {"mean_value", "weight"}
+    assert not internals.saves_states(metric)
+    metric.persistent(True)
+    assert internals.saves_states(metric)
     internals.joined(metric, metric.clone(), [((torch.tensor(1.0),), {}), ((torch.tensor(4.0),), {"weight": 2.0})])
     assert metric._forward_cache == 3
     assert MetricCollection([metric])  # whose members are called alike
 
 
-def test_settings_of_trainers():
-    strategy = internals.strategy_for(accelerator="cpu", devices=2)
-    assert isinstance(strategy, DDPStrategy)
-    assert internals.starts_scripts(strategy)
-    assert not internals.starts_scripts(internals.strategy_for(accelerator="cpu", devices=2, strategy="ddp_spawn"))
+def test_settings_of_trainers(tmp_path):
+    assert internals.detects_anomalies(trainer(tmp_path, detect_anomaly=True))
+    assert not internals.detects_anomalies(trainer(tmp_path))
+    assert internals.records_modules(PyTorchProfiler(record_module_names=True))
+    assert not internals.records_modules(SimpleProfiler())
 
 
-def test_signals_are_let_through_and_put_back(tmp_path):
-    run, before = trainer(tmp_path), signal.getsignal(signal.SIGTERM)
-    try:
-        connector = run._signal_connector
-        connector.register_signal_handlers()
-        internals.silence_sigterm(run)
-        assert connector._sigterm_notifier_fn(15, None) is None
-        internals.put_back_handlers(run, {signal.SIGTERM: before})
-        assert signal.getsignal(signal.SIGTERM) is before
-        assert signal.SIGTERM not in connector._original_handlers
-        assert type(connector)._sigterm_notifier_fn.__get__(connector) == connector._sigterm_notifier_fn
-    finally:
-        signal.signal(signal.SIGTERM, before)
+def test_lightning_sets_no_handlers_of_signals_while_they_are_left_alone(tmp_path):
+    class Handlers(pl.Callback):
+        def on_train_start(self, trainer, pl_module):
+            during.append(signal.getsignal(signal.SIGTERM))
+
+    during, before = [], signal.getsignal(signal.SIGTERM)
+    for alone in (True, False):
+        run = trainer(tmp_path, enable_progress_bar=False, callbacks=[Handlers()])
+        internals.leave_signals_alone(run)
+        if not alone:
+            internals.take_signals_again(run)
+        run.fit(Fit())
+    assert during[0] == before != during[1]
+
+
+def test_how_processes_are_started():
+    assert internals.start_method(DDPStrategy(parallel_devices=[torch.device("cpu")] * 2)) == "popen"
 
 
 def test_the_steps_of_the_command_line(tmp_path):
@@ -224,17 +220,17 @@ def test_the_steps_of_the_command_line(tmp_path):
             super().read_checkpoint_settings()
 
         def run_command(self, command):
-            called.append((command, self.setting(self.config, "ckpt_path"), self.parser_of(command)))
+            called.append(command)
 
     arguments = ["fit", f"--trainer.default_root_dir={tmp_path}", "--trainer.logger=false", "--trainer.accelerator=cpu"]
     cli = Steps(Fit, args=arguments, save_config_callback=None)
     assert called[:2] == ["checkpoint", "seed"]
-    command, path, parser = called[2]
-    assert (command, path, isinstance(parser, LightningArgumentParser)) == ("fit", None, True)
-    assert {"config", "trainer.max_epochs"} <= internals.flags_of(parser)
+    assert called[2] == "fit"
+    assert {"config", "trainer.max_epochs"} <= internals.flags_of(cli.parser)
+    parser = cli.init_parser()
+    cli.add_core_arguments_to_parser(parser)
+    parser.add_optimizer_args(torch.optim.SGD)
     internals.order_groups(parser, {"trainer": "of the trainer", "optimizer": "of the optimizer"})
     text = parser.format_help()
     text = text[text.index("of the trainer:") :]
     assert text.index("\n  --trainer.max_epochs") < text.index("of the optimizer:") < text.index("\n  --optimizer ")
-    made = cli.make_trainer({"logger": False, "accelerator": "cpu", "callbacks": []})
-    assert isinstance(made, pl.Trainer)

@@ -70,7 +70,8 @@ def _settings(one: type) -> list[str]:
 
 def _options(command: str) -> list[str]:
     cli = command_line([command, f"--config={path_of('digits')}"], Composed)
-    flags = {flag.removesuffix("+") for flag in flags_of(cli.parser_of(command))}
+    flags = {flag.removesuffix("+") for flag in flags_of(cli.parser)}
+    flags.discard("print_shtab")  # which comes before the command
     return sorted(flag for flag in flags if not flag.startswith("-") and not flag.endswith(".help"))
 
 

@@ -54,6 +54,11 @@ class _Bar(Progress):
             self.start()
             self.refresh()
 
+    def stop(self) -> None:
+        """Take it away; rich would also print an empty line into a file."""
+        if self.live.is_started:
+            super().stop()
+
 
 class Screen(ProgressBar):
     """Shows a private fit, and the progress of an evaluation, on standard output of rank 0.
@@ -188,7 +193,7 @@ class Screen(ProgressBar):
         run = _privacy(trainer).private_run
         if run.written is None:
             return
-        ended = f"{'done in' if completed else 'stopped after':<13} {_duration(self._bar.tasks[0].elapsed or 0.0)}"
+        ended = f"{'done in' if completed else 'stopped':<13}{_duration(self._bar.tasks[0].elapsed or 0.0)}"
         self._say("", ended, *after(run, run.written, self._evaluation))
         commands = after_a_run(trainer, run.folder, ended=run.written.ledger.num_steps >= run.plan.num_steps)
         if completed and commands:

@@ -9,8 +9,7 @@ from torch.optim import Optimizer
 
 from dp_lightning.analysis import SnrMeter
 from dp_lightning.atomic_files import replacing
-from dp_lightning.callbacks.privacy import PrivacyCallback, privacy_of
-from dp_lightning.errors import ConfigurationError
+from dp_lightning.callbacks.privacy import privacy_of
 from dp_lightning.private_run.run import PrivateRun
 from dp_lightning.processors import sent
 
@@ -38,9 +37,6 @@ class SignalToNoise(pl.Callback):
         curve: of the whole gradient, per epoch.
         curves: of each parameter, for the last epochs of ``curve``. Where parameters join during an epoch, that epoch's
             are those of the steps since then.
-
-    Raises:
-        ConfigurationError: when ``fit`` starts, where it stands elsewhere.
     """
 
     def __init__(self) -> None:
@@ -53,13 +49,6 @@ class SignalToNoise(pl.Callback):
         self._counts: torch.Tensor | None = None  # the sizes, where the gradient is
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
-        before = callbacks[: callbacks.index(self)]
-        if not before or not isinstance(before[-1], PrivacyCallback):
-            raise ConfigurationError(
-                "SignalToNoise must come right after PrivacyCallback in Trainer(callbacks=[...]): it reads the "
-                "gradient as PrivacyCallback leaves it."
-            )
         self._counts = None
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

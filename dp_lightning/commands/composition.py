@@ -96,8 +96,8 @@ class Composer:
             self._cli = command_line(line, Composed)
         else:
             self._cli.parse_arguments(self._cli.parser, line)
-        text = self._cli.parser_of("fit").dump(self._cli.config.fit, skip_link_targets=True)
-        settings: dict[str, Any] = yaml.load(text, _LOADER)
+        text = self._cli.parser.dump(self._cli.config, skip_link_targets=True)
+        settings: dict[str, Any] = yaml.load(text, _LOADER)["fit"]
         return settings
 
 

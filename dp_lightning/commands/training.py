@@ -41,7 +41,7 @@ from dp_lightning.commands.parser_messages import shortened
 from dp_lightning.commands.plausible import require_plausible
 from dp_lightning.commands.quiet import quiet
 from dp_lightning.errors import ConfigurationError, DataError, DpLightningError, ModelError
-from dp_lightning.lightning_internals import CommandLine, strategy_for
+from dp_lightning.lightning_internals import CommandLine
 from dp_lightning.lightning_modules.classifiers import OWN_NETWORKS
 from dp_lightning.lightning_modules.schedules import WarmupCosine
 from dp_lightning.private_run.latest_run import where_to_start
@@ -89,6 +89,7 @@ class TrainingCLI(CommandLine):
         parser.add_lightning_class_args(PrivacyCallback, "privacy")
         parser.add_lightning_class_args(PostProcessCallback, "postprocess")
         parser.add_lightning_class_args(AveragedWeights, "averaging")
+        parser.callback_keys.clear()  # instantiate_trainer gives them their places among the callbacks
         for name in LINKED:
             parser.link_arguments(f"data.{name}", f"model.init_args.{name}", apply_on="instantiate")
 
@@ -214,9 +215,13 @@ class TrainingCLI(CommandLine):
         if not trains:
             self.save_config_callback = None  # a configuration is part of a run
         with _named_refusals(config):
-            trainer = self.make_trainer(config)
+            trainer = super().instantiate_trainer(**config)
         check_folders(trainer)
         return trainer
+
+    def setting(self, config: Namespace, name: str, default: Any = None) -> Any:
+        """The value of a setting of the command that runs."""
+        return config.get(str(self.subcommand), config).get(name, default)
 
     @staticmethod
     def configure_optimizers(lightning_module: pl.LightningModule, optimizer: Any, lr_scheduler: Any = None) -> Any:
@@ -398,8 +403,11 @@ def _count_persons(data: Any) -> int:
 
 def _wants_processes(config: dict[str, Any]) -> bool:
     """Whether Lightning would start one process per device for these settings on this machine."""
-    asked = {name: config[name] for name in ("accelerator", "devices", "num_nodes", "plugins") if name in config}
-    return isinstance(strategy_for(**asked), DDPStrategy)
+    asked: dict[str, Any] = {
+        name: config[name] for name in ("accelerator", "devices", "num_nodes", "plugins") if name in config
+    }
+    asked |= dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+    return isinstance(pl.Trainer(**asked).strategy, DDPStrategy)
 
 
 @contextmanager

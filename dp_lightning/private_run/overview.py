@@ -48,6 +48,7 @@ def before(run: PrivateRun) -> list[str]:
     budget = f"epsilon {epsilon:.4g} at delta {plan.delta:g} by {plan.accountant.upper()}, "
     device = trainer.strategy.root_device
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type.upper()
+    nodes = f" on {trainer.num_nodes} nodes" if trainer.num_nodes > 1 else ""
     rows = [
         ("data", f"{'' if data is None else f'{type(data).__name__}: '}{plan.num_train:,} {units}{_images(data)}"),
         ("model", _model(run)),
@@ -58,7 +59,7 @@ def before(run: PrivateRun) -> list[str]:
             f"sigma {plan.noise_multiplier:.4g}, C {clip.max_grad_norm:g}, "
             f"T {plan.num_steps:,} steps in {epochs_of(run):,} epochs",
         ),
-        ("device", f"{trainer.world_size} x {name} on {trainer.num_nodes} nodes, precision {trainer.precision}"),
+        ("device", f"{trainer.world_size} x {name}{nodes}, precision {trainer.precision}"),
         ("results", short(run.folder)),
         *(("note", note) for note in run.budget.notes(reproducible=settings.reproducible)),
     ]

@@ -9,7 +9,7 @@ from typing import Any
 import lightning.pytorch as pl
 from torch import Tensor
 
-from dp_lightning.lightning_internals import CLASS_PATH, INSTANTIATOR
+from dp_lightning.lightning_internals import CLASS_PATH
 
 #: Under which names callbacks keep their state in a checkpoint: `DataRecord` and `AveragedWeights`.
 DATA_STATE, AVERAGE_STATE = "DataRecord", "AveragedWeights"
@@ -41,12 +41,11 @@ class SavedModel:
         """That of a checkpoint as `PrivateCheckpointIO` loads it."""
         states = checkpoint.get("callbacks", {})
         hyperparameters = dict(checkpoint.get("hyper_parameters", {}))
-        path = hyperparameters.pop(CLASS_PATH, None)
-        hyperparameters.pop(INSTANTIATOR, None)
+        path = hyperparameters.get(CLASS_PATH)
         data, average = (_mapping(states.get(name)) for name in (DATA_STATE, AVERAGE_STATE))
         return cls(
             class_path=None if path is None else str(path),
-            settings=hyperparameters,
+            settings={name: value for name, value in hyperparameters.items() if not name.startswith("_")},
             class_names=data.get("class_names"),
             resized_to=data.get("resized_to"),
             features=data.get("features"),

@@ -9,7 +9,6 @@ import torch
 from plain_run import Plain, loader, privacy, trainer
 
 from dp_lightning.callbacks import PostProcessCallback, SignalToNoise
-from dp_lightning.errors import ConfigurationError
 from dp_lightning.postprocess import Scale
 
 
@@ -124,10 +123,3 @@ def test_a_run_that_only_has_to_be_finished_writes_the_file_of_the_whole_run(tmp
     trainer(tmp_path / "first", privacy(), SignalToNoise(), Saves()).fit(Plain(), loader())
     trainer(tmp_path / "again", privacy(), SignalToNoise()).fit(Plain(), loader(), ckpt_path=tmp_path / "run.ckpt")
     assert recorded(tmp_path / "again") == recorded(tmp_path / "first")
-
-
-@pytest.mark.parametrize("before", [[], [PostProcessCallback([Scale(factor=0.5)])]])
-def test_another_place_is_refused(tmp_path, before):
-    callbacks = [*before, SignalToNoise()] if not before else [privacy(), *before, SignalToNoise()]
-    with pytest.raises(ConfigurationError, match="right after PrivacyCallback"):
-        trainer(tmp_path, *callbacks).fit(Plain(), loader())
