@@ -111,8 +111,9 @@ import threading  # noqa: E402
 from typing import Any  # noqa: E402
 
 import numpy as np  # noqa: E402
-from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX as EXTRA_STATE  # noqa: E402, F401
+from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX  # noqa: E402
 
+EXTRA_STATE = _EXTRA_STATE_KEY_SUFFIX
 PARAMETERS = "_parameters"
 MODULE_MEMBERS = (PARAMETERS, "_buffers", "_modules")
 CALLED = "_opt_called"

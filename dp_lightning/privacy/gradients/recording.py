@@ -59,7 +59,7 @@ from dp_lightning.torch_internals import (
 
 Take = Callable[[Contribution], None]
 
-_REQUIRES_GRAD = torch.Tensor.requires_grad.__get__
+_REQUIRES_GRAD = torch.Tensor.requires_grad.__get__  # type: ignore[attr-defined]
 
 
 @dataclass

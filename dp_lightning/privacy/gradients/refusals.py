@@ -25,7 +25,7 @@ REFUSED: dict[Any, str] = {
     torch.Tensor.register_hook: f"Tensor.register_hook: {HOOKS}",
     torch.Tensor.register_post_accumulate_grad_hook: f"Tensor.register_post_accumulate_grad_hook: {HOOKS}",
     torch.Tensor.retain_grad: f"Tensor.retain_grad: {HOOKS}",
-    torch.Tensor.grad_fn.__get__: f"Tensor.grad_fn, as backward hooks do: {HOOKS}",
+    torch.Tensor.grad_fn.__get__: f"Tensor.grad_fn, as backward hooks do: {HOOKS}",  # type: ignore[union-attr]
     torch.Tensor.backward: f"Tensor.backward: {INNER}",
     torch.autograd.grad: f"torch.autograd.grad: {INNER}",
 }
