@@ -25,6 +25,7 @@ from dp_lightning.privacy.phases import Phases
 from dp_lightning.privacy.randomness import NoHostDraws, TrainingRandomness, only_given_keys
 from dp_lightning.privacy.reading import Entries, ExampleBatch, flatten, unflatten
 from dp_lightning.processors import sent
+from dp_lightning.refusing import refuse_every_use
 
 MODES = ("together", "one_by_one")
 
@@ -156,8 +157,10 @@ class Placeholder:
             "data set return a tensor, or set privacy.examples: one_by_one."
         )
 
-    __getattr__ = __str__ = __repr__ = __format__ = __bool__ = __eq__ = __ne__ = __hash__ = _refuse
-    __getitem__ = __iter__ = __len__ = __contains__ = __call__ = __int__ = __float__ = __index__ = _refuse
+    __getattr__ = __str__ = __repr__ = _refuse
+
+
+refuse_every_use(Placeholder, Placeholder._refuse)
 
 
 def _scalar(loss: Any) -> Tensor:
