@@ -48,13 +48,19 @@ def version_of(tensor: Tensor) -> int:
 
 
 def storage_address(tensor: Tensor) -> int:
-    """An identifier of a tensor's memory, the same for two tensors that share memory, on the meta device too."""
+    """An identifier of a tensor's memory: a buffer that is written may be reached through any view of it.
+
+    Unlike the public ``data_ptr``, it tells tensors on the meta device and empty ones apart.
+    """
     address: int = tensor.untyped_storage()._cdata
     return address
 
 
 def storage_uses(tensor: Tensor) -> int:
-    """How many tensors and other objects, such as arrays of NumPy, hold the memory of a tensor, including this call."""
+    """How many tensors and other objects, such as arrays of NumPy, hold the memory of a tensor, including this call.
+
+    A shared tensor becomes one per example only where nothing else sees its memory.
+    """
     return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
 
 
@@ -68,17 +74,18 @@ grouped_mm = torch._grouped_mm
 
 
 def has_bfloat16_on_cpu() -> bool:
-    """Whether this processor multiplies matrices of bfloat16 faster than those of float32."""
+    """Whether this processor multiplies matrices of bfloat16 faster than those of float32, which chooses methods."""
     return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
-# Transforms of torch.func. Inside a transform, the tensor of one example wraps the tensor of all examples.
+# Transforms of torch.func. Inside a transform, the tensor of one example wraps the tensor of all examples. Rules run on
+# the latter, `below_transforms`, and put it back into a wrapper; torch.func itself shows neither.
 
 is_wrapped = _functorch.is_functorch_wrapped_tensor
-"""Whether a tensor belongs to a transform that is running or has ended."""
+"""Whether a tensor belongs to a transform that is running or has ended, so that it may hold an example."""
 
 level = _functorch.maybe_current_level
-"""The level of the innermost running transform; None if none is running."""
+"""The level of the innermost running transform, by which inner transforms are told; None if none is running."""
 
 wrapped_tensor = _functorch.get_unwrapped
 """The tensor that the tensor of one example wraps."""
@@ -87,7 +94,7 @@ batch_dimension = _functorch.maybe_get_bdim
 """The dimension of `wrapped_tensor` that is that of the examples; -1 if the tensor does not differ between them."""
 
 add_batch_dimension = _functorch._add_batch_dim
-"""(tensor, dimension, level) to the tensor of one example inside the vmap of that level."""
+"""(tensor, dimension, level) to the tensor of one example inside the vmap of that level, the way back."""
 
 
 def is_batched(tensor: Tensor) -> bool:
@@ -95,9 +102,9 @@ def is_batched(tensor: Tensor) -> bool:
     return batch_dimension(tensor) >= 0
 
 
-# Modules
+# Modules, and trees of tensors, for which torch 2.14 has no public functions
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Whether ``module.compile`` was called, or the module was made by ``torch.compile``."""
+    """Whether ``module.compile`` was called, or the module was made by ``torch.compile``: no mode sees inside it."""
     return type(module).__name__ == "OptimizedModule" or module._compiled_call_impl is not None

@@ -25,6 +25,7 @@ from dp_lightning.privacy.phases import Phases
 from dp_lightning.privacy.randomness import TrainingRandomness
 from dp_lightning.privacy.reading import Entries, ExampleBatch, unflatten
 from dp_lightning.processors import sent
+from dp_lightning.refusing import refuse_every_use
 
 MODES = ("together", "one_by_one")
 
@@ -160,9 +161,10 @@ class Placeholder:
             "data set return a tensor, or set privacy.examples: one_by_one."
         )
 
-    __getattr__ = __str__ = __repr__ = __bool__ = __len__ = __iter__ = __getitem__ = __contains__ = __call__ = _refuse
-    __int__ = __float__ = __index__ = __hash__ = __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = _refuse
-    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = __neg__ = _refuse
+    __getattr__ = __str__ = __repr__ = _refuse
+
+
+refuse_every_use(Placeholder, Placeholder._refuse)
 
 
 def _scalar(loss: Any) -> Tensor:

@@ -156,8 +156,8 @@ class ClippedSum:
                 numbers = np.arange(ends[name] - numel, ends[name])
                 places.append(as_strided(numbers, shape, [numbers.itemsize * step for step in stride]).flatten())
                 groups.append(np.full(numel, self._group_of[name]))
-            first, second = (torch.from_numpy(np.concatenate(each)).to(self.flat.device) for each in (places, groups))
-            self._known_places = {names: (first, second)}
+            place, group = (torch.from_numpy(np.concatenate(each)).to(self.flat.device) for each in (places, groups))
+            self._known_places = {names: (place, group)}
         return self._known_places[names]
 
     def _weigh(self, rows: slice, norms: Mapping[str, Tensor]) -> Weights:

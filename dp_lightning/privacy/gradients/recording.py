@@ -12,7 +12,6 @@ is not wrapped and requires a gradient is a trained parameter or computed from t
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
@@ -60,18 +59,6 @@ from dp_lightning.torch_internals import (
 Take = Callable[[Contribution], None]
 
 _REQUIRES_GRAD = torch.Tensor.requires_grad.__get__  # type: ignore[attr-defined]
-
-
-@dataclass
-class _Recorded:
-    """A call that waits for the gradient of its output."""
-
-    rule: Rule
-    call: Call
-    version: int = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.version = version_of(self.call.inputs)
 
 
 class Recording(TorchFunctionMode):
@@ -290,7 +277,7 @@ class Recording(TorchFunctionMode):
             names = {own: source.name for own, source in found.items()}
             for source in found.values():
                 source.uses += 1
-            waiting = [_Recorded(rule, Call(rows.detach(), arguments, names, prod(shape)))]
+            waiting = [(rule, Call(rows.detach(), arguments, names, prod(shape)), version_of(rows))]
             if not result.requires_grad:
                 result = self._sources.started(result)
             result.register_hook(lambda gradient: self._receive(waiting, gradient))
@@ -333,15 +320,16 @@ class Recording(TorchFunctionMode):
 
     # The backward pass
 
-    def _receive(self, waiting: list[_Recorded], gradient: Tensor) -> None:
+    def _receive(self, waiting: list[tuple[Rule, Call, int]], gradient: Tensor) -> None:
+        """The gradient of a call's output; ``waiting`` holds its rule, the call and the version of its input."""
         # The graph and its hook outlive the backward pass, so drop what the function has seen.
-        recorded, call = waiting[0], waiting.pop().call
-        if version_of(call.inputs) != recorded.version:
+        rule, call, version = waiting.pop()
+        if version_of(call.inputs) != version:
             raise ModelError(
                 f"The input of a function that uses {', '.join(call.names.values())} is changed in place after the "
                 "function has seen it, so its gradient is lost. Use an operation that makes a new tensor."
             )
-        contribution = recorded.rule.contribution(call, gradient.detach())
+        contribution = rule.contribution(call, gradient.detach())
         if self._single.issuperset(contribution.names):
             self._take(contribution)
             self.methods.update(dict.fromkeys(contribution.names, contribution.method))
