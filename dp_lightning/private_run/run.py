@@ -100,7 +100,7 @@ class PrivateRun:
         resumes = history.open_journal(trainer, self.folder)
         num_train = source.num_train(settings)
         require_same_settings({"number of training examples": num_train}, self._ranks, trainer.strategy.root_device)
-        check_hyperparameters(trainer, module, len(loader.dataset))
+        check_hyperparameters(trainer, module, len(loader.dataset))  # type: ignore[arg-type]
         self.plan, key, self._finishes = self._agree_on_plan(num_train, resumes=resumes)
         self._training_step = PrivateTrainingStep(trainer, module)
         self._training_step.require_no_trainer()
