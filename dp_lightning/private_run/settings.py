@@ -20,8 +20,12 @@ from dp_lightning.privacy.step import check_step_settings
 # Solving for the noise can take a second, and is asked for before the data is read and again when the fit starts.
 _calibrated = functools.lru_cache(maxsize=4096)(RunShape.calibrate)
 
-# Settings that ranks need not have in common.
-_OF_A_RANK = ("keep_freed_memory",)
+_CHOICES = {
+    "unit_of_privacy": ("example", "group"),
+    "earlier_training": ("same_data", "other_data"),
+}
+# What a run that resumes has to keep, beside what `PrivacySettings.of_the_run` computes.
+_KEPT = ("examples", "augmult", "unit_of_privacy", "images_per_group", "clipping", "clip_factor")
 
 
 @dataclass(eq=False, repr=False)
@@ -43,8 +47,7 @@ class PrivacySettings:
         max_physical_batch_size: most images that go through the model at once, every view of an example counted, and
             every image of a person. It bounds memory and changes nothing else.
         constant_shapes: fills each physical batch up to ``max_physical_batch_size`` by synthetic examples that do not
-            count, so that all have the same shape, as compiled networks need it. It costs their time and changes
-            nothing else. Under ``one_by_one`` nothing is filled.
+            count, as compiled networks need it, at the cost of their time. Under ``one_by_one`` nothing is filled.
         keep_freed_memory: on a CPU, a step uses the memory of the step before again, which is faster, and nothing is
             given back to the system in between. Limits that the environment sets are left alone.
         accountant: by which epsilon is planned and shown.
@@ -94,7 +97,11 @@ class PrivacySettings:
 
     def __post_init__(self) -> None:
         self._check_noise()
-        _require_choice("unit_of_privacy", self.unit_of_privacy, "example", "group")
+        for name, choices in _CHOICES.items():
+            if getattr(self, name) not in choices:
+                raise ConfigurationError(
+                    f"privacy.{name} is {getattr(self, name)!r}; choose {' or '.join(map(repr, choices))}."
+                )
         self._check_images_per_group()
         check_step_settings(
             examples=self.examples,
@@ -102,8 +109,6 @@ class PrivacySettings:
             augmult=self.augmult,
             images_per_group=self.images_per_group,
         )
-        _require_choice("earlier_training", self.earlier_training, "same_data", "other_data")
-        _require_choice("clipping", self.clipping, "flat", "per_layer")
         with _as_settings():
             self.clip_plan = ClipPlan(
                 kind=self.clipping, factor=self.clip_factor, max_grad_norm=float(self.max_grad_norm)
@@ -115,14 +120,10 @@ class PrivacySettings:
                 "Set exactly one of privacy.target_epsilon (the noise is solved for it) and privacy.noise_multiplier; "
                 f"they are {self.target_epsilon} and {self.noise_multiplier}."
             )
-        if self.noise_multiplier == 0 and not self.not_private:
+        if self.not_private != (self.noise_multiplier == 0):
             raise ConfigurationError(
-                "privacy.noise_multiplier is 0: the run would not be private. If that is what you want, set "
-                "privacy.not_private: true."
-            )
-        if self.not_private and self.noise_multiplier != 0:
-            raise ConfigurationError(
-                "privacy.not_private is true but noise is added. Remove it, or set privacy.noise_multiplier: 0."
+                f"privacy.noise_multiplier is {self.noise_multiplier} and privacy.not_private is {self.not_private}. "
+                "Set noise_multiplier: 0 and not_private: true for a run that is not private, or neither."
             )
 
     def _check_images_per_group(self) -> None:
@@ -201,16 +202,11 @@ class PrivacySettings:
     def of_the_run(self) -> dict[str, Any]:
         """What a run that resumes has to keep, in plain values: its statement says it once for all steps."""
         return {
-            "examples": self.examples,
-            "augmult": self.augmult,
+            **{name: getattr(self, name) for name in _KEPT},
             "disk": None if self.disk is None else self.disk.gain,
             "frozen_until": self.frozen_until or None,
             "seed": self.seed,
-            "unit_of_privacy": self.unit_of_privacy,
-            "images_per_group": self.images_per_group,
-            "clipping": self.clip_plan.kind,
-            "clip_factor": self.clip_plan.factor,
-            "max_grad_norm": self.clip_plan.max_grad_norm,
+            "max_grad_norm": float(self.max_grad_norm),
         }
 
     def require_same(self, earlier: dict[str, Any]) -> None:
@@ -219,22 +215,18 @@ class PrivacySettings:
         Raises:
             ConfigurationError: naming them.
         """
-        now = self.of_the_run
-        differences = ", ".join(
-            f"privacy.{name} {earlier.get(name)}, and it is {now[name]} now"
-            for name in now
-            if earlier.get(name) != now[name]
-        )
-        if differences:
+        changed = {name: now for name, now in self.of_the_run.items() if earlier.get(name) != now}
+        if changed:
+            said = (f"privacy.{name} {earlier.get(name)}, and it is {now} now" for name, now in changed.items())
             raise ConfigurationError(
-                f"The checkpoint's run has {differences}: the statement could not say what the run clips. Set it to "
-                "the run's value."
+                f"The checkpoint's run has {', '.join(said)}: the statement could not say what the run clips. Set it "
+                "to the run's value."
             )
 
     @property
     def of_all_ranks(self) -> dict[str, object]:
         """What ranks need to have in common, by names of settings."""
-        shared = {field.name: getattr(self, field.name) for field in fields(self) if field.name not in _OF_A_RANK}
+        shared = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "keep_freed_memory"}
         shared |= {"disk": None if self.disk is None else self.disk.gain}
         shared |= {name: float(value) for name, value in shared.items() if type(value) is int}  # 3 is 3.0
         return {"seed_everything": self.seed, **{f"privacy.{name}": value for name, value in shared.items()}}
@@ -249,8 +241,3 @@ def _as_settings() -> Iterator[None]:
         if str(error).partition(" ")[0] not in PrivacySettings.__dataclass_fields__:
             raise
         raise ConfigurationError(f"privacy.{error}") from error
-
-
-def _require_choice(name: str, value: str, *choices: str) -> None:
-    if value not in choices:
-        raise ConfigurationError(f"privacy.{name} is {value!r}; choose {' or '.join(map(repr, choices))}.")

@@ -13,7 +13,6 @@ from torch import nn
 from torch.nn import functional as F
 
 from dp_lightning.callbacks import PostProcessCallback
-from dp_lightning.errors import ModelError
 from dp_lightning.postprocess import Momentum
 from dp_lightning.privacy import ClipPlan, PoissonSampler, clipped_gradient_sum
 from dp_lightning.privacy.sampling import sampling_key
@@ -169,17 +168,6 @@ def test_a_non_finite_example_changes_nothing(tmp_path, value):
         expected = parameters_after(tmp_path, without_noise(max_physical_batch_size=5))
     assert found.isfinite().all()
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
-
-
-def test_weights_that_are_not_finite_are_refused_before_a_step(tmp_path):
-    module, callback = Plain(), privacy()
-    with torch.no_grad():
-        module.net[0].weight[0, 0] = math.nan
-    with pytest.raises(
-        ModelError, match=r"net\.0\.weight is not finite before the first step. Start from other weights"
-    ):
-        trainer(tmp_path, callback).fit(module, loader())
-    assert callback.ledger.num_steps == 0
 
 
 def test_overwhelming_noise_learns_nothing(tmp_path):
