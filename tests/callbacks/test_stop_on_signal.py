@@ -134,7 +134,7 @@ def test_steps_that_were_lost_before_are_told_beside_the_checkpoint_that_lacks_t
     with pytest.raises(RuntimeError, match="stopped"):
         trainer(tmp_path, first, Stop(2)).fit(Plain(), loader())
     second = privacy()
-    second.history.count_steps_of(next(tmp_path.glob("privacy_journal_*.jsonl")))
+    second.history.left = next(tmp_path.glob("privacy_journal_*.jsonl"))
     with pytest.raises(SystemExit):
         trainer(tmp_path, second, Once(), StopOnSignal()).fit(Plain(), loader())
     told = capsys.readouterr().err

@@ -163,7 +163,9 @@ def private_step(folder):
     plan = PrivacyPlan(num_train=10, expected_batch_size=5, num_steps=4, noise_multiplier=1.0, delta=1e-3)
     steps, model = journal(folder), nn.Linear(3, 1)
     data = TensorDataset(torch.randn(10, 3))
-    return steps, PrivateStep(model, lambda batch: model(batch[0]).sum(), data, plan=plan, record=RunRecord(journal=steps))
+    return steps, PrivateStep(
+        model, lambda batch: model(batch[0]).sum(), data, plan=plan, record=RunRecord(journal=steps)
+    )
 
 
 def take(private):

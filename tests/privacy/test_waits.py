@@ -17,6 +17,7 @@ from dp_lightning.models import WideResNet
 from dp_lightning.privacy import ClipPlan
 from dp_lightning.privacy.disk import DiSK
 from dp_lightning.privacy.isolation import later
+from dp_lightning.privacy.record import RunRecord
 from dp_lightning.ranks import Ranks
 
 
