@@ -181,19 +181,6 @@ def test_an_interruption_of_the_reading_loses_nothing(late, monkeypatch):
     assert FAULT in step.statement().faults
 
 
-def test_a_run_that_was_left_tells_the_next_one_what_it_has_found(late):
-    model = WithTeacher(leaks=False)
-    step = private_step(model, (3, 2, 2), examples="one_by_one")
-    optimizer = torch.optim.SGD(model.student.parameters(), lr=0.1)
-    take(step)
-    step.release()
-    optimizer.step()
-    model.leaks = True
-    step.accumulate(next(step.batches()))
-    after = private_step(model, (3, 2, 2))
-    assert any(FAULT in fault for fault in after.statement().faults)
-
-
 def test_what_one_process_finds_no_other_releases(late, monkeypatch):
     """The sum over ranks says how many have found something; each rank reads it before it releases."""
     monkeypatch.setattr(
