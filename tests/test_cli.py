@@ -554,16 +554,6 @@ def test_a_run_leaves_everything_behind(finished):
     assert saved["global_step"] == result["num_steps"]
 
 
-def test_the_statement_names_what_every_training_changes_as_a_whole(finished):
-    """The command line gives the module a method that leads to the optimizer and its schedule."""
-    method = "self.configure_optimizers.__func__.keywords"
-    assert json.loads((finished / "privacy_statement.json").read_text())["changed_outside"] == [
-        "*.training",
-        f"{method}['lr_scheduler']",
-        f"{method}['optimizer']",
-    ]
-
-
 def test_the_curves_are_in_tensorboard(finished):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 

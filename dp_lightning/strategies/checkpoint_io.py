@@ -86,7 +86,8 @@ def _loaded(source: Path, weights_only: bool | None, **how: Any) -> dict[str, An
         with torch.serialization.safe_globals(_DATA):
             loaded: Any = torch.load(source, weights_only=weights_only is not False, **how)
     except Exception as error:  # it may contain anything
-        reason = next(iter(str(error).splitlines()), type(error).__name__)
+        text = str(error).rpartition("WeightsUnpickler error: ")[2]  # which names the class, behind advice of torch
+        reason = next(iter(text.splitlines()), type(error).__name__)
         if weights_only is False:
             raise DataError(f"it cannot be loaded ({reason})") from error
         raise DataError(

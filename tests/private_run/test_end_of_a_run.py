@@ -45,7 +45,7 @@ def test_a_run_that_ends_badly_is_not_for_release(tmp_path, fault):
         with pytest.raises((ModelError, RuntimeError)):
             run.fit(EndsBadly(), loader())
         saved = torch.load(tmp_path / "on_exception.ckpt", weights_only=True)["private_run"]["statement"]
-        assert said[fault] in PrivacyStatement.from_saved(saved).release
+        assert said[fault] in PrivacyStatement.from_dict(saved).release
     statement = json.loads((tmp_path / "privacy_statement.json").read_text())
     assert statement["release"].startswith("not for release")
     assert said[fault] in statement["release"]

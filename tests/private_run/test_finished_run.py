@@ -114,7 +114,7 @@ def left_journal(folder, callback, after):
 @pytest.mark.parametrize(("after", "settings"), [(5, BUDGET), (9, {})])
 def test_steps_of_a_run_without_a_checkpoint_stay_counted(tmp_path, after, settings):
     first, again = privacy(**settings), privacy(**settings)
-    again.history.count_steps_of(left_journal(tmp_path, first, after))
+    again.history.left = left_journal(tmp_path, first, after)
     folder = tmp_path / "again"  # as each start of dpl has a log folder of its own
     run, module = fit(folder, again, saved=99)
     assert again.run == first.run
@@ -129,7 +129,7 @@ def test_steps_of_a_run_without_a_checkpoint_stay_counted(tmp_path, after, setti
 
 def test_steps_without_a_checkpoint_count_under_another_target(tmp_path):
     again = privacy(target_epsilon=8.0, noise_multiplier=None)
-    again.history.count_steps_of(left_journal(tmp_path, privacy(**BUDGET), 5))
+    again.history.left = left_journal(tmp_path, privacy(**BUDGET), 5)
     fit(tmp_path, again)
     (before, _, taken), (after, _, left) = again.ledger.runs
     assert (taken, left) == (5, 4)

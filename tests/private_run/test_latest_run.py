@@ -60,13 +60,7 @@ def flip(path):
     path.write_bytes(content)
 
 
-def edit(path):
-    saved = torch.load(path, weights_only=True)
-    saved["state_dict"]["net.0.weight"][0, 0] += 1
-    torch.save(saved, path)
-
-
-@pytest.mark.parametrize("damage", [not_a_checkpoint, code, cut, flip, edit])
+@pytest.mark.parametrize("damage", [not_a_checkpoint, code, cut, flip])
 def test_one_that_does_not_load_is_passed_over_by_name(run, damage):
     damage(of_step(run, 9))
     with pytest.warns(UserWarning, match=r"Resuming from .*step=6.ckpt.*step=9.ckpt does not load: "):
@@ -85,7 +79,7 @@ def test_weights_alone_are_passed_over_by_the_setting_that_saved_them(tmp_path):
     whole = ModelCheckpoint(tmp_path / "checkpoints", filename="{step}", every_n_train_steps=3, save_top_k=-1)
     light = ModelCheckpoint(tmp_path / "checkpoints", filename="light", save_weights_only=True)
     trainer(tmp_path, privacy(), whole, light, enable_checkpointing=True).fit(Plain(), loader())
-    why = "light.ckpt does not load: it has only weights, .*save_weights_only: true"
+    why = "light.ckpt does not load: it is not a checkpoint of a private run, .*save_weights_only: true"
     with pytest.warns(UserWarning, match=f"Resuming from .*step=9.ckpt.*{why}"):
         assert last(tmp_path) == (str(of_step(tmp_path, 9)), None)
     for path in (tmp_path / "checkpoints").glob("step=*"):

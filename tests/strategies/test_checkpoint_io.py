@@ -1,5 +1,6 @@
 """Checkpoints are whole or absent, and damaged ones are told from intact ones."""
 
+import enum
 import os
 import random
 import subprocess
@@ -48,6 +49,17 @@ def test_no_code_is_run(tmp_path, monkeypatch):
     assert not Path("ran").exists()
 
 
+def test_code_is_run_where_that_is_asked_for(tmp_path):
+    torch.save({"weights": Kind.SMALL}, tmp_path / "own.ckpt")
+    with pytest.raises(DataError, match="if it is your own, pass weights_only=False with ckpt_path"):
+        load(tmp_path / "own.ckpt")
+    assert PrivateCheckpointIO().load_checkpoint(tmp_path / "own.ckpt", weights_only=False) == {"weights": Kind.SMALL}
+
+
+class Kind(enum.Enum):
+    SMALL = 1
+
+
 def test_a_truncated_file_is_refused_and_the_newest_intact_one_named(tmp_path):
     save(tmp_path / "old.ckpt", 1)
     os.utime(tmp_path / "old.ckpt", (1, 1))
@@ -68,18 +80,9 @@ def test_parts_that_claim_more_than_the_file_has_are_not_unpacked(tmp_path, monk
         load(path)
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        ([1], "it holds a list"),
-        ({"hyper_parameters": [1]}, "its hyper_parameters is a list"),
-        ({"callbacks": "x"}, "its callbacks is a str"),
-        ({"state_dict": None}, "its state_dict is a NoneType"),
-    ],
-)
-def test_content_of_another_form_is_refused(tmp_path, content, message):
-    torch.save(content, tmp_path / "x.ckpt")
-    with pytest.raises(DataError, match=f"not a usable checkpoint: {message}"):
+def test_content_of_another_form_is_refused(tmp_path):
+    torch.save([1], tmp_path / "x.ckpt")
+    with pytest.raises(DataError, match="not a usable checkpoint: it holds a list"):
         load(tmp_path / "x.ckpt")
 
 
