@@ -18,12 +18,12 @@ from unittest.mock import patch
 
 import numpy as np
 import torch
+from dp_lightning.private_run.loader import original_loader, private_loader
 from PIL import Image
 
 from dp_lightning.datamodules import ImageNet
 from dp_lightning.datamodules.file_source import open_rgb
 from dp_lightning.privacy import PoissonSampler, PrivacyPlan, PrivateStep
-from dp_lightning.private_run.loader import original_loader, private_loader
 
 IMAGENET = 1_281_167
 CLASSES = 1000

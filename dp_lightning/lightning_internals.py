@@ -28,6 +28,11 @@ def set_value_of_step(metric: Metric, value: Any) -> None:
     metric._forward_cache = value
 
 
+def was_compiled(module: pl.LightningModule) -> bool:
+    """Whether ``trainer.fit`` was given what ``torch.compile`` has made of it; Lightning takes the module out."""
+    return module._compiler_ctx is not None
+
+
 def leave_signals_alone(trainer: pl.Trainer) -> None:
     """Let Lightning set no handlers of signals: that for SIGTERM may start a collective at any moment."""
     vars(trainer._signal_connector)["register_signal_handlers"] = lambda: None

@@ -5,8 +5,6 @@ They may change with any release. Each has a public name here and the reason why
 Lightning are in `lightning_internals`.
 """
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor, nn
 from torch._C import _functorch

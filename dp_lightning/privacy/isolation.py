@@ -164,7 +164,7 @@ class Isolation:
         collections = _full_collections()
         if held := _living((before, ref) for before, ref in self._waiting if before < collections):
             raise ModelError(
-                f"A tensor of one example, of shape {tuple(held[0].shape)}, is still kept{_place_of(held[0])} after the "
+                f"A tensor of one example, of shape {tuple(held[0].shape)}, is still kept{_place_of(held[0])} when the "
                 "next step has ended. What is computed from an example may leave the step only as its gradient. Log "
                 "numbers by self.log, which also gives their mean over the epoch (on_epoch=True); clear lists in "
                 "on_train_batch_end."

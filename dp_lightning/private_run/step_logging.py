@@ -98,7 +98,9 @@ class StepLogging:
             counted: (b,) whether each example takes part.
         """
         self._counted, self._example = counted.tolist(), -1
-        others: list[tuple[dict[str, Any], dict[str, Any]]] = [(vars(self._module), {"log": self._log, "log_dict": self._log_dict})]
+        others: list[tuple[dict[str, Any], dict[str, Any]]] = [
+            (vars(self._module), {"log": self._log, "log_dict": self._log_dict})
+        ]
         others += [(vars(metric), self._deferring(metric)) for metric in self._metrics]
         before = [{name: own[name] for name in names if name in own} for own, names in others]
         for own, names in others:

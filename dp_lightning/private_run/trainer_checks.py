@@ -14,7 +14,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, optim
 
 from dp_lightning.errors import ConfigurationError
-from dp_lightning.lightning_internals import starts_scripts, was_compiled
+from dp_lightning.lightning_internals import was_compiled
 from dp_lightning.private_run.settings import PrivacySettings
 from dp_lightning.strategies.checkpoint_io import PrivateCheckpointIO
 from dp_lightning.torch_internals import is_compiled
@@ -136,7 +136,7 @@ def _of_the_processes(trainer: pl.Trainer) -> Iterator[_Row]:
         "trainer.strategy: dp_ddp, or ddp.",
     )
     yield (
-        distributed and not starts_scripts(strategy),
+        distributed and type(strategy.launcher).__module__.endswith("multiprocessing"),
         "trainer.strategy starts its processes by fork or spawn: what they spend would be lost with them. Leave "
         "start_method out, and run a script rather than a notebook.",
     )

@@ -7,6 +7,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from dp_lightning.private_run.training_step import SealedBatch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from plain_run import CLASSES, N, Plain, examples, loader, parameters_after, privacy, trainer, without_noise
 from torch import nn
@@ -16,7 +17,6 @@ from dp_lightning.callbacks import PostProcessCallback
 from dp_lightning.postprocess import Momentum
 from dp_lightning.privacy import ClipPlan, PoissonSampler, clipped_gradient_sum
 from dp_lightning.privacy.sampling import sampling_key
-from dp_lightning.private_run.training_step import SealedBatch
 
 
 def test_a_plain_module_trains_and_reaches_high_accuracy(tmp_path):

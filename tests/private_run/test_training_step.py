@@ -6,6 +6,8 @@ import weakref
 import lightning.pytorch as pl
 import pytest
 import torch
+from dp_lightning.privacy.isolation.state import StateSnapshot
+from dp_lightning.private_run.training_step import is_no_state, names_of_libraries
 from lightning.pytorch.callbacks import Callback
 from plain_run import CLASSES, N, Plain, examples, loader, privacy, trainer, without_noise
 from torch import nn
@@ -14,8 +16,6 @@ from torch.utils.data import TensorDataset
 from torchmetrics import MeanMetric, MetricCollection
 
 from dp_lightning.errors import ModelError
-from dp_lightning.privacy.isolation.state import StateSnapshot
-from dp_lightning.private_run.training_step import is_no_state, names_of_libraries
 
 
 @pytest.mark.parametrize(
