@@ -97,7 +97,7 @@ class PrivateRun:
         resumes = history.open_journal(trainer, self.folder)
         num_train = settings.num_train_of(loader.dataset)
         require_same_settings({"number of training examples": num_train}, self._ranks, device)
-        check_hyperparameters(trainer, module, num_train)
+        check_hyperparameters(trainer, module, len(loader.dataset))  # type: ignore[arg-type]
         self.plan, self._finishes = self._agree_on_plan(num_train, resumes=resumes)
         self._owners = [module, *filter(None, [getattr(trainer, "datamodule", None)])]
         self._logging = StepLogging(module)

@@ -54,7 +54,7 @@ def test_no_physical_batch_waits_and_a_release_only_for_other_ranks(gpu, name):
     step = private_step(model, shape, **settings)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     with OneDevice() as device:
-        for number in range(2):
+        for _ in range(2):
             batches = list(step.batches())
             assert len(batches) == 3
             for batch in batches:
