@@ -131,11 +131,11 @@ class PrivateStep:
         )
         _require_data_set(self.reader, plan.num_train)
         require_own_tensors(module, dataset)
+        self.record = record or RunRecord()
+        self.record.unit = ONE_EXAMPLE if reading.images_per_group is None else ONE_PERSON
+        self.record.reproducible |= seed is not None
         if record is None:
-            unit = ONE_EXAMPLE if reading.images_per_group is None else ONE_PERSON
-            record = RunRecord(unit=unit, reproducible=seed is not None)
-            record.origin = origin_of(module, record, other_data=False)
-        self.record = record
+            self.record.origin = origin_of(module, self.record, other_data=False)
         self.noise = GaussianNoise(seed=seed)
         # All ranks draw the same examples.
         self._sampler = PoissonSampler(
