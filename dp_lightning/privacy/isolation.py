@@ -181,7 +181,8 @@ def require_own_tensors(module: nn.Module, dataset: Any) -> None:
     Raises:
         ConfigurationError: naming the attribute.
     """
-    data = [span for part in with_inner(dataset) for value in vars(part).values() for span in _spans(value)]
+    spans = [span for part in with_inner(dataset) for value in vars(part).values() for span in _spans(value)]
+    first, last = np.array(spans, dtype=np.uint64).reshape(-1, 2).T
     for prefix, part in module.named_modules():
         tensors = {
             **vars(part),
@@ -189,7 +190,7 @@ def require_own_tensors(module: nn.Module, dataset: Any) -> None:
             **dict(part.named_parameters(recurse=False)),
         }
         for name, value in tensors.items():
-            if any(start < last and first < end for start, end in _spans(value) for first, last in data):
+            if any(bool(((first < end) & (start < last)).any()) for start, end in _spans(value)):
                 raise ConfigurationError(
                     f"{prefix + '.' if prefix else ''}{name} of the module shares memory with the training set, so a "
                     "loss could use other examples than its own. Remove it; keep a copy of public data in a buffer."
