@@ -25,6 +25,7 @@ from dp_lightning.torch_internals import level, tree_map_only
 
 AnyMetric: TypeAlias = Metric | MetricCollection
 
+_METHODS = ("update", "forward")
 _LOG_ARGUMENTS = ("prog_bar", "logger", "on_step", "on_epoch")
 
 
@@ -176,8 +177,7 @@ class StepLogging:
 
     def _deferring(self, metric: AnyMetric) -> dict[str, Callable[..., Any]]:
         """What stands in the place of a metric's methods."""
-        update, forward = metric.update, metric.forward
-        plain = isinstance(metric, MetricCollection) or type(metric).forward is Metric.forward
+        update = metric.update
 
         def later(call: Callable[..., Any], args: Any, kwargs: Any) -> None:
             if any(self._mine):
@@ -193,23 +193,21 @@ class StepLogging:
             later(update, args, kwargs)
 
         def new_forward(*args: Any, **kwargs: Any) -> Result:
-            found: list[Any] = []
-            if plain:
-                later(update, args, kwargs)
-                later(self._twin(metric).update, args, kwargs)
-                self._used[id(metric)] = metric
-                return Result(metric, lambda: self._twin(metric).compute())
-            later(lambda *rows, **named: found.append(forward(*rows, **named)), args, kwargs)
-            return Result(metric, lambda: found[-1] if found else None)
+            later(update, args, kwargs)
+            later(self._twin(metric).update, args, kwargs)
+            self._used[id(metric)] = metric
+            return Result(metric, lambda: self._twin(metric).compute())
 
-        return {"update": new_update, "forward": new_forward}
+        return dict(zip(_METHODS, (new_update, new_forward), strict=True))
 
     def _twin(self, metric: AnyMetric) -> AnyMetric:
         """A copy that has seen the examples of the step alone."""
         if id(metric) not in self._twins:
-            own = {name: vars(metric).pop(name) for name in ("update", "forward")}  # are not copied
+            owners = [vars(part) for part in metric.modules() if isinstance(part, AnyMetric)]
+            replaced = [{name: own.pop(name) for name in _METHODS} for own in owners]  # what is not copied
             twin = self._twins[id(metric)] = metric.clone()
-            vars(metric).update(own)
+            for own, methods in zip(owners, replaced, strict=True):
+                own.update(methods)
             twin.reset()
             for part in _parts(twin):
                 part.sync_on_compute = False  # as in forward
