@@ -2,8 +2,8 @@
 
 The parts run one after the other, each in its own process and under a limit of its own: the tests that need a GPU, the
 step table, an epoch with and without orthogonalization, noise, post-processing, and several ranks. Together they may
-take longer than ``--limit``: what matters most comes first, and the same command goes on with what is left. A part that has ended on this machine is not run again; ``--again`` forgets them. Run
-``python benchmarks/gpu.py --help``.
+take longer than ``--limit``: what matters most comes first, and the same command goes on with what is left. A part that
+has ended on this machine is not run again; ``--again`` forgets them. Run ``python benchmarks/gpu.py --help``.
 """
 
 import argparse
