@@ -21,7 +21,7 @@ EXAMPLES, STEPS, PHYSICAL = 12, 2, 7
 
 
 def configuration(path, folder):
-    """The run on synthetic images, in two physical batches a step; the second one has two examples that stand in."""
+    """The run on synthetic images, in two physical batches a step."""
     classes, size = next((shape for name, shape in SHAPES.items() if name in path.stem), (10, 16))
     images = np.random.default_rng(0).integers(
         0, 255, (EXAMPLES, size, size, 1 if path.stem == "digits" else 3), np.uint8
@@ -37,7 +37,7 @@ def configuration(path, folder):
     config["trainer"] |= {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False}
     config["trainer"] |= {"default_root_dir": str(folder)}
     augmult = 2 if "augmult" in config["privacy"] else 1
-    config["privacy"] |= {"expected_batch_size": EXAMPLES, "delta": 1e-2, "accountant": "rdp", "constant_shapes": True}
+    config["privacy"] |= {"expected_batch_size": EXAMPLES, "delta": 1e-2, "accountant": "rdp"}
     config["privacy"] |= {"max_physical_batch_size": PHYSICAL * augmult, "augmult": augmult}
     return config
 
@@ -139,7 +139,7 @@ class Logs(Plain):
 
 @pytest.mark.parametrize("examples_", ["together", "one_by_one"])
 def test_what_is_logged_is_waited_for_by_nobody(examples_, tmp_path, monkeypatch):
-    settings = {"expected_batch_size": EXAMPLES, "max_physical_batch_size": PHYSICAL, "constant_shapes": True}
+    settings = {"expected_batch_size": EXAMPLES, "max_physical_batch_size": PHYSICAL}
     callback = privacy(num_train=EXAMPLES, examples=examples_, **settings)
     data = TensorDataset(torch.zeros(EXAMPLES, 5), torch.zeros(EXAMPLES, dtype=torch.long))
     run = trainer(tmp_path, callback, max_steps=STEPS, max_epochs=-1)
