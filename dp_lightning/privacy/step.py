@@ -28,7 +28,6 @@ Several ranks take one step together: S is one draw, dealt out to them; each ran
 to its own sum, and one collective adds up the sums. What is released is the same on every rank, bit for bit.
 """
 
-import functools
 import math
 import types
 from collections.abc import Iterator, Mapping
@@ -54,7 +53,7 @@ from dp_lightning.privacy.isolation import Isolation, require_own_tensors, with_
 from dp_lightning.privacy.noise import GaussianNoise
 from dp_lightning.privacy.phases import Phases
 from dp_lightning.privacy.plan import PrivacyPlan
-from dp_lightning.privacy.randomness import TrainingRandomness, before_reading
+from dp_lightning.privacy.randomness import TrainingRandomness
 from dp_lightning.privacy.reading import ExampleBatch, ExampleReader, Reading, require_shapes, require_structure
 from dp_lightning.privacy.record import RunRecord, origin_of, released
 from dp_lightning.privacy.records import require_single_records
@@ -129,11 +128,12 @@ class PrivateStep:
         self.parameters = trained_parameters(module)
         self._every = dict(module.named_parameters())
         self.phases = Phases(frozen_until, self.parameters, plan.num_steps)
+        owners = (*with_inner(dataset), reading.collate_fn, reading.prepare)
         self.reader = ExampleReader(
             dataset,
             reading,
             seed=seed,
-            before=functools.partial(before_reading, seed, self.ranks.rank),
+            before=TrainingRandomness(seed, rank=self.ranks.rank, owners=owners).before_reading,
             synthetic_first=examples == "one_by_one",
         )
         _require_data_set(self.reader, plan.num_train)
@@ -149,13 +149,12 @@ class PrivateStep:
             num_train=plan.num_train, sample_rate=plan.sample_rate, key=self.ranks.of_rank_0(sampling_key(seed))
         )
         self._max_examples = max_physical_batch_size // (reading.augmult * (reading.images_per_group or 1))
-        owners = (*module.modules(), *with_inner(dataset))
         mode = Together if examples == "together" else OneByOne
         self._mode: Examples = mode(
             self.parameters,
             self.phases,
             Isolation(module, self.parameters),
-            TrainingRandomness(seed, rank=self.ranks.rank, owners=owners),
+            TrainingRandomness(seed, rank=self.ranks.rank, owners=module.modules()),
         )
         self._loss, self._sum = loss, ClippedSum(self.parameters, self.clip_plan)
         self._extrapolation = None if disk is None else Extrapolation(self.parameters, disk.length)
