@@ -25,6 +25,7 @@ from dp_lightning.torch_internals import level, tree_map_only
 
 AnyMetric: TypeAlias = Metric | MetricCollection
 
+_METHODS = ("update", "forward", "compute", "reset")
 _LOG_ARGUMENTS = ("prog_bar", "logger", "on_step", "on_epoch")
 
 
@@ -33,13 +34,14 @@ class Result:
 
     Args:
         get: returns it then.
+        source: the metric's id.
     """
 
-    def __init__(self, get: Callable[[], Any]) -> None:
-        self._get = get
+    def __init__(self, get: Callable[[], Any], source: int) -> None:
+        self._get, self.source = get, source
 
     def __getitem__(self, key: Any) -> "Result":
-        return Result(lambda: self._get()[key])
+        return Result(lambda: self._get()[key], self.source)
 
     def _refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise ModelError(
@@ -147,7 +149,8 @@ class StepLogging:
     def _log_dict(self, dictionary: Any, *args: Any, **options: Any) -> None:
         if isinstance(dictionary, Result):
             options = {**dict(zip(_LOG_ARGUMENTS, args, strict=False)), "batch_size": 1, **options}
-            self._at_end["dict", len(self._at_end)] = lambda: self._module.log_dict(_result_of(dictionary), **options)
+            key = "dict", dictionary.source
+            self._at_end[key] = lambda: self._module.log_dict(_result_of(dictionary), **options)
             return
         whole = isinstance(dictionary, MetricCollection)
         items = dictionary.items(keep_base=False, copy_state=False) if whole else dictionary.items()
@@ -169,8 +172,7 @@ class StepLogging:
 
     def _deferring(self, metric: AnyMetric) -> dict[str, Callable[..., Any]]:
         """What stands in the place of a metric's methods."""
-        update, forward, compute, reset = metric.update, metric.forward, metric.compute, metric.reset
-        plain = isinstance(metric, MetricCollection) or type(metric).forward is Metric.forward
+        update, compute, reset = metric.update, metric.compute, metric.reset
 
         def later(call: Callable[..., Any], args: Any, kwargs: Any) -> None:
             if any(self._mine):
@@ -186,31 +188,29 @@ class StepLogging:
             later(update, args, kwargs)
 
         def new_forward(*args: Any, **kwargs: Any) -> Result:
-            found: list[Any] = []
-            if plain:
-                later(update, args, kwargs)
-                later(self._twin(metric).update, args, kwargs)
-                self._used[id(metric)] = metric
-                return Result(lambda: self._twin(metric).compute())
-            later(lambda *rows, **named: found.append(forward(*rows, **named)), args, kwargs)
-            return Result(lambda: found[-1])
+            later(update, args, kwargs)
+            later(self._twin(metric).update, args, kwargs)
+            self._used[id(metric)] = metric
+            return Result(lambda: self._twin(metric).compute(), id(metric))
 
         def new_compute() -> Result:
             found: list[Any] = []
             self._at_end["compute", id(metric)] = lambda: found.append(compute())
-            return Result(lambda: found[0])
+            return Result(lambda: found[0], id(metric))
 
         def new_reset() -> None:
             self._updates.append(reset)
 
-        return {"update": new_update, "forward": new_forward, "compute": new_compute, "reset": new_reset}
+        return dict(zip(_METHODS, (new_update, new_forward, new_compute, new_reset), strict=True))
 
     def _twin(self, metric: AnyMetric) -> AnyMetric:
         """A copy that has seen the examples of the step alone."""
         if id(metric) not in self._twins:
-            own = {name: vars(metric).pop(name) for name in ("update", "forward", "compute", "reset")}  # are not copied
+            owners = [vars(part) for part in metric.modules() if isinstance(part, AnyMetric)]
+            replaced = [{name: own.pop(name) for name in _METHODS} for own in owners]  # what is not copied
             twin = self._twins[id(metric)] = metric.clone()
-            vars(metric).update(own)
+            for own, methods in zip(owners, replaced, strict=True):
+                own.update(methods)
             twin.reset()
             for part in _parts(twin):
                 part.sync_on_compute = False  # as in forward
