@@ -177,8 +177,9 @@ class Holder(nn.Module):
 
 def test_every_kind_of_generator_gets_a_new_key_at_the_start_and_before_each_use():
     public, secret = Holder(), Holder()
+    found = [public.draw() for _ in range(4)]  # what generators with their own keys draw, one time after the other
     secret.draw()  # so that legacy and Python's generators keep a normal value
-    randomness, found = TrainingRandomness(owners=[secret]), [public.draw(), public.draw()]
+    randomness = TrainingRandomness(owners=[secret])
     for again in (lambda: None, lambda: randomness.before_reading(PLACE), lambda: randomness.before_step(PLACE)):
         again()
         found.append(secret.draw())
