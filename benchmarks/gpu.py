@@ -1,10 +1,9 @@
 """Everything that a machine with a GPU has to tell, in one command, written to ``docs/performance_gpu.md``.
 
 The parts run one after the other, each in its own process and under a limit of its own: the tests that need a GPU, the
-step table, an epoch with and without orthogonalization, noise, post-processing, several ranks, and the clipped sum as a
-CUDA graph. Together they may take longer than ``--limit``: what matters most comes first, and the same command goes on
-with what is left. A part that has ended on this machine is not run again; ``--again`` forgets them. Run
-``python benchmarks/gpu.py --help``.
+step table, an epoch with and without orthogonalization, noise, post-processing, and several ranks. Together they may
+take longer than ``--limit``: what matters most comes first, and the same command goes on with what is left. A part that
+has ended on this machine is not run again; ``--again`` forgets them. Run ``python benchmarks/gpu.py --help``.
 """
 
 import argparse
@@ -50,10 +49,6 @@ python -m pip install --no-index --no-deps wheels/*.whl
 python benchmarks/gpu.py
 ```"""
 
-GRAPHS = """The ratio is that of the time in this way to that of the step as it is, measured in turns. `s before` are
-the seconds until the way can be taken, with its compilation; `difference` is the relative difference of the two sums
-for weights, images and labels that the way was not made with."""
-
 
 @dataclass(frozen=True)
 class Part:
@@ -65,7 +60,6 @@ class Part:
         command: after the interpreter.
         minutes: it is stopped after so many.
         shows: the page's text, from what it printed.
-        about: what the page says before it.
     """
 
     name: str
@@ -73,7 +67,6 @@ class Part:
     command: tuple[str, ...]
     minutes: float
     shows: Callable[[str], str] = lambda printed: printed
-    about: str = ""
 
 
 def tables(printed: str) -> str:
@@ -123,12 +116,10 @@ def parts(options: argparse.Namespace) -> list[Part]:
         ]
     chains = of_benchmark("postprocess", "--model", model, "--rounds", 1 if small else 7)
     ranks = of_benchmark("ranks", "--model", model, "--rounds", 1 if small else 5, "--one-device")
-    graphs = of_benchmark("graphs", *(("--model", model, "--batch-size", sizes[0], "--rounds", 1) if small else ()))
     found += [
         Part("postprocess", "Post-processing of a logical step", chains, 3, tables),
         steps("one_by_one", "Together and one by one", model, sizes[0], OURS[0], "ours, one by one", types=TYPES[:1]),
         Part("ranks", "Two ranks on one device", ranks, 3, tables),
-        Part("graphs", "A clipped sum without Python between its operations", graphs, 10, tables, GRAPHS),
     ]
     return [*found, *([] if small else [epoch("wrn28-10")])]
 
@@ -209,7 +200,7 @@ def page(machine: str, results: dict[str, tuple[Part, dict[str, Any]]], *, rehea
         state = "" if ended else f"This part {result['state']}."
         when = f"{result['machine'].rpartition(', ')[2]}, {result['seconds']:.0f} s." if "seconds" in result else ""
         last = "\n".join(result["printed"].splitlines()[-_LAST:])
-        shown = (part.about, state, part.shows(result["printed"]), f"```text\n{last}\n```" if failed else "", when)
+        shown = (state, part.shows(result["printed"]), f"```text\n{last}\n```" if failed else "", when)
         lines += [
             f"## {part.title}",
             "",

@@ -18,12 +18,13 @@ from unittest.mock import patch
 
 import numpy as np
 import torch
-from dp_lightning.private_run.loader import original_loader, private_loader
 from PIL import Image
 
 from dp_lightning.datamodules import ImageNet
 from dp_lightning.datamodules.file_source import open_rgb
 from dp_lightning.privacy import PoissonSampler, PrivacyPlan, PrivateStep
+from dp_lightning.privacy.reading import Reading
+from dp_lightning.private_run.logical_batches import PhysicalLoader
 
 IMAGENET = 1_281_167
 CLASSES = 1000
@@ -99,22 +100,23 @@ def of_loading(data: ImageNet, *, batch_size: int, physical: int, augmult: int, 
     for step in range(10):
         sampler.draw(step)
     draw = (time.perf_counter() - start) / 10
-    users = original_loader(data.train_dataloader())
+    users = data.train_dataloader()
     with patch("dp_lightning.privacy.step.require_single_records"):  # the files are links
         private = PrivateStep(
             torch.nn.Linear(1, 1),
             torch.sum,  # nothing is trained
             users.dataset,
             plan=plan,
-            collate_fn=users.collate_fn,
+            reading=Reading(collate_fn=users.collate_fn, augmult=augmult),
             max_physical_batch_size=physical,
-            augmult=augmult,
             seed=0,
         )
-    loader = private_loader(users, private)
+    loader = PhysicalLoader(users, private)
     start, seconds, views = processor_seconds(), time.perf_counter(), 0
-    for batch in loader:
-        views += augmult * int(batch.counted.sum())
+    for step in range(steps):
+        for batch in loader.next_step(steps - step):
+            views += augmult * int(batch.counted.sum())
+        private.record.count(noise_multiplier=plan.noise_multiplier, sample_rate=plan.sample_rate)
     del loader  # the workers end, and their time counts
     wall = time.perf_counter() - seconds
     return {"per_core": views / (processor_seconds() - start), "per_second": views / wall, "draw": draw, "views": views}

@@ -92,17 +92,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
     rows = []
     for name in options.only:
         trained = TRAINED[name]
-        steps = epochs(name, options) * options.num_train // trained.batch_size
+        shape = RunShape.of_length(
+            num_train=options.num_train,
+            expected_batch_size=trained.batch_size,
+            delta=1e-5,
+            max_epochs=epochs(name, options),
+        )
         for epsilon in options.epsilons:
-            plan = RunShape(
-                num_train=options.num_train, expected_batch_size=trained.batch_size, num_steps=steps, delta=1e-5
-            ).calibrate(epsilon)
+            plan = shape.calibrate(epsilon)
             lr = rate(plan, trained.noise, trained.highest)
             runs = [tuned_runs.run(cell(name, epsilon, options), lr, seed, options) for seed in options.seeds]
             tests = [100 * run["test_accuracy_last"] for run in runs]
             rows.append(
                 f"| {name} | {epsilon:g} | {plan.noise_multiplier:.2f} | {lr:g} | {statistics.mean(tests):.1f} | "
-                f"{', '.join(f'{test:.1f}' for test in tests)} | {steps} | "
+                f"{', '.join(f'{test:.1f}' for test in tests)} | {shape.num_steps} | "
                 f"{statistics.mean(run['seconds'] for run in runs) / 60:.1f} min |"
             )
     print("\n| trained | epsilon | sigma | lr | test accuracy, mean | each seed | steps | time of a run |")

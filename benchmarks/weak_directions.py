@@ -43,9 +43,14 @@ def run(method: str, batch_size: int, rate: float, data: Any, options: argparse.
     torch.manual_seed(options.seed)
     (images, labels), test = data
     model = WideResNet(10, 1, 10)
-    num_steps = options.steps or max(1, options.epochs * len(images) // batch_size)
-    shape = RunShape(num_train=len(images), expected_batch_size=batch_size, num_steps=num_steps, delta=1e-5)
-    plan = shape.calibrate(target_epsilon=options.epsilon)
+    shape = RunShape.of_length(
+        num_train=len(images),
+        expected_batch_size=batch_size,
+        delta=1e-5,
+        max_epochs=options.epochs if options.steps is None else None,
+        max_steps=options.steps or -1,
+    )
+    plan, num_steps = shape.calibrate(target_epsilon=options.epsilon), shape.num_steps
 
     def loss(batch: Any) -> Tensor:
         return F.cross_entropy(model(batch[0]), batch[1])

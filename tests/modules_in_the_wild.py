@@ -1,5 +1,9 @@
 """LightningModules as they are found in tutorials and repositories, none of which knows about privacy."""
 
+import copy
+import enum
+import functools
+
 import lightning.pytorch as pl
 import timm
 import torch
@@ -339,6 +343,82 @@ class Epochs(Wild):
         return [LearningRateMonitor("step")] if self.trainer.logger else []
 
 
+class RateInTheStep(Wild):
+    """Logs the learning rate where the loss is logged."""
+
+    def training_step(self, batch, batch_idx):
+        self.log("lr", self.optimizers().param_groups[0]["lr"])
+        return super().training_step(batch, batch_idx)
+
+
+class LastDraw(Wild):
+    """Augments on the device, and keeps its last draw, as the augmentations of kornia do."""
+
+    def on_after_batch_transfer(self, batch, dataloader_idx):
+        x, y = batch
+        self.brightness = 0.9 + 0.2 * torch.rand(len(x), 1, 1, 1)
+        return x * self.brightness, y
+
+
+class WarmsUp(Wild):
+    """Counts its steps, caches constants in the first one, and keeps the last sample of a weight."""
+
+    def __init__(self):
+        super().__init__()
+        self.steps, self.grid = 0, None
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        self.steps += 1
+        if self.grid is None:
+            self.grid = torch.linspace(-0.1, 0.1, SIDE)
+        last = self.net[-1]
+        self.sample = last.weight + 0.01 * torch.randn_like(last.weight)
+        logits = F.linear(self.net[:-1](x + self.grid), self.sample, last.bias)
+        return min(1.0, self.steps / 2) * F.cross_entropy(logits, y)
+
+
+class Teacher(Wild):
+    """A moving average of the weights after each step teaches the next one."""
+
+    def __init__(self):
+        super().__init__()
+        self.teacher = copy.deepcopy(self.net).requires_grad_(False)
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        logits = self(x)
+        return F.cross_entropy(logits, y) + F.mse_loss(logits, self.teacher(x.flip(-1)))
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        for slow, fast in zip(self.teacher.parameters(), self.net.parameters(), strict=True):
+            slow.data.lerp_(fast.data, 0.1)
+
+
+class Task(enum.Enum):
+    ONE_LABEL = enum.auto()
+
+
+class Hyperparameters(Wild):
+    """Hyperparameters of all kinds; a schedule for every second step, with a monitor that nothing reads."""
+
+    def __init__(self, task=Task.ONE_LABEL, loss=nn.CrossEntropyLoss, net=None, weights=(1.0, 2.0, 3.0)):
+        super().__init__(net or small_network())
+        make, weights = functools.partial(loss, label_smoothing=0.1), torch.tensor(weights)
+        self.save_hyperparameters({"task": task, "loss": loss, "make": make, "net": self.net, "weights": weights})
+        self.loss = make(weight=weights)
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        return self.loss(self(x), y)
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+        config = {"scheduler": schedule, "interval": "step", "frequency": 2, "monitor": "val_loss"}
+        return {"optimizer": optimizer, "lr_scheduler": config}
+
+
 class Flips(Wild):
     """Augments on the device by a transform that decides in Python."""
 
@@ -395,14 +475,6 @@ class Outputs(Wild):
         self.outputs.clear()
 
 
-class RateInTheStep(Wild):
-    """Logs the learning rate where the loss is logged."""
-
-    def training_step(self, batch, batch_idx):
-        self.log("lr", self.optimizers().param_groups[0]["lr"])
-        return super().training_step(batch, batch_idx)
-
-
 class Mixup(Wild):
     """Mixes images of a batch (Zhang et al. 2018) in the collation."""
 
@@ -433,17 +505,16 @@ class Weighted(Wild):
 
 TRAIN = (
     *(OneCycle, StepsOfAnEpoch, Metrics, MultiLabel, Segmentation, HuggingFace, TimmSchedule, Autoencoder, Plateau),
-    *(Frozen, OnDevice, Epochs, Mixup, Clipped),
+    *(Frozen, OnDevice, Epochs, RateInTheStep, LastDraw, WarmsUp, Teacher, Hyperparameters, Mixup, Clipped),
 )
 """Modules that train as they are."""
 
 REFUSED = {
     Flips: ("self.flip(x)", "one_by_one"),
     BatchNorm: ("self.net(x)", "batch_norm_to_group_norm"),
-    Manual: ("automatic_optimization is False", "Use automatic optimization with one optimizer"),
+    Manual: ("automatic_optimization of Manual is False", "Use automatic optimization with one optimizer"),
     Item: ("self.last = loss.item()", "keep numbers in tensors"),
-    Outputs: ("training_step changes self.outputs", "self.log"),
-    RateInTheStep: ("self.optimizers()", "Move code that needs more to a hook or a callback"),
+    Outputs: ("Outputs.outputs", "self.log"),
     Weighted: ("WeightedRandomSampler", "Remove it"),
 }
 """Modules that are refused: what the message names, and the change that it asks for."""

@@ -241,72 +241,14 @@ def test_parts_for_a_gpu_run_on_a_cpu_too(gpu, monkeypatch, tmp_path, warm_pytho
 @pytest.mark.parametrize("more", [[], ["--rehearse"]])
 def test_the_commands_for_a_gpu_have_settings_that_exist(gpu, step, more):
     import epochs
-    import graphs
     import noise
     import postprocess
     import ranks
 
-    parsers = {Path(each.__file__).name: each.parse for each in (step, epochs, graphs, noise, postprocess, ranks)}
+    parsers = {Path(each.__file__).name: each.parse for each in (step, epochs, noise, postprocess, ranks)}
     for part in gpu.parts(gpu.parse(more)):
         if part.command[0] != "-m":
             parsers[Path(part.command[0]).name](part.command[1:])
-
-
-@pytest.fixture
-def graphs(monkeypatch, step):
-    import graphs
-
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    monkeypatch.setattr(graphs, "use_tf32", lambda on: None)  # which other tests would meet
-    return graphs
-
-
-GRAPHS = ["--model", "small-cnn", "--batch-size", "4", "--rounds", "1"]
-
-
-@pytest.mark.parametrize("more", [["--clipping", "flat", "per-layer"], ["--clipping", "flat", "--type", "bf16"]])
-def test_a_clipped_sum_is_a_program_that_gives_the_same_sum_of_other_numbers(graphs, monkeypatch, capsys, more):
-    monkeypatch.setattr(graphs, "in_a_process", graphs.told)
-    graphs.main([*GRAPHS, *more])
-    rows = [line.split(" | ") for line in capsys.readouterr().out.splitlines() if line.startswith("| small-cnn")]
-    assert [row[4] for row in rows] == ["program"] * (1 if "bf16" in more else 2)
-    assert all(float(row[-1].strip(" |")) < 1e-6 for row in rows)
-
-
-@pytest.mark.parametrize("kept", [0, 1, 2, "the sum"])
-def test_a_way_that_keeps_the_numbers_it_was_made_with_is_found(graphs, monkeypatch, kept):
-    """Its weights, images or labels, or the sum."""
-
-    def made(way, work, *examples):
-        first = [[weight.clone() for weight in examples[0]], *(each.clone() for each in examples[1:])]
-        found = work(*examples)
-
-        def other(*examples):
-            return found if kept == "the sum" else work(*(first[i] if i == kept else examples[i] for i in range(3)))
-
-        return other
-
-    monkeypatch.setattr(graphs, "in_a_process", graphs.told)
-    monkeypatch.setattr(graphs, "made", made)
-    with pytest.raises(SystemExit, match=r"Another sum.*: program \(flat\)\."):
-        graphs.main([*GRAPHS, "--clipping", "flat"])
-
-
-def test_what_does_not_work_is_a_row(graphs, monkeypatch, capsys):
-    monkeypatch.setattr(graphs, "in_a_process", graphs.told)
-
-    def failing(*arguments):
-        try:
-            raise ValueError("the cause | of it")
-        finally:
-            raise RuntimeError("the end of a capture")
-
-    monkeypatch.setattr(graphs, "made", failing)
-    graphs.main([*GRAPHS, "--clipping", "flat"])
-    assert "| flat | program | ValueError: the cause / of it | | | | |" in capsys.readouterr().out
-    with pytest.raises(SystemExit):
-        graphs.parse(["--ways", "CUDA graph"])
-    assert "--ways CUDA graph needs a GPU" in capsys.readouterr().err
 
 
 def test_a_run_for_a_gpu_goes_on_keeps_to_its_limit_and_says_what_failed(gpu, monkeypatch, tmp_path):

@@ -6,7 +6,6 @@ import json
 import os
 import platform
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -275,7 +274,7 @@ WRONG = {
     "both": (["--privacy.noise_multiplier", "1"], "exactly one of privacy.target_epsilon"),
     "no_noise": (
         ["--privacy.noise_multiplier", "0", "--privacy.target_epsilon", "null"],
-        "privacy.not_private: true",
+        "noise_multiplier: 0 and not_private: true for a run that is not private",
     ),
     "endless": (["--trainer.max_epochs=-1"], "trainer.max_epochs or trainer.max_steps"),
     "class": (["--model", "SmalCNNModule"], r"no class 'SmalCNNModule'.*Did you mean SmallCNNModule\?"),
@@ -354,7 +353,6 @@ WRONG = {
         r"^error: data\.init_args\.val_fraction must lie in \[0, 1\), not None",
     ),
     "workers": (["--data.init_args.num_workers", "100000"], "num_workers must be a whole number of at least 0"),
-    "interval": (["--trainer.log_every_n_steps", "0"], "trainer.log_every_n_steps is 0; it must be at least 1"),
     "width": (
         ["--model.init_args.channels", str(2**31)],
         "channels=2147483648, .* weights, but this small network may have at most",
@@ -518,28 +516,14 @@ def test_the_configuration_of_a_resumed_run_names_no_earlier_checkpoint(finished
     settings += ["--privacy.target_epsilon", "4"]
     main(["fit", "--config", str(finished / "config.yaml"), "--ckpt_path", str(checkpoint), *settings])
     (run,) = (tmp_path / "lightning_logs").iterdir()
-    assert json.loads((run / "result.json").read_text())["num_steps"] == 38
+    assert json.loads((run / "result.json").read_text())["num_steps"] == 3 * 13
     assert yaml.safe_load((run / "config.yaml").read_text())["ckpt_path"] is None
-
-
-@pytest.mark.parametrize("asked", ["the file", "last"])
-def test_a_checkpoint_whose_weights_changed_is_not_resumed(finished, tmp_path, asked, capsys):
-    run = shutil.copytree(finished, tmp_path / "lightning_logs" / "version_0")
-    (checkpoint,) = (run / "checkpoints").glob("*.ckpt")
-    saved = torch.load(checkpoint, weights_only=True)
-    next(iter(saved["state_dict"].values())).view(-1)[0] += 1
-    torch.save(saved, checkpoint)
-    path = str(checkpoint) if asked == "the file" else "last"
-    settings = ["--trainer.default_root_dir", str(tmp_path), "--trainer.max_epochs", "3", "--ckpt_path", path]
-    with pytest.raises(SystemExit, match="2"):
-        main(["fit", "--config", str(finished / "config.yaml"), *settings])
-    assert "was edited after the run saved it" in capsys.readouterr().err
 
 
 def test_a_run_leaves_everything_behind(finished):
     result = json.loads((finished / "result.json").read_text())
     statement = json.loads((finished / "privacy_statement.json").read_text())
-    assert result["num_steps"] == statement["num_steps"] == 2 * 1293 // 100
+    assert result["num_steps"] == statement["num_steps"] == 2 * 13
     assert statement["num_train"] == 1437 - 144
     assert 0 < result["epsilon"] == statement["epsilon"]["rdp"] <= 3.0
     assert {"test_accuracy_last", "test_accuracy_best", "seconds", "val_accuracy_last"} <= set(result)

@@ -195,9 +195,27 @@ def test_every_run_instantiates_and_plans_for_its_data(path, request, tmp_path):
     cli.privacy.accountant = "rdp"  # the cheapest; calibration itself is tested elsewhere
     cli.privacy.check(cli.trainer, cli.model)
     plan = cli.privacy.plan
-    by_epochs = cli.trainer.max_epochs * plan.num_train // plan.expected_batch_size
+    by_epochs = cli.trainer.max_epochs * max(1, round(plan.num_train / plan.expected_batch_size))
     assert plan.num_steps == (by_epochs if cli.trainer.max_steps == -1 else cli.trainer.max_steps)
     assert plan.epsilon() <= cli.privacy.target_epsilon
+
+
+def test_runs_of_the_paper_and_of_the_evidence_take_the_steps_of_their_epochs():
+    """That is floor(E N / B), where E epochs of a fit are E round(N / B)."""
+    images = {"cifar10": 50_000, "cifar100": 50_000, "svhn": 73_257, "tiny_imagenet": 100_000}
+    for path in RUNS:
+        if "floor(" in path.read_text():
+            privacy, trainer = content(path)["privacy"], content(path)["trainer"]
+            of_run, epochs = (1_281_167, 120) if "resnet50" in path.stem else (images[data_of(path)], 50)
+            assert trainer["max_steps"] == epochs * of_run // privacy["expected_batch_size"], path
+            assert trainer["max_epochs"] == -1
+    for path in sorted((CONFIGS / "grids").glob("*.yaml")):
+        of_run, epochs = (45_000, 3) if path.stem.startswith("ortho") else (None, 50)
+        sizes = content(path)["axes"].get("batch_size", {})
+        for size, point in {} if "values" in sizes else sizes.items():
+            of_point = of_run or images[data_of(path.parent / content(path)["base"][0])]
+            assert point["settings"]["privacy.expected_batch_size"] == size
+            assert point["settings"]["trainer.max_steps"] == epochs * of_point // size, path
 
 
 @pytest.mark.parametrize("path", FRAGMENTS, ids=lambda path: path.stem)
@@ -281,8 +299,8 @@ def test_the_literal_reading_clips_each_layer_to_one_and_counts_only_one_of_them
     layers = plan.groups(names)
     assert plan.bounds(layers) == pytest.approx([1.0] * len(layers), rel=1e-4)
     # The noise is that of a whole gradient of norm 1 at epsilon 4, and the plan of the run knows better.
-    size, epochs = grid["settings"]["privacy.expected_batch_size"], grid["settings"]["trainer.max_epochs"]
-    shape = RunShape(num_train=45_000, expected_batch_size=size, num_steps=epochs * 45_000 // size, delta=1e-5)
+    size, steps = grid["settings"]["privacy.expected_batch_size"], grid["settings"]["trainer.max_steps"]
+    shape = RunShape(num_train=45_000, expected_batch_size=size, num_steps=steps, delta=1e-5)
     noise = settings["privacy.noise_multiplier"]
     assert noise * plan.sensitivity == pytest.approx(shape.calibrate(4.0).noise_multiplier, rel=1e-3)
     assert shape.with_noise(noise).epsilon() == pytest.approx(168.0, abs=0.1)

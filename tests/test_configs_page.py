@@ -44,11 +44,10 @@ def millions_of_images(path, overrides=()):
             run[section][name] = yaml.safe_load(option.partition("=")[2])
     data = run["data"].get("init_args", {}).get("images", run["data"])
     privacy, trainer = run["privacy"], run["trainer"]
-    if trainer.get("max_steps", -1) > 0:
-        examples = trainer["max_steps"] * privacy["expected_batch_size"]
-    else:
-        examples = trainer["max_epochs"] * IMAGES[data["class_path"]]
-    return examples * privacy.get("augmult", 1) / 1e6
+    size, steps = privacy["expected_batch_size"], trainer.get("max_steps", -1)
+    if steps == -1:
+        steps = trainer["max_epochs"] * round(IMAGES[data["class_path"]] / size)
+    return steps * size * privacy.get("augmult", 1) / 1e6
 
 
 @pytest.mark.parametrize(

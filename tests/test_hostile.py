@@ -1,16 +1,9 @@
 """A part of the campaign of hostile configurations and files; ``python benchmarks/fuzz.py`` runs all of it."""
 
-import shlex
 import subprocess
 
 import pytest
-from pages import ROOT, lines, read, table
-
-from dp_lightning import foreign_text
-from dp_lightning.commands import foreign_modules
-from dp_lightning.datamodules import base, file_source
-from dp_lightning.experiments import grid
-from dp_lightning.models import scattering_features
+from pages import ROOT
 
 #: One of each way in which memory, time or code could be taken.
 FILES = (
@@ -74,31 +67,3 @@ def test_there_are_hostile_files_of_every_format(fuzz):
     kinds = ["npz", "png", "jpeg", "gif", "bmp", "tiff", "ppm", "webp", "checkpoint", "safetensors", "weights"]
     kinds += ["statement", "journal", "yaml", "grid", "report", "tiny_imagenet"]
     assert all(any(name.startswith(kind) for name in names) for kind in kinds)
-
-
-@pytest.mark.docs
-def test_the_page_shows_the_bounds_and_the_command(fuzz):
-    page = read("docs/hostile_input.md")
-    shown = table(page, "what", "bound")
-    bounds = {
-        "YAML": (
-            f"{foreign_text.LARGEST_YAML:,} bytes",
-            f"{foreign_text.MOST_VALUES:,} values with aliases written out",
-            f"{foreign_text.DEEPEST} levels",
-        ),
-        "JSON (statements, results)": (f"{foreign_text.LARGEST_JSON:,} bytes",),
-        "formats of images": tuple(name.replace("WEBP", "WebP") for name in file_source._FORMATS),
-        "pixels of an image file, from its header": (f"{file_source.MOST_PIXELS:,}",),
-        "side of an image that a network is given": (f"{base.LARGEST_SIDE:,} pixels",),
-        "scattering coefficients of a configuration": (
-            f"{scattering_features._SCALES} scales",
-            f"{scattering_features._MAPS:,} maps of an image",
-        ),
-        "runs of a grid": (f"{grid.MOST_RUNS:,}",),
-    }
-    for what, bound in bounds.items():
-        assert shown.row(what)[0].text == ", ".join(bound)
-    assert shown.row("classes")[0].text.split("; ")[0] == f"{base.MOST_CLASSES:,}"
-    (line,) = lines("bash", page)
-    assert fuzz.parse(shlex.split(line)[2:]).configurations == 500
-    assert all(name in page.lower() for name in foreign_modules._OWN - {"pytorch_lightning"})

@@ -50,7 +50,7 @@ class Fault:
 
     Attributes:
         name: a description in words.
-        promise: the promise of docs/threat_model.md that it breaks.
+        promise: the promise of docs/contract.md that it breaks.
         file: the file that it changes.
         old, new: the text that it replaces, which occurs in the file once, and the new text.
         tests: pytest's names of the tests that should notice it.

@@ -2,12 +2,12 @@
 
 With q = B/N, epsilon(sigma, q, T, delta) decreases in sigma and increases in T and B. The command therefore
 solves for the smallest noise multiplier, the largest number of steps or the largest expected batch size
-within epsilon, or for epsilon itself. E epochs are T = floor(E N / B) steps.
+within epsilon, or for epsilon itself. E epochs are T = E max(1, round(N / B)) steps, as in a fit.
 """
 
 import argparse
 import json
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -39,7 +39,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--noise-multiplier", "--noise_multiplier", type=float, help="noise standard deviation over sensitivity")
     length = parser.add_mutually_exclusive_group()
     length.add_argument("--steps", "--num-steps", "--num_steps", type=int, help="logical optimizer steps")
-    length.add_argument("--epochs", type=int, help="steps as epochs, floor(epochs * num_train / batch_size)")
+    length.add_argument("--epochs", type=int, help="steps as epochs, of round(num_train / batch_size) each")
     sizes = ("--batch-size", "--batch_size", "--expected-batch-size", "--expected_batch_size")
     add(*sizes, type=int, help="expected batch size over all devices, in the unit of --num-train")
     add(
@@ -73,7 +73,7 @@ def _solve(options: argparse.Namespace) -> "PrivacyPlan":
     if options.steps is not None:
         batch_size = _largest(lambda size: fits(options.steps, size), 1, options.num_train)
     else:
-        batch_size = _largest_batch_of_epochs(fits, options.epochs * options.num_train, options.num_train)
+        batch_size = _largest_batch_of_epochs(fits, options.epochs, options.num_train)
     if batch_size is None:
         raise ConfigurationError(f"no batch size stays within epsilon = {options.epsilon:g}: raise --noise-multiplier.")
     return _plan(options, batch_size=batch_size)
@@ -81,7 +81,7 @@ def _solve(options: argparse.Namespace) -> "PrivacyPlan":
 
 def _missing(options: argparse.Namespace) -> str:
     """The one of the four options that is not given; checks the others."""
-    from dp_lightning.privacy.accounting import check_count
+    from dp_lightning.privacy.ranges import check_count
 
     given = {
         "--epsilon": options.epsilon,
@@ -106,10 +106,14 @@ def _plan(options: argparse.Namespace, *, batch_size: int, steps: int | None = N
     """The plan for these options; ``steps`` defaults to their steps or epochs."""
     from dp_lightning.privacy.plan import RunShape
 
-    if steps is None:
-        steps = options.steps if options.epochs is None else options.epochs * options.num_train // batch_size
-        steps = max(1, steps)
-    shape = RunShape(num_train=options.num_train, expected_batch_size=batch_size, num_steps=steps, delta=options.delta)
+    steps = options.steps if steps is None else steps
+    shape = RunShape.of_length(
+        num_train=options.num_train,
+        expected_batch_size=batch_size,
+        delta=options.delta,
+        max_epochs=options.epochs if steps is None else None,
+        max_steps=-1 if steps is None else steps,
+    )
     if options.noise_multiplier is None:
         return shape.calibrate(options.epsilon, accountant=options.accountant)
     return shape.with_noise(options.noise_multiplier, accountant=options.accountant, target_epsilon=options.epsilon)
@@ -126,26 +130,30 @@ def _largest(fits: Callable[[int], bool], low: int, high: int) -> int | None:
     return low + bisect_left(beyond, True, key=lambda value: not fits(value))
 
 
-def _largest_batch_of_epochs(fits: Callable[[int, int], bool], examples: int, num_train: int) -> int | None:
-    """The largest B <= num_train that fits with floor(examples / B) steps.
+def _largest_batch_of_epochs(fits: Callable[[int, int], bool], epochs: int, num_train: int) -> int | None:
+    """The largest B <= num_train that fits with the steps of so many epochs.
 
-    The number of steps falls as B grows, so epsilon increases in B only as long as the number of steps stays the
+    The steps of an epoch become fewer as B grows, so epsilon increases in B only as long as their number stays the
     same. The search finds the last such stretch whose first B fits, then the largest B in it.
     """
+    from dp_lightning.privacy.plan import steps_of_epoch
+
+    sizes = range(1, num_train + 1)
+
+    def fewer(batch_size: int) -> int:
+        return -steps_of_epoch(num_train, batch_size)
 
     def first_of_stretch(batch_size: int) -> int:
-        return examples // (examples // batch_size + 1) + 1
+        return sizes[bisect_left(sizes, fewer(batch_size), key=fewer)]
 
     def first_fits(batch_size: int) -> bool:
-        start = first_of_stretch(batch_size)
-        return fits(examples // start, start)
+        return fits(-epochs * fewer(batch_size), first_of_stretch(batch_size))
 
     inside = _largest(first_fits, 1, num_train)
     if inside is None:
         return None
-    steps = examples // inside
-    start = first_of_stretch(inside)
-    return _largest(lambda size: fits(steps, size), start, min(num_train, examples // steps))
+    last = sizes[bisect_right(sizes, fewer(inside), key=fewer) - 1]
+    return _largest(lambda size: fits(-epochs * fewer(inside), size), first_of_stretch(inside), last)
 
 
 def _as_dict(plan: "PrivacyPlan", epsilons: dict[str, float | None]) -> dict[str, object]:

@@ -34,7 +34,7 @@ class Basis:
         num_train, delta, accountant, clip_plan: of the run.
         unit: what N and B count, in the plural.
         batch_size: B of the configuration.
-        max_epochs, max_steps: the length of the configuration's run, as in `RunShape.of_length`.
+        max_epochs, max_steps, limit_train_batches: the length of the configuration's run, as in `RunShape.of_length`.
         epsilon, noise_multiplier: of the configuration; one of them is None.
         num_parameters: d, the number of trained parameters; None if it is not known.
         matrices: the trained matrices by shape.
@@ -51,6 +51,7 @@ class Basis:
     batch_size: int | None = None
     max_epochs: int | None = None
     max_steps: int = -1
+    limit_train_batches: float = 1.0
     epsilon: float | None = None
     noise_multiplier: float | None = None
     num_parameters: int | None = None
@@ -149,6 +150,7 @@ def cells_of(
                     delta=basis.delta,
                     max_epochs=max_epochs,
                     max_steps=max_steps,
+                    limit_train_batches=basis.limit_train_batches,
                 )
                 if target is not None:
                     plan = shape.calibrate(target, accountant=basis.accountant)

@@ -8,6 +8,7 @@ import torch
 
 from dp_lightning.commands.composition import Composer, prepare_to_train
 from dp_lightning.commands.plan_cells import Basis, Matrices
+from dp_lightning.commands.pricing import length_of
 from dp_lightning.commands.timing import seconds_per_example
 from dp_lightning.errors import ConfigurationError
 from dp_lightning.postprocess.matrix import is_matrix
@@ -50,8 +51,7 @@ def basis_of(arguments: Sequence[str], *, measure: bool) -> Basis:
         clip_plan=privacy.clip_plan,
         unit="examples" if privacy.unit_of_privacy == "example" else "persons",
         batch_size=privacy.expected_batch_size,
-        max_epochs=trainer.get("max_epochs"),
-        max_steps=trainer["max_steps"],
+        **length_of(trainer),
         epsilon=privacy.target_epsilon,
         noise_multiplier=privacy.noise_multiplier,
         num_parameters=sum(shape.numel() for shape in shapes.values()),

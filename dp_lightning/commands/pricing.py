@@ -94,6 +94,14 @@ def plan_of(
     }
     size = privacy["expected_batch_size"] if batch_size is None else batch_size
     run = PrivacySettings(size, **given, not_private=bool(privacy.get("not_private")))
-    return run.make_plan(
-        run.shape(num_train=num_train, max_epochs=trainer.get("max_epochs"), max_steps=trainer["max_steps"])
-    )
+    return run.make_plan(run.shape(num_train=num_train, **length_of(trainer)))
+
+
+def length_of(trainer: Mapping[str, Any]) -> dict[str, Any]:
+    """What limits the steps of a run with this group ``trainer``, as `RunShape.of_length` takes it."""
+    limit = trainer.get("limit_train_batches")
+    return {
+        "max_epochs": trainer.get("max_epochs"),
+        "max_steps": trainer["max_steps"],
+        "limit_train_batches": 1.0 if limit is None else limit,
+    }

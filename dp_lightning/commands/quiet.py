@@ -86,6 +86,7 @@ NOTES = {
     ("connectors/accelerator_connector.py", "_check_and_init_precision"): "the screen names the precision",
     ("utilities/seed.py", "seed_everything"): "the seed is in the configuration",
     ("loops/fit_loop.py", "done"): "the screen says how many steps were taken",
+    ("trainer/trainer.py", "estimated_stepping_batches"): "every private run asks for its number of steps",
     ("connectors/checkpoint_connector.py", "resume_start"): "what it says is said again when the checkpoint is read",
     ("connectors/signal_connector.py", "_sigterm_notifier_fn"): "a run that a signal ends says so itself",
 }

@@ -69,11 +69,8 @@ def starting_point(
     """
     epochs = _FEATURE_EPOCHS if features else _EPOCHS
     batch_size = batch_size_for(num_train, at_most=LARGEST_FEATURE_BATCH if features else LARGEST_BATCH)
-    shape = RunShape(
-        num_train=num_train,
-        expected_batch_size=batch_size,
-        num_steps=max(1, epochs * num_train // batch_size),
-        delta=delta_for(num_train),
+    shape = RunShape.of_length(
+        num_train=num_train, expected_batch_size=batch_size, delta=delta_for(num_train), max_epochs=epochs
     )
     plan = shape.calibrate(epsilon)
     noise = noise_norm(plan, num_parameters)

@@ -126,6 +126,7 @@ def fit_on_synthetic_images(
         trainer = {
             **settings["trainer"],
             **{"max_steps": steps, "max_epochs": -1, "callbacks": None, "default_root_dir": folder},
+            **{"limit_train_batches": None, "val_check_interval": None},
             **{"limit_val_batches": 0, "num_sanity_val_steps": 0, "max_time": None},
         }
         changed = {**settings, "privacy": privacy, "trainer": trainer}

@@ -26,6 +26,8 @@ Keys: TypeAlias = Callable[[int], NDArray[np.uint32]]
 """Returns that many words of 32 bits, new ones with every call."""
 
 _GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
+# A longer list holds data and no transforms.
+_LONGEST = 100
 
 
 def keys_from(seed: int | None, *place: int) -> Keys:
@@ -53,36 +55,44 @@ class TrainingRandomness:
         seed: None for secret keys. A number makes every physical batch, its reading and its step, a function of the
             seed and of its place, whoever reads it and however far ahead; the run is not for release.
         rank: of this process.
-        owners: objects whose attributes, and the attributes of these, may be generators, such as modules, a data set
-            and its transform.
+        owners: objects that may hold generators in their attributes, in the attributes of these, or in a list of
+            transforms there. These generators get new keys now, so that no worker has a copy with a public one.
     """
 
     def __init__(self, seed: int | None = None, *, rank: int = 0, owners: Iterable[object] = ()) -> None:
         self.seed, self.rank = seed, rank
         self._own = list({id(generator): generator for generator in _generators(owners)}.values())
+        self._rekey_own(keys_from(seed, rank))
+
+    def before_reading(self, place: PhysicalBatch) -> None:
+        """Before its examples are read: data sets, collation and hooks may use seeds that anyone can repeat."""
+        self._rekey(place, 1)
 
     def before_step(self, place: PhysicalBatch, example: int = 0) -> None:
         """Before their losses are computed, or that of one of them."""
-        keys = keys_from(self.seed, self.rank, place.step, place.piece, 2 + example)
+        self._rekey(place, 2 + example)
+
+    def _rekey(self, place: PhysicalBatch, use: int) -> None:
+        keys = keys_from(self.seed, self.rank, place.step, place.piece, use)
         rekey_global_generators(keys)
+        self._rekey_own(keys)
+
+    def _rekey_own(self, keys: Keys) -> None:
         for generator in self._own:
             _rekey(generator, keys)
 
 
-def before_reading(seed: int | None, rank: int, place: PhysicalBatch) -> None:
-    """Give the global generators new keys before the examples of a physical batch are read.
-
-    Data sets, collation and hooks may seed them with seeds that anyone can repeat.
-    """
-    rekey_global_generators(keys_from(seed, rank, place.step, place.piece, 1))
-
-
-def _generators(owners: Iterable[object]) -> Iterator[object]:
-    for owner in owners:
-        for value in vars(owner).values() if hasattr(owner, "__dict__") else ():
-            for each in (value, *(vars(value).values() if hasattr(value, "__dict__") else ())):
-                if isinstance(each, _GENERATORS) and not isinstance(each, random.SystemRandom):
-                    yield each
+def _generators(values: Iterable[object], depth: int = 3) -> Iterator[object]:
+    """Those among values, in their attributes, in the attributes of these, and so on ``depth`` times."""
+    for value in values:
+        if isinstance(value, _GENERATORS):
+            if not isinstance(value, random.SystemRandom):
+                yield value
+        elif isinstance(value, list | tuple):
+            if len(value) <= _LONGEST:
+                yield from _generators(value, depth)
+        elif depth and hasattr(value, "__dict__"):
+            yield from _generators(vars(value).values(), depth - 1)
 
 
 def rekey_global_generators(keys: Keys) -> None:
@@ -158,4 +168,5 @@ def _rekey(generator: Any, keys: Keys) -> None:
         generator.seed(keys(624))
     else:
         bits: Any = generator.bit_generator
-        bits.state = type(bits)(np.random.SeedSequence(keys(8).tolist(), pool_size=8)).state
+        fresh = type(bits)(np.random.SeedSequence(keys(8).tolist(), pool_size=8))
+        bits.__setstate__((fresh.state, fresh.seed_seq))  # spawn() makes further generators from the latter

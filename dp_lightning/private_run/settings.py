@@ -14,8 +14,8 @@ from dp_lightning.privacy.clipping import ClipPlan
 from dp_lightning.privacy.disk import DiSK
 from dp_lightning.privacy.groups import Groups
 from dp_lightning.privacy.plan import PrivacyPlan, RunShape
+from dp_lightning.privacy.ranges import check_step_settings
 from dp_lightning.privacy.statement import ONE_EXAMPLE, ONE_PERSON
-from dp_lightning.privacy.step import check_step_settings
 
 # Solving for the noise can take a second, and is asked for before the data is read and again when the fit starts.
 _calibrated = functools.lru_cache(maxsize=4096)(RunShape.calibrate)
@@ -46,8 +46,6 @@ class PrivacySettings:
             torch.func.vmap. ``one_by_one``: one after the other, slower, for code that vmap cannot run.
         max_physical_batch_size: most images that go through the model at once, every view of an example counted, and
             every image of a person. It bounds memory and changes nothing else.
-        constant_shapes: fills each physical batch up to ``max_physical_batch_size`` by synthetic examples that do not
-            count, as compiled networks need it, at the cost of their time. Under ``one_by_one`` nothing is filled.
         keep_freed_memory: on a CPU, a step uses the memory of the step before again, which is faster, and nothing is
             given back to the system in between. Limits that the environment sets are left alone.
         accountant: by which epsilon is planned and shown.
@@ -82,7 +80,6 @@ class PrivacySettings:
     clip_factor: Literal["abadi", "automatic"] = "abadi"
     examples: Literal["together", "one_by_one"] = "together"
     max_physical_batch_size: int = 128
-    constant_shapes: bool = False
     keep_freed_memory: bool = True
     accountant: Literal["prv", "rdp", "pld"] = "prv"
     num_train: int | None = None

@@ -11,6 +11,7 @@ from dp_lightning.cli import main
 from dp_lightning.commands.account import _largest_batch_of_epochs
 from dp_lightning.privacy import accounting
 from dp_lightning.privacy.accounting import epsilon
+from dp_lightning.privacy.plan import steps_of_epoch
 
 DATA = ["--num-train", "1000", "--delta", "1e-5"]
 
@@ -56,7 +57,7 @@ def test_epsilon_of_a_run(capsys: pytest.CaptureFixture) -> None:
 
 def test_noise_for_a_budget_and_epochs(capsys: pytest.CaptureFixture) -> None:
     result = answer(capsys, "--epsilon 2 --epochs 3 --batch-size 70")
-    assert result["num_steps"] == 3 * 1000 // 70
+    assert result["num_steps"] == 3 * 14  # round(1000 / 70) in each epoch
     assert result["epsilon"]["prv"] <= 2 < spent(70, result["num_steps"], result["noise_multiplier"] * 0.999)
 
 
@@ -76,8 +77,9 @@ def test_largest_batch_within_a_budget_and_steps(capsys: pytest.CaptureFixture) 
 def test_largest_batch_within_a_budget_and_epochs(capsys: pytest.CaptureFixture) -> None:
     result = answer(capsys, "--epsilon 2 --noise-multiplier 1 --epochs 3")
     size = result["expected_batch_size"]
-    assert result["num_steps"] == 3 * 1000 // size
-    assert spent(size, 3 * 1000 // size, 1.0) <= 2 < spent(size + 1, 3 * 1000 // (size + 1), 1.0)
+    now, beyond = (3 * steps_of_epoch(1000, each) for each in (size, size + 1))
+    assert result["num_steps"] == now
+    assert spent(size, now, 1.0) <= 2 < spent(size + 1, beyond, 1.0)
 
 
 @pytest.mark.parametrize("epochs", [1, 3, 50])
@@ -86,10 +88,10 @@ def test_search_over_batches_finds_the_largest_of_all(epochs: int, budget: float
     """Steps fall as the batch grows. Every size is tried, with the cheap B sqrt(T) for epsilon."""
 
     def fits(steps: int, size: int) -> bool:
-        return steps > 0 and size * math.sqrt(steps) <= budget
+        return size * math.sqrt(steps) <= budget
 
-    every = [size for size in range(1, 1001) if fits(epochs * 1000 // size, size)]
-    assert _largest_batch_of_epochs(fits, epochs * 1000, 1000) == max(every, default=None)
+    every = [size for size in range(1, 1001) if fits(epochs * steps_of_epoch(1000, size), size)]
+    assert _largest_batch_of_epochs(fits, epochs, 1000) == max(every, default=None)
 
 
 def test_underscores_and_aliases_mean_the_same(capsys: pytest.CaptureFixture) -> None:

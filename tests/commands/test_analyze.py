@@ -73,7 +73,7 @@ def test_signal_and_noise_by_batch_size(tmp_path, capsys):
     assert numbers["unprotected"].startswith("UNPROTECTED")
     assert "<strong>UNPROTECTED: these numbers" in (folder / "page.html").read_text()
     for fact, size in zip(numbers["by_batch_size"], (128, 512), strict=True):
-        plan = RunShape(delta=1e-4, num_train=N, expected_batch_size=size, num_steps=57 * N // size).calibrate(
+        plan = RunShape(delta=1e-4, num_train=N, expected_batch_size=size, num_steps=53 * round(N / size)).calibrate(
             3.0, accountant="rdp"
         )
         count = sum(p.numel() for p in AnalysisRun(QUICK, None).module.parameters())

@@ -12,7 +12,9 @@ from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
 
 from dp_lightning.errors import ConfigurationError, DataError
 from dp_lightning.privacy import PrivacyPlan, PrivateStep
-from dp_lightning.privacy.groups import Groups, checked_groups, groups_of
+from dp_lightning.privacy.groups import Groups
+from dp_lightning.privacy.person_ids import checked_groups, groups_of
+from dp_lightning.privacy.reading import Reading
 from dp_lightning.privacy.sampling import PhysicalBatch
 
 #: How many images the persons have. The one in the middle has none that the others resemble.
@@ -58,12 +60,14 @@ def statistics_loss(model, x, y):
     return F.cross_entropy(model((x - x.mean(0)) / (x.std(0) + 0.1)), y)
 
 
-def private_step(dataset, ways="together", loss=mean_loss, *, seed=0, k=ROWS, **kwargs):
+def private_step(dataset, ways="together", loss=mean_loss, *, seed=0, k=ROWS, augmult=1, **kwargs):
     model, persons = network(), len(set(dataset.groups))
     plan = PrivacyPlan(
         num_train=persons, expected_batch_size=persons, num_steps=STEPS, noise_multiplier=0.0, delta=1e-3
     )
-    settings = {"images_per_group": k, "max_physical_batch_size": 3 * k, "seed": seed, "examples": ways, "plan": plan}
+    reading = Reading(images_per_group=k, augmult=augmult)
+    settings = {"reading": reading, "max_physical_batch_size": 3 * (k or 1), "seed": seed, "examples": ways}
+    settings["plan"] = plan
     return PrivateStep(model, lambda batch: loss(model, *batch[:2]), dataset, **{**settings, **kwargs})
 
 
@@ -75,7 +79,6 @@ def released(private, transcript=None):
         if transcript is not None:
             for parameter, value in zip(parameters, transcript[1][step], strict=True):
                 parameter.data.copy_(value)
-            private.stepped()  # the transcript stands for the releases
         weights.append([parameter.detach().clone() for parameter in parameters])
         for batch in private.batches():
             private.accumulate(batch)
@@ -131,10 +134,7 @@ def test_each_image_an_example_of_its_own_would_exceed_it():
         PrivacyPlan(num_train=len(d), expected_batch_size=len(d), num_steps=2, noise_multiplier=0.0, delta=1e-3)
         for d in datasets
     ]
-    steps = [
-        private_step(d, images_per_group=None, plan=plan, loss=sum_loss)
-        for d, plan in zip(datasets, plans, strict=True)
-    ]
+    steps = [private_step(d, k=None, plan=plan, loss=sum_loss) for d, plan in zip(datasets, plans, strict=True)]
     whole = released(steps[0])
     assert float((whole[0][0] - released(steps[1], whole)[0][0]).norm()) > 5
 
@@ -195,7 +195,7 @@ def test_physical_batches_count_rows(ways):
     seen = []
     for batch in private.batches():
         private.accumulate(batch)
-        x, _, index, person = batch.examples
+        x, _, index, person = batch.leaves
         assert x.shape[1:] == (6, 5)
         assert len(batch.place.indices) * 6 <= 20
         for rows, owners in zip(index[batch.counted].tolist(), person[batch.counted].tolist(), strict=True):
@@ -209,7 +209,7 @@ def test_the_reader_gives_the_same_images_wherever_a_person_stands_in_a_batch():
     private = private_step(Images(SIZES))
     together = private.reader[PhysicalBatch(2, 0, (0, 1, 4, 6), pieces=1)]
     alone = private.reader[PhysicalBatch(2, 3, (4,), pieces=4)]
-    assert torch.equal(together.examples[2][2], alone.examples[2][0])
+    assert torch.equal(together.leaves[2][2], alone.leaves[2][0])
 
 
 # Which images are of one person
@@ -315,7 +315,13 @@ def test_data_without_groups_is_refused_with_the_ways_to_tell_them():
     with pytest.raises(
         ConfigurationError, match=r"unit_of_privacy is group.*group_folders or group_file.*train_groups"
     ):
-        PrivateStep(nn.Linear(2, 1), lambda batch: batch[0].sum(), TensorDataset(X), plan=plan, images_per_group=2)
+        PrivateStep(
+            nn.Linear(2, 1),
+            lambda batch: batch[0].sum(),
+            TensorDataset(X),
+            plan=plan,
+            reading=Reading(images_per_group=2),
+        )
 
 
 def test_a_plan_for_another_number_of_persons_is_refused():

@@ -227,15 +227,16 @@ def test_a_counter_counts_logical_steps(mode):
     assert module.step == 4
 
 
-def test_an_empty_draw_advances_the_state_too():
+def test_an_empty_draw_advances_the_state_and_adds_nothing():
     module = Counter()
-    plan = PrivacyPlan(num_train=N, expected_batch_size=1, num_steps=3, noise_multiplier=1.0, delta=1e-3)
+    plan = PrivacyPlan(num_train=N, expected_batch_size=1, num_steps=3, noise_multiplier=0.0, delta=1e-3)
     private = PrivateStep(module, module.loss, data(), plan=plan)
     private._sampler.draw = lambda step: np.empty(0, dtype=np.int64)
     for _ in range(3):
         for batch in private.batches():
             private.accumulate(batch)
         private.release()
+        assert not any(parameter.grad.any() for parameter in module.parameters())
     assert module.step == 3
 
 
@@ -254,6 +255,24 @@ def test_one_by_one_no_example_moves_a_buffer():
     steps(module, examples="one_by_one"), steps(other, dataset=shifted, examples="one_by_one")
     for name, buffer in module.named_buffers():
         assert torch.equal(buffer, dict(other.named_buffers())[name])
+
+
+class LastInput(Net):
+    """Weighs its loss by the input before."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("last", torch.zeros(4))
+
+    def loss(self, batch):
+        value = super().loss(batch) * (1 + self.last.square().sum())
+        self.last.copy_(batch[0][0].detach())
+        return value
+
+
+def test_one_by_one_what_an_example_writes_into_a_buffer_does_not_reach_the_next():
+    one, other = (steps(kind(), num_steps=1, examples="one_by_one")[0] for kind in (LastInput, Net))
+    assert torch.equal(one, other)
 
 
 class HostDraws(Net):

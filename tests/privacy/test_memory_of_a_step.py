@@ -24,7 +24,7 @@ def bytes_of(*tensors):
     ("optimizer", "disk", "expected"),
     [("sgd", False, 16), ("adam", False, 20), ("sgd", True, 24)],
 )
-def test_bytes_of_a_trained_parameter(reads, optimizer, disk, expected):
+def test_bytes_of_a_trained_parameter(gpu, optimizer, disk, expected):
     with torch.device("meta"):
         model = nn.Sequential(nn.Flatten(), nn.Linear(192, 512), nn.Tanh(), nn.Linear(512, 10))
     step = private_step(model, (3, 8, 8), disk=DiSK(gain=0.5) if disk else None)
@@ -38,7 +38,6 @@ def test_bytes_of_a_trained_parameter(reads, optimizer, disk, expected):
             step.accumulate(batch)
         step.release()
         made.step()
-        step.stepped()
     state = [value for slots in made.state.values() for value in slots.values() if value.ndim]
     held = [step._sum.flat, *parameters, *(p.grad for p in parameters), *state, *step.state_dict().values()]
     if disk:

@@ -15,6 +15,7 @@ from dp_lightning.callbacks.privacy import privacy_of
 from dp_lightning.errors import ConfigurationError, DataError, ModelError
 from dp_lightning.postprocess import Momentum, Orthogonalize
 from dp_lightning.privacy import ClipPlan, PrivacyPlan, PrivateStep
+from dp_lightning.privacy.reading import Reading
 
 N, B, T = 40, 10, 10
 HEAD_FIRST = {"0.*": 0.5, "2.*": 0.25}  # and 4.* from the start
@@ -75,7 +76,7 @@ def test_layers_that_are_clipped_by_themselves_do_not_see_the_frozen_ones():
     gradients = []
     for frozen in (HEAD_FIRST, {}):
         model = network()
-        private = private_step(model, noise=1e-9, clip_plan=clip, augmult=2, frozen_until=frozen)
+        private = private_step(model, noise=1e-9, clip_plan=clip, reading=Reading(augmult=2), frozen_until=frozen)
         gradients.append(released(model, private))
         assert private.noise_standard_deviation == pytest.approx(1e-10)
     for name, gradient in gradients[0].items():
@@ -92,7 +93,6 @@ def test_noise_is_on_what_is_trained_and_an_optimizer_leaves_the_rest_alone():
     for number in range(T):
         gradients = released(model, private)
         optimizer.step()
-        private.stepped()
         for name, parameter in model.named_parameters():
             first = {"0": 5, "2": 2}.get(name[0], 0)
             assert torch.equal(parameter, before[name]) == (number < first)

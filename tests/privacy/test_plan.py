@@ -9,7 +9,7 @@ from dp_lightning.errors import ConfigurationError
 from dp_lightning.privacy import accounting
 from dp_lightning.privacy import plan as plan_module
 from dp_lightning.privacy.accounting import epsilon
-from dp_lightning.privacy.plan import PrivacyPlan, RunShape
+from dp_lightning.privacy.plan import PrivacyPlan, RunShape, steps_of_epoch
 
 BATCH_SIZES = (256, 512, 1024, 2048, 4096, 8192)
 # Noise multipliers of tab:privacy_params: epsilon 4, delta 1e-5, 50 epochs, by number of training examples.
@@ -54,6 +54,38 @@ def test_table_of_signal_to_noise_is_rdp(batch_size: int, sigma: float, noise_no
     # The table rounds the norm to 0.01 after an unrounded sigma.
     norm = plan.noise_norm(num_parameters=WRN_16_4_PARAMETERS, sensitivity=1.0)
     assert norm == pytest.approx(noise_norm, abs=0.012)
+
+
+@pytest.mark.parametrize(
+    ("limits", "num_steps"),
+    [
+        ({"max_epochs": 3}, 3 * 98),  # round(50,000 / 512) = round(97.66)
+        ({"max_epochs": 3, "max_steps": 100}, 100),
+        ({"max_epochs": -1, "max_steps": 4882}, 4882),
+        ({"max_epochs": None, "max_steps": 5}, 5),
+        ({"max_epochs": 3, "limit_train_batches": 10}, 30),
+        ({"max_epochs": 3, "limit_train_batches": 1000}, 3 * 98),
+        ({"max_epochs": 3, "limit_train_batches": 0.5}, 3 * 49),
+    ],
+)
+def test_steps_are_those_of_the_limits_of_a_trainer(limits: dict, num_steps: int) -> None:
+    assert RunShape.of_length(num_train=50_000, expected_batch_size=512, delta=1e-5, **limits).num_steps == num_steps
+
+
+@pytest.mark.parametrize(
+    "limits",
+    [{"max_epochs": -1}, {"max_epochs": None}, {"max_epochs": 0}, {"max_epochs": 1, "limit_train_batches": 0.001}],
+)
+def test_a_run_without_a_number_of_steps_or_without_a_step_is_refused(limits: dict) -> None:
+    with pytest.raises(ConfigurationError, match=r"trainer\.max_epochs"):
+        RunShape.of_length(num_train=50_000, expected_batch_size=512, delta=1e-5, **limits)
+
+
+@pytest.mark.parametrize(("num_train", "batch_size", "steps"), [(10, 10, 1), (10, 7, 1), (10, 4, 2), (100, 30, 3)])
+def test_an_epoch_has_the_steps_that_draw_each_example_once_in_expectation(
+    num_train: int, batch_size: int, steps: int
+) -> None:
+    assert steps_of_epoch(num_train, batch_size) == steps
 
 
 def test_noise_norm_is_proportional_to_sensitivity() -> None:

@@ -2,9 +2,6 @@
 
 import pickle
 import random
-import subprocess
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,15 +9,10 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-from dp_lightning.errors import ConfigurationError
-from dp_lightning.privacy.randomness import (
-    NoHostDraws,
-    TrainingRandomness,
-    WorkerSeeding,
-    keys_from,
-    rekey_generators,
-)
+from dp_lightning.privacy.randomness import TrainingRandomness, WorkerSeeding
 from dp_lightning.privacy.sampling import PhysicalBatch
+
+PLACE, OTHER = PhysicalBatch(3, 1, (0,), pieces=3), PhysicalBatch(3, 2, (0,), pieces=3)
 
 
 def drawn():
@@ -45,7 +37,7 @@ def publicly_seeded(worker_id=0):
 
 def after_start(seed, rank=0):
     publicly_seeded()
-    TrainingRandomness(seed, rank=rank).start()
+    TrainingRandomness(seed, rank=rank).before_step(PLACE)
     return drawn()
 
 
@@ -65,7 +57,7 @@ def test_secret_keys_do_not_depend_on_public_seeds():
 
 @pytest.mark.parametrize("seed", [None, 3])
 def test_the_cpu_state_has_the_layout_of_torch_and_full_words(seed):
-    TrainingRandomness(seed).start()
+    TrainingRandomness(seed).before_step(PLACE)
     state = torch.get_rng_state().numpy()
     words = state[24 : 24 + 8 * 624].view(np.uint64)
     assert words.max() < 2**32
@@ -80,7 +72,7 @@ def test_the_cpu_state_has_the_layout_of_torch_and_full_words(seed):
 
 
 def test_draws_from_a_whole_state_are_those_of_numpys_mt19937():
-    TrainingRandomness().start()
+    TrainingRandomness().before_step(PLACE)
     words = torch.get_rng_state().numpy()[24 : 24 + 8 * 624].view(np.uint64).astype(np.uint32)
     reference = np.random.RandomState()
     reference.set_state(("MT19937", words, 624))
@@ -89,7 +81,7 @@ def test_draws_from_a_whole_state_are_those_of_numpys_mt19937():
 
 
 def test_draws_are_uniform_and_normal():
-    TrainingRandomness().start()
+    TrainingRandomness().before_step(PLACE)
     uniform, normal = torch.rand(100_000), torch.randn(100_000)
     # Five standard errors.
     assert abs(uniform.mean().item() - 0.5) < 5 * (1 / 12 / 100_000) ** 0.5
@@ -100,14 +92,13 @@ def test_draws_are_uniform_and_normal():
 def test_a_kept_normal_value_is_forgotten():
     np.random.randn()
     assert np.random.get_state()[3] == 1
-    TrainingRandomness().start()
+    TrainingRandomness().before_step(PLACE)
     assert np.random.get_state()[3] == 0
 
 
 def test_a_reproducible_physical_batch_is_a_function_of_its_place():
-    place, other = PhysicalBatch(3, 1, (0,), pieces=3), PhysicalBatch(3, 2, (0,), pieces=3)
     randomness, found = TrainingRandomness(5), []
-    for at in (place, other, place):
+    for at in (PLACE, OTHER, PLACE):
         randomness.before_reading(at)
         found.append(drawn())
         randomness.before_step(at)
@@ -120,12 +111,10 @@ def test_a_reproducible_physical_batch_is_a_function_of_its_place():
 
 
 def test_a_secret_physical_batch_draws_on():
-    randomness, place = TrainingRandomness(), PhysicalBatch(3, 1, (0,), pieces=3)
-    randomness.start()
-    found = []
+    randomness, found = TrainingRandomness(), []
     for _ in range(2):
-        randomness.before_reading(place)
-        randomness.before_step(place)
+        randomness.before_reading(PLACE)
+        randomness.before_step(PLACE)
         found.append(drawn())
     assert_all_differ(*found)
 
@@ -164,102 +153,59 @@ def test_workers_of_a_reproducible_run_repeat_but_not_from_epoch_to_epoch_or_ran
     assert_all_differ(first[0], run(1)[0])
 
 
-class Dropout(nn.Module):
+class Holder(nn.Module):
     def __init__(self):
         super().__init__()
-        self.generators = {
-            "torch": torch.Generator().manual_seed(0),
-            "numpy": np.random.default_rng(0),
-            "philox": np.random.Generator(np.random.Philox(0)),
-            "legacy": np.random.RandomState(0),
-            "other": np.random.RandomState(np.random.PCG64(0)),
-            "python": random.Random(0),
-        }
+        self.generators = [
+            torch.Generator().manual_seed(0),
+            np.random.default_rng(0),
+            np.random.Generator(np.random.Philox(0)),
+            np.random.RandomState(0),
+            random.Random(0),
+        ]
         self.system = random.SystemRandom()
 
     def draw(self):
-        torch_one, numpy_one, philox, legacy, other, python = self.generators.values()
-        child = numpy_one.spawn(1)[0]
+        of_torch, *of_numpy, of_python = self.generators
+        child = of_numpy[0].spawn(1)[0]
         return [
-            torch.rand(2, generator=torch_one).tolist(),
-            *(each.standard_normal(3).tolist() for each in (numpy_one, philox, legacy, other, child)),
-            python.gauss(),
+            torch.rand(2, generator=of_torch).tolist(),
+            *(each.standard_normal(3).tolist() for each in (*of_numpy, child)),
+            of_python.gauss(),
         ]
 
 
-def test_every_generator_within_reach_gets_a_new_key():
-    public, secret = Dropout(), Dropout()
-    public.draw()
+def test_every_kind_of_generator_gets_a_new_key_at_the_start_and_before_each_use():
+    public, secret = Holder(), Holder()
+    found = [public.draw() for _ in range(4)]  # what generators with their own keys draw, one time after the other
     secret.draw()  # so that legacy and Python's generators keep a normal value
-    found = rekey_generators({"model": secret}, keys_from(None))
-    assert found == [(f"model.generators[{name!r}]", each) for name, each in secret.generators.items()]
-    assert_all_differ(public.draw(), secret.draw())
+    randomness = TrainingRandomness(owners=[secret])
+    for again in (lambda: None, lambda: randomness.before_reading(PLACE), lambda: randomness.before_step(PLACE)):
+        again()
+        found.append(secret.draw())
+    for place, draws in enumerate(found):
+        for others in found[:place]:
+            assert_all_differ(draws, others)
 
 
-def test_rekeyed_generators_of_a_reproducible_run_repeat_and_differ_from_each_other():
-    def run(*place):
-        models = {"model": Dropout(), "data": [torch.Generator()]}
-        assert ("data[0]", models["data"][0]) in rekey_generators(models, keys_from(3, *place))
-        return [*models["model"].draw(), torch.rand(2, generator=models["data"][0]).tolist()]
+def test_generators_of_a_reproducible_run_repeat_and_differ_from_each_other():
+    def run(seed):
+        holder = Holder()
+        TrainingRandomness(seed, owners=[holder]).before_step(PLACE)
+        return holder.draw()
 
-    first = run(0)
-    assert first == run(0)
-    assert_all_differ(first, run(1))
-    assert first[0] != first[-1]
-    assert len({tuple(values) for values in first[1:6]}) == 5
-
-
-def test_a_generator_that_takes_no_key_is_refused_by_name():
-    class Own(np.random.PCG64):
-        pass
-
-    holder = nn.Module()
-    holder.rng = np.random.Generator(Own(0))
-    with pytest.raises(ConfigurationError, match=r"model\.rng draws from Own.*default_rng"):
-        rekey_generators({"model": holder}, keys_from(None))
+    first = run(3)
+    assert first == run(3)
+    assert_all_differ(first, run(4))
+    assert len({tuple(values) for values in first[1:5]}) == 4
 
 
-def test_ignored_generators_keep_their_keys():
-    model = Dropout()
-    assert rekey_generators({"model": model}, keys_from(None), lambda owner, name: name == "generators") == []
-    assert model.draw() == Dropout().draw()
-
-
-@pytest.mark.parametrize(
-    ("draw", "names"),
-    [
-        (lambda: torch.rand(3), []),
-        (lambda: np.random.rand(), ["numpy.random"]),
-        (lambda: np.random.permutation(3), ["numpy.random"]),
-        (lambda: random.random(), ["random"]),
-        (lambda: random.choice([1, 2]) and np.random.randn(), ["numpy.random", "random"]),
-    ],
-)
-def test_draws_on_the_host_are_named(draw, names):
-    host = NoHostDraws()
-    host.note()
-    assert host.drawn() == []
-    draw()
-    assert host.drawn() == names
-    host.note()
-    assert host.drawn() == []
-
-
-def test_a_fresh_process_may_import_in_a_loss_what_torch_imports_there():
-    """torch imports sympy at the first loss, and sympy makes a random generator."""
-    code = """
-import torch
-from torch.nn import functional as F
-from torch.utils.data import TensorDataset
-from dp_lightning.privacy import PrivacyPlan, PrivateStep
-
-model = torch.nn.Linear(5, 3)
-plan = PrivacyPlan(num_train=9, expected_batch_size=9, num_steps=1, noise_multiplier=1.0, delta=1e-3)
-dataset = TensorDataset(torch.randn(9, 5), torch.arange(9) % 3)
-private = PrivateStep(model, lambda batch: F.cross_entropy(model(batch[0]), batch[1]), dataset, plan=plan)
-for batch in private.batches():
-    private.accumulate(batch)
-private.release()
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=Path(__file__).parents[2])
-    assert done.returncode == 0, done.stderr
+@pytest.mark.parametrize("seed", [None, 3])
+def test_no_example_of_a_step_draws_as_another(seed):
+    randomness, found = TrainingRandomness(seed), []
+    for example in range(3):
+        randomness.before_step(PLACE, example)
+        found.append(drawn())
+    for place, draws in enumerate(found):
+        for others in found[:place]:
+            assert_all_differ(draws, others)

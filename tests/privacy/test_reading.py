@@ -1,18 +1,16 @@
-"""Collation sees one example at a time, and keeps nothing of it; the data set may keep what it likes."""
+"""Examples are read one by one, as trees that are opened, stacked and built again; workers read as the process does."""
 
 import pickle
-import warnings
 from collections import UserDict
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, default_collate
+from torch.utils.data import DataLoader, Dataset
 
-from dp_lightning.errors import DataError, ModelError
-from dp_lightning.privacy.reading import ExampleReader, flatten, stacked, unflatten
+from dp_lightning.errors import DataError
+from dp_lightning.privacy.reading import Entries, ExampleReader, Reading, flatten, stacked, unflatten
 from dp_lightning.privacy.sampling import PhysicalBatch
 
 PLACES = [[PhysicalBatch(0, piece, (2 * piece, 2 * piece + 1), pieces=4)] for piece in range(3)]
@@ -22,98 +20,27 @@ class Numbers(Dataset):
     """Keeps a cache."""
 
     def __init__(self):
-        self.cache, self.seen = {}, []
+        self.cache = {}
 
     def __getitem__(self, index):
-        self.seen.append(index)
         return self.cache.setdefault(index, torch.full((2,), float(index)))
 
     def __len__(self):
         return 6
 
 
-class Collate:
-    """May lead to the data set."""
-
-    def __init__(self, dataset):
-        self.dataset, self.last, self.mean, self.seen = dataset, 0.0, torch.zeros(2), []
-
-    def __call__(self, examples):
-        return default_collate(examples)
-
-
-class AddsTheLast(Collate):
-    def __call__(self, examples):
-        before, self.last = self.last, float(examples[0][0])
-        return default_collate(examples) + before
-
-
-class AddsTheMean(Collate):
-    def __call__(self, examples):
-        self.mean += examples[0]
-        return default_collate(examples) + self.mean
-
-
-class Appends(Collate):
-    def __call__(self, examples):
-        self.seen.append(float(examples[0][0]))
-        return default_collate(examples)
-
-
-def first(items):
-    return items[0]
-
-
-def read(collate, **kwargs):
-    dataset = Numbers()
-    reader = ExampleReader(dataset, collate(dataset))
-    batches = DataLoader(reader, batch_sampler=PLACES, collate_fn=first, **kwargs)
-    return torch.cat([batch.examples for batch in batches])[:, 0, 0].tolist()
+def double(batch):
+    return 2 * batch
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_the_caches_of_a_data_set_are_no_state_of_collation(workers):
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert read(Collate, num_workers=workers) == [0, 1, 2, 3, 4, 5]
-
-
-@pytest.mark.parametrize("workers", [0, 1])
-@pytest.mark.filterwarnings("ignore:Reading an example changes collate_fn.last")
-def test_a_value_that_collation_keeps_is_put_back_before_the_next_example(workers):
-    assert read(AddsTheLast, num_workers=workers) == [0, 1, 2, 3, 4, 5]
-
-
-def test_what_is_put_back_is_named():
-    with pytest.warns(UserWarning, match=r"collate_fn\.last"):
-        read(AddsTheLast)
-
-
-@pytest.mark.parametrize("workers", [0, 1])
-@pytest.mark.parametrize(("collate", "name"), [(AddsTheMean, "mean"), (Appends, "seen")])
-def test_what_cannot_be_put_back_is_refused_by_name(collate, name, workers):
-    with pytest.raises(ModelError, match=rf"Reading an example changes collate_fn\.{name}"):
-        read(collate, num_workers=workers)
-
-
-def test_generators_may_advance():
-    class Draws(Collate):
-        def __init__(self, dataset):
-            super().__init__(dataset)
-            self.numbers, self.torchs = np.random.default_rng(0), torch.Generator()
-
-        def __call__(self, examples):
-            shift = self.numbers.random() + torch.rand((), generator=self.torchs)
-            return default_collate(examples) + 0 * shift
-
-    assert read(Draws) == [0, 1, 2, 3, 4, 5]
-
-
-def test_a_reader_that_has_read_can_be_sent_to_a_worker():
-    dataset = Numbers()
-    reader = ExampleReader(dataset, Collate(dataset))
-    before = reader[PLACES[0][0]].examples
-    assert torch.equal(pickle.loads(pickle.dumps(reader))[PLACES[0][0]].examples, before)
+def test_a_reader_reads_in_workers_as_in_the_process_and_prepares_after_collation(workers):
+    reader = ExampleReader(Numbers(), Reading(prepare=double))
+    reader[PLACES[0][0]]  # one that has read can be sent to a worker
+    reader = pickle.loads(pickle.dumps(reader))
+    batches = DataLoader(reader, batch_sampler=PLACES, collate_fn=lambda items: items[0], num_workers=workers)
+    (leaves,) = zip(*(batch.leaves for batch in batches), strict=True)
+    assert torch.cat(leaves)[:, 0, 0].tolist() == [0, 2, 4, 6, 8, 10]
 
 
 class Encoding(UserDict):
@@ -201,10 +128,12 @@ def test_a_structure_is_that_of_classes_names_and_kinds_of_leaves_only():
 
 
 def test_what_is_opened_is_stacked_by_its_tensors():
-    batch = stacked([{"b": Encoding({"x": ones() * i, "mask": None, "name": str(i)})} for i in range(3)])["b"]
-    assert type(batch) is Encoding
-    assert batch.x[:, 0, 0].tolist() == [0, 1, 2]
-    assert (batch.mask, batch.name) == (None, ("0", "1", "2"))
+    leaves, structure = stacked([{"b": Encoding({"x": ones() * i, "mask": None, "name": str(i)})} for i in range(3)])
+    (x,) = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    assert x[:, 0, 0].tolist() == [0, 1, 2]
+    assert Entries(("0", "1", "2")) in [leaf for leaf in leaves if isinstance(leaf, Entries)]
+    of_one = unflatten([leaf[1] for leaf in leaves], structure)["b"]
+    assert (type(of_one), of_one.mask, of_one.name, of_one.x.tolist()) == (Encoding, None, "1", [[1, 1]])
 
 
 @pytest.mark.parametrize(

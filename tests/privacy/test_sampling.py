@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from dp_lightning.privacy import PoissonSampler
-from dp_lightning.privacy.sampling import cut, epoch_end, epoch_of, sampling_key
+from dp_lightning.privacy.sampling import cut, sampling_key
 
 
 def inclusions(draws=2000, num_train=200, q=0.1, **kwargs):
@@ -67,21 +67,3 @@ def test_physical_batches_hold_each_example_once_and_end_once(count, size):
 def test_an_empty_draw_is_one_batch_without_examples():
     (batch,) = cut(np.array([], dtype=np.int64), 4, step=7)
     assert (batch.step, batch.piece, batch.indices, batch.last) == (7, 0, (), True)
-
-
-@pytest.mark.parametrize(("num_train", "b", "epochs"), [(50_000, 1024, 50), (1437, 256, 7), (10, 10, 3), (100, 7, 4)])
-def test_epochs_have_the_planned_number_of_steps_together(num_train, b, epochs):
-    num_steps = epochs * num_train // b
-    step, ends = 0, []
-    while step < num_steps:
-        start, size = step, {"num_train": num_train, "expected_batch_size": b}
-        step = epoch_end(start, **size, num_steps=num_steps)
-        assert {epoch_of(within, **size) for within in range(start, step)} == {(len(ends), start)}
-        ends.append(step)
-    assert ends == [(e + 1) * num_train // b for e in range(epochs)]
-    assert ends[-1] == num_steps
-
-
-def test_the_epoch_goes_on_where_the_ledger_stands():
-    assert epoch_end(100, num_train=50_000, expected_batch_size=1024, num_steps=2441) == 146
-    assert epoch_end(2430, num_train=50_000, expected_batch_size=1024, num_steps=2435) == 2435

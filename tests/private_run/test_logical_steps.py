@@ -19,10 +19,11 @@ from dp_lightning.private_run.strategy_methods import StrategyMethods
 class Notes(Plain):
     def __init__(self):
         super().__init__()
-        self.places, self.steps = [], 0
+        self.places, self.indices, self.steps = [], set(), 0
 
     def training_step(self, batch, batch_idx):
         self.steps += 1
+        self.indices.add(batch_idx)
         return super().training_step(batch, batch_idx)
 
     def on_train_batch_end(self, outputs, batch, batch_idx):
@@ -35,6 +36,7 @@ def test_an_epoch_has_round_n_over_b_steps_and_every_number_counts_them(tmp_path
     run.fit(module, loader())  # 60 / 24 = 2.5, which Python rounds to the even number
     assert run.num_training_batches == 2
     assert module.places == [(0, 0, 0, 1), (0, 1, 1, 2), (1, 0, 0, 3), (1, 1, 1, 4)]
+    assert module.indices == {0, 1}
     assert run.train_dataloader.dataset.tensors[0].shape == (60, 5)
 
 
@@ -52,7 +54,7 @@ def test_a_limited_run_resumes_within_an_epoch_and_ends_with_its_plan(tmp_path):
     run.fit(module, loader(), ckpt_path=tmp_path / "step=4.ckpt")
     assert (run.global_step, second.ledger.num_steps, second.plan.num_steps) == (9, 9, 9)
     assert second.ledger.runs == ((1.0, 0.2, 9),)
-    assert [place[:2] for place in module.places] == [(1, 1), (1, 2), (2, 0), (2, 1), (2, 2)]
+    assert [place[:3] for place in module.places] == [(1, 1, 1), (1, 2, 2), (2, 0, 0), (2, 1, 1), (2, 2, 2)]
 
 
 class FailsAfterRelease(pl.Callback):
@@ -228,3 +230,14 @@ def test_a_transfer_hook_sees_each_example_and_no_logical_batch(tmp_path):
     trainer(tmp_path, privacy(), max_epochs=1).fit(module, loader())
     assert set(seen) == {1}
     assert "on_before_batch_transfer" not in vars(module)
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_worker_processes_deliver_the_same_batches(persistent, tmp_path):
+    found = []
+    for workers in ({}, {"num_workers": 2, "persistent_workers": persistent, "prefetch_factor": 3}):
+        torch.manual_seed(0)
+        module, callback = Plain(), without_noise(max_physical_batch_size=8)
+        trainer(tmp_path, callback, limit_train_batches=2).fit(module, loader(**workers))
+        found.append(torch.cat([p.detach().flatten() for p in module.parameters()]))
+    assert torch.equal(*found)
