@@ -8,10 +8,8 @@ from pathlib import Path
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.profilers import PyTorchProfiler, SimpleProfiler
-from lightning.pytorch.strategies import DDPStrategy
 from torch.utils.data import DataLoader, TensorDataset
-from torchmetrics import MeanMetric, MetricCollection
+from torchmetrics import MeanMetric
 
 import dp_lightning
 from dp_lightning import lightning_internals as internals
@@ -70,6 +68,44 @@ def test_no_other_file_uses_a_private_member_of_a_library(path):
     assert used_of_others(path) == set()
 
 
+#: Every private member that the package uses, and where.
+MEMBERS = {
+    "lightning_internals.py": {
+        "_compiler_ctx",
+        "_results",
+        "_signal_connector",
+        "_forward_cache",
+        "_set_seed",
+        "_parse_ckpt_path",
+        "_run_subcommand",
+        "_actions",
+        "_option_string_actions",
+        "_action_groups",
+        "_group_actions",
+    },
+    "torch_internals.py": {
+        "_C",
+        "_functorch",
+        "_pytree",
+        "_version",
+        "_cdata",
+        "_storage_Use_Count",
+        "_backward_hooks",
+        "_post_accumulate_grad_hooks",
+        "_grouped_mm",
+        "_is_mkldnn_bf16_supported",
+        "_add_batch_dim",
+        "_compiled_call_impl",
+    },
+}
+
+
+@pytest.mark.parametrize("name", MEMBERS)
+def test_the_private_members_are_known(name):
+    tree = ast.parse((PACKAGE / name).read_text())
+    assert set(private_members(tree)) == MEMBERS[name]
+
+
 @pytest.mark.parametrize(
     "line",
     [
@@ -91,21 +127,18 @@ class Fit(pl.LightningModule):
 
     def __init__(self):
         super().__init__()
-        self.layer, self.mean, self.said = torch.nn.Linear(2, 1), MeanMetric(), []
+        self.layer, self.mean = torch.nn.Linear(2, 1), MeanMetric()
 
     def training_step(self, batch, batch_idx):
         loss = self.layer(batch[0]).mean()
         self.log("both", loss, on_step=True, on_epoch=True)
-        self.log("total", torch.tensor(2.0), on_step=False, on_epoch=True, reduce_fx="sum")
         self.mean(loss.detach())
-        self.log("metric", self.mean)
+        internals.set_value_of_step(self.mean, torch.tensor(7.0))
+        self.log("metric", self.mean, on_step=True)
         return loss
 
     def on_train_batch_end(self, *args):
-        logged = {one.meta.name: one for one in internals.logged_in_training(self.trainer)}
-        step = {name: internals.logged_in_step(one) for name, one in logged.items()}
-        gathered = {name: internals.gathered_value(one) for name, one in logged.items()}
-        self.said.append((internals.training_is_logged(self.trainer), step, gathered))
+        self.logged = {result.meta.name for result in internals.logged_in_training(self.trainer)}
 
     def train_dataloader(self):
         return DataLoader(TensorDataset(torch.randn(4, 2)), batch_size=2)
@@ -127,65 +160,19 @@ def test_the_versions_that_were_tried_are_those_that_are_installed_here():
 def test_what_a_fit_logs(tmp_path):
     module, run = Fit(), trainer(tmp_path, enable_progress_bar=False)
     run.fit(module)
-    (_, *_), (training, step, gathered) = module.said
-    assert training
-    assert step["both"].numel() == 1
-    assert gathered["total"] == 4
-    assert gathered["both"].numel() == 1
-    assert gathered["metric"] is None
-    kept = internals.LoggerConnector.kept.fget(internals.logger_connector(run))
-    assert "both" in kept[0] and all(isinstance(shown, dict) for shown in kept)  # noqa: PT018
+    assert module.logged == {"both", "metric"}
+    assert run.callback_metrics["metric"] == 7
 
 
-def test_the_connector_to_loggers_is_exchanged(tmp_path):
-    run = trainer(tmp_path)
-    mine = internals.LoggerConnector(run)
-    internals.set_logger_connector(run, mine)
-    assert internals.logger_connector(run) is mine
-    run.callback_metrics["a"] = torch.tensor(1.0)
-    assert mine.kept[0]["a"] == 1.0
-    assert not internals.training_is_logged(run)
+def test_a_compiled_module_is_known(tmp_path):
+    class Asks(pl.Callback):
+        def setup(self, trainer, pl_module, stage):
+            found.append(internals.was_compiled(pl_module))
 
-
-def test_the_loader_of_a_trainer_is_exchanged(tmp_path):
-    class Source(internals.LoaderSource):
-        def dataloader(self):
-            return DataLoader(TensorDataset(torch.ones(2, 2)), batch_size=1)
-
-    class Exchanges(Fit):
-        def on_fit_start(self):
-            source = internals.loader_source(self.trainer)
-            internals.set_loader_source(self.trainer, Source(source.instance, source.name))
-
-    module = Exchanges()
-    trainer(tmp_path, enable_progress_bar=False).fit(module)
-    assert len(module.said) == 2
-
-
-def test_the_hook_of_a_batch_is_called_by_its_name(tmp_path):
-    module, called = Fit(), []
-    hook = getattr(module, internals.CALL_BATCH_HOOK)
-    module.__dict__[internals.CALL_BATCH_HOOK] = lambda name, *args: called.append(name) or hook(name, *args)
-    trainer(tmp_path, enable_progress_bar=False).fit(module)
-    assert called[:3] == ["on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer"]
-
-
-def test_states_of_metrics():
-    metric = MeanMetric()
-    assert set(internals.state_defaults(metric)) == {"mean_value", "weight"}
-    assert not internals.saves_states(metric)
-    metric.persistent(True)
-    assert internals.saves_states(metric)
-    internals.joined(metric, metric.clone(), [((torch.tensor(1.0),), {}), ((torch.tensor(4.0),), {"weight": 2.0})])
-    assert metric._forward_cache == 3
-    assert MetricCollection([metric])  # whose members are called alike
-
-
-def test_settings_of_trainers(tmp_path):
-    assert internals.detects_anomalies(trainer(tmp_path, detect_anomaly=True))
-    assert not internals.detects_anomalies(trainer(tmp_path))
-    assert internals.records_modules(PyTorchProfiler(record_module_names=True))
-    assert not internals.records_modules(SimpleProfiler())
+    found = []
+    for module in (Fit(), torch.compile(Fit(), backend="eager")):
+        trainer(tmp_path, enable_progress_bar=False, callbacks=[Asks()], max_steps=0).fit(module)
+    assert found == [False, True]
 
 
 def test_lightning_sets_no_handlers_of_signals_while_they_are_left_alone(tmp_path):
@@ -201,10 +188,6 @@ def test_lightning_sets_no_handlers_of_signals_while_they_are_left_alone(tmp_pat
             internals.take_signals_again(run)
         run.fit(Fit())
     assert during[0] == before != during[1]
-
-
-def test_how_processes_are_started():
-    assert internals.start_method(DDPStrategy(parallel_devices=[torch.device("cpu")] * 2)) == "popen"
 
 
 def test_the_steps_of_the_command_line(tmp_path):

@@ -46,10 +46,10 @@ class Watched(Plain):
         return self.net(batch[0]).softmax(1)
 
 
-def run(folder, averaging, module=None, *, ckpt_path=None, **kwargs):
+def run(folder, averaging, module=None, *, callback=None, ckpt_path=None, **kwargs):
     torch.manual_seed(0)
     module = module or Watched()
-    used = trainer(folder, privacy(reproducible=True), averaging, **kwargs)
+    used = trainer(folder, callback or privacy(reproducible=True), averaging, **kwargs)
     used.fit(module, loader(), loader(examples(30, seed=4)), ckpt_path=ckpt_path)
     return used, module
 
@@ -67,9 +67,9 @@ def test_the_average_follows_its_recursion(tmp_path, decay):
     torch.manual_seed(0)
     module = Watched()
     start = {name: p.detach().clone() for name, p in module.named_parameters() if p.requires_grad}
-    averaging = AveragedWeights(decay)
-    run(tmp_path, averaging, module)
-    assert len(module.seen) == 9
+    averaging, callback = AveragedWeights(decay), privacy(max_physical_batch_size=3)
+    run(tmp_path, averaging, module, callback=callback)
+    assert averaging.state_dict().get("num_updates") == callback.ledger.num_steps == len(module.seen) == 9
     expected = by_recursion(start, module.seen, decay)
     assert set(averaging.average) == set(expected)
     for name, value in expected.items():
