@@ -7,6 +7,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from dp_lightning.callbacks import PrivacyCallback
+from dp_lightning.callbacks.privacy import privacy_of
 
 N, CLASSES = 60, 3
 
@@ -45,6 +46,28 @@ class Stop(pl.Callback):
     def on_train_batch_start(self, trainer, *args):
         if trainer.global_step == self.step:
             raise RuntimeError("stopped")
+
+
+class PhysicalBatches(pl.Callback):
+    """Keeps the physical batches that a run trains on."""
+
+    def __init__(self):
+        self.batches = []
+
+    def on_train_start(self, trainer, pl_module):
+        step = privacy_of(trainer).private_run.step
+        accumulate = step.accumulate
+
+        def noted(batch):
+            self.batches.append(batch)
+            accumulate(batch)
+
+        step.accumulate = noted
+
+    @property
+    def rows(self):
+        """Of each batch its leaves, with the rows of all examples that take part."""
+        return [tuple(leaf[batch.counted].flatten(0, 1) for leaf in batch.leaves) for batch in self.batches]
 
 
 def loader(dataset=None, **kwargs):

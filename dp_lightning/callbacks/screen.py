@@ -13,7 +13,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import ProgressBar
-from rich.console import RenderableType
+from rich.console import Console, RenderableType
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.text import Text
 
@@ -36,7 +36,10 @@ class _Bar(Progress):
         self._numbers, self._refreshed = "", 0.0
         names = TextColumn("{task.description}"), BarColumn(bar_width=None)
         times = TimeElapsedColumn(), TextColumn("elapsed,"), TimeRemainingColumn(), TextColumn("left")
-        super().__init__(*names, *times, speed_estimate_period=_PERIOD, auto_refresh=False, transient=True)
+        # rich's own console knows the terminal of its first use in this process.
+        super().__init__(
+            *names, *times, console=Console(), speed_estimate_period=_PERIOD, auto_refresh=False, transient=True
+        )
         self.add_task("", total=None)
 
     @property

@@ -81,7 +81,7 @@ def _solve(options: argparse.Namespace) -> "PrivacyPlan":
 
 def _missing(options: argparse.Namespace) -> str:
     """The one of the four options that is not given; checks the others."""
-    from dp_lightning.privacy.accounting import check_count
+    from dp_lightning.privacy.ranges import check_count
 
     given = {
         "--epsilon": options.epsilon,

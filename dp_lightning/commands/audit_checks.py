@@ -13,9 +13,9 @@ from numpy.typing import NDArray
 from scipy import stats
 from torch import Tensor
 
+from dp_lightning.analysis.auditing import NoiseTests, gaussian_epsilon, mu_lower_bound
 from dp_lightning.commands.audit_runs import AuditRuns, Canaries, steps_of_canaries
 from dp_lightning.privacy.accounting import epsilon
-from dp_lightning.privacy.auditing import NoiseTests, gaussian_epsilon, mu_lower_bound
 
 FALSE_ALARM = 1e-4
 # Relative to the sensitivity: float32 rounding when the sum is divided by B and multiplied by B again.

@@ -13,7 +13,7 @@ import yaml
 from dp_lightning.commands.training import TrainingCLI, command_line
 from dp_lightning.errors import ConfigurationError
 from dp_lightning.models.pretrained import without_weights
-from dp_lightning.privacy.examples import trained_parameters
+from dp_lightning.privacy.parameters import trained_parameters
 from dp_lightning.privacy.phases import shares_of
 from dp_lightning.private_run.trainer_checks import check_settings
 

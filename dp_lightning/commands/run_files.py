@@ -14,8 +14,9 @@ from dp_lightning.errors import ConfigurationError, DataError
 from dp_lightning.experiments.event_files import Curve, curves_in
 from dp_lightning.experiments.runs import read_facts, result_in
 from dp_lightning.foreign_text import LARGEST_JSON, LARGEST_YAML, load_yaml, read_json, read_text
-from dp_lightning.privacy.accounting import Ledger, check_accountant, check_delta, compose
+from dp_lightning.privacy.accounting import Ledger, check_accountant, compose
 from dp_lightning.privacy.journal import Step, journal_name, journals_in, read_journal, run_of, up_to
+from dp_lightning.privacy.ranges import check_delta
 from dp_lightning.privacy.statement import PrivacyStatement
 
 STATEMENT, SNR, CONFIG = "privacy_statement.json", "snr.json", "config.yaml"

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from dp_lightning.privacy.groups import Group
+from dp_lightning.privacy.person_ids import Group
 
 Transform = Callable[..., Tensor]
 

@@ -33,7 +33,7 @@ from dp_lightning.errors import DataError, DpLightningError
 from dp_lightning.foreign_text import read_text
 from dp_lightning.models.feature_network import FeatureNetwork, has_weights
 from dp_lightning.models.pretrained import without_weights
-from dp_lightning.privacy.groups import Group
+from dp_lightning.privacy.person_ids import Group
 
 # Images per file: one is computed while the one before is written, so an interruption can lose two.
 _PER_FILE = 4096

@@ -27,7 +27,7 @@ from dp_lightning.datamodules.file_source import IMAGE_EXTENSIONS, FileNames, Fi
 from dp_lightning.datamodules.persons import GroupTable, PersonIds
 from dp_lightning.datamodules.reading_first import READ_FIRST_BELOW, require_readable
 from dp_lightning.errors import ConfigurationError, DataError
-from dp_lightning.privacy.groups import checked_groups
+from dp_lightning.privacy.person_ids import checked_groups
 
 # Empty class folders that are named.
 _NAMED = 3

@@ -26,7 +26,7 @@ from dp_lightning.datamodules.base import (
 from dp_lightning.datamodules.dataset import ArraySource
 from dp_lightning.datamodules.persons import PersonIds
 from dp_lightning.errors import DataError
-from dp_lightning.privacy.groups import checked_groups
+from dp_lightning.privacy.person_ids import checked_groups
 
 SPLITS: tuple[Split, ...] = ("train", "val", "test")
 # Most bytes of an id, 4 for each character: an array stores every id with the length of the longest one.

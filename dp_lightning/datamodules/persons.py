@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from dp_lightning.errors import DataError
-from dp_lightning.privacy.groups import Group, checked_groups
+from dp_lightning.privacy.person_ids import Group, checked_groups
 
 
 def warn_of_shared_persons(trained: Iterable[Group], evaluated: Iterable[Group], split: str) -> None:

@@ -19,7 +19,7 @@ from dp_lightning.datamodules.dataset import ArraySource
 from dp_lightning.datamodules.file_source import FileSource
 from dp_lightning.datamodules.reading_first import each_file, problem_of
 from dp_lightning.errors import DataError
-from dp_lightning.privacy.groups import Group
+from dp_lightning.privacy.person_ids import Group
 
 _CHANNELS = {1: "grey", 2: "grey with alpha", 3: "colour", 4: "colour with alpha"}
 # PIL's modes that are not named after their channels.

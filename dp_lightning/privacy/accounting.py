@@ -28,6 +28,7 @@ import numpy as np
 
 from dp_lightning.errors import BudgetError, ConfigurationError
 from dp_lightning.privacy import opacus_prv, renyi
+from dp_lightning.privacy.ranges import check_count, check_delta, check_noise_multiplier, is_number
 
 ACCOUNTANTS = ("prv", "rdp", "pld")
 
@@ -51,9 +52,6 @@ _SMALLEST_FFT_DELTA = 1e-11
 _MAX_PRV_POINTS = 2**21
 # By so many points Opacus lengthens a grid whose ends lie between two of its points, 0 being one of them.
 _ENDS = 3
-# Different noise and sample rates in a ledger that is read. A run has one, and one more where a resume changes its
-# noise; each costs a tenth of a second to account.
-_MOST_KINDS = 100
 # Gopi et al.'s truncation bound, as Opacus implements it, holds for errors below 1.
 _MAX_PRV_ERROR = 0.5
 
@@ -118,34 +116,6 @@ def check_accountant(name: str) -> None:
         raise ConfigurationError(
             "accountant 'pld' needs dp-accounting: pip install 'dp-lightning[pld]', or choose 'prv' or 'rdp'."
         )
-
-
-def check_delta(delta: float) -> None:
-    """Raise ConfigurationError unless `delta` is a number in (0, 1)."""
-    if not _is_number(delta) or not 0 < delta < 1:
-        raise ConfigurationError(f"delta must be a number between 0 and 1; got {delta!r}.")
-
-
-def check_count(name: str, value: int, *, minimum: int = 1) -> None:
-    """Raise ConfigurationError unless `value` is an integer from `minimum` to 2**53."""
-    if isinstance(value, bool) or not isinstance(value, int) or not minimum <= value <= 2**53:
-        raise ConfigurationError(f"{name} must be an integer of at least {minimum}; got {value!r}.")
-
-
-def check_batch_size(expected_batch_size: int, num_train: int) -> None:
-    """Raise ConfigurationError where B is above N."""
-    if expected_batch_size > num_train:
-        raise ConfigurationError(
-            f"expected_batch_size must be at most num_train = {num_train}; got {expected_batch_size}. Lower "
-            "privacy.expected_batch_size: it counts what num_train counts, examples, or persons under unit_of_privacy: "
-            "group."
-        )
-
-
-def check_noise_multiplier(value: float) -> None:
-    """Raise ConfigurationError unless `value` is a finite number of at least 0."""
-    if not _is_number(value) or not 0 <= value < math.inf:
-        raise ConfigurationError(f"noise_multiplier must be a finite number of at least 0; got {value!r}.")
 
 
 class Ledger:
@@ -218,27 +188,13 @@ class Ledger:
             ConfigurationError: the state is not one that `state_dict` can have written.
             BudgetError: the state lacks steps that this ledger has recorded.
         """
-        if not isinstance(state, dict) or set(state) - {"earlier"} != {"runs"}:
-            raise ConfigurationError("The saved ledger is malformed: it must hold 'runs', and may hold 'earlier'.")
-        earlier, loaded = state.get("earlier", {}), Ledger()
-        if not isinstance(earlier, dict):
-            raise ConfigurationError("The saved ledger is malformed: 'earlier' must map names of runs to their steps.")
-        for runs in (state["runs"], *earlier.values()):
-            if not isinstance(runs, list | tuple):
-                raise ConfigurationError(f"The saved ledger is malformed: {runs!r} is not a list of runs of steps.")
-            for run in runs:
-                if not isinstance(run, list | tuple) or len(run) != 3:
-                    raise ConfigurationError(f"The saved ledger is malformed: {run!r} is not a run of steps.")
+        loaded = Ledger()
         try:
             for run in state["runs"]:
                 loaded._append(_check_run(*run))
-            loaded.count_earlier(earlier)
-        except ConfigurationError as error:
+            loaded.count_earlier(state.get("earlier", {}))
+        except (KeyError, TypeError, AttributeError, ConfigurationError) as error:
             raise ConfigurationError(f"The saved ledger is malformed: {error}") from None
-        if (kinds := len({run[:2] for run in (*loaded.runs, *loaded.earlier_steps)})) > _MOST_KINDS:
-            raise ConfigurationError(
-                f"The saved ledger is malformed: it has {kinds} kinds of steps, and at most {_MOST_KINDS} are read."
-            )
         before, after = self.totals, loaded.totals
         if any(count > after[kind] for kind, count in before.items()):
             raise BudgetError(
@@ -262,13 +218,9 @@ def _totals(runs: Iterable[Run]) -> Counter[tuple[float, float]]:
     return totals
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and not math.isnan(value)
-
-
 def _check_run(noise_multiplier: float, sample_rate: float, count: int) -> Run:
     check_noise_multiplier(noise_multiplier)
-    if not _is_number(sample_rate) or not 0 < sample_rate <= 1:
+    if not is_number(sample_rate) or not 0 < sample_rate <= 1:
         raise ConfigurationError(f"sample_rate must be above 0 and at most 1; got {sample_rate!r}.")
     check_count("the number of steps", count)
     return float(noise_multiplier), float(sample_rate), count

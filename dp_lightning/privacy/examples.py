@@ -8,12 +8,11 @@ logical step begins with a synthetic example, whose loss moves buffers and count
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
 import torch
-from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
+from torch import Tensor
 
 from dp_lightning.errors import DataError, ModelError
 from dp_lightning.privacy.gradients.clipped_sum import ClippedSum
@@ -26,8 +25,6 @@ from dp_lightning.privacy.randomness import TrainingRandomness
 from dp_lightning.privacy.reading import Entries, ExampleBatch, unflatten
 from dp_lightning.processors import sent
 from dp_lightning.refusing import refuse_every_use
-
-MODES = ("together", "one_by_one")
 
 Loss = Callable[[Any], Tensor]
 """From a batch of one example to its loss, a scalar."""
@@ -176,49 +173,3 @@ def _scalar(loss: Any) -> Tensor:
     if loss.numel() != 1:
         raise ModelError(f"training_step returned a loss of shape {tuple(loss.shape)}. It has to be a single number.")
     return loss.reshape(())
-
-
-def trained_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
-    """By name.
-
-    Raises:
-        ModelError: where there is none, and where a lazy layer has not made its own yet.
-    """
-    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
-        if is_lazy(tensor):
-            raise ModelError(
-                f"'{name}' belongs to a lazy layer and has no shape yet. Run a batch of zeros through the model before "
-                "training, or give the layer its size, as nn.Linear(in_features, out_features) does."
-            )
-    found = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
-    if names := [name for name, parameter in found.items() if parameter.is_complex()]:
-        raise ModelError(
-            f"{', '.join(names[:5])} is complex, and norms are taken of real parameters. Hold real and imaginary "
-            "parts, and combine them in forward: torch.view_as_complex(self.weight), of shape (..., 2)."
-        )
-    if not found:
-        raise ModelError("The model has no parameter that requires a gradient, so there is nothing to train.")
-    return found
-
-
-def require_same_trained(parameters: Mapping[str, nn.Parameter], trained: Collection[str]) -> None:
-    """Refuse a parameter that was frozen or unfrozen since the run began.
-
-    Args:
-        parameters: all that the module had at the start, by name.
-        trained: the names of those that were trained.
-
-    Raises:
-        ModelError: naming them.
-    """
-    changed = [name for name, parameter in parameters.items() if parameter.requires_grad is not (name in trained)]
-    for names, what in (
-        ([name for name in changed if name not in trained], "unfrozen"),
-        ([name for name in changed if name in trained], "frozen"),
-    ):
-        if names:
-            were = "were" if names[1:] else "was"
-            raise ModelError(
-                f"{', '.join(names[:5])} {were} {what} during the private run. Which parameters are trained is fixed "
-                "when it begins: freeze others before the fit. To train some only later, set privacy.frozen_until."
-            )

@@ -32,7 +32,7 @@ from torch.utils.data import Dataset
 
 from dp_lightning.errors import ConfigurationError, ModelError
 from dp_lightning.privacy.gradients.recording import Recording
-from dp_lightning.privacy.gradients.refusals import HOST_DRAW
+from dp_lightning.privacy.gradients.refusals import BATCH_NORM, HOST_DRAW, is_of_batch_norm
 from dp_lightning.torch_internals import is_batched
 
 _NUMBERS = (bool, int, float)
@@ -138,7 +138,12 @@ class Isolation:
         return found
 
     def _put_back(self, state: list[tuple[int, dict[str, Any]]], *, advances: bool) -> None:
-        """Give numbers and tensors in attributes that were replaced the values that they had."""
+        """Give numbers and tensors in attributes that were replaced the values that they had.
+
+        Raises:
+            ModelError: naming a buffer, which checkpoints save, that was replaced by a tensor of an example.
+        """
+        kept = None
         for (part, _, buffers), (size, held) in zip(self._places, state, strict=True):
             own = vars(part)
             now = {**own, **dict(part.named_buffers(recurse=False))} if buffers else own
@@ -147,14 +152,21 @@ class Isolation:
                 changed += [name for name, value in own.items() if name not in held and type(value) in _NUMBERS]
             for name in changed:
                 value = now.get(name, _ABSENT)
-                if not _is_state(value) or (isinstance(value, Tensor) and is_batched(value)):
-                    continue  # such as a draw or a sample of an example, which the next one overwrites
-                if advances:
+                if isinstance(value, Tensor) and is_batched(value):
+                    if name not in buffers:
+                        continue  # such as a draw or a sample of an example, which the next one overwrites
+                    kept = f"{type(part).__name__}.{name}"
+                elif not _is_state(value):
+                    continue
+                elif advances:
                     self._next[id(part), name] = (part, name, value)
                 if name in held:
                     setattr(part, name, held[name])
                 else:
                     delattr(part, name)
+        if kept is not None:
+            cure = BATCH_NORM if is_of_batch_norm(kept) else "Buffers are saved with the weights: do not assign to it."
+            raise ModelError(f"training_step keeps a tensor of an example in the buffer {kept}. {cure}")
 
     def _require_gone(self) -> None:
         new = {(tuple(tensor.shape), tensor.dtype) for tensor in _living(self._waiting)} - self._collected
@@ -181,7 +193,8 @@ def require_own_tensors(module: nn.Module, dataset: Any) -> None:
     Raises:
         ConfigurationError: naming the attribute.
     """
-    data = [span for part in with_inner(dataset) for value in vars(part).values() for span in _spans(value)]
+    spans = [span for part in with_inner(dataset) for value in vars(part).values() for span in _spans(value)]
+    first, last = np.array(spans, dtype=np.uint64).reshape(-1, 2).T
     for prefix, part in module.named_modules():
         tensors = {
             **vars(part),
@@ -189,7 +202,7 @@ def require_own_tensors(module: nn.Module, dataset: Any) -> None:
             **dict(part.named_parameters(recurse=False)),
         }
         for name, value in tensors.items():
-            if any(start < last and first < end for start, end in _spans(value) for first, last in data):
+            if any(bool(((first < end) & (start < last)).any()) for start, end in _spans(value)):
                 raise ConfigurationError(
                     f"{prefix + '.' if prefix else ''}{name} of the module shares memory with the training set, so a "
                     "loss could use other examples than its own. Remove it; keep a copy of public data in a buffer."

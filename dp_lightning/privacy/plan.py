@@ -14,16 +14,13 @@ from dataclasses import dataclass
 from scipy.optimize import brentq
 
 from dp_lightning.errors import BudgetError, ConfigurationError
-from dp_lightning.privacy.accounting import (
-    Run,
-    check_accountant,
+from dp_lightning.privacy.accounting import Run, check_accountant, compose, compose_all, epsilon
+from dp_lightning.privacy.ranges import (
     check_batch_size,
     check_count,
     check_delta,
     check_noise_multiplier,
-    compose,
-    compose_all,
-    epsilon,
+    is_number,
 )
 
 # Relative width of the interval in which calibration places the noise multiplier.
@@ -154,8 +151,8 @@ class RunShape:
         check_accountant(accountant)
         _check_target(target_epsilon)
         behind = [*earlier, *taken]
-        steps = self._steps_left(taken)
-        self._require_affordable(behind, target_epsilon, accountant)
+        steps = self.num_steps - sum(count for _, _, count in taken)
+        self._require_affordable(behind, steps, target_epsilon, accountant)
 
         def spent(noise_multiplier: float, by: str = accountant) -> float:
             return compose([*behind, (noise_multiplier, self.sample_rate, steps)], delta=self.delta, accountant=by)
@@ -168,22 +165,18 @@ class RunShape:
             noise_multiplier = _smallest_noise(spent, target_epsilon, start=noise_multiplier)
         return self.with_noise(noise_multiplier, accountant=accountant, target_epsilon=target_epsilon)
 
-    def _steps_left(self, taken: Sequence[Run]) -> int:
-        count = sum(count for _, _, count in taken)
-        if count >= self.num_steps:
+    def _require_affordable(self, behind: Sequence[Run], left: int, target_epsilon: float, accountant: str) -> None:
+        if left < 1:
             raise BudgetError(
-                f"num_steps is {self.num_steps} and {count} are taken already. Plan more "
-                "steps: trainer.max_epochs or trainer.max_steps."
+                f"num_steps is {self.num_steps} and {self.num_steps - left} are taken already. Plan more steps: "
+                "trainer.max_epochs or trainer.max_steps."
             )
-        return self.num_steps - count
-
-    def _require_affordable(self, runs: Sequence[Run], target_epsilon: float, accountant: str) -> None:
-        spent = compose(runs, delta=self.delta, accountant=accountant)
+        spent = compose(behind, delta=self.delta, accountant=accountant)
         if spent >= _NEARLY_ALL * target_epsilon:
-            nothing = "no further step can be taken" if spent >= target_epsilon else "too little is left for more steps"
             raise BudgetError(
-                f"The {sum(count for _, _, count in runs)} steps taken have spent epsilon {spent:.4g} by "
-                f"{accountant.upper()}, and target_epsilon is {target_epsilon:g}: {nothing}. Raise the target."
+                f"The {sum(count for _, _, count in behind)} steps taken have spent epsilon {spent:.4g} by "
+                f"{accountant.upper()}, and target_epsilon is {target_epsilon:g}: too little is left for another step. "
+                "Raise the target."
             )
 
 
@@ -263,8 +256,7 @@ def steps_of_epoch(num_train: int, expected_batch_size: int) -> int:
 
 
 def _check_target(target_epsilon: float) -> None:
-    is_number = isinstance(target_epsilon, int | float) and not isinstance(target_epsilon, bool)
-    if not is_number or not 0 < target_epsilon < math.inf:
+    if not is_number(target_epsilon) or not 0 < target_epsilon < math.inf:
         raise ConfigurationError(f"target_epsilon must be a finite number above 0; got {target_epsilon!r}.")
 
 

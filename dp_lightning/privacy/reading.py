@@ -104,7 +104,8 @@ class ExampleReader(Dataset[ExampleBatch]):
         self.dataset, self.reading = dataset, reading
         #: The persons of the data set, where an example is a person; None where it is an element.
         self.groups = None if reading.images_per_group is None else Groups(dataset, reading.images_per_group, seed=seed)
-        self._before, self._synthetic_first, self._stand_in = before, synthetic_first, None
+        self._before, self._synthetic_first = before, synthetic_first
+        self._stand_in: Flat | None = None
 
     def __len__(self) -> int:
         return len(self.dataset if self.groups is None else self.groups)
@@ -118,17 +119,17 @@ class ExampleReader(Dataset[ExampleBatch]):
         elif self._synthetic_first and place.piece == 0:
             found = [None, *found]
         counted = torch.tensor([example is not None for example in found])
-        if not counted.all():
-            stand_in = next((_synthetic(example) for example in found if example is not None), None)
-            stand_in = self.stand_in(place.step) if stand_in is None else stand_in
-            found = [stand_in if example is None else example for example in found]
-        return ExampleBatch(place, *stacked(found), counted)
+        examples = [example for example in found if example is not None]
+        if len(examples) < len(found):
+            stand_in = _synthetic(examples[0]) if examples else self.stand_in(place.step)
+            examples = [stand_in if example is None else example for example in found]
+        return ExampleBatch(place, *stacked(examples), counted)
 
     def elements(self, index: int, step: int) -> list[int]:
         """The places in the data set of what an example consists of in a logical step."""
         return [index] if self.groups is None else self.groups.draw(index, step)
 
-    def read(self, index: int, step: int) -> Any:
+    def read(self, index: int, step: int) -> "Flat | None":
         """The batch of one example in a logical step; None where a view of it is None, or collation leaves nothing.
 
         Raises:
@@ -147,11 +148,12 @@ class ExampleReader(Dataset[ExampleBatch]):
                 f"collate_fn fails ({type(error).__name__}: {error}). It gets one example at a time, here a list of "
                 f"length {len(views)}: return a batch of that example, or None to leave it out."
             ) from error
-        if _is_empty(batch):
+        flat = flatten(batch)
+        if all(isinstance(leaf, Tensor) and leaf.dim() > 0 and len(leaf) == 0 for leaf in flat[0]):
             return None
-        return batch if reading.prepare is None else reading.prepare(batch)
+        return flat if reading.prepare is None else flatten(reading.prepare(batch))
 
-    def stand_in(self, step: int) -> Any:
+    def stand_in(self, step: int) -> "Flat":
         """A batch of one synthetic example."""
         if self._stand_in is None:
             found = (self.read(index, step) for index in range(len(self)))
@@ -176,7 +178,11 @@ class Structure:
     parts: tuple[Any, ...]
 
 
-def flatten(tree: Any) -> tuple[list[Any], Structure]:
+Flat = tuple[list[Any], Structure]
+"""The leaves of a tree, and how it is put together."""
+
+
+def flatten(tree: Any) -> Flat:
     """The leaves of a tree: those of torch, with a UserDict or a dataclass opened, and without None."""
     ends, spec = tree_flatten(tree)
     leaves, parts = [], []
@@ -225,17 +231,16 @@ def _attributes(value: object) -> dict[str, Any]:
     return {**(own or {}), **(slots or {})}
 
 
-def stacked(examples: Sequence[Any]) -> tuple[list[Any], Structure]:
+def stacked(examples: Sequence[Flat]) -> Flat:
     """Batches of one example each: the leaves, with tensors (b, ...), and the structure that they have in common.
 
     Raises:
         DataError: when examples differ in structure or in shape.
     """
-    flat = [flatten(example) for example in examples]
-    structure = flat[0][1]
-    for _, other in flat:
+    structure = examples[0][1]
+    for _, other in examples:
         require_structure(other, structure)
-    return [_stacked(column) for column in zip(*(leaves for leaves, _ in flat), strict=True)], structure
+    return [_stacked(column) for column in zip(*(leaves for leaves, _ in examples), strict=True)], structure
 
 
 def require_structure(found: Structure, expected: Structure) -> None:
@@ -274,15 +279,9 @@ def _stacked(column: Sequence[Any]) -> Any:
     return torch.stack(tensors)
 
 
-def _synthetic(example: Any) -> Any:
+def _synthetic(example: Flat) -> Flat:
     """Of its structure and shapes: a one has a norm and a logarithm, a zero is an index."""
-    leaves, structure = flatten(example)
-    return unflatten(
-        [torch.full_like(leaf, leaf.is_floating_point()) if isinstance(leaf, Tensor) else leaf for leaf in leaves],
-        structure,
+    leaves, structure = example
+    return [torch.full_like(leaf, leaf.is_floating_point()) if isinstance(leaf, Tensor) else leaf for leaf in leaves], (
+        structure
     )
-
-
-def _is_empty(batch: Any) -> bool:
-    leaves, _ = flatten(batch)
-    return not leaves or all(isinstance(leaf, Tensor) and leaf.dim() > 0 and len(leaf) == 0 for leaf in leaves)

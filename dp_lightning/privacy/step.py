@@ -28,7 +28,6 @@ Several ranks take one step together: S is one draw, dealt out to them; each ran
 to its own sum, and one collective adds up the sums. What is released is the same on every rank, bit for bit.
 """
 
-import math
 import types
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -39,21 +38,15 @@ from torch import Tensor, nn
 from dp_lightning.errors import BudgetError, ConfigurationError, DpLightningError
 from dp_lightning.privacy.clipping import ClipPlan
 from dp_lightning.privacy.disk import DiSK, Extrapolation
-from dp_lightning.privacy.examples import (
-    MODES,
-    Examples,
-    Loss,
-    OneByOne,
-    Together,
-    require_same_trained,
-    trained_parameters,
-)
+from dp_lightning.privacy.examples import Examples, Loss, OneByOne, Together
 from dp_lightning.privacy.gradients.clipped_sum import ClippedSum
 from dp_lightning.privacy.isolation import Isolation, require_own_tensors, with_inner
 from dp_lightning.privacy.noise import GaussianNoise
+from dp_lightning.privacy.parameters import require_same_trained, trained_parameters
 from dp_lightning.privacy.phases import Phases
 from dp_lightning.privacy.plan import PrivacyPlan
 from dp_lightning.privacy.randomness import TrainingRandomness
+from dp_lightning.privacy.ranges import check_step_settings
 from dp_lightning.privacy.reading import ExampleBatch, ExampleReader, Reading, require_shapes, require_structure
 from dp_lightning.privacy.record import RunRecord, origin_of, released
 from dp_lightning.privacy.records import require_single_records
@@ -138,11 +131,11 @@ class PrivateStep:
         )
         _require_data_set(self.reader, plan.num_train)
         require_own_tensors(module, dataset)
+        self.record = record or RunRecord()
+        self.record.unit = ONE_EXAMPLE if reading.images_per_group is None else ONE_PERSON
+        self.record.reproducible |= seed is not None
         if record is None:
-            unit = ONE_EXAMPLE if reading.images_per_group is None else ONE_PERSON
-            record = RunRecord(unit=unit, reproducible=seed is not None)
-            record.origin = origin_of(module, record, other_data=False)
-        self.record = record
+            self.record.origin = origin_of(module, self.record, other_data=False)
         self.noise = GaussianNoise(seed=seed)
         # All ranks draw the same examples.
         self._sampler = PoissonSampler(
@@ -349,28 +342,6 @@ class PrivateStep:
         self.phases.load_state_dict(state)
         if self._extrapolation is not None:
             self._extrapolation.load_state_dict(state)
-
-
-def check_step_settings(
-    *, examples: str, max_physical_batch_size: int, augmult: int, images_per_group: int | None = None
-) -> None:
-    """Refuse values outside of their ranges.
-
-    Raises:
-        ConfigurationError: naming the setting.
-    """
-    if examples not in MODES:
-        raise ConfigurationError(f"privacy.examples is {examples!r}; choose 'together' or 'one_by_one'.")
-    counts = {"augmult": augmult, "images_per_group": 1 if images_per_group is None else images_per_group}
-    for name, count in counts.items():
-        if count < 1:
-            raise ConfigurationError(f"privacy.{name} is {count}; it must be at least 1.")
-    if max_physical_batch_size < (rows := math.prod(counts.values())):
-        names = " times ".join(f"privacy.{name}" for name, count in counts.items() if count > 1)
-        raise ConfigurationError(
-            f"privacy.max_physical_batch_size is {max_physical_batch_size}; it must be at least {rows}"
-            + (f", {names}: all rows of an example go through the model at once." if names else ".")
-        )
 
 
 def _require_data_set(reader: ExampleReader, num_train: int) -> None:

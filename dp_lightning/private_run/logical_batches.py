@@ -11,17 +11,9 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
-from torch.utils.data import (
-    BatchSampler,
-    DataLoader,
-    DistributedSampler,
-    IterableDataset,
-    RandomSampler,
-    Sampler,
-    SequentialSampler,
-)
+from torch.utils.data import DataLoader, Sampler
 
-from dp_lightning.errors import ConfigurationError, ModelError
+from dp_lightning.errors import ModelError
 from dp_lightning.privacy.randomness import WorkerSeeding
 from dp_lightning.privacy.reading import ExampleBatch
 from dp_lightning.privacy.sampling import PhysicalBatch
@@ -128,49 +120,6 @@ class _Places(Sampler[list[PhysicalBatch]]):
         for step in self.steps:
             for place in self._private.physical_batches(step):
                 yield [place]
-
-
-def checked_loader(loader: Any) -> DataLoader[Any]:
-    """The user's training loader.
-
-    Raises:
-        ConfigurationError: where its sampling cannot be replaced by Poisson sampling.
-    """
-    if not isinstance(loader, DataLoader) or type(loader).__iter__ is not DataLoader.__iter__:
-        raise ConfigurationError(
-            f"train_dataloader is a {type(loader).__name__}; private training needs one torch.utils.data.DataLoader, "
-            "whose order of the data it replaces by Poisson sampling."
-        )
-    if isinstance(loader.dataset, IterableDataset):
-        raise ConfigurationError(
-            "train_dataloader reads an IterableDataset. Poisson sampling needs a map-style data set with __len__ and "
-            "__getitem__."
-        )
-    if loader.batch_sampler is None:
-        raise ConfigurationError(
-            "train_dataloader has batch_size=None, so that collate_fn makes no batches. Private training needs batches "
-            "of one example: give the loader a batch_size, such as 1, and let __getitem__ return one example. The size "
-            "of a step is privacy.expected_batch_size."
-        )
-    if type(loader.batch_sampler) is not BatchSampler or not _is_ordinary(loader):
-        raise ConfigurationError(
-            f"train_dataloader has a sampler of its own ({_sampler_name(loader)}), which Poisson sampling replaces. "
-            "Remove it; for a subset of the data use torch.utils.data.Subset."
-        )
-    return loader
-
-
-def _is_ordinary(loader: DataLoader[Any]) -> bool:
-    """Whether a loader takes each element once; Lightning gives that of several ranks a sampler around the user's."""
-    sampler = loader.sampler
-    if isinstance(sampler, DistributedSampler):
-        return sampler.dataset is loader.dataset
-    return isinstance(sampler, SequentialSampler) or (isinstance(sampler, RandomSampler) and not sampler.replacement)
-
-
-def _sampler_name(loader: DataLoader[Any]) -> str:
-    ordinary = type(loader.batch_sampler) is BatchSampler
-    return type(loader.sampler if ordinary else loader.batch_sampler).__name__
 
 
 def _single(items: list[Any]) -> Any:

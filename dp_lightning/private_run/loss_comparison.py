@@ -44,12 +44,11 @@ def warn_of_changed_meaning(
             trial: Any = copy.deepcopy(module).eval()
             trial.trainer = trainer
             trial.log = trial.log_dict = lambda *args, **kwargs: None
-            step = type(trial).training_step.__get__(trial)
-            index = (0,) if is_param_in_hook_signature(step, "batch_idx", min_args=2) else ()
+            index = (0,) if is_param_in_hook_signature(trial.training_step, "batch_idx", min_args=2) else ()
 
             def loss_of(examples: list[Any]) -> float:
                 batch = move_data_to_device(collate_fn(examples), module.device)
-                output = step(trainer.precision_plugin.convert_input(batch), *index)
+                output = trial.training_step(trainer.precision_plugin.convert_input(batch), *index)
                 return float(output["loss"] if isinstance(output, Mapping) else output)
 
             examples = [dataset[place * len(dataset) // count] for place in range(count)]

@@ -10,7 +10,7 @@ from dp_lightning.datamodules.base import ImageDataModule
 from dp_lightning.datamodules.features import CachedFeatures
 from dp_lightning.datamodules.persons import warn_of_shared_persons
 from dp_lightning.errors import DataError
-from dp_lightning.privacy.groups import Group, groups_of
+from dp_lightning.privacy.person_ids import Group, groups_of
 from dp_lightning.torch_internals import tree_leaves
 
 

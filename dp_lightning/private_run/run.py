@@ -102,6 +102,7 @@ class PrivateRun:
         self._owners = [module, *filter(None, [getattr(trainer, "datamodule", None)])]
         self._logging = StepLogging(module)
         self._index = 0  # of the step in its epoch
+        self._takes_index = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
         self.step = self._private_step(loader)
         self._physical = PhysicalLoader(loader, self.step)
         self.budget = Budget(self.plan, history.ledger)
@@ -267,8 +268,7 @@ class PrivateRun:
         batch = self.trainer.precision_plugin.convert_input(batch)
         if (hook := self._transfer_hook("after")) is not None:
             batch = hook(batch)
-        takes_index = is_param_in_hook_signature(self.module.training_step, "batch_idx", min_args=2)
-        output = self.module.training_step(batch, *([self._index] if takes_index else []))
+        output = self.module.training_step(batch, *([self._index] if self._takes_index else []))
         return output.get("loss") if isinstance(output, Mapping) else output
 
     def _transfer_hook(self, time: Literal["before", "after"]) -> Callable[[Any], Any] | None:

@@ -14,8 +14,8 @@ from dp_lightning.privacy.clipping import ClipPlan
 from dp_lightning.privacy.disk import DiSK
 from dp_lightning.privacy.groups import Groups
 from dp_lightning.privacy.plan import PrivacyPlan, RunShape
+from dp_lightning.privacy.ranges import check_step_settings
 from dp_lightning.privacy.statement import ONE_EXAMPLE, ONE_PERSON
-from dp_lightning.privacy.step import check_step_settings
 
 # Solving for the noise can take a second, and is asked for before the data is read and again when the fit starts.
 _calibrated = functools.lru_cache(maxsize=4096)(RunShape.calibrate)

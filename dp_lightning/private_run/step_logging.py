@@ -25,6 +25,7 @@ from dp_lightning.torch_internals import level, tree_map_only
 
 AnyMetric: TypeAlias = Metric | MetricCollection
 
+_METHODS = ("update", "forward")
 _LOG_ARGUMENTS = ("prog_bar", "logger", "on_step", "on_epoch")
 
 
@@ -32,14 +33,15 @@ class Result:
     """What a metric will have returned after the step.
 
     Args:
-        get: returns it then.
+        metric: that will return it.
+        get: returns it then; None where no example took part.
     """
 
-    def __init__(self, get: Callable[[], Any]) -> None:
-        self._get = get
+    def __init__(self, metric: AnyMetric, get: Callable[[], Any]) -> None:
+        self._metric, self._get = metric, get
 
     def __getitem__(self, key: Any) -> "Result":
-        return Result(lambda: self._get()[key])
+        return Result(self._metric, lambda: self._get()[key])
 
     def _refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise ModelError(
@@ -68,9 +70,10 @@ class StepLogging:
 
     def _clear(self) -> None:
         self._updates: list[Callable[[], None]] = []  # of the physical batch
-        self._at_end: dict[Any, Callable[[], None]] = {}  # of the logical batch
+        self._at_end: dict[Any, Callable[[int], None]] = {}  # of the logical batch, given its size
         self._numbers: dict[str, tuple[list[Tensor], list[int], dict[str, Any]]] = {}
         self._used: dict[int, AnyMetric] = {}  # metrics whose forward was called in the step
+        self._size = 0  # examples of the step that take part
 
     @contextmanager
     def logical_batch(self) -> Iterator[None]:
@@ -78,15 +81,15 @@ class StepLogging:
         try:
             yield
         finally:
-            at_end, numbers, used = self._at_end, self._numbers, self._used
+            at_end, numbers, used, size = self._at_end, self._numbers, self._used, self._size
             self._clear()
         with torch.no_grad():
             for metric in used.values():
                 self._finish(metric)
             for name, (totals, counts, options) in numbers.items():
-                self._log_mean(name, totals, sum(counts), options)
+                self._log_mean(name, torch.stack(totals).sum(), sum(counts), options)
             for log in at_end.values():
-                log()
+                log(size)
         for key in used:
             self._twins[key].reset()
 
@@ -98,6 +101,7 @@ class StepLogging:
             counted: (b,) whether each example takes part.
         """
         self._counted, self._example = counted.tolist(), -1
+        self._size += sum(self._counted)
         others: list[tuple[dict[str, Any], dict[str, Any]]] = [
             (vars(self._module), {"log": self._log, "log_dict": self._log_dict})
         ]
@@ -129,16 +133,12 @@ class StepLogging:
         if name in POST_PROCESSING:
             raise ModelError(f"training_step logs '{name}', a name that is reserved for a number that is not raw.")
         if isinstance(value, Metric):
-            self._at_end[name] = lambda: self._module.log(name, value, **options)
+            self._at_end[name] = lambda size: self._module.log(name, value, **options)
         elif isinstance(value, Result):
-            self._at_end[name] = lambda: self._module.log(name, _result_of(value), **{"batch_size": 1, **options})
+            self._at_end[name] = lambda size: self._log_result(name, _field(value, "_get")(), size, options)
         else:
             tensor = value if isinstance(value, Tensor) else torch.full((), float(value), device=self._module.device)
-            if tensor.numel() != 1:
-                raise ModelError(
-                    f"self.log takes a single number; '{name}' has the shape {tuple(tensor.shape)}: several numbers "
-                    "have no single mean."
-                )
+            _require_single(name, tensor)
             totals, counts, _ = self._numbers.setdefault(name, ([], [], options))
             numbers = _Rows(tensor, self._mine).numbers(self._module.device)
             totals.append(numbers.sum(dtype=torch.float64))
@@ -146,16 +146,24 @@ class StepLogging:
 
     def _log_dict(self, dictionary: Any, *args: Any, **options: Any) -> None:
         if isinstance(dictionary, Result):
-            options = {**dict(zip(_LOG_ARGUMENTS, args, strict=False)), "batch_size": 1, **options}
-            self._at_end["dict", len(self._at_end)] = lambda: self._module.log_dict(_result_of(dictionary), **options)
+            options = {**dict(zip(_LOG_ARGUMENTS, args, strict=False)), **options}
+            metric, get = _field(dictionary, "_metric"), _field(dictionary, "_get")
+            self._at_end[id(metric)] = lambda size: self._log_result("", get(), size, options)
             return
         whole = isinstance(dictionary, MetricCollection)
         items = dictionary.items(keep_base=False, copy_state=False) if whole else dictionary.items()
         for name, value in items:
             self._log(name, value, *args, **options)
 
-    def _log_mean(self, name: str, totals: list[Tensor], count: int, options: dict[str, Any]) -> None:
-        trainer, total = self._module.trainer, torch.stack(totals).sum()
+    def _log_result(self, name: str, value: Any, size: int, options: dict[str, Any]) -> None:
+        """Log what a metric returned for the examples of the step, with their number as its weight."""
+        for key, each in value.items() if isinstance(value, dict) else [(name, value)]:
+            number = torch.as_tensor(0.0 if each is None else each, device=self._module.device)
+            _require_single(key, number)
+            self._log_mean(key, number.double().reshape(()) * size if size else torch.zeros_like(number), size, options)
+
+    def _log_mean(self, name: str, total: Tensor, count: int, options: dict[str, Any]) -> None:
+        trainer = self._module.trainer
         if options.get("sync_dist") and trainer.world_size > 1:
             # The sum over ranks that Lightning makes waits for the device too.
             both = torch.stack([total, torch.full_like(total, count)])
@@ -169,8 +177,7 @@ class StepLogging:
 
     def _deferring(self, metric: AnyMetric) -> dict[str, Callable[..., Any]]:
         """What stands in the place of a metric's methods."""
-        update, forward, compute, reset = metric.update, metric.forward, metric.compute, metric.reset
-        plain = isinstance(metric, MetricCollection) or type(metric).forward is Metric.forward
+        update = metric.update
 
         def later(call: Callable[..., Any], args: Any, kwargs: Any) -> None:
             if any(self._mine):
@@ -186,31 +193,21 @@ class StepLogging:
             later(update, args, kwargs)
 
         def new_forward(*args: Any, **kwargs: Any) -> Result:
-            found: list[Any] = []
-            if plain:
-                later(update, args, kwargs)
-                later(self._twin(metric).update, args, kwargs)
-                self._used[id(metric)] = metric
-                return Result(lambda: self._twin(metric).compute())
-            later(lambda *rows, **named: found.append(forward(*rows, **named)), args, kwargs)
-            return Result(lambda: found[-1])
+            later(update, args, kwargs)
+            later(self._twin(metric).update, args, kwargs)
+            self._used[id(metric)] = metric
+            return Result(metric, lambda: self._twin(metric).compute())
 
-        def new_compute() -> Result:
-            found: list[Any] = []
-            self._at_end["compute", id(metric)] = lambda: found.append(compute())
-            return Result(lambda: found[0])
-
-        def new_reset() -> None:
-            self._updates.append(reset)
-
-        return {"update": new_update, "forward": new_forward, "compute": new_compute, "reset": new_reset}
+        return dict(zip(_METHODS, (new_update, new_forward), strict=True))
 
     def _twin(self, metric: AnyMetric) -> AnyMetric:
         """A copy that has seen the examples of the step alone."""
         if id(metric) not in self._twins:
-            own = {name: vars(metric).pop(name) for name in ("update", "forward", "compute", "reset")}  # are not copied
+            owners = [vars(part) for part in metric.modules() if isinstance(part, AnyMetric)]
+            replaced = [{name: own.pop(name) for name in _METHODS} for own in owners]  # what is not copied
             twin = self._twins[id(metric)] = metric.clone()
-            vars(metric).update(own)
+            for own, methods in zip(owners, replaced, strict=True):
+                own.update(methods)
             twin.reset()
             for part in _parts(twin):
                 part.sync_on_compute = False  # as in forward
@@ -227,9 +224,15 @@ def _parts(metric: AnyMetric) -> list[Metric]:
     return list(metric.values(copy_state=False)) if isinstance(metric, MetricCollection) else [metric]
 
 
-def _result_of(result: Result) -> Any:
-    """The value, after the step."""
-    return object.__getattribute__(result, "_get")()
+def _field(result: Result, name: str) -> Any:
+    """An attribute of a result, which itself refuses to be read."""
+    return object.__getattribute__(result, name)
+
+
+def _require_single(name: str, number: Tensor) -> None:
+    """Refuse several numbers, which have no single mean."""
+    if number.numel() != 1:
+        raise ModelError(f"self.log takes a single number; '{name}' has the shape {tuple(number.shape)}.")
 
 
 class _Rows:

@@ -18,7 +18,8 @@ from torch.utils.data import DataLoader
 
 from dp_lightning.errors import ConfigurationError
 from dp_lightning.privacy.plan import steps_of_epoch
-from dp_lightning.private_run.logical_batches import LogicalBatch, LogicalLoader, checked_loader
+from dp_lightning.private_run.loader_checks import checked_loader
+from dp_lightning.private_run.logical_batches import LogicalBatch, LogicalLoader
 
 _METHODS = ("process_dataloader", "batch_to_device", "training_step", "backward")
 _BEFORE_TRANSFER = "on_before_batch_transfer"

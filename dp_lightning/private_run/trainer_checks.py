@@ -34,7 +34,6 @@ _CALLBACKS: tuple[tuple[type[pl.Callback], str], ...] = (
     (standard.BatchSizeFinder, "it takes steps on private data. Set privacy.max_physical_batch_size by hand"),
     (standard.BaseFinetuning, "it changes the trained parameters during the run. Freeze them before fit"),
 )
-_HOOKS_OF_GRADIENTS = ("on_after_backward", "on_before_optimizer_step", "on_before_zero_grad")
 
 _Row = tuple[bool, str]
 """Whether a setting cannot be, and what to say of it."""
@@ -163,17 +162,12 @@ def started_processes() -> int | None:
 
 def _of_the_callbacks(trainer: pl.Trainer) -> Iterator[_Row]:
     callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
-    private = [place for place, callback in enumerate(callbacks) if isinstance(callback, PrivacySettings)]
+    private = [callback for callback in callbacks if isinstance(callback, PrivacySettings)]
     yield len(private) > 1, "trainer.callbacks has several PrivacyCallbacks, and a run has one plan. Leave one."
-    for place, callback in enumerate(callbacks):
+    for callback in callbacks:
         name = type(callback).__name__
         for kind, reason in _CALLBACKS:
             yield isinstance(callback, kind), f"trainer.callbacks has {name}: {reason}. Remove it."
-        yield (
-            place < min(private, default=0) and any(is_overridden(hook, callback) for hook in _HOOKS_OF_GRADIENTS),
-            f"{name} stands before PrivacyCallback in trainer.callbacks and acts on gradients. Put PrivacyCallback "
-            "first, so that every other callback sees the privatized gradient.",
-        )
 
 
 def _of_the_module(module: pl.LightningModule) -> Iterator[_Row]:

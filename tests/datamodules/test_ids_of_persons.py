@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader
 
 from dp_lightning.datamodules import CachedFeatures, Digits, ImageFolder, NpzImages
 from dp_lightning.errors import ConfigurationError, DataError
-from dp_lightning.privacy.groups import groups_of
+from dp_lightning.privacy.person_ids import groups_of
 
 #: Images by class and person: p1 has both.
 TRAIN = {"benign": {"p1": 3, "p2": 1, "p3": 2}, "malign": {"p1": 1, "p4": 5}}

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
+from dp_lightning.analysis.auditing import NoiseTests, gaussian_delta, gaussian_epsilon, mu_lower_bound
 from dp_lightning.privacy.accounting import epsilon
-from dp_lightning.privacy.auditing import NoiseTests, gaussian_delta, gaussian_epsilon, mu_lower_bound
 
 TENSORS = {"weight": (30, 20), "bias": (10,), "head": (10, 30)}
 

@@ -12,7 +12,8 @@ from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
 
 from dp_lightning.errors import ConfigurationError, DataError
 from dp_lightning.privacy import PrivacyPlan, PrivateStep
-from dp_lightning.privacy.groups import Groups, checked_groups, groups_of
+from dp_lightning.privacy.groups import Groups
+from dp_lightning.privacy.person_ids import checked_groups, groups_of
 from dp_lightning.privacy.reading import Reading
 from dp_lightning.privacy.sampling import PhysicalBatch
 

@@ -100,38 +100,6 @@ def test_what_joins_the_module_during_the_run_may_require_gradients(tmp_path):
     assert run.global_step == 9
 
 
-def test_a_raw_gradient_of_what_is_not_trained_is_named(tmp_path):
-    class Adds(Callback):
-        def on_after_backward(self, trainer, pl_module):
-            pl_module.net[0].bias.grad = torch.ones(8)
-
-    module = Plain()
-    module.net[0].bias.requires_grad_(False)
-    with pytest.raises(ModelError, match=r"The optimizer holds net\.0\.bias, which is not trained and has a raw"):
-        trainer(tmp_path, privacy(), Adds()).fit(module, loader())
-
-
-def test_a_skipped_optimizer_step_is_refused(tmp_path):
-    class Skips(Plain):
-        def optimizer_step(self, epoch, batch_idx, optimizer, optimizer_closure):
-            optimizer_closure()
-
-    with pytest.raises(ModelError, match=r"without an optimizer step|without a complete"):
-        trainer(tmp_path, privacy()).fit(Skips(), loader())
-
-
-def test_the_shown_epsilon_is_never_below_what_is_spent(tmp_path):
-    class Shown(Callback):
-        def on_train_batch_end(self, trainer, pl_module, *args):
-            callback = trainer.callbacks[0]
-            shown.append(callback.private_run.budget.bound - callback.ledger.epsilon(delta=1e-3, accountant="rdp"))
-
-    shown = []
-    trainer(tmp_path, privacy(expected_batch_size=2), Shown(), max_epochs=1).fit(Plain(), loader())
-    assert len(shown) >= 30
-    assert min(shown) >= -1e-9
-
-
 def test_a_refused_fit_leaves_no_statement(tmp_path):
     callback = privacy()
     trainer(tmp_path, callback).fit(Plain(), loader())

@@ -230,3 +230,14 @@ def test_a_transfer_hook_sees_each_example_and_no_logical_batch(tmp_path):
     trainer(tmp_path, privacy(), max_epochs=1).fit(module, loader())
     assert set(seen) == {1}
     assert "on_before_batch_transfer" not in vars(module)
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_worker_processes_deliver_the_same_batches(persistent, tmp_path):
+    found = []
+    for workers in ({}, {"num_workers": 2, "persistent_workers": persistent, "prefetch_factor": 3}):
+        torch.manual_seed(0)
+        module, callback = Plain(), without_noise(max_physical_batch_size=8)
+        trainer(tmp_path, callback, limit_train_batches=2).fit(module, loader(**workers))
+        found.append(torch.cat([p.detach().flatten() for p in module.parameters()]))
+    assert torch.equal(*found)

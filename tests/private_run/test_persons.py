@@ -2,10 +2,9 @@
 
 import json
 
-import lightning.pytorch as pl
 import pytest
 import torch
-from plain_run import N, Plain, examples, loader, physical_batch, privacy, trainer, without_noise
+from plain_run import N, PhysicalBatches, Plain, examples, loader, privacy, trainer, without_noise
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Subset, TensorDataset
 
@@ -27,16 +26,12 @@ def for_persons(**kwargs):
     return privacy(**{"unit_of_privacy": "group", "images_per_group": 3, "expected_batch_size": 4, **kwargs})
 
 
-class Rows(pl.Callback):
-    """Keeps the rows that are trained on: (steps, persons, rows of a person)."""
+class Rows(PhysicalBatches):
+    """The rows of each example that are trained on."""
 
-    def __init__(self):
-        self.shapes, self.rows = set(), []
-
-    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
-        batch = physical_batch(trainer)
-        self.shapes.add(tuple(batch.examples[0].shape[1:]))
-        self.rows.append(batch.examples[0][batch.counted])
+    @property
+    def shapes(self):
+        return {tuple(batch.leaves[0].shape[1:]) for batch in self.batches}
 
 
 class Counted(Plain):
@@ -70,7 +65,7 @@ def test_a_reproducible_run_draws_the_same_images_whoever_reads_them(tmp_path, m
         callback = for_persons(reproducible=True, examples=mode, max_physical_batch_size=9)
         trainer(tmp_path, callback, rows, max_epochs=2).fit(module, loader(of_persons(), num_workers=workers))
         parameters = torch.cat([p.detach().flatten() for p in module.parameters()])
-        seen.append((torch.cat(rows.rows), parameters))
+        seen.append((torch.cat([x for x, *_ in rows.rows]), parameters))
     assert all(torch.equal(a, b) for other in seen[1:] for a, b in zip(seen[0], other, strict=True))
 
 

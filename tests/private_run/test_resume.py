@@ -6,13 +6,13 @@ import json
 import pytest
 import torch
 from lightning.fabric.plugins.environments import LightningEnvironment, SLURMEnvironment
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from plain_run import N, Plain, Stop, examples, loader, parameters_after, privacy, trainer, without_noise
 from torch.nn import functional as F
 
 from dp_lightning.callbacks import PostProcessCallback, PrivacyCallback
-from dp_lightning.errors import BudgetError, ConfigurationError, DataError
+from dp_lightning.errors import BudgetError, ConfigurationError, DataError, ModelError
 from dp_lightning.lightning_modules.schedules import WarmupCosine
 from dp_lightning.postprocess import LowPass, MagnitudeScale, Orthogonalize
 from dp_lightning.privacy import GaussianNoise
@@ -216,15 +216,12 @@ class Activation(enum.Enum):
 class WithEnum(Plain):
     def __init__(self, activation=Activation.RELU):
         super().__init__()
-        self.hparams_of_its_own = activation
-
-    def on_save_checkpoint(self, checkpoint):
-        checkpoint["hyper_parameters"] = {"activation": self.hparams_of_its_own}
+        self.save_hyperparameters()
 
 
-def test_a_checkpoint_with_an_enum_resumes_where_its_code_may_run(tmp_path, monkeypatch):
-    monkeypatch.setattr("dp_lightning.private_run.run.require_nothing_raw", lambda *args: set())
-    crash(tmp_path, privacy(), saved=4, stopped=4, module=WithEnum())
+def test_a_checkpoint_with_an_enum_resumes_where_its_code_may_run(tmp_path):
+    with pytest.warns(UserWarning, match="weights_only=False"):
+        crash(tmp_path, privacy(), saved=4, stopped=4, module=WithEnum())
     with pytest.raises(DataError, match=r"without running code.*Activation.*pass weights_only=False with ckpt_path"):
         trainer(tmp_path, privacy()).fit(WithEnum(), loader(), ckpt_path=tmp_path / "step=4.ckpt")
     run = trainer(tmp_path, again := privacy())
@@ -397,17 +394,17 @@ def test_another_clipping_is_refused(tmp_path, interrupted, changed, said):
 
 
 def test_what_kept_a_checkpoint_from_release_keeps_the_run_that_goes_on_from_it(tmp_path):
-    run, module = trainer(tmp_path, privacy(), max_epochs=1), Plain()
-    run.fit(module, loader())
-    with torch.no_grad():
-        module.net[0].weight.add_(1.0)
-    run.save_checkpoint(tmp_path / "changed.ckpt")
+    class Fails(Plain):
+        def training_step(self, batch, batch_idx):
+            return super().training_step(batch, batch_idx) if self.global_step < 4 else None
+
+    run = trainer(tmp_path, privacy(), OnExceptionCheckpoint(tmp_path), enable_checkpointing=True)
+    with pytest.raises(ModelError, match="no loss"):
+        run.fit(Fails(), loader())
     again = privacy()
-    resumed = trainer(tmp_path, again, max_epochs=2)
-    resumed.fit(Plain(), loader(), ckpt_path=tmp_path / "changed.ckpt", weights_only=True)
-    statement = again.statement()
-    assert statement.release.startswith("not for release")
-    assert any("other code than the optimizer has changed" in fault for fault in statement.faults)
+    resume(tmp_path, again, tmp_path / "on_exception.ckpt")
+    assert again.ledger.num_steps == 9
+    assert "a step ended by an error (ModelError)" in again.statement().release
 
 
 def test_more_steps_lengthen_the_schedule():

@@ -1,21 +1,22 @@
 """A plain LightningModule on a plain Trainer trains privately, and the run is what the plan says."""
 
-import copy
 import json
 import math
 
 import numpy as np
 import pytest
 import torch
-from dp_lightning.private_run.training_step import SealedBatch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
 from plain_run import CLASSES, N, Plain, examples, loader, parameters_after, privacy, trainer, without_noise
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.data import TensorDataset
 
 from dp_lightning.callbacks import PostProcessCallback
+from dp_lightning.errors import ModelError
 from dp_lightning.postprocess import Momentum
-from dp_lightning.privacy import ClipPlan, PoissonSampler, clipped_gradient_sum
+from dp_lightning.privacy import ClipPlan, PoissonSampler, PrivateStep, clipped_gradient_sum
 from dp_lightning.privacy.sampling import sampling_key
 
 
@@ -37,7 +38,7 @@ def test_a_plain_module_trains_and_reaches_high_accuracy(tmp_path):
     assert (tmp_path / "privacy_statement.md").exists()
 
 
-def test_one_run_equals_a_hand_written_loop_over_the_same_draws(tmp_path):
+def test_a_run_equals_a_hand_written_loop_over_the_same_draws(tmp_path):
     found = parameters_after(tmp_path, without_noise(max_physical_batch_size=6))
     torch.manual_seed(0)
     module, (x, y) = Plain(), examples().tensors
@@ -55,95 +56,94 @@ def test_one_run_equals_a_hand_written_loop_over_the_same_draws(tmp_path):
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
 
 
+def dropping():
+    torch.manual_seed(0)
+    return Plain(nn.Sequential(nn.Linear(5, 8), nn.Dropout(0.5), nn.Tanh(), nn.Linear(8, CLASSES)))
+
+
+def test_a_plain_loop_and_lightning_give_the_same_weights_bit_for_bit(tmp_path):
+    callback = privacy(reproducible=True, max_physical_batch_size=6)
+    found = parameters_after(tmp_path, callback, module=dropping())
+    net = dropping().net
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.5)
+    private = PrivateStep(
+        net,
+        lambda batch: F.cross_entropy(net(batch[0]), batch[1]),
+        examples(),
+        plan=callback.plan,
+        max_physical_batch_size=6,
+        seed=0,
+    )
+    for _ in range(9):
+        for batch in private.batches():
+            private.accumulate(batch)
+        private.release()
+        optimizer.step()
+    assert torch.equal(torch.cat([p.detach().flatten() for p in net.parameters()]), found)
+    assert private.record.ledger.runs == callback.ledger.runs
+
+
 @pytest.mark.parametrize("size", [1, 4, 7, 1000])
 def test_the_physical_batch_size_does_not_change_the_result(tmp_path, size):
-    expected = parameters_after(tmp_path, without_noise(max_physical_batch_size=20))
-    found = parameters_after(tmp_path, without_noise(max_physical_batch_size=size))
+    def run(size):
+        saved = ModelCheckpoint(dirpath=tmp_path, filename=f"size{size}")
+        callback = without_noise(max_physical_batch_size=size)
+        weights = parameters_after(tmp_path, callback, saved, enable_checkpointing=True)
+        return weights, torch.load(tmp_path / f"size{size}.ckpt", weights_only=True)["loops"]["fit_loop"]
+
+    (found, counts), (expected, as_many) = run(size), run(20)
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
+    assert counts == as_many
 
 
 class Watch(Callback):
-    """What another callback sees."""
+    """What another callback sees of gradients, wherever it stands."""
 
     def __init__(self):
-        self.raw, self.privatized, self.global_steps, self.rates, self.seen = [], [], [], [], []
+        self.seen, self.released = [], []
 
-    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
-        assert isinstance(batch, SealedBatch)
+    def look(self, trainer, pl_module, *args):
+        self.seen += [p.grad.clone() for p in pl_module.parameters() if p.grad is not None]
 
-    def on_before_backward(self, trainer, pl_module, loss):
-        self.seen.append(loss)
-
-    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-        self.seen.append(outputs["loss"])
+    on_train_batch_start = on_before_zero_grad = on_before_backward = on_train_batch_end = look
 
     def on_after_backward(self, trainer, pl_module):
-        self.raw += [p.grad for p in pl_module.parameters() if p.grad is not None]
+        self.look(trainer, pl_module)
+        self.released.append(torch.cat([p.grad.flatten() for p in pl_module.parameters()]))
 
     def on_before_optimizer_step(self, trainer, pl_module, optimizer):
-        self.privatized.append(torch.cat([p.grad.flatten() for p in pl_module.parameters()]))
-        self.rates.append(optimizer.param_groups[0]["lr"])
-        self.global_steps.append(trainer.global_step)
+        assert torch.equal(torch.cat([p.grad.flatten() for p in pl_module.parameters()]), self.released[-1])
 
 
-def test_raw_gradients_never_reach_grad_and_counters_count_logical_steps(tmp_path):
-    class Scheduled(Plain):
-        def configure_optimizers(self):
-            optimizer = torch.optim.SGD(self.parameters(), lr=1.0)
-            schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 / (step + 1))
-            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
-
-    watch = Watch()
-    callback = privacy(max_physical_batch_size=3, noise_multiplier=50.0)
-    run = trainer(tmp_path, callback, watch)
-    run.fit(Scheduled(), loader())
-    # The loss that Lightning and its callbacks see says nothing.
-    assert len(watch.seen) > 2 * 9
-    assert all(float(loss) == 0 for loss in watch.seen)
-    # Only an earlier step's privatized gradient may still stand there.
-    assert all(float(gradient.norm()) > 1.0 for gradient in watch.raw if gradient.numel() > 10)
-    assert watch.global_steps == list(range(9))
-    assert watch.rates == pytest.approx([1.0 / (step + 1) for step in range(9)])
-    assert run.global_step == 9
-    assert callback.ledger.num_steps == 9
+@pytest.mark.parametrize("first", [True, False])
+def test_raw_gradients_never_reach_grad(tmp_path, first):
+    watch, callback = Watch(), privacy(max_physical_batch_size=3, noise_multiplier=50.0)
+    run = trainer(tmp_path, *((watch, callback) if first else (callback, watch)))
+    run.fit(Plain(), loader())
+    assert len(watch.released) == run.global_step == 9
     # sigma C / B = 2.5 per coordinate, where the clipped signal is at most 1 in all.
-    spread = torch.stack(watch.privatized).std()
-    assert 2.2 < float(spread) < 2.8
+    assert 2.2 < float(torch.stack(watch.released).std()) < 2.8
+    assert all(float(gradient.square().mean()) > 0.5 for gradient in watch.seen if gradient.numel() >= 24)
 
 
 @pytest.mark.parametrize("epochs", [1, 4])
 def test_the_ledger_equals_the_plan(tmp_path, epochs):
     callback = privacy(expected_batch_size=7)
     trainer(tmp_path, callback, max_epochs=epochs).fit(Plain(), loader())
-    assert callback.plan is not None
-    assert callback.plan.num_steps == epochs * N // 7
-    assert callback.ledger.runs == ((1.0, 7 / N, epochs * N // 7),)
+    steps = epochs * 9  # round(60 / 7) in an epoch
+    assert callback.plan.num_steps == steps
+    assert callback.ledger.runs == ((1.0, 7 / N, steps),)
 
 
-def test_max_steps_bounds_the_plan_and_cuts_the_last_epoch(tmp_path):
-    callback = privacy()
-    run = trainer(tmp_path, callback, max_epochs=None, max_steps=5)
-    run.fit(Plain(), loader())
-    assert callback.plan.num_steps == run.global_step == callback.ledger.num_steps == 5
-
-
-def test_empty_draws_still_make_steps_with_noise_and_ledger_entries(tmp_path, monkeypatch):
+@pytest.mark.parametrize("noise", [0.0, 2.0])
+def test_empty_draws_still_make_steps_with_noise_and_ledger_entries(tmp_path, monkeypatch, noise):
     monkeypatch.setattr(PoissonSampler, "draw", lambda self, step: np.array([], dtype=np.int64))
     watch = Watch()
-    callback = privacy(noise_multiplier=2.0)
-    before = Plain()
-    trainer(tmp_path, callback, watch).fit(before, loader())
-    assert callback.ledger.num_steps == 9
-    assert len(watch.privatized) == 9
+    callback = privacy(noise_multiplier=noise, not_private=not noise)
+    trainer(tmp_path, callback, watch).fit(Plain(), loader())
+    assert callback.ledger.num_steps == len(watch.released) == 9
     # Nothing but noise: sigma C / B = 0.1 per coordinate.
-    assert float(torch.stack(watch.privatized).std()) == pytest.approx(0.1, rel=0.1)
-
-
-def test_empty_draws_without_noise_change_nothing(tmp_path, monkeypatch):
-    monkeypatch.setattr(PoissonSampler, "draw", lambda self, step: np.array([], dtype=np.int64))
-    torch.manual_seed(0)
-    start = torch.cat([p.detach().flatten() for p in Plain().parameters()])
-    assert torch.equal(parameters_after(tmp_path, without_noise()), start)
+    assert float(torch.stack(watch.released).std()) == pytest.approx(noise / 20, rel=0.1)
 
 
 def test_a_rare_example_set_takes_every_step(tmp_path):
@@ -185,10 +185,6 @@ def test_overwhelming_noise_learns_nothing(tmp_path):
 
 
 def test_two_runs_of_one_configuration_differ_and_reproducible_ones_repeat(tmp_path, monkeypatch):
-    def dropping():
-        torch.manual_seed(0)
-        return Plain(nn.Sequential(nn.Linear(5, 8), nn.Dropout(0.5), nn.Tanh(), nn.Linear(8, CLASSES)))
-
     def after(seed=None, **kwargs):
         if seed is not None:
             monkeypatch.setenv("PL_GLOBAL_SEED", str(seed))  # as seed_everything leaves it
@@ -206,10 +202,7 @@ def test_two_runs_of_one_configuration_differ_and_reproducible_ones_repeat(tmp_p
 def test_without_noise_the_masks_of_dropout_are_still_secret(tmp_path):
     """Everyone takes part in every step, so nothing but dropout is random."""
     callback = {"expected_batch_size": N, "reproducible": False}
-    net = nn.Sequential(nn.Linear(5, 8), nn.Dropout(0.5), nn.Tanh(), nn.Linear(8, CLASSES))
-    first, second = (
-        parameters_after(tmp_path, without_noise(**callback), module=Plain(copy.deepcopy(net))) for _ in range(2)
-    )
+    first, second = (parameters_after(tmp_path, without_noise(**callback), module=dropping()) for _ in range(2))
     assert not torch.equal(first, second)
 
 
@@ -220,14 +213,34 @@ def test_a_run_without_noise_says_so(tmp_path):
     assert not statement["private"]
 
 
+def test_epsilon_is_logged_and_never_below_what_is_spent(tmp_path):
+    class Shown(Callback):
+        """On a weak order of steps, of which not all are milestones."""
+
+        def on_train_batch_end(self, trainer, pl_module, *args):
+            spent = callback.ledger.epsilon(delta=1e-3, accountant="rdp")
+            bounds.append(callback.private_run.budget.bound - spent)
+            if trainer.global_step == 1:
+                assert float(trainer.callback_metrics["privacy/epsilon"]) == pytest.approx(spent)
+
+    bounds, callback = [], privacy(expected_batch_size=2)
+    run = trainer(tmp_path, callback, Shown(), max_epochs=1, logger=CSVLogger(tmp_path, name="", version=""))
+    run.fit(Plain(), loader())
+    assert len(bounds) == 30
+    assert min(bounds) >= -1e-9
+    spent = callback.ledger.epsilon(delta=1e-3, accountant="rdp")
+    assert float(run.callback_metrics["privacy/epsilon"]) == pytest.approx(spent)
+    lines = (tmp_path / "metrics.csv").read_text().splitlines()
+    place = lines[0].split(",").index("privacy/epsilon")
+    curve = [float(line.split(",")[place]) for line in lines[1:] if line.split(",")[place]]
+    assert curve == sorted(curve)
+    assert (curve[0], curve[-1]) == (0.0, pytest.approx(spent))
+
+
 def test_post_processing_sees_the_privatized_gradient_and_its_state_is_saved(tmp_path):
-    torch.manual_seed(0)
     chain = PostProcessCallback([Momentum(0.9, applies_to="all")])
     checkpoint = ModelCheckpoint(dirpath=tmp_path, filename="run")
-    run = trainer(tmp_path, without_noise(), chain, checkpoint, enable_checkpointing=True)
-    module = Plain()
-    run.fit(module, loader())
-    found = torch.cat([p.detach().flatten() for p in module.parameters()])
+    found = parameters_after(tmp_path, without_noise(), chain, checkpoint, enable_checkpointing=True)
 
     class WithMomentum(Plain):
         def configure_optimizers(self):
@@ -240,11 +253,108 @@ def test_post_processing_sees_the_privatized_gradient_and_its_state_is_saved(tmp
     assert any("Momentum" in str(state) for state in saved.values())
 
 
-def test_a_checkpoint_does_not_count_physical_batches(tmp_path):
-    def progress(size):
-        checkpoint = ModelCheckpoint(dirpath=tmp_path, filename=f"size{size}")
-        callback = without_noise(max_physical_batch_size=size)
-        parameters_after(tmp_path, callback, checkpoint, enable_checkpointing=True)
-        return torch.load(tmp_path / f"size{size}.ckpt", weights_only=True)["loops"]["fit_loop"]
+# What one example contributes
 
-    assert progress(2) == progress(100)
+
+@pytest.mark.parametrize("mode", ["together", "one_by_one"])
+@pytest.mark.parametrize(
+    ("loss", "words"),
+    [
+        (lambda module: None, "no loss"),
+        (lambda module: torch.zeros(()), "any trained parameter"),
+        (lambda module: module.net[0].bias.detach().sum(), "any trained parameter"),
+        (lambda module: module.net[0].bias, "single number"),
+    ],
+)
+def test_a_step_without_a_loss_is_refused(tmp_path, loss, words, mode):
+    class Skips(Plain):
+        def training_step(self, batch, batch_idx):
+            return super().training_step(batch, batch_idx) if self.trainer.global_step < 4 else loss(self)
+
+    callback = privacy(examples=mode)
+    with pytest.raises(ModelError, match=words):
+        trainer(tmp_path, callback).fit(Skips(), loader())
+    assert callback.ledger.num_steps == 4
+
+
+class OneLoudExample(Plain):
+    """Only the first example has a gradient, and it is far longer than C."""
+
+    def training_step(self, batch, batch_idx):
+        loud = (batch[0][:, 0] > 50).float()
+        loss = (1e4 * loud * F.cross_entropy(self.net(batch[0] / 100), batch[1], reduction="none")).mean()
+        return {"loss": loss, "outputs": None}
+
+
+class Saliency(OneLoudExample):
+    """Takes gradients for its input, which do not count."""
+
+    def training_step(self, batch, batch_idx):
+        x = batch[0].clone().requires_grad_()
+        for _ in range(8):
+            torch.autograd.grad(super().training_step((x, batch[1]), batch_idx)["loss"], x)
+        return super().training_step(batch, batch_idx)
+
+
+class LeavesEpoch(OneLoudExample):
+    def on_train_batch_start(self, batch, batch_idx):
+        return -1 if self.trainer.global_step == 2 else None
+
+
+class OwnBackward(OneLoudExample):
+    """Of the loss that Lightning sees, from which nothing is computed."""
+
+    def on_before_backward(self, loss):
+        assert not loss.requires_grad
+
+
+class Norms(Watch):
+    """Norms of the sums before noise, from releases without noise."""
+
+    @property
+    def norms(self):
+        return [float(gradient.norm()) * N for gradient in self.released]
+
+
+@pytest.mark.parametrize(
+    ("kind", "mode", "steps"),
+    [
+        (OneLoudExample, "together", 6),
+        (OneLoudExample, "one_by_one", 6),
+        (Saliency, "one_by_one", 6),
+        (LeavesEpoch, "together", 2),
+        (OwnBackward, "together", 6),
+    ],
+)
+def test_one_example_contributes_exactly_its_bound(tmp_path, kind, mode, steps):
+    x, y = (tensor.clone() for tensor in examples().tensors)
+    x[0] = 100.0
+    measured = Norms()
+    callback = without_noise(expected_batch_size=N, max_physical_batch_size=7, examples=mode)
+    trainer(tmp_path, callback, measured, max_epochs=6).fit(kind(), loader(TensorDataset(x, y)))
+    assert measured.norms == pytest.approx([1.0] * steps, rel=1e-5)
+
+
+class InterruptsOnce(Callback):
+    """A Ctrl-C between two physical batches."""
+
+    def on_train_start(self, trainer, pl_module):
+        def interrupt(number, count):
+            if number == 2 and trainer.global_step == 2:
+                told.clear()
+                raise KeyboardInterrupt
+
+        told = trainer.callbacks[0].private_run.on_physical_batch
+        told.append(interrupt)
+
+
+def test_what_an_interruption_leaves_of_a_logical_batch_is_dropped(tmp_path):
+    x, y = (tensor.clone() for tensor in examples().tensors)
+    x[0] = 100.0
+    callback, measured = without_noise(expected_batch_size=N, max_physical_batch_size=7), Norms()
+    module, data = OneLoudExample(), loader(TensorDataset(x, y))
+    with pytest.raises(SystemExit):
+        trainer(tmp_path, callback, measured, InterruptsOnce()).fit(module, data)
+    trainer(tmp_path, callback, measured).fit(module, data)
+    assert callback.ledger.num_steps == 3
+    assert measured.norms == pytest.approx([1.0] * 3, rel=1e-5)

@@ -1,8 +1,6 @@
 """A second fit of one callback continues its run: what counts, what is planned, and what keeps it from release."""
 
-import lightning.pytorch as pl
 import pytest
-import torch
 from plain_run import Plain, Stop, examples, loader, privacy, trainer
 
 from dp_lightning.errors import ConfigurationError
@@ -31,39 +29,6 @@ def test_what_kept_the_first_fit_from_release_keeps_the_second(tmp_path):
         trainer(tmp_path / "1", callback, Stop(2)).fit(module, loader())
     trainer(tmp_path / "2", callback).fit(module, loader())
     assert "the run ended by an error (RuntimeError)" in callback.statement().release
-
-
-class KeepsAnExample(Plain):
-    """Keeps a number of an example from the second step on, where ``keeps`` is set."""
-
-    keeps = True
-
-    def __init__(self):
-        super().__init__()
-        self.bank = torch.zeros(1)
-
-    def training_step(self, batch, batch_idx):
-        if self.keeps and self.global_step >= 2:
-            self.bank.data.copy_(batch[0].detach().flatten()[:1])
-        return super().training_step(batch, batch_idx)
-
-
-class InterruptsBeforeTheRelease(pl.Callback):
-    """A Ctrl-C after a physical batch of the step that keeps something."""
-
-    def on_train_batch_end(self, trainer, module, *args):
-        if module.bank.item() != 0:
-            raise KeyboardInterrupt
-
-
-def test_what_was_not_read_before_an_interruption_keeps_the_second_fit_from_release(tmp_path, late, monkeypatch):
-    callback, module = privacy(examples="one_by_one", max_physical_batch_size=2), KeepsAnExample()
-    with pytest.raises((KeyboardInterrupt, SystemExit)):
-        trainer(tmp_path / "1", callback, InterruptsBeforeTheRelease(), max_epochs=1).fit(module, loader())
-    assert callback.ledger.num_steps == 2
-    monkeypatch.setattr(KeepsAnExample, "keeps", False)
-    trainer(tmp_path / "2", callback).fit(module, loader())
-    assert "the run ended by an error (ModelError)" in callback.statement().release
 
 
 def test_a_fit_that_was_refused_binds_no_later_one(tmp_path):

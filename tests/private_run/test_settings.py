@@ -48,7 +48,7 @@ def settings(**kwargs):
 
 def test_the_number_of_steps_is_the_smaller_limit():
     shape = functools.partial(settings().shape, num_train=70)
-    assert shape(max_epochs=3, max_steps=-1).num_steps == 10  # floor(3 * 70 / 20)
+    assert shape(max_epochs=3, max_steps=-1).num_steps == 12  # 3 round(70 / 20)
     assert shape(max_epochs=3, max_steps=4).num_steps == 4
     assert shape(max_epochs=-1, max_steps=40).num_steps == 40
     assert shape(max_epochs=None, max_steps=40).num_steps == 40

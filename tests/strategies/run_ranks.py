@@ -20,17 +20,14 @@ class Net(pl.LightningModule):
     def __init__(self, lr):
         super().__init__()
         net = nn.Sequential(nn.Conv2d(1, 4, 3), nn.GroupNorm(2, 4), nn.Conv2d(4, 4, 3), nn.Flatten(), nn.Linear(64, 10))
-        # A weight that is not contiguous has to reach the other ranks too.
         self.register_buffer("scale", torch.ones(2))
-        # So have types that gloo does not know.
-        self.register_buffer("phases", torch.randn(3, dtype=torch.complex128))
-        self.register_buffer("counts", torch.randint(100, (2, 3), dtype=torch.int16))
+        # A weight that is not contiguous has to reach the other ranks too.
         self.net = net.to(memory_format=torch.channels_last)
         self.lr = lr
 
     def training_step(self, batch, batch_idx):
         loss = F.cross_entropy(self.net(batch[0]), batch[1])
-        # A collective in each physical batch: ranks with different numbers of them would wait for ever.
+        # A collective in each step: ranks that differ in whether they log would wait for ever.
         self.log("loss", loss, sync_dist=True, on_step=True)
         return loss
 
@@ -52,21 +49,24 @@ class Notes(pl.Callback):
     def on_validation_batch_end(self, trainer, module, outputs, batch, *args):
         self.evaluated += batch[1].tolist()
 
-    def on_train_batch_start(self, trainer, module, batch, batch_idx):
-        physical = privacy_of(trainer).private_run._training_step.batch
-        self.size += int(physical.counted.sum())
-        self.indices += physical.place.indices
+    def on_train_start(self, trainer, module):
+        step = privacy_of(trainer).private_run.step
+        accumulate = step.accumulate
+
+        def noted(batch):
+            self.size += int(batch.counted.sum())
+            self.indices += batch.place.indices
+            accumulate(batch)
+
+        step.accumulate = noted
 
     def on_train_batch_end(self, trainer, module, *args):
-        if trainer.accumulate_grad_batches == 1:
-            state = b"".join(p.detach().contiguous().numpy().tobytes() for p in module.parameters())
-            self.hashes.append(hashlib.sha256(state).hexdigest())
-            self.sizes.append(self.size)
-            self.losses.append(
-                float(trainer.fit_loop.epoch_loop._results.metrics(on_step=True)["callback"].get("loss", -1))
-            )
-            self.drawn.append(self.indices)
-            self.size, self.indices = 0, []
+        state = b"".join(p.detach().contiguous().numpy().tobytes() for p in module.parameters())
+        self.hashes.append(hashlib.sha256(state).hexdigest())
+        self.sizes.append(self.size)
+        self.losses.append(float(trainer.callback_metrics.get("loss", -1)))
+        self.drawn.append(self.indices)
+        self.size, self.indices = 0, []
 
 
 class Drift(pl.Callback):
@@ -131,7 +131,7 @@ def main(settings):
     trainer = pl.Trainer(
         accelerator="cpu",
         devices=ranks,
-        strategy="dp_ddp" if ranks > 1 else "auto",
+        strategy=settings.get("strategy", "dp_ddp") if ranks > 1 else "auto",
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
@@ -143,6 +143,9 @@ def main(settings):
     )
     torch.manual_seed(settings.get("seed", 0) + place)
     module = Net(settings.get("lr", 0.1))
+    if settings.get("strategy") != "ddp":  # which does not send types that gloo does not know
+        module.register_buffer("phases", torch.randn(3, dtype=torch.complex128))
+        module.register_buffer("counts", torch.randint(100, (2, 3), dtype=torch.int16))
     for name in settings.get("frozen_by_rank", {place: []})[place]:
         module.get_parameter(name).requires_grad_(False)
     dataset = examples(settings.get("num_train", 60) - place * settings.get("fewer_by_rank", 0))

@@ -11,6 +11,7 @@ from torch import Tensor
 from dp_lightning.privacy.clipping import ClipPlan
 from dp_lightning.privacy.gradients.contribution import Contribution, Weights, finite_, flat_rows
 from dp_lightning.privacy.gradients.workspace import Workspace
+from dp_lightning.processors import sent
 
 # Relative to a bound: squared norms are accurate to 1e-6, and five more roundings of 6e-8 follow.
 _ROOM = 2.0**-19
@@ -156,7 +157,7 @@ class ClippedSum:
                 numbers = np.arange(ends[name] - numel, ends[name])
                 places.append(as_strided(numbers, shape, [numbers.itemsize * step for step in stride]).flatten())
                 groups.append(np.full(numel, self._group_of[name]))
-            place, group = (torch.from_numpy(np.concatenate(each)).to(self.flat.device) for each in (places, groups))
+            place, group = (sent(torch.from_numpy(np.concatenate(each)), self.flat.device) for each in (places, groups))
             self._known_places = {names: (place, group)}
         return self._known_places[names]
 
