@@ -189,7 +189,7 @@ def test_the_loop_shown_brings_a_run_that_is_killed_to_its_end(workplace, warm_p
     subprocess.run(["bash", "-c", line], env=environment, check=True, timeout=200, capture_output=True)
     assert (workplace / "killed").exists()
     assert json.loads(Path("lightning_logs/version_1/result.json").read_text())["completed"] is True
-    assert json.loads(Path("lightning_logs/version_1/privacy_statement.json").read_text())["num_steps"] == 18
+    assert json.loads(Path("lightning_logs/version_1/privacy_statement.json").read_text())["num_steps"] == 6 * 3
 
 
 @pytest.mark.parametrize("line", sorted({*lines("bash", CLUSTERS)} - LOOPS))

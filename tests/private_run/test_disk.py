@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 from dp_lightning.callbacks import PostProcessCallback, PrivacyCallback
-from dp_lightning.errors import ConfigurationError, ModelError
+from dp_lightning.errors import ConfigurationError
 from dp_lightning.postprocess import Kalman, Momentum
 from dp_lightning.privacy import ClipPlan, PrivacyPlan, PrivateStep
 from dp_lightning.privacy.disk import DiSK, Extrapolation
