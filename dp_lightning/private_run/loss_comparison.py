@@ -5,7 +5,6 @@ as with negatives from the batch, class weights of a mean, or thresholds on the 
 without privacy. That is not a leak, but the user has to know it.
 """
 
-import copy
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -17,6 +16,8 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch.utilities.seed import isolate_rng
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 
+from dp_lightning.privacy.isolation import put_back
+
 #: Under which name the statement lists the warning, which tells something of raw examples.
 NAME = "warning before the first step: loss of a batch"
 _EXAMPLES = 8
@@ -27,10 +28,10 @@ _TOLERANCE = 0.005
 def warn_of_changed_meaning(
     trainer: pl.Trainer, module: pl.LightningModule, dataset: Any, collate_fn: Callable[[list[Any]], Any]
 ) -> bool:
-    """Compare the loss of a few examples together with the mean of their losses, on a copy of the module.
+    """Compare the loss of a few examples together with the mean of their losses, in evaluation mode.
 
-    Where the module cannot be copied, has batch transfer hooks, draws random numbers in evaluation mode, or takes no
-    batch of several examples, nothing is compared.
+    Where the module has batch transfer hooks, draws random numbers in evaluation mode, or takes no batch of several
+    examples, nothing is compared. Buffers, counters and the mode of each part are put back.
 
     Returns:
         Whether a warning was given.
@@ -39,23 +40,25 @@ def warn_of_changed_meaning(
     if any(is_overridden(f"on_{when}_batch_transfer", owner) for when in ("before", "after") for owner in owners):
         return False
     count = min(_EXAMPLES, len(dataset))
-    try:
-        with isolate_rng(), torch.no_grad(), trainer.precision_plugin.train_step_context():
-            trial: Any = copy.deepcopy(module).eval()
-            trial.trainer = trainer
-            trial.log = trial.log_dict = lambda *args, **kwargs: None
-            index = (0,) if is_param_in_hook_signature(trial.training_step, "batch_idx", min_args=2) else ()
+    index = (0,) if is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2) else ()
 
-            def loss_of(examples: list[Any]) -> float:
-                batch = move_data_to_device(collate_fn(examples), module.device)
-                output = trial.training_step(trainer.precision_plugin.convert_input(batch), *index)
-                return float(output["loss"] if isinstance(output, Mapping) else output)
+    def loss_of(examples: list[Any]) -> float:
+        batch = move_data_to_device(collate_fn(examples), module.device)
+        output: Any = module.training_step(trainer.precision_plugin.convert_input(batch), *index)
+        return float(output["loss"] if isinstance(output, Mapping) else output)
 
+    with isolate_rng(), torch.no_grad(), trainer.precision_plugin.train_step_context(), put_back(module):
+        try:
+            module.eval()
+            vars(module).update(dict.fromkeys(("log", "log_dict"), lambda *args, **kwargs: None))
             examples = [dataset[place * len(dataset) // count] for place in range(count)]
             together, again = loss_of(examples), loss_of(examples)
             mean = sum(loss_of([example]) for example in examples) / count
-    except Exception:  # whatever the user's own code raises on a batch that it will not see
-        return False
+        except Exception:  # whatever the user's own code raises on a batch that it will not see
+            return False
+        finally:
+            for name in ("log", "log_dict"):
+                del vars(module)[name]
     if together != again or abs(together - mean) <= _TOLERANCE * max(abs(together), abs(mean)):
         return False
     rank_zero_warn(

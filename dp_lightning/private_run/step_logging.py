@@ -25,7 +25,7 @@ from dp_lightning.torch_internals import level, tree_map_only
 
 AnyMetric: TypeAlias = Metric | MetricCollection
 
-_METHODS = ("update", "forward")
+_METHODS = ("update", "forward", "compute")
 _LOG_ARGUMENTS = ("prog_bar", "logger", "on_step", "on_epoch")
 
 
@@ -33,15 +33,15 @@ class Result:
     """What a metric will have returned after the step.
 
     Args:
-        metric: that will return it.
-        get: returns it then; None where no example took part.
+        source: what tells it from the results of other metrics.
+        get: returns it then.
     """
 
-    def __init__(self, metric: AnyMetric, get: Callable[[], Any]) -> None:
-        self._metric, self._get = metric, get
+    def __init__(self, source: object, get: Callable[[], Any]) -> None:
+        self._source, self._get = source, get
 
     def __getitem__(self, key: Any) -> "Result":
-        return Result(self._metric, lambda: self._get()[key])
+        return Result(self._source, lambda: self._get()[key])
 
     def _refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise ModelError(
@@ -147,8 +147,8 @@ class StepLogging:
     def _log_dict(self, dictionary: Any, *args: Any, **options: Any) -> None:
         if isinstance(dictionary, Result):
             options = {**dict(zip(_LOG_ARGUMENTS, args, strict=False)), **options}
-            metric, get = _field(dictionary, "_metric"), _field(dictionary, "_get")
-            self._at_end[id(metric)] = lambda size: self._log_result("", get(), size, options)
+            source, get = _field(dictionary, "_source"), _field(dictionary, "_get")
+            self._at_end[source] = lambda size: self._log_result("", get(), size, options)
             return
         whole = isinstance(dictionary, MetricCollection)
         items = dictionary.items(keep_base=False, copy_state=False) if whole else dictionary.items()
@@ -158,7 +158,7 @@ class StepLogging:
     def _log_result(self, name: str, value: Any, size: int, options: dict[str, Any]) -> None:
         """Log what a metric returned for the examples of the step, with their number as its weight."""
         for key, each in value.items() if isinstance(value, dict) else [(name, value)]:
-            number = torch.as_tensor(0.0 if each is None else each, device=self._module.device)
+            number = torch.as_tensor(each, device=self._module.device)
             _require_single(key, number)
             self._log_mean(key, number.double().reshape(()) * size if size else torch.zeros_like(number), size, options)
 
@@ -177,7 +177,7 @@ class StepLogging:
 
     def _deferring(self, metric: AnyMetric) -> dict[str, Callable[..., Any]]:
         """What stands in the place of a metric's methods."""
-        update = metric.update
+        update, compute = metric.update, metric.compute
 
         def later(call: Callable[..., Any], args: Any, kwargs: Any) -> None:
             if any(self._mine):
@@ -196,9 +196,12 @@ class StepLogging:
             later(update, args, kwargs)
             later(self._twin(metric).update, args, kwargs)
             self._used[id(metric)] = metric
-            return Result(metric, lambda: self._twin(metric).compute())
+            return Result((id(metric), "step"), lambda: self._twin(metric).compute())
 
-        return dict(zip(_METHODS, (new_update, new_forward), strict=True))
+        def new_compute() -> Result:
+            return Result((id(metric), "epoch"), compute)
+
+        return dict(zip(_METHODS, (new_update, new_forward, new_compute), strict=True))
 
     def _twin(self, metric: AnyMetric) -> AnyMetric:
         """A copy that has seen the examples of the step alone."""
