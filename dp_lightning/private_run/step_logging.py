@@ -73,6 +73,7 @@ class StepLogging:
         self._at_end: dict[Any, Callable[[int], None]] = {}  # of the logical batch, given its size
         self._numbers: dict[str, tuple[list[Tensor], list[int], dict[str, Any]]] = {}
         self._used: dict[int, AnyMetric] = {}  # metrics whose forward was called in the step
+        self._resets: dict[int, Callable[[], None]] = {}  # of metrics that the step resets
         self._size = 0  # examples of the step that take part
 
     @contextmanager
@@ -81,7 +82,7 @@ class StepLogging:
         try:
             yield
         finally:
-            at_end, numbers, used, size = self._at_end, self._numbers, self._used, self._size
+            at_end, numbers, used, resets, size = self._at_end, self._numbers, self._used, self._resets, self._size
             self._clear()
         with torch.no_grad():
             for metric in used.values():
@@ -90,6 +91,8 @@ class StepLogging:
                 self._log_mean(name, torch.stack(totals).sum(), sum(counts), options)
             for log in at_end.values():
                 log(size)
+            for reset in resets.values():
+                reset()
         for key in used:
             self._twins[key].reset()
 
