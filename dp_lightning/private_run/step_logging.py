@@ -25,7 +25,7 @@ from dp_lightning.torch_internals import level, tree_map_only
 
 AnyMetric: TypeAlias = Metric | MetricCollection
 
-_METHODS = ("update", "forward", "compute")
+_METHODS = ("update", "forward", "compute", "reset")
 _LOG_ARGUMENTS = ("prog_bar", "logger", "on_step", "on_epoch")
 
 
@@ -180,7 +180,7 @@ class StepLogging:
 
     def _deferring(self, metric: AnyMetric) -> dict[str, Callable[..., Any]]:
         """What stands in the place of a metric's methods."""
-        update, compute = metric.update, metric.compute
+        update, compute, reset = metric.update, metric.compute, metric.reset
 
         def later(call: Callable[..., Any], args: Any, kwargs: Any) -> None:
             if any(self._mine):
@@ -204,7 +204,10 @@ class StepLogging:
         def new_compute() -> Result:
             return Result((id(metric), "epoch"), compute)
 
-        return dict(zip(_METHODS, (new_update, new_forward, new_compute), strict=True))
+        def new_reset() -> None:
+            self._resets[id(metric)] = reset
+
+        return dict(zip(_METHODS, (new_update, new_forward, new_compute, new_reset), strict=True))
 
     def _twin(self, metric: AnyMetric) -> AnyMetric:
         """A copy that has seen the examples of the step alone."""
