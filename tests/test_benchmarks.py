@@ -26,6 +26,7 @@ from dp_lightning.cli import main
 from dp_lightning.commands.composition import Composer, prepare_to_train
 from dp_lightning.datamodules import NpzImages
 from dp_lightning.experiments.document import Document, Link
+from dp_lightning.privacy import PrivateStep
 from dp_lightning.privacy.plan import RunShape
 
 pytestmark = pytest.mark.benchmarks
@@ -176,10 +177,10 @@ def test_a_logical_step_of_a_trainer_has_as_many_physical_batches_as_asked(step,
     import trainer_steps
 
     ends, at_steps = [], []
-    after = trainer_steps._AfterEachStep.on_train_batch_end
-    monkeypatch.setattr(
-        trainer_steps._AfterEachStep, "on_train_batch_end", lambda *args: ends.append(args) or after(*args)
-    )
+    by_batch = (trainer_steps._AfterEachStep, "on_train_batch_end"), (PrivateStep, "accumulate")
+    owner, name = by_batch[way != "ordinary"]
+    counted = getattr(owner, name)
+    monkeypatch.setattr(owner, name, lambda *args: ends.append(args) or counted(*args))
 
     def goes_on():
         at_steps.append(len(ends))
@@ -709,8 +710,12 @@ def test_moves_along_the_directions_of_the_gradient_are_measured(monkeypatch, tm
     images = np.random.default_rng(0).integers(0, 255, (80, 16, 16, 3), np.uint8)
     labels = np.arange(80) % 10
     np.savez(tmp_path / "d.npz", train_images=images, train_labels=labels, test_images=images, test_labels=labels)
-    steps, shape = [], weak_directions.RunShape
-    monkeypatch.setattr(weak_directions, "RunShape", lambda **given: steps.append(given["num_steps"]) or shape(**given))
+    steps = []
+    monkeypatch.setattr(
+        weak_directions,
+        "PrivateStep",
+        lambda *args, plan, **given: steps.append(plan.num_steps) or PrivateStep(*args, plan=plan, **given),
+    )
     data = ["--data", str(tmp_path / "d.npz")]
     weak_directions.main([*data, "--epochs", "1", "--runs", "dp_sgd,36,1"])
     weak_directions.main([*data, "--steps", "3", "--runs", "selective,36,1"])

@@ -13,7 +13,7 @@ BELIEVED = table(PAGE, "file").rows
 
 @pytest.mark.parametrize(("file", "shown"), [(row[0].text, row[1].text) for row in BELIEVED])
 def test_a_file_that_has_to_be_believed_is_as_long_as_it_says(file, shown):
-    assert int(shown) == round(len(read(file).splitlines()), -1)
+    assert abs(int(shown) - len(read(file).splitlines())) <= 10
 
 
 def test_a_promise_names_where_it_is_kept():

@@ -33,7 +33,7 @@ from dp_lightning.experiments.grid import Grid
 from dp_lightning.models import WideResNet
 from dp_lightning.models.pretrained import without_weights
 from dp_lightning.privacy import ClipPlan, RunShape, clipped_gradient_sum
-from dp_lightning.privacy.examples import trained_parameters
+from dp_lightning.privacy.parameters import trained_parameters
 from dp_lightning.privacy.phases import Phases
 from dp_lightning.private_run.trainer_checks import check_settings
 

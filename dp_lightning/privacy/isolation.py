@@ -255,14 +255,17 @@ def _place_of(tensor: Tensor) -> str:
     return ""
 
 
-def with_inner(dataset: Any) -> Iterator[Any]:
-    """A data set and those that it holds in attributes, as a Subset does."""
-    if hasattr(dataset, "__dict__"):
-        yield dataset
-        for value in vars(dataset).values():
-            for inner in value if isinstance(value, list | tuple) else (value,):
-                if isinstance(inner, Dataset):
-                    yield from with_inner(inner)
+def with_inner(dataset: Any) -> list[Any]:
+    """A data set and those that it holds in attributes, as a Subset does, once each."""
+    found, waiting = dict[int, Any](), [dataset]
+    while waiting:
+        each = waiting.pop()
+        if id(each) not in found and hasattr(each, "__dict__"):
+            found[id(each)] = each
+            for value in vars(each).values():
+                inner = value if isinstance(value, list | tuple) else (value,)
+                waiting += [one for one in inner if isinstance(one, Dataset)]
+    return list(found.values())
 
 
 def _spans(value: Any) -> list[tuple[int, int]]:

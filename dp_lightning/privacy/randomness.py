@@ -13,6 +13,7 @@ import random
 import secrets
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -55,13 +56,13 @@ class TrainingRandomness:
         seed: None for secret keys. A number makes every physical batch, its reading and its step, a function of the
             seed and of its place, whoever reads it and however far ahead; the run is not for release.
         rank: of this process.
-        owners: objects that may hold generators in their attributes, in the attributes of these, or in a list of
-            transforms there. These generators get new keys now, so that no worker has a copy with a public one.
+        owners: objects that may hold generators, in attributes, in the attributes of these and in lists of transforms.
+            These generators get new keys now, so that no worker has a copy with a public one.
     """
 
     def __init__(self, seed: int | None = None, *, rank: int = 0, owners: Iterable[object] = ()) -> None:
         self.seed, self.rank = seed, rank
-        self._own = list({id(generator): generator for generator in _generators(owners)}.values())
+        self._own = list(_generators(owners))
         self._rekey_own(keys_from(seed, rank))
 
     def before_reading(self, place: PhysicalBatch) -> None:
@@ -82,17 +83,21 @@ class TrainingRandomness:
             _rekey(generator, keys)
 
 
-def _generators(values: Iterable[object], depth: int = 3) -> Iterator[object]:
-    """Those among values, in their attributes, in the attributes of these, and so on ``depth`` times."""
-    for value in values:
-        if isinstance(value, _GENERATORS):
-            if not isinstance(value, random.SystemRandom):
-                yield value
-        elif isinstance(value, list | tuple):
-            if len(value) <= _LONGEST:
-                yield from _generators(value, depth)
-        elif depth and hasattr(value, "__dict__"):
-            yield from _generators(vars(value).values(), depth - 1)
+def _generators(owners: Iterable[object]) -> Iterator[object]:
+    """Those within four attributes or elements of lists from the owners, once each."""
+    values, seen = list(owners), set[int]()
+    for _ in range(5):
+        new = {id(value): value for value in values if id(value) not in seen}
+        seen.update(new)
+        values = []
+        for value in new.values():
+            if isinstance(value, _GENERATORS):
+                if not isinstance(value, random.SystemRandom):
+                    yield value
+            elif isinstance(value, list | tuple):
+                values += value if len(value) <= _LONGEST else ()
+            elif hasattr(value, "__dict__") and not isinstance(value, type | ModuleType):
+                values += vars(value).values()
 
 
 def rekey_global_generators(keys: Keys) -> None:

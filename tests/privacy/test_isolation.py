@@ -333,3 +333,11 @@ def test_a_module_that_holds_the_training_tensors_is_refused(kind, around):
     with pytest.raises(ConfigurationError, match="bank of the module shares memory with the training set"):
         steps(kind(dataset.tensors[0][2:5]), dataset=around(dataset))
     steps(kind(dataset.tensors[0].clone()), dataset=around(dataset))
+
+
+def test_a_data_set_may_hold_its_own_parts():
+    dataset = data()
+    dataset.first = Subset(dataset, range(3))
+    steps(Net(), dataset=dataset, num_steps=1)
+    with pytest.raises(ConfigurationError, match="shares memory"):
+        steps(Holds(dataset.tensors[0][2:5]), dataset=dataset)

@@ -80,8 +80,9 @@ def test_the_check_of_the_distribution_can_fail():
     assert not looks_normal(uniform, 1.0)
 
 
-def test_successive_and_separate_noise_is_uncorrelated():
-    first = private_step(ClipPlan.flat())
+@pytest.mark.parametrize("seed", [None, 3])
+def test_successive_and_separate_noise_is_uncorrelated(seed):
+    first = private_step(ClipPlan.flat(), seed=seed)
     second = private_step(ClipPlan.flat())
     draws = [release(first), release(first), release(second)]
     correlation = np.corrcoef(torch.stack(draws).numpy()) - np.eye(3)

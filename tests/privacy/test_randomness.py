@@ -191,12 +191,16 @@ def test_every_kind_of_generator_gets_a_new_key_at_the_start_and_before_each_use
 def test_generators_of_a_reproducible_run_repeat_and_differ_from_each_other():
     def run(seed):
         holder = Holder()
-        TrainingRandomness(seed, owners=[holder]).before_step(PLACE)
-        return holder.draw()
+        randomness, found = TrainingRandomness(seed, owners=[holder]), []
+        for place in (PLACE, OTHER, PLACE):
+            randomness.before_step(place)
+            found.append(holder.draw())
+        return found
 
-    first = run(3)
-    assert first == run(3)
-    assert_all_differ(first, run(4))
+    first, other, again = run(3)
+    assert first == again
+    assert_all_differ(first, other)
+    assert_all_differ(first, run(4)[0])
     assert len({tuple(values) for values in first[1:5]}) == 4
 
 

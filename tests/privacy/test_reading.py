@@ -128,7 +128,8 @@ def test_a_structure_is_that_of_classes_names_and_kinds_of_leaves_only():
 
 
 def test_what_is_opened_is_stacked_by_its_tensors():
-    leaves, structure = stacked([{"b": Encoding({"x": ones() * i, "mask": None, "name": str(i)})} for i in range(3)])
+    examples = [{"b": Encoding({"x": ones() * i, "mask": None, "name": str(i)})} for i in range(3)]
+    leaves, structure = stacked([flatten(example) for example in examples])
     (x,) = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
     assert x[:, 0, 0].tolist() == [0, 1, 2]
     assert Entries(("0", "1", "2")) in [leaf for leaf in leaves if isinstance(leaf, Entries)]
@@ -141,4 +142,4 @@ def test_what_is_opened_is_stacked_by_its_tensors():
 )
 def test_examples_of_different_structure_are_refused(other):
     with pytest.raises(DataError, match="different structure"):
-        stacked([{"x": ones()}, other])
+        stacked([flatten({"x": ones()}), flatten(other)])
