@@ -25,7 +25,7 @@ from dp_lightning.torch_internals import level, tree_map_only
 
 AnyMetric: TypeAlias = Metric | MetricCollection
 
-_METHODS = ("update", "forward", "compute")
+_METHODS = ("update", "forward", "compute", "reset")
 _LOG_ARGUMENTS = ("prog_bar", "logger", "on_step", "on_epoch")
 
 
@@ -73,6 +73,7 @@ class StepLogging:
         self._at_end: dict[Any, Callable[[int], None]] = {}  # of the logical batch, given its size
         self._numbers: dict[str, tuple[list[Tensor], list[int], dict[str, Any]]] = {}
         self._used: dict[int, AnyMetric] = {}  # metrics whose forward was called in the step
+        self._resets: dict[int, Callable[[], None]] = {}  # of metrics that the step resets
         self._size = 0  # examples of the step that take part
 
     @contextmanager
@@ -81,7 +82,7 @@ class StepLogging:
         try:
             yield
         finally:
-            at_end, numbers, used, size = self._at_end, self._numbers, self._used, self._size
+            at_end, numbers, used, resets, size = self._at_end, self._numbers, self._used, self._resets, self._size
             self._clear()
         with torch.no_grad():
             for metric in used.values():
@@ -90,6 +91,8 @@ class StepLogging:
                 self._log_mean(name, torch.stack(totals).sum(), sum(counts), options)
             for log in at_end.values():
                 log(size)
+            for reset in resets.values():
+                reset()
         for key in used:
             self._twins[key].reset()
 
@@ -177,7 +180,7 @@ class StepLogging:
 
     def _deferring(self, metric: AnyMetric) -> dict[str, Callable[..., Any]]:
         """What stands in the place of a metric's methods."""
-        update, compute = metric.update, metric.compute
+        update, compute, reset = metric.update, metric.compute, metric.reset
 
         def later(call: Callable[..., Any], args: Any, kwargs: Any) -> None:
             if any(self._mine):
@@ -201,7 +204,10 @@ class StepLogging:
         def new_compute() -> Result:
             return Result((id(metric), "epoch"), compute)
 
-        return dict(zip(_METHODS, (new_update, new_forward, new_compute), strict=True))
+        def new_reset() -> None:
+            self._resets[id(metric)] = reset
+
+        return dict(zip(_METHODS, (new_update, new_forward, new_compute, new_reset), strict=True))
 
     def _twin(self, metric: AnyMetric) -> AnyMetric:
         """A copy that has seen the examples of the step alone."""

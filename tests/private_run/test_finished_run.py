@@ -93,7 +93,7 @@ def test_a_trainer_that_has_finished_a_run_trains_another(tmp_path):
 def test_more_steps_than_the_target_allows_are_refused(tmp_path):
     crash(tmp_path, privacy(**BUDGET), after=9, saved=9)
     checkpoint = tmp_path / "checkpoints" / "step=9.ckpt"
-    with pytest.raises(BudgetError, match="no further step can be taken"):
+    with pytest.raises(BudgetError, match="too little is left for another step"):
         fit(tmp_path, privacy(target_epsilon=4.9, noise_multiplier=None), checkpoint=checkpoint, max_epochs=4)
     with pytest.raises(BudgetError, match="9 are taken already"):
         fit(tmp_path, privacy(target_epsilon=6.0, noise_multiplier=None), checkpoint=checkpoint)

@@ -30,6 +30,7 @@ class Measured(Plain):
         self.mean, self.own, self.called, self.returned = MeanMetric(), f1(), f1(), f1()
         self.scores = MetricCollection({"f1": f1(), "micro": MulticlassAccuracy(3, average="micro")})
         self.others, self.all = MetricCollection({"f1_again": f1()}), MetricCollection({"f1_so_far": f1()})
+        self.by_hand = f1()
         self.classes = ClasswiseWrapper(MulticlassF1Score(3, average=None), prefix="class_")
 
     def training_step(self, batch, batch_idx):
@@ -51,6 +52,9 @@ class Measured(Plain):
         self.log_dict(self.classes(logits, y), **BOTH)
         self.all.update(logits, y)
         self.log_dict(self.all.compute(), on_step=True)
+        self.by_hand.update(logits, y)
+        self.log("by_hand", self.by_hand.compute(), **BOTH)
+        self.by_hand.reset()
         return {"loss": loss, "logits": logits}
 
 
@@ -66,17 +70,19 @@ class Shown(pl.Callback):
 
 @MODES
 def test_logs_and_metrics_are_those_of_all_examples_of_the_step_and_of_the_epoch(tmp_path, mode, monkeypatch):
-    monkeypatch.setattr(PoissonSampler, "draw", lambda self, step: np.arange(step % 3, 60 - 2 * (step % 3), 3))
+    monkeypatch.setattr(
+        PoissonSampler, "draw", lambda self, step: np.arange(20 * (step % 3), 20 * (step % 3) + 20 - step % 3)
+    )
     torch.manual_seed(0)
     module, shown = Measured(), Shown()
     callback = without_noise(max_physical_batch_size=7, examples=mode, max_grad_norm=1e-9)  # the weights do not move
     run = trainer(tmp_path, callback, shown, max_epochs=2)
     run.fit(module, loader())
     x, y = examples().tensors
-    logits, batches = module.net(x).detach(), [slice(step, 60 - 2 * step, 3) for step in range(3)]
+    logits, batches = module.net(x).detach(), [slice(20 * step, 19 * step + 20) for step in range(3)]
     of_steps = [float(f1()(logits[rows], y[rows])) for rows in batches]
     losses = [F.cross_entropy(logits[rows], y[rows], reduction="none") for rows in batches]
-    scores = ("called", "returned", "f1", "f1_again")
+    scores = ("called", "returned", "f1", "f1_again", "by_hand")
     assert len(shown.steps) == 6
     for step, found in enumerate(shown.steps):
         rows, loss = batches[step % 3], float(losses[step % 3].mean())
@@ -92,7 +98,7 @@ def test_logs_and_metrics_are_those_of_all_examples_of_the_step_and_of_the_epoch
     whole = {"loss": float(torch.cat(losses).mean()), "constant": 2.5, "mean": float(torch.cat(losses).mean())}
     whole |= {name: float(f1()(logits[every], y[every])) for name in ("own", "called", "f1")}
     weighted = float(np.average(of_steps, weights=[len(loss) for loss in losses]))  # as Lightning takes results
-    whole |= dict.fromkeys(("returned", "f1_again"), weighted)
+    whole |= dict.fromkeys(("returned", "f1_again", "by_hand"), weighted)
     for name, value in whole.items():
         assert found[name] == pytest.approx(value, abs=1e-5), name
     so_far = float(f1()(logits[every.repeat(2)], y[every.repeat(2)]))  # no one resets it
