@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from dp_lightning.privacy.gradients.rules import Rule, per_example, register_rule
     from dp_lightning.privacy.noise import GaussianNoise
     from dp_lightning.privacy.plan import PrivacyPlan, RunShape
+    from dp_lightning.privacy.reading import Reading
+    from dp_lightning.privacy.record import RunRecord
     from dp_lightning.privacy.sampling import PoissonSampler
     from dp_lightning.privacy.statement import PrivacyStatement
     from dp_lightning.privacy.step import PrivateStep
@@ -27,7 +29,9 @@ __all__ = [
     "PrivacyPlan",
     "PrivacyStatement",
     "PrivateStep",
+    "Reading",
     "Rule",
+    "RunRecord",
     "RunShape",
     "clipped_gradient_sum",
     "per_example",
@@ -43,7 +47,9 @@ _PLACES = {
     "PrivacyPlan": "plan",
     "PrivacyStatement": "statement",
     "PrivateStep": "step",
+    "Reading": "reading",
     "Rule": "gradients.rules",
+    "RunRecord": "record",
     "RunShape": "plan",
     "clipped_gradient_sum": "gradients.gradient_sum",
     "per_example": "gradients.rules",
