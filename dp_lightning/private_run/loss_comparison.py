@@ -5,7 +5,9 @@ as with negatives from the batch, class weights of a mean, or thresholds on the 
 without privacy. That is not a leak, but the user has to know it.
 """
 
-from collections.abc import Callable, Mapping
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import lightning.pytorch as pl
@@ -15,6 +17,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch.utilities.seed import isolate_rng
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+from torchmetrics import Metric
 
 from dp_lightning.privacy.isolation import put_back
 
@@ -31,7 +34,7 @@ def warn_of_changed_meaning(
     """Compare the loss of a few examples together with the mean of their losses, in evaluation mode.
 
     Where the module has batch transfer hooks, draws random numbers in evaluation mode, or takes no batch of several
-    examples, nothing is compared. Buffers, counters and the mode of each part are put back.
+    examples, nothing is compared. Buffers, metrics, counters and modes are put back.
 
     Returns:
         Whether a warning was given.
@@ -47,7 +50,8 @@ def warn_of_changed_meaning(
         output: Any = module.training_step(trainer.precision_plugin.convert_input(batch), *index)
         return float(output["loss"] if isinstance(output, Mapping) else output)
 
-    with isolate_rng(), torch.no_grad(), trainer.precision_plugin.train_step_context(), put_back(module):
+    context = trainer.precision_plugin.train_step_context()
+    with isolate_rng(), torch.no_grad(), context, _metrics_put_back(module), put_back(module):
         try:
             module.eval()
             vars(module).update(dict.fromkeys(("log", "log_dict"), lambda *args, **kwargs: None))
@@ -67,3 +71,12 @@ def warn_of_changed_meaning(
         "negatives, class weights of a mean, statistics or thresholds, comes from the example alone."
     )
     return True
+
+
+@contextmanager
+def _metrics_put_back(module: pl.LightningModule) -> Iterator[None]:
+    """Context after which the metrics have seen what they had seen before."""
+    states = [(part, copy.deepcopy(part.metric_state)) for part in module.modules() if isinstance(part, Metric)]
+    yield
+    for metric, state in states:
+        vars(metric).update(state)

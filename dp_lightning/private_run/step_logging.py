@@ -138,7 +138,7 @@ class StepLogging:
         if isinstance(value, Metric):
             self._at_end[name] = lambda size: self._module.log(name, value, **options)
         elif isinstance(value, Result):
-            self._at_end[name] = lambda size: self._log_result(name, _field(value, "_get")(), size, options)
+            self._at_end[name] = lambda size: self._log_result(name, value, size, options)
         else:
             tensor = value if isinstance(value, Tensor) else torch.full((), float(value), device=self._module.device)
             _require_single(name, tensor)
@@ -150,16 +150,18 @@ class StepLogging:
     def _log_dict(self, dictionary: Any, *args: Any, **options: Any) -> None:
         if isinstance(dictionary, Result):
             options = {**dict(zip(_LOG_ARGUMENTS, args, strict=False)), **options}
-            source, get = _field(dictionary, "_source"), _field(dictionary, "_get")
-            self._at_end[source] = lambda size: self._log_result("", get(), size, options)
+            self._at_end[_field(dictionary, "_source")] = lambda size: self._log_result("", dictionary, size, options)
             return
         whole = isinstance(dictionary, MetricCollection)
         items = dictionary.items(keep_base=False, copy_state=False) if whole else dictionary.items()
         for name, value in items:
             self._log(name, value, *args, **options)
 
-    def _log_result(self, name: str, value: Any, size: int, options: dict[str, Any]) -> None:
+    def _log_result(self, name: str, result: Result, size: int, options: dict[str, Any]) -> None:
         """Log what a metric returned for the examples of the step, with their number as its weight."""
+        if not size and self._module.trainer.world_size == 1:
+            return  # some metrics cannot compute without an example
+        value = _field(result, "_get")()
         for key, each in value.items() if isinstance(value, dict) else [(name, value)]:
             number = torch.as_tensor(each, device=self._module.device)
             _require_single(key, number)

@@ -7,7 +7,7 @@ import torch
 from plain_run import Plain, examples, loader, privacy, trainer, without_noise
 from torch.nn import functional as F
 from torchmetrics import MeanMetric, MetricCollection
-from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score
+from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC, MulticlassF1Score
 from torchmetrics.wrappers import ClasswiseWrapper
 
 from dp_lightning.errors import ModelError
@@ -30,7 +30,7 @@ class Measured(Plain):
         self.mean, self.own, self.called, self.returned = MeanMetric(), f1(), f1(), f1()
         self.scores = MetricCollection({"f1": f1(), "micro": MulticlassAccuracy(3, average="micro")})
         self.others, self.all = MetricCollection({"f1_again": f1()}), MetricCollection({"f1_so_far": f1()})
-        self.by_hand = f1()
+        self.by_hand = MulticlassAUROC(3, thresholds=None)  # keeps lists
         self.classes = ClasswiseWrapper(MulticlassF1Score(3, average=None), prefix="class_")
 
     def training_step(self, batch, batch_idx):
@@ -52,7 +52,7 @@ class Measured(Plain):
         self.log_dict(self.classes(logits, y), **BOTH)
         self.all.update(logits, y)
         self.log_dict(self.all.compute(), on_step=True)
-        self.by_hand.update(logits, y)
+        self.by_hand.update(logits.softmax(1), y)
         self.log("by_hand", self.by_hand.compute(), **BOTH)
         self.by_hand.reset()
         return {"loss": loss, "logits": logits}
@@ -69,27 +69,29 @@ class Shown(pl.Callback):
 
 
 @MODES
-def test_logs_and_metrics_are_those_of_all_examples_of_the_step_and_of_the_epoch(tmp_path, mode, monkeypatch):
+@pytest.mark.parametrize("epochs", [1, 2])
+def test_logs_and_metrics_are_those_of_all_examples_of_the_step_and_of_the_epoch(tmp_path, mode, epochs, monkeypatch):
     monkeypatch.setattr(
         PoissonSampler, "draw", lambda self, step: np.arange(20 * (step % 3), 20 * (step % 3) + 20 - step % 3)
     )
     torch.manual_seed(0)
     module, shown = Measured(), Shown()
     callback = without_noise(max_physical_batch_size=7, examples=mode, max_grad_norm=1e-9)  # the weights do not move
-    run = trainer(tmp_path, callback, shown, max_epochs=2)
+    run = trainer(tmp_path, callback, shown, max_epochs=epochs)
     run.fit(module, loader())
     x, y = examples().tensors
     logits, batches = module.net(x).detach(), [slice(20 * step, 19 * step + 20) for step in range(3)]
     of_steps = [float(f1()(logits[rows], y[rows])) for rows in batches]
     losses = [F.cross_entropy(logits[rows], y[rows], reduction="none") for rows in batches]
-    scores = ("called", "returned", "f1", "f1_again", "by_hand")
-    assert len(shown.steps) == 6
+    scores = ("called", "returned", "f1", "f1_again")
+    assert len(shown.steps) == 3 * epochs
     for step, found in enumerate(shown.steps):
         rows, loss = batches[step % 3], float(losses[step % 3].mean())
         expected = {"loss": loss, "twice": 2 * loss, "constant": 2.5, "index": step % 3}
         expected |= {name: of_steps[step % 3] for name in scores}
         each = MulticlassF1Score(3, average=None)(logits[rows], y[rows])
         expected |= {f"class_{place}": float(value) for place, value in enumerate(each)}
+        expected |= {"by_hand": float(MulticlassAUROC(3, thresholds=None)(logits[rows].softmax(1), y[rows]))}
         expected |= {"micro": float((logits[rows].argmax(1) == y[rows]).float().mean())}
         for name, value in expected.items():
             assert found[f"{name}_step"] == pytest.approx(value, abs=1e-5), (step, name)
@@ -98,12 +100,12 @@ def test_logs_and_metrics_are_those_of_all_examples_of_the_step_and_of_the_epoch
     whole = {"loss": float(torch.cat(losses).mean()), "constant": 2.5, "mean": float(torch.cat(losses).mean())}
     whole |= {name: float(f1()(logits[every], y[every])) for name in ("own", "called", "f1")}
     weighted = float(np.average(of_steps, weights=[len(loss) for loss in losses]))  # as Lightning takes results
-    whole |= dict.fromkeys(("returned", "f1_again", "by_hand"), weighted)
+    whole |= dict.fromkeys(("returned", "f1_again"), weighted)
     for name, value in whole.items():
         assert found[name] == pytest.approx(value, abs=1e-5), name
     so_far = float(f1()(logits[every.repeat(2)], y[every.repeat(2)]))  # no one resets it
     assert found["f1_so_far"] == pytest.approx(so_far, abs=1e-5)
-    names = {"loss", "twice", "constant", "index", "mean", "own", *scores, "micro", "f1_so_far"}
+    names = {"loss", "twice", "constant", "index", "mean", "own", *scores, "micro", "f1_so_far", "by_hand"}
     names |= {f"class_{place}" for place in range(3)}
     assert set(callback.statement().unprotected) == names
 
