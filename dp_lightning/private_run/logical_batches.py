@@ -98,9 +98,9 @@ class PhysicalLoader:
         Args:
             num_steps: that are left of the epoch, the next one included.
         """
-        step = self._private.record.ledger.num_steps
         batch = next(self._reads, None)
-        if batch is None or batch.place.step != step or batch.place.piece:  # an epoch begins, or a step was abandoned
+        if batch is None:  # an epoch begins
+            step = self._private.record.ledger.num_steps
             self._places.steps = range(step, min(step + num_steps, self._private.plan.num_steps))
             self._reads = iter(self._loader)
             batch = next(self._reads)
