@@ -320,11 +320,6 @@ def test_a_result_that_does_not_fit_its_statement_is_found(run):
     assert failed(run)
 
 
-def test_a_ledger_of_too_many_kinds_of_steps_is_not_accounted(run):
-    of_statement("ledger", [[1 + number / 1e5, 0.1, 1] for number in range(20_000)])(run)
-    assert any("20000 kinds of steps" in finding for finding in failed(run))
-
-
 def test_a_whole_folder_of_an_earlier_moment_passes_and_a_kept_head_finds_it(tmp_path):
     fit(tmp_path, 3)
     earlier = shutil.copytree(tmp_path, tmp_path.parent / "earlier")
