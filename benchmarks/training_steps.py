@@ -47,7 +47,25 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, int, int], dict[str,
         {"cpu": 8, "cuda": 128},
     ),
     "resnet50": (lambda: timm.create_model("resnet50"), (3, 224, 224), {"cpu": 8, "cuda": 128}),
+    # What surrounds the gradients of small networks.
+    "cnn-16-32": (lambda: _cnn(16, 32, stride=2, padding=0), (1, 28, 28), {"cpu": 64, "cuda": 512}),
+    "cnn-32-64": (lambda: _cnn(32, 64, stride=1, padding=1), (1, 28, 28), {"cpu": 64, "cuda": 512}),
+    "deep-500": (lambda: _deep(500), (8, 1, 1), {"cpu": 32, "cuda": 32}),
+    "deep-2000": (lambda: _deep(2000), (8, 1, 1), {"cpu": 32, "cuda": 32}),
 }
+
+
+def _cnn(first: int, second: int, *, stride: int, padding: int) -> nn.Module:
+    """Two convolutions on images of 28 x 28, the second with stride 2; pooled where the first has stride 1."""
+    pool = nn.MaxPool2d(2) if stride == 1 else nn.Identity()
+    convolutions = nn.Conv2d(1, first, 3, stride, padding), nn.ReLU(), nn.Conv2d(first, second, 3, 2), nn.ReLU()
+    return nn.Sequential(*convolutions, pool, nn.Flatten(), nn.Linear(second * 36, 10))
+
+
+def _deep(pairs: int) -> nn.Module:
+    """Pairs of a small linear layer and a Tanh, whose time goes to Python."""
+    layers = (layer for _ in range(pairs) for layer in (nn.Linear(8, 8), nn.Tanh()))
+    return nn.Sequential(nn.Flatten(), *layers, nn.Linear(8, 10))
 
 
 def in_channels_last(name: str, device: torch.device, batch_size: int | None) -> tuple[nn.Module, Tensor, Tensor]:
