@@ -50,7 +50,7 @@ _FFT_MARGIN = 1000 * np.finfo(np.float64).eps
 _SMALLEST_FFT_DELTA = 1e-11
 # Grid points of the PRV's discretisation, all runs together: about one second and 200 MB.
 _MAX_PRV_POINTS = 2**21
-# By so many points Opacus lengthens a grid whose ends lie between two of its points, 0 being one of them.
+# The most points that Opacus adds to a grid, so that zero is one of them.
 _ENDS = 3
 # Gopi et al.'s truncation bound, as Opacus implements it, holds for errors below 1.
 _MAX_PRV_ERROR = 0.5

@@ -29,7 +29,7 @@ class ClipPlan:
     """The groups, the bound of each group and the clip factor; made by ``flat`` and ``per_layer``.
 
     Formal guarantee: for every example, with a finite gradient or not, the scaled gradient that enters the sum has an
-    L2 norm of at most ``sensitivity``. An example whose norm is not finite, or overflows float32 when squared (above
+    L2 norm of at most ``sensitivity``. A group whose norm is not finite, or overflows float32 when squared (above
     1.8e19), has factor zero.
     """
 
@@ -60,7 +60,10 @@ class ClipPlan:
 
     @property
     def sensitivity(self) -> float:
-        """The most, in L2 norm, that adding or removing one example moves the sum of clipped gradients."""
+        """The most, in L2 norm, that adding or removing one example moves the sum of clipped gradients.
+
+        It is the root of the sum of the squares of `bounds`.
+        """
         return self.max_grad_norm
 
     def groups(self, names: Iterable[str]) -> dict[str, list[str]]:

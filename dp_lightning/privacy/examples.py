@@ -7,6 +7,7 @@ logical step begins with a synthetic example, whose loss moves buffers and count
 """
 
 import copy
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
@@ -99,14 +100,12 @@ class Together(Examples):
 class OneByOne(Examples):
     """Ordinary autograd on one example after the other."""
 
+    _warned = False
+
     def _add(self, loss: Loss, batch: ExampleBatch, total: ClippedSum) -> None:
         self.methods = dict.fromkeys(self._parameters, "one by one")
         for index, counted in enumerate(batch.counted.tolist()):
-            # In memory of its own, since a view leads to the others. What is no tensor has no synthetic value.
-            mine = [
-                leaf[index].clone() if isinstance(leaf, Tensor) else copy.deepcopy(leaf[index]) if counted else None
-                for leaf in batch.leaves
-            ]
+            mine = [_alone(leaf, index, counted=counted) for leaf in batch.leaves]
             self._randomness.before_step(batch.place, index)
             with self._isolation.one_by_one(advances=not counted):
                 if not counted:
@@ -122,8 +121,14 @@ class OneByOne(Examples):
         try:
             with torch.no_grad():
                 loss(synthetic)
-        except Exception:
-            return
+        except Exception as error:  # the user's code may raise anything
+            if not self._warned:
+                self._warned = True
+                warnings.warn(
+                    f"The loss of a synthetic example fails ({type(error).__name__}: {error}). Buffers and counters "
+                    "that training_step moves on stay as they are, since no real example may move them.",
+                    stacklevel=2,
+                )
 
     def _gradients(self, loss: Loss, example: Any) -> dict[str, Tensor]:
         """By name, (1, *shape) each; of parameters that the loss does not use there is none."""
@@ -146,6 +151,16 @@ class OneByOne(Examples):
             for name, gradient in zip(trained, found, strict=True)
             if gradient is not None
         }
+
+
+def _alone(leaf: Any, index: int, *, counted: bool) -> Any:
+    """One example's part of a leaf, in memory of its own: a view leads to the others, and so may a shared object.
+
+    What is no tensor has no synthetic value: it is None where the example does not count.
+    """
+    if isinstance(leaf, Tensor):
+        return leaf[index].clone()
+    return copy.deepcopy(leaf[index]) if counted else None
 
 
 class Placeholder:

@@ -1,4 +1,4 @@
-"""What escapes from an example may not come back: five checks around the user's loss.
+"""What escapes from an example may not come back: five ways around vmap, and what is done about each.
 
 Under ``together`` vmap is the wall: code that is mapped cannot reach another example. A few things lead around it, and
 honest code does all of them:
@@ -6,7 +6,8 @@ honest code does all of them:
 1. A tensor of an example that is kept, and used in a later physical batch. torch would take it for one of that batch.
    `Recording` refuses every tensor in ``Isolation.stale``.
 2. A list that collects tensors of examples for the end of the epoch. What is still alive when the next logical step has
-   ended is refused, with its place. An attribute that each step overwrites passes.
+   ended is refused, with its place; a second one of the same shape when Python has collected its garbage since. An
+   attribute that each step overwrites passes.
 3. State that follows from the weights alone: the vectors of a spectral norm, a teacher, a counter of steps. In each
    physical batch it starts from its value at the start of the logical step, and it advances once for each logical step,
    so that nothing depends on the number of physical batches.
@@ -59,7 +60,9 @@ class Isolation:
         self._tensors: list[tuple[Tensor, Tensor]] = []  # under one_by_one: each with its value
         self._next: dict[object, tuple[Any, ...]] = {}  # state, with its value after the logical step
         self._made: list[weakref.ref[Tensor]] = []  # in this logical step
-        self._waiting: list[tuple[int, weakref.ref[Tensor]]] = []  # of steps before, with the full collections then
+        self._waiting: list[
+            tuple[int, weakref.ref[Tensor]]
+        ] = []  # of steps before, and how often Python had collected all garbage then
         self._collected: set[object] = set()
         self._warned = False
 

@@ -26,8 +26,8 @@ from dp_lightning.privacy.ranges import (
 # Relative width of the interval in which calibration places the noise multiplier.
 TOLERANCE = 1e-4
 _LARGEST_NOISE_MULTIPLIER = 1e6
-# Of a target: with the rest, as many steps again need three to seven times their noise (B/N from 0.02 to 0.3, epsilon
-# from 1 to 8), and thousands of times with the 1e-4 that calibration itself leaves.
+# The share of a target after which no further step is planned. With the last 1 %, as many steps again need three to
+# seven times the noise of those before (B/N from 0.02 to 0.3, epsilon from 1 to 8); with 0.01 %, thousands of times.
 _NEARLY_ALL = 0.99
 
 

@@ -96,6 +96,8 @@ def _generators(owners: Iterable[object]) -> Iterator[object]:
                     yield value
             elif isinstance(value, list | tuple):
                 values += value if len(value) <= _LONGEST else ()
+            elif isinstance(value, functools.partial):
+                values += (*value.args, *value.keywords.values())
             elif hasattr(value, "__dict__") and not isinstance(value, type | ModuleType):
                 values += vars(value).values()
 
@@ -103,7 +105,7 @@ def _generators(owners: Iterable[object]) -> Iterator[object]:
 def rekey_global_generators(keys: Keys) -> None:
     """Give the global generators of torch, on every device, of NumPy and of Python new keys."""
     of_devices = _seed(keys)
-    if _has_accelerator():  # else torch would note the whole stack for each kind that it knows, 3 ms
+    if _has_accelerator():  # without one, torch would take 3 ms to note for which devices it waits
         torch.manual_seed(of_devices)
     torch.set_rng_state(_cpu_state(keys))
     np.random.set_state(("MT19937", keys(624), 624, 0, 0.0))

@@ -150,7 +150,7 @@ class ExampleReader(Dataset[ExampleBatch]):
             ) from error
         flat = flatten(batch)
         if all(isinstance(leaf, Tensor) and leaf.dim() > 0 and len(leaf) == 0 for leaf in flat[0]):
-            return None
+            return None  # as collation that drops the example leaves it: no leaf, or none with a row
         return flat if reading.prepare is None else flatten(reading.prepare(batch))
 
     def stand_in(self, step: int) -> "Flat":

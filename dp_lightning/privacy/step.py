@@ -14,8 +14,8 @@ Formal guarantee. Let the parameters and all earlier releases be given.
 3. ``clip`` bounds what one example adds to the sum by ``sensitivity`` (``clipping``, ``gradients``); an example whose
    gradient is not finite adds nothing.
 4. B is a constant of the plan, and the step is released whatever the draw is, the empty one included.
-5. The noise is independent, and drawn once (``noise``). The step is on disk (``journal``) and in the ledger before
-   anything is released.
+5. The noise is independent, and drawn once (``noise``). The step is in the ledger before anything is released, and on
+   disk where the record has a journal (``record``).
 
 Each release is then a Poisson-subsampled Gaussian mechanism with noise multiplier sigma and sampling probability q, for
 neighbours that differ by adding or removing one example. The ledger counts the releases, and its accountants give
@@ -47,7 +47,14 @@ from dp_lightning.privacy.phases import Phases
 from dp_lightning.privacy.plan import PrivacyPlan
 from dp_lightning.privacy.randomness import TrainingRandomness
 from dp_lightning.privacy.ranges import check_step_settings
-from dp_lightning.privacy.reading import ExampleBatch, ExampleReader, Reading, require_shapes, require_structure
+from dp_lightning.privacy.reading import (
+    ExampleBatch,
+    ExampleReader,
+    Reading,
+    Structure,
+    require_shapes,
+    require_structure,
+)
 from dp_lightning.privacy.record import RunRecord, origin_of, released
 from dp_lightning.privacy.records import require_single_records
 from dp_lightning.privacy.sampling import PhysicalBatch, PoissonSampler, cut, sampling_key
@@ -151,7 +158,7 @@ class PrivateStep:
         )
         self._loss, self._sum = loss, ClippedSum(self.parameters, self.clip_plan)
         self._extrapolation = None if disk is None else Extrapolation(self.parameters, disk.length)
-        self._first: ExampleBatch | None = None
+        self._form: tuple[Structure, list[tuple[int, ...]]] | None = None  # of every example
         self._taken: PhysicalBatch | None = None
 
     # One logical step
@@ -177,18 +184,27 @@ class PrivateStep:
             DataError: when an example has another shape or structure than those before, or no tensor.
         """
         require_same_trained(self._every, self.parameters)
-        place = batch.place
+        place, before = batch.place, self._taken
         if place.piece == 0:
             self.require_budget()
+            follows = place.step == self.record.ledger.num_steps
+        else:
+            follows = before is not None and (place.step, place.piece) == (before.step, before.piece + 1)
+        if not follows:
+            raise DpLightningError(
+                f"Physical batch {place.piece} of step {place.step} does not come next: "
+                f"{self.record.ledger.num_steps} steps are taken. Ask for the batches() of each step anew: one draw "
+                "may enter one release, and each physical batch once."
+            )
+        self._form = self._form or (batch.structure, batch.shapes)
+        require_structure(batch.structure, self._form[0])
+        require_shapes(batch.shapes, self._form[1])
+        self._taken = None  # a batch that fails has added some of its examples
+        if place.piece == 0:
             self._sum.reset()
-        elif self._taken is None or (place.step, place.piece) != (self._taken.step, self._taken.piece + 1):
-            raise DpLightningError(f"{place} does not follow {self._taken}: the physical batches were reordered.")
-        self._first = self._first or batch
-        require_structure(batch.structure, self._first.structure)
-        require_shapes(batch.shapes, self._first.shapes)
-        if self._extrapolation is not None:
-            if place.piece == 0:
+            if self._extrapolation is not None:
                 self._extrapolation.advance()
+        if self._extrapolation is not None:
             self._extrapolation.away()
         try:
             self._mode.add(self._loss, batch.to(next(iter(self.parameters.values())).device), self._sum)
@@ -224,7 +240,7 @@ class PrivateStep:
         self._taken, number = None, self.record.ledger.num_steps
         self._mode.end()
         self.record.count(noise_multiplier=self.plan.noise_multiplier, sample_rate=self.plan.sample_rate)
-        total, noised = self._sum.flat, self.ranks.rank == 0
+        total, noised = self._sum.flat, self.ranks.rank == 0 or self.ranks.size == 1
         if noised:
             total = self.noise.add_to(total, self.noise_standard_deviation, step=number)
         if self.ranks.size > 1:

@@ -80,9 +80,9 @@ class PhysicalLoader:
         self._private, self._places = private, _Places(private)
         self._loader: DataLoader[Any] = DataLoader(
             private.reader,
-            batch_sampler=self._places,
+            sampler=self._places,
+            batch_size=None,
             num_workers=loader.num_workers,
-            collate_fn=_single,
             pin_memory=loader.pin_memory,
             timeout=loader.timeout,
             worker_init_fn=WorkerSeeding(private.seed, private.ranks.rank, loader.worker_init_fn),
@@ -98,9 +98,9 @@ class PhysicalLoader:
         Args:
             num_steps: that are left of the epoch, the next one included.
         """
-        batch = next(self._reads, None)
-        if batch is None:  # an epoch begins
-            step = self._private.record.ledger.num_steps
+        self._private.require_budget()
+        batch, step = next(self._reads, None), self._private.record.ledger.num_steps
+        if batch is None or batch.place.step != step or batch.place.piece:  # an epoch begins, or a step was abandoned
             self._places.steps = range(step, min(step + num_steps, self._private.plan.num_steps))
             self._reads = iter(self._loader)
             batch = next(self._reads)
@@ -110,17 +110,12 @@ class PhysicalLoader:
             yield batch
 
 
-class _Places(Sampler[list[PhysicalBatch]]):
+class _Places(Sampler[PhysicalBatch]):
     """The places of the physical batches of some steps."""
 
     def __init__(self, private: PrivateStep) -> None:
         self._private, self.steps = private, range(0)
 
-    def __iter__(self) -> Iterator[list[PhysicalBatch]]:
+    def __iter__(self) -> Iterator[PhysicalBatch]:
         for step in self.steps:
-            for place in self._private.physical_batches(step):
-                yield [place]
-
-
-def _single(items: list[Any]) -> Any:
-    return items[0]
+            yield from self._private.physical_batches(step)

@@ -71,7 +71,7 @@ class StrategyMethods:
         Raises:
             ConfigurationError: where there are several training loaders, or theirs cannot be sampled.
         """
-        trainer = self._trainer
+        trainer = self._trainer  # which has a train_dataloader once all training loaders have come here
         if trainer.state.fn != TrainerFn.FITTING or not trainer.training or trainer.train_dataloader is not None:
             return type(self._strategy).process_dataloader(self._strategy, loader)
         if self.loader is not None:

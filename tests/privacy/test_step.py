@@ -1,6 +1,7 @@
 """One logical step by itself, driven by a loop in plain torch, against a loop over single examples."""
 
 import dataclasses
+import functools
 import math
 from collections import UserDict
 
@@ -294,13 +295,46 @@ def test_an_incomplete_or_reordered_logical_batch_is_refused():
     private.accumulate(first)
     with pytest.raises(DpLightningError, match="complete"):
         private.release()
-    with pytest.raises(DpLightningError, match="reordered"):
+    with pytest.raises(DpLightningError, match="does not come next"):
         private.accumulate(third)
     private.accumulate(second)
     private.accumulate(third)
     private.release()
-    with pytest.raises(DpLightningError, match="reordered"):
+    with pytest.raises(DpLightningError, match="does not come next"):
         private.accumulate(second)
+
+
+def test_one_draw_enters_one_release():
+    private = private_step(network(), plan=plan(noise_multiplier=0.0))
+    batches = list(private.batches())
+    for batch in batches:
+        private.accumulate(batch)
+    private.release()
+    with pytest.raises(DpLightningError, match="batches\\(\\) of each step anew"):
+        private.accumulate(batches[0])
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_physical_batch_that_failed_is_not_added_again(mode):
+    model, fails = network().eval(), False
+
+    def loss(batch):
+        if fails:
+            raise ArithmeticError
+        return F.cross_entropy(model(batch[0]), batch[1])
+
+    private = private_step(model, loss=loss, examples=mode, plan=plan(noise_multiplier=0.0))
+    private._sampler = Draws(range(12))
+    first, second, third = private.batches()
+    private.accumulate(first)
+    fails = True
+    with pytest.raises(ArithmeticError):
+        private.accumulate(second)
+    fails = False
+    for again in (second, third):
+        with pytest.raises(DpLightningError, match="does not come next"):
+            private.accumulate(again)
+    torch.testing.assert_close(B * released(private), *sums(network().eval(), range(12), examples=mode))
 
 
 def test_a_step_beyond_the_plan_is_refused_before_its_gradients():
@@ -346,6 +380,8 @@ class Augmented(TensorDataset):
             self.transform, self.rng = Transform(self.rng), None
         if kind == "list":
             self.transform = Compose([self.transform])
+        if kind == "partial":
+            self.transform = functools.partial(Transform.__call__, self.transform)
 
     def __getitem__(self, index):
         x, y = super().__getitem__(index)
@@ -390,6 +426,7 @@ RANDOM = {
     "a generator of the data set": (augmented("data set"), MODES),
     "a generator of a transform": (augmented("transform"), MODES),
     "a generator in a list of transforms": (augmented("list"), MODES),
+    "a generator in a partial function": (augmented("partial"), MODES),
     "the global generator in the data set": (lambda: (network().eval(), Noisy()), MODES),
 }
 

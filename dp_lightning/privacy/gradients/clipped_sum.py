@@ -8,6 +8,7 @@ import torch
 from numpy.lib.stride_tricks import as_strided
 from torch import Tensor
 
+from dp_lightning.errors import DpLightningError
 from dp_lightning.privacy.clipping import ClipPlan
 from dp_lightning.privacy.gradients.contribution import Contribution, Weights, finite_, flat_rows
 from dp_lightning.privacy.gradients.workspace import Workspace
@@ -84,7 +85,8 @@ class ClippedSum:
         If these are all parameters of their groups, they are clipped and added at once, and nothing is kept but small
         gradients.
         """
-        assert not self._seen & set(contribution.names), "a parameter's contributions add up before the norm is taken"
+        if self._seen & set(contribution.names):
+            raise DpLightningError(f"{contribution.names} come twice: their gradients add up before the norm is taken.")
         self._seen.update(contribution.names)
         groups = {self._group_of[name] for name in contribution.names}
         complete = all(set(self._members[group]) <= set(contribution.names) for group in groups)
