@@ -60,9 +60,8 @@ class Isolation:
         self._tensors: list[tuple[Tensor, Tensor]] = []  # under one_by_one: each with its value
         self._next: dict[object, tuple[Any, ...]] = {}  # state, with its value after the logical step
         self._made: list[weakref.ref[Tensor]] = []  # in this logical step
-        self._waiting: list[
-            tuple[int, weakref.ref[Tensor]]
-        ] = []  # of steps before, and how often Python had collected all garbage then
+        # Of steps before, each with how often Python had then looked for cycles among all objects.
+        self._waiting: list[tuple[int, weakref.ref[Tensor]]] = []
         self._collected: set[object] = set()
         self._warned = False
 
