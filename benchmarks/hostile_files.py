@@ -358,7 +358,7 @@ def _beside_checkpoint(journal: str) -> Callable[[Path], list[str]]:
         from dp_lightning.private_run.resume import SavedRun
 
         plan = PrivacyPlan(num_train=9, expected_batch_size=3, num_steps=2, noise_multiplier=1.0, delta=1e-3)
-        facts: dict[str, Any] = {"clipping": {}, "sensitivity": 1.0, "sampler": "", "run": "x", "journal_heads": ("a",)}
+        facts: dict[str, Any] = {"clipping": {}, "sensitivity": 1.0, "sampler": "", "run": "x", "journal_head": "a"}
         statement = PrivacyStatement(plan=plan, ledger=Ledger(), **facts)
         saved = _checkpoint()
         SavedRun(statement=statement, settings={}, step={}).write(saved)

@@ -4,9 +4,9 @@
 
 A trial is a small run on the digits that gets one to four SIGKILLs, each followed by ``dpl fit --ckpt_path last``, and
 is then finished by that command. It has to end with exit code 0, a statement and a result. The statement has to count
-every step that stands in some journal, and `dpl verify` has to find nothing. Trials have one and two ranks alternately.
-The processes are forked from this one, which has imported everything. FOLDER/trials.jsonl gets a line for each trial;
-the same command resumes where it was stopped.
+every step that stands in some journal of its run, and `dpl verify` has to find nothing. Trials have one and two ranks
+alternately. The processes are forked from this one, which has imported everything. FOLDER/trials.jsonl gets a line for
+each trial; the same command resumes where it was stopped.
 """
 
 import argparse
@@ -169,11 +169,11 @@ def kill(children: list[int], codes: list[int | None], draw: random.Random) -> N
         os.waitpid(child, 0)
 
 
-def recorded(folder: Path) -> int:
-    """Distinct steps in all journals."""
+def recorded(folder: Path, run: str = "*") -> int:
+    """Distinct steps in the journals of a run, or in all."""
     names: set[str] = set()
-    for path in folder.rglob("privacy_journal_*.jsonl"):
-        names.update(read_journal(path, run_of(path))[0])
+    for path in folder.rglob(f"privacy_journal_{run}.jsonl"):
+        names.update(read_journal(path, run_of(path)))
     return len(names)
 
 
@@ -205,10 +205,10 @@ def trial(folder: Path, ranks: int, kills: int, draw: random.Random, measured: d
     found |= {"seconds": round(time.monotonic() - started, 2), "codes": codes, "recorded": recorded(folder)}
     if None in codes:
         kill(children, codes, draw)
-    return {**found, **ended(folder / "run", codes, found["recorded"])}
+    return {**found, **ended(folder / "run", codes)}
 
 
-def ended(root: Path, codes: list[int | None], steps: int) -> dict[str, Any]:
+def ended(root: Path, codes: list[int | None]) -> dict[str, Any]:
     """What is wrong with a run that has ended, as ``fault``, and what its files say."""
     if any(code != 0 for code in codes):
         return {"fault": f"exit codes {codes}"}
@@ -225,7 +225,7 @@ def ended(root: Path, codes: list[int | None], steps: int) -> dict[str, Any]:
         "accuracy": result["test_accuracy_last"],
     }
     wrong = [f"{what}: {why}" for place in (newest, root) for what, why in verify(place, []) if why is not None]
-    if statement["num_steps"] < steps:
+    if statement["num_steps"] < (steps := recorded(root, statement["run"])):
         wrong.append(f"under-reported: {statement['num_steps']} of {steps} steps")
     if statement["num_steps"] != STEPS or statement["release"] != "ok" or statement["epsilon"]["rdp"] > TARGET:
         wrong.append(f"{statement['num_steps']} steps, release {statement['release']}")

@@ -1,12 +1,9 @@
 """Whether a checkpoint is complete, judged only by its checksums."""
 
-import hashlib
 import stat
 import zipfile
 from collections.abc import Callable, Iterable
 from pathlib import Path
-
-from dp_lightning.errors import DataError
 
 
 def damage(path: Path) -> str | None:
@@ -24,21 +21,6 @@ def damage(path: Path) -> str | None:
     except Exception as error:  # zipfile raises many kinds for a damaged file
         return f"it is truncated or not a checkpoint ({error})"
     return None if broken is None else f"its part {broken} is damaged"
-
-
-def fingerprint(path: Path) -> int:
-    """A number that differs between checkpoints with different content, computed from their checksums.
-
-    Raises:
-        DataError: when the file is not a checkpoint.
-    """
-    try:
-        _require_regular(path)
-        with zipfile.ZipFile(path) as file:
-            sums = [(part.filename, part.CRC) for part in file.infolist()]
-    except (OSError, zipfile.BadZipFile) as error:
-        raise DataError(f"{path} is not a usable checkpoint: {error}.") from error
-    return int.from_bytes(hashlib.sha256(repr(sums).encode()).digest()[:7])
 
 
 def _require_regular(path: Path) -> None:

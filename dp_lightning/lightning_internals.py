@@ -33,16 +33,6 @@ def was_compiled(module: pl.LightningModule) -> bool:
     return module._compiler_ctx is not None
 
 
-def leave_signals_alone(trainer: pl.Trainer) -> None:
-    """Let Lightning set no handlers of signals: that for SIGTERM may start a collective at any moment."""
-    vars(trainer._signal_connector)["register_signal_handlers"] = lambda: None
-
-
-def take_signals_again(trainer: pl.Trainer) -> None:
-    """Undo `leave_signals_alone`."""
-    vars(trainer._signal_connector).pop("register_signal_handlers", None)
-
-
 # The command line
 
 

@@ -323,13 +323,13 @@ WRONG = {
         ["--lr_scheduler=CosineAnnealingWarmRestarts", "--lr_scheduler.T_0=-1"],
         r"^error: lr_scheduler\.init_args: Expected positive integer T_0, but got -1\n",
     ),
-    "no_delta": (["--privacy.delta=1.0"], r"^error: privacy\.delta must be a number between 0 and 1; got 1\.0"),
-    "no_epsilon": (["--privacy.target_epsilon=-3"], r"^error: privacy\.target_epsilon must be a finite number above 0"),
-    "no_norm": (["--privacy.max_grad_norm=0"], r"^error: privacy\.max_grad_norm is 0; it must be a number from"),
-    "no_batch": (["--privacy.expected_batch_size=0"], r"^error: privacy\.expected_batch_size must be an integer of at"),
+    "no_delta": (["--privacy.delta=1.0"], r"^error: delta must be a number between 0 and 1; got 1\.0"),
+    "no_epsilon": (["--privacy.target_epsilon=-3"], r"^error: target_epsilon must be a finite number above 0"),
+    "no_norm": (["--privacy.max_grad_norm=0"], r"^error: max_grad_norm is 0; it must be a number from"),
+    "no_batch": (["--privacy.expected_batch_size=0"], r"^error: expected_batch_size must be an integer of at"),
     "too_much_noise": (
         ["--privacy.noise_multiplier=-1", "--privacy.target_epsilon=null"],
-        r"^error: privacy\.noise_multiplier",
+        r"^error: noise_multiplier",
     ),
     "model_channels": (
         ["--model.channels=3"],

@@ -1,7 +1,6 @@
 """Private members of libraries stand in one file for each family of libraries, and each of them is there."""
 
 import ast
-import signal
 from importlib.metadata import version
 from pathlib import Path
 
@@ -73,7 +72,6 @@ MEMBERS = {
     "lightning_internals.py": {
         "_compiler_ctx",
         "_results",
-        "_signal_connector",
         "_forward_cache",
         "_set_seed",
         "_parse_ckpt_path",
@@ -173,21 +171,6 @@ def test_a_compiled_module_is_known(tmp_path):
     for module in (Fit(), torch.compile(Fit(), backend="eager")):
         trainer(tmp_path, enable_progress_bar=False, callbacks=[Asks()], max_steps=0).fit(module)
     assert found == [False, True]
-
-
-def test_lightning_sets_no_handlers_of_signals_while_they_are_left_alone(tmp_path):
-    class Handlers(pl.Callback):
-        def on_train_start(self, trainer, pl_module):
-            during.append(signal.getsignal(signal.SIGTERM))
-
-    during, before = [], signal.getsignal(signal.SIGTERM)
-    for alone in (True, False):
-        run = trainer(tmp_path, enable_progress_bar=False, callbacks=[Handlers()])
-        internals.leave_signals_alone(run)
-        if not alone:
-            internals.take_signals_again(run)
-        run.fit(Fit())
-    assert during[0] == before != during[1]
 
 
 def test_the_steps_of_the_command_line(tmp_path):

@@ -111,7 +111,7 @@ class PrivacyCallback(PrivacySettings, pl.Callback):
     def on_load_checkpoint(self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: Any) -> None:
         fits, saved = trainer.state.fn == TrainerFn.FITTING, SavedRun.read(checkpoint)
         if fits:
-            require_counted_steps(trainer, checkpoint, saved)
+            require_counted_steps(checkpoint, saved)
         # Evaluating an earlier checkpoint after a fit does not undo its steps.
         if saved is not None and (fits or self._run is None):
             self.history.load(saved)

@@ -161,8 +161,8 @@ def _facts(
 def _journal(checkpoint: Path, claims: PrivacyStatement) -> dict[str, bytes]:
     """The journal up to the checkpoint's steps, by file name."""
     name = journal_name(claims.run)
-    steps, _ = read_journal(checkpoint.parent / name, claims.run)
-    return {name: journal_of(up_to(claims.journal_heads, steps))}
+    steps = read_journal(checkpoint.parent / name, claims.run)
+    return {name: journal_of(up_to(claims.journal_head, steps))}
 
 
 def _safetensors(tensors: dict[str, Tensor], facts: dict[str, Any], statement: PrivacyStatement) -> bytes:

@@ -8,7 +8,7 @@ from typing import Any
 from dp_lightning.commands.composition import prepare_to_train
 from dp_lightning.commands.timing import seconds_per_example
 from dp_lightning.errors import DpLightningError
-from dp_lightning.privacy.plan import PrivacyPlan
+from dp_lightning.privacy.plan import PrivacyPlan, RunShape
 from dp_lightning.private_run.settings import PrivacySettings
 
 # Runs that differ only in these are accepted or refused together.
@@ -94,7 +94,8 @@ def plan_of(
     }
     size = privacy["expected_batch_size"] if batch_size is None else batch_size
     run = PrivacySettings(size, **given, not_private=bool(privacy.get("not_private")))
-    return run.make_plan(run.shape(num_train=num_train, **length_of(trainer)))
+    shape = RunShape.of_length(num_train=num_train, expected_batch_size=size, delta=run.delta, **length_of(trainer))
+    return run.make_plan(shape)
 
 
 def length_of(trainer: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,7 +1,6 @@
 """What the files of a run's folder say, for its page: nothing is computed from data or weights."""
 
 import math
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -15,7 +14,7 @@ from dp_lightning.experiments.event_files import Curve, curves_in
 from dp_lightning.experiments.runs import read_facts, result_in
 from dp_lightning.foreign_text import LARGEST_JSON, LARGEST_YAML, load_yaml, read_json, read_text
 from dp_lightning.privacy.accounting import Ledger, check_accountant, compose
-from dp_lightning.privacy.journal import Step, journal_name, journals_in, read_journal, run_of, up_to
+from dp_lightning.privacy.journal import Step, journal_name, journals_in, read_journal, run_of, spent_in, up_to
 from dp_lightning.privacy.ranges import check_delta
 from dp_lightning.privacy.statement import PrivacyStatement
 
@@ -180,11 +179,11 @@ def _spent(folder: Path, statement: PrivacyStatement | None, config: Mapping[str
     path = folder / journal_name(run)
     if not path.is_file():
         raise DataError(f"The journal {path.name} is missing.")
-    every = read_journal(path, run)[0]
-    counted = list((every if statement is None else up_to(statement.journal_heads, every)).values())
+    every = read_journal(path, run)
+    counted = list((every if statement is None else up_to(statement.journal_head, every)).values())
 
     def epsilon(steps: list[Step], more: int = 0) -> float:
-        totals = Counter(step.spent for step in steps)
+        totals = spent_in(steps)
         if more and statement is not None:
             totals[statement.plan.noise_multiplier, statement.plan.sample_rate] += more
         runs = [(*kind, count) for kind, count in totals.items()]

@@ -44,11 +44,10 @@ from dp_lightning.errors import ConfigurationError, DataError, DpLightningError,
 from dp_lightning.lightning_internals import CommandLine
 from dp_lightning.lightning_modules.classifiers import OWN_NETWORKS
 from dp_lightning.lightning_modules.schedules import WarmupCosine
-from dp_lightning.private_run.latest_run import where_to_start
+from dp_lightning.private_run.latest_checkpoint import latest_checkpoint
 from dp_lightning.private_run.saved_model import SavedModel
 from dp_lightning.private_run.settings import PrivacySettings
-from dp_lightning.private_run.slurm import slurm_job
-from dp_lightning.private_run.trainer_checks import check_folders, check_precision
+from dp_lightning.private_run.trainer_checks import check_precision
 from dp_lightning.strategies.checkpoint_io import PrivateCheckpointIO
 from dp_lightning.strategies.private import NAME as PRIVATE_STRATEGY
 
@@ -215,9 +214,7 @@ class TrainingCLI(CommandLine):
         if not trains:
             self.save_config_callback = None  # a configuration is part of a run
         with _named_refusals(config):
-            trainer = super().instantiate_trainer(**config)
-        check_folders(trainer)
-        return trainer
+            return super().instantiate_trainer(**config)
 
     def setting(self, config: Namespace, name: str, default: Any = None) -> Any:
         """The value of a setting of the command that runs."""
@@ -259,12 +256,10 @@ class TrainingCLI(CommandLine):
         require_writable(Path(self.trainer.default_root_dir), "trainer.default_root_dir")
         _require_other_nodes(self.trainer)
         asked = self.config_init.fit.ckpt_path
-        start = where_to_start(self.trainer, asked, self.config_init.fit.get("weights_only"))
-        self.config_init.fit.ckpt_path = start.checkpoint
-        if start.journal is not None:
-            self.privacy.history.left = start.journal
+        if asked == "last":
+            self.config_init.fit.ckpt_path = latest_checkpoint(self.trainer, self.config_init.fit.get("weights_only"))
         for callback in self.trainer.callbacks:  # type: ignore[attr-defined]
-            if isinstance(callback, SaveConfigCallback) and (asked is not None or slurm_job() is not None):
+            if isinstance(callback, SaveConfigCallback) and (asked is not None or SLURMEnvironment.detect()):
                 # A resumed run may use its earlier log folder again.
                 callback.overwrite = True
         check_files = getattr(self.datamodule, "check_files", None)

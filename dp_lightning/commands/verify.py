@@ -1,9 +1,9 @@
 """`dpl verify`: checks from the files alone whether statement, journals and checkpoints of a run belong together.
 
 The files are checked against each other. A statement is rendered and accounted again from its own numbers, and compared
-with the checkpoint of the same steps. The last steps that it names must be in the journal, the journal's steps up to
-them must be those of its ledger, and the weights must have its digest. Someone who rewrites all files can make them
-agree; a copy of the names of the last steps that is kept elsewhere (``--head``) reveals that.
+with the checkpoint of the same steps. The last step that it names must be in the journal, the journal's steps up to it
+must be those of its ledger, and the weights must have its digest. Someone who rewrites all files can make them agree; a
+copy of the name of the last step that is kept elsewhere (``--head``) reveals that.
 """
 
 import argparse
@@ -46,7 +46,7 @@ def main(arguments: list[str]) -> None:
         f"\n{failed} of {len(found)} checks failed."
         if failed
         else f"\nAll {len(found)} checks hold. Files that were all rolled back or rewritten would pass too: only a "
-        "copy of the last steps' names that is kept elsewhere (--head) reveals that."
+        "copy of the last step's name that is kept elsewhere (--head) reveals that."
     )
     sys.exit(1 if failed else 0)
 
@@ -69,7 +69,7 @@ def _parser() -> argparse.ArgumentParser:
         action="append",
         default=[],
         type=_as_written,
-        help="the name of one of the last steps, from a statement that was kept elsewhere; may be repeated",
+        help="the name of the last step, from a statement that was kept elsewhere; may be repeated",
     )
     return parser
 
@@ -176,7 +176,7 @@ def _of_statement(path: Path, found: _Found) -> Generator[Finding, None, Privacy
     same = [
         (name, _differing_at_the_same_steps(claims, other))
         for name, other in found.statements.items()
-        if (other.run, other.journal_heads) == (claims.run, claims.journal_heads)
+        if (other.run, other.journal_head) == (claims.run, claims.journal_head)
     ]
     if same:
         # A run that lost steps may have left checkpoints with and without them.
@@ -253,20 +253,17 @@ def _against_journal(
     steps = journals[path]
     if isinstance(steps, str):
         return
-    missing = [head for head in claims.journal_heads if head not in steps]
-    before = up_to(claims.journal_heads, steps)
-    counted = spent_in(before) == claims.ledger.totals
+    before = up_to(claims.journal_head, steps)
+    counted = spent_in(before.values()) == claims.ledger.totals
     yield (
         f"{name}: its {claims.ledger.num_steps} steps are those of the journal up to its last step",
-        f"the journal lacks {', '.join(missing)}"
-        if missing
-        else _unless(counted and bool(claims.journal_heads), f"the journal has {len(before)} steps up to there"),
+        _unless(counted and claims.journal_head in steps, f"the journal has {len(before)} steps up to there"),
     )
 
 
 def _read(path: Path, run: str) -> Steps | str:
     try:
-        return read_journal(path, run)[0]
+        return read_journal(path, run)
     except FileNotFoundError:
         return "it is missing"
     except (DpLightningError, OSError) as error:

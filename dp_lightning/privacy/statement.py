@@ -63,7 +63,7 @@ class PrivacyStatement:
         lost_steps: steps of the ledger that an interruption has lost: they are spent, and not in the weights.
         num_ranks: processes that took the latest steps together.
         run: name of the run, part of its journals' names.
-        journal_heads: names of the last steps in its journal, which stand for all of them.
+        journal_head: name of the last step in its journal, which stands for all of them.
         earlier_training: what has trained the weights before the run, in words.
         faults: what has happened during the run that keeps it from release, in words.
         weights: SHA-256 of the parameters and buffers that it speaks of (``weights.digest_of``).
@@ -85,7 +85,7 @@ class PrivacyStatement:
     lost_steps: int = 0
     num_ranks: int = 1
     run: str = ""
-    journal_heads: tuple[str, ...] = ()
+    journal_head: str = ""
     earlier_training: tuple[str, ...] = ()
     faults: tuple[str, ...] = ()
     weights: str = ""
@@ -239,7 +239,7 @@ class PrivacyStatement:
                 "from a seed that is written down" if self.reproducible else "keys of the operating system"
             ),
             "run": self.run or "without a journal",
-            "last steps in its journal": ", ".join(self.journal_heads) or "none",
+            "last step in its journal": self.journal_head or "none",
             "SHA-256 of the weights": self.weights,
             **{f"SHA-256 of {name}": digest for name, digest in self.files.items()},
             "versions": ", ".join(f"{name} {version}" for name, version in facts["versions"].items()),

@@ -331,7 +331,7 @@ class PrivateStep:
             "faults": tuple(self.all_faults),
             "run": record.run,
             "earlier_training": tuple(record.origin.words),
-            "journal_heads": () if record.journal is None else record.journal.heads,
+            "journal_head": "" if record.journal is None else record.journal.head,
             "versions": {name: installed(name) for name in ("dp-lightning", "torch", "opacus")},
         }
         if "weights" not in more:

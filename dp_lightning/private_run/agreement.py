@@ -1,13 +1,11 @@
 """What all ranks must share for one private step: settings, training set, and the resulting model."""
 
-from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import numpy as np
 import torch
 
-from dp_lightning.checksums import fingerprint
 from dp_lightning.errors import ConfigurationError, DpLightningError
 from dp_lightning.privacy.records import contents, records_of
 from dp_lightning.ranks import Ranks
@@ -23,20 +21,6 @@ def require_same_settings(settings: dict[str, object], ranks: Ranks, device: tor
         raise ConfigurationError(
             f"The ranks have different settings: {', '.join(differing)} (on rank {ranks.rank}: "
             f"{', '.join(str(settings[name]) for name in differing)}). Start all of them with the same configuration."
-        )
-
-
-def require_one_checkpoint(trainer: pl.Trainer, ranks: Ranks) -> None:
-    """Require that all ranks resume from the same checkpoint, or none from any; every rank has to call it.
-
-    Raises:
-        ConfigurationError: on every rank, where they do not.
-    """
-    mark = None if trainer.ckpt_path is None else fingerprint(Path(trainer.ckpt_path))
-    if ranks.differing_facts({"checkpoint": mark}, trainer.strategy.root_device):
-        raise ConfigurationError(
-            f"The ranks resume from different checkpoints; rank {ranks.rank} from {trainer.ckpt_path}. Give ckpt_path "
-            "a file that every node sees, and start all of them with the same settings."
         )
 
 

@@ -3,7 +3,6 @@
 Two objects hold the past of a run: its journal, and the entry ``private_run`` of a checkpoint, a `SavedRun`.
 """
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,8 +14,8 @@ from torch import Tensor
 
 from dp_lightning.errors import ConfigurationError, DataError
 from dp_lightning.privacy.accounting import Ledger
-from dp_lightning.privacy.journal import Journal, run_of
-from dp_lightning.privacy.plan import TOLERANCE, PrivacyPlan, RunShape
+from dp_lightning.privacy.journal import Journal
+from dp_lightning.privacy.plan import PrivacyPlan, RunShape
 from dp_lightning.privacy.record import Origin, RunRecord
 from dp_lightning.privacy.statement import PrivacyStatement, installed
 from dp_lightning.private_run.settings import PrivacySettings
@@ -64,18 +63,12 @@ class SavedRun:
             ) from error
 
 
-def require_counted_steps(trainer: pl.Trainer, checkpoint: Mapping[str, Any], saved: SavedRun | None) -> None:
-    """Refuse to train on from steps that no ledger counts, and from a file that Lightning has picked up by its name.
+def require_counted_steps(checkpoint: Mapping[str, Any], saved: SavedRun | None) -> None:
+    """Refuse to train on from steps that no ledger counts.
 
     Raises:
         ConfigurationError: with what to do instead.
     """
-    name = Path(trainer.ckpt_path or "").name
-    if name.startswith("hpc_ckpt_"):
-        raise ConfigurationError(
-            f"Under SLURM Lightning resumes from any hpc_ckpt_*.ckpt in trainer.default_root_dir, and {name} may be "
-            "another job's. Move it away for a new run, or give it another name and pass it as ckpt_path."
-        )
     counted = 0 if saved is None else saved.statement.ledger.num_steps
     if checkpoint.get("global_step", 0) > counted:
         raise ConfigurationError(
@@ -95,8 +88,6 @@ class RunHistory:
         plan: of its last steps.
         earlier_targets: targets that it had, each with the number of steps after which it was exchanged.
         unprotected: what was logged of raw examples.
-        left: journal of a run without a checkpoint, which the next fit without a checkpoint resumes: its weights are
-            lost and its steps are spent.
     """
 
     record: RunRecord = field(default_factory=RunRecord)
@@ -104,7 +95,6 @@ class RunHistory:
     plan: PrivacyPlan | None = None
     earlier_targets: list[tuple[float | None, int]] = field(default_factory=list)
     unprotected: Unprotected = field(default_factory=Unprotected)
-    left: Path | None = None
 
     @property
     def ledger(self) -> Ledger:
@@ -139,28 +129,22 @@ class RunHistory:
             folder: where a journal is kept, besides those beside checkpoints.
 
         Returns:
-            Whether this fit resumes a run that stands on disk.
+            Whether this fit resumes a run from a checkpoint.
 
         Raises:
             DataError: when the checkpoint's journal is missing or older, or one cannot be read or written.
         """
         record, saved = self.record, self.saved if trainer.ckpt_path is not None else None
-        left = self.left if saved is None and record.journal is None else None
-        self.left = None
-        if left is not None:
-            record.run = run_of(left)
-        record.run, resumes = trainer.strategy.broadcast((record.run, saved is not None or left is not None))
+        record.run = trainer.strategy.broadcast(record.run)
         if trainer.is_global_zero:
             if record.journal is None or record.journal.run != record.run:
                 record.journal = Journal(record.run)
-            if left is not None:
-                record.journal.add_folder(left.parent)
             if saved is not None:
                 _read_beside(Path(str(trainer.ckpt_path)).parent, record.journal, saved.statement)
             record.journal.add_folder(folder, record.ledger)
             record.ledger.load_state_dict(record.journal.ledger.state_dict())
         record.ledger.load_state_dict(trainer.strategy.broadcast(record.ledger.state_dict()))
-        return bool(resumes)
+        return saved is not None
 
     def keep_journal_in(self, folder: Path) -> None:
         """Keep a journal in a folder to which a checkpoint is about to be written."""
@@ -177,10 +161,10 @@ def _read_beside(folder: Path, journal: Journal, statement: PrivacyStatement) ->
             "with the checkpoints of its folder."
         )
     journal.add_folder(folder)
-    if missing := [head for head in statement.journal_heads if head not in journal.steps]:
+    if statement.journal_head not in {"", *journal.steps}:
         raise DataError(
-            f"{path} is older than the checkpoint beside it: it lacks {', '.join(missing)}, and nobody knows what "
-            "else. Restore the file from a copy."
+            f"{path} is older than the checkpoint beside it: it lacks step {statement.journal_head}, and nobody knows "
+            "what else. Restore the file from a copy."
         )
 
 
@@ -188,8 +172,7 @@ def plan_of_fit(settings: PrivacySettings, shape: RunShape, history: RunHistory)
     """The plan of a fit.
 
     A run that resumes with the settings of its ``earlier`` plan keeps its noise. With other settings the noise of
-    the steps that are left is solved for, so that they and those in the ledger together meet the target. Where
-    steps in the ledger have no ``earlier`` plan, it is read off their noise.
+    the steps that are left is solved for, so that they and those in the ledger together meet the target.
 
     Args:
         settings: of the run now.
@@ -208,8 +191,6 @@ def plan_of_fit(settings: PrivacySettings, shape: RunShape, history: RunHistory)
     if earlier is not None:
         _require_one_data_set(earlier, shape)
         history.note_target(settings.target_epsilon)
-    elif ledger.num_steps:
-        earlier = _plan_of_ledger(settings, shape, ledger)
     if settings.target_epsilon is None:
         plan = settings.make_plan(shape)
     elif earlier is not None and earlier == settings.plan_with(shape, earlier.noise_multiplier):
@@ -239,16 +220,3 @@ def _require_one_data_set(earlier: PrivacyPlan, now: RunShape) -> None:
             f"The run has privacy.expected_batch_size {earlier.expected_batch_size}, and it is "
             f"{now.expected_batch_size} now; epochs and steps are counted by it. Set it to the run's value."
         )
-
-
-def _plan_of_ledger(settings: PrivacySettings, shape: RunShape, ledger: Ledger) -> PrivacyPlan | None:
-    """The plan with the noise of the steps in the ledger; None where they were planned otherwise."""
-    (noise_multiplier, sample_rate), *others = ledger.totals
-    if ledger.num_steps >= shape.num_steps:
-        return settings.plan_with(shape, ledger.runs[-1][0])  # no step is left to solve for
-    plan = settings.make_plan(shape, earlier=tuple(ledger.earlier_steps))
-    # Another machine may solve for the same noise to another last digit.
-    same = math.isclose(plan.noise_multiplier, noise_multiplier, rel_tol=2 * TOLERANCE)
-    if others or sample_rate != shape.sample_rate or not same:
-        return None
-    return settings.plan_with(shape, noise_multiplier)

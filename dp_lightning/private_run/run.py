@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 
 from dp_lightning.errors import BudgetError, ConfigurationError
 from dp_lightning.models.batch_norm import fixed_statistics
-from dp_lightning.privacy.plan import PrivacyPlan, RunShape
+from dp_lightning.privacy.plan import PrivacyPlan
 from dp_lightning.privacy.reading import Reading
 from dp_lightning.privacy.record import Origin, origin_of
 from dp_lightning.privacy.statement import PrivacyStatement, installed
@@ -25,23 +25,20 @@ from dp_lightning.privacy.step import PrivateStep
 from dp_lightning.privacy.weights import digest_of
 from dp_lightning.private_run.agreement import (
     require_equal_replicas,
-    require_one_checkpoint,
     require_same_data,
     require_same_settings,
 )
 from dp_lightning.private_run.budget import Budget
-from dp_lightning.private_run.finished_run import finish_instead_of_training, train_again
 from dp_lightning.private_run.freed_memory import keep_freed_memory
 from dp_lightning.private_run.held_out import require_held_out
 from dp_lightning.private_run.hyperparameters import check_hyperparameters
 from dp_lightning.private_run.logical_batches import LogicalBatch, LogicalLoader, PhysicalLoader
 from dp_lightning.private_run.loss_comparison import NAME, warn_of_changed_meaning
-from dp_lightning.private_run.person_warnings import warn_of_evaluated_persons, warn_of_persons
+from dp_lightning.private_run.person_warnings import warn_of_persons
 from dp_lightning.private_run.resume import RunHistory, SavedRun, plan_of_fit
 from dp_lightning.private_run.settings import PrivacySettings
-from dp_lightning.private_run.slow_precision import warn_of_slow_precision
 from dp_lightning.private_run.step_logging import StepLogging
-from dp_lightning.private_run.trainer_checks import check_optimizers, check_validation
+from dp_lightning.private_run.trainer_checks import check_optimizers
 from dp_lightning.strategies.private import trainer_ranks
 
 
@@ -90,7 +87,6 @@ class PrivateRun:
         self.stop_requested = self.stopping = False
         self._held_out: Any = None  # loaders of the validation that have been looked at
         self._ranks, device = trainer_ranks(trainer), trainer.strategy.root_device
-        require_one_checkpoint(trainer, self._ranks)
         length = {"trainer.max_epochs": trainer.max_epochs, "trainer.max_steps": trainer.max_steps}
         require_same_settings({**settings.of_all_ranks, **length}, self._ranks, device)
         history.record.origin = self._origin()
@@ -138,20 +134,8 @@ class PrivateRun:
 
         A solver may round differently on another kind of processor.
         """
-        trainer, history, settings = self.trainer, self.history, self.settings
-        num_steps = trainer.estimated_stepping_batches
-        if not math.isfinite(num_steps) or num_steps < 1:
-            raise ConfigurationError(
-                "The number of steps must be known before the start, and at least 1. Set trainer.max_epochs or "
-                "trainer.max_steps."
-            )
-        shape = RunShape(
-            num_train=num_train,
-            expected_batch_size=settings.expected_batch_size,
-            num_steps=int(num_steps),
-            delta=settings.delta,
-        )
-        plan, kept = plan_of_fit(settings, shape, history)
+        history = self.history
+        plan, kept = plan_of_fit(self.settings, self.settings.shape_for(self.trainer, num_train), history)
         finishes = resumes and kept and history.ledger.num_steps >= plan.num_steps
         history.plan, finishes = self._ranks.of_rank_0((plan, finishes))
         return history.plan, finishes
@@ -197,12 +181,15 @@ class PrivateRun:
             BudgetError: when the steps that are left cost too much.
         """
         check_optimizers(self.trainer, self.step.parameters.values())
-        warn_of_slow_precision(self.trainer.precision, self.trainer.strategy.root_device)
         if self.history.saved is not None:
             self.step.load_state_dict(dict(self.history.saved.step))
         self.history.saved = None
         if self._finishes:
-            finish_instead_of_training(self.trainer, self.history.ledger.num_steps)
+            self.trainer.should_stop = True
+            self.trainer.print(
+                f"All {self.history.ledger.num_steps} steps of the plan are taken: this fit writes the statement. "
+                "Evaluate the checkpoint by trainer.validate or dpl validate."
+            )
         else:
             self.step.require_budget()
             self.budget.require_affordable()
@@ -232,7 +219,6 @@ class PrivateRun:
                 "The trainer does not have the private training loader. Give fit one DataLoader, and remove callbacks "
                 "that replace loaders."
             )
-        check_validation(self.trainer)
         self._require_held_out()
         require_same_data(reader.dataset, self._ranks, self.trainer.strategy.root_device)
         if self.settings.images_per_group is None:
@@ -306,8 +292,6 @@ class PrivateRun:
 
     def evaluation_starts(self) -> None:
         """A validation, during the fit or beside it."""
-        if (groups := self.step.reader.groups) is not None:
-            warn_of_evaluated_persons(groups.ids, self.trainer, "val")
         if self.trainer.state.fn == TrainerFn.FITTING:
             self._require_held_out()
 
@@ -331,8 +315,7 @@ class PrivateRun:
             self.history.record.faults.add(f"the run ended by an error ({type(error).__name__})")
 
     def close(self) -> None:
-        """Restore the trainer, and write the statement."""
-        train_again(self.trainer)
+        """Write the statement."""
         if self.trainer.is_global_zero:
             self.leave_statement()
 

@@ -2,8 +2,6 @@
 
 import functools
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
@@ -106,10 +104,7 @@ class PrivacySettings:
             augmult=self.augmult,
             images_per_group=self.images_per_group,
         )
-        with _as_settings():
-            self.clip_plan = ClipPlan(
-                kind=self.clipping, factor=self.clip_factor, max_grad_norm=float(self.max_grad_norm)
-            )
+        self.clip_plan = ClipPlan(kind=self.clipping, factor=self.clip_factor, max_grad_norm=float(self.max_grad_norm))
 
     def _check_noise(self) -> None:
         if (self.target_epsilon is None) == (self.noise_multiplier is None):
@@ -142,24 +137,6 @@ class PrivacySettings:
         """What fixes all random numbers of a reproducible run; None takes secret keys."""
         return int(os.environ.get("PL_GLOBAL_SEED", 0)) if self.reproducible else None
 
-    def shape(
-        self, *, num_train: int, max_epochs: int | None, max_steps: int, limit_train_batches: float = 1.0
-    ) -> RunShape:
-        """N, B, T and delta of a run with these limits of the trainer, as `RunShape.of_length`.
-
-        Raises:
-            ConfigurationError: if neither sets a limit, or no step is left, or a number is impossible.
-        """
-        with _as_settings():
-            return RunShape.of_length(
-                num_train=num_train,
-                expected_batch_size=self.expected_batch_size,
-                delta=self.delta,
-                max_epochs=max_epochs,
-                max_steps=max_steps,
-                limit_train_batches=limit_train_batches,
-            )
-
     def num_train_of(self, dataset: Any) -> int:
         """N: the examples of a training set, or its persons."""
         if self.num_train is not None:
@@ -167,9 +144,15 @@ class PrivacySettings:
         return len(dataset if self.images_per_group is None else Groups(dataset, self.images_per_group))
 
     def shape_for(self, trainer: pl.Trainer, num_train: int) -> RunShape:
-        """The same, with the trainer's limits."""
-        return self.shape(
+        """N, B, T and delta of a run with the trainer's limits.
+
+        Raises:
+            ConfigurationError: if neither sets a limit, or no step is left, or a number is impossible.
+        """
+        return RunShape.of_length(
             num_train=num_train,
+            expected_batch_size=self.expected_batch_size,
+            delta=self.delta,
             max_epochs=trainer.max_epochs,
             max_steps=trainer.max_steps,
             limit_train_batches=trainer.limit_train_batches,
@@ -187,13 +170,11 @@ class PrivacySettings:
         """
         if self.target_epsilon is None:
             return self.plan_with(shape, self.noise_multiplier or 0.0)
-        with _as_settings():
-            return _calibrated(shape, self.target_epsilon, accountant=self.accountant, taken=taken, earlier=earlier)
+        return _calibrated(shape, self.target_epsilon, accountant=self.accountant, taken=taken, earlier=earlier)
 
     def plan_with(self, shape: RunShape, noise_multiplier: float) -> PrivacyPlan:
         """The plan of a run of this shape and noise, held to the accountant and the target that are set."""
-        with _as_settings():
-            return shape.with_noise(noise_multiplier, accountant=self.accountant, target_epsilon=self.target_epsilon)
+        return shape.with_noise(noise_multiplier, accountant=self.accountant, target_epsilon=self.target_epsilon)
 
     @property
     def of_the_run(self) -> dict[str, Any]:
@@ -227,14 +208,3 @@ class PrivacySettings:
         shared |= {"disk": None if self.disk is None else self.disk.gain}
         shared |= {name: float(value) for name, value in shared.items() if type(value) is int}  # 3 is 3.0
         return {"seed_everything": self.seed, **{f"privacy.{name}": value for name, value in shared.items()}}
-
-
-@contextmanager
-def _as_settings() -> Iterator[None]:
-    """Within this context, a message that begins with the name of a number names the setting ``privacy.``."""
-    try:
-        yield
-    except ConfigurationError as error:
-        if str(error).partition(" ")[0] not in PrivacySettings.__dataclass_fields__:
-            raise
-        raise ConfigurationError(f"privacy.{error}") from error

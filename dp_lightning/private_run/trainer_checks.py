@@ -1,12 +1,10 @@
 """Settings of Trainer and module that a private run cannot have, refused together, each with what to change."""
 
-import os
 import re
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.fabric.plugins.environments import SLURMEnvironment, TorchElasticEnvironment
 from lightning.fabric.plugins.io import TorchCheckpointIO
 from lightning.pytorch import callbacks as standard
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, SingleDeviceStrategy
@@ -32,7 +30,6 @@ _CALLBACKS: tuple[tuple[type[pl.Callback], str], ...] = (
     (standard.StochasticWeightAveraging, "it passes over the data again. Average weights without the data instead"),
     (standard.LearningRateFinder, "it takes steps on private data that no ledger counts. Tune on public data"),
     (standard.BatchSizeFinder, "it takes steps on private data. Set privacy.max_physical_batch_size by hand"),
-    (standard.BaseFinetuning, "it changes the trained parameters during the run. Freeze them before fit"),
 )
 
 _Row = tuple[bool, str]
@@ -58,15 +55,6 @@ def check_settings(trainer: pl.Trainer, module: pl.LightningModule) -> None:
         *_of_the_callbacks(trainer),
         *_of_the_module(module),
     )
-
-
-def check_folders(trainer: pl.Trainer) -> None:
-    """Refuse URLs where a run writes: journals and statements are files of this machine.
-
-    Raises:
-        ConfigurationError: naming the setting.
-    """
-    _refuse(*_folders(trainer))
 
 
 def check_precision(precision: object) -> None:
@@ -127,7 +115,7 @@ def _of_the_trainer(trainer: pl.Trainer) -> Iterator[_Row]:
 
 def _of_the_processes(trainer: pl.Trainer) -> Iterator[_Row]:
     """Who trains, and who writes checkpoints."""
-    strategy, writer, started = trainer.strategy, type(trainer.strategy.checkpoint_io), started_processes()
+    strategy, writer = trainer.strategy, type(trainer.strategy.checkpoint_io)
     distributed = isinstance(strategy, DDPStrategy) and not isinstance(strategy, DeepSpeedStrategy)
     yield (
         not (distributed or isinstance(strategy, SingleDeviceStrategy)),
@@ -140,24 +128,10 @@ def _of_the_processes(trainer: pl.Trainer) -> Iterator[_Row]:
         "start_method out, and run a script rather than a notebook.",
     )
     yield (
-        started is not None and started != trainer.num_nodes * trainer.num_devices,
-        f"{started} processes were started, and trainer.num_nodes {trainer.num_nodes} x trainer.devices "
-        f"{trainer.num_devices} are configured: each would train a model of its own on the same data. Make them agree.",
-    )
-    yield (
         writer not in (TorchCheckpointIO, PrivateCheckpointIO),
         f"trainer.plugins has {writer.__name__}: its checkpoints would have no journal of steps beside them, so that "
         "no run could resume from them. Remove it.",
     )
-
-
-def started_processes() -> int | None:
-    """How many processes torchrun or srun has started; None where neither did."""
-    if TorchElasticEnvironment.detect():
-        return int(os.environ["WORLD_SIZE"])
-    if SLURMEnvironment.detect():
-        return int(os.environ["SLURM_NTASKS"])
-    return None
 
 
 def _of_the_callbacks(trainer: pl.Trainer) -> Iterator[_Row]:
@@ -240,7 +214,7 @@ def _of_the_monitors(trainer: pl.Trainer, unprotected: set[str]) -> Iterator[_Ro
             not {name, plain}.isdisjoint(unprotected) or name.startswith(("train", "unprotected"))
         )
 
-    for owner, monitor, _ in _monitors(trainer):
+    for owner, monitor in _monitors(trainer):
         yield (
             is_raw(monitor),
             f"{owner}.monitor is '{monitor}': choosing by a number computed from raw training examples lies outside "
@@ -256,31 +230,12 @@ def _of_the_monitors(trainer: pl.Trainer, unprotected: set[str]) -> Iterator[_Ro
                 )
 
 
-def check_validation(trainer: pl.Trainer) -> None:
-    """Refuse to wait for a metric of a validation that never runs; Lightning finds it out after the first epoch.
-
-    Args:
-        trainer: whose loaders are known.
-
-    Raises:
-        ConfigurationError: with a line for each.
-    """
-    has_none = trainer.val_dataloaders is not None and not sum(trainer.num_val_batches)
-    if has_none or not trainer.enable_validation:
-        waiting = [(name, each) for name, each, needed in _monitors(trainer) if needed and str(each).startswith("val")]
-        for name, monitor in waiting:
-            raise ConfigurationError(
-                f"{name}.monitor is '{monitor}', and this run has no validation. Hold out images by "
-                "data.init_args.val_fraction, give the fit validation data of your own, or remove the monitor."
-            )
-
-
-def _monitors(trainer: pl.Trainer) -> list[tuple[str, str | None, bool]]:
-    """What reads the name of a number: its class, the name, and whether it does not go on without the number."""
+def _monitors(trainer: pl.Trainer) -> list[tuple[str, str | None]]:
+    """What reads the name of a number: its class, and the name."""
     callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
     readers = [each for each in callbacks if isinstance(each, standard.ModelCheckpoint | standard.EarlyStopping)]
     plateaus = [config for config in trainer.lr_scheduler_configs if config.reduce_on_plateau]
     return [
-        *((type(each).__name__, each.monitor, bool(getattr(each, "strict", True))) for each in readers),
-        *((type(each.scheduler).__name__, each.monitor, each.strict) for each in plateaus),
+        *((type(each).__name__, each.monitor) for each in readers),
+        *((type(each.scheduler).__name__, each.monitor) for each in plateaus),
     ]

@@ -72,14 +72,6 @@ class PrivateCheckpointIO(TorchCheckpointIO):
         hint = f"The newest intact one beside it is {intact}." if intact else "There is no intact one beside it."
         raise DataError(f"{source} is not a usable checkpoint: {problem}. {hint}")
 
-    def peek(self, path: Path, weights_only: bool | None = None) -> dict[str, Any]:
-        """The plain values of a checkpoint, without reading its tensors or their checksums.
-
-        Raises:
-            DataError: when it is missing, truncated or foreign.
-        """
-        return _loaded(_local(path), weights_only, mmap=True)
-
 
 def _loaded(source: Path, weights_only: bool | None, **how: Any) -> dict[str, Any]:
     try:

@@ -1,24 +1,16 @@
 """Several processes, one private step: the strategy ``dp_ddp``.
 
 Lightning's ``ddp`` wraps the module in DistributedDataParallel for the sake of averaged gradients. A private step adds
-up clipped sums itself, so the module stays unwrapped here. A rank ends with the one that started it, examples are
-evaluated once, and an error in a collective says whose it is.
+up clipped sums itself, so the module stays unwrapped here.
 """
-
-import traceback
-from typing import Any
 
 import lightning.pytorch as pl
 import torch.distributed
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
-from torch import Tensor
 from torch.nn.parameter import is_lazy
-from torch.utils.data import DistributedSampler
 
 from dp_lightning.errors import ConfigurationError
 from dp_lightning.ranks import Ranks
-from dp_lightning.strategies.launcher import end_with, note_starter, starter_of
 
 NAME = "dp_ddp"
 # Operations per gathered byte and per collective. CPU: measured by benchmarks/ranks.py over gloo on one machine. GPUs:
@@ -40,44 +32,6 @@ def trainer_ranks(trainer: pl.Trainer) -> Ranks:
 class PrivateStrategy(DDPStrategy):
     """Private training on several devices and nodes, one process each; gloo on CPUs and NCCL on GPUs."""
 
-    def __init__(self, **kwargs: Any) -> None:
-        super().__init__(**kwargs)
-        note_starter()
-
-    def setup_environment(self) -> None:
-        """Connect to the other ranks."""
-        if (starter := starter_of(self.local_rank)) is not None:
-            end_with(starter)
-        super().setup_environment()
-
-    def process_dataloader(self, dataloader: object) -> object:
-        """Let the ranks evaluate each example once.
-
-        Lightning's sampler repeats some, so that all ranks have as many; the accuracy would count them twice. Where the
-        ranks would have different numbers of batches it still does, with a warning: they may wait for each other in
-        each batch.
-        """
-        batches: Any = getattr(dataloader, "batch_sampler", None) or dataloader
-        sampler = getattr(batches, "sampler", None)
-        if isinstance(sampler, DistributedSampler) and not sampler.drop_last:
-            _cut(sampler, getattr(batches, "batch_size", None) or 1, drop_last=getattr(batches, "drop_last", False))
-        return super().process_dataloader(dataloader)
-
-    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Lightning's, but the mean of whole numbers, by which it divides what is logged, is not cut to one."""
-        is_whole = isinstance(tensor, Tensor) and not (tensor.is_floating_point() or tensor.is_complex())
-        return super().reduce(tensor.double() if is_whole and reduce_op == "mean" else tensor, group, reduce_op)
-
-    def on_exception(self, exception: BaseException) -> None:
-        """Say of an error in a collective that its cause is another rank's."""
-        super().on_exception(exception)
-        frames = [frame for frame, _ in traceback.walk_tb(exception.__traceback__)]
-        if frames and str(frames[-1].f_globals.get("__name__")).startswith("torch.distributed"):
-            exception.add_note(
-                f"Rank {self.global_rank} of {self.world_size} waited for another rank, which has ended or does "
-                "something else. What that rank said of it, perhaps above or in another log, is the cause."
-            )
-
     def configure_ddp(self) -> None:
         """Copy the parameters and buffers of rank 0 to every rank, without wrapping the module.
 
@@ -98,21 +52,6 @@ class PrivateStrategy(DDPStrategy):
             # As bytes: gloo and NCCL do not know all types.
             torch.distributed.broadcast(same.reshape(-1).view(torch.uint8), src=0)
             tensor.detach().copy_(same)
-
-
-def _cut(sampler: "DistributedSampler[Any]", at_once: int, *, drop_last: bool) -> None:
-    """Let a sampler deal out each example once, where all ranks then have as many batches of ``at_once`` examples."""
-    count, ranks = len(sampler.dataset), sampler.num_replicas  # type: ignore[arg-type]
-    least, most = count // ranks, -(-count // ranks)
-    batches = {share // at_once if drop_last else -(-share // at_once) for share in (least, most)}
-    if len(batches) == 1:
-        sampler.total_size, sampler.num_samples = count, len(range(sampler.rank, count, ranks))
-        return
-    rank_zero_warn(
-        f"{count} examples are evaluated on {ranks} ranks in batches of {at_once}. So that all have as many batches, "
-        f"{most * ranks - count} of them are evaluated twice, and count twice in what is shown. With another batch "
-        "size of this loader, each counts once."
-    )
 
 
 StrategyRegistry.register(NAME, PrivateStrategy, description="Private training on several devices")

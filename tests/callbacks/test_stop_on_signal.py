@@ -1,48 +1,40 @@
-"""Signals before the first step, and which checkpoint a SLURM job resumes from."""
+"""Signals stop a run between two steps."""
 
 import gc
 import json
 import os
 import signal
 import weakref
-import zipfile
 
 import pytest
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
-from plain_run import Plain, held_out, loader, parameters_after, privacy, trainer
+from plain_run import Plain, loader, privacy, trainer
 
-from dp_lightning.callbacks import RunRecord, StopOnSignal
-from dp_lightning.errors import ConfigurationError
-from dp_lightning.private_run.latest_run import where_to_start
-
-
-class Validated(Plain):
-    def validation_step(self, batch, batch_idx):
-        pass
-
-    def val_dataloader(self):
-        return held_out(60)
-
-
-class Logged(Validated):
-    def validation_step(self, batch, batch_idx):
-        self.log("val/accuracy", 0.5)
+from dp_lightning.callbacks import StopOnSignal
 
 
 class Signal(Callback):
-    def on_validation_start(self, trainer, pl_module):
-        if trainer.sanity_checking:
-            os.kill(os.getpid(), signal.SIGTERM)
+    """Comes in a step."""
+
+    def __init__(self, number, step=1):
+        self.number, self.step = number, step
+
+    def on_before_optimizer_step(self, trainer, *args):
+        if trainer.global_step == self.step:
+            os.kill(os.getpid(), self.number)
 
 
-def test_a_signal_in_the_sanity_check_stops_after_the_first_step(tmp_path):
-    before = signal.getsignal(signal.SIGTERM)
-    run = trainer(tmp_path, privacy(), Signal(), StopOnSignal())
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_signal_stops_after_the_next_step(tmp_path, number, code):
+    before = signal.getsignal(number)
     with pytest.raises(SystemExit) as stop:
-        run.fit(Validated(), loader())
-    assert stop.value.code == 143
-    assert (tmp_path / "checkpoints" / "interrupted-step=1.ckpt").is_file()
-    assert signal.getsignal(signal.SIGTERM) == before
+        trainer(tmp_path, privacy(), Signal(number), StopOnSignal()).fit(Plain(), loader())
+    assert stop.value.code == code
+    assert signal.getsignal(number) == before
+    (saved,) = (tmp_path / "checkpoints").glob("*.ckpt")
+    # The step was released already; the ranks learn of the signal at the next one.
+    assert saved.name == "interrupted-step=3.ckpt"
+    assert json.loads((tmp_path / "privacy_statement.json").read_text())["num_steps"] == 3
 
 
 def test_a_run_that_has_ended_leaves_signals_as_they_were_and_is_freed(tmp_path):
@@ -53,41 +45,6 @@ def test_a_run_that_has_ended_leaves_signals_as_they_were_and_is_freed(tmp_path)
     run = weakref.ref(run)
     gc.collect()
     assert run() is None
-
-
-class SignalAtTheEnd(Callback):
-    """When the last step is taken and its evaluation runs."""
-
-    def __init__(self, number):
-        self.number = number
-
-    def on_validation_start(self, trainer, pl_module):
-        if trainer.global_step == 9:
-            os.kill(os.getpid(), self.number)
-
-
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
-@pytest.mark.parametrize("moment", ["evaluation", "statement"])
-def test_a_signal_behind_the_last_step_leaves_a_whole_run_and_its_exit_code(
-    tmp_path, monkeypatch, number, code, moment
-):
-    before, others = signal.getsignal(number), [SignalAtTheEnd(number)]
-    if moment == "statement":
-        others, replace = [], os.replace
-
-        def signalled(source, target):
-            if target.name == "privacy_statement.json":
-                os.kill(os.getpid(), number)
-            replace(source, target)
-
-        monkeypatch.setattr(os, "replace", signalled)
-    run = trainer(tmp_path, privacy(), *others, RunRecord(), StopOnSignal())
-    with pytest.raises(SystemExit) as stop:
-        run.fit(Logged(), loader())
-    assert stop.value.code == code
-    assert signal.getsignal(number) == before
-    assert json.loads((tmp_path / "privacy_statement.json").read_text())["num_steps"] == 9
-    assert json.loads((tmp_path / "result.json").read_text())["completed"] is True
 
 
 class Twice(Callback):
@@ -105,7 +62,7 @@ def test_a_second_ctrl_c_ends_at_once_with_its_exit_code(tmp_path, capsys):
     assert signal.getsignal(signal.SIGINT) == before
     assert json.loads((tmp_path / "privacy_statement.json").read_text())["num_steps"] == 1
     assert not (tmp_path / "checkpoints").exists()
-    assert "Stopped after step 1, without a checkpoint: the weights are lost" in capsys.readouterr().err
+    assert "Stopped after step 1. There is no checkpoint: the weights are lost." in capsys.readouterr().err
 
 
 def test_a_second_ctrl_c_names_the_newest_checkpoint(tmp_path, capsys):
@@ -124,32 +81,20 @@ def test_a_second_ctrl_c_names_the_newest_checkpoint(tmp_path, capsys):
     assert "saved.ckpt" in told
 
 
-def checkpoints_of(folder, name):
-    """One checkpoint of a run of its own; and the name of that run."""
-    callback = privacy()
-    saved = ModelCheckpoint(dirpath=folder, filename=name)
-    parameters_after(folder, callback, saved, enable_checkpointing=True)
-    return folder / f"{name}.ckpt", callback.run
-
-
-def test_a_job_goes_on_from_its_own_run_whatever_else_was_asked(tmp_path, monkeypatch):
-    shared = tmp_path / "shared"
-    mine, run = checkpoints_of(shared, "mine")
-    theirs, _ = checkpoints_of(shared, "theirs")
-    os.utime(mine, (1, 1))  # the other one is newer
-    monkeypatch.setenv("SLURM_JOB_ID", "7")
-    now = trainer(tmp_path)
-    assert where_to_start(now, None).checkpoint is None
-    (tmp_path / ".dpl_slurm_job_7.json").write_text(json.dumps({"folder": str(shared), "log": str(shared), "run": run}))
-    assert where_to_start(now, None).checkpoint == where_to_start(now, str(theirs)).checkpoint == str(mine)
-    mine.unlink()
-    with zipfile.ZipFile(shared / "foreign.ckpt", "w") as foreign:
-        foreign.writestr("notes.txt", "not a checkpoint")
-    with pytest.raises(ConfigurationError, match=r"foreign.ckpt does not load"):
-        where_to_start(now, None)
-    (shared / "foreign.ckpt").unlink()
-    # No checkpoint of its own is left: its steps stay counted.
-    journal = shared / f"privacy_journal_{run}.jsonl"
-    assert where_to_start(now, None) == where_to_start(now, str(theirs)) == (None, journal)
-    journal.unlink()
-    assert where_to_start(now, str(theirs)) == (str(theirs), None)
+def test_lightning_requeues_a_job_of_slurm_between_two_steps_and_resumes_it(tmp_path, monkeypatch):
+    scontrol = tmp_path / "scontrol"
+    scontrol.write_text(f'#!/bin/sh\necho "$@" > {tmp_path / "called"}\n')
+    scontrol.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    for name, value in {"JOB_ID": "31", "JOB_NAME": "train", "NTASKS": "1", "PROCID": "0", "LOCALID": "0"}.items():
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    monkeypatch.setenv("SLURM_NODEID", "0")
+    first, again = privacy(), privacy()
+    with pytest.raises(SystemExit) as stop:
+        trainer(tmp_path, first, Signal(signal.SIGUSR1), StopOnSignal(), strategy="ddp").fit(Plain(), loader())
+    assert stop.value.code == 143
+    assert (tmp_path / "called").read_text() == "requeue 31\n"
+    assert [path.name for path in tmp_path.rglob("*.ckpt")] == ["hpc_ckpt_1.ckpt"]
+    trainer(tmp_path, again, StopOnSignal(), strategy="ddp").fit(Plain(), loader())
+    assert again.run == first.run
+    assert again.ledger.runs == ((1.0, again.plan.sample_rate, 9),)

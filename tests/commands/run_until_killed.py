@@ -25,7 +25,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from dp_lightning.callbacks import PrivacyCallback
 from dp_lightning.privacy import GaussianNoise
-from dp_lightning.private_run.latest_run import where_to_start
+from dp_lightning.privacy.journal import read_journal, run_of
+from dp_lightning.private_run.latest_checkpoint import latest_checkpoint
 from dp_lightning.private_run.resume import SavedRun
 
 INTERVAL, TARGET = 5, 4.0
@@ -85,7 +86,7 @@ def train(folder, rank, settings):
     torch.manual_seed(0)
     x, y = torch.randn(400, 5), torch.arange(400) % 3
     started = any((folder / "checkpoints").glob("*.ckpt"))
-    path = where_to_start(trainer, "last").checkpoint if started else None
+    path = latest_checkpoint(trainer) if started else None
     trainer.fit(Net(), DataLoader(TensorDataset(x, y)), ckpt_path=path, weights_only=True)
 
 
@@ -127,9 +128,8 @@ def lines(path):
 
 
 def recorded(folder):
-    """Steps in each of the journals; a line that a kill cut short is one."""
-    paths = folder.glob("**/privacy_journal_*.jsonl")
-    return [sum('"folder": ' not in line for line in lines(path)) for path in paths]
+    """Steps in each of the journals."""
+    return [len(read_journal(path, run_of(path))) for path in folder.glob("**/privacy_journal_*.jsonl")]
 
 
 def newest(folder):

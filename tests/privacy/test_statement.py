@@ -43,7 +43,7 @@ KEYS = {
     "isolation",
     "reproducible",
     "run",
-    "journal_heads",
+    "journal_head",
     "weights",
     "faults",
     "versions",
@@ -107,7 +107,7 @@ def test_a_run_without_noise_is_not_private(run: dict) -> None:
 
 
 def test_a_statement_is_read_again_from_its_own_values() -> None:
-    first = statement(unprotected=("a", "b"), target=3.0, earlier_targets=((None, 2),), run="r", journal_heads=("h",))
+    first = statement(unprotected=("a", "b"), target=3.0, earlier_targets=((None, 2),), run="r", journal_head="h")
     facts = json.loads(json.dumps(first.to_dict()))
     again = PrivacyStatement.from_dict(facts)
     assert again.to_dict() == first.to_dict()

@@ -1,15 +1,10 @@
 """Lower precision and autocast in a private run."""
 
-import copy
-
 import pytest
 import torch
-from plain_run import CLASSES, Plain, examples, parameters_after, without_noise
-from torch import nn
+from plain_run import Plain, examples, parameters_after, without_noise
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
-
-from dp_lightning.private_run import slow_precision
 
 
 @pytest.mark.parametrize("precision", ["bf16-mixed", "64-true"])
@@ -18,44 +13,6 @@ def test_allowed_precisions_train(tmp_path, precision):
     expected = parameters_after(tmp_path, without_noise())
     # bfloat16 keeps 8 bits.
     torch.testing.assert_close(found.float(), expected, rtol=0, atol=2e-2 if precision == "bf16-mixed" else 1e-5)
-
-
-@pytest.mark.parametrize("precision", ["bf16-mixed", "32-true"])
-@pytest.mark.parametrize("has_bfloat16", [True, False])
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_bfloat16_is_warned_of_where_it_is_slow(device, has_bfloat16, precision, recwarn, monkeypatch):
-    monkeypatch.setattr(slow_precision, "has_bfloat16_on_cpu", lambda: has_bfloat16)
-    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: has_bfloat16)
-    slow_precision.warn_of_slow_precision(precision, torch.device(device))
-    found = [str(warning.message) for warning in recwarn]
-    assert len(found) == (precision == "bf16-mixed" and not has_bfloat16)
-    assert all("Set trainer.precision to 32-true" in told for told in found)
-
-
-def test_a_run_warns_of_slow_bfloat16(tmp_path, monkeypatch):
-    monkeypatch.setattr(slow_precision, "has_bfloat16_on_cpu", lambda: False)
-    with pytest.warns(UserWarning, match="this processor has no instructions for bfloat16"):
-        parameters_after(tmp_path, without_noise(), precision="bf16-mixed")
-
-
-class Attention(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.inner = nn.MultiheadAttention(8, 2, batch_first=True)
-
-    def forward(self, x):
-        return self.inner(x[:, None], x[:, None], x[:, None])[0][:, 0]
-
-
-@pytest.mark.parametrize(
-    "middle", [nn.PReLU, Attention, lambda: nn.utils.parametrizations.weight_norm(nn.Linear(8, 8))]
-)
-def test_modules_without_a_rule_train_behind_what_autocast_makes_coarse(tmp_path, middle):
-    torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(5, 8), middle(), nn.Linear(8, CLASSES))
-    found = parameters_after(tmp_path, without_noise(), module=Plain(copy.deepcopy(net)), precision="bf16-mixed")
-    expected = parameters_after(tmp_path, without_noise(), module=Plain(net))
-    torch.testing.assert_close(found, expected, rtol=0, atol=3e-2)
 
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])

@@ -5,7 +5,6 @@ import json
 
 import pytest
 import torch
-from lightning.fabric.plugins.environments import LightningEnvironment, SLURMEnvironment
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from plain_run import N, Plain, Stop, examples, loader, parameters_after, privacy, trainer, without_noise
@@ -431,19 +430,6 @@ def test_another_data_set_is_refused(tmp_path, interrupted):
     run = trainer(tmp_path, budgeted(5.0))
     with pytest.raises(ConfigurationError, match="trained on 60 examples, and there are 61 now"):
         run.fit(Plain(), loader(examples(61)), ckpt_path=checkpoint, weights_only=True)
-
-
-def test_lightnings_own_pick_up_of_another_jobs_checkpoint_is_refused(tmp_path, monkeypatch):
-    crash(tmp_path / "other", privacy(), saved=4, stopped=6)
-    (tmp_path / "other" / "step=4.ckpt").rename(tmp_path / "hpc_ckpt_1.ckpt")
-    for path in (tmp_path / "other").glob("privacy_journal_*"):
-        path.rename(tmp_path / path.name)
-    monkeypatch.setenv("SLURM_NTASKS", "1")
-    monkeypatch.setenv("SLURM_JOB_NAME", "train")
-    monkeypatch.setattr(SLURMEnvironment, "detect", staticmethod(lambda: True))
-    run = trainer(tmp_path, privacy(), plugins=[LightningEnvironment()])
-    with pytest.raises(ConfigurationError, match="may be another job's"):
-        run.fit(Plain(), loader())
 
 
 def test_checkpoints_that_have_no_journal_are_refused(tmp_path):

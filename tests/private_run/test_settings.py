@@ -1,6 +1,6 @@
 """The settings of a private run: what they state once, and what is refused by name."""
 
-import functools
+from types import SimpleNamespace
 
 import pytest
 from plain_run import Plain, loader, privacy, trainer
@@ -46,8 +46,11 @@ def settings(**kwargs):
     return PrivacySettings(**{"expected_batch_size": 20, "noise_multiplier": 1.0, "delta": 1e-3, **kwargs})
 
 
+def shape(**limits):
+    return settings().shape_for(SimpleNamespace(limit_train_batches=1.0, **limits), num_train=70)
+
+
 def test_the_number_of_steps_is_the_smaller_limit():
-    shape = functools.partial(settings().shape, num_train=70)
     assert shape(max_epochs=3, max_steps=-1).num_steps == 12  # 3 round(70 / 20)
     assert shape(max_epochs=3, max_steps=4).num_steps == 4
     assert shape(max_epochs=-1, max_steps=40).num_steps == 40
@@ -66,20 +69,20 @@ def test_the_number_of_steps_is_the_smaller_limit():
 )
 def test_a_run_without_a_number_of_steps_is_refused(limits, words):
     with pytest.raises(ConfigurationError, match=f"trainer.max_epochs.*{words}|{words}.*trainer.max_epochs"):
-        settings().shape(num_train=70, **limits)
+        shape(**limits)
 
 
 def test_a_plan_has_the_noise_that_is_set_or_the_noise_that_the_target_needs():
-    shape = settings().shape(num_train=70, max_epochs=3, max_steps=-1)
-    plan = settings(noise_multiplier=1.3, accountant="rdp").make_plan(shape)
+    run = shape(max_epochs=3, max_steps=-1)
+    plan = settings(noise_multiplier=1.3, accountant="rdp").make_plan(run)
     assert (plan.noise_multiplier, plan.target_epsilon, plan.accountant) == (1.3, None, "rdp")
-    solved = settings(noise_multiplier=None, target_epsilon=4.0, accountant="rdp").make_plan(shape)
+    solved = settings(noise_multiplier=None, target_epsilon=4.0, accountant="rdp").make_plan(run)
     assert solved.target_epsilon == 4.0
     assert 3.99 < solved.epsilon() <= 4.0
     # Steps that were taken count in the target, at the end of the run and before it.
-    taken = ((2.0 * solved.noise_multiplier, shape.sample_rate, 5),)
-    less = settings(noise_multiplier=None, target_epsilon=4.0, accountant="rdp").make_plan(shape, taken=taken)
-    more = settings(noise_multiplier=None, target_epsilon=4.0, accountant="rdp").make_plan(shape, earlier=taken)
+    taken = ((2.0 * solved.noise_multiplier, run.sample_rate, 5),)
+    less = settings(noise_multiplier=None, target_epsilon=4.0, accountant="rdp").make_plan(run, taken=taken)
+    more = settings(noise_multiplier=None, target_epsilon=4.0, accountant="rdp").make_plan(run, earlier=taken)
     assert less.noise_multiplier < solved.noise_multiplier < more.noise_multiplier
 
 
@@ -126,7 +129,7 @@ def test_ranks_notice_each_difference(change):
 
 @pytest.mark.parametrize("name", ["unit_of_privacy", "earlier_training", "clipping"])
 def test_an_unknown_choice_names_the_others(name):
-    with pytest.raises(ConfigurationError, match=rf"privacy\.{name} is 'other'; choose '\w+' or '\w+'"):
+    with pytest.raises(ConfigurationError, match=rf"{name} is 'other'; choose '\w+' or '\w+'"):
         settings(**{name: "other"})
 
 

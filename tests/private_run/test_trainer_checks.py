@@ -1,13 +1,11 @@
 """Settings of the Trainer, callbacks and modules that would break the guarantee are refused by name."""
 
-import copy
-
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
-from plain_run import CLASSES, Plain, examples, held_out, loader, parameters_after, privacy, trainer, without_noise
+from plain_run import CLASSES, Plain, examples, loader, parameters_after, privacy, trainer, without_noise
 from torch import nn
 
 from dp_lightning.errors import ConfigurationError, ModelError
@@ -196,46 +194,3 @@ def test_a_lazy_layer_is_refused_by_name(tmp_path):
 class Validated(Plain):
     def validation_step(self, batch, batch_idx):
         self.log("val_loss", nn.functional.cross_entropy(self.net(batch[0]), batch[1]))
-
-
-WAITING = {
-    "early stopping": EarlyStopping("val_loss"),
-    "checkpoints": ModelCheckpoint(monitor="val_loss"),
-}
-WITHOUT_VALIDATION = {
-    "no loader": (Validated, None, {}),
-    "no loaders": (Validated, [], {}),
-    "no step": (Plain, loader(), {}),
-    "no batches": (Validated, loader(), {"limit_val_batches": 0}),
-}
-
-
-@pytest.mark.parametrize("waiting", WAITING)
-@pytest.mark.parametrize("case", WITHOUT_VALIDATION)
-def test_a_metric_of_no_validation_is_refused_before_the_first_step(tmp_path, case, waiting):
-    module, validation, settings = WITHOUT_VALIDATION[case]
-    callback = privacy()
-    run = trainer(tmp_path, callback, copy.deepcopy(WAITING[waiting]), enable_checkpointing=True, **settings)
-    with pytest.raises(ConfigurationError, match=r"monitor is 'val_loss', and this run has no validation"):
-        run.fit(module(), loader(), validation)
-    assert callback.ledger.num_steps == 0
-
-
-@pytest.mark.parametrize("settings", [{}, {"check_val_every_n_epoch": 2}, {"num_sanity_val_steps": 0}], ids=str)
-def test_a_metric_of_a_validation_is_waited_for(tmp_path, settings):
-    stopping = EarlyStopping("val_loss", patience=9, check_on_train_epoch_end=False)
-    run = trainer(tmp_path, privacy(), stopping, max_epochs=2, **settings)
-    run.fit(Validated(), loader(), held_out())
-    assert run.global_step == 6
-    assert stopping.best_score.isfinite()
-
-
-def test_a_second_callback_that_privatizes_is_refused(tmp_path):
-    with pytest.raises(ConfigurationError, match="has several PrivacyCallbacks, and a run has one plan"):
-        trainer(tmp_path, privacy(), privacy(noise_multiplier=2.0)).fit(Plain(), loader())
-
-
-def test_clipping_by_zero_is_none(tmp_path):
-    run = trainer(tmp_path, privacy(), gradient_clip_val=0.0, max_epochs=1)
-    run.fit(Plain(), loader())
-    assert run.global_step == 3

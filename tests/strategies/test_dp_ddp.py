@@ -1,7 +1,5 @@
 """Several processes take one private step: the same model as one process makes, with noise added once."""
 
-from pathlib import Path
-
 import lightning.pytorch as pl
 import numpy as np
 import pytest
@@ -135,38 +133,11 @@ def test_ranks_that_do_not_agree_are_refused(tmp_path, settings, message):
     assert not list(tmp_path.glob("rank*.pt"))
 
 
-def test_processes_that_would_train_alone_are_refused(tmp_path, monkeypatch):
-    callback = PrivacyCallback(expected_batch_size=2, noise_multiplier=1.0)
-    alone = pl.Trainer(accelerator="cpu", devices=1, logger=False, callbacks=[callback])
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "run")
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(ConfigurationError, match="2 processes were started"):
-        callback.check(alone, Tiny())
-
-
 @pytest.mark.parametrize("strategy", ["dp_ddp", "ddp_spawn", "ddp_fork"])
 def test_forked_processes_are_refused(strategy):
     strategy = PrivateStrategy(start_method="fork") if strategy == "dp_ddp" else strategy
     with pytest.raises(ConfigurationError, match="fork or spawn"):
         checked(strategy)
-
-
-def test_a_rank_that_waits_for_one_that_has_failed_says_so(tmp_path):
-    shown = start(tmp_path, 2, fails_on_rank=1)
-    assert all(shown.codes)
-    assert "ValueError: this rank alone" in shown.stderr
-    assert shown.stderr.count("waited for another rank, which has ended") == 1
-    assert "Rank 0 of 2 waited" in shown.stderr
-
-
-def test_ranks_that_go_on_from_different_checkpoints_are_refused(tmp_path):
-    paths = [str(tmp_path / name / "end.ckpt") for name in ("a", "b")]
-    for path in paths:
-        Path(path).parent.mkdir()
-        fit(Path(path).parent, 1, trainer={"max_steps": 2}, save=path)
-    shown = start(tmp_path, 2, ckpt_paths=paths)
-    assert all(shown.codes)
-    assert "resume from different checkpoints" in shown.stderr
 
 
 def test_empty_shares_and_empty_draws_take_part(tmp_path):
@@ -180,22 +151,6 @@ def test_empty_shares_and_empty_draws_take_part(tmp_path):
     # What ranks log together is the mean over all examples, wherever they are.
     assert ranks[0]["losses"] == ranks[1]["losses"]
     assert min(max(ranks[0]["losses"]), 10) > 1
-
-
-def test_each_example_is_evaluated_once_and_means_are_over_all(tmp_path):
-    """Lightning would repeat one example, and divide by half of their number cut to a whole one."""
-    trainer = {"max_steps": 5, "num_sanity_val_steps": 0}
-    ranks = fit(tmp_path, 2, evaluates=5, trainer=trainer)
-    assert [rank["evaluated"] for rank in ranks] == [[0, 2, 4], [1, 3]]
-    assert [rank["mean"] for rank in ranks] == [2.0, 2.0]
-
-
-def test_where_numbers_of_batches_would_differ_an_example_is_repeated_with_a_warning(tmp_path):
-    trainer = {"max_steps": 5, "num_sanity_val_steps": 0}
-    shown = start(tmp_path, 2, evaluates=5, at_once=2, trainer=trainer)
-    ranks = [torch.load(tmp_path / f"rank{rank}.pt", weights_only=True) for rank in range(2)]
-    assert [rank["evaluated"] for rank in ranks] == [[0, 2, 4], [1, 3, 0]]
-    assert "1 of them are evaluated twice" in shown.stderr
 
 
 @pytest.mark.parametrize("seed", [None, 3])
