@@ -1,8 +1,11 @@
 """Lower precision and autocast in a private run."""
 
+import copy
+
 import pytest
 import torch
-from plain_run import Plain, examples, parameters_after, without_noise
+from plain_run import CLASSES, Plain, examples, parameters_after, without_noise
+from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
@@ -13,6 +16,26 @@ def test_allowed_precisions_train(tmp_path, precision):
     expected = parameters_after(tmp_path, without_noise())
     # bfloat16 keeps 8 bits.
     torch.testing.assert_close(found.float(), expected, rtol=0, atol=2e-2 if precision == "bf16-mixed" else 1e-5)
+
+
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.MultiheadAttention(8, 2, batch_first=True)
+
+    def forward(self, x):
+        return self.inner(x[:, None], x[:, None], x[:, None])[0][:, 0]
+
+
+@pytest.mark.parametrize(
+    "middle", [nn.PReLU, Attention, lambda: nn.utils.parametrizations.weight_norm(nn.Linear(8, 8))]
+)
+def test_modules_without_a_rule_train_behind_what_autocast_makes_coarse(tmp_path, middle):
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(5, 8), middle(), nn.Linear(8, CLASSES))
+    found = parameters_after(tmp_path, without_noise(), module=Plain(copy.deepcopy(net)), precision="bf16-mixed")
+    expected = parameters_after(tmp_path, without_noise(), module=Plain(net))
+    torch.testing.assert_close(found, expected, rtol=0, atol=3e-2)
 
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])

@@ -31,9 +31,6 @@ class Net(pl.LightningModule):
         self.log("loss", loss, sync_dist=True, on_step=True)
         return loss
 
-    def validation_step(self, batch, batch_idx):
-        self.log("mean", batch[1].float().mean(), sync_dist=True)
-
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=self.lr)
 
@@ -44,10 +41,6 @@ class Notes(pl.Callback):
     def __init__(self):
         self.hashes, self.sizes, self.losses, self.size = [], [], [], 0
         self.drawn, self.indices = [], []
-        self.evaluated = []
-
-    def on_validation_batch_end(self, trainer, module, outputs, batch, *args):
-        self.evaluated += batch[1].tolist()
 
     def on_train_start(self, trainer, module):
         step = privacy_of(trainer).private_run.step
@@ -81,15 +74,6 @@ class Drift(pl.Callback):
                 {"parameter": module.net[-1].bias, "buffer": module.scale}[self.where][0].add_(1e-6)
 
 
-class Failure(pl.Callback):
-    def __init__(self, rank):
-        self.rank = rank
-
-    def on_train_batch_end(self, trainer, *args):
-        if trainer.global_step == 3 and trainer.global_rank == self.rank:
-            raise ValueError("this rank alone")
-
-
 class Owned(Orthogonalize):
     """Notes which matrices this rank orthogonalizes."""
 
@@ -119,8 +103,6 @@ def main(settings):
         others.append(PostProcessCallback([Momentum(0.9), owned]))
     if settings.get("drift"):
         others.append(Drift(settings["drift"]))
-    if "fails_on_rank" in settings:
-        others.append(Failure(settings["fails_on_rank"]))
     place = int(os.environ.get("LOCAL_RANK", 0))
 
     def of_rank(group):
@@ -154,12 +136,7 @@ def main(settings):
     if settings.get("own_split"):
         dataset = torch.utils.data.random_split(dataset, [50, 10])[0]
     loader = DataLoader(dataset, batch_size=7, shuffle=True)
-    paths = settings.get("ckpt_paths")
-    path = paths[place] if paths else None
-    held_out = settings.get("evaluates", 0)
-    numbers = TensorDataset(torch.zeros(held_out, 1, 8, 8), torch.arange(held_out))
-    evaluated = [DataLoader(numbers, batch_size=settings.get("at_once", 3))] if held_out else []
-    trainer.fit(module, loader, *evaluated, ckpt_path=path, weights_only=True)
+    trainer.fit(module, loader, ckpt_path=settings.get("ckpt_path"), weights_only=True)
     if "save" in settings:
         trainer.save_checkpoint(settings["save"])
     torch.save(
@@ -170,8 +147,6 @@ def main(settings):
             "drawn": notes.drawn,
             "losses": notes.losses,
             "owned": owned.names,
-            "evaluated": notes.evaluated,
-            "mean": float(trainer.callback_metrics.get("mean", 0.0)),
             "steps": privacy.ledger.num_steps,
             "global_step": trainer.global_step,
         },

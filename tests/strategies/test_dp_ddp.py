@@ -95,7 +95,7 @@ def test_matrices_are_dealt_out_and_every_rank_steps_alike(tmp_path, dealt_out):
 def test_two_ranks_that_go_on_end_where_two_that_were_not_stopped_end(tmp_path, dealt_out):
     checkpoint = str(tmp_path / "eight.ckpt")
     fit(tmp_path, 2, deal_out=True, trainer={"max_steps": 8}, save=checkpoint)
-    went_on = fit(tmp_path, 2, deal_out=True, ckpt_paths=[checkpoint, checkpoint])
+    went_on = fit(tmp_path, 2, deal_out=True, ckpt_path=checkpoint)
     for rank in range(2):
         assert went_on[rank]["hashes"] == dealt_out[rank]["hashes"][8:]
 
