@@ -125,7 +125,7 @@ class PrivacyCallback(PrivacySettings, pl.Callback):
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if trainer.is_global_zero:
-            print(overview(self.private_run), flush=True)  # other callbacks have said now what they do
+            print(overview(self.private_run), flush=True)  # by now, other callbacks have named their post-processing
         self.private_run.training_starts()
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
