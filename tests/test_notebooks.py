@@ -67,7 +67,7 @@ def test_a_private_classifier_is_trained_on_images_that_the_notebook_draws(here,
     assert facts["delta"] < 1 / 400
     assert found["plan"].noise_multiplier == pytest.approx(found["privacy"].plan.noise_multiplier)
     assert math.isfinite(found["result"]["test/loss"])
-    assert "(1, " in capsys.readouterr().out.splitlines()[-2]
+    assert "(1, " in capsys.readouterr().out.splitlines()[-3]
 
 
 def test_a_folder_of_ones_own_takes_the_place_of_the_drawn_images(here):

@@ -6,8 +6,8 @@ from dp_lightning.callbacks.last_checkpoint import LastCheckpoint
 from dp_lightning.callbacks.postprocess import PostProcessCallback
 from dp_lightning.callbacks.predictions import PredictionFile
 from dp_lightning.callbacks.privacy import PrivacyCallback
+from dp_lightning.callbacks.progress import PrivateProgressBar
 from dp_lightning.callbacks.run_record import RunRecord
-from dp_lightning.callbacks.screen import Screen
 from dp_lightning.callbacks.signal_to_noise import SignalToNoise
 from dp_lightning.callbacks.stop_on_signal import StopOnSignal
 
@@ -18,8 +18,8 @@ __all__ = [
     "PostProcessCallback",
     "PredictionFile",
     "PrivacyCallback",
+    "PrivateProgressBar",
     "RunRecord",
-    "Screen",
     "SignalToNoise",
     "StopOnSignal",
 ]

@@ -18,6 +18,7 @@ from dp_lightning.privacy.accounting import Ledger
 from dp_lightning.privacy.plan import PrivacyPlan
 from dp_lightning.privacy.record import RunRecord
 from dp_lightning.privacy.statement import PrivacyStatement
+from dp_lightning.private_run.overview import overview
 from dp_lightning.private_run.resume import PRIVATE_RUN, RunHistory, SavedRun, require_counted_steps
 from dp_lightning.private_run.run import PrivateRun
 from dp_lightning.private_run.settings import PrivacySettings
@@ -42,8 +43,6 @@ class PrivacyCallback(PrivacySettings, pl.Callback):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.history = RunHistory(RunRecord(unit=self.unit, reproducible=self.seed is not None))
-        #: Whether the plan and the statement are printed; a `Screen` shows them itself.
-        self.announces = True
         self._run: PrivateRun | None = None
         self._plan: PrivacyPlan | None = None
         self._methods: StrategyMethods | None = None
@@ -120,12 +119,13 @@ class PrivacyCallback(PrivacySettings, pl.Callback):
         trainer.fit_loop.setup_data()
         if self._methods is None or self._methods.loader is None:
             raise ConfigurationError("trainer.limit_train_batches is 0: there is nothing to train.")
-        say = trainer.print if self.announces else lambda text: None
-        self._run = PrivateRun(trainer, pl_module, self, self.history, self._methods.loader, say=say)
+        self._run = PrivateRun(trainer, pl_module, self, self.history, self._methods.loader)
         self._methods.take_step, self._methods.release = self._run.take_step, self._run.release
         self._run.start()
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if trainer.is_global_zero:
+            print(overview(self.private_run), flush=True)  # by now, other callbacks have named their post-processing
         self.private_run.training_starts()
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:

@@ -12,11 +12,12 @@ from typing import Any
 import lightning.pytorch as pl
 from jsonargparse import Namespace
 from lightning.fabric.plugins.environments import LightningEnvironment, SLURMEnvironment
-from lightning.pytorch.callbacks import ProgressBar
+from lightning.pytorch.callbacks import ModelCheckpoint, ProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, ReduceLROnPlateau, SaveConfigCallback
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from dp_lightning.atomic_files import require_writable
@@ -27,8 +28,8 @@ from dp_lightning.callbacks import (
     PostProcessCallback,
     PredictionFile,
     PrivacyCallback,
+    PrivateProgressBar,
     RunRecord,
-    Screen,
     SignalToNoise,
     StopOnSignal,
 )
@@ -44,6 +45,7 @@ from dp_lightning.errors import ConfigurationError, DataError, DpLightningError,
 from dp_lightning.lightning_internals import CommandLine
 from dp_lightning.lightning_modules.classifiers import OWN_NETWORKS
 from dp_lightning.lightning_modules.schedules import WarmupCosine
+from dp_lightning.private_run import next_commands
 from dp_lightning.private_run.latest_checkpoint import latest_checkpoint
 from dp_lightning.private_run.saved_model import SavedModel
 from dp_lightning.private_run.settings import PrivacySettings
@@ -202,9 +204,9 @@ class TrainingCLI(CommandLine):
             callbacks.append(PredictionFile())
         has_bar = any(isinstance(callback, ProgressBar) for callback in callbacks)
         if config.get("enable_progress_bar") is not False and not has_bar:
-            callbacks.append(Screen())
-            if config.get("enable_model_summary") is None:
-                config["enable_model_summary"] = False  # the screen has a line about the model
+            callbacks.append(PrivateProgressBar())
+        if config.get("enable_model_summary") is None:
+            config["enable_model_summary"] = False  # a run begins with a line about the model
         if self.subcommand == "fit":
             callbacks.append(LastCheckpoint())
             callbacks.append(StopOnSignal())  # after all that prints: its last line resumes the run
@@ -265,6 +267,29 @@ class TrainingCLI(CommandLine):
         check_files = getattr(self.datamodule, "check_files", None)
         if check_files is not None:
             check_files()
+
+    def after_fit(self) -> None:
+        """Print what can be done with the best or last checkpoint of the run."""
+        keepers = [one for one in self.trainer.checkpoint_callbacks if isinstance(one, ModelCheckpoint)]
+        named = [path for one in keepers for path in (one.best_model_path, one.last_model_path)]
+        saved = next((Path(path) for path in named if path and Path(path).is_file()), None)
+        if saved is None or not self.trainer.is_global_zero:
+            return
+        line, short, run = next_commands.command_line, next_commands.short, self.privacy.private_run.folder
+        own = "--config", short(run / "config.yaml"), "--ckpt_path", short(saved)
+        owner = self.datamodule or self.model
+        splits = getattr(owner, "own_splits", None)
+        has_test_set = is_overridden("test_dataloader", owner) if splits is None else "test" in splits
+        images = () if has_test_set else ("--data", "ImageFiles", "--data.root", "FOLDER")
+        print(
+            "\nWhat to do next:",
+            line("test" if has_test_set else "validate", *own),
+            line("predict", *own, *images),
+            line("export", "--ckpt-path", short(saved), "--out", short(run / "export")),
+            line("report", short(run)),
+            sep="\n",
+            flush=True,
+        )
 
 
 @contextmanager

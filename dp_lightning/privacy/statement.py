@@ -187,19 +187,18 @@ class PrivacyStatement:
         return {**follows, **self.saved()}
 
     def short(self) -> str:
-        """Two or three lines for the screen."""
-        plan, steps = self.plan, f"{self.ledger.num_steps} of {self.plan.num_steps} steps"
-        spent = self._spent
-        if math.isinf(spent):
-            return f"NOT PRIVATE: epsilon is infinite ({steps}).\nRelease: {self.release}"
+        """The guarantee, what lies outside of it, and whether the weights are for release: three lines."""
+        spent, plan = self._spent, self.plan
+        guarantee = (
+            f"({spent:.4g}, {plan.delta:g})-DP by {plan.accountant.upper()}, add or remove {self.unit_of_privacy}"
+        )
         lines = [
-            f"({spent:.4g}, {plan.delta:g})-DP by {plan.accountant.upper()}, add or remove "
-            f"{self.unit_of_privacy}, {steps}",
-            f"noise multiplier {plan.noise_multiplier:.4g}, sample rate {plan.sample_rate:.4g}, "
-            f"sensitivity {self.sensitivity:.4g}; outside the guarantee: "
-            f"{', '.join(self.unprotected) or 'no logged value'}",
+            f"{'NOT PRIVATE: epsilon is infinite' if math.isinf(spent) else guarantee}, "
+            f"{self.ledger.num_steps} of {plan.num_steps} steps",
+            f"Unprotected values, do not publish: {', '.join(self.unprotected) or 'none'}",
+            f"Release: {self.release}",
         ]
-        return "\n".join(lines if self.release == "ok" else [*lines, f"Release: {self.release}"])
+        return "\n".join(lines)
 
     def to_markdown(self) -> str:
         """The statement for a reader: the guarantee, its numbers, what it does not cover."""

@@ -2,7 +2,6 @@
 
 from dp_lightning.errors import BudgetError
 from dp_lightning.privacy.accounting import Ledger, Run, compose
-from dp_lightning.privacy.clipping import ClipPlan
 from dp_lightning.privacy.plan import PrivacyPlan
 
 # Epsilon by PRV costs a tenth of a second to a second, so it is brought up to date this many times in a run.
@@ -39,34 +38,6 @@ class Budget:
                 f"The steps taken and the steps planned would spend epsilon {self.planned:.3f}, above "
                 f"privacy.target_epsilon {target}. Plan fewer steps, or raise the target."
             )
-
-    def announcement(self, clip_plan: ClipPlan, *, reproducible: bool) -> str:
-        """The plan in a few lines, for the start of a run."""
-        plan = self.plan
-        lines = [
-            f"Privacy plan: N {plan.num_train}, B {plan.expected_batch_size}, q {plan.sample_rate:.6g}, "
-            f"T {plan.num_steps} steps, sigma {plan.noise_multiplier:.4f}, sensitivity {clip_plan.sensitivity:g} "
-            f"({clip_plan.kind}, {clip_plan.factor}), delta {plan.delta:g}"
-        ]
-        if plan.noise_multiplier > 0:
-            lines.append(f"Epsilon {self.planned:.3f} by {plan.accountant.upper()} after the last step")
-        return "\n".join([*lines, *self.notes(reproducible=reproducible)])
-
-    def notes(self, *, reproducible: bool) -> list[str]:
-        """What is special about the run: steps that were taken before, and what keeps it from release."""
-        notes = []
-        if self.ledger.num_steps:
-            notes.append(f"{self.ledger.num_steps} of the steps are taken, with epsilon {self.spent():.3f}.")
-        if earlier := self.ledger.earlier:
-            steps = sum(count for _, _, count in self.ledger.earlier_steps)
-            notes.append(
-                f"The weights had taken {steps} private steps before, in {', '.join(earlier)}: they count too."
-            )
-        if self.plan.noise_multiplier == 0:
-            notes.append("No noise is added: this run is NOT PRIVATE.")
-        elif reproducible:
-            notes.append("The run is reproducible: it is NOT FOR RELEASE.")
-        return notes
 
     def look_ahead(self) -> None:
         """Raise ``bound`` to epsilon at the next milestone, so that it is never too small in between."""

@@ -16,7 +16,6 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from torch.utils.data import DataLoader
 
 from dp_lightning.errors import BudgetError, ConfigurationError
-from dp_lightning.models.batch_norm import fixed_statistics
 from dp_lightning.privacy.plan import PrivacyPlan
 from dp_lightning.privacy.reading import Reading
 from dp_lightning.privacy.record import Origin, origin_of
@@ -32,8 +31,9 @@ from dp_lightning.private_run.budget import Budget
 from dp_lightning.private_run.freed_memory import keep_freed_memory
 from dp_lightning.private_run.held_out import require_held_out
 from dp_lightning.private_run.hyperparameters import check_hyperparameters
-from dp_lightning.private_run.logical_batches import LogicalBatch, LogicalLoader, PhysicalLoader
+from dp_lightning.private_run.logical_batches import LogicalBatch, PhysicalLoader
 from dp_lightning.private_run.loss_comparison import NAME, warn_of_changed_meaning
+from dp_lightning.private_run.next_commands import short
 from dp_lightning.private_run.person_warnings import warn_of_persons
 from dp_lightning.private_run.resume import RunHistory, SavedRun, plan_of_fit
 from dp_lightning.private_run.settings import PrivacySettings
@@ -51,7 +51,6 @@ class PrivateRun:
         settings: of the user.
         history: what the run has behind it; its ledger and journal record the steps of this fit.
         loader: the user's training loader.
-        say: prints the plan at the start and the statement when it is written.
 
     Attributes:
         plan: the public numbers.
@@ -62,7 +61,6 @@ class PrivateRun:
             how many the step has.
         stop_requested: set on one rank to ask all of them to stop after a step.
         stopping: whether some rank asked before the last step.
-        written: the last statement of this fit; None before it, and on all ranks but the first.
 
     Raises:
         ConfigurationError, ModelError, DataError: naming what cannot be trained privately.
@@ -76,10 +74,8 @@ class PrivateRun:
         settings: PrivacySettings,
         history: RunHistory,
         loader: DataLoader[Any],
-        say: Callable[[str], None],
     ) -> None:
         self.trainer, self.module, self.settings, self.history = trainer, module, settings, history
-        self._say = say
         # Asked now and by every rank: Lightning asks rank 0 for it, which may be alone at the end.
         self.folder = Path(trainer.log_dir or trainer.default_root_dir)
         self.postprocessing: list[str] = []
@@ -105,7 +101,6 @@ class PrivateRun:
         # Steps before the fit, and at the last statement. That of a fit without a step is still to come.
         self._before = history.ledger.num_steps
         self._stated = -1 if self._finishes else history.ledger.num_steps
-        self.written: PrivacyStatement | None = None
 
     # Before the first step
 
@@ -174,7 +169,7 @@ class PrivateRun:
         )
 
     def start(self) -> None:
-        """Say what the fit will do; `close` has to follow.
+        """Take up the steps that a checkpoint has, and require that those left are affordable; `close` has to follow.
 
         Raises:
             ConfigurationError: for an optimizer that cannot take private steps.
@@ -193,15 +188,6 @@ class PrivateRun:
         else:
             self.step.require_budget()
             self.budget.require_affordable()
-        self._say(self.budget.announcement(self.settings.clip_plan, reproducible=self.settings.reproducible))
-        if phases := self.step.phases.describe():
-            origin = "; ".join(self.history.record.origin.words) or "no file and no training that is known"
-            self._say(f"Parameters: {phases} (privacy.frozen_until). Weights at the start: {origin}.")
-        if fixed := fixed_statistics(self.module):
-            self.trainer.print(
-                f"{len(fixed)} BatchNorm layers stay in evaluation mode. Their statistics are outside of the guarantee "
-                "and have to come from public data."
-            )
 
     def training_starts(self) -> None:
         """Compare the ranks' data, and warn if a batch's loss is not the mean over its examples."""
@@ -212,13 +198,6 @@ class PrivateRun:
                 "into the transforms of PostProcessCallback."
             )
         self._log_epsilon()
-        if self._finishes:
-            return
-        if not isinstance(self.trainer.train_dataloader, LogicalLoader):
-            raise ConfigurationError(
-                "The trainer does not have the private training loader. Give fit one DataLoader, and remove callbacks "
-                "that replace loaders."
-            )
         self._require_held_out()
         require_same_data(reader.dataset, self._ranks, self.trainer.strategy.root_device)
         if self.settings.images_per_group is None:
@@ -323,9 +302,9 @@ class PrivateRun:
         """Write the privacy statement to the log folder and show it, unless no step was taken."""
         if self.history.ledger.num_steps != self._stated:
             self._stated = self.history.ledger.num_steps
-            self.written = self.statement()
-            self.written.write(self.folder)
-            self._say(self.written.short())
+            statement = self.statement()
+            statement.write(self.folder)
+            print(f"\n{statement.short()}\nResults: {short(self.folder)}", flush=True)
 
     def statement(self, **more: Any) -> PrivacyStatement:
         """The privacy statement of the steps taken so far.

@@ -63,7 +63,7 @@ def test_a_run_shows_the_warnings_of_the_user_and_ours_and_nothing_else(shown):
     assert not any(".py" in line for line in ours)
 
 
-def test_a_log_of_a_run_is_plain_and_has_the_screen_alone(shown):
+def test_a_log_of_a_run_is_plain_and_begins_with_the_plan(shown):
     text, _ = shown
     assert text.startswith("data  ")
     assert text.isascii()

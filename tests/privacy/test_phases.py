@@ -166,8 +166,7 @@ def test_a_fit_trains_the_head_first_and_then_all(tmp_path, chain, capsys):
     statement = privacy_of(run).statement()
     assert statement.ledger.num_steps == 8
     assert "2 of 4 frozen before step 5" in statement.to_markdown()
-    said = "2 of 4 frozen before step 5 (privacy.frozen_until). Weights at the start: no file and no training"
-    assert said in capsys.readouterr().out
+    assert "2 of 4 frozen before step 5 (privacy.frozen_until)" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("kept", [2, 6])

@@ -183,12 +183,14 @@ def test_it_says_how_examples_were_kept_apart_and_what_is_trusted(examples: str,
         assert phrase in result.to_markdown()
 
 
-def test_short_fits_the_screen() -> None:
-    lines = statement().short().splitlines()
-    assert len(lines) == 2
-    assert "3 of 20 steps" in lines[0]
-    assert "1e-05" in lines[0]
-    assert 2 <= len(statement(reproducible=True).short().splitlines()) <= 3
+def test_a_short_statement_is_three_lines_of_a_narrow_terminal() -> None:
+    lines = statement(unprotected=("train_loss",)).short().splitlines()
+    assert max(map(len, lines)) <= 80
+    guarantee, unprotected, release = lines
+    assert "3 of 20 steps" in guarantee
+    assert "1e-05" in guarantee
+    assert unprotected.endswith("do not publish: train_loss")
+    assert release == "Release: ok"
 
 
 def test_write_replaces_both_files_and_leaves_nothing_else(tmp_path: Path) -> None:

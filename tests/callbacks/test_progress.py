@@ -1,0 +1,144 @@
+"""The progress bar of a run: on a terminal of a given width, and in a file."""
+
+import fcntl
+import os
+import pty
+import re
+import struct
+import sys
+import termios
+import threading
+
+import pytest
+from lightning.pytorch.callbacks import ModelCheckpoint
+from plain_run import Plain, Stop, held_out, loader, privacy, trainer
+from torch.nn import functional as F
+
+from dp_lightning.callbacks import PrivateProgressBar, StopOnSignal
+
+ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+
+
+class Measured(Plain):
+    def training_step(self, batch, batch_idx):
+        loss = F.cross_entropy(self.net(batch[0]), batch[1])
+        self.log("train_loss", loss, prog_bar=True)
+        self.log("unprotected/loss", loss, prog_bar=True)
+        return loss
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val/accuracy", (self.net(batch[0]).argmax(1) == batch[1]).float().mean(), prog_bar=True)
+
+    def test_step(self, batch, batch_idx):
+        self.validation_step(batch, batch_idx)
+
+    def val_dataloader(self):
+        return held_out(60)
+
+
+def fit(tmp_path, *callbacks, private=None, **settings):
+    """A run of 9 steps in 3 epochs, with the bar; a step has about two physical batches."""
+    private = private or privacy(max_physical_batch_size=10, target_epsilon=8.0, noise_multiplier=None)
+    run = trainer(tmp_path, private, *callbacks, PrivateProgressBar(), enable_progress_bar=True, **settings)
+    run.fit(Measured(), loader())
+
+
+@pytest.fixture
+def terminal(monkeypatch):
+    """Standard output becomes a terminal of so many columns; gives what was written when it is called."""
+    opened = []
+
+    def open_terminal(columns):
+        master, slave = pty.openpty()
+        fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 30, columns, 0, 0))
+        file = os.fdopen(slave, "w")
+        monkeypatch.setattr(sys, "stdout", file)
+        for name, value in {"TERM": "xterm", "COLUMNS": "", "LINES": ""}.items():
+            monkeypatch.setenv(name, value)
+        found = bytearray()
+
+        def read():
+            try:
+                while part := os.read(master, 65_536):
+                    found.extend(part)
+            except OSError:  # the other end is closed
+                pass
+
+        reader = threading.Thread(target=read)
+        reader.start()
+
+        def written():
+            monkeypatch.undo()
+            file.close()
+            reader.join()
+            os.close(master)
+            opened.clear()
+            return ESCAPES.sub("", found.decode()).replace("\r", "\n").splitlines()
+
+        opened.append(written)
+        return written
+
+    yield open_terminal
+    for close in list(opened):
+        close()
+
+
+@pytest.mark.parametrize("columns", [80, 120])
+def test_a_terminal_shows_steps_physical_batches_epsilon_and_accuracy_within_its_columns(tmp_path, terminal, columns):
+    written = terminal(columns)
+    fit(tmp_path)
+    lines = written()
+    bars = [line for line in lines if re.match(r"(Epoch|Validation)", line)]
+    assert max(map(len, bars)) <= columns
+    assert any(re.search(r"^Epoch 0, batch \d of \d: .* 1/3 ", line) for line in bars)
+    last = bars[-1]  # it stays
+    for shown in ("Epoch 2: 100%", "3/3", "epsilon=8.000", "val/accuracy=0."):
+        assert shown in last
+    assert lines.index(last) < next(number for number, line in enumerate(lines) if "-DP by RDP" in line)
+    assert not any(re.match(r"\d\d:\d\d:\d\d", line) for line in lines)
+
+
+def test_a_file_gets_a_plain_line_for_each_epoch_and_no_number_of_physical_batches(tmp_path, capsys):
+    fit(tmp_path)
+    text = "".join(capsys.readouterr())
+    assert "\x1b" not in text
+    assert "\r" not in text
+    assert "batch" not in text
+    epochs = re.findall(r"^\d\d:\d\d:\d\d  Epoch (\d), step (\d), epsilon [\d.]+, val/accuracy [\d.]+", text, re.M)
+    assert epochs == [("0", "3"), ("1", "6"), ("2", "9")]
+    assert not re.search("Epoch.*unprotected", text)
+
+
+def test_another_rank_shows_nothing(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("lightning.pytorch.Trainer.is_global_zero", property(lambda _: False))
+    fit(tmp_path, max_epochs=1)
+    assert capsys.readouterr().out == ""
+
+
+def test_after_an_error_the_statement_comes_last_and_the_error_has_the_command_that_resumes(tmp_path, terminal):
+    (tmp_path / "config.yaml").touch()
+    written = terminal(120)
+    saved = ModelCheckpoint(dirpath=tmp_path, filename="saved")
+    with pytest.raises(RuntimeError, match="stopped") as error:
+        fit(tmp_path, Stop(4), saved, StopOnSignal(), enable_checkpointing=True)
+    note = error.value.__notes__[-1]
+    assert note.endswith(f"--config {tmp_path / 'config.yaml'} --ckpt_path {tmp_path / 'saved.ckpt'}")
+    *_, last = filter(str.strip, written())
+    assert last.startswith("Results: ")
+
+
+def test_an_error_without_a_checkpoint_says_that_the_weights_are_lost(tmp_path):
+    with pytest.raises(RuntimeError, match="stopped") as error:
+        fit(tmp_path, Stop(1), StopOnSignal())
+    assert error.value.__notes__ == ["There is no checkpoint: the weights are lost."]
+
+
+def test_without_a_private_run_it_is_lightnings_bar(tmp_path, terminal):
+    written = terminal(120)
+    run = trainer(tmp_path, PrivateProgressBar(), enable_progress_bar=True, max_epochs=1)
+    run.fit(Measured(), loader())
+    run.test(Measured(), loader(), verbose=False)
+    shown = "\n".join(written())
+    assert re.search(r"Epoch 0: 100%.* train_loss=", shown)
+    assert "Testing DataLoader 0: 100%" in shown
+    assert "epsilon" not in shown
