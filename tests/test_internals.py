@@ -75,6 +75,7 @@ MEMBERS = {
         "_results",
         "_signal_connector",
         "_forward_cache",
+        "_average_model",
         "_set_seed",
         "_parse_ckpt_path",
         "_run_subcommand",
