@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, cast
 
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import WeightAveraging
+from lightning.pytorch.callbacks import ModelCheckpoint, WeightAveraging
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from torch.optim.swa_utils import AveragedModel
 from torchmetrics import Metric
@@ -43,6 +43,11 @@ def leave_signals_alone(trainer: pl.Trainer) -> None:
 def take_signals_again(trainer: pl.Trainer) -> None:
     """Undo `leave_signals_alone`."""
     vars(trainer._signal_connector).pop("register_signal_handlers", None)
+
+
+def save_latest(trainer: pl.Trainer, callback: ModelCheckpoint) -> None:
+    """Save the weights as they are under a new name of the callback, in place of its file if it keeps one."""
+    callback._save_none_monitor_checkpoint(trainer, callback._monitor_candidates(trainer))
 
 
 class Averaging(WeightAveraging):

@@ -76,6 +76,8 @@ MEMBERS = {
         "_signal_connector",
         "_forward_cache",
         "_average_model",
+        "_save_none_monitor_checkpoint",
+        "_monitor_candidates",
         "_set_seed",
         "_parse_ckpt_path",
         "_run_subcommand",

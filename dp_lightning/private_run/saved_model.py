@@ -10,9 +10,6 @@ import lightning.pytorch as pl
 
 from dp_lightning.lightning_internals import CLASS_PATH
 
-#: Under which name `DataRecord` keeps its state in a checkpoint.
-DATA_STATE = "DataRecord"
-
 
 @dataclass(frozen=True)
 class SavedModel:
@@ -36,10 +33,9 @@ class SavedModel:
     @classmethod
     def read(cls, checkpoint: Mapping[str, Any]) -> "SavedModel":
         """That of a checkpoint as `PrivateCheckpointIO` loads it."""
-        states = checkpoint.get("callbacks", {})
         hyperparameters = dict(checkpoint.get("hyper_parameters", {}))
         path = hyperparameters.get(CLASS_PATH)
-        data = _mapping(states.get(DATA_STATE))
+        data = checkpoint.get("callbacks", {}).get("DataRecord", {})
         return cls(
             class_path=None if path is None else str(path),
             settings={name: value for name, value in hyperparameters.items() if not name.startswith("_")},
@@ -66,7 +62,3 @@ class SavedModel:
         """The settings for which the class has arguments."""
         known = inspect.signature(kind).parameters
         return {name: value for name, value in self.settings.items() if name in known}
-
-
-def _mapping(value: Any) -> Mapping[str, Any]:
-    return value if isinstance(value, Mapping) else {}
