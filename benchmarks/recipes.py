@@ -31,18 +31,11 @@ def cell(rung: str, batch_size: int, options: argparse.Namespace) -> tuned_runs.
             config["model"]["init_args"] |= {"weight_standardization": True, "relu_first": True}
         if height >= LADDER.index("augmult"):
             config["privacy"]["augmult"] = options.augmult
+        if height >= LADDER.index("average"):
             config["averaging"] = {"decay": options.decay}
         return {**config, "postprocess": {"transforms": methods.transforms(method, rate)}}
 
-    # A run with views keeps the average too: the two rungs differ in which weights are evaluated, and share their runs.
-    return tuned_runs.Cell(
-        rung,
-        batch_size,
-        methods.METHODS[method][1],
-        configuration,
-        folder="augmult" if rung == "average" else None,
-        average=height >= LADDER.index("average"),
-    )
+    return tuned_runs.Cell(rung, batch_size, methods.METHODS[method][1], configuration)
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:

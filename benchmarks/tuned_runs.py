@@ -34,15 +34,11 @@ class Cell(NamedTuple):
     """The middle one of the first three learning rates."""
     configuration: Callable[[float, int, Path], Any]
     """The settings of a run from its learning rate, its seed and its folder."""
-    folder: str | None = None
-    """Name of the folder of its runs, if it shares them with another cell."""
-    average: bool = False
-    """Whether accuracies are those of the averaged weights."""
 
     @property
     def runs(self) -> Path:
         """The folder of its runs, below that of the comparison."""
-        return Path(f"batch_{self.batch_size}", self.folder or self.name)
+        return Path(f"batch_{self.batch_size}", self.name)
 
 
 def base(options: argparse.Namespace, *, seed: int, rate: float, batch_size: int, folder: Path) -> dict[str, Any]:
@@ -92,10 +88,9 @@ def run(cell: Cell, rate: float, seed: int, options: argparse.Namespace) -> dict
     if not result.is_file():
         _make(cell, rate, seed, folder, options)
     found: dict[str, Any] = json.loads(result.read_text())
-    val, test = accuracies(cell, found)
     print(
-        f"B {cell.batch_size} {cell.name} lr {rate:.3g} seed {seed}: val {val:.3f} test {test:.3f} "
-        f"in {found['seconds']:.0f} s",
+        f"B {cell.batch_size} {cell.name} lr {rate:.3g} seed {seed}: val {found['val_accuracy_last']:.3f} "
+        f"test {found['test_accuracy_last']:.3f} in {found['seconds']:.0f} s",
         flush=True,
     )
     return found
@@ -111,12 +106,6 @@ def _make(cell: Cell, rate: float, seed: int, folder: Path, options: argparse.Na
         subprocess.run(command, stdout=log, stderr=log, env={**os.environ, **threads}, check=True)
 
 
-def accuracies(cell: Cell, found: dict[str, Any]) -> tuple[float, float]:
-    """Validation and test accuracy after the last step."""
-    prefix = "averaged_" if cell.average else ""
-    return found[f"{prefix}val_accuracy_last"], found[f"{prefix}test_accuracy_last"]
-
-
 def tune(cell: Cell, options: argparse.Namespace) -> dict[str, Any]:
     """The best learning rate of a cell, and its results with every seed."""
     first, *others = options.seeds
@@ -125,12 +114,12 @@ def tune(cell: Cell, options: argparse.Namespace) -> dict[str, Any]:
     while True:
         for rate in rates:
             if rate not in accuracy:
-                accuracy[rate] = accuracies(cell, run(cell, rate, first, options))[0]
+                accuracy[rate] = run(cell, rate, first, options)["val_accuracy_last"]
         best = max(accuracy, key=lambda rate: accuracy[rate])
         if len(accuracy) >= _MOST_RATES or min(accuracy) < best < max(accuracy):
             break
         rates = [best * _FACTOR if best == max(accuracy) else best / _FACTOR]
-    results = [accuracies(cell, run(cell, best, seed, options))[1] for seed in (first, *others)]
+    results = [run(cell, best, seed, options)["test_accuracy_last"] for seed in (first, *others)]
     return {
         "name": cell.name,
         "batch_size": cell.batch_size,
@@ -142,14 +131,9 @@ def tune(cell: Cell, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def compare(cells: Sequence[Cell], options: argparse.Namespace) -> None:
-    """Tune all cells, some at once, and print the table; cells that share their runs one after the other."""
-    groups: dict[Path, list[Cell]] = {}
-    for cell in cells:
-        groups.setdefault(cell.runs, []).append(cell)
+    """Tune all cells, some at once, and print the table."""
     with ThreadPoolExecutor(options.jobs) as pool:
-        tuned = pool.map(lambda group: [tune(cell, options) for cell in group], groups.values())
-        done = {(row["name"], row["batch_size"]): row for group in tuned for row in group}
-    rows = [done[cell.name, cell.batch_size] for cell in cells]
+        rows = list(pool.map(lambda cell: tune(cell, options), cells))
     (options.out / "table.json").write_text(json.dumps(rows, indent=1))
     print("\n| B | | lr | rates tried | test accuracy, mean | each seed |")
     print("| --- " * 6 + "|")

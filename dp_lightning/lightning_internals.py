@@ -8,7 +8,9 @@ from collections.abc import Iterable, Mapping
 from typing import Any, cast
 
 import lightning.pytorch as pl
+from lightning.pytorch.callbacks import WeightAveraging
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+from torch.optim.swa_utils import AveragedModel
 from torchmetrics import Metric
 
 #: The versions with which these members were tested.
@@ -31,6 +33,19 @@ def set_value_of_step(metric: Metric, value: Any) -> None:
 def was_compiled(module: pl.LightningModule) -> bool:
     """Whether ``trainer.fit`` was given what ``torch.compile`` has made of it; Lightning takes the module out."""
     return module._compiler_ctx is not None
+
+
+class Averaging(WeightAveraging):
+    """Lightning's ``WeightAveraging``, whose averaged model subclasses can see and let go."""
+
+    @property
+    def averaged(self) -> AveragedModel | None:
+        """A copy of the module with the average, or with the weights while these have changed places."""
+        return self._average_model
+
+    @averaged.setter
+    def averaged(self, model: None) -> None:
+        self._average_model = model
 
 
 # The command line

@@ -266,7 +266,7 @@ def test_views_and_an_average_of_weights_compose_with_a_run(tmp_path):
     assert "moving average of the weights (decay 0.999" in facts["postprocessing"]
     assert facts["sensitivity"] == 1.0
     result = json.loads((tmp_path / "result.json").read_text())
-    assert result["averaged_test_accuracy_last"] > 0
+    assert result["test_accuracy_last"] > 0
     checkpoint = next(tmp_path.rglob("*.ckpt"))
     main(
         [

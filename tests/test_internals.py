@@ -73,6 +73,7 @@ MEMBERS = {
         "_compiler_ctx",
         "_results",
         "_forward_cache",
+        "_average_model",
         "_set_seed",
         "_parse_ckpt_path",
         "_run_subcommand",

@@ -8,11 +8,10 @@ from dp_lightning.analysis.recovery import (
     recovery_batch_size,
     recovery_gap,
 )
-from dp_lightning.analysis.signal_to_noise import SnrMeter
+from dp_lightning.analysis.signal_to_noise import signal_to_noise
 from dp_lightning.analysis.spectra import bulk_density, bulk_edges, entropy_rank, participation_ratio
 
 __all__ = [
-    "SnrMeter",
     "bulk_density",
     "bulk_edges",
     "detection_batch_size",
@@ -23,4 +22,5 @@ __all__ = [
     "participation_ratio",
     "recovery_batch_size",
     "recovery_gap",
+    "signal_to_noise",
 ]

@@ -2,7 +2,6 @@
 
 from dp_lightning.callbacks.averaging import AveragedWeights
 from dp_lightning.callbacks.data_record import DataRecord
-from dp_lightning.callbacks.last_checkpoint import LastCheckpoint
 from dp_lightning.callbacks.postprocess import PostProcessCallback
 from dp_lightning.callbacks.predictions import PredictionFile
 from dp_lightning.callbacks.privacy import PrivacyCallback
@@ -14,7 +13,6 @@ from dp_lightning.callbacks.stop_on_signal import StopOnSignal
 __all__ = [
     "AveragedWeights",
     "DataRecord",
-    "LastCheckpoint",
     "PostProcessCallback",
     "PredictionFile",
     "PrivacyCallback",

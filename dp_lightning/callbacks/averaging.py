@@ -1,6 +1,7 @@
-"""Exponential moving average of the weights, evaluated and checkpointed beside the weights themselves.
+"""Exponential moving average of the weights, which is validated, saved and, after training, kept.
 
-After logical step t = 0, 1, ... with weights x,
+The average is the weights after the first logical step. After each further one, with weights x and t = 1, 2, ... of
+them in the average,
 
     average <- d_t average + (1 - d_t) x,    d_t = min(decay, (1 + t) / (10 + t)),
 
@@ -8,162 +9,85 @@ where the warm-up of d_t makes the average forget the first steps soon (De et al
 computed from privatized weights alone, so it costs no privacy.
 """
 
-import copy
-from typing import Any, Literal
+from typing import Any
 
 import lightning.pytorch as pl
-import torch
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
-from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
-from torch import Tensor, nn
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import Tensor
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from dp_lightning.callbacks.privacy import privacy_of
 from dp_lightning.errors import ConfigurationError
-from dp_lightning.private_run.saved_model import AVERAGE_STATE
-
-PREFIX = "averaged/"
+from dp_lightning.lightning_internals import Averaging
 
 
-class AveragedWeights(pl.Callback):
-    """Keeps the average of the trained parameters and evaluates it where the module is evaluated.
+class AveragedWeights(Averaging):
+    """Lightning's ``WeightAveraging`` with the warm-up of De et al., in private runs.
 
-    Each batch of a validation or test goes through a copy of the module with the averaged weights too, made when the
-    evaluation starts, and whatever the module logs is logged a second time as ``averaged/<name>``.
-    Predictions are made with the weights that ``predict_with`` names. The average is saved in checkpoints; a run that
-    resumes from a checkpoint without one starts it there.
+    The module has the average while it is validated and when training is over. A checkpoint has it as ``state_dict``,
+    and the weights from which a run resumes as ``current_model_state``. One that Lightning saves with
+    ``save_weights_only`` has no average, but the weights of its step. A run that resumes from a checkpoint without an
+    average starts it there; one that resumes without ``decay`` starts from the average.
 
     Args:
         decay: d in [0, 1); None keeps no average.
-        predict_with: ``averaged`` or ``raw``.
 
     Raises:
         ConfigurationError: ``decay`` is out of range.
     """
 
-    def __init__(self, decay: float | None = None, predict_with: Literal["averaged", "raw"] = "averaged") -> None:
-        super().__init__()
+    def __init__(self, decay: float | None = None) -> None:
         if decay is not None and not 0 <= decay < 1:
             raise ConfigurationError(f"averaging.decay is {decay}; choose from 0 to below 1, such as 0.999.")
-        self.decay, self.predict_with = decay, predict_with
-        self._num_updates = 0
-        #: The averaged parameters by name; empty before the first fit.
-        self.average: dict[str, Tensor] = {}
-        self._copy: pl.LightningModule | None = None
-        self._predicts = False  # the average and the weights have changed places
+        super().__init__(use_buffers=False, multi_avg_fn=self._update)
+        self.decay = decay
+        self._exchanged = False  # the module has the average, and the averaged model has the weights
 
-    @property
-    def state_key(self) -> str:
-        return AVERAGE_STATE
+    def _update(self, average: Any, weights: Any, num_averaged: Tensor | int) -> None:
+        t = int(num_averaged)
+        get_ema_multi_avg_fn(min(self.decay or 0.0, (1 + t) / (10 + t)))(average, weights, num_averaged)
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        # Lightning copies the module here, before its own setup may have made layers and while it is on the CPU.
+        self.averaged, self._exchanged = None, False
+
+    def on_load_checkpoint(self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: Any) -> None:
+        if self.decay is not None and trainer.state.fn == TrainerFn.FITTING:
+            super().setup(trainer, pl_module, "fit")
+            super().on_load_checkpoint(trainer, pl_module, checkpoint)
+
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self.decay is not None:
+            if self.averaged is None:
+                super().setup(trainer, pl_module, "fit")
+            assert self.averaged is not None
+            self.averaged.to(pl_module.device)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if self.decay is None:
-            self.average = {}  # of the checkpoint: it would no longer follow the weights
-            return
-        self._averaged_copy(trainer, pl_module)  # a module that cannot be copied fails now, not after an epoch
-        trained = {name: p.detach() for name, p in pl_module.named_parameters() if p.requires_grad}
-        if self.average.keys() != trained.keys():
-            self._num_updates, self.average = 0, {name: p.clone() for name, p in trained.items()}
-        self.average = {name: average.to(trained[name]) for name, average in self.average.items()}
-        if (privacy := privacy_of(trainer)) is not None:
-            privacy.private_run.postprocessing.append(
-                f"moving average of the weights (decay {self.decay:g}, beside them)"
-            )
+        if self.averaged is not None and (privacy := privacy_of(trainer)) is not None:
+            copy, run = self.averaged.module, privacy.private_run
+            run.postprocessing.append(f"moving average of the weights (decay {self.decay:g})")
+            run.weights = lambda: (pl_module if self._exchanged else copy).state_dict()
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
-        if self.decay is not None:
-            update = get_ema_multi_avg_fn(min(self.decay, (1 + self._num_updates) / (10 + self._num_updates)))
-            parameters = dict(pl_module.named_parameters())
-            update(list(self.average.values()), [parameters[name].detach() for name in self.average], None)
-            self._num_updates += 1
-
-    # Evaluation of the average
+        if self.averaged is not None:  # whatever steps this callback has counted in an earlier fit
+            self.averaged.update_parameters(pl_module)
 
     def on_validation_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if self.decay is not None and self.average:
-            self._copy = self._averaged_copy(trainer, pl_module)
-        self._hook(trainer, "epoch_start")
-
-    def on_validation_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *inputs: Any) -> None:
-        self._hook(trainer, "batch_start", *inputs)
-
-    def on_validation_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, *inputs: Any
-    ) -> None:
-        self._hook(trainer, "batch_end", self._evaluate(trainer, *inputs), *inputs)
+        super().on_validation_epoch_start(trainer, pl_module)
+        self._exchanged = True
 
     def on_validation_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._hook(trainer, "epoch_end")
-        self._copy = None
+        super().on_validation_epoch_end(trainer, pl_module)
+        self._exchanged = False
 
-    on_test_epoch_start, on_test_epoch_end = on_validation_epoch_start, on_validation_epoch_end
-    on_test_batch_start = on_validation_batch_start  # type: ignore[assignment]
-    on_test_batch_end = on_validation_batch_end  # type: ignore[assignment]
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        # Not copied, as Lightning does: the last checkpoints are still to come, and a run may resume from them.
+        self.on_validation_epoch_start(trainer, pl_module)
 
-    def _averaged_copy(self, trainer: pl.Trainer, module: pl.LightningModule) -> pl.LightningModule:
-        """The module as it is now, with the averaged weights; it shares them and the parameters without an average."""
-        parameters = dict(module.named_parameters())
-        shared = {id(parameter): parameter for parameter in parameters.values()}
-        shared |= {id(parameters[n]): nn.Parameter(a.to(parameters[n]), False) for n, a in self.average.items()}
-        averaged: pl.LightningModule = copy.deepcopy(module, shared)  # type: ignore[arg-type]
-        averaged.trainer = trainer
-
-        def log(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
-            # Lightning looks for metrics in the module itself, unless they have a name.
-            module.log(PREFIX + name, value, *args, **{"metric_attribute": PREFIX + name, **kwargs})
-
-        vars(averaged)["log"] = log
-        return averaged
-
-    def _evaluate(self, trainer: pl.Trainer, batch: Any, batch_idx: int, *dataloader_idx: int) -> Any:
-        if self._copy is None:
-            return None
-        step = self._copy.test_step if trainer.testing else self._copy.validation_step
-        takes_index = is_param_in_hook_signature(step, "batch_idx", min_args=2)
-        with trainer.precision_plugin.val_step_context():
-            return step(batch, *([batch_idx] if takes_index else []), *dataloader_idx)
-
-    def _hook(self, trainer: pl.Trainer, moment: str, *inputs: Any) -> None:
-        if self._copy is not None:
-            getattr(self._copy, f"on_{'test' if trainer.testing else 'validation'}_{moment}")(*inputs)
-
-    # Predictions
-
-    def on_predict_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if self.predict_with == "raw":
-            return
-        if self.decay is not None and not self.average:
-            raise ConfigurationError(
-                "averaging.predict_with is 'averaged', but there is no average of the weights: give the ckpt_path of a "
-                "run that had averaging.decay, or set averaging.predict_with: raw."
-            )
-        if self.decay is not None:
-            self._exchange(pl_module)
-        elif self.average:
-            rank_zero_warn(
-                "The checkpoint has an average of the weights, but predictions use the weights themselves, since "
-                "averaging.decay is not set. Set it to the run's value to use the average."
-            )
-
-    def on_predict_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if self._predicts:
-            self._exchange(pl_module)
-
-    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        self.on_predict_end(trainer, pl_module)
-
-    @torch.no_grad()
-    def _exchange(self, module: pl.LightningModule) -> None:
-        parameters = dict(module.named_parameters())
-        for name, average in self.average.items():
-            before = parameters[name].clone()
-            parameters[name].copy_(average)
-            average.copy_(before)
-        self._predicts = not self._predicts
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"num_updates": self._num_updates, "average": self.average} if self.average else {}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        if state_dict:
-            self._num_updates, self.average = state_dict["num_updates"], dict(state_dict["average"])
+    def on_save_checkpoint(self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: Any) -> None:
+        if self.averaged is not None:
+            super().on_save_checkpoint(trainer, pl_module, checkpoint)
+            if self._exchanged:
+                states = checkpoint["current_model_state"], checkpoint["state_dict"]
+                checkpoint["state_dict"], checkpoint["current_model_state"] = states

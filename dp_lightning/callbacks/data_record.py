@@ -6,7 +6,6 @@ from typing import Any
 import lightning.pytorch as pl
 
 from dp_lightning.errors import DataError
-from dp_lightning.private_run.saved_model import DATA_STATE
 
 
 class DataRecord(pl.Callback):
@@ -25,10 +24,6 @@ class DataRecord(pl.Callback):
         self.class_names: list[str] | None = None
         self.resized_to: int | None = None
         self.features: dict[str, Any] | None = None
-
-    @property
-    def state_key(self) -> str:
-        return DATA_STATE
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         data = trainer.datamodule  # type: ignore[attr-defined]

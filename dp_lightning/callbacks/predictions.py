@@ -65,16 +65,17 @@ class PredictionFile(BasePredictionWriter):
         if skipped and len(skipped) == number:
             raise DataError(f"None of the {number:,} files can be read:\n{listed(skipped)}")
         names = next((callback.class_names for callback in callbacks if isinstance(callback, DataRecord)), None)
-        names = names if names is not None and len(names) == count else None
-        header = [*(["file"] if files else []), "index", "class", *(["class_name"] if names else [])]
+        found = probabilities.argmax(1).tolist()
+        columns: dict[str, Sequence[Any]] = {} if files is None else {"file": files}
+        columns |= {"index": range(number), "class": found}
+        if names is not None and len(names) == count:
+            columns["class_name"] = [names[place] for place in found]
 
         def rows() -> Iterator[list[Any]]:
             """One at a time: as text, a thousand probabilities are twenty times as large."""
-            yield [*header, *(f"p{k}" for k in range(count))]
-            for index, (row, problem) in enumerate(zip(probabilities, problems, strict=True)):
+            yield [*columns, *(f"p{k}" for k in range(count))]
+            for row, problem, *said in zip(probabilities, problems, *columns.values(), strict=True):
                 if problem is None:
-                    found = int(row.argmax())
-                    said = [*([str(files[index])] if files else []), index, found, *([names[found]] if names else [])]
                     yield [*said, *(f"{p:.6g}" for p in row.tolist())]
 
         _write(self._path, rows())

@@ -13,14 +13,13 @@ from dp_lightning.atomic_files import replacing
 from dp_lightning.callbacks.privacy import privacy_of
 from dp_lightning.callbacks.signal_to_noise import SignalToNoise
 
-_RECORDED = ("test/accuracy", "val/accuracy", "averaged/test/accuracy", "averaged/val/accuracy")
+_RECORDED = ("test/accuracy", "val/accuracy")
 
 
 class RunRecord(pl.Callback):
     """Follows ``test/accuracy`` and ``val/accuracy`` over the evaluations and writes ``result.json`` at the end.
 
-    If weights are averaged, the file also has the accuracies of the average; with `SignalToNoise`, the ratio in the
-    first and the last epoch.
+    With `SignalToNoise`, the file also has the ratio in the first and the last epoch.
 
     ``completed`` is false if an interruption or an error has ended the run; a run ended by a setting such as
     ``trainer.max_time`` is complete.
@@ -73,9 +72,8 @@ class RunRecord(pl.Callback):
         result: dict[str, Any] = {"completed": completed, "evaluated_after_steps": list(self._evaluations)}
         for name in _RECORDED:
             curve = [found[name] for found in self._evaluations.values() if name in found]
-            if curve or not name.startswith("averaged/"):
-                key = name.replace("/", "_")
-                result |= {f"{key}_last": curve[-1] if curve else None, f"{key}_curve": curve}
+            key = name.replace("/", "_")
+            result |= {f"{key}_last": curve[-1] if curve else None, f"{key}_curve": curve}
         result["test_accuracy_best"] = max(result["test_accuracy_curve"], default=None)
         result["test_accuracy_best_is"] = "the best over evaluations, chosen on the test set"
         callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]

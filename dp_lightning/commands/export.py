@@ -72,10 +72,11 @@ def export(options: argparse.Namespace) -> list[Path]:
     _require_empty(out)
     module = _module(checkpoint, weights, model, options.module_class)
     _require_whole(checkpoint)
-    chosen = _load_chosen(module, model, options.weights, checkpoint)
+    if isinstance(module, TimmModule):
+        merge_low_rank(module.model)
     tensors = _tensors(module)
     statement = replace(run.statement, weights=digest_of(tensors))
-    facts = _facts(module, model, statement, weights=chosen, checkpoint=run.statement.weights)
+    facts = _facts(module, model, statement, checkpoint=run.statement.weights)
     contents = _journal(checkpoint, run.statement)
     if "onnx" in formats:
         contents["model.onnx"], facts["onnx"] = _onnx_of(module, model, options)
@@ -126,20 +127,8 @@ def _require_whole(checkpoint: Path) -> None:
         )
 
 
-def _load_chosen(module: pl.LightningModule, model: SavedModel, asked: str | None, checkpoint: Path) -> str:
-    """Load the weights to be exported into the module, and return which ones they are."""
-    if asked == "averaged" and not model.average:
-        raise ConfigurationError(f"{checkpoint} has no average of the weights. Leave --weights out, or set it to raw.")
-    chosen = asked or ("averaged" if model.average else "raw")
-    if chosen == "averaged":
-        module.load_state_dict(model.average, strict=False)
-    if isinstance(module, TimmModule):
-        merge_low_rank(module.model)
-    return chosen
-
-
 def _facts(
-    module: pl.LightningModule, model: SavedModel, statement: PrivacyStatement, *, weights: str, checkpoint: str
+    module: pl.LightningModule, model: SavedModel, statement: PrivacyStatement, *, checkpoint: str
 ) -> dict[str, Any]:
     """The content of ``model.json``."""
     return {
@@ -149,7 +138,6 @@ def _facts(
         "features": model.features,
         "resized_to": model.resized_to,
         "class_names": model.class_names,
-        "weights": weights,
         "num_steps": statement.ledger.num_steps,
         "epsilon": statement.to_dict()["epsilon"],
         "delta": statement.plan.delta,
@@ -270,7 +258,6 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--ckpt-path", "--ckpt_path", required=True, help="checkpoint of a private run")
     add("--out", required=True, help="folder for the files")
-    add("--weights", choices=["raw", "averaged"], help="default: averaged if the checkpoint has an average")
     add("--format", nargs="+", choices=tuple(_PACKAGES), help="default: both")
     add("--image-size", "--image_size", type=int, help="height and width, if the checkpoint does not say")
     add("--module-class", "--module_class", help="class of the module, package.module.Class, if it is your own")

@@ -22,12 +22,7 @@ STATEMENT, SNR, CONFIG = "privacy_statement.json", "snr.json", "config.yaml"
 # Points of the curve of epsilon: each takes PRV a tenth of a second to a second.
 _POINTS = 12
 # The curves that `result.json` has, by their tags. It has those of the whole run, also after a resume in a new folder.
-_IN_RESULT = {
-    "test/accuracy": "test_accuracy_curve",
-    "val/accuracy": "val_accuracy_curve",
-    "averaged/test/accuracy": "averaged_test_accuracy_curve",
-    "averaged/val/accuracy": "averaged_val_accuracy_curve",
-}
+_IN_RESULT = {"test/accuracy": "test_accuracy_curve", "val/accuracy": "val_accuracy_curve"}
 
 
 class Spent(NamedTuple):

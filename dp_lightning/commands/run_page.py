@@ -16,7 +16,7 @@ _UNPROTECTED = (
 )
 _ON_FIGURES = "UNPROTECTED: may be computed from raw training examples"
 # Of validation and test images. Numbers of any other tag may come from training examples.
-_EVALUATIONS = ("val/", "test/", "averaged/val/", "averaged/test/")
+_EVALUATIONS = ("val/", "test/")
 # What Lightning logs of itself, and what other sections show.
 _LEFT_OUT = ("epoch", "hp_metric", "privacy/epsilon", "privacy/snr")
 # Points of a line, parameters of a figure, figures of the last section: more cannot be told apart.
@@ -144,12 +144,7 @@ def _status(run: RunFiles) -> str:
 
 def _facts(run: RunFiles) -> list[list[str]]:
     rows = [["", "this run"]]
-    for tag, name in (
-        ("test/accuracy", "test accuracy"),
-        ("averaged/test/accuracy", "test accuracy, averaged weights"),
-        ("val/accuracy", "validation accuracy"),
-        ("averaged/val/accuracy", "validation accuracy, averaged weights"),
-    ):
+    for tag, name in (("test/accuracy", "test accuracy"), ("val/accuracy", "validation accuracy")):
         if (value := _last(run, tag)) is not None:
             curve = run.curves[tag]
             best = f"; best {100 * max(curve.values):.1f} %, which is chosen on these images"

@@ -24,7 +24,6 @@ from dp_lightning.atomic_files import require_writable
 from dp_lightning.callbacks import (
     AveragedWeights,
     DataRecord,
-    LastCheckpoint,
     PostProcessCallback,
     PredictionFile,
     PrivacyCallback,
@@ -208,7 +207,10 @@ class TrainingCLI(CommandLine):
         if config.get("enable_model_summary") is None:
             config["enable_model_summary"] = False  # a run begins with a line about the model
         if self.subcommand == "fit":
-            callbacks.append(LastCheckpoint())
+            keeps = any(isinstance(callback, ModelCheckpoint) for callback in callbacks)
+            if config.get("enable_checkpointing") is not False and not keeps:
+                # After an evaluation alone, as is Lightning's default, the steps behind the last one would be lost.
+                callbacks.append(ModelCheckpoint(save_on_train_epoch_end=True))
             callbacks.append(StopOnSignal())  # after all that prints: its last line resumes the run
         config["callbacks"] = callbacks
         if config.get("logger") is None or config.get("logger") is True:

@@ -24,7 +24,7 @@ from dp_lightning.experiments.results import (
 from dp_lightning.experiments.runs import RUN_PAGE
 from dp_lightning.experiments.tuning import at_chosen_points, needed
 
-_BEST, _AVERAGED = per_cent("test_accuracy_best"), per_cent("averaged_test_accuracy_last")
+_BEST = per_cent("test_accuracy_best")
 _SCOPE = (
     "Every epsilon covers one run alone. Choosing among runs by their results on private data spends more than any "
     "one of them."
@@ -121,10 +121,7 @@ def _accuracies(page: Document, grid: Grid, panel: Panel, paper: Mapping[str, Ma
     count = len(grid.axes.get(SEED, ()))
     seeds = f"mean ± standard deviation over {count} seeds" if count > 1 else "one run each"
     say(f"Accuracy after the last step, {seeds}:", LAST)
-    results = panel.results()
-    if any(_AVERAGED(result) is not None for result in results):
-        say("The same for the averaged weights:", _AVERAGED)
-    early = sum(map(_evaluated_early, results))
+    early = sum(map(_evaluated_early, panel.results()))
     if early:
         page.say(
             f"{early} of these runs were last evaluated before their last step; the table has that accuracy. Set "

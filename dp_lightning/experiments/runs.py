@@ -35,11 +35,8 @@ _NEEDED: dict[str, tuple[type, ...]] = {
     "test_accuracy_best": (int, float, NoneType),
 }
 # What some runs also write: a number, and lists of numbers.
-_NUMBERS = ("snr_first_epoch", "val_accuracy_last", "averaged_test_accuracy_last")
-_LISTS = (
-    *("test_accuracy_curve", "val_accuracy_curve", "averaged_test_accuracy_curve", "averaged_val_accuracy_curve"),
-    "evaluated_after_steps",
-)
+_NUMBERS = ("snr_first_epoch", "val_accuracy_last")
+_LISTS = ("test_accuracy_curve", "val_accuracy_curve", "evaluated_after_steps")
 #: The page of `dpl report` and a run's folder.
 RUN_PAGE = "report.html"
 # Characters of the labels; file systems allow names of up to 255 bytes.

@@ -1,12 +1,9 @@
 """Saved hyperparameters are settings: they go into every checkpoint and to the loggers, and training data does not."""
 
-import io
 from typing import Any
 
 import lightning.pytorch as pl
-import torch
 from lightning.pytorch.core.mixins import HyperparametersMixin
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.utils.data import DataLoader, Dataset
 
 from dp_lightning.errors import ConfigurationError
@@ -14,7 +11,7 @@ from dp_lightning.torch_internals import tree_leaves
 
 
 def check_hyperparameters(trainer: pl.Trainer, module: pl.LightningModule, num_elements: int) -> None:
-    """Refuse data among the hyperparameters of module and data module, and say where reading them runs code.
+    """Refuse data among the hyperparameters of module and data module.
 
     Args:
         num_elements: of the training set; what has as many entries may hold all of them.
@@ -32,11 +29,6 @@ def check_hyperparameters(trainer: pl.Trainer, module: pl.LightningModule, num_e
                     "it would go into every checkpoint and to the loggers. Leave it out with "
                     f"save_hyperparameters(ignore=['{name}']), or save a name for it."
                 )
-        if code := [name for name, value in owner.hparams.items() if not _is_read_without_code(value)]:
-            rank_zero_warn(
-                f"The hyperparameters {', '.join(code)} of {type(owner).__name__} are objects that torch does not read "
-                "without running code: load this run's checkpoints, and resume from them, with weights_only=False."
-            )
 
 
 def _is_data(value: Any, num_elements: int) -> bool:
@@ -46,14 +38,3 @@ def _is_data(value: Any, num_elements: int) -> bool:
         return not isinstance(value, str) and len(value) >= num_elements
     except TypeError:  # without a length
         return False
-
-
-def _is_read_without_code(value: Any) -> bool:
-    file = io.BytesIO()
-    try:
-        torch.save(value, file)
-        file.seek(0)
-        torch.load(file, weights_only=True)
-    except Exception:  # of any class, as the user's own code may raise it
-        return False
-    return True

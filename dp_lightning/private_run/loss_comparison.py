@@ -6,8 +6,7 @@ without privacy. That is not a leak, but the user has to know it.
 """
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import lightning.pytorch as pl
@@ -17,9 +16,6 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch.utilities.seed import isolate_rng
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
-from torchmetrics import Metric
-
-from dp_lightning.privacy.isolation import put_back
 
 #: Under which name the statement lists the warning, which tells something of raw examples.
 NAME = "warning before the first step: loss of a batch"
@@ -33,8 +29,8 @@ def warn_of_changed_meaning(
 ) -> bool:
     """Compare the loss of a few examples together with the mean of their losses, in evaluation mode.
 
-    Where the module has batch transfer hooks, draws random numbers in evaluation mode, or takes no batch of several
-    examples, nothing is compared. Buffers, metrics, counters and modes are put back.
+    The losses are those of a copy of the module. Where it has batch transfer hooks, draws random numbers in evaluation
+    mode, takes no batch of several examples or cannot be copied, nothing is compared.
 
     Returns:
         Whether a warning was given.
@@ -44,25 +40,22 @@ def warn_of_changed_meaning(
         return False
     count = min(_EXAMPLES, len(dataset))
     index = (0,) if is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2) else ()
-
-    def loss_of(examples: list[Any]) -> float:
-        batch = move_data_to_device(collate_fn(examples), module.device)
-        output: Any = module.training_step(trainer.precision_plugin.convert_input(batch), *index)
-        return float(output["loss"] if isinstance(output, Mapping) else output)
-
-    context = trainer.precision_plugin.train_step_context()
-    with isolate_rng(), torch.no_grad(), context, _metrics_put_back(module), put_back(module):
+    with isolate_rng(), torch.no_grad(), trainer.precision_plugin.train_step_context():
         try:
-            module.eval()
-            vars(module).update(dict.fromkeys(("log", "log_dict"), lambda *args, **kwargs: None))
+            tried = copy.deepcopy(module).eval()
+            tried.trainer = trainer
+            vars(tried).update(dict.fromkeys(("log", "log_dict"), lambda *args, **kwargs: None))
+
+            def loss_of(examples: list[Any]) -> float:
+                batch = move_data_to_device(collate_fn(examples), module.device)
+                output: Any = tried.training_step(trainer.precision_plugin.convert_input(batch), *index)
+                return float(output["loss"] if isinstance(output, Mapping) else output)
+
             examples = [dataset[place * len(dataset) // count] for place in range(count)]
             together, again = loss_of(examples), loss_of(examples)
             mean = sum(loss_of([example]) for example in examples) / count
         except Exception:  # whatever the user's own code raises on a batch that it will not see
             return False
-        finally:
-            for name in ("log", "log_dict"):
-                del vars(module)[name]
     if together != again or abs(together - mean) <= _TOLERANCE * max(abs(together), abs(mean)):
         return False
     rank_zero_warn(
@@ -71,12 +64,3 @@ def warn_of_changed_meaning(
         "negatives, class weights of a mean, statistics or thresholds, comes from the example alone."
     )
     return True
-
-
-@contextmanager
-def _metrics_put_back(module: pl.LightningModule) -> Iterator[None]:
-    """Context after which the metrics have seen what they had seen before."""
-    states = [(part, copy.deepcopy(part.metric_state)) for part in module.modules() if isinstance(part, Metric)]
-    yield
-    for metric, state in states:
-        vars(metric).update(state)

@@ -57,6 +57,7 @@ class PrivateRun:
         step: the private mechanism.
         budget: what is spent, and will be.
         postprocessing: what acts on the privatized gradient, in words; other callbacks add to it.
+        weights: returns those of which the statement speaks; of the module, unless a callback averages them.
         on_physical_batch: functions to be called after each physical batch, with its number in the step, from 1, and
             how many the step has.
         stop_requested: set on one rank to ask all of them to stop after a step.
@@ -79,6 +80,7 @@ class PrivateRun:
         # Asked now and by every rank: Lightning asks rank 0 for it, which may be alone at the end.
         self.folder = Path(trainer.log_dir or trainer.default_root_dir)
         self.postprocessing: list[str] = []
+        self.weights: Callable[[], Mapping[str, Any]] = module.state_dict
         self.on_physical_batch: list[Callable[[int, int], None]] = []
         self.stop_requested = self.stopping = False
         self._held_out: Any = None  # loaders of the validation that have been looked at
@@ -313,6 +315,8 @@ class PrivateRun:
             more: fields that are known better than here.
         """
         history = self.history
+        if "weights" not in more:
+            more["weights"] = digest_of(self.weights())
         return self.step.statement(
             unprotected=tuple(sorted(history.unprotected.names)),
             postprocessing=", then ".join(self.postprocessing) or "none",

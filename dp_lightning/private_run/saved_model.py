@@ -7,12 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import lightning.pytorch as pl
-from torch import Tensor
 
 from dp_lightning.lightning_internals import CLASS_PATH
-
-#: Under which names callbacks keep their state in a checkpoint: `DataRecord` and `AveragedWeights`.
-DATA_STATE, AVERAGE_STATE = "DataRecord", "AveragedWeights"
 
 
 @dataclass(frozen=True)
@@ -26,7 +22,6 @@ class SavedModel:
         class_names: in the order of the outputs.
         resized_to: the shorter side of an image in pixels before the middle is cut out.
         features: the network whose features take the place of the images, and its images.
-        average: averaged parameters by name.
     """
 
     class_path: str | None
@@ -34,22 +29,19 @@ class SavedModel:
     class_names: list[str] | None
     resized_to: int | None
     features: Mapping[str, Any] | None
-    average: Mapping[str, Tensor]
 
     @classmethod
     def read(cls, checkpoint: Mapping[str, Any]) -> "SavedModel":
         """That of a checkpoint as `PrivateCheckpointIO` loads it."""
-        states = checkpoint.get("callbacks", {})
         hyperparameters = dict(checkpoint.get("hyper_parameters", {}))
         path = hyperparameters.get(CLASS_PATH)
-        data, average = (_mapping(states.get(name)) for name in (DATA_STATE, AVERAGE_STATE))
+        data = checkpoint.get("callbacks", {}).get("DataRecord", {})
         return cls(
             class_path=None if path is None else str(path),
             settings={name: value for name, value in hyperparameters.items() if not name.startswith("_")},
             class_names=data.get("class_names"),
             resized_to=data.get("resized_to"),
             features=data.get("features"),
-            average=_mapping(average.get("average")),
         )
 
     def module_class(self, trusted: str | None = None) -> type[pl.LightningModule] | None:
@@ -70,7 +62,3 @@ class SavedModel:
         """The settings for which the class has arguments."""
         known = inspect.signature(kind).parameters
         return {name: value for name, value in self.settings.items() if name in known}
-
-
-def _mapping(value: Any) -> Mapping[str, Any]:
-    return value if isinstance(value, Mapping) else {}

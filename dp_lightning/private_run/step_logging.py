@@ -25,7 +25,6 @@ from dp_lightning.torch_internals import level, tree_map_only
 
 AnyMetric: TypeAlias = Metric | MetricCollection
 
-_METHODS = ("update", "forward", "compute", "reset")
 _LOG_ARGUMENTS = ("prog_bar", "logger", "on_step", "on_epoch")
 
 
@@ -64,16 +63,15 @@ class StepLogging:
     def __init__(self, module: pl.LightningModule) -> None:
         self._module = module
         self._metrics: list[AnyMetric] = [part for part in module.modules() if isinstance(part, AnyMetric)]
-        self._twins: dict[int, AnyMetric] = {}  # by the ids of metrics: with the examples of one step
+        self._copies: dict[int, AnyMetric] = {}  # by the ids of metrics: with the examples of one step
         self._mine: list[bool] = []  # whether each example of a call of the loss takes part
         self._clear()
 
     def _clear(self) -> None:
         self._updates: list[Callable[[], None]] = []  # of the physical batch
-        self._at_end: dict[Any, Callable[[int], None]] = {}  # of the logical batch, given its size
-        self._numbers: dict[str, tuple[list[Tensor], list[int], dict[str, Any]]] = {}
-        self._used: dict[int, AnyMetric] = {}  # metrics whose forward was called in the step
-        self._resets: dict[int, Callable[[], None]] = {}  # of metrics that the step resets
+        self._at_end: dict[Any, Callable[[], None]] = {}  # of the logical batch
+        self._numbers: dict[str, tuple[list[Tensor], list[int]]] = {}
+        self._resets: dict[Any, Callable[[], None]] = {}  # after all of that
         self._size = 0  # examples of the step that take part
 
     @contextmanager
@@ -81,20 +79,11 @@ class StepLogging:
         """Around a step; logs when it is over."""
         try:
             yield
+            with torch.no_grad():
+                for act in (*self._at_end.values(), *self._resets.values()):
+                    act()
         finally:
-            at_end, numbers, used, resets, size = self._at_end, self._numbers, self._used, self._resets, self._size
             self._clear()
-        with torch.no_grad():
-            for metric in used.values():
-                self._finish(metric)
-            for name, (totals, counts, options) in numbers.items():
-                self._log_mean(name, torch.stack(totals).sum(), sum(counts), options)
-            for log in at_end.values():
-                log(size)
-            for reset in resets.values():
-                reset()
-        for key in used:
-            self._twins[key].reset()
 
     @contextmanager
     def physical_batch(self, counted: Tensor) -> Iterator[None]:
@@ -136,13 +125,14 @@ class StepLogging:
         if name in POST_PROCESSING:
             raise ModelError(f"training_step logs '{name}', a name that is reserved for a number that is not raw.")
         if isinstance(value, Metric):
-            self._at_end[name] = lambda size: self._module.log(name, value, **options)
+            self._at_end[name] = lambda: self._module.log(name, value, **options)
         elif isinstance(value, Result):
-            self._at_end[name] = lambda size: self._log_result(name, value, size, options)
+            self._at_end[name] = lambda: self._log_result(name, value, options)
         else:
             tensor = value if isinstance(value, Tensor) else torch.full((), float(value), device=self._module.device)
             _require_single(name, tensor)
-            totals, counts, _ = self._numbers.setdefault(name, ([], [], options))
+            totals, counts = self._numbers.setdefault(name, ([], []))
+            self._at_end[name] = lambda: self._log_mean(name, torch.stack(totals).sum(), sum(counts), options)
             numbers = _Rows(tensor, self._mine).numbers(self._module.device)
             totals.append(numbers.sum(dtype=torch.float64))
             counts.append(len(numbers))
@@ -150,18 +140,19 @@ class StepLogging:
     def _log_dict(self, dictionary: Any, *args: Any, **options: Any) -> None:
         if isinstance(dictionary, Result):
             options = {**dict(zip(_LOG_ARGUMENTS, args, strict=False)), **options}
-            self._at_end[_field(dictionary, "_source")] = lambda size: self._log_result("", dictionary, size, options)
+            self._at_end[dictionary._source] = lambda: self._log_result("", dictionary, options)
             return
         whole = isinstance(dictionary, MetricCollection)
         items = dictionary.items(keep_base=False, copy_state=False) if whole else dictionary.items()
         for name, value in items:
             self._log(name, value, *args, **options)
 
-    def _log_result(self, name: str, result: Result, size: int, options: dict[str, Any]) -> None:
+    def _log_result(self, name: str, result: Result, options: dict[str, Any]) -> None:
         """Log what a metric returned for the examples of the step, with their number as its weight."""
+        size = self._size
         if not size and self._module.trainer.world_size == 1:
             return  # some metrics cannot compute without an example
-        value = _field(result, "_get")()
+        value = result._get()
         for key, each in value.items() if isinstance(value, dict) else [(name, value)]:
             number = torch.as_tensor(each, device=self._module.device)
             _require_single(key, number)
@@ -199,45 +190,37 @@ class StepLogging:
 
         def new_forward(*args: Any, **kwargs: Any) -> Result:
             later(update, args, kwargs)
-            later(self._twin(metric).update, args, kwargs)
-            self._used[id(metric)] = metric
-            return Result((id(metric), "step"), lambda: self._twin(metric).compute())
+            later(lambda *rows, **named: self._copy_of(metric).update(*rows, **named), args, kwargs)
+            self._at_end[id(metric)] = lambda: self._give_values(metric)
+            self._resets[id(metric), "step"] = lambda: self._copy_of(metric).reset()
+            return Result((id(metric), "step"), lambda: self._copy_of(metric).compute())
 
         def new_compute() -> Result:
             return Result((id(metric), "epoch"), compute)
 
         def new_reset() -> None:
-            self._resets[id(metric)] = reset
+            self._resets[id(metric), "epoch"] = reset
 
-        return dict(zip(_METHODS, (new_update, new_forward, new_compute, new_reset), strict=True))
+        return {"update": new_update, "forward": new_forward, "compute": new_compute, "reset": new_reset}
 
-    def _twin(self, metric: AnyMetric) -> AnyMetric:
-        """A copy that has seen the examples of the step alone."""
-        if id(metric) not in self._twins:
-            owners = [vars(part) for part in metric.modules() if isinstance(part, AnyMetric)]
-            replaced = [{name: own.pop(name) for name in _METHODS} for own in owners]  # what is not copied
-            twin = self._twins[id(metric)] = metric.clone()
-            for own, methods in zip(owners, replaced, strict=True):
-                own.update(methods)
-            twin.reset()
-            for part in _parts(twin):
+    def _copy_of(self, metric: AnyMetric) -> AnyMetric:
+        """A copy that sees the examples of one step alone; made between physical batches, it has its own methods."""
+        if id(metric) not in self._copies:
+            copy = self._copies[id(metric)] = metric.clone()
+            copy.reset()
+            for part in _parts(copy):
                 part.sync_on_compute = False  # as in forward
-        return self._twins[id(metric)]
+        return self._copies[id(metric)]
 
-    def _finish(self, metric: AnyMetric) -> None:
+    def _give_values(self, metric: AnyMetric) -> None:
         """Let Lightning log the value of the step, where it is given the metric itself."""
-        for part, twin in zip(_parts(metric), _parts(self._twin(metric)), strict=True):
-            if twin.update_called:
-                set_value_of_step(part, twin.compute())
+        for part, copy in zip(_parts(metric), _parts(self._copy_of(metric)), strict=True):
+            if copy.update_called:
+                set_value_of_step(part, copy.compute())
 
 
 def _parts(metric: AnyMetric) -> list[Metric]:
     return list(metric.values(copy_state=False)) if isinstance(metric, MetricCollection) else [metric]
-
-
-def _field(result: Result, name: str) -> Any:
-    """An attribute of a result, which itself refuses to be read."""
-    return object.__getattribute__(result, name)
 
 
 def _require_single(name: str, number: Tensor) -> None:

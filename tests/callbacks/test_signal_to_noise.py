@@ -113,13 +113,3 @@ def test_a_run_that_goes_on_in_the_middle_of_an_epoch_ends_with_the_same_curve(t
             assert found["by_parameter"][name] == {**fact, "snr": pytest.approx(fact["snr"], abs=1e-3)}
 
     same(recorded(tmp_path / "left"), recorded(tmp_path / "whole"))
-
-
-def test_a_run_that_only_has_to_be_finished_writes_the_file_of_the_whole_run(tmp_path):
-    class Saves(pl.Callback):
-        def on_train_end(self, trainer, *args):
-            trainer.save_checkpoint(tmp_path / "run.ckpt")
-
-    trainer(tmp_path / "first", privacy(), SignalToNoise(), Saves()).fit(Plain(), loader())
-    trainer(tmp_path / "again", privacy(), SignalToNoise()).fit(Plain(), loader(), ckpt_path=tmp_path / "run.ckpt")
-    assert recorded(tmp_path / "again") == recorded(tmp_path / "first")

@@ -77,13 +77,11 @@ def digits():
     return torch.stack([image for image, _ in data.test_dataset])
 
 
-@pytest.mark.parametrize("weights", ["averaged", "raw"])
-def test_both_files_hold_the_chosen_weights(trained, tmp_path, weights):
-    assert export("--ckpt-path", checkpoint_of(trained), "--out", tmp_path, "--weights", weights) == 0
+def test_both_files_hold_the_average_of_the_weights(trained, tmp_path):
+    assert export("--ckpt-path", checkpoint_of(trained), "--out", tmp_path) == 0
     saved = torch.load(checkpoint_of(trained), weights_only=True)
     module = SmallCNNModule(10, in_channels=1, channels=16)
-    average = saved["callbacks"]["AveragedWeights"]["average"]
-    module.load_state_dict({**saved["state_dict"], **(average if weights == "averaged" else {})})
+    module.load_state_dict(saved["state_dict"])
     tensors = safetensors_torch.load_file(tmp_path / "model.safetensors")
     expected = {name: p for name, p in module.model.state_dict().items()}
     assert set(tensors) == set(expected)
@@ -95,9 +93,10 @@ def test_both_files_hold_the_chosen_weights(trained, tmp_path, weights):
         (logits,) = session.run(None, {"images": part.numpy()})
         np.testing.assert_allclose(logits, module.eval()(part).detach().numpy(), rtol=1e-4, atol=1e-5)
     facts = json.loads((tmp_path / "model.json").read_text())
-    assert facts["weights"] == weights
     assert facts["settings"]["mean"] == [0.305]
-    assert any((average[name] - saved["state_dict"][name]).abs().max() > 1e-3 for name in average)
+    assert any(
+        (raw - saved["state_dict"][name]).abs().max() > 1e-3 for name, raw in saved["current_model_state"].items()
+    )
 
 
 def test_a_layer_on_scattering_coefficients_is_exported_with_them(tmp_path, capsys):
@@ -120,9 +119,8 @@ def test_a_layer_on_scattering_coefficients_is_exported_with_them(tmp_path, caps
         np.testing.assert_allclose(logits, expected[: len(part)], rtol=1e-3, atol=1e-4)
 
 
-def test_averaged_weights_are_taken_where_there_are_any(trained, tmp_path):
+def test_one_format_alone_can_be_asked_for(trained, tmp_path):
     assert export("--ckpt-path", checkpoint_of(trained), "--out", tmp_path, "--format", "safetensors") == 0
-    assert json.loads((tmp_path / "model.json").read_text())["weights"] == "averaged"
     assert not (tmp_path / "model.onnx").exists()
 
 
@@ -239,7 +237,7 @@ def test_a_statement_never_stands_beside_another_network(trained, tmp_path, caps
     assert export("--ckpt-path", path, "--out", out) == 0
     before = {file.name: file.read_bytes() for file in out.iterdir()}
     capsys.readouterr()
-    assert export("--ckpt-path", path, "--out", out, "--format", "safetensors", "--weights", "raw") == 2
+    assert export("--ckpt-path", path, "--out", out, "--format", "safetensors") == 2
     assert "model.safetensors of an earlier export. Give another folder" in capsys.readouterr().err
     assert {file.name: file.read_bytes() for file in out.iterdir()} == before
 
@@ -258,9 +256,6 @@ def test_what_cannot_be_exported_is_refused_with_the_reason(trained, tmp_path, c
     assert "has no privacy statement" in refusal("--ckpt-path", tmp_path / "plain" / "a.ckpt")
     save({**saved, "hyper_parameters": {}}, tmp_path / "plain" / "b.ckpt")
     assert "is of the class (not named)" in refusal("--ckpt-path", tmp_path / "plain" / "b.ckpt")
-    del saved["callbacks"]["AveragedWeights"]
-    save(saved, tmp_path / "plain" / "c.ckpt")
-    assert "has no average" in refusal("--ckpt-path", tmp_path / "plain" / "c.ckpt", "--weights", "averaged")
     sizeless = {key: value for key, value in saved["hyper_parameters"].items() if key != "image_size"}
     save({**saved, "hyper_parameters": sizeless}, tmp_path / "plain" / "d.ckpt")
     assert "Give --image-size" in refusal("--ckpt-path", tmp_path / "plain" / "d.ckpt")

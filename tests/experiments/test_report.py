@@ -224,14 +224,6 @@ def test_the_papers_numbers_stand_beside_under_their_own_label(tmp_path):
         grid_report(grid_of(tmp_path, published="cifar11"), [], tmp_path)
 
 
-def test_averaged_weights_have_a_table_where_they_were_kept(tmp_path):
-    grid = grid_of(tmp_path)
-    assert "averaged weights" not in grid_report(grid, outcomes(tmp_path, grid), tmp_path).markdown()
-    more = outcomes(tmp_path / "more", grid, averaged_test_accuracy_last=0.7)
-    text = grid_report(grid, more, tmp_path).markdown()
-    assert row(text, "DP-SGD", "70.0 ± 0.0", "70.0 ± 0.0", "70.0 ± 0.0")
-
-
 def test_other_axes_have_panels_of_their_own(tmp_path):
     axes = {"method": AXES["method"], "epsilon": {"setting": "e", "values": [2, 8]}, **dict(list(AXES.items())[1:])}
     grid = grid_of(tmp_path, axes, columns="batch_size")

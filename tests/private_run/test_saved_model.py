@@ -2,7 +2,6 @@
 
 import lightning.pytorch as pl
 import pytest
-import torch
 
 from dp_lightning.lightning_modules import ResNetModule
 from dp_lightning.private_run.saved_model import SavedModel
@@ -12,11 +11,8 @@ OURS = f"{ResNetModule.__module__}.{ResNetModule.__name__}"
 
 def saved(class_path=OURS, **settings):
     hyperparameters = {"_class_path": class_path, "_instantiator": "some.function", **settings}
-    states = {
-        "DataRecord": {"class_names": ["cat", "dog"], "resized_to": 256, "features": None},
-        "AveragedWeights": {"average": {"weight": torch.ones(1)}},
-    }
-    return SavedModel.read({"hyper_parameters": hyperparameters, "callbacks": states})
+    record = {"class_names": ["cat", "dog"], "resized_to": 256, "features": None}
+    return SavedModel.read({"hyper_parameters": hyperparameters, "callbacks": {"DataRecord": record}})
 
 
 class Users(pl.LightningModule):
@@ -32,15 +28,13 @@ USERS = f"{Users.__module__}.Users"
 def test_what_callbacks_have_left_is_read():
     model = saved(num_classes=2)
     assert (model.class_names, model.resized_to, model.features) == (["cat", "dog"], 256, None)
-    assert list(model.average) == ["weight"]
     assert model.settings == {"num_classes": 2}
     assert model.module_class() is ResNetModule
 
 
-@pytest.mark.parametrize("checkpoint", [{}, {"callbacks": {"DataRecord": 3, "AveragedWeights": {"average": []}}}])
-def test_a_checkpoint_that_says_nothing_has_empty_parts(checkpoint):
-    model = SavedModel.read(checkpoint)
-    assert model == SavedModel(None, {}, None, None, None, {})
+def test_a_checkpoint_that_says_nothing_has_empty_parts():
+    model = SavedModel.read({})
+    assert model == SavedModel(None, {}, None, None, None)
     assert model.module_class() is None
 
 
