@@ -4,8 +4,8 @@ They may change with any release. Each has a public name here, and `tests/test_i
 missing one is noticed, and can be replaced, in one place.
 """
 
-from collections.abc import Iterable, Mapping
-from typing import Any, cast
+from collections.abc import Iterable
+from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import WeightAveraging
@@ -81,23 +81,3 @@ def flags_of(parser: LightningArgumentParser) -> set[str]:
     commands = [action.choices.values() for action in parser._actions if isinstance(action.choices, dict)]
     parsers = [parser, *(one for choices in commands for one in choices)]
     return {option.removeprefix("--") for one in parsers for option in one._option_string_actions}
-
-
-def order_groups(parser: LightningArgumentParser, titles: Mapping[str, str]) -> None:
-    """Show the groups of options in the order of ``titles``, under these titles; other groups stay before and after.
-
-    Args:
-        parser: of a command.
-        titles: by the first part of the group's options, such as ``trainer``.
-    """
-    places: dict[str, int] = {}
-    shown = cast(list[Any], parser._action_groups)
-    for place, group in enumerate(shown):
-        for action in group._group_actions[:1]:
-            name = str(action.dest).partition(".")[0]
-            if name in titles and name not in places:
-                places[name] = place
-    groups = {name: shown[place] for name, place in places.items()}
-    for place, name in zip(sorted(places.values()), (name for name in titles if name in groups), strict=True):
-        groups[name].title = titles[name]
-        shown[place] = groups[name]

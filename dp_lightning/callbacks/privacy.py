@@ -44,7 +44,6 @@ class PrivacyCallback(PrivacySettings, pl.Callback):
         super().__post_init__()
         self.history = RunHistory(RunRecord(unit=self.unit, reproducible=self.seed is not None))
         self._run: PrivateRun | None = None
-        self._plan: PrivacyPlan | None = None
         self._methods: StrategyMethods | None = None
 
     @property
@@ -60,8 +59,8 @@ class PrivacyCallback(PrivacySettings, pl.Callback):
 
     @property
     def plan(self) -> PrivacyPlan | None:
-        """The public numbers of the run; None before they are known."""
-        return self._plan if self._run is None else self._run.plan
+        """The public numbers of the run; None before the first fit."""
+        return None if self._run is None else self._run.plan
 
     @property
     def run(self) -> str:
@@ -85,15 +84,15 @@ class PrivacyCallback(PrivacySettings, pl.Callback):
         return self.private_run.statement(**more)
 
     def check(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Refuse settings that would break the guarantee, before any data is touched; makes the plan where N is known.
+        """Refuse settings that would break the guarantee, before any data is touched.
 
         Raises:
             ConfigurationError: naming the setting and the fix.
             ModelError: naming the module and the fix.
         """
         check_settings(trainer, pl_module)
-        if self._run is None and self.num_train is not None:
-            self._plan = self.make_plan(self.shape_for(trainer, self.num_train))
+        if self.num_train is not None:
+            self.make_plan(self.shape_for(trainer, self.num_train))
 
     # The hooks, in the order in which Lightning calls them
 

@@ -5,7 +5,6 @@ sums; then they save one checkpoint and exit. A second SIGINT stops at once, as 
 """
 
 import signal
-import sys
 import threading
 from pathlib import Path
 from types import FrameType
@@ -31,11 +30,10 @@ class StopOnSignal(pl.Callback):
         super().__init__()
         self._signal: int | None = None
         self._folder = self._log = Path()
-        self._steps_before: int | None = None  # that the fit started
         self._before: dict[int, Any] = {}
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._signal, self._steps_before = None, _privacy(trainer).ledger.num_steps
+        self._signal = None
         # Asked by every rank: they take collectives.
         self._log = Path(trainer.log_dir or trainer.default_root_dir)
         folders = [each.dirpath for each in trainer.checkpoint_callbacks if isinstance(each, ModelCheckpoint)]
@@ -60,12 +58,15 @@ class StopOnSignal(pl.Callback):
         if not run.stopping:
             return
         number: int = trainer.strategy.broadcast(self._signal or signal.SIGTERM)
+        checkpoint = self._folder / f"interrupted-step={trainer.global_step}.ckpt"
         if number == signal.SIGUSR1:
             self._before[number](number, None)
         else:
-            trainer.save_checkpoint(self._folder / f"interrupted-step={trainer.global_step}.ckpt", weights_only=False)
+            trainer.save_checkpoint(checkpoint, weights_only=False)
         if trainer.is_global_zero:
             run.leave_statement()
+            if number != signal.SIGUSR1:
+                print(f"Stopped after step {trainer.global_step}. To resume:\n{resume_line(self._log, checkpoint)}")
         # A launcher may kill the others once the first has left.
         trainer.strategy.barrier("interruption")
         environment = getattr(trainer.strategy, "cluster_environment", None)
@@ -83,28 +84,6 @@ class StopOnSignal(pl.Callback):
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         self.teardown(trainer, pl_module, "fit")
-        if self._steps_before is None or not trainer.is_global_zero:
-            return
-        steps, checkpoint = _privacy(trainer).ledger.num_steps, self._newest_checkpoint(trainer)
-        if checkpoint is not None:
-            told = f"To resume:\n{resume_line(self._log, checkpoint)}"
-        elif steps > self._steps_before:
-            told = "There is no checkpoint: the weights are lost."
-        else:
-            return
-        if isinstance(exception, Exception):
-            exception.add_note(told)
-        else:
-            print(f"Stopped after step {steps}. {told}", file=sys.stderr, flush=True)
-
-    def _newest_checkpoint(self, trainer: pl.Trainer) -> Path | None:
-        """The newest one of this fit, or that from which it started."""
-        interrupted = self._folder / f"interrupted-step={trainer.global_step}.ckpt"
-        callbacks = [callback for callback in trainer.checkpoint_callbacks if isinstance(callback, ModelCheckpoint)]
-        named = [path for one in callbacks for path in (*one.best_k_models, one.best_model_path, one.last_model_path)]
-        paths = [path for path in (interrupted, *map(Path, filter(None, named))) if path.is_file()]
-        started = None if trainer.ckpt_path is None else Path(trainer.ckpt_path)
-        return max(paths, key=lambda path: path.stat().st_mtime, default=started)
 
 
 def _exit_code(number: int) -> int:

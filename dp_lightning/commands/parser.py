@@ -16,24 +16,11 @@ from dp_lightning import datamodules, lightning_modules, postprocess
 from dp_lightning.commands.parser_messages import one_line
 from dp_lightning.errors import ConfigurationError
 from dp_lightning.foreign_text import LARGEST_YAML, load_yaml, read_text
-from dp_lightning.lightning_internals import flags_of, order_groups
+from dp_lightning.lightning_internals import flags_of
 from dp_lightning.lightning_modules import schedules
 
 # Imported so that YAML can give their classes by short names.
 _MODULES = (datamodules, lightning_modules, postprocess, schedules, optim, optim.lr_scheduler, callbacks, loggers)
-
-# The groups of a command's options in the order in which they are shown.
-_TITLES = {
-    "model": "model: the LightningModule",
-    "data": "data: the LightningDataModule",
-    "privacy": "privacy: the guarantee, and how its steps are taken",
-    "postprocess": "postprocess: transforms of the privatized gradient before the optimizer steps",
-    "averaging": "averaging: a moving average of the weights",
-    "optimizer": "optimizer",
-    "lr_scheduler": "lr_scheduler: a schedule, called once per logical step",
-    "trainer": "trainer: Lightning's Trainer",
-    "ckpt_path": "the command",
-}
 
 _load = get_loader("yaml")
 
@@ -64,12 +51,6 @@ class StrictParser(LightningArgumentParser):
         if Path(path).is_file():  # not a pipe, which can be read only once
             read_text(Path(path), most=LARGEST_YAML)
         return super().parse_path(path, *args, **kwargs)
-
-    def format_help(self, *args: Any, **kwargs: Any) -> str:
-        """The options by groups, those that describe the run first."""
-        order_groups(self, _TITLES)
-        self.usage = f"dpl {self.prog.split()[-1]} [CONFIGURATION ...] [--SETTING VALUE ...]"
-        return super().format_help(*args, **kwargs)
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         """Raise the message instead of printing the usage of some hundred settings."""

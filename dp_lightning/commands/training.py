@@ -48,7 +48,6 @@ from dp_lightning.private_run import next_commands
 from dp_lightning.private_run.latest_checkpoint import latest_checkpoint
 from dp_lightning.private_run.saved_model import SavedModel
 from dp_lightning.private_run.settings import PrivacySettings
-from dp_lightning.private_run.trainer_checks import check_precision
 from dp_lightning.strategies.checkpoint_io import PrivateCheckpointIO
 from dp_lightning.strategies.private import NAME as PRIVATE_STRATEGY
 
@@ -159,9 +158,7 @@ class TrainingCLI(CommandLine):
             self.config = self.parser.parse_object({command: {"model": model}}, self.config)
 
     def before_instantiate_classes(self) -> None:
-        """Check settings early: on a CPU, Lightning silently replaces 16-mixed by another precision."""
-        if self.subcommand == "fit":
-            check_precision(self.config.fit.trainer.precision)
+        """Refuse what would fail without a reason when it is built."""
         data = self.setting(self.config, "data")
         if data is not None and data.class_path == "lightning.LightningDataModule":  # how an empty mapping is parsed
             raise ConfigurationError(
@@ -204,8 +201,6 @@ class TrainingCLI(CommandLine):
         has_bar = any(isinstance(callback, ProgressBar) for callback in callbacks)
         if config.get("enable_progress_bar") is not False and not has_bar:
             callbacks.append(PrivateProgressBar())
-        if config.get("enable_model_summary") is None:
-            config["enable_model_summary"] = False  # a run begins with a line about the model
         if self.subcommand == "fit":
             keeps = any(isinstance(callback, ModelCheckpoint) for callback in callbacks)
             if config.get("enable_checkpointing") is not False and not keeps:

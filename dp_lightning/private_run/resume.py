@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from dp_lightning.errors import ConfigurationError, DataError
@@ -31,7 +30,7 @@ class SavedRun:
 
     Attributes:
         statement: of the steps in the checkpoint's weights and of those that were lost.
-        settings: ``PrivacySettings.of_the_run``.
+        settings: ``PrivacySettings.values``.
         step: ``PrivateStep.state_dict``.
     """
 
@@ -197,14 +196,6 @@ def plan_of_fit(settings: PrivacySettings, shape: RunShape, history: RunHistory)
         plan = earlier
     else:
         plan = settings.make_plan(shape, taken=ledger.runs, earlier=tuple(ledger.earlier_steps))
-        usual = settings.make_plan(shape) if earlier is None and ledger.earlier_steps else earlier
-        if usual is not None and plan.noise_multiplier > 2 * usual.noise_multiplier > 0:
-            rank_zero_warn(
-                f"To meet privacy.target_epsilon {settings.target_epsilon} the steps that are left need a noise "
-                f"multiplier of {plan.noise_multiplier:.4g}, and {usual.noise_multiplier:.4g} "
-                f"{'without the steps behind the weights' if earlier is None else 'so far'}. They will teach the model "
-                "little: raise the target, or stop here."
-            )
     return plan, plan == earlier
 
 

@@ -85,8 +85,9 @@ class PrivateRun:
         self.stop_requested = self.stopping = False
         self._held_out: Any = None  # loaders of the validation that have been looked at
         self._ranks, device = trainer_ranks(trainer), trainer.strategy.root_device
-        length = {"trainer.max_epochs": trainer.max_epochs, "trainer.max_steps": trainer.max_steps}
-        require_same_settings({**settings.of_all_ranks, **length}, self._ranks, device)
+        shared = {f"privacy.{name}": value for name, value in settings.values.items()}
+        shared |= {"trainer.max_epochs": trainer.max_epochs, "trainer.max_steps": trainer.max_steps}
+        require_same_settings(shared, self._ranks, device)
         history.record.origin = self._origin()
         resumes = history.open_journal(trainer, self.folder)
         num_train = settings.num_train_of(loader.dataset)
@@ -110,7 +111,7 @@ class PrivateRun:
         """What trained the weights before this run; its private steps count in the ledger."""
         history, settings = self.history, self.settings
         if history.saved is not None:
-            settings.require_same(dict(history.saved.settings))
+            settings.require_same(history.saved.settings)
             if self.trainer.ckpt_path is not None:  # the weights are the checkpoint's
                 return history.record.origin
         owners = self.module, getattr(self.trainer, "datamodule", None)
@@ -252,9 +253,6 @@ class PrivateRun:
             self.trainer.should_stop = True  # where a crash has lost steps, Lightning would go on
         if steps >= self.budget.milestone:
             self._log_epsilon()
-            # For callbacks alone: Lightning gives loggers what is logged at their own steps, and again at later ones.
-            spent = self.budget.spent()
-            self.module.log("privacy/epsilon", spent, on_step=True, on_epoch=False, logger=False, batch_size=1)
             self.budget.look_ahead()
 
     def _log_epsilon(self) -> None:
@@ -335,4 +333,4 @@ class PrivateRun:
         # The module's own hook at the end of an epoch comes after that of PrivacyCallback.
         self.history.unprotected.note_logged(self.trainer)
         statement = self.statement(weights=digest_of(checkpoint["state_dict"]))
-        SavedRun(statement=statement, settings=self.settings.of_the_run, step=self.step.state_dict()).write(checkpoint)
+        SavedRun(statement=statement, settings=self.settings.values, step=self.step.state_dict()).write(checkpoint)

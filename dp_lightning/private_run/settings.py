@@ -2,6 +2,7 @@
 
 import functools
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
@@ -22,8 +23,11 @@ _CHOICES = {
     "unit_of_privacy": ("example", "group"),
     "earlier_training": ("same_data", "other_data"),
 }
-# What a run that resumes has to keep, beside what `PrivacySettings.of_the_run` computes.
-_KEPT = ("examples", "augmult", "unit_of_privacy", "images_per_group", "clipping", "clip_factor")
+#: What a run that resumes has to keep: its statement says it once for all steps.
+KEPT = (
+    *("examples", "augmult", "unit_of_privacy", "images_per_group", "clipping", "clip_factor", "max_grad_norm"),
+    *("disk", "frozen_until", "seed"),
+)
 
 
 @dataclass(eq=False, repr=False)
@@ -177,34 +181,21 @@ class PrivacySettings:
         return shape.with_noise(noise_multiplier, accountant=self.accountant, target_epsilon=self.target_epsilon)
 
     @property
-    def of_the_run(self) -> dict[str, Any]:
-        """What a run that resumes has to keep, in plain values: its statement says it once for all steps."""
-        return {
-            **{name: getattr(self, name) for name in _KEPT},
-            "disk": None if self.disk is None else self.disk.gain,
-            "frozen_until": self.frozen_until or None,
-            "seed": self.seed,
-            "max_grad_norm": float(self.max_grad_norm),
-        }
+    def values(self) -> dict[str, Any]:
+        """The settings in plain values, with the seed of a reproducible run; ranks need all of them in common."""
+        found = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {**found, "disk": None if self.disk is None else self.disk.gain, "seed": self.seed}
 
-    def require_same(self, earlier: dict[str, Any]) -> None:
-        """Refuse to resume with settings that differ from ``of_the_run`` of the run before.
+    def require_same(self, earlier: Mapping[str, Any]) -> None:
+        """Refuse to resume with other settings than the ``values`` of the run before, where its statement has one.
 
         Raises:
             ConfigurationError: naming them.
         """
-        changed = {name: now for name, now in self.of_the_run.items() if earlier.get(name) != now}
-        if changed:
-            said = (f"privacy.{name} {earlier.get(name)}, and it is {now} now" for name, now in changed.items())
+        now = self.values
+        if changed := [name for name in KEPT if earlier.get(name) != now[name]]:
+            said = (f"privacy.{name} {earlier.get(name)}, and it is {now[name]} now" for name in changed)
             raise ConfigurationError(
                 f"The checkpoint's run has {', '.join(said)}: the statement could not say what the run clips. Set it "
                 "to the run's value."
             )
-
-    @property
-    def of_all_ranks(self) -> dict[str, object]:
-        """What ranks need to have in common, by names of settings."""
-        shared = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "keep_freed_memory"}
-        shared |= {"disk": None if self.disk is None else self.disk.gain}
-        shared |= {name: float(value) for name, value in shared.items() if type(value) is int}  # 3 is 3.0
-        return {"seed_everything": self.seed, **{f"privacy.{name}": value for name, value in shared.items()}}

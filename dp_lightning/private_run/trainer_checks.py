@@ -57,15 +57,6 @@ def check_settings(trainer: pl.Trainer, module: pl.LightningModule) -> None:
     )
 
 
-def check_precision(precision: object) -> None:
-    """Refuse a precision as the user gives it; on a CPU, Lightning maps 16-mixed to bf16-mixed.
-
-    Raises:
-        ConfigurationError: for loss scaling (16-mixed) and coarse parameters and noise (16-true, bf16-true).
-    """
-    _refuse(_precision(precision))
-
-
 def _refuse(*rows: _Row) -> None:
     if found := [message for cannot_be, message in rows if cannot_be]:
         head = f"{len(found)} settings cannot be in a private run:\n- " if found[1:] else ""
@@ -85,14 +76,6 @@ def _folders(trainer: pl.Trainer) -> Iterator[_Row]:
         )
 
 
-def _precision(precision: object) -> _Row:
-    return (
-        str(precision) not in _PRECISIONS,
-        f"trainer.precision is {precision}: loss scaling or coarse noise would break the guarantee. Set it to 32-true, "
-        "bf16-mixed or 64-true.",
-    )
-
-
 def _of_the_trainer(trainer: pl.Trainer) -> Iterator[_Row]:
     settings: Any = trainer
     yield (
@@ -105,7 +88,11 @@ def _of_the_trainer(trainer: pl.Trainer) -> Iterator[_Row]:
         f"trainer.accumulate_grad_batches is {trainer.accumulate_grad_batches}: it would change the batch size that is "
         "accounted for. Remove it; set privacy.expected_batch_size, and privacy.max_physical_batch_size for memory.",
     )
-    yield _precision(trainer.precision)
+    yield (
+        str(trainer.precision) not in _PRECISIONS,
+        f"trainer.precision is {trainer.precision}: loss scaling or coarse noise would break the guarantee. Set it to "
+        "32-true, bf16-mixed or 64-true.",
+    )
     yield settings.overfit_batches != 0, "trainer.overfit_batches repeats the same batch. Remove it."
     yield (
         settings.reload_dataloaders_every_n_epochs != 0,

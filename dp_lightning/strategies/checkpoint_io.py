@@ -1,8 +1,6 @@
-"""Checkpoints that are either complete or absent, and that are read without running code unless that is asked for.
+"""Checkpoints that are either complete or absent, and that are read without running code unless that is asked for."""
 
-A file with a checkpoint's name is always complete. When it is read, the checksums of its parts are verified first.
-"""
-
+import pickle
 from collections.abc import Callable
 from pathlib import Path, PosixPath, PurePosixPath, PureWindowsPath, WindowsPath
 from typing import Any
@@ -12,7 +10,6 @@ import torch
 from lightning.fabric.plugins.io import TorchCheckpointIO
 
 from dp_lightning.atomic_files import replacing
-from dp_lightning.checksums import damage, newest_intact
 from dp_lightning.errors import DataError
 
 # What torch does not accept as data by default: paths and NumPy numbers.
@@ -60,35 +57,21 @@ class PrivateCheckpointIO(TorchCheckpointIO):
                 and runs that code; None is True.
 
         Raises:
-            DataError: when it is missing, damaged or foreign; the message names the newest intact one beside it.
+            DataError: when it is missing, damaged or foreign.
         """
-        source = _local(path)
-        if (problem := damage(source)) is None:
-            try:
-                return _loaded(source, weights_only, map_location=map_location)
-            except DataError as error:
-                problem = str(error)
-        intact = newest_intact(other for other in source.parent.glob("*.ckpt") if other != source)
-        hint = f"The newest intact one beside it is {intact}." if intact else "There is no intact one beside it."
-        raise DataError(f"{source} is not a usable checkpoint: {problem}. {hint}")
-
-
-def _loaded(source: Path, weights_only: bool | None, **how: Any) -> dict[str, Any]:
-    try:
-        with torch.serialization.safe_globals(_DATA):
-            loaded: Any = torch.load(source, weights_only=weights_only is not False, **how)
-    except Exception as error:  # it may contain anything
-        text = str(error).rpartition("WeightsUnpickler error: ")[2]  # which names the class, behind advice of torch
-        reason = next(iter(text.splitlines()), type(error).__name__)
-        if weights_only is False:
-            raise DataError(f"it cannot be loaded ({reason})") from error
-        raise DataError(
-            f"it cannot be loaded without running code ({reason}); if it is your own, pass weights_only=False with "
-            "ckpt_path"
-        ) from error
-    if not isinstance(loaded, dict):
-        raise DataError(f"it holds a {type(loaded).__name__}")
-    return loaded
+        source, weights_only = _local(path), weights_only is not False
+        try:
+            with torch.serialization.safe_globals(_DATA):
+                loaded: Any = torch.load(source, map_location=map_location, weights_only=weights_only)
+        except Exception as error:  # it may contain anything
+            text = str(error).rpartition("WeightsUnpickler error: ")[2]  # which names the class, behind advice of torch
+            runs_code = weights_only and isinstance(error, pickle.UnpicklingError)
+            hint = "; if it is your own, pass weights_only=False with ckpt_path" if runs_code else ""
+            reason = next(iter(text.splitlines()), type(error).__name__)
+            raise DataError(f"{source} cannot be loaded ({reason}){hint}.") from error
+        if not isinstance(loaded, dict):
+            raise DataError(f"{source} is no checkpoint: it holds a {type(loaded).__name__}.")
+        return loaded
 
 
 def _local(path: Any) -> Path:

@@ -10,11 +10,10 @@ import termios
 import threading
 
 import pytest
-from lightning.pytorch.callbacks import ModelCheckpoint
-from plain_run import Plain, Stop, held_out, loader, privacy, trainer
+from plain_run import Plain, held_out, loader, privacy, trainer
 from torch.nn import functional as F
 
-from dp_lightning.callbacks import PrivateProgressBar, StopOnSignal
+from dp_lightning.callbacks import PrivateProgressBar
 
 ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
@@ -113,24 +112,6 @@ def test_another_rank_shows_nothing(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("lightning.pytorch.Trainer.is_global_zero", property(lambda _: False))
     fit(tmp_path, max_epochs=1)
     assert capsys.readouterr().out == ""
-
-
-def test_after_an_error_the_statement_comes_last_and_the_error_has_the_command_that_resumes(tmp_path, terminal):
-    (tmp_path / "config.yaml").touch()
-    written = terminal(120)
-    saved = ModelCheckpoint(dirpath=tmp_path, filename="saved")
-    with pytest.raises(RuntimeError, match="stopped") as error:
-        fit(tmp_path, Stop(4), saved, StopOnSignal(), enable_checkpointing=True)
-    note = error.value.__notes__[-1]
-    assert note.endswith(f"--config {tmp_path / 'config.yaml'} --ckpt_path {tmp_path / 'saved.ckpt'}")
-    *_, last = filter(str.strip, written())
-    assert last.startswith("Results: ")
-
-
-def test_an_error_without_a_checkpoint_says_that_the_weights_are_lost(tmp_path):
-    with pytest.raises(RuntimeError, match="stopped") as error:
-        fit(tmp_path, Stop(1), StopOnSignal())
-    assert error.value.__notes__ == ["There is no checkpoint: the weights are lost."]
 
 
 def test_without_a_private_run_it_is_lightnings_bar(tmp_path, terminal):

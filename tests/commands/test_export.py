@@ -249,7 +249,7 @@ def test_what_cannot_be_exported_is_refused_with_the_reason(trained, tmp_path, c
         assert export("--out", tmp_path / "out", *arguments) == 2
         return capsys.readouterr().err
 
-    assert "is not a usable checkpoint" in refusal("--ckpt-path", tmp_path / "missing.ckpt")
+    assert "missing.ckpt cannot be loaded" in refusal("--ckpt-path", tmp_path / "missing.ckpt")
     saved = torch.load(path, weights_only=True)
     beside(path, tmp_path / "plain")
     torch.save({key: value for key, value in saved.items() if key != PRIVATE_RUN}, tmp_path / "plain" / "a.ckpt")

@@ -270,4 +270,4 @@ def test_the_state_of_an_extrapolation_follows_its_parameters():
 
 
 def test_ranks_have_to_agree_on_disk():
-    assert privacy(disk=DiSK(GAIN)).of_all_ranks != privacy().of_all_ranks
+    assert privacy(disk=DiSK(GAIN)).values != privacy().values

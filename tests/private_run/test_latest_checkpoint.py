@@ -52,14 +52,7 @@ def cut(path):
     path.write_bytes(path.read_bytes()[:-100])
 
 
-def flip(path):
-    content = bytearray(path.read_bytes())
-    place = content.index(torch.load(path, weights_only=True)["state_dict"]["net.0.weight"].numpy().tobytes())
-    content[place] ^= 1
-    path.write_bytes(content)
-
-
-@pytest.mark.parametrize("damage", [not_a_checkpoint, code, cut, flip])
+@pytest.mark.parametrize("damage", [not_a_checkpoint, code, cut])
 def test_one_that_does_not_load_is_passed_over_by_name(run, damage):
     damage(of_step(run, 9))
     with pytest.warns(UserWarning, match=r"Resuming from .*step=6.ckpt.*step=9.ckpt does not load: "):

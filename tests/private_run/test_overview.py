@@ -18,16 +18,13 @@ def test_the_plan_comes_first_and_the_statement_last(tmp_path, capsys):
     fit(tmp_path, private, PostProcessCallback([Momentum(0.9)]), AveragedWeights(0.9))
     rows = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines() if line)
     assert list(rows) == [
-        *("data", "model", "method", "plan", "device", "results"),
+        *("method", "plan", "results"),
         *("(8,", "Unprotected", "Release:", "Results:"),
     ]
-    assert rows["data"] == "60 training examples"
-    assert rows["model"] == "Plain: 75 of 75 parameters trained"
     assert rows["method"] == "DP-SGD, then Momentum, then SGD step; flat clipping (abadi)"
     sigma = private.plan.noise_multiplier
-    plan = f"epsilon 8 at delta 0.001 by RDP, B 20, sigma {sigma:.4g}, C 1, T 9 steps in 3 epochs"
+    plan = f"epsilon 8 at delta 0.001 by RDP, N 60 examples, B 20, sigma {sigma:.4g}, C 1, T 9 steps in 3 epochs"
     assert rows["plan"] == plan
-    assert rows["device"] == "1 x CPU, precision 32-true"
     assert rows["results"] == rows["Results:"] == str(tmp_path)
     assert rows["(8,"] == "0.001)-DP by RDP, add or remove one training example, 9 of 9 steps"
     assert rows["Release:"] == "ok"

@@ -1,10 +1,8 @@
-"""Checkpoints are whole or absent, and damaged ones are told from intact ones."""
+"""Checkpoints are whole or absent."""
 
 import enum
 import os
-import random
 import subprocess
-import zipfile
 from pathlib import Path
 
 import pytest
@@ -44,7 +42,7 @@ class Runs:
 def test_no_code_is_run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     torch.save({"weights": Runs()}, "foreign.ckpt")
-    with pytest.raises(DataError, match=r"without running code.*There is no intact one"):
+    with pytest.raises(DataError, match=r"foreign\.ckpt cannot be loaded .*weights_only=False"):
         load("foreign.ckpt")
     assert not Path("ran").exists()
 
@@ -60,47 +58,18 @@ class Kind(enum.Enum):
     SMALL = 1
 
 
-def test_a_truncated_file_is_refused_and_the_newest_intact_one_named(tmp_path):
-    save(tmp_path / "old.ckpt", 1)
-    os.utime(tmp_path / "old.ckpt", (1, 1))
-    save(tmp_path / "good.ckpt", 2)
+def test_a_truncated_file_is_refused_by_its_name(tmp_path):
     content = save(tmp_path / "last.ckpt", 3).read_bytes()
     for length in (0, 1, 100, len(content) // 2, len(content) - 1):
         (tmp_path / "last.ckpt").write_bytes(content[:length])
-        with pytest.raises(DataError, match=r"last\.ckpt.*good\.ckpt"):
+        with pytest.raises(DataError, match=r"last\.ckpt cannot be loaded"):
             load(tmp_path / "last.ckpt")
-
-
-def test_parts_that_claim_more_than_the_file_has_are_not_unpacked(tmp_path, monkeypatch):
-    path = tmp_path / "bomb.ckpt"
-    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
-        archive.writestr("archive/data.pkl", bytes(10_000_000))
-    monkeypatch.setattr(zipfile.ZipFile, "open", lambda *args: pytest.fail("unpacked"))
-    with pytest.raises(DataError, match=r"bomb\.ckpt.*10,000,000 bytes"):
-        load(path)
 
 
 def test_content_of_another_form_is_refused(tmp_path):
     torch.save([1], tmp_path / "x.ckpt")
-    with pytest.raises(DataError, match="not a usable checkpoint: it holds a list"):
+    with pytest.raises(DataError, match="is no checkpoint: it holds a list"):
         load(tmp_path / "x.ckpt")
-
-
-def test_a_flipped_bit_is_never_loaded(tmp_path):
-    path = save(tmp_path / "one.ckpt", 3)
-    content, draw, refused = path.read_bytes(), random.Random(0), 0
-    for place in [*draw.sample(range(len(content)), 300), content.index(torch.full((1,), 3.0).numpy().tobytes()) + 2]:
-        flipped = bytearray(content)
-        flipped[place] ^= 1 << draw.randrange(8)
-        path.write_bytes(flipped)
-        try:
-            found = load(path)
-        except DataError:
-            refused += 1
-        else:  # in the padding between the parts
-            assert found["step"] == 3
-            assert torch.equal(found["weights"], torch.full((1000,), 3.0))
-    assert refused > 200
 
 
 def test_a_full_disk_leaves_the_earlier_checkpoint(tmp_path):
