@@ -17,7 +17,7 @@ from dp_lightning.errors import ConfigurationError, DataError
 from dp_lightning.privacy.accounting import Ledger
 from dp_lightning.privacy.journal import Journal, run_of
 from dp_lightning.privacy.plan import TOLERANCE, PrivacyPlan, RunShape
-from dp_lightning.privacy.record import Origin, RunRecord
+from dp_lightning.privacy.record import RunRecord
 from dp_lightning.privacy.statement import PrivacyStatement, installed
 from dp_lightning.private_run.settings import PrivacySettings
 from dp_lightning.private_run.unprotected import Unprotected
@@ -119,7 +119,7 @@ class RunHistory:
         """
         said, record = saved.statement, self.record
         record.ledger.load_state_dict(said.ledger.state_dict())
-        record.run, record.origin = said.run, Origin(words=list(said.earlier_training))
+        record.run, record.earlier_training = said.run, list(said.earlier_training)
         record.faults |= set(said.faults)
         self.plan, self.saved = said.plan, saved
         self.earlier_targets = list(said.earlier_targets)

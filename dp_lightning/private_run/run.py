@@ -19,8 +19,8 @@ from dp_lightning.errors import BudgetError, ConfigurationError
 from dp_lightning.models.batch_norm import fixed_statistics
 from dp_lightning.privacy.plan import PrivacyPlan, RunShape
 from dp_lightning.privacy.reading import Reading
-from dp_lightning.privacy.record import Origin, origin_of
-from dp_lightning.privacy.statement import PrivacyStatement, installed
+from dp_lightning.privacy.record import note_earlier_training
+from dp_lightning.privacy.statement import PrivacyStatement
 from dp_lightning.privacy.step import PrivateStep
 from dp_lightning.privacy.weights import digest_of
 from dp_lightning.private_run.agreement import (
@@ -93,7 +93,7 @@ class PrivateRun:
         require_one_checkpoint(trainer, self._ranks)
         length = {"trainer.max_epochs": trainer.max_epochs, "trainer.max_steps": trainer.max_steps}
         require_same_settings({**settings.of_all_ranks, **length}, self._ranks, device)
-        history.record.origin = self._origin()
+        self._note_earlier_training()
         resumes = history.open_journal(trainer, self.folder)
         num_train = settings.num_train_of(loader.dataset)
         require_same_settings({"number of training examples": num_train}, self._ranks, device)
@@ -113,24 +113,19 @@ class PrivateRun:
 
     # Before the first step
 
-    def _origin(self) -> Origin:
-        """What trained the weights before this run; its private steps count in the ledger."""
+    def _note_earlier_training(self) -> None:
+        """Record what trained the weights before this run; its private steps count in the ledger."""
         history, settings = self.history, self.settings
         if history.saved is not None:
             settings.require_same(dict(history.saved.settings))
             if self.trainer.ckpt_path is not None:  # the weights are the checkpoint's
-                return history.record.origin
+                return
         owners = self.module, getattr(self.trainer, "datamodule", None)
-        found = origin_of(
+        note_earlier_training(
             self.module,
             history.record,
             other_data=settings.earlier_training == "other_data",
             files=[file for owner in owners if (file := getattr(owner, "weights_file", None)) is not None],
-        )
-        before = history.record.origin
-        return Origin(
-            words=list(dict.fromkeys([*before.words, *found.words])),
-            faults=list(dict.fromkeys([*before.faults, *found.faults])),
         )
 
     def _agree_on_plan(self, num_train: int, *, resumes: bool) -> tuple[PrivacyPlan, bool]:
@@ -208,7 +203,9 @@ class PrivateRun:
             self.budget.require_affordable()
         self._say(self.budget.announcement(self.settings.clip_plan, reproducible=self.settings.reproducible))
         if phases := self.step.phases.describe():
-            origin = "; ".join(self.history.record.origin.words) or "no file and no training that is known"
+            record = self.history.record
+            behind = [*(f"run {name}" for name in record.ledger.earlier), *record.earlier_training]
+            origin = "; ".join(behind) or "no file and no training that is known"
             self._say(f"Parameters: {phases} (privacy.frozen_until). Weights at the start: {origin}.")
         if fixed := fixed_statistics(self.module):
             self.trainer.print(
@@ -356,7 +353,6 @@ class PrivateRun:
             postprocessing=", then ".join(self.postprocessing) or "none",
             earlier_targets=tuple(history.earlier_targets),
             lost_steps=history.ledger.num_steps - self.trainer.global_step,
-            versions={name: installed(name) for name in ("dp-lightning", "torch", "lightning", "opacus")},
             **more,
         )
 
