@@ -309,10 +309,6 @@ WRONG = {
     ),
     "no_beta": (transform("Momentum", beta=".nan"), r"postprocess\.transforms\[0\]\.init_args\.beta is nan"),
     "beyond": (["--privacy.max_grad_norm=1e300"], r"privacy\.max_grad_norm is 1e\+300, outside the range of float32"),
-    "noise": (
-        ["--privacy.noise_multiplier=1e30", "--privacy.target_epsilon=null"],
-        "noise_multiplier is 1e\\+30; above 1e\\+06 nothing is left",
-    ),
     "digits": (["--seed_everything", str(2**64)], "seed_everything has 20 digits; integers must be below"),
     "seed": (["--seed_everything", str(2**33)], "^error: seed_everything: "),
     "rate": (

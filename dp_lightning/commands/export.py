@@ -23,7 +23,7 @@ from dp_lightning.models.feature_network import FeatureNetwork
 from dp_lightning.models.pretrained import without_weights
 from dp_lightning.models.pretrained_input import PretrainedInput
 from dp_lightning.models.trained import merge_low_rank
-from dp_lightning.privacy.exported import FACTS, with_metadata
+from dp_lightning.privacy.exported import FACTS
 from dp_lightning.privacy.journal import journal_name, journal_of, read_journal, up_to
 from dp_lightning.privacy.statement import STATEMENT, PrivacyStatement
 from dp_lightning.privacy.weights import digest_of
@@ -154,8 +154,9 @@ def _journal(checkpoint: Path, claims: PrivacyStatement) -> dict[str, bytes]:
 
 
 def _safetensors(tensors: dict[str, Tensor], facts: dict[str, Any], statement: PrivacyStatement) -> bytes:
-    said = {FACTS: json.dumps(facts, default=str), STATEMENT: json.dumps(statement.saved())}
-    return with_metadata(tensors, said)
+    from safetensors.torch import save
+
+    return save(tensors, {FACTS: json.dumps(facts, default=str), STATEMENT: json.dumps(statement.saved())})
 
 
 def _written(contents: dict[str, bytes], statement: PrivacyStatement, out: Path) -> list[Path]:

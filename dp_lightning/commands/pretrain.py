@@ -50,19 +50,12 @@ def pretrain(options: argparse.Namespace, of_fit: list[str]) -> None:
     """
     # Imported here to keep --help fast.
     import torch
+    from safetensors.torch import save
 
     from dp_lightning.commands.composition import Composer, prepare
     from dp_lightning.lightning_modules.classifiers import OWN_NETWORKS
     from dp_lightning.models.pretraining import Pretraining, Recipe, random_images
-    from dp_lightning.privacy.exported import (
-        RANDOM_IMAGES,
-        RECIPE,
-        SOURCE,
-        TENSORS,
-        metadata_of,
-        recipe_of,
-        with_metadata,
-    )
+    from dp_lightning.privacy.exported import RANDOM_IMAGES, RECIPE, SOURCE, TENSORS, metadata_of, recipe_of
     from dp_lightning.privacy.weights import digest_of
 
     settings = Composer()(of_fit)
@@ -120,7 +113,7 @@ def pretrain(options: argparse.Namespace, of_fit: list[str]) -> None:
     weights = training.weights()
     with replacing(options.out) as file:
         said = {RECIPE: recipe.to_json(), SOURCE: RANDOM_IMAGES, TENSORS: digest_of(weights)}
-        file.write(with_metadata(weights, said))
+        file.write(save(weights, said))
     unfinished.unlink(missing_ok=True)
     print(f"{options.out}: {RANDOM_IMAGES} (recipe {recipe.digest[:16]}).")
     print(f"A private run starts from it with --model.init_args.weights {options.out}.")

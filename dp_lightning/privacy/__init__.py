@@ -62,7 +62,3 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     globals()[name] = value = getattr(import_module(f"{__name__}.{_PLACES[name]}"), name)
     return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *_PLACES})

@@ -72,16 +72,14 @@ def epsilon(
         ConfigurationError: a value is outside its range, the accountant is unknown, or "pld" is not
             installed.
     """
-    check_count("num_steps", num_steps, minimum=0)
-    run = _check_run(noise_multiplier, sample_rate, max(num_steps, 1))
-    return compose([run] if num_steps else [], delta=delta, accountant=accountant)
+    return compose([(noise_multiplier, sample_rate, num_steps)], delta=delta, accountant=accountant)
 
 
 def compose(runs: Iterable[Run], *, delta: float, accountant: str = "prv") -> float:
     """Epsilon of all `runs` together; their order does not matter. Raises as `epsilon` does."""
     check_accountant(accountant)
     check_delta(delta)
-    totals = _totals(_check_run(*run) for run in runs)
+    totals = _totals(_check_run(*run) for run in runs if run[2] != 0)
     merged = tuple((sigma, q, count) for (sigma, q), count in totals.items())
     if not merged:
         return 0.0
@@ -121,31 +119,30 @@ def check_accountant(name: str) -> None:
 class Ledger:
     """The record of the logical steps that were taken. It can only grow.
 
-    Steps are kept as runs of equal `(noise_multiplier, sample_rate)`, in plain Python types, so that a
-    checkpoint that holds the state loads with ``torch.load(weights_only=True)``.
+    Its state has plain Python types, so that a checkpoint that holds it loads with ``torch.load(weights_only=True)``.
 
     Attributes:
         earlier: steps that the weights had taken before, in other runs, by the runs' names. Epsilon counts them.
     """
 
     def __init__(self) -> None:
-        self._runs: list[Run] = []
+        self._totals: Counter[tuple[float, float]] = Counter()
         self.earlier: dict[str, tuple[Run, ...]] = {}
 
     @property
     def runs(self) -> tuple[Run, ...]:
-        """The runs ``(noise_multiplier, sample_rate, count)`` in the order in which they were taken."""
-        return tuple(self._runs)
+        """``(noise_multiplier, sample_rate, count)`` of each kind of step, in the order of their first ones."""
+        return tuple((*kind, count) for kind, count in self._totals.items())
 
     @property
     def num_steps(self) -> int:
         """The number of logical steps recorded, without earlier runs."""
-        return self.totals.total()
+        return self._totals.total()
 
     @property
     def totals(self) -> Counter[tuple[float, float]]:
         """How many steps were taken with each ``(noise_multiplier, sample_rate)``, without earlier runs."""
-        return _totals(self._runs)
+        return self._totals.copy()
 
     @property
     def earlier_steps(self) -> list[Run]:
@@ -166,20 +163,20 @@ class Ledger:
 
     def record(self, *, noise_multiplier: float, sample_rate: float) -> None:
         """Add one logical step. Raises ConfigurationError for values outside their ranges."""
-        self._append(_check_run(noise_multiplier, sample_rate, 1))
+        self._totals += _totals([_check_run(noise_multiplier, sample_rate, 1)])
 
     def epsilon(self, *, delta: float, accountant: str = "prv") -> float:
         """Epsilon spent by the recorded steps and those of earlier runs at `delta`."""
-        return compose([*self.earlier_steps, *self._runs], delta=delta, accountant=accountant)
+        return compose([*self.earlier_steps, *self.runs], delta=delta, accountant=accountant)
 
     def epsilons(self, *, delta: float) -> dict[str, float | None]:
         """Epsilon spent, by every accountant; "pld" is None where dp-accounting is not installed."""
-        return compose_all([*self.earlier_steps, *self._runs], delta=delta)
+        return compose_all([*self.earlier_steps, *self.runs], delta=delta)
 
     def state_dict(self) -> dict[str, Any]:
         """The runs as lists ``[noise_multiplier, sample_rate, count]`` under "runs"; "earlier" has more by name."""
         earlier = {name: [list(run) for run in runs] for name, runs in self.earlier.items()}
-        return {"runs": [list(run) for run in self._runs], "earlier": earlier}
+        return {"runs": [list(run) for run in self.runs], "earlier": earlier}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Replace the record by a saved one that holds at least the same steps. No earlier run is forgotten.
@@ -190,25 +187,18 @@ class Ledger:
         """
         loaded = Ledger()
         try:
-            for run in state["runs"]:
-                loaded._append(_check_run(*run))
+            loaded._totals = _totals(_check_run(*run) for run in state["runs"])
             loaded.count_earlier(state.get("earlier", {}))
         except (KeyError, TypeError, AttributeError, ConfigurationError) as error:
             raise ConfigurationError(f"The saved ledger is malformed: {error}") from None
-        before, after = self.totals, loaded.totals
-        if any(count > after[kind] for kind, count in before.items()):
+        if not self._totals <= loaded._totals:
             raise BudgetError(
                 f"The saved ledger holds {loaded.num_steps} steps and lacks some of the {self.num_steps} "
                 "already taken. A ledger cannot forget steps: resume from a later checkpoint, or start a "
                 "new process."
             )
-        self._runs = loaded._runs
+        self._totals = loaded._totals
         self.count_earlier(loaded.earlier)
-
-    def _append(self, run: Run) -> None:
-        if self._runs and self._runs[-1][:2] == run[:2]:
-            run = (run[0], run[1], self._runs.pop()[2] + run[2])
-        self._runs.append(run)
 
 
 def _totals(runs: Iterable[Run]) -> Counter[tuple[float, float]]:

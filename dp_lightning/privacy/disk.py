@@ -11,7 +11,8 @@ extrapolated point is enough. x_t and d are releases of earlier steps, and one e
 sensitivity is that of DP-SGD.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -40,52 +41,42 @@ class DiSK:
                 "1 is DP-SGD"
             )
 
-    def describe(self) -> str:
-        """In words, for the privacy statement."""
-        return f"at DiSK's extrapolated point (gain {self.gain:g})"
-
-    @property
-    def length(self) -> float:
-        """gamma."""
-        return (1 - self.gain) / self.gain
-
 
 class Extrapolation:
     """Moves parameters along their last step and back.
 
     Args:
-        parameters: the trained parameters, by name; changed in place by `away` and `back`.
-        length: gamma.
+        parameters: the trained parameters, by name; changed in place within `away`.
+        disk: the settings; None moves nothing.
     """
 
-    def __init__(self, parameters: Mapping[str, Tensor], length: float) -> None:
-        self._parameters, self._length = dict(parameters), length
+    def __init__(self, parameters: Mapping[str, Tensor], disk: DiSK | None) -> None:
+        self._parameters = dict(parameters)
+        self._length = 0.0 if disk is None else (1 - disk.gain) / disk.gain  # gamma
         self._here: dict[str, Tensor] = {}
         self._shift: dict[str, Tensor] = {}
-        self._is_away = False
 
     @torch.no_grad()
     def advance(self) -> None:
         """Start a step at the parameters as they are now."""
+        if self._length == 0:
+            return
         here = {name: parameter.detach().clone() for name, parameter in self._parameters.items()}
-        before = self._here
-        self._shift = {name: self._length * (here[name] - before[name]) for name in here if name in before}
+        self._shift = {name: self._length * (here[name] - before) for name, before in self._here.items()}
         self._here = here
 
-    @torch.no_grad()
-    def away(self) -> None:
-        """Move to x_t + gamma d; the first step has no d."""
-        self._is_away = True
-        for name, shift in self._shift.items():
-            self._parameters[name].add_(shift)
-
-    @torch.no_grad()
-    def back(self) -> None:
-        """Move back to x_t, bit for bit."""
-        if self._is_away:
-            self._is_away = False
-            for name, value in self._here.items():
-                self._parameters[name].copy_(value)
+    @contextmanager
+    def away(self) -> Iterator[None]:
+        """Within this context, parameters are at x_t + gamma d, where there is a d; then back at x_t, bit for bit."""
+        with torch.no_grad():
+            for name, shift in self._shift.items():
+                self._parameters[name].add_(shift)
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for name in self._shift:
+                    self._parameters[name].copy_(self._here[name])
 
     def state_dict(self) -> dict[str, Tensor]:
         """x_t of the last step that was started, by name."""

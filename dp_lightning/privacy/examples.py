@@ -8,7 +8,6 @@ logical step begins with a synthetic example, whose loss moves buffers and count
 
 import copy
 import warnings
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
@@ -23,7 +22,7 @@ from dp_lightning.privacy.gradients.refusals import BATCH_NORM, is_of_batch_norm
 from dp_lightning.privacy.isolation import Isolation
 from dp_lightning.privacy.phases import Phases
 from dp_lightning.privacy.randomness import TrainingRandomness
-from dp_lightning.privacy.reading import Entries, ExampleBatch, unflatten
+from dp_lightning.privacy.reading import ExampleBatch, unflatten
 from dp_lightning.processors import sent
 from dp_lightning.refusing import refuse_every_use
 
@@ -31,48 +30,44 @@ Loss = Callable[[Any], Tensor]
 """From a batch of one example to its loss, a scalar."""
 
 
-class Examples(ABC):
-    """One of the two modes.
+class Examples:
+    """Collects the contributions of examples in one of the two modes.
 
     Args:
+        mode: ``together`` or ``one_by_one``.
         parameters: the trained ones by name.
         phases: which of them are frozen in a step.
         isolation: the checks around the loss.
         randomness: gives the global generators new keys.
+
+    Attributes:
+        methods: how the gradients of each parameter were taken in the last physical batch.
     """
 
     def __init__(
-        self, parameters: Mapping[str, Tensor], phases: Phases, isolation: Isolation, randomness: TrainingRandomness
+        self,
+        mode: str,
+        parameters: Mapping[str, Tensor],
+        phases: Phases,
+        isolation: Isolation,
+        randomness: TrainingRandomness,
     ) -> None:
-        self._parameters, self._phases = parameters, phases
+        self._mode, self._parameters, self._phases = mode, parameters, phases
         self._isolation, self._randomness = isolation, randomness
-        #: How the gradients of each parameter were taken in the last physical batch.
         self.methods: dict[str, str] = {}
+        self._warned = False
 
     def add(self, loss: Loss, batch: ExampleBatch, total: ClippedSum) -> None:
         """Add the clipped gradients of the examples in ``batch``; the first batch of a logical step begins it."""
         if batch.place.piece == 0:
-            self._isolation.begin(together=isinstance(self, Together))
+            self._isolation.begin(together=self._mode == "together")
         with self._phases.held(batch.place.step):
-            self._add(loss, batch, total)
+            if self._mode == "together":
+                self._add_together(loss, batch, total)
+            else:
+                self._add_one_by_one(loss, batch, total)
 
-    def end(self) -> None:
-        """End the logical step.
-
-        Raises:
-            ModelError: where a tensor of an example is still kept that was made in the step before.
-        """
-        self._isolation.end()
-
-    @abstractmethod
-    def _add(self, loss: Loss, batch: ExampleBatch, total: ClippedSum) -> None:
-        """The same, with what is frozen in the step frozen."""
-
-
-class Together(Examples):
-    """All examples of a physical batch under vmap."""
-
-    def _add(self, loss: Loss, batch: ExampleBatch, total: ClippedSum) -> None:
+    def _add_together(self, loss: Loss, batch: ExampleBatch, total: ClippedSum) -> None:
         leaves, structure = batch.leaves, batch.structure
         places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
         if not places:
@@ -85,7 +80,7 @@ class Together(Examples):
         recording = Recording(self._parameters, len(batch), total.take, stale=self._isolation.stale)
 
         def one(*tensors: Tensor) -> Tensor:
-            mine: list[Any] = [Placeholder() if isinstance(leaf, Entries) else leaf for leaf in leaves]
+            mine: list[Any] = [leaf if isinstance(leaf, Tensor) else Placeholder() for leaf in leaves]
             for place, tensor in zip(places, tensors, strict=True):
                 mine[place] = tensor
             return _scalar(loss(unflatten(mine, structure)))
@@ -96,13 +91,7 @@ class Together(Examples):
         total.end()
         self.methods = recording.methods
 
-
-class OneByOne(Examples):
-    """Ordinary autograd on one example after the other."""
-
-    _warned = False
-
-    def _add(self, loss: Loss, batch: ExampleBatch, total: ClippedSum) -> None:
+    def _add_one_by_one(self, loss: Loss, batch: ExampleBatch, total: ClippedSum) -> None:
         self.methods = dict.fromkeys(self._parameters, "one by one")
         for index, counted in enumerate(batch.counted.tolist()):
             mine = [_alone(leaf, index, counted=counted) for leaf in batch.leaves]

@@ -2,26 +2,16 @@
 
 import hashlib
 import json
-from collections.abc import Mapping
 from pathlib import Path
-
-from torch import Tensor
 
 from dp_lightning.errors import DataError
 from dp_lightning.privacy.statement import STATEMENT, PrivacyStatement
 from dp_lightning.privacy.weights import digest_of
 
-# Bytes of the number, at the beginning of a safetensors file, that is its header's length; tensors begin at a multiple.
-_LENGTH = 8
-#: Where the metadata has the facts that stand in `model.json` too.
-FACTS = "facts"
-#: Where it has the recipe by which `dpl pretrain` has made the weights.
-RECIPE = "recipe"
-#: Where it has the digest of those weights.
-TENSORS = "tensors"
-#: Where it has what those weights come from, in words.
-SOURCE = "source"
-#: These words.
+# Names in the metadata: of the facts that stand in `model.json` too; of the recipe by which `dpl pretrain` has made the
+# weights, of their digest, and of what they come from, in words.
+FACTS, RECIPE, TENSORS, SOURCE = "facts", "recipe", "tensors", "source"
+#: What the weights of `dpl pretrain` come from.
 RANDOM_IMAGES = "images from random processes: no private data, no photographs"
 
 
@@ -36,10 +26,10 @@ def statement_of(file: str | Path) -> PrivacyStatement | None:
         return None
     try:
         claims = PrivacyStatement.from_dict(json.loads(said))
-    except json.JSONDecodeError as error:
-        raise DataError(f"it is not JSON: {error}") from error
+    except (json.JSONDecodeError, DataError) as error:
+        raise DataError(f"{file} has a privacy statement that cannot be read ({error}). Export it anew.") from error
     if claims.weights != _digest(file):
-        raise DataError("it speaks of other tensors")
+        raise DataError(f"{file} has the privacy statement of other tensors. Export it anew.")
     return claims
 
 
@@ -65,25 +55,16 @@ def _digest(file: str | Path) -> str:
         return digest_of({name: opened.get_tensor(name) for name in opened.keys()})  # noqa: SIM118
 
 
-def with_metadata(tensors: Mapping[str, Tensor], said: Mapping[str, str]) -> bytes:
-    """A safetensors file of tensors and what it says of itself; the same bytes every time, unlike the library's."""
-    from safetensors.torch import save
-
-    content = save(dict(tensors), dict(said))
-    end = _LENGTH + int.from_bytes(content[:_LENGTH], "little")
-    header = json.dumps(json.loads(content[_LENGTH:end]), sort_keys=True).encode()
-    header += b" " * (-len(header) % _LENGTH)
-    return len(header).to_bytes(_LENGTH, "little") + header + content[end:]
-
-
 def metadata_of(file: str | Path) -> dict[str, str]:
-    """The metadata of a safetensors file.
+    """The metadata of a safetensors file; empty for a file of another name.
 
     Raises:
-        DataError: where it is none.
+        DataError: where it cannot be read.
     """
     from safetensors import SafetensorError, safe_open
 
+    if Path(file).suffix != ".safetensors":
+        return {}
     try:
         with safe_open(file, framework="pt") as opened:
             return dict(opened.metadata() or {})

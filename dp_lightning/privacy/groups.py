@@ -46,8 +46,7 @@ class Groups:
             places.setdefault(group, []).append(place)
         #: The id of each person. Their order follows from no number of images, and so neither does that of a sum.
         self.ids = sorted(places)  # all of them are numbers, or all text
-        self._ends = np.cumsum([0, *(len(places[group]) for group in self.ids)])
-        self._places = np.fromiter((place for group in self.ids for place in places[group]), np.int64, len(ids))
+        self._places = [np.array(places[group]) for group in self.ids]
 
     def __len__(self) -> int:
         """The number of persons."""
@@ -62,7 +61,7 @@ class Groups:
             person: position in ``ids``.
             step: number of the logical step.
         """
-        own = self._places[self._ends[person] : self._ends[person + 1]]
+        own = self._places[person]
         name = np.frombuffer(hashlib.sha256(repr(self.ids[person]).encode()).digest(), dtype=np.uint32)
         generator = host_generator(keys_from(self._seed, _DRAWS_OF_IMAGES, step, *name.tolist()))
         size = self.images_per_group

@@ -56,7 +56,7 @@ class Isolation:
     def __init__(self, module: nn.Module, parameters: Mapping[str, Tensor]) -> None:
         self._module, self._trained = module, {id(parameter) for parameter in parameters.values()}
         self.stale: dict[int, weakref.ref[Tensor]] = {}
-        self._places: list[tuple[nn.Module, list[str], list[str]]] = []  # numbers and tensors, and buffers, by name
+        self._parts: list[tuple[nn.Module, list[str]]] = []  # with the names of their buffers
         self._tensors: list[tuple[Tensor, Tensor]] = []  # under one_by_one: each with its value
         self._next: dict[object, tuple[Any, ...]] = {}  # state, with its value after the logical step
         self._made: list[weakref.ref[Tensor]] = []  # in this logical step
@@ -69,13 +69,8 @@ class Isolation:
         """Begin a logical step: find the places of its state."""
         self._next.clear()
         self._made.clear()
-        self._places = [
-            (
-                part,
-                [name for name, value in vars(part).items() if _is_state(value)],
-                [name for name, _ in part.named_buffers(recurse=False)],
-            )
-            for part in self._module.modules()
+        self._parts = [
+            (part, [name for name, _ in part.named_buffers(recurse=False)]) for part in self._module.modules()
         ]
         if not together:
             tensors = (*self._module.buffers(), *self._module.parameters())
@@ -85,18 +80,23 @@ class Isolation:
     def together(self, recording: Recording) -> Iterator[None]:
         """Context around a physical batch under vmap."""
         state, generators = self._state(), _host_generators()
-        yield
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for key, (tensor, value) in recording.written.items():
+                    self._next[key] = (tensor, tensor.detach().clone())
+                    tensor.copy_(value)
+            kept = self._put_back(state, advances=True)
+            for tensor in recording.living():
+                self._made.append(weakref.ref(tensor))
+                self.stale[id(tensor)] = self._made[-1]
+        if kept is not None:  # a buffer, which checkpoints save
+            cure = BATCH_NORM if is_of_batch_norm(kept) else "Buffers are saved with the weights: do not assign to it."
+            raise ModelError(f"training_step keeps a tensor of an example in the buffer {kept}. {cure}")
         if not self._warned and _host_generators() != generators:
             self._warned = True
             warnings.warn(f"training_step draws from numpy.random or random. {HOST_DRAW}", stacklevel=2)
-        with torch.no_grad():
-            for key, (tensor, value) in recording.written.items():
-                self._next[key] = (tensor, tensor.detach().clone())
-                tensor.copy_(value)
-        self._put_back(state, advances=True)
-        for tensor in recording.living():
-            self._made.append(weakref.ref(tensor))
-            self.stale[id(tensor)] = self._made[-1]
 
     @contextmanager
     def one_by_one(self, *, advances: bool) -> Iterator[None]:
@@ -106,13 +106,15 @@ class Isolation:
             advances: whether the example is synthetic, so that the state follows from the weights alone.
         """
         state = self._state()
-        yield
-        with torch.no_grad():
-            for number, (tensor, value) in enumerate(self._tensors):
-                if advances:
-                    self._next[number] = (tensor, tensor.detach().clone())
-                tensor.copy_(value)
-        self._put_back(state, advances=advances)
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for number, (tensor, value) in enumerate(self._tensors):
+                    if advances:
+                        self._next[number] = (tensor, tensor.detach().clone())
+                    tensor.copy_(value)
+            self._put_back(state, advances=advances)
 
     def end(self) -> None:
         """End the logical step: its state advances.
@@ -129,53 +131,43 @@ class Isolation:
                     place.copy_(*values)
         self._next.clear()
 
-    def _state(self) -> list[tuple[int, dict[str, Any]]]:
-        """Of each module the number of its attributes, and its numbers, tensors and buffers."""
-        found = []
-        for part, names, buffers in self._places:
-            own = vars(part)
-            held = {name: own.get(name, _ABSENT) for name in names}
-            held.update({name: getattr(part, name) for name in buffers})
-            found.append((len(own), held))
-        return found
+    def _state(self) -> list[dict[str, Any]]:
+        """The attributes and buffers of each module."""
+        return [vars(part) | {name: getattr(part, name, None) for name in buffers} for part, buffers in self._parts]
 
-    def _put_back(self, state: list[tuple[int, dict[str, Any]]], *, advances: bool) -> None:
+    def _put_back(self, state: list[dict[str, Any]], *, advances: bool) -> str | None:
         """Give numbers and tensors in attributes that were replaced the values that they had.
 
-        Raises:
-            ModelError: naming a buffer, which checkpoints save, that was replaced by a tensor of an example.
+        Returns:
+            A buffer that was replaced by a tensor of an example, if there is one.
         """
         kept = None
-        for (part, _, buffers), (size, held) in zip(self._places, state, strict=True):
-            own = vars(part)
-            now = {**own, **dict(part.named_buffers(recurse=False))} if buffers else own
-            changed = [name for name, value in held.items() if now.get(name, _ABSENT) is not value]
-            if len(own) != size:
-                changed += [name for name, value in own.items() if name not in held and type(value) in _NUMBERS]
-            for name in changed:
-                value = now.get(name, _ABSENT)
-                if isinstance(value, Tensor) and is_batched(value):
+        for (part, buffers), before, now in zip(self._parts, state, self._state(), strict=True):
+            for name, value in now.items():
+                held = before.get(name, _ABSENT)
+                if held is value:
+                    continue
+                is_tensor, was_state = isinstance(value, Tensor), isinstance(held, (*_NUMBERS, Tensor))
+                if not (type(value) in _NUMBERS or (is_tensor and was_state)):
+                    continue
+                if is_tensor and is_batched(value):
                     if name not in buffers:
                         continue  # such as a draw or a sample of an example, which the next one overwrites
                     kept = f"{type(part).__name__}.{name}"
-                elif not _is_state(value):
-                    continue
                 elif advances:
                     self._next[id(part), name] = (part, name, value)
-                if name in held:
-                    setattr(part, name, held[name])
-                else:
+                if held is _ABSENT:
                     delattr(part, name)
-        if kept is not None:
-            cure = BATCH_NORM if is_of_batch_norm(kept) else "Buffers are saved with the weights: do not assign to it."
-            raise ModelError(f"training_step keeps a tensor of an example in the buffer {kept}. {cure}")
+                else:
+                    setattr(part, name, held)
+        return kept
 
     def _require_gone(self) -> None:
         new = {(tuple(tensor.shape), tensor.dtype) for tensor in _living(self._waiting)} - self._collected
         if new:  # once for each kind, since it takes a tenth of a second: cycles of Python's
             self._collected |= new
             gc.collect()
-        collections = _full_collections()
+        collections = int(gc.get_stats()[-1]["collections"])  # how often Python has looked among all objects
         if held := _living((before, ref) for before, ref in self._waiting if before < collections):
             raise ModelError(
                 f"A tensor of one example, of shape {tuple(held[0].shape)}, is still kept{_place_of(held[0])} when the "
@@ -207,21 +199,13 @@ def require_own_tensors(module: nn.Module, dataset: Any) -> None:
     spans = [span for part in with_inner(dataset) for value in vars(part).values() for span in _spans(value)]
     first, last = np.array(spans, dtype=np.uint64).reshape(-1, 2).T
     for prefix, part in module.named_modules():
-        tensors = {
-            **vars(part),
-            **dict(part.named_buffers(recurse=False)),
-            **dict(part.named_parameters(recurse=False)),
-        }
-        for name, value in tensors.items():
+        own = vars(part) | dict(part.named_buffers(recurse=False)) | dict(part.named_parameters(recurse=False))
+        for name, value in own.items():
             if any(bool(((first < end) & (start < last)).any()) for start, end in _spans(value)):
                 raise ConfigurationError(
                     f"{prefix + '.' if prefix else ''}{name} of the module shares memory with the training set, so a "
                     "loss could use other examples than its own. Remove it; keep a copy of public data in a buffer."
                 )
-
-
-def _is_state(value: Any) -> bool:
-    return type(value) in _NUMBERS or isinstance(value, Tensor)
 
 
 def _host_generators() -> tuple[Any, ...]:
@@ -232,11 +216,6 @@ def _host_generators() -> tuple[Any, ...]:
 
 def _living(waiting: Iterable[tuple[int, weakref.ref[Tensor]]]) -> list[Tensor]:
     return [tensor for tensor in (ref() for _, ref in waiting) if tensor is not None]
-
-
-def _full_collections() -> int:
-    """How often Python has looked for cycles among all objects."""
-    return int(gc.get_stats()[-1]["collections"])
 
 
 def _place_of(tensor: Tensor) -> str:

@@ -1,7 +1,7 @@
 """Opacus' PRV accountant (Gopi et al. 2021) without the rest of Opacus, which imports torch and its optimizers.
 
 The files are those of the installed Opacus. They need numpy and scipy alone, but for a class of another accountant that
-they name and that is not used here. Where Opacus has them elsewhere, they are imported as usual.
+they name and that is not used here.
 """
 
 import functools
@@ -19,15 +19,10 @@ _ALIAS = "dp_lightning_opacus_accountants"
 @functools.cache
 def prv() -> Any:
     """The module ``opacus.accountants.analysis.prv``."""
-    found = importlib.util.find_spec("opacus")
-    folders = [] if found is None else list(found.submodule_search_locations or [])
-    try:
-        return _loaded(Path(folders[0], "accountants"))
-    except (ImportError, AttributeError, IndexError):
-        return importlib.import_module("opacus.accountants.analysis.prv")
-
-
-def _loaded(folder: Path) -> ModuleType:
+    spec = importlib.util.find_spec("opacus")
+    assert spec is not None
+    assert spec.origin is not None
+    folder = Path(spec.origin).with_name("accountants")
     for name, place in ((_ALIAS, folder), (f"{_ALIAS}.analysis", folder / "analysis")):
         package = ModuleType(name)
         package.__path__ = [str(place)]

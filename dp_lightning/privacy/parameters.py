@@ -42,13 +42,10 @@ def require_same_trained(parameters: Mapping[str, nn.Parameter], trained: Collec
         ModelError: naming them.
     """
     changed = [name for name, parameter in parameters.items() if parameter.requires_grad is not (name in trained)]
-    for names, what in (
-        ([name for name in changed if name not in trained], "unfrozen"),
-        ([name for name in changed if name in trained], "frozen"),
-    ):
-        if names:
-            were = "were" if names[1:] else "was"
-            raise ModelError(
-                f"{', '.join(names[:5])} {were} {what} during the private run. Which parameters are trained is fixed "
-                "when it begins: freeze others before the fit. To train some only later, set privacy.frozen_until."
-            )
+    if changed:
+        raise ModelError(
+            f"{', '.join(changed[:5])} {'were' if changed[1:] else 'was'} "
+            f"{'frozen' if changed[0] in trained else 'unfrozen'} during the private run. Which parameters are trained "
+            "is fixed when it begins: freeze others before the fit. To train some only later, set "
+            "privacy.frozen_until."
+        )

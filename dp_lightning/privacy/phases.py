@@ -6,6 +6,7 @@ model with fewer parameters, and the ledger counts it as any other.
 """
 
 import math
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
@@ -13,7 +14,7 @@ from fnmatch import fnmatchcase
 import torch
 from torch import Tensor, nn
 
-from dp_lightning.errors import ConfigurationError, DataError
+from dp_lightning.errors import ConfigurationError
 
 # Beside what is kept by names of parameters, of which this is none.
 _STEPS = "first step of each parameter"
@@ -29,7 +30,7 @@ class Phases:
         num_steps: T of the plan.
 
     Raises:
-        ConfigurationError: a share is less than one step, or as `shares_of`.
+        ConfigurationError: as `shares_of`.
     """
 
     def __init__(
@@ -37,11 +38,6 @@ class Phases:
     ) -> None:
         self._parameters = parameters
         shares = shares_of(frozen_until, parameters)
-        for pattern, share in frozen_until.items():
-            if share * num_steps < 1:
-                raise ConfigurationError(
-                    f"privacy.frozen_until has {share} for {pattern!r}, which is less than one of {num_steps} steps."
-                )
         self._first = {name: math.floor(share * num_steps) for name, share in shares.items()}
 
     def frozen(self, step: int) -> set[str]:
@@ -66,22 +62,13 @@ class Phases:
         return {_STEPS: torch.tensor(first)} if any(first) else {}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Keep to the steps of ``state_dict``.
-
-        Raises:
-            DataError: for another number of parameters.
-        """
+        """Keep to the steps of ``state_dict``."""
         if (first := state.get(_STEPS)) is not None:
-            if first.shape != (len(self._parameters),):
-                raise DataError("The checkpoint has the schedule of frozen parameters of another network.")
             self._first = dict(zip(self._parameters, first.tolist(), strict=True))
 
     def describe(self) -> str:
         """For the privacy statement; empty where nothing is ever frozen."""
-        by_step: dict[int, int] = {}
-        for first in self._first.values():
-            if first > 0:
-                by_step[first] = by_step.get(first, 0) + 1
+        by_step = Counter(first for first in self._first.values() if first > 0)
         return ", ".join(
             f"{count} of {len(self._parameters)} frozen before step {first + 1}"
             for first, count in sorted(by_step.items())

@@ -9,14 +9,13 @@ quotient B/N itself, never one over the length of a loader.
 import functools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from scipy.optimize import brentq
 
 from dp_lightning.errors import BudgetError, ConfigurationError
-from dp_lightning.privacy.accounting import Run, check_accountant, compose, compose_all, epsilon
+from dp_lightning.privacy.accounting import Run, check_accountant, compose, compose_all
 from dp_lightning.privacy.ranges import (
-    check_batch_size,
     check_count,
     check_delta,
     check_noise_multiplier,
@@ -54,7 +53,12 @@ class RunShape:
         check_count("num_train", self.num_train)
         check_count("expected_batch_size", self.expected_batch_size)
         check_count("num_steps", self.num_steps)
-        check_batch_size(self.expected_batch_size, self.num_train)
+        if self.expected_batch_size > self.num_train:
+            raise ConfigurationError(
+                f"expected_batch_size must be at most num_train = {self.num_train}; got {self.expected_batch_size}. "
+                "Lower privacy.expected_batch_size: it counts what num_train counts, examples, or persons under "
+                "unit_of_privacy: group."
+            )
         check_delta(self.delta)
         if self.delta >= 1 / self.num_train:
             raise ConfigurationError(
@@ -84,7 +88,6 @@ class RunShape:
         Raises:
             ConfigurationError: if neither sets a limit, or no step is left, or a number is impossible.
         """
-        check_batch_size(expected_batch_size, num_train)
         limits = [] if max_steps == -1 else [max_steps]
         if max_epochs is not None and max_epochs != -1:
             epoch = steps_of_epoch(num_train, expected_batch_size)
@@ -117,14 +120,9 @@ class RunShape:
         Raises:
             ConfigurationError: a value is outside its range.
         """
+        shape = {each.name: getattr(self, each.name) for each in fields(RunShape)}
         return PrivacyPlan(
-            num_train=self.num_train,
-            expected_batch_size=self.expected_batch_size,
-            num_steps=self.num_steps,
-            delta=self.delta,
-            noise_multiplier=noise_multiplier,
-            accountant=accountant,
-            target_epsilon=target_epsilon,
+            **shape, noise_multiplier=noise_multiplier, accountant=accountant, target_epsilon=target_epsilon
         )
 
     def calibrate(
@@ -152,7 +150,18 @@ class RunShape:
         _check_target(target_epsilon)
         behind = [*earlier, *taken]
         steps = self.num_steps - sum(count for _, _, count in taken)
-        self._require_affordable(behind, steps, target_epsilon, accountant)
+        if steps < 1:
+            raise BudgetError(
+                f"num_steps is {self.num_steps} and {self.num_steps - steps} are taken already. Plan more steps: "
+                "trainer.max_epochs or trainer.max_steps."
+            )
+        before = compose(behind, delta=self.delta, accountant=accountant)
+        if before >= _NEARLY_ALL * target_epsilon:
+            raise BudgetError(
+                f"The {sum(count for _, _, count in behind)} steps taken have spent epsilon {before:.4g} by "
+                f"{accountant.upper()}, and target_epsilon is {target_epsilon:g}: too little is left for another step. "
+                "Raise the target."
+            )
 
         def spent(noise_multiplier: float, by: str = accountant) -> float:
             return compose([*behind, (noise_multiplier, self.sample_rate, steps)], delta=self.delta, accountant=by)
@@ -164,20 +173,6 @@ class RunShape:
         if accountant != "rdp":
             noise_multiplier = _smallest_noise(spent, target_epsilon, start=noise_multiplier)
         return self.with_noise(noise_multiplier, accountant=accountant, target_epsilon=target_epsilon)
-
-    def _require_affordable(self, behind: Sequence[Run], left: int, target_epsilon: float, accountant: str) -> None:
-        if left < 1:
-            raise BudgetError(
-                f"num_steps is {self.num_steps} and {self.num_steps - left} are taken already. Plan more steps: "
-                "trainer.max_epochs or trainer.max_steps."
-            )
-        spent = compose(behind, delta=self.delta, accountant=accountant)
-        if spent >= _NEARLY_ALL * target_epsilon:
-            raise BudgetError(
-                f"The {sum(count for _, _, count in behind)} steps taken have spent epsilon {spent:.4g} by "
-                f"{accountant.upper()}, and target_epsilon is {target_epsilon:g}: too little is left for another step. "
-                "Raise the target."
-            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -201,11 +196,6 @@ class PrivacyPlan(RunShape):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_noise_multiplier(self.noise_multiplier)
-        if self.noise_multiplier > _LARGEST_NOISE_MULTIPLIER:
-            raise ConfigurationError(
-                f"noise_multiplier is {self.noise_multiplier:g}; above {_LARGEST_NOISE_MULTIPLIER:g} nothing is left "
-                "of the gradient. Lower it, or set target_epsilon."
-            )
         check_accountant(self.accountant)
         if self.target_epsilon is not None:
             _check_target(self.target_epsilon)
@@ -228,13 +218,8 @@ class PrivacyPlan(RunShape):
 
     def epsilon(self, accountant: str | None = None, num_steps: int | None = None) -> float:
         """Epsilon after `num_steps` steps (all by default), by `accountant` (the plan's by default)."""
-        return epsilon(
-            noise_multiplier=self.noise_multiplier,
-            sample_rate=self.sample_rate,
-            num_steps=self.num_steps if num_steps is None else num_steps,
-            delta=self.delta,
-            accountant=self.accountant if accountant is None else accountant,
-        )
+        run = self.noise_multiplier, self.sample_rate, self.num_steps if num_steps is None else num_steps
+        return compose([run], delta=self.delta, accountant=accountant or self.accountant)
 
     def epsilons(self) -> dict[str, float | None]:
         """Epsilon of the whole plan by "prv", "rdp" and "pld"; None for "pld" where it is not installed."""

@@ -1,4 +1,4 @@
-"""Keys for everything random in training: dropout, augmentation, workers that load data, generators of the model.
+"""Keys for everything random in training: dropout, augmentation, generators of the model and of the data set.
 
 Draws that an attacker can repeat do not protect: with a known seed, leaving out one example moves the masks of all
 others. So every generator takes its key from the operating system, unless a run is explicitly reproducible; then its
@@ -12,14 +12,12 @@ import functools
 import random
 import secrets
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch.utils.data import get_worker_info
 
 from dp_lightning.privacy.sampling import PhysicalBatch
 
@@ -63,7 +61,7 @@ class TrainingRandomness:
     def __init__(self, seed: int | None = None, *, rank: int = 0, owners: Iterable[object] = ()) -> None:
         self.seed, self.rank = seed, rank
         self._own = list(_generators(owners))
-        self._rekey_own(keys_from(seed, rank))
+        _rekey(self._own, keys_from(seed, rank))
 
     def before_reading(self, place: PhysicalBatch) -> None:
         """Before its examples are read: data sets, collation and hooks may use seeds that anyone can repeat."""
@@ -76,11 +74,7 @@ class TrainingRandomness:
     def _rekey(self, place: PhysicalBatch, use: int) -> None:
         keys = keys_from(self.seed, self.rank, place.step, place.piece, use)
         rekey_global_generators(keys)
-        self._rekey_own(keys)
-
-    def _rekey_own(self, keys: Keys) -> None:
-        for generator in self._own:
-            _rekey(generator, keys)
+        _rekey(self._own, keys)
 
 
 def _generators(owners: Iterable[object]) -> Iterator[object]:
@@ -92,8 +86,7 @@ def _generators(owners: Iterable[object]) -> Iterator[object]:
         values = []
         for value in new.values():
             if isinstance(value, _GENERATORS):
-                if not isinstance(value, random.SystemRandom):
-                    yield value
+                yield value
             elif isinstance(value, list | tuple):
                 values += value if len(value) <= _LONGEST else ()
             elif isinstance(value, functools.partial):
@@ -118,33 +111,6 @@ def _has_accelerator() -> bool:
     return torch.accelerator.is_available()
 
 
-@dataclass(frozen=True)
-class WorkerSeeding:
-    """``worker_init_fn`` of a DataLoader: gives each worker keys of its own.
-
-    The keys are changed before and after ``then``, since such functions often call ``np.random.seed(worker_id)``,
-    which anyone can repeat.
-
-    Attributes:
-        seed: None for keys from the operating system. With a seed, they are derived from it, the rank, the worker and
-            the loader's own seed, which is another in every epoch.
-        rank: of the process that the workers belong to.
-        then: the user's own ``worker_init_fn``.
-    """
-
-    seed: int | None
-    rank: int
-    then: Callable[[int], None] | None = None
-
-    def __call__(self, worker_id: int) -> None:
-        info = get_worker_info()
-        keys = keys_from(self.seed, self.rank, worker_id, info.seed if info is not None else 0)
-        rekey_global_generators(keys)
-        if self.then is not None:
-            self.then(worker_id)
-            rekey_global_generators(keys)
-
-
 def _seed(keys: Keys) -> int:
     return int(keys(2).view(np.uint64)[0])
 
@@ -163,17 +129,18 @@ def _cpu_state(keys: Keys) -> torch.Tensor:
     return torch.from_numpy(state)
 
 
-def _rekey(generator: Any, keys: Keys) -> None:
-    if isinstance(generator, torch.Generator):
-        if generator.device.type == "cpu":
-            generator.set_state(_cpu_state(keys))
+def _rekey(generators: Iterable[Any], keys: Keys) -> None:
+    for generator in generators:
+        if isinstance(generator, torch.Generator):
+            if generator.device.type == "cpu":
+                generator.set_state(_cpu_state(keys))
+            else:
+                generator.manual_seed(_seed(keys))
+        elif isinstance(generator, random.Random):
+            generator.seed(keys(8).tobytes())
+        elif isinstance(generator, np.random.RandomState):
+            generator.seed(keys(624))
         else:
-            generator.manual_seed(_seed(keys))
-    elif isinstance(generator, random.Random):
-        generator.seed(keys(8).tobytes())
-    elif isinstance(generator, np.random.RandomState):
-        generator.seed(keys(624))
-    else:
-        bits: Any = generator.bit_generator
-        fresh = type(bits)(np.random.SeedSequence(keys(8).tolist(), pool_size=8))
-        bits.__setstate__((fresh.state, fresh.seed_seq))  # spawn() makes further generators from the latter
+            bits: Any = generator.bit_generator
+            fresh = type(bits)(np.random.SeedSequence(keys(8).tolist(), pool_size=8))
+            bits.__setstate__((fresh.state, fresh.seed_seq))  # spawn() makes further generators from the latter

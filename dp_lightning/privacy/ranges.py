@@ -4,9 +4,6 @@ import math
 
 from dp_lightning.errors import ConfigurationError
 
-MODES = ("together", "one_by_one")
-"""How a loss sees one example at a time."""
-
 
 def check_delta(delta: float) -> None:
     """Raise ConfigurationError unless `delta` is a number in (0, 1)."""
@@ -18,16 +15,6 @@ def check_count(name: str, value: int, *, minimum: int = 1) -> None:
     """Raise ConfigurationError unless `value` is an integer from `minimum` to 2**53."""
     if isinstance(value, bool) or not isinstance(value, int) or not minimum <= value <= 2**53:
         raise ConfigurationError(f"{name} must be an integer of at least {minimum}; got {value!r}.")
-
-
-def check_batch_size(expected_batch_size: int, num_train: int) -> None:
-    """Raise ConfigurationError where B is above N."""
-    if expected_batch_size > num_train:
-        raise ConfigurationError(
-            f"expected_batch_size must be at most num_train = {num_train}; got {expected_batch_size}. Lower "
-            "privacy.expected_batch_size: it counts what num_train counts, examples, or persons under unit_of_privacy: "
-            "group."
-        )
 
 
 def check_noise_multiplier(value: float) -> None:
@@ -44,7 +31,7 @@ def check_step_settings(
     Raises:
         ConfigurationError: naming the setting.
     """
-    if examples not in MODES:
+    if examples not in ("together", "one_by_one"):
         raise ConfigurationError(f"privacy.examples is {examples!r}; choose 'together' or 'one_by_one'.")
     counts = {"augmult": augmult, "images_per_group": 1 if images_per_group is None else images_per_group}
     for name, count in counts.items():

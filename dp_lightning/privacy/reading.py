@@ -6,7 +6,7 @@ used. Where an example is a person, it is some of the person's elements, drawn f
 """
 
 from collections import UserDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, is_dataclass
 from typing import Any
 
@@ -44,8 +44,8 @@ class ExampleBatch:
 
     Attributes:
         place: its place among the draws, and its examples' positions in the data set.
-        leaves: those of the batch of one example, with a tensor (b, ...) for each tensor, and `Entries` for what is no
-            tensor; b is at least 1. The tree itself is built for one example alone, whose class may check shapes.
+        leaves: those of the batch of one example, with a tensor (b, ...) for each tensor, and a list of b entries for
+            what is no tensor; b is at least 1. The tree is built for one example alone, whose class may check shapes.
         structure: that of the tree.
         counted: (b,) whether each example takes part, on the CPU. One that is None or that collation leaves out does
             not, nor one that only stands in. Those are synthetic: ones where numbers are floating-point, and zeros.
@@ -56,11 +56,6 @@ class ExampleBatch:
 
     def __len__(self) -> int:
         return len(self.counted)
-
-    @property
-    def shapes(self) -> list[tuple[int, ...]]:
-        """Of the tensors of one example."""
-        return [tuple(leaf.shape[1:]) for leaf in self.leaves if isinstance(leaf, Tensor)]
 
     def to(self, device: torch.device) -> "ExampleBatch":
         """The same on a device."""
@@ -73,12 +68,6 @@ class ExampleBatch:
     def _changed(self, change: Callable[[Tensor], Tensor]) -> "ExampleBatch":
         leaves = [change(leaf) if isinstance(leaf, Tensor) else leaf for leaf in self.leaves]
         return ExampleBatch(self.place, leaves, self.structure, self.counted)
-
-
-class Entries(tuple[Any, ...]):
-    """What each example has in one place of its batch where no tensor stands; a leaf of the tree."""
-
-    __slots__ = ()
 
 
 class ExampleReader(Dataset[ExampleBatch]):
@@ -119,15 +108,8 @@ class ExampleReader(Dataset[ExampleBatch]):
         elif self._synthetic_first and place.piece == 0:
             found = [None, *found]
         counted = torch.tensor([example is not None for example in found])
-        examples = [example for example in found if example is not None]
-        if len(examples) < len(found):
-            stand_in = _synthetic(examples[0]) if examples else self.stand_in(place.step)
-            examples = [stand_in if example is None else example for example in found]
+        examples = [self.stand_in(place.step) if example is None else example for example in found]
         return ExampleBatch(place, *stacked(examples), counted)
-
-    def elements(self, index: int, step: int) -> list[int]:
-        """The places in the data set of what an example consists of in a logical step."""
-        return [index] if self.groups is None else self.groups.draw(index, step)
 
     def read(self, index: int, step: int) -> "Flat | None":
         """The batch of one example in a logical step; None where a view of it is None, or collation leaves nothing.
@@ -135,8 +117,8 @@ class ExampleReader(Dataset[ExampleBatch]):
         Raises:
             DataError: where ``collate_fn`` does not take a list of one example.
         """
-        reading = self.reading
-        views = [self.dataset[element] for element in self.elements(index, step) for _ in range(reading.augmult)]
+        reading, elements = self.reading, [index] if self.groups is None else self.groups.draw(index, step)
+        views = [self.dataset[element] for element in elements for _ in range(reading.augmult)]
         if any(view is None for view in views):  # as a data set gives what it cannot read
             return None
         try:
@@ -166,12 +148,12 @@ class ExampleReader(Dataset[ExampleBatch]):
 
 @dataclass(frozen=True)
 class Structure:
-    """How a tree is put together. It says nothing of what its leaves hold.
+    """How a tree is put together. It says nothing of the numbers in its leaves.
 
     Attributes:
         spec: that of torch.
-        parts: what torch finds at the ends of it: the dtype of a tensor, None for None, the class of an object that is
-            opened and the structure of its attributes, and "entry" for anything else.
+        parts: what torch finds at the ends of it: the dtype and the shape of a tensor, None for None, the class of an
+            object that is opened and the structure of its attributes, and "entry" for anything else.
     """
 
     spec: TreeSpec
@@ -198,44 +180,35 @@ def _opened(end: Any) -> tuple[list[Any], Any]:
     if end is None:
         return [], None
     if isinstance(end, Tensor):
-        return [end], end.dtype
+        return [end], (end.dtype, tuple(end.shape))
     if (isinstance(end, UserDict) or is_dataclass(end)) and type(end).__new__ is object.__new__:
-        leaves, structure = flatten(_attributes(end))
+        state = object.__getstate__(end)
+        attributes, slots = state if isinstance(state, tuple) else (state, None)
+        leaves, structure = flatten({**(attributes or {}), **(slots or {})})
         return leaves, (type(end), structure)
     return [end], "entry"
 
 
-def unflatten(leaves: Sequence[Any], structure: Structure) -> Any:
+def unflatten(leaves: Iterable[Any], structure: Structure) -> Any:
     """The tree of these leaves, with new objects of the same classes."""
-    return _built(iter(leaves), structure)
-
-
-def _built(leaves: Iterator[Any], structure: Structure) -> Any:
-    ends = []
+    remaining, ends = iter(leaves), []
     for part in structure.parts:
-        if isinstance(part, tuple):
+        if isinstance(part, tuple) and isinstance(part[1], Structure):
             kind, inner = part
             made = object.__new__(kind)
-            for name, value in _built(leaves, inner).items():
+            for name, value in unflatten(remaining, inner).items():
                 object.__setattr__(made, name, value)
             ends.append(made)
         else:
-            ends.append(None if part is None else next(leaves))
+            ends.append(None if part is None else next(remaining))
     return tree_unflatten(ends, structure.spec)
-
-
-def _attributes(value: object) -> dict[str, Any]:
-    """Those in its ``__dict__`` and in slots."""
-    state = object.__getstate__(value)
-    own, slots = state if isinstance(state, tuple) else (state, None)
-    return {**(own or {}), **(slots or {})}
 
 
 def stacked(examples: Sequence[Flat]) -> Flat:
     """Batches of one example each: the leaves, with tensors (b, ...), and the structure that they have in common.
 
     Raises:
-        DataError: when examples differ in structure or in shape.
+        DataError: when examples differ in structure or shape.
     """
     structure = examples[0][1]
     for _, other in examples:
@@ -244,44 +217,28 @@ def stacked(examples: Sequence[Flat]) -> Flat:
 
 
 def require_structure(found: Structure, expected: Structure) -> None:
-    """Refuse examples of another structure.
+    """Refuse examples of another structure or shape.
 
     Raises:
         DataError: with the fix.
     """
     if found != expected:
         raise DataError(
-            "Examples of the training set have batches of different structure. Let collate_fn return the same keys, "
-            "lengths, classes and types of numbers for every example, and None for all of them or for none."
-        )
-
-
-def require_shapes(found: object, expected: object) -> None:
-    """Refuse examples of another shape.
-
-    Raises:
-        DataError: naming the shapes.
-    """
-    if found != expected:
-        raise DataError(
-            f"Examples of the training set have different shapes: {expected} and {found}. Bring all of them to one "
-            "shape: pad or crop to a fixed length, in the data set or in collate_fn. A shape that depends on the "
-            "example would leave the step."
+            f"Examples of the training set have batches of different structure or shape: {expected.parts} and "
+            f"{found.parts}. Let collate_fn return the same keys, lengths, classes and types of numbers for every "
+            "example, None for all of them or for none, and tensors of one shape: pad or crop to a fixed length, in "
+            "the data set or in collate_fn. A shape that depends on the example would leave the step."
         )
 
 
 def _stacked(column: Sequence[Any]) -> Any:
-    if not all(isinstance(leaf, Tensor) for leaf in column):
-        return Entries(column)
-    tensors = [leaf.as_subclass(Tensor) for leaf in column]
-    for tensor in tensors:
-        require_shapes(tuple(tensor.shape), tuple(tensors[0].shape))
-    return torch.stack(tensors)
+    if not isinstance(column[0], Tensor):
+        return list(column)
+    return torch.stack([leaf.as_subclass(Tensor) for leaf in column])
 
 
 def _synthetic(example: Flat) -> Flat:
-    """Of its structure and shapes: a one has a norm and a logarithm, a zero is an index."""
+    """Of its structure: a one has a norm and a logarithm, a zero is an index."""
     leaves, structure = example
-    return [torch.full_like(leaf, leaf.is_floating_point()) if isinstance(leaf, Tensor) else leaf for leaf in leaves], (
-        structure
-    )
+    ones = [torch.full_like(leaf, leaf.is_floating_point()) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    return ones, structure

@@ -24,11 +24,10 @@ _ROUNDING = 1e-14
 
 
 def divergences(noise_multiplier: float, sample_rate: float, orders: Sequence[float]) -> np.ndarray:
-    """R(a) of one step at each of ``orders``: float64, infinity where float64 cannot hold it.
+    """R(a) of one step at each of ``orders``: float64, infinity where it is not computed or float64 cannot hold it.
 
     Args:
-        noise_multiplier: sigma, above 0. Below 0.05 the divergence of an order that is no integer is bounded from above
-            by those of its neighbours, as log A is convex.
+        noise_multiplier: sigma, above 0. Below 0.05 no divergence is computed of an order that is no integer.
         sample_rate: q, in (0, 1].
         orders: above 1; integers among them up to 1024.
     """
@@ -37,13 +36,10 @@ def divergences(noise_multiplier: float, sample_rate: float, orders: Sequence[fl
         if q == 1:
             return a / 2 / sigma / sigma
         whole = a == np.floor(a)
-        logs = np.empty_like(a)
+        logs = np.full_like(a, np.inf)
         logs[whole] = [_log_of_sum(sigma, q, int(order)) for order in a[whole]]
         if sigma >= _SMALLEST_NOISE_OF_INTEGRALS:
             logs[~whole] = _log_of_integral(sigma, q, a[~whole])
-        else:
-            known = {1: 0.0} | {n: _log_of_sum(sigma, q, n) for n in range(2, int(a[~whole].max(initial=1)) + 2)}
-            logs[~whole] = [_chord(order, known) for order in a[~whole]]
         return logs / (a - 1)
 
 
@@ -66,10 +62,3 @@ def _log_of_integral(sigma: float, q: float, orders: np.ndarray) -> np.ndarray:
     found = special.logsumexp(log_density + orders[:, None] * log_ratio, axis=1)
     bound: np.ndarray = found + _ROUNDING * (1 + found)
     return bound
-
-
-def _chord(order: float, known: dict[int, float]) -> float:
-    """log A between the two integers beside ``order``, on the straight line that is never below it."""
-    low = int(order)
-    share = order - low
-    return (1 - share) * known[low] + share * known[low + 1]

@@ -7,6 +7,7 @@ says "not for release" whenever a condition of the theorem does not hold, such a
 written down.
 """
 
+import copy
 import json
 import math
 from dataclasses import asdict, dataclass, field, fields
@@ -17,7 +18,7 @@ from typing import Any
 
 from dp_lightning.atomic_files import replacing
 from dp_lightning.errors import DataError, DpLightningError
-from dp_lightning.privacy.accounting import Ledger
+from dp_lightning.privacy.accounting import Ledger, Run
 from dp_lightning.privacy.plan import PrivacyPlan
 
 #: Under which name the metadata of exported weights holds their statement.
@@ -59,12 +60,11 @@ class PrivacyStatement:
         examples: how the loss saw one example at a time, ``together`` or ``one_by_one``.
         reproducible: all random numbers came from a seed that is written down.
         postprocessing: what was done to the privatized gradient, in words.
-        earlier_targets: targets that the run had before, each with the number of steps after which it was exchanged.
         lost_steps: steps of the ledger that an interruption has lost: they are spent, and not in the weights.
         num_ranks: processes that took the latest steps together.
         run: name of the run, part of its journals' names.
         journal_head: name of the last step in its journal, which stands for all of them.
-        earlier_training: what has trained the weights before the run, in words.
+        earlier_training: what has trained the weights before the run, in words, beside the earlier runs in the ledger.
         faults: what has happened during the run that keeps it from release, in words.
         weights: SHA-256 of the parameters and buffers that it speaks of (``weights.digest_of``).
         versions: package name to version.
@@ -81,7 +81,6 @@ class PrivacyStatement:
     examples: str = "together"
     reproducible: bool = False
     postprocessing: str = "none"
-    earlier_targets: tuple[tuple[float | None, int], ...] = ()
     lost_steps: int = 0
     num_ranks: int = 1
     run: str = ""
@@ -93,9 +92,7 @@ class PrivacyStatement:
     files: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        copy = Ledger()
-        copy.load_state_dict(self.ledger.state_dict())
-        object.__setattr__(self, "ledger", copy)
+        object.__setattr__(self, "ledger", copy.deepcopy(self.ledger))
 
     def saved(self) -> dict[str, Any]:
         """The values that `from_dict` reads, as JSON and a checkpoint can hold them; no epsilon is computed."""
@@ -110,9 +107,6 @@ class PrivacyStatement:
                 "ledger": ledger["runs"],
                 "earlier_runs": ledger["earlier"],
                 **own,
-                "earlier_targets": [
-                    {"target_epsilon": target, "until_step": steps} for target, steps in self.earlier_targets
-                ],
             }
         )
         return plain
@@ -128,14 +122,13 @@ class PrivacyStatement:
             plan = {item.name: facts[item.name] for item in fields(PrivacyPlan) if item.name != "num_steps"}
             ledger = Ledger()
             ledger.load_state_dict({"runs": facts["ledger"], "earlier": facts["earlier_runs"]})
-            known = {item.name for item in fields(cls)} - {"plan", "ledger", "earlier_targets"}
+            known = {item.name for item in fields(cls)} - {"plan", "ledger"}
             rest: dict[str, Any] = {
                 name: tuple(facts[name]) if isinstance(facts[name], list) else facts[name] for name in known
             }
             return cls(
                 plan=PrivacyPlan(**plan, num_steps=facts["num_steps_planned"]),
                 ledger=ledger,
-                earlier_targets=tuple((it["target_epsilon"], it["until_step"]) for it in facts["earlier_targets"]),
                 **rest,
             )
         except (KeyError, TypeError, ValueError, DpLightningError) as error:
@@ -144,14 +137,7 @@ class PrivacyStatement:
     @cached_property
     def epsilon(self) -> dict[str, float | None]:
         """Epsilon of the steps taken, by every accountant; infinite where the run is not private."""
-        if self.plan.noise_multiplier == 0:
-            return {"prv": math.inf, "rdp": math.inf, "pld": math.inf}
         return self.ledger.epsilons(delta=self.plan.delta)
-
-    @property
-    def _units(self) -> str:
-        """What N counts."""
-        return "persons" if self.unit_of_privacy == ONE_PERSON else "examples"
 
     @property
     def _spent(self) -> float:
@@ -202,51 +188,14 @@ class PrivacyStatement:
 
     def to_markdown(self) -> str:
         """The statement for a reader: the guarantee, its numbers, what it does not cover."""
-        facts = self.to_dict()
-        epsilons = ", ".join(
-            f"{name.upper()} {'not installed' if value is None else _show(value)}"
-            for name, value in facts["epsilon"].items()
-        )
-        rows = {
-            "epsilon": epsilons,
-            "target epsilon": "; ".join(
-                [
-                    _target(facts["target_epsilon"]),
-                    *(f"{_target(target)} until step {steps}" for target, steps in self.earlier_targets),
-                ]
-            ),
-            "delta": _show(facts["delta"]),
-            "neighbouring data sets": f"add or remove {self.unit_of_privacy}",
-            f"training {self._units}": facts["num_train"],
-            "expected batch size": facts["expected_batch_size"],
-            "sample rate": _show(facts["sample_rate"]),
-            "sampler": self.sampler,
-            "steps": f"{facts['num_steps']} of {facts['num_steps_planned']} planned"
-            + (f"; {self.lost_steps} of them were lost in interruptions" if self.lost_steps else ""),
-            "processes": self.num_ranks,
-            "noise multiplier": _show(facts["noise_multiplier"]),
-            "ledger": "; ".join(
-                f"{count} steps with noise multiplier {_show(sigma)}, sample rate {_show(q)}"
-                for sigma, q, count in self.ledger.runs
-            ),
-            "training before the run": "; ".join(self.earlier_training) or "none that is known",
-            "clipping": ", ".join(f"{key}: {_show(value)}" for key, value in facts["clipping"].items()),
-            "sensitivity": _show(facts["sensitivity"]),
-            "post-processing": self.postprocessing,
-            "isolation of examples": facts["isolation"],
-            "random numbers": (
-                "from a seed that is written down" if self.reproducible else "keys of the operating system"
-            ),
-            "run": self.run or "without a journal",
-            "last step in its journal": self.journal_head or "none",
-            "SHA-256 of the weights": self.weights,
-            **{f"SHA-256 of {name}": digest for name, digest in self.files.items()},
-            "versions": ", ".join(f"{name} {version}" for name, version in facts["versions"].items()),
+        rows = self.to_dict() | {
+            "ledger": list(map(_steps, self.ledger.runs)),
+            "earlier_runs": {name: list(map(_steps, runs)) for name, runs in self.ledger.earlier.items()},
         }
-        table = "\n".join(f"| {name} | {str(value).replace('|', chr(92) + '|')} |" for name, value in rows.items())
+        table = "\n".join(f"| {name.replace('_', ' ')} | {_cell(value)} |" for name, value in rows.items())
         outside = "\n".join(f"- {text}" for text in self._not_covered())
         return (
-            f"# Privacy statement\n\nRelease: {facts['release']}.\n\n## Guarantee\n\n{self._guarantee()}\n\n"
+            f"# Privacy statement\n\nRelease: {self.release}.\n\n## Guarantee\n\n{self._guarantee()}\n\n"
             f"## Numbers\n\n| | |\n| --- | --- |\n{table}\n\n## What the guarantee does not "
             f"cover\n\n{outside}\n"
         )
@@ -300,8 +249,9 @@ class PrivacyStatement:
             "Numbers chosen during the run: the noise was changed after some steps. The theorem composes steps whose "
             "noise does not depend on what earlier steps have released."
         )
+        units = "persons" if self.unit_of_privacy == ONE_PERSON else "examples"
         public = (
-            f"Facts that are public here: the number of training {self._units}, the names of the classes, the settings "
+            f"Facts that are public here: the number of training {units}, the names of the classes, the settings "
             "of the run, the model's architecture, and whatever numbers the module held when the run started, such as "
             "buffers."
         )
@@ -324,9 +274,17 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def _target(value: float | None) -> str:
-    return "none" if value is None else _show(value)
+def _steps(run: Run) -> str:
+    noise_multiplier, sample_rate, count = run
+    return f"{count} steps with noise multiplier {noise_multiplier:.6g}, sample rate {sample_rate:.6g}"
 
 
-def _show(value: Any) -> str:
-    return f"{value:.6g}" if isinstance(value, float) else str(value)
+def _cell(value: Any) -> str:
+    """A value of the statement, in a row of its table."""
+    if isinstance(value, dict):
+        return ", ".join(f"{name}: {_cell(item)}" for name, item in value.items()) or "none"
+    if isinstance(value, list):
+        return "; ".join(map(_cell, value)) or "none"
+    if value is None or value == "":
+        return "none"
+    return f"{value:.6g}" if isinstance(value, float) else str(value).replace("|", chr(92) + "|")

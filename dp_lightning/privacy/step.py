@@ -38,7 +38,7 @@ from torch import Tensor, nn
 from dp_lightning.errors import BudgetError, ConfigurationError, DpLightningError
 from dp_lightning.privacy.clipping import ClipPlan
 from dp_lightning.privacy.disk import DiSK, Extrapolation
-from dp_lightning.privacy.examples import Examples, Loss, OneByOne, Together
+from dp_lightning.privacy.examples import Examples, Loss
 from dp_lightning.privacy.gradients.clipped_sum import ClippedSum
 from dp_lightning.privacy.isolation import Isolation, require_own_tensors, with_inner
 from dp_lightning.privacy.noise import GaussianNoise
@@ -52,10 +52,9 @@ from dp_lightning.privacy.reading import (
     ExampleReader,
     Reading,
     Structure,
-    require_shapes,
     require_structure,
 )
-from dp_lightning.privacy.record import RunRecord, origin_of, released
+from dp_lightning.privacy.record import RunRecord, note_earlier_training, released
 from dp_lightning.privacy.records import require_single_records
 from dp_lightning.privacy.sampling import PhysicalBatch, PoissonSampler, cut, sampling_key
 from dp_lightning.privacy.statement import ONE_EXAMPLE, ONE_PERSON, PrivacyStatement, installed
@@ -136,29 +135,30 @@ class PrivateStep:
             before=TrainingRandomness(seed, rank=self.ranks.rank, owners=owners).before_reading,
             synthetic_first=examples == "one_by_one",
         )
-        _require_data_set(self.reader, plan.num_train)
+        if (size := len(self.reader)) != plan.num_train:
+            raise ConfigurationError(
+                f"The training data set has {size} {'examples' if self.reader.groups is None else 'persons'}, but the "
+                f"plan was made for num_train {plan.num_train}. Remove num_train, or correct it."
+            )
+        require_single_records(dataset)
         require_own_tensors(module, dataset)
         self.record = record or RunRecord()
         self.record.unit = ONE_EXAMPLE if reading.images_per_group is None else ONE_PERSON
         self.record.reproducible |= seed is not None
         if record is None:
-            self.record.origin = origin_of(module, self.record, other_data=False)
+            note_earlier_training(module, self.record)
         self.noise = GaussianNoise(seed=seed)
         # All ranks draw the same examples.
         self._sampler = PoissonSampler(
             num_train=plan.num_train, sample_rate=plan.sample_rate, key=self.ranks.of_rank_0(sampling_key(seed))
         )
         self._max_examples = max_physical_batch_size // (reading.augmult * (reading.images_per_group or 1))
-        mode = Together if examples == "together" else OneByOne
-        self._mode: Examples = mode(
-            self.parameters,
-            self.phases,
-            Isolation(module, self.parameters),
-            TrainingRandomness(seed, rank=self.ranks.rank, owners=module.modules()),
-        )
+        self._isolation = Isolation(module, self.parameters)
+        randomness = TrainingRandomness(seed, rank=self.ranks.rank, owners=module.modules())
+        self._examples = Examples(examples, self.parameters, self.phases, self._isolation, randomness)
         self._loss, self._sum = loss, ClippedSum(self.parameters, self.clip_plan)
-        self._extrapolation = None if disk is None else Extrapolation(self.parameters, disk.length)
-        self._form: tuple[Structure, list[tuple[int, ...]]] | None = None  # of every example
+        self._extrapolation = Extrapolation(self.parameters, disk)
+        self._structure: Structure | None = None  # of every example
         self._taken: PhysicalBatch | None = None
 
     # One logical step
@@ -196,24 +196,18 @@ class PrivateStep:
                 f"{self.record.ledger.num_steps} steps are taken. Ask for the batches() of each step anew: one draw "
                 "may enter one release, and each physical batch once."
             )
-        self._form = self._form or (batch.structure, batch.shapes)
-        require_structure(batch.structure, self._form[0])
-        require_shapes(batch.shapes, self._form[1])
+        self._structure = self._structure or batch.structure
+        require_structure(batch.structure, self._structure)
         self._taken = None  # a batch that fails has added some of its examples
         if place.piece == 0:
             self._sum.reset()
-            if self._extrapolation is not None:
-                self._extrapolation.advance()
-        if self._extrapolation is not None:
-            self._extrapolation.away()
+            self._extrapolation.advance()
         try:
-            self._mode.add(self._loss, batch.to(next(iter(self.parameters.values())).device), self._sum)
+            with self._extrapolation.away():
+                self._examples.add(self._loss, batch.to(self._sum.flat.device), self._sum)
         except Exception as error:
             self.record.faults.add(f"a step ended by an error ({type(error).__name__})")
             raise
-        finally:
-            if self._extrapolation is not None:
-                self._extrapolation.back()
         self._taken = place
 
     @torch.no_grad()
@@ -238,11 +232,11 @@ class PrivateStep:
         if self._taken is None or not self._taken.last:
             raise DpLightningError("The logical batch is not complete: accumulate all of its physical batches first.")
         self._taken, number = None, self.record.ledger.num_steps
-        self._mode.end()
+        self._isolation.end()
         self.record.count(noise_multiplier=self.plan.noise_multiplier, sample_rate=self.plan.sample_rate)
         total, noised = self._sum.flat, self.ranks.rank == 0 or self.ranks.size == 1
         if noised:
-            total = self.noise.add_to(total, self.noise_standard_deviation, step=number)
+            total = self.noise.add_to(total, self.plan.noise_on_sum(self.clip_plan.sensitivity), step=number)
         if self.ranks.size > 1:
             total, stop = self._over_ranks(total, noised=noised, stop=stop)
         self._sum.reset()
@@ -267,11 +261,6 @@ class PrivateStep:
     # Public numbers
 
     @property
-    def noise_standard_deviation(self) -> float:
-        """Of the noise on the sum, before the division by B."""
-        return self.plan.noise_on_sum(self.clip_plan.sensitivity)
-
-    @property
     def noise_level(self) -> float:
         """Standard deviation of the noise in each entry of the privatized gradient, sigma S / B."""
         return self.plan.noise_level(self.clip_plan.sensitivity)
@@ -279,7 +268,7 @@ class PrivateStep:
     @property
     def methods(self) -> dict[str, str]:
         """How the gradients of each parameter were taken in the last physical batch; without those not used."""
-        return self._mode.methods
+        return self._examples.methods
 
     @property
     def discarded(self) -> Tensor:
@@ -316,7 +305,10 @@ class PrivateStep:
         if phases := self.phases.describe():
             clipping["parameters"] = phases
         if self.disk is not None:
-            clipping["gradients"] = self.disk.describe()
+            clipping["gradients"] = f"at DiSK's extrapolated point (gain {self.disk.gain:g})"
+        faults = set(record.faults)
+        if not all(map(all_finite, self.parameters.values())):
+            faults.add("weights are not finite")
         fields = {
             "plan": self.plan,
             "ledger": record.ledger,
@@ -328,43 +320,23 @@ class PrivateStep:
             "unit_of_privacy": record.unit,
             "reproducible": record.reproducible,
             "num_ranks": self.ranks.size,
-            "faults": tuple(self.all_faults),
+            "faults": tuple(sorted(faults)),
             "run": record.run,
-            "earlier_training": tuple(record.origin.words),
+            "earlier_training": tuple(record.earlier_training),
             "journal_head": "" if record.journal is None else record.journal.head,
-            "versions": {name: installed(name) for name in ("dp-lightning", "torch", "opacus")},
+            "versions": {name: installed(name) for name in ("dp-lightning", "torch", "lightning", "opacus")},
         }
         if "weights" not in more:
-            fields["weights"] = digest_of(self.module.state_dict())
+            more["weights"] = digest_of(self.module.state_dict())
         return PrivacyStatement(**{**fields, **more})
-
-    @property
-    def all_faults(self) -> list[str]:
-        """What keeps the model, as it is now, from release."""
-        found = {*self.record.faults, *self.record.origin.faults}
-        if not all(map(all_finite, self.parameters.values())):
-            found.add("weights are not finite")
-        return sorted(found)
 
     # Resuming
 
     def state_dict(self) -> dict[str, Tensor]:
         """What the next step needs of the steps before: empty without DiSK and without frozen parameters."""
-        disk = {} if self._extrapolation is None else self._extrapolation.state_dict()
-        return {**disk, **self.phases.state_dict()}
+        return {**self._extrapolation.state_dict(), **self.phases.state_dict()}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         """Continue from ``state_dict``."""
         self.phases.load_state_dict(state)
-        if self._extrapolation is not None:
-            self._extrapolation.load_state_dict(state)
-
-
-def _require_data_set(reader: ExampleReader, num_train: int) -> None:
-    """Refuse a data set of another size than the plan's, or with a record twice."""
-    if (size := len(reader)) != num_train:
-        raise ConfigurationError(
-            f"The training data set has {size} {'examples' if reader.groups is None else 'persons'}, but the plan was "
-            f"made for num_train {num_train}. Remove num_train, or correct it."
-        )
-    require_single_records(reader.dataset)
+        self._extrapolation.load_state_dict(state)

@@ -9,16 +9,11 @@ from torch import Tensor
 
 
 def digest_of(weights: Mapping[str, Any]) -> str:
-    """SHA-256 of the tensors of a state dict, with their names; their order does not matter."""
+    """SHA-256 of the tensors of a state dict, with their names, dtypes and shapes; their order does not matter."""
     found = hashlib.sha256()
     for name, tensor in sorted(weights.items()):
         if isinstance(tensor, Tensor):
-            found.update(f"{name} {fingerprint(tensor)}\n".encode())
-    return found.hexdigest()
-
-
-def fingerprint(tensor: Tensor) -> str:
-    """SHA-256 of a tensor's numbers, with their dtype and shape; how they lie in memory does not matter."""
-    found = hashlib.sha256(f"{tensor.dtype} {tuple(tensor.shape)}\n".encode())
-    found.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+            numbers = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+            digest = hashlib.sha256(f"{tensor.dtype} {tuple(tensor.shape)}\n".encode() + numbers).hexdigest()
+            found.update(f"{name} {digest}\n".encode())
     return found.hexdigest()

@@ -14,7 +14,6 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Sampler
 
 from dp_lightning.errors import ModelError
-from dp_lightning.privacy.randomness import WorkerSeeding
 from dp_lightning.privacy.reading import ExampleBatch
 from dp_lightning.privacy.sampling import PhysicalBatch
 from dp_lightning.privacy.step import PrivateStep
@@ -85,7 +84,7 @@ class PhysicalLoader:
             num_workers=loader.num_workers,
             pin_memory=loader.pin_memory,
             timeout=loader.timeout,
-            worker_init_fn=WorkerSeeding(private.seed, private.ranks.rank, loader.worker_init_fn),
+            worker_init_fn=loader.worker_init_fn,
             multiprocessing_context=loader.multiprocessing_context,
             prefetch_factor=loader.prefetch_factor,
             persistent_workers=loader.persistent_workers,

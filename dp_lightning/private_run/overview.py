@@ -35,8 +35,10 @@ def _notes(run: PrivateRun) -> list[str]:
     steps, record, settings, notes = run.history.ledger.num_steps, run.history.record, run.settings, []
     if steps:
         notes.append(f"{steps} of the steps are taken, with epsilon {run.budget.spent():.3f}.")
-    if record.origin.words:
-        notes.append(f"Training before the run: {'; '.join(record.origin.words)}.")
+    earlier = {name: sum(count for _, _, count in runs) for name, runs in record.ledger.earlier.items()}
+    counted = [f"run {name}: {count} private steps, which count here" for name, count in earlier.items()]
+    if before := [*counted, *record.earlier_training]:
+        notes.append(f"Training before the run: {'; '.join(before)}.")
     if phases := run.step.phases.describe():
         notes.append(f"Parameters: {phases} (privacy.frozen_until).")
     if fixed := fixed_statistics(run.module):
@@ -46,6 +48,6 @@ def _notes(run: PrivateRun) -> list[str]:
         )
     if run.plan.noise_multiplier == 0:
         notes.append("No noise is added: this run is NOT PRIVATE.")
-    elif reasons := [*record.origin.faults, *(["it is reproducible"] if settings.reproducible else [])]:
+    elif reasons := [*sorted(record.faults), *(["it is reproducible"] if settings.reproducible else [])]:
         notes.append(f"This run is NOT FOR RELEASE: {'; '.join(reasons)}.")
     return notes

@@ -15,7 +15,7 @@ from dp_lightning.errors import ConfigurationError, DataError
 from dp_lightning.privacy.accounting import Ledger
 from dp_lightning.privacy.journal import Journal
 from dp_lightning.privacy.plan import PrivacyPlan, RunShape
-from dp_lightning.privacy.record import Origin, RunRecord
+from dp_lightning.privacy.record import RunRecord
 from dp_lightning.privacy.statement import PrivacyStatement, installed
 from dp_lightning.private_run.settings import PrivacySettings
 from dp_lightning.private_run.unprotected import Unprotected
@@ -85,14 +85,12 @@ class RunHistory:
         record: its steps, which no fit and no checkpoint takes back; it has a journal on rank 0 once a fit has begun.
         saved: what a checkpoint holds of it, until a fit begins.
         plan: of its last steps.
-        earlier_targets: targets that it had, each with the number of steps after which it was exchanged.
         unprotected: what was logged of raw examples.
     """
 
     record: RunRecord = field(default_factory=RunRecord)
     saved: SavedRun | None = None
     plan: PrivacyPlan | None = None
-    earlier_targets: list[tuple[float | None, int]] = field(default_factory=list)
     unprotected: Unprotected = field(default_factory=Unprotected)
 
     @property
@@ -108,17 +106,10 @@ class RunHistory:
         """
         said, record = saved.statement, self.record
         record.ledger.load_state_dict(said.ledger.state_dict())
-        record.run, record.origin = said.run, Origin(words=list(said.earlier_training))
+        record.run, record.earlier_training = said.run, list(said.earlier_training)
         record.faults |= set(said.faults)
         self.plan, self.saved = said.plan, saved
-        self.earlier_targets = list(said.earlier_targets)
         self.unprotected.names |= set(said.unprotected)
-
-    def note_target(self, target: float | None) -> None:
-        """Note that the next steps have another target than those before."""
-        noted = [before for before, _ in self.earlier_targets[-1:]]
-        if self.plan is not None and self.plan.target_epsilon != target and noted != [self.plan.target_epsilon]:
-            self.earlier_targets.append((self.plan.target_epsilon, self.ledger.num_steps))
 
     def open_journal(self, trainer: pl.Trainer, folder: Path) -> bool:
         """Count the steps that ran after the checkpoint, on every rank, and record the coming ones.
@@ -189,7 +180,6 @@ def plan_of_fit(settings: PrivacySettings, shape: RunShape, history: RunHistory)
     earlier = history.plan if ledger.num_steps else None  # a fit that was refused has taken no step of its plan
     if earlier is not None:
         _require_one_data_set(earlier, shape)
-        history.note_target(settings.target_epsilon)
     if settings.target_epsilon is None:
         plan = settings.make_plan(shape)
     elif earlier is not None and earlier == settings.plan_with(shape, earlier.noise_multiplier):

@@ -18,8 +18,8 @@ from torch.utils.data import DataLoader
 from dp_lightning.errors import BudgetError, ConfigurationError
 from dp_lightning.privacy.plan import PrivacyPlan
 from dp_lightning.privacy.reading import Reading
-from dp_lightning.privacy.record import Origin, origin_of
-from dp_lightning.privacy.statement import PrivacyStatement, installed
+from dp_lightning.privacy.record import note_earlier_training
+from dp_lightning.privacy.statement import PrivacyStatement
 from dp_lightning.privacy.step import PrivateStep
 from dp_lightning.privacy.weights import digest_of
 from dp_lightning.private_run.agreement import (
@@ -88,7 +88,7 @@ class PrivateRun:
         shared = {f"privacy.{name}": value for name, value in settings.values.items()}
         shared |= {"trainer.max_epochs": trainer.max_epochs, "trainer.max_steps": trainer.max_steps}
         require_same_settings(shared, self._ranks, device)
-        history.record.origin = self._origin()
+        self._note_earlier_training()
         resumes = history.open_journal(trainer, self.folder)
         num_train = settings.num_train_of(loader.dataset)
         require_same_settings({"number of training examples": num_train}, self._ranks, device)
@@ -107,24 +107,19 @@ class PrivateRun:
 
     # Before the first step
 
-    def _origin(self) -> Origin:
-        """What trained the weights before this run; its private steps count in the ledger."""
+    def _note_earlier_training(self) -> None:
+        """Record what trained the weights before this run; its private steps count in the ledger."""
         history, settings = self.history, self.settings
         if history.saved is not None:
             settings.require_same(history.saved.settings)
             if self.trainer.ckpt_path is not None:  # the weights are the checkpoint's
-                return history.record.origin
+                return
         owners = self.module, getattr(self.trainer, "datamodule", None)
-        found = origin_of(
+        note_earlier_training(
             self.module,
             history.record,
             other_data=settings.earlier_training == "other_data",
             files=[file for owner in owners if (file := getattr(owner, "weights_file", None)) is not None],
-        )
-        before = history.record.origin
-        return Origin(
-            words=list(dict.fromkeys([*before.words, *found.words])),
-            faults=list(dict.fromkeys([*before.faults, *found.faults])),
         )
 
     def _agree_on_plan(self, num_train: int, *, resumes: bool) -> tuple[PrivacyPlan, bool]:
@@ -318,9 +313,7 @@ class PrivateRun:
         return self.step.statement(
             unprotected=tuple(sorted(history.unprotected.names)),
             postprocessing=", then ".join(self.postprocessing) or "none",
-            earlier_targets=tuple(history.earlier_targets),
             lost_steps=history.ledger.num_steps - self.trainer.global_step,
-            versions={name: installed(name) for name in ("dp-lightning", "torch", "lightning", "opacus")},
             **more,
         )
 

@@ -149,7 +149,7 @@ def test_the_statement_is_that_of_the_checkpoints_steps(tmp_path):
     ]
     first = json.loads((tmp_path / "4" / "privacy_statement.json").read_text())
     assert first["epsilon"]["rdp"] < last["epsilon"]["rdp"]
-    assert "4 of 8" in (tmp_path / "4" / "privacy_statement.md").read_text()
+    assert "| num steps | 4 |" in (tmp_path / "4" / "privacy_statement.md").read_text()
 
 
 def test_an_edit_of_any_file_of_an_export_is_found(trained, tmp_path):

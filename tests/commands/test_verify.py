@@ -289,8 +289,6 @@ def test_a_field_that_was_edited_in_both_files_of_the_statement_is_found(run, na
         pytest.skip("the steps of the ledger are in the journal; more may be noted after the last checkpoint")
     elif name == "examples":
         forged = [replace(claims, examples="one_by_one")]
-    elif name == "earlier_targets":
-        forged = [replace(claims, earlier_targets=((2.0, 3),))]
     else:
         forged = [replace(claims, **{name: altered(getattr(claims, name))})]
     for other in forged:

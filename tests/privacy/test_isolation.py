@@ -240,6 +240,27 @@ def test_an_empty_draw_advances_the_state_and_adds_nothing():
     assert module.step == 3
 
 
+class Fails(Running):
+    """Fails after it has written its state."""
+
+    def loss(self, batch):
+        self.step = getattr(self, "step", 0) + 1
+        self.norm.add_(1.0)
+        super().loss(batch)
+        raise ArithmeticError
+
+
+@pytest.mark.parametrize("mode", ["together", "one_by_one"])
+def test_the_state_is_put_back_where_a_loss_fails(mode):
+    module = Fails()
+    norm = module.norm
+    with pytest.raises(ArithmeticError):
+        steps(module, examples=mode)
+    assert module.norm is norm
+    assert norm == 1
+    assert not hasattr(module, "step")
+
+
 class WithBatchNorm(Net):
     def __init__(self):
         super().__init__()

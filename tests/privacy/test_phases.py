@@ -12,7 +12,7 @@ from torch.utils.data import TensorDataset
 
 from dp_lightning.callbacks import PostProcessCallback, SignalToNoise
 from dp_lightning.callbacks.privacy import privacy_of
-from dp_lightning.errors import ConfigurationError, DataError, ModelError
+from dp_lightning.errors import ConfigurationError, ModelError
 from dp_lightning.postprocess import Momentum, Orthogonalize
 from dp_lightning.privacy import ClipPlan, PrivacyPlan, PrivateStep
 from dp_lightning.privacy.reading import Reading
@@ -78,7 +78,7 @@ def test_layers_that_are_clipped_by_themselves_do_not_see_the_frozen_ones():
         model = network()
         private = private_step(model, noise=1e-9, clip_plan=clip, reading=Reading(augmult=2), frozen_until=frozen)
         gradients.append(released(model, private))
-        assert private.noise_standard_deviation == pytest.approx(1e-10)
+        assert private.noise_level == pytest.approx(1e-10 / B)
     for name, gradient in gradients[0].items():
         if gradient is None:
             assert name[0] in "02"
@@ -98,7 +98,7 @@ def test_noise_is_on_what_is_trained_and_an_optimizer_leaves_the_rest_alone():
             assert torch.equal(parameter, before[name]) == (number < first)
             if gradients[name] is not None and parameter.numel() > 20:
                 assert 0.5 < gradients[name].std() / private.noise_level < 2
-    assert not private.all_faults
+    assert not private.statement().faults
 
 
 def test_the_statement_says_what_was_frozen_and_counts_every_step_once():
@@ -121,7 +121,6 @@ def test_the_statement_says_what_was_frozen_and_counts_every_step_once():
         ({"0.*": 1.0}, r"has 1.0 .* share of the planned steps"),
         ({"backbone.*": 0.5}, r"no trained parameter's name matches 'backbone.\*'.* 0.weight, 0.bias"),
         ({"*": 0.5}, "freezes every trained parameter at first"),
-        ({"0.*": 0.05}, "less than one of 10 steps"),
         ({"0.*": "0.5"}, "has 0.5 for"),
         ({"0.*": float("nan")}, "has nan for"),
     ],
@@ -201,10 +200,7 @@ def test_a_run_that_plans_more_steps_keeps_to_the_steps_of_its_schedule(tmp_path
     assert "2 of 4 frozen before step 5 |" in privacy_of(run).statement().to_markdown()
 
 
-def test_the_schedule_of_another_network_is_refused():
-    private = private_step(network())
-    with pytest.raises(DataError, match="frozen parameters of another network"):
-        private.load_state_dict({next(iter(private.state_dict())): torch.zeros(4)})
+def test_nothing_is_kept_where_nothing_is_frozen():
     assert private_step(network(), frozen_until={}).state_dict() == {}
 
 

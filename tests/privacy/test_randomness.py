@@ -1,6 +1,5 @@
 """Whatever is random in training takes secret keys, or reproducible ones where a run asks for them."""
 
-import pickle
 import random
 
 import numpy as np
@@ -9,7 +8,8 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-from dp_lightning.privacy.randomness import TrainingRandomness, WorkerSeeding
+from dp_lightning.privacy.randomness import TrainingRandomness
+from dp_lightning.privacy.reading import ExampleReader, Reading
 from dp_lightning.privacy.sampling import PhysicalBatch
 
 PLACE, OTHER = PhysicalBatch(3, 1, (0,), pieces=3), PhysicalBatch(3, 2, (0,), pieces=3)
@@ -120,37 +120,20 @@ def test_a_secret_physical_batch_draws_on():
 
 
 class Draws(Dataset):
-    def __len__(self):
-        return 2
-
     def __getitem__(self, index):
-        return drawn()
+        return torch.tensor(drawn())
 
 
-def epochs_of_workers(seeding, epochs=1):
-    loader = DataLoader(Draws(), batch_size=None, num_workers=2, worker_init_fn=pickle.loads(pickle.dumps(seeding)))
-    return [item for _ in range(epochs) for item in loader]
-
-
-def test_workers_draw_differently_also_after_a_public_seed_of_their_own():
+def test_workers_read_with_secret_keys_also_after_a_public_seed_of_their_own():
+    reader = ExampleReader(Draws(), Reading(), before=TrainingRandomness().before_reading)
+    workers = DataLoader(reader, sampler=[PLACE, OTHER], batch_size=None, num_workers=2, worker_init_fn=publicly_seeded)
     publicly_seeded(0)
-    public = drawn()
-    secret = epochs_of_workers(WorkerSeeding(None, 0, publicly_seeded), epochs=2)
-    for place, first in enumerate(secret):
-        assert_all_differ(first, public)
-        for second in secret[:place]:
-            assert_all_differ(first, second)
-
-
-def test_workers_of_a_reproducible_run_repeat_but_not_from_epoch_to_epoch_or_rank_to_rank():
-    def run(rank):
-        torch.manual_seed(1)
-        return epochs_of_workers(WorkerSeeding(4, rank, publicly_seeded), epochs=2)
-
-    first = run(0)
-    assert first == run(0)
-    assert_all_differ(first[0], first[2])
-    assert_all_differ(first[0], run(1)[0])
+    found = [torch.tensor(drawn()).tolist()]
+    for batch in (*workers, *workers):
+        draws = batch.leaves[0][0, 0].tolist()
+        for others in found:
+            assert_all_differ(draws, others)
+        found.append(draws)
 
 
 class Holder(nn.Module):

@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from dp_lightning.errors import DataError
-from dp_lightning.privacy.reading import Entries, ExampleReader, Reading, flatten, stacked, unflatten
+from dp_lightning.privacy.reading import ExampleReader, Reading, flatten, stacked, unflatten
 from dp_lightning.privacy.sampling import PhysicalBatch
 
 PLACES = [[PhysicalBatch(0, piece, (2 * piece, 2 * piece + 1), pieces=4)] for piece in range(3)]
@@ -107,8 +107,8 @@ def test_user_dicts_and_dataclasses_are_opened_and_built_again(tree, leaves):
     assert all(one is other for one, other in zip(found, parts, strict=True))
 
 
-def test_a_structure_is_that_of_classes_names_and_kinds_of_leaves_only():
-    x, y = ones(), torch.zeros(3, 3)
+def test_a_structure_is_that_of_classes_names_kinds_of_leaves_and_shapes_only():
+    x, y = ones(), torch.zeros(1, 2)
     assert flatten(Pair(x, x))[1] == flatten(Pair(y, y))[1]
     assert flatten(["a", x])[1] == flatten(["b", x])[1]
     trees = [
@@ -116,6 +116,7 @@ def test_a_structure_is_that_of_classes_names_and_kinds_of_leaves_only():
         [x, None],
         [x, "a"],
         [x, x.double()],
+        [x, x[0]],
         [x, UserDict(x=x)],
         [x, UserDict(y=x)],
         [x, Encoding({"x": x})],
@@ -132,7 +133,7 @@ def test_what_is_opened_is_stacked_by_its_tensors():
     leaves, structure = stacked([flatten(example) for example in examples])
     (x,) = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
     assert x[:, 0, 0].tolist() == [0, 1, 2]
-    assert Entries(("0", "1", "2")) in [leaf for leaf in leaves if isinstance(leaf, Entries)]
+    assert ["0", "1", "2"] in [leaf for leaf in leaves if isinstance(leaf, list)]
     of_one = unflatten([leaf[1] for leaf in leaves], structure)["b"]
     assert (type(of_one), of_one.mask, of_one.name, of_one.x.tolist()) == (Encoding, None, "1", [[1, 1]])
 

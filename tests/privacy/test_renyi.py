@@ -44,14 +44,9 @@ def test_a_small_divergence_of_an_integer_order_keeps_its_digits():
 
 @pytest.mark.parametrize("sigma", [0.01, 0.03, 0.049])
 @pytest.mark.parametrize("rate", [1e-4, 0.1, 0.9])
-def test_with_hardly_any_noise_they_are_never_less_than_the_series(sigma, rate):
-    orders = [1.1, 1.7, 2.3, 5.5, 7, 10.9]
-    found = renyi.divergences(sigma, rate, orders)
-    for order, divergence in zip(orders, found, strict=True):
-        exact = compute_rdp(q=rate, noise_multiplier=sigma, steps=1, orders=float(order))
-        assert exact * (1 - 1e-9) <= divergence
-        # And at most that of the next integer.
-        assert divergence <= renyi.divergences(sigma, rate, [math.ceil(order)])[0] * (1 + 1e-12)
+def test_with_hardly_any_noise_only_integer_orders_bound_epsilon(sigma, rate):
+    expected = compute_rdp(q=rate, noise_multiplier=sigma, steps=1, orders=7.0)
+    assert renyi.divergences(sigma, rate, [1.1, 7, 10.9]) == pytest.approx([math.inf, expected, math.inf])
 
 
 @pytest.mark.parametrize("sigma", [1e-200, 1e-6, 1e12, 1e200])

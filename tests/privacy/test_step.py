@@ -353,7 +353,7 @@ def test_a_step_that_ended_by_an_error_is_a_fault():
     private = private_step(network(), loss=loss)
     with pytest.raises(ArithmeticError):
         released(private)
-    assert private.all_faults == ["a step ended by an error (ArithmeticError)"]
+    assert private.statement().faults == ("a step ended by an error (ArithmeticError)",)
 
 
 # Random numbers

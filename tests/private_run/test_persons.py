@@ -53,7 +53,7 @@ def test_a_run_counts_persons_and_its_statement_says_so(tmp_path):
     assert facts["release"] == "ok"
     assert (facts["num_train"], facts["sample_rate"]) == (PERSONS, pytest.approx(4 / PERSONS))
     assert facts["unit_of_privacy"] == "one person (all images with the same group)"
-    assert "| training persons | 12 |" in path.with_suffix(".md").read_text()
+    assert "| num train | 12 |" in path.with_suffix(".md").read_text()
 
 
 @pytest.mark.parametrize("mode", ["together", "one_by_one"])
