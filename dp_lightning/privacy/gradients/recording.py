@@ -20,7 +20,6 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from dp_lightning.errors import ModelError
-from dp_lightning.privacy.gradients.by_rows import BY_ROWS
 from dp_lightning.privacy.gradients.call import Call
 from dp_lightning.privacy.gradients.contribution import Contribution, PerExample
 from dp_lightning.privacy.gradients.functions import (
@@ -44,7 +43,6 @@ from dp_lightning.privacy.gradients.refusals import (
 from dp_lightning.privacy.gradients.rewrites import REWRITES
 from dp_lightning.privacy.gradients.rules import RULES, Rule
 from dp_lightning.privacy.gradients.sources import Sources
-from dp_lightning.privacy.gradients.stand_ins import STAND_INS
 from dp_lightning.privacy.gradients.vmap import unwrapped, wrapped
 from dp_lightning.torch_internals import (
     below_transforms,
@@ -203,7 +201,7 @@ class Recording(TorchFunctionMode):
             return unwrapped(args[0]).requires_grad
         if batched:
             try:
-                result = self._with_examples(func, args, kwargs, batched, sources, outermost)
+                result = self._with_examples(func, args, kwargs, batched, sources)
             except Exception:
                 self._failed = func
                 raise
@@ -219,34 +217,27 @@ class Recording(TorchFunctionMode):
         kwargs: dict[str, Any],
         batched: int,
         sources: list[Tensor],
-        outermost: bool,
     ) -> Any:
-        rule = RULES.get(func) if sources else None  # a user's rule takes precedence over a rewrite
-        other = STAND_INS.get(func) or (REWRITES.get(func) if sources and rule is None else None)
-        if other is not None:
+        rule = RULES.get(func) if sources else None
+        if rule is None and func in REWRITES:
             with self:
-                result = other(*args, **kwargs)
+                result = REWRITES[func](*args, **kwargs)
             if result is not NotImplemented:
                 return result
-        if sources:
-            if rule is not None:
-                result = self._record(rule, func, args, kwargs, batched, sources)
-                if result is not NotImplemented:
-                    return result
-            args, kwargs = self._with_copies(args, kwargs, sources)
-        if outermost and func in BY_ROWS:
-            with below_transforms():
-                result = BY_ROWS[func](self._batch_size, *args, **kwargs)
-            return tree_map_only(Tensor, lambda tensor: wrapped(tensor, self._level), result)
-        return func(*args, **kwargs)
+        if not sources:
+            return func(*args, **kwargs)
+        if rule is not None:
+            result = self._record(rule, func, args, kwargs, batched, sources)
+            if result is not NotImplemented:
+                return result
+        return self._with_copies(func, args, kwargs, sources)
 
     def _without_examples(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], sources: list[Tensor]) -> Any:
         """Compute what depends on parameters and constants alone, once for all examples."""
         result = func(*args, **kwargs)
         if sources and isinstance(result, Tensor) and is_batched(result):
             # It has drawn random numbers, different ones for each example.
-            args, kwargs = self._with_copies(args, kwargs, sources)
-            return func(*args, **kwargs)
+            return self._with_copies(func, args, kwargs, sources)
         return result
 
     def _record(
@@ -296,14 +287,12 @@ class Recording(TorchFunctionMode):
                 each[own] = copies.unsqueeze(1).expand(-1, rows, *value.shape).flatten(0, 1)
         return each
 
-    def _with_copies(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], sources: list[Tensor]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def _with_copies(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], sources: list[Tensor]) -> Any:
+        """Call a function with a copy of each source for each example, as a tensor of the example."""
         copies = {id(source): self._sources.copies(source, self._level) for source in sources}
-        replaced: tuple[tuple[Any, ...], dict[str, Any]] = tree_map_only(
-            Tensor, lambda tensor: copies.get(id(tensor), tensor), (args, kwargs)
-        )
-        return replaced
+        args, kwargs = tree_map_only(Tensor, lambda tensor: copies.get(id(tensor), tensor), (args, kwargs))
+        with self:
+            return func(*args, **kwargs)
 
     def _becomes_batched(self, func: Any, target: Any) -> bool:
         """Give each example its own copy of a shared tensor that is to be written to; false if it is not shared."""
