@@ -17,7 +17,6 @@ from dp_lightning.privacy.gradients.contribution import (
     part_norms,
     scaled,
 )
-from dp_lightning.privacy.gradients.workspace import Workspace
 
 
 def embedding_rows(call: Call, gradient: Tensor) -> Contribution:
@@ -56,7 +55,7 @@ class _Rows(Contribution):
         full.scatter_add_(1, self._indices.unsqueeze(2).expand_as(self._slots), self._slots)
         return PerExample({self._name: full}, self.method)
 
-    def measure(self, workspace: Workspace) -> None:
+    def measure(self) -> None:
         return None
 
     def norms(self) -> dict[str, Tensor]:
