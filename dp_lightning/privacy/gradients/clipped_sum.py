@@ -3,9 +3,7 @@
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
 
-import numpy as np
 import torch
-from numpy.lib.stride_tricks import as_strided
 from torch import Tensor
 
 from dp_lightning.errors import DpLightningError
@@ -154,10 +152,9 @@ class ClippedSum:
             places, groups = [], []
             for name in names:
                 shape, stride, numel = self._places[name]
-                numbers = np.arange(ends[name] - numel, ends[name])
-                places.append(as_strided(numbers, shape, [numbers.itemsize * step for step in stride]).flatten())
-                groups.append(np.full(numel, self._group_of[name]))
-            place, group = (sent(torch.from_numpy(np.concatenate(each)), self.flat.device) for each in (places, groups))
+                places.append(torch.arange(ends[name] - numel, ends[name]).as_strided(shape, stride).flatten())
+                groups.append(torch.full((numel,), self._group_of[name]))
+            place, group = (sent(torch.cat(each), self.flat.device) for each in (places, groups))
             self._known_places = {names: (place, group)}
         return self._known_places[names]
 

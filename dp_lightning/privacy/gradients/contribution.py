@@ -1,8 +1,10 @@
-"""What one physical batch contributes to a few parameters, per example until the weights are known."""
+"""What a rule sees of a function, and what a physical batch contributes, per example until the weights are known."""
 
 import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,6 +18,30 @@ _WIDENED_ROWS = 8
 _LONG, _SHORT = 256, 16
 # Gradients of at most so many numbers are taken together.
 _SMALL = 2**13
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call of a function on all rows of a physical batch.
+
+    Attributes:
+        inputs: what the function saw, (b * K, ...); the K rows of an example follow each other.
+        arguments: the other arguments by name; trained ones are detached.
+        names: maps each trained argument to the name under which its gradients are handed over.
+        rows: K. It is 1 if the function saw no dimension of rows.
+    """
+
+    inputs: Tensor
+    arguments: Mapping[str, Any]
+    names: Mapping[str, str]
+    rows: int
+
+    @property
+    def weight_shape(self) -> torch.Size:
+        """The shape of the argument ``weight``."""
+        weight: Tensor = self.arguments["weight"]
+        return weight.shape
+
 
 Weights = Mapping[str, Tensor]
 """Parameter name to the factor of each example, (r,) float32; zero where the gradient is not finite."""

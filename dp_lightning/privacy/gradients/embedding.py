@@ -9,14 +9,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from dp_lightning.privacy.gradients.call import Call
-from dp_lightning.privacy.gradients.contribution import (
-    Contribution,
-    PerExample,
-    Weights,
-    part_norms,
-    scaled,
-)
+from dp_lightning.privacy.gradients.contribution import Call, Contribution, PerExample, Weights, part_norms, scaled
 
 
 def embedding_rows(call: Call, gradient: Tensor) -> Contribution:
