@@ -142,7 +142,7 @@ class Sources:
 
 def started(output: Tensor) -> Tensor:
     """The output of a function whose input needs no gradient, as the start of a graph."""
-    result: Tensor = _Start.apply(output.detach(), torch.empty((), requires_grad=True))
+    result: Tensor = _Start.apply(output.detach(), torch.empty((), device=output.device, requires_grad=True))
     return result
 
 
