@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import threading
 
 import pytest
 import torch
@@ -14,7 +15,6 @@ from dp_lightning.privacy import ClipPlan
 from dp_lightning.privacy.gradients import convolution, products
 from dp_lightning.privacy.gradients.contribution import Contribution
 from dp_lightning.privacy.gradients.linear import Tokens
-from dp_lightning.privacy.gradients.workspace import Workspace
 
 CONVOLUTIONS = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
 TRANSPOSED = {1: nn.ConvTranspose1d, 2: nn.ConvTranspose2d, 3: nn.ConvTranspose3d}
@@ -26,12 +26,11 @@ def squared_error(output, target):
     return (output.flatten(1) - target).square().sum(1).mean()
 
 
-def check(layer, x, plan, ways, *, by_products=True, turned=False, augmult=1):
+def check(layer, x, plan, ways, *, by_products=True, augmult=1):
     """The clipped sum of ``layer`` equals the loop when every layer takes the ways given.
 
     ``augmult``: rows of ``x`` per example.
     ``by_products``: weighted sums as on processors where a product is as fast as the ordinary weight gradient, or not.
-    ``turned``: gradients that are formed are matrices of inputs times outputs, or not.
     """
     model = nn.Sequential(layer, nn.Tanh())
     y = torch.randn(len(x), model(x)[0].numel(), generator=torch.Generator().manual_seed(1))
@@ -42,7 +41,6 @@ def check(layer, x, plan, ways, *, by_products=True, turned=False, augmult=1):
         patch.setattr(products, "rounding_per_term", lambda positions: 0.0)
         patch.setattr(convolution, "below_avx512", lambda device: by_products)
         patch.setattr(convolution, "formed_by_products", lambda size, dtype, device: by_products)
-        patch.setattr(convolution, "turned", lambda dtype, device: turned)
         sums, norms = clipped_gradient_sum(model, squared_error, x, y, clip_plan=plan, augmult=augmult)
     expected, expected_norms = clipped_sum_by_loop(model, x, y.double(), plan, squared_error, augmult=augmult)
     # Clipped gradients of two examples may cancel: then the error is measured against the bound.
@@ -53,7 +51,7 @@ def check(layer, x, plan, ways, *, by_products=True, turned=False, augmult=1):
 
 
 PLANS = st.sampled_from([ClipPlan.flat(max_grad_norm=0.3), ClipPlan.per_layer(max_grad_norm=0.3, factor="automatic")])
-WAYS = st.sampled_from(["formed", "Gram", "formed twice"])
+WAYS = st.sampled_from(["formed", "Gram"])
 
 
 def check_as_drawn(data, layer, shape, most):
@@ -63,8 +61,7 @@ def check_as_drawn(data, layer, shape, most):
     if data.draw(st.booleans(), "channels last"):
         x = x.movedim(1, -1).contiguous().movedim(-1, 1)
     plan, way, by_products = data.draw(PLANS, "plan"), data.draw(WAYS, "way"), data.draw(st.booleans(), "products")
-    turned = data.draw(st.booleans(), "turned")
-    check(layer, x, plan, way, by_products=by_products, turned=turned, augmult=augmult)
+    check(layer, x, plan, way, by_products=by_products, augmult=augmult)
 
 
 @settings(max_examples=150, deadline=None, derandomize=True)
@@ -126,7 +123,7 @@ def test_every_way_of_a_linear_layer_equals_the_loop(data):
     check_as_drawn(data, layer, (*tokens, layer.in_features), most=5)
 
 
-@pytest.mark.parametrize("way", ["formed", "Gram", "formed twice"])
+@pytest.mark.parametrize("way", ["formed", "Gram"])
 @pytest.mark.parametrize("channels_last", [False, True])
 def test_the_ways_agree_when_examples_come_in_several_ranges(monkeypatch, way, channels_last):
     # Two examples at a time, and a last range of one.
@@ -138,24 +135,6 @@ def test_the_ways_agree_when_examples_come_in_several_ranges(monkeypatch, way, c
         for augmult, rows in ((1, x), (3, torch.cat([x, x.flip(2), x.flip(3)]).contiguous(memory_format=memory))):
             check(nn.Conv2d(6, 8, 3, padding=1), rows, plan, way, augmult=augmult)
             check(nn.Conv2d(6, 8, 3, stride=2, groups=2), rows, plan, way, augmult=augmult)
-
-
-@pytest.mark.parametrize(
-    ("layer", "shape"),
-    [
-        (nn.Conv1d(3, 6, 3, padding="same"), (4, 3, 9)),
-        (nn.Conv2d(4, 6, 3, 2, 1, 2, groups=2, padding_mode="reflect"), (4, 4, 9, 8)),
-        (nn.Conv3d(3, 6, (1, 3, 2), 1, 1), (2, 3, 5, 4, 5)),
-    ],
-)
-@pytest.mark.parametrize("augmult", [1, 2])
-def test_norms_of_patches_are_taken_without_patches(layer, shape, augmult):
-    torch.manual_seed(0)
-    x = torch.randn(shape)
-    conv = convolution.geometry(layer.weight.shape, layer.stride, layer.padding, layer.dilation, layer.groups)
-    patches = convolution.Patches(conv, x, torch.randn_like(layer(x)), augmult)
-    rows = slice(0, 2 // augmult)
-    torch.testing.assert_close(patches.right_norms(rows), patches.right(rows, torch.float32).norm(dim=3))
 
 
 def _fits(image, kernel, stride, dilation, padding):
@@ -193,10 +172,9 @@ def test_gram_matrices_of_patches_are_taken_without_patches(image, kernel, strid
 
 
 @pytest.mark.parametrize("positions", [96, 1024])
-@pytest.mark.parametrize("way", ["Gram", "formed twice"])
-def test_terms_that_round_all_in_one_direction_do_not_exceed_the_bound(monkeypatch, way, positions):
+def test_terms_that_round_all_in_one_direction_do_not_exceed_the_bound(monkeypatch, positions):
     """After a large first term, every small one rounds up; the last one takes away what exact arithmetic has."""
-    monkeypatch.setattr(products, "kept_method", lambda size: way)
+    monkeypatch.setattr(products, "kept_method", lambda size: "Gram")
     monkeypatch.setattr(products.Product, "stream", Contribution.stream)  # measures as when kept
     layer, x, g = nn.Linear(300, 300, bias=False), torch.zeros(1, positions, 300), torch.zeros(positions)
     x[0, :, 0] = 1
@@ -237,8 +215,7 @@ def settings_of_precision():
 
 
 @pytest.mark.parametrize("api", ["new", "old"])
-@pytest.mark.parametrize("way", ["Gram", "formed twice"])
-def test_products_behind_a_bound_of_float32_rounding_are_in_float32(monkeypatch, settings_of_precision, way, api):
+def test_products_behind_a_bound_of_float32_rounding_are_in_float32(monkeypatch, settings_of_precision, api):
     def precisions():
         backends = torch.backends
         return [
@@ -259,21 +236,19 @@ def test_products_behind_a_bound_of_float32_rounding_are_in_float32(monkeypatch,
         torch.backends.cuda.matmul.fp32_precision = torch.backends.mkldnn.matmul.fp32_precision = "tf32"
     before, seen = precisions(), []
     assert "ieee" not in before[:2]
-    monkeypatch.setattr(products, "kept_method", lambda size: way)
+    monkeypatch.setattr(products, "kept_method", lambda size: "Gram")
     monkeypatch.setattr(Tokens, "add_total", watched(Tokens.add_total))
-    if way == "formed twice":
-        monkeypatch.setattr(Tokens, "form", watched(Tokens.form))
     model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
     clipped_gradient_sum(
         model, squared_error, torch.randn(5, 4), torch.randn(5, 2), clip_plan=ClipPlan.flat(max_grad_norm=1.0)
     )
-    assert len(seen) == (2 if way == "Gram" else 4)
+    assert len(seen) == 2
     assert all(precision == "ieee" for found in seen for precision in found)
     assert precisions() == before
 
 
 @pytest.mark.parametrize("plan", [ClipPlan.flat(max_grad_norm=1e-3), ClipPlan.per_layer(max_grad_norm=1e-3)])
-@pytest.mark.parametrize("way", ["formed", "Gram", "formed twice"])
+@pytest.mark.parametrize("way", ["formed", "Gram"])
 def test_a_gradient_that_cancels_contributes_no_more_than_the_bound(monkeypatch, way, plan):
     """An almost constant image of scale 1e4 under a loss whose gradient sums to almost nothing."""
     monkeypatch.setattr(products, "kept_method", lambda size: way)
@@ -295,10 +270,9 @@ def test_a_gradient_that_cancels_contributes_no_more_than_the_bound(monkeypatch,
     assert float(sums["weight"].double().norm()) <= plan.sensitivity * (1 + 1e-3)
 
 
-@pytest.mark.parametrize("way", ["Gram", "formed twice"])
-def test_where_the_sum_is_rounded_anew_the_norm_holds_a_bound_of_its_rounding(monkeypatch, way):
+def test_where_the_sum_is_rounded_anew_the_norm_holds_a_bound_of_its_rounding(monkeypatch):
     """Two positions whose terms cancel: what is left of the norm is the bound of the sum's rounding."""
-    monkeypatch.setattr(products, "kept_method", lambda size: way)
+    monkeypatch.setattr(products, "kept_method", lambda size: "Gram")
     monkeypatch.setattr(products.Product, "stream", Contribution.stream)  # measures as when kept
     torch.manual_seed(0)
     patch, output_gradient = torch.randn(6), torch.randn(5)
@@ -321,10 +295,9 @@ def test_where_the_sum_is_rounded_anew_the_norm_holds_a_bound_of_its_rounding(mo
     assert norm(nn.Conv2d(6, 5, 1, bias=False), *images, augmult=2) == pytest.approx(rounding / 2, rel=1e-3)
 
 
-@pytest.mark.parametrize("way", ["Gram", "formed twice"])
-def test_what_is_measured_is_at_least_the_gradient_and_the_rounding_of_its_sum(monkeypatch, way):
+def test_what_is_measured_is_at_least_the_gradient_and_the_rounding_of_its_sum(monkeypatch):
     """Both point the same way in the worst case, so their lengths are added, and not their squares."""
-    monkeypatch.setattr(products, "kept_method", lambda size: way)
+    monkeypatch.setattr(products, "kept_method", lambda size: "Gram")
     monkeypatch.setattr(products.Product, "stream", Contribution.stream)  # measures as when kept
     torch.manual_seed(0)
     patch, output_gradient = torch.randn(6), torch.randn(5)
@@ -341,23 +314,27 @@ def test_what_is_measured_is_at_least_the_gradient_and_the_rounding_of_its_sum(m
     _, norms = clipped_gradient_sum(
         layer, loss, torch.stack([patch, patch])[None], target[None], clip_plan=ClipPlan.flat(max_grad_norm=1.0)
     )
-    # Formed in float32, what is left is itself rounded, by less than a tenth of the bound.
-    assert float(norms) == pytest.approx(left + rounding, rel=1e-3 if way == "Gram" else 0.1)
+    assert float(norms) == pytest.approx(left + rounding, rel=1e-3)
 
 
 def test_memory_of_gradients_that_are_used_up_is_used_again():
-    workspace, cpu = Workspace(), torch.device("cpu")
-    first = workspace.gradients((4, 3), torch.float32, cpu)
-    assert workspace.gradients((2, 5), torch.float32, cpu).data_ptr() == first.data_ptr()
-    assert workspace.gradients((9, 3), torch.float64, cpu).shape == (9, 3)
-    assert (
-        workspace.patches((2, 5), torch.float32, cpu).data_ptr()
-        != workspace.gradients((2, 5), torch.float32, cpu).data_ptr()
-    )
+    scratch, cpu = products.Scratch(), torch.device("cpu")
+    first = scratch((4, 3), torch.float32, cpu)
+    assert scratch((2, 5), torch.float32, cpu).data_ptr() == first.data_ptr()
+    assert scratch((9, 3), torch.float64, cpu).shape == (9, 3)
+
+
+def test_each_thread_has_its_own_memory_for_intermediate_results():
+    scratch, places = products.Scratch(), []
+    for target in (lambda: places.append(scratch((4,), torch.float32, torch.device("cpu"))),) * 2:
+        thread = threading.Thread(target=target)
+        thread.start()
+        thread.join()
+    assert places[0].data_ptr() != places[1].data_ptr()
 
 
 def test_a_logical_batch_needs_the_memory_of_one_physical_batch():
-    """The workspace does not grow with the number of physical batches, nor is anything kept between them."""
+    """The scratch memory does not grow with the number of physical batches, nor is anything kept between them."""
     import gc
 
     torch.manual_seed(0)
@@ -398,16 +375,7 @@ def test_nothing_waits_for_the_gpu_inside_a_physical_batch(plan):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(
-    ("way", "precision"),
-    [
-        ("formed", "highest"),
-        ("Gram", "highest"),
-        ("formed twice", "highest"),
-        ("Gram", "high"),
-        ("formed twice", "high"),
-    ],
-)
+@pytest.mark.parametrize(("way", "precision"), [("formed", "highest"), ("Gram", "highest"), ("Gram", "high")])
 def test_every_way_equals_the_loop_on_a_gpu(monkeypatch, request, way, precision):
     """Also where a user lets products of matrices use TF32: what is measured is not rounded to it."""
     monkeypatch.setattr(products, "kept_method", lambda size: way)

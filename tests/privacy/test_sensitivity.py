@@ -244,7 +244,7 @@ def test_a_long_gradient_does_not_exceed_the_sensitivity(kind, plan, dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("numbers", [64 * 9, 64 * 576, 64 * 2304])  # 16 bits by pieces and row by row
+@pytest.mark.parametrize("numbers", [64 * 9, 64 * 576])
 @pytest.mark.parametrize("turned", [False, True])
 def test_what_is_added_up_is_what_was_measured(dtype, numbers, turned):
     """The numbers of a gradient of 16 bits are those in memory, not rounded again, and a weight of zero takes none."""

@@ -3,15 +3,12 @@
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
 
-import numpy as np
 import torch
-from numpy.lib.stride_tricks import as_strided
 from torch import Tensor
 
 from dp_lightning.errors import DpLightningError
 from dp_lightning.privacy.clipping import ClipPlan
 from dp_lightning.privacy.gradients.contribution import Contribution, Weights, finite_, flat_rows
-from dp_lightning.privacy.gradients.workspace import Workspace
 from dp_lightning.processors import sent
 
 # Relative to a bound: squared norms are accurate to 1e-6, and five more roundings of 6e-8 follow.
@@ -37,7 +34,6 @@ class ClippedSum:
         self._members = list(groups.values())
         self._group_of = {name: index for index, names in enumerate(self._members) for name in names}
         device = next(iter(parameters.values())).device
-        self._workspace = Workspace()
         self._known_places: dict[tuple[str, ...], tuple[Tensor, Tensor]] = {}
         # A little less, for the rounding of norms and factors.
         bounds = [bound * (1 - _ROOM) for bound in clip_plan.bounds(groups)]
@@ -93,9 +89,9 @@ class ClippedSum:
         # Autocast would compute the products in bfloat16, and the sum would no longer be what was measured.
         with torch.autocast(self.flat.device.type, enabled=False):
             if complete and len(contribution.rows) < len(contribution.names):
-                contribution.stream(self._weigh, self.sums, self._workspace)
+                contribution.stream(self._weigh, self.sums)
                 return
-            contribution.measure(self._workspace)
+            contribution.measure()
             self._rows.update(contribution.rows)
             if len(contribution.rows) < len(contribution.names):
                 self._kept.append(contribution)
@@ -156,10 +152,9 @@ class ClippedSum:
             places, groups = [], []
             for name in names:
                 shape, stride, numel = self._places[name]
-                numbers = np.arange(ends[name] - numel, ends[name])
-                places.append(as_strided(numbers, shape, [numbers.itemsize * step for step in stride]).flatten())
-                groups.append(np.full(numel, self._group_of[name]))
-            place, group = (sent(torch.from_numpy(np.concatenate(each)), self.flat.device) for each in (places, groups))
+                places.append(torch.arange(ends[name] - numel, ends[name]).as_strided(shape, stride).flatten())
+                groups.append(torch.full((numel,), self._group_of[name]))
+            place, group = (sent(torch.cat(each), self.flat.device) for each in (places, groups))
             self._known_places = {names: (place, group)}
         return self._known_places[names]
 

@@ -1,24 +1,46 @@
-"""What one physical batch contributes to a few parameters, per example until the weights are known."""
+"""What a rule sees of a function, and what a physical batch contributes, per example until the weights are known."""
 
 import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from dp_lightning.privacy.gradients.workspace import Workspace
 from dp_lightning.processors import read_at_once
 
-# Rows, or numbers, of 16 bits that are copied in float32 at a time.
-_WIDENED_ROWS, _WIDENED_NUMBERS = 8, 2**22
+# Rows of 16 bits that are copied in float32 at a time.
+_WIDENED_ROWS = 8
 # Squares are added up in float32 over parts of at most so many numbers, and in float64 from there on. Shorter parts
 # are not worth their number.
 _LONG, _SHORT = 256, 16
 # Gradients of at most so many numbers are taken together.
 _SMALL = 2**13
-# Rows of more numbers are worth an operation each.
-_LONG_ROW = 2**14
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call of a function on all rows of a physical batch.
+
+    Attributes:
+        inputs: what the function saw, (b * K, ...); the K rows of an example follow each other.
+        arguments: the other arguments by name; trained ones are detached.
+        names: maps each trained argument to the name under which its gradients are handed over.
+        rows: K. It is 1 if the function saw no dimension of rows.
+    """
+
+    inputs: Tensor
+    arguments: Mapping[str, Any]
+    names: Mapping[str, str]
+    rows: int
+
+    @property
+    def weight_shape(self) -> torch.Size:
+        """The shape of the argument ``weight``."""
+        weight: Tensor = self.arguments["weight"]
+        return weight.shape
 
 
 Weights = Mapping[str, Tensor]
@@ -50,7 +72,7 @@ class Contribution(ABC):
         """The gradients themselves, in memory of their own."""
 
     @abstractmethod
-    def measure(self, workspace: Workspace) -> None:
+    def measure(self) -> None:
         """Compute what the norms need while the tensors are still in the cache; keep what the sum needs."""
 
     @property
@@ -69,9 +91,9 @@ class Contribution(ABC):
     def add_weighted(self, weights: Weights, sums: Mapping[str, Tensor]) -> None:
         """Add the sum over i of weights[name][i] * gradient_i to sums[name], for each name of ``norms``."""
 
-    def stream(self, weigh: Weigh, sums: Mapping[str, Tensor], workspace: Workspace) -> None:
+    def stream(self, weigh: Weigh, sums: Mapping[str, Tensor]) -> None:
         """Norms, weights and weighted sums in one go, those of ``rows`` too, with nothing kept."""
-        self.measure(workspace)
+        self.measure()
         self.add_measured(weigh, sums)
 
     def add_measured(self, weigh: Weigh, sums: Mapping[str, Tensor]) -> None:
@@ -100,7 +122,7 @@ class PerExample(Contribution):
     def formed(self) -> "PerExample":
         return self
 
-    def measure(self, workspace: Workspace) -> None:
+    def measure(self) -> None:
         return None
 
     def norms(self) -> dict[str, Tensor]:
@@ -131,10 +153,7 @@ def part_norms(rows: Tensor) -> Tensor:
     length = _part(rows.shape[1])
     if rows.dtype == torch.float64 or length < _SHORT:
         return torch.linalg.vector_norm(rows, dim=1, keepdim=True, dtype=torch.float64)
-    # On a CPU torch copies 16 bits in float32 first.
-    step = max(_WIDENED_NUMBERS // rows.shape[1], 1) if _is_copied(rows) else max(len(rows), 1)
-    parts = rows.unflatten(1, (-1, length)).split(step)
-    return joined([torch.linalg.vector_norm(piece, dim=2, dtype=torch.float32) for piece in parts])
+    return torch.linalg.vector_norm(rows.unflatten(1, (-1, length)), dim=2, dtype=torch.float32)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -153,21 +172,15 @@ def add_weighted(total: Tensor, rows: Tensor, weights: Tensor, *, used_up: bool 
         used_up: whether ``rows`` may be changed.
     """
     places = total.view(-1) if total.is_contiguous() else torch.zeros(total.numel(), device=total.device)
-    if _is_copied(rows) and total.numel() > _LONG_ROW:
-        # Each core adds the same part of every row, so that no other core has written the part of the total.
-        for row, factor in zip(flat_rows(rows).unbind(), weights.tolist(), strict=True):
-            if factor:
-                places.add_(row, alpha=factor)
-    else:
-        # In pieces, so that a copy in float32 never exists as a whole.
-        step = len(rows) if rows.dtype == torch.float32 else _WIDENED_ROWS
-        for piece, factors in zip(rows.split(step), weights.split(step), strict=True):
-            if used_up and not read_at_once(piece.device):
-                # Faster than `without`; a row whose weight is not zero has only finite numbers.
-                finite_(piece)
-            else:
-                piece = without(piece, factors)
-            places.addmv_(flat_rows(piece).float().T, factors)
+    # In pieces, so that a copy in float32 never exists as a whole.
+    step = len(rows) if rows.dtype == torch.float32 else _WIDENED_ROWS
+    for piece, factors in zip(rows.split(step), weights.split(step), strict=True):
+        if used_up and not read_at_once(piece.device):
+            # Faster than `without`; a row whose weight is not zero has only finite numbers.
+            finite_(piece)
+        else:
+            piece = without(piece, factors)
+        places.addmv_(flat_rows(piece).float().T, factors)
     if not total.is_contiguous():
         total += places.view(total.shape)
 
@@ -175,11 +188,6 @@ def add_weighted(total: Tensor, rows: Tensor, weights: Tensor, *, used_up: bool 
 def joined(pieces: Sequence[Tensor]) -> Tensor:
     """The pieces as one tensor."""
     return pieces[0] if len(pieces) == 1 else torch.cat(tuple(pieces))
-
-
-def _is_copied(rows: Tensor) -> bool:
-    """Whether torch copies the numbers in float32 before it computes with them in float32."""
-    return rows.itemsize < 4 and read_at_once(rows.device)
 
 
 def scaled(rows: Tensor, weights: Tensor) -> Tensor:

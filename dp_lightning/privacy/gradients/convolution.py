@@ -20,9 +20,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from dp_lightning.privacy.gradients.contribution import scaled, sum_of_views, without
-from dp_lightning.privacy.gradients.cost_model import Size, formed_by_products, product_dtype, turned
-from dp_lightning.privacy.gradients.products import Factors
-from dp_lightning.privacy.gradients.workspace import Empty
+from dp_lightning.privacy.gradients.cost_model import Size, formed_by_products, product_dtype
+from dp_lightning.privacy.gradients.products import Empty, Factors
 from dp_lightning.processors import below_avx512
 
 
@@ -101,7 +100,8 @@ class Patches(Factors):
         outputs = values.shape[1] // groups
         self.size = Size(groups=groups, positions=positions, outputs=outputs, inputs=inputs, gram=gram, seen=seen)
         self._channels_last = _is_channels_last(image)
-        self.turned = not self._channels_last and self.by_products(self.dtype) and turned(self.dtype, self.device)
+        depthwise, one_by_one = 1 < groups == image.shape[1], prod(conv.kernel_size) == 1
+        self.by_products = not depthwise and (one_by_one or formed_by_products(self.size, self.dtype, self.device))
 
     @property
     def _grad_output(self) -> Tensor:
@@ -131,32 +131,18 @@ class Patches(Factors):
         patches = _dense(x.as_strided(size, stride), empty)
         return self._positions(patches.view(len(x), groups, -1, prod(spatial)).mT)
 
-    def form(self, rows: slice, dtype: torch.dtype, empty: Empty, patches: Empty) -> Tensor:
-        if self.by_products(dtype):
-            return super().form(rows, dtype, empty, patches)
+    def form(self, rows: slice, empty: Empty) -> Tensor:
+        if self.by_products:
+            return super().form(rows, empty)
         views = self._views(rows)
-        image, values = (_folded(x[views].to(dtype), self._augmult) for x in (self._image, self._values))
+        image, values = (_folded(x[views].to(self.dtype), self._augmult) for x in (self._image, self._values))
         gradients = _weight_gradient(self._conv, image, values, batch_size=rows.stop - rows.start)
         return self.rows_of(gradients.unflatten(0, (rows.stop - rows.start, -1)))
 
-    def by_products(self, dtype: torch.dtype) -> bool:
-        conv = self._conv
-        depthwise = conv.groups > 1 and self._image.shape[1] == conv.groups
-        one_by_one = prod(conv.kernel_size) == 1
-        return not depthwise and (one_by_one or formed_by_products(self.size, dtype, self.device))
-
-    def forming(self, dtype: torch.dtype) -> int:
+    @property
+    def forming(self) -> int:
         # Without patches: the folded factors, and the gradient in two orders.
-        return super().forming(dtype) if self.by_products(dtype) else 2 * (self.size.seen + self.size.weight)
-
-    def right_norms(self, rows: slice) -> Tensor:
-        conv, x = self._conv, _padded(self._conv, self._image[self._views(rows)].float())
-        squares = x.square().unflatten(1, (conv.groups, -1)).sum(2).flatten(0, 1).unsqueeze(1)
-        ones = squares.new_ones(1, 1, *conv.kernel_size)
-        zero = [0] * len(conv.stride)
-        sums = torch.convolution(squares, ones, None, conv.stride, zero, conv.dilation, False, zero, 1)
-        norms = sums.flatten(1).unflatten(0, (len(x), conv.groups)).sqrt()
-        return self._positions(norms.unsqueeze(3)).squeeze(3)
+        return super().forming if self.by_products else 2 * (self.size.seen + self.size.weight)
 
     def right_gram(self, rows: slice) -> Tensor:
         if not self._windows:

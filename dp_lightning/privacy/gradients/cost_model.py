@@ -22,7 +22,8 @@ _PER_FOLDED_NUMBER = 60
 # A float64 multiplication takes the time of two; the passes over a Gram matrix besides its products take that of 600.
 _DOUBLE = 2
 _PER_GRAM_NUMBER = 600
-# Kept gradients may take this many times the memory of what the layer has seen and returned.
+# Kept gradients may take this many times the memory of what the layer has seen and returned, and more only where Gram
+# matrices would cost more than the gradients themselves.
 _MEMORY = 3
 # With fewer positions, a grouped convolution spends its time on reordering the weight's numbers.
 _FEW_POSITIONS = 64
@@ -63,9 +64,8 @@ class Size:
 def kept_method(size: Size) -> str:
     """The method for a layer whose clipping factors are known only after its norms are computed."""
     cost = _gram(size)
-    if size.weight <= _MEMORY * size.seen and _PER_KEPT_NUMBER * size.weight <= cost:
-        return "formed"
-    return "Gram" if cost <= size.product or size.positions == 1 else "formed twice"
+    is_kept = size.weight <= _MEMORY * size.seen or cost > size.product
+    return "formed" if is_kept and _PER_KEPT_NUMBER * size.weight <= cost else "Gram"
 
 
 def streamed_method(size: Size, *, by_products: bool) -> str:
@@ -100,11 +100,6 @@ def formed_by_products(size: Size, dtype: torch.dtype, device: torch.device) -> 
     if device.type != "cpu" or dtype != torch.float32 or below_avx512(device):
         return True
     return size.positions < _FEW_POSITIONS
-
-
-def turned(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether products of patches, whose positions are next to each other, are faster as (inputs, outputs)."""
-    return device.type == "cpu" and dtype == torch.bfloat16
 
 
 def _gram(size: Size) -> int:

@@ -9,15 +9,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from dp_lightning.privacy.gradients.call import Call
-from dp_lightning.privacy.gradients.contribution import (
-    Contribution,
-    PerExample,
-    Weights,
-    part_norms,
-    scaled,
-)
-from dp_lightning.privacy.gradients.workspace import Workspace
+from dp_lightning.privacy.gradients.contribution import Call, Contribution, PerExample, Weights, part_norms, scaled
 
 
 def embedding_rows(call: Call, gradient: Tensor) -> Contribution:
@@ -56,7 +48,7 @@ class _Rows(Contribution):
         full.scatter_add_(1, self._indices.unsqueeze(2).expand_as(self._slots), self._slots)
         return PerExample({self._name: full}, self.method)
 
-    def measure(self, workspace: Workspace) -> None:
+    def measure(self) -> None:
         return None
 
     def norms(self) -> dict[str, Tensor]:

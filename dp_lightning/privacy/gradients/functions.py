@@ -7,24 +7,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# Functions that read no numbers, and are allowed without a check.
+# Functions that read no numbers and are called often: they need no check.
 PLAIN = frozenset(
     [
-        *(
-            getattr(torch.Tensor, name).__get__
-            for name in ("shape", "dtype", "device", "ndim", "layout", "is_cuda", "is_sparse", "itemsize")
-        ),
-        *(
-            getattr(torch.Tensor, name)
-            for name in (
-                "size", "dim", "ndimension", "numel", "nelement", "stride", "__len__", "is_floating_point",
-                "is_complex", "is_contiguous", "get_device", "element_size", "is_same_size", "storage_offset",
-                "is_inference",
-            )
-        ),
-        torch.is_floating_point, torch.is_complex, torch.numel,
+        *(getattr(torch.Tensor, name).__get__ for name in ("shape", "dtype", "device", "ndim", "is_cuda")),
+        *(getattr(torch.Tensor, name) for name in ("size", "dim", "numel", "stride", "is_contiguous", "__len__")),
+        torch.Tensor.is_floating_point,
+        torch.is_floating_point,
     ]
-)  # fmt: skip
+)
 DRAWN_IN_PLACE = frozenset(
     getattr(torch.Tensor, f"{name}_")
     for name in ("bernoulli", "cauchy", "exponential", "geometric", "log_normal", "normal", "random", "uniform")

@@ -6,11 +6,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dp_lightning.errors import ConfigurationError
 from dp_lightning.privacy.clipping import ClipPlan
 from dp_lightning.privacy.gradients.clipped_sum import ClippedSum
 from dp_lightning.privacy.gradients.recording import Recording
-from dp_lightning.torch_internals import tree_flatten, tree_map_only
+from dp_lightning.torch_internals import tree_leaves, tree_map_only
 
 
 def clipped_gradient_sum(
@@ -36,8 +35,8 @@ def clipped_gradient_sum(
         targets: likewise, passed to the loss.
         clip_plan: how examples are clipped.
         augmult: K.
-        max_physical_batch_size: the most rows in one forward and backward pass; None takes all at once. It changes only
-            the memory needed.
+        max_physical_batch_size: the most rows in one forward and backward pass, but those of one example at least; None
+            takes all at once. It changes only the memory needed.
         explain: print how the gradients of each parameter are computed.
 
     Returns:
@@ -47,25 +46,17 @@ def clipped_gradient_sum(
 
     Raises:
         ModelError: when per-example gradients cannot be computed.
-        ConfigurationError: when the tensors have different numbers of rows, or not K for each example.
     """
-    size = _rows(inputs, targets)
-    if augmult < 1 or size % augmult:
-        raise ConfigurationError(f"augmult is {augmult}; it must divide the number of rows, {size}.")
-    if max_physical_batch_size is not None and max_physical_batch_size < augmult:
-        raise ConfigurationError(
-            f"max_physical_batch_size is {max_physical_batch_size}; it must be at least {augmult}, the rows of one "
-            "example."
-        )
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     total = ClippedSum(trained, clip_plan)
-    examples = tree_map_only(Tensor, lambda rows: rows.unflatten(0, (size // augmult, augmult)), (inputs, targets))
-    step = (max_physical_batch_size or max(size, augmult)) // augmult
+    examples = tree_map_only(Tensor, lambda rows: rows.unflatten(0, (-1, augmult)), (inputs, targets))
+    size = next(len(leaf) for leaf in tree_leaves(examples) if isinstance(leaf, Tensor))
+    step = max((max_physical_batch_size or size * augmult) // augmult, 1)
     norms = [torch.zeros(0, len(total.labels), device=total.flat.device)]
     methods: dict[str, str] = {}
-    for start in range(0, size // augmult, step):
+    for start in range(0, size, step):
         piece = tree_map_only(Tensor, lambda rows: rows[start : start + step], examples)  # noqa: B023
-        b = min(step, size // augmult - start)
+        b = min(step, size - start)
         total.begin(b)
         recording = Recording(trained, b, total.take)
         recording.backward(recording.run(lambda x, y: loss_fn(model(x), y).mean(), *piece))
@@ -81,15 +72,3 @@ def explanation(parameters: dict[str, Any], methods: dict[str, str]) -> str:
     """A line per parameter: its name and how its gradients were computed."""
     width = max(map(len, parameters))
     return "\n".join(f"{name:<{width}}  {methods.get(name, 'not used')}" for name in parameters)
-
-
-def _rows(*trees: Any) -> int:
-    tensors = [leaf for leaf in tree_flatten(trees)[0] if isinstance(leaf, Tensor)]
-    sizes = {tensor.shape[0] if tensor.dim() else None for tensor in tensors}
-    if len(sizes) != 1 or None in sizes:
-        shapes = ", ".join(str(tuple(tensor.shape)) for tensor in tensors) or "none"
-        raise ConfigurationError(
-            f"The tensors in inputs and targets have the shapes {shapes}. "
-            "The first dimension of each must be the batch."
-        )
-    return int(sizes.pop())  # type: ignore[arg-type]

@@ -4,8 +4,7 @@ import torch
 from torch import Tensor
 
 from dp_lightning.privacy.gradients.cost_model import Size, product_dtype
-from dp_lightning.privacy.gradients.products import Factors
-from dp_lightning.privacy.gradients.workspace import Empty
+from dp_lightning.privacy.gradients.products import Empty, Factors
 
 
 class Tokens(Factors):

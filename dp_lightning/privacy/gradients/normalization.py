@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from dp_lightning.privacy.gradients.call import Call
-from dp_lightning.privacy.gradients.contribution import Contribution, PerExample, sum_of_views
+from dp_lightning.privacy.gradients.contribution import Call, Contribution, PerExample, sum_of_views
 from dp_lightning.privacy.gradients.cost_model import examples_at_a_time
 
 # A GPU has no more blocks in its second dimension, and one for each group.
@@ -63,15 +62,12 @@ def group_norm(rows: Tensor, call: Call) -> Tensor:
     return F.group_norm(rows, call.arguments["num_groups"], eps=call.arguments.get("eps", 1e-5))
 
 
-def has_foldable_groups(rows: Tensor, arguments: Mapping[str, Any]) -> bool:
-    """Whether the rows are one row of more channels without a copy."""
-    return rows.is_contiguous() and len(rows) * arguments["num_groups"] <= _MOST_GROUPS
-
-
-def folded_group_norm(rows: Tensor, arguments: Mapping[str, Any]) -> Tensor:
-    """GroupNorm of rows (n, C, ...) where ``weight`` and ``bias`` are (n, C)."""
-    weights = {own: value.flatten() for own in ("weight", "bias") if (value := arguments.get(own)) is not None}
+def folded_group_norm(rows: Tensor, arguments: Mapping[str, Any], for_each_row: Callable[[str], Tensor]) -> Tensor:
+    """GroupNorm of rows (n, C, ...) that are one row of more channels without a copy; weights are (n, C)."""
     groups, eps = len(rows) * arguments["num_groups"], arguments.get("eps", 1e-5)
+    if not rows.is_contiguous() or groups > _MOST_GROUPS:
+        return NotImplemented
+    weights = {own: for_each_row(own).flatten() for own in ("weight", "bias") if arguments.get(own) is not None}
     return F.group_norm(rows.flatten(0, 1).unsqueeze(0), groups, **weights, eps=eps).view(rows.shape)
 
 

@@ -3,7 +3,7 @@
 Linear layers and convolutions are of this form: g_it is the gradient of the layer's output at position t (a token, a
 pixel), p_it what the weight multiplied there (the token, the patch under the kernel). The positions of all views of an
 example are positions of the example: its gradients add up in the product, and no view has one of its own. There are
-three exact methods for the norms and the weighted sum over examples:
+two exact methods for the norms and the weighted sum over examples:
 
 * formed: G_i^T P_i for a few examples at a time, so that patches and gradients stay in the cache.
   Each gradient is used up at once if its norm alone decides; otherwise all of them are kept until the norm over all
@@ -11,16 +11,17 @@ three exact methods for the norms and the weighted sum over examples:
 * Gram: ||G_i^T P_i||^2 is the sum of the entrywise product of the Gram matrices G_i G_i^T and P_i P_i^T (Goodfellow
   2015; Bu et al. 2022), and the weighted sum is one product over all examples. Terms of both signs cancel in the norm,
   so it is computed in float64.
-* formed twice: for the norm, and again, all at once and weighted, for the sum.
 
-In the last two, the sum is not rounded like the norm. With a bound r on the float32 rounding of an example's part of
+With Gram matrices, the sum is not rounded like the norm. With a bound r on the float32 rounding of an example's part of
 the sum, the example contributes at most ||G_i^T P_i|| + r. This is the norm that is reported, so that an example whose
 gradient cancels cannot contribute what was not measured.
 """
 
+import threading
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from math import prod
 from typing import Any
 
 import torch
@@ -38,7 +39,6 @@ from dp_lightning.privacy.gradients.contribution import (
     without,
 )
 from dp_lightning.privacy.gradients.cost_model import Size, examples_at_a_time, kept_method, streamed_method
-from dp_lightning.privacy.gradients.workspace import Empty, Workspace
 from dp_lightning.torch_internals import storage_address
 
 
@@ -52,9 +52,30 @@ def rounding_per_term(positions: int) -> float:
     return (2 * positions + 8) * torch.finfo(torch.float32).eps
 
 
-def _with_rounding(squared: Tensor, rounding: Tensor) -> Tensor:
-    """(b, 1) norms n + r from n^2 and r: the sum of two vectors is at most as long as both together."""
-    return (squared.double().sqrt() + rounding.double()).unsqueeze(1)
+Empty = Callable[..., Tensor]
+"""Like ``torch.empty``, with ``dtype`` and ``device``."""
+
+
+class Scratch(threading.local):
+    """Memory for what lives only until the next layer, of which each thread has its own.
+
+    On a CPU the first touch of memory that is not in the cache costs more than computing what is written there. A GPU's
+    allocator already reuses memory.
+    """
+
+    def __init__(self) -> None:
+        self._buffer = torch.empty(0)
+
+    def __call__(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+        """A tensor for intermediate results, valid until the next call."""
+        if device.type != "cpu":
+            return torch.empty(shape, dtype=dtype, device=device)
+        if self._buffer.numel() < prod(shape) or self._buffer.dtype != dtype:
+            self._buffer = torch.empty(prod(shape), dtype=dtype)
+        return self._buffer[: prod(shape)].view(shape)
+
+
+_PATCHES, _GRADIENTS = Scratch(), Scratch()
 
 
 class Factors(ABC):
@@ -64,7 +85,7 @@ class Factors(ABC):
     size: Size
     dtype: torch.dtype  # in which the gradients are formed
     device: torch.device
-    turned = False  # whether ``form`` gives P_i^T G_i, (r, groups, inputs, outputs)
+    by_products = True  # whether ``form`` multiplies matrices, or else folds examples into the groups of a convolution
 
     @abstractmethod
     def left(self, rows: slice, dtype: torch.dtype) -> Tensor:
@@ -74,34 +95,19 @@ class Factors(ABC):
     def right(self, rows: slice, dtype: torch.dtype, empty: Empty = torch.empty) -> Tensor:
         """P: (r, groups, positions, inputs); a view, or in memory from ``empty``."""
 
-    def form(self, rows: slice, dtype: torch.dtype, empty: Empty, patches: Empty) -> Tensor:
-        """G_i^T P_i, unless ``turned``: (r, groups, outputs, inputs), in memory of its own or from ``empty``.
-
-        Args:
-            rows: of the examples.
-            dtype: of the products.
-            empty: memory for the result.
-            patches: memory for P.
-        """
+    def form(self, rows: slice, empty: Empty) -> Tensor:
+        """G_i^T P_i: (r, groups, outputs, inputs), in memory of its own or from ``empty``."""
         size = self.size
-        shape = (size.inputs, size.outputs) if self.turned else (size.outputs, size.inputs)
-        out = empty((rows.stop - rows.start, size.groups, *shape), dtype=dtype, device=self.device)
-        left, right = self.left(rows, dtype).flatten(0, 1), self.right(rows, dtype, patches).flatten(0, 1)
-        first, second = (right, left) if self.turned else (left, right)
-        torch.bmm(first.mT, second, out=out.flatten(0, 1))
+        shape = (rows.stop - rows.start, size.groups, size.outputs, size.inputs)
+        out = empty(shape, dtype=self.dtype, device=self.device)
+        left, right = self.left(rows, self.dtype), self.right(rows, self.dtype, _PATCHES)
+        torch.bmm(left.flatten(0, 1).mT, right.flatten(0, 1), out=out.flatten(0, 1))
         return out
 
-    def by_products(self, dtype: torch.dtype) -> bool:
-        """Whether ``form`` multiplies matrices rather than folding the examples into the groups of one convolution."""
-        return True
-
-    def forming(self, dtype: torch.dtype) -> int:
+    @property
+    def forming(self) -> int:
         """How many intermediate results ``form`` has for one example."""
         return self.size.patches + self.size.weight
-
-    def right_norms(self, rows: slice) -> Tensor:
-        """L2 norms of the rows of P: (r, groups, positions) float32."""
-        return self.right(rows, torch.float32).norm(dim=3)
 
     def right_gram(self, rows: slice) -> Tensor:
         """P P^T: (r, groups, positions, positions) float64."""
@@ -179,24 +185,18 @@ class Product(Contribution):
         return set(self._names) == {"bias"}
 
     def formed(self) -> PerExample:
-        self._measure_formed(Workspace())
+        self._measure_formed()
         gradients = dict(self.rows)
         if self._kept:
-            kept = joined(self._kept)
-            gradients[self._names["weight"]] = self._factors.weight(kept.mT if self._factors.turned else kept)
+            gradients[self._names["weight"]] = self._factors.weight(joined(self._kept))
         return PerExample(gradients, self.method)
 
-    def measure(self, workspace: Workspace) -> None:
-        factors = self._factors
-        if not self._only_bias:
-            self.method = kept_method(factors.size)
-        if self.method == "Gram":
+    def measure(self) -> None:
+        if not self._only_bias and kept_method(self._factors.size) == "Gram":
             self._measure_gram()
-        elif self.method == "formed twice":
-            self._measure_twice(workspace)
         else:
-            self._measure_formed(workspace)
-            factors.let_go()
+            self._measure_formed()
+            self._factors.let_go()
 
     @property
     def rows(self) -> Mapping[str, Tensor]:
@@ -209,7 +209,7 @@ class Product(Contribution):
         if self._only_bias:
             return
         name, start = self._names["weight"], 0
-        with self._adding_to(sums[name], turned=bool(self._kept) and self._factors.turned) as total:
+        with self._adding_to(sums[name]) as total:
             if not self._kept:
                 with float32_products():
                     self._factors.add_total(weights[name], total)
@@ -218,21 +218,19 @@ class Product(Contribution):
                 add_weighted(total, piece, part, used_up=True)
                 start += len(piece)
 
-    def stream(self, weigh: Weigh, sums: Mapping[str, Tensor], workspace: Workspace) -> None:
+    def stream(self, weigh: Weigh, sums: Mapping[str, Tensor]) -> None:
         factors = self._factors
         if self._only_bias:
-            super().stream(weigh, sums, workspace)
+            super().stream(weigh, sums)
             return
-        if streamed_method(factors.size, by_products=factors.by_products(factors.dtype)) == "Gram":
-            self.method = "Gram"
+        if streamed_method(factors.size, by_products=factors.by_products) == "Gram":
             self._measure_gram()
             self.add_measured(weigh, sums)
             return
         self.method = "formed and used up"
-        with self._adding_to(sums[self._names["weight"]], turned=factors.turned) as total:
-            for rows in factors.ranges(factors.forming(factors.dtype)):
-                piece = factors.form(rows, factors.dtype, workspace.gradients, workspace.patches)
-                pieces = {"weight": piece}
+        with self._adding_to(sums[self._names["weight"]]) as total:
+            for rows in factors.ranges(factors.forming):
+                pieces = {"weight": factors.form(rows, _GRADIENTS)}
                 if "bias" in self._names:
                     pieces["bias"] = factors.bias(rows)
                 weights = weigh(rows, {self._names[own]: part_norms(piece) for own, piece in pieces.items()})
@@ -242,57 +240,37 @@ class Product(Contribution):
                     add_weighted(into, piece, weights[name], used_up=True)
 
     @contextmanager
-    def _adding_to(self, total: Tensor, *, turned: bool) -> Iterator[Tensor]:
-        """The sum ``total``, of the weight's shape, as (groups, outputs, inputs) or turned; what is added counts."""
+    def _adding_to(self, total: Tensor) -> Iterator[Tensor]:
+        """The sum ``total``, of the weight's shape, as (groups, outputs, inputs); what is added to it counts."""
         rows = self._factors.rows_of(total)
-        if storage_address(rows) == storage_address(total) and not turned:
+        if storage_address(rows) == storage_address(total):
             yield rows
-        else:  # or the layer's input and its weight have different memory formats
-            rows = rows.new_zeros((rows.mT if turned else rows).shape)
+        else:  # the layer's input and its weight have different memory formats
+            rows = torch.zeros_like(rows)
             yield rows
-            total += self._factors.weight((rows.mT if turned else rows).unsqueeze(0))[0]
+            total += self._factors.weight(rows.unsqueeze(0))[0]
 
     def _measure_bias(self) -> None:
         if "bias" in self._names:
             self._bias = self._factors.bias(slice(None))
 
-    def _measure_formed(self, workspace: Workspace) -> None:
+    def _measure_formed(self) -> None:
         self._measure_bias()
         if self._only_bias:
             return
-        factors, norms = self._factors, []
-        for rows in factors.ranges(factors.forming(factors.dtype)):
+        norms = []
+        for rows in self._factors.ranges(self._factors.forming):
             # Small pieces fit into memory that activations have just freed. Fresh memory is slow.
-            self._kept.append(factors.form(rows, factors.dtype, torch.empty, workspace.patches))
+            self._kept.append(self._factors.form(rows, torch.empty))
             norms.append(part_norms(self._kept[-1]))
         self._norms = joined(norms)
 
     def _measure_gram(self) -> None:
-        self._norms = joined([self._gram_norms(rows) for rows in self._gram_ranges()])
-        self._measure_bias()
-
-    def _measure_twice(self, workspace: Workspace) -> None:
-        factors, norms = self._factors, []
-        # In float32 like the sum, whatever the type of the factors.
-        dtype = torch.promote_types(factors.dtype, torch.float32)
-        with float32_products():
-            for rows in factors.ranges(factors.forming(dtype)):
-                parts = part_norms(factors.form(rows, dtype, workspace.gradients, workspace.patches))
-                squared = torch.linalg.vector_norm(parts, dim=1, dtype=torch.float64).square()
-                norms.append(_with_rounding(squared, self._rounding(rows)))
-        self._norms = joined(norms)
-        self._measure_bias()
-
-    def _rounding(self, rows: slice) -> Tensor:
-        """(r,) bound on the rounding of these examples in the weighted sum, for a weight of one."""
-        factors = self._factors
-        terms = factors.left(rows, torch.float32).norm(dim=3) * factors.right_norms(rows)
-        return rounding_per_term(factors.size.positions) * terms.sum((1, 2))
-
-    def _gram_ranges(self) -> Iterator[slice]:
-        size = self._factors.size
+        self.method, size = "Gram", self._factors.size
         # Two Gram matrices and what they are computed from, in float64.
-        return self._factors.ranges(2 * (2 * size.groups * size.positions**2 + size.seen))
+        ranges = self._factors.ranges(2 * (2 * size.groups * size.positions**2 + size.seen))
+        self._norms = joined([self._gram_norms(rows) for rows in ranges])
+        self._measure_bias()
 
     def _gram_norms(self, rows: slice) -> Tensor:
         left = self._factors.left(rows, torch.float64)
@@ -300,4 +278,5 @@ class Product(Contribution):
         diagonals = gram.diagonal(dim1=2, dim2=3) * patches.diagonal(dim1=2, dim2=3)
         rounding = rounding_per_term(self._factors.size.positions) * diagonals.clamp_min(0.0).sqrt().sum((1, 2))
         squared = torch.linalg.vecdot(gram.flatten(1), patches.flatten(1)).clamp_min(0.0)
-        return _with_rounding(squared, rounding)
+        # The sum of two vectors is at most as long as both together.
+        return (squared.sqrt() + rounding).unsqueeze(1)

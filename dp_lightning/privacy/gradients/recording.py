@@ -20,16 +20,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from dp_lightning.errors import ModelError
-from dp_lightning.privacy.gradients.by_rows import BY_ROWS
-from dp_lightning.privacy.gradients.call import Call
-from dp_lightning.privacy.gradients.contribution import Contribution, PerExample
-from dp_lightning.privacy.gradients.functions import (
-    DRAWN_IN_PLACE,
-    PLAIN,
-    collect,
-    name_of,
-    writes,
-)
+from dp_lightning.privacy.gradients.contribution import Call, Contribution, PerExample
+from dp_lightning.privacy.gradients.functions import DRAWN_IN_PLACE, PLAIN, collect, name_of, writes
 from dp_lightning.privacy.gradients.provenance import Provenance, Stale
 from dp_lightning.privacy.gradients.refusals import (
     HOOKS,
@@ -43,8 +35,7 @@ from dp_lightning.privacy.gradients.refusals import (
 )
 from dp_lightning.privacy.gradients.rewrites import REWRITES
 from dp_lightning.privacy.gradients.rules import RULES, Rule
-from dp_lightning.privacy.gradients.sources import Sources
-from dp_lightning.privacy.gradients.stand_ins import STAND_INS
+from dp_lightning.privacy.gradients.sources import Sources, started
 from dp_lightning.privacy.gradients.vmap import unwrapped, wrapped
 from dp_lightning.torch_internals import (
     below_transforms,
@@ -90,20 +81,15 @@ class Recording(TorchFunctionMode):
         self._parameters, self._batch_size, self._take = parameters, batch_size, take
         self._sources = Sources(parameters, batch_size)
         self._provenance = Provenance(parameters, stale or {})
+        #: What the step has written to but not made: a tensor over all of the memory, and its value before.
+        self.written = self._provenance.written
+        #: Gives the tensors of examples that the step has made and that are still referenced.
+        self.living = self._provenance.living
         self._level = 0
         self._failed: Any = None
         self._single: frozenset[str] = frozenset()
         #: How the gradients of each parameter were computed.
         self.methods: dict[str, str] = {}
-
-    @property
-    def written(self) -> dict[int, tuple[Tensor, Tensor]]:
-        """What the step has written to but not made: a tensor over all of the memory, and its value before."""
-        return self._provenance.written
-
-    def living(self) -> list[Tensor]:
-        """Tensors of examples that the step has made and that are still referenced."""
-        return self._provenance.living()
 
     def run(self, step: Callable[..., Tensor], *examples: Any) -> Tensor:
         """The losses (b,) of ``step`` on each example.
@@ -203,51 +189,34 @@ class Recording(TorchFunctionMode):
             return unwrapped(args[0]).requires_grad
         if batched:
             try:
-                result = self._with_examples(func, args, kwargs, batched, sources, outermost)
+                result = self._with_examples(func, args, kwargs, batched, sources)
             except Exception:
                 self._failed = func
                 raise
         else:
-            result = self._without_examples(func, args, kwargs, sources)
+            # What depends on parameters and constants alone is computed once for all examples.
+            result = func(*args, **kwargs)
+            if sources and isinstance(result, Tensor) and is_batched(result):  # random numbers, others for each example
+                result = self._with_copies(func, args, kwargs, sources)
         self._provenance.note(result)
         return result
 
     def _with_examples(
-        self,
-        func: Any,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        batched: int,
-        sources: list[Tensor],
-        outermost: bool,
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], batched: int, sources: list[Tensor]
     ) -> Any:
         rule = RULES.get(func) if sources else None  # a user's rule takes precedence over a rewrite
-        other = STAND_INS.get(func) or (REWRITES.get(func) if sources and rule is None else None)
-        if other is not None:
+        if rule is None and func in REWRITES:
             with self:
-                result = other(*args, **kwargs)
+                result = REWRITES[func](*args, **kwargs)
             if result is not NotImplemented:
                 return result
-        if sources:
-            if rule is not None:
-                result = self._record(rule, func, args, kwargs, batched, sources)
-                if result is not NotImplemented:
-                    return result
-            args, kwargs = self._with_copies(args, kwargs, sources)
-        if outermost and func in BY_ROWS:
-            with below_transforms():
-                result = BY_ROWS[func](self._batch_size, *args, **kwargs)
-            return tree_map_only(Tensor, lambda tensor: wrapped(tensor, self._level), result)
-        return func(*args, **kwargs)
-
-    def _without_examples(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], sources: list[Tensor]) -> Any:
-        """Compute what depends on parameters and constants alone, once for all examples."""
-        result = func(*args, **kwargs)
-        if sources and isinstance(result, Tensor) and is_batched(result):
-            # It has drawn random numbers, different ones for each example.
-            args, kwargs = self._with_copies(args, kwargs, sources)
+        if not sources:
             return func(*args, **kwargs)
-        return result
+        if rule is not None:
+            result = self._record(rule, func, args, kwargs, batched, sources)
+            if result is not NotImplemented:
+                return result
+        return self._with_copies(func, args, kwargs, sources)
 
     def _record(
         self, rule: Rule, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], batched: int, sources: list[Tensor]
@@ -268,42 +237,42 @@ class Recording(TorchFunctionMode):
         inner = unwrapped(x)
         with below_transforms():
             rows = inner.flatten(0, lead) if lead else inner
-            if rule.folding is not None and rule.folding.applies(rows, arguments):
-                result = rule.folding.run(rows, self._for_each_row(rule, arguments, trained, prod(shape)))
-                return wrapped(result.unflatten(0, (self._batch_size, *shape)) if lead else result, self._level)
-            arguments |= {own: value.detach() for own, value in trained.items()}
-            result = func(rows, **arguments)
-            found = {own: self._sources.of(value) for own, value in trained.items()}
-            names = {own: source.name for own, source in found.items()}
-            for source in found.values():
-                source.uses += 1
-            waiting = [(rule, Call(rows.detach(), arguments, names, prod(shape)), version_of(rows))]
-            if not result.requires_grad:
-                result = self._sources.started(result)
-            result.register_hook(lambda gradient: self._receive(waiting, gradient))
-            return wrapped(result.unflatten(0, (self._batch_size, *shape)) if lead else result, self._level)
 
-    def _for_each_row(
-        self, rule: Rule, arguments: Mapping[str, Any], trained: Mapping[str, Tensor], rows: int
-    ) -> dict[str, Any]:
-        """The arguments with weights for each row, (b * rows, *shape); the rows of an example share its copy."""
-        each = dict(arguments)
-        for own in rule.trained:
-            value = arguments.get(own)
-            if isinstance(value, Tensor):
+            def for_each_row(own: str) -> Tensor:
+                """Weights (b * K, *shape); the rows of an example share its copy."""
+                value = arguments[own]
                 frozen = value.expand(self._batch_size, *value.shape)
                 copies = self._sources.leaf(value, "folded") if own in trained else frozen
-                each[own] = copies.unsqueeze(1).expand(-1, rows, *value.shape).flatten(0, 1)
-        return each
+                return copies.unsqueeze(1).expand(-1, prod(shape), *value.shape).flatten(0, 1)
 
-    def _with_copies(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], sources: list[Tensor]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+            result = NotImplemented if rule.folded is None else rule.folded(rows, arguments, for_each_row)
+            if result is NotImplemented:
+                result = self._by_rule(rule, func, rows, arguments, trained)
+            return wrapped(result.unflatten(0, (self._batch_size, *shape)) if lead else result, self._level)
+
+    def _by_rule(
+        self, rule: Rule, func: Any, rows: Tensor, arguments: dict[str, Any], trained: Mapping[str, Tensor]
+    ) -> Tensor:
+        """Call a function on rows (b * K, ...), and let its rule wait for the gradient of the output."""
+        arguments |= {own: value.detach() for own, value in trained.items()}
+        result: Tensor = func(rows, **arguments)
+        found = {own: self._sources.of(value) for own, value in trained.items()}
+        for source in found.values():
+            source.uses += 1
+        names = {own: source.name for own, source in found.items()}
+        call = Call(rows.detach(), arguments, names, len(rows) // self._batch_size)
+        waiting = [(rule, call, version_of(rows))]
+        if not result.requires_grad:
+            result = started(result)
+        result.register_hook(lambda gradient: self._receive(waiting, gradient))
+        return result
+
+    def _with_copies(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], sources: list[Tensor]) -> Any:
+        """Call a function with a copy of each source for each example, as a tensor of the example."""
         copies = {id(source): self._sources.copies(source, self._level) for source in sources}
-        replaced: tuple[tuple[Any, ...], dict[str, Any]] = tree_map_only(
-            Tensor, lambda tensor: copies.get(id(tensor), tensor), (args, kwargs)
-        )
-        return replaced
+        args, kwargs = tree_map_only(Tensor, lambda tensor: copies.get(id(tensor), tensor), (args, kwargs))
+        with self:
+            return func(*args, **kwargs)
 
     def _becomes_batched(self, func: Any, target: Any) -> bool:
         """Give each example its own copy of a shared tensor that is to be written to; false if it is not shared."""

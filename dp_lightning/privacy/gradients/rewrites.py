@@ -1,155 +1,83 @@
-"""Composite torch functions, rewritten so that each trained weight is an argument of ``F.linear``.
+"""Functions of torch, written with others: what vmap cannot run, and weights that a function hides.
 
 A ``TorchFunctionMode`` sees ``F.multi_head_attention_forward`` or ``torch.lstm`` as one call and none of the calls
-inside it. ``REWRITES`` maps such a function to a Python function that takes the same arguments and returns the same
-values, but reaches its weights through calls that the mode sees. Matrix products with a weight are in the table too:
-they are linear layers under another name.
+inside it. ``REWRITES`` maps such a function to one that takes the same arguments and returns the same values, but
+reaches its weights by calls of ``F.linear`` that the mode sees. Matrix products with a weight are in the table too:
+they are linear layers under another name. So are functions that vmap cannot run, or runs slowly.
 
 A rewrite returns ``NotImplemented`` where it does not cover the arguments; the caller then calls the original. All of
 them run under ``torch.func.vmap``. A mode is switched off inside its own handler, so the handler calls a rewrite under
 ``with self:``.
 """
 
+import functools
+import math
 from collections.abc import Callable, Sequence
+from types import FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from dp_lightning.torch_internals import is_batched
+from dp_lightning import torch_internals
+from dp_lightning.privacy.gradients.vmap import unwrapped, wrapped
+from dp_lightning.torch_internals import below_transforms, is_batched, level
 
 State = Sequence[Tensor]  # (h,) or, of an LSTM, (h, c)
 
 
-def multi_head_attention_forward(
+def _opened(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of torch in Python without the question by which a mode gets it as one call: its own calls are seen.
+
+    Other functions of its module stay as they are.
+    """
+    names = {**function.__globals__, "has_torch_function": lambda tensors: False}
+    return functools.update_wrapper(
+        FunctionType(function.__code__, names, argdefs=function.__defaults__, closure=function.__closure__), function
+    )
+
+
+multi_head_attention_forward = _opened(F.multi_head_attention_forward)
+
+
+def scaled_dot_product_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    embed_dim_to_check: int,
-    num_heads: int,
-    in_proj_weight: Tensor | None,
-    in_proj_bias: Tensor | None,
-    bias_k: Tensor | None,
-    bias_v: Tensor | None,
-    add_zero_attn: bool,
-    dropout_p: float,
-    out_proj_weight: Tensor,
-    out_proj_bias: Tensor | None,
-    training: bool = True,
-    key_padding_mask: Tensor | None = None,
-    need_weights: bool = True,
     attn_mask: Tensor | None = None,
-    use_separate_proj_weight: bool = False,
-    q_proj_weight: Tensor | None = None,
-    k_proj_weight: Tensor | None = None,
-    v_proj_weight: Tensor | None = None,
-    static_k: Tensor | None = None,
-    static_v: Tensor | None = None,
-    average_attn_weights: bool = True,
+    dropout_p: float = 0.0,
     is_causal: bool = False,
-    **unknown: Any,
-) -> tuple[Tensor, Tensor | None]:
-    """``F.multi_head_attention_forward`` of torch 2.11 to 2.14, with an ``F.linear`` for each projection.
+    **options: Any,
+) -> Tensor:
+    """``F.scaled_dot_product_attention``, once on the rows of all examples; ``query``: (..., heads, L, E).
 
-    ``query``: (L, N, E) or (L, E); ``key``, ``value``: (S, N, features) or (S, features). Returns the values,
-    (L, N, E) or (L, E), and the weights, (N, L, S) or (L, S), per head (N, heads, L, S) or (heads, L, S).
+    A mask that needs a gradient has no batching rule on a CPU.
     """
-    if unknown:
-        raise NotImplementedError(f"multi_head_attention_forward: unknown arguments of this torch: {sorted(unknown)}.")
-    if query.shape[-1] != embed_dim_to_check:
-        raise ValueError(f"The query has {query.shape[-1]} features; the attention has {embed_dim_to_check}.")
-    if (bias_k is None) != (bias_v is None):
-        raise ValueError("bias_k and bias_v must be given together.")
-    if bias_k is not None and (static_k is not None or static_v is not None):
-        raise ValueError("A bias cannot be added to a static key or value.")
-    if is_causal and attn_mask is None:
-        raise ValueError("is_causal says that attn_mask is causal, so it needs attn_mask.")
 
-    if use_separate_proj_weight:
-        weights = (q_proj_weight, k_proj_weight, v_proj_weight)
-        q, k, v = _separate_projections((query, key, value), weights, in_proj_bias)
-    elif in_proj_weight is None:
-        raise ValueError("Without use_separate_proj_weight, in_proj_weight is required.")
-    else:
-        q, k, v = _packed_projections(query, key, value, in_proj_weight, in_proj_bias)
-    unbatched = query.dim() == 2
-    if unbatched:
-        q, k, v = q.unsqueeze(1), k.unsqueeze(1), v.unsqueeze(1)
-        key_padding_mask = None if key_padding_mask is None else key_padding_mask.unsqueeze(0)
-    if is_causal and key_padding_mask is None and not need_weights:
-        attn_mask = None  # the hint alone reaches scaled_dot_product_attention, as in torch
-    lengths = (q.shape[1], num_heads, q.shape[0], k.shape[0])
-    mask = _additive_mask(attn_mask, key_padding_mask, lengths, q.dtype)
+    tensors = [tensor for tensor in (query, key, value, attn_mask) if tensor is not None]
+    batched = [tensor for tensor in tensors if is_batched(tensor)]
+    if not batched or level() != 1 or any(tensor.requires_grad for tensor in tensors if not is_batched(tensor)):
+        return NotImplemented  # inside an inner transform, or with a weight that has no copies yet
+    if max(tensor.dim() for tensor in tensors) > query.dim():
+        raise ValueError("Key, value and mask of attention must have at most as many dimensions as the query.")
+    lead, batch_size = query.shape[:-3], len(unwrapped(batched[0]))
 
-    if bias_k is not None and bias_v is not None:
-        k = torch.cat([k, bias_k.expand(1, k.shape[1], -1)])
-        v = torch.cat([v, bias_v.expand(1, v.shape[1], -1)])
-    q, k, v = (x.unflatten(2, (num_heads, -1)).permute(1, 2, 0, 3) for x in (q, k, v))  # (N, heads, L or S, features)
-    k = k if static_k is None else static_k.unflatten(0, (-1, num_heads))
-    v = v if static_v is None else static_v.unflatten(0, (-1, num_heads))
-    if add_zero_attn:
-        k, v = F.pad(k, (0, 0, 0, 1)), F.pad(v, (0, 0, 0, 1))
-    if mask is not None:
-        mask = F.pad(mask, (0, int(bias_k is not None) + int(add_zero_attn)))
+    def rows(tensor: Tensor) -> Tensor:
+        """(b * lead, ...) of a tensor that may have fewer dimensions than the query."""
+        dims, shape = query.dim() - tensor.dim(), tensor.shape
+        inner = unwrapped(tensor) if is_batched(tensor) else tensor.expand(batch_size, *shape)
+        inner = inner.reshape(batch_size, *[1] * dims, *shape)
+        if not lead:
+            return inner
+        return inner.expand(batch_size, *lead, *inner.shape[1 + len(lead) :]).flatten(0, len(lead))
 
-    attention = None
-    if need_weights:
-        scores = torch.matmul(q * q.shape[-1] ** -0.5, k.mT)
-        scores = scores if mask is None else scores + mask
-        attention = F.dropout(F.softmax(scores, dim=-1), dropout_p, training)
-        values = torch.matmul(attention, v)
-        attention = attention.mean(dim=1) if average_attn_weights else attention
-    else:
-        dropout_p = dropout_p if training else 0.0
-        values = F.scaled_dot_product_attention(q, k, v, mask, dropout_p, is_causal and mask is None)
-    output = F.linear(values.permute(2, 0, 1, 3).flatten(2), out_proj_weight, out_proj_bias)
-    if unbatched:
-        return output.squeeze(1), None if attention is None else attention.squeeze(0)
-    return output, attention
-
-
-def _separate_projections(
-    inputs: Sequence[Tensor], weights: Sequence[Tensor | None], bias: Tensor | None
-) -> Sequence[Tensor]:
-    """One ``F.linear`` each of query, key and value; ``bias``: (3 E)."""
-    biases = (None, None, None) if bias is None else bias.chunk(3)
-    return [F.linear(x, w, b) for x, w, b in zip(inputs, weights, biases, strict=True)]  # type: ignore[arg-type]
-
-
-def _packed_projections(
-    query: Tensor, key: Tensor, value: Tensor, weight: Tensor, bias: Tensor | None
-) -> Sequence[Tensor]:
-    """As few ``F.linear`` calls as there are different inputs; ``weight``: (3 E, E), ``bias``: (3 E)."""
-    if key is not value:
-        return _separate_projections((query, key, value), weight.chunk(3), bias)
-    if query is key:
-        return F.linear(query, weight, bias).chunk(3, dim=-1)
-    parts = [len(weight) // 3, 2 * len(weight) // 3]
-    weight_q, weight_kv = weight.split(parts)
-    bias_q, bias_kv = (None, None) if bias is None else bias.split(parts)
-    return F.linear(query, weight_q, bias_q), *F.linear(key, weight_kv, bias_kv).chunk(2, dim=-1)
-
-
-def _additive_mask(
-    attn_mask: Tensor | None, key_padding_mask: Tensor | None, lengths: tuple[int, int, int, int], dtype: torch.dtype
-) -> Tensor | None:
-    """The sum of both masks, broadcast to ``lengths`` = (N, heads, L, S); -inf where a boolean mask is true."""
-    n, heads, target, source = lengths
-    masks = []
-    if attn_mask is not None:
-        if attn_mask.shape not in ((target, source), (n * heads, target, source)):
-            raise ValueError(f"attn_mask has the shape {tuple(attn_mask.shape)}; lengths (N, heads, L, S): {lengths}.")
-        masks.append(attn_mask[None, None] if attn_mask.dim() == 2 else attn_mask.unflatten(0, (n, heads)))
-    if key_padding_mask is not None:
-        if key_padding_mask.shape != (n, source):
-            raise ValueError(f"key_padding_mask has the shape {tuple(key_padding_mask.shape)}, not {(n, source)}.")
-        masks.append(key_padding_mask[:, None, None])
-    added = [
-        mask if mask.is_floating_point() else torch.zeros_like(mask, dtype=dtype).masked_fill(mask, -torch.inf)
-        for mask in masks
-    ]
-    return added[0] + added[1] if len(added) == 2 else added[0] if added else None
+    with below_transforms():
+        if attn_mask is not None and (is_batched(attn_mask) or attn_mask.dim() > 3):
+            attn_mask = rows(attn_mask)
+        q, k, v = (rows(tensor) for tensor in (query, key, value))
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask, dropout_p, is_causal, **options)
+        return wrapped(out.unflatten(0, (batch_size, *lead)) if lead else out, 1)
 
 
 def _lstm_step(gates: Tensor, state: State, w_hh: Tensor, b_hh: Tensor | None, w_hr: Tensor | None = None) -> State:
@@ -321,6 +249,82 @@ def prelu(input: Tensor, weight: Tensor) -> Tensor:
     return torch.where(input > 0, input, slope * input)
 
 
+def cross_entropy(
+    input: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    size_average: bool | None = None,
+    ignore_index: int = -100,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> Tensor:
+    """``F.cross_entropy`` with class weights and label smoothing; ``input``: (C), (N, C) or (N, C, ...)."""
+    if weight is None or not label_smoothing or size_average is not None or reduce is not None:
+        return NotImplemented
+    if target.is_floating_point():
+        return NotImplemented
+    dim = min(input.dim() - 1, 1)
+    log_probabilities = F.log_softmax(input, dim)
+    counted = target != ignore_index
+    classes = target.where(counted, 0)
+    of_class = weight[classes].where(counted, 0)
+    likelihood = log_probabilities.gather(dim, classes.unsqueeze(dim)).squeeze(dim) * of_class
+    weights = weight.view(-1, *[1] * (input.dim() - dim - 1))
+    smooth = (log_probabilities * weights).sum(dim)
+    losses = -((1 - label_smoothing) * likelihood + label_smoothing / len(weight) * smooth).where(counted, 0)
+    if reduction == "none":
+        return losses
+    return losses.sum() / of_class.sum() if reduction == "mean" else losses.sum()
+
+
+def gaussian_nll_loss(
+    input: Tensor,
+    target: Tensor,
+    var: Tensor | float,
+    full: bool = False,
+    eps: float = 1e-6,
+    reduction: str = "mean",
+) -> Tensor:
+    """``F.gaussian_nll_loss``, without the check for negative variances, which count as ``eps``."""
+    var = var if isinstance(var, Tensor) else torch.full_like(input, var)
+    if var.shape != input.shape and var.shape == input.shape[:-1]:
+        var = var.unsqueeze(-1)
+    var = var + (var.clamp_min(eps) - var).detach()
+    losses = (var.log() + (input - target).square() / var + (math.log(2 * math.pi) if full else 0.0)) / 2
+    return losses if reduction == "none" else losses.mean() if reduction == "mean" else losses.sum()
+
+
+def set_item(tensor: Tensor, index: Any, value: Any) -> None:
+    """``tensor[mask] = value`` for a number, or a row that replaces each selected row."""
+    if not isinstance(index, Tensor) or index.dtype != torch.bool or not is_batched(index):
+        return NotImplemented
+    rows = tensor.dim() - index.dim()
+    if isinstance(value, Tensor) and value.dim() > rows:
+        return NotImplemented
+    mask = index.view(*index.shape, *[1] * rows)
+    if isinstance(value, Tensor):
+        tensor.copy_(torch.where(mask, value.to(tensor.dtype), tensor))
+    else:
+        tensor.masked_fill_(mask, value)
+
+
+def grouped_mm(
+    mat_a: Tensor, mat_b: Tensor, *, offs: Tensor | None = None, bias: Tensor | None = None, out_dtype: Any = None
+) -> Tensor:
+    """``F.grouped_mm`` of rows (S, in) in groups that end at ``offs``, with a matrix (in, out) for each group.
+
+    Each matrix multiplies all rows, so the cost is multiplied by the number of groups.
+    """
+    if offs is None or bias is not None or out_dtype is not None or mat_a.dim() != 2 or mat_b.dim() != 3:
+        return NotImplemented
+    group = (torch.arange(len(mat_a), device=mat_a.device).unsqueeze(1) >= offs).sum(1, keepdim=True)
+    total = mat_a.new_zeros(len(mat_a), mat_b.shape[-1])
+    for number, weight in enumerate(mat_b.unbind()):
+        total = total + torch.where(group == number, mat_a @ weight, 0.0)
+    return total
+
+
 # By the function that a mode receives; the modules of torch call the same ones through ``torch._VF``.
 REWRITES: dict[Callable[..., Any], Callable[..., Any]] = {
     F.multi_head_attention_forward: multi_head_attention_forward,
@@ -343,4 +347,10 @@ REWRITES: dict[Callable[..., Any], Callable[..., Any]] = {
     Tensor.addmm: addmm,
     torch.bilinear: bilinear,
     torch.prelu: prelu,
+    F.scaled_dot_product_attention: scaled_dot_product_attention,
+    F.cross_entropy: cross_entropy,
+    F.gaussian_nll_loss: gaussian_nll_loss,
+    Tensor.__setitem__: set_item,
+    F.grouped_mm: grouped_mm,
+    torch_internals.grouped_mm: grouped_mm,
 }

@@ -22,8 +22,7 @@ from torch.nn import functional as F
 from torch.overrides import handle_torch_function, has_torch_function
 
 from dp_lightning.errors import ModelError
-from dp_lightning.privacy.gradients.call import Call
-from dp_lightning.privacy.gradients.contribution import Contribution, PerExample
+from dp_lightning.privacy.gradients.contribution import Call, Contribution, PerExample
 from dp_lightning.privacy.gradients.convolution import (
     Geometry,
     Patches,
@@ -37,7 +36,6 @@ from dp_lightning.privacy.gradients.normalization import (
     NormRule,
     folded_group_norm,
     group_norm,
-    has_foldable_groups,
     instance_norm,
     layer_norm,
     rms_norm,
@@ -48,23 +46,9 @@ RowDims = Callable[[Tensor, Mapping[str, Any]], int]
 """Maps one example's first argument, and the others by name, to the number of dimensions of one row of it."""
 
 
-def _always(arguments: Mapping[str, Any]) -> bool:
-    return True
-
-
-@dataclass(frozen=True)
-class Folding:
-    """Another way through a function: one call in which each row has weights of its own.
-
-    The function's own backward pass then gives the gradients of the rows, and nothing else has to be computed.
-
-    Args:
-        applies: whether it takes these rows (n, ...) and the other arguments by name.
-        run: the output from the rows and the arguments, where each trained one is (n, *shape).
-    """
-
-    applies: Callable[[Tensor, Mapping[str, Any]], bool]
-    run: Callable[[Tensor, Mapping[str, Any]], Tensor]
+Folded = Callable[[Tensor, Mapping[str, Any], Callable[[str], Tensor]], Tensor]
+"""Maps rows (n, ...), the other arguments by name, and a function from the name of a weight to one for each row,
+(n, *shape), to the output, or to ``NotImplemented`` before it asks for a weight."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +65,8 @@ class Rule:
             option must mean the same for rows of any number: a dimension counts from the end, or ``applies`` refuses
             it. A call that gives another argument is recorded with copies.
         applies: whether the rule covers a call with these arguments. Otherwise it is recorded with copies.
-        folding: where it applies, ``contribution`` is not asked.
+        folded: another way through the function, in one call in which each row has weights of its own, so that its own
+            backward pass gives the gradients of the rows. ``contribution`` is asked where it is not implemented.
     """
 
     arguments: tuple[str, ...]
@@ -89,8 +74,8 @@ class Rule:
     row_dims: RowDims
     contribution: Callable[[Call, Tensor], Contribution]
     options: tuple[str, ...] = ()
-    applies: Callable[[Mapping[str, Any]], bool] = _always
-    folding: Folding | None = None
+    applies: Callable[[Mapping[str, Any]], bool] = lambda arguments: True
+    folded: Folded | None = None
 
     def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """The arguments by name."""
@@ -228,7 +213,7 @@ RULES.update(
             _all_but_first,
             NormRule(group_norm, channels=True),
             ("num_groups", "eps"),
-            folding=Folding(has_foldable_groups, folded_group_norm),
+            folded=folded_group_norm,
         ),
         F.layer_norm: Rule(
             ("input", "normalized_shape", "weight", "bias", "eps"),

@@ -63,7 +63,6 @@ class Sources:
         self._batch_size = batch_size
         self._found: dict[int, Source] = {}
         self._by_name: dict[str, Source] = {}
-        self._anchors: dict[torch.device, Tensor] = {}
 
     def of(self, tensor: Tensor) -> Source:
         """The source of a tensor.
@@ -108,14 +107,6 @@ class Sources:
             source.uses += 1
         return source.leaf
 
-    def started(self, output: Tensor) -> Tensor:
-        """The output of a function whose input needs no gradient, as the start of a graph."""
-        device = output.device
-        if device not in self._anchors:
-            self._anchors[device] = torch.zeros((), device=device, requires_grad=True)
-        started: Tensor = _Start.apply(output.detach(), self._anchors[device])
-        return started
-
     def single(self) -> frozenset[str]:
         """Parameters that are used once, so that the gradients of that use are complete."""
         uses: dict[str, int] = {}
@@ -147,6 +138,12 @@ class Sources:
         for group in _connected(computed):
             for name, gradients in _pulled_back(group, self._batch_size).items():
                 yield name, gradients, "pulled back"
+
+
+def started(output: Tensor) -> Tensor:
+    """The output of a function whose input needs no gradient, as the start of a graph."""
+    result: Tensor = _Start.apply(output.detach(), torch.empty((), device=output.device, requires_grad=True))
+    return result
 
 
 def leaves_of(tensor: Tensor) -> Iterator[Tensor]:
