@@ -79,8 +79,6 @@ MEMBERS = {
         "_run_subcommand",
         "_actions",
         "_option_string_actions",
-        "_action_groups",
-        "_group_actions",
     },
     "torch_internals.py": {
         "_C",
@@ -194,10 +192,3 @@ def test_the_steps_of_the_command_line(tmp_path):
     assert called[:2] == ["checkpoint", "seed"]
     assert called[2] == "fit"
     assert {"config", "trainer.max_epochs"} <= internals.flags_of(cli.parser)
-    parser = cli.init_parser()
-    cli.add_core_arguments_to_parser(parser)
-    parser.add_optimizer_args(torch.optim.SGD)
-    internals.order_groups(parser, {"trainer": "of the trainer", "optimizer": "of the optimizer"})
-    text = parser.format_help()
-    text = text[text.index("of the trainer:") :]
-    assert text.index("\n  --trainer.max_epochs") < text.index("of the optimizer:") < text.index("\n  --optimizer ")
