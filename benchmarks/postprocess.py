@@ -32,7 +32,6 @@ from dp_lightning.postprocess import (
     SpectralShrinkage,
     Transform,
 )
-from dp_lightning.private_run.freed_memory import keep_freed_memory
 
 
 def _ema() -> Transform:
@@ -81,8 +80,6 @@ def main() -> None:
     """Measure and print."""
     options = parse()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if device.type == "cpu":
-        keep_freed_memory()
     model, images, labels = training_steps.in_channels_last(options.model, device, options.batch_size)
     count = len(images)
     take_step = training_steps.WAYS["ours flat"](model, training_steps.autocast_to(device.type, "fp32"))

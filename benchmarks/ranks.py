@@ -24,7 +24,6 @@ import training_steps
 
 from dp_lightning.postprocess import Chain, Orthogonalize
 from dp_lightning.privacy import GaussianNoise
-from dp_lightning.private_run.freed_memory import keep_freed_memory
 from dp_lightning.ranks import Ranks
 
 PARTS = {
@@ -69,8 +68,6 @@ def work(rank: int, options: argparse.Namespace, folder: str) -> None:
     cuda = options.device == "cuda"
     device = torch.device("cuda", 0 if options.one_device else rank) if cuda else torch.device("cpu")
     torch.set_num_threads(max(options.threads // options.ranks, 1))
-    if not cuda:
-        keep_freed_memory()
     torch.distributed.init_process_group(
         "nccl" if cuda and not options.one_device else "gloo",
         init_method=f"file://{folder}/meet",

@@ -37,7 +37,6 @@ class Job(NamedTuple):
     batch_size: int
     device: str
     threads: int
-    memory: str
     through: str
     pieces: int = 1
 
@@ -95,12 +94,8 @@ def _work_in_torch(job: Job, parent: Connection) -> None:
     import trainer_steps
     import training_steps
 
-    from dp_lightning.private_run.freed_memory import keep_freed_memory
-
     torch.set_num_threads(job.threads)
     training_steps.use_tf32(job.dtype == "tf32")
-    if job.device == "cpu" and job.memory == "kept":
-        keep_freed_memory()
     build, shape, _ = training_steps.MODELS[job.model]
     torch.manual_seed(0)
     with training_steps.quiet():
@@ -142,7 +137,6 @@ def jobs_of(options: argparse.Namespace, model: str, dtype: str, size: int, devi
                 size,
                 device,
                 options.threads,
-                options.memory,
                 options.through,
                 options.pieces,
             )
@@ -285,18 +279,11 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=positive, default=7, help="steps that count (default 7)")
     parser.add_argument("--threads", type=positive, default=torch.get_num_threads(), help="CPU threads")
     parser.add_argument(
-        "--memory",
-        default="kept",
-        choices=["kept", "returned"],
-        help="on a CPU, whether freed memory is kept for the next step, as dpl does, or returned to the system, as the "
-        "C library does unless told otherwise (default kept)",
-    )
-    parser.add_argument(
         "--through",
         default="step",
         choices=["step", "callback"],
-        help="what takes the steps: this benchmark, or a Lightning Trainer, for our ways with PrivacyCallback, which "
-        "keeps freed memory by itself (default step)",
+        help="what takes the steps: this benchmark, or a Lightning Trainer, for our ways with PrivacyCallback "
+        "(default step)",
     )
     parser.add_argument(
         "--pieces",

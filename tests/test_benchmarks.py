@@ -207,7 +207,7 @@ def test_linear_cost_is_the_same_time_for_an_image(step, monkeypatch, capsys):
 
 
 def test_a_small_run_through_a_trainer(tmp_path, step, forked, monkeypatch, capfd):
-    more = ["--through", "callback", "--memory", "returned", "--pieces", "2", "--ways", "ours per-layer"]
+    more = ["--through", "callback", "--pieces", "2", "--ways", "ours per-layer"]
     monkeypatch.setattr(sys, "argv", ["step.py", *SMALL, *more, "--json", str(tmp_path / "rows.json")])
     step.main()
     shown, rows = capfd.readouterr().out, json.loads((tmp_path / "rows.json").read_text())["rows"]

@@ -283,7 +283,7 @@ WRONG = {
     "devices": (["--trainer.devices", "0"], r"Lightning refuses.*trainer \(.*devices: 0.*not a valid input"),
     "strategy": (["--trainer.strategy", "all"], "Lightning refuses.*strategy: all"),
     "barebones": (["--trainer.barebones", "true"], "^error: trainer.barebones is true.*Remove it"),
-    "url": (["--trainer.default_root_dir", "file:///tmp/x"], "trainer.default_root_dir is file:.*, a URL.*Give a path"),
+    "url": (["--trainer.default_root_dir", "file:///tmp/x"], "write to file:.*, a URL.*default_root_dir"),
     "check_interval": (
         ["--trainer.val_check_interval", "2.5"],
         r"Lightning refuses.*trainer \(val_check_interval: 2.5\)",

@@ -150,9 +150,6 @@ class PrivacyCallback(PrivacySettings, pl.Callback):
                 self.history.saved.write(checkpoint)  # saved again as it was loaded
         self.history.keep_journal_in(folder)
 
-    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self.private_run.last_step_taken()
-
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self.private_run.close()
 

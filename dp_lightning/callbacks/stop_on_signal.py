@@ -63,10 +63,9 @@ class StopOnSignal(pl.Callback):
             self._before[number](number, None)
         else:
             trainer.save_checkpoint(checkpoint, weights_only=False)
-        if trainer.is_global_zero:
-            run.leave_statement()
-            if number != signal.SIGUSR1:
-                print(f"Stopped after step {trainer.global_step}. To resume:\n{resume_line(self._log, checkpoint)}")
+        run.close()
+        if trainer.is_global_zero and number != signal.SIGUSR1:
+            print(f"Stopped after step {trainer.global_step}. To resume:\n{resume_line(self._log, checkpoint)}")
         # A launcher may kill the others once the first has left.
         trainer.strategy.barrier("interruption")
         environment = getattr(trainer.strategy, "cluster_environment", None)

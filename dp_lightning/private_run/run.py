@@ -28,7 +28,6 @@ from dp_lightning.private_run.agreement import (
     require_same_settings,
 )
 from dp_lightning.private_run.budget import Budget
-from dp_lightning.private_run.freed_memory import keep_freed_memory
 from dp_lightning.private_run.held_out import require_held_out
 from dp_lightning.private_run.hyperparameters import check_hyperparameters
 from dp_lightning.private_run.logical_batches import LogicalBatch, PhysicalLoader
@@ -83,7 +82,6 @@ class PrivateRun:
         self.weights: Callable[[], Mapping[str, Any]] = module.state_dict
         self.on_physical_batch: list[Callable[[int, int], None]] = []
         self.stop_requested = self.stopping = False
-        self._held_out: Any = None  # loaders of the validation that have been looked at
         self._ranks, device = trainer_ranks(trainer), trainer.strategy.root_device
         shared = {f"privacy.{name}": value for name, value in settings.values.items()}
         shared |= {"trainer.max_epochs": trainer.max_epochs, "trainer.max_steps": trainer.max_steps}
@@ -196,7 +194,7 @@ class PrivateRun:
                 "into the transforms of PostProcessCallback."
             )
         self._log_epsilon()
-        self._require_held_out()
+        require_held_out(reader.dataset, self.trainer.val_dataloaders)
         require_same_data(reader.dataset, self._ranks, self.trainer.strategy.root_device)
         if self.settings.images_per_group is None:
             warn_of_persons(reader.dataset)
@@ -204,9 +202,6 @@ class PrivateRun:
             self.trainer, self.module, reader.dataset, reader.reading.collate_fn
         ):
             self.history.unprotected.names.add(NAME)
-        # From here on alone: what was computed only once, such as a copy of the module, has been given back.
-        if self.settings.keep_freed_memory and self.trainer.strategy.root_device.type == "cpu":
-            keep_freed_memory()
 
     # One logical step
 
@@ -265,22 +260,11 @@ class PrivateRun:
         require_equal_replicas(self.module, self._ranks)
 
     def evaluation_starts(self) -> None:
-        """A validation, during the fit or beside it."""
+        """A validation; those of a fit are about records that are held out."""
         if self.trainer.state.fn == TrainerFn.FITTING:
-            self._require_held_out()
-
-    def _require_held_out(self) -> None:
-        """Lightning knows the loaders when the training starts, or where that is not needed, when a validation does."""
-        loaders = self.trainer.val_dataloaders
-        if loaders is not self._held_out:
-            require_held_out(self.step.reader.dataset, loaders)
-            self._held_out = loaders
+            require_held_out(self.step.reader.dataset, self.trainer.val_dataloaders)
 
     # Checkpoints and the end
-
-    def last_step_taken(self) -> None:
-        """Training is over."""
-        self.history.unprotected.note_logged(self.trainer)
 
     def fails(self, error: BaseException) -> None:
         """Note an error, which makes the run unfit for release; an interruption and a spent budget do not."""
@@ -289,13 +273,8 @@ class PrivateRun:
             self.history.record.faults.add(f"the run ended by an error ({type(error).__name__})")
 
     def close(self) -> None:
-        """Write the statement."""
-        if self.trainer.is_global_zero:
-            self.leave_statement()
-
-    def leave_statement(self) -> None:
-        """Write the privacy statement to the log folder and show it, unless no step was taken."""
-        if self.history.ledger.num_steps != self._stated:
+        """Write the privacy statement to the log folder and show it, on rank 0, unless no step was taken."""
+        if self.trainer.is_global_zero and self.history.ledger.num_steps != self._stated:
             self._stated = self.history.ledger.num_steps
             statement = self.statement()
             statement.write(self.folder)
@@ -308,6 +287,8 @@ class PrivateRun:
             more: fields that are known better than here.
         """
         history = self.history
+        # The module's own hook at the end of an epoch comes after that of PrivacyCallback.
+        history.unprotected.note_logged(self.trainer)
         if "weights" not in more:
             more["weights"] = digest_of(self.weights())
         return self.step.statement(
@@ -323,7 +304,5 @@ class PrivateRun:
         Args:
             checkpoint: about to be written, on rank 0.
         """
-        # The module's own hook at the end of an epoch comes after that of PrivacyCallback.
-        self.history.unprotected.note_logged(self.trainer)
         statement = self.statement(weights=digest_of(checkpoint["state_dict"]))
         SavedRun(statement=statement, settings=self.settings.values, step=self.step.state_dict()).write(checkpoint)

@@ -48,8 +48,6 @@ class PrivacySettings:
             torch.func.vmap. ``one_by_one``: one after the other, slower, for code that vmap cannot run.
         max_physical_batch_size: most images that go through the model at once, every view of an example counted, and
             every image of a person. It bounds memory and changes nothing else.
-        keep_freed_memory: on a CPU, a step uses the memory of the step before again, which is faster, and nothing is
-            given back to the system in between. Limits that the environment sets are left alone.
         accountant: by which epsilon is planned and shown.
         num_train: N; None reads it from the training data set. A number that differs from the data set is refused.
         unit_of_privacy: what one neighbour adds or removes. ``example``: one element of the training set. ``group``:
@@ -82,7 +80,6 @@ class PrivacySettings:
     clip_factor: Literal["abadi", "automatic"] = "abadi"
     examples: Literal["together", "one_by_one"] = "together"
     max_physical_batch_size: int = 128
-    keep_freed_memory: bool = True
     accountant: Literal["prv", "rdp", "pld"] = "prv"
     num_train: int | None = None
     unit_of_privacy: Literal["example", "group"] = "example"

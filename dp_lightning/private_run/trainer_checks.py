@@ -64,15 +64,13 @@ def _refuse(*rows: _Row) -> None:
 
 
 def _folders(trainer: pl.Trainer) -> Iterator[_Row]:
-    folders: dict[str, Any] = {"trainer.default_root_dir": trainer.default_root_dir}
-    folders |= {f"save_dir of {type(logger).__name__}": logger.save_dir for logger in trainer.loggers}
-    for callback in trainer.checkpoint_callbacks:
-        folders[f"dirpath of {type(callback).__name__}"] = getattr(callback, "dirpath", None)
-    for setting, folder in folders.items():
+    folders = [trainer.default_root_dir, *(logger.save_dir for logger in trainer.loggers)]
+    folders += [getattr(callback, "dirpath", None) for callback in trainer.checkpoint_callbacks]
+    for folder in filter(_URL.search, map(str, folders)):
         yield (
-            folder is not None and _URL.search(str(folder)) is not None,
-            f"{setting} is {folder}, a URL, and a run writes into folders of this machine. Give a path, such as runs, "
-            "or mount what the URL names.",
+            True,
+            f"A run would write to {folder}, a URL, and it writes into folders of this machine. Give "
+            "trainer.default_root_dir, the loggers and ModelCheckpoint a path, such as runs, or mount what it names.",
         )
 
 

@@ -16,9 +16,9 @@ REFUSED_TRAINERS = {
     "accumulate_grad_batches": {"accumulate_grad_batches": 2},
     "precision": {"precision": "bf16-true"},
     "overfit_batches": {"overfit_batches": 1},
-    "default_root_dir is file:/": {"default_root_dir": "file:///tmp/x"},
-    "default_root_dir is memory://": {"default_root_dir": "memory://x"},
-    "save_dir of CSVLogger": {"logger": CSVLogger("memory://x")},
+    "write to file:/": {"default_root_dir": "file:///tmp/x"},
+    "write to memory://x, a URL": {"default_root_dir": "memory://x"},
+    "memory://x.*the loggers": {"logger": CSVLogger("memory://x")},
     "reload_dataloaders_every_n_epochs": {"reload_dataloaders_every_n_epochs": 1},
     "max_epochs": {"max_epochs": -1},
 }
@@ -32,7 +32,7 @@ def test_settings_that_would_break_the_guarantee_are_refused_by_name(tmp_path, s
 
 def test_checkpoints_in_a_url_are_refused(tmp_path):
     checkpoint = ModelCheckpoint(dirpath="file:///tmp/x")
-    with pytest.raises(ConfigurationError, match=r"dirpath of ModelCheckpoint is .*file:/tmp/x.*Give a path"):
+    with pytest.raises(ConfigurationError, match=r"write to .*file:/tmp/x.*ModelCheckpoint a path"):
         trainer(tmp_path, privacy(), checkpoint, enable_checkpointing=True).fit(Plain(), loader())
 
 
@@ -43,7 +43,7 @@ def test_all_settings_are_refused_in_one_message(tmp_path):
     run = trainer(tmp_path, best, finder, privacy(), overfit_batches=1, enable_checkpointing=True, **scaling)
     with pytest.raises(ConfigurationError, match="5 settings cannot be in a private run") as refused:
         run.fit(Plain(), loader())
-    names = ("gradient_clip_val", "accumulate_grad_batches", "overfit_batches", "dirpath of", "LearningRateFinder")
+    names = ("gradient_clip_val", "accumulate_grad_batches", "overfit_batches", "a URL", "LearningRateFinder")
     lines = str(refused.value).splitlines()[1:]
     assert len(lines) == len(names)
     assert all(sum(name in line for line in lines) == 1 for name in names)
