@@ -57,15 +57,6 @@ def test_help_imports_neither_torch_nor_lightning():
     assert python("-c", code).returncode == 0
 
 
-def test_accounting_imports_neither_torch_nor_lightning():
-    code = (
-        "import sys; from dp_lightning.cli import main;"
-        "main('account --num-train 900 --batch-size 90 --epochs 5 --epsilon 4 --delta 1e-4'.split());"
-        "assert not {'torch', 'lightning', 'opacus'} & set(sys.modules)"
-    )
-    assert python("-c", code).returncode == 0
-
-
 def test_the_number_of_examples_counts_where_the_data_module_does_not_state_it():
     settings = PrivacySettings(expected_batch_size=2, noise_multiplier=1.0, num_train=100)
     assert training._num_train(settings, LightningDataModule()) == 100

@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 
 from dp_lightning.errors import BudgetError, ConfigurationError
-from dp_lightning.privacy import opacus_prv, renyi
+from dp_lightning.privacy import renyi
 from dp_lightning.privacy.ranges import check_count, check_delta, check_noise_multiplier, is_number
 
 ACCOUNTANTS = ("prv", "rdp", "pld")
@@ -238,7 +238,8 @@ def _divergences(sigma: float, q: float) -> tuple[float, ...]:
 @functools.lru_cache(maxsize=64)
 def _prv_epsilon(runs: tuple[Run, ...], delta: float, rdp_bound: float) -> float:
     """The upper bound by Opacus' PRV, or infinity where float64 cannot carry it."""
-    prv = opacus_prv.prv()
+    from opacus.accountants.analysis import prv  # it imports torch, which takes seconds
+
     num_steps = sum(count for _, _, count in runs)
     if delta < max(_SMALLEST_FFT_DELTA, _FFT_MARGIN * num_steps) or math.isinf(rdp_bound):
         return math.inf
@@ -256,7 +257,7 @@ def _prv_epsilon(runs: tuple[Run, ...], delta: float, rdp_bound: float) -> float
             eps_error = max(0.01 * min(1.0, rdp_bound), points / (_MAX_PRV_POINTS - 2 * _ENDS))
             if not eps_error <= _MAX_PRV_ERROR:
                 return math.inf
-            domain = _domain(half_width, spacing=eps_error / points_per_error)
+            domain = _domain(prv, half_width, spacing=eps_error / points_per_error)
             losses = [prv.PoissonSubsampledGaussianPRV(q, sigma) for sigma, q, _ in runs]
             cut = [prv.TruncatedPrivacyRandomVariable(loss, domain.t_min, domain.t_max) for loss in losses]
             total = prv.compose_heterogeneous(
@@ -269,7 +270,7 @@ def _prv_epsilon(runs: tuple[Run, ...], delta: float, rdp_bound: float) -> float
     return max(float(value), eps_error) if not math.isnan(value) else math.inf
 
 
-def _domain(half_width: float, *, spacing: float) -> Any:
+def _domain(prv: Any, half_width: float, *, spacing: float) -> Any:
     """Opacus' grid from -half_width to half_width, so much finer than ``spacing`` that its points are a power of two.
 
     An FFT of another length takes twice as long, and SciPy keeps the tables of the last 16 lengths: of this size, a
@@ -277,7 +278,7 @@ def _domain(half_width: float, *, spacing: float) -> Any:
     """
     needed = math.ceil(2 * half_width / spacing) + _ENDS
     points = 1 << (needed - 1).bit_length()
-    return opacus_prv.prv().Domain.create_aligned(-half_width, half_width, half_width / ((points - _ENDS) / 2))
+    return prv.Domain.create_aligned(-half_width, half_width, half_width / ((points - _ENDS) / 2))
 
 
 @functools.lru_cache(maxsize=64)
