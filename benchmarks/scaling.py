@@ -63,7 +63,7 @@ def main() -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     machine = hardware(device, options.threads)
     print(machine, flush=True)
-    job = Job(options.model, options.type, options.way, options.format, 0, device, options.threads, "kept", "step")
+    job = Job(options.model, options.type, options.way, options.format, 0, device, options.threads, "step")
     parts = {
         "physical batch": [job._replace(batch_size=size) for size in options.physical],
         "logical batch": [

@@ -207,26 +207,6 @@ def test_an_error_of_another_file_is_not_that_of_the_output():
     assert "FileNotFoundError" in shown.stderr
 
 
-def test_the_help_of_a_command_shows_what_describes_a_run_first(capsys):
-    with pytest.raises(SystemExit, match="0"):
-        main(["fit", "--help"])
-    text = capsys.readouterr().out
-    assert text.startswith("usage: dpl fit [CONFIGURATION ...] [--SETTING VALUE ...]")
-    settings = [
-        "model",
-        "data",
-        "privacy",
-        "postprocess",
-        "averaging",
-        "optimizer",
-        "lr_scheduler",
-        "trainer",
-        "ckpt_path",
-    ]
-    places = [text.index(f"\n  --{name} ") for name in settings]
-    assert places == sorted(places)
-
-
 def transform(name, **settings):
     return ["--postprocess.transforms", json.dumps([{"class_path": name, "init_args": settings}])]
 
@@ -237,7 +217,7 @@ WRONG = {
     "unknown": (["--wandb", "1"], r"no setting wandb\."),
     "clip": (["--trainer.gradient_clip_val", "1.0"], "trainer.gradient_clip_val.*privacy.max_grad_norm"),
     "accumulate": (["--trainer.accumulate_grad_batches", "2"], "accumulate_grad_batches.*privacy.expected_batch_size"),
-    "precision": (["--trainer.precision", "16-mixed"], "trainer.precision is 16-mixed.*bf16-mixed"),
+    "precision": (["--trainer.precision", "16-true"], "trainer.precision is 16-true.*bf16-mixed"),
     "delta": (["--privacy.delta", "0.001"], "delta must be below 1/num_train"),
     "batch": (["--privacy.expected_batch_size", "2000"], "expected_batch_size must be at most num_train = 1437"),
     "number": (

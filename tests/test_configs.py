@@ -194,7 +194,7 @@ def test_every_run_instantiates_and_plans_for_its_data(path, request, tmp_path):
     assert isinstance(cli.trainer.callbacks[2], PostProcessCallback)
     cli.privacy.accountant = "rdp"  # the cheapest; calibration itself is tested elsewhere
     cli.privacy.check(cli.trainer, cli.model)
-    plan = cli.privacy.plan
+    plan = cli.privacy.make_plan(cli.privacy.shape_for(cli.trainer, cli.privacy.num_train))
     by_epochs = cli.trainer.max_epochs * max(1, round(plan.num_train / plan.expected_batch_size))
     assert plan.num_steps == (by_epochs if cli.trainer.max_steps == -1 else cli.trainer.max_steps)
     assert plan.epsilon() <= cli.privacy.target_epsilon

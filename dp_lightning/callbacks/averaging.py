@@ -12,8 +12,8 @@ computed from privatized weights alone, so it costs no privacy.
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 from lightning.pytorch.trainer.states import TrainerFn
-from torch import Tensor
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from dp_lightning.callbacks.privacy import privacy_of
@@ -39,13 +39,9 @@ class AveragedWeights(Averaging):
     def __init__(self, decay: float | None = None) -> None:
         if decay is not None and not 0 <= decay < 1:
             raise ConfigurationError(f"averaging.decay is {decay}; choose from 0 to below 1, such as 0.999.")
-        super().__init__(use_buffers=False, multi_avg_fn=self._update)
+        super().__init__(use_buffers=False)
         self.decay = decay
         self._exchanged = False  # the module has the average, and the averaged model has the weights
-
-    def _update(self, average: Any, weights: Any, num_averaged: Tensor | int) -> None:
-        t = int(num_averaged)
-        get_ema_multi_avg_fn(min(self.decay or 0.0, (1 + t) / (10 + t)))(average, weights, num_averaged)
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         # Lightning copies the module here, before its own setup may have made layers and while it is on the CPU.
@@ -62,6 +58,7 @@ class AveragedWeights(Averaging):
                 super().setup(trainer, pl_module, "fit")
             assert self.averaged is not None
             self.averaged.to(pl_module.device)
+            self.averaged.n_averaged = self.averaged.n_averaged.cpu()  # to read it waits for no device
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self.averaged is not None and (privacy := privacy_of(trainer)) is not None:
@@ -69,9 +66,16 @@ class AveragedWeights(Averaging):
             run.postprocessing.append(f"moving average of the weights (decay {self.decay:g})")
             run.weights = lambda: (pl_module if self._exchanged else copy).state_dict()
 
+    @torch.no_grad()
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
-        if self.averaged is not None:  # whatever steps this callback has counted in an earlier fit
-            self.averaged.update_parameters(pl_module)
+        if self.averaged is None:
+            return
+        copy, t = self.averaged.module, int(self.averaged.n_averaged)
+        decay = min(self.decay or 0.0, (1 + t) / (10 + t)) if t else 0.0
+        get_ema_multi_avg_fn(decay)(list(copy.parameters()), list(pl_module.parameters()), self.averaged.n_averaged)
+        for of_copy, buffer in zip(copy.buffers(), pl_module.buffers(), strict=True):
+            of_copy.copy_(buffer)
+        self.averaged.n_averaged += 1
 
     def on_validation_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         super().on_validation_epoch_start(trainer, pl_module)

@@ -1,6 +1,5 @@
 """Keeps in every checkpoint what its outputs mean: the names of the classes, and how images were cropped."""
 
-from itertools import zip_longest
 from typing import Any
 
 import lightning.pytorch as pl
@@ -37,11 +36,9 @@ class DataRecord(pl.Callback):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         saved = state_dict["class_names"]
-        if saved is not None and self.class_names is not None:
-            for number, (then, now) in enumerate(zip_longest(saved, self.class_names, fillvalue="absent")):
-                if then != now:
-                    raise DataError(
-                        f"Class {number} is {now!r} in this data and {then!r} in the checkpoint. Give data with the "
-                        "same class folders, or train a new network on this data (without ckpt_path)."
-                    )
+        if None not in (saved, self.class_names) and saved != self.class_names:
+            raise DataError(
+                f"The classes are {self.class_names} in this data and {saved} in the checkpoint. Give data with the "
+                "same class folders, or train a new network on this data (without ckpt_path)."
+            )
         self.class_names = saved or self.class_names

@@ -26,8 +26,8 @@ class PostProcessCallback(Callback):
         transforms: applied in this order. None or an empty list leaves the gradients as they are.
 
     Raises:
-        ConfigurationError: momentum is applied twice to the same parameters. When training starts: an
-            optimizer with momentum beside a transform with momentum, or what `Chain.check` refuses.
+        ConfigurationError: momentum is applied twice to the same parameters; when training starts, what `Chain.check`
+            refuses.
     """
 
     def __init__(self, transforms: list[Transform] | None = None) -> None:
@@ -46,14 +46,6 @@ class PostProcessCallback(Callback):
             self._check_disk(self._privacy)
         shapes = {name: p.shape for name, p in pl_module.named_parameters() if p.requires_grad}
         self.chain.check(shapes, noise=self._noise())
-        groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
-        averages = any(group.get("momentum", 0) > 0 or group.get("betas", (0,))[0] > 0 for group in groups)
-        if self.chain.has_momentum and averages:
-            raise ConfigurationError(
-                "Momentum in two places: postprocess.transforms contains Momentum and the optimizer averages gradients "
-                "itself. Set optimizer.init_args.momentum, or the first of optimizer.init_args.betas, to 0, or remove "
-                "Momentum from the transforms"
-            )
 
     @torch.no_grad()
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:

@@ -1,7 +1,7 @@
 """Writes what ``dpl predict`` computes."""
 
 import csv
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from io import TextIOWrapper
 from pathlib import Path
 from typing import Any
@@ -21,8 +21,7 @@ class PredictionFile(BasePredictionWriter):
 
     Where the data module knows the files of its images (``ImageFiles``), their paths come first; where the run knows
     the names of its classes, that of the found one follows its number. Files that could not be read have no row: they
-    are printed, and ``predictions_skipped.csv`` beside it lists them with the reasons. Predictions that exist are never
-    overwritten.
+    are printed with the reasons. Predictions that exist are never overwritten.
 
     Raises:
         ConfigurationError: before anything is predicted, if the file exists or cannot be written, or if several
@@ -78,18 +77,11 @@ class PredictionFile(BasePredictionWriter):
                 if problem is None:
                     yield [*said, *(f"{p:.6g}" for p in row.tolist())]
 
-        _write(self._path, rows())
+        with replacing(self._path) as raw:
+            # Names of files are bytes, and those that are not UTF-8 are written as they were.
+            file = TextIOWrapper(raw, "utf-8", "surrogateescape", newline="")
+            csv.writer(file).writerows(rows())
+            file.detach()  # which flushes it, and leaves the file open
         trainer.print(f"Predictions are in {self._path}.")
-        beside = self._path.with_name("predictions_skipped.csv")
-        beside.unlink(missing_ok=True)  # of earlier predictions
         if skipped:
-            _write(beside, [("file", "reason"), *skipped])
-            trainer.print(f"Files that could not be read have no prediction, see {beside}:\n{listed(skipped)}")
-
-
-def _write(path: Path, rows: Iterable[Sequence[Any]]) -> None:
-    """Write a CSV file; names of files are bytes, and those that are not UTF-8 are written as they were."""
-    with replacing(path) as raw:
-        file = TextIOWrapper(raw, "utf-8", "surrogateescape", newline="")
-        csv.writer(file).writerows(rows)
-        file.detach()  # which flushes it, and leaves the file open
+            trainer.print(f"Files that could not be read have no prediction:\n{listed(skipped)}")

@@ -11,7 +11,6 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.fabric.plugins.io import TorchCheckpointIO
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from dp_lightning.errors import ConfigurationError
 from dp_lightning.privacy.accounting import Ledger
@@ -61,11 +60,6 @@ class PrivacyCallback(PrivacySettings, pl.Callback):
     def plan(self) -> PrivacyPlan | None:
         """The public numbers of the run; None before the first fit."""
         return None if self._run is None else self._run.plan
-
-    @property
-    def run(self) -> str:
-        """Name of the run; one that resumes keeps it."""
-        return self.history.record.run
 
     @property
     def ledger(self) -> Ledger:
@@ -162,14 +156,21 @@ class PrivacyCallback(PrivacySettings, pl.Callback):
         if self._run is None or trainer.state.fn != TrainerFn.FITTING:
             return
         self._run.fails(exception)
-        try:
-            self._run.close()
-        except OSError as error:
-            # The exception itself matters more, and the journal has the steps.
-            rank_zero_warn(f"The privacy statement could not be written: {error}")
+        self._run.close()
 
 
 def privacy_of(trainer: pl.Trainer) -> PrivacyCallback | None:
     """The trainer's ``PrivacyCallback``; None where it has none."""
     callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
     return next((callback for callback in callbacks if isinstance(callback, PrivacyCallback)), None)
+
+
+def run_of(trainer: pl.Trainer) -> PrivateRun:
+    """The private fit of a trainer.
+
+    Raises:
+        ConfigurationError: where it has none.
+    """
+    if (privacy := privacy_of(trainer)) is None:
+        raise ConfigurationError("A callback needs a private run: put PrivacyCallback before it in trainer.callbacks.")
+    return privacy.private_run

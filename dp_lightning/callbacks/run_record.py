@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from dp_lightning.atomic_files import replacing
 from dp_lightning.callbacks.privacy import privacy_of
@@ -50,10 +49,7 @@ class RunRecord(pl.Callback):
         self._write(trainer, completed=True)
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        try:
-            self._write(trainer, completed=False)
-        except OSError as error:
-            rank_zero_warn(f"result.json could not be written: {error}")
+        self._write(trainer, completed=False)
 
     def state_dict(self) -> dict[str, Any]:
         return {"evaluations": self._evaluations, "seconds": self._elapsed()}

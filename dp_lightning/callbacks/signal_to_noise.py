@@ -9,8 +9,8 @@ from torch.optim import Optimizer
 
 from dp_lightning.analysis import signal_to_noise
 from dp_lightning.atomic_files import replacing
-from dp_lightning.callbacks.privacy import privacy_of
-from dp_lightning.private_run.run import PrivateRun
+from dp_lightning.callbacks.privacy import run_of
+from dp_lightning.processors import sent
 
 _STATE = ("curve", "curves", "_epochs", "_sizes", "_totals", "_count")
 
@@ -42,7 +42,8 @@ class SignalToNoise(pl.Callback):
         self.curves: dict[str, list[float]] = {}
         self._epochs: list[int] = []  # steps of each
         self._sizes: dict[str, int] = {}
-        self._totals, self._count = torch.zeros(()), 0  # of the epoch: ||G~||^2 / s^2 of each parameter, and steps
+        self._totals: torch.Tensor | None = None  # of the epoch: ||G~||^2 / s^2 of each parameter
+        self._count = 0  # its steps
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self.curve:  # a resumed run may have another folder
@@ -51,20 +52,21 @@ class SignalToNoise(pl.Callback):
     def on_before_optimizer_step(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
     ) -> None:
-        level = _run(trainer).step.noise_level
+        level = run_of(trainer).step.noise_level
         gradients = {n: p.grad for n, p in pl_module.named_parameters() if p.requires_grad and p.grad is not None}
         if level == 0 or not gradients:
             return
         if gradients.keys() != self._sizes.keys():  # at first, and where parameters are no longer frozen
             self._sizes = {name: gradient.numel() for name, gradient in gradients.items()}
-            self._totals, self._count = torch.zeros(()), 0
+            self._totals, self._count = None, 0
         # Left on the device: reading it would wait for the step.
         squared = torch.stack([gradient.norm() for gradient in gradients.values()]).square()
-        self._totals = self._totals.to(squared.device) + squared / level**2
+        ratios = squared / level**2
+        self._totals = ratios if self._totals is None else sent(self._totals, ratios.device) + ratios
         self._count += 1
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if not self._count:
+        if self._totals is None:
             return
         totals, sizes = self._totals.tolist(), self._sizes
         self.curve.append(signal_to_noise(sum(totals), sum(sizes.values()) * self._count))
@@ -72,7 +74,7 @@ class SignalToNoise(pl.Callback):
         for (name, size), total in zip(sizes.items(), totals, strict=True):
             self.curves.setdefault(name, []).append(signal_to_noise(total, size * self._count))
         pl_module.log("privacy/snr", self.curve[-1], on_step=False, on_epoch=True)
-        self._totals, self._count = torch.zeros(()), 0
+        self._totals, self._count = None, 0
         self._write(trainer)
 
     def state_dict(self) -> dict[str, Any]:
@@ -89,11 +91,5 @@ class SignalToNoise(pl.Callback):
             for name, curve in self.curves.items()
         }
         found = {"steps": self._epochs, "snr": self.curve, "by_parameter": by_parameter}
-        with replacing(_run(trainer).folder / "snr.json") as file:
+        with replacing(run_of(trainer).folder / "snr.json") as file:
             file.write((json.dumps(found, indent=1) + "\n").encode())
-
-
-def _run(trainer: pl.Trainer) -> PrivateRun:
-    privacy = privacy_of(trainer)
-    assert privacy is not None
-    return privacy.private_run

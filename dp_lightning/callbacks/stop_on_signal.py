@@ -14,9 +14,7 @@ import lightning.pytorch as pl
 from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from dp_lightning.callbacks.privacy import PrivacyCallback, privacy_of
-from dp_lightning.errors import ConfigurationError
-from dp_lightning.private_run.next_commands import resume_line
+from dp_lightning.callbacks.privacy import run_of
 
 
 class StopOnSignal(pl.Callback):
@@ -29,19 +27,19 @@ class StopOnSignal(pl.Callback):
     def __init__(self) -> None:
         super().__init__()
         self._signal: int | None = None
-        self._folder = self._log = Path()
+        self._folder = Path()
         self._before: dict[int, Any] = {}
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._signal = None
         # Asked by every rank: they take collectives.
-        self._log = Path(trainer.log_dir or trainer.default_root_dir)
+        log = Path(trainer.log_dir or trainer.default_root_dir)
         folders = [each.dirpath for each in trainer.checkpoint_callbacks if isinstance(each, ModelCheckpoint)]
-        self._folder = Path(next((str(folder) for folder in folders if folder), self._log / "checkpoints"))
+        self._folder = Path(next((str(folder) for folder in folders if folder), log / "checkpoints"))
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Take the place of Lightning's handlers: that for SIGTERM may start a collective at any moment."""
-        run = _privacy(trainer).private_run
+        run = run_of(trainer)
 
         def note(number: int, frame: FrameType | None) -> None:
             if self._signal is not None and number == signal.SIGINT:
@@ -54,7 +52,7 @@ class StopOnSignal(pl.Callback):
                 self._before[number] = signal.signal(number, note)
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
-        run = _privacy(trainer).private_run
+        run = run_of(trainer)
         if not run.stopping:
             return
         number: int = trainer.strategy.broadcast(self._signal or signal.SIGTERM)
@@ -65,7 +63,7 @@ class StopOnSignal(pl.Callback):
             trainer.save_checkpoint(checkpoint, weights_only=False)
         run.close()
         if trainer.is_global_zero and number != signal.SIGUSR1:
-            print(f"Stopped after step {trainer.global_step}. To resume:\n{resume_line(self._log, checkpoint)}")
+            print(f"Stopped after step {trainer.global_step}. Resume with ckpt_path {checkpoint}")
         # A launcher may kill the others once the first has left.
         trainer.strategy.barrier("interruption")
         environment = getattr(trainer.strategy, "cluster_environment", None)
@@ -87,11 +85,3 @@ class StopOnSignal(pl.Callback):
 
 def _exit_code(number: int) -> int:
     return 128 + (signal.SIGINT if number == signal.SIGINT else signal.SIGTERM)
-
-
-def _privacy(trainer: pl.Trainer) -> PrivacyCallback:
-    if (privacy := privacy_of(trainer)) is None:
-        raise ConfigurationError(
-            "StopOnSignal needs a private run: put PrivacyCallback before it in trainer.callbacks."
-        )
-    return privacy

@@ -135,9 +135,7 @@ def _facts(
         "class_path": model.class_path,
         "settings": dict(model.settings),
         "input": _input_of(module),
-        "features": model.features,
-        "resized_to": model.resized_to,
-        "class_names": model.class_names,
+        **{name: model.data.get(name) for name in ("features", "resized_to", "class_names")},
         "num_steps": statement.ledger.num_steps,
         "epsilon": statement.to_dict()["epsilon"],
         "delta": statement.plan.delta,
@@ -212,9 +210,9 @@ def _onnx_of(
     module: pl.LightningModule, model: SavedModel, options: argparse.Namespace
 ) -> tuple[bytes, dict[str, Any]]:
     """The network as ONNX, and its contract; for a probe, including the network that computes its features."""
-    if (features := model.features) is None:
+    if (features := model.data.get("features")) is None:
         whole: nn.Module = module
-        images: Mapping[str, Any] = {"resized_to": model.resized_to, **model.settings}
+        images: Mapping[str, Any] = {"resized_to": model.data.get("resized_to"), **model.settings}
     else:
         weights, images = options.feature_weights, {**features["network"], **features}
         before = FeatureNetwork.again(features["network"], weights=weights, setting="--feature-weights")
@@ -224,7 +222,7 @@ def _onnx_of(
         program,
         images=images,
         resized_to=images.get("resized_to"),
-        class_names=model.class_names,
+        class_names=model.data.get("class_names"),
         logits=isinstance(module, ImageClassifier),
     )
 

@@ -2,6 +2,7 @@
 
 import os
 import re
+import shlex
 import sys
 import traceback
 from collections.abc import Iterator, Mapping
@@ -44,7 +45,6 @@ from dp_lightning.errors import ConfigurationError, DataError, DpLightningError,
 from dp_lightning.lightning_internals import CommandLine
 from dp_lightning.lightning_modules.classifiers import OWN_NETWORKS
 from dp_lightning.lightning_modules.schedules import WarmupCosine
-from dp_lightning.private_run import next_commands
 from dp_lightning.private_run.latest_checkpoint import latest_checkpoint
 from dp_lightning.private_run.saved_model import SavedModel
 from dp_lightning.private_run.settings import PrivacySettings
@@ -140,8 +140,8 @@ class TrainingCLI(CommandLine):
             return
         data = self.config[command].get("data")
         if data is not None and _is_of_files(data):
-            known = {**saved.settings, "class_names": saved.class_names, "resized_to": saved.resized_to}
-            if (features := saved.features) is not None:
+            known = {**saved.settings, **saved.data}
+            if (features := saved.data.get("features")) is not None:
                 # A probe: the files are images for the network that computes its features.
                 known = {**known, **features["network"], **features, "features": features["network"]}
             for name, value in data.init_args.items():
@@ -201,6 +201,8 @@ class TrainingCLI(CommandLine):
         has_bar = any(isinstance(callback, ProgressBar) for callback in callbacks)
         if config.get("enable_progress_bar") is not False and not has_bar:
             callbacks.append(PrivateProgressBar())
+        if config.get("enable_model_summary") is None:
+            config["enable_model_summary"] = False  # a log of a run is plain text
         if self.subcommand == "fit":
             keeps = any(isinstance(callback, ModelCheckpoint) for callback in callbacks)
             if config.get("enable_checkpointing") is not False and not keeps:
@@ -272,21 +274,20 @@ class TrainingCLI(CommandLine):
         saved = next((Path(path) for path in named if path and Path(path).is_file()), None)
         if saved is None or not self.trainer.is_global_zero:
             return
-        line, short, run = next_commands.command_line, next_commands.short, self.privacy.private_run.folder
-        own = "--config", short(run / "config.yaml"), "--ckpt_path", short(saved)
+        run = self.privacy.private_run.folder
+        own = "--config", run / "config.yaml", "--ckpt_path", saved
         owner = self.datamodule or self.model
         splits = getattr(owner, "own_splits", None)
         has_test_set = is_overridden("test_dataloader", owner) if splits is None else "test" in splits
         images = () if has_test_set else ("--data", "ImageFiles", "--data.root", "FOLDER")
-        print(
-            "\nWhat to do next:",
-            line("test" if has_test_set else "validate", *own),
-            line("predict", *own, *images),
-            line("export", "--ckpt-path", short(saved), "--out", short(run / "export")),
-            line("report", short(run)),
-            sep="\n",
-            flush=True,
-        )
+        print("\nWhat to do next:")
+        for command in (
+            ("test" if has_test_set else "validate", *own),
+            ("predict", *own, *images),
+            ("export", "--ckpt-path", saved, "--out", run / "export"),
+            ("report", run),
+        ):
+            print(shlex.join(["dpl", *map(str, command)]), flush=True)
 
 
 @contextmanager

@@ -44,11 +44,6 @@ class Chain:
         self._states: list[State] = [{} for _ in self.transforms]
         self._tracker = NoiseTracker(self.transforms)
 
-    @property
-    def has_momentum(self) -> bool:
-        """Whether any transform of the chain adds momentum."""
-        return any(transform.has_momentum for transform in self.transforms)
-
     def check(self, shapes: Mapping[str, torch.Size], *, noise: float | None) -> None:
         """Refuse what cannot work for these parameters, before the first step.
 

@@ -3,11 +3,10 @@
 from typing import Any
 
 import lightning.pytorch as pl
-import numpy as np
 import torch
 
 from dp_lightning.errors import ConfigurationError, DpLightningError
-from dp_lightning.privacy.records import contents, records_of
+from dp_lightning.privacy.records import records_of
 from dp_lightning.ranks import Ranks
 
 
@@ -27,17 +26,14 @@ def require_same_settings(settings: dict[str, object], ranks: Ranks, device: tor
 def require_same_data(dataset: Any, ranks: Ranks, device: torch.device) -> None:
     """Require the same training set in the same order on every rank, or an example could enter a step twice.
 
-    Indices of subsets are compared, and what the data set keeps of one number for each element, such as labels. No
-    element is read.
+    The indices of subsets are compared; no element is read.
 
     Raises:
         ConfigurationError: on every rank.
     """
     if ranks.size == 1:
         return
-    bases: list[Any] = []
-    records = records_of(dataset, bases)
-    if ranks.differing_facts({"training set": (records, [_numbers(base) for base in bases])}, device):
+    if ranks.differing_facts({"training set": records_of(dataset, [])}, device):
         raise ConfigurationError(
             "The ranks have different training sets, or the same one in another order, so an example could enter a "
             "step twice. Make splits and orders with a fixed seed (generator=torch.Generator().manual_seed(0))."
@@ -56,14 +52,3 @@ def require_equal_replicas(module: pl.LightningModule, ranks: Ranks) -> None:
             "differs between them, such as a callback, an optimizer, a buffer or a kind of processor. Resume from the "
             "newest checkpoint once the cause is fixed."
         )
-
-
-def _numbers(dataset: Any) -> list[tuple[str, list[Any]]]:
-    """What a data set keeps of one number for each element, by names of attributes."""
-    found = []
-    for name, value in sorted(contents(dataset).items()):
-        if isinstance(value, np.ndarray | torch.Tensor):
-            found += [(name, value.tolist())] if value.ndim == 1 else []
-        elif isinstance(value, list | tuple) and isinstance(value[0], int | float):
-            found.append((name, list(value)))
-    return found

@@ -1,9 +1,12 @@
 """Saved hyperparameters are settings: they go into every checkpoint and to the loggers, and training data does not."""
 
+import io
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 from lightning.pytorch.core.mixins import HyperparametersMixin
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.utils.data import DataLoader, Dataset
 
 from dp_lightning.errors import ConfigurationError
@@ -11,7 +14,7 @@ from dp_lightning.torch_internals import tree_leaves
 
 
 def check_hyperparameters(trainer: pl.Trainer, module: pl.LightningModule, num_elements: int) -> None:
-    """Refuse data among the hyperparameters of module and data module.
+    """Refuse data among the hyperparameters of module and data module, and say where reading them runs code.
 
     Args:
         num_elements: of the training set; what has as many entries may hold all of them.
@@ -29,6 +32,15 @@ def check_hyperparameters(trainer: pl.Trainer, module: pl.LightningModule, num_e
                     "it would go into every checkpoint and to the loggers. Leave it out with "
                     f"save_hyperparameters(ignore=['{name}']), or save a name for it."
                 )
+        file = io.BytesIO()
+        try:
+            torch.save(dict(owner.hparams), file)
+            torch.load(io.BytesIO(file.getvalue()), weights_only=True)
+        except Exception as error:  # of any class, as the user's own code may raise it
+            rank_zero_warn(
+                f"The hyperparameters of {type(owner).__name__} have objects that torch does not read without running "
+                f"code ({type(error).__name__}): resume from this run's checkpoints with weights_only=False."
+            )
 
 
 def _is_data(value: Any, num_elements: int) -> bool:

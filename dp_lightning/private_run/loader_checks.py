@@ -38,8 +38,9 @@ def checked_loader(loader: Any) -> DataLoader[Any]:
         )
     if type(loader.batch_sampler) is not BatchSampler or not _is_ordinary(loader):
         raise ConfigurationError(
-            f"train_dataloader has a sampler of its own ({_sampler_name(loader)}), which Poisson sampling replaces. "
-            "Remove it; for a subset of the data use torch.utils.data.Subset."
+            f"train_dataloader has a sampler of its own ({type(loader.sampler).__name__} in "
+            f"{type(loader.batch_sampler).__name__}), which Poisson sampling replaces. Remove it; for a subset of the "
+            "data use torch.utils.data.Subset."
         )
     return loader
 
@@ -50,8 +51,3 @@ def _is_ordinary(loader: DataLoader[Any]) -> bool:
     if isinstance(sampler, DistributedSampler):
         return sampler.dataset is loader.dataset
     return isinstance(sampler, SequentialSampler) or (isinstance(sampler, RandomSampler) and not sampler.replacement)
-
-
-def _sampler_name(loader: DataLoader[Any]) -> str:
-    ordinary = type(loader.batch_sampler) is BatchSampler
-    return type(loader.sampler if ordinary else loader.batch_sampler).__name__

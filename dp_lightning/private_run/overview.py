@@ -3,7 +3,6 @@
 import math
 
 from dp_lightning.models.batch_norm import fixed_statistics
-from dp_lightning.private_run.next_commands import short
 from dp_lightning.private_run.run import PrivateRun
 
 
@@ -13,18 +12,17 @@ def overview(run: PrivateRun) -> str:
     optimizers = ", ".join(type(optimizer).__name__ for optimizer in trainer.optimizers)
     steps = ", then ".join(["DP-SGD", *run.postprocessing, f"{optimizers} step"])
     views = f", {settings.augmult} views of each example" if settings.augmult > 1 else ""
-    epsilon = f"{plan.target_epsilon or run.budget.planned:.4g} at delta {plan.delta:g} by {plan.accountant.upper()}"
-    epochs = math.ceil(plan.num_steps / trainer.num_training_batches)
+    epsilon, epochs = (
+        plan.target_epsilon or run.budget.at(plan.num_steps),
+        plan.num_steps / trainer.num_training_batches,
+    )
+    budget = f"epsilon {epsilon:.4g} at delta {plan.delta:g} by {plan.accountant.upper()}, N {plan.num_train:,} "
+    budget += f"{'persons' if settings.images_per_group else 'examples'}, B {plan.expected_batch_size:,}, "
     rows = [
         ("method", f"{steps}; {clip.kind.replace('_', ' ')} clipping ({clip.factor}){views}"),
-        (
-            "plan",
-            f"{f'epsilon {epsilon}, ' if plan.noise_multiplier > 0 else ''}N {plan.num_train:,} "
-            f"{'persons' if settings.images_per_group else 'examples'}, B {plan.expected_batch_size:,}, "
-            f"sigma {plan.noise_multiplier:.4g}, C {clip.max_grad_norm:g}, "
-            f"T {plan.num_steps:,} steps in {epochs:,} epochs",
-        ),
-        ("results", short(run.folder)),
+        ("plan", f"{budget}sigma {plan.noise_multiplier:.4g}, C {clip.max_grad_norm:g}, T {plan.num_steps:,} steps"),
+        ("epochs", f"{math.ceil(epochs):,}"),
+        ("results", str(run.folder)),
         *(("note", note) for note in _notes(run)),
     ]
     return "\n".join(f"{label:<13}{text}" for label, text in rows)

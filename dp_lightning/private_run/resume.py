@@ -178,8 +178,13 @@ def plan_of_fit(settings: PrivacySettings, shape: RunShape, history: RunHistory)
     """
     ledger = history.ledger
     earlier = history.plan if ledger.num_steps else None  # a fit that was refused has taken no step of its plan
-    if earlier is not None:
-        _require_one_data_set(earlier, shape)
+    for name in ("num_train", "expected_batch_size"):
+        if earlier is not None and getattr(earlier, name) != getattr(shape, name):
+            raise ConfigurationError(
+                f"The run has privacy.{name} {getattr(earlier, name)}, and it is {getattr(shape, name)} now: its "
+                "epsilon holds for one data set, and steps are counted by the batch. Resume with the run's value, or "
+                "start a new run."
+            )
     if settings.target_epsilon is None:
         plan = settings.make_plan(shape)
     elif earlier is not None and earlier == settings.plan_with(shape, earlier.noise_multiplier):
@@ -187,17 +192,3 @@ def plan_of_fit(settings: PrivacySettings, shape: RunShape, history: RunHistory)
     else:
         plan = settings.make_plan(shape, taken=ledger.runs, earlier=tuple(ledger.earlier_steps))
     return plan, plan == earlier
-
-
-def _require_one_data_set(earlier: PrivacyPlan, now: RunShape) -> None:
-    """Refuse another N, for which epsilon does not hold, and another B, by which steps are counted."""
-    if earlier.num_train != now.num_train:
-        raise ConfigurationError(
-            f"The run has trained on {earlier.num_train} examples, and there are {now.num_train} now. Its "
-            "epsilon holds for one data set: resume with that one, or start a new run."
-        )
-    if earlier.expected_batch_size != now.expected_batch_size:
-        raise ConfigurationError(
-            f"The run has privacy.expected_batch_size {earlier.expected_batch_size}, and it is "
-            f"{now.expected_batch_size} now; epochs and steps are counted by it. Set it to the run's value."
-        )

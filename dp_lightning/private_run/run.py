@@ -32,7 +32,6 @@ from dp_lightning.private_run.held_out import require_held_out
 from dp_lightning.private_run.hyperparameters import check_hyperparameters
 from dp_lightning.private_run.logical_batches import LogicalBatch, PhysicalLoader
 from dp_lightning.private_run.loss_comparison import NAME, warn_of_changed_meaning
-from dp_lightning.private_run.next_commands import short
 from dp_lightning.private_run.person_warnings import warn_of_persons
 from dp_lightning.private_run.resume import RunHistory, SavedRun, plan_of_fit
 from dp_lightning.private_run.settings import PrivacySettings
@@ -165,11 +164,11 @@ class PrivateRun:
         )
 
     def start(self) -> None:
-        """Take up the steps that a checkpoint has, and require that those left are affordable; `close` has to follow.
+        """Take up the steps that a checkpoint has; `close` has to follow.
 
         Raises:
             ConfigurationError: for an optimizer that cannot take private steps.
-            BudgetError: when the steps that are left cost too much.
+            BudgetError: when no step is left.
         """
         check_optimizers(self.trainer, self.step.parameters.values())
         if self.history.saved is not None:
@@ -183,7 +182,6 @@ class PrivateRun:
             )
         else:
             self.step.require_budget()
-            self.budget.require_affordable()
 
     def training_starts(self) -> None:
         """Compare the ranks' data, and warn if a batch's loss is not the mean over its examples."""
@@ -278,7 +276,7 @@ class PrivateRun:
             self._stated = self.history.ledger.num_steps
             statement = self.statement()
             statement.write(self.folder)
-            print(f"\n{statement.short()}\nResults: {short(self.folder)}", flush=True)
+            print(f"\n{statement.short()}\nResults: {self.folder}", flush=True)
 
     def statement(self, **more: Any) -> PrivacyStatement:
         """The privacy statement of the steps taken so far.

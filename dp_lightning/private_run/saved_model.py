@@ -19,29 +19,22 @@ class SavedModel:
         class_path: of the LightningModule.
         settings: its hyperparameters. Lightning saves what is linked from the data, such as image_size, with modules
             that have no such argument too.
-        class_names: in the order of the outputs.
-        resized_to: the shorter side of an image in pixels before the middle is cut out.
-        features: the network whose features take the place of the images, and its images.
+        data: the attributes of `DataRecord`.
     """
 
     class_path: str | None
     settings: Mapping[str, Any]
-    class_names: list[str] | None
-    resized_to: int | None
-    features: Mapping[str, Any] | None
+    data: Mapping[str, Any]
 
     @classmethod
     def read(cls, checkpoint: Mapping[str, Any]) -> "SavedModel":
         """That of a checkpoint as `PrivateCheckpointIO` loads it."""
         hyperparameters = dict(checkpoint.get("hyper_parameters", {}))
         path = hyperparameters.get(CLASS_PATH)
-        data = checkpoint.get("callbacks", {}).get("DataRecord", {})
         return cls(
             class_path=None if path is None else str(path),
             settings={name: value for name, value in hyperparameters.items() if not name.startswith("_")},
-            class_names=data.get("class_names"),
-            resized_to=data.get("resized_to"),
-            features=data.get("features"),
+            data=checkpoint.get("callbacks", {}).get("DataRecord", {}),
         )
 
     def module_class(self, trusted: str | None = None) -> type[pl.LightningModule] | None:

@@ -43,8 +43,8 @@ class StrategyMethods:
         self._trainer, self._strategy = trainer, trainer.strategy
         self._expected_batch_size, self._num_train = expected_batch_size, num_train
         self.loader: DataLoader[Any] | None = None
-        self.take_step: Callable[[LogicalBatch], None] = _not_yet
-        self.release: Callable[[], None] = _not_yet
+        self.take_step: Callable[[LogicalBatch], None]
+        self.release: Callable[[], None]
         self._owners: list[Any] = []
 
     def install(self) -> None:
@@ -109,7 +109,3 @@ class StrategyMethods:
 def _passing_logical(hook: Callable[[Any, int], Any]) -> Callable[[Any, int], Any]:
     """The user's hook, which stands aside for a logical batch: each example passes it by itself, when it is read."""
     return lambda batch, dataloader_idx: batch if isinstance(batch, LogicalBatch) else hook(batch, dataloader_idx)
-
-
-def _not_yet(*args: Any) -> None:
-    raise ConfigurationError("A step was asked for before on_fit_start, where the private run begins.")

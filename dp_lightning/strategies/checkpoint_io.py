@@ -34,7 +34,7 @@ class PrivateCheckpointIO(TorchCheckpointIO):
         Raises:
             DataError: when it cannot be written.
         """
-        target = _local(path)
+        target = Path(path)
         if self._before_save is not None:
             self._before_save(checkpoint, target.parent)
         try:
@@ -59,7 +59,7 @@ class PrivateCheckpointIO(TorchCheckpointIO):
         Raises:
             DataError: when it is missing, damaged or foreign.
         """
-        source, weights_only = _local(path), weights_only is not False
+        source, weights_only = Path(path), weights_only is not False
         try:
             with torch.serialization.safe_globals(_DATA):
                 loaded: Any = torch.load(source, map_location=map_location, weights_only=weights_only)
@@ -72,9 +72,3 @@ class PrivateCheckpointIO(TorchCheckpointIO):
         if not isinstance(loaded, dict):
             raise DataError(f"{source} is no checkpoint: it holds a {type(loaded).__name__}.")
         return loaded
-
-
-def _local(path: Any) -> Path:
-    if "://" in str(path):
-        raise DataError(f"Checkpoints are kept on a local or mounted file system; {path} is not on one.")
-    return Path(path)

@@ -1,16 +1,12 @@
 """The post-processing callback on a plain Trainer and through jsonargparse."""
 
-import contextlib
-
-import pytest
 import torch
 from jsonargparse import ArgumentParser
 from lightning.pytorch import LightningModule, Trainer
 from torch.utils.data import DataLoader, TensorDataset
 
 from dp_lightning.callbacks.postprocess import PostProcessCallback
-from dp_lightning.errors import ConfigurationError
-from dp_lightning.postprocess import Kalman, Momentum, Orthogonalize, Scale
+from dp_lightning.postprocess import Kalman, Momentum, Orthogonalize
 
 
 class TinyModule(LightningModule):
@@ -74,37 +70,6 @@ def test_no_transforms_change_nothing(tmp_path):
     fit(ours, PostProcessCallback(), tmp_path=tmp_path)
     fit(plain, None, tmp_path=tmp_path)
     assert torch.equal(ours.layer.weight, plain.layer.weight)
-
-
-def momentum(module):
-    return torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
-
-
-def betas(module):
-    return torch.optim.AdamW(module.parameters(), lr=0.1)
-
-
-def neither(module):
-    return torch.optim.AdamW(module.parameters(), lr=0.1, betas=(0.0, 0.999))
-
-
-@pytest.mark.parametrize(
-    ("optimizer", "transform", "refused"),
-    [
-        (momentum, Momentum(), True),
-        (betas, Momentum(), True),
-        (neither, Momentum(), False),
-        (momentum, Scale(2.0), False),
-        (betas, Scale(2.0), False),
-    ],
-)
-def test_momentum_in_two_places_is_refused_with_the_fix(tmp_path, optimizer, transform, refused):
-    class Optimized(TinyModule):
-        configure_optimizers = optimizer
-
-    fix = r"Momentum in two places.*optimizer\.init_args\.momentum, or the first of optimizer\.init_args\.betas, to 0"
-    with pytest.raises(ConfigurationError, match=fix) if refused else contextlib.nullcontext():
-        fit(Optimized(), PostProcessCallback([transform]), tmp_path=tmp_path)
 
 
 def parser() -> ArgumentParser:

@@ -57,7 +57,7 @@ def test_a_run_shows_the_warnings_of_the_user_and_ours_and_nothing_else(shown):
     assert second.endswith("FutureWarning: a FutureWarning of mine")
     assert "own_module.py:" in first
     # One paragraph, without the place in our code.
-    assert ours[0].startswith("Warning: ckpt_path is 'last', but no run has left a checkpoint")
+    assert ours[0].startswith("Warning: ckpt_path is 'last', but there is no checkpoint in")
     assert ours[-1].endswith("trainer.default_root_dir.")
     assert max(map(len, ours)) <= 80
     assert not any(".py" in line for line in ours)
@@ -65,7 +65,7 @@ def test_a_run_shows_the_warnings_of_the_user_and_ours_and_nothing_else(shown):
 
 def test_a_log_of_a_run_is_plain_and_begins_with_the_plan(shown):
     text, _ = shown
-    assert text.startswith("data  ")
+    assert text.startswith("method  ")
     assert text.isascii()
     assert "\x1b" not in text
 

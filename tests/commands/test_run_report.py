@@ -189,7 +189,7 @@ def test_a_run_that_was_killed_is_accounted_by_its_journal_and_is_not_fit_for_re
     assert "% test accuracy" in page.text  # from the event files
     (journal,) = copy.glob("privacy_journal_*.jsonl")
     lines = journal.read_text().splitlines(keepends=True)
-    journal.write_text("".join(line for line in lines if '"number": 1,' not in line))
+    journal.write_text("".join(lines[1:]))
     edited = of(copy).text
     assert "epsilon unknown" in edited
     assert "is not as it was written" in edited

@@ -3,7 +3,6 @@
 import contextlib
 import json
 import os
-import shlex
 import signal
 import subprocess
 import sys
@@ -72,10 +71,7 @@ def test_a_signal_loses_no_step_and_the_run_goes_on(tmp_path, warm_python, numbe
     taken = steps_in_journal(tmp_path)
     assert checkpoint.name == f"interrupted-step={taken}.ckpt"
     assert statement(tmp_path)["num_steps"] == taken < STEPS
-    last = shlex.split(output.splitlines()[-1])
-    config = checkpoint.parents[1] / "config.yaml"
-    paths = [str(path.relative_to(tmp_path)) for path in (config, checkpoint)]
-    assert last[-5:] == ["fit", "--config", paths[0], "--ckpt_path", paths[1]]
+    assert output.splitlines()[-1] == f"Stopped after step {taken}. Resume with ckpt_path {checkpoint}"
     # On one device, whatever it was before.
     returned, output = end(start(warm_python, tmp_path, "--ckpt_path", "last"))
     assert returned == 0, output

@@ -1,5 +1,6 @@
-"""Hyperparameters are settings: training data among them is refused, and other objects are kept."""
+"""Hyperparameters are settings: training data among them is refused, and other objects are said to need code."""
 
+import warnings
 from enum import StrEnum
 from functools import partial
 
@@ -72,9 +73,15 @@ def test_training_data_is_refused_before_the_first_step(tmp_path, case):
 
 
 @pytest.mark.parametrize("case", [*PLAIN, *OBJECTS])
-def test_settings_and_objects_are_taken(tmp_path, case):
+def test_settings_are_taken_and_objects_are_said_to_need_code(tmp_path, case):
     run = trainer(tmp_path, privacy(), max_epochs=1)
-    run.fit(Given({**PLAIN, **OBJECTS}[case]), loader())
+    with warnings.catch_warnings(record=True) as given:
+        warnings.simplefilter("always")
+        run.fit(Given({**PLAIN, **OBJECTS}[case]), loader())
+    said = [str(warning.message) for warning in given if "weights_only=False" in str(warning.message)]
+    assert [text.partition(" have objects")[0] for text in said] == (
+        ["The hyperparameters of Given"] if case in OBJECTS else []
+    )
     assert run.global_step == 3
     run.save_checkpoint(tmp_path / "end.ckpt")
     kept = torch.load(tmp_path / "end.ckpt", weights_only=case not in OBJECTS)["hyper_parameters"]

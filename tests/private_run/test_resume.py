@@ -411,7 +411,7 @@ def test_there_is_no_statement_before_a_fit(tmp_path):
 def test_another_data_set_is_refused(tmp_path, interrupted):
     checkpoint, *_ = interrupted
     run = trainer(tmp_path, budgeted(5.0))
-    with pytest.raises(ConfigurationError, match="trained on 60 examples, and there are 61 now"):
+    with pytest.raises(ConfigurationError, match="num_train 60, and it is 61 now"):
         run.fit(Plain(), loader(examples(61)), ckpt_path=checkpoint, weights_only=True)
 
 

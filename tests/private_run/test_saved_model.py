@@ -27,14 +27,14 @@ USERS = f"{Users.__module__}.Users"
 
 def test_what_callbacks_have_left_is_read():
     model = saved(num_classes=2)
-    assert (model.class_names, model.resized_to, model.features) == (["cat", "dog"], 256, None)
+    assert model.data == {"class_names": ["cat", "dog"], "resized_to": 256, "features": None}
     assert model.settings == {"num_classes": 2}
     assert model.module_class() is ResNetModule
 
 
 def test_a_checkpoint_that_says_nothing_has_empty_parts():
     model = SavedModel.read({})
-    assert model == SavedModel(None, {}, None, None, None)
+    assert model == SavedModel(None, {}, {})
     assert model.module_class() is None
 
 

@@ -45,5 +45,5 @@ def test_a_fit_that_was_refused_binds_no_later_one(tmp_path):
 def test_another_data_set_is_refused(tmp_path):
     callback, module = privacy(), Plain()
     trainer(tmp_path, callback, max_epochs=1).fit(module, loader())
-    with pytest.raises(ConfigurationError, match="trained on 60 examples, and there are 61 now"):
+    with pytest.raises(ConfigurationError, match="num_train 60, and it is 61 now"):
         trainer(tmp_path, callback).fit(module, loader(examples(61)))
