@@ -19,10 +19,6 @@ from dp_lightning.privacy.statement import ONE_EXAMPLE, ONE_PERSON
 # Solving for the noise can take a second, and is asked for before the data is read and again when the fit starts.
 _calibrated = functools.lru_cache(maxsize=4096)(RunShape.calibrate)
 
-_CHOICES = {
-    "unit_of_privacy": ("example", "group"),
-    "earlier_training": ("same_data", "other_data"),
-}
 #: What a run that resumes has to keep: its statement says it once for all steps.
 KEPT = (
     *("examples", "augmult", "unit_of_privacy", "images_per_group", "clipping", "clip_factor", "max_grad_norm"),
@@ -93,7 +89,8 @@ class PrivacySettings:
 
     def __post_init__(self) -> None:
         self._check_noise()
-        for name, choices in _CHOICES.items():
+        pairs = {"unit_of_privacy": ("example", "group"), "earlier_training": ("same_data", "other_data")}
+        for name, choices in pairs.items():
             if getattr(self, name) not in choices:
                 raise ConfigurationError(
                     f"privacy.{name} is {getattr(self, name)!r}; choose {' or '.join(map(repr, choices))}."
