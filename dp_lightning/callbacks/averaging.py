@@ -53,15 +53,14 @@ class AveragedWeights(Averaging):
             super().on_load_checkpoint(trainer, pl_module, checkpoint)
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if self.decay is not None:
-            if self.averaged is None:
-                super().setup(trainer, pl_module, "fit")
-            assert self.averaged is not None
-            self.averaged.to(pl_module.device)
-            self.averaged.n_averaged = self.averaged.n_averaged.cpu()  # to read it waits for no device
-
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if self.averaged is not None and (privacy := privacy_of(trainer)) is not None:
+        if self.decay is None:
+            return
+        if self.averaged is None:
+            super().setup(trainer, pl_module, "fit")
+        assert self.averaged is not None
+        self.averaged.to(pl_module.device)
+        self.averaged.n_averaged = self.averaged.n_averaged.cpu()  # to read it waits for no device
+        if (privacy := privacy_of(trainer)) is not None:
             copy, run = self.averaged.module, privacy.private_run
             run.postprocessing.append(f"moving average of the weights (decay {self.decay:g})")
             run.weights = lambda: (pl_module if self._exchanged else copy).state_dict()

@@ -106,7 +106,7 @@ class PrivacyCallback(PrivacySettings, pl.Callback):
             require_counted_steps(checkpoint, saved)
         # Evaluating an earlier checkpoint after a fit does not undo its steps.
         if saved is not None and (fits or self._run is None):
-            self.history.load(saved)
+            self.history.load(saved, Path(str(trainer.ckpt_path)).parent)
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         trainer.fit_loop.setup_data()

@@ -48,6 +48,7 @@ class PrivateProgressBar(TQDMProgressBar):
         if trainer.is_global_zero and not sys.stdout.isatty():
             line = f"{time.strftime('%H:%M:%S')}  Epoch {trainer.current_epoch}, step {trainer.global_step}"
             for name, value in self.get_metrics(trainer, pl_module).items():
+                name = "epsilon at most" if name == "epsilon" else name
                 if not name.startswith("unprotected/"):
                     line += f", {name} {value:.4g}" if isinstance(value, float) else f", {name} {value}"
             print(line, flush=True)

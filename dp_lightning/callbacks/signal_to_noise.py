@@ -45,10 +45,6 @@ class SignalToNoise(pl.Callback):
         self._totals: torch.Tensor | None = None  # of the epoch: ||G~||^2 / s^2 of each parameter
         self._count = 0  # its steps
 
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if self.curve:  # a resumed run may have another folder
-            self._write(trainer)
-
     def on_before_optimizer_step(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
     ) -> None:

@@ -1,6 +1,7 @@
 """The ids of persons that a data set tells: text, or whole numbers."""
 
 import unicodedata
+import warnings
 from collections.abc import Iterable
 from numbers import Integral, Real
 from typing import Any
@@ -89,3 +90,18 @@ def _group(found: Any, where: str) -> Group:
             f"from {_EXACT} on integers or text where they are first read, since floating-point numbers round them."
         )
     return group
+
+
+def warn_of_persons(dataset: Any) -> None:
+    """Warn if a data set, each of whose images is an example of its own, has several images of a person."""
+    try:
+        ids = groups_of(dataset) or []
+    except DataError:  # its attribute ``groups`` means something else
+        return
+    if len(set(ids)) < len(ids):
+        warnings.warn(
+            "The training set tells which images are of one person, and privacy.unit_of_privacy is example: the "
+            "guarantee is about one image, and several images of a person together are protected less. Set "
+            "privacy.unit_of_privacy: group to protect persons.",
+            stacklevel=2,
+        )

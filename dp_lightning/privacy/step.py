@@ -43,6 +43,7 @@ from dp_lightning.privacy.gradients.clipped_sum import ClippedSum
 from dp_lightning.privacy.isolation import Isolation, require_own_tensors, with_inner
 from dp_lightning.privacy.noise import GaussianNoise
 from dp_lightning.privacy.parameters import require_same_trained, trained_parameters
+from dp_lightning.privacy.person_ids import warn_of_persons
 from dp_lightning.privacy.phases import Phases
 from dp_lightning.privacy.plan import PrivacyPlan
 from dp_lightning.privacy.randomness import TrainingRandomness
@@ -140,6 +141,8 @@ class PrivateStep:
                 f"The training data set has {size} {'examples' if self.reader.groups is None else 'persons'}, but the "
                 f"plan was made for num_train {plan.num_train}. Remove num_train, or correct it."
             )
+        if reading.images_per_group is None and self.ranks.rank == 0:
+            warn_of_persons(dataset)
         require_single_records(dataset)
         require_own_tensors(module, dataset)
         self.record = record or RunRecord()

@@ -1,12 +1,14 @@
 """What all ranks must share for one private step: settings, training set, and the resulting model."""
 
+from pathlib import PurePath
 from typing import Any
 
 import lightning.pytorch as pl
+import numpy as np
 import torch
 
 from dp_lightning.errors import ConfigurationError, DpLightningError
-from dp_lightning.privacy.records import records_of
+from dp_lightning.privacy.records import contents, records_of
 from dp_lightning.ranks import Ranks
 
 
@@ -26,14 +28,18 @@ def require_same_settings(settings: dict[str, object], ranks: Ranks, device: tor
 def require_same_data(dataset: Any, ranks: Ranks, device: torch.device) -> None:
     """Require the same training set in the same order on every rank, or an example could enter a step twice.
 
-    The indices of subsets are compared; no element is read.
+    Indices of subsets are compared, and what the data sets keep of one number or text for each element, such as labels.
 
     Raises:
         ConfigurationError: on every rank.
     """
     if ranks.size == 1:
         return
-    if ranks.differing_facts({"training set": records_of(dataset, [])}, device):
+    bases: list[Any] = []
+    records = records_of(dataset, bases)
+    kept = [(name, value) for base in bases for name, value in sorted(contents(base).items())]
+    kept = [pair for pair in kept if not isinstance(pair[1], str | PurePath) and np.ndim(pair[1][0]) == 0]
+    if ranks.differing_facts({"training set": (records, [(n, np.asarray(v).tolist()) for n, v in kept])}, device):
         raise ConfigurationError(
             "The ranks have different training sets, or the same one in another order, so an example could enter a "
             "step twice. Make splits and orders with a fixed seed (generator=torch.Generator().manual_seed(0))."

@@ -30,17 +30,11 @@ def checked_loader(loader: Any) -> DataLoader[Any]:
             "train_dataloader reads an IterableDataset. Poisson sampling needs a map-style data set with __len__ and "
             "__getitem__."
         )
-    if loader.batch_sampler is None:
-        raise ConfigurationError(
-            "train_dataloader has batch_size=None, so that collate_fn makes no batches. Private training needs batches "
-            "of one example: give the loader a batch_size, such as 1, and let __getitem__ return one example. The size "
-            "of a step is privacy.expected_batch_size."
-        )
     if type(loader.batch_sampler) is not BatchSampler or not _is_ordinary(loader):
         raise ConfigurationError(
-            f"train_dataloader has a sampler of its own ({type(loader.sampler).__name__} in "
-            f"{type(loader.batch_sampler).__name__}), which Poisson sampling replaces. Remove it; for a subset of the "
-            "data use torch.utils.data.Subset."
+            f"train_dataloader has batch_size=None or a sampler of its own ({type(loader.sampler).__name__} in "
+            f"{type(loader.batch_sampler).__name__}), and Poisson sampling replaces an ordinary order alone. Give it a "
+            "batch_size, such as 1, and no sampler; for a subset of the data use torch.utils.data.Subset."
         )
     return loader
 

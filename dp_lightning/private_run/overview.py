@@ -10,7 +10,7 @@ def overview(run: PrivateRun) -> str:
     """Method and plan of a run, and what is special about it."""
     settings, trainer, plan, clip = run.settings, run.trainer, run.plan, run.settings.clip_plan
     optimizers = ", ".join(type(optimizer).__name__ for optimizer in trainer.optimizers)
-    steps = ", then ".join(["DP-SGD", *run.postprocessing, f"{optimizers} step"])
+    method = "; ".join([f"DP-SGD by {optimizers}", *run.postprocessing])
     views = f", {settings.augmult} views of each example" if settings.augmult > 1 else ""
     epsilon, epochs = (
         plan.target_epsilon or run.budget.at(plan.num_steps),
@@ -19,7 +19,7 @@ def overview(run: PrivateRun) -> str:
     budget = f"epsilon {epsilon:.4g} at delta {plan.delta:g} by {plan.accountant.upper()}, N {plan.num_train:,} "
     budget += f"{'persons' if settings.images_per_group else 'examples'}, B {plan.expected_batch_size:,}, "
     rows = [
-        ("method", f"{steps}; {clip.kind.replace('_', ' ')} clipping ({clip.factor}){views}"),
+        ("method", f"{method}; {clip.kind.replace('_', ' ')} clipping ({clip.factor}){views}"),
         ("plan", f"{budget}sigma {plan.noise_multiplier:.4g}, C {clip.max_grad_norm:g}, T {plan.num_steps:,} steps"),
         ("epochs", f"{math.ceil(epochs):,}"),
         *(("note", note) for note in _notes(run)),

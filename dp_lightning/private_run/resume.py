@@ -83,13 +83,16 @@ class RunHistory:
 
     Attributes:
         record: its steps, which no fit and no checkpoint takes back; it has a journal on rank 0 once a fit has begun.
-        saved: what a checkpoint holds of it, until a fit begins.
+        saved: what a checkpoint holds of it, until a fit begins, and the folder of that.
+        in_weights: steps of the ledger that the weights had when the last fit ended.
         plan: of its last steps.
         unprotected: what was logged of raw examples.
     """
 
     record: RunRecord = field(default_factory=RunRecord)
     saved: SavedRun | None = None
+    folder: Path = Path()
+    in_weights: int = 0
     plan: PrivacyPlan | None = None
     unprotected: Unprotected = field(default_factory=Unprotected)
 
@@ -98,8 +101,8 @@ class RunHistory:
         """The steps so far."""
         return self.record.ledger
 
-    def load(self, saved: SavedRun) -> None:
-        """Let the next fit resume the run of a checkpoint.
+    def load(self, saved: SavedRun, folder: Path) -> None:
+        """Let the next fit resume the run of a checkpoint in a folder.
 
         Raises:
             BudgetError: where its ledger lacks steps that this one has.
@@ -108,7 +111,8 @@ class RunHistory:
         record.ledger.load_state_dict(said.ledger.state_dict())
         record.run, record.earlier_training = said.run, list(said.earlier_training)
         record.faults |= set(said.faults)
-        self.plan, self.saved = said.plan, saved
+        self.plan, self.saved, self.folder = said.plan, saved, folder
+        self.in_weights = said.ledger.num_steps - said.lost_steps
         self.unprotected.names |= set(said.unprotected)
 
     def open_journal(self, trainer: pl.Trainer, folder: Path) -> bool:
@@ -124,17 +128,17 @@ class RunHistory:
         Raises:
             DataError: when the checkpoint's journal is missing or older, or one cannot be read or written.
         """
-        record, saved = self.record, self.saved if trainer.ckpt_path is not None else None
+        record = self.record
         record.run = trainer.strategy.broadcast(record.run)
         if trainer.is_global_zero:
             if record.journal is None or record.journal.run != record.run:
                 record.journal = Journal(record.run)
-            if saved is not None:
-                _read_beside(Path(str(trainer.ckpt_path)).parent, record.journal, saved.statement)
+            if self.saved is not None:
+                _read_beside(self.folder, record.journal, self.saved.statement)
             record.journal.add_folder(folder, record.ledger)
             record.ledger.load_state_dict(record.journal.ledger.state_dict())
         record.ledger.load_state_dict(trainer.strategy.broadcast(record.ledger.state_dict()))
-        return saved is not None
+        return self.saved is not None and trainer.ckpt_path is not None
 
     def keep_journal_in(self, folder: Path) -> None:
         """Keep a journal in a folder to which a checkpoint is about to be written."""

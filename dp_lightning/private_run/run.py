@@ -32,7 +32,6 @@ from dp_lightning.private_run.held_out import require_held_out
 from dp_lightning.private_run.hyperparameters import check_hyperparameters
 from dp_lightning.private_run.logical_batches import LogicalBatch, PhysicalLoader
 from dp_lightning.private_run.loss_comparison import NAME, warn_of_changed_meaning
-from dp_lightning.private_run.person_warnings import warn_of_persons
 from dp_lightning.private_run.resume import RunHistory, SavedRun, plan_of_fit
 from dp_lightning.private_run.settings import PrivacySettings
 from dp_lightning.private_run.step_logging import StepLogging
@@ -98,6 +97,7 @@ class PrivateRun:
         self.step = self._private_step(loader)
         self._physical = PhysicalLoader(loader, self.step)
         self.budget = Budget(self.plan, history.ledger)
+        self._first: int | None = None  # Lightning's count when training starts
         # Steps before the fit, and at the last statement. That of a fit without a step is still to come.
         self._before = history.ledger.num_steps
         self._stated = -1 if self._finishes else history.ledger.num_steps
@@ -131,11 +131,6 @@ class PrivateRun:
         return history.plan, finishes
 
     def _private_step(self, loader: DataLoader[Any]) -> PrivateStep:
-        if is_param_in_hook_signature(self.module.training_step, "dataloader_iter", explicit=True):
-            raise ConfigurationError(
-                "training_step takes dataloader_iter, and private training has to give it one example at a time. Give "
-                "it the arguments batch and batch_idx."
-            )
         if any(is_overridden("transfer_batch_to_device", owner) for owner in self._owners):
             raise ConfigurationError(
                 "transfer_batch_to_device is overridden: it would see several examples at once. Move its work to "
@@ -182,6 +177,12 @@ class PrivateRun:
             )
         else:
             self.step.require_budget()
+            spent, target = self.budget.at(self.plan.num_steps), self.plan.target_epsilon
+            if target is not None and spent > target:
+                raise BudgetError(
+                    f"The steps taken and the steps planned would spend epsilon {spent:.3f}, above "
+                    f"privacy.target_epsilon {target:g}. Plan fewer steps, or raise the target."
+                )
 
     def training_starts(self) -> None:
         """Compare the ranks' data, and warn if a batch's loss is not the mean over its examples."""
@@ -191,11 +192,10 @@ class PrivateRun:
                 f"privacy.disk needs its filter: put Kalman with gain {disk.gain:g} and applies_to: all first "
                 "into the transforms of PostProcessCallback."
             )
+        self._first = self.trainer.global_step
         self._log_epsilon()
         require_held_out(reader.dataset, self.trainer.val_dataloaders)
         require_same_data(reader.dataset, self._ranks, self.trainer.strategy.root_device)
-        if self.settings.images_per_group is None:
-            warn_of_persons(reader.dataset)
         if self.trainer.is_global_zero and warn_of_changed_meaning(
             self.trainer, self.module, reader.dataset, reader.reading.collate_fn
         ):
@@ -264,6 +264,11 @@ class PrivateRun:
 
     # Checkpoints and the end
 
+    @property
+    def _in_weights(self) -> int:
+        """Steps of the ledger that the weights have."""
+        return self.history.in_weights + (0 if self._first is None else self.trainer.global_step - self._first)
+
     def fails(self, error: BaseException) -> None:
         """Note an error, which makes the run unfit for release; an interruption and a spent budget do not."""
         took_steps = self.history.ledger.num_steps > self._before
@@ -272,6 +277,9 @@ class PrivateRun:
 
     def close(self) -> None:
         """Write the privacy statement to the log folder and show it, on rank 0, unless no step was taken."""
+        self._before = self.history.ledger.num_steps  # what a later fit is refused for is no fault of this one
+        self.history.in_weights = self._in_weights
+        self._first = None if self._first is None else self.trainer.global_step
         if self.trainer.is_global_zero and self.history.ledger.num_steps != self._stated:
             self._stated = self.history.ledger.num_steps
             statement = self.statement()
@@ -292,7 +300,7 @@ class PrivateRun:
         return self.step.statement(
             unprotected=tuple(sorted(history.unprotected.names)),
             postprocessing=", then ".join(self.postprocessing) or "none",
-            lost_steps=history.ledger.num_steps - self.trainer.global_step,
+            lost_steps=history.ledger.num_steps - self._in_weights,
             **more,
         )
 

@@ -13,6 +13,7 @@ from torch import Tensor, optim
 
 from dp_lightning.errors import ConfigurationError
 from dp_lightning.lightning_internals import was_compiled
+from dp_lightning.private_run.settings import PrivacySettings
 from dp_lightning.strategies.checkpoint_io import PrivateCheckpointIO
 from dp_lightning.torch_internals import is_compiled
 
@@ -120,6 +121,8 @@ def _of_the_processes(trainer: pl.Trainer) -> Iterator[_Row]:
 
 def _of_the_callbacks(trainer: pl.Trainer) -> Iterator[_Row]:
     callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    private = [callback for callback in callbacks if isinstance(callback, PrivacySettings)]
+    yield len(private) > 1, "trainer.callbacks has several PrivacyCallbacks, and a run has one plan. Leave one."
     for callback in callbacks:
         name = type(callback).__name__
         for kind, reason in _CALLBACKS:

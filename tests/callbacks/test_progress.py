@@ -103,7 +103,9 @@ def test_a_file_gets_a_plain_line_for_each_epoch_and_no_number_of_physical_batch
     assert "\x1b" not in text
     assert "\r" not in text
     assert "batch" not in text
-    epochs = re.findall(r"^\d\d:\d\d:\d\d  Epoch (\d), step (\d), epsilon [\d.]+, val/accuracy [\d.]+", text, re.M)
+    epochs = re.findall(
+        r"^\d\d:\d\d:\d\d  Epoch (\d), step (\d), epsilon at most [\d.]+, val/accuracy [\d.]+", text, re.M
+    )
     assert epochs == [("0", "3"), ("1", "6"), ("2", "9")]
     assert not re.search("Epoch.*unprotected", text)
 

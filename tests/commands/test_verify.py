@@ -197,7 +197,7 @@ EDITS = {
     "clipping": of_statement("clipping", {"images_per_group": "4 images of each person"}),
     "head of a checkpoint": of_checkpoint(lambda saved: claims(saved).update(journal_head="")),
     "run of a checkpoint": of_checkpoint(lambda saved: claims(saved).update(run="another")),
-    "steps of a checkpoint": of_checkpoint(lambda saved: saved.update(global_step=1)),
+    "steps of a checkpoint": of_checkpoint(lambda saved: saved.update(global_step=99)),
     "lost steps of a checkpoint": of_checkpoint(lambda saved: claims(saved).update(lost_steps=-3)),
     "statement of a checkpoint taken away": of_checkpoint(lambda saved: saved[PRIVATE_RUN].pop("statement")),
     "run of a checkpoint taken away": of_checkpoint(lambda saved: saved.pop(PRIVATE_RUN)),

@@ -21,7 +21,8 @@ def test_the_plan_comes_first_and_the_statement_last(tmp_path, capsys):
         *("method", "plan", "epochs"),
         *("(8,", "Unprotected", "Release:", "Results:"),
     ]
-    assert rows["method"] == "DP-SGD, then Momentum, then SGD step; flat clipping (abadi)"
+    average = "moving average of the weights (decay 0.9)"
+    assert rows["method"] == f"DP-SGD by SGD; Momentum; {average}; flat clipping (abadi)"
     sigma = private.plan.noise_multiplier
     plan = f"epsilon 8 at delta 0.001 by RDP, N 60 examples, B 20, sigma {sigma:.4g}, C 1, T 9 steps"
     assert (rows["plan"], rows["epochs"]) == (plan, "3")

@@ -3,7 +3,7 @@
 import pytest
 from plain_run import Plain, Stop, examples, loader, privacy, trainer
 
-from dp_lightning.errors import ConfigurationError
+from dp_lightning.errors import BudgetError, ConfigurationError
 
 TARGET = {"noise_multiplier": None, "target_epsilon": 5.0, "accountant": "rdp"}
 
@@ -47,3 +47,31 @@ def test_another_data_set_is_refused(tmp_path):
     trainer(tmp_path, callback, max_epochs=1).fit(module, loader())
     with pytest.raises(ConfigurationError, match="num_train 60, and it is 61 now"):
         trainer(tmp_path, callback).fit(module, loader(examples(61)))
+
+
+def test_steps_of_an_earlier_fit_are_not_lost(tmp_path):
+    """Lightning counts anew in each Trainer."""
+    callback, module = privacy(), Plain()
+    with pytest.raises(RuntimeError, match="stopped"):
+        trainer(tmp_path / "1", callback, Stop(2)).fit(module, loader())
+    trainer(tmp_path / "2", callback).fit(module, loader())
+    said = callback.statement()
+    assert (said.ledger.num_steps, said.lost_steps) == (9, 0)
+
+
+def test_a_refused_fit_leaves_a_finished_run_as_it_is(tmp_path):
+    callback, module = privacy(), Plain()
+    trainer(tmp_path, callback).fit(module, loader())
+    with pytest.raises(ConfigurationError, match="gradient_clip_val"):
+        trainer(tmp_path, callback, gradient_clip_val=1.0).fit(module, loader())
+    assert callback.statement().release == "ok"
+
+
+def test_a_run_does_not_go_on_beyond_its_target_after_steps_of_another(tmp_path):
+    callback, module = privacy(**TARGET), Plain()
+    with pytest.raises(RuntimeError, match="stopped"):
+        trainer(tmp_path / "1", callback, Stop(2)).fit(module, loader())
+    trainer(tmp_path / "2", privacy(**{**TARGET, "target_epsilon": 8.0}), max_epochs=2).fit(module, loader())
+    with pytest.raises(BudgetError, match=r"above privacy\.target_epsilon 5"):
+        trainer(tmp_path / "3", callback).fit(module, loader())
+    assert callback.ledger.num_steps == 2

@@ -191,6 +191,11 @@ def test_a_lazy_layer_is_refused_by_name(tmp_path):
         trainer(tmp_path, privacy()).fit(module, loader())
 
 
+def test_a_second_callback_that_privatizes_is_refused(tmp_path):
+    with pytest.raises(ConfigurationError, match="has several PrivacyCallbacks, and a run has one plan"):
+        trainer(tmp_path, privacy(), privacy(noise_multiplier=2.0)).fit(Plain(), loader())
+
+
 def test_clipping_by_zero_is_none(tmp_path):
     run = trainer(tmp_path, privacy(), gradient_clip_val=0.0, max_epochs=1)
     run.fit(Plain(), loader())

@@ -131,6 +131,8 @@ def main(settings):
     for name in settings.get("frozen_by_rank", {place: []})[place]:
         module.get_parameter(name).requires_grad_(False)
     dataset = examples(settings.get("num_train", 60) - place * settings.get("fewer_by_rank", 0))
+    if settings.get("rolled"):
+        dataset = TensorDataset(*(tensor.roll(place, 0) for tensor in dataset.tensors))
     if settings.get("own_split"):
         dataset = torch.utils.data.random_split(dataset, [50, 10])[0]
     loader = DataLoader(dataset, batch_size=7, shuffle=True)

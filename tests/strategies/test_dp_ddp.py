@@ -123,6 +123,7 @@ def test_an_exchange_of_two_numbers_is_a_difference():
         ({"fewer_by_rank": 2}, "different settings: number of training examples (on"),
         ({"frozen_by_rank": [["net.1.weight"], ["net.1.bias"]]}, "which of them are trained"),
         ({"own_split": True}, "different training sets"),
+        ({"rolled": True}, "different training sets"),
     ],
 )
 def test_ranks_that_do_not_agree_are_refused(tmp_path, settings, message):
