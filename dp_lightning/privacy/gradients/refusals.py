@@ -51,8 +51,8 @@ _MASK = (
 )
 BATCH_NORM = (
     "BatchNorm in training mode writes statistics of the examples into its buffers, and mixes examples. Replace it "
-    "(models.batch_norm_to_group_norm, or batch_norm: group_norm of TimmModule), or keep it in evaluation mode "
-    "(models.freeze_batch_norm, or batch_norm: frozen)."
+    "(models.batch_norm_to_group_norm changes a model in place; batch_norm: group_norm of TimmModule), or keep it in "
+    "evaluation mode (models.freeze_batch_norm, or batch_norm: frozen)."
 )
 _OF_BATCH_NORM = re.compile(r"running_(mean|var)\b|more than 1 value per channel when training")
 
