@@ -33,8 +33,8 @@ def checked_loader(loader: Any) -> DataLoader[Any]:
     if type(loader.batch_sampler) is not BatchSampler or not _is_ordinary(loader):
         raise ConfigurationError(
             f"train_dataloader has batch_size=None or a sampler of its own ({type(loader.sampler).__name__} in "
-            f"{type(loader.batch_sampler).__name__}), and Poisson sampling replaces an ordinary order alone. Give it a "
-            "batch_size, such as 1, and no sampler; for a subset of the data use torch.utils.data.Subset."
+            f"{type(loader.batch_sampler).__name__}), and Poisson sampling replaces an ordinary order alone. Remove "
+            "it, and set a batch_size, such as 1; for a subset of the data use torch.utils.data.Subset."
         )
     return loader
 
