@@ -196,7 +196,7 @@ def transformers_cases() -> dict[str, Callable[[], Case]]:
         batch["input_ids"][:, -1] = 1
 
         def loss(model: nn.Module, batch: Any) -> Tensor:
-            output = model(**batch)
+            output = model(**masked(model, batch))
             return output_loss([output.text_embeds, output.image_embeds])
 
         return prepared(hf.CLIPModel(config)), batch, loss
@@ -300,7 +300,17 @@ def transformers_cases() -> dict[str, Callable[[], Case]]:
 
 def own_loss(model: nn.Module, batch: dict[str, Tensor]) -> Case:
     """The case of a model of transformers, which computes its loss itself."""
-    return prepared(model), batch, lambda model, batch: model(**batch).loss
+    return prepared(model), batch, lambda model, batch: model(**masked(model, batch)).loss
+
+
+def masked(model: nn.Module, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The batch with its mask in four dimensions, (b, 1, 1 or L, L), which transformers applies without reading it."""
+    if (given := batch.get("attention_mask")) is None:
+        return batch
+    mask = given[:, None, None, :].bool()
+    if type(model).__name__.startswith(("CLIP", "GPT", "Llama", "Mistral", "Mixtral")):
+        mask = mask & mask.new_ones(mask.shape[-1], mask.shape[-1]).tril()
+    return {**batch, "attention_mask": mask}
 
 
 # One model
