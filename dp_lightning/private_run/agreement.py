@@ -1,6 +1,5 @@
 """What all ranks must share for one private step: settings, training set, and the resulting model."""
 
-from pathlib import PurePath
 from typing import Any
 
 import lightning.pytorch as pl
@@ -28,7 +27,7 @@ def require_same_settings(settings: dict[str, object], ranks: Ranks, device: tor
 def require_same_data(dataset: Any, ranks: Ranks, device: torch.device) -> None:
     """Require the same training set in the same order on every rank, or an example could enter a step twice.
 
-    Indices of subsets are compared, and what the data sets keep of one number or text for each element, such as labels.
+    Indices of subsets are compared, and what the data sets keep of one number for each element, such as labels.
 
     Raises:
         ConfigurationError: on every rank.
@@ -37,9 +36,7 @@ def require_same_data(dataset: Any, ranks: Ranks, device: torch.device) -> None:
         return
     bases: list[Any] = []
     records = records_of(dataset, bases)
-    kept = [(name, value) for base in bases for name, value in sorted(contents(base).items())]
-    kept = [pair for pair in kept if not isinstance(pair[1], str | PurePath) and np.ndim(pair[1][0]) == 0]
-    if ranks.differing_facts({"training set": (records, [(n, np.asarray(v).tolist()) for n, v in kept])}, device):
+    if ranks.differing_facts({"training set": (records, [numbers_of(base) for base in bases])}, device):
         raise ConfigurationError(
             "The ranks have different training sets, or the same one in another order, so an example could enter a "
             "step twice. Make splits and orders with a fixed seed (generator=torch.Generator().manual_seed(0))."
@@ -58,3 +55,14 @@ def require_equal_replicas(module: pl.LightningModule, ranks: Ranks) -> None:
             "differs between them, such as a callback, an optimizer, a buffer or a kind of processor. Resume from the "
             "newest checkpoint once the cause is fixed."
         )
+
+
+def numbers_of(dataset: Any) -> dict[str, list[Any]]:
+    """What a data set keeps of one number for each element, by names of attributes."""
+    found = {}
+    for name, value in sorted(contents(dataset).items()):
+        if isinstance(value, np.ndarray | torch.Tensor) and value.ndim == 1:
+            found[name] = value.tolist()
+        elif isinstance(value, list | tuple) and isinstance(value[0], int | float):
+            found[name] = list(value)
+    return found

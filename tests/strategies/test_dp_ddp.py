@@ -9,10 +9,12 @@ from run_ranks import main
 from run_release import release
 from started_ranks import run_on_ranks
 from torch import nn
+from torch.utils.data import TensorDataset
 
 from dp_lightning.callbacks import PredictionFile, PrivacyCallback
 from dp_lightning.errors import ConfigurationError
 from dp_lightning.privacy.sampling import PoissonSampler, cut, sampling_key
+from dp_lightning.private_run.agreement import numbers_of
 from dp_lightning.ranks import _checksums
 from dp_lightning.strategies.private import PrivateStrategy
 
@@ -138,6 +140,21 @@ def test_forked_processes_are_refused(strategy):
     strategy = PrivateStrategy(start_method="fork") if strategy == "dp_ddp" else strategy
     with pytest.raises(ConfigurationError, match="fork or spawn"):
         checked(strategy)
+
+
+def test_ranks_compare_numbers_alone_of_what_a_data_set_keeps_for_each_element():
+    """Objects have addresses, and files other places on each node: no honest run is refused for them."""
+
+    class Kept(TensorDataset):
+        labels, weights, ids = [0, 1], (0.5, 2.0), np.array([7, 8])
+        objects, names, by_name, chosen = [object(), object()], ["/node/a", "/node/b"], {"a": 0, "b": 1}, {0, 1}
+
+        def __init__(self, *tensors):
+            super().__init__(*tensors)
+            vars(self).update({name: value for name, value in vars(Kept).items() if not name.startswith("_")})
+
+    found = numbers_of(Kept(torch.zeros(2, 3), torch.tensor([1, 0])))
+    assert found == {"1": [1, 0], "labels": [0, 1], "weights": [0.5, 2.0], "ids": [7, 8]}
 
 
 def test_empty_shares_and_empty_draws_take_part(tmp_path):
