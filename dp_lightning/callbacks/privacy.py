@@ -36,7 +36,7 @@ class PrivacyCallback(PrivacySettings, pl.Callback):
         ConfigurationError: naming the setting and the fix; from the constructor, and when ``fit`` starts.
         ModelError: naming what of the module's code cannot be taken example by example.
         BudgetError: when a step would spend more than was planned. A fit from a checkpoint of a run whose steps are
-            all taken is none: it evaluates, and writes the statement.
+            all taken is none: it writes the statement.
     """
 
     def __post_init__(self) -> None:
@@ -165,7 +165,7 @@ def privacy_of(trainer: pl.Trainer) -> PrivacyCallback | None:
     return next((callback for callback in callbacks if isinstance(callback, PrivacyCallback)), None)
 
 
-def run_of(trainer: pl.Trainer) -> PrivateRun:
+def private_run_of(trainer: pl.Trainer) -> PrivateRun:
     """The private fit of a trainer.
 
     Raises:

@@ -29,7 +29,7 @@ class PrivateProgressBar(TQDMProgressBar):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule
     ) -> dict[str, int | str | float | dict[str, float]]:
         metrics, privacy = super().get_metrics(trainer, pl_module), privacy_of(trainer)
-        metrics.pop("v_num", None)  # the folder of the run is said at its start
+        metrics.pop("v_num", None)  # the folder of the run is said at its end
         bound = {} if privacy is None else {"epsilon": privacy.private_run.budget.bound}
         # A narrow terminal cuts off what comes last.
         return {**bound, **dict(sorted(metrics.items(), key=lambda item: "loss" in item[0]))}

@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 
 from dp_lightning.analysis import signal_to_noise
 from dp_lightning.atomic_files import replacing
-from dp_lightning.callbacks.privacy import run_of
+from dp_lightning.callbacks.privacy import private_run_of
 from dp_lightning.processors import sent
 
 _STATE = ("curve", "curves", "_epochs", "_sizes", "_totals", "_count")
@@ -48,7 +48,7 @@ class SignalToNoise(pl.Callback):
     def on_before_optimizer_step(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
     ) -> None:
-        level = run_of(trainer).step.noise_level
+        level = private_run_of(trainer).step.noise_level
         gradients = {n: p.grad for n, p in pl_module.named_parameters() if p.requires_grad and p.grad is not None}
         if level == 0 or not gradients:
             return
@@ -87,5 +87,5 @@ class SignalToNoise(pl.Callback):
             for name, curve in self.curves.items()
         }
         found = {"steps": self._epochs, "snr": self.curve, "by_parameter": by_parameter}
-        with replacing(run_of(trainer).folder / "snr.json") as file:
+        with replacing(private_run_of(trainer).folder / "snr.json") as file:
             file.write((json.dumps(found, indent=1) + "\n").encode())

@@ -14,7 +14,7 @@ import lightning.pytorch as pl
 from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from dp_lightning.callbacks.privacy import run_of
+from dp_lightning.callbacks.privacy import private_run_of
 
 
 class StopOnSignal(pl.Callback):
@@ -39,7 +39,7 @@ class StopOnSignal(pl.Callback):
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Take the place of Lightning's handlers: that for SIGTERM may start a collective at any moment."""
-        run = run_of(trainer)
+        run = private_run_of(trainer)
 
         def note(number: int, frame: FrameType | None) -> None:
             if self._signal is not None and number == signal.SIGINT:
@@ -52,7 +52,7 @@ class StopOnSignal(pl.Callback):
                 self._before[number] = signal.signal(number, note)
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
-        run = run_of(trainer)
+        run = private_run_of(trainer)
         if not run.stopping:
             return
         number: int = trainer.strategy.broadcast(self._signal or signal.SIGTERM)

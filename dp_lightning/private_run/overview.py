@@ -7,7 +7,7 @@ from dp_lightning.private_run.run import PrivateRun
 
 
 def overview(run: PrivateRun) -> str:
-    """Method and plan of a run, and what is special about it."""
+    """Method, plan and devices of a run, and what is special about it."""
     settings, trainer, plan, clip = run.settings, run.trainer, run.plan, run.settings.clip_plan
     optimizers = ", ".join(type(optimizer).__name__ for optimizer in trainer.optimizers)
     method = "; ".join([f"DP-SGD by {optimizers}", *run.postprocessing])
@@ -22,6 +22,7 @@ def overview(run: PrivateRun) -> str:
         ("method", f"{method}; {clip.kind.replace('_', ' ')} clipping ({clip.factor}){views}"),
         ("plan", f"{budget}sigma {plan.noise_multiplier:.4g}, C {clip.max_grad_norm:g}, T {plan.num_steps:,} steps"),
         ("epochs", f"{math.ceil(epochs):,}"),
+        ("device", f"{trainer.world_size} x {trainer.strategy.root_device.type}, precision {trainer.precision}"),
         *(("note", note) for note in _notes(run)),
     ]
     return "\n".join(f"{label:<13}{text}" for label, text in rows)

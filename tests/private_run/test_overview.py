@@ -18,7 +18,7 @@ def test_the_plan_comes_first_and_the_statement_last(tmp_path, capsys):
     fit(tmp_path, private, PostProcessCallback([Momentum(0.9)]), AveragedWeights(0.9))
     rows = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines() if line)
     assert list(rows) == [
-        *("method", "plan", "epochs"),
+        *("method", "plan", "epochs", "device"),
         *("(8,", "Unprotected", "Release:", "Results:"),
     ]
     average = "moving average of the weights (decay 0.9)"
@@ -26,6 +26,7 @@ def test_the_plan_comes_first_and_the_statement_last(tmp_path, capsys):
     sigma = private.plan.noise_multiplier
     plan = f"epsilon 8 at delta 0.001 by RDP, N 60 examples, B 20, sigma {sigma:.4g}, C 1, T 9 steps"
     assert (rows["plan"], rows["epochs"]) == (plan, "3")
+    assert rows["device"] == "1 x cpu, precision 32-true"
     assert rows["Results:"] == str(tmp_path)
     assert rows["(8,"] == "0.001)-DP by RDP, add or remove one training example, 9 of 9 steps"
     assert rows["Release:"] == "ok"
