@@ -19,7 +19,6 @@ SHARED = {
     "foreign_text.py",
     "own_files.py",
     "ranks.py",
-    "refusing.py",
     "processors.py",
     "cores.py",
 }
