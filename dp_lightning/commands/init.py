@@ -1,7 +1,6 @@
 """`dpl init`: read a folder of images or an .npz file, and write a configuration that fits it."""
 
 import argparse
-import csv
 import mimetypes
 import shlex
 import time
@@ -72,8 +71,7 @@ def main(arguments: list[str]) -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="dpl init", description=__doc__, allow_abbrev=False)
     add = parser.add_argument
-    data = "a folder with train/<class>/<images>, an .npz file, or a .csv file in the folder that names the persons"
-    add("data", type=Path, metavar="DATA", help=data)
+    add("data", type=Path, metavar="DATA", help="a folder with train/<class>/<images>, or an .npz file")
     add("--out", type=Path, metavar="FILE", help="the configuration (default: the name of DATA with .yaml, here)")
     add("--force", action="store_true", help="overwrite it")
     add("--epsilon", type=float, default=3.0, help="the privacy budget (default: 3)")
@@ -92,38 +90,36 @@ def _data(options: argparse.Namespace) -> tuple[str, dict[str, Any]]:
     """The data module and those of its settings that say where the images are and whose they are."""
     root, table = options.data, options.group_file
     if not root.exists():
-        raise DataError(f"{root} does not exist; give a folder of images, an .npz file, or a .csv file of persons.")
+        raise DataError(f"{root} does not exist; give a folder of images, or an .npz file.")
     if root.suffix.lower() == ".npz":
         return "NpzImages", {"path": str(root)}
-    if root.suffix.lower() == ".csv" and table is None:
-        root, table = root.parent, root
     if not root.is_dir():
         raise DataError(f"{root} is neither a folder nor an .npz file.")
-    _require_train(root, options)
+    _require_train(root, options.given)
     settings: dict[str, Any] = {"root": str(root)}
     if table is not None:
-        column = options.group_column or _only_other_column(table, options.file_column)
-        settings |= {"group_file": str(table), "group_column": column, "file_column": options.file_column}
+        if options.group_column is None:
+            raise ConfigurationError(f"--group-file {table}: name its column with the person ids by --group-column.")
+        columns = {"group_column": options.group_column, "file_column": options.file_column}
+        settings |= {"group_file": str(table), **columns}
     elif _has_folders_of_persons(root / "train"):
         settings["group_folders"] = True
     return "ImageFolder", settings
 
 
-def _require_train(root: Path, options: argparse.Namespace) -> None:
+def _require_train(root: Path, given: list[str]) -> None:
     """Say how to make the layout of ImageFolder from a folder of classes without copying an image."""
     if (root / "train").is_dir():
         return
-    layout = f"Put the images into {root}/train/<class>/, and those for the test into {root}/test/<class>/"
-    if not any(_is_image(path) for folder in _folders(root) for path in folder.iterdir()):
-        raise DataError(f"{root / 'train'} is missing. {layout}.")
-    new = f"{root.resolve().name}_run"
-    again = shlex.join(["dpl", "init", *(new if Path(given) == root else given for given in options.given)])
-    raise DataError(
-        f"{root} has class folders but no folder train. {layout}; or leave them where they are and hold out a tenth "
-        "for validation:\n"
-        f"  mkdir {shlex.quote(new)} && ln -s {shlex.quote(str(root.resolve()))} {shlex.quote(f'{new}/train')} && "
-        + again
-    )
+    told = f"{root / 'train'} is missing. Put the images into {root}/train/<class>/, and those for the test into "
+    told += f"{root}/test/<class>/."
+    if any(_is_image(path) for folder in _folders(root) for path in folder.iterdir()):
+        new = f"{root.resolve().name}_run"
+        again = shlex.join(["dpl", "init", *(new if Path(each) == root else each for each in given)])
+        link = f"ln -s {shlex.quote(str(root.resolve()))} {shlex.quote(f'{new}/train')}"
+        told += " Or leave them where they are and hold out a tenth for validation:\n"
+        told += f"  mkdir {shlex.quote(new)} && {link} && {again}"
+    raise DataError(told)
 
 
 def _folders(folder: Path) -> list[Path]:
@@ -140,22 +136,6 @@ def _has_folders_of_persons(train: Path) -> bool:
     classes = _folders(train)
     inside = (path for name in classes for person in _folders(name) for path in person.iterdir())
     return not any(_is_image(path) for name in classes for path in name.iterdir()) and any(map(_is_image, inside))
-
-
-def _only_other_column(table: Path, file_column: str) -> str:
-    try:
-        with table.open(newline="", encoding="utf-8-sig") as file:
-            names = next(csv.reader(file), [])
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise DataError(f"{table} cannot be read as a table ({error}).") from error
-    others = [name for name in names if name != file_column]
-    if file_column not in names:
-        raise ConfigurationError(f"{table} has no column {file_column!r}: name the images by --file-column.")
-    if len(others) != 1:
-        raise ConfigurationError(
-            f"Which column of {table} has the person ids? Set --group-column to one of {', '.join(others) or '(none)'}."
-        )
-    return others[0]
 
 
 def _found(survey: "Survey", seconds: float) -> Iterator[str]:

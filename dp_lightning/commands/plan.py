@@ -12,14 +12,12 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby, product
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from types import SimpleNamespace
+from typing import Any, NamedTuple, cast
 
 from dp_lightning.commands.named_configs import with_paths
 from dp_lightning.errors import ConfigurationError
 from dp_lightning.experiments.results import shown_duration
-
-if TYPE_CHECKING:
-    from dp_lightning.privacy.clipping import ClipPlan
 
 _WIDTH = 80
 # Options of a plan without a configuration, which has settings for them or a model.
@@ -44,15 +42,13 @@ class Matrix(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Basis:
-    """What all runs of the table have in common, and the configuration's own batch size, length and noise.
+    """What all runs of the table have in common.
 
     Attributes:
         name: the names of the model and the data.
-        num_train, delta, accountant, clip_plan: N, delta, accountant and clipping of the runs.
-        unit: what N and B count, in the plural.
-        batch_size: B of the configuration.
+        num_train: N.
+        privacy: the configuration's `PrivacySettings`, or the few of them that a plan of numbers has.
         length: what limits the steps of the configuration's run, as `RunShape.of_length` takes it.
-        epsilon, noise_multiplier: budget or noise of the configuration; one of them is None.
         num_parameters: d, the number of trained parameters; None if it is not known.
         matrices: how many trained matrices there are of each shape.
         seconds_per_example: time of a private step for each of its examples; None if it was not measured.
@@ -61,26 +57,12 @@ class Basis:
 
     name: str
     num_train: int
-    delta: float
-    accountant: str
-    clip_plan: "ClipPlan"
-    unit: str = "examples"
-    batch_size: int | None = None
+    privacy: Any
     length: Mapping[str, Any] = field(default_factory=dict)
-    epsilon: float | None = None
-    noise_multiplier: float | None = None
     num_parameters: int | None = None
     matrices: Mapping[Matrix, int] = field(default_factory=dict)
     seconds_per_example: float | None = None
     device: str | None = None
-
-    @property
-    def batch_sizes(self) -> list[int]:
-        """B from a quarter to four times the configuration's; or powers of two with q from 0.5 % to 20 %."""
-        if self.batch_size is None:
-            powers = [2**power for power in range(40) if 0.005 <= 2**power / self.num_train <= 0.2]
-            return powers or [1]
-        return sorted({min(max(self.batch_size * 2**power // 4, 1), self.num_train) for power in range(5)})
 
 
 def main(arguments: list[str]) -> None:
@@ -157,14 +139,13 @@ def _basis_of_numbers(options: argparse.Namespace) -> Basis:
     if options.measure:
         raise ConfigurationError("--measure times a model: give the --config of a run, or remove it.")
     check_count("--num-train", options.num_train)
-    accountant = options.accountant or "prv"
-    check_accountant(accountant)
+    privacy = SimpleNamespace(delta=options.delta, accountant=options.accountant or "prv", clip_plan=ClipPlan.flat())
+    privacy.unit_of_privacy, privacy.expected_batch_size = "example", None
+    check_accountant(privacy.accountant)
     return Basis(
         name="plain numbers",
         num_train=options.num_train,
-        delta=options.delta,
-        accountant=accountant,
-        clip_plan=ClipPlan.flat(),
+        privacy=privacy,
         num_parameters=options.num_parameters,
     )
 
@@ -200,14 +181,8 @@ def _basis_of_configuration(arguments: Sequence[str], *, measure: bool) -> Basis
     return Basis(
         name=f"{model}, {type(cast(Any, cli.datamodule)).__name__}",
         num_train=num_train,
-        delta=privacy.delta,
-        accountant=privacy.accountant,
-        clip_plan=privacy.clip_plan,
-        unit="examples" if privacy.unit_of_privacy == "example" else "persons",
-        batch_size=privacy.expected_batch_size,
+        privacy=privacy,
         length=length_of(settings["trainer"]),
-        epsilon=privacy.target_epsilon,
-        noise_multiplier=privacy.noise_multiplier,
         num_parameters=sum(shape.numel() for shape in shapes.values()),
         matrices=Counter(
             Matrix(shape[0], shape[1:].numel(), bound_of[name]) for name, shape in shapes.items() if is_matrix(shape)
@@ -235,17 +210,17 @@ def rows_of(
     from dp_lightning.analysis import detection_norm, recovery_gap
     from dp_lightning.privacy.plan import RunShape
 
-    own = {"max_epochs": None, **basis.length}
+    privacy, own = basis.privacy, {"max_epochs": None, **basis.length}
     lengths = [own] if epochs is None else [own | {"max_epochs": e, "max_steps": -1} for e in sorted(set(epochs))]
-    targets = [basis.epsilon] if epsilons is None else sorted(set(epsilons))
-    sizes = basis.batch_sizes if batch_sizes is None else sorted(set(batch_sizes))
-    sensitivity, rows = basis.clip_plan.sensitivity, []
-    for target, length, size in product(targets, lengths, sizes):
-        shape = RunShape.of_length(num_train=basis.num_train, expected_batch_size=size, delta=basis.delta, **length)
+    targets = [privacy.target_epsilon] if epsilons is None else sorted(set(epsilons))
+    sizes = batch_sizes_around(privacy.expected_batch_size, basis.num_train) if batch_sizes is None else batch_sizes
+    sensitivity, rows = privacy.clip_plan.sensitivity, []
+    for target, length, size in product(targets, lengths, sorted(set(sizes))):
+        shape = RunShape.of_length(num_train=basis.num_train, expected_batch_size=size, delta=privacy.delta, **length)
         if target is None:
-            plan = shape.with_noise(cast(float, basis.noise_multiplier), accountant=basis.accountant)
+            plan = shape.with_noise(privacy.noise_multiplier, accountant=privacy.accountant)
         else:
-            plan = shape.calibrate(target, accountant=basis.accountant)
+            plan = shape.calibrate(target, accountant=privacy.accountant)
         level, d, seconds = plan.noise_level(sensitivity), basis.num_parameters, basis.seconds_per_example
         noise = f"sigma {plan.noise_multiplier:.4g}" if target is None else f"epsilon {target:g}"
         steps = length.get("max_steps", -1)
@@ -260,7 +235,7 @@ def rows_of(
             "noise_level": level,
             "noise_norm_over_clipping_norm": None
             if d is None
-            else plan.noise_norm(num_parameters=d, sensitivity=sensitivity) / basis.clip_plan.max_grad_norm,
+            else plan.noise_norm(num_parameters=d, sensitivity=sensitivity) / privacy.clip_plan.max_grad_norm,
             "recovery": [recovery_gap(m, n, noise_level=level) / bound for m, n, bound in basis.matrices],
             "detection": [detection_norm(m, n, noise_level=level) / bound for m, n, bound in basis.matrices],
             "seconds": None if seconds is None else seconds * plan.num_steps * size,
@@ -269,11 +244,27 @@ def rows_of(
     return rows
 
 
+def batch_sizes_around(batch_size: int | None, num_train: int) -> list[int]:
+    """B from a quarter to four times the configuration's; without one, powers of two with q from 0.5 % to 20 %."""
+    if batch_size is None:
+        return [2**power for power in range(40) if 0.005 <= 2**power / num_train <= 0.2] or [1]
+    return [min(max(batch_size * 2**power // 4, 1), num_train) for power in range(5)]
+
+
 def _as_dict(basis: Basis, rows: Sequence[Row]) -> dict[str, Any]:
-    matrices = [{**matrix._asdict(), "count": count} for matrix, count in basis.matrices.items()]
-    said = ("name", "num_train", "unit", "delta", "accountant", "num_parameters", "seconds_per_example", "device")
-    facts = {name: getattr(basis, name) for name in said}
-    return {**facts, "clipping": basis.clip_plan.describe(), "matrices": matrices, "runs": list(rows)}
+    return {
+        "name": basis.name,
+        "num_train": basis.num_train,
+        "unit_of_privacy": basis.privacy.unit_of_privacy,
+        "delta": basis.privacy.delta,
+        "accountant": basis.privacy.accountant,
+        "clipping": basis.privacy.clip_plan.describe(),
+        "num_parameters": basis.num_parameters,
+        "matrices": [{**matrix._asdict(), "count": count} for matrix, count in basis.matrices.items()],
+        "seconds_per_example": basis.seconds_per_example,
+        "device": basis.device,
+        "runs": list(rows),
+    }
 
 
 def _text(basis: Basis, rows: Sequence[Row]) -> str:
@@ -290,11 +281,13 @@ def _text(basis: Basis, rows: Sequence[Row]) -> str:
 
 
 def _parts(basis: Basis, rows: Sequence[Row]) -> Iterator[str | Table]:
+    privacy, clipping = basis.privacy, basis.privacy.clip_plan
+    unit = "examples" if privacy.unit_of_privacy == "example" else "persons"
     d = "" if basis.num_parameters is None else f", {basis.num_parameters:,} trained parameters (d)"
     yield (
-        f"N = {basis.num_train:,} {basis.unit}, delta {basis.delta:g}, {basis.accountant.upper()} accountant, "
-        f"{str(basis.clip_plan.describe()['kind']).replace('_', ' ')} clipping at C = "
-        f"{basis.clip_plan.max_grad_norm:g}{d}. No image was read, and nothing was trained."
+        f"N = {basis.num_train:,} {unit}, delta {privacy.delta:g}, {privacy.accountant.upper()} accountant, "
+        f"{clipping.kind.replace('_', ' ')} clipping at C = {clipping.max_grad_norm:g}{d}. No image was read, and "
+        "nothing was trained."
     )
     yield _table_of_runs(rows)
     said = "noise sd is the standard deviation of the noise in each coordinate of the gradient, sigma S / B with S = C."

@@ -247,25 +247,22 @@ def test_folders_inside_the_class_folders_are_persons():
     assert found["privacy"]["expected_batch_size"] == 2
 
 
-@pytest.mark.parametrize("inside", [True, False])
-def test_a_table_names_the_persons(photos, inside):
-    table = photos / "owners.csv" if inside else Path("owners.csv")
-    rows = [f"train/{name}/{number}.png,p{number % 12}" for name in NAMES for number in range(30)]
-    table.write_text("\n".join(["file,patient", *rows]))
-    main(["init", *([str(table)] if inside else ["photos", "--group-file", str(table)]), "--from-scratch"])
-    found = written("owners.yaml" if inside else "photos.yaml")
-    assert found["privacy"]["unit_of_privacy"] == "group"
-    assert ImageFolder(**found["data"]["init_args"]).num_train_groups == 12
+def test_a_table_names_the_persons(photos):
+    rows = [f"train/{name}/{number}.png,p{number % 12},7" for name in NAMES for number in range(30)]
+    Path("owners.csv").write_text("\n".join(["file,patient,age", *rows]))
+    main(["init", "photos", "--group-file", "owners.csv", "--group-column", "patient", "--from-scratch"])
+    assert written()["privacy"]["unit_of_privacy"] == "group"
+    assert ImageFolder(**written()["data"]["init_args"]).num_train_groups == 12
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["nowhere.csv"], "nowhere.csv does not exist; give a folder of images"),
+        (["nowhere"], "nowhere does not exist; give a folder of images"),
         (["notes.txt"], "notes.txt is neither a folder nor an .npz"),
         (["empty"], "empty/train is missing. Put the images into empty/train/<class>/"),
         (["photos", "--from-scratch", "--backbone", "resnet50"], "leave out --weights and --backbone"),
-        (["photos", "--group-file", "owners.csv"], "--group-column to one of patient, age"),
+        (["photos", "--group-file", "owners.csv"], "name its column with the person ids by --group-column"),
         (["photos", "--weights", "nowhere.pth"], "--weights nowhere.pth is not a file"),
         (["photos", "--backbone", "vit_smal"], "timm has no model 'vit_smal'"),
         (["photos", "--from-scratch", "--epsilon", "-1"], "target_epsilon must be a finite number above 0"),
@@ -274,7 +271,6 @@ def test_a_table_names_the_persons(photos, inside):
 def test_what_cannot_be_is_refused_and_writes_nothing(photos, capsys, arguments, message):
     Path("notes.txt").touch()
     Path("empty").mkdir()
-    Path("owners.csv").write_text("file,patient,age\n")
     assert message in refused(capsys, *arguments)
     assert not list(Path().glob("*.yaml"))
 
