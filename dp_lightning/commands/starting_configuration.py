@@ -124,18 +124,20 @@ class Start:
         plan: N, B, T, delta and sigma.
         epochs: trainer.max_epochs.
         num_parameters: d, the number of trained parameters.
+        noise_norm: nu over C, the norm of the noise in one gradient over the most that one without noise has.
         learning_rate: of SGD with momentum, before the schedule.
     """
 
     plan: PrivacyPlan
     epochs: int
     num_parameters: int
+    noise_norm: float
     learning_rate: float
 
-    @property
-    def noise_norm(self) -> float:
-        """nu over C, the norm of the noise in one gradient over the most that a gradient without noise has."""
-        return noise_norm(self.plan, self.num_parameters)
+
+def noise_norm(self) -> float:
+    """nu over C, the norm of the noise in one gradient over the most that a gradient without noise has."""
+    return noise_norm(self.plan, self.num_parameters)
 
 
 def noise_norm(plan: PrivacyPlan, num_parameters: int) -> float:
@@ -171,7 +173,7 @@ def start_of(
         rate = learning_rate_for(noise / math.sqrt(num_parameters), *_UNIT_RATES)
     else:
         rate = learning_rate_for(noise, *(_FEATURE_RATES if features else _RATES))
-    return Start(plan, epochs, num_parameters, rate)
+    return Start(plan, epochs, num_parameters, noise, rate)
 
 
 def delta_for(num_train: int) -> float:
@@ -254,6 +256,9 @@ def configuration(
             if model.scatters
             else "The weights have to come from public data; null downloads those of timm."
         )
+    trained = {"class_path": model.class_path, **({"init_args": dict(model.settings)} if model.settings else {})}
+    optimizer = {"lr": start.learning_rate, "momentum": _MOMENTUM}
+    trainer = {"accelerator": "auto", "devices": 1, "max_epochs": start.epochs}
     sections: list[tuple[list[str], dict[str, Any]]] = [
         (
             [
@@ -265,15 +270,7 @@ def configuration(
             ],
             {"seed_everything": 42},
         ),
-        (
-            [f"{start.num_parameters:,} parameters are trained."],
-            {
-                "model": {
-                    "class_path": model.class_path,
-                    **({"init_args": dict(model.settings)} if model.settings else {}),
-                }
-            },
-        ),
+        ([f"{start.num_parameters:,} parameters are trained."], {"model": trained}),
         (comments, {"data": images}),
         (
             [
@@ -288,18 +285,9 @@ def configuration(
         (
             ["The rate is as high as the noise allows. Each further run on these images spends its own epsilon."],
             {
-                "optimizer": {
-                    "class_path": "torch.optim.SGD",
-                    "init_args": {"lr": start.learning_rate, "momentum": _MOMENTUM},
-                },
+                "optimizer": {"class_path": "torch.optim.SGD", "init_args": optimizer},
                 "lr_scheduler": {"class_path": "WarmupCosine"},
-                "trainer": {
-                    "accelerator": "auto",
-                    "devices": 1,
-                    "max_epochs": start.epochs,
-                    "check_val_every_n_epoch": 5,
-                    "log_every_n_steps": 10,
-                },
+                "trainer": {**trainer, "check_val_every_n_epoch": 5, "log_every_n_steps": 10},
             },
         ),
     ]
