@@ -15,9 +15,7 @@ CONTRACTS = {
 SHARED = {
     "errors.py",
     "atomic_files.py",
-    "checksums.py",
     "foreign_text.py",
-    "own_files.py",
     "ranks.py",
     "processors.py",
     "cores.py",

@@ -135,11 +135,6 @@ class Start:
     learning_rate: float
 
 
-def noise_norm(self) -> float:
-    """nu over C, the norm of the noise in one gradient over the most that a gradient without noise has."""
-    return noise_norm(self.plan, self.num_parameters)
-
-
 def noise_norm(plan: PrivacyPlan, num_parameters: int) -> float:
     """nu over C, for flat clipping."""
     return plan.noise_norm(num_parameters=num_parameters, sensitivity=_MAX_GRAD_NORM) / _MAX_GRAD_NORM
