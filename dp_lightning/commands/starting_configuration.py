@@ -22,17 +22,17 @@ from dp_lightning.models.feature_network import FeatureNetwork, has_weights
 from dp_lightning.models.pretrained import without_weights
 from dp_lightning.privacy.plan import PrivacyPlan, RunShape
 
-#: Fewer images than that start with the features of a pretrained network, that of configs/probe_cifar10.yaml.
+#: Data sets of fewer images start with the features of a pretrained network, that of configs/probe_cifar10.yaml.
 FEW_IMAGES, BACKBONE = 10_000, "vit_small_patch16_224.augreg_in21k"
 #: The most that N delta may be: the number of persons that a mechanism which publishes each with probability delta, and
 #: which the guarantee allows, would be expected to publish.
 MOST_PUBLISHED = 0.1
 _MAX_GRAD_NORM, _MOMENTUM = 1.0, 0.9
-# B from scratch, where a larger one costs time (De et al. 2022), and on features, where it costs none; and the epochs.
+# The largest B from scratch, where a larger one costs time (De et al. 2022), and on features; the epochs of both.
 _LARGEST_BATCH, _LARGEST_FEATURE_BATCH = 4096, 16_384
 _EPOCHS, _FEATURE_EPOCHS = 50, 25
-# The learning rate times nu is at most the first number, and the rate itself the second; docs/own_data.md has the
-# measurements. From scratch a larger rate costs little accuracy, but makes wrong answers too sure of themselves.
+# The most that the learning rate times nu may be, and the largest rate; docs/own_data.md has the measurements. From
+# scratch a larger rate costs little accuracy, but makes wrong answers too sure of themselves.
 _RATES, _FEATURE_RATES = (0.04, 0.3), (0.15, 1.0)
 # On features of length 1 the first number is about the noise of one weight, nu / sqrt(d), which is that of a logit.
 _UNIT_RATES = (0.015, 30.0)
@@ -92,7 +92,7 @@ class Model:
         return min(max(median_side // 4 * 4, _SMALLEST_SIDE), _SCRATCH_SIDE)
 
     def num_parameters(self, *, num_classes: int, in_channels: int, image_size: int) -> int:
-        """d; no weights are read.
+        """The number d of parameters that are trained; no weights are read.
 
         Raises:
             ConfigurationError: the backbone is unknown.
@@ -136,7 +136,7 @@ class Start:
 
 
 def noise_norm(plan: PrivacyPlan, num_parameters: int) -> float:
-    """nu over C, for flat clipping."""
+    """The norm nu of the noise in one gradient over C, for flat clipping."""
     return plan.noise_norm(num_parameters=num_parameters, sensitivity=_MAX_GRAD_NORM) / _MAX_GRAD_NORM
 
 
