@@ -1,7 +1,6 @@
 """Convolutions and linear layers: every way gives the loop's clipped sum, over random shapes."""
 
 import functools
-import itertools
 import threading
 
 import pytest
@@ -137,30 +136,18 @@ def test_the_ways_agree_when_examples_come_in_several_ranges(monkeypatch, way, c
             check(nn.Conv2d(6, 8, 3, stride=2, groups=2), rows, plan, way, augmult=augmult)
 
 
-def _fits(image, kernel, stride, dilation, padding):
-    if padding == "same":
-        return stride == (1, 1)  # torch has none of it otherwise
-    return all(
-        side + 2 * more > place * (size - 1)
-        for side, more, place, size in zip(image, padding, dilation, kernel, strict=True)
-    )
-
-
-# Images of one pixel have fewer positions than the stride.
-GEOMETRIES = [
-    geometry
-    for geometry in itertools.product(
-        [(9, 8), (1, 2), (2, 1)],
-        [(3, 2), (1, 3)],
-        [(1, 1), (2, 1), (3, 2)],
-        [(1, 1), (2, 3)],
-        [(0, 0), (1, 2), "same"],
-    )
-    if _fits(*geometry)
-]
-
-
-@pytest.mark.parametrize(("image", "kernel", "stride", "dilation", "padding"), GEOMETRIES)
+@pytest.mark.parametrize(
+    ("image", "kernel", "stride", "dilation", "padding"),
+    [
+        ((9, 8), (3, 2), (1, 1), (1, 1), (0, 0)),
+        ((9, 8), (3, 2), (1, 1), (2, 3), "same"),
+        ((9, 8), (1, 3), (2, 1), (2, 3), (1, 2)),
+        ((9, 8), (3, 2), (3, 2), (1, 1), (1, 2)),
+        # An image with fewer positions than the stride.
+        ((1, 2), (1, 3), (3, 2), (1, 1), (1, 2)),
+        ((2, 1), (3, 2), (1, 1), (1, 1), (1, 2)),
+    ],
+)
 def test_gram_matrices_of_patches_are_taken_without_patches(image, kernel, stride, dilation, padding):
     torch.manual_seed(0)
     layer = nn.Conv2d(3, 4, kernel, stride, padding, dilation)
@@ -331,47 +318,6 @@ def test_each_thread_has_its_own_memory_for_intermediate_results():
         thread.start()
         thread.join()
     assert places[0].data_ptr() != places[1].data_ptr()
-
-
-def test_a_logical_batch_needs_the_memory_of_one_physical_batch():
-    """The scratch memory does not grow with the number of physical batches, nor is anything kept between them."""
-    import gc
-
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Tanh(), nn.Flatten(), nn.Linear(8 * 36, 4))
-    x, y = torch.randn(64, 3, 8, 8), torch.randint(4, (64,))
-
-    def alive(examples):
-        counts = []
-
-        def loss(output, target):
-            gc.collect()
-            counts.append(sum(1 for o in gc.get_objects() if isinstance(o, torch.Tensor)))
-            return nn.functional.cross_entropy(output, target)
-
-        clipped_gradient_sum(
-            model, loss, x[:examples], y[:examples], clip_plan=ClipPlan.flat(), max_physical_batch_size=8
-        )
-        return counts
-
-    counts = alive(64)
-    # Each earlier batch leaves its norms, a tensor and its view; a graph would leave tens.
-    assert counts[-1] - counts[1] <= 2 * (len(counts) - 2)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("plan", [ClipPlan.flat(), ClipPlan.per_layer()], ids=["flat", "per-layer"])
-def test_nothing_waits_for_the_gpu_inside_a_physical_batch(plan):
-    from dp_lightning.models import WideResNet
-
-    model = WideResNet(10, 2, 10).cuda()
-    x, y = torch.randn(8, 3, 32, 32, device="cuda"), torch.randint(10, (8,), device="cuda")
-    clipped_gradient_sum(model, nn.functional.cross_entropy, x, y, clip_plan=plan)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        clipped_gradient_sum(model, nn.functional.cross_entropy, x, y, clip_plan=plan)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.gpu
