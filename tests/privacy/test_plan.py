@@ -6,10 +6,9 @@ import math
 import pytest
 
 from dp_lightning.errors import ConfigurationError
-from dp_lightning.privacy import accounting
 from dp_lightning.privacy import plan as plan_module
 from dp_lightning.privacy.accounting import epsilon
-from dp_lightning.privacy.plan import PrivacyPlan, RunShape, steps_of_epoch
+from dp_lightning.privacy.plan import PrivacyPlan, RunShape
 
 BATCH_SIZES = (256, 512, 1024, 2048, 4096, 8192)
 # Noise multipliers of tab:privacy_params: epsilon 4, delta 1e-5, 50 epochs, by number of training examples.
@@ -81,17 +80,6 @@ def test_a_run_without_a_number_of_steps_or_without_a_step_is_refused(limits: di
         RunShape.of_length(num_train=50_000, expected_batch_size=512, delta=1e-5, **limits)
 
 
-@pytest.mark.parametrize(("num_train", "batch_size", "steps"), [(10, 10, 1), (10, 7, 1), (10, 4, 2), (100, 30, 3)])
-def test_an_epoch_has_the_steps_that_draw_each_example_once_in_expectation(
-    num_train: int, batch_size: int, steps: int
-) -> None:
-    assert steps_of_epoch(num_train, batch_size) == steps
-
-
-def test_noise_norm_is_proportional_to_sensitivity() -> None:
-    assert PLAN.noise_norm(num_parameters=4, sensitivity=3.0) == pytest.approx(1.0 * 3.0 * 2.0 / 512)
-
-
 @pytest.mark.parametrize(
     ("accountant", "target", "batch_size", "num_steps"),
     [
@@ -155,20 +143,6 @@ def test_epsilon_takes_an_accountant_and_a_number_of_steps() -> None:
     assert PLAN.epsilon(num_steps=10) < PLAN.epsilon()
     assert PLAN.epsilon("rdp") == PLAN.epsilons()["rdp"] > PLAN.epsilon()
     assert list(PLAN.epsilons()) == ["prv", "rdp", "pld"]
-
-
-def test_epsilons_without_dp_accounting(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(accounting, "pld_installed", lambda: False)
-    assert PLAN.epsilons()["pld"] is None
-    with pytest.raises(ConfigurationError, match="pip install"):
-        dataclasses.replace(PLAN, accountant="pld")
-
-
-def test_plan_is_frozen_and_keyword_only() -> None:
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        PLAN.noise_multiplier = 0.0
-    with pytest.raises(TypeError):
-        PrivacyPlan(50_000, 512, 1000, 1.0, 1e-5)
 
 
 @pytest.mark.parametrize(

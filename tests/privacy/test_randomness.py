@@ -80,22 +80,6 @@ def test_draws_from_a_whole_state_are_those_of_numpys_mt19937():
     assert (torch.rand(2000) * 2**24).long().tolist() == expected.tolist()
 
 
-def test_draws_are_uniform_and_normal():
-    TrainingRandomness().before_step(PLACE)
-    uniform, normal = torch.rand(100_000), torch.randn(100_000)
-    # Five standard errors.
-    assert abs(uniform.mean().item() - 0.5) < 5 * (1 / 12 / 100_000) ** 0.5
-    assert abs(normal.mean().item()) < 5 * 100_000**-0.5
-    assert abs(normal.var().item() - 1) < 5 * (2 / 100_000) ** 0.5
-
-
-def test_a_kept_normal_value_is_forgotten():
-    np.random.randn()
-    assert np.random.get_state()[3] == 1
-    TrainingRandomness().before_step(PLACE)
-    assert np.random.get_state()[3] == 0
-
-
 def test_a_reproducible_physical_batch_is_a_function_of_its_place():
     randomness, found = TrainingRandomness(5), []
     for at in (PLACE, OTHER, PLACE):
