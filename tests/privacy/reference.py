@@ -5,31 +5,6 @@ import copy
 import torch
 from torch.nn import functional as F
 
-from dp_lightning.privacy.gradients.clipped_sum import ClippedSum
-from dp_lightning.privacy.gradients.recording import Recording
-
-
-def clipped_gradient_sum(
-    model, loss_fn, inputs, targets, *, clip_plan, augmult=1, max_physical_batch_size=None, ways=None
-):
-    """Sums, and norms (B, L) or (B,) of one group, as a private step takes them; an example has ``augmult`` rows.
-
-    ``ways``: gets how the gradients of each parameter were computed.
-    """
-    parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    total, norms = ClippedSum(parameters, clip_plan), []
-    views = [tensor.unflatten(0, (-1, augmult)) for tensor in (inputs, targets)]
-    size = max_physical_batch_size or len(views[0])
-    for x, y in zip(*(tensor.split(size) for tensor in views), strict=True):
-        recording = Recording(parameters, len(x), total.take)
-        total.begin(len(x))
-        recording.backward(recording.run(lambda x, y: loss_fn(model(x), y), x, y))
-        norms.append(total.end())
-        if ways is not None:
-            ways.update(recording.methods)
-    norms = torch.cat(norms)
-    return total.sums, norms[:, 0] if clip_plan.kind == "flat" else norms
-
 
 def clipped_sum_by_loop(model, inputs, targets, clip_plan, loss_fn=F.cross_entropy, *, augmult=1):
     """Sums and (B, L) norms in float64, one example of ``augmult`` rows at a time, by ordinary autograd.
@@ -77,6 +52,6 @@ def gradients_by_loop(model, loss, *examples):
     ]
     columns = zip(*rows, strict=True)
     return {
-        name: None if column[0] is None else torch.stack(column)
+        name: None if column[0] is None else torch.stack([row.to_dense() for row in column])
         for name, column in zip(parameters, columns, strict=True)
     }

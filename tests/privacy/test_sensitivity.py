@@ -104,20 +104,6 @@ def test_impossible_bounds_are_refused(norm):
         ClipPlan.per_layer(max_grad_norm=norm)
 
 
-@pytest.mark.parametrize("plan", [ClipPlan.flat(), ClipPlan.per_layer()], ids=["flat", "per-layer"])
-@pytest.mark.parametrize(("scale", "jitter"), [(300.0, 1e-6), (300.0, 3e-7), (3e4, 1e-6), (1e7, 0.0), (1.0, 1e-6)])
-def test_an_almost_constant_image_does_not_exceed_the_sensitivity(plan, scale, jitter):
-    """Inner products of opposite sign cancel in the norm of a factored convolution."""
-    torch.manual_seed(0)
-    model = nn.Sequential(
-        nn.Conv2d(13, 256, 3, bias=False), nn.GroupNorm(256, 256), nn.ReLU(), nn.Flatten(), nn.Linear(256 * 36, 5)
-    )
-    x = scale * (1 + jitter * torch.randn(1, 13, 8, 8))
-    sums, _ = clipped_gradient_sum(model, F.cross_entropy, x, torch.tensor([1]), clip_plan=plan)
-    norm = distance(sums, {name: torch.zeros_like(value) for name, value in sums.items()})
-    assert norm <= plan.sensitivity * (1 + 1e-4)
-
-
 @pytest.mark.parametrize("plan", PLANS, ids=lambda plan: f"{plan.kind}-{plan.factor}")
 @pytest.mark.parametrize("examples", ["together", "one_by_one"])
 def test_examples_that_are_not_finite_are_counted(plan, examples):

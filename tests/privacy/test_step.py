@@ -439,7 +439,7 @@ def test_examples_of_different_structure_or_shape_are_refused_in_whatever_batch(
             network(), reading=Reading(collate_fn=collate_fn), examples=mode, max_physical_batch_size=size
         )
         private._sampler = Draws([0, 1])
-        with pytest.raises(DataError, match="different structure or shape.*pad or crop"):
+        with pytest.raises(DataError, match=r"different structure or shape.*pad or crop"):
             released(private)
 
 

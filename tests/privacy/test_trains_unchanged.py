@@ -38,36 +38,15 @@ class Bert(Net):
         from transformers import BertConfig, BertForSequenceClassification
 
         super().__init__()
-        config = BertConfig(
-            vocab_size=30,
-            hidden_size=8,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            intermediate_size=16,
-            max_position_embeddings=16,
-            num_labels=3,
-            hidden_dropout_prob=dropout,
-            attention_probs_dropout_prob=dropout,
-        )
+        sizes = {"hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 16}
+        rates = {"hidden_dropout_prob": dropout, "attention_probs_dropout_prob": dropout}
+        config = BertConfig(vocab_size=30, max_position_embeddings=16, num_labels=3, **sizes, **rates)
         self.bert, self.dims = BertForSequenceClassification(config), dims
 
     def loss(self, batch):
         tokens, mask, labels = batch
         mask = mask[:, None, None, :].bool() if self.dims == 4 else mask
         return self.bert(input_ids=tokens, attention_mask=mask, labels=labels).loss
-
-
-class Vae(Net):
-    def __init__(self, dropout=1.0):
-        super().__init__()
-        self.encode, self.decode, self.spread = nn.Linear(5, 8), nn.Linear(4, 5), dropout
-
-    def loss(self, batch):
-        x, _ = batch
-        mean, log_variance = self.encode(x).chunk(2, dim=-1)
-        drawn = mean + self.spread * torch.randn_like(mean) * (0.5 * log_variance).exp()
-        divergence = -0.5 * (1 + log_variance - mean.square() - log_variance.exp()).sum(-1).mean()
-        return F.mse_loss(self.decode(drawn), x) + 0.1 * divergence
 
 
 class Recurrent(Net):
@@ -176,7 +155,6 @@ TOKENS = torch.arange(N * 7).view(N, 7) % 29 + 1
 CASES = {
     Encoder: (draw(4, 8), LABELS),
     Bert: (TOKENS, (torch.arange(7) < torch.arange(N)[:, None] + 2).long(), LABELS),
-    Vae: (draw(5), LABELS),
     Recurrent: (draw(4, 5), LABELS),
     Temperature: (draw(5), LABELS),
     SpectralNorm: (draw(5), LABELS),
