@@ -6,19 +6,20 @@ from collections import Counter
 import numpy as np
 import pytest
 import torch
+from small_steps import plan_of, released
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
 
 from dp_lightning.errors import ConfigurationError, DataError
-from dp_lightning.privacy import PrivacyPlan, PrivateStep
+from dp_lightning.privacy import PrivateStep
 from dp_lightning.privacy.groups import Groups
 from dp_lightning.privacy.person_ids import groups_of
 from dp_lightning.privacy.reading import Reading
 
 #: How many images the persons have. The one in the middle has none that the others resemble.
 SIZES = {"a": 1, "b": 20, "c": 3, "d": 7, "e": 2, "f": 20, "g": 1, "h": 4, "i": 11}
-STEPS, ROWS = 2, 4
+ROWS = 4
 #: Rounding of sums of nine float32 vectors of length one.
 ALLOWED = 1 + 1e-5
 
@@ -61,31 +62,21 @@ def statistics_loss(model, x, y):
 
 def private_step(dataset, ways="together", loss=mean_loss, *, seed=0, k=ROWS, augmult=1, **kwargs):
     model, persons = network(), len(set(dataset.groups))
-    plan = PrivacyPlan(
-        num_train=persons, expected_batch_size=persons, num_steps=STEPS, noise_multiplier=0.0, delta=1e-3
-    )
     reading = Reading(images_per_group=k, augmult=augmult)
-    settings = {"reading": reading, "max_physical_batch_size": 3 * (k or 1), "seed": seed, "examples": ways}
-    settings["plan"] = plan
+    settings = {"reading": reading, "max_physical_batch_size": 3 * k, "seed": seed, "examples": ways}
+    settings["plan"] = plan_of(persons)
     return PrivateStep(model, lambda batch: loss(model, *batch[:2]), dataset, **{**settings, **kwargs})
 
 
-def released(private, transcript=None):
-    """The sum of each step, and the weights that it was taken at; those of the transcript where there is one."""
-    parameters, sums, weights = list(private.parameters.values()), [], []
-    optimizer = torch.optim.SGD(parameters, lr=0.1)
-    for step in range(STEPS):
-        if transcript is not None:
-            for parameter, value in zip(parameters, transcript[1][step], strict=True):
-                parameter.data.copy_(value)
-        weights.append([parameter.detach().clone() for parameter in parameters])
-        for batch in private.batches():
-            private.accumulate(batch)
-        private.release()
-        size = private.plan.expected_batch_size
-        sums.append(size * torch.cat([parameter.grad.double().flatten() for parameter in parameters]))
-        optimizer.step()
-    return sums, weights
+def sums(*args, **kwargs):
+    """The sum of each of two steps, without noise and at the same weights."""
+    private = private_step(*args, **kwargs)
+    return [private.plan.expected_batch_size * released(private).double() for _ in range(2)]
+
+
+def distance(some, others):
+    """The largest L2 distance of two sums of one step."""
+    return max(float((a - b).norm()) for a, b in zip(some, others, strict=True))
 
 
 @pytest.mark.parametrize(
@@ -99,14 +90,11 @@ def released(private, transcript=None):
     ],
 )
 def test_leaving_a_person_out_moves_a_sum_by_at_most_the_sensitivity(ways, loss):
-    whole = released(private_step(Images(SIZES), ways, loss))
-    found = {}
-    # One by one, each example is a physical batch of its own.
-    for person in SIZES if (ways, loss) == ("together", mean_loss) else "bg":
-        rest = released(private_step(Images(SIZES, left_out=person), ways, loss), transcript=whole)
-        found[person] = max(float((a - b).norm()) for a, b in zip(whole[0], rest[0], strict=True))
-    assert max(found.values()) <= ALLOWED
-    assert max(found.values()) >= 0.9  # the outliers are clipped, so that the bound is met
+    whole = sums(Images(SIZES), ways, loss)
+    people = SIZES if (ways, loss) == ("together", mean_loss) else "bg"
+    found = [distance(whole, sums(Images(SIZES, left_out=person), ways, loss)) for person in people]
+    assert max(found) <= ALLOWED
+    assert max(found) >= 0.9  # the outliers are clipped, so that the bound is met
 
 
 @pytest.mark.parametrize("size", [2, 4, 20])
@@ -119,11 +107,10 @@ def test_a_person_of_any_number_of_images_counts_once(size):
             self.x = [torch.full((5,), 50.0) if p == "d" else x for p, x in zip(self.groups, self.x, strict=True)]
 
     sizes = {"a": 1, "d": size, "e": 2}
-    one = released(private_step(Alike({**sizes, "d": 1}), loss=sum_loss))
-    several = released(private_step(Alike(sizes), loss=sum_loss), transcript=one)
-    without = released(private_step(Alike(sizes, left_out="d"), loss=sum_loss), transcript=one)
-    assert all(torch.equal(a, b) for a, b in zip(one[0], several[0], strict=True))
-    assert all(float((a - b).norm()) <= ALLOWED for a, b in zip(one[0], without[0], strict=True))
+    one = sums(Alike({**sizes, "d": 1}), loss=sum_loss)
+    several, without = (sums(Alike(sizes, left_out=names), loss=sum_loss) for names in ((), "d"))
+    assert distance(one, several) == 0
+    assert 0 < distance(one, without) <= ALLOWED
 
 
 # What is drawn
@@ -253,33 +240,24 @@ def test_what_is_no_id_is_refused(groups, message):
 
 
 def test_data_without_groups_is_refused_with_the_ways_to_tell_them():
-    plan = PrivacyPlan(num_train=6, expected_batch_size=2, num_steps=1, noise_multiplier=1.0, delta=1e-3)
+    model, reading = nn.Linear(2, 1), Reading(images_per_group=2)
     with pytest.raises(
         ConfigurationError, match=r"unit_of_privacy is group.*group_folders or group_file.*train_groups"
     ):
-        PrivateStep(
-            nn.Linear(2, 1),
-            lambda batch: batch[0].sum(),
-            TensorDataset(X),
-            plan=plan,
-            reading=Reading(images_per_group=2),
-        )
+        PrivateStep(model, lambda batch: batch[0].sum(), TensorDataset(X), plan=plan_of(6), reading=reading)
 
 
 def test_a_plan_for_another_number_of_persons_is_refused():
     dataset = Images(SIZES)
-    plan = PrivacyPlan(num_train=len(dataset), expected_batch_size=2, num_steps=1, noise_multiplier=1.0, delta=1e-3)
     with pytest.raises(ConfigurationError, match=f"has 9 persons, but the plan was made for num_train {len(dataset)}"):
-        private_step(dataset, plan=plan)
+        private_step(dataset, plan=plan_of(len(dataset)))
 
 
 def test_a_record_that_stands_twice_in_a_group_is_refused():
     dataset = Subset(Images(SIZES), [0, 1, 2, 1])
     dataset.groups = ["x"]
-    persons = len(set(groups_of(dataset)))
-    plan = PrivacyPlan(num_train=persons, expected_batch_size=1, num_steps=1, noise_multiplier=1.0, delta=1e-3)
     with pytest.raises(ConfigurationError, match="Examples 1 and 3 of the training set are the same record"):
-        private_step(dataset, plan=plan)
+        private_step(dataset, plan=plan_of(len(set(groups_of(dataset)))))
 
 
 @pytest.mark.parametrize(
