@@ -2,11 +2,12 @@
 
 import pytest
 import torch
+from small_steps import plan_of, released
 from torch import nn
 from torch.utils.data import TensorDataset
 
 from dp_lightning.errors import DataError
-from dp_lightning.privacy import Ledger, PrivacyPlan, PrivateStep
+from dp_lightning.privacy import Ledger, PrivateStep
 from dp_lightning.privacy.journal import Journal, journal_of, read_journal, spent_in, up_to
 from dp_lightning.privacy.record import RunRecord
 
@@ -97,38 +98,29 @@ def test_a_folder_of_another_branch_is_refused(tmp_path):
 
 
 def private_step(folder):
-    plan = PrivacyPlan(num_train=10, expected_batch_size=5, num_steps=4, noise_multiplier=1.0, delta=1e-3)
-    steps, model = journal(folder), nn.Linear(3, 1)
-    data = TensorDataset(torch.randn(10, 3))
-    return steps, PrivateStep(
-        model, lambda batch: model(batch[0]).sum(), data, plan=plan, record=RunRecord(journal=steps)
-    )
-
-
-def take(private):
-    for batch in private.batches():
-        private.accumulate(batch)
-    private.release()
+    steps, model, data = journal(folder), nn.Linear(3, 1), TensorDataset(torch.randn(10, 3))
+    plan, record = plan_of(10, expected_batch_size=5, noise_multiplier=1.0), RunRecord(journal=steps)
+    return steps, PrivateStep(model, lambda batch: model(batch[0]).sum(), data, plan=plan, record=record)
 
 
 def test_a_release_is_in_the_journal(tmp_path):
     _, private = private_step(tmp_path)
     for _ in range(2):
-        take(private)
+        released(private)
     assert read(tmp_path).runs == private.record.ledger.runs == ((1.0, 0.5, 2),)
 
 
 @pytest.mark.parametrize("fault", ["full", "gone"])
 def test_a_step_that_cannot_be_recorded_is_not_released(tmp_path, fault):
     steps, private = private_step(tmp_path)
-    take(private)
+    released(private)
     before = [parameter.grad.clone() for parameter in private.parameters.values()]
     path = steps.path(tmp_path)
     path.unlink()
     if fault == "full":
         path.symlink_to("/dev/full")
     with pytest.raises(DataError, match=r"cannot be written.*must not be taken"):
-        take(private)
+        released(private)
     assert private.record.ledger.num_steps == 1
     assert all(torch.equal(p.grad, old) for p, old in zip(private.parameters.values(), before, strict=True))
     path.unlink(missing_ok=True)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from plain_run import Plain, Stop, loader, privacy, trainer
+from small_steps import plan_of
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
@@ -14,7 +15,7 @@ from dp_lightning.callbacks import PostProcessCallback, SignalToNoise
 from dp_lightning.callbacks.privacy import privacy_of
 from dp_lightning.errors import ConfigurationError
 from dp_lightning.postprocess import Momentum, Orthogonalize
-from dp_lightning.privacy import ClipPlan, PrivacyPlan, PrivateStep
+from dp_lightning.privacy import ClipPlan, PrivateStep
 
 N, B, T = 40, 10, 10
 HEAD_FIRST = {"0.*": 0.5, "2.*": 0.25}  # and 4.* from the start
@@ -28,13 +29,13 @@ def network():
 def private_step(model, *, noise=1.0, **settings):
     generator = torch.Generator().manual_seed(1)
     data = TensorDataset(torch.randn(N, 5, generator=generator), torch.arange(N) % 3)
-    numbers = {"num_train": N, "expected_batch_size": B, "num_steps": T, "noise_multiplier": noise, "delta": 1e-3}
+    plan = plan_of(N, expected_batch_size=B, num_steps=T, noise_multiplier=noise)
 
     def loss(batch):
         return F.cross_entropy(model(batch[0]), batch[1])
 
     settings = {"max_physical_batch_size": 4, "seed": 0, "frozen_until": HEAD_FIRST, **settings}
-    return PrivateStep(model, loss, data, plan=PrivacyPlan(**numbers), **settings)
+    return PrivateStep(model, loss, data, plan=plan, **settings)
 
 
 def released(model, private):
@@ -152,34 +153,33 @@ def test_a_fit_trains_the_head_first_and_then_all(tmp_path, chain, capsys):
     assert "2 of 4 frozen before step 5 (privacy.frozen_until)" in capsys.readouterr().out
 
 
+def stopped_after(folder, steps):
+    """The checkpoint of a run that was stopped after so many steps."""
+    checkpoint = ModelCheckpoint(folder / "steps", every_n_train_steps=1, save_top_k=-1, filename="{step}")
+    with pytest.raises(RuntimeError, match="stopped"):
+        fitted(folder, checkpoint, Stop(steps))
+    return folder / "steps" / f"step={steps}.ckpt"
+
+
 @pytest.mark.parametrize("kept", [2, 6])
 def test_a_run_that_resumes_is_in_the_phase_of_its_steps(tmp_path, kept):
     _, whole = fitted(tmp_path / "whole")
-    checkpoint = ModelCheckpoint(tmp_path / "steps", every_n_train_steps=1, save_top_k=-1, filename="{step}")
-    with pytest.raises(RuntimeError, match="stopped"):
-        fitted(tmp_path / "part", checkpoint, Stop(kept))
-    _, rest = fitted(tmp_path / "rest", ckpt_path=tmp_path / "steps" / f"step={kept}.ckpt")
+    _, rest = fitted(tmp_path / "rest", ckpt_path=stopped_after(tmp_path / "part", kept))
     assert rest.seen == whole.seen[kept:]
     for name, value in whole.state_dict().items():
         assert torch.equal(rest.state_dict()[name], value)
 
 
 def test_another_schedule_does_not_resume_a_run(tmp_path):
-    checkpoint = ModelCheckpoint(tmp_path / "steps", every_n_train_steps=1, save_top_k=-1, filename="{step}")
-    with pytest.raises(RuntimeError, match="stopped"):
-        fitted(tmp_path, checkpoint, Stop(2))
     run = trainer(tmp_path, privacy(reproducible=True), max_steps=8, max_epochs=-1)
     with pytest.raises(ConfigurationError, match=r"privacy.frozen_until \{'net.0.\*': 0.5\}, and it is None now"):
-        run.fit(Counting(), loader(), ckpt_path=tmp_path / "steps" / "step=2.ckpt")
+        run.fit(Counting(), loader(), ckpt_path=stopped_after(tmp_path, 2))
 
 
 def test_a_run_that_plans_more_steps_keeps_to_the_steps_of_its_schedule(tmp_path):
-    checkpoint = ModelCheckpoint(tmp_path / "steps", every_n_train_steps=1, save_top_k=-1, filename="{step}")
-    with pytest.raises(RuntimeError, match="stopped"):
-        fitted(tmp_path / "part", checkpoint, Stop(2))
     settings = privacy(reproducible=True, frozen_until={"net.0.*": 0.5})
     run, module = trainer(tmp_path, settings, max_steps=20, max_epochs=-1), Counting()
-    run.fit(module, loader(), ckpt_path=tmp_path / "steps" / "step=2.ckpt")
+    run.fit(module, loader(), ckpt_path=stopped_after(tmp_path / "part", 2))
     assert [len(names) for names in module.seen] == [2] * 2 + [4] * 16
     assert "2 of 4 frozen before step 5 |" in privacy_of(run).statement().to_markdown()
 

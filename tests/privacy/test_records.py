@@ -5,12 +5,10 @@ import pytest
 import torch
 import torchvision
 from PIL import Image
-from torch import nn
 from torch.utils.data import ConcatDataset, Dataset, StackDataset, Subset, TensorDataset
 
 from dp_lightning.datamodules import ImageFolder
 from dp_lightning.errors import ConfigurationError
-from dp_lightning.privacy import PrivacyPlan, PrivateStep
 from dp_lightning.privacy.records import require_single_records, shared_places
 
 X, Y = torch.randn(10, 3), torch.arange(10)
@@ -86,9 +84,6 @@ def test_a_record_that_stands_twice_is_refused_with_its_places(name):
     dataset, first, second = REPEATED[name]
     with pytest.raises(ConfigurationError, match=f"Examples {first} and {second} of the training set are the same"):
         require_single_records(dataset)
-    plan = PrivacyPlan(num_train=len(dataset), expected_batch_size=2, num_steps=1, noise_multiplier=1.0, delta=1e-3)
-    with pytest.raises(ConfigurationError, match="same record"):
-        PrivateStep(nn.Linear(3, 1), lambda batch: batch[0].sum(), dataset, plan=plan)
 
 
 @pytest.mark.parametrize("name", SINGLE)

@@ -4,13 +4,14 @@ import math
 
 import pytest
 import torch
+from small_steps import plan_of
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 from dp_lightning.errors import ConfigurationError
 from dp_lightning.models import SmallCNN
-from dp_lightning.privacy import ClipPlan, PrivacyPlan, PrivateStep, clipped_gradient_sum
+from dp_lightning.privacy import ClipPlan, PrivateStep, clipped_gradient_sum
 from dp_lightning.privacy.gradients import contribution
 from dp_lightning.privacy.gradients.clipped_sum import ClippedSum
 from dp_lightning.privacy.gradients.contribution import PerExample, add_weighted, part_norms
@@ -114,7 +115,7 @@ def test_examples_that_are_not_finite_are_counted(plan, examples):
         model,
         lambda batch: F.cross_entropy(model(batch[0]), batch[1]),
         TensorDataset(x, torch.zeros(5, dtype=torch.long)),
-        plan=PrivacyPlan(num_train=5, expected_batch_size=5, num_steps=2, noise_multiplier=0.0, delta=1e-3),
+        plan=plan_of(5),
         clip_plan=plan,
         examples=examples,
         max_physical_batch_size=3,

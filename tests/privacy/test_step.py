@@ -8,13 +8,14 @@ import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
+from small_steps import plan_of, released
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
 
 from dp_lightning.callbacks import PrivacyCallback
 from dp_lightning.errors import BudgetError, ConfigurationError, DataError, DpLightningError, ModelError
-from dp_lightning.privacy import ClipPlan, PrivacyPlan, PrivateStep
+from dp_lightning.privacy import ClipPlan, PrivateStep
 from dp_lightning.privacy.reading import Reading
 
 N, B = 60, 12
@@ -32,9 +33,8 @@ def examples(n=N):
     return TensorDataset(torch.randn(n, 5, generator=generator), torch.arange(n) % 3)
 
 
-def plan(**kwargs):
-    numbers = {"num_train": N, "expected_batch_size": B, "num_steps": 10, "noise_multiplier": 1.0, "delta": 1e-3}
-    return PrivacyPlan(**{**numbers, **kwargs})
+def plan(num_train=N, **numbers):
+    return plan_of(num_train, **{"expected_batch_size": B, "noise_multiplier": 1.0, **numbers})
 
 
 def private_step(model, **kwargs):
@@ -53,14 +53,6 @@ class Draws:
 
     def draw(self, step):
         return np.array(self.steps[step % len(self.steps)], dtype=np.int64)
-
-
-def released(private):
-    """The privatized gradient of the next step."""
-    for batch in private.batches():
-        private.accumulate(batch)
-    private.release()
-    return torch.cat([parameter.grad.flatten() for parameter in private.parameters.values()])
 
 
 def sums(model, *draws, noise_multiplier=0.0, **kwargs):
@@ -141,16 +133,9 @@ def test_views_and_the_images_of_a_person_are_rows_of_one_example(mode, augmult,
         x = torch.stack([data.rows[i][0].double() + view for i in rows for view in range(1, augmult + 1)])
         y = torch.stack([data.rows[i][1] for i in rows for _ in range(augmult)])
         expected = expected + clipped(double, F.cross_entropy(double(x), y), clip_plan)
-    private = private_step(
-        model,
-        loss=loss,
-        dataset=data,
-        plan=plan(num_train=N if images is None else 20, noise_multiplier=0.0),
-        clip_plan=clip_plan,
-        reading=Reading(augmult=augmult, images_per_group=images),
-        examples=mode,
-        max_physical_batch_size=13,
-    )
+    settings = {"clip_plan": clip_plan, "reading": Reading(augmult=augmult, images_per_group=images), "examples": mode}
+    settings["plan"] = plan(num_train=N if images is None else 20, noise_multiplier=0.0)
+    private = private_step(model, loss=loss, dataset=data, max_physical_batch_size=13, **settings)
     private._sampler = Draws(range(6))
     torch.testing.assert_close(B * released(private).double(), expected, rtol=0, atol=2e-6)
     assert shapes == {(augmult * (images or 1), 5)}
@@ -183,15 +168,8 @@ class Module(pl.LightningModule):
 
 @pytest.mark.parametrize(("mode", "workers"), [("together", 0), ("together", 2), ("one_by_one", 0)])
 def test_the_plain_loop_and_lightning_give_the_same_weights_bit_for_bit(tmp_path, workers, mode):
-    privacy = PrivacyCallback(
-        expected_batch_size=B,
-        noise_multiplier=1.0,
-        delta=1e-3,
-        accountant="rdp",
-        max_physical_batch_size=5,
-        reproducible=True,
-        examples=mode,
-    )
+    numbers = {"expected_batch_size": B, "noise_multiplier": 1.0, "delta": 1e-3, "max_physical_batch_size": 5}
+    privacy = PrivacyCallback(**numbers, accountant="rdp", reproducible=True, examples=mode)
     quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
     trainer = pl.Trainer(
         callbacks=[privacy], max_steps=10, max_epochs=-1, accelerator="cpu", default_root_dir=tmp_path, **quiet

@@ -4,12 +4,13 @@ import copy
 
 import pytest
 import torch
+from small_steps import plan_of, released
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from dp_lightning.errors import ModelError
-from dp_lightning.privacy import ClipPlan, PrivacyPlan, PrivateStep
+from dp_lightning.privacy import ClipPlan, PrivateStep
 
 N = 6
 
@@ -172,10 +173,13 @@ def in_double(kind, **kwargs):
     return model, TensorDataset(*data)
 
 
-def private_step(model, data, *, num_steps=2, **kwargs):
-    plan = PrivacyPlan(num_train=N, expected_batch_size=N, num_steps=num_steps, noise_multiplier=0.0, delta=1e-3)
-    clip_plan = ClipPlan.flat(max_grad_norm=0.5)
-    return PrivateStep(model, model.loss, data, plan=plan, clip_plan=clip_plan, max_physical_batch_size=4, **kwargs)
+def private_step(model, data, **kwargs):
+    settings = {"clip_plan": ClipPlan.flat(max_grad_norm=0.5), "max_physical_batch_size": 4, **kwargs}
+    return PrivateStep(model, model.loss, data, plan=plan_of(N), **settings)
+
+
+def sgd(model):
+    return torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
 
 
 def clipped_sum_by_hand(model, data):
@@ -198,10 +202,7 @@ def clipped_sum_by_hand(model, data):
 def test_the_clipped_sum_is_that_of_single_examples(kind):
     model, data = in_double(kind, dropout=0.0)
     expected = clipped_sum_by_hand(*in_double(kind, dropout=0.0))
-    private = private_step(model, data)
-    for batch in private.batches():
-        private.accumulate(batch)
-    private.release()
+    released(private_step(model, data))
     scale = max(float(value.norm()) for value in expected.values())
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
@@ -214,12 +215,9 @@ def test_the_clipped_sum_is_that_of_single_examples(kind):
 def test_it_trains_as_it_is(kind):
     model, data = in_double(kind)
     before = [p.detach().clone() for p in model.parameters() if p.requires_grad]
-    private = private_step(model, data, num_steps=3)
-    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    private, optimizer = private_step(model, data), sgd(model)
     for _ in range(3):
-        for batch in private.batches():
-            private.accumulate(batch)
-        private.release()
+        released(private)
         optimizer.step()
     after = [p.detach() for p in model.parameters() if p.requires_grad]
     assert all(bool(value.isfinite().all()) for value in after)
@@ -238,12 +236,9 @@ def test_a_mask_that_transformers_reads_is_refused_with_the_setting_that_does_no
 def test_state_from_weights_alone_moves_once_per_step(kind, ways):
     model, data = in_double(kind)
     other = copy.deepcopy(model)
-    private = private_step(model, data, num_steps=3, examples=ways)
-    optimizers = [torch.optim.SGD([p for p in each.parameters() if p.requires_grad], lr=0.1) for each in (model, other)]
+    private, optimizers = private_step(model, data, examples=ways), [sgd(model), sgd(other)]
     for _ in range(3):
-        for batch in private.batches():
-            private.accumulate(batch)
-        private.release()
+        released(private)
         for name, gradient in clipped_sum_by_hand(other, data).items():  # leaves the state of one loss
             other.get_parameter(name).grad = gradient / N
         for optimizer in optimizers:
