@@ -224,17 +224,6 @@ def as_argument(states):
 
 @pytest.mark.parametrize(("kind", "options"), NETWORKS, ids=str)
 @pytest.mark.parametrize("with_state", [True, False])
-@pytest.mark.parametrize("unbatched", [True, False])
-def test_recurrent_networks(kind, options, with_state, unbatched):
-    module, x = network(kind, options), randn(5, 3) if unbatched else randn(5, 5, 3)
-    states = initial_states(module, *([] if unbatched else [5])) if with_state else []
-    calls = check(lambda: module(x, as_argument(states)), [*module.parameters(), x, *states], getattr(rewrites, kind))
-    steps = 1 + 5 * (2 if module.proj_size else 1)
-    assert calls[F.linear] == steps * module.num_layers * (1 + module.bidirectional)
-
-
-@pytest.mark.parametrize(("kind", "options"), NETWORKS, ids=str)
-@pytest.mark.parametrize("with_state", [True, False])
 @pytest.mark.parametrize("lengths", [[5, 4, 4, 1], [2, 5, 1, 2]], ids=str)
 def test_packed_sequences(kind, options, with_state, lengths):
     module, x = network(kind, options | {"batch_first": True}), randn(4, 5, 3)
@@ -250,9 +239,11 @@ def test_packed_sequences(kind, options, with_state, lengths):
 
 @pytest.mark.parametrize(("kind", "options"), NETWORKS, ids=str)
 @pytest.mark.parametrize("with_state", [True, False])
-def test_recurrent_networks_under_vmap(kind, options, with_state):
-    module, x = network(kind, options), randn(3, 5, 2, 3)
-    states = initial_states(module, 5 if module.batch_first else 2, examples=(3,)) if with_state else []
+@pytest.mark.parametrize("sequences", [(), (2,)], ids=str)
+def test_recurrent_networks_under_vmap(kind, options, with_state, sequences):
+    module = network(kind, options)
+    x = randn(3, *sequences, 5, 3) if module.batch_first else randn(3, 5, *sequences, 3)
+    states = initial_states(module, *sequences, examples=(3,)) if with_state else []
 
     def call(x, *states):
         return module(x, as_argument(states))
