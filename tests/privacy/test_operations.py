@@ -41,15 +41,6 @@ def _meta_has_no_autocast(monkeypatch):
     monkeypatch.setattr(torch, "autocast", lambda *args, **kwargs: contextlib.nullcontext())
 
 
-def ordinary(name, size):
-    make, shape = MODELS[name]
-    with torch.device("meta"):
-        model, x, y = make(), torch.empty(size, *shape), torch.zeros(size, dtype=torch.long)
-    with Operations() as seen:
-        F.cross_entropy(model(x), y).backward()
-    return seen.counts.total()
-
-
 def private(name, size, plan):
     """Forward and backward pass and the clipped sum, with the methods of a device that is no CPU."""
     make, shape = MODELS[name]
@@ -78,10 +69,5 @@ def private(name, size, plan):
 def test_a_private_step_has_few_operations_whatever_the_batch(name, clipping, most):
     plan = getattr(ClipPlan, clipping)(max_grad_norm=1.0)
     few = private(name, 64, plan)
-    assert few <= most
+    assert most / 2 < few <= most
     assert private(name, 512, plan) == few
-
-
-def test_operations_are_counted():
-    """Each convolution, normalization and activation of WRN-16-4 once in each direction, 6 additions, and the loss."""
-    assert 2 * (16 + 13 + 13) + 6 < ordinary("WRN-16-4", 64) < 120

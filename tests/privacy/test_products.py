@@ -1,12 +1,10 @@
-"""Convolutions and linear layers: every way gives the loop's clipped sum, over random shapes."""
+"""Products behind the gradients of convolutions and linear layers: their rounding, precision and memory."""
 
 import functools
 import threading
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from reference import clipped_sum_by_loop, relative_error
 from torch import nn
 
@@ -23,117 +21,6 @@ TOLERANCE = 1e-5
 
 def squared_error(output, target):
     return (output.flatten(1) - target).square().sum(1).mean()
-
-
-def check(layer, x, plan, ways, *, by_products=True, augmult=1):
-    """The clipped sum of ``layer`` equals the loop when every layer takes the ways given.
-
-    ``augmult``: rows of ``x`` per example.
-    ``by_products``: weighted sums as on processors where a product is as fast as the ordinary weight gradient, or not.
-    """
-    model = nn.Sequential(layer, nn.Tanh())
-    y = torch.randn(len(x), model(x)[0].numel(), generator=torch.Generator().manual_seed(1))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(products, "kept_method", lambda size: ways)
-        patch.setattr(products, "streamed_method", lambda size, *, by_products: ways)
-        # The bound of rounding, which has tests of its own, is added to the norm, however much the terms cancel.
-        patch.setattr(products, "rounding_per_term", lambda positions: 0.0)
-        patch.setattr(convolution, "below_avx512", lambda device: by_products)
-        patch.setattr(convolution, "formed_by_products", lambda size, dtype, device: by_products)
-        sums, norms = clipped_gradient_sum(model, squared_error, x, y, clip_plan=plan, augmult=augmult)
-    expected, expected_norms = clipped_sum_by_loop(model, x, y.double(), plan, squared_error, augmult=augmult)
-    # Clipped gradients of two examples may cancel: then the error is measured against the bound.
-    difference = torch.cat([(sums[name].double() - value).flatten() for name, value in expected.items()])
-    length = torch.cat([value.flatten() for value in expected.values()]).norm()
-    assert float(difference.norm()) < TOLERANCE * max(float(length), plan.sensitivity)
-    torch.testing.assert_close(norms.double(), expected_norms.view_as(norms), rtol=TOLERANCE, atol=1e-6)
-
-
-PLANS = st.sampled_from([ClipPlan.flat(max_grad_norm=0.3), ClipPlan.per_layer(max_grad_norm=0.3, factor="automatic")])
-WAYS = st.sampled_from(["formed", "Gram"])
-
-
-def check_as_drawn(data, layer, shape, most):
-    """``check`` with up to ``most`` examples, in a memory format, under a plan and by ways that hypothesis draws."""
-    augmult = data.draw(st.sampled_from([1, 1, 2, 3]), "augmult")
-    x = torch.randn(augmult * data.draw(st.integers(1, most), "batch"), *shape)
-    if data.draw(st.booleans(), "channels last"):
-        x = x.movedim(1, -1).contiguous().movedim(-1, 1)
-    plan, way, by_products = data.draw(PLANS, "plan"), data.draw(WAYS, "way"), data.draw(st.booleans(), "products")
-    check(layer, x, plan, way, by_products=by_products, augmult=augmult)
-
-
-@settings(max_examples=150, deadline=None, derandomize=True)
-@given(st.data())
-def test_every_way_of_a_convolution_equals_the_loop(data):
-    dims = data.draw(st.integers(1, 3), "dimensions")
-    groups = data.draw(st.sampled_from([1, 1, 1, 2, 3]), "groups")
-    kernel = data.draw(st.tuples(*[st.integers(1, 3)] * dims), "kernel")
-    stride = data.draw(st.tuples(*[st.integers(1, 2)] * dims), "stride")
-    dilation = data.draw(st.tuples(*[st.integers(1, 2)] * dims), "dilation")
-    same = data.draw(st.booleans(), "same") and stride == (1,) * dims
-    padding = "same" if same else data.draw(st.tuples(*[st.integers(0, 2)] * dims), "padding")
-    mode = data.draw(st.sampled_from(["zeros", "zeros", "reflect", "replicate", "circular"]), "mode")
-    # Reflection needs images larger than the padding.
-    image = data.draw(st.tuples(*[st.integers(5, 7)] * dims), "image")
-    torch.manual_seed(data.draw(st.integers(0, 2**16), "seed"))
-    layer = CONVOLUTIONS[dims](
-        groups * data.draw(st.integers(1, 3), "inputs"),
-        groups * data.draw(st.integers(1, 3), "outputs"),
-        kernel,
-        stride=stride,
-        padding=padding,
-        dilation=dilation,
-        groups=groups,
-        bias=data.draw(st.booleans(), "bias"),
-        padding_mode=mode,
-    )
-    check_as_drawn(data, layer, (layer.in_channels, *image), most=4)
-
-
-@settings(max_examples=80, deadline=None, derandomize=True)
-@given(st.data())
-def test_every_way_of_a_transposed_convolution_equals_the_loop(data):
-    dims = data.draw(st.integers(1, 3), "dimensions")
-    groups = data.draw(st.sampled_from([1, 1, 2]), "groups")
-    stride = data.draw(st.tuples(*[st.integers(1, 3)] * dims), "stride")
-    kernel = data.draw(st.tuples(*[st.integers(2, 3)] * dims), "kernel")
-    torch.manual_seed(data.draw(st.integers(0, 2**16), "seed"))
-    layer = TRANSPOSED[dims](
-        groups * data.draw(st.integers(1, 3), "inputs"),
-        groups * data.draw(st.integers(1, 3), "outputs"),
-        kernel,
-        stride=stride,
-        padding=data.draw(st.integers(0, 1), "padding"),
-        output_padding=data.draw(st.tuples(*[st.integers(0, s - 1) for s in stride]), "output padding"),
-        dilation=data.draw(st.sampled_from([1, 3]), "dilation"),
-        groups=groups,
-        bias=data.draw(st.booleans(), "bias"),
-    )
-    check_as_drawn(data, layer, (layer.in_channels, *[3] * dims), most=3)
-
-
-@settings(max_examples=60, deadline=None, derandomize=True)
-@given(st.data())
-def test_every_way_of_a_linear_layer_equals_the_loop(data):
-    torch.manual_seed(data.draw(st.integers(0, 2**16), "seed"))
-    layer = nn.Linear(data.draw(st.integers(1, 9)), data.draw(st.integers(1, 9)), bias=data.draw(st.booleans()))
-    tokens = data.draw(st.lists(st.integers(1, 4), max_size=2), "tokens")
-    check_as_drawn(data, layer, (*tokens, layer.in_features), most=5)
-
-
-@pytest.mark.parametrize("way", ["formed", "Gram"])
-@pytest.mark.parametrize("channels_last", [False, True])
-def test_the_ways_agree_when_examples_come_in_several_ranges(monkeypatch, way, channels_last):
-    # Two examples at a time, and a last range of one.
-    monkeypatch.setattr(products, "examples_at_a_time", lambda numbers, device: 2)
-    torch.manual_seed(0)
-    memory = torch.channels_last if channels_last else torch.contiguous_format
-    x = torch.randn(5, 6, 5, 5).contiguous(memory_format=memory)
-    for plan in (ClipPlan.flat(max_grad_norm=0.2), ClipPlan.per_layer(max_grad_norm=0.2)):
-        for augmult, rows in ((1, x), (3, torch.cat([x, x.flip(2), x.flip(3)]).contiguous(memory_format=memory))):
-            check(nn.Conv2d(6, 8, 3, padding=1), rows, plan, way, augmult=augmult)
-            check(nn.Conv2d(6, 8, 3, stride=2, groups=2), rows, plan, way, augmult=augmult)
 
 
 @pytest.mark.parametrize(

@@ -55,22 +55,6 @@ def test_secret_keys_do_not_depend_on_public_seeds():
     assert_all_differ(after_start(None), after_start(None))
 
 
-@pytest.mark.parametrize("seed", [None, 3])
-def test_the_cpu_state_has_the_layout_of_torch_and_full_words(seed):
-    TrainingRandomness(seed).before_step(PLACE)
-    state = torch.get_rng_state().numpy()
-    words = state[24 : 24 + 8 * 624].view(np.uint64)
-    assert words.max() < 2**32
-    # A seed of 32 bits s gives the words s, 1812433253 (s ^ (s >> 30)) + 1, ...: the second follows from the first.
-    first = int(words[0])
-    assert int(words[1]) != (1812433253 * (first ^ (first >> 30)) + 1) % 2**32
-    torch.rand(1)
-    after = torch.get_rng_state()
-    draws = torch.rand(5)
-    torch.set_rng_state(after)
-    assert torch.equal(torch.rand(5), draws)
-
-
 def test_draws_from_a_whole_state_are_those_of_numpys_mt19937():
     TrainingRandomness().before_step(PLACE)
     words = torch.get_rng_state().numpy()[24 : 24 + 8 * 624].view(np.uint64).astype(np.uint32)
@@ -92,15 +76,6 @@ def test_a_reproducible_physical_batch_is_a_function_of_its_place():
     assert step == again_step
     assert_all_differ(reading, step)
     assert_all_differ(reading, other_reading)
-
-
-def test_a_secret_physical_batch_draws_on():
-    randomness, found = TrainingRandomness(), []
-    for _ in range(2):
-        randomness.before_reading(PLACE)
-        randomness.before_step(PLACE)
-        found.append(drawn())
-    assert_all_differ(*found)
 
 
 class Draws(Dataset):

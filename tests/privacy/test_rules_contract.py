@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from dp_lightning.privacy import ClipPlan
-from dp_lightning.privacy.gradients import normalization
+from dp_lightning.privacy.gradients import convolution, normalization, products
 from dp_lightning.privacy.gradients.clipped_sum import ClippedSum
 from dp_lightning.privacy.gradients.recording import Recording
 from dp_lightning.privacy.gradients.rules import RULES, Rule, per_example, register_rule
@@ -141,6 +141,12 @@ class Layer(nn.Module):
         return (out.tanh() * torch.arange(out.numel(), device=out.device).add(1).sin().view(out.shape)).sum()
 
 
+def in_channels_last(x, lead):
+    """The same numbers, of rows (*lead, channels, ...), with the channels last in memory."""
+    rows = x.flatten(0, len(lead))
+    return rows.movedim(1, -1).contiguous().movedim(-1, 1).unflatten(0, (len(x), *lead))
+
+
 def trained_sets(case):
     names = list(case.parameters)
     return [names] if len(names) == 1 else [names, *([name] for name in names)]
@@ -240,6 +246,29 @@ def check_clipped(layer, x, expected, plan):
             torch.testing.assert_close(total.sums[own].double(), clipped, rtol=1e-5, atol=1e-5 * bound)
 
 
+@pytest.mark.parametrize("by_products", [False, True])
+@pytest.mark.parametrize("way", ["formed", "Gram"])
+@pytest.mark.parametrize("name", [name for name in CASES if name.startswith(("linear", "conv", "transposed"))])
+def test_every_way_of_a_product_gives_the_clipped_sum(monkeypatch, name, way, by_products):
+    """In float32, in both memory formats, and where the examples come in several ranges.
+
+    ``by_products``: weighted sums as on processors where a product is as fast as the ordinary weight gradient, or not.
+    """
+    monkeypatch.setattr(products, "kept_method", lambda size: way)
+    monkeypatch.setattr(products, "streamed_method", lambda size, *, by_products: way)
+    monkeypatch.setattr(products, "examples_at_a_time", lambda numbers, device: B - 1)
+    # The bound of rounding, which has tests of its own, is added to the norm, however much the terms cancel.
+    monkeypatch.setattr(products, "rounding_per_term", lambda positions: 0.0)
+    monkeypatch.setattr(convolution, "below_avx512", lambda device: by_products)
+    monkeypatch.setattr(convolution, "formed_by_products", lambda size, dtype, device: by_products)
+    case = CASES[name]
+    for lead, trained in itertools.product(case.leads, trained_sets(case)):
+        layer, x = Layer(case, trained), case.inputs(lead)
+        expected = by_loop(layer, x)
+        for rows, plan in itertools.product([x, *([in_channels_last(x, lead)] if lead else [])], PLANS.values()):
+            check_clipped(layer.float(), rows.float(), expected, plan)
+
+
 @pytest.mark.parametrize("kind", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", CASES)
 def test_lower_precision_is_close_to_the_loop_in_float64(name, kind):
@@ -260,8 +289,7 @@ def test_channels_last_equals_the_loop(name):
     case = CASES[name]
     for lead in ((1,), (3,)):
         layer, x = Layer(case, list(case.parameters)), case.inputs(lead)
-        last = x.flatten(0, 1).movedim(1, -1).contiguous().movedim(-1, 1).unflatten(0, (B, *lead))
-        assert_close(formed(layer, last)[0], by_loop(layer, x))
+        assert_close(formed(layer, in_channels_last(x, lead))[0], by_loop(layer, x))
 
 
 @pytest.mark.parametrize("trained", [("weight", "bias"), ("weight",), ("bias",)], ids=" and ".join)
@@ -276,8 +304,7 @@ def test_groups_are_folded_where_that_takes_no_copy_and_few_blocks(lead, trained
         return {methods[own] for own in trained}
 
     assert method(x) == {"folded"}
-    last = x.flatten(0, 1).movedim(1, -1).contiguous().movedim(-1, 1).unflatten(0, (B, *lead))
-    assert method(last) == {"by rule"}
+    assert method(in_channels_last(x, lead)) == {"by rule"}
     monkeypatch.setattr(normalization, "_MOST_GROUPS", B * lead[0] * layer.case.options["num_groups"] - 1)
     assert method(x) == {"by rule"}
 

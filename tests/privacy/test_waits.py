@@ -31,9 +31,7 @@ def windows(name):
 
 
 STEPS = {
-    "WRN-16-4": (lambda: WideResNet(16, 4, 10), (3, 32, 32), {}),
     "WRN-16-4, per layer": (lambda: WideResNet(16, 4, 10), (3, 32, 32), {"clip_plan": ClipPlan.per_layer()}),
-    "ViT": (vit, (3, 32, 32), {}),
     "ViT, pooled by attention": (lambda: vit(global_pool="map", class_token=False), (3, 32, 32), {}),
     "EVA, rotary positions": (lambda: vit("eva02_tiny_patch14_224"), (3, 32, 32), {}),
     "CaiT, class attention": (lambda: vit("cait_xxs24_224"), (3, 32, 32), {}),
