@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from dp_lightning.privacy.gradients.contribution import Call, Contribution, PerExample, sum_of_views
 from dp_lightning.privacy.gradients.cost_model import examples_at_a_time
 
-# A GPU has no more blocks in its second dimension, and one for each group.
+# The most blocks that a GPU has in its second dimension; GroupNorm uses one for each group.
 _MOST_GROUPS = 2**16 - 1
 
 Normalize = Callable[[Tensor, Call], Tensor]
