@@ -142,6 +142,12 @@ def test_a_zero_matrix_gives_zero(function):
     assert torch.equal(function(torch.zeros(4, 3)), torch.zeros_like(function(torch.ones(4, 3))))
 
 
+def test_newton_schulz_takes_its_own_coefficients():
+    # The cubic 1.5 s - 0.5 s^3 converges to one, quadratically near it; 30 steps are ample for this spectrum.
+    result = newton_schulz(gaussian(8, 20, dtype=torch.float64), steps=30, coefficients=(1.5, -0.5, 0.0))
+    torch.testing.assert_close(result, polar_factor(gaussian(8, 20, dtype=torch.float64)), atol=1e-12, rtol=0)
+
+
 def test_the_polar_factor_has_orthonormal_rows_and_a_positive_semidefinite_partner():
     matrix = gaussian(5, 9, dtype=torch.float64)
     factor = polar_factor(matrix)

@@ -95,6 +95,8 @@ PRODUCTS = {
     "without gradient and with": lambda m, x: F.linear(x, m.w) * _without_gradient(F.linear, x, m.w),
     "twice": lambda m, x: F.linear(F.linear(x, m.w).tanh()[:, :4], m.w),
     "rule, copies and computed": lambda m, x: F.linear(x, m.w) + (x.unsqueeze(1) * m.w).sum(2) * F.linear(x, m.w**2),
+    "weights alone": lambda m, x: m.w.square().sum(),
+    "no rows": lambda m, x: F.linear(x[:0], m.w).sum() + F.linear(x, m.w),
     "penalty": lambda m, x: F.linear(x, m.w) + m.w.square().sum(),
     "iterated": lambda m, x: torch.stack([(x * row).sum() for row in m.w]),
     "cast": lambda m, x: F.linear(x.float(), m.w.float()).double(),
@@ -273,6 +275,7 @@ REFUSED = {
     "tensor hook": (lambda m, x: _hooked(m.a(x)), r"Tensor\.register_hook"),
     "grad_fn": (lambda m, x: m.a(x) * (m.a(x).grad_fn is None), r"Tensor\.grad_fn"),
     "autograd.grad": (lambda m, x: torch.autograd.grad(m.a(x).sum(), m.a.weight)[0], r"torch\.autograd\.grad"),
+    "autograd.backward": (lambda m, x: torch.autograd.backward(m.a(x).sum()), r"vmap cannot run this.*Rewrite it"),
     "backward": (lambda m, x: m.a(x).sum().backward(), r"Tensor\.backward"),
     "torch.func.grad": (
         lambda m, x: m.a(torch.func.grad(lambda v: v.square().sum())(x)),

@@ -68,6 +68,7 @@ REPEATED = {
     "a folder listed twice": (ConcatDataset([Paths("a", "0.png", "1.png"), Paths("a", "0.png", "1.png")]), 0, 2),
 }
 SINGLE = {
+    "sparse rows": ConcatDataset([TensorDataset(X.to_sparse()), TensorDataset(Y)]),
     "part": Subset(OWN, [3, 1, 2]),
     "parts": ConcatDataset([Subset(OWN, range(5)), Subset(OWN, range(5, 10))]),
     "two data sets": ConcatDataset([OWN, Own()]),
