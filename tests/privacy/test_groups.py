@@ -160,22 +160,6 @@ def test_draws_of_a_seed_are_repeated_and_others_are_not():
     assert drawn(None) != drawn(None)
 
 
-@pytest.mark.parametrize("ways", ["together", "one_by_one"])
-def test_physical_batches_count_rows(ways):
-    private = private_step(Images(SIZES), ways, k=3, augmult=2, max_physical_batch_size=20)
-    seen = []
-    for batch in private.batches():
-        private.accumulate(batch)
-        x, _, index, person = batch.leaves
-        assert x.shape[1:] == (6, 5)
-        assert len(batch.place.indices) * 6 <= 20
-        for rows, owners in zip(index[batch.counted].tolist(), person[batch.counted].tolist(), strict=True):
-            assert len(set(owners)) == 1
-            assert rows[0::2] == rows[1::2]  # two views of each image, next to each other
-            seen.append(chr(owners[0]))
-    assert sorted(seen) == sorted(SIZES)
-
-
 # Which images are of one person
 
 X = torch.randn(6, 2)

@@ -149,7 +149,15 @@ def running(net, batch):
     return plain(net, batch) * net.norm
 
 
+def spectral():
+    """The vectors of a spectral norm, as buffers written in place."""
+    net = Net()
+    net.net = nn.utils.parametrizations.spectral_norm(net.net)
+    return net
+
+
 STATES = {
+    "spectral norm": spectral,
     "counter": lambda: Net(counter, step=0),
     "late": lambda: Net(counter),
     "teacher": lambda: Net(teacher, teacher=nn.Linear(4, 3).requires_grad_(False)),

@@ -108,25 +108,6 @@ class Teacher(Net):
         return F.cross_entropy(self.student(x.flip(-1)), goal)
 
 
-class Experts(Net):
-    """Each token goes to its best expert, with a penalty for unequal loads."""
-
-    def __init__(self, dropout=0.0):
-        super().__init__()
-        self.router = nn.Linear(5, 4)
-        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(5, 8), nn.ReLU(), nn.Linear(8, 3)) for _ in range(4))
-
-    def loss(self, batch):
-        x, y = batch
-        gates = self.router(x).softmax(-1)
-        best, chosen = gates.max(-1)
-        outputs = torch.stack([expert(x) for expert in self.experts], dim=-2)
-        taken = outputs.gather(-2, chosen[..., None, None].expand(*chosen.shape, 1, 3)).squeeze(-2) * best[..., None]
-        load = F.one_hot(chosen, 4).to(x.dtype).flatten(0, -2).mean(0)
-        balance = 4 * (load * gates.flatten(0, -2).mean(0)).sum()
-        return F.cross_entropy(taken.mean(1), y) + 0.1 * balance
-
-
 class Unet(Net):
     """A segmentation with a Dice loss."""
 
@@ -161,7 +142,6 @@ CASES = {
     SpectralNorm: (draw(5), LABELS),
     OldSpectralNorm: (draw(5), LABELS),
     Teacher: (draw(5), LABELS),
-    Experts: (draw(4, 5), LABELS),
     Unet: (draw(3, 8, 8), (draw(8, 8) > 0).long()),
 }
 
@@ -228,20 +208,3 @@ def test_a_mask_that_transformers_reads_is_refused_with_the_setting_that_does_no
     private = private_step(*in_double(Bert, dims=2))
     with pytest.raises(ModelError, match="mask of four dimensions"):
         private.accumulate(next(iter(private.batches())))
-
-
-@pytest.mark.filterwarnings("ignore:.*spectral_norm.*:FutureWarning")
-@pytest.mark.parametrize("ways", ["together", "one_by_one"])
-@pytest.mark.parametrize("kind", [SpectralNorm, OldSpectralNorm, Teacher])
-def test_state_from_weights_alone_moves_once_per_step(kind, ways):
-    model, data = in_double(kind)
-    other = copy.deepcopy(model)
-    private, optimizers = private_step(model, data, examples=ways), [sgd(model), sgd(other)]
-    for _ in range(3):
-        released(private)
-        for name, gradient in clipped_sum_by_hand(other, data).items():  # leaves the state of one loss
-            other.get_parameter(name).grad = gradient / N
-        for optimizer in optimizers:
-            optimizer.step()
-        # The clipped sum is kept in float32.
-        torch.testing.assert_close(model.state_dict(), other.state_dict(), rtol=0, atol=1e-6)
