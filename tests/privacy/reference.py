@@ -3,7 +3,10 @@
 import copy
 
 import torch
+from torch import nn
 from torch.nn import functional as F
+
+from dp_lightning.privacy.gradients.recording import Recording
 
 
 def clipped_sum_by_loop(model, inputs, targets, clip_plan, loss_fn=F.cross_entropy, *, augmult=1):
@@ -55,3 +58,41 @@ def gradients_by_loop(model, loss, *examples):
         name: None if column[0] is None else torch.stack([row.to_dense() for row in column])
         for name, column in zip(parameters, columns, strict=True)
     }
+
+
+def record(model, loss, *examples, **options):
+    """Per-example gradients by name, and the recording."""
+    found = {}
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+
+    def take(contribution):
+        for name, gradients in contribution.formed().gradients.items():
+            assert name not in found
+            found[name] = gradients
+
+    recording = Recording(trained, len(examples[0]), take, **options)
+    recording.backward(recording.run(lambda *example: loss(model, *example), *examples))
+    return found, recording
+
+
+def check(model, loss, *examples, rtol=1e-9, **options):
+    """The gradients are those of the loop; ``examples``: (b, ...) each."""
+    found, recording = record(model, loss, *examples, **options)
+    expected = gradients_by_loop(model, lambda model, *example: loss(model, *example), *examples)
+    assert set(found) == {name for name, gradients in expected.items() if gradients is not None}
+    for name, gradients in found.items():
+        torch.testing.assert_close(gradients, expected[name], rtol=rtol, atol=rtol / 1000, msg=name)
+    return recording
+
+
+class Module(nn.Module):
+    """With parameters and a forward function that are given."""
+
+    def __init__(self, function, **parameters):
+        super().__init__()
+        for name, value in parameters.items():
+            setattr(self, name, value if isinstance(value, nn.Module) else nn.Parameter(value))
+        self.function = function
+
+    def forward(self, *inputs):
+        return self.function(self, *inputs)
