@@ -385,18 +385,6 @@ def test_attention_treats_the_rows_of_an_example_apart(name, lead):
     check(model, squares, randn(B, *lead, 2, 3, 4))
 
 
-@pytest.mark.parametrize("kind", ["LSTM", "GRU", "RNN"])
-@pytest.mark.parametrize("batch_first", [False, True])
-def test_frozen_recurrent_layers_treat_the_rows_of_an_example_apart(kind, batch_first):
-    def forward(m, x):
-        output, state = m.l(m.a(x))
-        last = state[0] if isinstance(state, tuple) else state
-        return torch.cat([output.flatten(), m.l(x, state)[0].flatten(), last.flatten()])
-
-    layer = getattr(nn, kind)(4, 3, 2, bidirectional=True, batch_first=batch_first).requires_grad_(False)
-    check(Module(forward, a=nn.Linear(4, 4), l=layer), squares, randn(B, 2, 5, 4))
-
-
 def test_gradients_of_several_uses_add_up_in_float32():
     source = sources.Source("w", torch.ones(2), {}, 0)
     for _ in range(2):

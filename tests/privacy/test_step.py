@@ -8,12 +8,12 @@ import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
+from plain_run import Plain, privacy, trainer
 from small_steps import plan_of, released
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
 
-from dp_lightning.callbacks import PrivacyCallback
 from dp_lightning.errors import BudgetError, ConfigurationError, DataError, DpLightningError, ModelError
 from dp_lightning.privacy import ClipPlan, PrivateStep
 from dp_lightning.privacy.reading import Reading
@@ -63,7 +63,7 @@ def sums(model, *draws, noise_multiplier=0.0, **kwargs):
 
 
 def trained(model, private, steps=10):
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for _ in range(steps):
         released(private)
         optimizer.step()
@@ -154,28 +154,12 @@ class Noisy(Dataset):
         return x + 0.1 * torch.randn(5), y
 
 
-class Module(pl.LightningModule):
-    def __init__(self):
-        super().__init__()
-        self.net = network()
-
-    def training_step(self, batch, batch_idx):
-        return F.cross_entropy(self.net(batch[0]), batch[1])
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
-
-
 @pytest.mark.parametrize(("mode", "workers"), [("together", 0), ("together", 2), ("one_by_one", 0)])
 def test_the_plain_loop_and_lightning_give_the_same_weights_bit_for_bit(tmp_path, workers, mode):
-    numbers = {"expected_batch_size": B, "noise_multiplier": 1.0, "delta": 1e-3, "max_physical_batch_size": 5}
-    privacy = PrivacyCallback(**numbers, accountant="rdp", reproducible=True, examples=mode)
-    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
-    trainer = pl.Trainer(
-        callbacks=[privacy], max_steps=10, max_epochs=-1, accelerator="cpu", default_root_dir=tmp_path, **quiet
-    )
-    module = Module()
-    trainer.fit(module, DataLoader(Noisy(), batch_size=4, num_workers=workers))
+    settings = privacy(expected_batch_size=B, max_physical_batch_size=5, reproducible=True, examples=mode)
+    module = Plain(network(), lr=0.1)
+    loader = DataLoader(Noisy(), batch_size=4, num_workers=workers)
+    trainer(tmp_path, settings, max_steps=10, max_epochs=-1).fit(module, loader)
     by_lightning = torch.cat([parameter.detach().flatten() for parameter in module.parameters()])
     model = network()
     by_loop = trained(model, private_step(model, dataset=Noisy(), examples=mode))
