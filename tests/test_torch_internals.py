@@ -38,14 +38,6 @@ def test_both_names_of_a_grouped_product_are_seen_alike():
     assert {F.grouped_mm, internals.grouped_mm} & set(seen.functions)
 
 
-def test_storages():
-    x = torch.ones(4)
-    view, copy = x[1:], x.clone()
-    assert internals.storage_address(view) == internals.storage_address(x) != internals.storage_address(copy)
-    assert internals.storage_uses(copy) == 2  # the tensor, and this look at it
-    assert internals.storage_uses(x) == 3
-
-
 def test_hooks_of_a_parameter():
     def parameter():
         return nn.Parameter(torch.ones(1))

@@ -1,7 +1,5 @@
 """The noise level that a chain states against what is measured, and against closed forms."""
 
-import math
-
 import pytest
 import torch
 
@@ -60,22 +58,6 @@ def test_the_stated_noise_is_exact(name):
         traced = written_out({"w": impulse}, noise=sigma)["w"]
         chain({"w": torch.zeros(steps, 1)}, noise=sigma)
         assert chain.noise["w"] == pytest.approx(float(traced.norm()), rel=1e-9), step
-
-
-@pytest.mark.parametrize(
-    ("transform", "variance"),
-    [
-        (Momentum(0.9), lambda t: (1 - 0.81**t) / (1 - 0.81)),
-        (LowPass(bias_correction=True), lambda t: 0.01 * (1 - 0.81**t) / (1 - 0.81) / (1 - 0.9**t) ** 2),
-        # The first estimate is the first gradient; then K / (2 - K) in the limit.
-        (Kalman(gain=0.5), lambda t: 0.25**t * 4 + (1 - 0.25 ** (t - 1)) / 3),
-    ],
-)
-def test_the_noise_of_the_usual_filters_in_closed_form(transform, variance):
-    chain = Chain([transform])
-    for step in range(1, 40):
-        chain({"w": torch.zeros(2, 2)}, noise=SIGMA)
-        assert chain.noise["w"] == pytest.approx(SIGMA * math.sqrt(variance(step)), rel=1e-12)
 
 
 def test_each_parameter_has_the_noise_of_its_own_history():
