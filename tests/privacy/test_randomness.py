@@ -1,5 +1,6 @@
 """Whatever is random in training takes secret keys, or reproducible ones where a run asks for them."""
 
+import itertools
 import random
 
 import numpy as np
@@ -41,14 +42,15 @@ def after_start(seed, rank=0):
     return drawn()
 
 
-def assert_all_differ(first, second):
-    assert all(a != b for a, b in zip(first, second, strict=True))
+def assert_all_differ(*found):
+    """No two of several draws have a number, or a list of numbers, in common at one place."""
+    for first, second in itertools.combinations(found, 2):
+        assert all(a != b for a, b in zip(first, second, strict=True))
 
 
 def test_a_reproducible_seed_repeats_and_differs_by_rank():
     assert after_start(7) == after_start(7)
-    assert_all_differ(after_start(7), after_start(7, rank=1))
-    assert_all_differ(after_start(7), after_start(8))
+    assert_all_differ(after_start(7), after_start(7, rank=1), after_start(8))
 
 
 def test_secret_keys_do_not_depend_on_public_seeds():
@@ -74,8 +76,7 @@ def test_a_reproducible_physical_batch_is_a_function_of_its_place():
     reading, step, other_reading, _, again, again_step = found
     assert reading == again
     assert step == again_step
-    assert_all_differ(reading, step)
-    assert_all_differ(reading, other_reading)
+    assert_all_differ(reading, step, other_reading)
 
 
 class Draws(Dataset):
@@ -88,11 +89,8 @@ def test_workers_read_with_secret_keys_also_after_a_public_seed_of_their_own():
     workers = DataLoader(reader, sampler=[PLACE, OTHER], batch_size=None, num_workers=2, worker_init_fn=publicly_seeded)
     publicly_seeded(0)
     found = [torch.tensor(drawn()).tolist()]
-    for batch in (*workers, *workers):
-        draws = batch.leaves[0][0, 0].tolist()
-        for others in found:
-            assert_all_differ(draws, others)
-        found.append(draws)
+    found += [batch.leaves[0][0, 0].tolist() for batch in (*workers, *workers)]
+    assert_all_differ(*found)
 
 
 class Holder(nn.Module):
@@ -125,9 +123,7 @@ def test_every_kind_of_generator_gets_a_new_key_at_the_start_and_before_each_use
     for again in (lambda: None, lambda: randomness.before_reading(PLACE), lambda: randomness.before_step(PLACE)):
         again()
         found.append(secret.draw())
-    for place, draws in enumerate(found):
-        for others in found[:place]:
-            assert_all_differ(draws, others)
+    assert_all_differ(*found)
 
 
 def test_generators_of_a_reproducible_run_repeat_and_differ_from_each_other():
@@ -141,8 +137,7 @@ def test_generators_of_a_reproducible_run_repeat_and_differ_from_each_other():
 
     first, other, again = run(3)
     assert first == again
-    assert_all_differ(first, other)
-    assert_all_differ(first, run(4)[0])
+    assert_all_differ(first, other, run(4)[0])
     assert len({tuple(values) for values in first[1:5]}) == 4
 
 
@@ -152,6 +147,4 @@ def test_no_example_of_a_step_draws_as_another(seed):
     for example in range(3):
         randomness.before_step(PLACE, example)
         found.append(drawn())
-    for place, draws in enumerate(found):
-        for others in found[:place]:
-            assert_all_differ(draws, others)
+    assert_all_differ(*found)
