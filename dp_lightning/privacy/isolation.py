@@ -183,7 +183,7 @@ class Isolation:
 
 @contextmanager
 def put_back(module: nn.Module) -> Iterator[None]:
-    """Context around losses outside of steps: what a loss changes in buffers, frozen parameters, numbers is undone."""
+    """Context around losses outside of steps, whose changes of buffers, frozen parameters and numbers are undone."""
     isolation = Isolation(module, {name: each for name, each in module.named_parameters() if each.requires_grad})
     isolation.begin(together=False)
     with isolation.one_by_one(advances=False):

@@ -42,7 +42,7 @@ class Provenance:
         self.written: dict[int, tuple[Tensor, Tensor]] = {}
 
     def add_made(self, result: Any) -> None:
-        """Count the tensors in the result of a function among those that this step has made."""
+        """Add the tensors in the result of a function to those that this step has made."""
         if isinstance(result, Tensor):
             key = id(result)
             if key not in self._outside and key not in self._parameters:
