@@ -446,7 +446,7 @@ def named(views):
 USES = {
     "format": lambda batch: float(f"{batch[2]}" != "" or 1),
     "compare": lambda batch: 1 + (batch[2] == "a name"),
-    "number": lambda batch: 2.0 / batch[3],
+    "number": lambda batch: float(batch[3]),
 }
 
 
