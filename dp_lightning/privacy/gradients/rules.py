@@ -66,7 +66,7 @@ class Rule:
             the call. A call that gives another argument is recorded with copies.
         applies: whether the rule covers a call with these arguments. Otherwise the call is recorded with copies.
         folded: another way through the function, in one call in which each row has weights of its own, so that the
-            function's backward pass gives the gradients of the rows. ``contribution`` is used where it is not implemented.
+            function's backward pass gives the rows' gradients. Where it is not implemented, ``contribution`` is used.
     """
 
     arguments: tuple[str, ...]
