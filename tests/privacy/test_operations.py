@@ -47,6 +47,15 @@ class Operations(TorchDispatchMode):
         return func(*args, **kwargs or {})
 
 
+def ordinary(name, size):
+    make, shape = MODELS[name]
+    with torch.device("meta"):
+        model, x, y = make(), torch.empty(size, *shape), torch.zeros(size, dtype=torch.long)
+    with Operations() as seen:
+        F.cross_entropy(model(x), y).backward()
+    return seen.counts.total()
+
+
 def private(name, size, plan):
     """Forward and backward pass and the clipped sum, with the methods of a device that is no CPU."""
     make, shape = MODELS[name]
@@ -64,20 +73,21 @@ def private(name, size, plan):
 
 
 @pytest.mark.parametrize(
-    ("name", "clipping", "most"),
+    ("name", "usual", "clipping", "most"),
     [
-        ("WRN-16-4", "flat", 420),
-        ("WRN-16-4", "per_layer", 520),
-        ("ViT-S/16", "flat", 900),
-        ("ViT-S/16", "per_layer", 1500),
+        ("WRN-16-4", 107, "flat", 420),
+        ("WRN-16-4", 107, "per_layer", 520),
+        ("ViT-S/16", 558, "flat", 900),
+        ("ViT-S/16", 558, "per_layer", 1500),
     ],
 )
-def test_a_private_step_has_few_operations_whatever_the_batch(monkeypatch, name, clipping, most):
+def test_a_private_step_has_few_operations_whatever_the_batch(monkeypatch, name, usual, clipping, most):
     # The meta device has no autocast.
     monkeypatch.setattr(torch, "autocast", lambda *args, **kwargs: contextlib.nullcontext())
     plan = getattr(ClipPlan, clipping)(max_grad_norm=1.0)
     few = private(name, 64, plan)
     assert most / 2 < few <= most
+    assert ordinary(name, 64) == pytest.approx(usual, rel=0.05)
     assert private(name, 512, plan) == few
 
 
