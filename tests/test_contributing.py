@@ -64,12 +64,6 @@ def run(arguments, root):
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
 
 
-def test_a_change_fits_in_one_place_alone():
-    assert changed("a\nb\nc\n", " a\n-b\n+d\n") == "a\nd\nc\n"
-    assert changed("a\nb\n", " b\n+c\n a\n") is None
-    assert changed("a\nb\na\n", " a\n+c\n") is None
-
-
 @pytest.mark.docs
 @pytest.mark.slow  # it imports what the new tests need, in a process of its own
 def test_the_recipes_lead_to_tests_that_pass(tmp_path):

@@ -263,6 +263,29 @@ def test_a_class_in_a_file_beside_the_configuration_takes_part_in_a_run(page, us
     assert json.loads(statement.read_text())["num_steps"] == 2
 
 
+def write_scans(root):
+    """24 patients with 1 to 20 images each; every third one has images of both classes."""
+    noise = np.random.default_rng(0)
+    for patient in range(24):
+        for number in range(noise.integers(1, 21)):
+            kind = "cat" if patient % 2 or (patient % 3 == 0 and number % 2) else "dog"
+            folder = root / "train" / kind / f"p{patient:03d}"
+            folder.mkdir(parents=True, exist_ok=True)
+            Image.fromarray(noise.integers(0, 255, (20, 24, 3), np.uint8)).save(folder / f"{number}.png")
+
+
+def test_the_run_shown_trains_on_a_folder_by_person(workplace):
+    write_scans(workplace / "scans")
+    (fit,) = [line for line in lines("bash", PAGES["docs/persons.md"]) if line.startswith("dpl fit")]
+    small = ["--model.init_args.depth", "10", "--model.init_args.width", "1", "--data.init_args.val_fraction", "0.2"]
+    main([*shlex.split(fit)[1:], *small, *QUIET, "--privacy.expected_batch_size", "5"])
+    (statement,) = workplace.rglob("privacy_statement.json")
+    facts = json.loads(statement.read_text())
+    assert (facts["release"], facts["num_steps"], facts["num_train"]) == ("ok", 2, 25 - 5)  # with that of workplace
+    assert facts["unit_of_privacy"] == "one person (all images with the same group)"
+    assert facts["sample_rate"] == pytest.approx(5 / 20)
+
+
 def test_the_rule_shown_gives_the_gradients_of_single_examples(capsys):
     names = {"__name__": "shown"}
     exec(compile(PROGRAMS["docs/own_module.md"][1], "own_module.md", "exec"), names)
