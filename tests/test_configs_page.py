@@ -1,6 +1,7 @@
 """The page about configurations lists all of them, with the numbers that are in their files."""
 
 import functools
+from pathlib import Path
 
 import pytest
 import yaml
@@ -69,7 +70,7 @@ def test_a_grid_is_listed_with_its_runs_and_cost(row):
     grid = Grid.load(CONFIGS / row[0].text)
     cells = list(grid.cells())
     settings_of = [[each for each in cell.arguments if each.startswith("--") and "=" in each] for cell in cells]
-    millions = sum(millions_of_images(grid.base[0], overrides) for overrides in settings_of)
+    millions = sum(millions_of_images(Path(grid.base[0]), overrides) for overrides in settings_of)
     runs = len(cells)
     if grid.tuned is not None:  # each of its points with one seed, and one of them with the others
         points, seeds = len(grid.axes[grid.tuned]), len(grid.axes["seed"])
