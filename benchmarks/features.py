@@ -1,4 +1,4 @@
-"""Seconds for the scattering coefficients of images of CIFAR-10's size: a process for each core, and threads.
+"""Seconds for the scattering coefficients of images of CIFAR-10's size: processes, and threads of one.
 
 Both write a new cache of the same images, made of noise, in turns. Run ``python benchmarks/features.py --help``.
 """
@@ -9,25 +9,23 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from unittest.mock import patch
 
 import torch
 from epochs import images as write_images
 
-from dp_lightning.datamodules import CachedFeatures, NpzImages, forked
+from dp_lightning.datamodules import CachedFeatures, NpzImages
 
 
 def seconds(images: Path, cache: str, *, processes: bool, mirror: bool) -> float:
     """Time to read the images, compute their features and write them."""
     data = CachedFeatures(
-        NpzImages(str(images), num_classes=10, val_fraction=0.0),
+        NpzImages(str(images), num_classes=10, num_workers=torch.get_num_threads() if processes else 0),
         "scattering",
         cache=cache,
         backbone_kwargs={"mirror": mirror},
     )
     start = time.perf_counter()
-    with patch.object(forked, "processes", forked.processes if processes else lambda batches: 0):
-        data.prepare_data()
+    data.prepare_data()
     return time.perf_counter() - start
 
 

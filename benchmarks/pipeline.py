@@ -21,7 +21,7 @@ import torch
 from PIL import Image
 
 from dp_lightning.datamodules import ImageNet
-from dp_lightning.datamodules.file_source import open_rgb
+from dp_lightning.datamodules.file_source import open_image
 from dp_lightning.privacy import PoissonSampler, PrivacyPlan, PrivateStep
 from dp_lightning.privacy.reading import Reading
 from dp_lightning.private_run.logical_batches import PhysicalLoader
@@ -152,7 +152,7 @@ def main() -> None:
         flush=True,
     )
     count = options.batch_size * options.steps
-    decoders = {"torchvision": open_rgb, "PIL": by_pil}
+    decoders = {"torchvision": open_image, "PIL": by_pil}
     alone = {name: of_decoder(options.root, count, decode) for name, decode in decoders.items()}
     for name, value in alone.items():
         print(f"{name} alone: {value:.0f} images per second and core", flush=True)

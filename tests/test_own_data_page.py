@@ -5,7 +5,7 @@ from pages import read, table
 
 from dp_lightning.commands.starting_model import Network
 from dp_lightning.commands.starting_point import FEW_IMAGES, noise_norm, starting_point
-from dp_lightning.datamodules.reading_first import READ_FIRST_BELOW
+from dp_lightning.datamodules.file_source import READ_FIRST_BELOW
 
 pytestmark = pytest.mark.docs
 PAGE = read("docs/own_data.md")

@@ -98,10 +98,7 @@ def _require_free(out: Path, options: argparse.Namespace) -> None:
 
 def _data(options: argparse.Namespace) -> tuple[str, dict[str, Any]]:
     """The data module and those of its settings that say where the images are and whose they are."""
-    from dp_lightning.datamodules.folder import require_target
-
     path: Path = options.data
-    require_target(path)
     if not path.exists():
         raise DataError(f"{printable(str(path))} does not exist; give a folder of images, or an .npz or .csv file.")
     if path.suffix.lower() == ".npz":
@@ -125,11 +122,10 @@ def _data(options: argparse.Namespace) -> tuple[str, dict[str, Any]]:
 
 def _require_train(root: Path, given: list[str]) -> None:
     """Say how to make the layout of ImageFolder from a folder of classes without copying an image."""
-    from dp_lightning.datamodules.folder import class_names, image_files, require_target
+    from dp_lightning.datamodules.listing import class_names, image_files
 
     if (root / "train").is_dir():
         return
-    require_target(root / "train")
     if not any(root.iterdir()):
         raise DataError(
             f"{printable(str(root))} is empty. Put the images into {root}/train/<class>/, and those for the test into "
@@ -152,7 +148,7 @@ def _require_train(root: Path, given: list[str]) -> None:
 
 def _has_folders_of_persons(train: Path) -> bool:
     """Whether the images are in folders inside the class folders, and none beside them."""
-    from dp_lightning.datamodules.folder import class_names, image_files
+    from dp_lightning.datamodules.listing import class_names, image_files
 
     classes = [train / name for name in class_names(train)]
     if any(image_files(folder, Counter()) for folder in classes):

@@ -6,7 +6,7 @@ from pathlib import Path
 from dp_lightning.commands.starting_content import from_scratch
 from dp_lightning.commands.starting_file import Content, times
 from dp_lightning.commands.starting_model import Features
-from dp_lightning.datamodules.reading_first import listed
+from dp_lightning.datamodules.file_source import listed
 from dp_lightning.datamodules.survey import Survey, spread
 from dp_lightning.foreign_text import printable
 

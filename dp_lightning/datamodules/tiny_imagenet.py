@@ -14,12 +14,8 @@ from typing import Any
 
 from dp_lightning.datamodules.base import ImageDataModule, Split, checked_labels
 from dp_lightning.datamodules.file_source import FileSource
-from dp_lightning.datamodules.folder import image_files
+from dp_lightning.datamodules.listing import image_files
 from dp_lightning.errors import DataError
-from dp_lightning.foreign_text import read_text
-
-# Most bytes of a list; that of the validation images has 262,000.
-_LARGEST_LIST = 2**24
 
 
 class TinyImageNet(ImageDataModule):
@@ -40,69 +36,58 @@ class TinyImageNet(ImageDataModule):
 
     @property
     def num_classes(self) -> int:
-        return len(self.classes)
+        return len(self.class_names)
 
-    @property
+    @cached_property
     def class_names(self) -> list[str]:
-        return list(self.classes)
+        """The wnids in the order of ``wnids.txt``."""
+        return self._lines("wnids.txt")
 
     @property
     def num_available(self) -> int:
-        return len(self._train_files)
-
-    @cached_property
-    def classes(self) -> dict[str, int]:
-        """Label of each wnid, in the order of ``wnids.txt``."""
-        wnids = self._lines(self.root / "wnids.txt")
-        if not wnids:
-            raise DataError(f"{self.root / 'wnids.txt'} lists no classes")
-        return {wnid: label for label, wnid in enumerate(wnids)}
+        return len(self._files["train"])
 
     def check_files(self) -> None:
-        _ = self._train_files, self._test_files
+        _ = self._files
 
     def read_split(self, split: Split) -> FileSource:
-        files = self._train_files if split == "train" else self._test_files
-        labels = checked_labels([label for _, label in files], self.num_classes, str(self.root))
-        return FileSource([path for path, _ in files], labels, size=self.image_size)
+        paths, labels = zip(*self._files[split], strict=True)
+        return FileSource(paths, checked_labels(labels, self.num_classes, str(self.root)), size=self.image_size)
 
     @cached_property
-    def _train_files(self) -> list[tuple[str, int]]:
-        files = []
-        for wnid, label in self.classes.items():
-            folder = self.root / "train" / wnid / "images"
-            if not folder.is_dir():
-                raise self._missing(folder)
-            found = image_files(folder, Counter())
-            if not found:
-                raise DataError(f"{folder} holds no image files; unpack the archive again")
-            files += [(path, label) for path in found]
-        return files
+    def _files(self) -> dict[Split, list[tuple[str, int]]]:
+        """Path and label of each image by split."""
+        labels = {wnid: label for label, wnid in enumerate(self.class_names)}
+        train = [
+            (path, label)
+            for wnid, label in labels.items()
+            for path in self._images(self.root / "train" / wnid / "images")
+        ]
+        present, test = set(self._images(self.root / "val" / "images")), []
+        for number, line in enumerate(self._lines("val/val_annotations.txt"), start=1):
+            name, wnid = (*line.split("\t"), "")[:2]
+            path = os.path.join(self.root / "val" / "images", name)
+            if wnid not in labels:
+                raise DataError(
+                    f"{self.root / 'val' / 'val_annotations.txt'}, line {number}: {wnid!r} is not in wnids.txt"
+                )
+            if path not in present:
+                raise self._missing(path)
+            test.append((path, labels[wnid]))
+        return {"train": train, "test": test}
 
-    @cached_property
-    def _test_files(self) -> list[tuple[str, int]]:
-        annotations = self.root / "val" / "val_annotations.txt"
-        folder = self.root / "val" / "images"
+    def _images(self, folder: Path) -> list[str]:
         if not folder.is_dir():
             raise self._missing(folder)
-        present = {os.path.basename(path) for path in image_files(folder, Counter())}
-        files = []
-        for number, line in enumerate(self._lines(annotations), start=1):
-            name, wnid = (*line.split("\t"), "")[:2]
-            if wnid not in self.classes:
-                raise DataError(f"{annotations}, line {number}: {wnid!r} is not in wnids.txt")
-            if name not in present:
-                raise self._missing(folder / name)
-            files.append((os.path.join(folder, name), self.classes[wnid]))
-        return files
+        return image_files(folder, Counter())
 
-    def _lines(self, path: Path) -> list[str]:
-        if not path.is_file():
-            raise self._missing(path)
-        return [line for line in read_text(path, most=_LARGEST_LIST).splitlines() if line.strip()]
+    def _lines(self, name: str) -> list[str]:
+        if not (self.root / name).is_file():
+            raise self._missing(self.root / name)
+        return [line for line in (self.root / name).read_text(encoding="utf-8").splitlines() if line.strip()]
 
-    def _missing(self, path: Path) -> DataError:
+    def _missing(self, path: Path | str) -> DataError:
         return DataError(
-            f"{path} is missing; unpack tiny-imagenet-200.zip and set data.init_args.root to the folder "
+            f"{path} is missing; unpack tiny-imagenet-200.zip and set {self.settings}.root to the folder "
             "that holds wnids.txt"
         )
