@@ -2,11 +2,11 @@
 
 from typing import Literal
 
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from dp_lightning.lightning_modules.base import ImageClassifier
 from dp_lightning.models import ResNet, SmallCNN, WideResNet
-from dp_lightning.models.unit_length import UnitLength
 
 
 class WideResNetModule(ImageClassifier):
@@ -119,6 +119,13 @@ class SmallCNNModule(ImageClassifier):
         model = SmallCNN(num_classes, in_channels=in_channels, image_size=image_size, channels=channels)
         super().__init__(model, num_classes, weights=weights)
         self.save_hyperparameters()
+
+
+class UnitLength(nn.Module):
+    """(N, D) to (N, D), each row divided by its Euclidean norm; a row of zeros stays zero."""
+
+    def forward(self, features: Tensor) -> Tensor:
+        return F.normalize(features, dim=1)
 
 
 class LinearProbeModule(ImageClassifier):
