@@ -11,15 +11,15 @@ import json
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import lightning
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.utils.data import DataLoader, Subset, TensorDataset
 from tqdm import tqdm
@@ -57,8 +57,8 @@ class CachedFeatures(lightning.LightningDataModule):
     A batch is (features, labels (n,)). The pooled features of a pretrained timm network are vectors, float32 (n, D);
     scattering coefficients, which need no other data, are maps, float32 (n, D, h, w), kept in 16 bits. Images are not
     augmented, since each has its features once. The first run computes them on its device and writes them to ``cache``;
-    later runs with the same images and the same network read them. On a CPU, ``num_workers`` of the images is the
-    number of processes that compute them.
+    later runs with the same images and the same network read them. Other images or labels get files of their own. On a
+    CPU, ``num_workers`` of the images is the number of processes that compute them.
 
     Args:
         images: Where the images come from.
@@ -72,7 +72,7 @@ class CachedFeatures(lightning.LightningDataModule):
 
     Raises:
         ConfigurationError: ``batch_size`` is not a whole number of at least 1, or the network cannot be built.
-        DataError: The cache belongs to other images, or is damaged.
+        DataError: A file of the cache is damaged.
     """
 
     #: Features need no normalisation.
@@ -113,7 +113,10 @@ class CachedFeatures(lightning.LightningDataModule):
                 self._network = self._build()
         else:
             self._network = self._build()
-        self.folder = Path(cache) / self._key()
+        facts = {**self._network.settings, "weights": None, "resized_to": images.resized_to, "size": images.image_size}
+        key = hashlib.sha256(json.dumps([type(images).__name__, facts], default=str).encode()).hexdigest()[:12]
+        #: The name of the folder changes with the network and the preparation of the images.
+        self.folder = Path(cache) / f"{backbone}-{key}"
         self._sets: dict[Split, _FeatureSet] = {}
 
     @property
@@ -166,9 +169,8 @@ class CachedFeatures(lightning.LightningDataModule):
             if split not in self._sets:
                 size = [self.image_size] * (0 if self.image_size == 1 else 2)
                 features = torch.empty(len(dataset), self.in_channels, *size, dtype=self._network.stored_as)
-                images = _digest(dataset)
                 for rows, path in self._files(split, dataset):
-                    features[rows.start : rows.stop] = _read(path, images)
+                    features[rows.start : rows.stop] = _read(path)
                 self._sets[split] = _FeatureSet(features, dataset.labels)
                 self._sets[split].groups = dataset.groups
 
@@ -199,29 +201,12 @@ class CachedFeatures(lightning.LightningDataModule):
             found["test"] = self.images.test_dataset
         return {split: dataset for split, dataset in found.items() if dataset is not None}
 
-    def _key(self) -> str:
-        """Return a name for the network, the images and their preparation."""
-        # Without what cached properties have read from the files, which is stored beside the settings.
-        kind = type(self.images)
-        passed_by = {"download", "crop_edges", "eval_batch_size", "num_workers", "test_every_epoch", "read_first"}
-        passed_by |= {"prepare_data_per_node", "trainer", "settings"}
-        settings = {
-            name: str(value)
-            for name, value in sorted(vars(self.images).items())
-            if not name.startswith("_")
-            and name not in passed_by
-            and not isinstance(getattr(kind, name, None), cached_property)
-        }
-        network = self._network.settings
-        facts = [network[name] for name in ("backbone", "digest", "input_size", "backbone_kwargs")]
-        told = json.dumps([*facts, kind.__name__, settings], default=str)
-        return f"{network['backbone']}-{hashlib.sha256(told.encode()).hexdigest()[:12]}"
-
     def _files(self, split: Split, dataset: ImageDataset) -> list[tuple[range, Path]]:
-        """Return the places of the images of each file, and its path."""
+        """Return the places of the images of each file, and its path, which changes if an image or a label does."""
+        digest = hashlib.sha256(dataset.labels.numpy().tobytes() + dataset.source.digest(dataset.indices)).hexdigest()
         starts = range(0, len(dataset), _PER_FILE)
         rows = [range(start, min(start + _PER_FILE, len(dataset))) for start in starts]
-        return [(each, self.folder / f"{split}-{each.start:08d}.safetensors") for each in rows]
+        return [(each, self.folder / f"{split}-{digest[:16]}-{each.start:08d}.safetensors") for each in rows]
 
     def _write(self, files: list[tuple[range, Path]], dataset: ImageDataset, what: str) -> None:
         """Compute the features of images and write them; a bar on a terminal says ``what`` is computed.
@@ -233,7 +218,6 @@ class CachedFeatures(lightning.LightningDataModule):
             self._network = self._build()
         network = self._network.to(torch.device("cpu") if self.trainer is None else self.trainer.strategy.root_device)
         compute, on_cpu = partial(_features, network), network.device.type == "cpu"
-        images = _digest(dataset)
         for rows, path in files:
             # On a CPU the processes that read a batch compute its features as well.
             loader = DataLoader(
@@ -246,7 +230,7 @@ class CachedFeatures(lightning.LightningDataModule):
             features = torch.cat(list(batches if on_cpu else map(compute, batches)))
             try:
                 with replacing(path, private=True) as file:
-                    save_file({"features": features}, file.name, {"images": images})
+                    save_file({"features": features}, file.name)
             except (OSError, SafetensorError) as error:
                 raise DataError(
                     f"{path} cannot be written ({error}). Make room, or set data.init_args.cache to another folder. "
@@ -267,29 +251,16 @@ def _features(network: FeatureNetwork, items: Tensor | Sequence[tuple[Tensor, in
     return network(images.to(network.device)).cpu().to(network.stored_as)
 
 
-def _digest(dataset: ImageDataset) -> str:
-    """Return a digest of images and labels."""
-    labels = dataset.labels.numpy().tobytes()
-    return hashlib.sha256(labels + dataset.source.digest(dataset.indices)).hexdigest()
-
-
-def _read(path: Path, images: str) -> Tensor:
+def _read(path: Path) -> Tensor:
     """Return the features in a file.
 
     Raises:
-        DataError: The file is damaged, or holds features of others than the images with this digest.
+        DataError: The file is damaged.
     """
     try:
-        with safe_open(path, framework="pt") as file:
-            features, found = file.get_tensor("features"), (file.metadata() or {}).get("images")
-    except (OSError, SafetensorError) as error:
+        return load_file(path)["features"]
+    except (OSError, SafetensorError, KeyError) as error:
         raise DataError(f"{path} cannot be read ({error}). Remove it, and it will be computed again.") from error
-    if found != images:
-        raise DataError(
-            f"{path} holds features of other images: images or labels have changed. Remove the folder, or set "
-            "data.init_args.cache to another one."
-        )
-    return features
 
 
 @contextmanager

@@ -166,7 +166,7 @@ def require_readable(paths: Sequence[str], where: str) -> None:
     if found:
         raise DataError(
             f"{len(found)} of {len(paths):,} files in {where} cannot be read; replace or remove them."
-            f"{' `dpl init` writes the whole list to a file.' if len(found) > _NAMED else ''}\n{listed(found)}"
+            f"{' `dpl init` lists all of them.' if len(found) > _NAMED else ''}\n{listed(found)}"
         )
 
 
