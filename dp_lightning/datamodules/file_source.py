@@ -42,12 +42,11 @@ class FileSource:
     Args:
         paths: The N files.
         labels: int64 (N,).
-        size: Height and width in pixels, if the data set has a fixed size; images of another size are refused.
     """
 
-    def __init__(self, paths: Sequence[str], labels: Tensor, *, size: int | None = None) -> None:
+    def __init__(self, paths: Sequence[str], labels: Tensor) -> None:
         self.paths = paths if isinstance(paths, FileNames) else FileNames(paths)
-        self.labels, self.size = labels, size
+        self.labels = labels
 
     def read(self, indices: Sequence[int], transform: Transform | None) -> Tensor:
         images: list[Tensor] = []
@@ -61,11 +60,6 @@ class FileSource:
                         f"{path} cannot be read as an image ({error}); replace the file or remove it. The setting "
                         "read_first: true of the data finds all such files before a run begins"
                     ) from error
-                if self.size is not None and image.shape[1:] != (self.size, self.size):
-                    raise DataError(
-                        f"{path} has {image.shape[2]} x {image.shape[1]} pixels, but images of this data set have "
-                        f"{self.size} x {self.size}; replace the file"
-                    )
             images.append(image if transform is None else transform(image))
         return torch.stack(images)
 

@@ -161,12 +161,22 @@ class ImageFolder(ImageDataModule):
     def _listings(self) -> dict[Split, Listing]:
         """The images of each split."""
         left_out: Counter[str] = Counter()
-        found = {split: self._listed(split, folder, left_out) for split, folder in self.split_folders.items()}
+        found: dict[Split, Listing] = {}
+        for split, folder in self.split_folders.items():
+            paths, labels = self._listed(split, folder, left_out)
+            persons: list[Group] | None = None
+            if self.group_folders:
+                persons = checked_groups([Path(path).parent.name for path in paths], str(folder))
+            elif self.group_file is not None and self.group_column is not None:
+                columns = {"file_column": self.file_column, "group_column": self.group_column}
+                required = split == "train"
+                persons = persons_of_files(paths, self.root, Path(self.group_file), required=required, **columns)
+            found[split] = Listing(FileNames(paths), torch.tensor(labels), persons)
         warn_of_left_out(left_out, self.root)
         return found
 
-    def _listed(self, split: Split, folder: Path, left_out: Counter[str]) -> Listing:
-        """List the images of one split, and count in ``left_out`` what is none.
+    def _listed(self, split: Split, folder: Path, left_out: Counter[str]) -> tuple[list[str], list[int]]:
+        """Return path and label of each image of a split, and count in ``left_out`` what is none.
 
         Raises:
             DataError: A class of the training set has no images, or a class is not one of the training set's.
@@ -186,15 +196,8 @@ class ImageFolder(ImageDataModule):
                 f"no image files are in {', '.join(empty[:3])}; remove the folder or fill it"
                 f"{hint if left_out['folder'] else ''}"
             )
-        paths = [path for of_class in by_class for path in of_class]
-        persons: list[Group] | None = None
-        if self.group_folders:
-            persons = checked_groups([Path(path).parent.name for path in paths], str(folder))
-        elif self.group_file is not None and self.group_column is not None:
-            columns = {"file_column": self.file_column, "group_column": self.group_column}
-            persons = persons_of_files(paths, self.root, Path(self.group_file), required=split == "train", **columns)
-        counts = torch.tensor([len(of_class) for of_class in by_class])
-        return Listing(FileNames(paths), torch.arange(len(by_class)).repeat_interleave(counts), persons)
+        pairs = [(path, label) for label, paths in enumerate(by_class) for path in paths]
+        return [path for path, _ in pairs], [label for _, label in pairs]
 
 
 class ImageNet(ImageFolder):

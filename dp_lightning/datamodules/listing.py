@@ -51,7 +51,12 @@ def image_files(folder: Path, left_out: Counter[str]) -> list[str]:
     """Return the paths of the image files directly inside ``folder``, in alphabetical order without hidden files.
 
     Everything else is counted in ``left_out``, by extension.
+
+    Raises:
+        DataError: There is no such folder.
     """
+    if not folder.is_dir():
+        raise DataError(f"{folder} is missing; copy or unpack the images again")
     names = []
     with os.scandir(folder) as entries:
         for entry in entries:

@@ -291,18 +291,21 @@ def test_tiny_imagenet_reads_its_own_layout(tmp_path):
     ("spoil", "message"),
     [
         (lambda root: (root / "wnids.txt").unlink(), r"wnids.txt is missing; unpack tiny-imagenet-200.zip"),
-        (lambda root: (root / "wnids.txt").write_text("n02\nn01\nn03\n"), "train/n03/images is missing"),
+        (
+            lambda root: (root / "wnids.txt").write_text("n02\nn01\nn03\n"),
+            "train/n03/images is missing; copy or unpack",
+        ),
         (lambda root: (root / "train/n01").rename(root / "train/n09"), "train/n01/images is missing"),
         (lambda root: (root / "val/val_annotations.txt").unlink(), "val_annotations.txt is missing"),
         (lambda root: (root / "val/images").rename(root / "val/pictures"), "val/images is missing"),
         (lambda root: (root / "val/images/val_1.JPEG").unlink(), "val/images/val_1.JPEG is missing"),
         (
             lambda root: (root / "val/val_annotations.txt").write_text("val_0.JPEG\tn77\n"),
-            "line 1: 'n77' is not in wnids.txt",
+            "line 1: .*'n77' is not in wnids.txt",
         ),
         (
             lambda root: (root / "val/val_annotations.txt").write_text("val_0.JPEG"),
-            "line 1: '' is not in wnids.txt",
+            "line 1: .*'' is not in wnids.txt",
         ),
     ],
 )
@@ -311,13 +314,6 @@ def test_a_damaged_tiny_imagenet_is_named_before_training(tmp_path, spoil, messa
     spoil(tmp_path)
     with pytest.raises(DataError, match=message):
         TinyImageNet(root).check_files()
-
-
-def test_an_image_of_another_size_is_named(tmp_path):
-    root = write_tiny(tmp_path)
-    write_image(tmp_path / "val" / "images" / "val_0.JPEG", size=(32, 64))
-    with pytest.raises(DataError, match=r"val_0\.JPEG.*32 x 64.*64 x 64"):
-        list(TinyImageNet(root).test_dataloader())
 
 
 @pytest.mark.parametrize(("extension", "kind"), [("png", "<u2"), ("tif", "<u2"), ("tif", ">u2")])

@@ -38,13 +38,6 @@ def test_digits_are_scikit_learns_images_split_once():
     torch.testing.assert_close(order(ours), order(theirs), rtol=0, atol=1.01 / 255)
 
 
-def test_digits_are_normalised_by_default():
-    images = images_of(Digits().train_dataset)
-    # The constants have three digits.
-    assert abs(images.mean()) < 0.01
-    assert abs(images.std() - 1) < 0.01
-
-
 def test_validation_split_is_disjoint_complete_and_repeatable():
     data, again = Digits(val_fraction=0.2), Digits(val_fraction=0.2)
     train, val = data.train_dataset.indices, data.val_dataset.indices
@@ -70,28 +63,9 @@ def test_validation_loaders_are_named(arguments, names):
     assert list(loaders) == names
 
 
-def test_loaders_have_the_stated_batch_size_and_values():
-    data = Digits(eval_batch_size=100, mean=(0.5,), std=(0.5,))
-    data.setup("test")
-    for loader in (data.test_dataloader(), data.predict_dataloader(), data.val_dataloader()["test"]):
-        images, labels = data.on_after_batch_transfer(next(iter(loader)), 0)
-        assert images.shape == (100, 1, 8, 8)
-        assert images.dtype == torch.float32
-        assert labels.dtype == torch.int64
-        assert images.min() == -1.0
-        assert images.max() == 1.0
-
-
-def test_training_loader_is_shuffled_and_complete():
-    data = Digits(eval_batch_size=500)
-    labels = torch.cat([labels for _, labels in data.train_dataloader()])
-    assert not torch.equal(labels, data.train_dataset.labels)
-    assert torch.equal(labels.bincount(), data.train_dataset.labels.bincount())
-
-
 def test_worker_processes_give_the_same_images():
     data = Digits(num_workers=1, eval_batch_size=360)
-    (batch,) = data.test_dataloader()
+    (batch,) = data.val_dataloader()["test"]
     assert batch[0].dtype == torch.uint8
     images, labels = data.on_after_batch_transfer(batch, 0)
     torch.testing.assert_close(images, images_of(data.test_dataset))

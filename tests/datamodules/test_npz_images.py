@@ -75,15 +75,6 @@ def test_a_second_validation_split_is_refused(tmp_path):
         NpzImages(path, val_fraction=0.1).num_train  # noqa: B018
 
 
-def test_mirroring_can_be_turned_off(tmp_path):
-    left = np.zeros((3, 8, 8), dtype=np.uint8)
-    left[:, :, 0] = 255
-    data = NpzImages(write(tmp_path, train_images=left, train_labels=labels(3)), flip=False)
-    data.crop_padding = 0
-    for image, _ in data.train_dataset.__getitems__([0] * 20):
-        assert image[0, 0, 0] == 1.0
-
-
 @pytest.mark.parametrize(
     ("arrays", "message"),
     [
