@@ -148,7 +148,7 @@ def main() -> None:
     names = source.paths
     print(
         f"{len(names)} files listed in {time.perf_counter() - start:.1f} s, {resident_mib() - before:.0f} MiB more "
-        f"memory, {(names._text.nbytes + names._ends.nbytes) / 2**20:.0f} MiB of them names",
+        f"memory, {names._names.nbytes / 2**20:.0f} MiB of them names",
         flush=True,
     )
     count = options.batch_size * options.steps

@@ -57,7 +57,7 @@ def test_the_run_shown_trains_on_a_folder_by_person(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ("--data.init_args.group_folders false", "scans/train/benign, scans/train/malign hold no image files"),
+        ("--data.init_args.group_folders false", "no image files are in scans/train/benign, scans/train/malign"),
         ("--data Digits", "unit_of_privacy is group, but Digits does not know which images belong to the same person"),
         ("--privacy.unit_of_privacy example", "images_per_group is 4, but each image is an example"),
         ("--privacy.max_physical_batch_size 3", "must be at least 4, privacy.images_per_group"),
