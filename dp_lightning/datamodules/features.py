@@ -108,7 +108,7 @@ class CachedFeatures(lightning.LightningDataModule):
             std=images.std,
         )
         if weights is None:
-            # It is built, and its weights are downloaded, when features are computed.
+            # The network is built, and its weights are downloaded, when features are computed.
             with torch.device("meta"), without_weights():
                 self._network = self._build()
         else:

@@ -31,10 +31,10 @@ class Look:
     """One image as it was found.
 
     Attributes:
-        problem: why it cannot be read; None if it can, and only then the others are known.
-        width, height: in pixels.
-        channels: 1 for grey to 4 for colour with alpha.
-        digest: equal for equal files, or pixels.
+        problem: Why the image cannot be read; None if it can, and only then the other attributes are known.
+        width, height: Width and height in pixels.
+        channels: Number of channels, from 1 for grey to 4 for colour with alpha.
+        digest: Digest of the file or of the pixels, equal for equal images.
     """
 
     problem: str | None = None
@@ -49,11 +49,11 @@ class Survey:
     """What was found in a data set.
 
     Attributes:
-        looks: at every image, by split.
-        labels: the class of each image, likewise.
-        class_names: in the order of the labels.
-        files: the path of each image; empty for images in an array.
-        persons: the person of each training image; None if the data does not identify persons.
+        looks: A look at every image, by split.
+        labels: The class of each image, likewise.
+        class_names: Names of the classes in the order of their labels.
+        files: The path of each image, by split; empty for images in an array.
+        persons: The person of each training image; None if the data does not identify persons.
     """
 
     looks: dict[Split, list[Look]]

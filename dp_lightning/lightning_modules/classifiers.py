@@ -162,5 +162,5 @@ class LinearProbeModule(ImageClassifier):
         self.save_hyperparameters()
 
 
-#: Those whose networks are this library's own, whole and without weights from elsewhere but for ``weights``.
+#: Modules whose networks are this library's own, whole and without weights from elsewhere but for ``weights``.
 OWN_NETWORKS = (ResNetModule, SmallCNNModule, WideResNetModule)

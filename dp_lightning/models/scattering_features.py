@@ -16,7 +16,7 @@ from dp_lightning.models.random_images import dead_leaves, spectra
 from dp_lightning.models.scattering import Scattering
 
 _SEED = 0
-_IMAGES = 500  # of each kind
+_IMAGES = 500  # number of images of each kind
 # Relative to the largest variance: directions with less would be raised by more than tenfold, and carry noise.
 _FLOOR = 0.01
 
