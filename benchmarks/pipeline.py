@@ -21,7 +21,7 @@ import torch
 from PIL import Image
 
 from dp_lightning.datamodules import ImageNet
-from dp_lightning.datamodules.file_source import open_rgb
+from dp_lightning.datamodules.file_source import open_image
 from dp_lightning.privacy import PoissonSampler, PrivacyPlan, PrivateStep
 from dp_lightning.privacy.reading import Reading
 from dp_lightning.private_run.logical_batches import PhysicalLoader
@@ -148,11 +148,11 @@ def main() -> None:
     names = source.paths
     print(
         f"{len(names)} files listed in {time.perf_counter() - start:.1f} s, {resident_mib() - before:.0f} MiB more "
-        f"memory, {(names._text.nbytes + names._ends.nbytes) / 2**20:.0f} MiB of them names",
+        f"memory, {names._names.nbytes / 2**20:.0f} MiB of them names",
         flush=True,
     )
     count = options.batch_size * options.steps
-    decoders = {"torchvision": open_rgb, "PIL": by_pil}
+    decoders = {"torchvision": open_image, "PIL": by_pil}
     alone = {name: of_decoder(options.root, count, decode) for name, decode in decoders.items()}
     for name, value in alone.items():
         print(f"{name} alone: {value:.0f} images per second and core", flush=True)

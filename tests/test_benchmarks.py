@@ -6,7 +6,6 @@ import math
 import multiprocessing
 import os
 import pickle
-import re
 import resource
 import signal
 import subprocess
@@ -824,18 +823,3 @@ def test_the_page_of_evidence_is_the_report_without_what_leads_to_the_runs(monke
         "![Test accuracy](a_grid_accuracy.svg)\n\n"
         "| method | last |\n| --- | --- |\n| DP-SGD | 40.1 |\n"
     )
-
-
-def test_features_are_timed_with_processes_and_with_threads(monkeypatch, capsys):
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    import features
-
-    counts, count = [], features.forked.processes
-    monkeypatch.setattr(features.forked, "processes", lambda batches: counts.append(batches) or count(batches))
-    monkeypatch.setattr(sys, "argv", ["features.py", "--images", "130", "--threads", "2", "--turns", "1"])
-    features.main()
-    lines = capsys.readouterr().out.splitlines()[-3:]
-    assert re.fullmatch(r"2 processes: \d+\.\d s", lines[0])
-    assert re.fullmatch(r"2 threads: \d+\.\d s", lines[1])
-    assert re.fullmatch(r"threads take \d+\.\d\d times the time of processes, for 130 images", lines[2])
-    assert counts == [3, 2]  # training and test images, only once

@@ -4,7 +4,7 @@ import pytest
 from pages import read, table
 
 from dp_lightning.commands.starting_configuration import FEW_IMAGES, Model, noise_norm, start_of
-from dp_lightning.datamodules.reading_first import READ_FIRST_BELOW
+from dp_lightning.datamodules.file_source import READ_FIRST_BELOW
 
 pytestmark = pytest.mark.docs
 PAGE = read("docs/own_data.md")

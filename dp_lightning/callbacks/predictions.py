@@ -12,7 +12,7 @@ from lightning.pytorch.callbacks import BasePredictionWriter
 
 from dp_lightning.atomic_files import replacing, require_writable
 from dp_lightning.callbacks.data_record import DataRecord
-from dp_lightning.datamodules.reading_first import listed
+from dp_lightning.datamodules.file_source import listed
 from dp_lightning.errors import ConfigurationError, DataError
 
 

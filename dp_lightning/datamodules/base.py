@@ -4,31 +4,23 @@ A private run is planned from ``num_train`` and ``num_classes`` before any image
 from public constants, file names or array headers, and the images read later must agree with them.
 """
 
-import os
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from numbers import Integral, Real
 from typing import Any, Literal
 
 import lightning
 import numpy as np
 import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.utils.data import DataLoader
 
 from dp_lightning.datamodules.augmentation import CropAndFlip, Edges
-from dp_lightning.datamodules.dataset import ImageDataset, ImageSource, Sources, Transform
-from dp_lightning.datamodules.persons import PersonIds, warn_of_shared_persons
-from dp_lightning.datamodules.pixels import PixelNormalization
+from dp_lightning.datamodules.dataset import ImageDataset, ImageSource, PixelNormalization, Transform
 from dp_lightning.errors import ConfigurationError, DataError
+from dp_lightning.privacy.person_ids import Group
 
 Split = Literal["train", "val", "test"]
-#: Most classes that a network can have: its last layer has a row of weights for each.
-MOST_CLASSES = 100_000
-#: Longest side of an image for a network, in pixels: activations and flattened layers grow with its square.
-LARGEST_SIDE = 4096
-# Each is a process; a configuration may come from a machine with more cores than this one.
-_MOST_WORKERS = max(64, 4 * (os.cpu_count() or 1))
 
 
 class ImageDataModule(lightning.LightningDataModule, ABC):
@@ -56,10 +48,12 @@ class ImageDataModule(lightning.LightningDataModule, ABC):
         test_every_epoch: Evaluate on the test set after every epoch too, not only on the validation set.
 
     Raises:
-        ConfigurationError: ``val_fraction``, ``split_seed``, ``mean``, ``std``, ``eval_batch_size`` or ``num_workers``
-            is not a number, or is out of range.
+        ConfigurationError: ``val_fraction``, ``split_seed``, ``std``, ``eval_batch_size`` or ``num_workers`` is out of
+            range, or ``mean`` or ``std`` is empty.
     """
 
+    #: Where the settings stand in a configuration, for messages.
+    settings = "data.init_args"
     #: Zero pixels on each side before the random crop.
     crop_padding = 4
     #: Whether a mirrored image still shows its class.
@@ -79,19 +73,18 @@ class ImageDataModule(lightning.LightningDataModule, ABC):
         test_every_epoch: bool = True,
     ) -> None:
         super().__init__()
-        if not is_number(val_fraction, Real) or not 0.0 <= val_fraction < 1.0:
+        if not isinstance(val_fraction, int | float) or not 0.0 <= val_fraction < 1.0:
             raise ConfigurationError(f"data.init_args.val_fraction must lie in [0, 1), not {val_fraction!r}")
-        require_whole("split_seed", split_seed, at_most=2**63 - 1)
+        require_whole("split_seed", split_seed)
         require_whole("eval_batch_size", eval_batch_size, at_least=1)
-        require_whole("num_workers", num_workers, at_most=_MOST_WORKERS)
-        lists = isinstance(mean, list | tuple) and isinstance(std, list | tuple)
-        if not lists or not mean or not std or not all(is_number(x, Real) for x in (*mean, *std)) or min(std) <= 0.0:
+        require_whole("num_workers", num_workers)
+        if not mean or not std or min(std) <= 0.0:
             raise ConfigurationError(f"mean and std need a number per channel, std above 0: {mean=}, {std=}")
         self.mean, self.std = tuple(mean), tuple(std)
         self.val_fraction, self.split_seed = val_fraction, split_seed
         self.eval_batch_size, self.num_workers = eval_batch_size, num_workers
         self.augment, self.crop_edges, self.test_every_epoch = augment, crop_edges, test_every_epoch
-        self._sources = Sources()
+        self._sources: dict[Split, ImageSource] = {}
 
     @property
     @abstractmethod
@@ -144,10 +137,10 @@ class ImageDataModule(lightning.LightningDataModule, ABC):
             DataError: Its files are malformed.
         """
 
-    def groups(self, split: Split) -> PersonIds | None:
-        """The person id of each image in one of ``own_splits``, in order; no image is read for it.
+    def groups(self, split: Split) -> list[Group] | None:
+        """Return the person id of each image in one of ``own_splits``, in order; no image is read for it.
 
-        None if the data does not identify persons.
+        None means that the data does not identify persons.
 
         Raises:
             DataError: An id is missing or invalid.
@@ -156,47 +149,47 @@ class ImageDataModule(lightning.LightningDataModule, ABC):
 
     @property
     def num_val(self) -> int:
-        """Training images that ``val_fraction`` takes out for validation.
+        """Number of training images that ``val_fraction`` takes out for validation."""
+        return len(self._split_indices()[1])
+
+    @property
+    def num_train(self) -> int:
+        """Number of training images after the validation split is taken out: the N of a plan that counts images.
 
         Raises:
             ConfigurationError: The data has its own validation set, or a part would be empty.
         """
-        return self._num_held_out if self.groups("train") is None else len(self._split_indices()[1])
-
-    @property
-    def num_train(self) -> int:
-        """Training images after the validation split is taken out: the N of a plan that counts images."""
-        return self.num_available - self.num_val
+        return len(self._split_indices()[0])
 
     @property
     def num_train_groups(self) -> int:
-        """Persons in the training set after the validation split is taken out: the N of a plan that counts persons.
+        """Number of persons in the training set without the validation split: the N of a plan that counts persons.
 
         Raises:
             ConfigurationError: The data does not identify persons.
         """
-        persons = self.groups("train")
-        if persons is None:
+        if (persons := self._groups_at("train", self._split_indices()[0])) is None:
             raise ConfigurationError(
                 f"privacy.unit_of_privacy is group, but {type(self).__name__} does not know which images belong to "
-                "the same person. Set data.init_args.group_folders or group_file of ImageFolder, or add the array "
+                f"the same person. Set {self.settings}.group_folders or group_file of ImageFolder, or add the array "
                 "train_groups to the file of NpzImages."
             )
-        return persons.count - self._num_held_out
+        return len(set(persons))
 
     def prepare_data(self) -> None:
         self.check_files()
 
     def setup(self, stage: str | None = None) -> None:
         self.check_files()
-        splits: list[Split] = ["test"] if stage in ("test", "predict") else ["train", "val", "test"]
-        for split in splits:
-            if split in self.own_splits:
-                self._source(split)
-        if "train" in splits and (persons := self.groups("train")) is not None:
-            for split in self.own_splits:
-                if split != "train":
-                    warn_of_shared_persons(persons.at(self._split_indices()[0]), self.groups(split) or (), split)
+        if stage not in ("test", "predict"):
+            trained = set(self._groups_at("train", self._split_indices()[0]) or ())
+            for split in set(self.own_splits) - {"train"}:
+                if shared := trained & set(self.groups(split) or ()):
+                    rank_zero_warn(
+                        f"Some persons of the training set are also in the {split} images, such as {min(shared)!r}. "
+                        "Numbers computed from those images are outside the guarantee, and say less about new persons. "
+                        "Remove these persons from one of the two."
+                    )
 
     def image_transform(self) -> Transform | None:
         """The transform of each single image, without randomness: from the image as it is read to ``image_size``."""
@@ -208,9 +201,8 @@ class ImageDataModule(lightning.LightningDataModule, ABC):
 
     def augmentation(self) -> Transform | None:
         """The transform of a batch of training images after that: uint8 (n, C, H, W) to uint8 (n, C, H, W)."""
-        if not self.augment:
-            return None
-        return CropAndFlip(padding=self.crop_padding, flip=self.flip, edges=self.crop_edges)
+        crop = CropAndFlip(padding=self.crop_padding, flip=self.flip, edges=self.crop_edges)
+        return crop if self.augment else None
 
     @property
     def train_dataset(self) -> ImageDataset:
@@ -222,9 +214,8 @@ class ImageDataModule(lightning.LightningDataModule, ABC):
         """The validation images, or None when there are none."""
         if "val" in self.own_splits:
             return self._dataset("val", torch.arange(len(self._source("val").labels)))
-        if self.num_val:
-            return self._dataset("train", self._split_indices()[1])
-        return None
+        held_out = self._split_indices()[1]
+        return self._dataset("train", held_out) if len(held_out) else None
 
     @property
     def test_dataset(self) -> ImageDataset:
@@ -275,33 +266,31 @@ class ImageDataModule(lightning.LightningDataModule, ABC):
             self._sources[split] = source
         return self._sources[split]
 
-    @property
-    def _num_held_out(self) -> int:
-        """Number of persons, or else of images, held out for validation."""
-        if self.val_fraction == 0.0:
-            return 0
-        if "val" in self.own_splits:
-            raise ConfigurationError("the data has its own validation set; set val_fraction to 0")
-        persons = self.groups("train")
-        available, what = (self.num_available, "images") if persons is None else (persons.count, "persons")
-        held_out = round(self.val_fraction * available)
-        if not 0 < held_out < available:
-            raise ConfigurationError(f"val_fraction={self.val_fraction} of {available} {what} leaves an empty part")
-        return held_out
-
     def _split_indices(self) -> tuple[Tensor, Tensor]:
+        """Return the places of the training and of the validation images, int64; a person is on one side alone."""
         persons = self.groups("train")
-        units = np.arange(self.num_available) if persons is None else persons.numbers
-        count = self.num_available if persons is None else persons.count
+        units, what = np.arange(self.num_available), "images"
+        if persons is not None:  # they are numbered in the order of their ids
+            units, what = np.unique(np.array(persons), return_inverse=True)[1], "persons"
+        count = int(units.max()) + 1
+        held_out = round(self.val_fraction * count)
+        if self.val_fraction and "val" in self.own_splits:
+            raise ConfigurationError("the data has its own validation set; set val_fraction to 0")
+        if self.val_fraction and not 0 < held_out < count:
+            raise ConfigurationError(f"val_fraction={self.val_fraction} of {count} {what} leaves an empty part")
         order = torch.randperm(count, generator=torch.Generator().manual_seed(self.split_seed))
-        held_out = torch.from_numpy(np.isin(units, order[: self._num_held_out].numpy()))
-        return (~held_out).nonzero().flatten(), held_out.nonzero().flatten()
+        chosen = torch.from_numpy(np.isin(units, order[:held_out].numpy()))
+        return (~chosen).nonzero().flatten(), chosen.nonzero().flatten()
+
+    def _groups_at(self, split: Split, indices: Tensor) -> list[Group] | None:
+        groups = self.groups(split)
+        return None if groups is None else [groups[index] for index in indices.tolist()]
 
     def _dataset(self, split: Split, indices: Tensor, *, train: bool = False) -> ImageDataset:
         for name, values in (("mean", self.mean), ("std", self.std)):
             if len(values) not in (1, self.in_channels):
                 raise ConfigurationError(f"{name} has {len(values)} numbers for {self.in_channels} channels")
-        drawn, groups = self.random_transform() if train else None, self.groups(split)
+        drawn = self.random_transform() if train else None
         return ImageDataset(
             self._source(split),
             indices,
@@ -309,7 +298,7 @@ class ImageDataModule(lightning.LightningDataModule, ABC):
             PixelNormalization(self.mean, self.std),
             augment=self.augmentation() if train else None,
             random=drawn is not None,
-            groups=None if groups is None else groups.at(indices),
+            groups=self._groups_at(split, indices),
         )
 
     def _loader(self, dataset: ImageDataset, *, shuffle: bool = False) -> DataLoader:
@@ -323,22 +312,14 @@ class ImageDataModule(lightning.LightningDataModule, ABC):
         )
 
 
-def is_number(value: object, kind: type = Integral) -> bool:
-    """Whether a setting is a number of this kind; None, strings and booleans are not."""
-    return isinstance(value, kind) and not isinstance(value, bool)
-
-
-def require_whole(name: str, value: Any, *, at_least: int = 0, at_most: int | None = None) -> None:
-    """Refuse a setting that is not a whole number, or is out of range.
+def require_whole(name: str, value: Any, *, at_least: int = 0) -> None:
+    """Refuse a setting that is not a whole number, or is too small.
 
     Raises:
         ConfigurationError: naming the setting and its range.
     """
-    if not is_number(value) or value < at_least or (at_most is not None and value > at_most):
-        most = "" if at_most is None else f" and at most {at_most:,}"
-        raise ConfigurationError(
-            f"data.init_args.{name} must be a whole number of at least {at_least}{most}, not {value!r}"
-        )
+    if not isinstance(value, int) or value < at_least:
+        raise ConfigurationError(f"data.init_args.{name} must be a whole number of at least {at_least}, not {value!r}")
 
 
 def checked_labels(labels: Sequence[int] | Tensor, num_classes: int, where: str) -> Tensor:

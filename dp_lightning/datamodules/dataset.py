@@ -24,10 +24,10 @@ class ImageSource(Protocol):
     labels: Tensor
 
     def read(self, indices: Sequence[int], transform: Transform | None) -> Tensor:
-        """The images at ``indices`` after ``transform`` on each: uint8 (n, C, H, W)."""
+        """Return the images at ``indices`` after ``transform`` on each: uint8 (n, C, H, W)."""
 
     def digest(self, indices: Tensor) -> bytes:
-        """A digest that almost certainly changes if one of the images at ``indices`` (int64 (n,)) changes."""
+        """Return a digest that almost certainly changes if one of the images at ``indices`` (int64 (n,)) changes."""
 
 
 class ArraySource:
@@ -42,31 +42,30 @@ class ArraySource:
         return images if transform is None else torch.stack([transform(image) for image in images])
 
     def digest(self, indices: Tensor) -> bytes:
-        """A digest of the pixels."""
+        """Return a digest of the pixels."""
         found = hashlib.sha256()
         for piece in indices.split(1024):
             found.update(self.images[piece].numpy().tobytes())
         return found.digest()
 
 
-class Sources(Dataset[ImageSource]):
-    """The sources of a data module by the names of their splits.
+class PixelNormalization:
+    """(x / 255 - mean) / std for each channel, on the device of the images.
 
-    As an attribute that is a data set, it is no state of the module: a loss cannot use it, and nobody compares
-    gigabytes of images before and after.
+    Args:
+        mean: Mean of each channel on the scale 0 to 1, or one number for all channels; a public constant.
+        std: Standard deviation of each channel, likewise; above 0.
     """
 
-    def __init__(self) -> None:
-        self._sources: dict[str, ImageSource] = {}
+    def __init__(self, mean: Sequence[float], std: Sequence[float]) -> None:
+        means, deviations = (torch.tensor(values, dtype=torch.float64).view(-1, 1, 1) for values in (mean, std))
+        self._scale, self._shift = (1 / (255 * deviations)).float(), (-means / deviations).float()
 
-    def __contains__(self, split: str) -> bool:
-        return split in self._sources
-
-    def __getitem__(self, split: str) -> ImageSource:
-        return self._sources[split]
-
-    def __setitem__(self, split: str, source: ImageSource) -> None:
-        self._sources[split] = source
+    def __call__(self, images: Tensor) -> Tensor:
+        """Map uint8 (n, C, H, W) to float32."""
+        # Without non_blocking these few numbers would wait for all that a GPU does before.
+        scale, shift = (each.to(images.device, non_blocking=True) for each in (self._scale, self._shift))
+        return images.to(torch.float32).mul_(scale).add_(shift)
 
 
 class ImageDataset(Dataset[tuple[Tensor, int]]):
@@ -107,7 +106,7 @@ class ImageDataset(Dataset[tuple[Tensor, int]]):
         return None if names is None else [names[index] for index in self.indices.tolist()]
 
     def as_bytes(self) -> "ImageDataset":
-        """The same images without the normalisation: a quarter of the memory between processes and devices."""
+        """Return the same images without the normalisation: a quarter of the memory between processes and devices."""
         raw = copy.copy(self)
         raw.normalize = None
         return raw
@@ -121,7 +120,7 @@ class ImageDataset(Dataset[tuple[Tensor, int]]):
         return self.__getitems__([index])[0]
 
     def __getitems__(self, indices: Sequence[int]) -> list[tuple[Tensor, int]]:
-        """Called by ``DataLoader`` for a whole batch: (image, label) pairs; an empty list for no indices."""
+        """Return (image, label) pairs of a whole batch, as ``DataLoader`` asks for; an empty list for no indices."""
         if len(indices) == 0:
             return []
         chosen = self.indices[torch.as_tensor(indices)]

@@ -1,55 +1,39 @@
-"""Labelled image files, read when they are needed: a million of them take only the memory of their names."""
+"""Labelled image files, read when they are needed: a million of them take only the memory of their names.
+
+``open_image`` alone makes an array of a file.
+"""
 
 import hashlib
 import os
-from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from multiprocessing.pool import ThreadPool
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from PIL import Image, UnidentifiedImageError
 from torch import Tensor
-from torch.utils.data import Dataset
 from torchvision.datasets.folder import IMG_EXTENSIONS
 from torchvision.io import ImageReadMode, decode_jpeg, read_file
+from tqdm import tqdm
 
 from dp_lightning.datamodules.dataset import Transform
 from dp_lightning.errors import DataError
+from dp_lightning.foreign_text import printable
 
-#: Most pixels of an image, checked in its header before it is decoded: 8192 x 8192. Decoding takes up to 14 bytes for
-#: each.
-MOST_PIXELS = 2**26
 #: Names of images end so; of an animation the first image is read.
 IMAGE_EXTENSIONS = (*IMG_EXTENSIONS, ".gif")
+#: A data set with fewer files is read before a run unless it says otherwise.
+READ_FIRST_BELOW = 20_000
 # Files are chosen by their extensions, but PIL goes by the content, and some of its formats start programs.
 _FORMATS = ("JPEG", "PNG", "PPM", "BMP", "TIFF", "WEBP", "GIF")
 _JPEG_START, _JPEG_END = [0xFF, 0xD8], [0xFF, 0xD9]
 _COMPRESSED = (".jpg", ".jpeg", ".png", ".webp")
+# Number of bad files that an error names.
+_NAMED = 10
 
-
-class FileNames(Dataset[str]):
-    """Paths in one block of memory, which worker processes share with the main process.
-
-    A list of strings would be copied page by page, since reading an object changes its reference count. Since this is a
-    data set, it cannot be read while a loss is computed, however few paths it holds.
-    """
-
-    def __init__(self, paths: Iterable[str]) -> None:
-        text, ends = bytearray(), array("q", [0])
-        for path in paths:
-            text += os.fsencode(path)
-            ends.append(len(text))
-        self._text, self._ends = np.frombuffer(text, dtype=np.uint8), np.frombuffer(ends, dtype=np.int64)
-
-    def __len__(self) -> int:
-        return len(self._ends) - 1
-
-    def __iter__(self) -> Iterator[str]:
-        return (self[index] for index in range(len(self)))
-
-    def __getitem__(self, index: int) -> str:
-        return os.fsdecode(self._text[self._ends[index] : self._ends[index + 1]].tobytes())
+_Found = TypeVar("_Found")
 
 
 class FileSource:
@@ -58,36 +42,34 @@ class FileSource:
     Args:
         paths: The N files.
         labels: int64 (N,).
-        size: Height and width in pixels, if the data set has a fixed size; images of another size are refused.
     """
 
-    def __init__(self, paths: Iterable[str] | FileNames, labels: Tensor, *, size: int | None = None) -> None:
+    def __init__(self, paths: Sequence[str], labels: Tensor) -> None:
         self.paths = paths if isinstance(paths, FileNames) else FileNames(paths)
-        self.labels, self.size = labels, size
+        self.labels = labels
 
     def read(self, indices: Sequence[int], transform: Transform | None) -> Tensor:
         images: list[Tensor] = []
         for position, index in enumerate(indices):
+            path = self.paths[index]
             if position == 0 or index != indices[position - 1]:
-                image = open_rgb(self.paths[index])
-                if self.size is not None and image.shape[1:] != (self.size, self.size):
+                try:
+                    image = open_image(path)
+                except ValueError as error:
                     raise DataError(
-                        f"{self.paths[index]} has {image.shape[2]} x {image.shape[1]} pixels, but images of this data "
-                        f"set have {self.size} x {self.size}; replace the file"
-                    )
+                        f"{path} cannot be read as an image ({error}); replace the file or remove it. The setting "
+                        "read_first: true of the data finds all such files before a run begins"
+                    ) from error
             images.append(image if transform is None else transform(image))
-            if images[-1].shape != images[0].shape:
-                raise DataError(
-                    f"{self.paths[index]} has shape {tuple(images[-1].shape)} and {self.paths[indices[0]]} "
-                    f"{tuple(images[0].shape)} (channels, height, width); all images must have the same size"
-                )
         return torch.stack(images)
 
     def digest(self, indices: Tensor) -> bytes:
-        """A digest of the sizes of compressed files, and of the content of others, whose size does not depend on their
-        pixels."""
+        """Return a digest of the sizes of compressed files, and of the content of others.
+
+        The size of a file that is not compressed does not depend on its pixels.
+        """
         found = hashlib.sha256()
-        for path in map(self.paths.__getitem__, indices.tolist()):
+        for path in (self.paths[index] for index in indices.tolist()):
             found.update(os.path.getsize(path).to_bytes(8, "little"))
             if not path.lower().endswith(_COMPRESSED):
                 with open(path, "rb") as file:
@@ -95,46 +77,40 @@ class FileSource:
         return found.digest()
 
 
-def grey(image: Tensor) -> Tensor:
-    """Luma of uint8 (3, H, W) by ITU-R 601, rounded, so that grey stays unchanged: uint8 (1, H, W)."""
-    red, green, blue = image.to(torch.int32)
-    return ((299 * red + 587 * green + 114 * blue + 500) // 1000).to(torch.uint8).unsqueeze(0)
+class FileNames(Sequence[str]):
+    """Paths in one array, which worker processes share with the main process.
 
-
-def open_rgb(path: str) -> Tensor:
-    """Decode one image file: uint8 (3, H, W).
-
-    Raises:
-        DataError: As ``decode``; the message names the file.
+    A list of strings would be copied page by page, since reading an object changes its reference count.
     """
-    try:
-        return decode(path)
-    except ValueError as error:
-        raise DataError(
-            f"{path} cannot be read as an image ({error}); replace the file or remove it. "
-            "data.init_args.read_first: true finds all such files before a run begins"
-        ) from error
+
+    def __init__(self, paths: Sequence[str]) -> None:
+        self._names = np.array([os.fsencode(path) for path in paths], dtype=np.bytes_)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def __getitem__(self, index: Any) -> Any:
+        return os.fsdecode(self._names[index])
 
 
-def decode(path: str) -> Tensor:
+def open_image(path: str) -> Tensor:
     """Decode one image file: uint8 (3, H, W).
 
     Raises:
-        ValueError: The file is missing, empty, truncated, not an image, has more than ``MOST_PIXELS`` or 32 bits per
-            pixel; the message says which, without the path.
+        ValueError: The file is missing, empty, truncated, not an image, has 32 bits per pixel, or more pixels than
+            Pillow reads; the message says which, without the path.
     """
     try:
         return _decoded(path)
+    except UnidentifiedImageError as error:  # its message repeats the path
+        raise ValueError("it is not an image of a known format" if os.path.getsize(path) else "it is empty") from error
     except Exception as error:  # each format raises its own, and a damaged file any
-        raise ValueError(_reason(path, error)) from error
+        raise ValueError(getattr(error, "strerror", None) or str(error) or type(error).__name__) from error
 
 
 def _decoded(path: str) -> Tensor:
     with Image.open(path, formats=_FORMATS) as image:
-        width, height = image.size
-        if width * height > MOST_PIXELS:
-            raise ValueError(f"its header says {width:,} x {height:,} pixels; at most {MOST_PIXELS:,} are read")
-        if image.format in ("JPEG", "MPO") and os.path.getsize(path) <= 4 * MOST_PIXELS:
+        if image.format in ("JPEG", "MPO"):  # torchvision takes two thirds of PIL's time
             content = read_file(path)
             # A JPEG without its end is left to PIL, which refuses it; libjpeg would fill the rest with grey.
             if content[:2].tolist() == _JPEG_START and content[-2:].tolist() == _JPEG_END:
@@ -144,20 +120,51 @@ def _decoded(path: str) -> Tensor:
             raise ValueError(
                 "it has 32 bits per pixel, so it is unknown which value is white; convert it to 8 or 16 bits"
             )
-        # PIL would clip 16-bit values at 255.
-        shown = _eight_bits(image) if image.mode.startswith("I;16") else image
-        shown = shown if shown.mode == "RGB" else shown.convert("RGB")
-        return torch.from_numpy(np.array(shown)).permute(2, 0, 1)
+        if image.mode.startswith("I;16"):  # PIL would clip the values at 255; here 0 to 65,535 becomes 0 to 255
+            grey = (np.asarray(image).astype(np.float32) / 257).round().astype(np.uint8)
+            return torch.from_numpy(grey).expand(3, -1, -1)
+        return torch.from_numpy(np.array(image.convert("RGB"))).permute(2, 0, 1)
 
 
-def _reason(path: str, error: Exception) -> str:
-    """Why a file cannot be decoded, in a few words."""
-    if isinstance(error, UnidentifiedImageError):  # its message repeats the path
-        return "it is not an image of a known format" if os.path.getsize(path) else "it is empty"
-    return getattr(error, "strerror", None) or str(error) or type(error).__name__
+def luma(image: Tensor) -> Tensor:
+    """Return the luma of uint8 (3, H, W) by ITU-R 601, rounded, so that grey stays unchanged: uint8 (1, H, W)."""
+    red, green, blue = image.to(torch.int32)
+    return ((299 * red + 587 * green + 114 * blue + 500) // 1000).to(torch.uint8).unsqueeze(0)
 
 
-def _eight_bits(image: Image.Image) -> Image.Image:
-    """A 16-bit grey image as an 8-bit one: 0 to 65,535 becomes 0 to 255."""
-    grey = np.asarray(image).astype(np.float32) / 257
-    return Image.fromarray(grey.round().astype(np.uint8))
+def each_file(look: Callable[[str], _Found], paths: Sequence[str], where: str) -> Iterator[_Found]:
+    """Yield what ``look`` returns for each file, in order, with a bar if standard error is a terminal.
+
+    Decoders release Python's lock for most of their time, so threads read in parallel.
+    """
+    with ThreadPool() as pool:
+        found = pool.imap(look, paths, chunksize=16)
+        yield from tqdm(found, total=len(paths), desc=f"Reading {where}", unit="file", disable=None)
+
+
+def require_readable(paths: Sequence[str], where: str) -> None:
+    """Decode every file.
+
+    Raises:
+        DataError: Some cannot be read; the message names up to ten of them.
+    """
+
+    def problem_of(path: str) -> str:
+        try:
+            open_image(path)
+        except ValueError as error:
+            return str(error)
+        return ""
+
+    found = [(path, why) for path, why in zip(paths, each_file(problem_of, paths, where), strict=True) if why]
+    if found:
+        raise DataError(
+            f"{len(found)} of {len(paths):,} files in {where} cannot be read; replace or remove them."
+            f"{' `dpl init` lists all of them.' if len(found) > _NAMED else ''}\n{listed(found)}"
+        )
+
+
+def listed(bad: Sequence[tuple[str, str]]) -> str:
+    """Return the first ten of these files, a line each with the reason."""
+    lines = [f"  {printable(path)}: {printable(why)}" for path, why in bad[:_NAMED]]
+    return "\n".join([*lines, *([f"  and {len(bad) - _NAMED:,} more"] if len(bad) > _NAMED else [])])

@@ -2,19 +2,19 @@
 
 from collections import Counter
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import lightning
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 from torchvision.transforms import v2
 
-from dp_lightning.datamodules.dataset import Transform
-from dp_lightning.datamodules.file_source import IMAGE_EXTENSIONS, FileNames, decode, grey
-from dp_lightning.datamodules.folder import require_channels, require_folder, warn_of_left_out
-from dp_lightning.datamodules.pixels import PixelNormalization
+from dp_lightning.datamodules.dataset import PixelNormalization, Transform
+from dp_lightning.datamodules.file_source import IMAGE_EXTENSIONS, FileNames, luma, open_image
+from dp_lightning.datamodules.listing import warn_of_left_out
 from dp_lightning.errors import ConfigurationError, DataError
 from dp_lightning.models.feature_network import FeatureNetwork
 
@@ -45,6 +45,9 @@ class ImageFiles(lightning.LightningDataModule):
         problems: Why each file that was loaded so far could not be read, in the same order; None for those that could.
     """
 
+    #: There is nothing to train on.
+    num_train = None
+
     def __init__(
         self,
         root: str,
@@ -63,61 +66,53 @@ class ImageFiles(lightning.LightningDataModule):
         super().__init__()
         self.root = Path(root)
         given = {"image_size": image_size, "num_classes": num_classes, "in_channels": in_channels}
-        if in_channels is not None:
-            require_channels(in_channels)
-        missing = [name for name, value in {**given, "mean": mean, "std": std}.items() if value is None]
-        if missing:
+        if missing := [name for name, value in {**given, "mean": mean, "std": std}.items() if value is None]:
             raise ConfigurationError(
                 f"data.init_args.{', '.join(missing)}: the checkpoint does not say. Give the values that the network "
                 "was trained with."
             )
+        assert image_size is not None
+        assert in_channels is not None
+        assert mean is not None
+        assert std is not None
+        steps: list[Transform] = [v2.Resize(resized_to or image_size), v2.CenterCrop(image_size)]
+        self._prepare = v2.Compose(steps if in_channels == 3 else [*steps, luma])
+        self._normalize = PixelNormalization(mean, std)
+        self._blank = torch.zeros(in_channels, image_size, image_size)
         self._network = None
+        #: Height, width and channels of what the classifier receives: of the images, or of their features.
+        self.image_size, self.in_channels, self.num_classes = image_size, in_channels, num_classes
         if features is not None:
             setting = "data.init_args.feature_weights"
             self._network = FeatureNetwork.again(features, weights=feature_weights, setting=setting)
-        self._pixels, self.num_classes, self.channels = image_size, num_classes, in_channels
-        #: Height, width and channels of what the classifier receives: of the images, or of their features.
-        self.image_size, self.in_channels = image_size, in_channels
-        if self._network is not None:
-            assert image_size is not None
             self.image_size, self.in_channels = self._network.map_size(image_size), self._network.length
-        self.resized_to = resized_to or image_size
-        self.mean, self.std = mean, std
         self.batch_size, self.num_workers = batch_size, num_workers
-        #: There is nothing to train on.
-        self.num_train = None
         self.paths: list[Path] = []
         self.problems: list[str | None] = []
 
     def setup(self, stage: str | None = None) -> None:
         if stage not in (None, "predict"):
             raise ConfigurationError("ImageFiles has no labels: it can be used only with dpl predict.")
-        require_folder(self.root, "data.init_args.root")
-        found = self.root.rglob("*") if self.root.is_dir() else []
-        shown = (path for path in found if not any(part.startswith(".") for part in path.relative_to(self.root).parts))
-        files = [path for path in shown if path.is_file()]
-        self.paths = sorted(path for path in files if path.name.lower().endswith(IMAGE_EXTENSIONS))
+        shown = (
+            path for path in self.root.rglob("*") if not any(p[0] == "." for p in path.relative_to(self.root).parts)
+        )
+        files = sorted(path for path in shown if path.is_file())
+        self.paths = [path for path in files if path.name.lower().endswith(IMAGE_EXTENSIONS)]
         others = (path for path in files if not path.name.lower().endswith(IMAGE_EXTENSIONS))
-        warn_of_left_out(Counter(path.suffix.lower() or "no extension" for path in others), str(self.root))
+        warn_of_left_out(Counter(path.suffix.lower() or "no extension" for path in others), self.root)
         if not self.paths:
-            raise DataError(f"{self.root} holds no image files; set data.init_args.root to a folder of images")
+            raise DataError(
+                f"{self.root} does not exist or holds no image files; set data.init_args.root to a folder of images"
+            )
         self.problems = []
 
     def predict_dataloader(self) -> DataLoader:
-        assert self._pixels is not None
-        assert self.mean is not None
-        assert self.std is not None
-        steps: list[Transform] = [v2.Resize(self.resized_to), v2.CenterCrop(self._pixels)]
+        read = partial(_read, prepare=self._prepare, normalize=self._normalize, blank=self._blank)
         return DataLoader(
-            _Files(
-                FileNames(map(str, self.paths)),
-                v2.Compose(steps if self.channels == 3 else [*steps, grey]),
-                PixelNormalization(self.mean, self.std),
-                torch.zeros(self.channels or 3, self._pixels, self._pixels),
-            ),
+            FileNames([str(path) for path in self.paths]),  # type: ignore[arg-type]
             batch_size=self.batch_size,
             num_workers=self.num_workers,
-            collate_fn=_batch,
+            collate_fn=read,
             pin_memory=torch.cuda.is_available(),
         )
 
@@ -128,22 +123,16 @@ class ImageFiles(lightning.LightningDataModule):
         return images if self._network is None else self._network.to(images.device)(images)
 
 
-class _Files(Dataset[tuple[Tensor, str | None]]):
-    """Item i is (image float32 (C, H, W), None), or (``blank``, the reason) if file i cannot be read."""
-
-    def __init__(self, paths: FileNames, prepare: Transform, normalize: Transform, blank: Tensor) -> None:
-        self._paths, self._prepare, self._normalize, self._blank = paths, prepare, normalize, blank
-
-    def __len__(self) -> int:
-        return len(self._paths)
-
-    def __getitem__(self, index: int) -> tuple[Tensor, str | None]:
+def _read(
+    paths: Sequence[str], *, prepare: Transform, normalize: Transform, blank: Tensor
+) -> tuple[Tensor, list[str | None]]:
+    """Return images, float32 (n, C, H, W), and why each file cannot be read: ``blank`` takes the place of its image."""
+    images, problems = [], list[str | None]()
+    for path in paths:
         try:
-            image = decode(self._paths[index])
+            images.append(normalize(prepare(open_image(path)).unsqueeze(0))[0])
+            problems.append(None)
         except ValueError as error:
-            return self._blank, str(error)
-        return self._normalize(self._prepare(image).unsqueeze(0))[0], None
-
-
-def _batch(items: Sequence[tuple[Tensor, str | None]]) -> tuple[Tensor, list[str | None]]:
-    return torch.stack([image for image, _ in items]), [problem for _, problem in items]
+            images.append(blank)
+            problems.append(str(error))
+    return torch.stack(images), problems

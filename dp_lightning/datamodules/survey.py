@@ -1,4 +1,4 @@
-"""What the owner of a data set wants to know before a run; every image is read once.
+"""What the owner of a data set wants to know before a run.
 
 Every number here is computed from private images without noise, and is for their owner. N, the names of the classes and
 what becomes a setting of a run are public once the run is released.
@@ -6,18 +6,18 @@ what becomes a setting of a run are public once the run is released.
 
 import hashlib
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 from PIL import Image
 
 from dp_lightning.datamodules.base import ImageDataModule, Split
-from dp_lightning.datamodules.dataset import ArraySource
-from dp_lightning.datamodules.file_source import FileSource
-from dp_lightning.datamodules.reading_first import each_file, problem_of
+from dp_lightning.datamodules.dataset import ArraySource, ImageSource
+from dp_lightning.datamodules.file_source import FileSource, each_file, open_image
 from dp_lightning.errors import DataError
 from dp_lightning.privacy.person_ids import Group
 
@@ -31,10 +31,10 @@ class Look:
     """One image as it was found.
 
     Attributes:
-        problem: why it cannot be read; None if it can, and only then the others are known.
-        width, height: in pixels.
-        channels: 1 for grey to 4 for colour with alpha.
-        digest: equal for equal files, or pixels.
+        problem: Why the image cannot be read; None if it can, and only then the other attributes are known.
+        width, height: Width and height in pixels.
+        channels: Number of channels, from 1 for grey to 4 for colour with alpha.
+        digest: Digest of the file or of the pixels, equal for equal images.
     """
 
     problem: str | None = None
@@ -49,18 +49,18 @@ class Survey:
     """What was found in a data set.
 
     Attributes:
-        looks: at every image, by split.
-        labels: the class of each image, likewise.
-        class_names: in the order of the labels.
-        files: the path of each image; empty for images in an array.
-        persons: the person of each training image; None if the data does not identify persons.
+        looks: A look at every image, by split.
+        labels: The class of each image, likewise.
+        class_names: Names of the classes in the order of their labels.
+        files: The path of each image, by split; empty for images in an array.
+        persons: The person of each training image; None if the data does not identify persons.
     """
 
     looks: dict[Split, list[Look]]
     labels: dict[Split, list[int]]
     class_names: list[str]
-    files: dict[Split, Sequence[str]] = field(default_factory=dict)
-    persons: Sequence[Group] | None = None
+    files: dict[Split, Sequence[str]]
+    persons: Sequence[Group] | None
 
     @classmethod
     def of(cls, data: ImageDataModule) -> "Survey":
@@ -69,26 +69,19 @@ class Survey:
         Raises:
             DataError: The layout is not that of the data module, or no image of the training set can be read.
         """
-        looks: dict[Split, list[Look]] = {}
-        labels: dict[Split, list[int]] = {}
-        files: dict[Split, Sequence[str]] = {}
-        for split in data.own_splits:
-            source = data.read_split(split)
-            labels[split] = source.labels.tolist()
-            if isinstance(source, FileSource):
-                files[split] = list(source.paths)
-                looks[split] = list(each_file(look_at, source.paths, f"the {split} images"))
-            else:
-                assert isinstance(source, ArraySource)
-                looks[split] = _looks_at_arrays(source)
-        names = data.class_names or [str(label) for label in range(data.num_classes)]
-        groups = data.groups("train")
-        found = cls(looks, labels, names, files, None if groups is None else list(groups))
-        if not found.readable:
+        sources = {split: data.read_split(split) for split in data.own_splits}
+        looks = {split: _looks_at(source, f"the {split} images") for split, source in sources.items()}
+        if all(look.problem for look in looks["train"]):
             raise DataError(
                 f"None of the {len(looks['train']):,} training images can be read: {looks['train'][0].problem}"
             )
-        return found
+        return cls(
+            looks,
+            labels={split: source.labels.tolist() for split, source in sources.items()},
+            class_names=data.class_names or [str(label) for label in range(data.num_classes)],
+            files={split: source.paths for split, source in sources.items() if isinstance(source, FileSource)},
+            persons=data.groups("train"),
+        )
 
     @property
     def bad(self) -> list[tuple[str, str]]:
@@ -103,23 +96,21 @@ class Survey:
     @cached_property
     def readable(self) -> list[Look]:
         """The training images that can be read."""
-        return self._readable("train")
+        return [look for look in self.looks["train"] if look.problem is None]
 
     @cached_property
     def images_of_persons(self) -> Counter[Group] | None:
         """How many training images each person has that can be read; None if the data does not identify persons."""
-        if self.persons is None:
-            return None
-        return Counter(
-            person for person, look in zip(self.persons, self.looks["train"], strict=True) if look.problem is None
-        )
+        return None if self.persons is None else self._counted(self.persons, "train")
 
     def counts(self, split: Split) -> list[int]:
-        """Images of each class that can be read."""
-        found = Counter(
-            label for label, look in zip(self.labels[split], self.looks[split], strict=True) if look.problem is None
-        )
+        """Return the number of images of each class that can be read."""
+        found = self._counted(self.labels[split], split)
         return [found[label] for label in range(len(self.class_names))]
+
+    def _counted(self, values: Sequence[Any], split: Split) -> Counter[Any]:
+        pairs = zip(values, self.looks[split], strict=True)
+        return Counter(value for value, look in pairs if look.problem is None)
 
     @property
     def median_side(self) -> int:
@@ -156,24 +147,27 @@ class Survey:
             if look.problem is None and look.digest in trained
         ]
 
-    def _readable(self, split: Split) -> list[Look]:
-        return [look for look in self.looks[split] if look.problem is None]
-
 
 def look_at(path: str) -> Look:
-    """Read one file."""
-    if problem := problem_of(path):
-        return Look(problem)
+    """Read one file, whose digest is that of its bytes."""
+    try:
+        open_image(path)
+    except ValueError as error:
+        return Look(str(error))
     with Image.open(path) as image:  # its header
         (width, height), mode = image.size, image.mode
     channels = _OF_MODE.get(mode, 1 if mode.startswith("I") else len(mode))
     return Look(None, width, height, channels, hashlib.sha256(Path(path).read_bytes()).digest())
 
 
-def _looks_at_arrays(source: ArraySource) -> list[Look]:
+def _looks_at(source: ImageSource, what: str) -> list[Look]:
+    """Look at every image of a source; a bar on a terminal says ``what`` is read."""
+    if isinstance(source, FileSource):
+        return list(each_file(look_at, source.paths, what))
+    assert isinstance(source, ArraySource)
     _, channels, height, width = source.images.shape
-    pixels: Iterable[bytes] = (image.numpy().tobytes() for image in source.images)
-    return [Look(None, width, height, channels, hashlib.sha256(each).digest()) for each in pixels]
+    digests = (hashlib.sha256(image.numpy().tobytes()).digest() for image in source.images)
+    return [Look(None, width, height, channels, digest) for digest in digests]
 
 
 def spread(values: Sequence[int]) -> str:

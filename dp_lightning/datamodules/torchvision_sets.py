@@ -17,7 +17,7 @@ from dp_lightning.errors import DataError
 
 
 class _TorchvisionImages(ImageDataModule):
-    """Images that torchvision can download, 32x32 pixels in RGB unless the class says otherwise.
+    """Images that torchvision can download, 32x32 pixels in RGB.
 
     Args:
         root: Folder that holds the files in torchvision's layout (``cifar-10-batches-py``, ``cifar-100-python``,
@@ -38,41 +38,40 @@ class _TorchvisionImages(ImageDataModule):
 
     @abstractmethod
     def file_names(self) -> list[str]:
-        """The needed files, relative to ``root``."""
+        """Return the needed files, relative to ``root``."""
 
     @abstractmethod
-    def open(self, split: Split, *, download: bool) -> ArraySource:
-        """Read one split with torchvision, which verifies the checksums of the files."""
-
-    def _missing(self) -> list[Path]:
-        return [path for name in self.file_names() if not (path := self.root / name).is_file()]
+    def open(self, split: Split, *, download: bool) -> tuple[torch.Tensor, Any]:
+        """Read images (N, C, H, W) and labels (N,) with torchvision, which verifies the checksums of the files."""
 
     def check_files(self) -> None:
-        if not self.download and (missing := self._missing()):
+        missing = [name for name in self.file_names() if not (self.root / name).is_file()]
+        if missing and not self.download:
             raise DataError(
-                f"{missing[0]} is missing; set data.init_args.download: true, or data.init_args.root to the "
-                f"folder that holds {self.file_names()[0]}"
+                f"{self.root / missing[0]} is missing; set {self.settings}.download: true, or {self.settings}.root to "
+                f"the folder that holds {missing[0]}"
             )
 
     def prepare_data(self) -> None:
         self.check_files()
-        if self._missing():
+        if not all((self.root / name).is_file() for name in self.file_names()):
             for split in self.own_splits:
-                self._open(split, download=True)
+                self._read(split, download=True)
 
     def read_split(self, split: Split) -> ArraySource:
-        return self._open(split, download=False)
+        return self._read(split, download=False)
 
-    def _open(self, split: Split, *, download: bool) -> ArraySource:
+    def _read(self, split: Split, *, download: bool) -> ArraySource:
         try:
-            return self.open(split, download=download)
+            images, labels = self.open(split, download=download)
         except (OSError, RuntimeError) as error:
             if download:
                 raise DataError(f"the download into {self.root} failed: {error}") from error
             raise DataError(
                 f"the files of {type(self).__name__} in {self.root} are missing or damaged ({error}); "
-                "remove them and set data.init_args.download: true"
+                f"remove them and set {self.settings}.download: true"
             ) from error
+        return ArraySource(images.contiguous(), checked_labels(labels, self.num_classes, str(self.root)))
 
 
 class CIFAR10(_TorchvisionImages):
@@ -88,10 +87,9 @@ class CIFAR10(_TorchvisionImages):
         names = [name for name, _ in (*kind.train_list, *kind.test_list)] + [kind.meta["filename"]]
         return [f"{kind.base_folder}/{name}" for name in names]
 
-    def open(self, split: Split, *, download: bool) -> ArraySource:
+    def open(self, split: Split, *, download: bool) -> tuple[torch.Tensor, Any]:
         dataset = self.dataset_class(self.root, train=split == "train", download=download)
-        images = torch.from_numpy(dataset.data).permute(0, 3, 1, 2).contiguous()
-        return ArraySource(images, checked_labels(dataset.targets, self.num_classes, str(self.root)))
+        return torch.from_numpy(dataset.data).permute(0, 3, 1, 2), dataset.targets
 
 
 class CIFAR100(CIFAR10):
@@ -117,7 +115,6 @@ class SVHN(_TorchvisionImages):
     def file_names(self) -> list[str]:
         return [datasets.SVHN.split_list[split][1] for split in ("train", "test")]
 
-    def open(self, split: Split, *, download: bool) -> ArraySource:
+    def open(self, split: Split, *, download: bool) -> tuple[torch.Tensor, Any]:
         dataset = datasets.SVHN(self.root, split=split, download=download)
-        images = torch.from_numpy(dataset.data).contiguous()
-        return ArraySource(images, checked_labels(dataset.labels, self.num_classes, str(self.root)))
+        return torch.from_numpy(dataset.data), dataset.labels

@@ -2,11 +2,11 @@
 
 from typing import Literal
 
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from dp_lightning.lightning_modules.base import ImageClassifier
 from dp_lightning.models import ResNet, SmallCNN, WideResNet
-from dp_lightning.models.unit_length import UnitLength
 
 
 class WideResNetModule(ImageClassifier):
@@ -121,6 +121,13 @@ class SmallCNNModule(ImageClassifier):
         self.save_hyperparameters()
 
 
+class UnitLength(nn.Module):
+    """(N, D) to (N, D), each row divided by its Euclidean norm; a row of zeros stays zero."""
+
+    def forward(self, features: Tensor) -> Tensor:
+        return F.normalize(features, dim=1)
+
+
 class LinearProbeModule(ImageClassifier):
     """One linear layer on features, such as those of ``CachedFeatures``.
 
@@ -155,5 +162,5 @@ class LinearProbeModule(ImageClassifier):
         self.save_hyperparameters()
 
 
-#: Those whose networks are this library's own, whole and without weights from elsewhere but for ``weights``.
+#: Modules whose networks are this library's own, whole and without weights from elsewhere but for ``weights``.
 OWN_NETWORKS = (ResNetModule, SmallCNNModule, WideResNetModule)

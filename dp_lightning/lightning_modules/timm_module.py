@@ -1,8 +1,6 @@
 """Any network of timm's registry, from scratch or fine-tuned from pretrained weights."""
 
-from collections import Counter
 from collections.abc import Sequence
-from fnmatch import fnmatchcase
 from typing import Any, Literal, cast
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
@@ -78,7 +76,8 @@ class TimmModule(ImageClassifier):
         kwargs = model_kwargs or {}
         model = timm_model(name, num_classes, pretrained=pretrained, weights=weights, in_channels=in_channels, **kwargs)
         if batch_norm == "group_norm":
-            _say_what_was_replaced(name, batch_norm_to_group_norm(model))
+            replaced = batch_norm_to_group_norm(model)
+            rank_zero_info(f"{name}: {len(replaced)} BatchNorm layers became GroupNorm. Scales and shifts were kept.")
         super().__init__(model, num_classes)
         #: If `dpl export` has written this file, its private steps count in a private run.
         self.weights_file = weights
@@ -86,7 +85,6 @@ class TimmModule(ImageClassifier):
         self._frozen_norms = batch_norm == "frozen"
         if self._frozen_norms:
             names = freeze_batch_norm(model)
-            self._require_trained(trained)
             rank_zero_info(f"{name}: {len(names)} BatchNorm layers stay as they are, in evaluation mode and frozen.")
         self.input: PretrainedInput | None = None
         if has_weights or input_size is not None:
@@ -110,15 +108,6 @@ class TimmModule(ImageClassifier):
         found = self.model.get_classifier()  # type: ignore[operator]
         return nn.ModuleList(found) if isinstance(found, tuple) else cast(nn.Module, found)
 
-    def _require_trained(self, patterns: str | Sequence[str]) -> None:
-        for pattern in [] if isinstance(patterns, str) else patterns:
-            matching = (p for name, p in self.model.named_parameters() if fnmatchcase(name, pattern))
-            if not any(parameter.requires_grad for parameter in matching):
-                raise ConfigurationError(
-                    f"trained: {pattern!r} matches only BatchNorm layers, which batch_norm: frozen does not train. "
-                    "Remove the pattern, or set batch_norm: group_norm."
-                )
-
     def _choose_trained(self, trained: str | Sequence[str], *, lora_rank: int, lora_layers: list[str] | None) -> None:
         if trained == "all":
             return
@@ -134,17 +123,3 @@ class TimmModule(ImageClassifier):
             raise ConfigurationError(f"trained is {trained!r}; choose all, head, bias, lora or a list of patterns.")
         else:
             train_matching(self.model, self.head, trained)
-
-
-def _say_what_was_replaced(name: str, account: list[str]) -> None:
-    kinds = Counter(line.partition(": ")[2] for line in account)
-    lines = [f"  {count} x {kind}" for kind, count in kinds.items()]
-    rank_zero_info(
-        "\n".join(
-            [
-                f"{name}: {len(account)} BatchNorm layers became GroupNorm. Scales and shifts were kept, running "
-                "statistics were dropped:",
-                *lines,
-            ]
-        )
-    )

@@ -1,9 +1,7 @@
 """A frozen network that computes features, on which a private layer or a small private network is trained."""
 
-import difflib
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -54,15 +52,33 @@ class FeatureNetwork(nn.Module):
         digest: str | None = None,
     ) -> None:
         super().__init__()
-        images = _Images(in_channels, mean, std, input_size)
+        self.network: Any
         if backbone == SCATTERING:
-            features = _scattering(weights, backbone_kwargs, images)
-        elif difflib.get_close_matches(backbone, [SCATTERING], cutoff=0.8):
-            raise ConfigurationError(f"There is no network {backbone!r}; did you mean {SCATTERING}?")
+            if weights is not None:
+                raise ConfigurationError(f"The backbone scattering has no weights. Leave out weights: {weights}.")
+            try:
+                self.network = ScatteringFeatures(in_channels, **backbone_kwargs)
+            except (ModelError, TypeError) as error:
+                raise ConfigurationError(f"backbone_kwargs of scattering: {error}.") from error
+            size = None if input_size is None else (input_size, input_size)
+            self.prepare = PretrainedInput(size=size, data_mean=mean, data_std=std, mean=(0.0,), std=(1.0,))
+            self.length = self.network.paths * in_channels
+            # Maps are a hundred times larger than vectors, and their numbers lie around 0 and 1.
+            self.stored_as = torch.float16
         else:
-            features = _pretrained(backbone, weights, backbone_kwargs, images)
-        self.network, self.prepare = features.network, features.prepare
-        self.length, self.stored_as, self._map_size = features.length, features.stored_as, features.map_size
+            self.network = timm_model(
+                backbone, 0, pretrained=weights is None, weights=weights, in_channels=in_channels, **backbone_kwargs
+            )
+            self.prepare = PretrainedInput.of(
+                self.network,
+                in_channels=in_channels,
+                data_mean=mean,
+                data_std=std,
+                size=input_size or backbone_kwargs.get("img_size"),
+            )
+            # Some networks have layers after their features that stay when the classifier is removed.
+            self.length = int(getattr(self.network, "head_hidden_size", None) or self.network.num_features)
+            self.stored_as = torch.float32
         found = None if weights is None else hashlib.sha256(Path(weights).read_bytes()).hexdigest()
         if digest is not None and digest != found:
             raise ConfigurationError(
@@ -73,9 +89,11 @@ class FeatureNetwork(nn.Module):
             "weights": weights,
             "digest": found,
             "input_size": input_size,
+            "backbone_kwargs": backbone_kwargs,
+            "in_channels": in_channels,
+            "mean": list(mean),
+            "std": list(std),
         }
-        self.settings |= {"backbone_kwargs": backbone_kwargs, "in_channels": in_channels}
-        self.settings |= {"mean": list(mean), "std": list(std)}
         self.requires_grad_(False)
         self.train()
 
@@ -95,8 +113,10 @@ class FeatureNetwork(nn.Module):
         return cls(**{**settings, "weights": path})
 
     def map_size(self, image_size: int) -> int:
-        """Height and width of the features of an image; 1 where they are a vector."""
-        return self._map_size(self.settings["input_size"] or image_size)
+        """Return height and width of the features of an image; 1 where they are a vector."""
+        if not isinstance(self.network, ScatteringFeatures):
+            return 1
+        return self.network.size(self.settings["input_size"] or image_size)
 
     @property
     def device(self) -> torch.device:
@@ -111,60 +131,5 @@ class FeatureNetwork(nn.Module):
 
 
 def has_weights(backbone: str) -> bool:
-    """Whether a backbone's weights come from a file or a download."""
+    """Return whether a backbone's weights come from a file or a download."""
     return backbone != SCATTERING
-
-
-@dataclass(frozen=True)
-class _Images:
-    """What the network is given: ``size`` is that which images are resized to, if they are."""
-
-    channels: int
-    mean: Sequence[float]
-    std: Sequence[float]
-    size: int | None
-
-
-@dataclass(frozen=True)
-class _Features:
-    """A network with what is before it, and what comes out: `FeatureNetwork.length`, ``stored_as`` and ``map_size``."""
-
-    network: nn.Module
-    prepare: PretrainedInput
-    length: int
-    stored_as: torch.dtype
-    map_size: Callable[[int], int]
-
-
-def _pretrained(backbone: str, weights: str | None, settings: dict[str, Any], images: _Images) -> _Features:
-    network: Any = timm_model(
-        backbone, 0, pretrained=weights is None, weights=weights, in_channels=images.channels, **settings
-    )
-    prepare = PretrainedInput.of(
-        network,
-        in_channels=images.channels,
-        data_mean=images.mean,
-        data_std=images.std,
-        size=images.size or settings.get("img_size"),
-    )
-    # Some networks have layers after their features that stay when the classifier is removed.
-    length = int(getattr(network, "head_hidden_size", None) or network.num_features)
-    return _Features(network, prepare, length, torch.float32, lambda image_size: 1)
-
-
-def _scattering(weights: str | None, settings: dict[str, Any], images: _Images) -> _Features:
-    if weights is not None:
-        raise ConfigurationError(f"The backbone scattering has no weights. Leave out weights: {weights}.")
-    if others := sorted(settings.keys() - {"scales", "angles", "mirror"}):
-        raise ConfigurationError(
-            f"The backbone scattering has no setting {', '.join(others)}. Its backbone_kwargs are scales, angles and "
-            "mirror."
-        )
-    try:
-        network = ScatteringFeatures(images.channels, **settings)
-    except ModelError as error:
-        raise ConfigurationError(f"backbone_kwargs: {error}.") from error
-    size = None if images.size is None else (images.size, images.size)
-    prepare = PretrainedInput(size=size, data_mean=images.mean, data_std=images.std, mean=(0.0,), std=(1.0,))
-    # Maps are a hundred times larger than vectors, and their numbers lie around 0 and 1.
-    return _Features(network, prepare, network.paths * images.channels, torch.float16, network.size)

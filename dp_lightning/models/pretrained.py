@@ -6,19 +6,15 @@ NFNets and vision transformers do not.
 
 import difflib
 import pickle
-import socket
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, cast
-from urllib.parse import urlsplit
-from urllib.request import getproxies
 
 from torch import Tensor, nn
 
 from dp_lightning.errors import ConfigurationError, ModelError
-from dp_lightning.models.whitening import Whitening
 
 _LOADS: ContextVar[bool] = ContextVar("loads", default=True)
 
@@ -68,20 +64,20 @@ def timm_model(
         raise ConfigurationError(f"timm has no model {name!r}; {hint}")
     if not _LOADS.get():
         pretrained, weights = False, None
-    if weights is not None:
-        _require_file(weights)
-    if pretrained and weights is None and _host_is_unknown(name):
-        raise ConfigurationError(_no_weights(name, "this machine has no network, or cannot find their host."))
     try:
         if weights is not None:
             return _with_weights(name, num_classes, weights, in_chans=in_channels, **kwargs)
         return timm.create_model(name, pretrained=pretrained, num_classes=num_classes, in_chans=in_channels, **kwargs)
     except ConfigurationError:
         raise
+    except (OSError, pickle.UnpicklingError) as error:
+        raise ConfigurationError(
+            f"the pretrained weights of {name!r} could not be loaded: {error} Without a network, download them "
+            "elsewhere (https://huggingface.co/timm), and set weights to their file. `dpl init --backbone scattering` "
+            "needs none."
+        ) from error
     except (TypeError, RuntimeError, ValueError, AssertionError, KeyError) as error:
         raise ConfigurationError(f"timm could not build {name!r}: {error}") from error
-    except (OSError, pickle.UnpicklingError) as error:
-        raise ConfigurationError(_no_weights(name, str(error))) from error
 
 
 def load_weights(network: nn.Module, path: str | None) -> None:
@@ -106,9 +102,8 @@ def load_weights(network: nn.Module, path: str | None) -> None:
     try:
         network.load_state_dict(saved)
     except RuntimeError as error:
-        hint = _about_whitening(network, saved)
         raise ConfigurationError(
-            f"weights {path} are not those of the network: {_difference(network, saved)}.{hint}"
+            f"weights {path} are not those of the network: {_difference(network, saved)}."
         ) from error
 
 
@@ -124,70 +119,21 @@ def last_layer(network: nn.Module) -> str:
     return linear[-1]
 
 
-def _no_weights(name: str, reason: str) -> str:
-    return (
-        f"the pretrained weights of {name!r} could not be loaded: {reason} Without a network, download them "
-        f"elsewhere{_where(name)}, and set weights to their file. `dpl init --backbone scattering` needs none."
-    )
-
-
-def _about_whitening(network: nn.Module, saved: Iterable[str]) -> str:
-    """What to set where only the network, or only the file, has a `Whitening`."""
-    here = any(isinstance(part, Whitening) for part in network.modules())
-    there = any(name.endswith(".matrix") for name in saved)
-    others = {name for name in {*network.state_dict()} ^ {*saved} if not name.endswith((".mean", ".matrix"))}
-    if here == there or others:
-        return ""
-    were, value = ("whitened", "true") if there else ("not whitened", "false")
-    return f" Their features were {were}: set model.init_args.whitening to {value}."
-
-
-def _host_is_unknown(name: str) -> bool:
-    """Whether weights have to be downloaded, and their host has no address: retries would take most of a minute."""
-    import timm
-    from huggingface_hub import constants
-
-    given = timm.get_pretrained_cfg(name)
-    if given is None or not given.hf_hub_id or getproxies():
-        return False
-    repository = given.hf_hub_id.partition("@")[0].replace("/", "--")
-    if (Path(constants.HF_HUB_CACHE) / f"models--{repository}").exists():
-        return False
-    try:
-        socket.getaddrinfo(urlsplit(constants.ENDPOINT).hostname, None)
-    except OSError:
-        return True
-    return False
-
-
-def _where(name: str) -> str:
-    """Where timm finds the weights of a network, in parentheses."""
-    import timm
-
-    given = timm.get_pretrained_cfg(name)
-    if given is None or not (given.hf_hub_id or given.url):
-        return ""
-    return f" ({f'https://huggingface.co/{given.hf_hub_id}' if given.hf_hub_id else given.url})"
-
-
 def _difference(network: nn.Module, saved: dict[str, Any]) -> str:
-    """How a state dict differs from that of a network, in one sentence."""
+    """Return how a state dict differs from that of a network, in one sentence."""
     own = {name: tuple(tensor.shape) for name, tensor in network.state_dict().items()}
     given = {name: tuple(getattr(value, "shape", ())) for name, value in saved.items()}
     missing, foreign = sorted(own.keys() - given.keys()), sorted(given.keys() - own.keys())
-    if missing and foreign:
-        prefix = next((name.removesuffix(missing[0]) for name in foreign if name.endswith("." + missing[0])), None)
-        hint = f". Remove the prefix '{prefix}' from the names" if prefix else ""
-        return (
-            f"{len(missing)} of its {len(own)} tensors are missing, such as {missing[0]}, and {len(foreign)} do "
-            f"not belong to it, such as {foreign[0]}{hint}"
-        )
-    if missing:
-        return f"{len(missing)} of its {len(own)} tensors are missing, such as {missing[0]}"
-    other = next((name for name in own if name in given and own[name] != given[name]), None)
-    if other is not None:
-        return f"{other} has shape {given[other]}, not {own[other]}"
-    return f"{len(foreign)} tensors do not belong to it, such as {foreign[0]}" if foreign else "timm refuses them"
+    parts = [
+        *([f"{len(missing)} of its {len(own)} tensors are missing, such as {missing[0]}"] if missing else []),
+        *([f"{len(foreign)} tensors do not belong to it, such as {foreign[0]}"] if foreign else []),
+        *(
+            f"{name} has shape {given[name]}, not {own[name]}"
+            for name in own
+            if given.get(name, own[name]) != own[name]
+        ),
+    ]
+    return "; ".join(parts[:3])
 
 
 def _with_weights(name: str, num_classes: int, path: str, **kwargs: Any) -> nn.Module:
@@ -216,15 +162,11 @@ def _with_weights(name: str, num_classes: int, path: str, **kwargs: Any) -> nn.M
     return cast(nn.Module, model)
 
 
-def _require_file(path: str) -> None:
-    if not Path(path).is_file():
-        raise ConfigurationError(f"weights {path} is not a file; give the path of the network's weights")
-
-
 def _read(path: str) -> dict[str, Any]:
     import timm
 
-    _require_file(path)
+    if not Path(path).is_file():
+        raise ConfigurationError(f"weights {path} is not a file; give the path of the network's weights")
     try:
         return cast(dict[str, Any], timm.models.load_state_dict(path))
     except Exception as error:  # each format raises its own, and a damaged file any

@@ -1,5 +1,8 @@
 """Trains a network without labels on images from random processes, so its weights come from no data at all.
 
+Two views of an image lie together, and images spread over the sphere (Wang and Isola 2020, "Understanding contrastive
+representation learning through alignment and uniformity on the hypersphere"), as Baradad et al. 2021 use it.
+
 Images, views, weights at the start and the order of all of these follow from a public seed: whoever has the recipe can
 make the weights again, up to the rounding of another processor.
 """
@@ -16,37 +19,39 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dp_lightning.errors import ConfigurationError, DataError, ModelError
-from dp_lightning.models.alignment import alignment, uniformity, view
 from dp_lightning.models.pretrained import last_layer
 from dp_lightning.models.random_images import PROCESSES
 from dp_lightning.models.whitening import Whitening
 
 _EMBEDDING = 128
 _WEIGHT_DECAY = 0.01
-_WARM_UP = 0.05  # of the steps
+_WARM_UP = 0.05  # fraction of the steps
 _PRECISIONS = {"32": torch.float32, "bf16": torch.bfloat16}
-_BLOCK = 500  # images that are drawn from one generator
-_WHITENED = 6000  # images by which features are whitened
+_BLOCK = 500  # number of images that are drawn from one generator
+_WHITENED = 6000  # number of images by which features are whitened
+# The smallest area of a view, as a part of the largest, and how far brightness, contrast and each colour change.
+_SMALLEST_AREA = 0.2
+_BRIGHTNESS, _CONTRAST, _COLOUR = 0.4, 0.4, 0.2
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """All that the weights follow from.
+    """All settings that the weights follow from.
 
     Attributes:
-        network: the model of the configuration, with its settings.
-        channels: of the images.
-        size: their height and width in pixels.
-        mean, std: by which they are normalised, as those of the data will be.
-        processes: names of ``PROCESSES``, which take turns.
-        images: how many are made; each is seen again and again, never in the same view.
-        steps: of the optimizer.
-        batch_size: images of a step.
-        learning_rate: of AdamW, after a warm-up and before a cosine schedule.
-        view_size: height and width of the views in pixels; None is that of the images. Small ones take less time, and
-            suit a network that averages over places, as residual ones do.
-        precision: of the network's operations, "32" or "bf16" (bfloat16 where torch deems it safe).
-        seed: of everything random.
+        network: The model of the configuration, with its settings.
+        channels: Number of channels of an image.
+        size: Height and width of an image in pixels.
+        mean, std: Mean and standard deviation by which images are normalised, as those of the data will be.
+        processes: Names of ``PROCESSES``, which take turns.
+        images: Number of images; each is seen again and again, never in the same view.
+        steps: Number of steps of the optimizer.
+        batch_size: Number of images of a step.
+        learning_rate: Learning rate of AdamW, after a warm-up and before a cosine schedule.
+        view_size: Height and width of a view in pixels; None is that of the images. Small views take less time, and
+            suit a network that averages over places, as residual networks do.
+        precision: Precision of the network's operations, "32" or "bf16" (bfloat16 where torch deems it safe).
+        seed: Seed of everything random.
     """
 
     network: dict[str, Any]
@@ -81,7 +86,7 @@ class Recipe:
             raise ConfigurationError(f"--processes: {unknown[0]} is none of {', '.join(PROCESSES)}.")
 
     def to_json(self) -> str:
-        """As it stands in the file of the weights."""
+        """Return the text that stands in the file of the weights."""
         return json.dumps(asdict(self), sort_keys=True)
 
     @property
@@ -90,7 +95,7 @@ class Recipe:
         return hashlib.sha256(self.to_json().encode()).hexdigest()
 
     def differences(self, other: str) -> str:
-        """The settings in which a recipe in JSON is another one, with their values there and here."""
+        """Return the settings in which a recipe in JSON differs, with their values there and here."""
         there, here = json.loads(other), json.loads(self.to_json())
         return ", ".join(
             f"{name} {there.get(name)} there and {value} here"
@@ -100,10 +105,10 @@ class Recipe:
 
 
 def random_images(recipe: Recipe, made: Callable[[int], None] = lambda count: None) -> Tensor:
-    """The images of a recipe (images, C, H, W), in 8 bits.
+    """Return the images of a recipe (images, C, H, W), in 8 bits.
 
     Args:
-        made: called with the number of images that there are.
+        made: A function that is called with the number of images that are made.
     """
     found = torch.empty(recipe.images, recipe.channels, recipe.size, recipe.size, dtype=torch.uint8)
     for block, start in enumerate(range(0, recipe.images, _BLOCK)):
@@ -116,16 +121,60 @@ def random_images(recipe: Recipe, made: Callable[[int], None] = lambda count: No
     return found
 
 
-class Pretraining:
-    """The training itself.
+def view(images: Tensor, generator: torch.Generator, size: int | None = None) -> Tensor:
+    """Return a view of each image (n, C, H, W) in [0, 1]: a part of it, mirrored or not, in other colours.
 
     Args:
-        network: maps images (n, C, H, W) to logits by its last linear layer, which is left as it is.
-        images: of ``random_images``.
-        device: where it is trained.
+        generator: Generator of the random numbers, on the CPU.
+        size: Height and width of the views; None is that of the images. A smaller view shows at most twice the area
+            that it has in the image, so that things keep about their size.
+
+    Returns:
+        (n, C, size, size) in [0, 1].
+    """
+    shape = (*images.shape[:2], *((size, size) if size is not None else images.shape[2:]))
+    largest = min(1.0, 2 * (shape[2] * shape[3]) / (images.shape[2] * images.shape[3]))
+
+    def drawn(*shape: int) -> Tensor:
+        return torch.rand(*shape, generator=generator)
+
+    n = len(images)
+    area = largest * (_SMALLEST_AREA + (1 - _SMALLEST_AREA) * drawn(n))
+    ratio = torch.exp(0.3 * (2 * drawn(n) - 1))
+    width, height = (area * ratio).sqrt().clamp(max=1), (area / ratio).sqrt().clamp(max=1)
+    mirror = torch.where(drawn(n) < 0.5, -1.0, 1.0)
+    part = torch.zeros(n, 2, 3)
+    part[:, 0, 0], part[:, 1, 1] = width * mirror, height
+    part[:, 0, 2], part[:, 1, 2] = (1 - width) * (2 * drawn(n) - 1), (1 - height) * (2 * drawn(n) - 1)
+    grid = F.affine_grid(part.to(images.device), list(shape), align_corners=False)
+    seen = F.grid_sample(images, grid, padding_mode="reflection", align_corners=False)
+    contrast = 1 + _CONTRAST * (2 * drawn(n, 1, 1, 1) - 1)
+    shift = _BRIGHTNESS * (2 * drawn(n, 1, 1, 1) - 1) + _COLOUR * (2 * drawn(n, images.shape[1], 1, 1) - 1)
+    mean = seen.mean(dim=(1, 2, 3), keepdim=True)
+    return ((seen - mean) * contrast.to(seen.device) + mean + shift.to(seen.device)).clamp(0, 1)
+
+
+def alignment(first: Tensor, second: Tensor) -> Tensor:
+    """Return the mean squared distance of the two views (n, d) of each image, both of length 1."""
+    return (first - second).square().sum(dim=1).mean()
+
+
+def uniformity(points: Tensor) -> Tensor:
+    """Return log E exp(-2 |x - y|^2) over pairs of different points (n, d) of length 1; lower is more even."""
+    n = len(points)
+    return torch.pdist(points).square().mul(-2).logsumexp(dim=0) - torch.log(torch.tensor(n * (n - 1) / 2))
+
+
+class Pretraining:
+    """The training of one network by a recipe.
+
+    Args:
+        network: Maps images (n, C, H, W) to logits by its last linear layer, which is left as it is.
+        images: The images of ``random_images``.
+        device: The device that the network is trained on.
 
     Raises:
-        ModelError: the network has no linear layer at its end, or nothing before it, or takes no views of this size.
+        ModelError: The network has no linear layer at its end, or nothing before it, or takes no views of this size.
     """
 
     def __init__(self, network: nn.Module, recipe: Recipe, images: Tensor, device: torch.device) -> None:
@@ -168,9 +217,9 @@ class Pretraining:
             ) from error
 
     def step(self) -> Tensor:
-        """One step; returns the loss before it, on the device.
+        """Take one step and return the loss before it, on the device.
 
-        Its random numbers follow from its own number, so a training that goes on is that which was not stopped.
+        The random numbers of a step follow from its number, so a training that resumes gives the same weights.
         """
         recipe, generator = self.recipe, torch.Generator().manual_seed(_mixed(self.recipe.seed, "step", self.steps))
         rows = torch.randint(len(self._images), (recipe.batch_size,), generator=generator)
@@ -192,7 +241,7 @@ class Pretraining:
         return loss.detach()
 
     def state_dict(self) -> dict[str, Any]:
-        """What the next step needs."""
+        """Return what the next step needs."""
         return {
             "recipe": self.recipe.to_json(),
             "steps": self.steps,
@@ -202,10 +251,10 @@ class Pretraining:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from ``state_dict``.
+        """Continue from a ``state_dict``.
 
         Raises:
-            DataError: it has not been taken of a training of this recipe.
+            DataError: The state was not taken from a training of this recipe.
         """
         try:
             steps = state["steps"]
@@ -219,7 +268,7 @@ class Pretraining:
         self.steps = steps
 
     def weights(self) -> dict[str, Tensor]:
-        """Those of the network, on the CPU, its untrained last layer left out; a `Whitening` is fitted."""
+        """Fit a `Whitening`, and return the weights of the network without its last layer, on the CPU."""
         for part in self.network.modules():
             if isinstance(part, Whitening):
                 part.fit(torch.cat([self._inputs(part, images) for images in self._images[:_WHITENED].split(250)]))
@@ -230,11 +279,11 @@ class Pretraining:
 
     @torch.no_grad()
     def _inputs(self, layer: nn.Module, images: Tensor) -> Tensor:
-        """What a layer is given for images (n, C, H, W) in 8 bits."""
+        """Return the inputs of a layer for images (n, C, H, W) in 8 bits."""
         return self._given(layer, (images.to(self._device).float() / 255 - self._mean) / self._std)
 
     def _features(self, images: Tensor) -> Tensor:
-        """What the last layer is given."""
+        """Return the inputs of the last layer for normalised images."""
         return self._given(self.network.get_submodule(self._last), images)
 
     def _given(self, layer: nn.Module, images: Tensor) -> Tensor:
@@ -248,5 +297,5 @@ class Pretraining:
 
 
 def _mixed(seed: int, purpose: str, number: int) -> int:
-    """A seed for each number of a purpose."""
+    """Return a seed for each number of a purpose."""
     return int.from_bytes(hashlib.sha256(f"{seed} {purpose} {number}".encode()).digest()[:7], "big")

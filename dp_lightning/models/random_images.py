@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-# Of a channel, next to what all channels share: photographs are more grey than colourful.
+# Strength of what a channel has alone, next to what all channels share: photographs are more grey than colourful.
 _COLOUR = 0.35
 
 
@@ -16,7 +16,7 @@ def dead_leaves(n: int, *, channels: int, size: int, leaves: int = 200, generato
     """Disks that hide each other, with radii r of density r^-3, as objects at all distances have (Lee et al. 2001).
 
     Args:
-        leaves: disks of an image; 200 cover it about four times. The smallest radius is a 32nd of its width.
+        leaves: Number of disks of an image; 200 cover it about four times. The smallest radius is a 32nd of its width.
     """
     places = torch.arange(size) + 0.5
     images = torch.zeros(n, channels, size, size)
@@ -47,7 +47,7 @@ def spectra(n: int, *, channels: int, size: int, generator: torch.Generator) -> 
 
 
 def random_networks(n: int, *, channels: int, size: int, generator: torch.Generator) -> Tensor:
-    """What an untrained generator makes of noise: convolutions with weights drawn anew for every 32 images.
+    """Images that an untrained generator makes of noise: convolutions with weights drawn anew for every 32 images.
 
     From 4 x 4 noise, each layer doubles the size, convolves, adds noise and applies a leaky ReLU, as in StyleGAN.
     """
@@ -75,5 +75,5 @@ def _of_random_network(n: int, *, channels: int, size: int, generator: torch.Gen
     return (0.5 + 0.22 * images).clamp(0, 1)
 
 
-#: By name, as recipes give them.
+#: The functions by the names that recipes give them.
 PROCESSES = {"dead_leaves": dead_leaves, "spectra": spectra, "random_networks": random_networks}

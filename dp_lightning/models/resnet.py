@@ -18,7 +18,7 @@ BASE_CHANNELS = 64
 
 
 class _ScaledBasicBlock(resnet.BasicBlock):
-    """With ScaleNorm: a norm after the addition, before the ReLU."""
+    """A block of two convolutions with ScaleNorm: a norm after the addition, before the ReLU."""
 
     def __init__(self, inplanes: int, planes: int, *more: Any, **others: Any) -> None:
         super().__init__(inplanes, planes, *more, **others)
@@ -31,7 +31,7 @@ class _ScaledBasicBlock(resnet.BasicBlock):
 
 
 class _ScaledBottleneck(resnet.Bottleneck):
-    """The same for three convolutions."""
+    """A block of three convolutions with ScaleNorm."""
 
     def __init__(self, inplanes: int, planes: int, *more: Any, **others: Any) -> None:
         super().__init__(inplanes, planes, *more, **others)

@@ -20,9 +20,9 @@ from torch import Tensor, nn
 
 from dp_lightning.errors import ModelError
 
-# Those of Bruna and Mallat: the width of the smallest envelope in pixels, and its frequency in radians per pixel.
+# Constants of Bruna and Mallat: the width of the smallest envelope in pixels, and its frequency in radians per pixel.
 _WIDTH, _FREQUENCY = 0.8, 3 * math.pi / 4
-# Images of a channel that are transformed together: what they need stays in a processor's cache.
+# Number of images of a channel that are transformed together: what they need stays in a processor's cache.
 _TOGETHER = 32
 
 
@@ -120,7 +120,7 @@ class _Bank:
         return cls((m, n), pads, scales, wavelets, averages)
 
     def coefficients(self, images: Tensor) -> Iterator[Tensor]:
-        """Those of each path (b, h, w), of images (b, H, W): of order 0, and of 1, each before its paths of order 2."""
+        """Yield the coefficients (b, h, w) of each path of images (b, H, W), in the order of the channels."""
         padded = F.pad(images[:, None], self.pads, mode="reflect")[:, 0]
         yield self._averaged(padded, 0)
         spectrum = torch.fft.fft2(padded)

@@ -16,11 +16,9 @@ from dp_lightning.models.random_images import dead_leaves, spectra
 from dp_lightning.models.scattering import Scattering
 
 _SEED = 0
-_IMAGES = 500  # of each kind
+_IMAGES = 500  # number of images of each kind
 # Relative to the largest variance: directions with less would be raised by more than tenfold, and carry noise.
 _FLOOR = 0.01
-# Random images of 256 pixels and 2,500 maps take about 3 GB while they are whitened.
-_SCALES, _MAPS = 5, 2500
 
 
 class ScatteringFeatures(nn.Module):
@@ -41,8 +39,7 @@ class ScatteringFeatures(nn.Module):
             chest from the front.
 
     Raises:
-        ModelError: there is no scale or no angle, or more than can be whitened, or ``mirror`` is neither true nor
-            false.
+        ModelError: there is no scale or no angle, or ``mirror`` is neither true nor false.
     """
 
     mean: Tensor
@@ -55,7 +52,6 @@ class ScatteringFeatures(nn.Module):
             raise ModelError(f"mirror of scattering must be true or false, not {mirror!r}")
         self.channels = channels
         self.scattering = Scattering(scales=scales, angles=angles)
-        self._require_countable()
         places = _mirrored_places(channels, scales, angles) if mirror else None
         self.register_buffer("_mirrored", places, persistent=False)
         if torch.get_default_device().type == "meta":  # it is built for its shapes
@@ -65,15 +61,6 @@ class ScatteringFeatures(nn.Module):
             mean, whitening = (known.clone() for known in _of_random_images(channels, scales, angles, mirror))
         self.register_buffer("mean", mean)
         self.register_buffer("whitening", whitening)
-
-    def _require_countable(self) -> None:
-        if self.scattering.scales > _SCALES:
-            raise ModelError(f"scales of scattering are at most {_SCALES}, not {self.scattering.scales}")
-        if (count := self.channels * self.paths) > _MAPS:
-            raise ModelError(
-                f"scattering with scales {self.scattering.scales} and angles {self.scattering.angles} makes {count:,} "
-                f"maps of an image; at most {_MAPS:,} are whitened. Lower scales or angles"
-            )
 
     @property
     def paths(self) -> int:

@@ -12,8 +12,6 @@ from torch import Tensor, nn
 from dp_lightning.errors import ModelError
 
 NUM_GROUPS = 4
-# Half a gigabyte of weights with their gradient sum; a thousand times what the digits need.
-MOST_WEIGHTS = 2**26
 
 
 class SmallCNN(nn.Module):
@@ -35,12 +33,6 @@ class SmallCNN(nn.Module):
             raise ModelError(f"image_size must be at least 4 pixels for this network, not {image_size}")
         if channels < NUM_GROUPS or channels % NUM_GROUPS:
             raise ModelError(f"channels must be a multiple of {NUM_GROUPS}, not {channels}")
-        weights = 9 * channels * (in_channels + channels) + channels * (image_size // 2) ** 2 * num_classes
-        if weights > MOST_WEIGHTS:
-            raise ModelError(
-                f"{channels=}, {image_size=} and {num_classes=} make {weights:,} weights, but this small network may "
-                f"have at most {MOST_WEIGHTS:,}. Lower them, or use another model."
-            )
         self.features = nn.Sequential(
             nn.Conv2d(in_channels, channels, 3, padding=1),
             nn.GroupNorm(NUM_GROUPS, channels, affine=False),

@@ -26,8 +26,6 @@ from dp_lightning.errors import ModelError
 from dp_lightning.models.whitening import Whitening
 
 STEM_CHANNELS = 16
-# Seven times WRN-28-10's.
-MOST_WEIGHTS = 2**28
 
 
 def group_norm(num_groups: int, channels: int) -> nn.GroupNorm:
@@ -132,9 +130,6 @@ class WideResNet(nn.Module):
         if width < 1:
             raise ModelError(f"width must be at least 1, not {width}")
         blocks_per_group = (depth - 4) // 6
-        weights = 2 * 9 * (16**2 + 32**2 + 64**2) * width**2 * blocks_per_group
-        if weights > MOST_WEIGHTS:
-            raise ModelError(f"{depth=} and {width=} make about {weights:,} weights; the limit is {MOST_WEIGHTS:,}")
         convolution = standardized_convolution if weight_standardization else plain_convolution
         self.relu_first = relu_first
         self.stem = convolution(in_channels, STEM_CHANNELS, 3, stride=1, padding=1)

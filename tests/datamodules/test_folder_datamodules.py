@@ -1,11 +1,7 @@
 """Images in folders: ImageFolder, ImageNet and Tiny ImageNet on small trees."""
 
 import contextlib
-import io
-import re
 import shutil
-import struct
-import zlib
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,13 +9,11 @@ import numpy as np
 import pytest
 import torch
 from lightning.pytorch.trainer.states import TrainerFn
-from PIL import Image, ImageFile
+from PIL import Image
 from torchvision.transforms import v2
 
-from dp_lightning.cli import main
-from dp_lightning.commands import training
 from dp_lightning.datamodules import ImageFiles, ImageFolder, ImageNet, TinyImageNet, file_source, folder
-from dp_lightning.datamodules.file_source import FileNames, open_rgb
+from dp_lightning.datamodules.file_source import FileNames, open_image
 from dp_lightning.errors import ConfigurationError, DataError
 
 
@@ -68,12 +62,6 @@ def test_the_evaluation_sets_are_looked_up(tmp_path, folders, names):
     assert list(data.val_dataloader()) == names
 
 
-def test_a_single_val_folder_is_the_test_set(tmp_path):
-    data = ImageFolder(write_tree(tmp_path, splits=("train", "val")))
-    data.setup("test")
-    assert all("/val/" in path for path in data.test_dataset.source.paths)
-
-
 def test_images_of_any_size_and_kind_become_rgb_squares(tmp_path):
     root = write_tree(tmp_path)
     write_image(tmp_path / "val" / "cat" / "gray.png", size=(30, 20), mode="L")
@@ -109,11 +97,6 @@ def test_images_become_grey_when_told_and_grey_ones_keep_their_pixels(tmp_path, 
     assert views[0][0].shape == (1, 14, 14)
 
 
-def test_another_number_of_channels_is_refused(tmp_path):
-    with pytest.raises(ConfigurationError, match="in_channels is 2; files give 1 or 3"):
-        ImageFolder(str(tmp_path), in_channels=2)
-
-
 def test_pixels_and_labels_survive(tmp_path):
     write_image(tmp_path / "train" / "a" / "0.png", level=0)
     write_image(tmp_path / "train" / "b" / "0.png", level=255)
@@ -122,58 +105,13 @@ def test_pixels_and_labels_survive(tmp_path):
     assert pairs == [([-1.0], 0), ([1.0], 1)]
 
 
-def test_a_truncated_image_is_named_when_it_is_read(tmp_path):
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_truncated_image_is_named_when_it_is_read(tmp_path, num_workers):
     root = write_tree(tmp_path)
     broken = tmp_path / "val" / "dog" / "1.png"
     broken.write_bytes(broken.read_bytes()[:40])
-    data = ImageFolder(root)
-    data.setup("fit")
-    with pytest.raises(DataError, match=r"val/dog/1.png cannot be read as an image") as caught:
-        list(data.test_dataloader())
-    assert str(broken) in str(caught.value)
-
-
-def test_a_truncated_image_is_named_from_a_worker_process_too(tmp_path, monkeypatch, capsys):
-    root = write_tree(tmp_path)
-    (tmp_path / "val" / "dog" / "1.png").write_bytes(b"")
-    with pytest.raises(DataError, match=r"val/dog/1.png cannot be read as an image") as caught:
-        list(ImageFolder(root, num_workers=1).test_dataloader())
-
-    def read_images(arguments):
-        raise caught.value
-
-    monkeypatch.setattr(training, "main", read_images)
-    with pytest.raises(SystemExit, match="2"):
-        main(["test"])
-    said = capsys.readouterr().err.strip()  # without the traceback that the process has added
-    assert re.fullmatch(r"dpl test: error: \S+val/dog/1.png cannot be read as an image .*", said)
-
-
-def test_an_empty_class_folder_is_named(tmp_path):
-    root = write_tree(tmp_path)
-    (tmp_path / "train" / "eel").mkdir()
-    (tmp_path / "val" / "eel").mkdir()
-    with pytest.raises(DataError, match=r"train/eel holds no image files"):
-        ImageFolder(root).check_files()
-
-
-@pytest.mark.parametrize(
-    ("count", "told"),
-    [(2, "train/e0, .*train/e1 hold no image files"), (5, "train/e0, .*train/e1, .*train/e2 and 2 more hold no image")],
-)
-def test_several_empty_class_folders_are_named(tmp_path, count, told):
-    root = write_tree(tmp_path)
-    for place in range(count):
-        (tmp_path / "train" / f"e{place}").mkdir()
-    with pytest.raises(DataError, match=told):
-        ImageFolder(root).check_files()
-
-
-def test_class_folders_that_differ_are_named(tmp_path):
-    root = write_tree(tmp_path)
-    write_image(tmp_path / "val" / "eel" / "0.png")
-    with pytest.raises(DataError, match=r"val has class folders that .*train does not have: eel"):
-        ImageFolder(root).check_files()
+    with pytest.raises(DataError, match=rf"{broken} cannot be read as an image"):
+        list(ImageFolder(root, num_workers=num_workers).test_dataloader())
 
 
 def test_an_evaluation_set_may_lack_classes(tmp_path):
@@ -186,7 +124,7 @@ def test_an_evaluation_set_may_lack_classes(tmp_path):
     assert (data.num_classes, data.test_dataset.labels.tolist()) == (3, [2, 2, 2])
     for path in (tmp_path / "val" / "dog").iterdir():
         path.unlink()
-    with pytest.raises(DataError, match="val holds no image files"):
+    with pytest.raises(DataError, match=r"no image files are in .*val/ant"):
         ImageFolder(root).check_files()
 
 
@@ -198,10 +136,9 @@ def test_what_is_no_image_by_its_name_is_said(tmp_path):
     (dog / "more.png").mkdir()
     (dog / "gone.png").symlink_to(tmp_path / "nowhere")
     (dog / "other.png").symlink_to(dog / "0.png")
-    (dog / "loop.png").symlink_to(dog / "loop.png")
     data = ImageFolder(root)
     with pytest.warns(
-        UserWarning, match=r"not read as images: 2 x \.dcm, 2 x broken link, 1 x folder, 1 x no extension"
+        UserWarning, match=r"not read as images: 2 x \.dcm, 1 x broken link, 1 x folder, 1 x no extension"
     ):
         data.check_files()
     assert data.num_train == 7
@@ -250,31 +187,21 @@ def test_a_command_that_does_not_train_reads_no_training_image_first(tmp_path):
         data.prepare_data()
 
 
-def test_a_missing_root_says_what_to_set(tmp_path):
-    data = ImageFolder(str(tmp_path / "nowhere"))
-    for access in (lambda: data.num_train, lambda: data.num_classes, data.check_files, data.setup):
-        with pytest.raises(DataError, match=r"nowhere does not exist; set data.init_args.root"):
-            access()
-
-
-def test_a_root_without_train_says_what_to_set(tmp_path):
-    with pytest.raises(DataError, match=r"train is missing; set data.init_args.root"):
-        ImageFolder(str(tmp_path)).check_files()
-
-
-@pytest.mark.parametrize("name", ["photos", "photos/train"])
-def test_a_link_without_a_target_is_told_as_such(tmp_path, name):
-    path = tmp_path / name
-    path.parent.mkdir(exist_ok=True)
-    path.symlink_to("/nowhere/else")
-    with pytest.raises(DataError, match=rf"{name} is a symbolic link to /nowhere/else, which does not exist; correct"):
-        ImageFolder(str(tmp_path / "photos")).check_files()
-
-
-def test_a_train_folder_without_classes_is_named(tmp_path):
-    write_image(tmp_path / "train" / "0.png")
-    with pytest.raises(DataError, match="train has no class folders"):
-        ImageFolder(str(tmp_path)).check_files()
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda root: shutil.rmtree(root), r"train is missing; set data.init_args.root"),
+        (lambda root: shutil.rmtree(root / "train"), r"train is missing; set data.init_args.root"),
+        (lambda root: [shutil.rmtree(path) for path in (root / "train").iterdir()], "train has no class folders"),
+        (lambda root: (root / "train" / "eel").mkdir(), r"no image files are in .*train/eel; remove the folder"),
+        (lambda root: write_image(root / "val" / "eel" / "0.png"), r"val has class folders that .* not have: eel"),
+    ],
+)
+def test_a_tree_with_a_fault_is_named_before_a_run(tmp_path, spoil, message):
+    root = write_tree(tmp_path / "photos")
+    spoil(tmp_path / "photos")
+    with pytest.raises(DataError, match=message):
+        ImageFolder(root).check_files()
 
 
 def test_an_impossible_size_is_refused(tmp_path):
@@ -321,7 +248,7 @@ def test_a_file_is_decoded_once_for_all_views_of_its_image(tmp_path, monkeypatch
                 pixels = noise.integers(0, 256, (48, 40, 3), dtype=np.uint8)
                 Image.fromarray(pixels).save(folder / f"{number}.png")
     opened = []
-    monkeypatch.setattr(file_source, "open_rgb", lambda path: opened.append(path) or open_rgb(path))
+    monkeypatch.setattr(file_source, "open_image", lambda path: opened.append(path) or open_image(path))
     train = kind(str(tmp_path), image_size=32).train_dataset
     images, labels = zip(*train.__getitems__([0, 0, 0, 0, 3, 3, 3, 3, 1]), strict=True)
     assert [Path(path).name for path in opened] == ["0.png", "1.png", "1.png"]
@@ -332,11 +259,6 @@ def test_a_file_is_decoded_once_for_all_views_of_its_image(tmp_path, monkeypatch
     images, _ = zip(*plain.__getitems__([2, 2, 0]), strict=True)
     assert torch.equal(images[0], images[1])
     assert not torch.equal(images[0], images[2])
-
-
-def test_imagenet_without_val_is_named(tmp_path):
-    with pytest.raises(DataError, match=r"val is missing; set data.init_args.root"):
-        ImageNet(write_tree(tmp_path, splits=("train",))).check_files()
 
 
 def write_tiny(root, wnids=("n02", "n01"), num=3) -> str:
@@ -369,19 +291,21 @@ def test_tiny_imagenet_reads_its_own_layout(tmp_path):
     ("spoil", "message"),
     [
         (lambda root: (root / "wnids.txt").unlink(), r"wnids.txt is missing; unpack tiny-imagenet-200.zip"),
-        (lambda root: (root / "wnids.txt").write_text("\n"), "wnids.txt lists no classes"),
-        (lambda root: (root / "wnids.txt").write_text("n02\nn01\nn03\n"), "train/n03/images is missing"),
+        (
+            lambda root: (root / "wnids.txt").write_text("n02\nn01\nn03\n"),
+            "train/n03/images is missing; copy or unpack",
+        ),
         (lambda root: (root / "train/n01").rename(root / "train/n09"), "train/n01/images is missing"),
         (lambda root: (root / "val/val_annotations.txt").unlink(), "val_annotations.txt is missing"),
         (lambda root: (root / "val/images").rename(root / "val/pictures"), "val/images is missing"),
         (lambda root: (root / "val/images/val_1.JPEG").unlink(), "val/images/val_1.JPEG is missing"),
         (
             lambda root: (root / "val/val_annotations.txt").write_text("val_0.JPEG\tn77\n"),
-            "line 1: 'n77' is not in wnids.txt",
+            "line 1: .*'n77' is not in wnids.txt",
         ),
         (
             lambda root: (root / "val/val_annotations.txt").write_text("val_0.JPEG"),
-            "line 1: '' is not in wnids.txt",
+            "line 1: .*'' is not in wnids.txt",
         ),
     ],
 )
@@ -392,29 +316,15 @@ def test_a_damaged_tiny_imagenet_is_named_before_training(tmp_path, spoil, messa
         TinyImageNet(root).check_files()
 
 
-def test_an_image_of_another_size_is_named(tmp_path):
-    root = write_tiny(tmp_path)
-    write_image(tmp_path / "val" / "images" / "val_0.JPEG", size=(32, 64))
-    with pytest.raises(DataError, match=r"val_0\.JPEG.*32 x 64.*64 x 64"):
-        list(TinyImageNet(root).test_dataloader())
-
-
 @pytest.mark.parametrize(("extension", "kind"), [("png", "<u2"), ("tif", "<u2"), ("tif", ">u2")])
 def test_sixteen_bits_become_eight(tmp_path, extension, kind):
     wide = np.linspace(0, 65_535, 256 * 16).reshape(64, 64).astype(kind)
     path = tmp_path / f"wide.{extension}"
     Image.frombytes("I;16B" if kind == ">u2" else "I;16", (64, 64), wide.tobytes()).save(path)
-    found = open_rgb(str(path))
+    found = open_image(str(path))
     assert torch.equal(found[0], torch.from_numpy(np.round(wide / 257).astype(np.uint8)))
     assert torch.equal(found[0], found[2])
     assert found.unique().numel() == 256
-
-
-@pytest.mark.parametrize("kind", [np.float32, np.int32])
-def test_thirty_two_bits_are_refused(tmp_path, kind):
-    Image.fromarray(np.ones((8, 8), kind)).save(tmp_path / "scan.tif")
-    with pytest.raises(DataError, match=r"scan.tif cannot be read as an image \(it has 32 bits per pixel.*convert it"):
-        open_rgb(str(tmp_path / "scan.tif"))
 
 
 @pytest.mark.parametrize("mode", ["RGB", "L", "CMYK"])
@@ -422,7 +332,7 @@ def test_jpegs_are_decoded_as_pil_does(tmp_path, mode):
     y, x = np.mgrid[0:40, 0:56]
     pixels = np.stack([128 + 100 * np.sin(x / 9), 128 + 100 * np.cos(y / 7), 2 * x + y], axis=2).clip(0, 255)
     Image.fromarray(pixels.astype(np.uint8)).convert(mode).save(tmp_path / "a.jpg", quality=95)
-    ours = open_rgb(str(tmp_path / "a.jpg"))
+    ours = open_image(str(tmp_path / "a.jpg"))
     with Image.open(tmp_path / "a.jpg") as image:
         pil = torch.from_numpy(np.array(image.convert("RGB"))).permute(2, 0, 1)
     assert ours.shape == (3, 40, 56)
@@ -430,67 +340,32 @@ def test_jpegs_are_decoded_as_pil_does(tmp_path, mode):
     assert int((ours.int() - pil.int()).abs().max()) <= (2 if mode != "CMYK" else 12)
 
 
-@pytest.mark.parametrize("keep", [200, -2])
-def test_a_jpeg_without_its_end_is_named(tmp_path, keep):
-    write_image(tmp_path / "a.jpg", size=(64, 64))
-    path = tmp_path / "a.jpg"
-    path.write_bytes(path.read_bytes()[:keep])
-    with pytest.raises(DataError, match=r"a.jpg cannot be read as an image"):
-        open_rgb(str(path))
-
-
-def test_names_of_files_are_kept_in_one_block():
-    paths = ["a/b.png", "", "ü/ß.jpg", "x" * 300]
-    names = FileNames(iter(paths))
-    assert list(names) == paths
-    assert len(names) == 4
-    with pytest.raises(IndexError):
-        names[4]
-    assert len(FileNames([])) == 0
-    # The bytes of the names and eight more for each.
-    many = FileNames(f"train/n{k % 1000:08d}/n{k:08d}.JPEG" for k in range(10_000))
-    assert many._text.nbytes + many._ends.nbytes < 10_000 * (36 + 8) + 100
-
-
-def claims(suffix, width, height):
-    """A small image file whose header says that it is a large one."""
-    file = io.BytesIO()
-    Image.new("RGB", (8, 8)).save(file, {"png": "PNG", "jpg": "JPEG", "bmp": "BMP", "ppm": "PPM"}[suffix])
-    content = file.getvalue()
-    if suffix == "png":
-        head = b"IHDR" + struct.pack(">II", width, height) + content[24:29]
-        return content[:12] + head + struct.pack(">I", zlib.crc32(head)) + content[33:]
-    if suffix == "jpg":
-        place = content.index(b"\xff\xc0") + 5
-        return content[:place] + struct.pack(">HH", height, width) + content[place + 4 :]
-    if suffix == "bmp":
-        return content[:18] + struct.pack("<ii", width, height) + content[26:]
-    return content.replace(b"8 8", f"{width} {height}".encode(), 1)
+def cut_jpeg(path):
+    write_image(path, size=(64, 64))
+    path.write_bytes(path.read_bytes()[:-2])
 
 
 @pytest.mark.parametrize(
-    ("suffix", "side"), [("png", 9_000), ("png", 10**6), ("jpg", 65_000), ("bmp", 9_000), ("ppm", 9_000)]
+    ("name", "write", "reason"),
+    [
+        ("a.png", lambda path: path.write_bytes(b""), "it is empty"),
+        ("a.png", lambda path: path.write_text("no image"), "it is not an image of a known format"),
+        # PIL would give PostScript to Ghostscript, whatever the file is called.
+        ("a.png", lambda path: path.write_bytes(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 8 8\n"), "known format"),
+        ("a.jpg", cut_jpeg, "truncated"),
+        ("a.tif", lambda path: Image.fromarray(np.ones((8, 8), np.float32)).save(path), "32 bits per pixel"),
+        ("a.tif", lambda path: Image.fromarray(np.ones((8, 8), np.int32)).save(path), "32 bits per pixel"),
+        ("a.png", lambda path: None, "No such file"),
+    ],
 )
-def test_an_image_is_decoded_only_where_its_header_claims_a_size_that_is_read(tmp_path, suffix, side, monkeypatch):
-    path = tmp_path / f"large.{suffix}"
-    path.write_bytes(claims(suffix, side, side))
-    for decode in (Image.Image, ImageFile.ImageFile):
-        monkeypatch.setattr(decode, "load", lambda self: pytest.fail("decoded"))
-    monkeypatch.setattr(file_source, "decode_jpeg", lambda *args, **kwargs: pytest.fail("decoded"))
-    with pytest.raises(DataError, match=rf"large.{suffix} cannot be read as an image.*(pixels|decompression bomb)"):
-        open_rgb(str(path))
+def test_why_a_file_cannot_be_read_is_said(tmp_path, name, write, reason):
+    write(tmp_path / name)
+    with pytest.raises(ValueError, match=reason):
+        open_image(str(tmp_path / name))
 
 
-def test_an_image_file_starts_no_program(tmp_path):
-    """PIL would give PostScript to Ghostscript, whatever the file is called."""
-    path = tmp_path / "x.png"
-    path.write_bytes(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 8 8\n%%EndComments\nshowpage\n%%EOF\n")
-    with pytest.raises(DataError, match=r"x.png cannot be read as an image \(it is not an image of a known"):
-        open_rgb(str(path))
-
-
-def test_a_list_of_classes_that_is_no_text_is_named(tmp_path):
-    root = write_tiny(tmp_path)
-    (tmp_path / "wnids.txt").write_bytes(b"\xff\xfe\xe9")
-    with pytest.raises(DataError, match=r"wnids.txt is not UTF-8 text"):
-        _ = TinyImageNet(root).num_classes
+def test_names_of_files_are_kept_in_one_block():
+    paths = ["a/b.png", "ü/ß.jpg", "x" * 300]
+    names = FileNames(paths)
+    assert list(names) == paths
+    assert isinstance(names._names, np.ndarray)

@@ -52,7 +52,7 @@ def test_folders_of_one_name_are_one_person_in_every_class(tmp_path):
     assert groups_of(data.test_dataset) == ["p5", "p5", "p6"]
     loader = data.train_dataloader()
     assert isinstance(loader, DataLoader)
-    assert groups_of(loader.dataset) == list(dataset.groups)
+    assert groups_of(loader.dataset) == dataset.groups
 
 
 def test_an_image_beside_the_folders_of_persons_is_named(tmp_path):
@@ -64,7 +64,7 @@ def test_an_image_beside_the_folders_of_persons_is_named(tmp_path):
 
 def test_folders_of_persons_without_the_setting_name_it(tmp_path):
     write_persons(tmp_path)
-    with pytest.raises(DataError, match=r"train/benign, .* hold no image files.*group_folders: true"):
+    with pytest.raises(DataError, match=r"no image files are in .*train/benign, .*group_folders: true"):
         ImageFolder(str(tmp_path)).check_files()
 
 
@@ -156,15 +156,15 @@ def test_test_images_may_be_left_out_of_a_table_all_or_none(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("settings", "message"),
+    "settings",
     [
-        ({"group_file": "a.csv"}, r"group_file is a.csv and group_column is None; set both"),
-        ({"group_column": "owner"}, r"group_file is None and group_column is owner; set both"),
-        ({"group_file": "a.csv", "group_column": "b", "group_folders": True}, "set only one of them"),
+        {"group_file": "a.csv"},
+        {"group_column": "owner"},
+        {"group_file": "a.csv", "group_column": "b", "group_folders": True},
     ],
 )
-def test_settings_that_contradict_each_other_are_refused(tmp_path, settings, message):
-    with pytest.raises(ConfigurationError, match=message):
+def test_settings_that_contradict_each_other_are_refused(tmp_path, settings):
+    with pytest.raises(ConfigurationError, match="do not say which images belong to the same person"):
         ImageFolder(str(tmp_path), **settings)
 
 
@@ -186,9 +186,8 @@ def test_an_array_tells_persons(tmp_path, groups):
         ({"groups": IDS[:5]}, r"train_groups must have one id for each of 12 images, not shape \(5,\)"),
         ({"groups": IDS.reshape(6, 2)}, r"must have one id for each of 12 images, not shape \(6, 2\)"),
         ({"groups": IDS.astype(float)}, "train_groups must be integers or text, not float64"),
-        ({"groups": np.array(["x" * 300] * 12)}, "ids of at most 256 characters"),
         ({"groups": np.array(["p", ""] * 6)}, r"train_groups, element 1: the id of the person is missing"),
-        ({"groups": IDS, "test_groups": IDS}, "test_groups belongs to test_images, which are missing"),
+        ({"groups": IDS, "test_groups": IDS}, "the array test_images is missing"),
     ],
 )
 def test_an_array_that_leaves_a_person_open_is_refused(tmp_path, arrays, message):

@@ -38,19 +38,6 @@ def test_digits_are_scikit_learns_images_split_once():
     torch.testing.assert_close(order(ours), order(theirs), rtol=0, atol=1.01 / 255)
 
 
-def test_digits_are_normalised_by_default():
-    images = images_of(Digits().train_dataset)
-    # The constants have three digits.
-    assert abs(images.mean()) < 0.01
-    assert abs(images.std() - 1) < 0.01
-
-
-def test_digits_test_classes_are_balanced():
-    counts = torch.bincount(Digits().test_dataset.labels)
-    assert counts.min() >= 34
-    assert counts.max() <= 38
-
-
 def test_validation_split_is_disjoint_complete_and_repeatable():
     data, again = Digits(val_fraction=0.2), Digits(val_fraction=0.2)
     train, val = data.train_dataset.indices, data.val_dataset.indices
@@ -60,12 +47,6 @@ def test_validation_split_is_disjoint_complete_and_repeatable():
     assert not torch.equal(train, Digits(val_fraction=0.2, split_seed=1).train_dataset.indices)
     assert data.num_train == len(data.train_dataset) == 1437 - 287
     assert len(data.val_dataset) == data.num_val == 287
-
-
-def test_the_split_does_not_move_the_global_generator():
-    state = torch.get_rng_state()
-    assert len(Digits(val_fraction=0.2).train_dataset) == 1150
-    assert torch.equal(torch.get_rng_state(), state)
 
 
 @pytest.mark.parametrize(
@@ -82,28 +63,9 @@ def test_validation_loaders_are_named(arguments, names):
     assert list(loaders) == names
 
 
-def test_loaders_have_the_stated_batch_size_and_values():
-    data = Digits(eval_batch_size=100, mean=(0.5,), std=(0.5,))
-    data.setup("test")
-    for loader in (data.test_dataloader(), data.predict_dataloader(), data.val_dataloader()["test"]):
-        images, labels = data.on_after_batch_transfer(next(iter(loader)), 0)
-        assert images.shape == (100, 1, 8, 8)
-        assert images.dtype == torch.float32
-        assert labels.dtype == torch.int64
-        assert images.min() == -1.0
-        assert images.max() == 1.0
-
-
-def test_training_loader_is_shuffled_and_complete():
-    data = Digits(eval_batch_size=500)
-    labels = torch.cat([labels for _, labels in data.train_dataloader()])
-    assert not torch.equal(labels, data.train_dataset.labels)
-    assert torch.equal(labels.bincount(), data.train_dataset.labels.bincount())
-
-
 def test_worker_processes_give_the_same_images():
     data = Digits(num_workers=1, eval_batch_size=360)
-    (batch,) = data.test_dataloader()
+    (batch,) = data.val_dataloader()["test"]
     assert batch[0].dtype == torch.uint8
     images, labels = data.on_after_batch_transfer(batch, 0)
     torch.testing.assert_close(images, images_of(data.test_dataset))
@@ -128,22 +90,6 @@ def test_a_batched_fetch_takes_any_indices_and_collates():
     images, labels = next(iter(DataLoader(dataset, batch_sampler=[[4, 1]])))
     assert images.shape == (2, 3, 8, 8)
     assert labels.tolist() == [4, 1]
-
-
-def test_crop_and_flip_are_drawn_for_each_image_by_itself():
-    # The same image 64 times in one batch: 81 crops times 2 flips, so that few of the 64 results are equal.
-    pairs = arrays().__getitems__([0] * 64)
-    assert len({tuple(image.flatten().tolist()) for image, _ in pairs}) > 40
-
-
-def test_augmented_images_are_shifted_or_mirrored_originals():
-    dataset = arrays(num=1)
-    original = dataset.source.images[0]
-    padded = v2.functional.pad(original, [4])
-    shifts = [padded[:, y : y + 8, x : x + 8] for y in range(9) for x in range(9)]
-    candidates = dataset.normalize(torch.stack([*shifts, *(shift.flip(-1) for shift in shifts)]))
-    for image, _ in dataset.__getitems__([0] * 20):
-        assert (candidates == image).flatten(1).all(dim=1).any()
 
 
 @pytest.mark.parametrize(
@@ -190,25 +136,14 @@ def test_mean_and_std_normalise_each_channel(tmp_path):
         NpzImages(str(tmp_path / "a.npz"), mean=(0.1, 0.2)).train_dataset  # noqa: B018
 
 
-NO_NUMBERS = (None, "a few", True, float("nan"))
-WHOLE = ("split_seed", "eval_batch_size", "num_workers")
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         ({"val_fraction": 1.0}, "val_fraction must lie in"),
-        *(
-            ({"val_fraction": value}, r"data\.init_args\.val_fraction must lie in \[0, 1\), not ")
-            for value in NO_NUMBERS
-        ),
-        *(
-            ({name: value}, rf"{name} must be a whole number of at least \d.*, not ")
-            for name in WHOLE
-            for value in NO_NUMBERS
-        ),
-        *(({"std": value}, "mean and std need a number per channel") for value in (None, 0.5, (None,), ("a",))),
+        ({"val_fraction": None}, r"data\.init_args\.val_fraction must lie in \[0, 1\), not None"),
+        ({"val_fraction": float("nan")}, "val_fraction must lie in"),
         ({"val_fraction": -0.1}, "val_fraction must lie in"),
+        ({"split_seed": None}, "split_seed must be a whole number of at least 0, not None"),
         ({"eval_batch_size": 0}, "eval_batch_size must be a whole number of at least 1"),
         ({"num_workers": -1}, "num_workers must be a whole number of at least 0"),
         ({"std": (0.0,)}, "std above 0"),
@@ -227,4 +162,4 @@ def test_a_validation_split_without_images_is_refused():
 def test_fewer_images_than_announced_are_an_error(monkeypatch):
     monkeypatch.setattr(Digits, "num_available", 1500)
     with pytest.raises(DataError, match="holds 1437 training images, but 1500 were expected"):
-        Digits().setup("fit")
+        Digits().train_dataset  # noqa: B018

@@ -53,7 +53,7 @@ def test_scale_shift_and_eps_are_kept_and_the_account_names_each_layer():
     assert batch_norm_to_group_norm(model) == []
 
 
-@pytest.mark.parametrize("name", ["efficientnet_lite0", "resnet18", "mobilenetv3_small_050", "regnetx_002"])
+@pytest.mark.parametrize("name", ["efficientnet_lite0", "mobilenetv3_small_050"])
 def test_networks_of_timm_treat_examples_apart_then_and_keep_their_activations(name):
     model = timm.create_model(name, num_classes=5)
     activations = sum(isinstance(module, nn.ReLU | nn.ReLU6 | nn.Hardswish) for module in model.modules())
@@ -90,8 +90,3 @@ def test_frozen_layers_are_allowed_and_counted_until_they_are_trained():
     assert fixed_statistics(model) == []
     with pytest.raises(ModelError, match="BatchNorm"):
         clipped(model)
-
-
-def test_a_layer_without_statistics_cannot_be_frozen():
-    with pytest.raises(ModelError, match=r"'0' \(BatchNorm2d\) has no running statistics"):
-        freeze_batch_norm(nn.Sequential(nn.BatchNorm2d(3, track_running_stats=False)))

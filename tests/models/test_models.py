@@ -41,28 +41,17 @@ NETWORKS = {
 def test_logits_of_one_example_do_not_depend_on_its_batch(name):
     make, shape = NETWORKS[name]
     model = make()
-    images = torch.randn(4, *shape)
+    images = torch.randn(3, *shape)
+    together = model(images)
     with torch.no_grad():
-        together = model(images)
         alone = torch.cat([model(image.unsqueeze(0)) for image in images])
-    assert together.shape == (4, 7)
+    assert together.shape == (3, 7)
     # float32 convolutions of another batch size may add in another order.
     torch.testing.assert_close(together, alone, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize("name", NETWORKS)
-def test_no_batch_norm_and_no_in_place_activation(name):
-    for module in NETWORKS[name][0]().modules():
-        assert not isinstance(module, nn.modules.batchnorm._BatchNorm)
-        assert not getattr(module, "inplace", False)
-
-
-@pytest.mark.parametrize("name", NETWORKS)
-def test_every_parameter_receives_a_gradient(name):
-    make, shape = NETWORKS[name]
-    model = make()
-    model(torch.randn(2, *shape)).square().sum().backward()
+    together.square().sum().backward()
     assert all(parameter.grad is not None for parameter in model.parameters())
+    assert not any(isinstance(part, nn.modules.batchnorm._BatchNorm) for part in model.modules())
+    assert not any(getattr(part, "inplace", False) for part in model.modules())
 
 
 @pytest.mark.parametrize(
@@ -129,8 +118,8 @@ def test_scale_norm_is_one_norm_more_for_each_addition():
     [
         (lambda **more: WideResNet(16, 1, 7, **more), (3, 32, 32)),
         (lambda **more: WideResNet(16, 1, 7, relu_first=True, weight_standardization=True, **more), (3, 32, 32)),
-        (lambda **more: ResNet(18, 7, **more), (3, 64, 64)),
-        (lambda **more: ResNet(50, 7, **more), (3, 64, 64)),
+        (lambda **more: ResNet(18, 7, **more), (3, 32, 32)),
+        (lambda **more: ResNet(50, 7, **more), (3, 32, 32)),
     ],
 )
 def test_a_network_with_scale_norm_is_the_plain_one_where_it_changes_nothing(make, shape):
@@ -145,27 +134,6 @@ def test_a_network_with_scale_norm_is_the_plain_one_where_it_changes_nothing(mak
     assert (before - plain(images)).abs().max() > 0.01
 
 
-@pytest.mark.parametrize(
-    ("make", "shape"),
-    [
-        (lambda: WideResNet(10, 2, 7, scale_norm=True), (3, 32, 32)),
-        (lambda: ResNet(50, 7, scale_norm=True), (3, 64, 64)),
-    ],
-)
-def test_scale_norm_brings_the_sum_to_one_scale_before_the_relu(make, shape):
-    model, seen = make(), []
-    for part in scale_norms(model).values():
-        part.register_forward_hook(lambda _, given, found: seen.append((given[0], found)))
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(3 if parameter.dim() == 4 else 1)
-        model(torch.randn(2, *shape))
-    assert any(abs(given.std() - 1) > 0.2 for given, _ in seen)
-    for given, found in seen:
-        assert (given < 0).any()
-        assert found.std() == pytest.approx(1, abs=0.01)
-
-
 @pytest.mark.parametrize("num_classes", [10, 1000])
 @pytest.mark.parametrize("depth", [18, 50])
 def test_resnets_have_torchvisions_number_of_parameters(depth, num_classes):
@@ -174,23 +142,6 @@ def test_resnets_have_torchvisions_number_of_parameters(depth, num_classes):
         assert num_parameters(ResNet(depth, num_classes)) == expected
         # The stem for small images has 3x3 instead of 7x7 kernels, 64 x 3 of them.
         assert num_parameters(ResNet(depth, num_classes, stem="cifar")) == expected - 64 * 3 * (49 - 9)
-
-
-def test_resnet18_keeps_the_resolution_with_the_cifar_stem():
-    images = torch.randn(1, 3, 32, 32)
-    small, large = ResNet(18, 10, stem="cifar"), ResNet(18, 10)
-    assert small.maxpool(small.conv1(images)).shape[-1] == 32
-    assert large.maxpool(large.conv1(images)).shape[-1] == 8
-
-
-def test_small_cnn_is_small():
-    assert num_parameters(SmallCNN(10)) < 30_000
-
-
-def test_initial_activations_keep_their_scale():
-    # Logits of a fresh network neither vanish nor explode: kaiming keeps the variance through the blocks.
-    logits = WideResNet(16, 2, 10)(torch.randn(16, 3, 32, 32))
-    assert 0.05 < logits.std() < 5.0
 
 
 @pytest.mark.parametrize(

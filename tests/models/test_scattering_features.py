@@ -5,9 +5,9 @@ import torch
 import torch.nn.functional as F
 
 from dp_lightning.errors import ModelError
-from dp_lightning.models.random_images import dead_leaves, spectra
+from dp_lightning.models.random_images import PROCESSES, dead_leaves, spectra
 from dp_lightning.models.scattering import Scattering
-from dp_lightning.models.scattering_features import ScatteringFeatures, _normalized, _of_random_images
+from dp_lightning.models.scattering_features import ScatteringFeatures, _normalized
 
 
 def random_images(seed, n=200, channels=3, size=32):
@@ -56,31 +56,6 @@ def test_a_mirror_that_is_neither_true_nor_false_is_refused(mirror):
         ScatteringFeatures(3, mirror=mirror)
 
 
-def test_a_change_of_one_network_leaves_the_next_one_alone(features):
-    before = features.whitening.clone()
-    ScatteringFeatures(3, angles=4).whitening.zero_()
-    assert torch.equal(ScatteringFeatures(3, angles=4).whitening, before)
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"scales": 6}, "scales of scattering are at most 5, not 6"),
-        ({"angles": 1000}, "angles 1000 makes 3,006,003 maps of an image; at most 2,500"),
-    ],
-)
-def test_more_than_can_be_whitened_is_refused_before_it_is_computed(settings, message):
-    with pytest.raises(ModelError, match=message):
-        ScatteringFeatures(3, **settings)
-
-
-def test_the_same_are_made_again(features):
-    _of_random_images.cache_clear()
-    again = ScatteringFeatures(3, angles=4)
-    assert torch.equal(again.whitening, features.whitening)
-    assert torch.equal(again.mean, features.mean)
-
-
 def test_an_image_has_the_same_features_beside_others(features):
     images = random_images(2, n=20)
     torch.testing.assert_close(features(images)[7:8], features(images[7:8]), rtol=1e-4, atol=1e-5)
@@ -109,7 +84,7 @@ def test_mirrored_features_are_averages_over_both_directions(mirrored):
     torch.testing.assert_close(_normalized(mirrored.scattering, mirrored._mirrored, images), expected)
 
 
-@pytest.mark.parametrize("make", [dead_leaves, spectra])
+@pytest.mark.parametrize("make", PROCESSES.values())
 @pytest.mark.parametrize("channels", [1, 3])
 def test_random_images_are_images_and_made_again(make, channels):
     images, again, other = (
@@ -131,13 +106,6 @@ def test_their_spectrum_falls_as_that_of_photographs(make):
     along = power.mean(dim=(0, 1))[0]  # horizontally
     slope = (along[8].log() - along[2].log()) / torch.log(torch.tensor(4.0))
     assert -3.5 < slope < -0.9
-
-
-def test_disks_lie_at_all_places_and_no_two_colours_are_alike():
-    images = dead_leaves(400, channels=3, size=16, generator=torch.Generator().manual_seed(0))
-    assert images.mean(dim=(0, 1)).std() < 0.03
-    colour = images[:, 0] - images[:, 1]
-    assert 0.05 < colour.std() < images[:, 0].std()
 
 
 def test_it_is_built_for_its_shapes_without_an_image(monkeypatch):

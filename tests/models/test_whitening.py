@@ -62,18 +62,20 @@ def test_pretraining_whitens_what_the_last_layer_is_given(name):
     assert all(torch.equal(again[name], value) for name, value in weights.items())
 
 
-def test_a_run_takes_it_from_the_file_and_says_so_where_it_is_missing(tmp_path):
-    for module, settings in ((WideResNetModule, {"depth": 10, "width": 1}), (ResNetModule, {"stem": "cifar"})):
-        file = tmp_path / f"{module.__name__}.pt"
-        made = module(4, whitening=True, **settings)
-        layer = next(part for part in made.modules() if isinstance(part, Whitening))
-        layer.fit(torch.randn(300, len(layer.mean)))
-        torch.save(made.model.state_dict(), file)
-        loaded = module(4, whitening=True, weights=str(file), **settings)
-        images = torch.rand(2, 3, 32, 32)
-        torch.testing.assert_close(loaded(images), made(images))
-        with pytest.raises(ConfigurationError, match=r"were whitened: set model\.init_args\.whitening to true"):
-            module(4, weights=str(file), **settings)
-        torch.save(module(4, **settings).model.state_dict(), file)
-        with pytest.raises(ConfigurationError, match=r"were not whitened: set model\.init_args\.whitening to false"):
-            module(4, whitening=True, weights=str(file), **settings)
+@pytest.mark.parametrize(
+    ("module", "settings"), [(WideResNetModule, {"depth": 10, "width": 1}), (ResNetModule, {"stem": "cifar"})]
+)
+def test_a_run_takes_it_from_the_file_and_says_so_where_it_is_missing(tmp_path, module, settings):
+    file = tmp_path / "weights.pt"
+    made = module(4, whitening=True, **settings)
+    layer = next(part for part in made.modules() if isinstance(part, Whitening))
+    layer.fit(torch.randn(300, len(layer.mean)))
+    torch.save(made.model.state_dict(), file)
+    loaded = module(4, whitening=True, weights=str(file), **settings)
+    images = torch.rand(2, 3, 32, 32)
+    torch.testing.assert_close(loaded(images), made(images))
+    with pytest.raises(ConfigurationError, match=r"2 tensors do not belong to it, such as .*\.matrix"):
+        module(4, weights=str(file), **settings)
+    torch.save(module(4, **settings).model.state_dict(), file)
+    with pytest.raises(ConfigurationError, match=r"2 of its .* tensors are missing, such as .*\.matrix"):
+        module(4, whitening=True, weights=str(file), **settings)
