@@ -26,7 +26,7 @@ from dp_lightning.cli import main
 from dp_lightning.commands import analyze, audit, export, init, report, sweep, verify
 from dp_lightning.commands.analysis_run import AnalysisRun
 from dp_lightning.commands.audit_runs import AuditRuns
-from dp_lightning.commands.known_settings import require_known
+from dp_lightning.commands.composition import Composer
 from dp_lightning.commands.named_configs import with_paths
 from dp_lightning.commands.training import TrainingCLI
 from dp_lightning.experiments.grid import Grid
@@ -433,7 +433,7 @@ def test_a_prediction_is_shown_as_it_is_called(workplace):
     (line,) = [line for line in DPL if line.startswith("dpl predict")]
     arguments = shlex.split(line)[1:]
     assert arguments[1:3] == ["--config", "lightning_logs/version_0/config.yaml"]
-    require_known(["predict", "--config=configs/wrn16_cifar10.yaml", *arguments[3:]])
+    Composer()(["--config=configs/wrn16_cifar10.yaml", *arguments[3:]])
     assert arguments[-2:] == ["--data.root", "new_photos"]
 
 

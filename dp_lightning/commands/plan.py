@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dp_lightning.atomic_files import require_writable
-from dp_lightning.commands.known_settings import require_known
 from dp_lightning.commands.named_configs import with_paths
 from dp_lightning.errors import ConfigurationError
 
@@ -33,7 +32,6 @@ def main(arguments: list[str]) -> None:
     options, of_fit = parser.parse_known_args(with_paths(arguments)[1:])
     configured = any(argument == "--config" or argument.startswith("--config=") for argument in of_fit)
     if configured:
-        require_known(["fit", *of_fit])
         _require_none_of_the_plain(options)
     elif of_fit:
         parser.error(f"unrecognized arguments without --config: {' '.join(of_fit)}")
