@@ -14,8 +14,8 @@ from PIL import Image
 
 from dp_lightning.callbacks import PostProcessCallback, PrivacyCallback, SignalToNoise
 from dp_lightning.cli import main
-from dp_lightning.commands.training import TrainingCLI
-from dp_lightning.lightning_modules import WideResNetModule
+from dp_lightning.commands.composition import Stopped
+from dp_lightning.commands.training import command_line
 from dp_lightning.models.wide_resnet import WideResNet
 from dp_lightning.privacy.clipping import ClipPlan
 from dp_lightning.privacy.plan import RunShape
@@ -66,14 +66,7 @@ def without_download(path):
 
 def instantiate(*arguments):
     """The command line up to, and without, ``fit``."""
-
-    class Instantiated(TrainingCLI):
-        def run_command(self, command):
-            pass
-
-    return Instantiated(
-        model_class=None, datamodule_class=None, subclass_mode_model=True, subclass_mode_data=True, args=list(arguments)
-    )
+    return command_line(list(arguments), Stopped)
 
 
 @pytest.fixture
@@ -219,24 +212,6 @@ def test_runs_of_the_paper_and_of_the_evidence_take_the_steps_of_their_epochs():
 
 
 @pytest.mark.parametrize("path", FRAGMENTS, ids=lambda path: path.stem)
-def test_every_fragment_composes_with_a_run(path, tmp_path):
-    cli = instantiate(
-        "fit",
-        *("--config", str(CONFIGS / "wrn16_cifar10.yaml"), "--config", str(path)),
-        *("--trainer.accelerator", "cpu", "--trainer.default_root_dir", str(tmp_path)),
-    )
-    fragment = content(path)
-    names = [entry["class_path"] for entry in fragment["postprocess"]["transforms"] or []]
-    assert [type(transform).__name__ for transform in cli.postprocess.chain.transforms] == names
-    optimizer = cli.model.configure_optimizers.__func__.keywords["optimizer"]
-    assert type(optimizer).__name__ == fragment["optimizer"]["class_path"].rpartition(".")[2]
-    for key, value in fragment["optimizer"]["init_args"].items():
-        found = optimizer.param_groups[0][key if key != "lr" else "initial_lr"]
-        assert found == (tuple(value) if isinstance(value, list) else value)
-    assert isinstance(cli.model, WideResNetModule)
-
-
-@pytest.mark.parametrize("path", FRAGMENTS, ids=lambda path: path.stem)
 def test_every_method_trains(path, tmp_path):
     quiet = ["--trainer.logger", "false", "--trainer.enable_progress_bar", "false", "--trainer.accelerator", "cpu"]
     main(
@@ -324,7 +299,7 @@ def test_a_class_whose_settings_are_all_comments_has_its_defaults(tmp_path):
         "model:\n  class_path: LinearProbeModule\n  init_args:\n    # normalize: unit\n"
         "data:\n  class_path: CachedFeatures\n  init_args:\n    backbone: scattering\n    images:\n"
         "      class_path: Digits\n      init_args:\n        # val_fraction: 0.1\n"
-        "lr_scheduler:\n  class_path: WarmupCosine\n  init_args:\n"
+        "postprocess:\n  # transforms: []\nlr_scheduler:\n  class_path: WarmupCosine\n  init_args:\n"
         "privacy: {target_epsilon: 3.0, delta: 1.0e-4, expected_batch_size: 512}\n"
         f"trainer: {{default_root_dir: {tmp_path}, max_steps: 3, callbacks: "
         "[{class_path: LearningRateMonitor, init_args: }]}\n"
