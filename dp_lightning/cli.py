@@ -51,7 +51,9 @@ exit codes: 0 done; 1 a check does not hold, or a run of a grid has failed; 2 an
 _TRAINING = ("fit", "validate", "test", "predict")
 # They answer at once; the runs of a grid have processes of their own. `doctor` also runs where packages are missing.
 _WITHOUT_TORCH = ("init", "account", "sweep", "report", "configs", "doctor")
-# Number of turns of a loop for which a thread waits before it sleeps.
+# Number of turns of a loop for which a thread of torch waits for another one before it sleeps: microseconds instead of
+# milliseconds. Where processes share cores, such as two runs on one machine, waiting threads otherwise take the time of
+# those that they wait for (`docs/performance.md`). GNU OpenMP reads this when torch is imported.
 _SPINS = "10000"
 
 
@@ -71,7 +73,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         return
     command = arguments[0]
     if command in ("-V", "--version", "version"):
-        print(f"dp-lightning {__version__}, Python {platform.python_version()}, {_torch()}")
+        try:
+            torch = f"torch {version('torch')}"  # by its metadata, since importing torch takes seconds
+        except PackageNotFoundError:
+            torch = "torch is not installed"
+        print(f"dp-lightning {__version__}, Python {platform.python_version()}, {torch}")
         return
     if command not in _COMMANDS:
         from dp_lightning.commands.near_names import did_you_mean
@@ -80,7 +86,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(f"dpl: there is no command '{command}'.{near} `dpl --help` lists the commands.", file=sys.stderr)
         sys.exit(2)
     try:
-        _let_threads_give_way()
+        if "OMP_WAIT_POLICY" not in os.environ:
+            os.environ.setdefault("GOMP_SPINCOUNT", _SPINS)
         if command not in _WITHOUT_TORCH:
             _imported("dp_lightning.cores").respect_quota()
         _imported(f"dp_lightning.commands.{'training' if command in _TRAINING else command}").main(arguments)
@@ -90,16 +97,6 @@ def main(argv: Sequence[str] | None = None) -> None:
             told = told.rpartition(f"{kind.__module__}.{kind.__qualname__}: ")[2].rstrip()
         print("\n".join([f"\ndpl {command}: error: {told}", *getattr(error, "__notes__", [])]), file=sys.stderr)
         sys.exit(2)
-
-
-def _let_threads_give_way() -> None:
-    """Let threads of torch that wait for each other sleep after some microseconds, and not milliseconds.
-
-    Where processes share cores, such as two runs on one machine, waiting threads otherwise take the time of those that
-    they wait for (`docs/performance.md`). GNU OpenMP reads this when torch is imported.
-    """
-    if "OMP_WAIT_POLICY" not in os.environ:
-        os.environ.setdefault("GOMP_SPINCOUNT", _SPINS)
 
 
 def _imported(name: str) -> Any:
@@ -124,11 +121,3 @@ def _imported(name: str) -> Any:
         gc.freeze()
         gc.unfreeze()
         gc.enable()
-
-
-def _torch() -> str:
-    # By its metadata: importing torch takes seconds.
-    try:
-        return f"torch {version('torch')}"
-    except PackageNotFoundError:
-        return "torch is not installed"
