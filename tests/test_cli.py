@@ -1,7 +1,6 @@
 """The ``dpl`` command: help, wrong settings, and a run from one YAML file to a statement."""
 
 import csv
-import gc
 import json
 import os
 import platform
@@ -82,21 +81,6 @@ def test_waiting_threads_give_way_unless_something_else_is_set(given, monkeypatc
     main(["account"])
     spins = os.environ.pop("GOMP_SPINCOUNT", None)
     assert spins == {(): "10000", ("GOMP_SPINCOUNT",): "7", ("OMP_WAIT_POLICY",): None}[tuple(given)]
-
-
-def test_garbage_is_looked_for_again_after_the_imports_of_a_command(monkeypatch):
-    """And nothing is left out: a tensor that was made by an import is found by what looks for references to it."""
-    during, made = [], []
-
-    def import_module(name):
-        during.append(gc.isenabled())
-        made.append([torch.zeros(1)])
-        return types.SimpleNamespace(main=lambda arguments: during.append(gc.isenabled()))
-
-    monkeypatch.setattr(cli, "import_module", import_module)
-    main(["account"])
-    assert during == [False, True]
-    assert any(holder is made[0] for holder in gc.get_referrers(made[0][0]))
 
 
 # A command that does what `code` says, so that none waits for torch.
@@ -310,13 +294,6 @@ def test_a_finished_run_is_evaluated_from_its_own_configuration(
         rows = list(csv.DictReader((tmp_path / "predictions.csv").open()))
         assert len(rows) == 360
         assert sum(float(rows[0][f"p{k}"]) for k in range(10)) == pytest.approx(1.0, abs=1e-4)
-
-
-def test_an_evaluation_logs_where_it_is_told_to(finished_run, checkpoint, tmp_path):
-    settings = ["--trainer.logger", "CSVLogger", "--trainer.logger.save_dir", str(tmp_path)]
-    main(["test", "--config", str(finished_run / "config.yaml"), "--ckpt_path", str(checkpoint), *settings])
-    (metrics,) = tmp_path.rglob("metrics.csv")
-    assert "test/accuracy" in metrics.read_text()
 
 
 def test_a_module_without_every_linked_setting_is_evaluated_from_its_checkpoint(tmp_path, capsys):

@@ -124,7 +124,11 @@ def put_images(config, settings):
         config["data"] = images
 
 
-def two_steps_on_synthetic_images(path, tmp_path):
+@pytest.mark.parametrize(
+    "path",
+    [pytest.param(path, marks=[pytest.mark.slow] if path.stem in HEAVY else [], id=path.stem) for path in RUNS],
+)
+def test_every_run_takes_steps_on_synthetic_images(path, tmp_path):
     classes, size = next((shape for name, shape in SHAPES.items() if name in path.stem), (10, 16))
     noise = np.random.default_rng(0)
     channels = 1 if path.stem == "digits" else 3
@@ -155,17 +159,6 @@ def two_steps_on_synthetic_images(path, tmp_path):
     assert facts["num_steps"] == 2
     assert ("augmult" in facts["clipping"]) == ("augmult" in config["privacy"])
     assert json.loads((tmp_path / "result.json").read_text())["test_accuracy_last"] is not None
-
-
-@pytest.mark.parametrize("path", [path for path in RUNS if path.stem not in HEAVY], ids=lambda path: path.stem)
-def test_every_run_takes_steps(path, tmp_path):
-    two_steps_on_synthetic_images(path, tmp_path)
-
-
-@pytest.mark.slow  # networks of many layers
-@pytest.mark.parametrize("path", [path for path in RUNS if path.stem in HEAVY], ids=lambda path: path.stem)
-def test_every_heavy_run_takes_steps(path, tmp_path):
-    two_steps_on_synthetic_images(path, tmp_path)
 
 
 @pytest.mark.parametrize("path", RUNS, ids=lambda path: path.stem)
