@@ -159,7 +159,7 @@ WRONG = {
     # Files.
     "folder": (
         ["--data", "ImageFolder", "--data.init_args.root", "/nowhere"],
-        "/nowhere does not exist; set data.init_args.root",
+        "/nowhere.*(does not exist|is missing); set data.init_args.root",
     ),
     "checkpoint": (["--ckpt_path", "nothere.ckpt"], "ckpt_path nothere.ckpt is not a file.*'last'"),
 }

@@ -90,24 +90,31 @@ class Parser(LightningArgumentParser):
         super().__init__(*args, **{**kwargs, "allow_abbrev": False})
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-        """Raise the message instead of printing the usage of some hundred settings.
+        """Raise the message, with a hint, instead of printing the usage of some hundred settings."""
+        hint = _hint(message, {flag.removesuffix("+") for flag in flags_of(self)})
+        raise ConfigurationError(f"{message.strip()}.{hint}" if hint else message.strip()) from ex
 
-        The parser of a class reports to the one around it, which repeats its message within another one.
-        """
-        flags, hint = {flag.removesuffix("+") for flag in flags_of(self)}, ""
-        if "Did you mean" in message:
-            pass
-        elif found := re.search(r"unrecognized arguments: --?([\w.]+)|does not accept option '([\w.]+)'", message):
-            hint = did_you_mean(found[1] or found[2], flags)
-        elif found := re.match(r"Option '([\w.]+)' is not accepted", message):
-            settings = sorted(flag for flag in flags if not flag.startswith("-") and not flag.endswith("help"))
-            hint = f"{did_you_mean(found[1], settings)} The settings of the class are {', '.join(settings)}."
-        elif found := re.search(r"Expected a dot import path string: (\w+)\n", message):
-            names = {name for module in _MODULES for name in getattr(module, "__all__", dir(module))}
-            hint = did_you_mean(found[1], (name for name in names if name[0].isupper()))
-        elif "arguments are required" in message:
-            hint = " `dpl configs` lists configurations, and `dpl init FOLDER` writes one for your images."
-        raise ConfigurationError(f"{message.strip()}{hint and '.'}{hint}") from ex
+
+def _hint(message: str, flags: set[str]) -> str:
+    """What to change; empty where the message of the parser says it.
+
+    Args:
+        message: of a parser, which repeats what the parser of a class within has said.
+        flags: the options that the parser takes.
+    """
+    if "Did you mean" in message:
+        return ""
+    if found := re.search(r"unrecognized arguments: --?([\w.]+)|does not accept option '([\w.]+)'", message):
+        return did_you_mean(found[1] or found[2], flags)
+    if found := re.match(r"Option '([\w.]+)' is not accepted", message):
+        settings = sorted(flag for flag in flags if not flag.startswith("-") and not flag.endswith("help"))
+        return f"{did_you_mean(found[1], settings)} The settings of the class are {', '.join(settings)}."
+    if found := re.search(r"Expected a dot import path string: (\w+)\n", message):
+        names = {name for module in _MODULES for name in getattr(module, "__all__", dir(module))}
+        return did_you_mean(found[1], (name for name in names if name[0].isupper()))
+    if "arguments are required" in message:
+        return " `dpl configs` lists configurations, and `dpl init FOLDER` writes one for your images."
+    return ""
 
 
 class RunConfiguration(SaveConfigCallback):
