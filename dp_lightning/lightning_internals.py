@@ -62,6 +62,10 @@ class CommandLine(LightningCLI):
         """Take the module's settings from the checkpoint of ``ckpt_path``."""
         super()._parse_ckpt_path()
 
+    def parser_of(self, command: str) -> LightningArgumentParser:
+        """The parser of a command's options."""
+        return super()._parser(command)
+
     def run_command(self, command: str) -> None:
         """Call the trainer's method of this name."""
         super()._run_subcommand(command)

@@ -14,8 +14,8 @@ from PIL import Image
 
 from dp_lightning.callbacks import PostProcessCallback, PrivacyCallback, SignalToNoise
 from dp_lightning.cli import main
-from dp_lightning.commands.training import TrainingCLI
-from dp_lightning.lightning_modules import WideResNetModule
+from dp_lightning.commands.composition import Stopped
+from dp_lightning.commands.training import command_line
 from dp_lightning.models.wide_resnet import WideResNet
 from dp_lightning.privacy.clipping import ClipPlan
 from dp_lightning.privacy.plan import RunShape
@@ -66,14 +66,7 @@ def without_download(path):
 
 def instantiate(*arguments):
     """The command line up to, and without, ``fit``."""
-
-    class Instantiated(TrainingCLI):
-        def run_command(self, command):
-            pass
-
-    return Instantiated(
-        model_class=None, datamodule_class=None, subclass_mode_model=True, subclass_mode_data=True, args=list(arguments)
-    )
+    return command_line(list(arguments), Stopped)
 
 
 @pytest.fixture
@@ -131,7 +124,11 @@ def put_images(config, settings):
         config["data"] = images
 
 
-def two_steps_on_synthetic_images(path, tmp_path):
+@pytest.mark.parametrize(
+    "path",
+    [pytest.param(path, marks=[pytest.mark.slow] if path.stem in HEAVY else [], id=path.stem) for path in RUNS],
+)
+def test_every_run_takes_steps_on_synthetic_images(path, tmp_path):
     classes, size = next((shape for name, shape in SHAPES.items() if name in path.stem), (10, 16))
     noise = np.random.default_rng(0)
     channels = 1 if path.stem == "digits" else 3
@@ -162,17 +159,6 @@ def two_steps_on_synthetic_images(path, tmp_path):
     assert facts["num_steps"] == 2
     assert ("augmult" in facts["clipping"]) == ("augmult" in config["privacy"])
     assert json.loads((tmp_path / "result.json").read_text())["test_accuracy_last"] is not None
-
-
-@pytest.mark.parametrize("path", [path for path in RUNS if path.stem not in HEAVY], ids=lambda path: path.stem)
-def test_every_run_takes_steps(path, tmp_path):
-    two_steps_on_synthetic_images(path, tmp_path)
-
-
-@pytest.mark.slow  # networks of many layers
-@pytest.mark.parametrize("path", [path for path in RUNS if path.stem in HEAVY], ids=lambda path: path.stem)
-def test_every_heavy_run_takes_steps(path, tmp_path):
-    two_steps_on_synthetic_images(path, tmp_path)
 
 
 @pytest.mark.parametrize("path", RUNS, ids=lambda path: path.stem)
@@ -216,24 +202,6 @@ def test_runs_of_the_paper_and_of_the_evidence_take_the_steps_of_their_epochs():
             of_point = of_run or images[data_of(path.parent / content(path)["base"][0])]
             assert point["settings"]["privacy.expected_batch_size"] == size
             assert point["settings"]["trainer.max_steps"] == epochs * of_point // size, path
-
-
-@pytest.mark.parametrize("path", FRAGMENTS, ids=lambda path: path.stem)
-def test_every_fragment_composes_with_a_run(path, tmp_path):
-    cli = instantiate(
-        "fit",
-        *("--config", str(CONFIGS / "wrn16_cifar10.yaml"), "--config", str(path)),
-        *("--trainer.accelerator", "cpu", "--trainer.default_root_dir", str(tmp_path)),
-    )
-    fragment = content(path)
-    names = [entry["class_path"] for entry in fragment["postprocess"]["transforms"] or []]
-    assert [type(transform).__name__ for transform in cli.postprocess.chain.transforms] == names
-    optimizer = cli.model.configure_optimizers.__func__.keywords["optimizer"]
-    assert type(optimizer).__name__ == fragment["optimizer"]["class_path"].rpartition(".")[2]
-    for key, value in fragment["optimizer"]["init_args"].items():
-        found = optimizer.param_groups[0][key if key != "lr" else "initial_lr"]
-        assert found == (tuple(value) if isinstance(value, list) else value)
-    assert isinstance(cli.model, WideResNetModule)
 
 
 @pytest.mark.parametrize("path", FRAGMENTS, ids=lambda path: path.stem)
@@ -324,7 +292,7 @@ def test_a_class_whose_settings_are_all_comments_has_its_defaults(tmp_path):
         "model:\n  class_path: LinearProbeModule\n  init_args:\n    # normalize: unit\n"
         "data:\n  class_path: CachedFeatures\n  init_args:\n    backbone: scattering\n    images:\n"
         "      class_path: Digits\n      init_args:\n        # val_fraction: 0.1\n"
-        "lr_scheduler:\n  class_path: WarmupCosine\n  init_args:\n"
+        "postprocess:\n  # transforms: []\nlr_scheduler:\n  class_path: WarmupCosine\n  init_args:\n"
         "privacy: {target_epsilon: 3.0, delta: 1.0e-4, expected_batch_size: 512}\n"
         f"trainer: {{default_root_dir: {tmp_path}, max_steps: 3, callbacks: "
         "[{class_path: LearningRateMonitor, init_args: }]}\n"

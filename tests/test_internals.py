@@ -77,6 +77,7 @@ MEMBERS = {
         "_set_seed",
         "_parse_ckpt_path",
         "_run_subcommand",
+        "_parser",
         "_actions",
         "_option_string_actions",
     },

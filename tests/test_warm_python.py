@@ -2,11 +2,8 @@
 
 import os
 import signal
-import socket
 import subprocess
 import sys
-import time
-from pathlib import Path
 
 import pytest
 
@@ -57,45 +54,3 @@ def test_any_other_call_is_that_of_the_real_python(warm_python):
     code = "import sys; print(sys.executable)"
     shown = subprocess.run([warm_python, "-c", code], capture_output=True, text=True, check=True)
     assert shown.stdout.strip() == sys.executable
-
-
-@pytest.mark.parametrize("sent", [b"", b"\0\0", b"\0\0\0\x10{"])
-def test_who_is_killed_while_it_asks_takes_no_other_call_along(sent, warm_python, tells):
-    with socket.socket(socket.AF_UNIX) as asks:
-        asks.connect(str(warm_python.parent / "socket"))
-        if sent:
-            asks.sendall(sent)
-    process = tells(0, 3)
-    process.communicate()
-    assert process.returncode == 3
-
-
-def test_who_is_killed_as_its_script_ends_takes_no_other_call_along(warm_python, tells):
-    """The server finds both in one look."""
-    asked = [b"serve", str(warm_python).encode()]
-    # A script of another test that ends just now is a fork of it, with the same arguments.
-    server = min(
-        int(path.parent.name)
-        for path in Path("/proc").glob("[0-9]*/cmdline")
-        if set(asked) <= set(read_or_nothing(path).split(b"\0"))
-    )
-    process = tells(0.3, 0)
-    script = int(process.stdout.readline().split()[-1])
-    os.kill(server, signal.SIGSTOP)
-    try:
-        while b") Z " not in read_or_nothing(Path(f"/proc/{script}/stat")):
-            time.sleep(0.05)
-        process.kill()
-        process.wait()
-    finally:
-        os.kill(server, signal.SIGCONT)
-    other = tells(0, 3)
-    other.communicate()
-    assert other.returncode == 3
-
-
-def read_or_nothing(path):
-    try:
-        return path.read_bytes()
-    except OSError:  # the process has ended
-        return b""

@@ -9,7 +9,6 @@ import json
 from pathlib import Path
 
 from dp_lightning.atomic_files import replacing, require_writable
-from dp_lightning.commands.known_settings import require_known
 from dp_lightning.commands.named_configs import with_paths
 from dp_lightning.errors import ConfigurationError
 
@@ -21,7 +20,6 @@ def main(arguments: list[str]) -> None:
     options, of_fit = _parser().parse_known_args(with_paths(arguments[1:]))
     if not any(argument == "--config" or argument.startswith("--config=") for argument in of_fit):
         raise ConfigurationError("dpl analyze needs the --config of a run, such as configs/wrn16_cifar10.yaml.")
-    require_known(["fit", *of_fit])
     if options.batch_sizes is not None and options.kind in ("spectrum", "newton-schulz"):
         raise ConfigurationError(
             f"dpl analyze {options.kind} looks at one batch size: set --privacy.expected_batch_size instead of "

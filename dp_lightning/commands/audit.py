@@ -11,7 +11,6 @@ import sys
 from pathlib import Path
 
 from dp_lightning.atomic_files import replacing, require_writable
-from dp_lightning.commands.known_settings import require_known
 from dp_lightning.commands.named_configs import with_paths
 from dp_lightning.errors import ConfigurationError
 
@@ -21,7 +20,6 @@ def main(arguments: list[str]) -> None:
     options, of_fit = _parser().parse_known_args(with_paths(arguments)[1:])
     if not any(argument == "--config" or argument.startswith("--config=") for argument in of_fit):
         raise ConfigurationError("dpl audit needs the --config of a run, such as configs/wrn16_cifar10.yaml.")
-    require_known(["fit", *of_fit])
     if options.canaries < 1:
         raise ConfigurationError(f"--canaries is {options.canaries}; it must be at least 1.")
     require_writable(options.out, "--out")

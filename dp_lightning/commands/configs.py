@@ -1,14 +1,16 @@
 """`dpl configs`: list, show and copy the configurations that come with the package."""
 
 import argparse
+import itertools
 import re
 import shutil
-import sys
+import textwrap
 from pathlib import Path
 
 from dp_lightning.atomic_files import require_writable
 from dp_lightning.commands.named_configs import FOLDER, GRIDS, names, path_of
 from dp_lightning.errors import ConfigurationError
+from dp_lightning.experiments.grid import Grid
 
 _FRAGMENTS = "fragments"
 _GROUPS = {
@@ -37,28 +39,20 @@ def _list() -> None:
     for start, title in _GROUPS.items():
         shown = [name for name in names() if name.startswith(start) and (start or "/" not in name)]
         width = max(len(name) for name in shown) - len(start)
+        left = shutil.get_terminal_size((1000, 0)).columns - width - 4  # a pipe gets whole sentences
         print(f"{title}\n")
         for name in shown:
-            print(f"  {name.removeprefix(start):{width}}  {_shortened(_purpose(FOLDER / f'{name}.yaml'), 76 - width)}")
+            purpose = textwrap.shorten(_purpose(FOLDER / f"{name}.yaml"), left, placeholder=" ...")
+            print(f"  {name.removeprefix(start):{width}}  {purpose}")
         print()
     print("`dpl configs NAME` prints one; `dpl configs NAME --to FOLDER` copies it, without NAME all of them.")
 
 
 def _purpose(path: Path) -> str:
-    """The first sentence of its comment."""
-    text = ""
-    for line in path.read_text().splitlines():
-        if not line.startswith("#"):
-            break
-        text = f"{text} {line.removeprefix('#').strip()}".strip()
-        if sentence := re.match(r".*?\.(?=\s+[A-Z]|$)", text):
-            return sentence[0]
-    return text
-
-
-def _shortened(text: str, width: int) -> str:
-    """Cut for a terminal, which would break the line; nothing is lost where another program reads."""
-    return text if len(text) <= width or not sys.stdout.isatty() else text[: width - 4].rsplit(" ", 1)[0] + " ..."
+    """The first sentence of a configuration's comment."""
+    lines = path.read_text().splitlines(keepends=True)
+    comment = "".join(line.lstrip("# ") for line in itertools.takewhile(lambda line: line.startswith("#"), lines))
+    return re.split(r"(?<=\.)(?:\n| (?=[A-Z]))", comment)[0].replace("\n", " ")
 
 
 def _path(name: str) -> Path:
@@ -69,10 +63,15 @@ def _path(name: str) -> Path:
 
 
 def _copy(paths: list[Path], to: Path) -> None:
-    """Copy files of the package with the folders that they are in: grids name their files by relative paths."""
-    targets = {path: to / path.relative_to(FOLDER) for path in paths}
-    if taken := [target for target in targets.values() if target.exists()]:
-        raise ConfigurationError(f"{taken[0]} exists. Choose another folder for --to, or remove the file.")
+    """Copy files of the package, and those that a grid among them names, with the folders that they are in."""
+    grids = [Grid.load(path) for path in paths if GRIDS in path.parts]
+    points = [point for grid in grids for points in grid.axes.values() for point in points]
+    named = [path for each in (*(grid.base for grid in grids), *(point.configs for point in points)) for path in each]
+    sources = {path_of(path).resolve() for path in (*paths, *named)}
+    targets = {path: to / path.relative_to(FOLDER.resolve()) for path in sorted(sources)}
+    for path, target in targets.items():
+        if target.exists() and target.read_bytes() != path.read_bytes():
+            raise ConfigurationError(f"{target} exists. Choose another folder for --to, or remove the file.")
     require_writable(to, "--to")
     for path, target in targets.items():
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -83,5 +82,5 @@ def _copy(paths: list[Path], to: Path) -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="dpl configs", description=__doc__, allow_abbrev=False)
     parser.add_argument("names", nargs="*", metavar="NAME", help="such as wrn16_cifar10")
-    parser.add_argument("--to", type=Path, metavar="FOLDER", help="copy them there")
+    parser.add_argument("--to", type=Path, metavar="FOLDER", help="copy them there, with the files that grids name")
     return parser

@@ -3,7 +3,8 @@
 In a checkout ``dp_lightning/configs`` is a link to ``configs``; a wheel holds the files themselves.
 """
 
-from collections.abc import Iterator, Sequence
+import os
+from collections.abc import Sequence
 from pathlib import Path
 
 from dp_lightning.commands.near_names import did_you_mean
@@ -15,7 +16,7 @@ GRIDS = "grids"
 
 
 def names() -> list[str]:
-    """All of them: paths within the folder, without ``.yaml``."""
+    """The names of all configurations: paths within the folder, without ``.yaml``."""
     return sorted(path.relative_to(FOLDER).with_suffix("").as_posix() for path in FOLDER.rglob("*.yaml"))
 
 
@@ -48,31 +49,23 @@ def path_of(given: str | Path, *, grid: bool = False) -> Path:
 
 
 def with_paths(arguments: Sequence[str]) -> list[str]:
-    """The arguments of a command with ``--config PATH`` for each configuration given by path or name.
+    """The arguments of a command with ``--config=PATH`` for each configuration given by path or name.
 
-    Arguments between the command and its first option are configurations, as in ``dpl fit digits``.
+    Arguments between the command and its first option are configurations, as in ``dpl fit digits``. YAML text, which
+    ``--config`` takes as well, stays as it is.
 
     Raises:
         ConfigurationError: for a configuration that does not exist.
     """
-    command, rest = list(arguments[:1]), list(arguments[1:])
-    first = next((place for place, argument in enumerate(rest) if argument.startswith("-")), len(rest))
-    return [*command, *(f"--config={path_of(given)}" for given in rest[:first]), *_options(rest[first:])]
-
-
-def _options(arguments: Sequence[str]) -> Iterator[str]:
-    after_config = False
-    for argument in arguments:
-        name, equals, value = argument.partition("=")
-        if after_config:
-            yield _resolved(argument)
-        elif equals and name in ("--config", "-c"):
-            yield f"--config={_resolved(value)}"
+    found, rest = list(arguments[:1]), list(arguments[1:])
+    while rest and not rest[0].startswith("-"):
+        found.append(f"--config={path_of(rest.pop(0))}")
+    while rest:
+        name, equals, value = rest.pop(0).partition("=")
+        if name in ("--config", "-c") and (equals or rest):
+            value = value if equals else rest.pop(0)
+            is_text = set(value) & set("\n:{") and not os.path.exists(value)
+            found.append(f"--config={value if is_text else path_of(value)}")
         else:
-            yield argument
-        after_config = argument in ("--config", "-c")
-
-
-def _resolved(value: str) -> str:
-    """A configuration may also be given as YAML text."""
-    return value if set(value) & set("\n:{") and not Path(value).exists() else str(path_of(value))
+            found.append(f"{name}{equals}{value}")
+    return found

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from dp_lightning.atomic_files import replacing, require_writable, why_not_own
-from dp_lightning.commands.known_settings import require_known
 from dp_lightning.commands.named_configs import with_paths
 from dp_lightning.errors import ConfigurationError, DataError
 
@@ -34,7 +33,6 @@ def main(arguments: list[str]) -> None:
     options, of_fit = _parser().parse_known_args(with_paths(arguments)[1:])
     if not any(argument == "--config" or argument.startswith("--config=") for argument in of_fit):
         raise ConfigurationError("dpl pretrain needs the --config of a run, such as configs/wrn16_cifar10.yaml.")
-    require_known(["fit", *of_fit])
     if options.out.suffix != ".safetensors":
         raise ConfigurationError(f"--out is {options.out}; weights are written as .safetensors.")
     require_writable(options.out.parent, "--out")

@@ -1,15 +1,13 @@
 """Runs that torchrun and srun start: they train on two nodes, stop in order, and come back."""
 
-import json
 import os
 import signal
 import socket
-import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
+from started_runs import Nodes, statement, steps_in_journals
 
 ROOT = Path(__file__).parents[2]
 # Long enough that a signal comes before the end.
@@ -25,55 +23,6 @@ def free_port():
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         return free.getsockname()[1]
-
-
-class Nodes:
-    """Processes that stand for the nodes of one job; each writes to a file of its own."""
-
-    def __init__(self, folder, commands, environments):
-        self.folder = folder
-        self.outputs = [folder / f"node{number}.txt" for number in range(len(commands))]
-        self.processes = []
-        for command, environment, output in zip(commands, environments, self.outputs, strict=True):
-            with output.open("w") as file:
-                self.processes.append(
-                    subprocess.Popen(
-                        command,
-                        stdout=file,
-                        stderr=subprocess.STDOUT,
-                        cwd=folder,
-                        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
-                        start_new_session=True,
-                    )
-                )
-
-    def said(self):
-        return "\n".join(output.read_text()[-3000:] for output in self.outputs)
-
-    def wait_for_steps(self, count):
-        deadline = time.monotonic() + 120
-        while steps_in_journals(self.folder) < count:
-            assert all(process.poll() is None for process in self.processes), self.said()
-            assert time.monotonic() < deadline, self.said()
-            time.sleep(0.01)
-
-    def end(self):
-        try:
-            return [process.wait(timeout=120) for process in self.processes]
-        finally:
-            for process in self.processes:
-                if process.poll() is None:
-                    os.killpg(process.pid, signal.SIGKILL)
-
-
-def steps_in_journals(folder):
-    counts = [path.read_text().count("noise_multiplier") for path in folder.glob("**/privacy_journal_*.jsonl")]
-    return max(counts, default=0)
-
-
-def statement(folder):
-    newest = max(folder.glob("lightning_logs/*/privacy_statement.json"), key=lambda path: path.stat().st_mtime)
-    return json.loads(newest.read_text())
 
 
 def tool(folder, name, text):

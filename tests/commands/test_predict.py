@@ -15,7 +15,7 @@ from PIL import Image
 
 from dp_lightning import datamodules
 from dp_lightning.cli import main
-from dp_lightning.commands import training
+from dp_lightning.commands.composition import Composer
 from dp_lightning.lightning_modules import ImageClassifier
 
 QUIET = ["--trainer.accelerator", "cpu", "--trainer.logger", "false", "--trainer.enable_progress_bar", "false"]
@@ -39,16 +39,14 @@ def images(tmp_path_factory):
 
 
 GREY = ["--data.in_channels", "1", "--data.mean", "[0.5]", "--data.std", "[0.5]"]
-DATA = {"ImageFolder": ["ImageFolder"], "ImageFolder, grey": ["ImageFolder", *GREY], "ImageNet": ["ImageNet"]}
+DATA = {"ImageFolder, grey": ["ImageFolder", *GREY], "ImageNet": ["ImageNet"]}
 
 
-@pytest.fixture(scope="module", params=DATA)
-def run(request, images, tmp_path_factory):
-    """A run of a few steps with little noise."""
-    folder = tmp_path_factory.mktemp("run")
+def fit(folder, images, *data):
+    """A run of a few steps with little noise: its folder and its checkpoint."""
     main(
         [
-            *("fit", "--model", "SmallCNNModule", "--data", *DATA[request.param], "--data.root", str(images)),
+            *("fit", "--model", "SmallCNNModule", "--data", *data, "--data.root", str(images)),
             *("--data.image_size", "16", "--privacy.expected_batch_size", "9", "--privacy.noise_multiplier", "0.3"),
             *("--privacy.delta", "1e-3", "--privacy.accountant", "rdp", "--optimizer", "torch.optim.SGD"),
             *("--optimizer.lr", "2", *QUIET, "--trainer.max_steps", "10", "--trainer.default_root_dir", str(folder)),
@@ -56,6 +54,16 @@ def run(request, images, tmp_path_factory):
     )
     (checkpoint,) = folder.rglob("*.ckpt")
     return folder, checkpoint
+
+
+@pytest.fixture(scope="module", params=DATA)
+def each_run(request, images, tmp_path_factory):
+    return fit(tmp_path_factory.mktemp("run"), images, *DATA[request.param])
+
+
+@pytest.fixture(scope="module")
+def run(images, tmp_path_factory):
+    return fit(tmp_path_factory.mktemp("run"), images, "ImageFolder")
 
 
 def predict(run, out, *settings):
@@ -66,9 +74,9 @@ def predict(run, out, *settings):
         return list(csv.DictReader(file))
 
 
-def test_files_are_seen_as_the_test_images_were(run, images, tmp_path):
-    own = predict(run, tmp_path / "own")
-    found = predict(run, tmp_path / "files", "--data", "ImageFiles", "--data.root", str(images / "val"))
+def test_files_are_seen_as_the_test_images_were(each_run, images, tmp_path):
+    own = predict(each_run, tmp_path / "own")
+    found = predict(each_run, tmp_path / "files", "--data", "ImageFiles", "--data.root", str(images / "val"))
     assert len(own) == len(found) == 18
     for mine, other in zip(own, found, strict=True):
         assert [float(mine[f"p{k}"]) for k in range(3)] == [float(other[f"p{k}"]) for k in range(3)]
@@ -143,15 +151,6 @@ def test_other_classes_than_those_of_the_checkpoint_are_refused(run, tmp_path, c
     assert re.search(said, capsys.readouterr().err)
 
 
-def test_an_export_names_the_classes_and_the_size(run, tmp_path):
-    folder, checkpoint = run
-    main(["export", "--ckpt-path", str(checkpoint), "--out", str(tmp_path), "--format", "safetensors"])
-    facts = json.loads((tmp_path / "model.json").read_text())
-    assert facts["class_names"] == list(NAMES)
-    image_net = "ImageNet" in (folder / "config.yaml").read_text()
-    assert facts["resized_to"] == (18 if image_net else 16)
-
-
 def input_by_the_contract(given, path):
     """The network's input (1, C, H, W) for an image file, with PIL and what ``model.json`` says of the input."""
     assert given["layout"] == "NCHW"
@@ -220,47 +219,30 @@ def test_a_probe_sees_new_files_through_its_network(probe, images, tmp_path):
     assert len({row["class"] for row in own}) > 1
 
 
-def test_an_exported_probe_takes_images(probe, images, tmp_path, capsys, seen):
-    onnxruntime = pytest.importorskip("onnxruntime")
-    folder, checkpoint = probe
-    main(["export", "--ckpt-path", str(checkpoint), "--out", str(tmp_path / "out")])
+def test_an_exported_probe_takes_images(probe, images, tmp_path, seen):
+    moved = shutil.copy(probe[0] / "network.pth", tmp_path / "moved.pth")
+    export = ["export", "--ckpt-path", str(probe[1]), "--feature-weights", moved, "--format", "onnx"]
+    main([*map(str, export), "--out", str(tmp_path / "out")])
     facts = json.loads((tmp_path / "out" / "model.json").read_text())
     assert facts["features"]["network"]["backbone"] == "test_efficientnet_gn"
     assert (facts["features"]["image_size"], facts["features"]["resized_to"]) == (16, 18)
-    data = datamodules.ImageNet(str(images), image_size=16, mean=(0.3,), num_workers=0)
-    data.setup("test")
-    pixels = torch.stack([image for image, _ in data.test_dataset])
-    session = onnxruntime.InferenceSession(tmp_path / "out" / "model.onnx")
-    (logits,) = session.run(None, {"images": pixels.numpy()})
-    expected = predict(probe, tmp_path / "own")
-    found = torch.from_numpy(logits).softmax(1)
-    for row, probabilities in zip(expected, found.tolist(), strict=True):
-        assert probabilities == pytest.approx([float(row[f"p{k}"]) for k in range(3)], abs=1e-3)
     rows = predict(probe, tmp_path / "files", "--data", "ImageFiles", "--data.root", str(images / "val"))
     require_what_is_predicted(tmp_path / "out", rows, seen)
-    # The file that the network came from may lie elsewhere.
+
+
+def test_the_network_of_a_probe_may_lie_elsewhere_and_must_be_the_same(probe, images, tmp_path, capsys):
+    folder, checkpoint = probe
     moved = (folder / "network.pth").rename(tmp_path / "moved.pth")
-    for option, arguments in (
-        ("--feature-weights", ["export", "--out", str(tmp_path / "moved")]),
-        ("data.init_args.feature_weights", ["predict", "--config", str(next(folder.rglob("config.yaml")))]),
-    ):
-        command = [*arguments, "--ckpt_path", str(checkpoint)]
-        setting = [option, str(moved)]
-        if arguments[0] == "predict":
-            command += ["--data", "ImageFiles", "--data.root", str(images / "val"), *QUIET]
-            command += ["--trainer.default_root_dir", str(tmp_path / "again")]
-            setting = [f"--{option}", str(moved)]
-        capsys.readouterr()
-        with pytest.raises(SystemExit):
-            main(command)
-        assert re.search(rf"network\.pth, which is not a file here.*{option}", capsys.readouterr().err)
-        main([*command, *setting])
-    # It must be the same one.
+    arguments = [tmp_path / "again", "--data", "ImageFiles", "--data.root", str(images / "val")]
+    with pytest.raises(SystemExit):
+        predict(probe, *arguments)
+    assert re.search(r"network\.pth, which is not a file here.*feature_weights", capsys.readouterr().err)
+    assert predict(probe, *arguments, "--data.init_args.feature_weights", str(moved))
     torch.save(timm.create_model("test_efficientnet_gn").state_dict(), folder / "network.pth")
-    capsys.readouterr()
     with pytest.raises(SystemExit):
         main(["export", "--ckpt-path", str(checkpoint), "--out", str(tmp_path / "other")])
     assert "are not those that computed the features of this run" in capsys.readouterr().err
+    shutil.copy(moved, folder / "network.pth")
 
 
 def require_what_is_predicted(folder, rows, seen):
@@ -284,60 +266,21 @@ def require_what_is_predicted(folder, rows, seen):
     assert max(np.ptp([float(row[f"p{k}"]) for row in rows]) for k in range(len(logits))) > 0.2
 
 
-def test_an_exported_network_is_run_by_what_its_folder_says_alone(run, images, tmp_path, seen):
-    main(["export", "--ckpt-path", str(run[1]), "--out", str(tmp_path / "out"), "--format", "onnx"])
-    rows = predict(run, tmp_path / "files", "--data", "ImageFiles", "--data.root", str(images / "val"))
+def test_an_exported_network_is_run_by_what_its_folder_says_alone(each_run, images, tmp_path, seen):
+    main(["export", "--ckpt-path", str(each_run[1]), "--out", str(tmp_path / "out"), "--format", "onnx"])
+    rows = predict(each_run, tmp_path / "files", "--data", "ImageFiles", "--data.root", str(images / "val"))
     require_what_is_predicted(tmp_path / "out", rows, seen)
-
-
-def test_an_exported_network_for_grey_images_is_run_by_what_its_folder_says_alone(images, tmp_path, seen):
-    main(
-        [
-            *("fit", "digits", *QUIET, "--trainer.max_steps", "4", "--privacy.accountant", "rdp"),
-            *("--optimizer.lr", "4", "--trainer.default_root_dir", str(tmp_path / "run")),
-        ]
-    )
-    (checkpoint,) = tmp_path.rglob("*.ckpt")
-    main(["export", "--ckpt-path", str(checkpoint), "--out", str(tmp_path / "out"), "--format", "onnx"])
-    files = ["--data", "ImageFiles", "--data.root", str(images / "val")]
-    rows = predict((tmp_path / "run", checkpoint), tmp_path / "files", *files)
-    require_what_is_predicted(tmp_path / "out", rows, seen)
-
-
-class ParsedError(Exception):
-    """Ends a command after its settings are read."""
-
-
-class Composition(training.TrainingCLI):
-    """Hands out the settings of the data."""
-
-    def instantiate_classes(self):
-        raise ParsedError(self.config[self.config.subcommand]["data"])
 
 
 @pytest.mark.parametrize("name", sorted(set(datamodules.__all__) - {"CachedFeatures", "ImageFiles", "ImageDataModule"}))
-@pytest.mark.parametrize("before", [[], ["--config", "configs/digits.yaml"]], ids=["alone", "after-digits"])
-def test_data_of_another_kind_has_its_own_defaults(name, before, request):
+def test_data_of_another_kind_has_its_own_defaults(name):
     kind = getattr(datamodules, name)
-    needed = ["path", "root"]
-    given = [f"--data.{n}=x" for n in needed if n in inspect.signature(kind).parameters]
-    base = [str(request.config.rootpath / part) if part.endswith(".yaml") else part for part in before]
-    model = [] if before else ["--model", "SmallCNNModule", "--privacy.expected_batch_size", "8"]
-    with pytest.raises(ParsedError) as parsed:
-        training.command_line(["fit", *base, *model, "--data", name, *given], Composition)
-    (found,) = parsed.value.args
-    plain = kind(**{n: "x" for n in needed if f"--data.{n}=x" in given})
-    assert found.class_path.endswith(name)
+    needed = {setting: "x" for setting in ("path", "root") if setting in inspect.signature(kind).parameters}
+    given = [f"--data.{setting}=x" for setting in needed]
+    found = Composer()(["--config=digits", "--data", name, *given])["data"]
+    plain = kind(**needed)
+    assert found["class_path"].endswith(name)
     for setting in ("mean", "std", "augment", "flip", "image_size"):
-        if setting in found.init_args:
-            assert found.init_args[setting] == getattr(plain, setting), setting
-
-
-def test_the_settings_of_imagenet_have_its_constants(request):
-    with pytest.raises(ParsedError) as parsed:
-        training.command_line(
-            ["fit", "--config", str(request.config.rootpath / "configs" / "nf_resnet50_imagenet.yaml")], Composition
-        )
-    (found,) = parsed.value.args
-    assert torch.tensor(found.init_args["mean"]).tolist() == pytest.approx([0.485, 0.456, 0.406])
-    assert torch.tensor(found.init_args["std"]).tolist() == pytest.approx([0.229, 0.224, 0.225])
+        if setting in found["init_args"]:
+            own = getattr(plain, setting)
+            assert found["init_args"][setting] == (list(own) if isinstance(own, tuple) else own), setting

@@ -321,51 +321,6 @@ def test_composition_is_that_of_the_command_line(tmp_path):
         compose([*arguments, "--seed_everything=1.5"])
 
 
-def test_options_that_differ_in_numbers_are_parsed_once(monkeypatch, tmp_path):
-    compose, parsed = Composer(), []
-    read = Composer._read
-    monkeypatch.setattr(Composer, "_read", lambda self, arguments: parsed.append(1) or read(self, arguments))
-
-    def settings(*options):
-        line = ["--config", str(DIGITS), *options]
-        parsed.clear()
-        composed = compose(line)
-        count = len(parsed)
-        assert composed == Composer()(line)
-        return count, composed
-
-    rate, size = "--optimizer.init_args.lr", "--privacy.expected_batch_size"
-    assert settings(f"{rate}=0.5", f"{size}=64")[0] == 1
-    assert settings(f"{rate}=0.3", f"{size}=64")[0] == 1  # whether they take any number is tried once
-    count, composed = settings(f"{rate}=0.25", f"{size}=128")
-    assert count == 0
-    assert composed["optimizer"]["init_args"]["lr"] == 0.25
-    assert composed["privacy"]["expected_batch_size"] == 128
-    # The same options with a whole number, which has the type of its setting in the end.
-    assert [settings(f"{rate}={whole}", f"{size}=64")[0] for whole in (2, 4)] == [1, 1]
-    count, composed = settings(f"{rate}=3", f"{size}=64")
-    assert (count, repr(composed["optimizer"]["init_args"]["lr"])) == (0, "3.0")
-    # What replaces a number is not replaced by it, though it is the same one.
-    given = composed["privacy"]["expected_batch_size"]
-    (tmp_path / "last.yaml").write_text(yaml.safe_dump({"privacy": {"expected_batch_size": given}}))
-    for number in (0.5, 0.75):
-        _, composed = settings(f"{rate}={number}", '--optimizer={"class_path": "SGD", "init_args": {"lr": 0.5}}')
-        assert composed["optimizer"]["init_args"]["lr"] == 0.5
-    for number in (given, given + 1):
-        for after in ([f"{size}={given}"], [size, str(given)], [f"--config={tmp_path / 'last.yaml'}"]):
-            assert settings(f"{size}={number}", *after)[1]["privacy"]["expected_batch_size"] == given
-    # A choice of numbers takes no other one.
-    precision = "--trainer.precision"
-    for number, parses in ((32, 1), (16, 2)):
-        count, composed = settings(f"{precision}={number}")
-        assert (count, composed["trainer"]["precision"]) == (parses, number)
-    with pytest.raises(ConfigurationError, match="precision"):
-        compose(["--config", str(DIGITS), f"{precision}=99"])
-    # To a setting that is a text, they are no numbers.
-    assert settings("--trainer.default_root_dir=1")[1]["trainer"]["default_root_dir"] == "1"
-    assert settings("--trainer.default_root_dir=2")[1]["trainer"]["default_root_dir"] == "2"
-
-
 def test_a_setting_that_does_not_exist_is_named_with_its_run(tmp_path, capsys):
     grid = grid_file(tmp_path, seeds=[42], sizes=[256], methods=["DP-SGD"], **{"privacy.target_epsilom": 3})
     with pytest.raises(SystemExit) as exit_:
