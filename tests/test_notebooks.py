@@ -60,7 +60,7 @@ def test_a_notebook_is_kept_without_outputs(path):
 def test_a_private_classifier_is_trained_on_images_that_the_notebook_draws(here, capsys):
     torch.save(timm.create_model("test_efficientnet_gn").state_dict(), "network.pth")
     found = run(CLASSIFIER, backbone="test_efficientnet_gn", weights="network.pth", image_size=32, epochs=2)
-    facts = json.loads((here / "privacy_statement.json").read_text())
+    facts = json.loads((here / "privacy_runs" / "version_0" / "privacy_statement.json").read_text())
     assert facts["release"] == "ok"
     assert (facts["num_train"], facts["num_steps"]) == (400, 8)
     assert facts["epsilon"]["prv"] == pytest.approx(1.0, abs=0.01)
@@ -83,7 +83,7 @@ def test_a_folder_of_ones_own_takes_the_place_of_the_drawn_images(here):
 
 def test_an_ordinary_module_is_trained_privately(here):
     found = run(OWN_MODULE, epochs=3)
-    facts = json.loads((here / "privacy_statement.json").read_text())
+    facts = json.loads((here / "privacy_runs" / "version_0" / "privacy_statement.json").read_text())
     assert facts["release"] == "ok"
     assert facts["num_steps"] == 3 * round(1437 / 256)
     assert facts["epsilon"]["prv"] == pytest.approx(3.0, abs=0.01)

@@ -30,7 +30,8 @@ class PrivacyCallback(PrivacySettings, pl.Callback):
     """Differentially private training on a plain Trainer.
 
     Its arguments are those of `PrivacySettings`. The number of logical steps T comes from the trainer: ``max_steps``,
-    or that of ``max_epochs`` epochs of max(1, round(N / B)) steps. The statement is written to the log directory.
+    or that of ``max_epochs`` epochs of max(1, round(N / B)) steps. Journal and statement go into the folder of the run
+    (`folder_of_run`), which the end of the run prints.
 
     Raises:
         ConfigurationError: naming the setting and the fix; from the constructor, and when ``fit`` starts.

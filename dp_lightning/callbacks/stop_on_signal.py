@@ -30,16 +30,11 @@ class StopOnSignal(pl.Callback):
         self._folder = Path()
         self._before: dict[int, Any] = {}
 
-    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._signal = None
-        # Asked by every rank: they take collectives.
-        log = Path(trainer.log_dir or trainer.default_root_dir)
-        folders = [each.dirpath for each in trainer.checkpoint_callbacks if isinstance(each, ModelCheckpoint)]
-        self._folder = Path(next((str(folder) for folder in folders if folder), log / "checkpoints"))
-
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Take the place of Lightning's handlers: that for SIGTERM may start a collective at any moment."""
-        run = private_run_of(trainer)
+        self._signal, run = None, private_run_of(trainer)
+        folders = [each.dirpath for each in trainer.checkpoint_callbacks if isinstance(each, ModelCheckpoint)]
+        self._folder = Path(next((str(folder) for folder in folders if folder), run.folder / "checkpoints"))
 
         def note(number: int, frame: FrameType | None) -> None:
             if self._signal is not None and number == signal.SIGINT:

@@ -22,6 +22,8 @@ from dp_lightning.private_run.unprotected import Unprotected
 
 #: Under which name a checkpoint holds a run.
 PRIVATE_RUN = "private_run"
+#: In ``default_root_dir``: the folders of runs whose Trainer has no log folder.
+RUNS = "privacy_runs"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,6 +86,7 @@ class RunHistory:
     Attributes:
         record: its steps, which no fit and no checkpoint takes back; it has a journal on rank 0 once a fit has begun.
         saved: what a checkpoint holds of it, until a fit begins, and the folder of that.
+        home: folder of the run's files, once a fit has begun.
         in_weights: steps of the ledger that the weights had when the last fit ended.
         plan: of its last steps.
         unprotected: what was logged of raw examples.
@@ -92,6 +95,7 @@ class RunHistory:
     record: RunRecord = field(default_factory=RunRecord)
     saved: SavedRun | None = None
     folder: Path = Path()
+    home: Path | None = None
     in_weights: int = 0
     plan: PrivacyPlan | None = None
     unprotected: Unprotected = field(default_factory=Unprotected)

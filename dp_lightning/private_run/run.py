@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 import lightning.pytorch as pl
+from lightning.pytorch.cli import SaveConfigCallback
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
@@ -32,11 +34,37 @@ from dp_lightning.private_run.held_out import require_held_out
 from dp_lightning.private_run.hyperparameters import check_hyperparameters
 from dp_lightning.private_run.logical_batches import LogicalBatch, PhysicalLoader
 from dp_lightning.private_run.loss_comparison import NAME, warn_of_changed_meaning
-from dp_lightning.private_run.resume import RunHistory, SavedRun, plan_of_fit
+from dp_lightning.private_run.resume import RUNS, RunHistory, SavedRun, plan_of_fit
 from dp_lightning.private_run.settings import PrivacySettings
 from dp_lightning.private_run.step_logging import StepLogging
 from dp_lightning.private_run.trainer_checks import check_optimizers
 from dp_lightning.strategies.private import trainer_ranks
+
+
+def folder_of_run(trainer: pl.Trainer, before: Path | None = None) -> Path:
+    """The folder of a run's files; every rank has to call it.
+
+    It is Lightning's log folder where a logger of files, or Lightning's command line, gives each run its own. Otherwise
+    it is ``privacy_runs/version_N`` under the trainer's ``default_root_dir``, which is made with the first free N.
+
+    Args:
+        before: that of an earlier fit of the same run, which goes on in it unless ``default_root_dir`` has changed.
+    """
+    own = isinstance(trainer.logger, TensorBoardLogger | CSVLogger)
+    callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    if own or any(isinstance(callback, SaveConfigCallback) for callback in callbacks):
+        return Path(trainer.log_dir or trainer.default_root_dir)
+    runs = Path(trainer.default_root_dir) / RUNS
+    if before is None or before.parent != runs:
+        number = 0
+        while trainer.is_global_zero:
+            before = runs / f"version_{number}"
+            try:
+                before.mkdir(parents=True)
+                break
+            except FileExistsError:
+                number += 1
+    return Path(trainer.strategy.broadcast(str(before)))
 
 
 class PrivateRun:
@@ -50,6 +78,7 @@ class PrivateRun:
         loader: the user's training loader.
 
     Attributes:
+        folder: of the run's files, such as its journal and its statement.
         plan: the public numbers.
         step: the private mechanism.
         budget: what is spent, and will be.
@@ -74,8 +103,6 @@ class PrivateRun:
         loader: DataLoader[Any],
     ) -> None:
         self.trainer, self.module, self.settings, self.history = trainer, module, settings, history
-        # Asked now and by every rank: Lightning asks rank 0 for it, which may be alone at the end.
-        self.folder = Path(trainer.log_dir or trainer.default_root_dir)
         self.postprocessing: list[str] = []
         self.weights: Callable[[], Mapping[str, Any]] = module.state_dict
         self.on_physical_batch: list[Callable[[int, int], None]] = []
@@ -85,6 +112,7 @@ class PrivateRun:
         shared |= {"trainer.max_epochs": trainer.max_epochs, "trainer.max_steps": trainer.max_steps}
         require_same_settings(shared, self._ranks, device)
         self._note_earlier_training()
+        self.folder = history.home = folder_of_run(trainer, history.home)
         resumes = history.open_journal(trainer, self.folder)
         num_train = settings.num_train_of(loader.dataset)
         require_same_settings({"number of training examples": num_train}, self._ranks, device)

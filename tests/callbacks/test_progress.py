@@ -1,5 +1,6 @@
 """The progress bar of a run: on a terminal of a given width, and in a file."""
 
+import contextlib
 import fcntl
 import os
 import pty
@@ -45,7 +46,6 @@ def fit(tmp_path, *callbacks, private=None, **settings):
 @pytest.fixture
 def terminal(monkeypatch):
     """Standard output becomes a terminal of so many columns; gives what was written when it is called."""
-    opened = []
 
     def open_terminal(columns):
         master, slave = pty.openpty()
@@ -57,13 +57,11 @@ def terminal(monkeypatch):
         found = bytearray()
 
         def read():
-            try:
+            with contextlib.suppress(OSError):  # the other end is closed
                 while part := os.read(master, 65_536):
                     found.extend(part)
-            except OSError:  # the other end is closed
-                pass
 
-        reader = threading.Thread(target=read)
+        reader = threading.Thread(target=read, daemon=True)
         reader.start()
 
         def written():
@@ -71,15 +69,11 @@ def terminal(monkeypatch):
             file.close()
             reader.join()
             os.close(master)
-            opened.clear()
             return ESCAPES.sub("", found.decode()).replace("\r", "\n").splitlines()
 
-        opened.append(written)
         return written
 
-    yield open_terminal
-    for close in list(opened):
-        close()
+    return open_terminal
 
 
 @pytest.mark.parametrize("columns", [80, 120])

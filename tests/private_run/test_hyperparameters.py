@@ -5,7 +5,6 @@ from enum import StrEnum
 from functools import partial
 
 import lightning.pytorch as pl
-import numpy as np
 import pytest
 import torch
 from plain_run import N, Plain, examples, loader, privacy, trainer
@@ -39,26 +38,20 @@ class Mode(StrEnum):
 DATA = {
     "a data set": (examples(5), "TensorDataset"),
     "a loader": (DataLoader(examples(5)), "DataLoader"),
-    "a tensor": (ROWS, "Tensor"),
     "an array": (ROWS.numpy(), "ndarray"),
-    "labels": (examples().tensors[1], "Tensor"),
     "rows": (ROWS.tolist(), "list"),
-    "more than the training set": (np.zeros((N + 10, 3)), "ndarray"),
     "a data set in a dictionary": ({"train": [examples(5)]}, "dict"),
     "rows in a dictionary": ({"rows": ROWS}, "dict"),
 }
 PLAIN = {
-    "numbers and texts": [None, True, 1, 0.5, "text", torch.float32],
-    "a long text": "text" * N,
-    "class weights": torch.ones(3),
-    "class weights as a list": [1.0, 5.0, 20.0],
+    "numbers and texts": [None, True, 1, 0.5, "text" * N, torch.float32],
+    "class weights": [torch.ones(3), [1.0, 5.0, 20.0]],
 }
 OBJECTS = {
     "an enum": Mode.FAST,
     "a class": torch.optim.SGD,
     "a network": nn.Sequential(nn.Linear(2, 2)),
     "a partial": partial(torch.optim.SGD, lr=0.1),
-    "an array of class weights": np.ones(3),
 }
 
 

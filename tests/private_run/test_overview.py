@@ -27,7 +27,7 @@ def test_the_plan_comes_first_and_the_statement_last(tmp_path, capsys):
     plan = f"epsilon 8 at delta 0.001 by RDP, N 60 examples, B 20, sigma {sigma:.4g}, C 1, T 9 steps"
     assert (rows["plan"], rows["epochs"]) == (plan, "3")
     assert rows["device"] == "1 x cpu, precision 32-true"
-    assert rows["Results:"] == str(tmp_path)
+    assert rows["Results:"] == str(tmp_path / "privacy_runs" / "version_0")
     assert rows["(8,"] == "0.001)-DP by RDP, add or remove one training example, 9 of 9 steps"
     assert rows["Release:"] == "ok"
 

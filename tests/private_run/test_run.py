@@ -1,6 +1,5 @@
 """A plain LightningModule on a plain Trainer trains privately, and the run is what the plan says."""
 
-import json
 import math
 
 import numpy as np
@@ -8,15 +7,30 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
-from plain_run import CLASSES, N, Plain, examples, loader, parameters_after, privacy, trainer, without_noise
+from lightning.pytorch.loggers.logger import DummyLogger
+from plain_run import (
+    CLASSES,
+    N,
+    Plain,
+    examples,
+    flat,
+    loader,
+    parameters_after,
+    privacy,
+    trainer,
+    without_noise,
+    written,
+)
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 from dp_lightning.callbacks import PostProcessCallback
+from dp_lightning.commands.verify import verify
 from dp_lightning.errors import ModelError
 from dp_lightning.postprocess import Momentum
 from dp_lightning.privacy import ClipPlan, PoissonSampler, PrivateStep, clipped_gradient_sum
+from dp_lightning.privacy.journal import journal_name
 from dp_lightning.privacy.sampling import sampling_key
 
 
@@ -24,18 +38,38 @@ def test_a_plain_module_trains_and_reaches_high_accuracy(tmp_path):
     torch.manual_seed(0)
     module, data = Plain(lr=2.0), examples(600)
     callback = privacy(expected_batch_size=200, noise_multiplier=None, target_epsilon=8.0, accountant="prv")
-    trainer(tmp_path, callback, max_epochs=20).fit(module, loader(data))
+    trainer(tmp_path, callback, max_epochs=10).fit(module, loader(data))
     x, y = examples(600, seed=1).tensors
     assert float((module.net(x).argmax(1) == y).float().mean()) > 0.85
-    assert callback.ledger.num_steps == 60
+    assert callback.ledger.num_steps == 30
     assert callback.ledger.epsilon(delta=1e-3) <= 8.0
-    statement = json.loads((tmp_path / "privacy_statement.json").read_text())
-    assert statement["num_steps"] == statement["num_steps_planned"] == 60
+    statement = written(callback)
+    assert statement["num_steps"] == statement["num_steps_planned"] == 30
     assert statement["epsilon"]["prv"] == pytest.approx(8.0, abs=0.05)
     assert statement["sample_rate"] == 200 / 600
     assert statement["release"] == "ok"
     assert statement["unprotected"] == ["train_loss"]
-    assert (tmp_path / "privacy_statement.md").exists()
+
+
+@pytest.mark.parametrize("logger", [False, DummyLogger()], ids=["no logger", "a logger without a folder"])
+def test_a_run_leaves_its_files_in_a_folder_of_its_own(tmp_path, monkeypatch, logger):
+    monkeypatch.chdir(tmp_path)
+    callback = privacy()
+    module = Plain()
+    for own, epochs in ((callback, 1), (callback, 2), (privacy(), 1)):  # the second fit goes on with the first run
+        trainer(None, own, max_epochs=epochs, logger=logger).fit(module, loader())
+        names = {path.name for path in own.private_run.folder.iterdir()}
+        journal = journal_name(own.history.record.run)
+        assert names == {journal, "privacy_statement.json", "privacy_statement.md"}
+        assert [finding for finding in verify(tmp_path) if finding[1] is not None] == []
+    assert [path.name for path in tmp_path.iterdir()] == ["privacy_runs"]
+    assert sorted(path.name for path in (tmp_path / "privacy_runs").iterdir()) == ["version_0", "version_1"]
+
+
+def test_a_run_with_a_log_folder_leaves_its_files_there(tmp_path):
+    trainer(tmp_path, callback := privacy(), logger=CSVLogger(tmp_path, name="logs")).fit(Plain(), loader())
+    assert callback.private_run.folder == tmp_path / "logs" / "version_0"
+    assert written(callback)["num_steps"] == 9
 
 
 def test_a_run_equals_a_hand_written_loop_over_the_same_draws(tmp_path):
@@ -51,9 +85,8 @@ def test_a_run_equals_a_hand_written_loop_over_the_same_draws(tmp_path):
         with torch.no_grad():
             for name, p in module.net.named_parameters():
                 p -= 0.5 * sums[name] / 20
-    expected = torch.cat([p.detach().flatten() for p in module.parameters()])
     # The order of float32 additions differs.
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
+    torch.testing.assert_close(found, flat(module), rtol=0, atol=1e-6)
 
 
 def dropping():
@@ -79,11 +112,11 @@ def test_a_plain_loop_and_lightning_give_the_same_weights_bit_for_bit(tmp_path):
             private.accumulate(batch)
         private.release()
         optimizer.step()
-    assert torch.equal(torch.cat([p.detach().flatten() for p in net.parameters()]), found)
+    assert torch.equal(flat(net), found)
     assert private.record.ledger.runs == callback.ledger.runs
 
 
-@pytest.mark.parametrize("size", [1, 4, 7, 1000])
+@pytest.mark.parametrize("size", [3, 1000])
 def test_the_physical_batch_size_does_not_change_the_result(tmp_path, size):
     def run(size):
         saved = ModelCheckpoint(dirpath=tmp_path, filename=f"size{size}")
@@ -126,13 +159,11 @@ def test_raw_gradients_never_reach_grad(tmp_path, first):
     assert all(float(gradient.square().mean()) > 0.5 for gradient in watch.seen if gradient.numel() >= 24)
 
 
-@pytest.mark.parametrize("epochs", [1, 4])
-def test_the_ledger_equals_the_plan(tmp_path, epochs):
+def test_the_ledger_equals_the_plan(tmp_path):
     callback = privacy(expected_batch_size=7)
-    trainer(tmp_path, callback, max_epochs=epochs).fit(Plain(), loader())
-    steps = epochs * 9  # round(60 / 7) in an epoch
-    assert callback.plan.num_steps == steps
-    assert callback.ledger.runs == ((1.0, 7 / N, steps),)
+    trainer(tmp_path, callback, max_epochs=2).fit(Plain(), loader())
+    assert callback.plan.num_steps == 18  # round(60 / 7) in an epoch
+    assert callback.ledger.runs == ((1.0, 7 / N, 18),)
 
 
 @pytest.mark.parametrize("noise", [0.0, 2.0])
@@ -146,16 +177,9 @@ def test_empty_draws_still_make_steps_with_noise_and_ledger_entries(tmp_path, mo
     assert float(torch.stack(watch.released).std()) == pytest.approx(noise / 20, rel=0.1)
 
 
-def test_a_rare_example_set_takes_every_step(tmp_path):
-    callback = privacy(expected_batch_size=1)
-    trainer(tmp_path, callback, max_epochs=1).fit(Plain(), loader())
-    assert callback.ledger.num_steps == N
-
-
-@pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_a_non_finite_example_changes_nothing(tmp_path, value):
+def test_a_non_finite_example_changes_nothing(tmp_path):
     data = examples()
-    data.tensors[0][31] = value
+    data.tensors[0][31] = math.nan
     found = parameters_after(tmp_path, without_noise(max_physical_batch_size=5), dataset=data)
 
     class Without(PoissonSampler):
@@ -170,20 +194,6 @@ def test_a_non_finite_example_changes_nothing(tmp_path, value):
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
 
 
-def test_overwhelming_noise_learns_nothing(tmp_path):
-    torch.manual_seed(0)
-    x, y = examples(600, seed=1).tensors
-    accuracies = []
-    for _ in range(5):
-        module = Plain(lr=2.0)
-        trainer(tmp_path, privacy(expected_batch_size=200, noise_multiplier=1000.0), max_epochs=5).fit(
-            module, loader(examples(600))
-        )
-        accuracies.append(float((module.net(x).argmax(1) == y).float().mean()))
-    # Chance is 1/3; a random linear map of separable classes may still match some of them.
-    assert np.mean(accuracies) < 0.6
-
-
 def test_two_runs_of_one_configuration_differ_and_reproducible_ones_repeat(tmp_path, monkeypatch):
     def after(seed=None, **kwargs):
         if seed is not None:
@@ -194,9 +204,6 @@ def test_two_runs_of_one_configuration_differ_and_reproducible_ones_repeat(tmp_p
     first = after(seed=1, reproducible=True)
     assert torch.equal(first, after(seed=1, reproducible=True))
     assert not torch.equal(first, after(seed=2, reproducible=True))
-    statement = json.loads((tmp_path / "privacy_statement.json").read_text())
-    assert statement["reproducible"]
-    assert statement["release"].startswith("not for release")
 
 
 def test_without_noise_the_masks_of_dropout_are_still_secret(tmp_path):
@@ -206,11 +213,14 @@ def test_without_noise_the_masks_of_dropout_are_still_secret(tmp_path):
     assert not torch.equal(first, second)
 
 
-def test_a_run_without_noise_says_so(tmp_path):
-    parameters_after(tmp_path, without_noise())
-    statement = json.loads((tmp_path / "privacy_statement.json").read_text())
-    assert statement["epsilon"]["prv"] == "inf"
-    assert not statement["private"]
+@pytest.mark.parametrize("callback", [without_noise, lambda: privacy(reproducible=True)])
+def test_a_run_without_secret_noise_says_so(tmp_path, callback):
+    trainer(tmp_path, callback := callback(), max_epochs=1).fit(Plain(), loader())
+    statement = written(callback)
+    assert statement["reproducible"]
+    assert statement["release"].startswith("not for release")
+    noisy = callback.plan.noise_multiplier > 0
+    assert (statement["private"], statement["epsilon"]["prv"] == "inf") == (noisy, not noisy)
 
 
 def test_epsilon_is_logged_and_never_below_what_is_spent(tmp_path):
@@ -253,14 +263,13 @@ def test_post_processing_sees_the_privatized_gradient_and_its_state_is_saved(tmp
 # What one example contributes
 
 
-@pytest.mark.parametrize("mode", ["together", "one_by_one"])
 @pytest.mark.parametrize(
-    ("loss", "words"),
+    ("loss", "words", "mode"),
     [
-        (lambda module: None, "no loss"),
-        (lambda module: torch.zeros(()), "any trained parameter"),
-        (lambda module: module.net[0].bias.detach().sum(), "any trained parameter"),
-        (lambda module: module.net[0].bias, "single number"),
+        (lambda module: None, "no loss", "together"),
+        (lambda module: module.net[0].bias.detach().sum(), "any trained parameter", "one_by_one"),
+        (lambda module: module.net[0].bias, "single number", "together"),
+        (lambda module: module.net[0].bias, "single number", "one_by_one"),
     ],
 )
 def test_a_step_without_a_loss_is_refused(tmp_path, loss, words, mode):
@@ -316,11 +325,11 @@ class Norms(Watch):
 @pytest.mark.parametrize(
     ("kind", "mode", "steps"),
     [
-        (OneLoudExample, "together", 6),
-        (OneLoudExample, "one_by_one", 6),
-        (Saliency, "one_by_one", 6),
+        (OneLoudExample, "together", 3),
+        (OneLoudExample, "one_by_one", 3),
+        (Saliency, "one_by_one", 3),
         (LeavesEpoch, "together", 2),
-        (OwnBackward, "together", 6),
+        (OwnBackward, "together", 3),
     ],
 )
 def test_one_example_contributes_exactly_its_bound(tmp_path, kind, mode, steps):
@@ -328,7 +337,7 @@ def test_one_example_contributes_exactly_its_bound(tmp_path, kind, mode, steps):
     x[0] = 100.0
     measured = Norms()
     callback = without_noise(expected_batch_size=N, max_physical_batch_size=7, examples=mode)
-    trainer(tmp_path, callback, measured, max_epochs=6).fit(kind(), loader(TensorDataset(x, y)))
+    trainer(tmp_path, callback, measured).fit(kind(), loader(TensorDataset(x, y)))
     assert measured.norms == pytest.approx([1.0] * steps, rel=1e-5)
 
 

@@ -1,4 +1,4 @@
-"""Writes ``result.json`` into the log directory: what a run reached, and what it cost."""
+"""Writes ``result.json`` into the folder of the run: what a run reached, and what it cost."""
 
 import json
 import math
@@ -15,7 +15,7 @@ from dp_lightning.callbacks.signal_to_noise import SignalToNoise
 _RECORDED = ("test/accuracy", "val/accuracy")
 
 
-class RunRecord(pl.Callback):
+class ResultFile(pl.Callback):
     """Follows ``test/accuracy`` and ``val/accuracy`` over the evaluations and writes ``result.json`` at the end.
 
     With `SignalToNoise`, the file also has the ratio in the first and the last epoch.
@@ -36,8 +36,10 @@ class RunRecord(pl.Callback):
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._started = time.monotonic()
-        # Asked now and by every rank: Lightning asks rank 0 for it, which may be alone at the end.
-        self._folder = Path(trainer.log_dir or trainer.default_root_dir)
+        privacy = privacy_of(trainer)
+        # Every rank asks for it: Lightning takes its log folder from rank 0, which may be alone at the end.
+        log = Path(trainer.log_dir or trainer.default_root_dir)
+        self._folder = log if privacy is None else privacy.private_run.folder
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         found = {name: float(trainer.callback_metrics[name]) for name in _RECORDED if name in trainer.callback_metrics}
