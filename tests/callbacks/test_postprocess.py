@@ -1,9 +1,9 @@
-"""The post-processing callback on a plain Trainer without privacy, and through jsonargparse."""
+"""The post-processing callback on a plain Trainer, private or not, and through jsonargparse."""
 
 import pytest
 import torch
 from jsonargparse import ArgumentParser
-from plain_run import Plain, examples, flat, trainer
+from plain_run import Plain, examples, flat, trainer, without_noise
 from torch.utils.data import DataLoader
 
 from dp_lightning.callbacks.postprocess import PostProcessCallback
@@ -25,10 +25,14 @@ def fit(folder, *callbacks, momentum=0.0, max_epochs=1, ckpt_path=None):
     return used, flat(module)
 
 
+@pytest.mark.parametrize("private", [True, False])
 @pytest.mark.parametrize(("transforms", "momentum"), [([Momentum(0.9, applies_to="all")], 0.0), (None, 0.9)])
-def test_a_chain_trains_like_the_optimizer_that_does_the_same(tmp_path, transforms, momentum):
-    _, ours = fit(tmp_path, PostProcessCallback(transforms), momentum=momentum)
-    _, theirs = fit(tmp_path, momentum=0.9)
+def test_a_chain_trains_like_the_optimizer_that_does_the_same(tmp_path, transforms, momentum, private):
+    def before():
+        return [without_noise()] if private else []
+
+    _, ours = fit(tmp_path, *before(), PostProcessCallback(transforms), momentum=momentum)
+    _, theirs = fit(tmp_path, *before(), momentum=0.9)
     # The same operations in float32 over nine steps; a fused multiply-add may round once less.
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
 

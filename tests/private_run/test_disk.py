@@ -13,28 +13,19 @@ from dp_lightning.callbacks import PostProcessCallback
 from dp_lightning.errors import ConfigurationError
 from dp_lightning.postprocess import Kalman, Momentum
 from dp_lightning.privacy import ClipPlan, PrivacyPlan, PrivateStep
-from dp_lightning.privacy.disk import DiSK, Extrapolation
+from dp_lightning.privacy.disk import DiSK
 
 GAIN, LR = 0.7, 0.5
 
 
 def net():
-    # Convolution, normalization, a shared module, and a module without a rule of its own.
+    """Has a normalization and a shared module."""
     shared = nn.Linear(6, 6)
-    return nn.Sequential(nn.Linear(5, 6), nn.LayerNorm(6), shared, nn.Tanh(), shared, Scaled(), nn.Linear(6, 3))
-
-
-class Scaled(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.scale = nn.Parameter(torch.linspace(0.5, 1.5, 6))
-
-    def forward(self, x):
-        return x * self.scale.exp()
+    return nn.Sequential(nn.Linear(5, 6), nn.LayerNorm(6), shared, nn.Tanh(), shared, nn.Linear(6, 3))
 
 
 def written_out(model, steps, bound, length=(1 - GAIN) / GAIN):
-    """The weights after DiSK on the whole data set without noise, one example at a time."""
+    """The weights after DiSK (Zhang et al. 2025) on the whole data set without noise, one example at a time."""
     model = copy.deepcopy(model).double()
     previous = [p.detach().clone() for p in model.parameters()]
     estimate = None
@@ -112,7 +103,7 @@ def released(model, clip_plan, before, x, y):
 
 
 @pytest.mark.parametrize("clip_plan", [ClipPlan.flat(max_grad_norm=1.3), ClipPlan.per_layer(max_grad_norm=1.3)])
-@pytest.mark.parametrize("scale", [1e-6, 1.0, 1e4])
+@pytest.mark.parametrize("scale", [1.0, 1e4])
 def test_one_example_moves_the_sum_by_at_most_the_sensitivity(clip_plan, scale):
     """Neighbours that differ by one example."""
     model = net()
@@ -177,28 +168,3 @@ def test_disk_runs_in_bfloat16_and_the_statement_says_where_gradients_are_taken(
 
     run = fitted(tmp_path, Seen(), max_epochs=1, precision="bf16-mixed")
     assert written(run.callbacks[0])["clipping"]["gradients"] == "at DiSK's extrapolated point (gain 0.7)"
-
-
-@pytest.mark.parametrize("gain", [0.3, 0.7])
-def test_the_length_is_that_of_the_paper(gain):
-    """With it, one gradient has the whole weight: (1 - kappa) / (kappa gamma) = 1."""
-    parameters = {"a": torch.zeros(1, dtype=torch.float64)}
-    extrapolation = Extrapolation(parameters, DiSK(gain))
-    extrapolation.advance()
-    parameters["a"].fill_(1.0)
-    extrapolation.advance()
-    with extrapolation.away():
-        gamma = float(parameters["a"]) - 1.0
-    assert (1 - gain) / (gain * gamma) == pytest.approx(1)
-
-
-def test_the_state_of_an_extrapolation_follows_its_parameters():
-    double = {"a": torch.zeros(2, dtype=torch.float64), "b": torch.ones(2, dtype=torch.float64)}
-    extrapolation = Extrapolation(double, DiSK(0.5))
-    extrapolation.load_state_dict({"a": torch.ones(2), "gone": torch.ones(3)})
-    extrapolation.advance()
-    with extrapolation.away():
-        # x + (x - 1); a parameter that is new has not moved.
-        assert torch.equal(double["a"], torch.full((2,), -1.0, dtype=torch.float64))
-        assert torch.equal(double["b"], torch.ones(2, dtype=torch.float64))
-    assert torch.equal(double["a"], torch.zeros(2, dtype=torch.float64))

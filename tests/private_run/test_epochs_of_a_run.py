@@ -52,21 +52,6 @@ def test_a_run_that_was_interrupted_takes_all_of_its_steps(tmp_path, stops):
     assert (places.steps, places.begun, places.ended) == (WHOLE, [0, 1, 2], [0, 1, 2])
 
 
-def test_a_finished_run_is_extended(tmp_path):
-    places = Places()
-    run(tmp_path, places, max_epochs=2)
-    assert run(tmp_path, places, resumes=12, target=6.0).num_steps == len(WHOLE)
-    assert places.steps == WHOLE
-
-
-def test_steps_that_a_crash_has_lost_are_spent_and_the_epochs_are_those_of_the_weights(tmp_path):
-    interrupted(tmp_path, at=8)
-    places = Places()
-    ledger = run(tmp_path, places, resumes=6)
-    assert places.steps == [1] * 6 + [2] * 4  # two steps of the plan are not in the weights
-    assert ledger.num_steps == len(WHOLE)
-
-
 class Validated(Plain):
     def validation_step(self, batch, batch_idx):
         self.log("val", F.cross_entropy(self.net(batch[0]), batch[1]))
@@ -74,7 +59,7 @@ class Validated(Plain):
 
 @pytest.mark.parametrize("step", [5, 6])
 def test_early_stopping_resumes_from_a_checkpoint_of_any_step(tmp_path, step):
-    """Also from one of an epoch's last step, which was saved before the metric that it waits for was there."""
+    """That of an epoch's last step was saved before the metric that early stopping waits for was there."""
     interrupted(tmp_path, EarlyStopping("val", patience=99), at=step, module=Validated())
     places = Places()
     ledger = run(tmp_path, places, EarlyStopping("val", patience=99), resumes=step, module=Validated())

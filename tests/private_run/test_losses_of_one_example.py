@@ -65,20 +65,10 @@ def ignored_labels(module, x, y):
     return F.cross_entropy(module.net(x), y, ignore_index=2)
 
 
-def above_a_threshold(module, x, y):
-    losses = each(module, x, y)
-    kept = (losses > 0.8).to(x.dtype)
-    return (losses * kept).sum() / kept.sum().clamp(min=1)
-
-
 def contrastive(module, x, y):
     z = module.net(x)
     alike = (y[:, None] == y).to(x.dtype) - torch.eye(len(z), dtype=x.dtype)
     return F.cross_entropy(z, y) + (alike * (z @ z.T)).sum() / len(z)
-
-
-def centred(module, x, y):
-    return each(module, x - x.mean(0), y).mean()
 
 
 def mixed_up(module, x, y):
@@ -90,33 +80,7 @@ def of_shape_one(module, x, y):
     return each(module, x, y)
 
 
-def with_a_penalty(module, x, y):
-    return each(module, x, y).mean() + 1e-2 * module.net[0].weight.square().sum()
-
-
-def a_weight_used_twice(module, x, y):
-    hidden = module.net[0](x)
-    return F.cross_entropy(module.net(x) + F.linear(hidden.tanh(), module.net[2].weight), y)
-
-
-def into_a_new_tensor(module, x, y):
-    made = torch.zeros(x.shape, dtype=x.dtype)
-    made[:] = x
-    return each(module, made, y).mean()
-
-
-TOGETHER = [
-    class_weights,
-    ignored_labels,
-    above_a_threshold,
-    contrastive,
-    centred,
-    mixed_up,
-    of_shape_one,
-    with_a_penalty,
-    a_weight_used_twice,
-    into_a_new_tensor,
-]
+TOGETHER = [class_weights, ignored_labels, contrastive, mixed_up, of_shape_one]
 
 
 @pytest.mark.parametrize("loss_of", TOGETHER, ids=lambda loss_of: loss_of.__name__)
@@ -124,37 +88,30 @@ def test_a_loss_over_the_batch_is_that_of_each_example(tmp_path, loss_of):
     require_equal(tmp_path, Own(loss_of), examples())
 
 
+class Token(nn.Module):
+    """Has a parameter that is repeated for each row."""
+
+    def __init__(self):
+        super().__init__()
+        self.token, self.inner = nn.Parameter(torch.randn(1, 1, 5)), nn.Linear(10, CLASSES)
+
+    def forward(self, x):
+        return self.inner(torch.cat([self.token.repeat(len(x), 1, 1), x[:, None]], 1).flatten(1))
+
+
 class Scaled(Own):
-    """With parameters of the LightningModule itself."""
+    """Has parameters of the LightningModule itself."""
 
     def __init__(self):
         super().__init__(lambda module, x, y: F.cross_entropy(module.heads["a"] * module.net(x), y))
         self.heads = nn.ParameterDict({"a": torch.linspace(0.5, 1.5, CLASSES)})
 
 
-class Token(nn.Module):
-    """A parameter that is repeated for each row."""
-
-    def __init__(self, repeat):
-        super().__init__()
-        self.token, self.inner, self.repeat = nn.Parameter(torch.randn(1, 1, 5)), nn.Linear(10, CLASSES), repeat
-
-    def forward(self, x):
-        return self.inner(torch.cat([self.repeat(self.token, len(x)), x[:, None]], 1).flatten(1))
-
-
 def plain_loss(module, x, y):
     return F.cross_entropy(module.net(x), y)
 
 
-MODULES = {
-    "parameters of the module itself": Scaled,
-    "a token that is repeated": lambda: Own(plain_loss, Token(lambda token, n: token.repeat(n, 1, 1))),
-    "a token that is expanded": lambda: Own(plain_loss, Token(lambda token, n: token.expand(n, -1, -1))),
-}
-
-
-@pytest.mark.parametrize("make", MODULES.values(), ids=MODULES)
+@pytest.mark.parametrize("make", [Scaled, lambda: Own(plain_loss, Token())])
 def test_parameters_wherever_they_are_used(tmp_path, make):
     require_equal(tmp_path, make(), examples())
 
@@ -166,12 +123,6 @@ def by_a_mask(module, x, y):
 def by_a_number(module, x, y):
     loss = each(module, x, y).mean()
     return loss * 0 if loss.detach() > 1.0 else loss
-
-
-def on_an_adversarial_input(module, x, y):
-    x = x.clone().requires_grad_()
-    (slope,) = torch.autograd.grad(8 * each(module, x, y).mean(), x)
-    return each(module, x.detach() + 0.1 * slope.sign(), y).mean()
 
 
 def with_a_penalty_on_its_input(module, x, y):
@@ -186,7 +137,6 @@ def with_a_penalty_on_its_input(module, x, y):
     [
         (by_a_mask, "x.mask"),
         (by_a_number, "torch.where"),
-        (on_an_adversarial_input, "require a gradient"),
         (with_a_penalty_on_its_input, "require a gradient"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
@@ -203,8 +153,7 @@ def of_what_is_there(module, x, y):
     return torch.where(there, (module.net(x) - y.nan_to_num(0)).square(), 0).sum() / there.sum()
 
 
-@pytest.mark.parametrize("mark", [-1.0, math.nan])
-@pytest.mark.parametrize("mode", ["together", "one_by_one"])
+@pytest.mark.parametrize(("mark", "mode"), [(-1.0, "together"), (math.nan, "one_by_one")])
 def test_a_mean_over_what_is_not_missing(tmp_path, mark, mode):
     targets = torch.rand(N, CLASSES)
     targets[torch.rand(targets.shape) < 0.4] = mark

@@ -1,9 +1,7 @@
 """Runs of a plain Trainer whose unit of privacy is a person."""
 
 import pytest
-import torch
-from plain_run import N, PhysicalBatches, Plain, examples, flat, loader, privacy, trainer, written
-from torch.nn import functional as F
+from plain_run import N, PhysicalBatches, Plain, examples, loader, privacy, trainer, written
 from torch.utils.data import Subset, TensorDataset
 
 from dp_lightning.errors import ConfigurationError
@@ -44,18 +42,6 @@ def test_a_run_counts_persons_and_its_statement_says_so(tmp_path, images_per_gro
     assert facts["unit_of_privacy"] == "one person (all images with the same group)"
 
 
-@pytest.mark.parametrize("mode", ["together", "one_by_one"])
-def test_a_reproducible_run_draws_the_same_images_whoever_reads_them(tmp_path, mode):
-    found = []
-    for workers in (0, 2):
-        torch.manual_seed(0)
-        seen, module = PhysicalBatches(), Plain()
-        callback = for_persons(reproducible=True, examples=mode, max_physical_batch_size=9)
-        trainer(tmp_path, callback, seen, max_steps=3).fit(module, loader(of_persons(), num_workers=workers))
-        found.append((torch.cat([x for x, *_ in seen.rows]), flat(module)))
-    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
-
-
 def test_a_resumed_run_keeps_its_persons(tmp_path):
     run = trainer(tmp_path, for_persons(), max_steps=3)
     run.fit(Plain(), loader(of_persons()))
@@ -86,7 +72,7 @@ def test_data_that_does_not_fit_is_refused(tmp_path, dataset, settings, message)
         trainer(tmp_path, for_persons(**settings)).fit(Plain(), loader(dataset))
 
 
-def without_persons(groups):
+def with_groups(groups):
     dataset = TensorDataset(*examples().tensors)
     dataset.groups = groups
     return dataset
@@ -97,8 +83,8 @@ def without_persons(groups):
     [
         (privacy, of_persons(), True),
         (for_persons, of_persons(), False),
-        (privacy, without_persons(list(range(N))), False),
-        (privacy, without_persons(lambda: None), False),
+        (privacy, with_groups(list(range(N))), False),
+        (privacy, with_groups(lambda: None), False),
     ],
     ids=["persons", "protected", "an image each", "no ids"],
 )
@@ -108,17 +94,3 @@ def test_several_images_of_a_person_give_a_warning_where_an_image_is_protected(
     trainer(tmp_path, callback(), max_steps=1).fit(Plain(), loader(dataset))
     said = [str(warning.message) for warning in recwarn]
     assert any("unit_of_privacy is example: the guarantee is about one image" in text for text in said) == warns
-
-
-class Contrasted(Plain):
-    """Takes negatives from the rest of its batch."""
-
-    def training_step(self, batch, batch_idx):
-        h = F.normalize(self.net(batch[0]), dim=1)
-        return F.cross_entropy(h @ h.T, torch.arange(len(h)))
-
-
-@pytest.mark.parametrize(("kind", "warns"), [(Plain, False), (Contrasted, True)])
-def test_the_loss_of_a_batch_is_compared_by_persons(tmp_path, recwarn, kind, warns):
-    trainer(tmp_path, for_persons(), max_steps=1).fit(kind(), loader(of_persons()))
-    assert any("The loss of 8 examples together" in str(w.message) for w in recwarn) == warns

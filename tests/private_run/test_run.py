@@ -1,19 +1,14 @@
 """A plain LightningModule on a plain Trainer trains privately, and the run is what the plan says."""
 
-import math
-
-import numpy as np
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.loggers.logger import DummyLogger
 from plain_run import (
-    CLASSES,
     N,
     Plain,
     examples,
-    flat,
     loader,
     parameters_after,
     privacy,
@@ -21,17 +16,14 @@ from plain_run import (
     without_noise,
     written,
 )
-from torch import nn
 from torch.nn import functional as F
-from torch.utils.data import TensorDataset
 
-from dp_lightning.callbacks import PostProcessCallback
+from dp_lightning.callbacks import AveragedWeights, PostProcessCallback
+from dp_lightning.callbacks.privacy import privacy_of
 from dp_lightning.commands.verify import verify
 from dp_lightning.errors import ModelError
 from dp_lightning.postprocess import Momentum
-from dp_lightning.privacy import ClipPlan, PoissonSampler, PrivateStep, clipped_gradient_sum
 from dp_lightning.privacy.journal import journal_name
-from dp_lightning.privacy.sampling import sampling_key
 
 
 def test_a_plain_module_trains_and_reaches_high_accuracy(tmp_path):
@@ -70,50 +62,6 @@ def test_a_run_with_a_log_folder_leaves_its_files_there(tmp_path):
     trainer(tmp_path, callback := privacy(), logger=CSVLogger(tmp_path, name="logs")).fit(Plain(), loader())
     assert callback.private_run.folder == tmp_path / "logs" / "version_0"
     assert written(callback)["num_steps"] == 9
-
-
-def test_a_run_equals_a_hand_written_loop_over_the_same_draws(tmp_path):
-    found = parameters_after(tmp_path, without_noise(max_physical_batch_size=6))
-    torch.manual_seed(0)
-    module, (x, y) = Plain(), examples().tensors
-    sampler = PoissonSampler(num_train=N, sample_rate=20 / N, key=sampling_key(0))
-    for step in range(9):
-        rows = torch.from_numpy(sampler.draw(step))
-        sums, _ = clipped_gradient_sum(
-            module.net, F.cross_entropy, x[rows], y[rows], clip_plan=ClipPlan.flat(max_grad_norm=1.0)
-        )
-        with torch.no_grad():
-            for name, p in module.net.named_parameters():
-                p -= 0.5 * sums[name] / 20
-    # The order of float32 additions differs.
-    torch.testing.assert_close(found, flat(module), rtol=0, atol=1e-6)
-
-
-def dropping():
-    torch.manual_seed(0)
-    return Plain(nn.Sequential(nn.Linear(5, 8), nn.Dropout(0.5), nn.Tanh(), nn.Linear(8, CLASSES)))
-
-
-def test_a_plain_loop_and_lightning_give_the_same_weights_bit_for_bit(tmp_path):
-    callback = privacy(reproducible=True, max_physical_batch_size=6)
-    found = parameters_after(tmp_path, callback, module=dropping())
-    net = dropping().net
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.5)
-    private = PrivateStep(
-        net,
-        lambda batch: F.cross_entropy(net(batch[0]), batch[1]),
-        examples(),
-        plan=callback.plan,
-        max_physical_batch_size=6,
-        seed=0,
-    )
-    for _ in range(9):
-        for batch in private.batches():
-            private.accumulate(batch)
-        private.release()
-        optimizer.step()
-    assert torch.equal(flat(net), found)
-    assert private.record.ledger.runs == callback.ledger.runs
 
 
 @pytest.mark.parametrize("size", [3, 1000])
@@ -166,51 +114,16 @@ def test_the_ledger_equals_the_plan(tmp_path):
     assert callback.ledger.runs == ((1.0, 7 / N, 18),)
 
 
-@pytest.mark.parametrize("noise", [0.0, 2.0])
-def test_empty_draws_still_make_steps_with_noise_and_ledger_entries(tmp_path, monkeypatch, noise):
-    monkeypatch.setattr(PoissonSampler, "draw", lambda self, step: np.array([], dtype=np.int64))
-    watch = Watch()
-    callback = privacy(noise_multiplier=noise, not_private=not noise)
-    trainer(tmp_path, callback, watch).fit(Plain(), loader())
-    assert callback.ledger.num_steps == len(watch.released) == 9
-    # Nothing but noise: sigma C / B = 0.1 per coordinate.
-    assert float(torch.stack(watch.released).std()) == pytest.approx(noise / 20, rel=0.1)
-
-
-def test_a_non_finite_example_changes_nothing(tmp_path):
-    data = examples()
-    data.tensors[0][31] = math.nan
-    found = parameters_after(tmp_path, without_noise(max_physical_batch_size=5), dataset=data)
-
-    class Without(PoissonSampler):
-        def draw(self, step):
-            rows = super().draw(step)
-            return rows[rows != 31]
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("dp_lightning.privacy.step.PoissonSampler", Without)
-        expected = parameters_after(tmp_path, without_noise(max_physical_batch_size=5))
-    assert found.isfinite().all()
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
-
-
 def test_two_runs_of_one_configuration_differ_and_reproducible_ones_repeat(tmp_path, monkeypatch):
     def after(seed=None, **kwargs):
         if seed is not None:
             monkeypatch.setenv("PL_GLOBAL_SEED", str(seed))  # as seed_everything leaves it
-        return parameters_after(tmp_path, privacy(**kwargs), module=dropping())
+        return parameters_after(tmp_path, privacy(**kwargs))
 
     assert not torch.equal(after(seed=1), after(seed=1))
     first = after(seed=1, reproducible=True)
     assert torch.equal(first, after(seed=1, reproducible=True))
     assert not torch.equal(first, after(seed=2, reproducible=True))
-
-
-def test_without_noise_the_masks_of_dropout_are_still_secret(tmp_path):
-    """Everyone takes part in every step, so nothing but dropout is random."""
-    callback = {"expected_batch_size": N, "reproducible": False}
-    first, second = (parameters_after(tmp_path, without_noise(**callback), module=dropping()) for _ in range(2))
-    assert not torch.equal(first, second)
 
 
 @pytest.mark.parametrize("callback", [without_noise, lambda: privacy(reproducible=True)])
@@ -244,20 +157,41 @@ def test_epsilon_is_logged_and_never_below_what_is_spent(tmp_path):
     assert (curve[0], curve[-1]) == (0.0, pytest.approx(spent))
 
 
-def test_post_processing_sees_the_privatized_gradient_and_its_state_is_saved(tmp_path):
-    chain = PostProcessCallback([Momentum(0.9, applies_to="all")])
-    checkpoint = ModelCheckpoint(dirpath=tmp_path, filename="run")
-    found = parameters_after(tmp_path, without_noise(), chain, checkpoint, enable_checkpointing=True)
+# What a run prints
 
-    class WithMomentum(Plain):
-        def configure_optimizers(self):
-            return torch.optim.SGD(self.parameters(), lr=self.lr, momentum=0.9)
 
-    torch.manual_seed(0)
-    expected = parameters_after(tmp_path, without_noise(), module=WithMomentum())
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
-    saved = torch.load(tmp_path / "run.ckpt", weights_only=True)["callbacks"]
-    assert any("Momentum" in str(state) for state in saved.values())
+def test_the_plan_comes_first_and_the_statement_last(tmp_path, capsys):
+    private = privacy(target_epsilon=8.0, noise_multiplier=None)
+    trainer(tmp_path, private, PostProcessCallback([Momentum(0.9)]), AveragedWeights(0.9)).fit(Plain(), loader())
+    rows = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines() if line)
+    assert list(rows) == [
+        *("method", "plan", "epochs", "device"),
+        *("(8,", "Unprotected", "Release:", "Results:"),
+    ]
+    average = "moving average of the weights (decay 0.9)"
+    assert rows["method"] == f"DP-SGD by SGD; Momentum; {average}; flat clipping (abadi)"
+    sigma = private.plan.noise_multiplier
+    plan = f"epsilon 8 at delta 0.001 by RDP, N 60 examples, B 20, sigma {sigma:.4g}, C 1, T 9 steps"
+    assert (rows["plan"], rows["epochs"]) == (plan, "3")
+    assert rows["device"] == "1 x cpu, precision 32-true"
+    assert rows["Results:"] == str(tmp_path / "privacy_runs" / "version_0")
+    assert rows["(8,"] == "0.001)-DP by RDP, add or remove one training example, 9 of 9 steps"
+    assert rows["Release:"] == "ok"
+
+
+@pytest.mark.parametrize(
+    ("private", "note"),
+    [
+        (lambda: privacy(reproducible=True), "This run is NOT FOR RELEASE: it is reproducible."),
+        (without_noise, "No noise is added: this run is NOT PRIVATE."),
+    ],
+)
+def test_what_makes_a_run_unfit_for_release_is_said_before_and_after(tmp_path, capsys, private, note):
+    trainer(tmp_path, private(), max_steps=1).fit(Plain(), loader())
+    before, _, after = capsys.readouterr().out.partition("\n\n")
+    assert f"note         {note}" in before.splitlines()
+    assert "Release: not for release: " in after
+    assert ("epsilon inf" in before) == ("PRIVATE" in note)
 
 
 # What one example contributes
@@ -281,6 +215,12 @@ def test_a_step_without_a_loss_is_refused(tmp_path, loss, words, mode):
     with pytest.raises(ModelError, match=words):
         trainer(tmp_path, callback).fit(Skips(), loader())
     assert callback.ledger.num_steps == 4
+
+
+def one_loud():
+    data = examples()
+    data.tensors[0][0] = 100.0
+    return data
 
 
 class OneLoudExample(Plain):
@@ -307,13 +247,6 @@ class LeavesEpoch(OneLoudExample):
         return -1 if self.trainer.global_step == 2 else None
 
 
-class OwnBackward(OneLoudExample):
-    """Of the loss that Lightning sees, from which nothing is computed."""
-
-    def on_before_backward(self, loss):
-        assert not loss.requires_grad
-
-
 class Norms(Watch):
     """Norms of the sums before noise, from releases without noise."""
 
@@ -329,38 +262,31 @@ class Norms(Watch):
         (OneLoudExample, "one_by_one", 3),
         (Saliency, "one_by_one", 3),
         (LeavesEpoch, "together", 2),
-        (OwnBackward, "together", 3),
     ],
 )
 def test_one_example_contributes_exactly_its_bound(tmp_path, kind, mode, steps):
-    x, y = (tensor.clone() for tensor in examples().tensors)
-    x[0] = 100.0
     measured = Norms()
     callback = without_noise(expected_batch_size=N, max_physical_batch_size=7, examples=mode)
-    trainer(tmp_path, callback, measured).fit(kind(), loader(TensorDataset(x, y)))
+    trainer(tmp_path, callback, measured).fit(kind(), loader(one_loud()))
     assert measured.norms == pytest.approx([1.0] * steps, rel=1e-5)
 
 
-class InterruptsOnce(Callback):
-    """A Ctrl-C between two physical batches."""
+class Interrupts(Callback):
+    """Ends the fit by Ctrl-C between two physical batches."""
 
     def on_train_start(self, trainer, pl_module):
         def interrupt(number, count):
             if number == 2 and trainer.global_step == 2:
-                told.clear()
                 raise KeyboardInterrupt
 
-        told = trainer.callbacks[0].private_run.on_physical_batch
-        told.append(interrupt)
+        privacy_of(trainer).private_run.on_physical_batch.append(interrupt)
 
 
 def test_what_an_interruption_leaves_of_a_logical_batch_is_dropped(tmp_path):
-    x, y = (tensor.clone() for tensor in examples().tensors)
-    x[0] = 100.0
     callback, measured = without_noise(expected_batch_size=N, max_physical_batch_size=7), Norms()
-    module, data = OneLoudExample(), loader(TensorDataset(x, y))
+    module, data = OneLoudExample(), loader(one_loud())
     with pytest.raises(SystemExit):
-        trainer(tmp_path, callback, measured, InterruptsOnce()).fit(module, data)
+        trainer(tmp_path, callback, measured, Interrupts()).fit(module, data)
     trainer(tmp_path, callback, measured).fit(module, data)
     assert callback.ledger.num_steps == 3
     assert measured.norms == pytest.approx([1.0] * 3, rel=1e-5)

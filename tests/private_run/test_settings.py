@@ -83,20 +83,6 @@ def test_a_run_without_a_number_of_steps_is_refused(limits, words):
         shape(**limits)
 
 
-def test_a_plan_has_the_noise_that_is_set_or_the_noise_that_the_target_needs():
-    run = shape(max_epochs=3, max_steps=-1)
-    plan = settings(noise_multiplier=1.3, accountant="rdp").make_plan(run)
-    assert (plan.noise_multiplier, plan.target_epsilon, plan.accountant) == (1.3, None, "rdp")
-    solved = settings(noise_multiplier=None, target_epsilon=4.0, accountant="rdp").make_plan(run)
-    assert solved.target_epsilon == 4.0
-    assert 3.99 < solved.epsilon() <= 4.0
-    # Steps that were taken count in the target, at the end of the run and before it.
-    taken = ((2.0 * solved.noise_multiplier, run.sample_rate, 5),)
-    less = settings(noise_multiplier=None, target_epsilon=4.0, accountant="rdp").make_plan(run, taken=taken)
-    more = settings(noise_multiplier=None, target_epsilon=4.0, accountant="rdp").make_plan(run, earlier=taken)
-    assert less.noise_multiplier < solved.noise_multiplier < more.noise_multiplier
-
-
 CHANGES = {
     "examples": {"examples": "one_by_one"},
     "augmult": {"augmult": 2},

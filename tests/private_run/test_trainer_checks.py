@@ -6,7 +6,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
-from plain_run import CLASSES, Plain, examples, loader, parameters_after, privacy, trainer, without_noise
+from plain_run import CLASSES, Plain, loader, parameters_after, privacy, trainer, without_noise
 from torch import nn
 
 from dp_lightning.errors import ConfigurationError, ModelError
@@ -99,19 +99,6 @@ def test_statistics_of_examples_are_refused_with_a_fix_that_helps(tmp_path, norm
         trainer(tmp_path, privacy(examples=mode)).fit(with_statistics(norm, places), loader())
     assert "one_by_one" not in str(refused.value)
     assert not norm.running_mean.any()
-
-
-def test_statistics_over_the_places_of_one_example_follow_no_example(tmp_path):
-    """One by one, the buffers advance by a synthetic example alone."""
-    found = []
-    for seed in (0, 1):
-        torch.manual_seed(0)
-        module = with_statistics(nn.BatchNorm1d(4))
-        callback = without_noise(examples="one_by_one", max_grad_norm=1e-9)
-        trainer(tmp_path, callback).fit(module, loader(examples(60, seed)))
-        found.append(module.net[2])
-    assert found[0].num_batches_tracked == 9
-    torch.testing.assert_close(found[0].running_mean, found[1].running_mean)
 
 
 def test_statistics_of_one_example_are_allowed(tmp_path):
