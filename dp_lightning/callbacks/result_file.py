@@ -25,14 +25,14 @@ class ResultFile(pl.Callback):
 
     ``evaluated_after_steps`` has the steps taken at each evaluation, the last of which may come before the last step.
     ``test_accuracy_best`` is the best over evaluations. It is chosen on the test set, so it is not an estimate of
-    accuracy on new images; the file says so.
+    accuracy on new images, as the file says.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self._evaluations: dict[int, dict[str, float]] = {}  # by the steps taken before them
+        self._evaluations: dict[int, dict[str, float]] = {}  # by the number of steps taken before each evaluation
         self._started = self._seconds = 0.0
-        self._folder: Path | None = None  # of a fit that has not ended
+        self._folder: Path | None = None  # folder of a fit that has not ended
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._started = time.monotonic()

@@ -1,7 +1,7 @@
 """Stops a run on SIGTERM and SIGINT after a logical step, with a checkpoint.
 
-A signal is only noted. At the end of the step the ranks learn of it together, by the same collective that adds up their
-sums; then they save one checkpoint and exit. A second SIGINT stops at once, as Ctrl-C does everywhere.
+The handler only notes a signal. At the end of the step the ranks learn of the signal together, by the same collective
+that adds up their sums; then they save one checkpoint and exit. A second SIGINT stops the run at once.
 """
 
 import signal
@@ -21,7 +21,7 @@ class StopOnSignal(pl.Callback):
     """Ends ``fit`` with exit code 143 on SIGTERM and 130 on SIGINT, at the end of a step.
 
     The checkpoint ``interrupted-step=<n>.ckpt`` is saved beside those of the first ``ModelCheckpoint``. Under SLURM,
-    where Lightning saves a checkpoint and requeues the job on SIGUSR1, it does so at the end of the step too.
+    Lightning saves a checkpoint and requeues the job on SIGUSR1; that happens at the end of a step too.
     """
 
     def __init__(self) -> None:

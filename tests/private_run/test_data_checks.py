@@ -1,7 +1,13 @@
-"""A validation on training examples is refused, however the two sets are put together."""
+"""Training examples are refused in a validation, however the two sets are put together, and in hyperparameters."""
 
+from enum import StrEnum
+from functools import partial
+
+import lightning.pytorch as pl
 import pytest
-from plain_run import Plain, examples, loader, privacy, trainer
+import torch
+from plain_run import N, Plain, examples, loader, privacy, trainer
+from torch import nn
 from torch.utils.data import (
     ConcatDataset,
     DataLoader,
@@ -120,3 +126,58 @@ def test_training_examples_can_be_evaluated_after_the_fit_and_need_no_validation
     run.limit_val_batches = 1.0
     run.validate(module, evaluated(TRAIN), verbose=False)
     assert (run.global_step, module.batches) == (3, 6)
+
+
+# Hyperparameters
+
+
+class Given(Evaluated):
+    def __init__(self, given, width=3):
+        super().__init__()
+        self.save_hyperparameters()
+
+
+class Data(pl.LightningDataModule):
+    def __init__(self, given):
+        super().__init__()
+        self.save_hyperparameters()
+
+    def train_dataloader(self):
+        return loader()
+
+
+class Mode(StrEnum):
+    FAST = "fast"
+
+
+DATA = {
+    "a data set": (OTHERS, "TensorDataset"),
+    "a loader": (DataLoader(OTHERS), "DataLoader"),
+    "an array": (ROWS.numpy(), "ndarray"),
+    "rows": (ROWS.tolist(), "list"),
+    "a data set in a dictionary": ({"train": [OTHERS]}, "dict"),
+}
+SETTINGS = {
+    "plain values": [None, True, 1, 0.5, "text" * N, torch.float32],
+    "class weights": [torch.ones(3), [1.0, 5.0, 20.0]],
+    "objects": [Mode.FAST, torch.optim.SGD, nn.Sequential(nn.Linear(2, 2)), partial(torch.optim.SGD, lr=0.1)],
+}
+
+
+@pytest.mark.parametrize("case", DATA)
+def test_training_data_in_hyperparameters_is_refused_before_the_first_step(tmp_path, case):
+    value, kind = DATA[case]
+    words = rf"given of {{}} is a {kind} that holds data.*ignore=\['given'\]"
+    with pytest.raises(ConfigurationError, match=words.format("Given")):
+        trainer(tmp_path, privacy()).fit(Given(value), loader())
+    with pytest.raises(ConfigurationError, match=words.format("Data")):
+        trainer(tmp_path, privacy()).fit(Plain(), datamodule=Data(value))
+
+
+@pytest.mark.parametrize("case", SETTINGS)
+def test_settings_of_any_kind_are_taken_and_saved(tmp_path, case):
+    run = trainer(tmp_path, privacy(), max_epochs=1)
+    run.fit(Given(SETTINGS[case]), loader())
+    run.save_checkpoint(tmp_path / "end.ckpt")
+    kept = torch.load(tmp_path / "end.ckpt", weights_only=case != "objects")["hyper_parameters"]
+    assert kept.keys() == {"given", "width"}
