@@ -190,17 +190,6 @@ def test_a_decay_out_of_range_is_refused(decay):
         AveragedWeights(decay)
 
 
-def test_a_module_that_cannot_be_copied_takes_no_step(tmp_path):
-    class Locked(Plain):
-        def __deepcopy__(self, memo):
-            raise TypeError("holds a lock")
-
-    callback = privacy()
-    with pytest.raises(TypeError, match="holds a lock"):
-        trainer(tmp_path, callback, AveragedWeights(0.9)).fit(Locked(), loader())
-    assert callback.ledger.num_steps == 0
-
-
 def test_it_works_without_privacy_too(tmp_path):
     used, module = trainer(tmp_path, AveragedWeights(0.9), max_epochs=1), Watched()
     used.fit(module, loader(), held_out())

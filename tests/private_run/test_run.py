@@ -179,21 +179,6 @@ def test_the_plan_comes_first_and_the_statement_last(tmp_path, capsys):
     assert rows["Release:"] == "ok"
 
 
-@pytest.mark.parametrize(
-    ("private", "note"),
-    [
-        (lambda: privacy(reproducible=True), "This run is NOT FOR RELEASE: it is reproducible."),
-        (without_noise, "No noise is added: this run is NOT PRIVATE."),
-    ],
-)
-def test_what_makes_a_run_unfit_for_release_is_said_before_and_after(tmp_path, capsys, private, note):
-    trainer(tmp_path, private(), max_steps=1).fit(Plain(), loader())
-    before, _, after = capsys.readouterr().out.partition("\n\n")
-    assert f"note         {note}" in before.splitlines()
-    assert "Release: not for release: " in after
-    assert ("epsilon inf" in before) == ("PRIVATE" in note)
-
-
 # What one example contributes
 
 

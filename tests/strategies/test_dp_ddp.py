@@ -153,17 +153,10 @@ def test_ranks_that_do_not_agree_are_refused(tmp_path):
 
 def test_ranks_compare_numbers_alone_of_what_a_data_set_keeps_for_each_element():
     """Objects have addresses, and files other places on each node: no honest run is refused for them."""
-
-    class Kept(TensorDataset):
-        labels, weights, ids = [0, 1], (0.5, 2.0), np.array([7, 8])
-        objects, names, by_name, chosen = [object(), object()], ["/node/a", "/node/b"], {"a": 0, "b": 1}, {0, 1}
-
-        def __init__(self, *tensors):
-            super().__init__(*tensors)
-            vars(self).update({name: value for name, value in vars(Kept).items() if not name.startswith("_")})
-
-    found = numbers_of(Kept(torch.zeros(2, 3), torch.tensor([1, 0])))
-    assert found == {"1": [1, 0], "labels": [0, 1], "weights": [0.5, 2.0], "ids": [7, 8]}
+    dataset = TensorDataset(torch.zeros(2, 3), torch.tensor([1, 0]))
+    numbers = {"labels": [0, 1], "weights": (0.5, 2.0), "ids": np.array([7, 8])}
+    vars(dataset).update(numbers, objects=[object(), object()], names=["/node/a", "/node/b"], by_name={"a": 0, "b": 1})
+    assert numbers_of(dataset) == {"1": [1, 0], "labels": [0, 1], "weights": [0.5, 2.0], "ids": [7, 8]}
 
 
 def test_empty_shares_and_empty_draws_take_part(tmp_path):
