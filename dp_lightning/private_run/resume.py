@@ -87,7 +87,6 @@ class RunHistory:
         record: record of the run's steps, which no fit and no checkpoint takes back; on rank 0 it has a journal once a
             fit has begun.
         saved: the run as a checkpoint holds it, until a fit begins, and ``folder`` of that checkpoint.
-        home: folder of the run's files, once a fit has begun.
         in_weights: number of steps of the ledger that the weights had when the last fit ended.
         plan: plan of the last steps.
         unprotected: numbers that were logged of raw examples.
@@ -96,7 +95,6 @@ class RunHistory:
     record: RunRecord = field(default_factory=RunRecord)
     saved: SavedRun | None = None
     folder: Path = Path()
-    home: Path | None = None
     in_weights: int = 0
     plan: PrivacyPlan | None = None
     unprotected: Unprotected = field(default_factory=Unprotected)

@@ -6,6 +6,7 @@ it puts on the strategy. From then on everything that a fit needs, such as its p
 
 import math
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,6 +20,7 @@ from torch.utils.data import DataLoader
 
 from dp_lightning.errors import BudgetError, ConfigurationError
 from dp_lightning.privacy.accounting import Ledger, compose
+from dp_lightning.privacy.journal import journal_name
 from dp_lightning.privacy.plan import PrivacyPlan
 from dp_lightning.privacy.reading import Reading
 from dp_lightning.privacy.record import note_earlier_training
@@ -43,30 +45,29 @@ from dp_lightning.strategies.private import trainer_ranks
 _EPSILON_UPDATES = 20
 
 
-def folder_of_run(trainer: pl.Trainer, before: Path | None = None) -> Path:
+def folder_of_run(trainer: pl.Trainer, run: str) -> Path:
     """The folder of a run's files; every rank has to call it.
 
     It is Lightning's log folder where a logger of files, or Lightning's command line, gives each run its own. Otherwise
-    it is ``privacy_runs/version_N`` under the trainer's ``default_root_dir``, which is made with the first free N.
+    it is the folder ``privacy_runs/version_N`` under the trainer's ``default_root_dir`` that has the journal of the
+    run, or a new one with the first free N.
 
     Args:
-        before: that of an earlier fit of the same run, which goes on in it unless ``default_root_dir`` has changed.
+        run: name of the run, on rank 0.
     """
     own = isinstance(trainer.logger, TensorBoardLogger | CSVLogger)
     callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
     if own or any(isinstance(callback, SaveConfigCallback) for callback in callbacks):
         return Path(trainer.log_dir or trainer.default_root_dir)
     runs = Path(trainer.default_root_dir) / RUNS
-    if before is None or before.parent != runs:
-        number = 0
-        while trainer.is_global_zero:
-            before = runs / f"version_{number}"
-            try:
-                before.mkdir(parents=True)
-                break
-            except FileExistsError:
-                number += 1
-    return Path(trainer.strategy.broadcast(str(before)))
+    found = [path.parent for path in runs.glob(f"*/{journal_name(run)}")] if trainer.is_global_zero else [runs]
+    number = 0
+    while not found:
+        with suppress(FileExistsError):
+            (runs / f"version_{number}").mkdir(parents=True)
+            found = [runs / f"version_{number}"]
+        number += 1
+    return Path(trainer.strategy.broadcast(str(found[0])))
 
 
 class Budget:
@@ -147,7 +148,7 @@ class PrivateRun:
         shared |= {"trainer.max_epochs": trainer.max_epochs, "trainer.max_steps": trainer.max_steps}
         require_same_settings(shared, self._ranks, device)
         self._note_earlier_training()
-        self.folder = history.home = folder_of_run(trainer, history.home)
+        self.folder = folder_of_run(trainer, history.record.run)
         resumes = history.open_journal(trainer, self.folder)
         num_train = settings.num_train_of(loader.dataset)
         require_same_settings({"number of training examples": num_train}, self._ranks, device)

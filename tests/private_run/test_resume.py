@@ -81,6 +81,7 @@ def test_a_checkpoint_that_is_resumed_twice_never_reports_less(interrupted):
         assert (run.global_step, callback.ledger.num_steps) == (taken, 9)
         assert callback.ledger.epsilon(delta=1e-3) <= 5.0
         assert written(callback)["lost_steps"] == 9 - taken
+    assert [path.name for path in (folder / "privacy_runs").iterdir()] == ["version_0"]  # it is one run
 
 
 class Scheduled(Plain):
