@@ -243,7 +243,7 @@ def test_a_checkpoint_that_is_saved_again_keeps_its_ledger(lost):
 def test_a_fit_after_the_evaluation_of_a_checkpoint_counts_its_steps_and_those_after_it(lost):
     callback, module = privacy(), Evaluated()
     evaluate(lost, callback, 4, module)
-    run = trainer(lost, callback)
+    run = trainer(lost / "another", callback)  # where no other folder has its journal
     run.fit(module, loader())
     assert (callback.ledger.num_steps, run.global_step) == (9, 3)
     assert callback.statement().lost_steps == 2
