@@ -121,7 +121,7 @@ def callbacks(mode):
         callbacks.PostProcessCallback([postprocess.Momentum(0.9)]),
         callbacks.AveragedWeights(0.9),
         callbacks.SignalToNoise(),
-        callbacks.RunRecord(),
+        callbacks.ResultFile(),
         callbacks.StopOnSignal(),
     ]
 

@@ -121,7 +121,7 @@ class RunFiles:
 
 
 def _no_run(folder: Path) -> DataError:
-    below = (f"lightning_logs/*/{STATEMENT}", f"run/lightning_logs/*/{STATEMENT}")
+    below = (f"lightning_logs/*/{STATEMENT}", f"run/lightning_logs/*/{STATEMENT}", f"privacy_runs/*/{STATEMENT}")
     found = [path.parent for pattern in below for path in sorted(folder.glob(pattern))]
     hint = f" Did you mean {found[-1]}?" if found else " Give one such as lightning_logs/version_0."
     return DataError(f"{folder} is not the folder of a private run: it has no {STATEMENT} and no journal.{hint}")

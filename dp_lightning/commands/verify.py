@@ -20,7 +20,7 @@ from dp_lightning.privacy.exported import statement_of
 from dp_lightning.privacy.journal import Steps, journal_name, read_journal, spent_in, up_to
 from dp_lightning.privacy.statement import PrivacyStatement
 from dp_lightning.privacy.weights import digest_of
-from dp_lightning.private_run.resume import SavedRun
+from dp_lightning.private_run.resume import RUNS, SavedRun
 from dp_lightning.strategies.checkpoint_io import PrivateCheckpointIO
 
 _FILE, _RESULT = "privacy_statement.json", "result.json"
@@ -104,7 +104,10 @@ def verify(place: Path, heads: Iterable[str] = ()) -> Iterator[Finding]:
     Raises:
         DataError: if there is nothing to check.
     """
-    statement, result = place / _FILE, place / _RESULT
+    # The newest run of a plain Trainer's folder, or the folder itself.
+    runs = sorted(place.glob(f"{RUNS}/*/{_FILE}"), key=lambda path: path.stat().st_mtime)
+    statement = place / _FILE if (place / _FILE).exists() or not runs else runs[-1]
+    result = statement.with_name(_RESULT)
     checkpoints = [place] if place.is_file() else sorted(place.rglob("*.ckpt"))
     if not checkpoints and not statement.exists():
         raise DataError(f"{place} has no {_FILE} and no checkpoint below it. Give the folder of a private run.")

@@ -11,7 +11,7 @@ from browser import look_at
 from lightning.pytorch.loggers import TensorBoardLogger
 from plain_run import Plain, Stop, loader, privacy, trainer
 
-from dp_lightning.callbacks import RunRecord, SignalToNoise
+from dp_lightning.callbacks import ResultFile, SignalToNoise
 from dp_lightning.cli import main
 from dp_lightning.commands.run_files import RunFiles
 from dp_lightning.commands.run_page import run_page
@@ -89,7 +89,7 @@ def plain_fit(folder, *callbacks, ckpt_path=None, **kwargs):
     logger = TensorBoardLogger(folder, name=None, version="")
     torch.manual_seed(0)
     run = trainer(
-        folder, privacy(**kwargs), SignalToNoise(), RunRecord(), *callbacks, logger=logger, log_every_n_steps=1
+        folder, privacy(**kwargs), SignalToNoise(), ResultFile(), *callbacks, logger=logger, log_every_n_steps=1
     )
     try:
         run.fit(Plain(), loader(), ckpt_path=ckpt_path)

@@ -8,6 +8,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
 from run_until_killed import Net
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -28,7 +29,7 @@ def fit(folder, steps, ckpt_path=None):
         max_steps=steps,
         max_epochs=-1,
         accelerator="cpu",
-        logger=False,
+        logger=CSVLogger(folder, name="", version=""),
         enable_progress_bar=False,
         enable_model_summary=False,
         default_root_dir=folder,
