@@ -33,13 +33,16 @@ _BATCH_SIZES = (256, 512, 1024, 2048, 4096, 8192)
 
 @dataclass(eq=False)
 class Measured(pl.Callback):
-    """Gradients without noise, taken from the logical steps of a fit."""
+    """Gradients without noise, taken from the logical steps of a fit.
+
+    Attributes:
+        norms: Norm of the whole gradient in each draw.
+        matrices: The gradient of each matrix, (m, n), averaged over the draws, on the CPU.
+    """
 
     num_batches: int
     norms: list[float] = field(default_factory=list)
-    """Norm of the whole gradient in each draw."""
     matrices: dict[str, Tensor] = field(default_factory=dict)
-    """The gradient of each matrix, (m, n), averaged over the draws, on the CPU."""
     num_parameters: int = 0
 
     def on_before_optimizer_step(
