@@ -113,8 +113,8 @@ def run_page(folder: Path) -> tuple[Document, str]:
     page.heading("Configuration")
     page.fold("config.yaml", config_text or "There is none: the run was not started by dpl fit.")
     page.say(
-        "Publish the weights with the statement, as dpl export writes them, and not the folder: event files, result.json "
-        "and checkpoints have numbers that no noise protects. Each epsilon covers one run alone."
+        "Publish the weights with the statement, as dpl export writes them, and not the folder: its event files, "
+        "result.json and checkpoints have numbers that no noise protects. Each epsilon covers one run alone."
     )
     return page, headline
 

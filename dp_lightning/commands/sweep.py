@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import yaml
 
 from dp_lightning.atomic_files import require_writable
-from dp_lightning.commands.named_configs import path_of
+from dp_lightning.commands.named_configs import path_of, with_paths
 from dp_lightning.errors import ConfigurationError, DpLightningError
 from dp_lightning.experiments.grid import SEED, Cell, Grid
 from dp_lightning.experiments.launchers import LAUNCHERS
@@ -130,7 +130,7 @@ def planned_runs(grid: Grid, out: Path, override: Sequence[str]) -> list[Planned
     for cell in grid.cells():
         place = f"{grid.path}, run {cell.name}"
         try:
-            settings = compose(arguments := (*cell.arguments, *extra))
+            settings = compose(with_paths(["fit", *cell.arguments, *extra])[1:])
         except DpLightningError as error:
             raise type(error)(f"{place}: {error}") from error
         # Where a run writes does not change what it does.
@@ -142,7 +142,7 @@ def planned_runs(grid: Grid, out: Path, override: Sequence[str]) -> list[Planned
                 f"{place}: {'dirpath of a callback' if shared else 'ckpt_path'} is set. Each run of a grid starts "
                 "without a checkpoint and keeps its own ones in its folder; remove it."
             )
-        runs.append(PlannedRun(cell, arguments, settings, RunFolder.of(out, cell.name, settings)))
+        runs.append(PlannedRun(cell, (*cell.arguments, *extra), settings, RunFolder.of(out, cell.name, settings)))
         if (other := cells.setdefault(json.dumps(settings, sort_keys=True, default=str), cell)) is not cell:
             raise ConfigurationError(f"{grid.path}: the runs {other.name} and {cell.name} have the same settings.")
     return runs

@@ -12,7 +12,7 @@ from dp_lightning.experiments.document import Document
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#999933")
 _MARKERS = "osD^vPX*"
 # Text stays text and has no formulas, and the same figure gives the same file.
-_STYLE = {"svg.fonttype": "none", "text.parse_math": False, "font.size": 10}
+_STYLE: dict[Any, Any] = {"svg.fonttype": "none", "text.parse_math": False, "font.size": 10}
 
 
 def style(number: int) -> dict[str, Any]:

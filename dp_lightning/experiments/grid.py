@@ -181,9 +181,8 @@ def _chosen(path: Path, key: str, axis: Any, axes: list[str]) -> str | None:
 def _mapping(path: Path, place: str, content: Any, known: set[str] | None = None) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise ConfigurationError(f"{path}: {place} must be a mapping, but it is {content!r}.")
-    for key in content if known is not None else ():
-        if key not in known:
-            raise ConfigurationError(f"{path}: {place} has no key {key}; its keys are {', '.join(sorted(known))}.")
+    if known is not None and (unknown := [key for key in content if key not in known]):
+        raise ConfigurationError(f"{path}: {place} has no key {unknown[0]}; its keys are {', '.join(sorted(known))}.")
     return content
 
 
