@@ -2,6 +2,7 @@
 
 import copy
 import functools
+from pathlib import Path
 
 import pytest
 import yaml
@@ -80,7 +81,9 @@ def test_a_grid_is_listed_with_its_runs_and_cost(row):
     grid = Grid.load(CONFIGS / row[0].text)
     cells = list(grid.cells())
     millions = sum(
-        millions_of_images(grid.base[0], [each for each in cell.arguments if each.startswith("--") and "=" in each])
+        millions_of_images(
+            Path(grid.base[0]), [each for each in cell.arguments if each.startswith("--") and "=" in each]
+        )
         for cell in cells
     )
     runs = len(cells)

@@ -21,7 +21,7 @@ _PAGE = """<!doctype html>
 <link rel="icon" href="data:,">
 <style>
 body {{ font: 16px/1.5 system-ui, sans-serif; max-width: 1000px; margin: 2rem auto; padding: 0 1rem;
-  overflow-wrap: anywhere; }}
+  overflow-wrap: break-word; }}
 table {{ border-collapse: collapse; margin: 1rem 0; font-variant-numeric: tabular-nums; }}
 th, td {{ padding: .3rem .5rem; border-bottom: 1px solid #d5d5d5; text-align: left; vertical-align: top; }}
 figure {{ margin: 1rem 0; }} figure img {{ max-width: 100%; }}
