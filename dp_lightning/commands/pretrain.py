@@ -6,7 +6,6 @@ set is not read; only its image size, channels and normalisation are used.
 """
 
 import argparse
-import time
 from pathlib import Path
 
 import torch
@@ -21,8 +20,6 @@ from dp_lightning.models.pretraining import Pretraining, Recipe, random_images
 from dp_lightning.models.random_images import PROCESSES
 from dp_lightning.privacy.exported import RANDOM_IMAGES, RECIPE, SOURCE, TENSORS, recipe_of
 from dp_lightning.privacy.weights import digest_of
-
-_SAY_EVERY, _SAVE_EVERY = 30.0, 300.0  # seconds
 
 
 def main(arguments: list[str]) -> None:
@@ -83,8 +80,7 @@ def pretrain(options: argparse.Namespace, of_fit: list[str]) -> None:
             f"{unfinished} is of another recipe: {recipe.differences(state['recipe'])}. Remove it, or give another "
             "--out."
         )
-    say = _Said()
-    images = random_images(recipe, lambda count: say(f"{count:,} of {recipe.images:,} random images"))
+    images = random_images(recipe, lambda made: None if made % 10_000 else print(f"{made:,} random images", flush=True))
     training = Pretraining(cli.model.model.train(), recipe, images, device)
     if state is not None:
         try:
@@ -92,7 +88,7 @@ def pretrain(options: argparse.Namespace, of_fit: list[str]) -> None:
         except DataError as error:
             raise DataError(f"{unfinished} is damaged ({error}). Remove it to begin again.") from error
         print(f"Resuming after step {training.steps:,}.", flush=True)
-    _run(training, say, unfinished)
+    _run(training, unfinished)
     weights = training.weights()
     with replacing(options.out) as file:
         said = {RECIPE: recipe.to_json(), SOURCE: RANDOM_IMAGES, TENSORS: digest_of(weights)}
@@ -110,45 +106,25 @@ def _device(asked: str | None) -> torch.device:
     return torch.device(name)
 
 
-def _run(training: Pretraining, say: "_Said", unfinished: Path) -> None:
-    """Take the steps that are left; every five minutes the training is kept in a file from which it resumes.
+def _run(training: Pretraining, unfinished: Path) -> None:
+    """Take the steps that are left; after each hundredth of all steps they are kept in a file, to resume from.
 
     Raises:
         ConfigurationError: if the loss is no finite number, so that the weights are lost.
     """
-    first, start = training.steps, time.monotonic()
-    kept, total = start, training.recipe.steps
+    total = training.recipe.steps
     while training.steps < total:
         loss = training.step()
-        now = time.monotonic()
-        if not (say.is_due(now) or now - kept > _SAVE_EVERY or training.steps == total):
+        if training.steps % max(1, total // 100) and training.steps < total:
             continue
         if not loss.isfinite():
             raise ConfigurationError(
                 f"The loss is {loss.item()} at step {training.steps:,}: --learning-rate "
                 f"{training.recipe.learning_rate:g} is too high. Lower it."
             )
-        left = (now - start) / (training.steps - first) * (total - training.steps)
-        say(f"step {training.steps:,} of {total:,}, loss {loss.item():.3f}, {left / 60:.0f} min left")
-        if now - kept > _SAVE_EVERY:
-            with replacing(unfinished, private=True) as file:
-                torch.save(training.state_dict(), file)
-            kept = now
-
-
-class _Said:
-    """Prints a line when the last one is a while ago."""
-
-    def __init__(self) -> None:
-        self._last = float("-inf")
-
-    def is_due(self, now: float) -> bool:
-        return now - self._last >= _SAY_EVERY
-
-    def __call__(self, line: str) -> None:
-        if self.is_due(now := time.monotonic()):
-            print(line, flush=True)
-            self._last = now
+        print(f"step {training.steps:,} of {total:,}, loss {loss.item():.3f}", flush=True)
+        with replacing(unfinished, private=True) as file:
+            torch.save(training.state_dict(), file)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -156,7 +132,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="dpl pretrain",
         description=__doc__,
         epilog="Every other option is one of dpl fit, such as --config and --model.init_args.width. A training that is "
-        "stopped resumes when the same command is given again, from at most five minutes before.",
+        "stopped resumes from its last hundredth when the same command is given again.",
         allow_abbrev=False,
     )
     add = parser.add_argument

@@ -66,16 +66,16 @@ def run_page(folder: Path) -> tuple[Document, str]:
             "lightning_logs/version_0."
         )
     statement = PrivacyStatement.from_dict(facts) if facts else None
-    verdict = facts.get("release", "not for release: there is no privacy statement")
+    verdict = facts.get("release", "there is no privacy statement").removeprefix("not for release: ")
     config_text = text.read_text() if (text := folder / "config.yaml").is_file() else ""
     config: dict[str, Any] = yaml.safe_load(config_text) or {}
     result = result_in(folder) or {}
     named = statement.unprotected if statement is not None else ()
     curves = curves_in(folder)
-    curves = {tag: curve for tag, curve in curves.items() if tag.startswith(_EVALUATIONS) and tag not in named}
     for tag, key in _IN_RESULT.items():
         if result.get(key):
             curves[tag] = dict(zip(result["evaluated_after_steps"], result[key], strict=True))
+    curves = {tag: curve for tag, curve in curves.items() if tag.startswith(_EVALUATIONS) and tag not in named}
     try:
         spent: _Spent | str = _spent(folder, journals, statement, config.get("privacy", {}))
     except (DataError, ConfigurationError) as error:
@@ -86,19 +86,9 @@ def run_page(folder: Path) -> tuple[Document, str]:
     accuracy = curves.get("test/accuracy")
     reached = f"{100 * accuracy[max(accuracy)]:.1f} % test accuracy" if accuracy else "No test accuracy"
     paid = _paid(facts, spent)
-    headline = f"{reached}, {paid}. {'Fit' if verdict == 'ok' else 'NOT FIT'} for release."
+    headline = f"{reached}, {paid}. {'Fit for release' if verdict == 'ok' else f'NOT FIT for release: {verdict}'}."
     page.say(headline)
     page.say(_status(statement, result, spent))
-    rows = [["", "this run"]]
-    for tag, name in (("test/accuracy", "test accuracy"), ("val/accuracy", "validation accuracy")):
-        if curve := curves.get(tag):
-            best = f"best {100 * max(curve.values()):.1f} %, which is chosen on these images"
-            rows.append([name, f"{100 * curve[max(curve)]:.1f} % at step {max(curve)}; {best}"])
-    if statement is not None:
-        rows.append(["protected", f"adding or removing {statement.unit_of_privacy}"])
-        rows.append(["steps", f"{statement.ledger.num_steps} of {statement.plan.num_steps}"])
-    rows += [["privacy spent", paid], ["release", verdict]]
-    page.table(rows)
     page.heading("Accuracy and loss")
     _evaluations(page, curves)
     page.heading("Privacy spent")
@@ -199,7 +189,12 @@ def _evaluations(page: Document, curves: Mapping[str, Curve]) -> None:
     if not curves:
         page.say("Nothing was evaluated during the run: there is no validation set and no test set.")
         return
-    page.say("On validation and test images. No noise protects those, so these numbers are outside the guarantee.")
+    page.say(
+        "On validation and test images. No noise protects those, so these numbers are outside the guarantee, and the "
+        "best of them is chosen on these images."
+    )
+    rows = [[tag, f"{curve[max(curve)]:.4g}", f"{max(curve.values()):.4g}"] for tag, curve in sorted(curves.items())]
+    page.table([["", "last", "highest"], *rows])
     names = sorted({tag.rpartition("/")[2] for tag in curves}, key=lambda name: (name != "accuracy", name))
     with figure(page, "evaluations", "Evaluations by steps taken", panels=len(names), height=3) as axes:
         for ax, name in zip(axes, names, strict=True):

@@ -91,7 +91,7 @@ def test_epsilon_is_accounted_from_the_journal_where_a_run_was_killed(copy):
     for name in ("result.json", "privacy_statement.json", "privacy_statement.md"):
         (copy / name).unlink()
     page = page_of(copy)
-    assert f"epsilon {shown_epsilon(epsilon)} at delta 0.0001. NOT FIT for release." in page
+    assert f"epsilon {shown_epsilon(epsilon)} at delta 0.0001. NOT FIT for release: there is no privacy statement." in page
     assert "it was killed: there is no statement" in page
     assert "% test accuracy" in page  # from the event files
     (journal,) = copy.glob("privacy_journal_*.jsonl")
@@ -105,7 +105,7 @@ def test_epsilon_is_accounted_from_the_journal_where_a_run_was_killed(copy):
 def test_an_interrupted_run_says_so_and_a_resumed_one_has_further_steps(tmp_path):
     page = plain_fit(tmp_path, Stop(5))
     assert "interrupted or ended by an error after 5 of 9 steps" in page
-    assert "not for release: the run ended by an error (RuntimeError)" in page
+    assert "NOT FIT for release: the run ended by an error (RuntimeError)" in page
     assert "No test accuracy" in page
     assert "Nothing was evaluated during the run" in page
     assert "the run was not started by dpl fit" in page
@@ -113,7 +113,7 @@ def test_an_interrupted_run_says_so_and_a_resumed_one_has_further_steps(tmp_path
     (kind,) = facts["ledger"]
     assert shown_epsilon(compose([kind], delta=1e-3, accountant="rdp")) in page
     resumed = plain_fit(tmp_path / "other", ckpt_path=tmp_path / "stopped.ckpt")
-    assert "9 of 9" in resumed
+    assert "The run is finished." in resumed
     assert "its journal has 4 steps that this statement does not count" in page_of(tmp_path)
 
 
@@ -130,7 +130,7 @@ def test_what_a_resumed_run_logs_again_replaces_what_was_logged_before(tmp_path)
 
 def test_a_run_without_noise_is_called_not_private(tmp_path):
     page = plain_fit(tmp_path, noise_multiplier=0.0, not_private=True)
-    assert "epsilon infinite: NOT PRIVATE. NOT FIT for release." in page
+    assert "epsilon infinite: NOT PRIVATE. NOT FIT for release: not private: epsilon is infinite" in page
     assert "There is no curve of epsilon. Epsilon is infinite." in page
     assert "There is no snr.json" in page
 
