@@ -16,7 +16,7 @@ def participation_ratio(values: Tensor) -> Tensor:
     """The effective rank of Shanmugam et al. 2026, (sum s)^2 / sum s^2: from 1 (one direction) to r.
 
     Args:
-        values: singular values, (..., r).
+        values: Singular values, (..., r).
 
     Returns:
         (...); zero for a zero matrix.
@@ -29,7 +29,7 @@ def entropy_rank(values: Tensor) -> Tensor:
     """The effective rank of Roy and Vetterli 2007, exp(-sum p log p) with p = s / sum s.
 
     Args:
-        values: singular values, (..., r).
+        values: Singular values, (..., r).
 
     Returns:
         (...); zero for a zero matrix.
@@ -49,9 +49,9 @@ def bulk_density(values: Tensor, rows: int, columns: int, *, noise_level: float)
     """The density of the singular values of noise; it integrates to one.
 
     Args:
-        values: where it is evaluated, (...).
-        rows, columns: of the matrix.
-        noise_level: standard deviation of each entry.
+        values: Values at which the density is evaluated, (...).
+        rows, columns: Shape of the matrix.
+        noise_level: Standard deviation of each entry.
 
     Returns:
         (...); zero outside the bulk.
@@ -70,8 +70,8 @@ def newton_schulz_cosines(matrix: Tensor, *, steps: int = 5, coefficients: str =
 
     Args:
         matrix: (..., m, n).
-        steps: number of iterations, at least 1.
-        coefficients: see `newton_schulz`.
+        steps: Number of iterations, at least 1.
+        coefficients: As of `newton_schulz`.
 
     Returns:
         (steps + 1, ...), float64.

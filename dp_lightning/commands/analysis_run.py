@@ -62,10 +62,10 @@ class AnalysisRun:
     """A run as ``dpl fit`` would set it up, stopped before its first step.
 
     Args:
-        arguments: options of ``dpl fit``.
-        checkpoint: file to load weights from; None keeps the initial weights.
-        num_batches: draws to average over.
-        batch_sizes: expected batch sizes to compare; None for the paper's.
+        arguments: Options of ``dpl fit``.
+        checkpoint: File to load weights from; None keeps the initial weights.
+        num_batches: Number of Poisson draws to average over.
+        batch_sizes: Expected batch sizes to compare; None for the paper's.
 
     Raises:
         DpLightningError: if a setting is wrong; the message names it and the fix.

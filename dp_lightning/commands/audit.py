@@ -38,19 +38,13 @@ _NOISE = {
     "steps": ("No noise is reused in another step", "correlation"),
     "tensors": ("No noise is reused in another tensor", "correlation"),
 }
-_SHOWS = (
-    "Noise that is too small or too large in a parameter, missing in one, reused in another step or parameter, "
-    "or not normal. A contribution above the clipping bound, by the module's own loss or in one parameter alone. A "
-    "claimed epsilon of these steps that is too small by about a factor of two; canaries cannot show smaller errors."
-)
-_SHOWS_NOT = (
-    "The sampler: every example takes part in every step here (q = 1). The Poisson sampler, and the account of steps "
-    "with q below 1, are tested separately in this project, and this page says nothing about them. The data: images "
-    "are synthetic, so a fault that needs particular images can hide, and so can what the data set or the loader does. "
-    "Whether somebody could guess the random numbers: only their distribution is tested. Post-processing: the audit "
-    "looks at the privatized gradient before it, and anything computed from that alone costs no privacy. The lower "
-    "bounds treat the scores of canaries as independent, which they are if the noise is. An audit that finds nothing "
-    "is not a proof."
+_LIMITS = (
+    "An audit finds noise that is too small or too large in a parameter, missing, reused or not normal, a contribution "
+    "above the clipping bound, and a claimed epsilon of these steps that is too small by about a factor of two. It says "
+    "nothing about the sampler and the account of steps with q below 1, since every example takes part in every step "
+    "here, about faults that need particular images, or about random numbers that somebody could guess. The lower "
+    "bounds treat the scores of canaries as independent, which they are if the noise is. An audit that finds nothing is "
+    "not a proof."
 )
 
 
@@ -256,10 +250,8 @@ def page_of(audit: Audit, folder: Path) -> Document:
         f"{1 - FALSE_ALARM:.2%}. {len(audit.included)} canaries take part and {len(audit.excluded)} do not. If each "
         f"contributed twice the bound, they would show an epsilon of about {audit.doubled():.3g}."
     )
-    page.heading("What this can show")
-    page.say(_SHOWS)
-    page.heading("What this cannot show")
-    page.say(_SHOWS_NOT)
+    page.heading("What this can show, and what it cannot")
+    page.say(_LIMITS)
     page.heading("The noise of each parameter")
     by_name = {test.subject: test for test in audit.noise_tests if test.kind == "size"}
     rows = [["parameter", "numbers", "deviation / claimed", "p", "epsilon at least"]]

@@ -48,7 +48,7 @@ def test_an_honest_configuration_passes_and_leaves_a_page(tmp_path, options):
     assert numbers["contributions"]["Largest contribution of a canary"] == pytest.approx(1.0, abs=1e-5)
     assert numbers["contributions"]["Largest contribution by the module's own loss"] == pytest.approx(1.0, abs=1e-5)
     page = (tmp_path / "page.html").read_text()
-    for text in ("All checks hold.", "What this cannot show"):
+    for text in ("All checks hold.", "What this can show, and what it cannot"):
         assert text in page
     assert ("privacy.frozen_until is left out" in page) == ("--privacy.frozen_until" in options)
 

@@ -91,7 +91,9 @@ def test_epsilon_is_accounted_from_the_journal_where_a_run_was_killed(copy):
     for name in ("result.json", "privacy_statement.json", "privacy_statement.md"):
         (copy / name).unlink()
     page = page_of(copy)
-    assert f"epsilon {shown_epsilon(epsilon)} at delta 0.0001. NOT FIT for release: there is no privacy statement." in page
+    assert (
+        f"epsilon {shown_epsilon(epsilon)} at delta 0.0001. NOT FIT for release: there is no privacy statement." in page
+    )
     assert "it was killed: there is no statement" in page
     assert "% test accuracy" in page  # from the event files
     (journal,) = copy.glob("privacy_journal_*.jsonl")
