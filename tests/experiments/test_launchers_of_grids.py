@@ -133,26 +133,6 @@ def test_slurms_warning_to_every_process_does_not_end_the_run(tmp_path):
     assert run_to_its_end(str(folder.path), started=warn) == 143
 
 
-def test_a_wait_for_another_ones_run_is_said_and_can_be_ended(tmp_path, capsys):
-    folder = prepared(tmp_path, steps=1000, seconds=0.05)
-    running = []
-    first = Thread(target=run_to_its_end, args=(str(folder.path), None, running.append))
-    first.start()
-    while not running:
-        time.sleep(0.01)
-    asked = []
-
-    def stopping():
-        asked.append(True)
-        return len(asked) > 2
-
-    assert run_to_its_end(str(folder.path), stopping=stopping) == -signal.SIGTERM
-    assert capsys.readouterr().out.count("another process is already running it; waiting for it to end") == 1
-    running[0].terminate()
-    first.join(30)
-    assert len(starts(folder)) == 1
-
-
 def test_whoever_comes_to_a_running_run_waits_for_it(tmp_path):
     """Also where the process that has started it is gone: the run itself holds the lock."""
     folder = prepared(tmp_path, seconds=0.5)
@@ -232,28 +212,23 @@ results.close()
         assert is_gone(folder)
 
 
-def test_each_run_at_once_has_a_gpu_of_its_own_and_a_single_one_has_all(tmp_path, monkeypatch):
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
-    folders = [prepared(tmp_path, str(k), seconds=0.1) for k in range(4)]
-    list(launch_local([str(folder.path) for folder in folders], {}))
-    seen = [start["CUDA_VISIBLE_DEVICES"] for folder in folders for start in starts(folder)]
-    assert sorted(seen) == ["3", "3", "5", "5"]
-    assert seen[0] != seen[1]
-    alone = prepared(tmp_path)
-    list(launch_local([str(alone.path)], {"jobs": 1}))
-    assert starts(alone)[0]["CUDA_VISIBLE_DEVICES"] == "3,5"
-
-
-def test_without_gpu_runs_at_once_share_the_cores(tmp_path, monkeypatch):
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+@pytest.mark.parametrize(
+    ("gpus", "jobs", "name", "seen"),
+    [
+        ("3,5", {}, "CUDA_VISIBLE_DEVICES", {"3", "5"}),
+        ("3,5", {"jobs": 1}, "CUDA_VISIBLE_DEVICES", {"3,5"}),
+        ("", {"jobs": 2}, "OMP_NUM_THREADS", {"3"}),
+        ("", {}, "OMP_NUM_THREADS", {None}),
+    ],
+)
+def test_runs_at_once_share_gpus_or_cores_and_a_single_one_has_all(tmp_path, monkeypatch, gpus, jobs, name, seen):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", gpus)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr(launchers, "available_cores", lambda: 6)
-    folders = [prepared(tmp_path, str(k)) for k in range(2)]
-    list(launch_local([str(folder.path) for folder in folders], {"jobs": 2}))
-    assert [start["OMP_NUM_THREADS"] for folder in folders for start in starts(folder)] == ["3", "3"]
-    alone = prepared(tmp_path, "alone")
-    list(launch_local([str(alone.path)], {}))
-    assert starts(alone)[0]["OMP_NUM_THREADS"] is None
+    folders = [prepared(tmp_path, str(k), seconds=0.1) for k in range(2)]
+    list(launch_local([str(folder.path) for folder in folders], jobs))
+    found = [start[name] for folder in folders for start in starts(folder)]
+    assert set(found) == seen
 
 
 def test_a_slurm_job_whose_time_is_up_leaves_a_checkpoint_and_is_queued_again(tmp_path):

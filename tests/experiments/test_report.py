@@ -13,7 +13,6 @@ from matplotlib.figure import Figure
 
 from dp_lightning.errors import ConfigurationError
 from dp_lightning.experiments import report
-from dp_lightning.experiments.document import Document
 from dp_lightning.experiments.grid import FIGURES, Grid
 from dp_lightning.experiments.report import grid_report
 from dp_lightning.experiments.results import Outcome, published, shown_epsilon
@@ -262,17 +261,6 @@ def test_figures_draw_mean_and_deviation_over_seeds_beside_the_papers(tmp_path, 
     assert [table[size][of_pair] for size in (256, 512, 4096)] in papers
 
 
-def test_one_seed_is_shown_as_its_value(tmp_path, monkeypatch):
-    axes = {**AXES, "seed": {"setting": "s", "values": [42]}}
-    lines = drawn_lines(monkeypatch, tmp_path, "accuracy", axes=axes)
-    assert lines["DP-Muon"] == [pytest.approx([40.0, 45.0, 50.0])]
-    assert lines["bars of DP-Muon"] == []
-    text = text_of(tmp_path / "again", grid_of(tmp_path / "again", axes))
-    assert "Accuracy after the last step, one run each:" in text
-    assert "±" not in text
-    assert row(text, "DP-Muon", "40.0", "45.0", "50.0")
-
-
 def test_curves_are_means_over_seeds(tmp_path, monkeypatch):
     lines = drawn_lines(monkeypatch, tmp_path, "curves")
     assert lines["DP-Muon"] == [pytest.approx([10.0, 51.0 + rise, 41.0 + rise]) for rise in (0, 5, 10)]
@@ -307,15 +295,6 @@ def test_the_page_needs_no_other_file_and_shows_labels_as_they_are(tmp_path):
         assert "a*b|c_" in drawn
         assert "$x$ &lt;i&gt;" in drawn
         assert f"](small_{kind}.svg)" in text
-
-
-def test_a_long_text_is_folded_and_a_warning_stands_out(tmp_path):
-    page = Document("Title", tmp_path, warning="Mind this. And that.")
-    page.fold("config.yaml", "a: 1\n\nb: <2>")
-    html = page.html()
-    assert "<details><summary>config.yaml</summary>" in html
-    assert "<pre>a: 1\n\nb: &lt;2&gt;</pre>" in html
-    assert "<strong>Mind this. And that.</strong>" in html
 
 
 def test_the_papers_tables_are_whole():
