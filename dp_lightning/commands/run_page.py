@@ -74,7 +74,7 @@ def run_page(folder: Path) -> tuple[Document, str]:
     curves = curves_in(folder)
     for tag, key in _IN_RESULT.items():
         if result.get(key):
-            curves[tag] = dict(zip(result["evaluated_after_steps"], result[key], strict=True))
+            curves[tag] = dict(zip(result["evaluated_after_steps"], result[key], strict=False))
     curves = {tag: curve for tag, curve in curves.items() if tag.startswith(_EVALUATIONS) and tag not in named}
     try:
         spent: _Spent | str = _spent(folder, journals, statement, config.get("privacy", {}))
@@ -89,6 +89,10 @@ def run_page(folder: Path) -> tuple[Document, str]:
     headline = f"{reached}, {paid}. {'Fit for release' if verdict == 'ok' else f'NOT FIT for release: {verdict}'}."
     page.say(headline)
     page.say(_status(statement, result, spent))
+    page.say(
+        "Publish the weights with the statement, as dpl export writes them, and not the folder: its event files, "
+        "result.json and checkpoints have numbers that no noise protects. Each epsilon covers one run alone."
+    )
     page.heading("Accuracy and loss")
     _evaluations(page, curves)
     page.heading("Privacy spent")
@@ -102,10 +106,6 @@ def run_page(folder: Path) -> tuple[Document, str]:
         )
     page.heading("Configuration")
     page.fold("config.yaml", config_text or "There is none: the run was not started by dpl fit.")
-    page.say(
-        "Publish the weights with the statement, as dpl export writes them, and not the folder: its event files, "
-        "result.json and checkpoints have numbers that no noise protects. Each epsilon covers one run alone."
-    )
     return page, headline
 
 

@@ -127,7 +127,10 @@ def test_zero_matrices_and_matrices_of_one_row_have_pages(tmp_path, monkeypatch,
     [
         (["snr"], "needs the --config of a run"),
         (["snr", *QUICK, "--batches", "0"], "--batches is 0"),
-        (["recovery", *QUICK, "--batch-sizes", "64", "99999"], "--batch-sizes has 99999; choose from 1 to the number"),
+        (
+            ["recovery", *QUICK, "--batch-sizes", "64", "99999"],
+            "expected_batch_size must be at most num_train = 1437; got 99999",
+        ),
         (["snr", *QUICK, *WITHOUT_NOISE], "there is no noise to compare"),
         (["snr", *QUICK, "--ckpt_path", "other.ckpt"], "other.ckpt does not fit the configuration's model"),
         (["spectrum", *QUICK, "--batch-sizes", "64"], "set --privacy.expected_batch_size instead of"),
