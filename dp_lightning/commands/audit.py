@@ -40,11 +40,11 @@ _NOISE = {
 }
 _LIMITS = (
     "An audit finds noise that is too small or too large in a parameter, missing, reused or not normal, a contribution "
-    "above the clipping bound, and a claimed epsilon of these steps that is too small by about a factor of two. It says "
-    "nothing about the sampler and the account of steps with q below 1, since every example takes part in every step "
-    "here, about faults that need particular images, or about random numbers that somebody could guess. The lower "
-    "bounds treat the scores of canaries as independent, which they are if the noise is. An audit that finds nothing is "
-    "not a proof."
+    "above the clipping bound, and a claimed epsilon of these steps that is too small by about a factor of two. It "
+    "says nothing about the sampler and the account of steps with q below 1, since every example takes part in every "
+    "step here, about faults that need particular images, or about random numbers that somebody could guess. The lower "
+    "bounds treat the scores of canaries as independent, which they are if the noise is. An audit that finds nothing "
+    "is not a proof."
 )
 
 
@@ -140,7 +140,7 @@ class Audit:
         }
 
     def _take_contributions(self, count: int) -> dict[str, float]:
-        """Measured without noise: of canaries, outside their coordinates, and of examples by the module's own loss."""
+        """The largest contributions without noise: of canaries, beside their coordinates, and of examples."""
         largest: dict[str, float] = {}
 
         def of_canaries(included: Canaries, excluded: Canaries, released: list[Tensor]) -> None:

@@ -28,7 +28,7 @@ from dp_lightning.privacy.plan import PrivacyPlan
 EXAMPLES = 8
 # Noise values that the run of noise aims for.
 _DRAWS = 200_000
-# Canaries left out for each one that takes part: they cost nothing and make the false positive rate more precise.
+# Canaries left out for each canary that takes part; they cost nothing and make the false positive rate more precise.
 EXCLUDED = 4
 # Norm of a gradient before clipping, in units of C: far above C, and its square far below the largest float32.
 _LENGTH = 1e4
@@ -138,7 +138,7 @@ class AuditRuns:
         return min(max(-(-_DRAWS // sum(self.sizes.values())), 8), 32)
 
     def noise(self, releases: Releases) -> None:
-        """``steps_of_noise`` steps of noise alone."""
+        """Take ``steps_of_noise`` steps of noise alone."""
 
         def step(module: pl.LightningModule, own: Callable[[Any], Any]) -> Callable[[Any], Tensor]:
             return lambda batch: own(batch[0]) * 0.0
@@ -153,7 +153,7 @@ class AuditRuns:
         *,
         private: bool = True,
     ) -> None:
-        """Steps in which ``count`` canaries take part.
+        """Take steps in which ``count`` canaries take part.
 
         Args:
             releases: Called for each step with the canaries that take part, those that do not, and the released sums.
@@ -183,7 +183,7 @@ class AuditRuns:
         self._fit(step, columns, look, examples=rows, steps=steps, private=private, largest=largest)
 
     def contributions(self, releases: Releases) -> None:
-        """``EXAMPLES`` steps without noise, with a nonzero loss for one example in each."""
+        """Take ``EXAMPLES`` steps without noise, with a nonzero loss for one example in each step."""
 
         def step(module: pl.LightningModule, own: Callable[[Any], Any]) -> Callable[[Any], Tensor]:
             return lambda batch: own(batch[0]) * ((batch[1][0] == module.trainer.global_step) * self._length)

@@ -74,7 +74,7 @@ def main(arguments: list[str]) -> None:
 
 
 def _needed(grid: Grid, runs: Sequence[PlannedRun]) -> list[PlannedRun]:
-    """The runs that the grid needs: where an axis is tuned, the other seeds wait for the choice by the first."""
+    """The runs that the grid needs: where an axis is tuned, the other seeds wait for the choice by the first seed."""
     folders = {outcome.folder.path for outcome in needed(grid, outcomes_of(runs))}
     return [run for run in runs if run.folder.path in folders]
 
@@ -96,7 +96,7 @@ def spent_together(outcomes: Sequence[Outcome]) -> str:
 
 
 def _make(grid: Grid, runs: Sequence[PlannedRun], options: argparse.Namespace) -> list[PlannedRun]:
-    """Make the runs that are not finished, and return those that failed."""
+    """Launch the runs that are not finished, and return the runs that failed."""
     waiting = [run for run in runs if not run.folder.finished]
     print(f"{grid.title}: {len(runs)} runs, {len(runs) - len(waiting)} finished, in {options.out}", flush=True)
     for run in waiting:
@@ -149,7 +149,7 @@ def planned_runs(grid: Grid, out: Path, override: Sequence[str]) -> list[Planned
 
 
 def _launch(runs: Sequence[PlannedRun], options: argparse.Namespace) -> list[PlannedRun]:
-    """Run them, print a line when one ends, and return those that failed."""
+    """Launch the runs, print a line when a run ends, and return the runs that failed."""
     by_folder = {str(run.folder.path): run for run in runs}
     launcher_options = dict(_option(text) for text in options.launcher_option)
     if options.jobs is not None:

@@ -77,16 +77,17 @@ def verify(place: Path, heads: Iterable[str] = ()) -> Iterator[Finding]:
     Raises:
         DataError: if there is nothing to check.
     """
+    statement = place / _FILE
     checkpoints = [place] if place.is_file() else sorted(place.rglob("*.ckpt"))
-    if not checkpoints and not (place / _FILE).exists():
+    if not checkpoints and not statement.exists():
         raise DataError(f"{place} has no {_FILE} and no checkpoint below it. Give the folder of a private run.")
     found = _Found()
     for path in checkpoints:
         yield from _of_checkpoint(path, path.name if path == place else str(path.relative_to(place)), found)
     if (place / EXPORTED).exists():
         yield from _of_export(place / EXPORTED, found)
-    if (place / _FILE).exists():
-        yield from _of_statement(place / _FILE, found)
+    if statement.exists():
+        yield from _of_statement(statement, found)
     for head in heads:
         held = any(head.strip().lower() in steps for steps in found.journals.values() if not isinstance(steps, str))
         yield f"a journal has the step {head}", _unless(held, "none has it: they are older, or of another run")

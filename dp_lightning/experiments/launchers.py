@@ -29,14 +29,14 @@ _POLL_SECONDS = 2
 
 
 def launch_local(folders: Sequence[str], options: Mapping[str, Any]) -> Results:
-    """Run them in processes on this machine, as many at once as there are jobs.
+    """Runs in processes on this machine, as many at once as there are jobs.
 
     When the iteration is broken off, every run is told to stop, leaves a checkpoint, and is waited for.
 
     Args:
         folders: Folders of the runs.
         options: ``jobs``, the number of runs at once, by default one for each GPU that this process may use, or one
-            without GPU. A single run at once has all of them.
+            without GPU. A single run at once has all GPUs.
 
     Raises:
         ConfigurationError: for an option that this launcher lacks, and for no job.
@@ -141,11 +141,11 @@ class _SlurmJob(_RemoteRun):
 
 
 def launch_slurm(folders: Sequence[str], options: Mapping[str, Any]) -> Results:
-    """Submit them as one array of SLURM jobs and wait for them; breaking it off leaves the jobs in the queue.
+    """Runs as one array of SLURM jobs; breaking off the iteration leaves the jobs in the queue.
 
     Args:
         folders: Folders of the runs, on a file system that the nodes share.
-        options: ``cluster``, None for the one of this machine or ``local`` for processes here; ``jobs``, the number of
+        options: ``cluster``, None for the cluster of this machine or ``local`` for processes here; ``jobs``, the number of
             runs at once; every other option goes to submitit's ``AutoExecutor.update_parameters``, such as
             ``slurm_partition``, ``timeout_min``, ``gpus_per_node``, ``cpus_per_task`` and ``slurm_array_parallelism``.
 
@@ -179,13 +179,13 @@ def launch_slurm(folders: Sequence[str], options: Mapping[str, Any]) -> Results:
 
 
 def launch_ray(folders: Sequence[str], options: Mapping[str, Any]) -> Results:
-    """Start them as actors of a Ray cluster, since a task that is cancelled is not always told.
+    """Runs as actors of a Ray cluster, since a task that is cancelled is not always told.
 
     When the iteration is broken off, every run is told to stop, leaves a checkpoint, and is waited for.
 
     Args:
         folders: Folders of the runs, on a file system that the nodes share.
-        options: ``address`` of a running cluster, by default the one that RAY_ADDRESS names or else one of this
+        options: ``address`` of a running cluster, by default the one that RAY_ADDRESS names or else a new one with this
             machine's cores and GPUs; ``num_cpus`` and ``num_gpus`` of each run, by default 1 and 0.
 
     Raises:
@@ -205,7 +205,7 @@ def launch_ray(folders: Sequence[str], options: Mapping[str, Any]) -> Results:
     try:
         for name, needed in (("CPU", chosen["num_cpus"]), ("GPU", chosen["num_gpus"])):
             if needed > (there := ray.cluster_resources().get(name, 0)):
-                print(f"The Ray cluster has {there:g} {name}, and each run needs {needed:g}: they wait.")
+                print(f"The Ray cluster has {there:g} {name}, and each run needs {needed:g}: the runs wait.")
         # Two calls at once: the run, and the word that stops it.
         remote: Any = ray.remote(_RemoteRun)
         for folder in folders:

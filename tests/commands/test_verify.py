@@ -7,6 +7,7 @@ from dataclasses import fields, replace
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
 from plain_run import Plain, loader, privacy, trainer
 
 from dp_lightning.cli import main
@@ -18,7 +19,9 @@ from dp_lightning.private_run.resume import PRIVATE_RUN
 
 def fit(folder, steps, ckpt_path=None):
     checkpoints = ModelCheckpoint(folder / "checkpoints", save_top_k=-1, filename="{step}", save_last=True)
-    run = trainer(folder, privacy(), checkpoints, max_steps=steps, max_epochs=-1, enable_checkpointing=True)
+    logger = CSVLogger(folder, name="", version="")
+    length = {"max_steps": steps, "max_epochs": -1}
+    run = trainer(folder, privacy(), checkpoints, logger=logger, enable_checkpointing=True, **length)
     run.fit(Plain(), loader(), ckpt_path=ckpt_path)
 
 
