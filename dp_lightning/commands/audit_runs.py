@@ -28,7 +28,7 @@ from dp_lightning.privacy.plan import PrivacyPlan
 EXAMPLES = 8
 # Noise values that the run of noise aims for.
 _DRAWS = 200_000
-# Canaries left out for each canary that takes part; they cost nothing and make the false positive rate more precise.
+# Canaries left out for each canary that takes part; they cost nothing and sharpen the false positive rate.
 EXCLUDED = 4
 # Norm of a gradient before clipping, in units of C: far above C, and its square far below the largest float32.
 _LENGTH = 1e4

@@ -5,20 +5,19 @@ Everything comes from the files of the run's folder: nothing is computed from da
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import yaml
 
-from dp_lightning.errors import ConfigurationError, DataError
+from dp_lightning.commands.total import total_epsilon
+from dp_lightning.errors import DataError, DpLightningError
 from dp_lightning.experiments.document import Document
 from dp_lightning.experiments.figures import figure, style
 from dp_lightning.experiments.results import shown_epsilon
 from dp_lightning.experiments.runs import read_facts, result_in
 from dp_lightning.foreign_text import read_json
-from dp_lightning.privacy.accounting import compose
-from dp_lightning.privacy.journal import journal_name, journals_in, read_journal, run_of, spent_in, up_to
+from dp_lightning.privacy.journal import journals_in
 from dp_lightning.privacy.statement import PrivacyStatement
 
 _STATEMENT = "privacy_statement.json"
@@ -26,26 +25,8 @@ _STATEMENT = "privacy_statement.json"
 _EVALUATIONS = ("val/", "test/")
 # The curves that `result.json` has, by their tags. It has those of the whole run, also after a resume in a new folder.
 _IN_RESULT = {"test/accuracy": "test_accuracy_curve", "val/accuracy": "val_accuracy_curve"}
-# Points of the curve of epsilon: each takes PRV a tenth of a second to a second.
-_POINTS = 12
-
 Curve = dict[int, float]
 """Numbers that were logged under one tag, by step."""
-
-
-class _Spent(NamedTuple):
-    """Epsilon over the steps of a journal.
-
-    Attributes:
-        curve: Epsilon at some of the steps that the statement counts, or of all where there is no statement.
-        further: Number of steps that the journal has beyond those that the statement counts.
-    """
-
-    curve: Curve
-    further: int
-    delta: float
-    accountant: str
-    target: float | None
 
 
 def run_page(folder: Path) -> tuple[Document, str]:
@@ -58,9 +39,8 @@ def run_page(folder: Path) -> tuple[Document, str]:
         ConfigurationError: if matplotlib is not installed.
         DataError: if this is not the folder of a private run.
     """
-    journals = journals_in(folder)
     facts: dict[str, Any] = read_json(folder / _STATEMENT) if (folder / _STATEMENT).is_file() else {}
-    if not facts and not journals:
+    if not facts and not journals_in(folder):
         raise DataError(
             f"{folder} is not the folder of a private run: it has no {_STATEMENT} and no journal. Give one such as "
             "lightning_logs/version_0."
@@ -72,23 +52,31 @@ def run_page(folder: Path) -> tuple[Document, str]:
     result = result_in(folder) or {}
     named = statement.unprotected if statement is not None else ()
     curves = curves_in(folder)
+    epsilon = curves.get("privacy/epsilon", {})
     for tag, key in _IN_RESULT.items():
         if result.get(key):
             curves[tag] = dict(zip(result["evaluated_after_steps"], result[key], strict=False))
     curves = {tag: curve for tag, curve in curves.items() if tag.startswith(_EVALUATIONS) and tag not in named}
+    settings = facts or config.get("privacy", {})
+    paid, further, problem = "epsilon unknown", 0, ""
     try:
-        spent: _Spent | str = _spent(folder, journals, statement, config.get("privacy", {}))
-    except (DataError, ConfigurationError) as error:
-        spent = str(error)
+        total = total_epsilon([folder], settings.get("delta"))
+        if statement is None:
+            paid = _paid(total.epsilons()[settings.get("accountant", "prv")], total.delta)
+        else:
+            further = total.steps[statement.run].total() - statement.ledger.num_steps
+    except DpLightningError as error:
+        problem = f" {error}"
+    if statement is not None:
+        paid = _paid(float(facts["epsilon"][facts["accountant"]]), facts["delta"])
 
     kinds = [str((config.get(part) or {}).get("class_path", "")).rpartition(".")[2] for part in ("model", "data")]
     page = Document(f"{' on '.join(filter(None, kinds)) or 'Run'} ({folder.resolve().name})", folder)
     accuracy = curves.get("test/accuracy")
     reached = f"{100 * accuracy[max(accuracy)]:.1f} % test accuracy" if accuracy else "No test accuracy"
-    paid = _paid(facts, spent)
     headline = f"{reached}, {paid}. {'Fit for release' if verdict == 'ok' else f'NOT FIT for release: {verdict}'}."
     page.say(headline)
-    page.say(_status(statement, result, spent))
+    page.say(_status(statement, result, further) + problem)
     page.say(
         "Publish the weights with the statement, as dpl export writes them, and not the folder: its event files, "
         "result.json and checkpoints have numbers that no noise protects. Each epsilon covers one run alone."
@@ -96,7 +84,7 @@ def run_page(folder: Path) -> tuple[Document, str]:
     page.heading("Accuracy and loss")
     _evaluations(page, curves)
     page.heading("Privacy spent")
-    _epsilon(page, spent)
+    _epsilon(page, epsilon, settings.get("target_epsilon"))
     page.heading("Signal and noise of the gradient")
     _snr(page, read_facts(folder / "snr.json"))
     if (text := (folder / _STATEMENT).with_suffix(".md")).is_file():
@@ -125,50 +113,21 @@ def curves_in(folder: Path) -> dict[str, Curve]:
     return found
 
 
-def _spent(
-    folder: Path, journals: list[Path], statement: PrivacyStatement | None, settings: Mapping[str, Any]
-) -> _Spent:
-    """Account the steps of the run's journal.
+def _paid(epsilon: float | None, delta: float) -> str:
+    if epsilon is None or math.isinf(epsilon):
+        return "epsilon infinite: NOT PRIVATE"
+    return f"epsilon {shown_epsilon(epsilon)} at delta {delta:g}"
 
-    Raises:
-        DataError, ConfigurationError: saying why they cannot be.
+
+def _status(statement: PrivacyStatement | None, result: Mapping[str, Any], further: int) -> str:
+    """What a run that is not finished lacks.
+
+    Args:
+        further: Number of steps that the journal has beyond those that the statement counts.
     """
-    earlier = statement.ledger.earlier_steps if statement is not None else []
-    path = folder / journal_name(statement.run) if statement is not None else journals[0]
-    if statement is not None:
-        settings = asdict(statement.plan)
-    if not path.is_file() or (statement is None and len(journals) > 1):
-        raise DataError(f"The journal {path.name} is missing, or there are several and no statement yet.")
-    steps = read_journal(path, run_of(path))
-    counted = list((steps if statement is None else up_to(statement.journal_head, steps)).values())
-    delta, accountant = settings.get("delta", math.nan), settings.get("accountant", "prv")
-    curve = {}
-    for taken in sorted({round(len(counted) * k / _POINTS) for k in range(_POINTS + 1)}):
-        totals = spent_in(counted[:taken])
-        runs = [*earlier, *((*kind, count) for kind, count in totals.items())]
-        curve[taken] = compose(runs, delta=delta, accountant=accountant)
-    if math.inf in curve.values():
-        raise DataError("Epsilon is infinite.")
-    return _Spent(curve, len(steps) - len(counted), delta, accountant, settings.get("target_epsilon"))
-
-
-def _paid(facts: Mapping[str, Any], spent: _Spent | str) -> str:
-    """Epsilon at delta: that of the statement, or of the journal where there is none."""
-    if facts:
-        epsilon = facts["epsilon"][facts["accountant"]]
-        if epsilon == "inf":
-            return "epsilon infinite: NOT PRIVATE"
-        return f"epsilon {shown_epsilon(epsilon)} at delta {facts['delta']:g}"
-    if isinstance(spent, str):
-        return "epsilon unknown"
-    return f"epsilon {shown_epsilon(max(spent.curve.values()))} at delta {spent.delta:g}"
-
-
-def _status(statement: PrivacyStatement | None, result: Mapping[str, Any], spent: _Spent | str) -> str:
-    """What a run that is not finished lacks."""
-    if not isinstance(spent, str) and spent.further:
+    if further:
         return (
-            f"The run was resumed from this folder: its journal has {spent.further} steps that this statement does not "
+            f"The run was resumed from this folder: its journal has {further} steps that this statement does not "
             "count. The folder of the resumed run has the statement that counts them all."
         )
     if statement is None:
@@ -209,15 +168,14 @@ def _plot(ax: Any, curve: Curve, number: int, label: str) -> None:
     ax.plot(*zip(*sorted(curve.items()), strict=True), label=label, color=style(number)["color"], marker=marker)
 
 
-def _epsilon(page: Document, spent: _Spent | str) -> None:
-    if isinstance(spent, str):
-        page.say(f"There is no curve of epsilon. {spent}")
+def _epsilon(page: Document, curve: Curve, target: float | None) -> None:
+    if len(curve) < 2:
+        page.say("There is no curve of epsilon: the run has no noise, or TensorBoard logged nothing.")
         return
-    caption = f"Epsilon at delta {spent.delta:g} by steps taken, from the journal, by {spent.accountant.upper()}"
-    with figure(page, "epsilon", caption, height=3) as (ax,):
-        _plot(ax, spent.curve, 0, "spent")
-        if spent.target is not None:
-            ax.axhline(spent.target, color=style(1)["color"], linestyle="--", label=f"target {spent.target:g}")
+    with figure(page, "epsilon", "Epsilon by steps taken", height=3) as (ax,):
+        _plot(ax, curve, 0, "spent")
+        if target is not None:
+            ax.axhline(target, color=style(1)["color"], linestyle="--", label=f"target {target:g}")
         ax.set(xlabel="steps", ylabel="epsilon")
 
 

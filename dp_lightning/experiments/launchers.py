@@ -145,7 +145,7 @@ def launch_slurm(folders: Sequence[str], options: Mapping[str, Any]) -> Results:
 
     Args:
         folders: Folders of the runs, on a file system that the nodes share.
-        options: ``cluster``, None for the cluster of this machine or ``local`` for processes here; ``jobs``, the number of
+        options: ``cluster``, None for that of this machine or ``local`` for processes here; ``jobs``, the number of
             runs at once; every other option goes to submitit's ``AutoExecutor.update_parameters``, such as
             ``slurm_partition``, ``timeout_min``, ``gpus_per_node``, ``cpus_per_task`` and ``slurm_array_parallelism``.
 
