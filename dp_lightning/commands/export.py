@@ -45,18 +45,14 @@ def main(arguments: list[str]) -> None:
 def export(options: argparse.Namespace) -> list[Path]:
     """Write ``model.safetensors``, ``model.onnx``, ``model.json`` and the privacy statement into ``out``.
 
-    The checkpoint is first verified as by `dpl verify`, which can check the folder too: the folder has the journal up
-    to the checkpoint's steps, and the statement has the digest of each file. The statement's ``weights`` is the digest
-    of the tensors in ``model.safetensors``, whose metadata has the same statement without ``files``. ``model.json`` has
-    the digest of the checkpoint's weights, the names of the classes, and the size to which the data module resizes an
-    image before the center crop. For a linear probe, ``model.onnx`` includes the network that computes its features,
-    and ``model.safetensors`` has only the probe. Low-rank additions are merged into the weights. The folder must not
-    hold another export, so that no statement lies beside a network that it does not describe.
+    The checkpoint is first verified as by `dpl verify`, which can check ``out`` too: the folder has the journal up to
+    the checkpoint's steps, and the statement has the digest of each file. The statement's ``weights`` is the digest of
+    the tensors in ``model.safetensors``, whose metadata has the same statement without ``files``.
 
     ``model.onnx`` takes images as the data module gives them, float32 (n, C, H, W) after the normalisation of the data,
-    and returns logits (n, classes). ``onnx`` in ``model.json`` has every step from an image file to that input.
-    ``model.safetensors`` has only the network's tensors: the resizing and the normalisation that a ``TimmModule`` with
-    pretrained weights applies to its images are part of ``model.onnx``, and ``input`` in ``model.json`` states them.
+    and returns logits (n, classes); it includes what the module does to images, and for a linear probe the network that
+    computes its features. ``onnx`` in ``model.json`` has every step from an image file to that input.
+    ``model.safetensors`` has only the network's tensors, with low-rank additions merged into them.
 
     Returns:
         The paths of the files.
