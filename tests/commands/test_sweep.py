@@ -231,7 +231,7 @@ def test_launchers_run_the_same_grid_to_the_same_results(tmp_path, warm_python):
 
 @pytest.mark.slow  # a real run, stopped and started again
 def test_a_sweep_that_is_stopped_leaves_checkpoints_and_resumes_from_them(tmp_path, dpl):
-    grid, out = single(tmp_path, **{"trainer.max_epochs": 20}), tmp_path / "out"
+    grid, out = single(tmp_path, **{"trainer.max_epochs": 12}), tmp_path / "out"
     process = dpl("sweep", grid, "--out", out)
     while not list(out.rglob("epoch=*.ckpt")):
         assert process.poll() is None, process.stdout.read().decode()
@@ -246,7 +246,7 @@ def test_a_sweep_that_is_stopped_leaves_checkpoints_and_resumes_from_them(tmp_pa
     (log,) = out.rglob("log.txt")
     assert f"Restored all states from the checkpoint at {stopped}" in log.read_text()
     steps = [json.loads(path.read_text())["num_steps"] for path in out.rglob("result.json")]
-    assert max(steps) == 20 * 6 > taken
+    assert max(steps) == 12 * 6 > taken
 
 
 @pytest.mark.usefixtures("dpl")
