@@ -208,19 +208,11 @@ class Audit:
         return {
             "holds": not self.failed,
             "checks": [check._asdict() for check in self.checks],
-            "noise_multiplier": self.plan.noise_multiplier,
-            "sensitivity": self.sensitivity,
-            "delta": self.plan.delta,
-            "canaries": len(self.included),
-            "steps": self.steps,
             "epsilon_claimed": self.claimed,
             "epsilon_shown": self.shown,
             "epsilon_shown_by_tensor": self.shown_by_tensor,
             "noise": [vars(test) for test in self.noise_tests],
-            "steps_of_noise": self.runs.steps_of_noise,
             "contributions": self.contributions,
-            "tests": self.num_tests,
-            "false_alarm": FALSE_ALARM,
         }
 
 
@@ -230,7 +222,7 @@ def _largest(values: Tensor) -> float:
 
 
 def page_of(audit: Audit, folder: Path) -> Document:
-    """The page of an audit: what was checked, a figure, and what an audit can and cannot show."""
+    """The page of an audit: what was checked, and what an audit can and cannot show."""
     plan, clip = audit.plan, audit.runs.clip_plan.describe()
     page = Document(f"Audit: {audit.runs.names}", folder)
     failed = audit.failed

@@ -10,6 +10,7 @@ The id is a hash of the configuration, so that runs with different settings have
 import copy
 import fcntl
 import hashlib
+import itertools
 import json
 import os
 import re
@@ -118,7 +119,8 @@ class RunFolder:
         released.
         """
         if self.root.exists():
-            self.root.rename(self.path / f"abandoned_{self.abandoned}")
+            free = (path for number in itertools.count() if not (path := self.path / f"abandoned_{number}").exists())
+            self.root.rename(next(free))
 
 
 def newest_intact(checkpoints: Iterable[Path]) -> Path | None:
