@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parent))
 
 from dp_lightning.atomic_files import replacing
-from dp_lightning.commands.package_checks import missing
+from dp_lightning.commands.doctor import missing
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent

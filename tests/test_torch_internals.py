@@ -1,6 +1,5 @@
 """Each private member of torch does what it is used for, with the torch that is installed here."""
 
-from importlib.metadata import version
 from pathlib import Path
 
 import torch
@@ -30,17 +29,6 @@ def test_the_versions_that_were_tried_are_the_pinned_ones():
     assert {name: PINNED[name] for name in internals.TRIED} == internals.TRIED
 
 
-def test_what_is_installed_is_of_the_versions_that_are_supported():
-    assert tuple(map(int, version("torch").split("+")[0].split(".")[:2])) >= (2, 11)
-
-
-def test_the_version_of_a_tensor_counts_writes():
-    x = torch.ones(2)
-    before = internals.version_of(x)
-    x.add_(1)
-    assert internals.version_of(x) == before + 1
-
-
 def test_both_names_of_a_grouped_product_are_seen_alike():
     assert callable(internals.grouped_mm)
     a, b = torch.randn(4, 8).bfloat16(), torch.randn(2, 8, 8).bfloat16()
@@ -48,14 +36,6 @@ def test_both_names_of_a_grouped_product_are_seen_alike():
     with Seen() as seen:
         F.grouped_mm(a, b, offs=offs)
     assert {F.grouped_mm, internals.grouped_mm} & set(seen.functions)
-
-
-def test_storages():
-    x = torch.ones(4)
-    view, copy = x[1:], x.clone()
-    assert internals.storage_address(view) == internals.storage_address(x) != internals.storage_address(copy)
-    assert internals.storage_uses(copy) == 2  # the tensor, and this look at it
-    assert internals.storage_uses(x) == 3
 
 
 def test_hooks_of_a_parameter():
@@ -66,10 +46,6 @@ def test_hooks_of_a_parameter():
     first.register_hook(lambda gradient: None)
     second.register_post_accumulate_grad_hook(lambda owner: None)
     assert [internals.has_hooks(each) for each in (first, second, third)] == [True, True, False]
-
-
-def test_the_processor_says_whether_it_has_bfloat16():
-    assert isinstance(internals.has_bfloat16_on_cpu(), bool)
 
 
 def test_inside_of_a_vmap():
@@ -91,13 +67,7 @@ def test_inside_of_a_vmap():
     examples = torch.arange(6.0).view(3, 2)
     result = vmap(one, in_dims=1)(examples)
     assert found.pop("tensor") is examples
-    assert found == {
-        "batched": (True, False),
-        "wrapped": (True, False),
-        "level": 1,
-        "dim": 1,
-        "below": None,
-    }
+    assert found == {"batched": (True, False), "wrapped": (True, False), "level": 1, "dim": 1, "below": None}
     assert torch.equal(result, 2 * examples.T)
     assert internals.level() is None
 
@@ -113,15 +83,6 @@ def test_a_wrapper_of_an_inner_transform_leads_to_the_tensor_of_the_example():
     assert not internals.is_batched(inner)
     assert internals.wrapped_tensor(inner) is example
     assert internals.is_batched(example)  # after the transform has ended, too
-
-
-def test_trees():
-    tree = {"a": [torch.ones(1), 2], "b": (torch.zeros(1),)}
-    leaves, structure = internals.tree_flatten(tree)
-    assert isinstance(structure, internals.TreeSpec)
-    assert internals.tree_leaves(tree) == leaves
-    assert internals.tree_unflatten(leaves, structure) == tree
-    assert internals.tree_map_only(torch.Tensor, torch.Tensor.item, tree) == {"a": [1.0, 2], "b": (0.0,)}
 
 
 def test_a_compiled_module_is_known():

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 from dp_lightning.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from dp_lightning.commands.total import Total
     from dp_lightning.privacy.plan import PrivacyPlan
 
 _MOST_STEPS = 2**30
@@ -32,7 +31,7 @@ def main(arguments: list[str]) -> None:
         if given := [_option(name) for name in _PLANNED if getattr(options, name) is not None]:
             raise ConfigurationError(f"{', '.join(given)}: runs have their own; remove it, or remove the folders.")
         total = total_epsilon(options.runs, options.delta)
-        print(json.dumps(_facts_of_total(total)) if options.json else _table_of_total(total))
+        print(json.dumps(total.to_dict()) if options.json else total.text())
         return
     for name in ("num_train", "delta"):
         if getattr(options, name) is None:
@@ -69,41 +68,6 @@ def _parser() -> argparse.ArgumentParser:
 
 def _option(name: str) -> str:
     return "--" + name.replace("_", "-")
-
-
-def _facts_of_total(total: "Total") -> dict[str, object]:
-    runs = {
-        run: {"num_steps": kinds.total(), "epsilon": _number(total.epsilon_of(run))}
-        for run, kinds in total.steps.items()
-    }
-    return {
-        "epsilon": {name: _number(value) for name, value in total.epsilons().items()},
-        "delta": total.delta,
-        "accountant": total.accountant,
-        "unit_of_privacy": total.unit,
-        "num_steps": total.num_steps,
-        "runs": runs,
-        "withheld": dict(total.withheld),
-    }
-
-
-def _table_of_total(total: "Total") -> str:
-    by = f"epsilon by {total.accountant.upper()}"
-    lines = [f"{'run':<18}{'steps':>8}{by:>20}"]
-    for run, kinds in total.steps.items():
-        lines.append(f"{run:<18}{kinds.total():>8}{total.epsilon_of(run):>20.4f}")
-    epsilons = total.epsilons()
-    lines.append(f"{'together':<18}{total.num_steps:>8}{epsilons[total.accountant]:>20.4f}")
-    others = [f"{name.upper()} {value:.4f}" for name, value in epsilons.items() if value is not None]
-    lines += ["", f"At delta {total.delta:g}, together by {', '.join(others)}."]
-    if total.unit:
-        lines.append(f"It protects {total.unit} that all of these runs may have used.")
-    lines += [f"Run {run} is {reason}." for run, reason in total.withheld.items()]
-    lines += [
-        f"Run {run} has no statement: its steps count, but not those of earlier training of its weights."
-        for run in total.without_statement
-    ]
-    return "\n".join(lines)
 
 
 def _solve(options: argparse.Namespace) -> "PrivacyPlan":

@@ -6,10 +6,12 @@ another folder, a copy of a journal, and two fits that resumed from one checkpoi
 earlier runs that a statement names, since its weights started from theirs, count once too.
 """
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from dp_lightning.errors import ConfigurationError, DataError
 from dp_lightning.foreign_text import read_json
@@ -69,6 +71,42 @@ class Total:
             f"{runs} on the same data together: ({self.epsilon:.4g}, {self.delta:g})-DP by "
             f"{self.accountant.upper()}{unit}, {self.num_steps} steps"
         )
+
+    def text(self) -> str:
+        """The steps and epsilon of each run and of all together, and what else has to be known of them."""
+        epsilons, by = self.epsilons(), f"epsilon by {self.accountant.upper()}"
+        rows = [(run, kinds.total(), self.epsilon_of(run)) for run, kinds in self.steps.items()]
+        rows.append(("together", self.num_steps, self.epsilon))
+        lines = [
+            f"{'run':<18}{'steps':>8}{by:>20}",
+            *(f"{run:<18}{steps:>8}{spent:>20.4f}" for run, steps, spent in rows),
+        ]
+        shown = ", ".join(f"{name.upper()} {value:.4f}" for name, value in epsilons.items() if value is not None)
+        lines += ["", f"At delta {self.delta:g}, together by {shown}."]
+        if self.unit:
+            lines.append(f"It protects {self.unit} that all of these runs may have used.")
+        if len(self.steps) > 1:
+            lines.append("It counts the runs as planned beforehand: noise that was chosen by what an earlier run has")
+            lines.append("released is not covered by the theorem.")
+        lines += [f"Run {run} is {reason}." for run, reason in self.withheld.items()]
+        unknown = "has no statement: its steps count, but not those of earlier training of its weights."
+        return "\n".join([*lines, *(f"Run {run} {unknown}" for run in self.without_statement)])
+
+    def to_dict(self) -> dict[str, Any]:
+        """The same in values that JSON can hold; an infinite epsilon is the string "inf"."""
+        spent = {run: self.epsilon_of(run) for run in self.steps}
+        return {
+            "epsilon": {name: "inf" if value == math.inf else value for name, value in self.epsilons().items()},
+            "delta": self.delta,
+            "accountant": self.accountant,
+            "unit_of_privacy": self.unit,
+            "num_steps": self.num_steps,
+            "runs": {
+                run: {"num_steps": kinds.total(), "epsilon": "inf" if spent[run] == math.inf else spent[run]}
+                for run, kinds in self.steps.items()
+            },
+            "withheld": dict(self.withheld),
+        }
 
     @property
     def _runs(self) -> list[Run]:

@@ -17,7 +17,7 @@ from dp_lightning.postprocess.transform import Gradients, Noise, State, Transfor
 
 
 class _OfNorm(Transform):
-    """What the two have in common.
+    """Base of both transforms, with the settings that they share.
 
     Args:
         norm: positive; None is that of an orthogonalized matrix of the same shape.

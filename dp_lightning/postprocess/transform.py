@@ -32,9 +32,9 @@ class Where(TypedDict, total=False):
     """Which parameters a transform acts on, by patterns such as ``model.fc.*``."""
 
     include: Sequence[str] | None
-    """Only parameters whose name matches one of them; None for all."""
+    """Patterns of names: only parameters that match one are selected; None selects all."""
     exclude: Sequence[str] | None
-    """No parameter whose name matches one of them."""
+    """Patterns of names: no parameter that matches one is selected."""
 
 
 class Transform(ABC):

@@ -18,9 +18,9 @@ def key_stream(key: bytes, blocks: int, device: torch.device, *, counter: int = 
 
     Args:
         key: 32 bytes. Whoever knows it can repeat the stream.
-        blocks: how many.
-        device: on which it is computed.
-        counter: of the first block; those of all blocks have to be below 2^32.
+        blocks: number of blocks.
+        device: on which the stream is computed.
+        counter: counter of the first block; the counters of all blocks are below 2^32.
         nonce: 12 bytes.
     """
     if len(key) != KEY_BYTES or len(nonce) != 12 or not 0 <= counter <= counter + blocks <= 2**32:

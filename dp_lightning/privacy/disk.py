@@ -23,13 +23,13 @@ from dp_lightning.errors import ConfigurationError
 
 @dataclass(frozen=True)
 class DiSK:
-    """Settings.
+    """Settings of DiSK.
 
     Args:
-        gain: kappa in (0, 1), that of the `Kalman` filter behind it.
+        gain: kappa in (0, 1), which the `Kalman` filter of the chain has too.
 
     Raises:
-        ConfigurationError: it is outside its range.
+        ConfigurationError: the gain is outside its range.
     """
 
     gain: float

@@ -24,7 +24,6 @@ from dp_lightning.privacy.phases import Phases
 from dp_lightning.privacy.randomness import TrainingRandomness
 from dp_lightning.privacy.reading import ExampleBatch, unflatten
 from dp_lightning.processors import sent
-from dp_lightning.refusing import refuse_every_use
 
 Loss = Callable[[Any], Tensor]
 """From a batch of one example to its loss, a scalar."""
@@ -35,10 +34,10 @@ class Examples:
 
     Args:
         mode: ``together`` or ``one_by_one``.
-        parameters: the trained ones by name.
-        phases: which of them are frozen in a step.
+        parameters: the trained parameters by name.
+        phases: which parameters are frozen in a step.
         isolation: the checks around the loss.
-        randomness: gives the global generators new keys.
+        randomness: gives all generators new keys.
 
     Attributes:
         methods: how the gradients of each parameter were taken in the last physical batch.
@@ -58,10 +57,10 @@ class Examples:
         self._warned = False
 
     def add(self, loss: Loss, batch: ExampleBatch, total: ClippedSum) -> None:
-        """Add the clipped gradients of the examples in ``batch``; the first batch of a logical step begins it."""
+        """Add the clipped gradients of the examples in ``batch``; the first batch of a logical step begins the step."""
         if batch.place.piece == 0:
             self._isolation.begin(together=self._mode == "together")
-        with self._phases.held(batch.place.step):
+        with self._phases.freezing(batch.place.step):
             if self._mode == "together":
                 self._add_together(loss, batch, total)
             else:
@@ -106,7 +105,7 @@ class Examples:
             total.end()
 
     def _advance(self, loss: Loss, synthetic: Any) -> None:
-        """Run the loss for the state that it moves on; it may not understand an example of zeros and ones."""
+        """Run the loss of a synthetic example for the state that it advances; the loss may fail on zeros and ones."""
         try:
             with torch.no_grad():
                 loss(synthetic)
@@ -120,7 +119,7 @@ class Examples:
                 )
 
     def _gradients(self, loss: Loss, example: Any) -> dict[str, Tensor]:
-        """By name, (1, *shape) each; of parameters that the loss does not use there is none."""
+        """Gradients (1, *shape) by parameter name, without the parameters that the loss does not use."""
         try:
             value = _scalar(loss(example))
         except ValueError as error:
@@ -143,9 +142,9 @@ class Examples:
 
 
 def _alone(leaf: Any, index: int, *, counted: bool) -> Any:
-    """One example's part of a leaf, in memory of its own: a view leads to the others, and so may a shared object.
+    """One example's part of a leaf, in memory of its own: a view, or a shared object, would lead to other examples.
 
-    What is no tensor has no synthetic value: it is None where the example does not count.
+    An entry that is no tensor has no synthetic value, and is None where the example does not count.
     """
     if isinstance(leaf, Tensor):
         return leaf[index].clone()
@@ -162,10 +161,9 @@ class Placeholder:
             "data set return a tensor, or set privacy.examples: one_by_one."
         )
 
-    __getattr__ = __str__ = __repr__ = _refuse
-
-
-refuse_every_use(Placeholder, Placeholder._refuse)
+    __getattr__ = __str__ = __repr__ = __format__ = __bool__ = __hash__ = _refuse
+    __eq__ = __ne__ = __iter__ = __len__ = __getitem__ = __contains__ = __int__ = __float__ = __array__ = _refuse
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = __index__ = _refuse
 
 
 def _scalar(loss: Any) -> Tensor:

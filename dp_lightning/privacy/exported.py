@@ -19,7 +19,7 @@ def statement_of(file: str | Path) -> PrivacyStatement | None:
     """The statement of the tensors in a safetensors file; None where it has none.
 
     Raises:
-        DataError: where it cannot be read, or speaks of other tensors.
+        DataError: where the statement cannot be read, or is about other tensors.
     """
     said = metadata_of(file).get(STATEMENT)
     if said is None:
@@ -37,7 +37,7 @@ def recipe_of(file: str | Path) -> str | None:
     """The SHA-256 of the recipe in a safetensors file; None where it has none, or names another source of its weights.
 
     Raises:
-        DataError: where it is no such file, or its tensors are not those that the recipe has made.
+        DataError: where the file is no safetensors file, or its tensors are not those that the recipe has made.
     """
     said = metadata_of(file)
     if (recipe := said.get(RECIPE)) is None or said.get(SOURCE) != RANDOM_IMAGES:
@@ -48,7 +48,7 @@ def recipe_of(file: str | Path) -> str | None:
 
 
 def _digest(file: str | Path) -> str:
-    """That of the tensors in a safetensors file."""
+    """The digest of the tensors in a safetensors file."""
     from safetensors import safe_open
 
     with safe_open(file, framework="pt") as opened:
@@ -56,10 +56,10 @@ def _digest(file: str | Path) -> str:
 
 
 def metadata_of(file: str | Path) -> dict[str, str]:
-    """The metadata of a safetensors file; empty for a file of another name.
+    """The metadata of a safetensors file; empty for a file of another suffix.
 
     Raises:
-        DataError: where it cannot be read.
+        DataError: where the file cannot be read.
     """
     from safetensors import SafetensorError, safe_open
 

@@ -29,7 +29,7 @@ class Groups:
 
     Raises:
         ConfigurationError: where the data set tells no groups.
-        DataError: where an id is missing or is not one.
+        DataError: where an id is missing, or is neither text nor a whole number.
     """
 
     def __init__(self, dataset: Any, images_per_group: int, *, seed: int | None = None) -> None:

@@ -5,9 +5,9 @@ honest code does all of them:
 
 1. A tensor of an example that is kept, and used in a later physical batch. torch would take it for one of that batch.
    `Recording` refuses every tensor in ``Isolation.stale``.
-2. A list that collects tensors of examples for the end of the epoch. What is still alive when the next logical step has
-   ended is refused, with its place; a second one of the same shape when Python has collected its garbage since. An
-   attribute that each step overwrites passes.
+2. A list that collects tensors of examples for the end of the epoch. A tensor that is alive when the next logical step
+   has ended is refused, with its place; a second one of the same shape is refused once Python has collected garbage.
+   An attribute that each step overwrites passes.
 3. State that follows from the weights alone: the vectors of a spectral norm, a teacher, a counter of steps. In each
    physical batch it starts from its value at the start of the logical step, and it advances once for each logical step,
    so that nothing depends on the number of physical batches.
@@ -46,8 +46,8 @@ class Isolation:
     """The checks of one run.
 
     Args:
-        module: that is trained; its attributes hold the state.
-        parameters: the trained ones by name, which only the optimizer changes.
+        module: the module that is trained; its attributes hold the state.
+        parameters: the trained parameters by name, which only the optimizer changes.
 
     Attributes:
         stale: tensors of examples of earlier physical batches that are still alive, by their ids.
@@ -56,11 +56,11 @@ class Isolation:
     def __init__(self, module: nn.Module, parameters: Mapping[str, Tensor]) -> None:
         self._module, self._trained = module, {id(parameter) for parameter in parameters.values()}
         self.stale: dict[int, weakref.ref[Tensor]] = {}
-        self._parts: list[tuple[nn.Module, list[str]]] = []  # with the names of their buffers
-        self._tensors: list[tuple[Tensor, Tensor]] = []  # under one_by_one: each with its value
+        self._parts: list[tuple[nn.Module, list[str]]] = []  # modules, with the names of their buffers
+        self._tensors: list[tuple[Tensor, Tensor]] = []  # state under one_by_one, with its value
         self._next: dict[object, tuple[Any, ...]] = {}  # state, with its value after the logical step
-        self._made: list[weakref.ref[Tensor]] = []  # in this logical step
-        # Of steps before, each with how often Python had then looked for cycles among all objects.
+        self._made: list[weakref.ref[Tensor]] = []  # tensors of examples of this step
+        # Tensors of examples of earlier steps, each with the number of full collections of garbage until then.
         self._waiting: list[tuple[int, weakref.ref[Tensor]]] = []
         self._collected: set[object] = set()
         self._warned = False
@@ -164,10 +164,10 @@ class Isolation:
 
     def _require_gone(self) -> None:
         new = {(tuple(tensor.shape), tensor.dtype) for tensor in _living(self._waiting)} - self._collected
-        if new:  # once for each kind, since it takes a tenth of a second: cycles of Python's
+        if new:  # they may be parts of cycles; a collection takes a tenth of a second, so one for each shape and type
             self._collected |= new
             gc.collect()
-        collections = int(gc.get_stats()[-1]["collections"])  # how often Python has looked among all objects
+        collections = int(gc.get_stats()[-1]["collections"])  # full collections so far
         if held := _living((before, ref) for before, ref in self._waiting if before < collections):
             raise ModelError(
                 f"A tensor of one example, of shape {tuple(held[0].shape)}, is still kept{_place_of(held[0])} when the "
@@ -183,7 +183,7 @@ class Isolation:
 
 @contextmanager
 def put_back(module: nn.Module) -> Iterator[None]:
-    """Context around losses that are no step: what they change in buffers, frozen parameters and numbers is undone."""
+    """Context around losses outside of steps, whose changes of buffers, frozen parameters and numbers are undone."""
     isolation = Isolation(module, {name: each for name, each in module.named_parameters() if each.requires_grad})
     isolation.begin(together=False)
     with isolation.one_by_one(advances=False):
@@ -209,7 +209,7 @@ def require_own_tensors(module: nn.Module, dataset: Any) -> None:
 
 
 def _host_generators() -> tuple[Any, ...]:
-    """What NumPy's and Python's global generators will draw next."""
+    """The states of NumPy's and Python's global generators."""
     name, words, *rest = np.random.get_state()
     return name, np.asarray(words).tobytes(), *rest, random.getstate()
 
@@ -219,7 +219,7 @@ def _living(waiting: Iterable[tuple[int, weakref.ref[Tensor]]]) -> list[Tensor]:
 
 
 def _place_of(tensor: Tensor) -> str:
-    """Where a tensor is held, in words; empty where it is not found."""
+    """The attribute that leads to a tensor, in words; empty where none is found."""
     found: list[tuple[Any, Any]] = [(tensor, None)]
     for _ in range(_DEPTH):
         containers = []
@@ -237,7 +237,7 @@ def _place_of(tensor: Tensor) -> str:
 
 
 def with_inner(dataset: Any) -> list[Any]:
-    """A data set and those that it holds in attributes, as a Subset does, once each."""
+    """A data set and the data sets in its attributes, such as that of a Subset, each once."""
     found, waiting = dict[int, Any](), [dataset]
     while waiting:
         each = waiting.pop()

@@ -52,7 +52,7 @@ class Step:
     """A line of a journal.
 
     Attributes:
-        nonce: tells it from another step after the same one.
+        nonce: random text that tells two steps after the same step apart.
     """
 
     noise_multiplier: float
@@ -66,11 +66,11 @@ class Step:
 
 
 Steps = dict[str, Step]
-"""By their names, in the order in which they were taken."""
+"""Steps by their names, in the order in which they were taken."""
 
 
 def up_to(head: str, steps: Mapping[str, Step]) -> Steps:
-    """The steps that a head stands for; none where it is not among them."""
+    """The steps up to the one that is named ``head``; none if no step has this name."""
     names = list(steps)
     return {name: steps[name] for name in names[: names.index(head) + 1]} if head in steps else {}
 
@@ -88,10 +88,10 @@ def journal_of(steps: Mapping[str, Step]) -> bytes:
 def read_journal(path: Path, run: str) -> Steps:
     """The steps of a journal.
 
-    A line that was cut short is no step: its process was stopped before the step was released.
+    A line that was cut short is no step: the process that wrote the line was stopped before it released the step.
 
     Raises:
-        DataError: where lines were edited or are missing.
+        DataError: where a line was edited or is missing.
     """
     steps: Steps = {}
     name = ""
@@ -112,7 +112,7 @@ def read_journal(path: Path, run: str) -> Steps:
 
 
 class Journal:
-    """Records the steps of one run in all folders that it was given.
+    """Records the steps of one run in every folder that was added.
 
     Args:
         run: name of the run, part of the files' names.
@@ -124,7 +124,7 @@ class Journal:
     def __init__(self, run: str) -> None:
         self.run = run
         self.steps: Steps = {}
-        self._files: dict[Path, tuple[int, int]] = {}  # how many steps and bytes each of them has
+        self._files: dict[Path, tuple[int, int]] = {}  # how many steps and bytes each file has
 
     @property
     def head(self) -> str:
@@ -139,17 +139,17 @@ class Journal:
         return ledger
 
     def path(self, folder: Path) -> Path:
-        """Where the journal stands in a folder."""
+        """The path of the run's journal in a folder."""
         return folder.resolve() / journal_name(self.run)
 
     def add_folder(self, folder: Path, ledger: Ledger | None = None) -> None:
-        """Record in ``folder`` too from now on. Steps that a journal there holds beyond those known here count.
+        """Record in ``folder`` too from now on; steps that only the journal in this folder holds count as well.
 
         Args:
             ledger: steps that count, whether or not a file holds them.
 
         Raises:
-            DataError: when a file cannot be read or written, or the journal there took another way.
+            DataError: when a file cannot be read or written, or the journal in the folder has steps of another fit.
         """
         path = self.path(folder)
         if path in self._files:
@@ -173,7 +173,7 @@ class Journal:
         """Write one step to disk, in every folder.
 
         Raises:
-            DataError: when one of them cannot be written; the step must not be released.
+            DataError: when a file cannot be written; the step must not be released.
         """
         for path, (_, size) in self._files.items():
             if path.is_file() and path.stat().st_size != size:
@@ -190,7 +190,7 @@ class Journal:
         self.steps[step.name(self.run, self.head)] = step
 
     def _append(self, path: Path, count: int) -> None:
-        """Bring to disk what a file with ``count`` steps lacks, behind a line there that was cut short."""
+        """Append the steps after the first ``count`` to a file, on a new line where its last line was cut short."""
         lines = journal_of(dict(islice(self.steps.items(), count, None)))
         try:
             if path not in self._files and not path.is_file():

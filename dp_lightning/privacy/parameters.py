@@ -9,10 +9,10 @@ from dp_lightning.errors import ModelError
 
 
 def trained_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
-    """By name.
+    """The parameters of a module that require a gradient, by name.
 
     Raises:
-        ModelError: where there is none, and where a lazy layer has not made its own yet.
+        ModelError: where no parameter requires a gradient, one is complex, or a lazy layer has no parameters yet.
     """
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         if is_lazy(tensor):
@@ -35,11 +35,11 @@ def require_same_trained(parameters: Mapping[str, nn.Parameter], trained: Collec
     """Refuse a parameter that was frozen or unfrozen since the run began.
 
     Args:
-        parameters: all that the module had at the start, by name.
-        trained: the names of those that were trained.
+        parameters: all parameters that the module had at the start, by name.
+        trained: the names of the trained parameters.
 
     Raises:
-        ModelError: naming them.
+        ModelError: naming the parameters that have changed.
     """
     changed = [name for name, parameter in parameters.items() if parameter.requires_grad is not (name in trained)]
     if changed:

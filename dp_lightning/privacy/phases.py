@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from dp_lightning.errors import ConfigurationError
 
-# Beside what is kept by names of parameters, of which this is none.
+# The key in a state dict whose other keys are names of parameters; no parameter has this name.
 _STEPS = "first step of each parameter"
 
 
@@ -25,7 +25,7 @@ class Phases:
 
     Args:
         frozen_until: patterns of parameter names, with the wildcards * and ?, to the share of the planned steps for
-            which these stay frozen; the largest one that matches a name holds.
+            which these stay frozen; where several patterns match a name, the largest share counts.
         parameters: the trained parameters by name.
         num_steps: T of the plan.
 
@@ -45,8 +45,8 @@ class Phases:
         return {name for name, first in self._first.items() if step < first}
 
     @contextmanager
-    def held(self, step: int) -> Iterator[None]:
-        """Within this context, what is frozen in a step requires no gradient."""
+    def freezing(self, step: int) -> Iterator[None]:
+        """Within this context, the parameters that are frozen in a step require no gradient."""
         frozen = [self._parameters[name] for name in self.frozen(step)]
         for parameter in frozen:
             parameter.requires_grad_(False)
@@ -57,12 +57,12 @@ class Phases:
                 parameter.requires_grad_(True)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """What a run that resumes keeps, whatever it plans then; empty where nothing is ever frozen."""
+        """The first step of each parameter, which a resumed run keeps; empty where nothing is ever frozen."""
         first = [self._first.get(name, 0) for name in self._parameters]
         return {_STEPS: torch.tensor(first)} if any(first) else {}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Keep to the steps of ``state_dict``."""
+        """Take the first step of each parameter from ``state_dict``."""
         if (first := state.get(_STEPS)) is not None:
             self._first = dict(zip(self._parameters, first.tolist(), strict=True))
 

@@ -182,8 +182,8 @@ class PrivacyPlan(RunShape):
     Args:
         num_train, expected_batch_size, num_steps, delta: N, B, T and delta, as in `RunShape`.
         noise_multiplier: sigma, noise standard deviation over sensitivity; 0 means no privacy.
-        accountant: the one that the plan is held to, "prv", "rdp" or "pld".
-        target_epsilon: the budget, where there is one.
+        accountant: whose epsilon the plan has to keep, "prv", "rdp" or "pld".
+        target_epsilon: the budget, or None.
 
     Raises:
         ConfigurationError: a value is outside its range; the message names it.

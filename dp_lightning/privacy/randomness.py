@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from dp_lightning.privacy.sampling import PhysicalBatch
 
 Keys: TypeAlias = Callable[[int], NDArray[np.uint32]]
-"""Returns that many words of 32 bits, new ones with every call."""
+"""Maps a count to that many words of 32 bits, new ones with every call."""
 
 _GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
 # A longer list holds data and no transforms.
@@ -64,11 +64,11 @@ class TrainingRandomness:
         _rekey(self._own, keys_from(seed, rank))
 
     def before_reading(self, place: PhysicalBatch) -> None:
-        """Before its examples are read: data sets, collation and hooks may use seeds that anyone can repeat."""
+        """Give all generators new keys before examples are read, since data sets and hooks may use public seeds."""
         self._rekey(place, 1)
 
     def before_step(self, place: PhysicalBatch, example: int = 0) -> None:
-        """Before their losses are computed, or that of one of them."""
+        """Give all generators new keys before the losses of a physical batch, or of one example, are computed."""
         self._rekey(place, 2 + example)
 
     def _rekey(self, place: PhysicalBatch, use: int) -> None:
@@ -78,7 +78,7 @@ class TrainingRandomness:
 
 
 def _generators(owners: Iterable[object]) -> Iterator[object]:
-    """Those within four attributes or elements of lists from the owners, once each."""
+    """The generators within four attributes or elements of lists from the owners, each once."""
     values, seen = list(owners), set[int]()
     for _ in range(5):
         new = {id(value): value for value in values if id(value) not in seen}
@@ -98,7 +98,7 @@ def _generators(owners: Iterable[object]) -> Iterator[object]:
 def rekey_global_generators(keys: Keys) -> None:
     """Give the global generators of torch, on every device, of NumPy and of Python new keys."""
     of_devices = _seed(keys)
-    if _has_accelerator():  # without one, torch would take 3 ms to note for which devices it waits
+    if _has_accelerator():  # without one, torch would take 3 ms to register the seed for later devices
         torch.manual_seed(of_devices)
     torch.set_rng_state(_cpu_state(keys))
     np.random.set_state(("MT19937", keys(624), 624, 0, 0.0))
@@ -107,7 +107,7 @@ def rekey_global_generators(keys: Keys) -> None:
 
 @functools.cache
 def _has_accelerator() -> bool:
-    """Whether this machine has one; torch looks for the driver's library each time that it is asked."""
+    """Whether this machine has an accelerator; torch looks for the driver's library with every call."""
     return torch.accelerator.is_available()
 
 

@@ -43,12 +43,12 @@ class ExampleBatch:
     """A physical batch as it was read.
 
     Attributes:
-        place: its place among the draws, and its examples' positions in the data set.
-        leaves: those of the batch of one example, with a tensor (b, ...) for each tensor, and a list of b entries for
+        place: place of the batch among the draws, and positions of its examples in the data set.
+        leaves: leaves of the batch of one example, with a tensor (b, ...) for each tensor, and a list of b entries for
             what is no tensor; b is at least 1. The tree is built for one example alone, whose class may check shapes.
-        structure: that of the tree.
-        counted: (b,) whether each example takes part, on the CPU. One that is None or that collation leaves out does
-            not, nor one that only stands in. Those are synthetic: ones where numbers are floating-point, and zeros.
+        structure: structure of the tree of one example.
+        counted: (b,) whether each example takes part, on the CPU. An example that is None, or that collation leaves
+            out, does not; a synthetic example stands in: ones in floating-point tensors, and zeros in the others.
     """
 
     def __init__(self, place: PhysicalBatch, leaves: list[Any], structure: "Structure", counted: Tensor) -> None:
@@ -58,11 +58,11 @@ class ExampleBatch:
         return len(self.counted)
 
     def to(self, device: torch.device) -> "ExampleBatch":
-        """The same on a device."""
+        """The batch on a device."""
         return self._changed(lambda leaf: sent(leaf, device))
 
     def pin_memory(self) -> "ExampleBatch":
-        """The same in page-locked memory; a loader calls it."""
+        """The batch in page-locked memory; a loader calls this method."""
         return self._changed(Tensor.pin_memory)
 
     def _changed(self, change: Callable[[Tensor], Tensor]) -> "ExampleBatch":
@@ -71,13 +71,13 @@ class ExampleBatch:
 
 
 class ExampleReader(Dataset[ExampleBatch]):
-    """From a physical batch's place to its examples; picklable, for the workers of a loader.
+    """Maps the place of a physical batch to the batch's examples; picklable, for the workers of a loader.
 
     Args:
         dataset: a map-style data set.
-        reading: how an example of it is read.
+        reading: how an example of the data set is read.
         seed: fixes which elements of a person are drawn; None draws them with a secret key.
-        before: called with the place before anything is read; it may give generators new keys.
+        before: called with the place before anything is read, to give generators new keys.
         synthetic_first: whether each logical step begins with a synthetic example, which does not take part.
     """
 
@@ -91,7 +91,7 @@ class ExampleReader(Dataset[ExampleBatch]):
         synthetic_first: bool = False,
     ) -> None:
         self.dataset, self.reading = dataset, reading
-        #: The persons of the data set, where an example is a person; None where it is an element.
+        #: The persons of the data set, where an example is a person; None where an example is an element.
         self.groups = None if reading.images_per_group is None else Groups(dataset, reading.images_per_group, seed=seed)
         self._before, self._synthetic_first = before, synthetic_first
         self._stand_in: Flat | None = None
@@ -148,11 +148,11 @@ class ExampleReader(Dataset[ExampleBatch]):
 
 @dataclass(frozen=True)
 class Structure:
-    """How a tree is put together. It says nothing of the numbers in its leaves.
+    """How a tree is put together, whatever the numbers in its leaves are.
 
     Attributes:
-        spec: that of torch.
-        parts: what torch finds at the ends of it: the dtype and the shape of a tensor, None for None, the class of an
+        spec: torch's description of the tree.
+        parts: what torch finds at the tree's ends: the dtype and the shape of a tensor, None for None, the class of an
             object that is opened and the structure of its attributes, and "entry" for anything else.
     """
 
@@ -161,7 +161,7 @@ class Structure:
 
 
 Flat = tuple[list[Any], Structure]
-"""The leaves of a tree, and how it is put together."""
+"""The leaves of a tree, and its structure."""
 
 
 def flatten(tree: Any) -> Flat:
@@ -176,7 +176,7 @@ def flatten(tree: Any) -> Flat:
 
 
 def _opened(end: Any) -> tuple[list[Any], Any]:
-    """Its leaves, and what ``Structure.parts`` says of it."""
+    """The leaves of an end of a tree, and what ``Structure.parts`` has for this end."""
     if end is None:
         return [], None
     if isinstance(end, Tensor):
@@ -238,7 +238,7 @@ def _stacked(column: Sequence[Any]) -> Any:
 
 
 def _synthetic(example: Flat) -> Flat:
-    """Of its structure: a one has a norm and a logarithm, a zero is an index."""
+    """An example of the same structure, of ones, which have a norm and a logarithm, and zeros, which are indices."""
     leaves, structure = example
     ones = [torch.full_like(leaf, leaf.is_floating_point()) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
     return ones, structure

@@ -23,13 +23,13 @@ class RunRecord:
     """What is known of a private run.
 
     Attributes:
-        run: its name, which is that of its journal.
-        ledger: its steps, which may become more, and those of earlier runs that count.
-        journal: where each step is brought to disk, on rank 0.
-        earlier_training: what else has trained the weights before it, in words.
+        run: name of the run and of its journal.
+        ledger: the steps that the run has taken, and the steps of earlier runs that count.
+        journal: the files on rank 0 to which each step is written.
+        earlier_training: what else trained the weights before the run, in words.
         unit: what one neighbour adds or removes, in words.
-        reproducible: whether its noise follows from a seed that is written down.
-        faults: what keeps the run from release, in words; they may become more.
+        reproducible: whether the noise of the run follows from a seed that is written down.
+        faults: reasons that keep the run from release, in words; a step may add one.
     """
 
     run: str = field(default_factory=run_name)
@@ -41,7 +41,7 @@ class RunRecord:
     faults: set[str] = field(default_factory=set)
 
     def count(self, *, noise_multiplier: float, sample_rate: float) -> None:
-        """Count one step, on disk first; its result may be released afterwards.
+        """Count one step, first in the journal, then in the ledger; the step's result may be released afterwards.
 
         Raises:
             DataError: when the journal cannot be written; the step must not be released.
@@ -51,13 +51,13 @@ class RunRecord:
         self.ledger.record(noise_multiplier=noise_multiplier, sample_rate=sample_rate)
 
 
-# The records, by the names of their runs, that have released gradients for a parameter; and for each gradient that was
-# released, the same.
+# For each parameter, and for each gradient that was released for one: the records of the runs that have released
+# gradients for the parameter, by the names of these runs.
 _known = WeakIdKeyDictionary()
 
 
 def released(parameters: Iterable[Tensor], record: RunRecord) -> None:
-    """Note that the gradients of these parameters are a release of a run."""
+    """Enter the gradients of these parameters as a release of a run."""
     for parameter in parameters:
         records = _known.setdefault(parameter, {})
         records[record.run] = record
@@ -67,17 +67,17 @@ def released(parameters: Iterable[Tensor], record: RunRecord) -> None:
 def note_earlier_training(
     module: nn.Module, record: RunRecord, *, other_data: bool = False, files: Iterable[str] = ()
 ) -> None:
-    """Count the private steps behind a module's parameters in ``record``, and note what else is known of them.
+    """Count the private steps behind a module's parameters in ``record``, and name their other training.
 
     Args:
-        record: of the run that begins.
-        other_data: whether someone has declared that all training before was on other people's data; its steps are
-            then named and not counted.
-        files: from which weights were read.
+        module: the module that the run trains.
+        record: the record of the run that begins.
+        other_data: whether all earlier training is declared to be on other people's data: named, and not counted.
+        files: the files from which weights were read.
 
     Raises:
-        ConfigurationError: where a run before has another unit of privacy.
-        DataError: where a file has a statement that cannot be read.
+        ConfigurationError: where an earlier run has another unit of privacy.
+        DataError: where the statement in a file cannot be read.
     """
     known = {name: run for each in module.parameters() for name, run in _known.get(each, {}).items()}
     trainings, words = list(known.values()), record.earlier_training

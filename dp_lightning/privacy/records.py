@@ -1,7 +1,7 @@
 """Which records a data set consists of: one that is in the training set twice would enter a step twice.
 
-One that is in the validation set too would be evaluated without noise. What torch combines data sets with is looked
-through, and so is a data set that transforms another one: a record is a data set and a place in it. No element is read.
+A record of the validation set too would be evaluated without noise. A record is a data set and a place in this data
+set, and not in a combination of torch or in a data set that transforms another one. No element is read.
 """
 
 from collections.abc import Iterable
@@ -21,7 +21,7 @@ def require_single_records(dataset: Any) -> None:
     """Refuse a training set that has a record more than once.
 
     Raises:
-        ConfigurationError: with the places of one of them.
+        ConfigurationError: with the places of one such record.
     """
     places: dict[object, int] = {}
     for place, record in enumerate(records_of(dataset, [])):
@@ -92,7 +92,7 @@ def _is_text(value: Any) -> bool:
 
 
 def length_of(value: Any) -> int | None:
-    """The number of entries; None where there is none."""
+    """The number of entries of a value; None where it has no length."""
     with suppress(TypeError, NotImplementedError):
         return len(value)
     return None

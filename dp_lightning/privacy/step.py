@@ -77,8 +77,8 @@ class PrivateStep:
             optimizer.step()
 
     Args:
-        module: parameters that require a gradient now are the trained ones.
-        loss: from a batch of one example, as ``reading`` makes it, to its loss, a scalar tensor.
+        module: the module whose parameters that require a gradient now are trained.
+        loss: maps a batch of one example, as ``reading`` makes it, to the example's loss, a scalar tensor.
         dataset: a map-style data set of the plan's number of examples, or of persons.
         plan: the public numbers of the run.
         clip_plan: how examples are clipped.
@@ -86,10 +86,10 @@ class PrivateStep:
         examples: ``together`` under vmap, or ``one_by_one``, which is slower and takes any code.
         max_physical_batch_size: most rows, every view of an example counted, that go through the model at once. It
             bounds memory and changes nothing else.
-        disk: takes gradients where DiSK does; None is at the parameters.
+        disk: takes gradients at DiSK's extrapolated point; None takes them at the parameters.
         frozen_until: parameters that are frozen at first, as in `Phases`.
-        record: what counts the steps, and brings each to disk before it is released; None is a new one, without a
-            journal, that counts what is known of the weights.
+        record: counts each step, and writes the step to disk, before it is released; None makes a new record without
+            a journal, which counts the private steps that are known of the weights.
         ranks: the processes that take each step together; all of them make a step at once.
         seed: fixes sampling, noise and all that is random in a step; whoever knows it can subtract the noise. None
             takes secret keys from the operating system.
@@ -178,7 +178,7 @@ class PrivateStep:
     def accumulate(self, batch: ExampleBatch) -> None:
         """Add the clipped gradients of a physical batch's examples to the sum of its logical step.
 
-        The first one of a logical batch drops what an abandoned one has left, so that no draw enters two releases.
+        The first physical batch drops what an abandoned logical batch has left, so that no draw enters two releases.
 
         Raises:
             BudgetError: when the plan's steps are all taken.
@@ -224,11 +224,11 @@ class PrivateStep:
             stop: whether this rank asks all ranks to stop after this step.
 
         Returns:
-            Whether some rank asks to.
+            Whether some rank asks to stop.
 
         Raises:
             BudgetError: when the plan's steps are all taken.
-            ModelError: where a tensor of an example is still kept that was made in the step before.
+            ModelError: where the module still keeps a tensor of an example that the step before has made.
         """
         self.require_budget()
         require_same_trained(self._every, self.parameters)
@@ -270,7 +270,7 @@ class PrivateStep:
 
     @property
     def methods(self) -> dict[str, str]:
-        """How the gradients of each parameter were taken in the last physical batch; without those not used."""
+        """How the gradients of each parameter were taken in the last physical batch, where they were used."""
         return self._examples.methods
 
     @property

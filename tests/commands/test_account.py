@@ -73,13 +73,6 @@ def test_a_batch_within_a_budget_whose_successor_is_not(capsys: pytest.CaptureFi
     assert spent(size, now, 1.0) <= 2 < spent(size + 1, beyond, 1.0)
 
 
-def test_underscores_and_aliases_mean_the_same(capsys: pytest.CaptureFixture) -> None:
-    dashes = answer(capsys, "--epsilon 2 --steps 5 --batch-size 20 --accountant rdp")
-    assert answer(capsys, "--target_epsilon 2 --steps 5 --batch_size 20 --accountant rdp") == dashes
-    assert answer(capsys, "--target-epsilon 2 --num_steps 5 --expected_batch_size 20 --accountant rdp") == dashes
-    assert "batch-size" in refusal(capsys, "--num_train 1000 --noise_multiplier 0 --steps 1")
-
-
 def test_without_dp_accounting_pld_is_null(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(accounting, "pld_installed", lambda: False)
     run = "--noise-multiplier 1 --steps 5 --batch-size 20"

@@ -6,7 +6,6 @@ import pytest
 import torch
 import written_out
 
-from dp_lightning.errors import ConfigurationError
 from dp_lightning.postprocess import Scale, as_matrix, dimension_scale, newton_schulz, polar_factor, spectral_norm
 from dp_lightning.postprocess.matrix import is_matrix
 from dp_lightning.postprocess.newton_schulz import polar_express
@@ -63,23 +62,6 @@ def test_newton_schulz_is_the_quintic_of_the_singular_values(shape, dtype, atol)
     torch.testing.assert_close(result.double(), newton_schulz_by_singular_values(matrix), atol=atol, rtol=0)
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-def test_newton_schulz_leaves_singular_values_in_a_band_and_not_at_one(shape):
-    values = torch.linalg.svdvals(newton_schulz(gaussian(*shape)))
-    # The fixed band of the coefficients is [0.68, 1.14]; the margin allows for values still on their way.
-    assert values.min() > 0.65
-    assert values.max() < 1.2
-    assert (values - 1).abs().max() > 0.02
-
-
-@pytest.mark.parametrize("shape", [(64, 147), (128, 576), (512, 4608), (10, 512), (64, 576)])
-def test_newton_schulz_of_gaussian_noise_points_along_the_polar_factor(shape):
-    matrix = gaussian(*shape)
-    x, polar = newton_schulz(matrix), polar_factor(matrix)
-    # 0.984 to 0.991; 0.98 leaves room for another draw.
-    assert torch.cosine_similarity(x.flatten(), polar.flatten(), dim=0) > 0.98
-
-
 # cos(X_k, U V^T) for k = 0 to 5 on gradients of ResNet-18 (Shanmugam et al. 2026, table of Newton-Schulz convergence).
 CONVERGENCE = {
     (64, 147): (0.550, 0.653, 0.806, 0.939, 0.983, 0.985),
@@ -89,21 +71,13 @@ CONVERGENCE = {
 }
 
 
-def decaying(shape, decay):
-    """A matrix with the singular values 1, 2^-decay, 3^-decay, ..."""
-    rank = min(shape)
-    generator = torch.Generator().manual_seed(0)
-    left = torch.linalg.qr(torch.randn(shape[0], rank, generator=generator, dtype=torch.float64)).Q
-    right = torch.linalg.qr(torch.randn(shape[1], rank, generator=generator, dtype=torch.float64)).Q
-    return (left * torch.arange(1, rank + 1).double() ** -decay) @ right.T
-
-
 # Powers with which the cosine at k = 0 is that of the table.
 @pytest.mark.parametrize(
     ("shape", "decay"), [((64, 147), 0.871), ((128, 576), 0.683), ((512, 4608), 1.349), ((10, 512), 2.073)]
 )
 def test_newton_schulz_converges_on_decaying_spectra_as_the_papers_table_does(shape, decay):
-    matrix = decaying(shape, decay)
+    # A cosine with the polar factor follows from the singular values alone, here 1, 2^-decay, 3^-decay, ...
+    matrix = torch.diag(torch.arange(1, min(shape) + 1).double() ** -decay)
     polar = polar_factor(matrix).flatten()
     found = [torch.cosine_similarity(matrix.flatten(), polar, dim=0)]
     found += [torch.cosine_similarity(newton_schulz(matrix, steps=k).flatten(), polar, dim=0) for k in range(1, 6)]
@@ -137,13 +111,6 @@ def test_the_polar_express_converges(shape):
     )
 
 
-def test_small_singular_values_grow_a_thousandfold_in_six_steps_of_the_polar_express():
-    matrix = torch.diag(torch.tensor([1.0, 1e-3, 1e-5], dtype=torch.float64))
-    values = torch.linalg.svdvals(newton_schulz(matrix, steps=6, coefficients="polar_express"))
-    assert float(values[1]) == pytest.approx(1, abs=0.01)
-    assert 500 < float(values[2]) / 1e-5 < 3000
-
-
 @pytest.mark.parametrize("coefficients", ["muon", "polar_express"])
 def test_half_precision_is_right_to_two_per_cent(coefficients):
     matrix = gaussian(64, 576)
@@ -153,13 +120,6 @@ def test_half_precision_is_right_to_two_per_cent(coefficients):
     # bfloat16 has 8 bits; seen: 1.1 %.
     assert (half - exact).norm() < 0.02 * exact.norm()
     assert not torch.equal(half, exact)
-
-
-def test_newton_schulz_treats_each_matrix_of_a_batch_on_its_own():
-    batch = torch.stack([gaussian(8, 20), 1e3 * gaussian(8, 20).flip(0), torch.zeros(8, 20)])
-    each = torch.stack([newton_schulz(matrix) for matrix in batch])
-    # Batched and single products may add in another order: float32 rounding.
-    torch.testing.assert_close(newton_schulz(batch), each, atol=1e-5, rtol=0)
 
 
 def test_newton_schulz_forgets_the_scale_down_to_the_smallest_numbers():
@@ -178,12 +138,6 @@ def test_newton_schulz_takes_its_own_coefficients():
     # The cubic 1.5 s - 0.5 s^3 converges to one, quadratically near it; 30 steps are ample for this spectrum.
     result = newton_schulz(gaussian(8, 20, dtype=torch.float64), steps=30, coefficients=(1.5, -0.5, 0.0))
     torch.testing.assert_close(result, polar_factor(gaussian(8, 20, dtype=torch.float64)), atol=1e-12, rtol=0)
-
-
-@pytest.mark.parametrize("settings", [{"steps": 0}, {"coefficients": "nuon"}, {"coefficients": (1.0, 2.0)}])
-def test_newton_schulz_names_the_setting_it_refuses(settings):
-    with pytest.raises(ConfigurationError, match=next(iter(settings))):
-        newton_schulz(gaussian(2, 3), **settings)
 
 
 def test_the_polar_factor_has_orthonormal_rows_and_a_positive_semidefinite_partner():

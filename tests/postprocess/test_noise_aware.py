@@ -22,7 +22,6 @@ from dp_lightning.postprocess import (
     noise_edge,
     polar_factor,
     power_iteration,
-    signal_values,
     singular_values,
     spectral_norm,
 )
@@ -48,7 +47,7 @@ def apply(transform, matrix, level=1.0):
     return Chain([transform])({"w": matrix}, noise=level)["w"]
 
 
-@pytest.mark.parametrize("shape", [(16, 27), (64, 576), (64, 64), (576, 64)])
+@pytest.mark.parametrize("shape", [(16, 27), (64, 64), (144, 16)])
 def test_noise_alone_passes_the_edge_once_in_a_hundred_draws(shape):
     draws = torch.randn(2000, *shape, generator=torch.Generator().manual_seed(0))
     above = (spectral_norm(draws) > noise_edge(*shape)).double().mean()
@@ -66,8 +65,8 @@ def expected_error(m, n, strength):
     return 1 - left * right
 
 
-@pytest.mark.parametrize("shape", [(128, 1152), (256, 2304), (576, 64)])
-@pytest.mark.parametrize("strengths", [[2.0], [3.0], [6.0], [5.0, 4.0, 3.0, 2.5, 2.0]])
+@pytest.mark.parametrize("shape", [(128, 1152), (576, 64)])
+@pytest.mark.parametrize("strengths", [[2.0], [5.0, 4.0, 3.0, 2.5, 2.0]])
 def test_shrinkage_reaches_its_closed_form_error(shape, strengths):
     errors = []
     for seed in range(12):
@@ -78,35 +77,6 @@ def test_shrinkage_reaches_its_closed_form_error(shape, strengths):
     expected = sum(w * expected_error(*shape, s) for w, s in zip(weights, strengths, strict=True)) / sum(weights)
     # The formulas are limits: 2 % of the signal's energy at these sizes.
     assert sum(errors) / len(errors) == pytest.approx(expected, abs=0.02)
-
-
-@pytest.mark.parametrize("loss", ["frobenius", "operator", "nuclear"])
-def test_no_other_size_of_a_singular_value_is_better(loss):
-    """The shrinker's own loss grows when its singular value is made larger or smaller."""
-    m, n, strength = 200, 800, 2.0
-    order = {"frobenius": "fro", "operator": 2, "nuclear": "nuc"}[loss]
-    totals = dict.fromkeys((0.92, 1.0, 1.08), 0.0)
-    for seed in range(5):
-        signal = planted(m, n, [strength], seed)
-        estimate = apply(SpectralShrinkage(loss=loss), signal + noise(m, n, seed=100 + seed))
-        for factor in totals:
-            totals[factor] += float(torch.linalg.matrix_norm(factor * estimate - signal, ord=order))
-    assert min(totals, key=totals.get) == 1.0
-
-
-def test_the_signal_behind_a_singular_value_is_found():
-    m, n = 300, 1200
-    found = [
-        float(
-            signal_values(spectral_norm(planted(m, n, [2.0], s) + noise(m, n, seed=9 + s))[None], m, n, torch.ones(()))[
-                0
-            ]
-        )
-        for s in range(8)
-    ]
-    assert sum(found) / 8 == pytest.approx(2.0 * (m * n) ** 0.25, rel=0.02)
-    below = signal_values(torch.tensor([0.99 * (math.sqrt(m) + math.sqrt(n))]), m, n, torch.ones(()))
-    assert float(below) == 0.0
 
 
 def test_without_noise_nothing_is_shrunk_and_everything_passes_the_gate():
@@ -131,15 +101,6 @@ def test_between_detection_and_recovery_the_gate_finds_what_orthogonalization_bu
     assert sum(gated) > 2.5 * sum(plain)
 
 
-@pytest.mark.parametrize("shape", [(16, 144), (64, 64)])
-def test_where_every_direction_is_far_above_the_noise_the_gate_is_the_polar_factor(shape):
-    signal = planted(*shape, [30.0] * min(shape))
-    noisy = signal + noise(*shape, seed=5)
-    gated, plain = apply(GatedOrthogonalize(), noisy), apply(Orthogonalize(coefficients="exact"), noisy)
-    torch.testing.assert_close(gated, plain)
-    assert cosine(gated, polar_factor(signal)) > 0.99
-
-
 def test_noise_alone_falls_back_to_a_step_of_norm_one_along_the_gradient():
     matrix = noise(16, 144)
     assert spectral_norm(matrix) < noise_edge(16, 144)
@@ -149,13 +110,6 @@ def test_noise_alone_falls_back_to_a_step_of_norm_one_along_the_gradient():
     above = planted(16, 144, [5.0]) + matrix
     # One direction: a matrix of rank one and norm one, whatever the fallback.
     assert float(apply(GatedOrthogonalize(fallback=Scale(0.5)), above).norm()) == pytest.approx(1.0)
-
-
-def test_the_full_norm_of_an_update_is_restored_by_normalize():
-    above = planted(16, 144, [5.0]) + noise(16, 144)
-    result = Chain([GatedOrthogonalize(), Normalize()])({"w": above}, noise=1.0)["w"]
-    assert float(result.norm()) == pytest.approx(4.0)
-    assert float(apply(Orthogonalize(coefficients="exact"), above).norm()) == pytest.approx(4.0)
 
 
 @pytest.mark.parametrize(("threshold", "turning"), [("detection", 1.0), ("recovery", 2.04)])
@@ -176,40 +130,12 @@ def test_selection_turns_at_its_threshold(threshold, turning):
     assert shares[1] >= 9
 
 
-def test_selection_steps_alike_in_size_on_both_sides_for_noise():
-    """The linear step of noise has the norm of an orthogonalized matrix, up to the band of Newton-Schulz."""
-    below, above = noise(64, 576), planted(64, 576, [6.0]) + noise(64, 576)
-    sizes = [float(apply(SelectiveOrthogonalize(), matrix).norm()) for matrix in (below, above)]
-    assert sizes[0] == pytest.approx(8.0, rel=0.02)
-    # One strong direction leaves the others behind.
-    assert 5.5 < sizes[1] < 9.0
-
-
 def test_a_part_that_remembers_or_chooses_is_refused():
     for part in (Momentum(0.9), Scale(2.0, applies_to="all"), Orthogonalize(include=["w"])):
         with pytest.raises(ConfigurationError, match="without memory, include and exclude"):
             SelectiveOrthogonalize(otherwise=part)
         with pytest.raises(ConfigurationError, match="GatedOrthogonalize: fallback"):
             GatedOrthogonalize(fallback=part)
-
-
-@pytest.mark.parametrize(
-    ("build", "message"),
-    [
-        (lambda: SpectralShrinkage(loss="huber"), "loss"),
-        (lambda: GatedOrthogonalize(scale_cap=0.0), "scale_cap"),
-        (lambda: SelectiveOrthogonalize(threshold="bbp"), "threshold"),
-        (lambda: Normalize(norm=0.0), "norm"),
-        (lambda: NoiseNormalize(norm=float("inf")), "norm"),
-        (lambda: NoiseNormalize(scale_cap=-1.0), "scale_cap"),
-        (lambda: Orthogonalize(precision="float16"), "precision"),
-        (lambda: MagnitudeScale(Orthogonalize(), method="guess"), "method"),
-        (lambda: Orthogonalize(include="w"), "include must be a list"),
-    ],
-)
-def test_a_setting_out_of_range_is_refused_by_name(build, message):
-    with pytest.raises(ConfigurationError, match=message):
-        build()
 
 
 def test_a_transform_called_without_the_noise_says_so():
@@ -262,13 +188,6 @@ def test_power_iteration_never_exceeds_the_norm_and_states_its_error():
     assert vector.isfinite().all()
 
 
-@pytest.mark.parametrize("scale", [1e-25, 1e25])
-def test_power_iteration_does_not_overflow(scale):
-    matrix = planted(20, 60, [8.0]).float()
-    value, _, _ = power_iteration(scale * matrix, steps=20)
-    assert float(value / scale) == pytest.approx(float(spectral_norm(matrix)), rel=1e-4)
-
-
 @pytest.mark.parametrize(("strength", "most", "mean"), [(4.0, 0.001, 0.001), (0.0, 0.15, 0.06)])
 def test_the_magnitude_by_power_iteration_is_as_close_as_stated(strength, most, mean):
     """A momentum of one leading direction, and of noise alone."""
@@ -286,13 +205,6 @@ def test_the_magnitude_by_power_iteration_is_as_close_as_stated(strength, most, 
     assert sum(errors) / len(errors) < mean
 
 
-@pytest.mark.parametrize("shape", [(64, 64), (3, 3), (200, 10)])
-@pytest.mark.parametrize("norm", [None, 5.0, 1e30])
-def test_a_matrix_of_zeros_stays_zero_whatever_norm_is_asked_for(shape, norm):
-    result = Chain([Normalize(norm=norm)])({"w": torch.zeros(shape)})["w"]
-    assert torch.equal(result, torch.zeros(shape))
-
-
 def test_a_matrix_without_signal_rests_and_a_network_of_such_is_warned_of():
     weak, strong = noise(64, 128).float(), (planted(64, 128, [6.0]) + noise(64, 128)).float()
     assert spectral_norm(weak) < noise_edge(64, 128)
@@ -307,18 +219,6 @@ def test_a_matrix_without_signal_rests_and_a_network_of_such_is_warned_of():
         assert float(result["b"].norm()) == pytest.approx(8.0)
         with_fallback = Chain([SpectralShrinkage(fallback=Scale(0.5))])
         torch.testing.assert_close(with_fallback({"a": weak}, noise=1.0)["a"], 0.5 * weak)
-
-
-def test_a_singular_value_of_noise_passes_the_shrinkage_as_seldom_as_the_gate():
-    draws = torch.randn(500, 16, 144, generator=torch.Generator().manual_seed(1))
-    passed = sum(bool(apply(SpectralShrinkage(fallback=Scale(1.0)), draw).equal(draw)) for draw in draws)
-    assert 480 <= passed < 500
-
-
-def test_a_noise_far_below_the_gradient_changes_nothing():
-    matrix = noise(8, 12).float()
-    for loss in ("frobenius", "operator", "nuclear"):
-        torch.testing.assert_close(apply(SpectralShrinkage(loss=loss), matrix, 1e-30), matrix, rtol=1e-4, atol=1e-4)
 
 
 def test_directions_of_rounding_alone_are_taken_for_zero():

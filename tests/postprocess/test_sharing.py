@@ -8,15 +8,7 @@ from dp_lightning.postprocess import Chain, MagnitudeScale, Momentum, Orthogonal
 from dp_lightning.postprocess.sharing import _owners
 from dp_lightning.ranks import Ranks
 
-SHAPES = {
-    "stem": (8, 3, 3, 3),
-    "norm": (8,),
-    "a": (16, 8, 3, 3),
-    "b": (16, 8, 3, 3),
-    "c": (24, 16, 3, 3),
-    "tall": (40, 10),
-    "bias": (10,),
-}
+SHAPES = {"stem": (8, 3, 3, 3), "norm": (8,), "a": (16, 8, 3, 3), "b": (16, 8, 3, 3), "tall": (40, 10), "bias": (10,)}
 
 
 def gradients(step):
@@ -47,11 +39,10 @@ def apply(folder):
     torch.distributed.destroy_process_group()
 
 
-@pytest.mark.parametrize("size", [2, 3])
-def test_ranks_share_the_work_and_agree_bit_for_bit(tmp_path, size):
-    ended = run_on_ranks(apply, tmp_path, size, str(tmp_path))
-    assert ended.codes == [0] * size, ended.stderr
-    ranks = [torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in range(size)]
+def test_ranks_share_the_work_and_agree_bit_for_bit(tmp_path):
+    ended = run_on_ranks(apply, tmp_path, 2, str(tmp_path))
+    assert ended.codes == [0, 0], ended.stderr
+    ranks = [torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in range(2)]
     alone = Chain(transforms())
     for step in range(3):
         expected = alone(gradients(step))

@@ -38,13 +38,6 @@ def test_momentum_once_on_each_kind_of_parameter_is_accepted():
     assert [transform.has_momentum for transform in chain.transforms] == [False, True, True]
 
 
-def test_a_state_of_other_transforms_is_refused():
-    saved = Chain([Momentum()])
-    saved({"w": torch.ones(2, 2)})
-    with pytest.raises(ConfigurationError, match="resume"):
-        Chain([Kalman(gain=0.7)]).load_state_dict(saved.state_dict())
-
-
 def test_a_state_dict_is_a_snapshot():
     chain = Chain([Momentum()])
     chain({"w": torch.ones(2, 2)})
@@ -57,6 +50,7 @@ def test_a_state_dict_is_a_snapshot():
 @pytest.mark.parametrize(
     ("before", "after"),
     [
+        (Momentum(0.9), Kalman(gain=0.7)),
         (Kalman(gain=0.7), Kalman(process_to_measurement_ratio=1.5)),
         (LowPass(), LowPass(bias_correction=True)),
         (Momentum(0.9), Momentum(0.9, kind="ema_nesterov")),

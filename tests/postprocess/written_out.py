@@ -65,36 +65,6 @@ def scale(factor):
     return lambda gradients, noise=None: factor * gradients[-1]
 
 
-def chain(*methods):
-    """One method after the other; each sees all outputs of the one before it, and their noise."""
-
-    def method(gradients, noise=None):
-        seen = list(gradients)
-        # What becomes of the noise of each step, in coordinates of their own.
-        traces = None
-        if noise is not None:
-            basis = torch.eye(len(seen), dtype=torch.float64)
-            traces = [level * row for level, row in zip(noise, basis, strict=True)]
-        for one in methods:
-            levels = None if traces is None else [float(trace.norm()) for trace in traces]
-            if one is noise_normalize:
-                factors = [noise_factor(g, level) for g, level in zip(seen, levels, strict=True)]
-                seen = [factor * g for factor, g in zip(factors, seen, strict=True)]
-                traces = [factor * trace for factor, trace in zip(factors, traces, strict=True)]
-                continue
-            steps = range(1, len(seen) + 1)
-            seen = [one(seen[:t], None if levels is None else levels[:t]) for t in steps]
-            linear = one.__qualname__.split(".")[0] in LINEAR
-            traces = [one(traces[:t]) for t in steps] if linear and traces is not None else None
-        method.level = None if traces is None else float(traces[-1].norm())
-        return seen[-1]
-
-    return method
-
-
-LINEAR = {"heavy_ball", "ema_nesterov", "low_pass", "kalman", "scale"}
-
-
 def matrix(gradient):
     return gradient.double().flatten(1)
 

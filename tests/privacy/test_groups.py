@@ -6,20 +6,20 @@ from collections import Counter
 import numpy as np
 import pytest
 import torch
+from small_steps import plan_of, released
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
 
 from dp_lightning.errors import ConfigurationError, DataError
-from dp_lightning.privacy import PrivacyPlan, PrivateStep
+from dp_lightning.privacy import PrivateStep
 from dp_lightning.privacy.groups import Groups
-from dp_lightning.privacy.person_ids import checked_groups, groups_of
+from dp_lightning.privacy.person_ids import groups_of
 from dp_lightning.privacy.reading import Reading
-from dp_lightning.privacy.sampling import PhysicalBatch
 
 #: How many images the persons have. The one in the middle has none that the others resemble.
 SIZES = {"a": 1, "b": 20, "c": 3, "d": 7, "e": 2, "f": 20, "g": 1, "h": 4, "i": 11}
-STEPS, ROWS = 2, 4
+ROWS = 4
 #: Rounding of sums of nine float32 vectors of length one.
 ALLOWED = 1 + 1e-5
 
@@ -62,31 +62,21 @@ def statistics_loss(model, x, y):
 
 def private_step(dataset, ways="together", loss=mean_loss, *, seed=0, k=ROWS, augmult=1, **kwargs):
     model, persons = network(), len(set(dataset.groups))
-    plan = PrivacyPlan(
-        num_train=persons, expected_batch_size=persons, num_steps=STEPS, noise_multiplier=0.0, delta=1e-3
-    )
     reading = Reading(images_per_group=k, augmult=augmult)
-    settings = {"reading": reading, "max_physical_batch_size": 3 * (k or 1), "seed": seed, "examples": ways}
-    settings["plan"] = plan
+    settings = {"reading": reading, "max_physical_batch_size": 3 * k, "seed": seed, "examples": ways}
+    settings["plan"] = plan_of(persons)
     return PrivateStep(model, lambda batch: loss(model, *batch[:2]), dataset, **{**settings, **kwargs})
 
 
-def released(private, transcript=None):
-    """The sum of each step, and the weights that it was taken at; those of the transcript where there is one."""
-    parameters, sums, weights = list(private.parameters.values()), [], []
-    optimizer = torch.optim.SGD(parameters, lr=0.1)
-    for step in range(STEPS):
-        if transcript is not None:
-            for parameter, value in zip(parameters, transcript[1][step], strict=True):
-                parameter.data.copy_(value)
-        weights.append([parameter.detach().clone() for parameter in parameters])
-        for batch in private.batches():
-            private.accumulate(batch)
-        private.release()
-        size = private.plan.expected_batch_size
-        sums.append(size * torch.cat([parameter.grad.double().flatten() for parameter in parameters]))
-        optimizer.step()
-    return sums, weights
+def sums(*args, **kwargs):
+    """The sum of each of two steps, without noise and at the same weights."""
+    private = private_step(*args, **kwargs)
+    return [private.plan.expected_batch_size * released(private).double() for _ in range(2)]
+
+
+def distance(some, others):
+    """The largest L2 distance of two sums of one step."""
+    return max(float((a - b).norm()) for a, b in zip(some, others, strict=True))
 
 
 @pytest.mark.parametrize(
@@ -100,14 +90,11 @@ def released(private, transcript=None):
     ],
 )
 def test_leaving_a_person_out_moves_a_sum_by_at_most_the_sensitivity(ways, loss):
-    whole = released(private_step(Images(SIZES), ways, loss))
-    found = {}
-    # One by one, each example is a physical batch of its own.
-    for person in SIZES if (ways, loss) == ("together", mean_loss) else "bg":
-        rest = released(private_step(Images(SIZES, left_out=person), ways, loss), transcript=whole)
-        found[person] = max(float((a - b).norm()) for a, b in zip(whole[0], rest[0], strict=True))
-    assert max(found.values()) <= ALLOWED
-    assert max(found.values()) >= 0.9  # the outliers are clipped, so that the bound is met
+    whole = sums(Images(SIZES), ways, loss)
+    people = SIZES if (ways, loss) == ("together", mean_loss) else "bg"
+    found = [distance(whole, sums(Images(SIZES, left_out=person), ways, loss)) for person in people]
+    assert max(found) <= ALLOWED
+    assert max(found) >= 0.9  # the outliers are clipped, so that the bound is met
 
 
 @pytest.mark.parametrize("size", [2, 4, 20])
@@ -120,23 +107,10 @@ def test_a_person_of_any_number_of_images_counts_once(size):
             self.x = [torch.full((5,), 50.0) if p == "d" else x for p, x in zip(self.groups, self.x, strict=True)]
 
     sizes = {"a": 1, "d": size, "e": 2}
-    one = released(private_step(Alike({**sizes, "d": 1}), loss=sum_loss))
-    several = released(private_step(Alike(sizes), loss=sum_loss), transcript=one)
-    without = released(private_step(Alike(sizes, left_out="d"), loss=sum_loss), transcript=one)
-    assert all(torch.equal(a, b) for a, b in zip(one[0], several[0], strict=True))
-    assert all(float((a - b).norm()) <= ALLOWED for a, b in zip(one[0], without[0], strict=True))
-
-
-def test_each_image_an_example_of_its_own_would_exceed_it():
-    """What the unit is for: without it, leaving out a person of 20 images moves the sum by up to 20."""
-    datasets = Images(SIZES), Images(SIZES, left_out="b")
-    plans = [
-        PrivacyPlan(num_train=len(d), expected_batch_size=len(d), num_steps=2, noise_multiplier=0.0, delta=1e-3)
-        for d in datasets
-    ]
-    steps = [private_step(d, k=None, plan=plan, loss=sum_loss) for d, plan in zip(datasets, plans, strict=True)]
-    whole = released(steps[0])
-    assert float((whole[0][0] - released(steps[1], whole)[0][0]).norm()) > 5
+    one = sums(Alike({**sizes, "d": 1}), loss=sum_loss)
+    several, without = (sums(Alike(sizes, left_out=names), loss=sum_loss) for names in ((), "d"))
+    assert distance(one, several) == 0
+    assert 0 < distance(one, without) <= ALLOWED
 
 
 # What is drawn
@@ -184,32 +158,6 @@ def test_draws_of_a_seed_are_repeated_and_others_are_not():
     assert drawn(7) == drawn(7)
     assert drawn(7) != drawn(8)
     assert drawn(None) != drawn(None)
-    # Each step and each person has draws of their own.
-    groups = Groups(Images({"x": 20, "y": 20}), 4, seed=7)
-    assert len({tuple(np.array(groups.draw(0, step))) for step in range(10)}) > 8
-
-
-@pytest.mark.parametrize("ways", ["together", "one_by_one"])
-def test_physical_batches_count_rows(ways):
-    private = private_step(Images(SIZES), ways, k=3, augmult=2, max_physical_batch_size=20)
-    seen = []
-    for batch in private.batches():
-        private.accumulate(batch)
-        x, _, index, person = batch.leaves
-        assert x.shape[1:] == (6, 5)
-        assert len(batch.place.indices) * 6 <= 20
-        for rows, owners in zip(index[batch.counted].tolist(), person[batch.counted].tolist(), strict=True):
-            assert len(set(owners)) == 1
-            assert rows[0::2] == rows[1::2]  # two views of each image, next to each other
-            seen.append(chr(owners[0]))
-    assert sorted(seen) == sorted(SIZES)
-
-
-def test_the_reader_gives_the_same_images_wherever_a_person_stands_in_a_batch():
-    private = private_step(Images(SIZES))
-    together = private.reader[PhysicalBatch(2, 0, (0, 1, 4, 6), pieces=1)]
-    alone = private.reader[PhysicalBatch(2, 3, (4,), pieces=4)]
-    assert torch.equal(together.leaves[2][2], alone.leaves[2][0])
 
 
 # Which images are of one person
@@ -231,19 +179,14 @@ SAME = [7, 8, 7, 7, 9, 8]
     [
         (TensorDataset(X), None),
         (told(SAME), SAME),
-        (told(tuple(SAME)), SAME),
-        (told(np.array(SAME, np.uint8)), SAME),
         (told(torch.tensor(SAME)), SAME),
         (told([7.0, np.float64(8), np.int64(7), 7, 9, 8]), SAME),
-        (told(torch.tensor(SAME).double()), SAME),
         # e and an accent, as one character and as two.
         (told(["Ren\u00e9", "Rene\u0301", "q", "q", "r", "r"]), ["Ren\u00e9", "Ren\u00e9", "q", "q", "r", "r"]),
         (told(["p", " p ", "q", np.str_("q"), "r", "r"]), ["p", "p", "q", "q", "r", "r"]),
-        (told(np.array(["p", "q"] * 3)), ["p", "q"] * 3),
-        (Subset(told(SAME), [4, 0, -1]), [9, 7, 8]),
         (Subset(Subset(told(SAME), [4, 0, 1]), torch.tensor([2, 0])), [8, 9]),
         (ConcatDataset([told(SAME), told([9, 1], 2)]), [*SAME, 9, 1]),
-        (ConcatDataset([TensorDataset(X), TensorDataset(X)]), None),
+        (ConcatDataset([told(SAME), TensorDataset(X)]), None),
         (ConcatDataset([Subset(told(SAME), [1]), Subset(told(SAME), [0, 2])]), [8, 7, 7]),
     ],
 )
@@ -253,9 +196,7 @@ def test_groups_are_found_however_data_sets_are_put_together(dataset, expected):
         assert len(Groups(dataset, 1)) == len(set(expected))
 
 
-@pytest.mark.parametrize(
-    "missing", [None, math.nan, np.float64("nan"), "", "  ", "NaN", "None", "n/a", "<NA>", -1, "-1"]
-)
+@pytest.mark.parametrize("missing", [None, math.nan, "  ", "NaN", "<NA>", -1])
 def test_a_person_without_an_id_is_refused(missing):
     others = 5 if isinstance(missing, int | float) else "p"
     with pytest.raises(DataError, match=r"TensorDataset, element 3.*missing"):
@@ -268,12 +209,9 @@ def test_a_person_without_an_id_is_refused(missing):
         ([1, 1, 2], "has 3 ids for 6 elements"),
         ([[1], [2], [1], [2], [1], [2]], r"element 0: the id is \[1\] \(list\)"),
         ([1, 2, 1, 2, 1.5, 2], r"element 4: the id is 1.5 \(float\)"),
-        ([1, 2, 1, 2, math.inf, 2], r"element 4: the id is inf"),
-        ([1, 2, 1, 2, 2.0**60, 2], r"element 4: the id is 1.15"),
+        (2**24 + torch.arange(6).float(), r"the id is 16777216\.0.* integers or text"),  # rounded: of several persons
         ([True] * 6, r"the id is True \(bool\)"),
-        ([b"p"] * 6, r"the id is b'p' \(bytes\)"),
         ([1, 2, "1", 2, 1, 2], r"some ids are numbers and some are text"),
-        (lambda: SAME, "is not a sequence"),
         (5, "is not a sequence"),
     ],
 )
@@ -282,60 +220,35 @@ def test_what_is_no_id_is_refused(groups, message):
         groups_of(told(groups))
 
 
-def test_ids_that_were_rounded_may_be_those_of_several_persons():
-    with pytest.raises(DataError, match=r"the id is 16777216\.0.* integers or text"):
-        groups_of(told(2**24 + torch.arange(6).float()))
-
-
-def test_parts_have_to_agree():
-    assert groups_of(ConcatDataset([told(SAME), TensorDataset(X)])) is None
-    with pytest.raises(DataError, match="some ids are numbers and some are text"):
-        groups_of(ConcatDataset([told(SAME), told(["7"], 1)]))
-    assert checked_groups([], "none") == []
-
-
 # What is refused
 
 
 def test_data_without_groups_is_refused_with_the_ways_to_tell_them():
-    plan = PrivacyPlan(num_train=6, expected_batch_size=2, num_steps=1, noise_multiplier=1.0, delta=1e-3)
+    model, reading = nn.Linear(2, 1), Reading(images_per_group=2)
     with pytest.raises(
         ConfigurationError, match=r"unit_of_privacy is group.*group_folders or group_file.*train_groups"
     ):
-        PrivateStep(
-            nn.Linear(2, 1),
-            lambda batch: batch[0].sum(),
-            TensorDataset(X),
-            plan=plan,
-            reading=Reading(images_per_group=2),
-        )
+        PrivateStep(model, lambda batch: batch[0].sum(), TensorDataset(X), plan=plan_of(6), reading=reading)
 
 
 def test_a_plan_for_another_number_of_persons_is_refused():
     dataset = Images(SIZES)
-    plan = PrivacyPlan(num_train=len(dataset), expected_batch_size=2, num_steps=1, noise_multiplier=1.0, delta=1e-3)
     with pytest.raises(ConfigurationError, match=f"has 9 persons, but the plan was made for num_train {len(dataset)}"):
-        private_step(dataset, plan=plan)
+        private_step(dataset, plan=plan_of(len(dataset)))
 
 
 def test_a_record_that_stands_twice_in_a_group_is_refused():
     dataset = Subset(Images(SIZES), [0, 1, 2, 1])
     dataset.groups = ["x"]
-    persons = len(set(groups_of(dataset)))
-    plan = PrivacyPlan(num_train=persons, expected_batch_size=1, num_steps=1, noise_multiplier=1.0, delta=1e-3)
     with pytest.raises(ConfigurationError, match="Examples 1 and 3 of the training set are the same record"):
-        private_step(dataset, plan=plan)
+        private_step(dataset, plan=plan_of(len(set(groups_of(dataset)))))
 
 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
         ({"k": 0}, r"privacy\.images_per_group is 0; it must be at least 1"),
-        (
-            {"k": 3, "augmult": 2, "max_physical_batch_size": 5},
-            r"max_physical_batch_size is 5; it must be at least 6, privacy\.augmult times privacy\.images_per_group",
-        ),
-        ({"k": 7, "max_physical_batch_size": 6}, r"at least 7, privacy\.images_per_group: all rows"),
+        ({"k": 3, "augmult": 2, "max_physical_batch_size": 5}, r"max_physical_batch_size is 5; it must be at least 6"),
     ],
 )
 def test_settings_that_do_not_fit_are_refused(settings, message):
@@ -345,23 +258,11 @@ def test_settings_that_do_not_fit_are_refused(settings, message):
 
 def test_the_statement_speaks_of_persons():
     private = private_step(Images(SIZES), augmult=2, max_physical_batch_size=24)
-    statement = private.statement()
-    facts, page = statement.to_dict(), statement.to_markdown()
+    released(private)
+    facts, page = private.statement().to_dict(), private.statement().to_markdown()
     assert facts["unit_of_privacy"] == "one person (all images with the same group)"
     assert facts["num_train"] == len(SIZES)
     assert facts["clipping"]["images_per_group"] == "4 images of each person, drawn anew in each step"
     assert facts["clipping"]["augmult"] == "2 views of each image"
-    assert facts["sampler"] == "Poisson, each person independently with probability q in every logical step"
-    for phrase in (
-        "| unit of privacy | one person (all images with the same group) |",
-        f"| num train | {len(SIZES)} |",
-        "the number of training persons",
-    ):
-        assert phrase in page
-    private = private_step(
-        Images(SIZES), plan=PrivacyPlan(num_train=9, expected_batch_size=3, num_steps=3, noise_multiplier=5, delta=1e-3)
-    )
-    released(private)
-    page = private.statement().to_markdown()
-    assert "An example of a step is a person: the images that are drawn of the person for the step" in page
+    assert facts["sampler"].startswith("Poisson, each person independently")
     assert "training examples" not in page.replace("raw training examples", "")

@@ -2,11 +2,12 @@
 
 import pytest
 import torch
+from small_steps import plan_of, released
 from torch import nn
 from torch.utils.data import TensorDataset
 
 from dp_lightning.errors import DataError
-from dp_lightning.privacy import Ledger, PrivacyPlan, PrivateStep
+from dp_lightning.privacy import Ledger, PrivateStep
 from dp_lightning.privacy.journal import Journal, journal_of, read_journal, spent_in, up_to
 from dp_lightning.privacy.record import RunRecord
 
@@ -27,13 +28,7 @@ def read(folder):
     return found.ledger
 
 
-def test_steps_are_read_as_they_were_recorded(tmp_path):
-    first = journal(tmp_path, 3)
-    first.record(noise_multiplier=0.1 + 0.2, sample_rate=1 / 3)
-    assert read(tmp_path).runs == ((1.5, 0.25, 3), (0.1 + 0.2, 1 / 3, 1))
-
-
-@pytest.mark.parametrize("cut", [1, 2, 10, 40])
+@pytest.mark.parametrize("cut", [1, 10])
 @pytest.mark.parametrize("resumed", [False, True])
 def test_a_line_cut_short_is_of_a_step_that_was_not_released(tmp_path, cut, resumed):
     """Its process was stopped before the line was on disk; whole but for its end, it is a step."""
@@ -103,38 +98,29 @@ def test_a_folder_of_another_branch_is_refused(tmp_path):
 
 
 def private_step(folder):
-    plan = PrivacyPlan(num_train=10, expected_batch_size=5, num_steps=4, noise_multiplier=1.0, delta=1e-3)
-    steps, model = journal(folder), nn.Linear(3, 1)
-    data = TensorDataset(torch.randn(10, 3))
-    return steps, PrivateStep(
-        model, lambda batch: model(batch[0]).sum(), data, plan=plan, record=RunRecord(journal=steps)
-    )
-
-
-def take(private):
-    for batch in private.batches():
-        private.accumulate(batch)
-    private.release()
+    steps, model, data = journal(folder), nn.Linear(3, 1), TensorDataset(torch.randn(10, 3))
+    plan, record = plan_of(10, expected_batch_size=5, noise_multiplier=1.0), RunRecord(journal=steps)
+    return steps, PrivateStep(model, lambda batch: model(batch[0]).sum(), data, plan=plan, record=record)
 
 
 def test_a_release_is_in_the_journal(tmp_path):
     _, private = private_step(tmp_path)
     for _ in range(2):
-        take(private)
+        released(private)
     assert read(tmp_path).runs == private.record.ledger.runs == ((1.0, 0.5, 2),)
 
 
 @pytest.mark.parametrize("fault", ["full", "gone"])
 def test_a_step_that_cannot_be_recorded_is_not_released(tmp_path, fault):
     steps, private = private_step(tmp_path)
-    take(private)
+    released(private)
     before = [parameter.grad.clone() for parameter in private.parameters.values()]
     path = steps.path(tmp_path)
     path.unlink()
     if fault == "full":
         path.symlink_to("/dev/full")
     with pytest.raises(DataError, match=r"cannot be written.*must not be taken"):
-        take(private)
+        released(private)
     assert private.record.ledger.num_steps == 1
     assert all(torch.equal(p.grad, old) for p, old in zip(private.parameters.values(), before, strict=True))
     path.unlink(missing_ok=True)
@@ -167,14 +153,10 @@ def test_two_processes_do_not_record_the_same_run(tmp_path):
 
 
 EDITS = {
-    "noise multiplier": lambda lines: [lines[0], lines[1].replace(b"1.5", b"9.5"), *lines[2:]],
     "noise multiplier of the last step": lambda lines: [*lines[:-1], lines[-1].replace(b"1.5", b"9.5")],
     "sample rate": lambda lines: [lines[0], lines[1].replace(b"0.25", b"0.01"), *lines[2:]],
-    "name": lambda lines: [lines[0], lines[1].replace(b'"step": "', b'"step": "0'), *lines[2:]],
-    "nonce": lambda lines: [lines[0], lines[1].replace(b'"nonce": "', b'"nonce": "0'), *lines[2:]],
     "the same step twice": lambda lines: [lines[0], lines[0], *lines[2:]],
     "a line less": lambda lines: [lines[0], *lines[2:]],
-    "all but the last": lambda lines: lines[-1:],
     "a line that cannot be read": lambda lines: [lines[0], b"?", *lines[2:]],
 }
 
@@ -187,15 +169,6 @@ def test_a_journal_that_was_edited_is_refused(tmp_path, name):
     assert edited != lines
     path.write_bytes(b"\n".join([*edited, b""]))
     with pytest.raises(DataError, match="is not as it was written"):
-        read(tmp_path)
-
-
-def test_a_run_does_not_take_the_steps_of_another(tmp_path):
-    other = Journal("other")
-    other.add_folder(tmp_path)
-    other.record(**STEP)
-    other.path(tmp_path).rename(tmp_path / "privacy_journal_run.jsonl")
-    with pytest.raises(DataError, match="not as it was written"):
         read(tmp_path)
 
 

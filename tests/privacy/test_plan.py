@@ -6,10 +6,8 @@ import math
 import pytest
 
 from dp_lightning.errors import ConfigurationError
-from dp_lightning.privacy import accounting
-from dp_lightning.privacy import plan as plan_module
 from dp_lightning.privacy.accounting import epsilon
-from dp_lightning.privacy.plan import PrivacyPlan, RunShape, steps_of_epoch
+from dp_lightning.privacy.plan import PrivacyPlan, RunShape
 
 BATCH_SIZES = (256, 512, 1024, 2048, 4096, 8192)
 # Noise multipliers of tab:privacy_params: epsilon 4, delta 1e-5, 50 epochs, by number of training examples.
@@ -81,17 +79,6 @@ def test_a_run_without_a_number_of_steps_or_without_a_step_is_refused(limits: di
         RunShape.of_length(num_train=50_000, expected_batch_size=512, delta=1e-5, **limits)
 
 
-@pytest.mark.parametrize(("num_train", "batch_size", "steps"), [(10, 10, 1), (10, 7, 1), (10, 4, 2), (100, 30, 3)])
-def test_an_epoch_has_the_steps_that_draw_each_example_once_in_expectation(
-    num_train: int, batch_size: int, steps: int
-) -> None:
-    assert steps_of_epoch(num_train, batch_size) == steps
-
-
-def test_noise_norm_is_proportional_to_sensitivity() -> None:
-    assert PLAN.noise_norm(num_parameters=4, sensitivity=3.0) == pytest.approx(1.0 * 3.0 * 2.0 / 512)
-
-
 @pytest.mark.parametrize(
     ("accountant", "target", "batch_size", "num_steps"),
     [
@@ -114,20 +101,6 @@ def test_calibration_meets_its_target_and_barely(
     assert plan.target_epsilon == target
     less_noise = dataclasses.replace(plan, noise_multiplier=plan.noise_multiplier * (1 - 2e-4))
     assert less_noise.epsilon() > target
-
-
-def test_calibration_asks_the_exact_accountant_a_few_times(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = []
-    compose = plan_module.compose
-
-    def counted(runs: object, *, delta: float, accountant: str) -> float:
-        asked.append(accountant)
-        return compose(runs, delta=delta, accountant=accountant)
-
-    monkeypatch.setattr(plan_module, "compose", counted)
-    RunShape(**{**SETTINGS, "num_steps": 4882}).calibrate(4.0)
-    # Each answer of PRV takes a quarter of a second, and one of Renyi DP a millisecond.
-    assert 2 <= asked.count("prv") <= 10
 
 
 def test_calibration_names_a_target_out_of_reach() -> None:
@@ -157,37 +130,19 @@ def test_epsilon_takes_an_accountant_and_a_number_of_steps() -> None:
     assert list(PLAN.epsilons()) == ["prv", "rdp", "pld"]
 
 
-def test_epsilons_without_dp_accounting(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(accounting, "pld_installed", lambda: False)
-    assert PLAN.epsilons()["pld"] is None
-    with pytest.raises(ConfigurationError, match="pip install"):
-        dataclasses.replace(PLAN, accountant="pld")
-
-
-def test_plan_is_frozen_and_keyword_only() -> None:
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        PLAN.noise_multiplier = 0.0
-    with pytest.raises(TypeError):
-        PrivacyPlan(50_000, 512, 1000, 1.0, 1e-5)
-
-
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"delta": 0.0}, "delta"),
         ({"delta": 1.0}, "delta"),
         ({"delta": 2e-5}, r"delta must be below 1/num_train = 2e-05"),
         ({"expected_batch_size": 0}, "expected_batch_size"),
         ({"expected_batch_size": 50_001}, "expected_batch_size must be at most num_train = 50000"),
         ({"expected_batch_size": 512.0}, "expected_batch_size"),
         ({"num_steps": 0}, "num_steps"),
-        ({"num_steps": 10.5}, "num_steps"),
         ({"num_steps": True}, "num_steps"),
         ({"num_train": 0}, "num_train"),
         ({"noise_multiplier": -0.1}, "noise_multiplier"),
         ({"noise_multiplier": math.nan}, "noise_multiplier"),
-        ({"noise_multiplier": math.inf}, "noise_multiplier"),
-        ({"noise_multiplier": None}, "noise_multiplier"),
         ({"accountant": "gdp"}, "accountant"),
         ({"target_epsilon": 0.0}, "target_epsilon"),
     ],

@@ -47,11 +47,3 @@ def test_a_small_divergence_of_an_integer_order_keeps_its_digits():
 def test_with_hardly_any_noise_only_integer_orders_bound_epsilon(sigma, rate):
     expected = compute_rdp(q=rate, noise_multiplier=sigma, steps=1, orders=7.0)
     assert renyi.divergences(sigma, rate, [1.1, 7, 10.9]) == pytest.approx([math.inf, expected, math.inf])
-
-
-@pytest.mark.parametrize("sigma", [1e-200, 1e-6, 1e12, 1e200])
-@pytest.mark.parametrize("rate", [1e-300, 0.1, 1 - 1e-16, 1.0])
-def test_extreme_values_give_no_error_and_no_nan(sigma, rate):
-    found = renyi.divergences(sigma, rate, [1.001, 1.5, 2, 10.9, 1024])
-    assert not np.isnan(found).any()
-    assert np.all(found >= 0)

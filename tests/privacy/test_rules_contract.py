@@ -1,15 +1,15 @@
 """Every rule gives what a float64 loop over single examples gives: gradients, norms, and the clipped sum."""
 
 import itertools
-from contextlib import nullcontext
 
 import pytest
 import torch
+from reference import gradients_by_loop
 from torch import nn
 from torch.nn import functional as F
 
 from dp_lightning.privacy import ClipPlan
-from dp_lightning.privacy.gradients import normalization
+from dp_lightning.privacy.gradients import convolution, normalization, products
 from dp_lightning.privacy.gradients.clipped_sum import ClippedSum
 from dp_lightning.privacy.gradients.recording import Recording
 from dp_lightning.privacy.gradients.rules import RULES, Rule, per_example, register_rule
@@ -141,24 +141,38 @@ class Layer(nn.Module):
         return (out.tanh() * torch.arange(out.numel(), device=out.device).add(1).sin().view(out.shape)).sum()
 
 
+def in_channels_last(x, lead):
+    """The same numbers, of rows (*lead, channels, ...), with the channels last in memory."""
+    rows = x.flatten(0, len(lead))
+    return rows.movedim(1, -1).contiguous().movedim(-1, 1).unflatten(0, (len(x), *lead))
+
+
 def trained_sets(case):
     names = list(case.parameters)
     return [names] if len(names) == 1 else [names, *([name] for name in names)]
 
 
-def gradients_by_loop(layer, x):
-    trained = {name: p for name, p in layer.named_parameters() if p.requires_grad}
-    rows = [torch.autograd.grad(layer(row), list(trained.values()), allow_unused=True) for row in x]
-    columns = zip(*rows, strict=True)
-    return {
-        n: torch.stack([g.to_dense() for g in c]) for n, c in zip(trained, columns, strict=True) if c[0] is not None
-    }
+def by_loop(layer, x):
+    """Per-example gradients (b, *shape) by name, of the parameters that are used; one example after the other."""
+    found = gradients_by_loop(layer, nn.Module.__call__, x)
+    return {name: gradients for name, gradients in found.items() if gradients is not None}
 
 
 def recorded(layer, x, take):
     recording = Recording({n: p for n, p in layer.named_parameters() if p.requires_grad}, len(x), take)
     recording.backward(recording.run(layer, x))
     return recording
+
+
+def formed(layer, x):
+    """The same as a step records them, and how the gradients of each parameter were computed."""
+    found = {}
+    recording = recorded(layer, x, lambda contribution: found.update(contribution.formed().gradients))
+    return found, recording.methods
+
+
+def assert_close(found, expected):
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-7)  # the loss is float32
 
 
 PLANS = {"flat": ClipPlan.flat(max_grad_norm=0.5), "per layer": ClipPlan.per_layer(max_grad_norm=0.5)}
@@ -188,10 +202,10 @@ def test_a_call_with_an_option_that_the_rule_does_not_cover_gets_copies():
     try:
         for dim in (-1, 0, 1):
             layer = Layer(Case(known, (1, 4), {"prototypes": (5, 4)}, {"dim": dim}), ["prototypes"])
-            x, found = layer.case.inputs(()), {}
-            methods = recorded(layer, x, lambda c, found=found: found.update(c.formed().gradients)).methods
+            x = layer.case.inputs(())
+            found, methods = formed(layer, x)
             assert methods["prototypes"] == "one copy per example"
-            torch.testing.assert_close(found, gradients_by_loop(layer, x), rtol=1e-6, atol=1e-7)
+            assert_close(found, by_loop(layer, x))
     finally:
         del RULES[known]
 
@@ -201,11 +215,10 @@ def test_gradients_norms_and_clipped_sums_equal_the_loop(name):
     case = CASES[name]
     for lead, trained in itertools.product(case.leads, trained_sets(case)):
         layer, x = Layer(case, trained), case.inputs(lead)
-        expected = gradients_by_loop(layer, x)
-        found = {}
-        ways = recorded(layer, x, lambda c, found=found: found.update(c.formed().gradients)).methods
-        torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-7)  # the loss is float32
-        used = {way for own, way in ways.items() if own in trained}
+        expected = by_loop(layer, x)
+        found, methods = formed(layer, x)
+        assert_close(found, expected)
+        used = {method for own, method in methods.items() if own in trained}
         if case.refused:
             assert used == {"one copy per example"}
         else:
@@ -233,17 +246,38 @@ def check_clipped(layer, x, expected, plan):
             torch.testing.assert_close(total.sums[own].double(), clipped, rtol=1e-5, atol=1e-5 * bound)
 
 
+@pytest.mark.parametrize("by_products", [False, True])
+@pytest.mark.parametrize("way", ["formed", "Gram"])
+@pytest.mark.parametrize("name", [name for name in CASES if name.startswith(("linear", "conv", "transposed"))])
+def test_every_way_of_a_product_gives_the_clipped_sum(monkeypatch, name, way, by_products):
+    """In float32, in both memory formats, and where the examples come in several ranges.
+
+    ``by_products``: weighted sums as on processors where a product is as fast as the ordinary weight gradient, or not.
+    """
+    monkeypatch.setattr(products, "kept_method", lambda size: way)
+    monkeypatch.setattr(products, "streamed_method", lambda size, *, by_products: way)
+    monkeypatch.setattr(products, "examples_at_a_time", lambda numbers, device: B - 1)
+    # The bound of rounding, which has tests of its own, is added to the norm, however much the terms cancel.
+    monkeypatch.setattr(products, "rounding_per_term", lambda positions: 0.0)
+    monkeypatch.setattr(convolution, "below_avx512", lambda device: by_products)
+    monkeypatch.setattr(convolution, "formed_by_products", lambda size, dtype, device: by_products)
+    case = CASES[name]
+    for lead, trained in itertools.product(case.leads, trained_sets(case)):
+        layer, x = Layer(case, trained), case.inputs(lead)
+        expected = by_loop(layer, x)
+        for rows, plan in itertools.product([x, *([in_channels_last(x, lead)] if lead else [])], PLANS.values()):
+            check_clipped(layer.float(), rows.float(), expected, plan)
+
+
 @pytest.mark.parametrize("kind", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", CASES)
 def test_lower_precision_is_close_to_the_loop_in_float64(name, kind):
     case = CASES[name]
     lead = case.leads[-1]
     layer, x = Layer(case, list(case.parameters)), case.inputs(lead)
-    expected = gradients_by_loop(layer, x)
-    layer, x = layer.float(), x.float() if x.is_floating_point() else x
-    found, autocast = {}, torch.autocast("cpu", torch.bfloat16) if kind == "bfloat16" else nullcontext()
-    with autocast:
-        recorded(layer, x, lambda c: found.update(c.formed().gradients))
+    expected = by_loop(layer, x)
+    with torch.autocast("cpu", torch.bfloat16, enabled=kind == "bfloat16"):
+        found, _ = formed(layer.float(), x.float() if x.is_floating_point() else x)
     norm = torch.cat([g.flatten() for g in expected.values()]).norm()
     error = torch.cat([(found[own].double() - g).flatten() for own, g in expected.items()]).norm() / norm
     # bfloat16 keeps 8 bits, of inputs, weights and gradients of the output.
@@ -255,27 +289,22 @@ def test_channels_last_equals_the_loop(name):
     case = CASES[name]
     for lead in ((1,), (3,)):
         layer, x = Layer(case, list(case.parameters)), case.inputs(lead)
-        last = x.flatten(0, 1).movedim(1, -1).contiguous().movedim(-1, 1).unflatten(0, (B, *lead))
-        found = {}
-        recorded(layer, last, lambda c, found=found: found.update(c.formed().gradients))
-        torch.testing.assert_close(found, gradients_by_loop(layer, x), rtol=1e-6, atol=1e-7)
+        assert_close(formed(layer, in_channels_last(x, lead))[0], by_loop(layer, x))
 
 
 @pytest.mark.parametrize("trained", [("weight", "bias"), ("weight",), ("bias",)], ids=" and ".join)
 @pytest.mark.parametrize("lead", [(1,), (3,)], ids=str)
 def test_groups_are_folded_where_that_takes_no_copy_and_few_blocks(lead, trained, monkeypatch):
     layer, x = Layer(CASES["group norm"], trained), CASES["group norm"].inputs(lead)
-    expected = gradients_by_loop(layer, x)
+    expected = by_loop(layer, x)
 
     def method(x):
-        found = {}
-        methods = recorded(layer, x, lambda c: found.update(c.formed().gradients)).methods
-        torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-7)
+        found, methods = formed(layer, x)
+        assert_close(found, expected)
         return {methods[own] for own in trained}
 
     assert method(x) == {"folded"}
-    last = x.flatten(0, 1).movedim(1, -1).contiguous().movedim(-1, 1).unflatten(0, (B, *lead))
-    assert method(last) == {"by rule"}
+    assert method(in_channels_last(x, lead)) == {"by rule"}
     monkeypatch.setattr(normalization, "_MOST_GROUPS", B * lead[0] * layer.case.options["num_groups"] - 1)
     assert method(x) == {"by rule"}
 
@@ -293,16 +322,10 @@ class _UsedTwice(nn.Module):
 
 
 def test_a_weight_that_is_folded_and_used_by_its_rule_adds_up():
-    model, x, found = _UsedTwice(), torch.randn(B, 1, 6, 4, 3, dtype=torch.float64), {}
-    recorded(model, x, lambda c: found.update(c.formed().gradients))
-    torch.testing.assert_close(found, gradients_by_loop(model, x), rtol=1e-6, atol=1e-7)
-    plan = PLANS["flat"]
-    parameters = dict(model.named_parameters())
-    total = ClippedSum(parameters, plan)
-    total.begin(len(x))
-    recorded(model, x, total.take)
-    norms = sum(rows.flatten(1).square().sum(1) for rows in found.values()).sqrt()
-    torch.testing.assert_close(total.end()[:, 0].double(), norms, rtol=1e-5, atol=1e-6)
+    model, x = _UsedTwice(), torch.randn(B, 1, 6, 4, 3, dtype=torch.float64)
+    expected = by_loop(model, x)
+    assert_close(formed(model, x)[0], expected)
+    check_clipped(model, x, expected, PLANS["flat"])
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -310,9 +333,7 @@ def test_an_input_that_needs_no_gradient_is_recorded(name):
     case = CASES[name]
     layer, x = Layer(case, list(case.parameters)), case.inputs(case.leads[-1])
     layer.before.requires_grad_(False)
-    found = {}
-    recorded(layer, x, lambda c: found.update(c.formed().gradients))
-    torch.testing.assert_close(found, gradients_by_loop(layer, x), rtol=1e-6, atol=1e-7)
+    assert_close(formed(layer, x)[0], by_loop(layer, x))
 
 
 def test_a_function_of_ones_own_is_called_as_before_outside_of_a_step():
@@ -326,40 +347,26 @@ def test_a_parameter_that_the_rule_does_not_know_gets_copies():
     )
     try:
         layer = Layer(Case(known, (2, 4), {"scale": (4,), "shift": (4,)}), ["scale", "shift"])
-        x, found = layer.case.inputs((3,)), {}
-        ways = recorded(layer, x, lambda c: found.update(c.formed().gradients)).methods
-        assert ways["scale"] == ways["shift"] == "one copy per example"
-        torch.testing.assert_close(found, gradients_by_loop(layer, x), rtol=1e-6, atol=1e-7)
+        x = layer.case.inputs((3,))
+        found, methods = formed(layer, x)
+        assert methods["scale"] == methods["shift"] == "one copy per example"
+        assert_close(found, by_loop(layer, x))
     finally:
         del RULES[known]
 
 
 def test_a_rule_for_a_function_of_torch_belongs_to_that_function():
     def gradients(call, gradient):
-        return {
-            "weight": (call.inputs * (call.inputs < 0) * gradient)
-            .flatten(2)
-            .sum(2)
-            .unflatten(0, (-1, call.rows))
-            .sum(1)
-        }
+        slopes = (call.inputs * (call.inputs < 0) * gradient).flatten(2).sum(2)
+        return {"weight": slopes.unflatten(0, (-1, call.rows)).sum(1)}
 
     rule = Rule(("input", "weight"), ("weight",), lambda x, arguments: x.dim() - 1, per_example(gradients))
     assert register_rule(F.prelu, rule) is F.prelu
     try:
-        model, x = nn.PReLU(3).double(), torch.randn(B, 2, 3, 5, dtype=torch.float64)
-        found = {}
-        ways = recorded(_Squares(model), x, lambda c: found.update(c.formed().gradients)).methods
-        assert ways == {"inner.weight": "by rule"}
-        torch.testing.assert_close(found, gradients_by_loop(_Squares(model), x))
+        layer = Layer(Case(F.prelu, (3, 5), {"weight": (3,)}), ["weight"])
+        x = layer.case.inputs((2,))
+        found, methods = formed(layer, x)
+        assert methods["weight"] == "by rule"
+        assert_close(found, by_loop(layer, x))
     finally:
         del RULES[F.prelu]
-
-
-class _Squares(nn.Module):
-    def __init__(self, inner):
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, x):
-        return self.inner(x).square().sum()

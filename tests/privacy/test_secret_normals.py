@@ -72,15 +72,6 @@ def test_a_pair_is_box_and_mullers_of_128_bits_of_the_cryptographic_generator(mo
     np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-7)
 
 
-def test_several_threads_share_a_block_of_as_many_parts(monkeypatch):
-    sizes, system = [], ssl.RAND_bytes
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
-    monkeypatch.setattr(ssl, "RAND_bytes", lambda size: sizes.append(size) or system(size))
-    values = module.secret_normals((6 * module._PAIRS["cpu"] + 2,), CPU)
-    assert sizes == [3 * 16 * module._PAIRS["cpu"], 16]
-    assert stats.kstest(values.numpy(), "norm").pvalue > 1e-6
-
-
 @pytest.mark.parametrize(("bits", "largest"), [(-1, math.sqrt(104 * math.log(2))), (0, 0.0)])
 def test_the_smallest_and_the_largest_number_are_finite(monkeypatch, bits, largest):
     monkeypatch.setattr(ssl, "RAND_bytes", lambda size: np.full(size // 8, bits, np.int64).tobytes())

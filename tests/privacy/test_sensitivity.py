@@ -4,13 +4,14 @@ import math
 
 import pytest
 import torch
+from small_steps import plan_of
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 from dp_lightning.errors import ConfigurationError
 from dp_lightning.models import SmallCNN
-from dp_lightning.privacy import ClipPlan, PrivacyPlan, PrivateStep, clipped_gradient_sum
+from dp_lightning.privacy import ClipPlan, PrivateStep, clipped_gradient_sum
 from dp_lightning.privacy.gradients import contribution
 from dp_lightning.privacy.gradients.clipped_sum import ClippedSum
 from dp_lightning.privacy.gradients.contribution import PerExample, add_weighted, part_norms
@@ -30,19 +31,7 @@ def distance(a, b):
 
 
 @pytest.mark.parametrize("plan", PLANS, ids=lambda plan: f"{plan.kind}-{plan.factor}")
-@pytest.mark.parametrize("scale", [1e-30, 1e-3, 1.0, 1e3, 1e6, 1e15])
-def test_an_extreme_example_moves_the_sum_by_at_most_the_sensitivity(plan, scale):
-    torch.manual_seed(0)
-    model = SmallCNN(10, in_channels=1, image_size=8)
-    x, y = torch.randn(6, 1, 8, 8), torch.randint(10, (6,))
-    x[5] *= scale
-    without, _ = clipped_gradient_sum(model, F.cross_entropy, x[:5], y[:5], clip_plan=plan)
-    with_it, _ = clipped_gradient_sum(model, F.cross_entropy, x, y, clip_plan=plan)
-    assert distance(with_it, without) <= plan.sensitivity * (1 + ROUNDING)
-
-
-@pytest.mark.parametrize("plan", PLANS, ids=lambda plan: f"{plan.kind}-{plan.factor}")
-@pytest.mark.parametrize("augmult", [2, 4, 16])
+@pytest.mark.parametrize("augmult", [1, 4])
 @pytest.mark.parametrize("scale", [1e-30, 1.0, 1e6, 1e15, math.inf, math.nan])
 def test_an_example_moves_the_sum_by_at_most_the_sensitivity_whatever_its_views_are(plan, augmult, scale):
     torch.manual_seed(0)
@@ -96,18 +85,6 @@ def test_a_non_finite_gradient_contributes_zero(monkeypatch, plan, value, asks):
         assert distance(sums, expected) <= 1e-5
 
 
-@pytest.mark.parametrize("asks", [True, False], ids=["as on a CPU", "as on a GPU"])
-def test_an_embedding_without_indices_contributes_nothing(monkeypatch, asks):
-    monkeypatch.setattr(contribution, "read_at_once", lambda device: asks)
-    model = nn.Sequential(nn.Embedding(3000, 4))
-    plan = ClipPlan.flat(factor="automatic")
-    sums, norms = clipped_gradient_sum(
-        model, lambda output, target: output.sum(), torch.zeros(2, 0, dtype=torch.long), torch.zeros(2), clip_plan=plan
-    )
-    assert not norms.any()
-    assert not any(total.any() for total in sums.values())
-
-
 def test_a_gradient_too_long_for_float32_contributes_zero():
     model = nn.Linear(1, 1, bias=False)
 
@@ -120,48 +97,12 @@ def test_a_gradient_too_long_for_float32_contributes_zero():
     torch.testing.assert_close(sums["weight"], torch.tensor([[1.0]]))
 
 
-def test_per_layer_bounds_share_the_norm():
-    plan = ClipPlan.per_layer(max_grad_norm=2.0)
-    assert plan.bounds(["a", "b", "c", "d"]) == [1.0] * 4
-    assert plan.sensitivity == 2.0
-
-
 @pytest.mark.parametrize("norm", [0.0, -1.0, math.nan, math.inf, 1e-13, 1e13])
 def test_impossible_bounds_are_refused(norm):
     with pytest.raises(ConfigurationError, match="max_grad_norm"):
         ClipPlan.flat(max_grad_norm=norm)
     with pytest.raises(ConfigurationError, match="max_grad_norm"):
         ClipPlan.per_layer(max_grad_norm=norm)
-
-
-@pytest.mark.parametrize("plan", [ClipPlan.flat(), ClipPlan.per_layer()], ids=["flat", "per-layer"])
-@pytest.mark.parametrize(("scale", "jitter"), [(300.0, 1e-6), (300.0, 3e-7), (3e4, 1e-6), (1e7, 0.0), (1.0, 1e-6)])
-def test_an_almost_constant_image_does_not_exceed_the_sensitivity(plan, scale, jitter):
-    """Inner products of opposite sign cancel in the norm of a factored convolution."""
-    torch.manual_seed(0)
-    model = nn.Sequential(
-        nn.Conv2d(13, 256, 3, bias=False), nn.GroupNorm(256, 256), nn.ReLU(), nn.Flatten(), nn.Linear(256 * 36, 5)
-    )
-    x = scale * (1 + jitter * torch.randn(1, 13, 8, 8))
-    sums, _ = clipped_gradient_sum(model, F.cross_entropy, x, torch.tensor([1]), clip_plan=plan)
-    norm = distance(sums, {name: torch.zeros_like(value) for name, value in sums.items()})
-    assert norm <= plan.sensitivity * (1 + 1e-4)
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_a_gradient_of_rounding_errors_alone_does_not_exceed_the_sensitivity(seed):
-    """Output gradients that add up to zero over the positions of a constant image: what is left is rounding."""
-    torch.manual_seed(seed)
-    model = nn.Conv2d(64, 128, 3, bias=False)
-    coefficients = torch.randn(1, 128, 6, 6)
-    coefficients -= coefficients.mean((2, 3), keepdim=True)
-    image = torch.full((1, 64, 8, 8), 3e4)
-
-    def loss(output, target):
-        return (output * target).sum((1, 2, 3)).mean()
-
-    sums, _ = clipped_gradient_sum(model, loss, image, coefficients, clip_plan=ClipPlan.flat(max_grad_norm=1e-3))
-    assert float(sums["weight"].double().norm()) <= 1e-3 * (1 + 1e-4)
 
 
 @pytest.mark.parametrize("plan", PLANS, ids=lambda plan: f"{plan.kind}-{plan.factor}")
@@ -174,7 +115,7 @@ def test_examples_that_are_not_finite_are_counted(plan, examples):
         model,
         lambda batch: F.cross_entropy(model(batch[0]), batch[1]),
         TensorDataset(x, torch.zeros(5, dtype=torch.long)),
-        plan=PrivacyPlan(num_train=5, expected_batch_size=5, num_steps=2, noise_multiplier=0.0, delta=1e-3),
+        plan=plan_of(5),
         clip_plan=plan,
         examples=examples,
         max_physical_batch_size=3,
@@ -211,10 +152,8 @@ def test_a_layer_whose_gradient_is_not_finite_contributes_zero_whatever_the_othe
 
 
 LONG = {
-    "linear of one token": (lambda: nn.Linear(1024, 1024, bias=False), (1, 1024)),
     "linear of many tokens": (lambda: nn.Linear(768, 1536, bias=False), (197, 768)),
     "convolution": (lambda: nn.Conv2d(128, 128, 3, padding=1, bias=False), (128, 16, 16)),
-    "convolution at few positions": (lambda: nn.Conv2d(128, 128, 3, padding=1, bias=False), (128, 4, 4)),
     "scale and shift": (lambda: nn.LayerNorm([64, 32, 32]), (64, 32, 32)),
     "embedding": (lambda: nn.Embedding(4096, 512), (4096,)),
 }
@@ -270,19 +209,6 @@ def test_a_factor_that_overflows_the_gradient_leaves_the_example_out():
     sums, _ = clipped_gradient_sum(linear, lambda y, t: (y * t).sum(1), x, slope, clip_plan=plan)
     alone, _ = clipped_gradient_sum(linear, lambda y, t: (y * t).sum(1), x[1:], slope[1:], clip_plan=plan)
     torch.testing.assert_close(sums["weight"], alone["weight"])
-
-
-def test_in_float64_a_factor_beyond_float32_keeps_the_bound():
-    linear, x, slope = (
-        nn.Linear(2048, 64, bias=False).double(),
-        torch.full((1, 2048), 1e-40).double(),
-        torch.zeros(1, 64),
-    )
-    slope = slope.double()
-    slope[0, 0] = 1e39
-    sums, norms = clipped_gradient_sum(linear, lambda y, t: (y * t).sum(1), x, slope, clip_plan=ClipPlan.flat())
-    assert float(norms) == pytest.approx(0.1 * 2048**0.5, rel=1e-4)
-    assert 0.999 <= float(sums["weight"].double().norm()) <= 1.0
 
 
 def test_a_batch_without_examples_adds_nothing():

@@ -35,12 +35,12 @@ class ClippedSum:
         self._group_of = {name: index for index, names in enumerate(self._members) for name in names}
         device = next(iter(parameters.values())).device
         self._known_places: dict[tuple[str, ...], tuple[Tensor, Tensor]] = {}
-        # A little less, for the rounding of norms and factors.
+        # A little less than the plan's, for the rounding of norms and factors.
         bounds = [bound * (1 - _ROOM) for bound in clip_plan.bounds(groups)]
         self._bounds = torch.tensor(bounds, dtype=torch.float32, device=device)
         self.discarded = torch.zeros((), dtype=torch.int64, device=device)
         """How many examples of the logical batch have a gradient that is not finite."""
-        # Dense, even if a parameter is a view of a larger tensor.
+        # The strides of a dense tensor, even if a parameter is a view of a larger one.
         self._places = {
             name: (p.shape, torch.empty_like(p, device="meta").stride(), p.numel()) for name, p in parameters.items()
         }
@@ -127,7 +127,7 @@ class ClippedSum:
         return squared.sqrt()
 
     def _joined_rows(self) -> Tensor | None:
-        """The small gradients as one tensor (b, numbers), float32, after noting their norms; None if there are none."""
+        """The small gradients as one tensor (b, numbers), float32, whose norms are added here; None without any."""
         if not self._rows:
             return None
         rows = torch.cat([flat_rows(rows).float() for rows in self._rows.values()], dim=1)

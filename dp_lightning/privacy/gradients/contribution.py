@@ -92,12 +92,12 @@ class Contribution(ABC):
         """Add the sum over i of weights[name][i] * gradient_i to sums[name], for each name of ``norms``."""
 
     def stream(self, weigh: Weigh, sums: Mapping[str, Tensor]) -> None:
-        """Norms, weights and weighted sums in one go, those of ``rows`` too, with nothing kept."""
+        """Compute norms, weights and weighted sums at once, also those of ``rows``, and keep nothing."""
         self.measure()
         self.add_measured(weigh, sums)
 
     def add_measured(self, weigh: Weigh, sums: Mapping[str, Tensor]) -> None:
-        """The same after ``measure``."""
+        """Compute weights from what ``measure`` has kept, and add the weighted sums, also those of ``rows``."""
         weights = weigh(slice(None), self.norms() | {name: part_norms(rows) for name, rows in self.rows.items()})
         self.add_weighted(weights, sums)
         for name, rows in self.rows.items():

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from dp_lightning.privacy.gradients.contribution import Call, Contribution, PerExample, sum_of_views
 from dp_lightning.privacy.gradients.cost_model import examples_at_a_time
 
-# A GPU has no more blocks in its second dimension, and one for each group.
+# The most blocks that a GPU has in its second dimension; GroupNorm uses one for each group.
 _MOST_GROUPS = 2**16 - 1
 
 Normalize = Callable[[Tensor, Call], Tensor]
@@ -58,7 +58,7 @@ def _sum(tensor: Tensor, dims: tuple[int, ...]) -> Tensor:
 
 
 def group_norm(rows: Tensor, call: Call) -> Tensor:
-    """Normalised over groups of channels."""
+    """The rows, normalised over groups of channels."""
     return F.group_norm(rows, call.arguments["num_groups"], eps=call.arguments.get("eps", 1e-5))
 
 
@@ -72,15 +72,15 @@ def folded_group_norm(rows: Tensor, arguments: Mapping[str, Any], for_each_row: 
 
 
 def instance_norm(rows: Tensor, call: Call) -> Tensor:
-    """Normalised over the positions of each channel."""
+    """The rows, normalised over the positions of each channel."""
     return F.group_norm(rows, rows.shape[1], eps=call.arguments.get("eps", 1e-5))
 
 
 def layer_norm(rows: Tensor, call: Call) -> Tensor:
-    """Normalised over the last dimensions."""
+    """The rows, normalised over the last dimensions."""
     return F.layer_norm(rows, call.arguments["normalized_shape"], eps=call.arguments.get("eps", 1e-5))
 
 
 def rms_norm(rows: Tensor, call: Call) -> Tensor:
-    """Divided by the root of the mean square over the last dimensions."""
+    """The rows, divided by the root of their mean square over the last dimensions."""
     return F.rms_norm(rows, call.arguments["normalized_shape"], eps=call.arguments.get("eps"))

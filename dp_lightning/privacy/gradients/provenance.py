@@ -29,7 +29,7 @@ class Provenance:
     """The tensors of one run of a step.
 
     Args:
-        parameters: trained ones by name.
+        parameters: trained parameters by name.
         stale: tensors of examples that were made in earlier physical batches and were alive at their end.
     """
 
@@ -38,27 +38,27 @@ class Provenance:
         self._stale = stale
         self._made: dict[int, weakref.ref[Tensor]] = {}
         self._outside: dict[int, Tensor] = {}  # buffers and constants that were used
-        #: By each storage that was written to: a tensor over all of it, and its value before.
+        #: For each storage that was written to: a tensor over the whole storage, and its value before.
         self.written: dict[int, tuple[Tensor, Tensor]] = {}
 
-    def note(self, result: Any) -> None:
-        """Note that the tensors in the result of a function belong to this step."""
+    def add_made(self, result: Any) -> None:
+        """Add the tensors in the result of a function to those that this step has made."""
         if isinstance(result, Tensor):
             key = id(result)
             if key not in self._outside and key not in self._parameters:
                 self._made[key] = weakref.ref(result)
         elif isinstance(result, (list, tuple)):
             for part in result:
-                self.note(part)
+                self.add_made(part)
 
     def require_of_this_batch(self, tensor: Tensor) -> None:
-        """Note a tensor that a function gets.
+        """Refuse an argument of a function that belongs to an earlier physical batch.
 
-        One that the step has not been seen to make, such as the result of a scripted function or of an inner vmap, is
-        taken as made here if it belongs to an example.
+        A tensor that the step has not been seen to make, such as the result of a scripted function or of an inner vmap,
+        counts as made in this step if it belongs to an example.
 
         Raises:
-            ModelError: if it, or what an inner transform wraps in it, belongs to an earlier physical batch.
+            ModelError: if the tensor, or the tensor in it that an inner transform wraps, belongs to an earlier batch.
         """
         if self._stale:
             self._require_not_stale(tensor)
@@ -71,10 +71,10 @@ class Provenance:
             self._outside[key] = tensor
 
     def before(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """Keep the value of what a function is about to write to.
+        """Keep the value of each tensor that a function is about to write to.
 
         Raises:
-            ModelError: if that is a trained parameter.
+            ModelError: if the function writes to a trained parameter.
         """
         targets: list[Tensor] = []
         if writes(func):
@@ -97,7 +97,7 @@ class Provenance:
         """Let every reference to a tensor of this step refer to another one."""
         del self._made[id(tensor)]  # weak references would be in the way
         torch.utils.swap_tensors(tensor, other)
-        self.note(tensor)
+        self.add_made(tensor)
 
     def living(self) -> list[Tensor]:
         """Tensors of examples that the step has made and that are still referenced."""

@@ -81,7 +81,7 @@ class Recording(TorchFunctionMode):
         self._parameters, self._batch_size, self._take = parameters, batch_size, take
         self._sources = Sources(parameters, batch_size)
         self._provenance = Provenance(parameters, stale or {})
-        #: What the step has written to but not made: a tensor over all of the memory, and its value before.
+        #: The memory that the step has written to and not made: a tensor over all of it, and its value before.
         self.written = self._provenance.written
         #: Gives the tensors of examples that the step has made and that are still referenced.
         self.living = self._provenance.living
@@ -105,7 +105,7 @@ class Recording(TorchFunctionMode):
         def one(*example: Any) -> Tensor:
             self._level = level() or 0
             for leaf in tree_leaves(example):
-                self._provenance.note(leaf)
+                self._provenance.add_made(leaf)
             with self:
                 loss = step(*example)
             if self._failed is not None:
@@ -198,7 +198,7 @@ class Recording(TorchFunctionMode):
             result = func(*args, **kwargs)
             if sources and isinstance(result, Tensor) and is_batched(result):  # random numbers, others for each example
                 result = self._with_copies(func, args, kwargs, sources)
-        self._provenance.note(result)
+        self._provenance.add_made(result)
         return result
 
     def _with_examples(
@@ -290,7 +290,7 @@ class Recording(TorchFunctionMode):
     # The backward pass
 
     def _receive(self, waiting: list[tuple[Rule, Call, int]], gradient: Tensor) -> None:
-        """The gradient of a call's output; ``waiting`` holds its rule, the call and the version of its input."""
+        """Take the gradient of a call's output; ``waiting`` has the rule, the call and the version of its input."""
         # The graph and its hook outlive the backward pass, so drop what the function has seen.
         rule, call, version = waiting.pop()
         if version_of(call.inputs) != version:

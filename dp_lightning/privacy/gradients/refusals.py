@@ -29,7 +29,7 @@ REFUSED: dict[Any, str] = {
     torch.Tensor.backward: f"Tensor.backward: {INNER}",
     torch.autograd.grad: f"torch.autograd.grad: {INNER}",
 }
-"""By function; the step may not call any of them."""
+"""Functions that a step may not call, each with the reason and the cure."""
 
 HOST_DRAW = (
     "One number would serve all examples of a physical batch. Draw with torch's own generator, such as torch.rand(()), "

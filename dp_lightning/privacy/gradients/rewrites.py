@@ -28,7 +28,7 @@ State = Sequence[Tensor]  # (h,) or, of an LSTM, (h, c)
 
 
 def _opened(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function of torch in Python without the question by which a mode gets it as one call: its own calls are seen.
+    """A copy of a Python function of torch that does not hand itself to a mode, so that the mode sees the calls inside.
 
     Other functions of its module stay as they are.
     """

@@ -53,20 +53,20 @@ Folded = Callable[[Tensor, Mapping[str, Any], Callable[[str], Tensor]], Tensor]
 
 @dataclass(frozen=True)
 class Rule:
-    """What has to be known about a function.
+    """What a private step has to know about a function.
 
     Args:
-        arguments: its arguments in order; the first one is its input, whose rows it treats independently.
-        trained: those that may be trained.
+        arguments: names of the arguments in order; the first is the input, whose rows are treated independently.
+        trained: names of the arguments that may be trained.
         row_dims: how many dimensions one row of the first argument has. The dimensions before count rows.
         contribution: maps a call, and the gradient of the loss with respect to its output (b * K, ...), to the
             gradients of each example, summed over its rows; ``per_example`` makes it from a simple function.
-        options: those of the other arguments that the rule covers. The function is called for all rows at once, so an
+        options: names of the other arguments that the rule covers. The function is called for all rows at once, so an
             option must mean the same for rows of any number: a dimension counts from the end, or ``applies`` refuses
-            it. A call that gives another argument is recorded with copies.
-        applies: whether the rule covers a call with these arguments. Otherwise it is recorded with copies.
-        folded: another way through the function, in one call in which each row has weights of its own, so that its own
-            backward pass gives the gradients of the rows. ``contribution`` is asked where it is not implemented.
+            the call. A call that gives another argument is recorded with copies.
+        applies: whether the rule covers a call with these arguments. Otherwise the call is recorded with copies.
+        folded: another way through the function, in one call in which each row has weights of its own, so that the
+            function's backward pass gives the rows' gradients. Where it is not implemented, ``contribution`` is used.
     """
 
     arguments: tuple[str, ...]
@@ -87,7 +87,7 @@ class Rule:
 
 
 RULES: dict[Callable[..., Any], Rule] = {}
-"""By function, as a torch function mode sees it."""
+"""Rules by function, as a torch function mode sees the function."""
 
 
 def register_rule(function: Callable[..., Any], rule: Rule) -> Callable[..., Any]:

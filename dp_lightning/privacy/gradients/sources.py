@@ -25,7 +25,7 @@ class Source:
 
     name: str
     tensor: Tensor
-    parameters: dict[str, Tensor]  # those that it is computed from
+    parameters: dict[str, Tensor]  # that the tensor is computed from
     version: int
     uses: int = 0
     copies: Tensor | None = None
@@ -68,7 +68,7 @@ class Sources:
         """The source of a tensor.
 
         Raises:
-            ModelError: when it is computed from a tensor that is not a trained parameter.
+            ModelError: when the tensor is computed from another one that is not a trained parameter.
         """
         known = self._found.get(id(tensor))
         if known is not None:
@@ -99,7 +99,7 @@ class Sources:
         return source.copies
 
     def leaf(self, tensor: Tensor, method: str) -> Tensor:
-        """The same copies, asked for below the vmap: (b, *shape) in memory for one; its ``grad`` is the examples'."""
+        """The copies below the vmap: (b, *shape) in the memory of one; their ``grad`` has the examples' gradients."""
         source = self.of(tensor)
         if source.leaf is None:
             source.leaf = tensor.detach().expand(self._batch_size, *tensor.shape).requires_grad_()
@@ -120,7 +120,7 @@ class Sources:
         self._by_name[name].add(gradients)
 
     def gradients(self) -> Iterator[tuple[str, Tensor, str]]:
-        """Parameter name, gradients (b, ...) and how they were computed; they still have to be added up by name."""
+        """Parameter name, gradients (b, ...) and their method; the gradients of one name still have to be added up."""
         computed = []
         for source in self._found.values():
             method = ""
