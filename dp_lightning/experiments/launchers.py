@@ -197,6 +197,9 @@ def launch_ray(folders: Sequence[str], options: Mapping[str, Any]) -> Results:
         raise ConfigurationError("--launcher ray needs ray: pip install 'dp-lightning[ray]'") from error
     chosen = _with_defaults("ray", options, {"address": None, "num_cpus": 1, "num_gpus": 0})
     address = chosen.pop("address")
+    for name, number in chosen.items():
+        if not isinstance(number, int | float):
+            raise ConfigurationError(f"--launcher-option {name}={number}: give a number, such as 1.")
     try:
         ray.init(address=address, include_dashboard=False, logging_level=logging.WARNING, log_to_driver=False)
     except (ConnectionError, ValueError, RuntimeError) as error:

@@ -167,6 +167,7 @@ def test_one_run_that_fails_does_not_take_the_others_along(tmp_path, capsys):
         ("local", {"jobs": 0}, "--jobs is 0; give how many"),
         ("local", {"partition": "gpu"}, "--launcher local has no option partition; it has"),
         ("ray", {"partition": "gpu"}, "--launcher ray has no option partition; it has"),
+        ("ray", {"num_cpus": "abc"}, "--launcher-option num_cpus=abc: give a number"),
         ("slurm", {"jobs": 2}, r"there is no SLURM on this machine.* cluster=local"),
         ("slurm", {"cluster": "local", "partitions": "gpu"}, "--launcher slurm"),
     ],
