@@ -19,7 +19,7 @@ from unittest.mock import patch
 
 import torch
 
-from dp_lightning.commands.audit_checks import Audit
+from dp_lightning.commands.audit import Audit
 from dp_lightning.commands.audit_runs import AuditRuns
 from dp_lightning.privacy.clipping import ClipPlan
 from dp_lightning.privacy.gradients.products import Product

@@ -9,7 +9,6 @@ What leads to the folders of the runs is left out: they are on the machine that 
 import argparse
 import contextlib
 import io
-import re
 import shutil
 import sys
 from collections.abc import Sequence
@@ -21,8 +20,7 @@ import torch
 from dp_lightning.commands.sweep import outcomes_of, planned_runs
 from dp_lightning.experiments.grid import Grid
 from dp_lightning.experiments.report import grid_report
-from dp_lightning.experiments.results import Outcome
-from dp_lightning.experiments.tuning import needed
+from dp_lightning.experiments.results import Outcome, needed
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -30,21 +28,20 @@ from step import hardware
 
 ROOT = Path(__file__).parents[1]
 _GRIDS, _PAGES = ROOT / "configs" / "grids", ROOT / "docs" / "evidence"
-# Columns of the table of runs that are of use where the runs are.
-_LEFT_OUT = ("folder", "statement", "page")
+# The column of the table of runs that is of use where the runs are.
+_LEFT_OUT = "files"
 
 
 def page(markdown: str, said: str) -> str:
     """The report's Markdown with a paragraph below its title, without its last paragraph and the links to runs."""
     title, _, rest = markdown.partition("\n\n")
-    blocks = [_without_links(block) if " | folder | " in block else block for block in rest.strip().split("\n\n")]
-    kept = [block for block in blocks if not block.startswith(("[SVG](", "dpl report "))]
-    return re.sub(r"\.png\)$", ".svg)", "\n\n".join([title, said, *kept]), flags=re.MULTILINE) + "\n"
+    blocks = [_without_links(block) if f" | {_LEFT_OUT} |" in block else block for block in rest.strip().split("\n\n")]
+    return "\n\n".join([title, said, *(block for block in blocks if not block.startswith("dpl report "))]) + "\n"
 
 
 def _without_links(table: str) -> str:
     rows = [row.removeprefix("| ").removesuffix(" |").split(" | ") for row in table.splitlines()]
-    places = [place for place, name in enumerate(rows[0]) if name not in _LEFT_OUT]
+    places = [place for place, name in enumerate(rows[0]) if name != _LEFT_OUT]
     return "\n".join("| " + " | ".join(row[place] for place in places) + " |" for row in rows)
 
 
