@@ -20,7 +20,6 @@ from lightning.pytorch.cli import LightningArgumentParser, ReduceLROnPlateau, Sa
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from yaml import YAMLError
 
@@ -297,15 +296,10 @@ class TrainingCLI(CommandLine):
         if saved is None or not self.trainer.is_global_zero:
             return
         run = self.privacy.private_run.folder
-        own = "--config", run / "config.yaml", "--ckpt_path", saved
-        owner = self.datamodule or self.model
-        splits = getattr(owner, "own_splits", None)
-        has_test_set = is_overridden("test_dataloader", owner) if splits is None else "test" in splits
-        images = () if has_test_set else ("--data", "ImageFiles", "--data.root", "FOLDER")
+        config, images = run / "config.yaml", ("--data", "ImageFiles", "--data.root", "FOLDER")
         print("\nWhat to do next:")
         for command in (
-            ("test" if has_test_set else "validate", *own),
-            ("predict", *own, *images),
+            ("predict", "--config", config, "--ckpt_path", saved, *images),
             ("export", "--ckpt-path", saved, "--out", run / "export"),
             ("report", run),
         ):
