@@ -12,12 +12,16 @@ Printed per shape and strength, as means over draws:
 """
 
 import argparse
-import json
 import math
+import sys
 from collections.abc import Sequence
+from itertools import product
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parent))
+
 import torch
+from measuring import arguments, table
 from torch import Tensor
 
 from dp_lightning.postprocess import (
@@ -78,35 +82,25 @@ def measure(rows: int, columns: int, rank: int, strength: float, draws: int) -> 
     return {name: total / draws for name, total in totals.items()}
 
 
-def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+def parse(given: Sequence[str] | None = None) -> argparse.Namespace:
     """The options of the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = arguments(__doc__)
     parser.add_argument("--draws", type=int, default=20)
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 5])
-    parser.add_argument("--json", type=Path, help="write every number here too")
-    return parser.parse_args(arguments)
+    return parser.parse_args(given)
 
 
-def main() -> None:
+def main(given: Sequence[str] | None = None) -> None:
     """Measure and print."""
-    options = parse()
-    rows = []
-    print("| shape | rank | x / threshold | " + " | ".join(UPDATES) + " | error | closed form |")
-    print("| --- " * (5 + len(UPDATES)) + "|")
+    options, rows = parse(given), []
     for shape in SHAPES:
-        for rank in [*options.ranks, min(shape)]:
-            for strength in STRENGTHS:
-                found = measure(*shape, rank, strength, options.draws)
-                expected = closed_form(*shape, strength) if rank < min(shape) else math.nan
-                rows.append({"shape": shape, "rank": rank, "strength": strength, **found, "closed form": expected})
-                cosines = " | ".join(f"{found[name]:.2f}" for name in UPDATES)
-                print(
-                    f"| {shape[0]} x {shape[1]} | {rank} | {strength:g} | {cosines} | {found['error']:.3f} | "
-                    f"{expected:.3f} |",
-                    flush=True,
-                )
-    if options.json:
-        options.json.write_text(json.dumps({"rows": rows}, indent=1))
+        for rank, strength in product([*options.ranks, min(shape)], STRENGTHS):
+            found = measure(*shape, rank, strength, options.draws)
+            expected = closed_form(*shape, strength) if rank < min(shape) else math.nan
+            cosines = (f"{found[name]:.2f}" for name in UPDATES)
+            size = f"{shape[0]} x {shape[1]}"
+            rows.append((size, rank, f"{strength:g}", *cosines, f"{found['error']:.3f}", f"{expected:.3f}"))
+    print(table(["shape", "rank", "x / threshold", *UPDATES, "error", "closed form"], rows))
 
 
 if __name__ == "__main__":
