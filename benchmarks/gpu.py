@@ -3,14 +3,13 @@
 The parts run one after the other, each in its own process and under a limit of its own: the tests that need a GPU, the
 step table, an epoch with and without orthogonalization, noise and post-processing, and several ranks. Together they may
 take longer than ``--limit``: what matters most comes first, and the same command resumes with what is left. A part that
-has ended on this machine is not run again; ``--again`` forgets them. Run ``python benchmarks/gpu.py --help``.
+has ended on this machine is not run again while its file is in ``--out``. Run ``python benchmarks/gpu.py --help``.
 """
 
 import argparse
 import contextlib
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -174,16 +173,12 @@ def parse(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, help="a folder for what each part prints (runs/gpu, or runs/gpu_rehearsal)")
     parser.add_argument("--page", type=Path, help="the page to write (docs/performance_gpu.md, or a file in --out)")
     parser.add_argument("--limit", type=float, default=40, help="minutes for all parts together (default 40)")
-    parser.add_argument("--only", nargs="+", metavar="PART", help="run only these parts, by the names of their files")
-    parser.add_argument("--again", action="store_true", help="run also the parts that have ended before")
     parser.add_argument("--rehearse", action="store_true", help="on a CPU, with a small network and sizes")
     options = parser.parse_args(given)
     # A rehearsal's figures are never taken for those of a GPU.
     options.out = (options.out or ROOT / "runs" / ("gpu_rehearsal" if options.rehearse else "gpu")).resolve()
     at = options.out / "page.md" if options.rehearse else ROOT / "docs" / "performance_gpu.md"
     options.page = options.page or at
-    if unknown := set(options.only or ()) - (names := {part.name: None for part in parts(options)}).keys():
-        parser.error(f"there is no part {', '.join(sorted(unknown))}. The parts are {', '.join(names)}")
     return options
 
 
@@ -195,21 +190,15 @@ def main(given: Sequence[str] | None = None) -> None:
     if not torch.cuda.is_available() and not options.rehearse:
         sys.exit("There is no GPU here that torch can use. Rehearse on the CPU: add --rehearse")
     options.out.mkdir(parents=True, exist_ok=True)
-    every = parts(options)
-    chosen = [part for part in every if not options.only or part.name in options.only]
-    if options.again:
-        for part in chosen:
-            (options.out / f"{part.name}.json").unlink(missing_ok=True)
-            shutil.rmtree(options.out / part.name, ignore_errors=True)
     end, machine = time.monotonic() + 60 * options.limit, hardware()
     not_run: dict[str, Any] = {"state": "was not run yet", "printed": ""}
-    results = {part: earlier(part, machine, options.out) or not_run for part in every}
-    for part in chosen:
+    results = {part: earlier(part, machine, options.out) or not_run for part in parts(options)}
+    for part in results:
         results[part] = run(part, machine, options.out, left=end - time.monotonic())
         # The page is written after each part, so that an interruption loses nothing.
         options.page.write_text(page(machine, list(results.items()), rehearsal=options.rehearse))
     print(f"\n{options.page}")
-    if failed := [part.name for part in chosen if results[part]["state"] != "ended"]:
+    if failed := [part.name for part, result in results.items() if result["state"] != "ended"]:
         sys.exit(f"Not all parts ended: {', '.join(failed)}. What they printed is in {options.out}.")
 
 

@@ -11,7 +11,6 @@ Printed per shape and strength, as means over draws:
   (Gavish and Donoho 2017).
 """
 
-import argparse
 import math
 import sys
 from collections.abc import Sequence
@@ -61,11 +60,6 @@ def closed_form(rows: int, columns: int, strength: float) -> float:
     return 1 - left * right
 
 
-def cosine(first: Tensor, second: Tensor) -> float:
-    """The cosine between two matrices as vectors; 0 if one is zero."""
-    return float(torch.nn.functional.cosine_similarity(first.flatten(), second.flatten(), dim=0))
-
-
 def measure(rows: int, columns: int, rank: int, strength: float, draws: int) -> dict[str, float]:
     """Means over draws of the cosine of each update, and of the error of the shrunk matrix."""
     generator = torch.Generator().manual_seed(0)
@@ -76,23 +70,18 @@ def measure(rows: int, columns: int, rank: int, strength: float, draws: int) -> 
         clean = polar_factor(signal)
         for name, transforms in UPDATES.items():
             update = Chain(transforms)({"w": noisy.float()}, noise=1.0)["w"].double()
-            totals[name] += cosine(update, clean)
+            totals[name] += float(torch.nn.functional.cosine_similarity(update.flatten(), clean.flatten(), dim=0))
             if name == "shrunk":
                 totals["error"] += float((update - signal).square().sum() / signal.square().sum())
     return {name: total / draws for name, total in totals.items()}
 
 
-def parse(given: Sequence[str] | None = None) -> argparse.Namespace:
-    """The options of the command line."""
+def main(given: Sequence[str] | None = None) -> None:
+    """Measure and print."""
     parser = arguments(__doc__)
     parser.add_argument("--draws", type=int, default=20)
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 5])
-    return parser.parse_args(given)
-
-
-def main(given: Sequence[str] | None = None) -> None:
-    """Measure and print."""
-    options, rows = parse(given), []
+    options, rows = parser.parse_args(given), []
     for shape in SHAPES:
         for rank, strength in product([*options.ranks, min(shape)], STRENGTHS):
             found = measure(*shape, rank, strength, options.draws)

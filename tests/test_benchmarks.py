@@ -361,14 +361,6 @@ def test_the_rate_on_scattering_lets_noise_add_up_to_what_it_says(comparisons):
 # The others
 
 
-def test_planted_signals_are_found_as_theory_says():
-    import spiked
-
-    found = spiked.measure(64, 576, 1, 3.0, draws=3)
-    assert found["error"] == pytest.approx(spiked.closed_form(64, 576, 3.0), abs=0.05)
-    assert found["gated"] > 0.8 > 0.3 > found["Newton-Schulz"]
-
-
 def test_moves_along_the_directions_of_the_gradient_are_measured(images, capsys):
     import weak_directions
 
