@@ -1,9 +1,9 @@
 """Everything that a machine with a GPU has to tell, in one command, written to ``docs/performance_gpu.md``.
 
 The parts run one after the other, each in its own process and under a limit of its own: the tests that need a GPU, the
-step table, an epoch with and without orthogonalization, noise and post-processing, and several ranks. Together they may
-take longer than ``--limit``: what matters most comes first, and the same command resumes with what is left. A part that
-has ended on this machine is not run again while its file is in ``--out``. Run ``python benchmarks/gpu.py --help``.
+step table, noise and post-processing, and several ranks. Together they may take longer than ``--limit``: what matters
+most comes first, and the same command resumes with what is left. A part that has ended on this machine is not run again
+while its file is in ``--out``. Run ``python benchmarks/gpu.py --help``.
 """
 
 import argparse
@@ -77,26 +77,16 @@ def parts(options: argparse.Namespace) -> list[Part]:
         rounds = ("--formats", "contiguous", "--warmup", 1, "--rounds", 1 if small else 7)
         return part(title, 4, "step", *chosen, *rounds, key=key)
 
-    def epoch(network: str) -> Part:
-        key, more = f"epoch_{network}", ("--rehearse", "--turns", 1) if small else ()
-        return part(
-            f"An epoch of {network}", 8, "epochs", "--model", network, "--out", options.out / key, *more, key=key
-        )
-
     tests = ("-m", "pytest", "-n", "0", "-m", "gpu", "tests/privacy/test_chacha.py" if small else "tests")
     rounds = ("--model", model, "--rounds", 1 if small else 7)
+    larger = () if small else (("wrn28-10", 256), ("vit-s16", 64))
     return [
         Part("tests", "Tests that need a GPU", tests, 8),
         *(steps(f"step_{n}", f"One step of {model}, {n} images", model, n, *OURS, *opacus) for n in sizes),
-        epoch("wrn16-4"),
-        *(
-            steps(f"step_{network}", f"One step of {network}", network, size, *OURS)
-            for network, size in (() if small else (("wrn28-10", 256), ("vit-s16", 64)))
-        ),
+        *(steps(f"step_{network}", f"One step of {network}", network, size, *OURS) for network, size in larger),
         part("Noise and post-processing of a logical step", 4, "postprocess", *rounds),
         steps("one_by_one", "Together and one by one", model, sizes[0], OURS[0], "ours, one by one", types=types[:1]),
         part("Two ranks on one device", 3, "postprocess", *rounds, "--ranks", 2, "--one-device", key="ranks"),
-        *(() if small else (epoch("wrn28-10"),)),
     ]
 
 

@@ -93,6 +93,18 @@ def test_opacus_computes_wrong_gradients_of_convolutions_on_channels_last(memory
     assert error < 1e-5 if memory_format is torch.contiguous_format else error > 0.1
 
 
+def flax_parameters(state):
+    """The Flax parameters with the numbers of the PyTorch network's state."""
+    found = {}
+    for name, value in state.items():
+        *owners, last = name.replace("blocks.", "blocks_").split(".")
+        last = "kernel" if value.ndim > 1 else {"weight": "scale", "bias": "bias"}[last]
+        value = value.transpose(2, 3, 1, 0) if value.ndim == 4 else value.T
+        place = functools.reduce(lambda place, owner: place.setdefault(owner, {}), owners, found)
+        place[last] = value
+    return found
+
+
 def test_the_network_in_flax_is_the_same_and_so_is_its_clipped_sum(step):
     import flax_steps
     import jax
@@ -107,7 +119,7 @@ def test_the_network_in_flax_is_the_same_and_so_is_its_clipped_sum(step):
     model, network = WideResNet(10, 2, 10), flax_steps.WideResNet(10, 2)
     x, y = torch.randn(4, 3, 32, 32), torch.arange(4)
     pixels = x.permute(0, 2, 3, 1).numpy()
-    numbers = flax_steps.parameters_of({name: p.numpy() for name, p in model.state_dict().items()})
+    numbers = flax_parameters({name: p.numpy() for name, p in model.state_dict().items()})
     logits = torch.from_numpy(np.array(jax.jit(network.apply)({"params": numbers}, pixels)))
     torch.testing.assert_close(logits, model(x).detach(), rtol=1e-5, atol=1e-5)
     parameters = dict(model.named_parameters())
@@ -116,7 +128,7 @@ def test_the_network_in_flax_is_the_same_and_so_is_its_clipped_sum(step):
     recording = Recording(parameters, len(x), total.take)
     recording.backward(recording.run(lambda x, y: torch.nn.functional.cross_entropy(model(x[None]), y[None]), x, y))
     assert total.end().min() > 1  # all examples are clipped
-    ours = flax_steps.parameters_of({name: part.numpy() for name, part in total.sums.items()})
+    ours = flax_parameters({name: part.numpy() for name, part in total.sums.items()})
     for at_once in (None, 2):
         theirs = jax.jit(flax_steps.clipped(at_once)(network))(numbers, pixels, y.numpy())
         for found, expected in zip(jax.tree_util.tree_leaves(theirs), jax.tree_util.tree_leaves(ours), strict=True):
@@ -203,11 +215,10 @@ def test_a_small_run_of_the_parts_of_a_step_prints_each(ranks, tmp_path, step, f
 
 @pytest.mark.parametrize("more", [[], ["--rehearse"]])
 def test_the_commands_for_a_gpu_have_settings_that_exist(step, more):
-    import epochs
     import gpu
     import postprocess
 
-    parsers = {Path(each.__file__).name: each.parse for each in (step, epochs, postprocess)}
+    parsers = {Path(each.__file__).name: each.parse for each in (step, postprocess)}
     for part in gpu.parts(gpu.parse(more)):
         if part.command[0] != "-m":
             parsers[Path(part.command[0]).name](part.command[1:])
@@ -223,23 +234,25 @@ def test_a_run_for_a_gpu_resumes_keeps_to_its_limit_and_says_what_failed(monkeyp
         ran.append(name)
         if name == "postprocess":
             return "| half | a table |", None
-        return f"progress\n| {name} |\n| --- |\nwhat went wrong", int(name == "epochs")
+        return f"progress\n| {name} |\n| --- |\nwhat went wrong", int(
+            name == "step" and "--ways ours flat ours, one by one" in " ".join(command)
+        )
 
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     monkeypatch.setattr(gpu, "output_of", output_of)
     page = tmp_path / "page.md"
     arguments = ["--rehearse", "--out", str(tmp_path / "out"), "--page", str(page)]
-    with pytest.raises(SystemExit, match="Not all parts ended: epoch_wrn16-4, postprocess, ranks"):
+    with pytest.raises(SystemExit, match="Not all parts ended: postprocess, one_by_one, ranks"):
         gpu.main(arguments)
     shown = page.read_text()
     assert "This is a rehearsal" in shown
     assert "This part was stopped after 240 s.\n\n| half | a table |" in shown
     assert "This part failed with exit status 1." in shown
-    assert "```text\nprogress\n| epochs |\n| --- |\nwhat went wrong\n```" in shown
+    assert "```text\nprogress\n| step |\n| --- |\nwhat went wrong\n```" in shown
     ran.clear()
     with pytest.raises(SystemExit):
         gpu.main(arguments)
-    assert ran == ["epochs", "postprocess", "postprocess"]
+    assert ran == ["postprocess", "step", "postprocess"]
     monkeypatch.setattr(gpu, "hardware", lambda: "another machine, torch 2.14, 2026-01-01")
     with pytest.raises(SystemExit):
         gpu.main([*arguments, "--limit", "0"])
@@ -252,14 +265,6 @@ def test_a_part_that_is_stopped_leaves_no_process():
     starts = "import subprocess, time; subprocess.Popen(['sleep', '321.5']); print('half', flush=True); time.sleep(60)"
     assert gpu.output_of([sys.executable, "-c", starts], 3) == ("half\n", None)
     assert subprocess.run(["pgrep", "-f", "sleep 321.5"], capture_output=True, check=False).returncode == 1
-
-
-def test_an_epoch_of_both_methods_is_timed(tmp_path, monkeypatch, warm_python, capsys):
-    import epochs
-
-    monkeypatch.setattr(sys, "executable", str(warm_python))
-    epochs.main(["--rehearse", "--turns", "1", "--out", str(tmp_path)])
-    assert "| 16 | 1 | " in capsys.readouterr().out
 
 
 # Comparisons

@@ -98,6 +98,6 @@ def test_the_price_shown_is_that_of_the_command(capsys):
 @pytest.mark.benchmarks
 def test_the_benchmark_shown_takes_its_options(monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    import comparisons
+    import persons
 
-    assert comparisons.parse(shlex.split(BENCHMARK)[2:]).comparison == "persons"
+    assert persons.parse(shlex.split(BENCHMARK)[2:]).images_per_group == [1, 4]

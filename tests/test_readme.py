@@ -356,12 +356,14 @@ def test_make_commands_are_targets_of_the_makefile():
 @pytest.mark.benchmarks
 def test_benchmark_commands_are_accepted(monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    import comparisons
+    import methods
     import postprocess
+    import ranks
+    import spiked
     import step
 
     shown = [line for text in (PERFORMANCE, METHODS, RECIPES) for line in (*lines("bash", text), *spans(text))]
-    for benchmark, least in ((step, 2), (postprocess, 4), (comparisons, 2)):
+    for benchmark, least in ((step, 2), (ranks, 3), (spiked, 1), (postprocess, 1), (methods, 1)):
         start = ["python", f"benchmarks/{benchmark.__name__}.py"]
         found = [words[2:] for words in map(shlex.split, shown) if words[:2] == start]
         assert len(found) >= least

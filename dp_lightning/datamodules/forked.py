@@ -1,7 +1,7 @@
 """A function of many batches, computed on the CPU by a process for each core.
 
 Threads wait for each other at the end of every operation, and a network that computes features has many small ones.
-Processes wait only for their next batch. They read nothing: this process hands the images to
+Processes wait only for their next batch (`benchmarks/features.py`). They read nothing: this process hands the images to
 them, since readers that share an open file move each other's position in it.
 """
 
