@@ -116,7 +116,7 @@ def test_the_network_in_flax_is_the_same_and_so_is_its_clipped_sum(step):
 
     assert (tuple(flax_steps.WAYS), tuple(flax_steps.DEPTH_AND_WIDTH)) == (step.JAX_WAYS, step.JAX_MODELS)
     torch.manual_seed(0)
-    model, network = WideResNet(10, 2, 10), flax_steps.WideResNet(10, 2)
+    model, network = WideResNet(10, 1, 10), flax_steps.WideResNet(10, 1)
     x, y = torch.randn(4, 3, 32, 32), torch.arange(4)
     pixels = x.permute(0, 2, 3, 1).numpy()
     numbers = flax_parameters({name: p.numpy() for name, p in model.state_dict().items()})
@@ -129,10 +129,9 @@ def test_the_network_in_flax_is_the_same_and_so_is_its_clipped_sum(step):
     recording.backward(recording.run(lambda x, y: torch.nn.functional.cross_entropy(model(x[None]), y[None]), x, y))
     assert total.end().min() > 1  # all examples are clipped
     ours = flax_parameters({name: part.numpy() for name, part in total.sums.items()})
-    for at_once in (None, 2):
-        theirs = jax.jit(flax_steps.clipped(at_once)(network))(numbers, pixels, y.numpy())
-        for found, expected in zip(jax.tree_util.tree_leaves(theirs), jax.tree_util.tree_leaves(ours), strict=True):
-            np.testing.assert_allclose(found, expected, rtol=1e-3, atol=1e-6)
+    theirs = jax.jit(flax_steps.clipped(None)(network))(numbers, pixels, y.numpy())
+    for found, expected in zip(jax.tree_util.tree_leaves(theirs), jax.tree_util.tree_leaves(ours), strict=True):
+        np.testing.assert_allclose(found, expected, rtol=1e-3, atol=1e-6)
 
 
 @pytest.fixture
@@ -187,13 +186,15 @@ def test_each_way_of_fine_tuning_trains_its_part(step):
 
     images, labels, found = torch.randn(2, 3, 32, 32), torch.tensor([1, 2]), {}
     for name, make in training_steps.FINE_TUNING.items():
-        network, size = ("resnet10t", {}) if "BatchNorm" in name else ("vit_tiny_patch16_224", {"img_size": 32})
+        network, size = (
+            ("resnet10t", {}) if "BatchNorm" in name else ("vit_tiny_patch16_224", {"img_size": 32, "depth": 2})
+        )
         model = timm.create_model(network, **size).train()
         make(model, training_steps.autocast_to("cpu", "fp32"))(images, labels)
         found[name] = [n for n, p in model.named_parameters() if p.requires_grad]
     assert found["ours, last layer"] == ["head.weight", "head.bias"]
     assert all(n.endswith("bias") or n == "head.weight" for n in found["ours, biases"])
-    assert sum("lora_" in n for n in found["ours, LoRA 8"]) == 12 * 4
+    assert sum("lora_" in n for n in found["ours, LoRA 8"]) == 2 * 4
     assert not any(n.startswith("bn1") for n in found["ours, frozen BatchNorm"])
 
 
