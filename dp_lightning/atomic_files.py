@@ -1,13 +1,14 @@
 """Files that are either complete or absent, whenever the process or the machine stops."""
 
 import os
-from collections.abc import Iterator
+import stat
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import BinaryIO
 
-from dp_lightning.errors import ConfigurationError, DataError
+from dp_lightning.errors import ConfigurationError
 
 
 def require_writable(folder: Path, setting: str) -> None:
@@ -26,14 +27,21 @@ def require_writable(folder: Path, setting: str) -> None:
         ) from error
 
 
-def require_regular(path: Path) -> None:
-    """Refuse a pipe, a device or a folder, which could block or be read without end; a missing file passes.
+def why_not_own(path: Path, *, others: int, is_kind: Callable[[int], bool] = stat.S_ISREG) -> str | None:
+    """What is wrong with the owner, the kind or the mode of a path that nobody else may have written; None if nothing.
 
-    Raises:
-        DataError: naming it.
+    Args:
+        others: the permission bits that the path must not have.
+        is_kind: tells from a mode whether the path is of the right kind.
     """
-    if path.exists() and not path.is_file():
-        raise DataError(f"{path} is not a regular file.")
+    facts = path.lstat()
+    if not is_kind(facts.st_mode):
+        return "is a link" if stat.S_ISLNK(facts.st_mode) else "is of another kind than what is kept there"
+    if facts.st_uid != os.geteuid():
+        return "belongs to another user"
+    if facts.st_mode & others:
+        return f"is open to other users (mode {stat.S_IMODE(facts.st_mode):o})"
+    return None
 
 
 @contextmanager

@@ -15,11 +15,8 @@ CONTRACTS = {
 SHARED = {
     "errors.py",
     "atomic_files.py",
-    "checksums.py",
     "foreign_text.py",
-    "own_files.py",
     "ranks.py",
-    "refusing.py",
     "processors.py",
     "cores.py",
 }

@@ -3,8 +3,7 @@
 import pytest
 from pages import read, table
 
-from dp_lightning.commands.starting_model import Network
-from dp_lightning.commands.starting_point import FEW_IMAGES, noise_norm, starting_point
+from dp_lightning.commands.starting_configuration import FEW_IMAGES, Model, noise_norm, start_of
 from dp_lightning.datamodules.reading_first import READ_FIRST_BELOW
 
 pytestmark = pytest.mark.docs
@@ -12,8 +11,7 @@ PAGE = read("docs/own_data.md")
 
 
 def parameters(count):
-    network = Network.for_images(count)
-    return network.num_parameters(num_classes=10, in_channels=3, image_size=32)
+    return Model.from_scratch(count).num_parameters(num_classes=10, in_channels=3, image_size=32)
 
 
 def test_the_table_of_starting_points_is_computed_again():
@@ -23,8 +21,8 @@ def test_the_table_of_starting_points_is_computed_again():
     assert len(rows) == 5
     for row in rows:
         count = int(row[0].text.replace(",", ""))
-        probe = starting_point(count, 385 * 10, epsilon=3.0, features=True)
-        scratch = starting_point(count, small, epsilon=3.0, features=False)
+        probe = start_of(count, 385 * 10, Model.on_features())
+        scratch = start_of(count, small, Model.from_scratch(count))
         found = [float(cell.text.replace(",", "")) for cell in row[1:]]
         expected = [probe.plan.delta]
         for start in (probe, scratch):

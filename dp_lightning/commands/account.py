@@ -1,14 +1,15 @@
-"""`dpl account`: given three of epsilon, noise, steps and batch size, solve for the fourth.
+"""`dpl account`: price a run before it starts, or add up what several runs on the same data have spent.
 
-With q = B/N, epsilon(sigma, q, T, delta) decreases in sigma and increases in T and B. The command therefore
-solves for the smallest noise multiplier, the largest number of steps or the largest expected batch size
-within epsilon, or for epsilon itself. E epochs are T = E max(1, round(N / B)) steps, as in a fit.
+With q = B/N, epsilon(sigma, q, T, delta) decreases in sigma and increases in T and B. Given three of epsilon, noise,
+steps and batch size, the command solves for the smallest noise multiplier, the largest number of steps or the largest
+expected batch size within epsilon, or for epsilon itself. E epochs are T = E max(1, round(N / B)) steps, as in a fit.
 """
 
 import argparse
 import json
-from bisect import bisect_left, bisect_right
+from bisect import bisect_left
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dp_lightning.errors import ConfigurationError
@@ -17,11 +18,25 @@ if TYPE_CHECKING:
     from dp_lightning.privacy.plan import PrivacyPlan
 
 _MOST_STEPS = 2**30
+# The options that describe a run which is not made yet.
+_PLANNED = ("epsilon", "noise_multiplier", "steps", "epochs", "batch_size", "num_train", "accountant")
 
 
 def main(arguments: list[str]) -> None:
-    """Solve for the missing quantity and print it."""
+    """Print the total of the runs that are given; without one, solve for the missing quantity and print the plan."""
     options = _parser().parse_args(arguments[1:])
+    if options.runs:
+        from dp_lightning.commands.total import total_epsilon
+
+        if given := [_option(name) for name in _PLANNED if getattr(options, name) is not None]:
+            raise ConfigurationError(f"{', '.join(given)}: runs have their own; remove it, or remove the folders.")
+        total = total_epsilon(options.runs, options.delta)
+        print(json.dumps(total.to_dict()) if options.json else total.text())
+        return
+    for name in ("num_train", "delta"):
+        if getattr(options, name) is None:
+            raise ConfigurationError(f"{_option(name)} is missing; or give folders of runs, to add them up.")
+    options.accountant = options.accountant or "prv"
     plan = _solve(options)
     epsilons = plan.epsilons()
     print(json.dumps(_as_dict(plan, epsilons)) if options.json else _table(plan, epsilons))
@@ -32,9 +47,10 @@ def _parser() -> argparse.ArgumentParser:
         prog="dpl account",
         allow_abbrev=False,
         description="Give exactly three of: epsilon, noise multiplier, steps or epochs, batch size. "
-        "The fourth is solved for.",
+        "The fourth is solved for. Or give the folders of runs on the same data: it adds up what they have spent.",
     )
     add = parser.add_argument
+    add("runs", nargs="*", type=Path, metavar="RUN", help="folder of a run; every run below it counts")
     add("--epsilon", "--target-epsilon", "--target_epsilon", type=float, help="the privacy budget")
     add("--noise-multiplier", "--noise_multiplier", type=float, help="noise standard deviation over sensitivity")
     length = parser.add_mutually_exclusive_group()
@@ -42,41 +58,40 @@ def _parser() -> argparse.ArgumentParser:
     length.add_argument("--epochs", type=int, help="steps as epochs, of round(num_train / batch_size) each")
     sizes = ("--batch-size", "--batch_size", "--expected-batch-size", "--expected_batch_size")
     add(*sizes, type=int, help="expected batch size over all devices, in the unit of --num-train")
-    add(
-        "--num-train",
-        "--num_train",
-        type=int,
-        required=True,
-        help="number of training examples, or of persons (unit_of_privacy: group)",
-    )
-    add("--delta", type=float, required=True, help="below 1/num_train")
-    add("--accountant", choices=("prv", "rdp", "pld"), default="prv", help="accountant to solve with (default: prv)")
+    counted = "number of training examples, or of persons (unit_of_privacy: group)"
+    add("--num-train", "--num_train", type=int, help=counted)
+    add("--delta", type=float, help="below 1/num_train; of runs, default: the smallest delta of theirs")
+    add("--accountant", choices=("prv", "rdp", "pld"), help="accountant to solve with (default: prv)")
     add("--json", action="store_true", help="print one JSON object")
     return parser
 
 
+def _option(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
 def _solve(options: argparse.Namespace) -> "PrivacyPlan":
+    """The plan whose missing quantity is solved for."""
     missing = _missing(options)
     if missing in ("--noise-multiplier", "--epsilon"):
         return _plan(options, batch_size=options.batch_size)
 
-    def fits(steps: int, batch_size: int) -> bool:
-        candidate = _plan(options, steps=steps, batch_size=batch_size)
+    def fits(**changed: int) -> bool:
+        candidate = _plan(options, **{"batch_size": options.batch_size, **changed})
         # The Renyi bound is cheap and never below the others, so candidates well within epsilon need no other.
         return candidate.epsilon("rdp") <= options.epsilon or candidate.epsilon() <= options.epsilon
 
-    if missing == "--steps or --epochs":
-        steps = _largest(lambda steps: fits(steps, options.batch_size), 1, _MOST_STEPS)
-        if steps is None:
-            raise ConfigurationError(f"one step already spends more than epsilon = {options.epsilon:g}.")
-        return _plan(options, steps=steps, batch_size=options.batch_size)
-    if options.steps is not None:
-        batch_size = _largest(lambda size: fits(options.steps, size), 1, options.num_train)
-    else:
-        batch_size = _largest_batch_of_epochs(fits, options.epochs, options.num_train)
-    if batch_size is None:
-        raise ConfigurationError(f"no batch size stays within epsilon = {options.epsilon:g}: raise --noise-multiplier.")
-    return _plan(options, batch_size=batch_size)
+    if missing == "--batch-size":
+        batch_size = _largest(lambda size: fits(batch_size=size), options.num_train)
+        if batch_size is None:
+            raise ConfigurationError(
+                f"no batch size stays within epsilon = {options.epsilon:g}: raise --noise-multiplier."
+            )
+        return _plan(options, batch_size=batch_size)
+    steps = _largest(lambda steps: fits(steps=steps), _MOST_STEPS)
+    if steps is None:
+        raise ConfigurationError(f"one step already spends more than epsilon = {options.epsilon:g}.")
+    return _plan(options, steps=steps, batch_size=options.batch_size)
 
 
 def _missing(options: argparse.Namespace) -> str:
@@ -119,41 +134,18 @@ def _plan(options: argparse.Namespace, *, batch_size: int, steps: int | None = N
     return shape.with_noise(options.noise_multiplier, accountant=options.accountant, target_epsilon=options.epsilon)
 
 
-def _largest(fits: Callable[[int], bool], low: int, high: int) -> int | None:
-    """The largest integer in [low, high] that fits, if all smaller ones do; None if ``low`` does not."""
-    if not fits(low):
-        return None
-    step = 1
-    while low + step <= high and fits(low + step):
-        low, step = low + step, 2 * step
-    beyond = range(low + 1, min(high, low + step - 1) + 1)
-    return low + bisect_left(beyond, True, key=lambda value: not fits(value))
+def _largest(fits: Callable[[int], bool], most: int) -> int | None:
+    """A number from 1 to ``most`` that fits and whose successor does not; None if 1 does not fit.
 
-
-def _largest_batch_of_epochs(fits: Callable[[int, int], bool], epochs: int, num_train: int) -> int | None:
-    """The largest B <= num_train that fits with the steps of so many epochs.
-
-    The steps of an epoch become fewer as B grows, so epsilon increases in B only as long as their number stays the
-    same. The search finds the last such stretch whose first B fits, then the largest B in it.
+    It is the largest that fits where larger numbers never fit when smaller ones do not. With a length in epochs the
+    steps become fewer as the batch grows, so a rounded number of steps may let a somewhat larger batch fit too.
     """
-    from dp_lightning.privacy.plan import steps_of_epoch
+    return bisect_left(range(2, most + 1), True, key=lambda value: not fits(value)) + 1 if fits(1) else None
 
-    sizes = range(1, num_train + 1)
 
-    def fewer(batch_size: int) -> int:
-        return -steps_of_epoch(num_train, batch_size)
-
-    def first_of_stretch(batch_size: int) -> int:
-        return sizes[bisect_left(sizes, fewer(batch_size), key=fewer)]
-
-    def first_fits(batch_size: int) -> bool:
-        return fits(-epochs * fewer(batch_size), first_of_stretch(batch_size))
-
-    inside = _largest(first_fits, 1, num_train)
-    if inside is None:
-        return None
-    last = sizes[bisect_right(sizes, fewer(inside), key=fewer) - 1]
-    return _largest(lambda size: fits(-epochs * fewer(inside), size), first_of_stretch(inside), last)
+def _number(value: float | None) -> float | str | None:
+    """The value in JSON, which has no infinity."""
+    return "inf" if value == float("inf") else value
 
 
 def _as_dict(plan: "PrivacyPlan", epsilons: dict[str, float | None]) -> dict[str, object]:
@@ -162,7 +154,7 @@ def _as_dict(plan: "PrivacyPlan", epsilons: dict[str, float | None]) -> dict[str
         "sample_rate": plan.sample_rate,
         "num_steps": plan.num_steps,
         "delta": plan.delta,
-        "epsilon": {name: "inf" if value == float("inf") else value for name, value in epsilons.items()},
+        "epsilon": {name: _number(value) for name, value in epsilons.items()},
         "expected_batch_size": plan.expected_batch_size,
         "num_train": plan.num_train,
     }

@@ -1,108 +1,193 @@
-"""`dpl doctor`: what this machine has, and whether dpl will run well on it.
+"""`dpl doctor`: the versions and devices of this machine, and one private step compared with a loop over its examples.
 
-It compares the installed packages with what dp-lightning asks for, looks at processors, memory, disk and caches, tries
-what a private run needs of the operating system in the current folder, and compares one private step with a loop over
-single examples. Each line is ok, a warning or a problem, with what to do.
+Every line is ok, a warning or a problem, with what to do. The step is one of a tiny network without noise, and the loop
+computes in float64.
 """
 
 import argparse
-import json
+import contextlib
+import io
+import platform
+import re
 import sys
-import textwrap
-from collections.abc import Iterator, Sequence
-from contextlib import suppress
-from importlib import import_module
-from typing import NamedTuple
+import tomllib
+from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, requires, version
+from pathlib import Path
+from typing import TYPE_CHECKING
 
-_WIDTH = 80
-_BROKEN = "solve what is above; if nothing is, report it"
-#: From harmless to serious.
-LEVELS = ("ok", "warning", "problem")
+from packaging.requirements import Requirement
 
+from dp_lightning import __version__
 
-class Finding(NamedTuple):
-    """A line of the report.
+if TYPE_CHECKING:
+    import torch
 
-    Attributes:
-        level: one of ``LEVELS``.
-        subject: what was looked at.
-        found: what it is.
-        fix: what to do; empty if there is nothing to do.
-    """
+_NAME = "dp-lightning"
+_FOR_DEVELOPERS = ("dev", "docs", "bench")
+_GIB = 2**30
+_EXAMPLES, _CLASSES, _SIZE = 8, 3, 6
+# The norms of the gradients lie from 3.7 to 5.8, so some are clipped and some are not.
+_BOUND = 5.0
+# Float32 rounds to 6e-8, and sums of some hundred products of one size lose two digits more at most. The convolutions
+# of a GPU may round their factors to TF32, 11 bits: 5e-4 for each product.
+_ROUNDING = {"cpu": 1e-4, "cuda": 1e-2}
 
-    level: str
-    subject: str
-    found: str
-    fix: str = ""
-
-
-def judged(subject: str, found: str, *, holds: bool, fix: str, level: str = "warning") -> Finding:
-    """The finding ok where something holds, and else of this level, with what to do."""
-    return Finding("ok", subject, found) if holds else Finding(level, subject, found, fix)
-
-
-# What is checked, the module of the check, imported when it is its turn, and its function.
-_CHECKS = (
-    ("Python", "package_checks", "python"),
-    ("packages", "package_checks", "packages"),
-    ("extras", "package_checks", "extras"),
-    ("memory", "machine_checks", "memory"),
-    ("disk", "machine_checks", "disk"),
-    ("files", "machine_checks", "files"),
-    ("randomness", "machine_checks", "randomness"),
-    ("cores", "torch_checks", "cores"),
-    ("GPU", "torch_checks", "gpus"),
-    ("weights", "torch_checks", "weights"),
-    ("private step", "step_check", "private_step"),
-)
+Line = tuple[str, str, str]
+"""One of "ok", "warning" and "problem"; what was looked at; what was found, and what to do."""
 
 
 def main(arguments: list[str]) -> None:
     """Print the report; exits with 1 if there is a problem."""
-    options = _parser().parse_args(arguments[1:])
-    with suppress(ImportError):  # the check of packages says what is missing
-        import_module("dp_lightning.cores").respect_quota()
-    found: list[Finding] = []
-    for subject, module, name in _CHECKS:
-        for finding in _completed(subject, module, name):
-            found.append(finding)
-            if not options.json:
-                print(_shown(finding), flush=True)
-    worst = max(LEVELS.index(finding.level) for finding in found)
-    if options.json:
-        print(json.dumps({"holds": LEVELS[worst] != "problem", "findings": [each._asdict() for each in found]}))
-    else:
-        print(f"\n{_summary(found)}")
-    sys.exit(1 if LEVELS[worst] == "problem" else 0)
-
-
-def _completed(subject: str, module: str, name: str) -> Iterator[Finding]:
-    """What the check finds; an error is a problem, and the other checks still run."""
-    try:
-        yield from getattr(import_module(f"dp_lightning.commands.{module}"), name)()
-    except Exception as error:
-        yield Finding("problem", subject, f"the check ended by {type(error).__name__}: {error}", _BROKEN)
-
-
-def _shown(finding: Finding) -> str:
-    text = f"{finding.found}. {finding.fix[:1].upper()}{finding.fix[1:]}." if finding.fix else finding.found
-    printable = "".join(character if character.isprintable() else "?" for character in text)
-    start = f"{finding.level:<8} {finding.subject:<13} "
-    return textwrap.fill(
-        printable, _WIDTH, initial_indent=start, subsequent_indent=" " * len(start), break_on_hyphens=False
-    )
-
-
-def _summary(found: Sequence[Finding]) -> str:
-    counts = {level: sum(finding.level == level for finding in found) for level in LEVELS[1:]}
-    if not any(counts.values()):
-        return "Everything is ok."
-    return f"{counts['problem']} problems, {counts['warning']} warnings."
-
-
-def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="dpl doctor", description=__doc__, epilog="Exits with 1 if there is a problem.", allow_abbrev=False
     )
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-    return parser
+    parser.parse_args(arguments[1:])
+    healthy = True
+    for check in (packages, devices, private_step):
+        if check is devices and missing():
+            break  # the packages that are missing are named above
+        try:
+            for level, subject, found in check():
+                print(f"{level:<8} {subject:<13} {found}", flush=True)
+                healthy &= level != "problem"
+        except Exception as error:
+            print(f"problem  {check.__name__:<13} the check ended by {type(error).__name__}: {error}", flush=True)
+            healthy = False
+    sys.exit(0 if healthy else 1)
+
+
+def packages() -> Iterator[Line]:
+    """Python, every package that dp-lightning asks for, and the optional ones that are not installed."""
+    yield "ok", "Python", f"{platform.python_version()} on {platform.system()}, dp-lightning {__version__}"
+    for requirement, extra in _requirements():
+        name, asked, found = requirement.name, requirement.specifier, _version(requirement.name)
+        if extra in _FOR_DEVELOPERS or (extra and found is not None):
+            continue
+        if extra:
+            yield "ok", name, f"not installed; what needs it: pip install '{_NAME}[{extra}]'"
+        elif found is not None and asked.contains(found, prereleases=True):
+            yield "ok", name, f"{found} ({asked})"
+        else:
+            yield "problem", name, f"{found or 'not installed'}; install it by pip install '{name}{asked}'"
+
+
+def missing() -> list[str]:
+    """The packages that dp-lightning always needs and that are not installed."""
+    return [each.name for each, extra in _requirements() if not extra and _version(each.name) is None]
+
+
+def _requirements() -> list[tuple[Requirement, str]]:
+    """What dp-lightning asks for, and the extra for which it does, empty for what is always needed.
+
+    In a folder of the source without an installation, it is what ``pyproject.toml`` asks for.
+    """
+    try:
+        asked = requires(_NAME) or []
+    except PackageNotFoundError:
+        project = Path(__file__).parents[2] / "pyproject.toml"
+        asked = tomllib.loads(project.read_text())["project"]["dependencies"]
+    found = []
+    for requirement in map(Requirement, asked):
+        extra = re.search(r'extra == "(\w+)"', str(requirement.marker))
+        found.append((requirement, extra[1] if extra else ""))
+    return found
+
+
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def devices() -> Iterator[Line]:
+    """The cores that are left to this process, and each GPU that torch can use."""
+    from dp_lightning.cores import available_cores, respect_quota
+
+    respect_quota()
+    import torch
+
+    cores, threads = available_cores(), torch.get_num_threads()
+    found = f"{cores} cores, torch uses {threads} threads"
+    if threads > cores:
+        yield "warning", "CPU", f"{found}; set OMP_NUM_THREADS={cores}, since more threads than cores are slower"
+    else:
+        yield "ok", "CPU", found
+    for index in range(torch.cuda.device_count()):
+        free, total = torch.cuda.mem_get_info(index)
+        name = torch.cuda.get_device_name(index)
+        yield "ok", "GPU", f"{name}, {free / _GIB:.1f} of {total / _GIB:.1f} GiB free, CUDA {torch.version.cuda}"
+    if not torch.cuda.is_available():
+        if torch.version.cuda is not None and Path("/proc/driver/nvidia").exists():
+            yield (
+                "warning",
+                "GPU",
+                f"there is one, and torch with CUDA {torch.version.cuda} cannot use it; compare the driver's version "
+                "in nvidia-smi, and CUDA_VISIBLE_DEVICES",
+            )
+        else:
+            yield "ok", "GPU", "none; a CPU is slow beyond small networks and linear probes"
+
+
+def private_step() -> Iterator[Line]:
+    """One private step on the CPU, and one on the GPU if there is one, beside the loop."""
+    import torch
+
+    for device in ("cpu", *(["cuda"] if torch.cuda.is_available() else [])):
+        error, most = difference(torch.device(device)), _ROUNDING[device]
+        found = f"on {device}, off by {error:.1e} of a loop over {_EXAMPLES} examples in float64"
+        if error <= most:
+            yield "ok", "private step", f"{found} (rounding: at most {most:g})"
+        else:  # also if the difference is not a number
+            fix = "do not train with these versions; install those of constraints.txt and report it"
+            yield "problem", "private step", f"{found}; at most {most:g} is rounding: {fix}"
+
+
+def difference(device: "torch.device") -> float:
+    """The largest difference between the step and the loop, over the largest entry of the loop's gradient."""
+    import torch
+    from torch import nn
+    from torch.nn import functional as F
+    from torch.utils.data import TensorDataset
+
+    from dp_lightning.privacy import ClipPlan, PrivateStep, RunShape
+
+    generator = torch.Generator().manual_seed(0)
+    images = torch.randn(_EXAMPLES, 1, _SIZE, _SIZE, generator=generator)
+    images *= torch.linspace(0.1, 3.0, _EXAMPLES).reshape(-1, 1, 1, 1)  # gradients of different norms
+    labels = torch.arange(_EXAMPLES) % _CLASSES
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        layers = (
+            nn.Conv2d(1, 4, 3),
+            nn.GroupNorm(2, 4),
+            nn.ReLU(),
+            nn.Flatten(),
+            nn.Linear(4 * (_SIZE - 2) ** 2, _CLASSES),
+        )
+        model = nn.Sequential(*layers).double()
+    parameters = list(model.parameters())
+
+    expected = torch.zeros(sum(parameter.numel() for parameter in parameters), dtype=torch.float64)
+    for image, label in zip(images.double(), labels, strict=True):
+        loss = F.cross_entropy(model(image[None]), label[None])
+        gradient = torch.cat([part.flatten() for part in torch.autograd.grad(loss, parameters)])
+        expected += gradient * min(1.0, _BOUND / float(gradient.norm())) / _EXAMPLES
+
+    model = model.float().to(device)
+    plan = RunShape(num_train=_EXAMPLES, expected_batch_size=_EXAMPLES, num_steps=1, delta=1e-2).with_noise(0.0)
+    with contextlib.redirect_stdout(io.StringIO()):
+        step = PrivateStep(
+            model,
+            lambda batch: F.cross_entropy(model(batch[0]), batch[1]),
+            TensorDataset(images, labels),
+            plan=plan,
+            clip_plan=ClipPlan.flat(max_grad_norm=_BOUND),
+            max_physical_batch_size=3,  # several physical batches, the last one smaller
+        )
+        for batch in step.batches():
+            step.accumulate(batch)
+        step.release()
+    got = torch.cat([p.grad.flatten().double().cpu() for p in model.parameters() if p.grad is not None])
+    return float((got - expected).abs().max() / expected.abs().max())

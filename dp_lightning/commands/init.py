@@ -1,29 +1,24 @@
-"""`dpl init`: read a folder of images, an .npz file or a table of persons, and write a configuration that fits it."""
+"""`dpl init`: read a folder of images or an .npz file, and write a configuration that fits it."""
 
 import argparse
-import csv
-import os
+import mimetypes
 import shlex
 import time
-import warnings
-from collections import Counter
-from contextlib import contextmanager
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dp_lightning.atomic_files import replacing, require_writable
 from dp_lightning.errors import ConfigurationError, DataError
-from dp_lightning.foreign_text import printable
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from dp_lightning.commands.starting_model import Features, Network
-    from dp_lightning.datamodules.base import ImageDataModule
+    from dp_lightning.commands.starting_configuration import Model, Start
     from dp_lightning.datamodules.survey import Survey
 
-# Files that are named on the screen.
-_NAMED = 10
+# Classes that have a line each; images, or pairs of equal ones, that are named.
+_SHOWN, _NAMED = 20, 3
+# The noise of a step over C from which a run cannot be expected to learn.
+_HOPELESS = 10.0
 
 
 def main(arguments: list[str]) -> None:
@@ -35,51 +30,6 @@ def main(arguments: list[str]) -> None:
     """
     options = _parser().parse_args(arguments[1:], argparse.Namespace(given=arguments[1:]))
     out = options.out or Path(f"{options.data.resolve().stem or 'images'}.yaml")
-    _require_free(out, options)
-    from dp_lightning.commands.init_report import report  # these import torch
-    from dp_lightning.commands.starting_content import content_for
-    from dp_lightning.datamodules.survey import Survey
-
-    class_path, settings = _data(options)
-    start = time.monotonic()
-    with _told_in_plain_lines():
-        survey = Survey.of(_built(class_path, settings))
-    seconds = time.monotonic() - start
-    if len(survey.class_names) < 2:
-        raise DataError(
-            f"{printable(str(options.data))} has images of one class, {printable(survey.class_names[0])}; a classifier "
-            "tells at least 2 classes apart."
-        )
-    model, name = _model(options, len(survey.readable)), shlex.quote(str(out))
-    content = content_for(survey, class_path, settings, model, epsilon=options.epsilon, name=name)
-    with replacing(out) as file:
-        file.write(content.text.encode())
-    print(report(survey, content, seconds=seconds, bad_files=_written(survey, out), out=out))
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="dpl init", description=__doc__, allow_abbrev=False)
-    add = parser.add_argument
-    add(
-        "data",
-        type=Path,
-        metavar="DATA",
-        help="a folder with train/<class>/<images>, an .npz file, or a .csv file in the folder that says which person "
-        "each image belongs to",
-    )
-    add("--out", type=Path, metavar="FILE", help="the configuration (default: the name of DATA with .yaml, here)")
-    add("--force", action="store_true", help="overwrite it")
-    add("--epsilon", type=float, default=3.0, help="the privacy budget (default: 3)")
-    add("--from-scratch", "--from_scratch", action="store_true", help="use no pretrained network")
-    add("--backbone", metavar="NAME", help="the pretrained network, by its name in timm's registry, or scattering")
-    add("--weights", metavar="FILE", help="its weights (default: the first run downloads those of timm)")
-    add("--group-file", "--group_file", type=Path, metavar="FILE", help="a .csv file that lies elsewhere")
-    add("--group-column", "--group_column", metavar="NAME", help="its column with the person ids")
-    add("--file-column", "--file_column", metavar="NAME", default="file", help="its column with the images (file)")
-    return parser
-
-
-def _require_free(out: Path, options: argparse.Namespace) -> None:
     if options.from_scratch and (options.weights or options.backbone):
         raise ConfigurationError("--from-scratch uses no pretrained network: leave out --weights and --backbone.")
     if options.weights is not None and not Path(options.weights).is_file():
@@ -87,37 +37,71 @@ def _require_free(out: Path, options: argparse.Namespace) -> None:
     if out.exists() and not options.force:
         raise ConfigurationError(f"{out} exists. Give another file with --out, or --force to overwrite it.")
     require_writable(out.parent, "--out")
-    for given in (options.data, options.weights or "", options.group_file or ""):
-        try:
-            str(given).encode()
-        except UnicodeEncodeError as error:
-            raise ConfigurationError(
-                f"{printable(str(given))} is not UTF-8, so that no configuration can name it; rename it."
-            ) from error
+    # These import torch.
+    from dp_lightning.commands.starting_configuration import BACKBONE, FEW_IMAGES, Model, configuration
+    from dp_lightning.datamodules import ImageFolder, NpzImages
+    from dp_lightning.datamodules.survey import Survey
+
+    class_path, settings = _data(options)
+    began = time.monotonic()
+    survey = Survey.of(ImageFolder(**settings) if class_path == "ImageFolder" else NpzImages(**settings))
+    seconds = time.monotonic() - began
+    if len(survey.class_names) < 2:
+        raise DataError(
+            f"{options.data} has images of one class, {survey.class_names[0]}; a classifier tells at least 2 classes "
+            "apart."
+        )
+    few = len(survey.readable) < FEW_IMAGES
+    if options.from_scratch or not (few or options.backbone or options.weights):
+        model = Model.from_scratch(len(survey.readable))
+    else:
+        model = Model.on_features(options.backbone or BACKBONE, options.weights)
+    name, budget = shlex.quote(str(out)), {"epsilon": options.epsilon, "delta": options.delta}
+    text, start = configuration(survey, (class_path, settings), model, name=name, **budget)
+    with replacing(out) as file:
+        file.write(text.encode())
+    for part in (_found(survey, seconds), _chosen(survey, model, start, out), _next(survey, model, name)):
+        print("\n".join(part), end="\n\n")
+    print(
+        "All numbers above are computed from the private images and are for their owner. N, the names of the\n"
+        "classes and the settings in the file become public with what is released of the run."
+    )
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="dpl init", description=__doc__, allow_abbrev=False)
+    add = parser.add_argument
+    add("data", type=Path, metavar="DATA", help="a folder with train/<class>/<images>, or an .npz file")
+    add("--out", type=Path, metavar="FILE", help="the configuration (default: the name of DATA with .yaml, here)")
+    add("--force", action="store_true", help="overwrite it")
+    add("--epsilon", type=float, default=3.0, help="the privacy budget (default: 3)")
+    add("--delta", type=float, help="default: the largest power of ten for which N delta is at most 0.1")
+    add("--from-scratch", "--from_scratch", action="store_true", help="use no pretrained network")
+    add("--backbone", metavar="NAME", help="the pretrained network, by its name in timm's registry, or scattering")
+    add("--weights", metavar="FILE", help="its weights (default: the first run downloads those of timm)")
+    persons = "a .csv file that says which person each image belongs to"
+    add("--group-file", "--group_file", type=Path, metavar="FILE", help=persons)
+    add("--group-column", "--group_column", metavar="NAME", help="its column with the person ids")
+    add("--file-column", "--file_column", metavar="NAME", default="file", help="its column with the images (file)")
+    return parser
 
 
 def _data(options: argparse.Namespace) -> tuple[str, dict[str, Any]]:
     """The data module and those of its settings that say where the images are and whose they are."""
-    from dp_lightning.datamodules.folder import require_target
-
-    path: Path = options.data
-    require_target(path)
-    if not path.exists():
-        raise DataError(f"{printable(str(path))} does not exist; give a folder of images, or an .npz or .csv file.")
-    if path.suffix.lower() == ".npz":
-        return "NpzImages", {"path": str(path)}
-    table, root = options.group_file, path
-    if path.suffix.lower() == ".csv":
-        if table is not None:
-            raise ConfigurationError(f"{path} and --group-file {table} are two tables; give the folder and one table.")
-        table, root = path, path.parent
+    root, table = options.data, options.group_file
+    if not root.exists():
+        raise DataError(f"{root} does not exist; give a folder of images, or an .npz file.")
+    if root.suffix.lower() == ".npz":
+        return "NpzImages", {"path": str(root)}
     if not root.is_dir():
-        raise DataError(f"{root} is neither a folder nor an .npz or .csv file.")
+        raise DataError(f"{root} is neither a folder nor an .npz file.")
     _require_train(root, options.given)
     settings: dict[str, Any] = {"root": str(root)}
     if table is not None:
-        column = options.group_column or _only_other_column(table, options.file_column)
-        settings |= {"group_file": str(table), "group_column": column, "file_column": options.file_column}
+        if options.group_column is None:
+            raise ConfigurationError(f"--group-file {table}: name its column with the person ids by --group-column.")
+        columns = {"group_column": options.group_column, "file_column": options.file_column}
+        settings |= {"group_file": str(table), **columns}
     elif _has_folders_of_persons(root / "train"):
         settings["group_folders"] = True
     return "ImageFolder", settings
@@ -125,92 +109,117 @@ def _data(options: argparse.Namespace) -> tuple[str, dict[str, Any]]:
 
 def _require_train(root: Path, given: list[str]) -> None:
     """Say how to make the layout of ImageFolder from a folder of classes without copying an image."""
-    from dp_lightning.datamodules.folder import class_names, image_files, require_target
-
     if (root / "train").is_dir():
         return
-    require_target(root / "train")
-    if not any(root.iterdir()):
-        raise DataError(
-            f"{printable(str(root))} is empty. Put the images into {root}/train/<class>/, and those for the test into "
-            f"{root}/test/<class>/."
-        )
-    if not any(image_files(root / name, Counter()) for name in class_names(root)):
-        raise DataError(
-            f"{root / 'train'} is missing. Put the images into {root}/train/<class>/, and those for the test into "
-            f"{root}/test/<class>/."
-        )
-    new = f"{root.resolve().name}_run"
-    again = shlex.join(["dpl", "init", *(new if Path(argument) == root else argument for argument in given)])
-    raise DataError(
-        f"{printable(str(root))} has class folders but no folder train. Either sort the images into "
-        "train/<class>/ and test/<class>/, or leave them where they are and hold out a tenth for validation:\n"
-        f"  mkdir {shlex.quote(new)} && ln -s {shlex.quote(str(root.resolve()))} {shlex.quote(new + '/train')} && "
-        + again
-    )
+    told = f"{root / 'train'} is missing. Put the images into {root}/train/<class>/, and those for the test into "
+    told += f"{root}/test/<class>/."
+    if any(_is_image(path) for folder in _folders(root) for path in folder.iterdir()):
+        new = f"{root.resolve().name}_run"
+        again = shlex.join(["dpl", "init", *(new if Path(each) == root else each for each in given)])
+        link = f"ln -s {shlex.quote(str(root.resolve()))} {shlex.quote(f'{new}/train')}"
+        told += " Or leave them where they are and hold out a tenth for validation:\n"
+        told += f"  mkdir {shlex.quote(new)} && {link} && {again}"
+    raise DataError(told)
+
+
+def _folders(folder: Path) -> list[Path]:
+    return [path for path in folder.iterdir() if path.is_dir() and not path.name.startswith(".")]
+
+
+def _is_image(path: Path) -> bool:
+    kind, _ = mimetypes.guess_type(path.name, strict=False)
+    return kind is not None and kind.startswith("image/")
 
 
 def _has_folders_of_persons(train: Path) -> bool:
     """Whether the images are in folders inside the class folders, and none beside them."""
-    from dp_lightning.datamodules.folder import class_names, image_files
-
-    classes = [train / name for name in class_names(train)]
-    if any(image_files(folder, Counter()) for folder in classes):
-        return False
-    with_folders = (entry.path for folder in classes for entry in os.scandir(folder) if entry.is_dir())
-    return any(image_files(Path(folder), Counter()) for folder in with_folders)
+    classes = _folders(train)
+    inside = (path for name in classes for person in _folders(name) for path in person.iterdir())
+    return not any(_is_image(path) for name in classes for path in name.iterdir()) and any(map(_is_image, inside))
 
 
-def _only_other_column(table: Path, file_column: str) -> str:
-    try:
-        with table.open(newline="", encoding="utf-8-sig") as file:
-            names = next(csv.reader(file), [])
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise DataError(f"{table} cannot be read as a table ({error}).") from error
-    others = [name for name in names if name != file_column]
-    if file_column not in names:
-        raise ConfigurationError(f"{table} has no column {file_column!r}: name the images by --file-column.")
-    if len(others) != 1:
-        raise ConfigurationError(
-            f"Which column of {table} has the person ids? Set --group-column to one of {', '.join(others) or '(none)'}."
+def _found(survey: "Survey", seconds: float) -> Iterator[str]:
+    """What is in the data."""
+    from dp_lightning.datamodules.survey import spread
+
+    total = sum(map(len, survey.looks.values()))
+    yield f"Read {total:,} images in {seconds:.1f} s ({total / max(seconds, 0.001):,.0f} per second)."
+    counts = {split: survey.counts(split) for split in survey.looks}
+    rows = [("class", *survey.looks)]
+    rows += [(name, *map(str, each)) for name, *each in zip(survey.class_names, *counts.values(), strict=True)][:_SHOWN]
+    if len(survey.class_names) > _SHOWN:
+        rows.append((f"smallest of all {len(survey.class_names)}", *(str(min(each)) for each in counts.values())))
+    rows.append(("all", *(str(sum(each)) for each in counts.values())))
+    width = max(len(name) for name, *_ in rows)
+    yield ""
+    yield from (f"{name:{width}}" + "".join(f"{each:>10}" for each in others) for name, *others in rows)
+    yield ""
+    yield f"width   {spread([look.width for look in survey.readable])} pixels"
+    yield f"height  {spread([look.height for look in survey.readable])} pixels"
+    yield "kinds   " + ", ".join(f"{count:,} in {kind}" for kind, count in survey.kinds.items())
+    if (persons := survey.images_of_persons) is not None:
+        yield f"persons {len(persons):,}, with {spread(list(persons.values()))} images each"
+    files, labels = survey.files, survey.labels["train"]
+    # Those of different classes before others.
+    pairs = sorted(survey.repeats, key=lambda pair: labels[pair[0]] == labels[pair[1]])
+    differ = sum(labels[first] != labels[second] for first, second in pairs)
+    if pairs:
+        among = f", {differ:,} of them in another class" if differ else ""
+        yield f"repeats in the training set: {len(pairs):,}{among}; each counts as an example of its own"
+        yield from (f"  {files['train'][one]} = {files['train'][other]}" for one, other in pairs[:_NAMED] if files)
+    if shared := survey.shared:
+        yield f"evaluation images that are also in the training set: {len(shared):,}"
+        yield from (f"  {files[split][place]}" for split, place in shared[:_NAMED] if files)
+    if survey.bad:
+        yield f"files that cannot be read: {len(survey.bad):,}"
+        yield from (f"  {path}: {why}" for path, why in survey.bad)
+
+
+def _chosen(survey: "Survey", model: "Model", start: "Start", out: Path) -> Iterator[str]:
+    """What was written, and what to expect of it."""
+    from dp_lightning.commands.starting_configuration import MOST_PUBLISHED
+
+    plan, what = start.plan, "one layer on features of a pretrained network"
+    if not model.is_pretrained:
+        what = "one layer on scattering coefficients" if model.scatters else "a network from scratch"
+    yield f"Wrote {out}: {what}."
+    yield (
+        f"  epsilon {plan.target_epsilon:g}, delta {plan.delta:g}, N {plan.num_train:,}, "
+        f"B {plan.expected_batch_size:,}, {plan.num_steps:,} steps, sigma {plan.noise_multiplier:.2f}"
+    )
+    yield (
+        f"  {start.num_parameters:,} parameters: the noise of a step is {start.noise_norm:,.2f} times as long as a "
+        "gradient may be"
+    )
+    if (published := plan.num_train * plan.delta) > MOST_PUBLISHED * (1 + 1e-9):
+        yield (
+            f"  N delta is {published:.2g}: the guarantee allows a method that publishes so many persons or images\n"
+            f"  whole. Choose a delta of at most {MOST_PUBLISHED / plan.num_train:.1g}, so that N delta is at most "
+            f"{MOST_PUBLISHED:g}."
         )
-    return others[0]
+    if start.noise_norm > _HOPELESS:
+        yield "  So much noise probably leaves nothing to learn: the run would spend its epsilon for a guess."
+        yield "  Collect more images, or raise --epsilon."
+    elif model.backbone is None and start.noise_norm > 1:
+        yield "  That is more noise than signal, so expect little. With features there are fewer parameters: leave out"
+        yield "  --from-scratch, or give --backbone, such as scattering, which needs no weights."
+    if survey.persons is not None:
+        yield "  It protects persons: each folder inside a class folder, or each id, is one. If they are not persons,"
+        yield "  move the images out of these folders, or give no table, and run it again."
 
 
-def _model(options: argparse.Namespace, num_images: int) -> "Features | Network":
-    from dp_lightning.commands.starting_model import BACKBONE, Features, Network
-    from dp_lightning.commands.starting_point import FEW_IMAGES
-
-    named = options.backbone or options.weights
-    if options.from_scratch or (num_images >= FEW_IMAGES and not named):
-        return Network.for_images(num_images)
-    return Features(options.backbone or BACKBONE, options.weights)
-
-
-def _built(kind: str, settings: dict[str, Any]) -> "ImageDataModule":
-    from dp_lightning.datamodules import ImageFolder, NpzImages
-
-    return ImageFolder(**settings) if kind == "ImageFolder" else NpzImages(**settings)
-
-
-@contextmanager
-def _told_in_plain_lines() -> "Iterator[None]":
-    """Print the warnings of the data module without the place in the code."""
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
-        yield
-    for text in dict.fromkeys(str(warning.message) for warning in told if warning.category is UserWarning):
-        print(printable(text))
-
-
-def _written(survey: "Survey", out: Path) -> Path | None:
-    """The file with all bad files, a tab before the reason, if they are too many for the screen."""
-    path = out.with_name(f"{out.stem}.bad_files.txt")
-    path.unlink(missing_ok=True)  # of an earlier survey
-    if len(survey.bad) <= _NAMED:
-        return None
-    # A name with a line break is not one line.
-    lines = [f"{printable(name) if name.splitlines() != [name] else name}\t{why}\n" for name, why in survey.bad]
-    with replacing(path) as file:
-        file.write("".join(lines).encode(errors="surrogateescape"))
-    return path
+def _next(survey: "Survey", model: "Model", name: str) -> Iterator[str]:
+    """What to do before the first run."""
+    steps = []
+    if survey.bad:
+        steps.append("Replace or remove the files that cannot be read.")
+    if survey.repeats or survey.shared:
+        steps.append("Look at the images that are there twice, and remove those that are there by mistake.")
+    if model.is_pretrained and model.weights is None:
+        steps.append(
+            "The first run downloads the weights. Without a network, give their file (dpl init ... --weights FILE),\n"
+            "     or use features that need none (--backbone scattering)."
+        )
+    steps.append(f"Read the file, then train: dpl fit --config {name}")
+    yield "Next:"
+    yield from (f"  {number}. {step}" for number, step in enumerate(steps, 1))

@@ -17,7 +17,7 @@ import yaml
 
 from dp_lightning.commands.near_names import did_you_mean
 from dp_lightning.errors import ConfigurationError
-from dp_lightning.foreign_text import LARGEST_YAML, RepeatedKey, load_yaml, printable, read_text
+from dp_lightning.foreign_text import RepeatedKey, load_yaml, printable
 
 FILE = Path(__file__).with_name("known_settings.json")
 # Settings of every group that names a class, beside those of the class.
@@ -206,7 +206,7 @@ def content_of(file: str) -> dict[Any, Any] | None:
         with suppress(yaml.YAMLError):
             return _loaded(file)
     try:
-        text = read_text(Path(file), most=LARGEST_YAML)
+        text = Path(file).read_text(encoding="utf-8")
     except (OSError, ValueError):
         return None
     try:

@@ -1,12 +1,10 @@
 """The parser of the training commands: no abbreviations, and one line for a setting that does not parse."""
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, NoReturn
 
-from jsonargparse import Namespace, get_loader, set_loader
+from jsonargparse import get_loader, set_loader
 from lightning.pytorch import callbacks, loggers
 from lightning.pytorch.cli import LightningArgumentParser
 from torch import optim
@@ -15,7 +13,7 @@ from yaml import YAMLError
 from dp_lightning import datamodules, lightning_modules, postprocess
 from dp_lightning.commands.parser_messages import one_line
 from dp_lightning.errors import ConfigurationError
-from dp_lightning.foreign_text import LARGEST_YAML, load_yaml, read_text
+from dp_lightning.foreign_text import load_yaml
 from dp_lightning.lightning_internals import flags_of
 from dp_lightning.lightning_modules import schedules
 
@@ -41,16 +39,6 @@ class StrictParser(LightningArgumentParser):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **{**kwargs, "allow_abbrev": False})
-
-    def parse_path(self, path: str | os.PathLike[str], *args: Any, **kwargs: Any) -> Namespace:
-        """Read a configuration.
-
-        Raises:
-            DataError: for a file that is too large or not text.
-        """
-        if Path(path).is_file():  # not a pipe, which can be read only once
-            read_text(Path(path), most=LARGEST_YAML)
-        return super().parse_path(path, *args, **kwargs)
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         """Raise the message instead of printing the usage of some hundred settings."""

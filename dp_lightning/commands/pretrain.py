@@ -15,11 +15,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from dp_lightning.atomic_files import replacing, require_writable
+from dp_lightning.atomic_files import replacing, require_writable, why_not_own
 from dp_lightning.commands.known_settings import require_known
 from dp_lightning.commands.named_configs import with_paths
 from dp_lightning.errors import ConfigurationError, DataError
-from dp_lightning.own_files import why_not_own
 
 if TYPE_CHECKING:
     import torch

@@ -1,13 +1,15 @@
 """What a run costs, before it starts: epsilon, noise, steps, and an estimate of its time on this machine."""
 
 import json
-import math
+import time
 from collections.abc import Mapping
+from itertools import pairwise
 from typing import Any
 
+import torch
+
 from dp_lightning.commands.composition import prepare_to_train
-from dp_lightning.commands.timing import seconds_per_example
-from dp_lightning.errors import DpLightningError
+from dp_lightning.commands.synthetic_fit import fit_on_synthetic_images
 from dp_lightning.privacy.plan import PrivacyPlan, RunShape
 from dp_lightning.private_run.settings import PrivacySettings
 
@@ -16,15 +18,20 @@ _NUMBERS = {
     "privacy": ("expected_batch_size", "target_epsilon", "noise_multiplier", "reproducible"),
     "trainer": ("max_epochs", "max_steps"),
 }
-# On which of ``privacy`` the time of an example depends.
+# The settings under ``privacy`` on which the time of an example depends.
 _TIMED = ("augmult", "clipping", "disk", "examples", "images_per_group", "max_physical_batch_size")
+# Images of the first steps that are timed, or fewer if the run's physical batches are smaller.
+_IMAGES = 16
+# Seconds of a step at which it is long enough: in shorter ones Python takes most of the time.
+_LONG_ENOUGH = 0.5
+_STEPS = 3
 
 
 class Pricing:
     """Prices runs; what they have in common is built and timed once."""
 
     def __init__(self) -> None:
-        self._known: dict[str, tuple[int, float | None] | DpLightningError] = {}
+        self._num_train: dict[str, int] = {}
         self._seconds_per_example: dict[str, float | None] = {}
 
     def __call__(self, settings: Mapping[str, Any]) -> tuple[PrivacyPlan, float | None]:
@@ -35,41 +42,19 @@ class Pricing:
         Raises:
             DpLightningError: as ``dpl fit`` would, for wrong settings or data.
         """
-        key = _key(_without_numbers(settings))
-        if key not in self._known:
-            self._known[key] = self._look_at(settings)
-        known = self._known[key]
-        if isinstance(known, DpLightningError):
-            raise known
-        num_train, per_example = known
-        plan = plan_of(settings["privacy"], settings["trainer"], num_train=num_train)
-        return plan, None if per_example is None else per_example * plan.num_steps * plan.expected_batch_size
-
-    def _look_at(self, settings: Mapping[str, Any]) -> tuple[int, float | None] | DpLightningError:
-        """N and the seconds per example, or the error with which ``dpl fit`` would refuse the run."""
-        try:
-            _, num_train = prepare_to_train(settings)
-        except DpLightningError as error:
-            return error
-        shared = {name: settings["privacy"].get(name) for name in _TIMED}
-        shared |= {name: settings.get(name) for name in ("model", "data", "postprocess")}
-        key = _key({**shared, "precision": settings["trainer"].get("precision")})
-        if key not in self._seconds_per_example:
+        built = {name: value for name, value in settings.items() if name != "seed_everything"}
+        for group, names in _NUMBERS.items():
+            built[group] = {name: value for name, value in settings[group].items() if name not in names}
+        if (key := _key(built)) not in self._num_train:
+            _, self._num_train[key] = prepare_to_train(settings)
+        plan = plan_of(settings["privacy"], settings["trainer"], num_train=self._num_train[key])
+        timed = {name: settings["privacy"].get(name) for name in _TIMED}
+        timed |= {name: settings.get(name) for name in ("model", "data", "postprocess")}
+        timed["precision"] = settings["trainer"].get("precision")
+        if (key := _key(timed)) not in self._seconds_per_example:
             self._seconds_per_example[key] = seconds_per_example(settings)
-        return num_train, self._seconds_per_example[key]
-
-
-def _without_numbers(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings that decide whether a run is refused."""
-    rest = {key: value for key, value in settings.items() if key != "seed_everything"}
-    for group, names in _NUMBERS.items():
-        rest[group] = {name: value for name, value in settings[group].items() if name not in names}
-    optimizer = rest.get("optimizer") or {}
-    rate = (optimizer.get("init_args") or {}).get("lr")
-    # Those of PyTorch refuse negative rates alone.
-    if str(optimizer.get("class_path")).startswith("torch.optim.") and isinstance(rate, float) and 0 < rate < math.inf:
-        rest["optimizer"] = {**optimizer, "init_args": {**optimizer["init_args"], "lr": 1.0}}
-    return rest
+        seconds = self._seconds_per_example[key]
+        return plan, None if seconds is None else seconds * plan.num_steps * plan.expected_batch_size
 
 
 def _key(settings: Mapping[str, Any]) -> str:
@@ -106,3 +91,45 @@ def length_of(trainer: Mapping[str, Any]) -> dict[str, Any]:
         "max_steps": trainer["max_steps"],
         "limit_train_batches": 1.0 if limit is None else limit,
     }
+
+
+def seconds_per_example(settings: Mapping[str, Any]) -> float | None:
+    """Seconds of a private step for each of its examples: those of a full physical batch, or of fewer in a long step.
+
+    The whole step counts, on one device: reading examples, clipped gradients, journal, noise, post-processing and the
+    optimizer. Image files, evaluations and checkpoints come on top.
+
+    Args:
+        settings: a whole configuration.
+
+    Returns:
+        None if the module cannot take synthetic images.
+    """
+    privacy, views = settings["privacy"], settings["privacy"]["augmult"]
+    # A person is timed as so many examples: synthetic images belong to nobody.
+    plain = {**privacy, "unit_of_privacy": "example", "images_per_group": None}
+    one_device = {**settings["trainer"], "devices": 1, "num_nodes": 1, "strategy": "auto"}
+    timed = {**settings, "privacy": plain, "trainer": one_device}
+    most = max(privacy["max_physical_batch_size"] // views, 1)
+    examples = min(max(_IMAGES // views, 1), most)
+    try:
+        while (seconds := _seconds_of_step(timed, examples)) < _LONG_ENOUGH and examples < most:
+            examples = min(4 * examples, most)
+    except Exception:  # the user's own code may raise anything on synthetic images
+        return None
+    return seconds / examples * (privacy.get("images_per_group") or 1)
+
+
+def _seconds_of_step(settings: Mapping[str, Any], examples: int) -> float:
+    """Seconds of the fastest step after the first one."""
+    moments: list[float] = []
+    fit_on_synthetic_images(
+        settings,
+        lambda module, own: lambda batch: own(batch[0]),
+        lambda generator: (torch.arange(examples),),
+        lambda step, sums: moments.append(time.perf_counter()),
+        examples=examples,
+        steps=_STEPS,
+        noise_multiplier=1.0,
+    )
+    return min(after - before for before, after in pairwise(moments))

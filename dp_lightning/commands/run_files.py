@@ -12,7 +12,7 @@ import yaml
 from dp_lightning.errors import ConfigurationError, DataError
 from dp_lightning.experiments.event_files import Curve, curves_in
 from dp_lightning.experiments.runs import read_facts, result_in
-from dp_lightning.foreign_text import LARGEST_JSON, LARGEST_YAML, load_yaml, read_json, read_text
+from dp_lightning.foreign_text import load_yaml, read_json, read_text
 from dp_lightning.privacy.accounting import Ledger, check_accountant, compose
 from dp_lightning.privacy.journal import Step, journal_name, journals_in, read_journal, run_of, spent_in, up_to
 from dp_lightning.privacy.ranges import check_delta
@@ -90,7 +90,7 @@ class RunFiles:
         if facts is None and not journals_in(folder):
             raise _no_run(folder)
         statement = None if facts is None else PrivacyStatement.from_dict(facts)
-        config_text = _text(folder / CONFIG, LARGEST_YAML)
+        config_text = _text(folder / CONFIG)
         config = _mapping(folder / CONFIG, config_text)
         result = result_in(folder)
         try:
@@ -102,7 +102,7 @@ class RunFiles:
             result=result,
             statement=statement,
             facts=facts or {},
-            statement_text=_text((folder / STATEMENT).with_suffix(".md"), LARGEST_JSON),
+            statement_text=_text((folder / STATEMENT).with_suffix(".md")),
             snr=_snr(folder / SNR),
             curves=_curves(folder, result or {}),
             config=config,
@@ -127,9 +127,9 @@ def _no_run(folder: Path) -> DataError:
     return DataError(f"{folder} is not the folder of a private run: it has no {STATEMENT} and no journal.{hint}")
 
 
-def _text(path: Path, most: int) -> str | None:
+def _text(path: Path) -> str | None:
     try:
-        return read_text(path, most=most)
+        return read_text(path)
     except OSError:
         return None
 

@@ -8,6 +8,7 @@ kept.
 
 import contextlib
 import io
+import itertools
 import logging
 import secrets
 import warnings
@@ -17,6 +18,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.callbacks import LambdaCallback
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 from torch.optim import Optimizer
@@ -38,50 +40,31 @@ NewLoss = Callable[[pl.LightningModule, Callable[[Any], Any]], Callable[[Any], T
 """Takes the module and its own loss of a batch, and returns the loss to use instead."""
 
 
-class SyntheticImages(Dataset[tuple[Any, ...]]):
+class _SyntheticImages(Dataset[tuple[Any, ...]]):
     """Random images and labels, each followed by the tensors of its row in ``columns``.
 
     Args:
-        dtype: dtype of the images: uint8 if that is what the data module yields.
-        shape: shape of one image.
+        key: seed of everything in the data set; all ranks share it.
+        dtype, shape: dtype and shape of an image.
         num_classes: number of classes of the labels.
+        columns: draws the columns.
     """
 
-    def __init__(self, dtype: torch.dtype, shape: tuple[int, ...], num_classes: int) -> None:
-        self.dtype, self.shape, self.num_classes = dtype, shape, num_classes
-        self.key = 0
-        self.columns: tuple[Tensor, ...] = ()
-
-    def fill(self, key: int, columns: Callable[[torch.Generator], tuple[Tensor, ...]]) -> None:
-        """Draw the columns; the content depends only on ``key``, which all ranks share."""
-        self.key, self.columns = key, columns(torch.Generator().manual_seed(key))
+    def __init__(self, key: int, dtype: torch.dtype, shape: tuple[int, ...], num_classes: int, columns: Columns):
+        self._key, self._dtype, self._shape, self._num_classes = key, dtype, shape, num_classes
+        self._columns = columns(torch.Generator().manual_seed(key))
 
     def __len__(self) -> int:
-        return len(self.columns[0])
+        return len(self._columns[0])
 
     def __getitem__(self, index: int) -> tuple[Any, ...]:
-        generator = torch.Generator().manual_seed(self.key + 1 + index)
-        if self.dtype == torch.uint8:
-            image = torch.randint(256, self.shape, dtype=torch.uint8, generator=generator)
+        generator = torch.Generator().manual_seed(self._key + 1 + index)
+        if self._dtype == torch.uint8:
+            image = torch.randint(256, self._shape, dtype=torch.uint8, generator=generator)
         else:
-            image = torch.randn(self.shape, generator=generator)
-        label = int(torch.randint(self.num_classes, (), generator=generator))
-        return (image, label), *(column[index] for column in self.columns)
-
-
-class _Look(pl.Callback):
-    """Passes on what each step releases."""
-
-    def __init__(self, batch_size: int, releases: Releases) -> None:
-        self._batch_size, self._releases, self._step = batch_size, releases, 0
-
-    def on_before_optimizer_step(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
-    ) -> None:
-        trained = {name: p.grad for name, p in pl_module.named_parameters() if p.requires_grad}
-        sums = {name: g.detach().cpu() * self._batch_size for name, g in trained.items() if g is not None}
-        self._releases(self._step, sums)
-        self._step += 1
+            image = torch.randn(self._shape, generator=generator)
+        label = int(torch.randint(self._num_classes, (), generator=generator))
+        return (image, label), *(column[index] for column in self._columns)
 
 
 def fit_on_synthetic_images(
@@ -133,10 +116,17 @@ def fit_on_synthetic_images(
         changed.pop("lr_scheduler", None)  # it may monitor a metric of the validation, which is left out
         cli = prepare(changed)
         cli.privacy.num_train = None
-        _replace_data_and_loss(cli, loss, columns)
+        shape = _replace_data_and_loss(cli, loss, columns)
         callbacks: list[pl.Callback] = cli.trainer.callbacks  # type: ignore[attr-defined]
         place = next(k for k, callback in enumerate(callbacks) if isinstance(callback, PostProcessCallback))
-        callbacks.insert(place, _Look(examples, releases))
+        numbers = itertools.count()
+
+        def look(trainer: pl.Trainer, module: pl.LightningModule, optimizer: Optimizer) -> None:
+            gradients = {name: p.grad for name, p in module.named_parameters() if p.requires_grad}
+            sums = {name: g.detach().cpu() * examples for name, g in gradients.items() if g is not None}
+            releases(next(numbers), sums)
+
+        callbacks.insert(place, LambdaCallback(on_before_optimizer_step=look))
         notes = logging.getLogger("lightning.pytorch.utilities.rank_zero")
         level = notes.level
         try:
@@ -145,7 +135,6 @@ def fit_on_synthetic_images(
         except DpLightningError:
             raise
         except (RuntimeError, TypeError, ValueError, KeyError, IndexError, AttributeError) as error:
-            shape = cli.datamodule.synthetic.shape  # type: ignore[union-attr]
             raise ConfigurationError(
                 f"The model fails on synthetic examples, images of shape {shape} with a label: "
                 f"{type(error).__name__}: {error}. Synthetic examples need a data module of images and labels."
@@ -154,21 +143,19 @@ def fit_on_synthetic_images(
             notes.setLevel(level)
 
 
-def _replace_data_and_loss(cli: TrainingCLI, loss: NewLoss, columns: Columns) -> None:
-    """Replace the data and the loss with synthetic ones; no data is read."""
+def _replace_data_and_loss(cli: TrainingCLI, loss: NewLoss, columns: Columns) -> tuple[int, ...]:
+    """Replace the data and the loss with synthetic ones, and return the shape of an image; no data is read."""
     module, data = cli.model, cli.datamodule
     assert isinstance(data, pl.LightningDataModule)
     known: Any = data
     dtype = torch.uint8 if isinstance(data, ImageDataModule) else torch.float32
     shape = (known.in_channels,) if known.image_size == 1 else (known.in_channels, *[known.image_size] * 2)
-    synthetic = SyntheticImages(dtype, shape, known.num_classes)
 
     def train_dataloader() -> DataLoader[Any]:
         key = data.trainer.strategy.broadcast(secrets.randbits(62))  # type: ignore[union-attr]
-        synthetic.fill(key, columns)
-        return DataLoader(synthetic, batch_size=1)
+        return DataLoader(_SyntheticImages(key, dtype, shape, known.num_classes, columns), batch_size=1)
 
-    vars(data).update(synthetic=synthetic, train_dataloader=train_dataloader)
+    vars(data)["train_dataloader"] = train_dataloader
     vars(data).update(prepare_data=lambda: None, setup=lambda stage=None: None)
     for owner in (module, data):
         for name in ("on_before_batch_transfer", "on_after_batch_transfer"):
@@ -186,6 +173,7 @@ def _replace_data_and_loss(cli: TrainingCLI, loss: NewLoss, columns: Columns) ->
         return changed(batch)
 
     vars(module)["training_step"] = training_step
+    return shape
 
 
 def _of_first(hook: Callable[[Any, int], Any]) -> Callable[[Any, int], Any]:

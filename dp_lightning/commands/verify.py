@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from dp_lightning.errors import DataError, DpLightningError
-from dp_lightning.foreign_text import LARGEST_JSON, read_json, read_text
+from dp_lightning.foreign_text import read_json, read_text
 from dp_lightning.privacy.exported import statement_of
 from dp_lightning.privacy.journal import Steps, journal_name, read_journal, spent_in, up_to
 from dp_lightning.privacy.statement import PrivacyStatement
@@ -277,7 +277,7 @@ def _differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
 
 def _text_of(path: Path) -> str | None:
     try:
-        return read_text(path, most=LARGEST_JSON)
+        return read_text(path)
     except (OSError, DataError):
         return None
 

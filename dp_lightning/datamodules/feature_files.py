@@ -16,9 +16,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from dp_lightning.atomic_files import replacing, require_writable
+from dp_lightning.atomic_files import replacing, require_writable, why_not_own
 from dp_lightning.errors import DataError
-from dp_lightning.own_files import why_not_own
 from dp_lightning.processors import all_finite
 
 # What a file holds, and where its metadata has the digest.

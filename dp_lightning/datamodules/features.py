@@ -30,7 +30,6 @@ from dp_lightning.datamodules import feature_files, forked
 from dp_lightning.datamodules.base import ImageDataModule, Split, require_whole
 from dp_lightning.datamodules.dataset import ImageDataset
 from dp_lightning.errors import DataError, DpLightningError
-from dp_lightning.foreign_text import read_text
 from dp_lightning.models.feature_network import FeatureNetwork, has_weights
 from dp_lightning.models.pretrained import without_weights
 from dp_lightning.privacy.person_ids import Group
@@ -263,7 +262,7 @@ class CachedFeatures(lightning.LightningDataModule):
                 file.write(json.dumps({"images": found}).encode())
             return
         feature_files.require_own(path)
-        if read_text(path, most=1000) != json.dumps({"images": found}):
+        if path.read_text() != json.dumps({"images": found}):
             raise DataError(
                 f"{self.folder} holds features of other images: the {split} images have changed. Remove the folder, or "
                 "set data.init_args.cache to another one."

@@ -16,10 +16,8 @@ from dp_lightning.datamodules.base import ImageDataModule, Split, checked_labels
 from dp_lightning.datamodules.file_source import FileSource
 from dp_lightning.datamodules.folder import image_files
 from dp_lightning.errors import DataError
-from dp_lightning.foreign_text import read_text
 
 # Most bytes of a list; that of the validation images has 262,000.
-_LARGEST_LIST = 2**24
 
 
 class TinyImageNet(ImageDataModule):
@@ -99,7 +97,7 @@ class TinyImageNet(ImageDataModule):
     def _lines(self, path: Path) -> list[str]:
         if not path.is_file():
             raise self._missing(path)
-        return [line for line in read_text(path, most=_LARGEST_LIST).splitlines() if line.strip()]
+        return [line for line in path.read_text().splitlines() if line.strip()]
 
     def _missing(self, path: Path) -> DataError:
         return DataError(

@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from dp_lightning.atomic_files import require_regular
 from dp_lightning.errors import DataError
 
 
@@ -43,7 +42,6 @@ def _scalars(path: Path) -> Iterator[tuple[str, int, float]]:
     from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
     from tensorboard.util import tensor_util
 
-    require_regular(path)
     try:
         for event in EventFileLoader(str(path)).Load():
             for value in event.summary.value:

@@ -24,7 +24,7 @@ from typing import Any
 import yaml
 
 from dp_lightning.errors import ConfigurationError
-from dp_lightning.foreign_text import LARGEST_YAML, RepeatedKey, load_yaml, read_text
+from dp_lightning.foreign_text import RepeatedKey, load_yaml, read_text
 
 _KEYS = {"title", "base", "settings", "axes", "tuned", "report"}
 _REPORT = {"rows", "columns", "published", "figures"}
@@ -93,7 +93,7 @@ class Grid:
             ConfigurationError: naming the file, the key and the fix.
         """
         try:
-            content = load_yaml(read_text(path, most=LARGEST_YAML), yaml.safe_load)
+            content = load_yaml(read_text(path), yaml.safe_load)
         except OSError as error:
             raise ConfigurationError(f"{path} cannot be read: {error.strerror}.") from error
         except RepeatedKey as error:

@@ -101,6 +101,16 @@ def compose_all(runs: Sequence[Run], *, delta: float) -> dict[str, float | None]
     }
 
 
+def best_guess(epsilon: float, delta: float) -> float:
+    """The largest probability with which anybody can tell whether one example was in the training set.
+
+    For an example that is in it with probability 1/2, and somebody who knows all others: (e^epsilon + delta) /
+    (1 + e^epsilon), since the two error rates a, b of a test satisfy a + e^epsilon b >= 1 - delta and the same
+    with a and b exchanged (Kairouz, Oh and Viswanath 2015).
+    """
+    return 1.0 - (1.0 - delta) * math.exp(-epsilon) / (1.0 + math.exp(-epsilon))
+
+
 def pld_installed() -> bool:
     """Whether the optional PLD accountant can be used."""
     return importlib.util.find_spec("dp_accounting") is not None

@@ -24,7 +24,6 @@ from dp_lightning.privacy.phases import Phases
 from dp_lightning.privacy.randomness import TrainingRandomness
 from dp_lightning.privacy.reading import ExampleBatch, unflatten
 from dp_lightning.processors import sent
-from dp_lightning.refusing import refuse_every_use
 
 Loss = Callable[[Any], Tensor]
 """From a batch of one example to its loss, a scalar."""
@@ -162,10 +161,9 @@ class Placeholder:
             "data set return a tensor, or set privacy.examples: one_by_one."
         )
 
-    __getattr__ = __str__ = __repr__ = _refuse
-
-
-refuse_every_use(Placeholder, Placeholder._refuse)
+    # Python refuses other operators by itself.
+    __getattr__ = __str__ = __repr__ = __format__ = __bool__ = __hash__ = _refuse
+    __eq__ = __ne__ = __iter__ = __len__ = __getitem__ = __contains__ = __int__ = __float__ = __array__ = _refuse
 
 
 def _scalar(loss: Any) -> Tensor:

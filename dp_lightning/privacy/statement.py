@@ -18,7 +18,7 @@ from typing import Any
 
 from dp_lightning.atomic_files import replacing
 from dp_lightning.errors import DataError, DpLightningError
-from dp_lightning.privacy.accounting import Ledger, Run
+from dp_lightning.privacy.accounting import Ledger, Run, best_guess
 from dp_lightning.privacy.plan import PrivacyPlan
 
 #: Under which name the metadata of exported weights holds their statement.
@@ -195,7 +195,8 @@ class PrivacyStatement:
         table = "\n".join(f"| {name.replace('_', ' ')} | {_cell(value)} |" for name, value in rows.items())
         outside = "\n".join(f"- {text}" for text in self._not_covered())
         return (
-            f"# Privacy statement\n\nRelease: {self.release}.\n\n## Guarantee\n\n{self._guarantee()}\n\n"
+            f"# Privacy statement\n\nRelease: {self.release}.\n\n## For one person\n\n{self._for_one_person()}\n\n"
+            f"## Guarantee\n\n{self._guarantee()}\n\n"
             f"## Numbers\n\n| | |\n| --- | --- |\n{table}\n\n## What the guarantee does not "
             f"cover\n\n{outside}\n"
         )
@@ -209,6 +210,20 @@ class PrivacyStatement:
             with replacing(path) as file:
                 file.write(text.encode())
         return paths
+
+    def _for_one_person(self) -> str:
+        """The guarantee in words, for the person who decides on a release."""
+        if math.isinf(self._spent):
+            return "Nobody in the training data is protected."
+        percent = math.ceil(1000 * best_guess(self._spent, self.plan.delta)) / 10  # never rounded down
+        who, several = "a person's images were", ""
+        if self.unit_of_privacy != ONE_PERSON:
+            who, several = "one image was", " A person with several images is protected less than that."
+        return (
+            f"Somebody who has the model, and knows all other images, guesses whether {who} among the training data. "
+            f"The guess is right in at most {percent:g} % of cases, where tossing a coin is right in 50 %.{several} "
+            "Validation and test images, logs, and other runs on the same data are not covered (see below)."
+        )
 
     def _guarantee(self) -> str:
         spent = self._spent

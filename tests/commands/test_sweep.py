@@ -17,7 +17,7 @@ from browser import look_at
 
 from dp_lightning.cli import main
 from dp_lightning.commands import sweep
-from dp_lightning.commands.composition import Composer, prepare_to_train
+from dp_lightning.commands.composition import Composer
 from dp_lightning.errors import ConfigurationError
 from dp_lightning.experiments import worker
 from dp_lightning.experiments.grid import Grid
@@ -438,26 +438,6 @@ def test_what_fit_refuses_has_no_price(tmp_path, capsys, override):
     said = capsys.readouterr().out
     assert said.count(f"no price: {override.partition('=')[0]}") == 4
     assert "epsilon 3" not in said
-
-
-@pytest.mark.usefixtures("untimed")
-def test_learning_rates_are_priced_together_but_for_those_that_are_refused(tmp_path, capsys, monkeypatch):
-    looked = []
-
-    def look(settings):
-        looked.append(settings["optimizer"]["init_args"]["lr"])
-        return prepare_to_train(settings)
-
-    monkeypatch.setattr("dp_lightning.commands.pricing.prepare_to_train", look)
-    grid = grid_file(tmp_path, seeds=[42], sizes=[256], methods=["DP-SGD"])
-    content = yaml.safe_load(grid.read_text())
-    content["axes"]["seed"] = {"setting": "optimizer.init_args.lr", "values": [0.5, 1.0, 2.0, -1.0, -2.0]}
-    grid.write_text(yaml.safe_dump(content))
-    main(["sweep", str(grid), "--dry-run"])
-    said = capsys.readouterr().out
-    assert looked == [0.5, -1.0, -2.0]
-    assert said.count("epsilon 3.000") == 3
-    assert re.findall("no price: .*learning rate: (.*)", said) == ["-1.0", "-2.0"]
 
 
 @pytest.mark.usefixtures("untimed")

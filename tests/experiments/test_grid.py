@@ -115,8 +115,7 @@ def test_the_report_shows_the_first_two_axes_but_the_seed(load):
             "report.rows and report.columns are both 'a'",
         ),
         ("axes: {a: {A: {}, B: {}, A: {settings: {s: 1}}}}", "has 'A' twice, in line 1; keep one"),
-        ("axes: {a: &a {A: {}, B: *a}}", "is not YAML: the alias"),
-        ("axes: " + "[" * 100_000, "is not YAML: it is nested deeper"),
+        ("axes: {a: &a {A: {}, B: *a}}", "is not YAML: a value cannot be read"),
         (
             "axes:\n" + "".join(f"  a{i}: {{setting: s{i}, values: {list(range(100))}}}\n" for i in range(9)),
             "axes make 1,000,000,000,000,000,000 runs; at most 10,000",

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import re
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ import pytest
 from dp_lightning.errors import DataError
 from dp_lightning.privacy.accounting import Ledger, epsilon
 from dp_lightning.privacy.plan import PrivacyPlan
-from dp_lightning.privacy.statement import PrivacyStatement
+from dp_lightning.privacy.statement import ONE_PERSON, PrivacyStatement
 
 KEYS = {
     "epsilon",
@@ -166,6 +167,16 @@ def test_markdown_says_what_is_covered_and_what_is_not() -> None:
         "test or validation data",
     ):
         assert phrase in text
+
+
+def test_it_says_first_how_often_a_guess_about_one_person_is_right() -> None:
+    first = statement(noise_multiplier=0.5, steps=9).to_markdown().partition("## Guarantee")[0]
+    spent = statement(noise_multiplier=0.5, steps=9).epsilon["prv"]
+    share = float(re.search(r"at most ([\d.]+) % of cases", first)[1])
+    assert 0 <= share - 100 * math.exp(spent) / (1 + math.exp(spent)) < 0.11
+    assert "one image was among the training data" in first
+    assert "a person's images were" in statement(unit_of_privacy=ONE_PERSON).to_markdown()
+    assert "Nobody in the training data is protected" in statement(noise_multiplier=0.0).to_markdown()
 
 
 @pytest.mark.parametrize(("examples", "words"), [("together", "by construction"), ("one_by_one", "example by example")])

@@ -1,0 +1,172 @@
+"""What several runs on the same data have spent together, from their journals and statements alone.
+
+The steps of all runs are composed by one accountant at one delta, as if they were the steps of a single run, so the
+total is below the sum of the epsilons. A step of a journal has a name that no other step has: a run that resumed in
+another folder, a copy of a journal, and two fits that resumed from one checkpoint count each step once. The steps of
+earlier runs that a statement names, since its weights started from theirs, count once too.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dp_lightning.errors import ConfigurationError, DataError
+from dp_lightning.foreign_text import read_json
+from dp_lightning.privacy.accounting import Run, compose, compose_all
+from dp_lightning.privacy.journal import Steps, journal_name, read_journal, run_of, spent_in
+from dp_lightning.privacy.ranges import check_delta
+from dp_lightning.privacy.statement import PrivacyStatement
+
+Kinds = Counter[tuple[float, float]]
+"""How many steps were taken with each ``(noise_multiplier, sample_rate)``."""
+
+
+@dataclass(frozen=True)
+class Total:
+    """The steps of several runs.
+
+    Attributes:
+        steps: the steps of each run, by the run's name.
+        delta: at which epsilon is computed.
+        accountant: the accountant of the runs' plans where they agree, else "prv".
+        unit: what one neighbour adds or removes, in words; empty where no run has a statement yet.
+        withheld: what the statements of runs say against a release, by the run's name.
+        without_statement: runs of which only the journal is known, so that earlier training of their weights is not.
+    """
+
+    steps: Mapping[str, Kinds]
+    delta: float
+    accountant: str
+    unit: str
+    withheld: Mapping[str, str]
+    without_statement: tuple[str, ...]
+
+    @property
+    def num_steps(self) -> int:
+        """The number of steps of all runs."""
+        return sum(kinds.total() for kinds in self.steps.values())
+
+    @property
+    def epsilon(self) -> float:
+        """Epsilon of all runs together, by ``accountant``."""
+        return compose(self._runs, delta=self.delta, accountant=self.accountant)
+
+    def epsilons(self) -> dict[str, float | None]:
+        """The same by every accountant; "pld" is None where dp-accounting is not installed."""
+        return compose_all(self._runs, delta=self.delta)
+
+    def epsilon_of(self, run: str) -> float:
+        """Epsilon of the steps of one run alone, at the same delta."""
+        return compose(_as_runs(self.steps[run]), delta=self.delta, accountant=self.accountant)
+
+    @property
+    def sentence(self) -> str:
+        """The total in one line."""
+        unit = f", add or remove {self.unit}" if self.unit else ""
+        runs = "1 run" if len(self.steps) == 1 else f"{len(self.steps)} runs"
+        return (
+            f"{runs} on the same data together: ({self.epsilon:.4g}, {self.delta:g})-DP by "
+            f"{self.accountant.upper()}{unit}, {self.num_steps} steps"
+        )
+
+    def text(self) -> str:
+        """The steps and epsilon of each run and of all together, and what else has to be known of them."""
+        epsilons, by = self.epsilons(), f"epsilon by {self.accountant.upper()}"
+        rows = [(run, kinds.total(), self.epsilon_of(run)) for run, kinds in self.steps.items()]
+        rows.append(("together", self.num_steps, self.epsilon))
+        lines = [
+            f"{'run':<18}{'steps':>8}{by:>20}",
+            *(f"{run:<18}{steps:>8}{spent:>20.4f}" for run, steps, spent in rows),
+        ]
+        shown = ", ".join(f"{name.upper()} {value:.4f}" for name, value in epsilons.items() if value is not None)
+        lines += ["", f"At delta {self.delta:g}, together by {shown}."]
+        if self.unit:
+            lines.append(f"It protects {self.unit} that all of these runs may have used.")
+        if len(self.steps) > 1:
+            lines.append("It counts the runs as planned beforehand: noise that was chosen by what an earlier run has")
+            lines.append("released is not covered by the theorem.")
+        lines += [f"Run {run} is {reason}." for run, reason in self.withheld.items()]
+        unknown = "has no statement: its steps count, but not those of earlier training of its weights."
+        return "\n".join([*lines, *(f"Run {run} {unknown}" for run in self.without_statement)])
+
+    def to_dict(self) -> dict[str, Any]:
+        """The same in values that JSON can hold; an infinite epsilon is the string "inf"."""
+        spent = {run: self.epsilon_of(run) for run in self.steps}
+        return {
+            "epsilon": {name: "inf" if value == math.inf else value for name, value in self.epsilons().items()},
+            "delta": self.delta,
+            "accountant": self.accountant,
+            "unit_of_privacy": self.unit,
+            "num_steps": self.num_steps,
+            "runs": {
+                run: {"num_steps": kinds.total(), "epsilon": "inf" if spent[run] == math.inf else spent[run]}
+                for run, kinds in self.steps.items()
+            },
+            "withheld": dict(self.withheld),
+        }
+
+    @property
+    def _runs(self) -> list[Run]:
+        return _as_runs(sum(self.steps.values(), Counter()))
+
+
+def total_epsilon(folders: Iterable[str | Path], delta: float | None = None) -> Total:
+    """The total of all runs with a journal at or below these folders.
+
+    Args:
+        folders: of runs, or with folders of runs.
+        delta: at which epsilon is computed; default: the smallest one of the runs.
+
+    Raises:
+        DataError: a folder has no journal, or a journal was edited or lacks steps that a statement names.
+        ConfigurationError: the runs protect different units, or no run has a statement and ``delta`` is missing.
+    """
+    journals: dict[str, Steps] = {}
+    claims: list[PrivacyStatement] = []
+    withheld: dict[str, str] = {}
+    for folder in map(Path, folders):
+        paths = sorted(folder.rglob(journal_name("*")))
+        if not paths:
+            raise DataError(f"{folder} has no journal of a private run. Give folders such as lightning_logs/version_0.")
+        for path in paths:
+            journals.setdefault(run_of(path), {}).update(read_journal(path, run_of(path)))
+        for path in sorted(folder.rglob("privacy_statement.json")):
+            facts = read_json(path)
+            claims.append(PrivacyStatement.from_dict(facts))
+            if (release := facts.get("release", "ok")) != "ok":
+                withheld[claims[-1].run] = release
+    steps: dict[str, Kinds] = {run: spent_in(taken.values()) for run, taken in journals.items()}
+    for claim in claims:
+        if claim.ledger.num_steps and claim.journal_head not in journals.get(claim.run, {}):
+            raise DataError(
+                f"The journal {journal_name(claim.run)} is missing or lacks steps that the statement of its run has, "
+                "so what the run has spent is unknown. Restore it, and check the run with dpl verify."
+            )
+        for run, earlier in claim.ledger.earlier.items():
+            kinds = Counter({(sigma, rate): count for sigma, rate, count in earlier})
+            steps[run] = steps.get(run, Counter()) | kinds  # the larger record of the same run
+    units = {claim.unit_of_privacy for claim in claims}
+    if len(units) > 1:
+        raise ConfigurationError(
+            f"The runs protect different units, {' and '.join(sorted(units))}, whose steps cannot be added up."
+        )
+    if delta is None and not claims:
+        raise ConfigurationError("None of the runs has a statement, which would name its delta: give --delta.")
+    accountants = {claim.plan.accountant for claim in claims}
+    delta = min(claim.plan.delta for claim in claims) if delta is None else delta
+    check_delta(delta)
+    return Total(
+        steps=steps,
+        delta=delta,
+        accountant=accountants.pop() if len(accountants) == 1 else "prv",
+        unit=next(iter(units), ""),
+        withheld=withheld,
+        without_statement=tuple(run for run in journals if run not in {claim.run for claim in claims}),
+    )
+
+
+def _as_runs(kinds: Kinds) -> list[Run]:
+    return [(*kind, count) for kind, count in kinds.items()]
