@@ -338,18 +338,6 @@ def _in_this_process(command):
     return subprocess.CompletedProcess(command, 0)
 
 
-def test_weights_are_matched_by_their_order_and_kind(comparisons, tmp_path):
-    import timm
-
-    network = timm.create_model(comparisons.BACKBONE).state_dict()
-    names = [name for name in network if not name.endswith("num_batches_tracked")]
-    package = {f"layer_{k}.{name.rpartition('.')[2]}": network[name] + k for k, name in enumerate(names)}
-    torch.save(package, tmp_path / "package.pth")
-    comparisons.renamed_weights(tmp_path / "package.pth", tmp_path / "weights.pth")
-    saved = torch.load(tmp_path / "weights.pth", weights_only=True)
-    assert all(torch.equal(saved[name], network[name] + k) for k, name in enumerate(names))
-
-
 def test_the_rate_on_scattering_lets_noise_add_up_to_what_it_says(comparisons):
     steps, batch_size = 400, 64
     plan = RunShape(num_train=640, expected_batch_size=batch_size, num_steps=steps, delta=1e-3).with_noise(2.0)
@@ -413,14 +401,6 @@ def test_the_pipeline_is_measured_on_as_many_files_as_asked(monkeypatch, tmp_pat
     printed = capsys.readouterr().out
     assert "50 files listed" in printed
     assert "augmult 2:" in printed
-
-
-def test_the_audit_campaign_counts_what_was_found():
-    import audit
-
-    line = {"fault": "2 C", "found_by": ["Canaries, all together"], "canaries_above": True}
-    missed = {**line, "found_by": [], "canaries_above": False}
-    assert audit.counted([line, line, missed]).endswith("| 2 C | 2 of 3 | Canaries, all together | 2 of 3 |")
 
 
 def test_runs_that_are_killed_are_finished(tmp_path, warm_python):

@@ -151,24 +151,3 @@ def test_a_compiled_module_is_known(tmp_path):
     for module in (Fit(), torch.compile(Fit(), backend="eager")):
         trainer(tmp_path, enable_progress_bar=False, callbacks=[Asks()], max_steps=0).fit(module)
     assert found == [False, True]
-
-
-def test_the_steps_of_the_command_line(tmp_path):
-    called = []
-
-    class Steps(internals.CommandLine):
-        def set_seed(self):
-            called.append("seed")
-            super().set_seed()
-
-        def read_checkpoint_settings(self):
-            called.append("checkpoint")
-            super().read_checkpoint_settings()
-
-        def run_command(self, command):
-            called.append(command)
-
-    arguments = ["fit", f"--trainer.default_root_dir={tmp_path}", "--trainer.logger=false", "--trainer.accelerator=cpu"]
-    cli = Steps(Fit, args=arguments, save_config_callback=None)
-    assert called == ["checkpoint", "seed", "fit"]
-    assert {"config", "trainer.max_epochs"} <= internals.flags_of(cli.parser)
