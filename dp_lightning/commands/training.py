@@ -124,16 +124,6 @@ class RunConfiguration(SaveConfigCallback):
         config.ckpt_path = None
         super().__init__(parser, config, *args, **kwargs)
 
-    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        try:
-            super().setup(trainer, pl_module, stage)
-        except RuntimeError as error:
-            raise ConfigurationError(
-                f"{trainer.log_dir} has the configuration of an earlier run. Give another trainer.default_root_dir, or "
-                "resume that run with --ckpt_path. With a logger whose version is not set, each run has a folder of "
-                "its own."
-            ) from error
-
 
 class TrainingCLI(CommandLine):
     """The command line of a private run."""
@@ -266,6 +256,10 @@ class TrainingCLI(CommandLine):
         except MisconfigurationException as error:
             raise ConfigurationError(str(error)) from error
         except (RuntimeError, ValueError) as error:
+            if "to NOT exist" in str(error):  # the file of the configuration, without a logger or with its version set
+                raise ConfigurationError(
+                    f"{error} Give another trainer.default_root_dir, or resume that run with --ckpt_path."
+                ) from error
             if not re.search("state_dict|state dict", str(error)):
                 raise
             path = self.setting(self.config_init, "ckpt_path")
