@@ -183,7 +183,7 @@ def _chosen(model: "Model", start: "Start", out: Path) -> Iterator[str]:
             f"{MOST_PUBLISHED:g}."
         )
     if start.noise_norm > _HOPELESS:
-        yield "  So much noise probably leaves nothing to learn. Collect more images, raise --epsilon, or train fewer"
-        yield "  parameters, on features (without --from-scratch)."
+        fewer = ", or leave out --from-scratch" if model.backbone is None else ""
+        yield f"  So much noise probably leaves nothing to learn. Collect more images, or raise --epsilon{fewer}."
     if model.is_pretrained and model.weights is None:
         yield "  The first run downloads the weights. Without a network, give --weights, or --backbone scattering."

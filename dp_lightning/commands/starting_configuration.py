@@ -242,6 +242,8 @@ def configuration(
         features = {"images": images, "backbone": model.backbone, **network, "cache": "features"}
         images = {"class_path": "CachedFeatures", "init_args": features}
     trained = {"class_path": model.class_path, **({"init_args": dict(model.settings)} if model.settings else {})}
+    rate = {"lr": start.learning_rate, "momentum": _MOMENTUM}
+    optimizer = {"class_path": "torch.optim.SGD", "init_args": rate}
     text = f"""\
 # Written by `dpl init`. Train with: dpl fit --config {name}
 # What is released of the run makes public N, the number of training {unit} ({plan.num_train:,}), the names of the
@@ -260,12 +262,7 @@ seed_everything: 42
 # max_physical_batch_size bounds memory, in images, and changes nothing else.
 {_yaml(privacy=privacy)}
 # The rate is as high as the noise allows. Each further run on these images spends its own epsilon.
-optimizer:
-  class_path: torch.optim.SGD
-  init_args:
-    lr: {start.learning_rate}
-    momentum: {_MOMENTUM}
-lr_scheduler:
+{_yaml(optimizer=optimizer)}lr_scheduler:
   class_path: WarmupCosine
 trainer:
   accelerator: auto
