@@ -25,12 +25,12 @@ _COMMANDS = {
     "verify": "check a run's statement against its journal and its weights: dpl verify RUN",
     "audit": "test the noise and the clipping of a configuration: dpl audit --config configs/digits.yaml",
     "plan": "compare batch sizes, epochs and epsilons before a run: dpl plan --config configs/digits.yaml",
-    "account": "price a run before it starts: three of epsilon, sigma, steps and batch size give the fourth",
+    "account": "price a run before it starts, or add up what runs have spent: dpl account RUN1 RUN2",
     "sweep": "run a grid: dpl sweep configs/grids/digits.yaml",
     "report": "write a run as a page: dpl report RUN; or tables and figures of a grid: dpl report GRID.yaml",
     "configs": "list the configurations of this package, print one, or copy them to a folder",
     "analyze": "measure signal and noise of a run's gradients: dpl analyze snr --config configs/digits.yaml",
-    "doctor": "check this machine: versions, devices, files, and one private step against a loop over examples",
+    "doctor": "check this machine: versions, devices, and one private step against a loop over examples",
 }
 
 _HELP = f"""dp-lightning {__version__}: differentially private training of vision models
@@ -113,8 +113,7 @@ def _imported(name: str) -> Any:
         if package in ("", "dp_lightning"):
             raise
         raise DpLightningError(
-            f"The package {package} is not installed. `dpl doctor`, or python -m dp_lightning doctor in the folder of "
-            "the source, names all that are missing, and what installs them."
+            f"The package {package} is not installed. `dpl doctor` names all that are missing, and what installs them."
         ) from error
     finally:
         # All that was imported becomes part of the oldest generation, without a pass over it.

@@ -3,7 +3,7 @@
 import pytest
 from pages import read, table
 
-from dp_lightning.commands.starting_configuration import FEW_IMAGES, Model, noise_norm, start_of
+from dp_lightning.commands.starting_configuration import FEW_IMAGES, Model, start_of
 from dp_lightning.datamodules.file_source import READ_FIRST_BELOW
 
 pytestmark = pytest.mark.docs
@@ -28,7 +28,9 @@ def test_the_table_of_starting_points_is_computed_again():
         for start in (probe, scratch):
             plan = start.plan
             expected += [plan.expected_batch_size, plan.noise_multiplier, start.noise_norm, start.learning_rate]
-        assert found == pytest.approx([*expected, noise_norm(scratch.plan, wide)], rel=0.05)  # two digits are shown
+        assert found == pytest.approx(
+            [*expected, scratch.noise_norm * (wide / small) ** 0.5], rel=0.05
+        )  # two digits are shown
 
 
 def test_the_limits_shown_are_those_of_the_code():

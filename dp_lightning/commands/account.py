@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from dp_lightning.privacy.plan import PrivacyPlan
 
 _MOST_STEPS = 2**30
-# The options that describe a run which is not made yet.
-_PLANNED = ("epsilon", "noise_multiplier", "steps", "epochs", "batch_size", "num_train", "accountant")
 
 
 def main(arguments: list[str]) -> None:
@@ -28,8 +26,9 @@ def main(arguments: list[str]) -> None:
     if options.runs:
         from dp_lightning.commands.total import total_epsilon
 
-        if given := [_option(name) for name in _PLANNED if getattr(options, name) is not None]:
-            raise ConfigurationError(f"{', '.join(given)}: runs have their own; remove it, or remove the folders.")
+        for name in ("epsilon", "noise_multiplier", "steps", "epochs", "batch_size", "num_train", "accountant"):
+            if getattr(options, name) is not None:
+                raise ConfigurationError(f"{_option(name)}: runs have their own; remove it, or remove the folders.")
         total = total_epsilon(options.runs, options.delta)
         print(json.dumps(total.to_dict()) if options.json else total.text())
         return
@@ -39,7 +38,21 @@ def main(arguments: list[str]) -> None:
     options.accountant = options.accountant or "prv"
     plan = _solve(options)
     epsilons = plan.epsilons()
-    print(json.dumps(_as_dict(plan, epsilons)) if options.json else _table(plan, epsilons))
+    if options.json:
+        names = ("noise_multiplier", "sample_rate", "num_steps", "delta", "expected_batch_size", "num_train")
+        found = {name: "inf" if value == float("inf") else value for name, value in epsilons.items()}
+        print(json.dumps({**{name: getattr(plan, name) for name in names}, "epsilon": found}))
+        return
+    rows = [
+        ("noise multiplier", f"{plan.noise_multiplier:.4f}"),
+        ("sample rate", f"{plan.sample_rate:.6g} ({plan.expected_batch_size} of {plan.num_train})"),
+        ("steps", f"{plan.num_steps} ({plan.num_steps * plan.sample_rate:.4g} epochs)"),
+        ("delta", f"{plan.delta:g}"),
+    ]
+    for name, value in epsilons.items():
+        shown = "not installed (pip install 'dp-lightning[pld]')" if value is None else f"{value:.4f}"
+        rows.append((f"epsilon, {name.upper()}", shown))
+    print("\n".join(f"{name:<18}{value}" for name, value in rows))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -72,30 +85,6 @@ def _option(name: str) -> str:
 
 def _solve(options: argparse.Namespace) -> "PrivacyPlan":
     """The plan whose missing quantity is solved for."""
-    missing = _missing(options)
-    if missing in ("--noise-multiplier", "--epsilon"):
-        return _plan(options, batch_size=options.batch_size)
-
-    def fits(**changed: int) -> bool:
-        candidate = _plan(options, **{"batch_size": options.batch_size, **changed})
-        # The Renyi bound is cheap and never below the others, so candidates well within epsilon need no other.
-        return candidate.epsilon("rdp") <= options.epsilon or candidate.epsilon() <= options.epsilon
-
-    if missing == "--batch-size":
-        batch_size = _largest(lambda size: fits(batch_size=size), options.num_train)
-        if batch_size is None:
-            raise ConfigurationError(
-                f"no batch size stays within epsilon = {options.epsilon:g}: raise --noise-multiplier."
-            )
-        return _plan(options, batch_size=batch_size)
-    steps = _largest(lambda steps: fits(steps=steps), _MOST_STEPS)
-    if steps is None:
-        raise ConfigurationError(f"one step already spends more than epsilon = {options.epsilon:g}.")
-    return _plan(options, steps=steps, batch_size=options.batch_size)
-
-
-def _missing(options: argparse.Namespace) -> str:
-    """The one of the four options that is not given; checks the others."""
     from dp_lightning.privacy.ranges import check_count
 
     given = {
@@ -106,22 +95,37 @@ def _missing(options: argparse.Namespace) -> str:
     }
     missing = [name for name, value in given.items() if value is None]
     if len(missing) != 1:
-        present = [name for name in given if name not in missing]
+        present = ", ".join(name for name in given if name not in missing) or "none"
         raise ConfigurationError(
-            f"give exactly three of {', '.join(given)}; the fourth is solved for. "
-            f"Given: {', '.join(present) or 'none'}."
+            f"give exactly three of {', '.join(given)}; the fourth is solved for. Given: {present}."
         )
     for name in ("num_train", "steps", "epochs", "batch_size"):
         if getattr(options, name) is not None:
             check_count(name, getattr(options, name))
-    return missing[0]
+    numbers = {"batch_size": options.batch_size, "steps": options.steps}
+
+    def fits(**changed: int) -> bool:
+        candidate = _plan(options, **{**numbers, **changed})
+        # The Renyi bound is cheap and never below the others, so candidates well within epsilon need no other.
+        return candidate.epsilon("rdp") <= options.epsilon or candidate.epsilon() <= options.epsilon
+
+    if missing == ["--batch-size"]:
+        numbers["batch_size"] = _largest(lambda size: fits(batch_size=size), options.num_train)
+        if numbers["batch_size"] is None:
+            raise ConfigurationError(
+                f"no batch size stays within epsilon = {options.epsilon:g}: raise --noise-multiplier."
+            )
+    elif missing == ["--steps or --epochs"]:
+        numbers["steps"] = _largest(lambda steps: fits(steps=steps), _MOST_STEPS)
+        if numbers["steps"] is None:
+            raise ConfigurationError(f"one step already spends more than epsilon = {options.epsilon:g}.")
+    return _plan(options, **numbers)
 
 
-def _plan(options: argparse.Namespace, *, batch_size: int, steps: int | None = None) -> "PrivacyPlan":
-    """The plan for these options; ``steps`` defaults to their steps or epochs."""
+def _plan(options: argparse.Namespace, *, batch_size: int, steps: int | None) -> "PrivacyPlan":
+    """The plan for these options; without ``steps`` it has their epochs."""
     from dp_lightning.privacy.plan import RunShape
 
-    steps = options.steps if steps is None else steps
     shape = RunShape.of_length(
         num_train=options.num_train,
         expected_batch_size=batch_size,
@@ -141,33 +145,3 @@ def _largest(fits: Callable[[int], bool], most: int) -> int | None:
     steps become fewer as the batch grows, so a rounded number of steps may let a somewhat larger batch fit too.
     """
     return bisect_left(range(2, most + 1), True, key=lambda value: not fits(value)) + 1 if fits(1) else None
-
-
-def _number(value: float | None) -> float | str | None:
-    """The value in JSON, which has no infinity."""
-    return "inf" if value == float("inf") else value
-
-
-def _as_dict(plan: "PrivacyPlan", epsilons: dict[str, float | None]) -> dict[str, object]:
-    return {
-        "noise_multiplier": plan.noise_multiplier,
-        "sample_rate": plan.sample_rate,
-        "num_steps": plan.num_steps,
-        "delta": plan.delta,
-        "epsilon": {name: _number(value) for name, value in epsilons.items()},
-        "expected_batch_size": plan.expected_batch_size,
-        "num_train": plan.num_train,
-    }
-
-
-def _table(plan: "PrivacyPlan", epsilons: dict[str, float | None]) -> str:
-    rows = [
-        ("noise multiplier", f"{plan.noise_multiplier:.4f}"),
-        ("sample rate", f"{plan.sample_rate:.6g} ({plan.expected_batch_size} of {plan.num_train})"),
-        ("steps", f"{plan.num_steps} ({plan.num_steps * plan.sample_rate:.4g} epochs)"),
-        ("delta", f"{plan.delta:g}"),
-    ]
-    for name, value in epsilons.items():
-        shown = "not installed (pip install 'dp-lightning[pld]')" if value is None else f"{value:.4f}"
-        rows.append((f"epsilon, {name.upper()}", shown))
-    return "\n".join(f"{name:<18}{value}" for name, value in rows)

@@ -8,9 +8,7 @@ import argparse
 import contextlib
 import io
 import platform
-import re
 import sys
-import tomllib
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
@@ -23,8 +21,6 @@ from dp_lightning import __version__
 if TYPE_CHECKING:
     import torch
 
-_NAME = "dp-lightning"
-_FOR_DEVELOPERS = ("dev", "docs", "bench")
 _GIB = 2**30
 _EXAMPLES, _CLASSES, _SIZE = 8, 3, 6
 # The norms of the gradients lie from 3.7 to 5.8, so some are clipped and some are not.
@@ -45,8 +41,6 @@ def main(arguments: list[str]) -> None:
     parser.parse_args(arguments[1:])
     healthy = True
     for check in (packages, devices, private_step):
-        if check is devices and missing():
-            break  # the packages that are missing are named above
         try:
             for level, subject, found in check():
                 print(f"{level:<8} {subject:<13} {found}", flush=True)
@@ -58,47 +52,19 @@ def main(arguments: list[str]) -> None:
 
 
 def packages() -> Iterator[Line]:
-    """Python, every package that dp-lightning asks for, and the optional ones that are not installed."""
+    """Python, and every package that dp-lightning always needs."""
     yield "ok", "Python", f"{platform.python_version()} on {platform.system()}, dp-lightning {__version__}"
-    for requirement, extra in _requirements():
-        name, asked, found = requirement.name, requirement.specifier, _version(requirement.name)
-        if extra in _FOR_DEVELOPERS or (extra and found is not None):
+    for requirement in map(Requirement, requires("dp-lightning") or []):
+        if requirement.marker is not None:  # of an extra
             continue
-        if extra:
-            yield "ok", name, f"not installed; what needs it: pip install '{_NAME}[{extra}]'"
-        elif found is not None and asked.contains(found, prereleases=True):
-            yield "ok", name, f"{found} ({asked})"
+        try:
+            found = version(requirement.name)
+        except PackageNotFoundError:
+            found = "not installed"
+        if found != "not installed" and requirement.specifier.contains(found, prereleases=True):
+            yield "ok", requirement.name, f"{found} ({requirement.specifier})"
         else:
-            yield "problem", name, f"{found or 'not installed'}; install it by pip install '{name}{asked}'"
-
-
-def missing() -> list[str]:
-    """The packages that dp-lightning always needs and that are not installed."""
-    return [each.name for each, extra in _requirements() if not extra and _version(each.name) is None]
-
-
-def _requirements() -> list[tuple[Requirement, str]]:
-    """What dp-lightning asks for, and the extra for which it does, empty for what is always needed.
-
-    In a folder of the source without an installation, it is what ``pyproject.toml`` asks for.
-    """
-    try:
-        asked = requires(_NAME) or []
-    except PackageNotFoundError:
-        project = Path(__file__).parents[2] / "pyproject.toml"
-        asked = tomllib.loads(project.read_text())["project"]["dependencies"]
-    found = []
-    for requirement in map(Requirement, asked):
-        extra = re.search(r'extra == "(\w+)"', str(requirement.marker))
-        found.append((requirement, extra[1] if extra else ""))
-    return found
-
-
-def _version(name: str) -> str | None:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return None
+            yield "problem", requirement.name, f"{found}; install it by pip install '{requirement}'"
 
 
 def devices() -> Iterator[Line]:
@@ -109,25 +75,20 @@ def devices() -> Iterator[Line]:
     import torch
 
     cores, threads = available_cores(), torch.get_num_threads()
-    found = f"{cores} cores, torch uses {threads} threads"
-    if threads > cores:
-        yield "warning", "CPU", f"{found}; set OMP_NUM_THREADS={cores}, since more threads than cores are slower"
-    else:
-        yield "ok", "CPU", found
+    more = threads > cores
+    advice = f"; set OMP_NUM_THREADS={cores}, since more threads than cores are slower" if more else ""
+    yield "warning" if more else "ok", "CPU", f"{cores} cores, torch uses {threads} threads{advice}"
     for index in range(torch.cuda.device_count()):
         free, total = torch.cuda.mem_get_info(index)
         name = torch.cuda.get_device_name(index)
         yield "ok", "GPU", f"{name}, {free / _GIB:.1f} of {total / _GIB:.1f} GiB free, CUDA {torch.version.cuda}"
-    if not torch.cuda.is_available():
-        if torch.version.cuda is not None and Path("/proc/driver/nvidia").exists():
-            yield (
-                "warning",
-                "GPU",
-                f"there is one, and torch with CUDA {torch.version.cuda} cannot use it; compare the driver's version "
-                "in nvidia-smi, and CUDA_VISIBLE_DEVICES",
-            )
-        else:
-            yield "ok", "GPU", "none; a CPU is slow beyond small networks and linear probes"
+    if torch.cuda.is_available():
+        return
+    if torch.version.cuda is not None and Path("/proc/driver/nvidia").exists():
+        found = f"torch with CUDA {torch.version.cuda} cannot use it; compare nvidia-smi and CUDA_VISIBLE_DEVICES"
+        yield "warning", "GPU", f"there is one, and {found}"
+    else:
+        yield "ok", "GPU", "none; a CPU is slow beyond small networks and linear probes"
 
 
 def private_step() -> Iterator[Line]:
@@ -159,14 +120,8 @@ def difference(device: "torch.device") -> float:
     labels = torch.arange(_EXAMPLES) % _CLASSES
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        layers = (
-            nn.Conv2d(1, 4, 3),
-            nn.GroupNorm(2, 4),
-            nn.ReLU(),
-            nn.Flatten(),
-            nn.Linear(4 * (_SIZE - 2) ** 2, _CLASSES),
-        )
-        model = nn.Sequential(*layers).double()
+        classifier = nn.Linear(4 * (_SIZE - 2) ** 2, _CLASSES)
+        model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.GroupNorm(2, 4), nn.ReLU(), nn.Flatten(), classifier).double()
     parameters = list(model.parameters())
 
     expected = torch.zeros(sum(parameter.numel() for parameter in parameters), dtype=torch.float64)

@@ -1,9 +1,9 @@
 """`dpl init`: read a folder of images or an .npz file, and write a configuration that fits it."""
 
 import argparse
-import mimetypes
 import shlex
 import time
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,7 +28,7 @@ def main(arguments: list[str]) -> None:
         ConfigurationError: naming the option and the fix.
         DataError: the data has another layout or one class, or none of its images can be read.
     """
-    options = _parser().parse_args(arguments[1:], argparse.Namespace(given=arguments[1:]))
+    options = _parser().parse_args(arguments[1:])
     out = options.out or Path(f"{options.data.resolve().stem or 'images'}.yaml")
     if options.from_scratch and (options.weights or options.backbone):
         raise ConfigurationError("--from-scratch uses no pretrained network: leave out --weights and --backbone.")
@@ -60,9 +60,9 @@ def main(arguments: list[str]) -> None:
     text, start = configuration(survey, (class_path, settings), model, name=name, **budget)
     with replacing(out) as file:
         file.write(text.encode())
-    for part in (_found(survey, seconds), _chosen(survey, model, start, out), _next(survey, model, name)):
-        print("\n".join(part), end="\n\n")
+    print("\n".join([*_found(survey, seconds), "", *_chosen(model, start, out)]))
     print(
+        f"\nNext: read the file, then train: dpl fit --config {name}\n"
         "All numbers above are computed from the private images and are for their owner. N, the names of the\n"
         "classes and the settings in the file become public with what is released of the run."
     )
@@ -95,8 +95,14 @@ def _data(options: argparse.Namespace) -> tuple[str, dict[str, Any]]:
         return "NpzImages", {"path": str(root)}
     if not root.is_dir():
         raise DataError(f"{root} is neither a folder nor an .npz file.")
-    _require_train(root, options.given)
     settings: dict[str, Any] = {"root": str(root)}
+    if not (root / "train").is_dir():
+        new = shlex.quote(f"{root.resolve().name}_run")
+        raise DataError(
+            f"{root}/train is missing. Put the images into {root}/train/<class>/, and those for the test into "
+            f"{root}/test/<class>/. If {root} has the folders of the classes, a link leaves them where they are:\n"
+            f"  mkdir {new} && ln -s {shlex.quote(str(root.resolve()))} {new}/train && dpl init {new}"
+        )
     if table is not None:
         if options.group_column is None:
             raise ConfigurationError(f"--group-file {table}: name its column with the person ids by --group-column.")
@@ -107,35 +113,15 @@ def _data(options: argparse.Namespace) -> tuple[str, dict[str, Any]]:
     return "ImageFolder", settings
 
 
-def _require_train(root: Path, given: list[str]) -> None:
-    """Say how to make the layout of ImageFolder from a folder of classes without copying an image."""
-    if (root / "train").is_dir():
-        return
-    told = f"{root / 'train'} is missing. Put the images into {root}/train/<class>/, and those for the test into "
-    told += f"{root}/test/<class>/."
-    if any(_is_image(path) for folder in _folders(root) for path in folder.iterdir()):
-        new = f"{root.resolve().name}_run"
-        again = shlex.join(["dpl", "init", *(new if Path(each) == root else each for each in given)])
-        link = f"ln -s {shlex.quote(str(root.resolve()))} {shlex.quote(f'{new}/train')}"
-        told += " Or leave them where they are and hold out a tenth for validation:\n"
-        told += f"  mkdir {shlex.quote(new)} && {link} && {again}"
-    raise DataError(told)
-
-
-def _folders(folder: Path) -> list[Path]:
-    return [path for path in folder.iterdir() if path.is_dir() and not path.name.startswith(".")]
-
-
-def _is_image(path: Path) -> bool:
-    kind, _ = mimetypes.guess_type(path.name, strict=False)
-    return kind is not None and kind.startswith("image/")
-
-
 def _has_folders_of_persons(train: Path) -> bool:
     """Whether the images are in folders inside the class folders, and none beside them."""
-    classes = _folders(train)
-    inside = (path for name in classes for person in _folders(name) for path in person.iterdir())
-    return not any(_is_image(path) for name in classes for path in name.iterdir()) and any(map(_is_image, inside))
+    from dp_lightning.datamodules.listing import image_files, subfolders
+
+    classes = [train / name for name in subfolders(train)]
+    persons = [folder / name for folder in classes for name in subfolders(folder)]
+    return not any(image_files(folder, Counter()) for folder in classes) and any(
+        image_files(folder, Counter()) for folder in persons
+    )
 
 
 def _found(survey: "Survey", seconds: float) -> Iterator[str]:
@@ -143,22 +129,22 @@ def _found(survey: "Survey", seconds: float) -> Iterator[str]:
     from dp_lightning.datamodules.survey import spread
 
     total = sum(map(len, survey.looks.values()))
-    yield f"Read {total:,} images in {seconds:.1f} s ({total / max(seconds, 0.001):,.0f} per second)."
+    yield f"Read {total:,} images in {seconds:.1f} s ({total / max(seconds, 0.001):,.0f} per second).\n"
     counts = {split: survey.counts(split) for split in survey.looks}
-    rows = [("class", *survey.looks)]
-    rows += [(name, *map(str, each)) for name, *each in zip(survey.class_names, *counts.values(), strict=True)][:_SHOWN]
+    rows: list[tuple[Any, ...]] = [("class", *survey.looks)]
+    rows += [(name, *each) for name, *each in zip(survey.class_names, *counts.values(), strict=True)][:_SHOWN]
     if len(survey.class_names) > _SHOWN:
-        rows.append((f"smallest of all {len(survey.class_names)}", *(str(min(each)) for each in counts.values())))
-    rows.append(("all", *(str(sum(each)) for each in counts.values())))
+        rows.append((f"smallest of all {len(survey.class_names)}", *map(min, counts.values())))
+    rows.append(("all", *map(sum, counts.values())))
     width = max(len(name) for name, *_ in rows)
-    yield ""
     yield from (f"{name:{width}}" + "".join(f"{each:>10}" for each in others) for name, *others in rows)
-    yield ""
-    yield f"width   {spread([look.width for look in survey.readable])} pixels"
+    yield f"\nwidth   {spread([look.width for look in survey.readable])} pixels"
     yield f"height  {spread([look.height for look in survey.readable])} pixels"
     yield "kinds   " + ", ".join(f"{count:,} in {kind}" for kind, count in survey.kinds.items())
     if (persons := survey.images_of_persons) is not None:
         yield f"persons {len(persons):,}, with {spread(list(persons.values()))} images each"
+        yield "  Each folder inside a class folder, or each id of the table, is a person. If it is none, move the"
+        yield "  images out of these folders, or give no table."
     files, labels = survey.files, survey.labels["train"]
     # Those of different classes before others.
     pairs = sorted(survey.repeats, key=lambda pair: labels[pair[0]] == labels[pair[1]])
@@ -171,18 +157,17 @@ def _found(survey: "Survey", seconds: float) -> Iterator[str]:
         yield f"evaluation images that are also in the training set: {len(shared):,}"
         yield from (f"  {files[split][place]}" for split, place in shared[:_NAMED] if files)
     if survey.bad:
-        yield f"files that cannot be read: {len(survey.bad):,}"
+        yield f"files that cannot be read, to be replaced or removed: {len(survey.bad):,}"
         yield from (f"  {path}: {why}" for path, why in survey.bad)
 
 
-def _chosen(survey: "Survey", model: "Model", start: "Start", out: Path) -> Iterator[str]:
+def _chosen(model: "Model", start: "Start", out: Path) -> Iterator[str]:
     """What was written, and what to expect of it."""
     from dp_lightning.commands.starting_configuration import MOST_PUBLISHED
 
-    plan, what = start.plan, "one layer on features of a pretrained network"
-    if not model.is_pretrained:
-        what = "one layer on scattering coefficients" if model.scatters else "a network from scratch"
-    yield f"Wrote {out}: {what}."
+    plan = start.plan
+    trained = "a network from scratch" if model.backbone is None else f"one layer on features of {model.backbone}"
+    yield f"Wrote {out}: {trained}."
     yield (
         f"  epsilon {plan.target_epsilon:g}, delta {plan.delta:g}, N {plan.num_train:,}, "
         f"B {plan.expected_batch_size:,}, {plan.num_steps:,} steps, sigma {plan.noise_multiplier:.2f}"
@@ -198,28 +183,7 @@ def _chosen(survey: "Survey", model: "Model", start: "Start", out: Path) -> Iter
             f"{MOST_PUBLISHED:g}."
         )
     if start.noise_norm > _HOPELESS:
-        yield "  So much noise probably leaves nothing to learn: the run would spend its epsilon for a guess."
-        yield "  Collect more images, or raise --epsilon."
-    elif model.backbone is None and start.noise_norm > 1:
-        yield "  That is more noise than signal, so expect little. With features there are fewer parameters: leave out"
-        yield "  --from-scratch, or give --backbone, such as scattering, which needs no weights."
-    if survey.persons is not None:
-        yield "  It protects persons: each folder inside a class folder, or each id, is one. If they are not persons,"
-        yield "  move the images out of these folders, or give no table, and run it again."
-
-
-def _next(survey: "Survey", model: "Model", name: str) -> Iterator[str]:
-    """What to do before the first run."""
-    steps = []
-    if survey.bad:
-        steps.append("Replace or remove the files that cannot be read.")
-    if survey.repeats or survey.shared:
-        steps.append("Look at the images that are there twice, and remove those that are there by mistake.")
+        fewer = ", or leave out --from-scratch" if model.backbone is None else ""
+        yield f"  So much noise probably leaves nothing to learn. Collect more images, or raise --epsilon{fewer}."
     if model.is_pretrained and model.weights is None:
-        steps.append(
-            "The first run downloads the weights. Without a network, give their file (dpl init ... --weights FILE),\n"
-            "     or use features that need none (--backbone scattering)."
-        )
-    steps.append(f"Read the file, then train: dpl fit --config {name}")
-    yield "Next:"
-    yield from (f"  {number}. {step}" for number, step in enumerate(steps, 1))
+        yield "  The first run downloads the weights. Without a network, give --weights, or --backbone scattering."

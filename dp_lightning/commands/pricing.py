@@ -6,20 +6,14 @@ from collections.abc import Mapping
 from itertools import pairwise
 from typing import Any
 
-import torch
-
 from dp_lightning.commands.composition import prepare_to_train
 from dp_lightning.commands.synthetic_fit import fit_on_synthetic_images
 from dp_lightning.privacy.plan import PrivacyPlan, RunShape
 from dp_lightning.private_run.settings import PrivacySettings
 
-# Runs that differ only in these are accepted or refused together.
-_NUMBERS = {
-    "privacy": ("expected_batch_size", "target_epsilon", "noise_multiplier", "reproducible"),
-    "trainer": ("max_epochs", "max_steps"),
-}
-# The settings under ``privacy`` on which the time of an example depends.
-_TIMED = ("augmult", "clipping", "disk", "examples", "images_per_group", "max_physical_batch_size")
+# Runs that differ only in these settings of ``privacy`` and ``trainer``, in the optimizer or in the seed are built and
+# timed once.
+_NUMBERS = ("expected_batch_size", "target_epsilon", "noise_multiplier", "reproducible", "max_epochs", "max_steps")
 # Images of the first steps that are timed, or fewer if the run's physical batches are smaller.
 _IMAGES = 16
 # Seconds of a step at which it is long enough: in shorter ones Python takes most of the time.
@@ -31,8 +25,7 @@ class Pricing:
     """Prices runs; what they have in common is built and timed once."""
 
     def __init__(self) -> None:
-        self._num_train: dict[str, int] = {}
-        self._seconds_per_example: dict[str, float | None] = {}
+        self._known: dict[str, tuple[int, float | None]] = {}
 
     def __call__(self, settings: Mapping[str, Any]) -> tuple[PrivacyPlan, float | None]:
         """The plan of a run with this whole configuration, and the seconds of its training steps on this machine.
@@ -42,23 +35,14 @@ class Pricing:
         Raises:
             DpLightningError: as ``dpl fit`` would, for wrong settings or data.
         """
-        built = {name: value for name, value in settings.items() if name != "seed_everything"}
-        for group, names in _NUMBERS.items():
-            built[group] = {name: value for name, value in settings[group].items() if name not in names}
-        if (key := _key(built)) not in self._num_train:
-            _, self._num_train[key] = prepare_to_train(settings)
-        plan = plan_of(settings["privacy"], settings["trainer"], num_train=self._num_train[key])
-        timed = {name: settings["privacy"].get(name) for name in _TIMED}
-        timed |= {name: settings.get(name) for name in ("model", "data", "postprocess")}
-        timed["precision"] = settings["trainer"].get("precision")
-        if (key := _key(timed)) not in self._seconds_per_example:
-            self._seconds_per_example[key] = seconds_per_example(settings)
-        seconds = self._seconds_per_example[key]
+        groups = {group: settings.get(group, {}) for group in ("model", "data", "postprocess", "privacy", "trainer")}
+        shared = [{name: value for name, value in group.items() if name not in _NUMBERS} for group in groups.values()]
+        if (key := json.dumps(shared, sort_keys=True, default=str)) not in self._known:
+            _, num_train = prepare_to_train(settings)
+            self._known[key] = num_train, seconds_per_example(settings)
+        num_train, seconds = self._known[key]
+        plan = plan_of(settings["privacy"], settings["trainer"], num_train=num_train)
         return plan, None if seconds is None else seconds * plan.num_steps * plan.expected_batch_size
-
-
-def _key(settings: Mapping[str, Any]) -> str:
-    return json.dumps(settings, sort_keys=True, default=str)
 
 
 def plan_of(
@@ -79,18 +63,16 @@ def plan_of(
     }
     size = privacy["expected_batch_size"] if batch_size is None else batch_size
     run = PrivacySettings(size, **given, not_private=bool(privacy.get("not_private")))
-    shape = RunShape.of_length(num_train=num_train, expected_batch_size=size, delta=run.delta, **length_of(trainer))
-    return run.make_plan(shape)
-
-
-def length_of(trainer: Mapping[str, Any]) -> dict[str, Any]:
-    """What limits the steps of a run with this group ``trainer``, as `RunShape.of_length` takes it."""
     limit = trainer.get("limit_train_batches")
-    return {
-        "max_epochs": trainer.get("max_epochs"),
-        "max_steps": trainer["max_steps"],
-        "limit_train_batches": 1.0 if limit is None else limit,
-    }
+    shape = RunShape.of_length(
+        num_train=num_train,
+        expected_batch_size=size,
+        delta=run.delta,
+        max_epochs=trainer.get("max_epochs"),
+        max_steps=trainer["max_steps"],
+        limit_train_batches=1.0 if limit is None else limit,
+    )
+    return run.make_plan(shape)
 
 
 def seconds_per_example(settings: Mapping[str, Any]) -> float | None:
@@ -125,9 +107,7 @@ def _seconds_of_step(settings: Mapping[str, Any], examples: int) -> float:
     moments: list[float] = []
     fit_on_synthetic_images(
         settings,
-        lambda module, own: lambda batch: own(batch[0]),
-        lambda generator: (torch.arange(examples),),
-        lambda step, sums: moments.append(time.perf_counter()),
+        releases=lambda step, sums: moments.append(time.perf_counter()),
         examples=examples,
         steps=_STEPS,
         noise_multiplier=1.0,

@@ -9,14 +9,13 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import yaml
 from torch import nn
 
 from dp_lightning.datamodules.survey import Survey
-from dp_lightning.errors import DataError
 from dp_lightning.models import SmallCNN, WideResNet
 from dp_lightning.models.feature_network import FeatureNetwork, has_weights
 from dp_lightning.models.pretrained import without_weights
@@ -28,22 +27,45 @@ FEW_IMAGES, BACKBONE = 10_000, "vit_small_patch16_224.augreg_in21k"
 #: which the guarantee allows, would be expected to publish.
 MOST_PUBLISHED = 0.1
 _MAX_GRAD_NORM, _MOMENTUM = 1.0, 0.9
-# The largest B from scratch, where a larger one costs time (De et al. 2022), and on features; the epochs of both.
-_LARGEST_BATCH, _LARGEST_FEATURE_BATCH = 4096, 16_384
-_EPOCHS, _FEATURE_EPOCHS = 50, 25
-# The most that the learning rate times nu may be, and the largest rate; docs/own_data.md has the measurements. From
-# scratch a larger rate costs little accuracy, but makes wrong answers too sure of themselves.
-_RATES, _FEATURE_RATES = (0.04, 0.3), (0.15, 1.0)
-# On features of length 1 the first number is about the noise of one weight, nu / sqrt(d), which is that of a logit.
-_UNIT_RATES = (0.015, 30.0)
 # Sides of an image in pixels: the least, and the most that a pretrained network and one from scratch see.
 _SMALLEST_SIDE, _FEATURE_SIDE, _SCRATCH_SIDE = 8, 224, 32
-# Rows that go through the model at once, at most: a network from scratch, scattering coefficients, features.
-_PHYSICAL, _PHYSICAL_MAPS, _PHYSICAL_FEATURES = 128, 512, 4096
 # Images of a person in one step, at most: each is a row that goes through the network.
 _IMAGES_PER_PERSON = 4
 # The share of the training set that is held out where the data has no other images to evaluate on.
 _VAL_FRACTION = 0.1
+
+
+class Rules(NamedTuple):
+    """The numbers of a kind of model; docs/own_data.md has the measurements.
+
+    Attributes:
+        largest_batch: B, at most; from scratch a larger one costs time (De et al. 2022).
+        epochs: trainer.max_epochs.
+        move: the most that the learning rate times the noise may be.
+        highest_rate: from scratch a larger rate costs little accuracy, but makes wrong answers too sure of themselves.
+        rows: rows that go through the model at once, at most.
+        comment: lines above the data in the file.
+    """
+
+    largest_batch: int
+    epochs: int
+    move: float
+    highest_rate: float
+    rows: int
+    comment: str
+
+
+_CACHED = "# The network runs once over each image; its cache is as private as the images.\n"
+_SCRATCH = Rules(4096, 50, 0.04, 0.3, 128, "")
+_PRETRAINED = Rules(
+    *(16_384, 25, 0.15, 1.0, 4096),
+    f"{_CACHED}# The weights have to come from public data; null downloads those of timm.\n",
+)
+# On features of length 1 the noise that counts is that of one weight, nu / sqrt(d), which is that of a logit.
+_SCATTERING = Rules(
+    *(16_384, 25, 0.015, 30.0, 512),
+    f"{_CACHED}# Scattering needs no weights. mirror: true suits images of which a mirror image shows the same.\n",
+)
 
 
 @dataclass(frozen=True)
@@ -52,6 +74,7 @@ class Model:
 
     Attributes:
         class_path, settings: the LightningModule, and its init_args without what comes from the data.
+        rules: the numbers of this kind of model.
         backbone: the network whose features one layer is trained on, in timm's registry, or ``scattering``; None for
             a network from scratch.
         weights: the file of the backbone's weights; None downloads timm's.
@@ -59,14 +82,16 @@ class Model:
 
     class_path: str
     settings: Mapping[str, Any]
+    rules: Rules = _SCRATCH
     backbone: str | None = None
     weights: str | None = None
 
     @classmethod
     def on_features(cls, backbone: str = BACKBONE, weights: str | None = None) -> "Model":
         """One layer on features; those of scattering have the length 1."""
-        unit = {} if has_weights(backbone) else {"normalize": "unit"}
-        return cls("LinearProbeModule", unit, backbone, weights)
+        if has_weights(backbone):
+            return cls("LinearProbeModule", {}, _PRETRAINED, backbone, weights)
+        return cls("LinearProbeModule", {"normalize": "unit"}, _SCATTERING, backbone)
 
     @classmethod
     def from_scratch(cls, count: int) -> "Model":
@@ -76,20 +101,9 @@ class Model:
         return cls("WideResNetModule", {"depth": 16, "width": 4})
 
     @property
-    def scatters(self) -> bool:
-        """Whether the features are scattering coefficients, which need no pretrained network."""
-        return self.backbone is not None and not has_weights(self.backbone)
-
-    @property
     def is_pretrained(self) -> bool:
         """Whether a network with weights sees the images, which it then gets in colour."""
-        return self.backbone is not None and not self.scatters
-
-    def image_size(self, median_side: int) -> int:
-        """Height and width of an image, in pixels; a multiple of 4 unless a pretrained network resizes it itself."""
-        if self.is_pretrained:
-            return min(max(median_side, _SMALLEST_SIDE), _FEATURE_SIDE)
-        return min(max(median_side // 4 * 4, _SMALLEST_SIDE), _SCRATCH_SIDE)
+        return self.rules is _PRETRAINED
 
     def num_parameters(self, *, num_classes: int, in_channels: int, image_size: int) -> int:
         """The number d of parameters that are trained; no weights are read.
@@ -97,47 +111,34 @@ class Model:
         Raises:
             ConfigurationError: the backbone is unknown.
         """
+        trained: nn.Module
+        shape: dict[str, Any] = {"num_classes": num_classes, "in_channels": in_channels}
         with torch.device("meta"), without_weights():
             if self.backbone is not None:
-                network = FeatureNetwork(
-                    self.backbone,
-                    weights=None,
-                    input_size=None,
-                    backbone_kwargs={},
-                    in_channels=in_channels,
-                    mean=(0.5,),
-                    std=(0.5,),
-                )
-                return (network.length * network.map_size(image_size) ** 2 + 1) * num_classes
-            small = self.class_path == "SmallCNNModule"
-            size = {"image_size": image_size} if small else {}
-            kind: type[nn.Module] = SmallCNN if small else WideResNet
-            trained = kind(num_classes=num_classes, in_channels=in_channels, **size, **self.settings)
+                none: dict[str, Any] = {"weights": None, "input_size": None, "backbone_kwargs": {}}
+                network = FeatureNetwork(self.backbone, **none, in_channels=in_channels, mean=(0.5,), std=(0.5,))
+                trained = nn.Linear(network.length * network.map_size(image_size) ** 2, num_classes)
+            elif self.class_path == "SmallCNNModule":
+                trained = SmallCNN(**shape, image_size=image_size, **self.settings)
+            else:
+                trained = WideResNet(**shape, **self.settings)
         return sum(parameter.numel() for parameter in trained.parameters())
 
 
-@dataclass(frozen=True)
-class Start:
+class Start(NamedTuple):
     """The numbers of a first run.
 
     Attributes:
         plan: N, B, T, delta and sigma.
-        epochs: trainer.max_epochs.
         num_parameters: d, the number of trained parameters.
         noise_norm: nu over C, the norm of the noise in one gradient over the most that one without noise has.
         learning_rate: of SGD with momentum, before the schedule.
     """
 
     plan: PrivacyPlan
-    epochs: int
     num_parameters: int
     noise_norm: float
     learning_rate: float
-
-
-def noise_norm(plan: PrivacyPlan, num_parameters: int) -> float:
-    """The norm nu of the noise in one gradient over C, for flat clipping."""
-    return plan.noise_norm(num_parameters=num_parameters, sensitivity=_MAX_GRAD_NORM) / _MAX_GRAD_NORM
 
 
 def start_of(
@@ -155,20 +156,16 @@ def start_of(
     Raises:
         ConfigurationError: epsilon cannot be reached, or a number is out of its range.
     """
-    features = model.backbone is not None
-    epochs = _FEATURE_EPOCHS if features else _EPOCHS
+    rules = model.rules
     plan = RunShape.of_length(
         num_train=num_train,
-        expected_batch_size=batch_size_for(num_train, at_most=_LARGEST_FEATURE_BATCH if features else _LARGEST_BATCH),
+        expected_batch_size=batch_size_for(num_train, at_most=rules.largest_batch),
         delta=delta_for(num_train) if delta is None else delta,
-        max_epochs=epochs,
+        max_epochs=rules.epochs,
     ).calibrate(epsilon)
-    noise = noise_norm(plan, num_parameters)
-    if model.scatters:
-        rate = learning_rate_for(noise / math.sqrt(num_parameters), *_UNIT_RATES)
-    else:
-        rate = learning_rate_for(noise, *(_FEATURE_RATES if features else _RATES))
-    return Start(plan, epochs, num_parameters, noise, rate)
+    noise = plan.noise_norm(num_parameters=num_parameters, sensitivity=1.0)  # over C
+    counts = noise / math.sqrt(num_parameters) if rules is _SCATTERING else noise
+    return Start(plan, num_parameters, noise, learning_rate_for(counts, rules.move, rules.highest_rate))
 
 
 def delta_for(num_train: int) -> float:
@@ -209,7 +206,6 @@ def configuration(
 
     Raises:
         ConfigurationError: the budget cannot be reached, or the backbone is unknown.
-        DataError: there are too few images to train on.
     """
     persons, (class_path, given) = survey.images_of_persons, data
     unit, units = ("images", len(survey.readable)) if persons is None else ("persons", len(persons))
@@ -217,17 +213,18 @@ def configuration(
     held_out = round(_VAL_FRACTION * units) if set(survey.looks) == {"train"} else 0
     if held_out:
         settings["val_fraction"] = _VAL_FRACTION
-    if units - held_out < 2:
-        raise DataError(f"There is {units} training example; a private run needs some hundreds at least.")
     size, channels = survey.readable[0].height, survey.readable[0].channels
     if class_path == "ImageFolder":
-        size = settings["image_size"] = model.image_size(survey.median_side)
+        side, most = survey.median_side, _FEATURE_SIDE if model.is_pretrained else _SCRATCH_SIDE
+        if not model.is_pretrained:  # which resizes images itself
+            side = side // 4 * 4
+        size = settings["image_size"] = min(max(side, _SMALLEST_SIDE), most)
         channels = 1 if survey.is_grey and not model.is_pretrained else 3
         if channels == 1:
             settings["in_channels"] = 1
     d = model.num_parameters(num_classes=len(survey.class_names), in_channels=channels, image_size=size)
     start = start_of(units - held_out, d, model, epsilon=epsilon, delta=delta)
-    plan, images, rows, comments = start.plan, {"class_path": class_path, "init_args": settings}, 1, []
+    plan, images, rows = start.plan, {"class_path": class_path, "init_args": settings}, 1
     privacy: dict[str, Any] = {
         "target_epsilon": float(epsilon),
         "delta": plan.delta,
@@ -237,58 +234,45 @@ def configuration(
     if persons is not None:
         rows = min(_IMAGES_PER_PERSON, round(median(persons.values())))
         privacy |= {"unit_of_privacy": "group", "images_per_group": rows}
-    largest = _PHYSICAL if model.backbone is None else _PHYSICAL_MAPS if model.scatters else _PHYSICAL_FEATURES
-    privacy["max_physical_batch_size"] = min(plan.expected_batch_size * rows, largest)
+    privacy["max_physical_batch_size"] = min(plan.expected_batch_size * rows, model.rules.rows)
     if model.backbone is None:
         settings["augment"] = False
     else:
-        network = {"backbone_kwargs": {"mirror": False}} if model.scatters else {"weights": model.weights}
+        network = {"weights": model.weights} if model.is_pretrained else {"backbone_kwargs": {"mirror": False}}
         features = {"images": images, "backbone": model.backbone, **network, "cache": "features"}
         images = {"class_path": "CachedFeatures", "init_args": features}
-        comments.append("The network runs once over each image; its cache is as private as the images.")
-        comments.append(
-            "Scattering needs no weights. mirror: true suits images of which a mirror image shows the same."
-            if model.scatters
-            else "The weights have to come from public data; null downloads those of timm."
-        )
     trained = {"class_path": model.class_path, **({"init_args": dict(model.settings)} if model.settings else {})}
-    optimizer = {"lr": start.learning_rate, "momentum": _MOMENTUM}
-    trainer = {"accelerator": "auto", "devices": 1, "max_epochs": start.epochs}
-    sections: list[tuple[list[str], dict[str, Any]]] = [
-        (
-            [
-                f"Written by `dpl init`. Train with: dpl fit --config {name}",
-                f"What is released of the run makes public N, the number of training {unit} ({plan.num_train:,}), the",
-                "names of the classes, and the settings in this file. No noise protects those that follow from the",
-                "sizes, colours or number of the images: set them yourself if they must not depend on the data.",
-                "The seed is that of the first weights and the validation split; noise and sampling take secret keys.",
-            ],
-            {"seed_everything": 42},
-        ),
-        ([f"{start.num_parameters:,} parameters are trained."], {"model": trained}),
-        (comments, {"data": images}),
-        (
-            [
-                f"The noise is solved for target_epsilon: sigma {plan.noise_multiplier:.2f}. By default delta is the "
-                f"largest power of ten with N delta <= {MOST_PUBLISHED:g}.",
-                f"B is a quarter of N, in {unit}. The noise of a step is {start.noise_norm:,.2f} times as long as a "
-                "clipped gradient can be.",
-                "max_physical_batch_size bounds memory, in images, and changes nothing else.",
-            ],
-            {"privacy": privacy},
-        ),
-        (
-            ["The rate is as high as the noise allows. Each further run on these images spends its own epsilon."],
-            {
-                "optimizer": {"class_path": "torch.optim.SGD", "init_args": optimizer},
-                "lr_scheduler": {"class_path": "WarmupCosine"},
-                "trainer": {**trainer, "check_val_every_n_epoch": 5, "log_every_n_steps": 10},
-            },
-        ),
-    ]
-    parts = [
-        "".join(f"# {line}\n" for line in lines)
-        + yaml.safe_dump(values, sort_keys=False, allow_unicode=True, width=1000)
-        for lines, values in sections
-    ]
-    return "\n".join(parts), start
+    rate = {"lr": start.learning_rate, "momentum": _MOMENTUM}
+    optimizer = {"class_path": "torch.optim.SGD", "init_args": rate}
+    text = f"""\
+# Written by `dpl init`. Train with: dpl fit --config {name}
+# What is released of the run makes public N, the number of training {unit} ({plan.num_train:,}), the names of the
+# classes, and the settings in this file. No noise protects those that follow from the sizes, colours or number of the
+# images: set them yourself if they must not depend on the data.
+# The seed is that of the first weights and the validation split; noise and sampling take secret keys.
+seed_everything: 42
+
+# {start.num_parameters:,} parameters are trained.
+{_yaml(model=trained)}
+{model.rules.comment}{_yaml(data=images)}
+# The noise is solved for target_epsilon: sigma {plan.noise_multiplier:.2f}.
+# By default delta is the largest power of ten with N delta <= {MOST_PUBLISHED:g}.
+# B is a quarter of N, in {unit}.
+# The noise of a step is {start.noise_norm:,.2f} times as long as a clipped gradient can be.
+# max_physical_batch_size bounds memory, in images, and changes nothing else.
+{_yaml(privacy=privacy)}
+# The rate is as high as the noise allows. Each further run on these images spends its own epsilon.
+{_yaml(optimizer=optimizer)}lr_scheduler:
+  class_path: WarmupCosine
+trainer:
+  accelerator: auto
+  devices: 1
+  max_epochs: {model.rules.epochs}
+  check_val_every_n_epoch: 5
+  log_every_n_steps: 10
+"""
+    return text, start
+
+
+def _yaml(**groups: Any) -> str:
+    return yaml.safe_dump(groups, sort_keys=False, allow_unicode=True, width=1000)

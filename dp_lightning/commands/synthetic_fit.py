@@ -1,15 +1,13 @@
-"""A fit of a configuration's module on random images: as ``dpl fit`` makes it, with other data and another loss.
+"""A fit of a configuration's module on random images, as ``dpl fit`` makes it; its loss may be replaced too.
 
-The module, the optimizer, ``PrivacyCallback`` and the post-processing are the configuration's. The examples, the
-numbers N = B and T, and the loss are replaced; schedules, validation and the configuration's own callbacks are left
-out. A callback before ``PostProcessCallback`` reads the privatized gradient. No private image is read, and no model is
-kept.
+The module, the optimizer, ``PrivacyCallback`` and the post-processing are the configuration's. The examples and the
+numbers N = B and T are replaced; schedules, validation and the configuration's own callbacks are left out. No private
+image is read, and no model is kept.
 """
 
 import contextlib
 import io
 import itertools
-import logging
 import secrets
 import warnings
 from collections.abc import Callable, Mapping
@@ -22,11 +20,11 @@ from lightning.pytorch.callbacks import LambdaCallback
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, StackDataset, TensorDataset
 
 from dp_lightning.callbacks import PostProcessCallback
 from dp_lightning.commands.composition import prepare
-from dp_lightning.commands.training import TrainingCLI
+from dp_lightning.commands.quiet import quiet
 from dp_lightning.datamodules.base import ImageDataModule
 from dp_lightning.errors import ConfigurationError, DpLightningError
 
@@ -37,41 +35,14 @@ Columns = Callable[[torch.Generator], tuple[Tensor, ...]]
 """Draws the tensors that follow each image and label, from a generator that is the same on all ranks."""
 
 NewLoss = Callable[[pl.LightningModule, Callable[[Any], Any]], Callable[[Any], Tensor]]
-"""Takes the module and its own loss of a batch, and returns the loss to use instead."""
-
-
-class _SyntheticImages(Dataset[tuple[Any, ...]]):
-    """Random images and labels, each followed by the tensors of its row in ``columns``.
-
-    Args:
-        key: seed of everything in the data set; all ranks share it.
-        dtype, shape: dtype and shape of an image.
-        num_classes: number of classes of the labels.
-        columns: draws the columns.
-    """
-
-    def __init__(self, key: int, dtype: torch.dtype, shape: tuple[int, ...], num_classes: int, columns: Columns):
-        self._key, self._dtype, self._shape, self._num_classes = key, dtype, shape, num_classes
-        self._columns = columns(torch.Generator().manual_seed(key))
-
-    def __len__(self) -> int:
-        return len(self._columns[0])
-
-    def __getitem__(self, index: int) -> tuple[Any, ...]:
-        generator = torch.Generator().manual_seed(self._key + 1 + index)
-        if self._dtype == torch.uint8:
-            image = torch.randint(256, self._shape, dtype=torch.uint8, generator=generator)
-        else:
-            image = torch.randn(self._shape, generator=generator)
-        label = int(torch.randint(self._num_classes, (), generator=generator))
-        return (image, label), *(column[index] for column in self._columns)
+"""Takes the module and its own loss of a pair of images and labels, and returns the loss of ``(pair, *columns)``."""
 
 
 def fit_on_synthetic_images(
     settings: Mapping[str, Any],
-    loss: NewLoss,
-    columns: Columns,
-    releases: Releases,
+    loss: NewLoss | None = None,
+    columns: Columns = lambda generator: (),
+    releases: Releases = lambda step, sums: None,
     *,
     examples: int,
     steps: int,
@@ -82,7 +53,8 @@ def fit_on_synthetic_images(
 
     Args:
         settings: a whole configuration.
-        loss, columns, releases: see `NewLoss`, `Columns` and `Releases`.
+        loss: see `NewLoss`; None keeps the module's own.
+        columns, releases: see `Columns` and `Releases`.
         examples: N = B.
         steps: T.
         noise_multiplier: sigma; 0 adds no noise.
@@ -96,6 +68,7 @@ def fit_on_synthetic_images(
     privacy = {
         **given,
         "expected_batch_size": examples,
+        "num_train": None,
         "target_epsilon": None,
         "noise_multiplier": noise_multiplier,
         "not_private": noise_multiplier == 0,
@@ -116,7 +89,9 @@ def fit_on_synthetic_images(
         changed.pop("lr_scheduler", None)  # it may monitor a metric of the validation, which is left out
         cli = prepare(changed)
         cli.privacy.num_train = None
-        shape = _replace_data_and_loss(cli, loss, columns)
+        module, data = cli.model, cli.datamodule
+        _replace_data(module, data, columns, examples)
+        _replace_loss(module, loss)
         callbacks: list[pl.Callback] = cli.trainer.callbacks  # type: ignore[attr-defined]
         place = next(k for k, callback in enumerate(callbacks) if isinstance(callback, PostProcessCallback))
         numbers = itertools.count()
@@ -126,60 +101,52 @@ def fit_on_synthetic_images(
             sums = {name: g.detach().cpu() * examples for name, g in gradients.items() if g is not None}
             releases(next(numbers), sums)
 
-        callbacks.insert(place, LambdaCallback(on_before_optimizer_step=look))
-        notes = logging.getLogger("lightning.pytorch.utilities.rank_zero")
-        level = notes.level
+        callbacks.insert(place, LambdaCallback(on_before_optimizer_step=look))  # sees the privatized gradient
         try:
-            notes.setLevel(logging.WARNING)  # hides that max_steps is reached
-            cli.trainer.fit(cli.model, datamodule=cli.datamodule)
+            with quiet():
+                cli.trainer.fit(module, datamodule=data)
         except DpLightningError:
             raise
         except (RuntimeError, TypeError, ValueError, KeyError, IndexError, AttributeError) as error:
             raise ConfigurationError(
-                f"The model fails on synthetic examples, images of shape {shape} with a label: "
-                f"{type(error).__name__}: {error}. Synthetic examples need a data module of images and labels."
+                f"The model fails on synthetic images with labels: {type(error).__name__}: {error}. Synthetic examples "
+                "need a data module of images and labels."
             ) from error
-        finally:
-            notes.setLevel(level)
 
 
-def _replace_data_and_loss(cli: TrainingCLI, loss: NewLoss, columns: Columns) -> tuple[int, ...]:
-    """Replace the data and the loss with synthetic ones, and return the shape of an image; no data is read."""
-    module, data = cli.model, cli.datamodule
-    assert isinstance(data, pl.LightningDataModule)
-    known: Any = data
-    dtype = torch.uint8 if isinstance(data, ImageDataModule) else torch.float32
-    shape = (known.in_channels,) if known.image_size == 1 else (known.in_channels, *[known.image_size] * 2)
+def _replace_data(module: pl.LightningModule, data: Any, columns: Columns, examples: int) -> None:
+    """Let the data module give ``((image, label), *columns)``; its hooks and the module's see image and label."""
+    shape = (examples, data.in_channels, *([data.image_size] * 2 if data.image_size > 1 else []))
 
     def train_dataloader() -> DataLoader[Any]:
-        key = data.trainer.strategy.broadcast(secrets.randbits(62))  # type: ignore[union-attr]
-        return DataLoader(_SyntheticImages(key, dtype, shape, known.num_classes, columns), batch_size=1)
+        generator = torch.Generator().manual_seed(data.trainer.strategy.broadcast(secrets.randbits(62)))
+        drawn = columns(generator)
+        if isinstance(data, ImageDataModule):
+            images = torch.randint(256, shape, dtype=torch.uint8, generator=generator)
+        else:
+            images = torch.randn(shape, generator=generator)
+        labels = torch.randint(data.num_classes, (examples,), generator=generator)
+        parts: tuple[Any, ...] = TensorDataset(images, labels), *drawn
+        return DataLoader(StackDataset(*parts))
 
-    vars(data)["train_dataloader"] = train_dataloader
-    vars(data).update(prepare_data=lambda: None, setup=lambda stage=None: None)
+    vars(data).update(train_dataloader=train_dataloader, prepare_data=lambda: None, setup=lambda stage=None: None)
     for owner in (module, data):
         for name in ("on_before_batch_transfer", "on_after_batch_transfer"):
             if is_overridden(name, owner):
                 vars(owner)[name] = _of_first(getattr(owner, name))
-    own = module.training_step
-
-    def own_loss(batch: Any) -> Any:
-        output = own(batch, 0)
-        return output["loss"] if isinstance(output, Mapping) else output
-
-    changed = loss(module, own_loss)
-
-    def training_step(batch: Any, batch_idx: int) -> Tensor:
-        return changed(batch)
-
-    vars(module)["training_step"] = training_step
-    return shape
 
 
 def _of_first(hook: Callable[[Any, int], Any]) -> Callable[[Any, int], Any]:
     """Apply the user's hook to the user's part of a batch."""
+    return lambda batch, dataloader_idx: [hook(batch[0], dataloader_idx), *batch[1:]]
 
-    def on_batch_transfer(batch: Any, dataloader_idx: int) -> Any:
-        return [hook(batch[0], dataloader_idx), *batch[1:]]
 
-    return on_batch_transfer
+def _replace_loss(module: pl.LightningModule, loss: NewLoss | None) -> None:
+    own = module.training_step
+
+    def own_loss(pair: Any) -> Any:
+        output = own(pair, 0)
+        return output["loss"] if isinstance(output, Mapping) else output
+
+    changed = (lambda batch: own_loss(batch[0])) if loss is None else loss(module, own_loss)
+    vars(module)["training_step"] = lambda batch, batch_idx: changed(batch)

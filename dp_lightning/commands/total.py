@@ -33,16 +33,14 @@ class Total:
         delta: at which epsilon is computed.
         accountant: the accountant of the runs' plans where they agree, else "prv".
         unit: what one neighbour adds or removes, in words; empty where no run has a statement yet.
-        withheld: what the statements of runs say against a release, by the run's name.
-        without_statement: runs of which only the journal is known, so that earlier training of their weights is not.
+        notes: sentences about runs that are not for release, and runs whose earlier training is unknown.
     """
 
     steps: Mapping[str, Kinds]
     delta: float
     accountant: str
     unit: str
-    withheld: Mapping[str, str]
-    without_statement: tuple[str, ...]
+    notes: tuple[str, ...]
 
     @property
     def num_steps(self) -> int:
@@ -52,15 +50,18 @@ class Total:
     @property
     def epsilon(self) -> float:
         """Epsilon of all runs together, by ``accountant``."""
-        return compose(self._runs, delta=self.delta, accountant=self.accountant)
+        return self._spent(sum(self.steps.values(), Counter()))
 
     def epsilons(self) -> dict[str, float | None]:
         """The same by every accountant; "pld" is None where dp-accounting is not installed."""
-        return compose_all(self._runs, delta=self.delta)
+        return compose_all(_as_runs(sum(self.steps.values(), Counter())), delta=self.delta)
 
     def epsilon_of(self, run: str) -> float:
         """Epsilon of the steps of one run alone, at the same delta."""
-        return compose(_as_runs(self.steps[run]), delta=self.delta, accountant=self.accountant)
+        return self._spent(self.steps[run])
+
+    def _spent(self, kinds: Kinds) -> float:
+        return compose(_as_runs(kinds), delta=self.delta, accountant=self.accountant)
 
     @property
     def sentence(self) -> str:
@@ -74,43 +75,34 @@ class Total:
 
     def text(self) -> str:
         """The steps and epsilon of each run and of all together, and what else has to be known of them."""
-        epsilons, by = self.epsilons(), f"epsilon by {self.accountant.upper()}"
         rows = [(run, kinds.total(), self.epsilon_of(run)) for run, kinds in self.steps.items()]
-        rows.append(("together", self.num_steps, self.epsilon))
-        lines = [
-            f"{'run':<18}{'steps':>8}{by:>20}",
-            *(f"{run:<18}{steps:>8}{spent:>20.4f}" for run, steps, spent in rows),
-        ]
-        shown = ", ".join(f"{name.upper()} {value:.4f}" for name, value in epsilons.items() if value is not None)
-        lines += ["", f"At delta {self.delta:g}, together by {shown}."]
-        if self.unit:
-            lines.append(f"It protects {self.unit} that all of these runs may have used.")
+        lines = [f"{'run':<18}{'steps':>8}{f'epsilon by {self.accountant.upper()}':>20}"]
+        lines += [f"{run:<18}{steps:>8}{spent:>20.4f}" for run, steps, spent in rows]
+        shown = ", ".join(f"{name.upper()} {value:.4f}" for name, value in self.epsilons().items() if value is not None)
+        lines += [f"{'together':<18}{self.num_steps:>8}{self.epsilon:>20.4f}", "", f"{self.sentence}."]
+        lines.append(f"By every accountant: {shown}.")
         if len(self.steps) > 1:
-            lines.append("It counts the runs as planned beforehand: noise that was chosen by what an earlier run has")
-            lines.append("released is not covered by the theorem.")
-        lines += [f"Run {run} is {reason}." for run, reason in self.withheld.items()]
-        unknown = "has no statement: its steps count, but not those of earlier training of its weights."
-        return "\n".join([*lines, *(f"Run {run} {unknown}" for run in self.without_statement)])
+            lines.append("This is for runs that were planned beforehand, without a look at what others have released.")
+        return "\n".join([*lines, *self.notes])
 
     def to_dict(self) -> dict[str, Any]:
         """The same in values that JSON can hold; an infinite epsilon is the string "inf"."""
-        spent = {run: self.epsilon_of(run) for run in self.steps}
         return {
-            "epsilon": {name: "inf" if value == math.inf else value for name, value in self.epsilons().items()},
+            "epsilon": {name: _number(value) for name, value in self.epsilons().items()},
             "delta": self.delta,
             "accountant": self.accountant,
             "unit_of_privacy": self.unit,
             "num_steps": self.num_steps,
             "runs": {
-                run: {"num_steps": kinds.total(), "epsilon": "inf" if spent[run] == math.inf else spent[run]}
+                run: {"num_steps": kinds.total(), "epsilon": _number(self.epsilon_of(run))}
                 for run, kinds in self.steps.items()
             },
-            "withheld": dict(self.withheld),
+            "notes": self.notes,
         }
 
-    @property
-    def _runs(self) -> list[Run]:
-        return _as_runs(sum(self.steps.values(), Counter()))
+
+def _number(value: float | None) -> float | str | None:
+    return "inf" if value == math.inf else value
 
 
 def total_epsilon(folders: Iterable[str | Path], delta: float | None = None) -> Total:
@@ -126,7 +118,7 @@ def total_epsilon(folders: Iterable[str | Path], delta: float | None = None) -> 
     """
     journals: dict[str, Steps] = {}
     claims: list[PrivacyStatement] = []
-    withheld: dict[str, str] = {}
+    notes: list[str] = []
     for folder in map(Path, folders):
         paths = sorted(folder.rglob(journal_name("*")))
         if not paths:
@@ -137,7 +129,7 @@ def total_epsilon(folders: Iterable[str | Path], delta: float | None = None) -> 
             facts = read_json(path)
             claims.append(PrivacyStatement.from_dict(facts))
             if (release := facts.get("release", "ok")) != "ok":
-                withheld[claims[-1].run] = release
+                notes.append(f"Run {claims[-1].run} is {release}.")
     steps: dict[str, Kinds] = {run: spent_in(taken.values()) for run, taken in journals.items()}
     for claim in claims:
         if claim.ledger.num_steps and claim.journal_head not in journals.get(claim.run, {}):
@@ -148,6 +140,9 @@ def total_epsilon(folders: Iterable[str | Path], delta: float | None = None) -> 
         for run, earlier in claim.ledger.earlier.items():
             kinds = Counter({(sigma, rate): count for sigma, rate, count in earlier})
             steps[run] = steps.get(run, Counter()) | kinds  # the larger record of the same run
+    for run in journals:
+        if run not in {claim.run for claim in claims}:
+            notes.append(f"Run {run} has no statement: earlier training of its weights is unknown and not counted.")
     units = {claim.unit_of_privacy for claim in claims}
     if len(units) > 1:
         raise ConfigurationError(
@@ -158,14 +153,8 @@ def total_epsilon(folders: Iterable[str | Path], delta: float | None = None) -> 
     accountants = {claim.plan.accountant for claim in claims}
     delta = min(claim.plan.delta for claim in claims) if delta is None else delta
     check_delta(delta)
-    return Total(
-        steps=steps,
-        delta=delta,
-        accountant=accountants.pop() if len(accountants) == 1 else "prv",
-        unit=next(iter(units), ""),
-        withheld=withheld,
-        without_statement=tuple(run for run in journals if run not in {claim.run for claim in claims}),
-    )
+    accountant = accountants.pop() if len(accountants) == 1 else "prv"
+    return Total(steps, delta, accountant, unit=next(iter(units), ""), notes=tuple(dict.fromkeys(notes)))
 
 
 def _as_runs(kinds: Kinds) -> list[Run]:

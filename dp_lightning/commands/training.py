@@ -20,7 +20,6 @@ from lightning.pytorch.cli import LightningArgumentParser, ReduceLROnPlateau, Sa
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from yaml import YAMLError
 
@@ -124,16 +123,6 @@ class RunConfiguration(SaveConfigCallback):
         config = config.clone()
         config.ckpt_path = None
         super().__init__(parser, config, *args, **kwargs)
-
-    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        try:
-            super().setup(trainer, pl_module, stage)
-        except RuntimeError as error:
-            raise ConfigurationError(
-                f"{trainer.log_dir} has the configuration of an earlier run. Give another trainer.default_root_dir, or "
-                "resume that run with --ckpt_path. With a logger whose version is not set, each run has a folder of "
-                "its own."
-            ) from error
 
 
 class TrainingCLI(CommandLine):
@@ -267,6 +256,10 @@ class TrainingCLI(CommandLine):
         except MisconfigurationException as error:
             raise ConfigurationError(str(error)) from error
         except (RuntimeError, ValueError) as error:
+            if "to NOT exist" in str(error):  # the file of the configuration, without a logger or with its version set
+                raise ConfigurationError(
+                    f"{error} Give another trainer.default_root_dir, or resume that run with --ckpt_path."
+                ) from error
             if not re.search("state_dict|state dict", str(error)):
                 raise
             path = self.setting(self.config_init, "ckpt_path")
@@ -297,15 +290,10 @@ class TrainingCLI(CommandLine):
         if saved is None or not self.trainer.is_global_zero:
             return
         run = self.privacy.private_run.folder
-        own = "--config", run / "config.yaml", "--ckpt_path", saved
-        owner = self.datamodule or self.model
-        splits = getattr(owner, "own_splits", None)
-        has_test_set = is_overridden("test_dataloader", owner) if splits is None else "test" in splits
-        images = () if has_test_set else ("--data", "ImageFiles", "--data.root", "FOLDER")
+        config, images = run / "config.yaml", ("--data", "ImageFiles", "--data.root", "FOLDER")
         print("\nWhat to do next:")
         for command in (
-            ("test" if has_test_set else "validate", *own),
-            ("predict", *own, *images),
+            ("predict", "--config", config, "--ckpt_path", saved, *images),
             ("export", "--ckpt-path", saved, "--out", run / "export"),
             ("report", run),
         ):

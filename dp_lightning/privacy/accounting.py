@@ -69,8 +69,7 @@ def epsilon(
         accountant: "prv", "rdp" or "pld".
 
     Raises:
-        ConfigurationError: a value is outside its range, the accountant is unknown, or "pld" is not
-            installed.
+        ConfigurationError: a value is outside its range, or the accountant is unknown or not installed.
     """
     return compose([(noise_multiplier, sample_rate, num_steps)], delta=delta, accountant=accountant)
 

@@ -15,12 +15,7 @@ from scipy.optimize import brentq
 
 from dp_lightning.errors import BudgetError, ConfigurationError
 from dp_lightning.privacy.accounting import Run, check_accountant, compose, compose_all
-from dp_lightning.privacy.ranges import (
-    check_count,
-    check_delta,
-    check_noise_multiplier,
-    is_number,
-)
+from dp_lightning.privacy.ranges import check_count, check_delta, check_noise_multiplier, is_number
 
 # Relative width of the interval in which calibration places the noise multiplier.
 TOLERANCE = 1e-4
@@ -112,14 +107,7 @@ class RunShape:
     def with_noise(
         self, noise_multiplier: float, *, accountant: str = "prv", target_epsilon: float | None = None
     ) -> "PrivacyPlan":
-        """The plan of a run of this shape.
-
-        Args:
-            noise_multiplier, accountant, target_epsilon: as in the plan.
-
-        Raises:
-            ConfigurationError: a value is outside its range.
-        """
+        """The plan of a run of this shape; its arguments and what it raises are those of `PrivacyPlan`."""
         shape = {each.name: getattr(self, each.name) for each in fields(RunShape)}
         return PrivacyPlan(
             **shape, noise_multiplier=noise_multiplier, accountant=accountant, target_epsilon=target_epsilon
@@ -209,11 +197,7 @@ class PrivacyPlan(RunShape):
         return self.noise_multiplier * sensitivity
 
     def noise_level(self, sensitivity: float) -> float:
-        """Standard deviation of the noise in each entry of the privatized gradient, sigma S / B.
-
-        Args:
-            sensitivity: S, the L2 sensitivity of the clipped sum; C under flat clipping.
-        """
+        """Standard deviation of the noise in each entry of the privatized gradient, sigma S / B."""
         return self.noise_on_sum(sensitivity) / self.expected_batch_size
 
     def epsilon(self, accountant: str | None = None, num_steps: int | None = None) -> float:
@@ -230,7 +214,7 @@ class PrivacyPlan(RunShape):
 
         Args:
             num_parameters: d, the number of trained parameters.
-            sensitivity: S, the L2 sensitivity of the clipped sum; C under flat clipping.
+            sensitivity: S, as in `noise_on_sum`.
         """
         return self.noise_level(sensitivity) * math.sqrt(num_parameters)
 

@@ -126,11 +126,7 @@ class PrivacyStatement:
             rest: dict[str, Any] = {
                 name: tuple(facts[name]) if isinstance(facts[name], list) else facts[name] for name in known
             }
-            return cls(
-                plan=PrivacyPlan(**plan, num_steps=facts["num_steps_planned"]),
-                ledger=ledger,
-                **rest,
-            )
+            return cls(plan=PrivacyPlan(**plan, num_steps=facts["num_steps_planned"]), ledger=ledger, **rest)
         except (KeyError, TypeError, ValueError, DpLightningError) as error:
             raise DataError(f"This is not a privacy statement: {type(error).__name__}: {error}") from error
 
@@ -148,8 +144,7 @@ class PrivacyStatement:
     def release(self) -> str:
         """ "ok", or "not for release: " and every reason."""
         spent = self._spent
-        target = self.plan.target_epsilon
-        reasons = []
+        target, reasons = self.plan.target_epsilon, []
         if math.isinf(spent):
             reasons.append("not private: epsilon is infinite")
         elif target is not None and spent > target:
@@ -178,13 +173,11 @@ class PrivacyStatement:
         guarantee = (
             f"({spent:.4g}, {plan.delta:g})-DP by {plan.accountant.upper()}, add or remove {self.unit_of_privacy}"
         )
-        lines = [
+        return (
             f"{'NOT PRIVATE: epsilon is infinite' if math.isinf(spent) else guarantee}, "
-            f"{self.ledger.num_steps} of {plan.num_steps} steps",
-            f"Unprotected values, do not publish: {', '.join(self.unprotected) or 'none'}",
-            f"Release: {self.release}",
-        ]
-        return "\n".join(lines)
+            f"{self.ledger.num_steps} of {plan.num_steps} steps\n"
+            f"Unprotected values, do not publish: {', '.join(self.unprotected) or 'none'}\nRelease: {self.release}"
+        )
 
     def to_markdown(self) -> str:
         """The statement for a reader: the guarantee, its numbers, what it does not cover."""

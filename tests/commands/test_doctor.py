@@ -28,28 +28,18 @@ def test_a_machine_on_which_these_tests_run_has_no_problem(capsys):
             assert found[requirement.name] == ("ok", f"{version(requirement.name)} ({requirement.specifier})")
 
 
-@pytest.mark.parametrize("installed", [True, False], ids=["installed", "in the folder of the source"])
-def test_a_package_that_is_missing_or_outdated_is_named_with_what_installs_it(capsys, monkeypatch, installed):
+def test_a_package_that_is_missing_or_outdated_is_named_with_what_installs_it(capsys, monkeypatch):
     def stand_in(name):
-        if name in ("timm", "matplotlib"):
+        if name == "timm":
             raise PackageNotFoundError(name)
         return "1.0" if name == "torch" else version(name)
 
-    def asked(name):
-        if not installed:
-            raise PackageNotFoundError(name)
-        return requires(name)
-
     monkeypatch.setattr(doctor, "version", stand_in)
-    monkeypatch.setattr(doctor, "requires", asked)
     code, found = run(capsys)
     assert code == 1
-    assert doctor.missing() == ["timm"]
     (needed,) = [each for each in map(Requirement, requires("dp-lightning")) if each.name == "torch"]
     assert found["torch"] == ("problem", f"1.0; install it by pip install '{needed}'")
     assert found["timm"][1].startswith("not installed; install it by pip install 'timm")
-    assert ("matplotlib" in found) == installed
-    assert "private" not in found
 
 
 @pytest.mark.parametrize(("threads", "level"), [(1, "ok"), (10_000, "warning")])

@@ -23,7 +23,6 @@ def elsewhere(tmp_path, monkeypatch):
         ("digits", "digits.yaml"),
         ("./configs/digits.yaml", "digits.yaml"),
         ("dp_muon", "fragments/postprocess/dp_muon.yaml"),
-        ("postprocess/dp_muon", "fragments/postprocess/dp_muon.yaml"),
         ("fragments/averaging/ema", "fragments/averaging/ema.yaml"),
     ],
 )
@@ -58,8 +57,6 @@ def test_a_misspelt_name_is_refused_with_the_nearest(given, near):
         (["fit", "--config", "digits", "--x", "digits"], ["fit", "--config=DIGITS", "--x", "digits"]),
         (["fit", "--config=digits", "-c", "dp_muon"], ["fit", "--config=DIGITS", "--config=MUON"]),
         (["fit", "--config", "{seed_everything: 1}"], ["fit", "--config={seed_everything: 1}"]),
-        (["fit", "--help"], ["fit", "--help"]),
-        (["fit", "--config"], ["fit", "--config"]),
     ],
 )
 def test_configurations_among_the_arguments_become_paths(given, found):

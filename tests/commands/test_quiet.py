@@ -6,8 +6,6 @@ import warnings
 from pathlib import Path
 
 import pytest
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
-from plain_run import trainer
 
 from dp_lightning.commands.quiet import quiet
 
@@ -47,17 +45,6 @@ def test_a_run_shows_the_warnings_of_the_user_and_ours_and_nothing_else(tmp_path
     assert done.stdout.startswith("method  ")
     assert done.stdout.isascii()
     assert "\x1b" not in done.stdout
-
-
-def test_a_banner_is_left_out_and_other_notes_are_shown(caplog, tmp_path):
-    with caplog.at_level("INFO"):
-        trainer(tmp_path)
-        assert "GPU available" in caplog.text
-        caplog.clear()
-        with quiet():
-            trainer(tmp_path)
-            rank_zero_info("a note of a user's code")
-    assert [record.message for record in caplog.records] == ["a note of a user's code"]
 
 
 @pytest.mark.parametrize(("module", "count"), [("lightning.pytorch.cli", 0), ("a_package.of_a_user", 1)])

@@ -13,7 +13,7 @@ from scipy.stats import norm
 
 from dp_lightning.errors import BudgetError, ConfigurationError
 from dp_lightning.privacy import accounting
-from dp_lightning.privacy.accounting import ACCOUNTANTS, Ledger, compose, compose_all, epsilon
+from dp_lightning.privacy.accounting import ACCOUNTANTS, Ledger, best_guess, compose, compose_all, epsilon
 
 
 def gaussian_epsilon(sigma: float, delta: float) -> float:
@@ -222,3 +222,11 @@ def test_ledger_never_forgets(state: dict) -> None:
 def test_forged_runs_are_refused(run: object) -> None:
     with pytest.raises(ConfigurationError, match="malformed"):
         Ledger().load_state_dict({"runs": [[1.0, 0.1, 1], run]})
+
+
+@pytest.mark.parametrize(("budget", "delta"), [(0.0, 0.1), (1.0, 0.1), (8.0, 1e-5)])
+def test_the_best_guess_is_the_worst_case_of_the_guarantee(budget: float, delta: float) -> None:
+    false_alarms = np.linspace(0, 1, 200_001)
+    found = np.minimum(math.exp(budget) * false_alarms + delta, 1 - math.exp(-budget) * (1 - delta - false_alarms))
+    # Half of the cases each: true positives and true negatives.
+    assert best_guess(budget, delta) == pytest.approx(np.max(found + 1 - false_alarms) / 2, abs=1e-4)
