@@ -5,7 +5,6 @@ from importlib.metadata import version
 from pathlib import Path
 
 import lightning.pytorch as pl
-import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanMetric
@@ -62,43 +61,6 @@ def used_of_others(path):
 def test_no_other_file_uses_a_private_member_of_a_library():
     files = [path for path in PACKAGE.rglob("*.py") if not path.name.endswith("_internals.py")]
     assert {path.relative_to(PACKAGE): used for path in files if (used := used_of_others(path))} == {}
-
-
-#: Every private member that the package uses, and where.
-MEMBERS = {
-    "lightning_internals.py": {
-        "_compiler_ctx",
-        "_results",
-        "_forward_cache",
-        "_average_model",
-        "_set_seed",
-        "_parse_ckpt_path",
-        "_run_subcommand",
-        "_parser",
-        "_actions",
-        "_option_string_actions",
-    },
-    "torch_internals.py": {
-        "_C",
-        "_functorch",
-        "_pytree",
-        "_version",
-        "_cdata",
-        "_storage_Use_Count",
-        "_backward_hooks",
-        "_post_accumulate_grad_hooks",
-        "_grouped_mm",
-        "_is_mkldnn_bf16_supported",
-        "_add_batch_dim",
-        "_compiled_call_impl",
-    },
-}
-
-
-@pytest.mark.parametrize("name", MEMBERS)
-def test_the_private_members_are_known(name):
-    tree = ast.parse((PACKAGE / name).read_text())
-    assert set(private_members(tree)) == MEMBERS[name]
 
 
 class Fit(pl.LightningModule):

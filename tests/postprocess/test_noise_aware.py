@@ -12,7 +12,6 @@ from dp_lightning.postprocess import (
     GatedOrthogonalize,
     MagnitudeScale,
     Momentum,
-    NoiseNormalize,
     Normalize,
     Orthogonalize,
     Scale,
@@ -136,25 +135,6 @@ def test_a_part_that_remembers_or_chooses_is_refused():
             SelectiveOrthogonalize(otherwise=part)
         with pytest.raises(ConfigurationError, match="GatedOrthogonalize: fallback"):
             GatedOrthogonalize(fallback=part)
-
-
-def test_a_transform_called_without_the_noise_says_so():
-    for transform in (SpectralShrinkage(), GatedOrthogonalize(), SelectiveOrthogonalize(), NoiseNormalize()):
-        with pytest.raises(ConfigurationError, match="PrivacyCallback"):
-            Chain([transform])({"w": noise(3, 4)})
-
-
-@pytest.mark.parametrize("beta", [0.9, 0.95])
-def test_normalizing_by_the_noise_gives_steps_of_one_size_whatever_the_noise_is(beta):
-    for level in (1e-6, 1.0, 50.0):
-        chain = Chain([Momentum(beta, kind="ema_nesterov"), NoiseNormalize()])
-        for step in range(30):
-            result = chain(
-                {"conv": level * noise(32, 16, 3, 3, seed=step), "tall": level * noise(90, 10, seed=step)}, noise=level
-            )
-            # Known to 1 / sqrt(2 * 4608) of its size.
-            assert float(result["conv"].norm()) == pytest.approx(math.sqrt(32), rel=0.05)
-            assert float(result["tall"].norm()) == pytest.approx(3 * math.sqrt(10), rel=0.1)
 
 
 @pytest.mark.parametrize("shape", [(3, 16, 144), (2, 144, 16), (12, 12)])

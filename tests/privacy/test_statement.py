@@ -133,16 +133,6 @@ def test_it_says_first_how_often_a_guess_about_one_person_is_right() -> None:
     assert "Nobody in the training data is protected" in statement(noise_multiplier=0.0).to_markdown()
 
 
-def test_a_short_statement_is_three_lines_of_a_narrow_terminal() -> None:
-    lines = statement(unprotected=("train_loss",)).short().splitlines()
-    assert max(map(len, lines)) <= 80
-    guarantee, unprotected, release = lines
-    assert "3 of 20 steps" in guarantee
-    assert "1e-05" in guarantee
-    assert unprotected.endswith("do not publish: train_loss")
-    assert release == "Release: ok"
-
-
 def test_write_replaces_both_files_and_leaves_nothing_else(tmp_path: Path) -> None:
     folder = tmp_path / "run" / "version_0"
     statement(steps=1).write(folder)

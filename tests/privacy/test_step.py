@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
 
-from dp_lightning.errors import BudgetError, ConfigurationError, DataError, DpLightningError, ModelError
+from dp_lightning.errors import BudgetError, DataError, DpLightningError, ModelError
 from dp_lightning.privacy import ClipPlan, PrivateStep
 from dp_lightning.privacy.reading import Reading
 
@@ -497,20 +497,6 @@ def test_one_by_one_each_step_begins_with_a_synthetic_example_that_does_not_coun
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"),
-    [
-        ({"examples": "both"}, "one_by_one"),
-        ({"reading": Reading(augmult=0)}, "augmult"),
-        ({"reading": Reading(augmult=8)}, "max_physical_batch_size"),
-        ({"dataset": examples(59)}, "59"),
-    ],
-)
-def test_wrong_settings_are_named(settings, said):
-    with pytest.raises(ConfigurationError, match=said):
-        private_step(network(), **settings)
-
-
-@pytest.mark.parametrize(
     ("layer", "name"),
     [(nn.LazyLinear(8), r"1\.weight"), (nn.LazyBatchNorm1d(affine=False).eval(), r"1\.running_mean")],
 )
@@ -527,20 +513,6 @@ def test_complex_parameters_are_refused_by_name():
     model.spectrum = nn.Parameter(torch.zeros(2, dtype=torch.complex64))
     with pytest.raises(ModelError, match=r"spectrum is complex.*view_as_complex"):
         private_step(model)
-
-
-@pytest.mark.parametrize("late", [False, True], ids=["before accumulate", "before release"])
-def test_a_parameter_that_is_frozen_or_unfrozen_during_the_run_is_refused(late):
-    for trained_at_first in (True, False):
-        model = network()
-        model[0].bias.requires_grad_(trained_at_first)
-        private = private_step(model)
-        (batch, *_) = batches = list(private.batches())
-        for each in batches if late else ():
-            private.accumulate(each)
-        model[0].bias.requires_grad_(not trained_at_first)
-        with pytest.raises(ModelError, match=rf"0\.bias was {'' if trained_at_first else 'un'}frozen"):
-            private.release() if late else private.accumulate(batch)
 
 
 class Embedded(nn.Module):
