@@ -281,22 +281,6 @@ def test_the_learning_rate_is_looked_for_where_it_is_better(comparisons, monkeyp
     assert (found in (rates[0], rates[-1])) == edge
 
 
-def test_an_interrupted_run_is_made_again_and_a_finished_one_is_kept(comparisons, monkeypatch, tmp_path):
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "config.yaml").write_text("left by a run that was killed")  # dpl refuses to write over it
-    found = []
-
-    def fit(command, **kwargs):
-        found.extend(sorted(path.name for path in (tmp_path / "run").iterdir()))
-        (tmp_path / "run" / "result.json").write_text('{"completed": true, "seconds": 1.0}')
-        return subprocess.CompletedProcess(command, 0)
-
-    monkeypatch.setattr(comparisons.subprocess, "run", fit)
-    for _ in range(2):
-        assert comparisons.finished_run(tmp_path / "run", [], {})["seconds"] == 1.0
-    assert found == ["log.txt", "run.yaml"]
-
-
 @pytest.mark.parametrize("name", ["methods", "recipes", "finetune", "scattering", "persons"])
 def test_every_row_of_a_comparison_is_a_configuration(name, comparisons, images, monkeypatch, tmp_path, capsys):
     """Each is accepted as `dpl fit` would; one of each comparison is trained."""

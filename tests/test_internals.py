@@ -103,14 +103,3 @@ def test_what_a_fit_logs(tmp_path):
     run.fit(module)
     assert module.logged == {"both", "metric"}
     assert run.callback_metrics["metric"] == 7
-
-
-def test_a_compiled_module_is_known(tmp_path):
-    class Asks(pl.Callback):
-        def setup(self, trainer, pl_module, stage):
-            found.append(internals.was_compiled(pl_module))
-
-    found = []
-    for module in (Fit(), torch.compile(Fit(), backend="eager")):
-        trainer(tmp_path, enable_progress_bar=False, callbacks=[Asks()], max_steps=0).fit(module)
-    assert found == [False, True]

@@ -56,28 +56,6 @@ def test_noise_alone_passes_the_edge_once_in_a_hundred_draws(shape):
     assert 1 < noise_edge(*shape) / (math.sqrt(shape[0]) + math.sqrt(shape[1])) < 1.08
 
 
-def expected_error(m, n, strength):
-    """Squared Frobenius error of the best shrinkage of one singular value, over its square."""
-    beta = min(m, n) / max(m, n)
-    z2 = strength**2 * math.sqrt(beta)
-    left, right = (z2**2 - beta) / (z2**2 + beta * z2), (z2**2 - beta) / (z2**2 + z2)
-    return 1 - left * right
-
-
-@pytest.mark.parametrize("shape", [(128, 1152), (576, 64)])
-@pytest.mark.parametrize("strengths", [[2.0], [5.0, 4.0, 3.0, 2.5, 2.0]])
-def test_shrinkage_reaches_its_closed_form_error(shape, strengths):
-    errors = []
-    for seed in range(12):
-        signal = planted(*shape, strengths, seed)
-        estimate = apply(SpectralShrinkage(), (signal + noise(*shape, seed=100 + seed)).float()).double()
-        errors.append(float((estimate - signal).square().sum() / signal.square().sum()))
-    weights = [s * s for s in strengths]
-    expected = sum(w * expected_error(*shape, s) for w, s in zip(weights, strengths, strict=True)) / sum(weights)
-    # The formulas are limits: 2 % of the signal's energy at these sizes.
-    assert sum(errors) / len(errors) == pytest.approx(expected, abs=0.02)
-
-
 def test_without_noise_nothing_is_shrunk_and_everything_passes_the_gate():
     matrix = noise(6, 9)
     for loss in ("frobenius", "operator", "nuclear"):

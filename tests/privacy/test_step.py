@@ -1,6 +1,5 @@
 """One logical step by itself, driven by a loop in plain torch, against a loop over single examples."""
 
-import dataclasses
 import functools
 import math
 
@@ -408,35 +407,6 @@ def test_examples_of_different_structure_or_shape_are_refused_in_whatever_batch(
         private._sampler = Draws([0, 1])
         with pytest.raises(DataError, match=r"different structure or shape.*pad or crop"):
             released(private)
-
-
-@dataclasses.dataclass
-class Pair:
-    """Checks the shape of a field, as it is made."""
-
-    x: torch.Tensor
-    y: torch.Tensor
-
-    def __post_init__(self):
-        assert self.x.dim() == 2
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_batches_may_be_objects_in_lists_and_dictionaries(mode):
-    model = network()
-
-    def collate_fn(views):
-        return {"batch": [Pair(*default_collate(views))], "task": None}
-
-    def loss(batch):
-        assert batch["task"] is None
-        (pair,) = batch["batch"]
-        assert type(pair) is Pair
-        return F.cross_entropy(model(pair.x), pair.y)
-
-    private = private_step(model, loss=loss, reading=Reading(collate_fn=collate_fn), examples=mode)
-    plain = network()
-    assert torch.equal(trained(model, private, steps=2), trained(plain, private_step(plain, examples=mode), steps=2))
 
 
 def named(views):
