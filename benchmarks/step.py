@@ -212,7 +212,10 @@ def parse(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--through", default="step", choices=["step", "callback"], help=f"{through} (default step)")
     pieces = "physical batches of a logical step, with --through callback (default 1)"
     parser.add_argument("--pieces", nargs="+", type=positive, default=[1], help=pieces)
-    return parser.parse_args(given)
+    options = parser.parse_args(given)
+    if options.pieces != [1] if options.through == "step" else set(options.ways) - set(training_steps.CLIPPING):
+        parser.error(f"--pieces is for --through callback, which takes --ways of {', '.join(training_steps.CLIPPING)}")
+    return options
 
 
 def main() -> None:
