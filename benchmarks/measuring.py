@@ -3,7 +3,6 @@
 import argparse
 import json
 import platform
-import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
 from datetime import date
@@ -71,11 +70,6 @@ def seconds_of(work: Callable[[], object], device: Any) -> float:
     if device.type == "cuda":
         torch.cuda.synchronize()
     return time.perf_counter() - start
-
-
-def medians(times: dict[str, list[float]]) -> dict[str, float]:
-    """The median of the times of each name."""
-    return {name: statistics.median(values) for name, values in times.items()}
 
 
 def table(head: Sequence[object], rows: Iterable[Sequence[object]]) -> str:

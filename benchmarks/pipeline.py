@@ -120,8 +120,8 @@ def of_loading(data: ImageNet, options: argparse.Namespace, augmult: int) -> tup
     return views / (processor_seconds() - start), views / wall
 
 
-def parse(given: Sequence[str] | None = None) -> argparse.Namespace:
-    """The options of the command line."""
+def main(given: Sequence[str] | None = None) -> None:
+    """Measure and print."""
     parser = arguments(__doc__)
     parser.add_argument("--root", type=Path, required=True, help="folder for the files")
     parser.add_argument("--files", type=int, default=IMAGENET)
@@ -131,12 +131,7 @@ def parse(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=2, help="logical batches to load")
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--image-size", type=int, default=224)
-    return parser.parse_args(given)
-
-
-def main(given: Sequence[str] | None = None) -> None:
-    """Measure and print."""
-    options = parse(given)
+    options = parser.parse_args(given)
     torch.set_num_threads(1)
     make_files(options.root, options.files)
     before, start = memory_mib("VmRSS"), time.perf_counter()

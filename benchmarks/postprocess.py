@@ -8,8 +8,10 @@ slowest rank's end; the figure is the median over rounds. Run ``python benchmark
 
 import argparse
 import json
+import statistics
 import sys
 import tempfile
+import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -19,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import torch
 import torch.multiprocessing
 import training_steps
-from measuring import arguments, hardware, medians, positive, seconds_of, table, write_json
+from measuring import arguments, hardware, positive, seconds_of, table, write_json
 
 from dp_lightning.postprocess import (
     Chain,
@@ -99,7 +101,7 @@ def work(rank: int, options: argparse.Namespace, folder: str) -> None:
         backend = "nccl" if options.cuda and not options.one_device else "gloo"
         torch.distributed.init_process_group(backend, **meeting)
     torch.manual_seed(0)
-    with training_steps.quiet():
+    with warnings.catch_warnings(action="ignore"):  # of Opacus, about hooks and secure mode
         parts = parts_of_step(options, rank, device)
         make, _, _ = training_steps.MODELS[options.model]
         shapes = {name: p.shape for name, p in make().named_parameters()}
@@ -161,7 +163,7 @@ def main(given: Sequence[str] | None = None) -> None:
         else:
             torch.multiprocessing.spawn(work, (options, folder), nprocs=options.ranks)
         times: dict[str, list[float]] = json.loads(Path(folder, "times.json").read_text())
-    median = medians(times)
+    median = {name: statistics.median(values) for name, values in times.items()}
     count = options.batch_size or training_steps.MODELS[options.model][2]["cuda" if options.cuda else "cpu"]
     step = median["gradient"] / count * options.expected_batch_size
     print(f"The gradients of {options.expected_batch_size:,} examples take {step:.2f} s on one rank.\n")

@@ -11,6 +11,7 @@ import multiprocessing
 import statistics
 import sys
 import time
+import warnings
 from collections.abc import Sequence
 from itertools import product
 from multiprocessing.connection import Connection
@@ -85,9 +86,10 @@ def _work_in_torch(job: Job, parent: Connection) -> None:
     import training_steps
 
     torch.set_num_threads(job.threads)
-    training_steps.use_tf32(job.dtype == "tf32")
+    # The default of torch differs between operations. The older of its two ways, for which torch.compile asks.
+    torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = job.dtype == "tf32"
     torch.manual_seed(0)
-    with training_steps.quiet():
+    with warnings.catch_warnings(action="ignore"):  # of Opacus, about hooks and secure mode
         answers = Answers(job, parent)
         memory_format = getattr(torch, {"contiguous": "contiguous_format"}.get(job.memory_format, job.memory_format))
         count = job.batch_size * job.pieces
@@ -211,11 +213,8 @@ def parse(given: Sequence[str] | None = None) -> argparse.Namespace:
     pieces = "physical batches of a logical step, with --through callback (default 1)"
     parser.add_argument("--pieces", nargs="+", type=positive, default=[1], help=pieces)
     options = parser.parse_args(given)
-    known = ", ".join(training_steps.CLIPPING)
-    if options.through == "callback" and (others := sorted(set(options.ways) - set(training_steps.CLIPPING))):
-        parser.error(f"--through callback takes no {', '.join(others)}: set --ways to {known}")
-    if options.through == "step" and options.pieces != [1]:
-        parser.error("--pieces is for --through callback: without it, a step is one physical batch")
+    if options.pieces != [1] if options.through == "step" else set(options.ways) - set(training_steps.CLIPPING):
+        parser.error(f"--pieces is for --through callback, which takes --ways of {', '.join(training_steps.CLIPPING)}")
     return options
 
 

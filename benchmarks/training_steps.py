@@ -6,9 +6,8 @@ too: it is a logical one, and everything from the end of one to the end of the n
 """
 
 import logging
-import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext, redirect_stdout
+from collections.abc import Callable
+from contextlib import nullcontext, redirect_stdout
 from functools import partial
 from tempfile import TemporaryDirectory
 from types import MethodType
@@ -220,20 +219,6 @@ def autocast_to(device: str, dtype: str) -> Callable[[], Any]:
     if dtype != "bf16":
         return nullcontext
     return lambda: torch.autocast(device, torch.bfloat16)
-
-
-def use_tf32(on: bool) -> None:
-    """Whether a GPU may use TF32 in products of float32 numbers; torch's own default differs between operations."""
-    # The older of torch's two ways: torch.compile asks for it, and raises where the other one was taken.
-    torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = on
-
-
-@contextmanager
-def quiet() -> Iterator[None]:
-    """Hide Opacus' warnings about hooks and secure mode, which do not belong in the table."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
 
 
 # Steps of a Lightning Trainer

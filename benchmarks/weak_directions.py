@@ -108,8 +108,8 @@ def _tensors(data: NpzImages, dataset: Any) -> Any:
     return data.on_after_batch_transfer([torch.stack(images), torch.tensor(labels)], 0)
 
 
-def parse(given: Sequence[str] | None = None) -> argparse.Namespace:
-    """The options of the command line."""
+def main(given: Sequence[str] | None = None) -> None:
+    """Measure and print."""
     parser = arguments(__doc__)
     parser.add_argument("--data", type=Path, required=True, help="images as NpzImages reads them")
     parser.add_argument("--runs", nargs="+", required=True, metavar="METHOD,B,LR", help="such as dp_muon,2048,3")
@@ -117,12 +117,7 @@ def parse(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument("--steps", type=int, help="steps of a run, whatever its batch size; default: those of --epochs")
     parser.add_argument("--seed", type=int, default=1)
-    return parser.parse_args(given)
-
-
-def main(given: Sequence[str] | None = None) -> None:
-    """Measure and print."""
-    options = parse(given)
+    options = parser.parse_args(given)
     constants = {"mean": [0.4914, 0.4822, 0.4465], "std": [0.2470, 0.2435, 0.2616]}
     data = NpzImages(path=options.data, num_classes=10, val_fraction=0.1, augment=False, **constants)
     data.setup("fit")

@@ -214,49 +214,36 @@ def test_a_small_run_of_the_parts_of_a_step_prints_each(ranks, tmp_path, step, f
 # On a GPU
 
 
-@pytest.mark.parametrize("more", [[], ["--rehearse"]])
-def test_the_commands_for_a_gpu_have_settings_that_exist(step, more):
+def test_the_commands_for_a_gpu_have_settings_that_exist(step):
     import gpu
     import postprocess
 
     parsers = {Path(each.__file__).name: each.parse for each in (step, postprocess)}
-    for part in gpu.parts(gpu.parse(more)):
+    for part in gpu.parts():
         if part.command[0] != "-m":
             parsers[Path(part.command[0]).name](part.command[1:])
 
 
-def test_a_run_for_a_gpu_resumes_keeps_to_its_limit_and_says_what_failed(monkeypatch, tmp_path):
+def test_a_page_for_a_gpu_keeps_to_its_limit_and_says_what_failed(monkeypatch, tmp_path):
     import gpu
-
-    ran = []
 
     def output_of(command, limit):
         name = Path(command[1]).stem
-        ran.append(name)
-        if name == "postprocess":
-            return "| half | a table |", None
-        return f"progress\n| {name} |\n| --- |\nwhat went wrong", int(
-            name == "step" and "--ways ours flat ours, one by one" in " ".join(command)
-        )
+        code = None if name == "postprocess" else int("ours, one by one" in command)
+        return f"progress\n| {name} |\n| --- |\nwhat went wrong", code
 
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr(gpu, "hardware", lambda: "a machine, torch 2.14, 2026-01-01")
     monkeypatch.setattr(gpu, "output_of", output_of)
     page = tmp_path / "page.md"
-    arguments = ["--rehearse", "--out", str(tmp_path / "out"), "--page", str(page)]
-    with pytest.raises(SystemExit, match="Not all parts ended: postprocess, one_by_one, ranks"):
-        gpu.main(arguments)
+    with pytest.raises(SystemExit, match=r"Not all parts ended: Noise .*, Together .*, Two ranks on one device"):
+        gpu.main(["--page", str(page)])
     shown = page.read_text()
-    assert "This is a rehearsal" in shown
-    assert "This part was stopped after 240 s.\n\n| half | a table |" in shown
+    assert "This part was stopped after 240 s.\n\n| postprocess |\n| --- |" in shown
     assert "This part failed with exit status 1." in shown
     assert "```text\nprogress\n| step |\n| --- |\nwhat went wrong\n```" in shown
-    ran.clear()
     with pytest.raises(SystemExit):
-        gpu.main(arguments)
-    assert ran == ["postprocess", "step", "postprocess"]
-    monkeypatch.setattr(gpu, "hardware", lambda: "another machine, torch 2.14, 2026-01-01")
-    with pytest.raises(SystemExit):
-        gpu.main([*arguments, "--limit", "0"])
+        gpu.main(["--page", str(page), "--limit", "0"])
     assert page.read_text().count("This part was not run: no time was left.") == shown.count("\n## ")
 
 
@@ -292,22 +279,6 @@ def test_the_learning_rate_is_looked_for_where_it_is_better(comparisons, monkeyp
     found, rates = comparisons.tuned_rate(row, options)
     assert len(rates) == tried
     assert (found in (rates[0], rates[-1])) == edge
-
-
-def test_an_interrupted_run_is_made_again_and_a_finished_one_is_kept(comparisons, monkeypatch, tmp_path):
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "config.yaml").write_text("left by a run that was killed")  # dpl refuses to write over it
-    found = []
-
-    def fit(command, **kwargs):
-        found.extend(sorted(path.name for path in (tmp_path / "run").iterdir()))
-        (tmp_path / "run" / "result.json").write_text('{"completed": true, "seconds": 1.0}')
-        return subprocess.CompletedProcess(command, 0)
-
-    monkeypatch.setattr(comparisons.subprocess, "run", fit)
-    for _ in range(2):
-        assert comparisons.finished_run(tmp_path / "run", [], {})["seconds"] == 1.0
-    assert found == ["log.txt", "run.yaml"]
 
 
 @pytest.mark.parametrize("name", ["methods", "recipes", "finetune", "scattering", "persons"])

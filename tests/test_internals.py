@@ -5,7 +5,6 @@ from importlib.metadata import version
 from pathlib import Path
 
 import lightning.pytorch as pl
-import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanMetric
@@ -64,43 +63,6 @@ def test_no_other_file_uses_a_private_member_of_a_library():
     assert {path.relative_to(PACKAGE): used for path in files if (used := used_of_others(path))} == {}
 
 
-#: Every private member that the package uses, and where.
-MEMBERS = {
-    "lightning_internals.py": {
-        "_compiler_ctx",
-        "_results",
-        "_forward_cache",
-        "_average_model",
-        "_set_seed",
-        "_parse_ckpt_path",
-        "_run_subcommand",
-        "_parser",
-        "_actions",
-        "_option_string_actions",
-    },
-    "torch_internals.py": {
-        "_C",
-        "_functorch",
-        "_pytree",
-        "_version",
-        "_cdata",
-        "_storage_Use_Count",
-        "_backward_hooks",
-        "_post_accumulate_grad_hooks",
-        "_grouped_mm",
-        "_is_mkldnn_bf16_supported",
-        "_add_batch_dim",
-        "_compiled_call_impl",
-    },
-}
-
-
-@pytest.mark.parametrize("name", MEMBERS)
-def test_the_private_members_are_known(name):
-    tree = ast.parse((PACKAGE / name).read_text())
-    assert set(private_members(tree)) == MEMBERS[name]
-
-
 class Fit(pl.LightningModule):
     """Logs by step, by epoch and as a metric, and notes what the internals say meanwhile."""
 
@@ -141,14 +103,3 @@ def test_what_a_fit_logs(tmp_path):
     run.fit(module)
     assert module.logged == {"both", "metric"}
     assert run.callback_metrics["metric"] == 7
-
-
-def test_a_compiled_module_is_known(tmp_path):
-    class Asks(pl.Callback):
-        def setup(self, trainer, pl_module, stage):
-            found.append(internals.was_compiled(pl_module))
-
-    found = []
-    for module in (Fit(), torch.compile(Fit(), backend="eager")):
-        trainer(tmp_path, enable_progress_bar=False, callbacks=[Asks()], max_steps=0).fit(module)
-    assert found == [False, True]

@@ -57,15 +57,6 @@ def test_what_was_refused_for_its_code_trains_one_by_one(tmp_path):
     assert callback.statement().release == "ok"
 
 
-def test_the_schedule_of_a_whole_run_ends_with_it(tmp_path):
-    one_cycle = next(kind for kind in TRAIN if kind.__name__ == "OneCycle")
-    run, _ = fit(one_cycle(), tmp_path)
-    (schedule,) = run.lr_scheduler_configs
-    assert schedule.scheduler.last_epoch == STEPS
-    with pytest.raises(ValueError, match="Tried to step"):
-        schedule.scheduler.step()
-
-
 @pytest.mark.docs
 def test_the_page_lists_the_modules_that_train_and_those_that_are_refused():
     page = read("docs/own_module.md")

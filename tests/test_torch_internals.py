@@ -83,9 +83,3 @@ def test_a_wrapper_of_an_inner_transform_leads_to_the_tensor_of_the_example():
     assert not internals.is_batched(inner)
     assert internals.wrapped_tensor(inner) is example
     assert internals.is_batched(example)  # after the transform has ended, too
-
-
-def test_a_compiled_module_is_known():
-    plain, in_place = nn.Linear(1, 1), nn.Linear(1, 1)
-    in_place.compile()
-    assert [internals.is_compiled(m) for m in (plain, in_place, torch.compile(plain))] == [False, True, True]

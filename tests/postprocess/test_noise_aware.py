@@ -12,7 +12,6 @@ from dp_lightning.postprocess import (
     GatedOrthogonalize,
     MagnitudeScale,
     Momentum,
-    NoiseNormalize,
     Normalize,
     Orthogonalize,
     Scale,
@@ -55,28 +54,6 @@ def test_noise_alone_passes_the_edge_once_in_a_hundred_draws(shape):
     assert 0.002 < float(above) < 0.02
     # The limit from above.
     assert 1 < noise_edge(*shape) / (math.sqrt(shape[0]) + math.sqrt(shape[1])) < 1.08
-
-
-def expected_error(m, n, strength):
-    """Squared Frobenius error of the best shrinkage of one singular value, over its square."""
-    beta = min(m, n) / max(m, n)
-    z2 = strength**2 * math.sqrt(beta)
-    left, right = (z2**2 - beta) / (z2**2 + beta * z2), (z2**2 - beta) / (z2**2 + z2)
-    return 1 - left * right
-
-
-@pytest.mark.parametrize("shape", [(128, 1152), (576, 64)])
-@pytest.mark.parametrize("strengths", [[2.0], [5.0, 4.0, 3.0, 2.5, 2.0]])
-def test_shrinkage_reaches_its_closed_form_error(shape, strengths):
-    errors = []
-    for seed in range(12):
-        signal = planted(*shape, strengths, seed)
-        estimate = apply(SpectralShrinkage(), (signal + noise(*shape, seed=100 + seed)).float()).double()
-        errors.append(float((estimate - signal).square().sum() / signal.square().sum()))
-    weights = [s * s for s in strengths]
-    expected = sum(w * expected_error(*shape, s) for w, s in zip(weights, strengths, strict=True)) / sum(weights)
-    # The formulas are limits: 2 % of the signal's energy at these sizes.
-    assert sum(errors) / len(errors) == pytest.approx(expected, abs=0.02)
 
 
 def test_without_noise_nothing_is_shrunk_and_everything_passes_the_gate():
@@ -136,25 +113,6 @@ def test_a_part_that_remembers_or_chooses_is_refused():
             SelectiveOrthogonalize(otherwise=part)
         with pytest.raises(ConfigurationError, match="GatedOrthogonalize: fallback"):
             GatedOrthogonalize(fallback=part)
-
-
-def test_a_transform_called_without_the_noise_says_so():
-    for transform in (SpectralShrinkage(), GatedOrthogonalize(), SelectiveOrthogonalize(), NoiseNormalize()):
-        with pytest.raises(ConfigurationError, match="PrivacyCallback"):
-            Chain([transform])({"w": noise(3, 4)})
-
-
-@pytest.mark.parametrize("beta", [0.9, 0.95])
-def test_normalizing_by_the_noise_gives_steps_of_one_size_whatever_the_noise_is(beta):
-    for level in (1e-6, 1.0, 50.0):
-        chain = Chain([Momentum(beta, kind="ema_nesterov"), NoiseNormalize()])
-        for step in range(30):
-            result = chain(
-                {"conv": level * noise(32, 16, 3, 3, seed=step), "tall": level * noise(90, 10, seed=step)}, noise=level
-            )
-            # Known to 1 / sqrt(2 * 4608) of its size.
-            assert float(result["conv"].norm()) == pytest.approx(math.sqrt(32), rel=0.05)
-            assert float(result["tall"].norm()) == pytest.approx(3 * math.sqrt(10), rel=0.1)
 
 
 @pytest.mark.parametrize("shape", [(3, 16, 144), (2, 144, 16), (12, 12)])

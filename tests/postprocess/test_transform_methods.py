@@ -53,14 +53,6 @@ def test_dp_muon_with_sgd_is_torch_muon(shape, precision):
         assert (a - b).norm() < 0.03 * a.norm(), step
 
 
-def test_heavy_ball_is_the_momentum_of_sgd():
-    sequence = gradients(20, 4, 5)
-    ours = descend(torch.optim.SGD, sequence, [Momentum(0.9)], lr=0.3)
-    theirs = descend(torch.optim.SGD, sequence, [], lr=0.3, momentum=0.9)
-    # The same operations in float64.
-    torch.testing.assert_close(ours, theirs, atol=1e-13, rtol=0)
-
-
 def test_doppler_sgd_at_ten_times_the_rate_is_dp_sgd_with_momentum():
     sequence = gradients(50, 6, 7)
     doppler = descend(torch.optim.SGD, sequence, [LowPass()], lr=3.0)

@@ -244,18 +244,6 @@ def test_a_record_that_stands_twice_in_a_group_is_refused():
         private_step(dataset, plan=plan_of(len(set(groups_of(dataset)))))
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"k": 0}, r"privacy\.images_per_group is 0; it must be at least 1"),
-        ({"k": 3, "augmult": 2, "max_physical_batch_size": 5}, r"max_physical_batch_size is 5; it must be at least 6"),
-    ],
-)
-def test_settings_that_do_not_fit_are_refused(settings, message):
-    with pytest.raises(ConfigurationError, match=message):
-        private_step(Images(SIZES), **settings)
-
-
 def test_the_statement_speaks_of_persons():
     private = private_step(Images(SIZES), augmult=2, max_physical_batch_size=24)
     released(private)

@@ -163,13 +163,6 @@ def test_what_is_measured_is_at_least_the_gradient_and_the_rounding_of_its_sum()
     assert float(norms) == pytest.approx(left + rounding, rel=1e-3)
 
 
-def test_memory_of_gradients_that_are_used_up_is_used_again():
-    scratch, cpu = products.Scratch(), torch.device("cpu")
-    first = scratch((4, 3), torch.float32, cpu)
-    assert scratch((2, 5), torch.float32, cpu).data_ptr() == first.data_ptr()
-    assert scratch((9, 3), torch.float64, cpu).shape == (9, 3)
-
-
 def test_each_thread_has_its_own_memory_for_intermediate_results():
     scratch, places = products.Scratch(), []
     for target in (lambda: places.append(scratch((4,), torch.float32, torch.device("cpu"))),) * 2:

@@ -47,16 +47,6 @@ def test_epsilon_is_that_of_the_steps_taken() -> None:
     assert statement(steps=0).to_dict()["epsilon"]["prv"] == 0
 
 
-def test_keys_and_types_are_those_of_the_schema() -> None:
-    facts = json.loads(json.dumps(statement(unprotected=("unprotected/loss",)).to_dict(), allow_nan=False))
-    assert set(facts["epsilon"]) == {"prv", "rdp", "pld"}
-    assert facts["unprotected"] == ["unprotected/loss"]
-    assert facts["neighboring_relation"] == "add_or_remove_one"
-    assert facts["unit_of_privacy"] == "one training example"
-    assert facts["sample_rate"] == 0.01
-    assert facts["private"] is True
-
-
 def test_a_run_without_noise_is_not_private() -> None:
     result = statement(noise_multiplier=0.0)
     facts = result.to_dict()
@@ -131,16 +121,6 @@ def test_it_says_first_how_often_a_guess_about_one_person_is_right() -> None:
     assert "one image was among the training data" in first
     assert "a person's images were" in statement(unit_of_privacy=ONE_PERSON).to_markdown()
     assert "Nobody in the training data is protected" in statement(noise_multiplier=0.0).to_markdown()
-
-
-def test_a_short_statement_is_three_lines_of_a_narrow_terminal() -> None:
-    lines = statement(unprotected=("train_loss",)).short().splitlines()
-    assert max(map(len, lines)) <= 80
-    guarantee, unprotected, release = lines
-    assert "3 of 20 steps" in guarantee
-    assert "1e-05" in guarantee
-    assert unprotected.endswith("do not publish: train_loss")
-    assert release == "Release: ok"
 
 
 def test_write_replaces_both_files_and_leaves_nothing_else(tmp_path: Path) -> None:

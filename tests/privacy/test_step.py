@@ -1,6 +1,5 @@
 """One logical step by itself, driven by a loop in plain torch, against a loop over single examples."""
 
-import dataclasses
 import functools
 import math
 
@@ -14,7 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
 
-from dp_lightning.errors import BudgetError, ConfigurationError, DataError, DpLightningError, ModelError
+from dp_lightning.errors import BudgetError, DataError, DpLightningError, ModelError
 from dp_lightning.privacy import ClipPlan, PrivateStep
 from dp_lightning.privacy.reading import Reading
 
@@ -410,35 +409,6 @@ def test_examples_of_different_structure_or_shape_are_refused_in_whatever_batch(
             released(private)
 
 
-@dataclasses.dataclass
-class Pair:
-    """Checks the shape of a field, as it is made."""
-
-    x: torch.Tensor
-    y: torch.Tensor
-
-    def __post_init__(self):
-        assert self.x.dim() == 2
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_batches_may_be_objects_in_lists_and_dictionaries(mode):
-    model = network()
-
-    def collate_fn(views):
-        return {"batch": [Pair(*default_collate(views))], "task": None}
-
-    def loss(batch):
-        assert batch["task"] is None
-        (pair,) = batch["batch"]
-        assert type(pair) is Pair
-        return F.cross_entropy(model(pair.x), pair.y)
-
-    private = private_step(model, loss=loss, reading=Reading(collate_fn=collate_fn), examples=mode)
-    plain = network()
-    assert torch.equal(trained(model, private, steps=2), trained(plain, private_step(plain, examples=mode), steps=2))
-
-
 def named(views):
     return *default_collate(views), "a name", 3
 
@@ -497,20 +467,6 @@ def test_one_by_one_each_step_begins_with_a_synthetic_example_that_does_not_coun
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"),
-    [
-        ({"examples": "both"}, "one_by_one"),
-        ({"reading": Reading(augmult=0)}, "augmult"),
-        ({"reading": Reading(augmult=8)}, "max_physical_batch_size"),
-        ({"dataset": examples(59)}, "59"),
-    ],
-)
-def test_wrong_settings_are_named(settings, said):
-    with pytest.raises(ConfigurationError, match=said):
-        private_step(network(), **settings)
-
-
-@pytest.mark.parametrize(
     ("layer", "name"),
     [(nn.LazyLinear(8), r"1\.weight"), (nn.LazyBatchNorm1d(affine=False).eval(), r"1\.running_mean")],
 )
@@ -527,20 +483,6 @@ def test_complex_parameters_are_refused_by_name():
     model.spectrum = nn.Parameter(torch.zeros(2, dtype=torch.complex64))
     with pytest.raises(ModelError, match=r"spectrum is complex.*view_as_complex"):
         private_step(model)
-
-
-@pytest.mark.parametrize("late", [False, True], ids=["before accumulate", "before release"])
-def test_a_parameter_that_is_frozen_or_unfrozen_during_the_run_is_refused(late):
-    for trained_at_first in (True, False):
-        model = network()
-        model[0].bias.requires_grad_(trained_at_first)
-        private = private_step(model)
-        (batch, *_) = batches = list(private.batches())
-        for each in batches if late else ():
-            private.accumulate(each)
-        model[0].bias.requires_grad_(not trained_at_first)
-        with pytest.raises(ModelError, match=rf"0\.bias was {'' if trained_at_first else 'un'}frozen"):
-            private.release() if late else private.accumulate(batch)
 
 
 class Embedded(nn.Module):

@@ -39,13 +39,6 @@ class Stream(IterableDataset):
         return iter(OTHERS)
 
 
-class Batches:
-    """No loader of torch."""
-
-    def __iter__(self):
-        return iter([OTHERS[:2]])
-
-
 class Wrapped(Dataset):
     """Adds a transform."""
 
@@ -58,13 +51,6 @@ class Wrapped(Dataset):
     def __getitem__(self, index):
         row, label = self.base[index]
         return 2 * row, label
-
-
-class Without(Wrapped):
-    """No length is known."""
-
-    def __len__(self):
-        raise NotImplementedError
 
 
 def evaluated(dataset, **kwargs):
@@ -88,9 +74,7 @@ HELD_OUT = {
     "another part": (PART, evaluated(Subset(TRAIN, range(50, 60)))),
     "a sampler of the others": (PART, evaluated(TRAIN, sampler=REST)),
     "a list of the others": (PART, evaluated(TRAIN, sampler=list(range(50, 60)))),
-    "no length": (TRAIN, evaluated(Without(OTHERS), sampler=range(10))),
     "a stream": (TRAIN, evaluated(Stream())),
-    "batches without a data set": (TRAIN, Batches()),
 }
 
 

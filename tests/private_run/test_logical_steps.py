@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
-from plain_run import Plain, Stop, examples, flat, held_out, loader, privacy, trainer, without_noise
+from plain_run import Plain, Stop, examples, held_out, loader, privacy, trainer
 from started_ranks import run_on_ranks
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, WeightedRandomSampler
 
@@ -199,13 +199,3 @@ def test_a_transfer_hook_sees_each_example_and_no_logical_batch(tmp_path):
     trainer(tmp_path, privacy(), max_epochs=1).fit(module, loader())
     assert set(seen) == {1}
     assert "on_before_batch_transfer" not in vars(module)
-
-
-def test_worker_processes_deliver_the_same_batches(tmp_path):
-    found = []
-    for workers in ({}, {"num_workers": 2, "persistent_workers": True, "prefetch_factor": 3}):
-        torch.manual_seed(0)
-        module, callback = Plain(), without_noise(max_physical_batch_size=8)
-        trainer(tmp_path, callback, limit_train_batches=2).fit(module, loader(**workers))
-        found.append(flat(module))
-    assert torch.equal(*found)

@@ -59,19 +59,6 @@ def test_a_resumed_run_keeps_its_persons(tmp_path):
     assert resume(of_persons()).ledger.num_steps == 5
 
 
-@pytest.mark.parametrize(
-    ("dataset", "settings", "message"),
-    [
-        (examples(), {}, "unit_of_privacy is group, but the training set tells no groups"),
-        (of_persons(), {"num_train": N}, f"has 12 persons, but the plan was made for num_train {N}"),
-        (of_persons(), {"num_train": 11}, "has 12 persons, but the plan was made for num_train 11"),
-    ],
-)
-def test_data_that_does_not_fit_is_refused(tmp_path, dataset, settings, message):
-    with pytest.raises(ConfigurationError, match=message):
-        trainer(tmp_path, for_persons(**settings)).fit(Plain(), loader(dataset))
-
-
 def with_groups(groups):
     dataset = TensorDataset(*examples().tensors)
     dataset.groups = groups

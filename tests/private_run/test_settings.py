@@ -1,7 +1,5 @@
 """The settings of a private run: what they state once, and what is refused by name."""
 
-from types import SimpleNamespace
-
 import pytest
 from plain_run import Plain, loader, privacy, trainer
 
@@ -55,32 +53,6 @@ def settings(**kwargs):
 def test_impossible_privacy_settings_are_refused(changed, message):
     with pytest.raises(ConfigurationError, match=message):
         settings(**changed)
-
-
-def shape(**limits):
-    return settings().shape_for(SimpleNamespace(limit_train_batches=1.0, **limits), num_train=70)
-
-
-def test_the_number_of_steps_is_the_smaller_limit():
-    assert shape(max_epochs=3, max_steps=-1).num_steps == 12  # 3 round(70 / 20)
-    assert shape(max_epochs=3, max_steps=4).num_steps == 4
-    assert shape(max_epochs=-1, max_steps=40).num_steps == 40
-    assert shape(max_epochs=None, max_steps=40).num_steps == 40
-    assert shape(max_epochs=3, max_steps=-1).sample_rate == 20 / 70
-
-
-@pytest.mark.parametrize(
-    ("limits", "words"),
-    [
-        ({"max_epochs": None, "max_steps": -1}, "must be known before the start"),
-        ({"max_epochs": -1, "max_steps": -1}, "must be known before the start"),
-        ({"max_epochs": 0, "max_steps": -1}, "no step to take"),
-        ({"max_epochs": 3, "max_steps": 0}, "no step to take"),
-    ],
-)
-def test_a_run_without_a_number_of_steps_is_refused(limits, words):
-    with pytest.raises(ConfigurationError, match=f"trainer.max_epochs.*{words}|{words}.*trainer.max_epochs"):
-        shape(**limits)
 
 
 CHANGES = {

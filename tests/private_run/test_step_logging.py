@@ -111,22 +111,6 @@ def test_logs_and_metrics_are_those_of_all_examples_of_the_step_and_of_the_epoch
 
 
 @MODES
-def test_several_numbers_of_a_metric_are_no_single_one(tmp_path, mode):
-    class OfEachClass(Plain):
-        def __init__(self):
-            super().__init__()
-            self.accuracy = MulticlassAccuracy(3, average=None)
-
-        def training_step(self, batch, batch_idx):
-            logits = self.net(batch[0])
-            self.log("each", self.accuracy(logits, batch[1]))
-            return F.cross_entropy(logits, batch[1])
-
-    with pytest.raises(Exception, match=r"single|scalar|numel"):
-        trainer(tmp_path, privacy(examples=mode), max_epochs=1).fit(OfEachClass(), loader())
-
-
-@MODES
 def test_empty_draws_reach_no_log_and_no_metric(tmp_path, mode, monkeypatch):
     monkeypatch.setattr(PoissonSampler, "draw", lambda self, step: np.array([], dtype=np.int64))
     module = Measured()
