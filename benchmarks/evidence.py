@@ -1,9 +1,7 @@
 """Writes the reports of finished grids into `docs/evidence`, with the machine, the date and the hours that they took.
 
-    dpl sweep configs/grids/orthogonalization.yaml --out sweeps --jobs 2
-    python benchmarks/evidence.py orthogonalization --out sweeps
-
-What leads to the folders of the runs is left out: they are on the machine that made the runs.
+dpl sweep configs/grids/orthogonalization.yaml --out sweeps --jobs 2
+python benchmarks/evidence.py orthogonalization --out sweeps
 """
 
 import argparse
@@ -28,28 +26,19 @@ from step import hardware
 
 ROOT = Path(__file__).parents[1]
 _GRIDS, _PAGES = ROOT / "configs" / "grids", ROOT / "docs" / "evidence"
-# The column of the table of runs that is of use where the runs are.
-_LEFT_OUT = "files"
 
 
 def page(markdown: str, said: str) -> str:
-    """The report's Markdown with a paragraph below its title, without its last paragraph and the links to runs."""
-    title, _, rest = markdown.partition("\n\n")
-    blocks = [_without_links(block) if f" | {_LEFT_OUT} |" in block else block for block in rest.strip().split("\n\n")]
-    return "\n\n".join([title, said, *(block for block in blocks if not block.startswith("dpl report "))]) + "\n"
-
-
-def _without_links(table: str) -> str:
-    rows = [row.removeprefix("| ").removesuffix(" |").split(" | ") for row in table.splitlines()]
-    places = [place for place, name in enumerate(rows[0]) if name != _LEFT_OUT]
-    return "\n".join("| " + " | ".join(row[place] for place in places) + " |" for row in rows)
+    """The report's Markdown with a paragraph below its title, and without its last one, on the folders of the runs."""
+    title, *blocks, _ = markdown.strip().split("\n\n")
+    return "\n\n".join([title, said, *blocks]) + "\n"
 
 
 def made(name: str, outcomes: Sequence[Outcome], machine: str) -> str:
     """Where and when the runs of a grid were made, and how long they took."""
     results = [outcome.result for outcome in outcomes if outcome.result is not None]
     hours = sum(result["seconds"] for result in results) / 3600
-    ended = max((logs / "result.json").stat().st_mtime for o in outcomes if (logs := o.folder.logs) is not None)
+    ended = max(path.stat().st_mtime for o in outcomes for path in o.folder.root.rglob("result.json"))
     date = datetime.fromtimestamp(ended, tz=UTC).date()
     return f"`dpl sweep configs/grids/{name}.yaml`, {machine}, {date}: {hours:.1f} hours of runs."
 

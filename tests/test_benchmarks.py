@@ -24,7 +24,7 @@ from started_ranks import PRELOADED
 from dp_lightning.cli import main
 from dp_lightning.commands.composition import Composer, prepare_to_train
 from dp_lightning.datamodules import NpzImages
-from dp_lightning.experiments.document import Document, Link
+from dp_lightning.experiments.document import Document
 from dp_lightning.privacy import PrivateStep
 from dp_lightning.privacy.plan import RunShape
 
@@ -813,9 +813,8 @@ def test_the_page_of_evidence_is_the_report_without_what_leads_to_the_runs(monke
     report.table([["method", "B = 256"], ["DP-SGD", "40.1 ± 0.2"]])
     report.table([["run", "statement"], ["DP-SGD 40.1", "not for release"]])
     report.picture("a_grid_accuracy", "Test accuracy", svg="<svg/>")
-    link = Link("statement", tmp_path / "run" / "privacy_statement.md")
-    report.table([["method", "last", "files"], ["DP-SGD", "40.1", link]])
-    report.say("dpl report with the log folder of a run writes its page.")
+    report.table([["method", "last"], ["DP-SGD", "40.1"]])
+    report.say("The folder of a run begins with its labels; dpl report with its log folder writes its page.")
     assert evidence.page(report.markdown(), "`dpl sweep a_grid`: 2.0 hours.") == (
         "# A grid\n\n`dpl sweep a_grid`: 2.0 hours.\n\n2 of 2 runs are finished.\n\n"
         "| method | B = 256 |\n| --- | --- |\n| DP-SGD | 40.1 ± 0.2 |\n\n"

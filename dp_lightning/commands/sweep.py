@@ -24,7 +24,7 @@ from dp_lightning.commands.named_configs import path_of, with_paths
 from dp_lightning.errors import ConfigurationError, DpLightningError
 from dp_lightning.experiments.grid import SEED, Cell, Grid
 from dp_lightning.experiments.launchers import LAUNCHERS
-from dp_lightning.experiments.results import Outcome, chosen_points, needed, shown_duration, shown_epsilon
+from dp_lightning.experiments.results import Outcome, needed, places, shown_duration, shown_epsilon
 from dp_lightning.experiments.runs import RunFolder, components, is_finished
 
 
@@ -52,10 +52,11 @@ def main(arguments: list[str]) -> None:
     require_writable(options.out, "--out")
     failed = _make(grid, _needed(grid, runs), options)
     if not failed and grid.tuned is not None and SEED in grid.axes:
-        missing = [place for place, label in chosen_points(grid, outcomes_of(runs)).items() if label is None]
+        missing = [place.labels for place in places(grid, outcomes_of(runs)) if place.chosen is None]
         if missing:
             raise ConfigurationError(
-                f"{grid.path}: {grid.tuned} is chosen by validation accuracy, and the runs of {' '.join(missing[0])} "
+                f"{grid.path}: {grid.tuned} is chosen by validation accuracy, and the runs of "
+                f"{' '.join(missing[0].values())} "
                 "have none. Keep some training images for it: val_fraction of the data (or of its images) above 0."
             )
         failed = _make(grid, _needed(grid, runs), options)

@@ -37,7 +37,7 @@ def grid_file(folder, seeds=(42, 43), sizes=(256, 512), methods=("DP-SGD", "DP-M
         "batch_size": {"setting": "privacy.expected_batch_size", "values": list(sizes)},
         "seed": {"setting": "seed_everything", "values": list(seeds)},
     }
-    report = {"figures": ["accuracy", "deviation", "curves", "snr"]}
+    report = {"figures": ["accuracy", "curves", "snr"]}
     grid = {"title": "Small", "base": "digits", "settings": {**QUICK, **settings}, "axes": axes, "report": report}
     path.write_text(yaml.safe_dump(grid, sort_keys=False))
     return path
@@ -193,12 +193,12 @@ class Job(launchers._SlurmJob):
         runs._DPL = dpl
         return super().to_its_end(folder)
 
-class Run(launchers._RemoteRun):
+class Run(runs.RunProcess):
     def to_its_end(self, folder):
         runs._DPL = dpl
         return super().to_its_end(folder)
 
-launchers._SlurmJob, launchers._RemoteRun = Job, Run
+launchers._SlurmJob, launchers.RunProcess = Job, Run
 for name, options in {launchers!r}.items():
     main(["sweep", {grid!r}, "--out", name, "--launcher", name, *options])
 """
