@@ -125,7 +125,7 @@ def test_other_seeds_wait_for_the_choice_of_the_tuned_point(tmp_path, monkeypatc
     main(["sweep", *arguments, "--dry-run"])
     said = capsys.readouterr().out
     assert said.count("dpl fit") == 6
-    assert "Then the other seeds at the best lr of each place: 4 runs more." in said
+    assert "Then the other seeds run at the best lr of each place, which is not counted here." in said
     main(["sweep", *arguments])
     first, rest = launched
     assert sorted(first) == sorted((m, r, "42") for m in best for r in ("0.1", "0.3", "0.9"))
@@ -189,14 +189,14 @@ from dp_lightning.cli import main
 from dp_lightning.experiments import launchers, runs
 
 class Job(launchers._SlurmJob):
-    def to_its_end(self, folder):
+    def to_its_end(self, *arguments):
         runs._DPL = dpl
-        return super().to_its_end(folder)
+        return super().to_its_end(*arguments)
 
 class Run(runs.RunProcess):
-    def to_its_end(self, folder):
+    def to_its_end(self, *arguments):
         runs._DPL = dpl
-        return super().to_its_end(folder)
+        return super().to_its_end(*arguments)
 
 launchers._SlurmJob, launchers.RunProcess = Job, Run
 for name, options in {launchers!r}.items():
