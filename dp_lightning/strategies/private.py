@@ -13,7 +13,7 @@ from dp_lightning.errors import ConfigurationError
 from dp_lightning.ranks import Ranks
 
 NAME = "dp_ddp"
-# Operations per gathered byte and per collective. CPU: measured by benchmarks/ranks.py over gloo on one machine. GPUs:
+# Operations per gathered byte and per collective. CPU: benchmarks/postprocess.py over gloo on one machine. GPUs:
 # 30 TFLOP/s in float32 over 300 GB/s within a node (NVLink) and 30 GB/s between nodes, and 40 and 80 microseconds.
 _CPU = (100.0, 5e7)
 _GPUS_OF_ONE_NODE = (100.0, 1.2e9)
