@@ -319,14 +319,19 @@ def test_a_dry_run_prints_commands_and_prices_and_writes_nothing(tmp_path, capsy
 
 
 def at_the_ends(cells):
-    """``Grid.cells`` without the numbers between the first and the last one of an axis."""
+    """Cells that differ from the first one on one axis: in a point with files, or the last one of numbers."""
 
     def some(grid):
         kept = {
             axis: {point.label for i, point in enumerate(points) if point.configs or i in (0, len(points) - 1)}
             for axis, points in grid.axes.items()
         }
-        return (cell for cell in cells(grid) if all(label in kept[axis] for axis, label in cell.labels.items()))
+        first, *others = cells(grid)
+        yield first
+        for cell in others:
+            (axis, label), *more = cell.labels.items() - first.labels.items()
+            if label in kept[axis] and not more:
+                yield cell
 
     return some
 
