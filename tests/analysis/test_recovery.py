@@ -1,6 +1,7 @@
 """From which batch size on a direction survives: the paper's tables, and the limits of random matrix theory."""
 
 import math
+import statistics
 
 import pytest
 import torch
@@ -127,3 +128,15 @@ def test_recovery_rises_with_the_batch_size_as_in_the_papers_overview():
     assert found[256] == pytest.approx(0.90, abs=0.02)
     assert 0.96 < found[512] < 0.985
     assert all(found[size] > 0.99 for size in (1024, 2048, 4096))
+
+
+def test_the_papers_correlations_recompute():
+    table = published()["steps_and_snr"]
+    expected = {
+        ("dp_sgd", "steps"): 0.37,
+        ("dp_sgd", "snr"): -0.155,
+        ("dp_muon", "snr"): 0.88,
+        ("dp_muon", "steps"): -0.9,
+    }
+    for (method, other), r in expected.items():
+        assert statistics.correlation(table[other], table[method]) == pytest.approx(r, abs=0.005)
