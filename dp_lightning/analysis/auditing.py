@@ -120,16 +120,13 @@ class NoiseTests:
         tensors, steps = len(self._kept), len(next(iter(self._kept.values()), ()))
         return 2 * tensors + 2 + math.comb(steps, 2) + math.comb(tensors, 2)
 
-    def count(self, name: str) -> int:
-        """Numbers of a tensor, over all steps."""
-        return self._counts[name]
-
     def results(self) -> Iterator[NoiseTest]:
         """All tests."""
         for name, count in self._counts.items():
             yield _size(name, self._squares[name], count)
         yield _size("all tensors", sum(self._squares.values()), sum(self._counts.values()))
-        values = self.sample()
+        kept = torch.cat([part for parts in self._kept.values() for part in parts])
+        values = kept[:: max(len(kept) // _SHAPE, 1)].double().numpy()
         p_value = float(stats.kstest(values, "norm").pvalue) if np.isfinite(values).all() else 0.0
         yield NoiseTest("shape", "all tensors", float(values.std()), p_value)
         for name, found in self._next_to.items():
@@ -145,12 +142,6 @@ class NoiseTests:
                     "steps", f"steps {other + 1} and {one + 1}", _cosine(*pair), _two_sided(_projection(*pair))
                 )
         yield from self._between_tensors()
-
-    def sample(self) -> NDArray[np.float64]:
-        """Values of all tensors and steps."""
-        values = torch.cat([part for parts in self._kept.values() for part in parts])
-        stride = max(len(values) // _SHAPE, 1)
-        return values[::stride].double().numpy()
 
     def _between_tensors(self) -> Iterator[NoiseTest]:
         heads = {name: torch.stack([part[:_KEPT_OF_ONE] for part in parts]) for name, parts in self._kept.items()}

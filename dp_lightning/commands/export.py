@@ -20,7 +20,6 @@ from dp_lightning.errors import ConfigurationError, DataError
 from dp_lightning.lightning_modules import ImageClassifier, TimmModule
 from dp_lightning.models.feature_network import FeatureNetwork
 from dp_lightning.models.pretrained import without_weights
-from dp_lightning.models.pretrained_input import PretrainedInput
 from dp_lightning.models.trained import merge_low_rank
 from dp_lightning.privacy.exported import FACTS
 from dp_lightning.privacy.journal import journal_name, journal_of, read_journal, up_to
@@ -90,7 +89,6 @@ def export(options: argparse.Namespace) -> list[Path]:
     facts: dict[str, Any] = {
         "class_path": model.class_path,
         "settings": dict(model.settings),
-        "input": _input_of(module),
         **{name: model.data.get(name) for name in ("features", "resized_to", "class_names")},
         "num_steps": statement.ledger.num_steps,
         "epsilon": statement.to_dict()["epsilon"],
@@ -139,15 +137,6 @@ def _module(
     if isinstance(module, TimmModule):
         merge_low_rank(module.model)
     return module.eval()
-
-
-def _input_of(module: pl.LightningModule) -> dict[str, Any] | None:
-    """How the module prepares an image for the network; None if it does not."""
-    prepare = getattr(module, "input", None)
-    if not isinstance(prepare, PretrainedInput) or prepare.size is None:
-        return None
-    scale, shift = (values.flatten().tolist() for values in (prepare.scale, prepare.shift))
-    return {"size": list(prepare.size), "scale": scale, "shift": shift}
 
 
 def _tensors(module: pl.LightningModule) -> dict[str, Tensor]:

@@ -72,7 +72,7 @@ def pretrain(options: argparse.Namespace, of_fit: list[str]) -> None:
             raise ConfigurationError(f"{options.out} is of another recipe. Give another --out.")
         print(f"{options.out} is finished.")
         return
-    device = _device(options.device)
+    device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     unfinished = options.out.with_name(f"{options.out.name}.unfinished")
     state = torch.load(unfinished, weights_only=True, map_location="cpu") if unfinished.exists() else None
     if state is not None and state["recipe"] != recipe.to_json():
@@ -96,14 +96,6 @@ def pretrain(options: argparse.Namespace, of_fit: list[str]) -> None:
     unfinished.unlink(missing_ok=True)
     print(f"{options.out}: {RANDOM_IMAGES} (recipe {recipe.digest[:16]}).")
     print(f"A private run starts from it with --model.init_args.weights {options.out}.")
-
-
-def _device(asked: str | None) -> torch.device:
-    name = asked or ("cuda" if torch.cuda.is_available() else "cpu")
-    kind, _, number = name.partition(":")
-    if kind not in ("cpu", "cuda") or (kind == "cuda" and int(number or 0) >= torch.cuda.device_count()):
-        raise ConfigurationError(f"--device is {name}; choose cpu, or cuda where torch finds a GPU.")
-    return torch.device(name)
 
 
 def _run(training: Pretraining, unfinished: Path) -> None:
@@ -145,5 +137,5 @@ def _parser() -> argparse.ArgumentParser:
     add("--view-size", type=int, help="pixels of a view's side, fewer than the image's to save time; default: all")
     add("--precision", default="32", help="32, or bf16 where the hardware computes it faster; default: 32")
     add("--seed", type=int, default=0, help="of everything random; the weights are public, and so is it; default: 0")
-    add("--device", help="cpu or cuda; default: a GPU if there is one")
+    add("--device", choices=("cpu", "cuda"), help="default: a GPU if there is one")
     return parser

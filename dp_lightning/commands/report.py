@@ -14,7 +14,6 @@ from dp_lightning.commands.sweep import add_grid_options, outcomes_of, planned_r
 from dp_lightning.errors import ConfigurationError
 from dp_lightning.experiments.grid import Grid
 from dp_lightning.experiments.report import grid_report
-from dp_lightning.experiments.runs import RUN_PAGE
 
 
 def main(arguments: list[str]) -> None:
@@ -34,7 +33,7 @@ def main(arguments: list[str]) -> None:
         require_writable(target, "The folder of the run")
         page, headline = run_page(target)
         print(headline)
-        print(f"Written to {page.write_html(RUN_PAGE)}")
+        print(f"Written to {page.write_html('report.html')}")
         return
     out = Path("sweeps") if options.out is None else options.out
     grid = Grid.load(path_of(target, grid=True))

@@ -6,10 +6,8 @@ grid, resumes it, and runs what was added to it.
 
 import argparse
 import json
-import math
 import shlex
 import signal
-import statistics
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -24,7 +22,7 @@ from dp_lightning.commands.named_configs import path_of, with_paths
 from dp_lightning.errors import ConfigurationError, DpLightningError
 from dp_lightning.experiments.grid import SEED, Cell, Grid
 from dp_lightning.experiments.launchers import LAUNCHERS
-from dp_lightning.experiments.results import Outcome, chosen_points, needed, shown_duration, shown_epsilon
+from dp_lightning.experiments.results import Outcome, needed, places, shown_duration, shown_epsilon
 from dp_lightning.experiments.runs import RunFolder, components, is_finished
 
 
@@ -52,11 +50,12 @@ def main(arguments: list[str]) -> None:
     require_writable(options.out, "--out")
     failed = _make(grid, _needed(grid, runs), options)
     if not failed and grid.tuned is not None and SEED in grid.axes:
-        missing = [place for place, label in chosen_points(grid, outcomes_of(runs)).items() if label is None]
+        missing = [place.labels for place in places(grid, outcomes_of(runs)) if place.chosen is None]
         if missing:
             raise ConfigurationError(
-                f"{grid.path}: {grid.tuned} is chosen by validation accuracy, and the runs of {' '.join(missing[0])} "
-                "have none. Keep some training images for it: val_fraction of the data (or of its images) above 0."
+                f"{grid.path}: {grid.tuned} is chosen by validation accuracy, and the runs of "
+                f"{' '.join(missing[0].values())} have none. Keep some training images for it: val_fraction of the "
+                "data (or of its images) above 0."
             )
         failed = _make(grid, _needed(grid, runs), options)
     print(spent_together(outcomes_of(runs)))
@@ -196,7 +195,7 @@ def _print_prices(grid: Grid, runs: Sequence[PlannedRun]) -> None:
 
     print(f"{grid.title}: {len(runs)} runs")
     price = Pricing()
-    times, left = [], []
+    left = []
     for run in runs:
         finished = run.folder.finished
         print(f"\n{run.cell.name}" + (" (finished)" if finished else ""))
@@ -207,7 +206,6 @@ def _print_prices(grid: Grid, runs: Sequence[PlannedRun]) -> None:
             print(f"  no price: {error}", flush=True)
             continue
         if seconds is not None:
-            times.append(seconds)
             left.append(0.0 if finished else seconds)
         print(
             f"  epsilon {shown_epsilon(plan.epsilon())}, delta {plan.delta:g}, sigma {plan.noise_multiplier:.4g}, "
@@ -216,17 +214,11 @@ def _print_prices(grid: Grid, runs: Sequence[PlannedRun]) -> None:
         )
         if run.settings["privacy"].get("reproducible"):
             print("  not for release: privacy.reproducible is set", flush=True)
-    total = sum(left)
-    if grid.tuned is not None:
-        places = math.prod(len(points) for axis, points in grid.axes.items() if axis not in (grid.tuned, SEED))
-        later = places * (len(grid.axes[grid.tuned]) + len(grid.axes.get(SEED, (None,))) - 1) - len(runs)
-        if later:
-            print(f"\nThen the other seeds at the best {grid.tuned} of each place: {later} runs more.")
-            total += later * statistics.fmean(times or [0.0])
-    untimed = len(runs) - len(times)
+    if grid.tuned is not None and len(grid.axes.get(SEED, ())) > 1:
+        print(f"\nThen the other seeds run at the best {grid.tuned} of each place, which is not counted here.")
     print(
-        (f"\nIn total about {shown_duration(total)} on one device like this one" if times else "\nNo time is known")
-        + (f", without {untimed} runs whose time is unknown" if untimed else "")
+        (f"\nIn total about {shown_duration(sum(left))} on one device like this one" if left else "\nNo time is known")
+        + (f", without {len(runs) - len(left)} runs whose time is unknown" if len(left) < len(runs) else "")
         + ". Each epsilon covers one run alone."
     )
 

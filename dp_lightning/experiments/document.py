@@ -2,11 +2,9 @@
 
 import base64
 import html
-import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
 from urllib.parse import quote
 
 from dp_lightning.atomic_files import replacing
@@ -35,28 +33,19 @@ pre {{ white-space: pre-wrap; border: 1px solid #d5d5d5; padding: .5rem; font-si
 """
 
 
-class Link(NamedTuple):
-    """A cell of a table that leads to a file."""
-
-    text: str
-    target: Path
-
-
 class Document:
     """The parts of a page in order; all text is plain.
 
     Args:
         title: Title of the page.
-        folder: Folder where the page is written; links are relative to it.
+        folder: Folder where the page is written.
         warning: Paragraph that comes first on the page; its first sentence stands on every figure.
     """
 
     def __init__(self, title: str, folder: Path, *, warning: str | None = None) -> None:
         self.title, self.folder, self.warning = title, folder, warning
-        self._parts = [f"# {_escaped(title)}"]
+        self._parts = [f"# {_escaped(title)}", *([f"**{_escaped(warning)}**"] if warning else [])]
         self._pictures: dict[str, str] = {}
-        if warning:
-            self.warn(warning)
 
     def heading(self, text: str) -> None:
         """Begin a section."""
@@ -66,19 +55,10 @@ class Document:
         """Add a paragraph."""
         self._parts.append(_escaped(text))
 
-    def warn(self, text: str) -> None:
-        """Add a paragraph that stands out."""
-        self._parts.append(f"**{_escaped(text)}**")
-
-    def table(self, rows: Sequence[Sequence[str | Link]]) -> None:
+    def table(self, rows: Sequence[Sequence[str]]) -> None:
         """Add a table; the first row is the header."""
-        head, *body = ("| " + " | ".join(map(self._cell, row)) + " |" for row in rows)
+        head, *body = ("| " + " | ".join(map(_escaped, row)) + " |" for row in rows)
         self._parts.append("\n".join([head, "| " + " | ".join(["---"] * len(rows[0])) + " |", *body]))
-
-    def _cell(self, content: str | Link) -> str:
-        if isinstance(content, str):
-            return _escaped(content)
-        return f"[{_escaped(content.text)}]({quote(os.path.relpath(content.target, self.folder))})"
 
     def fold(self, summary: str, text: str) -> None:
         """Add a text whose lines are kept, below a summary that opens it."""
@@ -95,11 +75,11 @@ class Document:
         self._parts.append(f"![{_escaped(caption)}]({quote(name)}.svg)")
 
     def markdown(self) -> str:
-        """Return the page as Markdown, with links to the pictures."""
+        """The page as Markdown, with links to the pictures."""
         return "\n\n".join(self._parts) + "\n"
 
     def html(self) -> str:
-        """Return the page as one HTML file, with the pictures in it.
+        """The page as one HTML file, with the pictures in it.
 
         Raises:
             ConfigurationError: if the package markdown is not installed.

@@ -21,15 +21,11 @@ def style(number: int) -> dict[str, Any]:
 
 
 @contextmanager
-def figure(
-    page: Document, name: str, caption: str, *, panels: int = 1, height: float = 3.6, warning: str | None = None
-) -> Iterator[Sequence[Any]]:
+def figure(page: Document, name: str, caption: str, *, panels: int = 1) -> Iterator[Sequence[Any]]:
     """Axes to draw on; at the end the figure is added to the page, with a legend where lines have labels.
 
     Args:
         panels: Number of axes, two per row.
-        height: Height of each row of axes in inches.
-        warning: Text above the axes; None takes the page's own.
 
     Raises:
         ConfigurationError: if matplotlib is not installed.
@@ -42,7 +38,7 @@ def figure(
     with matplotlib.rc_context({**_STYLE, "svg.hashsalt": name}):
         columns = min(panels, 2)
         rows = -(-panels // columns)
-        drawn = Figure(figsize=(5.0 * columns + 0.5, height * rows + 0.2), layout="constrained")
+        drawn = Figure(figsize=(5.0 * columns + 0.5, 3.6 * rows + 0.2), layout="constrained")
         every = drawn.subplots(rows, columns, squeeze=False).flatten()
         axes = list(every[:panels])
         for ax in every[panels:]:
@@ -52,8 +48,8 @@ def figure(
             ax.grid(alpha=0.3)
             if ax.get_legend_handles_labels()[0]:
                 ax.legend(frameon=False, fontsize=8)
-        if shown := warning or page.warning:
-            drawn.suptitle(shown.split(". ")[0], color=_COLOURS[1], fontsize=8)
+        if page.warning:
+            drawn.suptitle(page.warning.split(". ")[0], color=_COLOURS[1], fontsize=8)
         svg = io.StringIO()
         drawn.savefig(svg, format="svg", metadata={"Date": None})
     page.picture(name, caption, svg.getvalue())

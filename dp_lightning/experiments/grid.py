@@ -28,7 +28,7 @@ from dp_lightning.foreign_text import load_yaml
 
 _KEYS = {"title", "base", "settings", "axes", "tuned", "report"}
 _REPORT = {"rows", "columns", "published", "figures"}
-FIGURES = ("accuracy", "deviation", "curves", "snr")
+FIGURES = ("accuracy", "curves", "snr")
 #: The axis that is averaged over.
 SEED = "seed"
 

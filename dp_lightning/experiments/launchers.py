@@ -12,12 +12,11 @@ import sys
 from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
-from threading import Event
 from typing import Any
 
 from dp_lightning.cores import available_cores
 from dp_lightning.errors import ConfigurationError
-from dp_lightning.experiments.runs import run_to_its_end
+from dp_lightning.experiments.runs import RunProcess
 
 Results = Generator[tuple[str, int], None, None]
 """Folders of runs with their exit statuses, in the order of their ends."""
@@ -48,18 +47,12 @@ def launch_local(folders: Sequence[str], options: Mapping[str, Any]) -> Results:
     free: queue.SimpleQueue[dict[str, str]] = queue.SimpleQueue()
     for number in range(jobs):
         free.put(_share(devices, number, jobs))
-    running: set[subprocess.Popen[bytes]] = set()
-    stopping = Event()
-
-    def note(process: subprocess.Popen[bytes]) -> None:
-        running.add(process)
-        if stopping.is_set():
-            process.terminate()
+    runs = {folder: RunProcess() for folder in folders}
 
     def run(folder: str) -> int:
         environment = free.get()
         try:
-            return run_to_its_end(folder, environment, note, stopping.is_set)
+            return runs[folder].to_its_end(folder, environment)
         finally:
             free.put(environment)
 
@@ -71,9 +64,8 @@ def launch_local(folders: Sequence[str], options: Mapping[str, Any]) -> Results:
             yield folder, _failed(folder, error) if error else future.result()
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
-        stopping.set()
-        for process in list(running):
-            process.terminate()  # nothing where it has ended
+        for process in runs.values():
+            process.stop()
         pool.shutdown()
 
 
@@ -97,31 +89,7 @@ def _devices() -> list[str]:
     return sorted((name for name in names if name.isdigit()), key=int)
 
 
-class _RemoteRun:
-    """A run in a process of SLURM or Ray that can be told to stop."""
-
-    def __init__(self) -> None:
-        self._process: subprocess.Popen[bytes] | None = None
-        self._stopping = False
-
-    def is_placed(self) -> bool:
-        return True
-
-    def to_its_end(self, folder: str) -> int:
-        return run_to_its_end(folder, started=self._started, stopping=lambda: self._stopping)
-
-    def stop(self) -> None:
-        self._stopping = True
-        if self._process is not None:
-            self._process.terminate()
-
-    def _started(self, process: subprocess.Popen[bytes]) -> None:
-        self._process = process
-        if self._stopping:
-            process.terminate()
-
-
-class _SlurmJob(_RemoteRun):
+class _SlurmJob(RunProcess):
     """A run that resumes when SLURM has taken its machine away or its time is up."""
 
     def __call__(self, folder: str) -> int:
@@ -210,11 +178,10 @@ def launch_ray(folders: Sequence[str], options: Mapping[str, Any]) -> Results:
             if needed > (there := ray.cluster_resources().get(name, 0)):
                 print(f"The Ray cluster has {there:g} {name}, and each run needs {needed:g}: the runs wait.")
         # Two calls at once: the run, and the word that stops it.
-        remote: Any = ray.remote(_RemoteRun)
+        remote: Any = ray.remote(RunProcess)
         for folder in folders:
             run = remote.options(**chosen, max_concurrency=2).remote()
-            placed = run.is_placed.remote()
-            running[run.to_its_end.remote(folder)] = folder, run, placed
+            running[run.to_its_end.remote(folder)] = folder, run, run.__ray_ready__.remote()
         while running:
             (done, *_), _ = ray.wait(list(running))
             folder, run, _ = running.pop(done)

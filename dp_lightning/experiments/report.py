@@ -4,10 +4,9 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from dp_lightning.errors import ConfigurationError
-from dp_lightning.experiments.document import Document, Link
+from dp_lightning.experiments.document import Document
 from dp_lightning.experiments.figures import figure, place_on_axis, style
 from dp_lightning.experiments.grid import SEED, Grid
 from dp_lightning.experiments.results import (
@@ -15,16 +14,14 @@ from dp_lightning.experiments.results import (
     BEST,
     LAST,
     Outcome,
-    Panel,
+    Place,
     Quantity,
-    Spread,
-    at_chosen_points,
+    grouped,
     needed,
-    panels,
+    places,
     published,
     shown_epsilon,
 )
-from dp_lightning.experiments.runs import RUN_PAGE
 
 Paper = Mapping[str, Mapping[str, list[float]]]
 """The paper's accuracies and their deviations by row and column, under the labels of the grid."""
@@ -57,18 +54,13 @@ def grid_report(
         left_out = " The paper's numbers are left out: they belong to the grid's own settings." if paper else ""
         page.say(f"With these settings instead of the grid's: {', '.join(override)}.{left_out}")
         paper = {}
-    for number, panel in enumerate(panels(grid, at_chosen_points(grid, outcomes))):
-        if panel.title:
-            page.heading(panel.title)
-        if not any(panel.results(*place) for place in panel.outcomes):
-            page.say("No run is finished" + (f", or no {grid.tuned} is chosen yet." if grid.tuned else "."))
-            continue
-        _tables(page, grid, panel, paper)
-        name = grid.path.stem + (f"_{number + 1}" if panel.title else "")
+    found = places(grid, outcomes)
+    if any(outcome.finished for place in found for outcome in place.outcomes):
+        _means(page, grid, found, paper)
         for kind in grid.report.figures:
-            _FIGURES[kind](page, f"{name}_{kind}", grid, panel, paper)
-        if "snr" in grid.report.figures:
-            _correlations(page, grid, panel)
+            _FIGURES[kind](page, grid, found, paper)
+    else:
+        page.say("No run is finished" + (f", or no {grid.tuned} is chosen yet." if grid.tuned else "."))
     _runs(page, grid, outcomes, asked)
     return page
 
@@ -86,126 +78,127 @@ def _paper(grid: Grid) -> Paper:
     }
 
 
-def _tables(page: Document, grid: Grid, panel: Panel, paper: Paper) -> None:
-    axes = (grid.report.rows, grid.report.columns)
-    head = [" by ".join(axis for axis in axes if axis is not None) or "accuracy", *panel.columns]
+def _in_paper(paper: Paper, grid: Grid, place: Place) -> list[float]:
+    """The paper's accuracy at a place, and its deviation where the paper has one; empty if it has neither."""
+    row, column = (place.labels.get(str(axis), "") for axis in (grid.report.rows, grid.report.columns))
+    return paper.get(row, {}).get(column, [])
+
+
+def _means(page: Document, grid: Grid, found: Sequence[Place], paper: Paper) -> None:
+    """A row for each place: the point of the tuned axis, the mean accuracies, and the paper's."""
+    count = len(grid.axes.get(SEED, ()))
+    page.say(
+        f"Accuracy, {f'mean ± standard deviation over {count} seeds' if count > 1 else 'one run each'}: after the last "
+        "step, and the best over evaluations, which is chosen on the test set, so it is not an estimate for new images."
+        + (" The paper's numbers are best accuracies over epochs." if paper else "")
+    )
+    edges: set[str] = set()
     if grid.tuned is not None:
         labels = [point.label for point in grid.axes[grid.tuned]]
         page.say(
-            f"The {grid.tuned} of every place is that with the highest validation accuracy after the last step, of "
+            f"The {grid.tuned} is that with the highest validation accuracy after the last step, of "
             f"{', '.join(labels)} with the first seed. The first and the last of these are marked, since a better one "
-            "may lie beyond; a dash is a place whose runs are not all finished, or have no validation accuracy:"
+            "may lie beyond; a dash is a place whose runs are not all finished, or have no validation accuracy."
         )
         edges = {labels[0], labels[-1]} if len(labels) > 1 else set()
-
-        def chosen(outcomes: Sequence[Outcome]) -> str:
-            found = dict.fromkeys(outcome.labels[str(grid.tuned)] for outcome in outcomes)
-            return ", ".join(label + (" (edge)" if label in edges else "") for label in found) or "-"
-
-        page.table([head, *([row, *(chosen(panel.outcomes[row, c]) for c in panel.columns)] for row in panel.rows)])
-
-    def say(text: str, quantity: Quantity) -> None:
-        page.say(text)
-        cells = {row: [_cell(panel.spread(row, column, quantity)) for column in panel.columns] for row in panel.rows}
-        page.table([head, *([row, *shown] for row, shown in cells.items())])
-
-    count = len(grid.axes.get(SEED, ()))
-    seeds = f"mean ± standard deviation over {count} seeds" if count > 1 else "one run each"
-    say(f"Accuracy after the last step, {seeds}:", LAST)
-    early = sum(_evaluated_early(result) for place in panel.outcomes for result in panel.results(*place))
-    if early:
-        page.say(
-            f"{early} of these runs were last evaluated before their last step; the table has that accuracy. Set "
-            "trainer.check_val_every_n_epoch to a divisor of trainer.max_epochs."
-        )
-    say("Best accuracy over evaluations. It is chosen on the test set, so it is not an estimate for new images:", BEST)
-    if paper:
-        page.say("The paper's numbers, which are best accuracies over epochs:")
-        shown = [[row, *(_pair(paper[row].get(c)) for c in panel.columns)] for row in panel.rows if row in paper]
-        page.table([head, *shown])
+    tuned = [] if grid.tuned is None else [grid.tuned]
+    rows = [[*found[0].labels, *tuned, "last", "best", *(["paper"] if paper else [])]]
+    for place in found:
+        chosen = [(place.chosen or "-") + (" (edge)" if place.chosen in edges else "") for _ in tuned]
+        theirs = [" ± ".join(f"{number:.1f}" for number in _in_paper(paper, grid, place)) or "-"] if paper else []
+        rows.append([*place.labels.values(), *chosen, _cell(place, LAST), _cell(place, BEST), *theirs])
+    page.table(rows)
 
 
-def _cell(found: Spread) -> str:
-    if found.mean is None:
+def _cell(place: Place, quantity: Quantity) -> str:
+    if not (values := place.values(quantity)):
         return "-"
-    text = f"{found.mean:.1f}" + ("" if found.deviation is None else f" ± {found.deviation:.1f}")
-    return text if found.runs == found.planned else f"{text} ({found.runs} of {found.planned})"
+    text = f"{place.mean(quantity):.1f}" + (f" ± {place.deviation(quantity):.1f}" if len(values) > 1 else "")
+    planned = len(place.outcomes)
+    return text if len(values) == planned else f"{text} ({len(values)} of {planned})"
 
 
-def _pair(value: list[float] | None) -> str:
-    return "-" if value is None else " ± ".join(f"{number:.1f}" for number in value)
+def _panels(grid: Grid, found: Sequence[Place], *further: str | None) -> dict[str, list[Place]]:
+    """The places by their labels on the axes that are neither rows nor columns, and on further ones, in words."""
+    shown = (grid.report.rows, grid.report.columns)
+    axes = [*(axis for axis in found[0].labels if axis not in shown), *(axis for axis in further if axis is not None)]
+    return {
+        ", ".join(f"{axis} {label}" for axis, label in zip(axes, labels, strict=True)): here
+        for labels, here in grouped(found, axes).items()
+    }
 
 
-def _evaluated_early(result: Mapping[str, Any]) -> bool:
-    evaluated = result.get("evaluated_after_steps") or [result["num_steps"]]
-    return bool(evaluated[-1] < result["num_steps"])
+def _lines(grid: Grid, here: Sequence[Place]) -> dict[str, list[Place]]:
+    """The places of each row, in the order of the columns."""
+    rows = [] if grid.report.rows is None else [grid.report.rows]
+    return {"".join(labels) or "all runs": line for labels, line in grouped(here, rows).items()}
 
 
-def _draw_lines(page: Document, name: str, grid: Grid, panel: Panel, paper: Paper, *, deviation: bool = False) -> None:
-    """Draw a line for each row over the columns, of accuracies or of their deviations, and the paper's beside it."""
-    y = "standard deviation of the last test accuracy" if deviation else "test accuracy after the last step"
-    with figure(page, name, f"{y.capitalize()} (%){', and the best of the paper (dashed)' if paper else ''}") as (ax,):
-        places = place_on_axis(ax, panel.columns)
-        for number, row in enumerate(panel.rows):
-            spreads = [panel.spread(row, column, LAST) for column in panel.columns]
-            heights = [_number(s.deviation if deviation else s.mean) for s in spreads]
-            bars = None if deviation else [_number(s.deviation) for s in spreads]
-            ax.errorbar(places, heights, bars, label=row, capsize=3, **style(number))
-            pairs = [paper.get(row, {}).get(column, []) for column in panel.columns]
-            theirs = [pair[deviation] if len(pair) > deviation else math.nan for pair in pairs]
-            ax.plot(places, theirs, linestyle="--", alpha=0.6, **style(number))
-        ax.set(xlabel=grid.report.columns or "", ylabel=f"{y} (%)")
+def _draw_accuracy(page: Document, grid: Grid, found: Sequence[Place], paper: Paper) -> None:
+    """Draw a line for each row over the columns, with deviations over seeds, and the paper's beside it."""
+    y, panels = "Test accuracy after the last step (%)", _panels(grid, found)
+    caption = f"{y}{', and the best of the paper (dashed)' if paper else ''}"
+    with figure(page, f"{grid.path.stem}_accuracy", caption, panels=len(panels)) as axes:
+        for ax, (title, here) in zip(axes, panels.items(), strict=True):
+            for number, (row, line) in enumerate(_lines(grid, here).items()):
+                x = place_on_axis(ax, [place.labels.get(str(grid.report.columns), "") for place in line])
+                bars = [place.deviation(LAST) for place in line]
+                ax.errorbar(x, [place.mean(LAST) for place in line], bars, label=row, capsize=3, **style(number))
+                theirs = [(_in_paper(paper, grid, place) or [math.nan])[0] for place in line]
+                ax.plot(x, theirs, linestyle="--", alpha=0.6, **style(number))
+            ax.set(title=title, xlabel=grid.report.columns or "", ylabel=y)
 
 
-def _draw_deviation(page: Document, name: str, grid: Grid, panel: Panel, paper: Paper) -> None:
-    _draw_lines(page, name, grid, panel, paper, deviation=True)
-
-
-def _number(value: float | None) -> float:
-    return math.nan if value is None else value
-
-
-def _draw_curves(page: Document, name: str, grid: Grid, panel: Panel, paper: Paper) -> None:
-    with figure(page, name, "Test accuracy by steps taken, mean over seeds", panels=len(panel.columns)) as axes:
-        for ax, column in zip(axes, panel.columns, strict=True):
-            for number, row in enumerate(panel.rows):
-                known = [result for result in panel.results(row, column) if result.get("test_accuracy_curve")]
+def _draw_curves(page: Document, grid: Grid, found: Sequence[Place], paper: Paper) -> None:
+    panels = _panels(grid, found, grid.report.columns)
+    name, caption = f"{grid.path.stem}_curves", "Test accuracy by steps taken, mean over seeds"
+    with figure(page, name, caption, panels=len(panels)) as axes:
+        for ax, (title, here) in zip(axes, panels.items(), strict=True):
+            for number, (row, (place,)) in enumerate(_lines(grid, here).items()):
+                results = [outcome.result or {} for outcome in place.outcomes if outcome.finished]
+                known = [result for result in results if result.get("test_accuracy_curve")]
                 if known:
                     of_each = zip(*(result["test_accuracy_curve"] for result in known), strict=False)
                     heights = [100 * statistics.fmean(values) for values in of_each]
                     steps = known[0]["evaluated_after_steps"][: len(heights)]
                     ax.plot(steps, heights, label=row, color=style(number)["color"])
-            ax.set(title=f"{grid.report.columns or ''} {column}", xlabel="steps", ylabel="test accuracy (%)")
+            ax.set(title=title, xlabel="steps", ylabel="test accuracy (%)")
 
 
-def _draw_snr(page: Document, name: str, grid: Grid, panel: Panel, paper: Paper) -> None:
-    with figure(page, name, f"Accuracy beside {' and '.join(BESIDE)}", panels=len(BESIDE)) as axes:
-        for ax, (label, quantity) in zip(axes, BESIDE.items(), strict=True):
-            for number, row in enumerate(panel.rows):
-                if pairs := sorted(panel.pairs(row, quantity, LAST)):
+def _draw_snr(page: Document, grid: Grid, found: Sequence[Place], paper: Paper) -> None:
+    """Draw accuracy over steps and over the signal-to-noise ratio, and say how it correlates with them."""
+    panels = [(title, here, label) for title, here in _panels(grid, found).items() for label in BESIDE]
+    correlations: dict[str, list[str]] = {}
+    name, caption = f"{grid.path.stem}_snr", f"Accuracy beside {' and '.join(BESIDE)}"
+    with figure(page, name, caption, panels=len(panels)) as axes:
+        for ax, (title, here, label) in zip(axes, panels, strict=True):
+            for number, (row, line) in enumerate(_lines(grid, here).items()):
+                means = [(place.mean(BESIDE[label]), place.mean(LAST)) for place in line]
+                pairs = sorted(pair for pair in means if not any(map(math.isnan, pair)))
+                if pairs:
                     ax.plot(*zip(*pairs, strict=True), label=row, **style(number))
-            ax.set(xlabel=label, ylabel="test accuracy (%)")
+                correlations.setdefault(" ".join(filter(None, (title, row))), []).append(_correlation(pairs))
+            ax.set(title=title, xlabel=label, ylabel="test accuracy (%)")
+    if any(value != "-" for values in correlations.values() for value in values):
+        page.say(f"Pearson's r of the mean accuracy with each of these, over {grid.report.columns}:")
+        page.table([[grid.report.rows or "", *BESIDE], *([row, *values] for row, values in correlations.items())])
+
+
+def _correlation(pairs: Sequence[tuple[float, float]]) -> str:
+    try:
+        return f"{statistics.correlation(*zip(*pairs, strict=True)):+.2f}" if len(pairs) > 2 else "-"
+    except statistics.StatisticsError:  # one of them does not vary
+        return "-"
 
 
 # The figures by their names in a grid's file.
-_FIGURES = {"accuracy": _draw_lines, "deviation": _draw_deviation, "curves": _draw_curves, "snr": _draw_snr}
-
-
-def _correlations(page: Document, grid: Grid, panel: Panel) -> None:
-    found = {row: [panel.correlation(row, quantity, LAST) for quantity in BESIDE.values()] for row in panel.rows}
-    if all(value is None for values in found.values() for value in values):
-        return
-    page.say(f"Pearson's r of the mean accuracy with each of these, over {grid.report.columns}:")
-    rows = [[row, *("-" if value is None else f"{value:+.2f}" for value in values)] for row, values in found.items()]
-    page.table([[grid.report.rows or "", *BESIDE], *rows])
+_FIGURES = {"accuracy": _draw_accuracy, "curves": _draw_curves, "snr": _draw_snr}
 
 
 def _runs(page: Document, grid: Grid, outcomes: Sequence[Outcome], asked: Sequence[Outcome]) -> None:
     """A row for each run that is finished or needed, with what a reader has to know of it."""
     page.heading("Runs")
-    rows: list[list[str | Link]] = [
-        [*grid.axes, "last", "best", "epsilon", "delta", "steps", "seconds", "note", "files"]
-    ]
+    rows = [[*grid.axes, "last", "best", "epsilon", "delta", "steps", "seconds", "note"]]
     for outcome in outcomes:
         result, folder = outcome.result, outcome.folder
         if not outcome.finished and outcome not in asked:
@@ -217,19 +210,12 @@ def _runs(page: Document, grid: Grid, outcomes: Sequence[Outcome], asked: Sequen
             numbers = ["-" if value is None else f"{value:.1f}" for value in (LAST(result), BEST(result))]
             numbers += [shown_epsilon(result["epsilon"]), f"{result['delta']:g}"]
             numbers += [str(taken) if taken == planned else f"{taken} of {planned}", f"{result['seconds']:.0f}"]
+            if (evaluated := (result.get("evaluated_after_steps") or [taken])[-1]) < taken:
+                notes.append(f"last evaluated after step {evaluated}")
             if outcome.finished and result["release"] != "ok":
                 notes.append(result["release"])
         if folder.abandoned:
             notes.append(f"{folder.abandoned} attempts set aside, whose steps are in no epsilon here: release nothing")
-        rows.append([*outcome.labels.values(), *numbers, "; ".join(notes) or "-", _link(outcome)])
+        rows.append([*outcome.labels.values(), *numbers, "; ".join(notes) or "-"])
     page.table(rows)
-    page.say("dpl report with the log folder of a run writes its page.")
-
-
-def _link(outcome: Outcome) -> str | Link:
-    """A link to the page of a run, or else to its statement or its folder."""
-    logs = outcome.folder.logs
-    for text, name in (("page", RUN_PAGE), ("statement", "privacy_statement.md")):
-        if logs is not None and (logs / name).is_file():
-            return Link(text, logs / name)
-    return Link("folder", outcome.folder.path) if outcome.folder.path.is_dir() else "-"
+    page.say("The folder of a run begins with its labels; dpl report with its log folder writes its page.")

@@ -1,29 +1,24 @@
 """The results of a grid's runs, averaged over seeds, and which runs a grid with a tuned axis needs.
 
-A tuned axis is tried at each of its points with the first seed; the best point, by validation accuracy after the last
-step, runs with every seed. The best point is chosen for each place of the grid: each combination of points on the other
-axes.
+A place of a grid is a combination of points on all axes but the tuned one and the seed. A tuned axis is tried at each
+of its points with the first seed; the point that is best at a place, by validation accuracy after the last step, runs
+there with every seed.
 """
 
 import functools
-import itertools
 import math
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
-from typing import Any, NamedTuple
+from typing import Any, TypeVar
 
 import yaml
 
 from dp_lightning.experiments.grid import SEED, Grid
 from dp_lightning.experiments.runs import RunFolder, is_finished
 
-# The label of a single row or column, where there is no axis.
-_ALL = "all runs"
-
 Quantity = Callable[[Mapping[str, Any]], float | None]
-Place = tuple[str, ...]
 
 
 @functools.cache
@@ -42,92 +37,68 @@ class Outcome:
     folder: RunFolder
     result: Mapping[str, Any] | None
 
-    @property
-    def finished(self) -> bool:
-        """Whether the run is finished."""
-        return is_finished(self.result)
-
-    def is_at(self, axis: str | None, label: str) -> bool:
-        """Whether the run has this label on the axis; true if there is no axis."""
-        return axis is None or self.labels[axis] == label
-
     @classmethod
     def read(cls, labels: Mapping[str, str], folder: RunFolder) -> "Outcome":
         """Read the folder of a run."""
         return cls(labels, folder, folder.result)
 
+    @property
+    def finished(self) -> bool:
+        """Whether the run is finished."""
+        return is_finished(self.result)
 
-class Spread(NamedTuple):
-    """A quantity over the seeds of one place in a table.
-
-    Attributes:
-        mean: None if no finished run has the quantity.
-        deviation: Standard deviation of a sample, n - 1; None for fewer than two runs.
-        runs: Number of finished runs that have the quantity.
-        planned: Number of runs that the place has.
-    """
-
-    mean: float | None
-    deviation: float | None
-    runs: int
-    planned: int
+    def value(self, quantity: Quantity) -> float | None:
+        """A quantity of the run; None if the run is not finished or lacks it."""
+        return quantity(self.result) if self.finished and self.result is not None else None
 
 
 @dataclass(frozen=True)
-class Panel:
-    """The runs that share their points on all axes but the rows, the columns, the tuned one and the seed.
+class Place:
+    """The runs of one place of a grid, which differ in the seed alone.
 
     Attributes:
-        title: The points that the runs share; empty if there is no other axis.
-        outcomes: The runs by row and column.
+        labels: The labels of the place's points.
+        outcomes: The runs; none as long as the point on the tuned axis is not chosen.
+        chosen: The label of that point; None if it is not chosen, or no axis is tuned.
     """
 
-    title: str
-    rows: tuple[str, ...]
-    columns: tuple[str, ...]
-    outcomes: Mapping[tuple[str, str], tuple[Outcome, ...]]
+    labels: Mapping[str, str]
+    outcomes: tuple[Outcome, ...]
+    chosen: str | None
 
-    def results(self, row: str, column: str) -> list[Mapping[str, Any]]:
-        """The results of the finished runs of one place."""
-        return [o.result for o in self.outcomes[row, column] if o.finished and o.result is not None]
+    def values(self, quantity: Quantity) -> list[float]:
+        """A quantity of the finished runs that have it."""
+        return [value for outcome in self.outcomes if (value := outcome.value(quantity)) is not None]
 
-    def spread(self, row: str, column: str, quantity: Quantity) -> Spread:
-        """Mean and standard deviation of a quantity over the seeds of one place."""
-        known = [value for result in self.results(row, column) if (value := quantity(result)) is not None]
-        mean = statistics.fmean(known) if known else None
-        deviation = statistics.stdev(known) if len(known) > 1 else None
-        return Spread(mean, deviation, len(known), len(self.outcomes[row, column]))
+    def mean(self, quantity: Quantity) -> float:
+        """The mean of a quantity over the seeds; NaN if no finished run has it."""
+        return statistics.fmean(values) if (values := self.values(quantity)) else math.nan
 
-    def pairs(self, row: str, x: Quantity, y: Quantity) -> list[tuple[float, float]]:
-        """The means of two quantities at the columns that have both."""
-        found = [(self.spread(row, column, x).mean, self.spread(row, column, y).mean) for column in self.columns]
-        return [(x, y) for x, y in found if x is not None and y is not None]
-
-    def correlation(self, row: str, x: Quantity, y: Quantity) -> float | None:
-        """Pearson's r of the means of two quantities over the columns; None for fewer than three."""
-        pairs = self.pairs(row, x, y)
-        try:
-            return statistics.correlation(*zip(*pairs, strict=True)) if len(pairs) > 2 else None
-        except statistics.StatisticsError:  # one of them does not vary
-            return None
+    def deviation(self, quantity: Quantity) -> float:
+        """The standard deviation of a sample, n - 1, of a quantity over the seeds; NaN for fewer than two runs."""
+        return statistics.stdev(values) if len(values := self.values(quantity)) > 1 else math.nan
 
 
-def panels(grid: Grid, outcomes: Sequence[Outcome]) -> Iterator[Panel]:
-    """One panel for each combination of points on the axes that are neither rows, columns, tuned nor the seed."""
-    rows, columns = grid.report.rows, grid.report.columns
-    others = [axis for axis in grid.axes if axis not in (rows, columns, grid.tuned, SEED)]
-    row_labels, column_labels = (
-        (_ALL,) if axis is None else tuple(point.label for point in grid.axes[axis]) for axis in (rows, columns)
-    )
-    for shared in itertools.product(*([point.label for point in grid.axes[axis]] for axis in others)):
-        mine = [o for o in outcomes if all(o.labels[a] == label for a, label in zip(others, shared, strict=True))]
-        places = {
-            (row, column): tuple(o for o in mine if o.is_at(rows, row) and o.is_at(columns, column))
-            for row in row_labels
-            for column in column_labels
-        }
-        title = ", ".join(f"{axis} {label}" for axis, label in zip(others, shared, strict=True))
-        yield Panel(title, row_labels, column_labels, places)
+_Labelled = TypeVar("_Labelled", Outcome, Place)
+
+
+def places(grid: Grid, outcomes: Sequence[Outcome]) -> list[Place]:
+    """The places of a grid, in its order."""
+    axes = [axis for axis in grid.axes if axis not in (grid.tuned, SEED)]
+    found = []
+    for labels, here in grouped(outcomes, axes).items():
+        chosen = None if grid.tuned is None else _best(grid, grid.tuned, here)
+        shown = here if grid.tuned is None else [o for o in here if o.labels[grid.tuned] == chosen]
+        found.append(Place(dict(zip(axes, labels, strict=True)), tuple(shown), chosen))
+    return found
+
+
+def grouped(every: Sequence[_Labelled], axes: Sequence[str]) -> dict[tuple[str, ...], list[_Labelled]]:
+    """The runs or places by their labels on some axes."""
+    groups: dict[tuple[str, ...], list[_Labelled]] = {}
+    for one in every:
+        groups.setdefault(tuple(one.labels[axis] for axis in axes), []).append(one)
+    return groups
 
 
 def is_first(grid: Grid, labels: Mapping[str, str]) -> bool:
@@ -135,40 +106,19 @@ def is_first(grid: Grid, labels: Mapping[str, str]) -> bool:
     return SEED not in grid.axes or labels[SEED] == grid.axes[SEED][0].label
 
 
-def _place_of(grid: Grid, labels: Mapping[str, str]) -> Place:
-    """The labels of a run on all axes but the tuned one and the seed."""
-    return tuple(label for axis, label in labels.items() if axis not in (grid.tuned, SEED))
-
-
-def chosen_points(grid: Grid, outcomes: Sequence[Outcome]) -> dict[Place, str | None]:
-    """The best label of the tuned axis at each place.
+def _best(grid: Grid, tuned: str, outcomes: Sequence[Outcome]) -> str | None:
+    """The best label of the tuned axis at a place.
 
     None where a run with the first seed is not finished, or has no validation accuracy.
     """
-    assert grid.tuned is not None
-    tried: dict[Place, dict[str, float | None]] = {}
-    for outcome in outcomes:
-        if is_first(grid, outcome.labels):
-            found = VALIDATION(outcome.result) if outcome.finished and outcome.result is not None else None
-            tried.setdefault(_place_of(grid, outcome.labels), {})[outcome.labels[grid.tuned]] = found
-    chosen: dict[Place, str | None] = {}
-    for place, of_label in tried.items():
-        known = {label: value for label, value in of_label.items() if value is not None}
-        chosen[place] = max(known, key=lambda label: known[label]) if len(known) == len(of_label) else None
-    return chosen
-
-
-def at_chosen_points(grid: Grid, outcomes: Sequence[Outcome]) -> list[Outcome]:
-    """The runs that tables and figures show: all of them without a tuned axis."""
-    if grid.tuned is None:
-        return list(outcomes)
-    chosen = chosen_points(grid, outcomes)
-    return [o for o in outcomes if o.labels[grid.tuned] == chosen[_place_of(grid, o.labels)]]
+    tried = {o.labels[tuned]: o.value(VALIDATION) for o in outcomes if is_first(grid, o.labels)}
+    known = {label: value for label, value in tried.items() if value is not None}
+    return max(known, key=lambda label: known[label]) if len(known) == len(tried) else None
 
 
 def needed(grid: Grid, outcomes: Sequence[Outcome]) -> list[Outcome]:
     """The runs that the grid needs, as far as that is known, in their order: all of them without a tuned axis."""
-    shown = {id(outcome) for outcome in at_chosen_points(grid, outcomes)}
+    shown = {id(outcome) for place in places(grid, outcomes) for outcome in place.outcomes}
     return [o for o in outcomes if id(o) in shown or (grid.tuned is not None and is_first(grid, o.labels))]
 
 

@@ -18,8 +18,7 @@ import signal
 import subprocess
 import sys
 import time
-import zipfile
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Any
 
@@ -32,8 +31,6 @@ from dp_lightning.foreign_text import read_json
 # What every run writes into result.json.
 _NEEDED = {"completed", "num_steps", "num_steps_planned", "epsilon", "delta", "seconds"}
 _NEEDED |= {"test_accuracy_last", "test_accuracy_best"}
-#: The page of `dpl report` and a run's folder.
-RUN_PAGE = "report.html"
 # Characters of the labels; file systems allow names of up to 255 bytes.
 _LONGEST = 60
 _POLL_SECONDS = 0.5
@@ -74,28 +71,18 @@ class RunFolder:
             file.write(yaml.safe_dump({**settings, "trainer": trainer}, sort_keys=False).encode())
 
     @property
-    def furthest(self) -> tuple[Path, dict[str, Any]] | None:
-        """The log folder of the finished attempt, or else of the longest one, and its result; None if there is none.
+    def result(self) -> dict[str, Any] | None:
+        """The result of the finished attempt, or else of the longest one; None if there is none.
 
-        The result is that of ``result.json``, and under ``release`` what the statement says about a release.
+        It has the content of ``result.json``, and under ``release`` what the statement says about a release.
         """
         found = []
         for path in self.root.rglob("result.json"):
             if (result := result_in(path.parent)) is not None:
                 said = read_facts(path.with_name("privacy_statement.json")).get("release")
                 release = said or "not for release: there is no privacy statement"
-                found.append((path.parent, {**result, "release": release}))
-        return max(found, key=lambda one: (one[1]["completed"] is True, one[1]["num_steps"]), default=None)
-
-    @property
-    def result(self) -> dict[str, Any] | None:
-        """The result of `furthest`."""
-        return None if (found := self.furthest) is None else found[1]
-
-    @property
-    def logs(self) -> Path | None:
-        """The log folder of `furthest`."""
-        return None if (found := self.furthest) is None else found[0]
+                found.append({**result, "release": release})
+        return max(found, key=lambda one: (one["completed"] is True, one["num_steps"]), default=None)
 
     @property
     def finished(self) -> bool:
@@ -103,17 +90,12 @@ class RunFolder:
         return is_finished(self.result)
 
     @property
-    def checkpoint(self) -> Path | None:
-        """The checkpoint to resume from; None if there is no intact one."""
-        return newest_intact(self.root.rglob("*.ckpt"))
-
-    @property
     def abandoned(self) -> int:
         """Number of attempts that were set aside; see `abandon`."""
         return len(list(self.path.glob("abandoned_*")))
 
     def abandon(self) -> None:
-        """Set aside the files of an attempt that left no intact checkpoint, so that the run starts again.
+        """Set aside the files of an attempt that left no checkpoint, so that the run starts again.
 
         The attempt's steps used the data, but the run's epsilon does not count them, so none of these files may be
         released.
@@ -121,20 +103,6 @@ class RunFolder:
         if self.root.exists():
             free = (path for number in itertools.count() if not (path := self.path / f"abandoned_{number}").exists())
             self.root.rename(next(free))
-
-
-def newest_intact(checkpoints: Iterable[Path]) -> Path | None:
-    """The newest of these checkpoints whose checksums match; older ones are not read."""
-    files = sorted(checkpoints, key=lambda path: path.stat().st_mtime, reverse=True)
-    return next(filter(_is_intact, files), None)
-
-
-def _is_intact(path: Path) -> bool:
-    try:
-        with zipfile.ZipFile(path) as file:
-            return file.testzip() is None
-    except Exception:  # zipfile raises many kinds for a damaged file
-        return False
 
 
 def result_in(folder: Path) -> dict[str, Any] | None:
@@ -159,68 +127,71 @@ def read_facts(path: Path) -> dict[str, Any]:
     return content if isinstance(content, dict) else {}
 
 
-def run_to_its_end(
-    folder: str,
-    environment: Mapping[str, str] | None = None,
-    started: Callable[[subprocess.Popen[bytes]], None] | None = None,
-    stopping: Callable[[], bool] = lambda: False,
-) -> int:
-    """Start ``dpl fit``, or resume it from its last checkpoint; do nothing if it is finished.
+class RunProcess:
+    """The process of a run, which another thread can stop."""
 
-    The process of the run inherits the lock. If the process that started it dies, another one that wants to start the
-    same run waits for it instead of starting it twice.
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+        self._stopped = False
 
-    Args:
-        folder: Folder of the run, with its configuration.
-        environment: Variables of the run, in addition to those of this process.
-        started: Called with the run's process.
-        stopping: Called repeatedly while another process runs the same run; true ends the wait.
+    def to_its_end(self, folder: str, environment: Mapping[str, str] | None = None) -> int:
+        """Start ``dpl fit``, or resume it from its last checkpoint; do nothing if it is finished.
 
-    Returns:
-        The exit status of the run; 0 if it was already finished.
-    """
-    run = RunFolder(Path(folder))
-    with (run.path / "lock").open("w") as lock, run.log.open("ab") as log:
-        if not _locked(lock, run, stopping):
-            return -signal.SIGTERM
-        if run.finished:
-            return 0
-        command = [*_DPL, "fit", "--config", str(run.config)]
-        if run.checkpoint is None:
-            run.abandon()
-        else:
-            command += ["--ckpt_path", "last"]
-        # SLURM sends submitit's warning to every process of the job; it would kill the run before its checkpoint.
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR2})
-        try:
-            process = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                env={**os.environ, **(environment or {})},
-                pass_fds=[lock.fileno()],
-                # Ctrl-C reaches only the launcher, which stops its runs cleanly.
-                start_new_session=True,
-            )
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        if started is not None:
-            started(process)
-        return process.wait()
+        The process of the run inherits the lock. If the process that started it dies, another one that wants to start
+        the same run waits for it instead of starting it twice.
 
+        Args:
+            folder: Folder of the run, with its configuration.
+            environment: Variables of the run, in addition to those of this process.
 
-def _locked(lock: IO[str], run: RunFolder, stopping: Callable[[], bool]) -> bool:
-    """Wait for the run's lock; false if the wait was ended."""
-    said = False
-    while True:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return True
-        except BlockingIOError:
-            if stopping():
-                return False
-            if not said:
+        Returns:
+            The exit status of the run; 0 if it was already finished.
+        """
+        run = RunFolder(Path(folder))
+        with (run.path / "lock").open("w") as lock, run.log.open("ab") as log:
+            if not _take(lock):
                 print(f"{run.path.name}: another process is already running it; waiting for it to end", flush=True)
-                said = True
-            time.sleep(_POLL_SECONDS)
+                while not self._stopped and not _take(lock):
+                    time.sleep(_POLL_SECONDS)
+            if self._stopped:
+                return -signal.SIGTERM
+            if run.finished:
+                return 0
+            command = [*_DPL, "fit", "--config", str(run.config)]
+            if any(run.root.rglob("*.ckpt")):
+                command += ["--ckpt_path", "last"]
+            else:
+                run.abandon()
+            # SLURM sends submitit's warning to every process of the job; it would kill the run before its checkpoint.
+            before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR2})
+            try:
+                self._process = subprocess.Popen(
+                    command,
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    env={**os.environ, **(environment or {})},
+                    pass_fds=[lock.fileno()],
+                    # Ctrl-C reaches only the launcher, which stops its runs cleanly.
+                    start_new_session=True,
+                )
+            finally:
+                signal.pthread_sigmask(signal.SIG_SETMASK, before)
+            if self._stopped:
+                self.stop()
+            return self._process.wait()
+
+    def stop(self) -> None:
+        """Tell the run to save a checkpoint and end, or never to start."""
+        self._stopped = True
+        if self._process is not None:
+            self._process.terminate()  # nothing where it has ended
+
+
+def _take(lock: IO[str]) -> bool:
+    """Take the lock of a run; false where another process has it."""
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True

