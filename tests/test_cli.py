@@ -5,6 +5,7 @@ import json
 import os
 import platform
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -206,8 +207,10 @@ def checkpoint(finished_run):
     return path
 
 
-def test_the_configuration_of_a_resumed_run_names_no_earlier_checkpoint(finished_run, checkpoint, tmp_path):
+def test_the_configuration_of_a_resumed_run_names_no_earlier_checkpoint(finished_run, tmp_path):
     """With it, another command with this configuration would take the earlier weights, and a new fit would resume."""
+    run = shutil.copytree(finished_run, tmp_path / "earlier")  # its journal gets the further steps
+    (checkpoint,) = (run / "checkpoints").glob("*.ckpt")
     settings = ["--trainer.default_root_dir", str(tmp_path), "--trainer.max_epochs", "5"]
     settings += ["--privacy.target_epsilon", "4"]
     main(["fit", "--config", str(finished_run / "config.yaml"), "--ckpt_path", str(checkpoint), *settings])
