@@ -140,8 +140,6 @@ def _has_folders_of_persons(train: Path) -> bool:
 
 def _found(survey: "Survey", seconds: float) -> Iterator[str]:
     """What is in the data."""
-    from dp_lightning.datamodules.survey import spread
-
     total = sum(map(len, survey.looks.values()))
     yield f"Read {total:,} images in {seconds:.1f} s ({total / max(seconds, 0.001):,.0f} per second)."
     counts = {split: survey.counts(split) for split in survey.looks}
@@ -154,11 +152,9 @@ def _found(survey: "Survey", seconds: float) -> Iterator[str]:
     yield ""
     yield from (f"{name:{width}}" + "".join(f"{each:>10}" for each in others) for name, *others in rows)
     yield ""
-    yield f"width   {spread([look.width for look in survey.readable])} pixels"
-    yield f"height  {spread([look.height for look in survey.readable])} pixels"
-    yield "kinds   " + ", ".join(f"{count:,} in {kind}" for kind, count in survey.kinds.items())
+    yield f"shorter side: {survey.median_side} pixels (median); {'grey' if survey.is_grey else 'in colour'}"
     if (persons := survey.images_of_persons) is not None:
-        yield f"persons {len(persons):,}, with {spread(list(persons.values()))} images each"
+        yield f"persons: {len(persons):,}, with up to {max(persons.values())} images each"
     files, labels = survey.files, survey.labels["train"]
     # Those of different classes before others.
     pairs = sorted(survey.repeats, key=lambda pair: labels[pair[0]] == labels[pair[1]])

@@ -219,7 +219,7 @@ def configuration(
         settings["val_fraction"] = _VAL_FRACTION
     if units - held_out < 2:
         raise DataError(f"There is {units} training example; a private run needs some hundreds at least.")
-    size, channels = survey.readable[0].height, survey.readable[0].channels
+    size, channels = survey.median_side, survey.readable[0].channels
     if class_path == "ImageFolder":
         size = settings["image_size"] = model.image_size(survey.median_side)
         channels = 1 if survey.is_grey and not model.is_pretrained else 3

@@ -21,10 +21,6 @@ from dp_lightning.datamodules.file_source import FileSource, each_file, open_ima
 from dp_lightning.errors import DataError
 from dp_lightning.privacy.person_ids import Group
 
-_CHANNELS = {1: "grey", 2: "grey with alpha", 3: "colour", 4: "colour with alpha"}
-# PIL's modes that are not named after their channels.
-_OF_MODE = {"1": 1, "P": 3, "CMYK": 3, "YCbCr": 3}
-
 
 @dataclass(frozen=True)
 class Look:
@@ -32,14 +28,13 @@ class Look:
 
     Attributes:
         problem: Why the image cannot be read; None if it can, and only then the other attributes are known.
-        width, height: Width and height in pixels.
-        channels: Number of channels, from 1 for grey to 4 for colour with alpha.
+        side: Length of the shorter side in pixels.
+        channels: Number of channels of an array; of a file 1 for grey, 3 for colour.
         digest: Digest of the file or of the pixels, equal for equal images.
     """
 
     problem: str | None = None
-    width: int = 0
-    height: int = 0
+    side: int = 0
     channels: int = 0
     digest: bytes = b""
 
@@ -115,17 +110,12 @@ class Survey:
     @property
     def median_side(self) -> int:
         """Median of the shorter sides of the training images, in pixels."""
-        return int(median(min(look.width, look.height) for look in self.readable))
+        return int(median(look.side for look in self.readable))
 
     @property
     def is_grey(self) -> bool:
         """Whether no training image has colours."""
         return all(look.channels < 3 for look in self.readable)
-
-    @property
-    def kinds(self) -> dict[str, int]:
-        """How many training images are grey, in colour and so on."""
-        return dict(Counter(_CHANNELS[look.channels] for look in self.readable).most_common())
 
     @cached_property
     def repeats(self) -> list[tuple[int, int]]:
@@ -148,29 +138,22 @@ class Survey:
         ]
 
 
-def look_at(path: str) -> Look:
+def _look_at(path: str) -> Look:
     """Read one file, whose digest is that of its bytes."""
     try:
         open_image(path)
     except ValueError as error:
         return Look(str(error))
     with Image.open(path) as image:  # its header
-        (width, height), mode = image.size, image.mode
-    channels = _OF_MODE.get(mode, 1 if mode.startswith("I") else len(mode))
-    return Look(None, width, height, channels, hashlib.sha256(Path(path).read_bytes()).digest())
+        side, is_grey = min(image.size), image.mode.startswith(("1", "L", "I"))
+    return Look(None, side, 1 if is_grey else 3, hashlib.sha256(Path(path).read_bytes()).digest())
 
 
 def _looks_at(source: ImageSource, what: str) -> list[Look]:
     """Look at every image of a source; a bar on a terminal says ``what`` is read."""
     if isinstance(source, FileSource):
-        return list(each_file(look_at, source.paths, what))
+        return list(each_file(_look_at, source.paths, what))
     assert isinstance(source, ArraySource)
-    _, channels, height, width = source.images.shape
+    channels, side = source.images.shape[1:3]
     digests = (hashlib.sha256(image.numpy().tobytes()).digest() for image in source.images)
-    return [Look(None, width, height, channels, digest) for digest in digests]
-
-
-def spread(values: Sequence[int]) -> str:
-    """The median of some numbers and their range, in words."""
-    low, high = min(values), max(values)
-    return f"{low}" if low == high else f"{low} to {high}, median {median(values):g}"
+    return [Look(None, side, channels, digest) for digest in digests]
