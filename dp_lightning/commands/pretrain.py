@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 from dp_lightning.atomic_files import replacing, require_writable, why_not_own
 from dp_lightning.commands.named_configs import with_paths
@@ -22,7 +22,7 @@ from dp_lightning.errors import ConfigurationError, DataError
 if TYPE_CHECKING:
     import torch
 
-    from dp_lightning.models.pretraining import Pretraining, Recipe
+    from dp_lightning.models.pretraining import Pretraining
 
 _PROCESSES = ("dead_leaves", "spectra", "random_networks")
 _SAY_EVERY, _SAVE_EVERY = 30.0, 300.0  # seconds
@@ -52,7 +52,7 @@ def pretrain(options: argparse.Namespace, of_fit: list[str]) -> None:
     from dp_lightning.commands.composition import Composer, prepare
     from dp_lightning.lightning_modules.classifiers import OWN_NETWORKS
     from dp_lightning.models.pretraining import Pretraining, Recipe, random_images
-    from dp_lightning.privacy.exported import RANDOM_IMAGES, RECIPE, SOURCE, TENSORS, metadata_of, recipe_of
+    from dp_lightning.privacy.exported import RANDOM_IMAGES, RECIPE, SOURCE, TENSORS, recipe_of
     from dp_lightning.privacy.weights import digest_of
 
     settings = Composer()(of_fit)
@@ -84,14 +84,14 @@ def pretrain(options: argparse.Namespace, of_fit: list[str]) -> None:
     )
     if options.out.exists():
         if recipe_of(options.out) != recipe.digest:
-            _refuse_other(options.out, recipe, metadata_of(options.out).get(RECIPE), "Give")
+            raise ConfigurationError(f"{options.out} is of another recipe. Give another --out.")
         print(f"{options.out} is finished.")
         return
     device = _device(options.device)
     unfinished = options.out.with_name(f"{options.out.name}.unfinished")
     state = _read(unfinished) if unfinished.exists() else None
     if state is not None and state.get("recipe") != recipe.to_json():
-        _refuse_other(unfinished, recipe, state.get("recipe"), "Remove it, or give")
+        raise ConfigurationError(f"{unfinished} is of another recipe. Remove it, or give another --out.")
     say = _Said()
     images = random_images(recipe, lambda count: say(f"{count:,} of {recipe.images:,} random images"))
     training = Pretraining(cli.model.model.train(), recipe, images, device)
@@ -114,19 +114,6 @@ def pretrain(options: argparse.Namespace, of_fit: list[str]) -> None:
     unfinished.unlink(missing_ok=True)
     print(f"{options.out}: {RANDOM_IMAGES} (recipe {recipe.digest[:16]}).")
     print(f"A private run starts from it with --model.init_args.weights {options.out}.")
-
-
-def _refuse_other(path: Path, recipe: "Recipe", found: object, fix: str) -> NoReturn:
-    """Say in what a file that is there differs.
-
-    Raises:
-        ConfigurationError: always.
-    """
-    try:
-        how = f": {recipe.differences(str(found))}"
-    except (ValueError, AttributeError):  # it is no mapping in JSON
-        how = ""
-    raise ConfigurationError(f"{path} is of another recipe{how}. {fix} another --out.")
 
 
 def _device(asked: str | None) -> "torch.device":
@@ -235,7 +222,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--batch-size", type=int, default=256, help="images of a step, each in two views; default: 256")
     add("--learning-rate", type=float, default=0.002, help="of AdamW; default: 0.002")
     add("--view-size", type=int, help="pixels of a view's side, fewer than the image's to save time; default: all")
-    add("--precision", default="32", help="32, or bf16 where the hardware computes it faster; default: 32")
+    precision = "32, or bf16 where the hardware computes it faster; default: 32"
+    add("--precision", choices=["32", "bf16"], default="32", help=precision)
     add("--seed", type=int, default=0, help="of everything random; the weights are public, and so is it; default: 0")
     add("--device", help="cpu or cuda; default: a GPU if there is one")
     return parser

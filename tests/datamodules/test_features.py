@@ -217,7 +217,7 @@ def test_settings_of_other_networks_are_refused_for_scattering(tmp_path, weights
     with pytest.raises(ConfigurationError, match="unexpected keyword argument 'img_size'"):
         CachedFeatures(arrays(tmp_path), "scattering", backbone_kwargs={"img_size": 32})
     with pytest.raises(
-        ConfigurationError, match="backbone_kwargs of scattering: scales of scattering must be a whole number"
+        ConfigurationError, match="backbone_kwargs of scattering: scales and angles of scattering must be at least 1"
     ):
         CachedFeatures(arrays(tmp_path), "scattering", backbone_kwargs={"scales": 0})
 

@@ -255,7 +255,7 @@ def test_weights_of_another_head_and_of_none_are_taken(weights, tmp_path):
         assert module.head.weight.shape == (5, 24)
     body.pop("blocks.1.mlp.fc1.weight")
     torch.save(body, tmp_path / "part.pth")
-    with pytest.raises(ConfigurationError, match=r"missing, such as blocks.1.mlp.fc1.weight"):
+    with pytest.raises(ConfigurationError, match=r"Missing key.*blocks.1.mlp.fc1.weight"):
         TimmModule(name, 5, weights=str(tmp_path / "part.pth"), model_kwargs=kwargs)
 
 
@@ -290,16 +290,12 @@ def test_a_file_that_holds_no_weights_is_named(tmp_path, content, extension):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda saved: {f"model.{name}": value for name, value in saved.items()}, "do not belong to it, such as model"),
-        (lambda saved: dict(list(saved.items())[1:]), "1 of its .* tensors are missing, such as conv_stem.weight"),
-        (
-            lambda saved: {**saved, "conv_stem.weight": torch.zeros(1, 3, 3, 3)},
-            r"conv_stem.weight has shape \(1, 3, 3, 3\)",
-        ),
-        (lambda saved: {**saved, "other": torch.zeros(1)}, "1 tensors do not belong to it, such as other"),
+        (lambda saved: {f"model.{name}": value for name, value in saved.items()}, "Missing key"),
+        (lambda saved: {**saved, "conv_stem.weight": torch.zeros(1, 3, 3, 3)}, "size mismatch for conv_stem.weight"),
+        (lambda saved: {**saved, "other": torch.zeros(1)}, r'Unexpected key\(s\) in state_dict: "other"'),
     ],
 )
-def test_what_a_file_has_otherwise_is_said(tmp_path, change, message):
+def test_weights_of_another_network_are_refused_in_torchs_words(tmp_path, change, message):
     torch.save(change(timm.create_model("test_efficientnet").state_dict()), tmp_path / "weights.pth")
     with pytest.raises(ConfigurationError, match=f"weights.pth are not those of test_efficientnet: .*{message}"):
         TimmModule("test_efficientnet", 1000, weights=str(tmp_path / "weights.pth"))

@@ -4,7 +4,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from dp_lightning.errors import ModelError
 from dp_lightning.models.random_images import PROCESSES, dead_leaves, spectra
 from dp_lightning.models.scattering import Scattering
 from dp_lightning.models.scattering_features import ScatteringFeatures, _normalized
@@ -48,12 +47,6 @@ def test_what_whitens_is_the_covariance_of_other_random_images_too(features):
     assert (found <= 1.3).all()
     assert (found[-10:] > 0.6).all()
     assert (maps.mean(1) - features.mean).norm() < 0.1 * features.mean.norm()
-
-
-@pytest.mark.parametrize("mirror", ["false", 1, None])
-def test_a_mirror_that_is_neither_true_nor_false_is_refused(mirror):
-    with pytest.raises(ModelError, match="mirror of scattering must be true or false"):
-        ScatteringFeatures(3, mirror=mirror)
 
 
 def test_an_image_has_the_same_features_beside_others(features):
