@@ -220,7 +220,7 @@ def test_a_file_of_another_network_is_refused(tmp_path):
     torch.save(SmallCNNModule(4).model.state_dict(), path)
     with pytest.raises(ConfigurationError, match=r"w.pt are not those of the network: .*Missing key"):
         WideResNetModule(4, depth=10, width=1, weights=str(path))
-    with pytest.raises(ConfigurationError, match=r"features.0.weight has shape \(16, 3, 3, 3\), not \(32, 3"):
+    with pytest.raises(ConfigurationError, match=r"size mismatch for features.0.weight"):
         SmallCNNModule(4, channels=32, weights=str(path))
     torch.save({"features.0.weight": 1.0}, path)
     with pytest.raises(ConfigurationError, match=r"more than tensors: features.0.weight"):
