@@ -1,13 +1,17 @@
-# `make quickstart` and `make test` each set up everything they need, in .venv, and run. They need Python 3.11 or
-# newer and a network connection for the first installation; another interpreter is `make test PYTHON=python3.12`.
+# `make quickstart` and `make test` each set up everything they need, in .venv, and run: the first one installs the
+# package alone, the second one adds the extras and what tests, benchmarks and documentation need. They need Python 3.11
+# or newer and a network connection for the first installation; another interpreter is `make test PYTHON=python3.12`.
 
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
+COMPLETE := $(VENV)/.complete
+# Python compiles what is imported; to compile every module of every package takes longer than the quick start.
+INSTALL := $(BIN)/python -m pip install --no-compile -c constraints.txt
 RUNS := runs/quickstart
 
-.PHONY: help install quickstart lint test docs bench gpu mutants clean
+.PHONY: help install develop quickstart lint test docs bench gpu mutants clean
 
 help:
 	@echo "make quickstart  train a small network privately on scikit-learn's digits and write its privacy statement"
@@ -22,6 +26,8 @@ help:
 
 install: $(INSTALLED)
 
+develop: $(COMPLETE)
+
 $(INSTALLED): pyproject.toml constraints.txt
 	@command -v $(PYTHON) > /dev/null || { \
 		echo "There is no '$(PYTHON)' here. Install Python 3.11 or newer, or name it: make PYTHON=/path/to/python"; \
@@ -31,8 +37,12 @@ $(INSTALLED): pyproject.toml constraints.txt
 		echo "Name another one: make PYTHON=python3.12"; \
 		exit 1; }
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install -c constraints.txt -e '.[dev,bench,docs,pld,finetune,export,report,slurm,ray]'
+	$(INSTALL) -e .
 	@touch $(INSTALLED)
+
+$(COMPLETE): $(INSTALLED)
+	$(INSTALL) -e '.[dev,bench,docs,pld,finetune,export,report,slurm,ray]'
+	@touch $(COMPLETE)
 
 quickstart: $(INSTALLED)
 	$(BIN)/dpl fit --config configs/digits.yaml --trainer.default_root_dir $(RUNS)
@@ -40,7 +50,7 @@ quickstart: $(INSTALLED)
 	@echo "The privacy statement: `ls -td $(RUNS)/lightning_logs/version_* | head -n 1`/privacy_statement.md"
 	@echo "The accuracy:          `ls -td $(RUNS)/lightning_logs/version_* | head -n 1`/result.json"
 
-lint: $(INSTALLED)
+lint: $(COMPLETE)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
@@ -49,17 +59,17 @@ lint: $(INSTALLED)
 test: lint
 	$(BIN)/python -m pytest -n auto --maxprocesses 8 --dist worksteal
 
-docs: $(INSTALLED)
+docs: $(COMPLETE)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
-bench: $(INSTALLED)
+bench: $(COMPLETE)
 	$(BIN)/python benchmarks/step.py --json runs/bench.json
 
 # Where the packages are there already and nothing can be downloaded: python benchmarks/gpu.py
-gpu: $(INSTALLED)
+gpu: $(COMPLETE)
 	$(BIN)/python benchmarks/gpu.py
 
-mutants: $(INSTALLED)
+mutants: $(COMPLETE)
 	$(BIN)/python tools/mutants.py
 
 clean:

@@ -7,20 +7,24 @@ Each run is one audit of a configuration, with the named function of the product
 
 import argparse
 import contextlib
+import io
 import json
 import math
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-import torch
+sys.path.insert(0, str(Path(__file__).parent))
 
-from dp_lightning.commands.audit_checks import Audit
-from dp_lightning.commands.audit_runs import AuditRuns
+import torch
+from measuring import arguments, table
+
+from dp_lightning.cli import main as dpl
 from dp_lightning.privacy.clipping import ClipPlan
 from dp_lightning.privacy.gradients.products import Product
 from dp_lightning.privacy.noise import GaussianNoise
@@ -29,57 +33,66 @@ QUICK = ["--config", "configs/digits.yaml", "--trainer.accelerator", "cpu", "--p
 QUICK += ["--privacy.noise_multiplier", "1.0"]
 
 
-def _scaled_noise(factor: float) -> Any:
+def _noise(change: Callable[[torch.Tensor, torch.Tensor, float, int], torch.Tensor]) -> Any:
+    """Replace the noise that is added: ``change`` gets the sum, the noise, the deviation and the step."""
     add_to = GaussianNoise.add_to
 
-    def scaled(self: GaussianNoise, tensor: torch.Tensor, deviation: float, *, step: int) -> torch.Tensor:
-        return add_to(self, tensor, factor * deviation, step=step)
+    def changed(self: GaussianNoise, tensor: torch.Tensor, deviation: float, *, step: int) -> torch.Tensor:
+        noise = add_to(self, torch.zeros_like(tensor), deviation, step=step)
+        return change(tensor, noise, deviation, step)
 
-    return patch.object(GaussianNoise, "add_to", scaled)
+    return patch.object(GaussianNoise, "add_to", changed)
+
+
+def _scaled_noise(factor: float) -> Any:
+    return _noise(lambda tensor, noise, deviation, step: tensor + factor * noise)
 
 
 def _noiseless_bias() -> Any:
-    add_to = GaussianNoise.add_to
+    def without_the_last(tensor: torch.Tensor, noise: torch.Tensor, deviation: float, step: int) -> torch.Tensor:
+        noise[-10:] = 0  # the bias of ten classes
+        return tensor + noise
 
-    def without_the_last(self: GaussianNoise, tensor: torch.Tensor, deviation: float, *, step: int) -> torch.Tensor:
-        noised = add_to(self, tensor, deviation, step=step)
-        noised[-10:] = tensor[-10:]  # the bias of ten classes
-        return noised
+    return _noise(without_the_last)
 
-    return patch.object(GaussianNoise, "add_to", without_the_last)
+
+def _twice() -> Any:
+    def twice(tensor: torch.Tensor, noise: torch.Tensor, deviation: float, step: int) -> torch.Tensor:
+        return tensor + noise + deviation * torch.randn_like(noise)
+
+    return _noise(twice)
+
+
+def _unclipped_when_noised() -> Any:
+    """Clip to twice C only if noise is added, which the measurement without noise cannot see."""
+    return _noise(lambda tensor, noise, deviation, step: tensor * (2 if deviation > 0 else 1) + noise)
+
+
+def _other_normals(change: Callable[[torch.Tensor, int], torch.Tensor]) -> Any:
+    normals = GaussianNoise._normals
+
+    def changed(self: GaussianNoise, shape: Any, device: Any, step: int) -> torch.Tensor:
+        return change(normals(self, shape, device, step), step)
+
+    return patch.object(GaussianNoise, "_normals", changed)
 
 
 def _reused(every: int) -> Any:
     """The noise repeats every ``every`` steps."""
-    normals, kept = GaussianNoise._normals, {}
-
-    def again(self: GaussianNoise, shape: Any, device: Any, step: int) -> torch.Tensor:
-        key = (tuple(shape), step % every)
-        if key not in kept:
-            kept[key] = normals(self, shape, device, step)
-        return kept[key].clone()
-
-    return patch.object(GaussianNoise, "_normals", again)
+    kept: dict[Any, torch.Tensor] = {}
+    return _other_normals(lambda noise, step: kept.setdefault((noise.shape, step % every), noise).clone())
 
 
-def _other_normals(change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    normals = GaussianNoise._normals
-    return patch.object(GaussianNoise, "_normals", lambda self, *args: change(normals(self, *args)))
+def _shared() -> Any:
+    def repeated(noise: torch.Tensor, step: int) -> torch.Tensor:
+        noise[2464:2480] = noise[160:176]  # one kernel of the second convolution, and its bias
+        return noise
+
+    return _other_normals(repeated)
 
 
-def _repeated(noise: torch.Tensor) -> torch.Tensor:
-    """The same numbers for each kernel of the second convolution and for its bias."""
-    noise[2464:2480] = noise[160:176]
-    return noise
-
-
-def _twice() -> Any:
-    add_to = GaussianNoise.add_to
-
-    def twice(self: GaussianNoise, tensor: torch.Tensor, deviation: float, *, step: int) -> torch.Tensor:
-        return add_to(self, add_to(self, tensor, deviation, step=step), deviation, step=step + 10**6)
-
-    return patch.object(GaussianNoise, "add_to", twice)
+def _uniform() -> Any:
+    return _other_normals(lambda noise, step: (torch.rand_like(noise) - 0.5) * math.sqrt(12.0))
 
 
 def _double_factors() -> Any:
@@ -93,26 +106,12 @@ def _dropped_root() -> Any:
 
 def _short_norms() -> Any:
     norms = Product.norms
-
-    def half(self: Product) -> Any:
-        return {name: values / 2 for name, values in norms(self).items()}
-
-    return patch.object(Product, "norms", half)
+    return patch.object(Product, "norms", lambda self: {name: values / 2 for name, values in norms(self).items()})
 
 
-def _unclipped_when_noised() -> Any:
-    """Clip to twice C only if noise is added, which the measurement without noise cannot see."""
-    add_to = GaussianNoise.add_to
-
-    def doubled(self: GaussianNoise, tensor: torch.Tensor, deviation: float, *, step: int) -> torch.Tensor:
-        return add_to(self, tensor * (2 if deviation > 0 else 1), deviation, step=step)
-
-    return patch.object(GaussianNoise, "add_to", doubled)
-
-
-_ROOT12 = math.sqrt(12.0)
+Fault = tuple[Callable[[], Any], list[str]]
 #: By name: what to plant, and further options of `dpl fit`.
-FAULTS: dict[str, tuple[Callable[[], Any], list[str]]] = {
+FAULTS: dict[str, Fault] = {
     "honest": (contextlib.nullcontext, []),
     "honest, per layer": (contextlib.nullcontext, ["--privacy.clipping", "per_layer"]),
     "sigma / 2": (lambda: _scaled_noise(0.5), []),
@@ -125,8 +124,8 @@ FAULTS: dict[str, tuple[Callable[[], Any], list[str]]] = {
     "a bias without noise": (_noiseless_bias, []),
     "noise reused from step to step": (lambda: _reused(1), []),
     "noise reused every third step": (lambda: _reused(3), []),
-    "noise shared by two tensors": (lambda: _other_normals(_repeated), []),
-    "uniform noise": (lambda: _other_normals(lambda noise: (torch.rand_like(noise) - 0.5) * _ROOT12), []),
+    "noise shared by two tensors": (_shared, []),
+    "uniform noise": (_uniform, []),
     "noise added twice": (_twice, []),
 }
 #: On two ranks.
@@ -137,85 +136,62 @@ OF_RANKS = {
 }
 
 
-def audited(arguments: Sequence[str], *, canaries: int = 500) -> Audit:
-    """The audit of a configuration."""
-    return Audit(AuditRuns(arguments), canaries)
+def audited(folder: Path, arguments: Sequence[str]) -> dict[str, Any] | None:
+    """The numbers of ``dpl audit``; None on the second of two ranks, which writes none."""
+    with contextlib.suppress(SystemExit), contextlib.redirect_stdout(io.StringIO()):
+        dpl(["audit", *arguments, "--out", str(folder)])
+    numbers = folder / "numbers.json"
+    return json.loads(numbers.read_text()) if numbers.exists() else None
 
 
-def row(name: str, audit: Audit, seconds: float) -> dict[str, Any]:
-    """A line of the file."""
-    found = [check.subject for check in audit.failed]
-    shown = {"epsilon_shown": audit.shown, "epsilon_claimed": audit.claimed}
-    above = audit.shown > audit.claimed or any(v > audit.claimed for v in audit.shown_by_tensor.values())
-    return {"fault": name, "found_by": found, "canaries_above": above, **shown, "seconds": round(seconds, 2)}
-
-
-def rows(names: Sequence[str], runs: int, arguments: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """Audit ``runs`` times with each fault."""
-    for number in range(runs):
-        for name in names:
-            plant, more = FAULTS[name]
-            start = time.perf_counter()
-            with plant():
-                audit = audited([*arguments, *more])
-            yield {"run": number, **row(name, audit, time.perf_counter() - start)}
-
-
-def of_ranks(name: str, out: Path, arguments: Sequence[str]) -> None:
-    """One audit on two ranks, in separate processes; Lightning starts the second one with the same command line."""
-    command = [sys.executable, __file__, "--rank", name, "--out", str(out), *arguments]
-    subprocess.run(command, check=True, capture_output=True)
-
-
-def one_of_ranks(name: str, out: Path, arguments: Sequence[str]) -> None:
-    """What each of the two processes does."""
-    plant, more = OF_RANKS[name]
+def plant(name: str, faults: Mapping[str, Fault], out: Path, arguments: Sequence[str]) -> None:
+    """Audit with a fault, and add a line to the file of the runs."""
+    change, more = faults[name]
     start = time.perf_counter()
-    with plant():
-        audit = audited([*arguments, *more, "--trainer.devices", "2"])
-    if audit.runs.is_first:
-        with out.open("a") as file:
-            line = row(f"two ranks: {name}", audit, time.perf_counter() - start)
-            file.write(json.dumps(line) + "\n")
+    with change(), tempfile.TemporaryDirectory() as folder:
+        numbers = audited(Path(folder), [*arguments, *more])
+    if numbers is None:
+        return
+    found = [check["subject"] for check in numbers["checks"] if not check["holds"]]
+    shown = max(numbers["epsilon_shown"], *numbers["epsilon_shown_by_tensor"].values())
+    line = {"fault": name if faults is FAULTS else f"two ranks: {name}", "found_by": found}
+    line |= {"canaries_above": shown > numbers["epsilon_claimed"], "seconds": round(time.perf_counter() - start, 2)}
+    with out.open("a") as file:
+        file.write(json.dumps(line) + "\n")
 
 
-def table(lines: Sequence[dict[str, Any]]) -> str:
-    """How often each was found, and by what."""
-    shown = ["| planted | found | by | canaries above the claim |", "| --- | --- | --- | --- |"]
+def counted(lines: Sequence[dict[str, Any]]) -> str:
+    """How often each fault was found, and by what."""
+    rows = []
     for name in dict.fromkeys(line["fault"] for line in lines):
         mine = [line for line in lines if line["fault"] == name]
         by = sorted({check for line in mine for check in line["found_by"]})
         found, above = (sum(map(bool, (line[key] for line in mine))) for key in ("found_by", "canaries_above"))
-        shown.append(f"| {name} | {found} of {len(mine)} | {'; '.join(by) or '-'} | {above} of {len(mine)} |")
-    return "\n".join(shown)
+        rows.append((name, f"{found} of {len(mine)}", "; ".join(by) or "-", f"{above} of {len(mine)}"))
+    return table(["planted", "found", "by", "canaries above the claim"], rows)
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def main(given: Sequence[str] | None = None) -> None:
     """Run the campaign and print the table."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = arguments(__doc__)
     parser.add_argument("--runs", type=int, default=10, help="audits of each fault; default: 10")
     parser.add_argument("--honest", type=int, default=20, help="audits of an honest product; default: 20")
     parser.add_argument("--ranks", type=int, default=0, help="audits of each fault on two ranks; default: 0")
     parser.add_argument("--out", type=Path, default=Path("audit.jsonl"), help="file of the runs; default: audit.jsonl")
     parser.add_argument("--rank", choices=sorted(OF_RANKS), help=argparse.SUPPRESS)
-    options, of_fit = parser.parse_known_args(arguments)
+    options, of_fit = parser.parse_known_args(given)
     of_fit = of_fit or QUICK
-    if options.rank is not None:
-        one_of_ranks(options.rank, options.out.resolve(), of_fit)
+    if options.rank is not None:  # one of two processes: Lightning starts the second one with the same command line
+        plant(options.rank, OF_RANKS, options.out, [*of_fit, "--trainer.devices", "2"])
         return
     options.out.unlink(missing_ok=True)
-    honest = [name for name in FAULTS if name.startswith("honest")]
-    planted = [name for name in FAULTS if name not in honest]
-    for names, runs in ((honest, options.honest), (planted, options.runs)):
-        for line in rows(names, runs, of_fit):
-            with options.out.open("a") as file:
-                file.write(json.dumps(line) + "\n")
-    for _ in range(options.ranks):
-        for name in OF_RANKS:
-            of_ranks(name, options.out, of_fit)
-    print(table([json.loads(line) for line in options.out.read_text().splitlines()]))
+    for name in FAULTS:
+        for _ in range(options.honest if name.startswith("honest") else options.runs):
+            plant(name, FAULTS, options.out, of_fit)
+    for name in list(OF_RANKS) * options.ranks:
+        command = [sys.executable, __file__, "--rank", name, "--out", str(options.out.resolve()), *of_fit]
+        subprocess.run(command, check=True, capture_output=True)
+    print(counted([json.loads(line) for line in options.out.read_text().splitlines()]))
 
 
 if __name__ == "__main__":

@@ -3,11 +3,14 @@
 Run ``python benchmarks/cifar_npz.py --root data --download --half --out cifar10_16.npz``.
 """
 
-import argparse
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parent))
+
 import numpy as np
+from measuring import arguments
 
 
 def halved(images: np.ndarray) -> np.ndarray:
@@ -28,21 +31,18 @@ def arrays(root: Path, *, download: bool) -> dict[str, np.ndarray]:
     return found
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def main(given: Sequence[str] | None = None) -> None:
     """Write the file."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    given = parser.add_mutually_exclusive_group(required=True)
-    given.add_argument("--root", type=Path, help="folder of torchvision's CIFAR10")
-    given.add_argument("--npz", type=Path, help="a file of NpzImages instead")
+    parser = arguments(__doc__)
+    parser.add_argument("--root", type=Path, required=True, help="folder of torchvision's CIFAR10")
     parser.add_argument("--download", action="store_true", help="download CIFAR-10 into --root")
     parser.add_argument("--half", action="store_true", help="means of 2 x 2 pixels")
     parser.add_argument("--out", type=Path, required=True)
-    options = parser.parse_args(arguments)
-    found = dict(np.load(options.npz)) if options.npz else arrays(options.root, download=options.download)
+    options = parser.parse_args(given)
+    found = arrays(options.root, download=options.download)
     if options.half:
         found |= {name: halved(value) for name, value in found.items() if name.endswith("_images")}
-    with options.out.open("wb") as file:
-        np.savez(file, **found)
+    np.savez(options.out, **found)
     print(", ".join(f"{name} {value.shape}" for name, value in found.items()))
 
 

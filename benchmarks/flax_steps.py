@@ -4,12 +4,11 @@ A step is what it is in ``training_steps.py``: the forward pass, the backward pa
 """
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import linen as nn
 from jax_privacy.clipping import clipped_grad
 
@@ -56,22 +55,6 @@ class WideResNet(nn.Module):
                 x = PreActivationBlock(channels * self.width, stride if place == 0 else 1, name=f"blocks_{index}")(x)
                 index += 1
         return nn.Dense(10, name="classifier")(nn.relu(_norm("norm")(x)).mean(axis=(1, 2)))
-
-
-def parameters_of(state: Mapping[str, np.ndarray]) -> dict[str, Any]:
-    """The Flax parameters with the numbers of the PyTorch network's state."""
-    found: dict[str, Any] = {}
-    for name, value in state.items():
-        *owners, last = name.replace("blocks.", "blocks_").split(".")
-        if value.ndim == 1:
-            last, value = {"weight": "scale", "bias": "bias"}[last], value
-        else:
-            last, value = "kernel", value.transpose(2, 3, 1, 0) if value.ndim == 4 else value.T
-        place = found
-        for owner in owners:
-            place = place.setdefault(owner, {})
-        place[last] = jnp.asarray(value)
-    return found
 
 
 def _loss(network: nn.Module) -> Callable[..., jax.Array]:

@@ -1,39 +1,32 @@
 """Everything that a machine with a GPU has to tell, in one command, written to ``docs/performance_gpu.md``.
 
 The parts run one after the other, each in its own process and under a limit of its own: the tests that need a GPU, the
-step table, an epoch with and without orthogonalization, noise, post-processing, and several ranks. Together they may
-take longer than ``--limit``: what matters most comes first, and the same command goes on with what is left. A part that
-has ended on this machine is not run again; ``--again`` forgets them. Run ``python benchmarks/gpu.py --help``.
+step table, noise and post-processing, and several ranks. Together they may take longer than ``--limit``: what matters
+most comes first, and the same command resumes with what is left. A part that has ended on this machine is not run again
+while its file is in ``--out``. Run ``python benchmarks/gpu.py --help``.
 """
 
 import argparse
 import contextlib
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parent))
 
-from dp_lightning.atomic_files import replacing
-from dp_lightning.commands.doctor import missing
+from measuring import ROOT, arguments, hardware
 
-HERE = Path(__file__).parent
-ROOT = HERE.parent
-TYPES, SIZES = ("fp32", "tf32", "bf16"), (64, 256, 1024)
 OURS = ("ours flat", "ours per-layer")
 OPACUS = ("Opacus hooks", "Opacus functorch", "Opacus ghost")
 
-# Lines of what a part that failed has printed.
+# Lines that the page shows of what a part that failed has printed.
 _LAST = 12
 
 CARRIED = """It runs in a checkout of the source; the Docker image has no benchmarks. The tables of a step have the
@@ -50,91 +43,61 @@ python benchmarks/gpu.py
 ```"""
 
 
-@dataclass(frozen=True)
-class Part:
-    """One process.
-
-    Attributes:
-        name: of its files.
-        title: on the page.
-        command: after the interpreter.
-        minutes: it is stopped after so many.
-        shows: the page's text, from what it printed.
-    """
+class Part(NamedTuple):
+    """One process."""
 
     name: str
+    """Name of the part's files in ``--out``."""
     title: str
     command: tuple[str, ...]
+    """What stands after the interpreter."""
     minutes: float
-    shows: Callable[[str], str] = lambda printed: printed
+    """The part is stopped after so many minutes."""
 
-
-def tables(printed: str) -> str:
-    """The tables, without what stands before and between them."""
-    return "\n".join(line for line in printed.splitlines() if line.startswith("|") or not line).strip("\n")
-
-
-def last_line(printed: str) -> str:
-    """How many tests passed."""
-    lines = [line for line in printed.splitlines() if line.strip()]
-    return lines[-1].strip("= ") if lines else ""
-
-
-def of_benchmark(name: str, *arguments: object) -> tuple[str, ...]:
-    """The command of a benchmark of this folder."""
-    return (str(HERE / f"{name}.py"), *map(str, arguments))
+    def shown(self, printed: str) -> str:
+        """What the page shows of what the part has printed: its tables, or the line with the number of tests."""
+        lines = printed.splitlines()
+        if self.name == "tests":
+            return next((line.strip("= ") for line in reversed(lines) if line.strip()), "")
+        return "\n".join(line for line in lines if line.startswith("|") or not line).strip("\n")
 
 
 def parts(options: argparse.Namespace) -> list[Part]:
     """What is run, in this order: what matters most comes first."""
     small = options.rehearse
-    model, sizes, types, opacus = (
-        ("small-cnn", (4,), TYPES[:1], OPACUS[:1]) if small else ("wrn16-4", SIZES, TYPES, OPACUS)
-    )
-    rounds = ("--formats", "contiguous", "--warmup", 1, "--rounds", 1 if small else 7)
+    model, sizes, types, opacus = "wrn16-4", (64, 256, 1024), ("fp32", "tf32", "bf16"), OPACUS
+    if small:
+        model, sizes, types, opacus = "small-cnn", (4,), types[:1], OPACUS[:1]
 
-    def steps(name: str, title: str, network: str, size: int, *ways: str, types: Sequence[str] = types) -> Part:
+    def part(title: str, minutes: float, name: str, *words: object, key: str = "") -> Part:
+        return Part(key or name, title, (str(Path(__file__).with_name(f"{name}.py")), *map(str, words)), minutes)
+
+    def steps(key: str, title: str, network: str, size: int, *ways: str, types: Sequence[str] = types) -> Part:
         chosen = ("--models", network, "--types", *types, "--batch-size", size, "--ways", *ways)
-        return Part(name, title, of_benchmark("step", *chosen, *rounds), 4, tables)
+        rounds = ("--formats", "contiguous", "--warmup", 1, "--rounds", 1 if small else 7)
+        return part(title, 4, "step", *chosen, *rounds, key=key)
 
-    def epoch(network: str) -> Part:
-        out = options.out / f"epoch_{network}"
-        more = ("--rehearse", "--turns", 1) if small else ()
-        command = of_benchmark("epochs", "--model", network, "--out", out, *more)
-        return Part(f"epoch_{network}", f"An epoch of {network}", command, 8, tables)
-
-    tests = "tests/privacy/test_chacha.py" if small else "tests"
-    found = [Part("tests", "Tests that need a GPU", ("-m", "pytest", "-n", "0", "-m", "gpu", tests), 8, last_line)]
-    found += [
-        steps(f"step_{size}", f"One step of {model}, {size} images", model, size, *OURS, *opacus) for size in sizes
+    tests = ("-m", "pytest", "-n", "0", "-m", "gpu", "tests/privacy/test_chacha.py" if small else "tests")
+    rounds = ("--model", model, "--rounds", 1 if small else 7)
+    larger = () if small else (("wrn28-10", 256), ("vit-s16", 64))
+    return [
+        Part("tests", "Tests that need a GPU", tests, 8),
+        *(steps(f"step_{n}", f"One step of {model}, {n} images", model, n, *OURS, *opacus) for n in sizes),
+        *(steps(f"step_{network}", f"One step of {network}", network, size, *OURS) for network, size in larger),
+        part("Noise and post-processing of a logical step", 4, "postprocess", *rounds),
+        steps("one_by_one", "Together and one by one", model, sizes[0], OURS[0], "ours, one by one", types=types[:1]),
+        part("Two ranks on one device", 3, "postprocess", *rounds, "--ranks", 2, "--one-device", key="ranks"),
     ]
-    found.append(epoch("wrn16-4"))
-    found.append(Part("noise", "Noise", of_benchmark("noise", *(("--millions", 0.1) if small else ())), 2, tables))
-    if not small:
-        found += [
-            steps(f"step_{n}", f"One step of {n}", n, size, *OURS) for n, size in (("wrn28-10", 256), ("vit-s16", 64))
-        ]
-    chains = of_benchmark("postprocess", "--model", model, "--rounds", 1 if small else 7)
-    ranks = of_benchmark("ranks", "--model", model, "--rounds", 1 if small else 5, "--one-device")
-    found += [
-        Part("postprocess", "Post-processing of a logical step", chains, 3, tables),
-        steps("one_by_one", "Together and one by one", model, sizes[0], OURS[0], "ours, one by one", types=TYPES[:1]),
-        Part("ranks", "Two ranks on one device", ranks, 3, tables),
-    ]
-    return [*found, *([] if small else [epoch("wrn28-10")])]
 
 
 def earlier(part: Part, machine: str, out: Path) -> dict[str, Any] | None:
     """What the same command has said before on the same machine, on any day."""
     try:
-        found = json.loads((out / f"{part.name}.json").read_text())
+        found: dict[str, Any] = json.loads((out / f"{part.name}.json").read_text())
     except (FileNotFoundError, ValueError):
         return None
-    if not isinstance(found, dict):  # it is of another program
-        return None
-    without_date = str(found.get("machine")).rpartition(",")[0]
-    same = without_date == machine.rpartition(",")[0] and found.get("command") == list(part.command)
-    return found if same else None
+    same = found["machine"].rpartition(",")[0] == machine.rpartition(",")[0]
+    return found if same and found["command"] == list(part.command) else None
 
 
 def run(part: Part, machine: str, out: Path, *, left: float) -> dict[str, Any]:
@@ -152,25 +115,17 @@ def run(part: Part, machine: str, out: Path, *, left: float) -> dict[str, Any]:
         state = f"was stopped after {limit:.0f} s"
     seconds = round(time.monotonic() - start, 1)
     result = {"state": state, "seconds": seconds, "printed": printed, "machine": machine, "command": list(part.command)}
-    write(out / f"{part.name}.json", json.dumps(result, indent=1))
+    (out / f"{part.name}.json").write_text(json.dumps(result, indent=1))
     print(f"  {state}, {seconds:.0f} s", flush=True)
     return result
 
 
-def write(path: Path, text: str) -> None:
-    """The whole file or, where the process is killed, the one before."""
-    with replacing(path) as file:
-        file.write(text.encode())
-
-
 def output_of(command: Sequence[str], limit: float) -> tuple[str, int | None]:
     """What a command prints, and its exit status; None where it was stopped, with all that it had started."""
-    paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
     with tempfile.TemporaryFile("w+") as printed:
-        process = subprocess.Popen(
-            command, cwd=ROOT, env=environment, stdout=printed, stderr=subprocess.STDOUT, start_new_session=True
-        )
+        into = {"stdout": printed, "stderr": subprocess.STDOUT}
+        process = subprocess.Popen(command, cwd=ROOT, env=environment, start_new_session=True, **into)
         try:
             code: int | None = process.wait(limit)
         except subprocess.TimeoutExpired:
@@ -183,113 +138,59 @@ def output_of(command: Sequence[str], limit: float) -> tuple[str, int | None]:
         return printed.read(), code
 
 
-def page(machine: str, results: dict[str, tuple[Part, dict[str, Any]]], *, rehearsal: bool = False) -> str:
-    """Markdown."""
+def page(machine: str, results: Sequence[tuple[Part, dict[str, Any]]], *, rehearsal: bool = False) -> str:
+    """The page in Markdown."""
     small = " This is a rehearsal, with a small network and few images." if rehearsal else ""
-    lines = [
-        "# Speed on a GPU",
-        "",
-        f"{machine}. Written by `make gpu`, which goes on where it was interrupted.{small}",
-        "",
-        CARRIED,
-        "",
-    ]
-    for part, result in results.values():
-        command = " ".join(_relative(word) for word in part.command)
-        ended, failed = result["state"] == "ended", result["state"].startswith("failed")
-        state = "" if ended else f"This part {result['state']}."
-        when = f"{result['machine'].rpartition(', ')[2]}, {result['seconds']:.0f} s." if "seconds" in result else ""
-        last = "\n".join(result["printed"].splitlines()[-_LAST:])
-        shown = (state, part.shows(result["printed"]), f"```text\n{last}\n```" if failed else "", when)
-        lines += [
-            f"## {part.title}",
-            "",
-            f"```bash\npython {command}\n```",
-            "",
-            *(f"{text}\n" for text in shown if text),
-        ]
-    return "\n".join(lines)
+    blocks = ["# Speed on a GPU", f"{machine}. Written by `make gpu`.{small}", CARRIED]
+    for part, result in results:
+        words = (word.replace(f"{ROOT}{os.sep}", "") for word in part.command)
+        command = " ".join(f'"{word}"' if " " in word or "," in word else word for word in words)
+        blocks += [f"## {part.title}", f"```bash\npython {command}\n```"]
+        if result["state"] != "ended":
+            blocks.append(f"This part {result['state']}.")
+        blocks.append(part.shown(result["printed"]))
+        if result["state"].startswith("failed"):
+            last = "\n".join(result["printed"].splitlines()[-_LAST:])
+            blocks.append(f"```text\n{last}\n```")
+        if "seconds" in result:
+            blocks.append(f"{result['machine'].rpartition(', ')[2]}, {result['seconds']:.0f} s.")
+    return "\n\n".join(filter(None, blocks)) + "\n"
 
 
-def _relative(word: str) -> str:
-    word = word.replace(f"{ROOT}{os.sep}", "")
-    return f'"{word}"' if " " in word or "," in word else word
-
-
-def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+def parse(given: Sequence[str] | None = None) -> argparse.Namespace:
     """The options of the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = arguments(__doc__)
     parser.add_argument("--out", type=Path, help="a folder for what each part prints (runs/gpu, or runs/gpu_rehearsal)")
     parser.add_argument("--page", type=Path, help="the page to write (docs/performance_gpu.md, or a file in --out)")
     parser.add_argument("--limit", type=float, default=40, help="minutes for all parts together (default 40)")
-    parser.add_argument("--only", nargs="+", metavar="PART", help="run only these parts, by the names of their files")
-    parser.add_argument("--again", action="store_true", help="run also the parts that have ended before")
-    parser.add_argument("--plan", action="store_true", help="write the page with the commands alone, and run nothing")
     parser.add_argument("--rehearse", action="store_true", help="on a CPU, with a small network and sizes")
-    options = parser.parse_args(arguments)
+    options = parser.parse_args(given)
     # A rehearsal's figures are never taken for those of a GPU.
-    options.out = options.out or ROOT / "runs" / ("gpu_rehearsal" if options.rehearse else "gpu")
-    options.out = options.out.resolve()
-    options.page = options.page or (
-        options.out / "page.md" if options.rehearse else ROOT / "docs" / "performance_gpu.md"
-    )
+    options.out = (options.out or ROOT / "runs" / ("gpu_rehearsal" if options.rehearse else "gpu")).resolve()
+    at = options.out / "page.md" if options.rehearse else ROOT / "docs" / "performance_gpu.md"
+    options.page = options.page or at
     return options
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def main(given: Sequence[str] | None = None) -> None:
     """Run what is left, and write the page."""
     import torch
-    from step import hardware
 
-    options = parse(arguments)
-    all_parts = parts(options)
-    names = [part.name for part in all_parts]
-    if unknown := sorted(set(options.only or ()) - set(names)):
-        sys.exit(f"There is no part {', '.join(unknown)}. The parts are {', '.join(names)}.")
-    not_run: dict[str, Any] = {"state": "was not run yet", "printed": ""}
-    try:
-        for folder in (options.out, options.page.parent):
-            folder.mkdir(parents=True, exist_ok=True)
-        before = options.page.read_text() if options.page.exists() else ""
-    except OSError as error:
-        sys.exit(f"--out and --page: {error}")
-    if options.plan:
-        if before and "\nNo GPU. " not in before:
-            sys.exit(f"{options.page} has figures. Give another --page for the commands alone.")
-        write(options.page, page("No GPU", {part.name: (part, not_run) for part in all_parts}))
-        return
+    options = parse(given)
     if not torch.cuda.is_available() and not options.rehearse:
         sys.exit("There is no GPU here that torch can use. Rehearse on the CPU: add --rehearse")
-    if absent := missing():
-        print(f"Not installed: {', '.join(absent)}. Parts that need them fail.", flush=True)
-    chosen = [part for part in all_parts if not options.only or part.name in options.only]
-    if options.again:
-        for part in chosen:
-            (options.out / f"{part.name}.json").unlink(missing_ok=True)
-            shutil.rmtree(options.out / part.name, ignore_errors=True)
-    end = time.monotonic() + 60 * options.limit
-    machine = hardware("cuda" if torch.cuda.is_available() else "cpu", torch.get_num_threads())
-    results = {part.name: (part, earlier(part, machine, options.out) or not_run) for part in all_parts}
-    for part in chosen:
-        results[part.name] = part, run(part, machine, options.out, left=end - time.monotonic())
-        # After each part, so that an interruption loses nothing.
-        write(options.page, page(machine, results, rehearsal=options.rehearse))
+    options.out.mkdir(parents=True, exist_ok=True)
+    end, machine = time.monotonic() + 60 * options.limit, hardware()
+    not_run: dict[str, Any] = {"state": "was not run yet", "printed": ""}
+    results = {part: earlier(part, machine, options.out) or not_run for part in parts(options)}
+    for part in results:
+        results[part] = run(part, machine, options.out, left=end - time.monotonic())
+        # The page is written after each part, so that an interruption loses nothing.
+        options.page.write_text(page(machine, list(results.items()), rehearsal=options.rehearse))
     print(f"\n{options.page}")
-    failed = [part.name for part in chosen if results[part.name][1]["state"] != "ended"]
-    if failed:
+    if failed := [part.name for part, result in results.items() if result["state"] != "ended"]:
         sys.exit(f"Not all parts ended: {', '.join(failed)}. What they printed is in {options.out}.")
 
 
-def _interrupt(*_: Any) -> None:
-    raise KeyboardInterrupt
-
-
 if __name__ == "__main__":
-    # With a scheduler's limit and a closed terminal too the running part ends, unless nohup was asked for.
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(number) is not signal.SIG_IGN:
-            signal.signal(number, _interrupt)
-    try:
-        main()
-    except KeyboardInterrupt:
-        sys.exit("Interrupted. The same command goes on with the part that was running.")
+    main()

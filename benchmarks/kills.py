@@ -6,10 +6,9 @@ A trial is a small run on the digits that gets one to four SIGKILLs, each follow
 is then finished by that command. It has to end with exit code 0, a statement and a result. The statement has to count
 every step of its run that was released, and `dpl verify` has to find nothing. Trials have one and two ranks
 alternately. The processes are forked from this one, which has imported everything. FOLDER/trials.jsonl gets a line for
-each trial; the same command resumes where it was stopped.
+each trial, and keeps the folder of one with a fault.
 """
 
-import argparse
 import contextlib
 import json
 import os
@@ -25,11 +24,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parent))
+
 import lightning.pytorch  # noqa: F401
 import opacus.accountants  # noqa: F401
 import sklearn.datasets  # noqa: F401
 import torch
 import torch.utils.tensorboard
+from measuring import arguments
 
 import dp_lightning.commands.training  # noqa: F401
 from dp_lightning.cli import main as dpl
@@ -57,11 +59,10 @@ class FileOperations:
     Args:
         folder: the run's.
         fatal: number of the operation before which it kills the process; None for none.
-        log: file that gets the count when the process ends.
     """
 
-    def __init__(self, folder: Path, fatal: int | None, log: Path) -> None:
-        self.folder, self.fatal, self.log, self.count = str(folder), fatal, log, 0
+    def __init__(self, folder: Path, fatal: int | None) -> None:
+        self.folder, self.fatal, self.count = str(folder), fatal, 0
         for name in ("fsync", "replace", "write", "unlink", "mkdir"):
             setattr(os, name, self._counted(getattr(os, name)))
         sys.addaudithook(self._audited)
@@ -88,10 +89,6 @@ class FileOperations:
         if self.count == self.fatal:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    def note(self) -> None:
-        """Write the count."""
-        self.log.write_text(str(self.count))
-
 
 def start(folder: Path, ranks: int, fatal: int | None = None) -> list[int]:
     """Start ``dpl fit --ckpt_path last``; returns the process of each rank."""
@@ -107,7 +104,7 @@ def start(folder: Path, ranks: int, fatal: int | None = None) -> list[int]:
         child = os.fork()
         if child == 0:
             _become(folder, rank, ranks, port)
-            operations = FileOperations(folder / "run", fatal if rank == 0 else None, folder / f"count{rank}.txt")
+            operations = FileOperations(folder / "run", fatal if rank == 0 else None)
             code = 0
             try:
                 dpl(arguments)
@@ -116,7 +113,7 @@ def start(folder: Path, ranks: int, fatal: int | None = None) -> list[int]:
             except BaseException:
                 traceback.print_exc()
                 code = 1
-            operations.note()
+            (folder / f"count{rank}.txt").write_text(str(operations.count))
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(code)
@@ -136,18 +133,9 @@ def _become(folder: Path, rank: int, ranks: int, port: int) -> None:
         os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
 
 
-def end(
-    children: list[int], seconds: float, *, codes: list[int | None] | None = None, all_of_them: bool = True
-) -> list[int | None]:
-    """Wait until the ranks have ended, or one of them.
-
-    Args:
-        codes: what an earlier call has returned.
-
-    Returns:
-        Their exit codes, None for one that has not ended.
-    """
-    codes = [None] * len(children) if codes is None else codes
+def wait(children: list[int], seconds: float, *, all_of_them: bool = True) -> list[int | None]:
+    """Wait until the ranks have ended, or one of them; returns their exit codes, None for one that has not ended."""
+    codes: list[int | None] = [None] * len(children)
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline and None in codes:
         for place, child in enumerate(children):
@@ -159,14 +147,12 @@ def end(
     return codes
 
 
-def kill(children: list[int], codes: list[int | None], draw: random.Random) -> None:
+def kill(children: list[int], draw: random.Random) -> None:
     """Send SIGKILL to those that have not ended, one shortly after the other."""
-    left = [child for child, code in zip(children, codes, strict=True) if code is None]
-    draw.shuffle(left)
-    for child in left:
+    for child in draw.sample(children, len(children)):
         os.kill(child, signal.SIGKILL)
         time.sleep(draw.choice((0.0, 0.002, 0.3)))
-    for child in left:
+    for child in children:
         os.waitpid(child, 0)
 
 
@@ -190,27 +176,23 @@ def trial(folder: Path, ranks: int, kills: int, draw: random.Random, measured: d
         by_operation = draw.random() < 0.5
         fatal = draw.randint(1, int(measured["operations"])) if by_operation else None
         moment = _SECONDS if by_operation else draw.uniform(0.0, measured["seconds"])
-        started = time.monotonic()
         children = start(folder, ranks, fatal)
-        codes = end(children, moment, all_of_them=False)
-        seconds = time.monotonic() - started
-        if codes[0] == 0:  # it was over before
-            end(children, _SECONDS, codes=codes)
+        codes = wait(children, moment, all_of_them=False)
+        left = [child for child, code in zip(children, codes, strict=True) if code is None]
+        if codes[0] == 0:  # the run was over before
+            wait(left, _SECONDS)
             break
-        kill(children, codes, draw)
+        kill(left, draw)
         steps = recorded(folder)
         if steps < held:
             found["fault"] = f"the journals had {held} steps, and {steps} after a kill"
         held = steps
-        kind = f"file operation {fatal}" if by_operation else f"after {seconds:.2f} s"
+        kind = f"file operation {fatal}" if by_operation else f"after {moment:.2f} s"
         found["kills"].append({"at": kind, "steps": steps, "codes": codes})
-    started = time.monotonic()
     children = start(folder, ranks)
-    codes = end(children, _SECONDS)
-    found |= {"seconds": round(time.monotonic() - started, 2), "codes": codes, "recorded": recorded(folder)}
-    if None in codes:
-        kill(children, codes, draw)
-    return {**found, **ended(folder / "run", codes)}
+    codes = wait(children, _SECONDS)
+    kill([child for child, code in zip(children, codes, strict=True) if code is None], draw)
+    return {**found, "codes": codes, "recorded": recorded(folder), **ended(folder / "run", codes)}
 
 
 def ended(root: Path, codes: list[int | None]) -> dict[str, Any]:
@@ -242,39 +224,37 @@ def ended(root: Path, codes: list[int | None]) -> dict[str, Any]:
 def measure(folder: Path) -> dict[str, float]:
     """How long a run takes that is not killed, and how many file operations it does."""
     started = time.monotonic()
-    codes = end(start(folder, 1), _SECONDS)
+    shutil.rmtree(folder, ignore_errors=True)  # left by an earlier campaign
+    codes = wait(start(folder, 1), _SECONDS)
     assert codes == [0], (folder / "output0.txt").read_text()
     return {"seconds": time.monotonic() - started, "operations": float((folder / "count0.txt").read_text())}
 
 
-def main(arguments: list[str] | None = None) -> int:
+def main(given: list[str] | None = None) -> int:
     """Run trials until there were enough kills; returns how many trials have a fault."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = arguments(__doc__)
     parser.add_argument("folder", type=Path, help="for the runs and trials.jsonl")
     parser.add_argument("--kills", type=int, default=200)
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2], help="numbers of ranks, in turn")
-    options = parser.parse_args(arguments)
-    options.folder.mkdir(parents=True, exist_ok=True)
+    options = parser.parse_args(given)
     folder = options.folder.resolve()
-    log = folder / "trials.jsonl"
-    trials = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
-    done = sum(len(one["kills"]) for one in trials)
-    measured = measure(folder / f"measured{os.getpid()}") if done < options.kills else {}
-    while done < options.kills:
-        number = len(trials)
-        draw = random.Random(number)
-        place = folder / f"trial{number}"
-        shutil.rmtree(place, ignore_errors=True)  # left by an interrupted trial
-        kills = min(draw.randint(1, 4), options.kills - done)
-        found = trial(place, options.ranks[number % len(options.ranks)], kills, draw, measured)
-        trials.append(found)
-        done += len(found["kills"])
-        with log.open("a") as file:
-            file.write(json.dumps(found) + "\n")
-        if "fault" in found:
-            print(f"trial {number}: {found['fault']}", flush=True)
-        else:
-            shutil.rmtree(place)
+    folder.mkdir(parents=True, exist_ok=True)
+    measured, trials, done = measure(folder / "measured"), [], 0
+    with (folder / "trials.jsonl").open("w") as log:
+        while done < options.kills:
+            number = len(trials)
+            draw, place = random.Random(number), folder / f"trial{number}"
+            shutil.rmtree(place, ignore_errors=True)  # left by an earlier campaign
+            kills = min(draw.randint(1, 4), options.kills - done)
+            found = trial(place, options.ranks[number % len(options.ranks)], kills, draw, measured)
+            trials.append(found)
+            done += len(found["kills"])
+            log.write(json.dumps(found) + "\n")
+            log.flush()
+            if "fault" in found:
+                print(f"trial {number}: {found['fault']}", flush=True)
+            else:
+                shutil.rmtree(place)
     faults = sum("fault" in one for one in trials)
     at_files = sum(kill["at"].startswith("file") for one in trials for kill in one["kills"])
     print(

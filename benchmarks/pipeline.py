@@ -10,18 +10,21 @@ import argparse
 import json
 import os
 import resource
+import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 from unittest.mock import patch
+
+sys.path.insert(0, str(Path(__file__).parent))
 
 import numpy as np
 import torch
+from measuring import arguments, memory_mib
 from PIL import Image
+from torchvision.io import ImageReadMode, decode_image, read_file
 
 from dp_lightning.datamodules import ImageNet
-from dp_lightning.datamodules.file_source import open_image
 from dp_lightning.privacy import PoissonSampler, PrivacyPlan, PrivateStep
 from dp_lightning.privacy.reading import Reading
 from dp_lightning.private_run.logical_batches import PhysicalLoader
@@ -31,12 +34,12 @@ CLASSES = 1000
 _DIFFERENT = 512
 
 
-def make_files(root: Path, count: int, *, seed: int = 0) -> None:
+def make_files(root: Path, count: int) -> None:
     """``count`` training images under ``root/train`` and one validation image per class; existing files are kept."""
     done = root / "done.json"
     if done.is_file() and json.loads(done.read_text()) == count:
         return
-    noise = np.random.default_rng(seed)
+    noise = np.random.default_rng(0)
     pool = root / "pool"
     pool.mkdir(parents=True, exist_ok=True)
     for number in range(_DIFFERENT):
@@ -63,13 +66,19 @@ def processor_seconds() -> float:
     return own.ru_utime + own.ru_stime + ended.ru_utime + ended.ru_stime
 
 
-def resident_mib() -> float:
-    """Memory of this process now."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith("VmRSS")) / 1024
+def by_pil(path: str) -> np.ndarray:
+    """The pixels that PIL decodes."""
+    with Image.open(path) as image:
+        return np.asarray(image.convert("RGB"))
 
 
-def of_decoder(root: Path, images: int, decode: Any) -> float:
+DECODERS: dict[str, Callable[[str], object]] = {
+    "torchvision": lambda path: decode_image(read_file(path), ImageReadMode.RGB),
+    "PIL": by_pil,
+}
+
+
+def of_decoder(root: Path, images: int, decode: Callable[[str], object]) -> float:
     """Images per second of processor time of a decoder alone."""
     paths = [str(root / "pool" / f"{number}.JPEG") for number in range(_DIFFERENT)]
     decode(paths[0])
@@ -79,27 +88,16 @@ def of_decoder(root: Path, images: int, decode: Any) -> float:
     return images / (processor_seconds() - start)
 
 
-def by_pil(path: str) -> np.ndarray:
-    """Decode the image with PIL."""
-    with Image.open(path) as image:
-        return np.asarray(image.convert("RGB"))
-
-
-def of_loading(data: ImageNet, *, batch_size: int, physical: int, augmult: int, steps: int) -> dict[str, float]:
-    """Images (views) per second of processor time through sampling and loading, and seconds per Poisson draw."""
+def of_loading(data: ImageNet, options: argparse.Namespace, augmult: int) -> tuple[float, float]:
+    """Views per second of processor time, and per second, through sampling and loading."""
     plan = PrivacyPlan(
         num_train=data.num_train,
-        expected_batch_size=batch_size,
-        num_steps=steps,
+        expected_batch_size=options.batch_size,
+        num_steps=options.steps,
         noise_multiplier=1.0,
         delta=1e-7,
         accountant="rdp",
     )
-    sampler = PoissonSampler(num_train=plan.num_train, sample_rate=plan.sample_rate)
-    start = time.perf_counter()
-    for step in range(10):
-        sampler.draw(step)
-    draw = (time.perf_counter() - start) / 10
     users = data.train_dataloader()
     with patch("dp_lightning.privacy.step.require_single_records"):  # the files are links
         private = PrivateStep(
@@ -108,23 +106,23 @@ def of_loading(data: ImageNet, *, batch_size: int, physical: int, augmult: int, 
             users.dataset,
             plan=plan,
             reading=Reading(collate_fn=users.collate_fn, augmult=augmult),
-            max_physical_batch_size=physical,
+            max_physical_batch_size=options.physical,
             seed=0,
         )
     loader = PhysicalLoader(users, private)
     start, seconds, views = processor_seconds(), time.perf_counter(), 0
-    for step in range(steps):
-        for batch in loader.next_step(steps - step):
+    for step in range(options.steps):
+        for batch in loader.next_step(options.steps - step):
             views += augmult * int(batch.counted.sum())
         private.record.count(noise_multiplier=plan.noise_multiplier, sample_rate=plan.sample_rate)
     del loader  # the workers end, and their time counts
     wall = time.perf_counter() - seconds
-    return {"per_core": views / (processor_seconds() - start), "per_second": views / wall, "draw": draw, "views": views}
+    return views / (processor_seconds() - start), views / wall
 
 
-def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+def parse(given: Sequence[str] | None = None) -> argparse.Namespace:
     """The options of the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = arguments(__doc__)
     parser.add_argument("--root", type=Path, required=True, help="folder for the files")
     parser.add_argument("--files", type=int, default=IMAGENET)
     parser.add_argument("--batch-size", type=int, default=1024, help="expected batch size")
@@ -133,40 +131,32 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=2, help="logical batches to load")
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--image-size", type=int, default=224)
-    return parser.parse_args(arguments)
+    return parser.parse_args(given)
 
 
-def main() -> None:
+def main(given: Sequence[str] | None = None) -> None:
     """Measure and print."""
-    options = parse()
+    options = parse(given)
     torch.set_num_threads(1)
     make_files(options.root, options.files)
-    before, start = resident_mib(), time.perf_counter()
+    before, start = memory_mib("VmRSS"), time.perf_counter()
     data = ImageNet(str(options.root), image_size=options.image_size, num_workers=options.workers)
     data.setup("fit")
-    source: Any = data.train_dataset.source
-    names = source.paths
-    print(
-        f"{len(names)} files listed in {time.perf_counter() - start:.1f} s, {resident_mib() - before:.0f} MiB more "
-        f"memory, {names._names.nbytes / 2**20:.0f} MiB of them names",
-        flush=True,
-    )
-    count = options.batch_size * options.steps
-    decoders = {"torchvision": open_image, "PIL": by_pil}
-    alone = {name: of_decoder(options.root, count, decode) for name, decode in decoders.items()}
-    for name, value in alone.items():
-        print(f"{name} alone: {value:.0f} images per second and core", flush=True)
+    seconds, more = time.perf_counter() - start, memory_mib("VmRSS") - before
+    print(f"{data.num_train} files listed in {seconds:.1f} s, {more:.0f} MiB more memory", flush=True)
+    sampler = PoissonSampler(num_train=data.num_train, sample_rate=options.batch_size / data.num_train)
+    start = time.perf_counter()
+    for step in range(10):
+        sampler.draw(step)
+    print(f"a Poisson draw in {100 * (time.perf_counter() - start):.1f} ms", flush=True)
+    for name, decode in DECODERS.items():
+        alone = of_decoder(options.root, options.batch_size * options.steps, decode)
+        print(f"{name} alone: {alone:.0f} images per second of processor time", flush=True)
     for augmult in options.augmult:
-        found = of_loading(
-            data, batch_size=options.batch_size, physical=options.physical, augmult=augmult, steps=options.steps
-        )
-        shares = ", ".join(
-            f"{100 * found['per_core'] / augmult / value:.0f} % of {name}" for name, value in alone.items()
-        )
+        per_core, per_second = of_loading(data, options, augmult)
         print(
-            f"augmult {augmult}: {found['per_core']:.0f} views per second and core ({shares}, per image), "
-            f"{found['per_second']:.0f} views per second, a Poisson draw in {1e3 * found['draw']:.1f} ms, "
-            f"{resident_mib():.0f} MiB",
+            f"augmult {augmult}: {per_core:.0f} views ({per_core / augmult:.0f} images) per second of processor time, "
+            f"{per_second:.0f} views per second",
             flush=True,
         )
 

@@ -1,22 +1,25 @@
-"""What post-processing adds to a logical step: each chain's time compared with the gradient work of B examples.
+"""What noise, post-processing and several ranks add to a logical step, beside the gradient work of B examples.
 
-Chains and one physical batch take turns; the figure is the median over rounds. The chains get fresh noise in the shapes
-of the model's gradients. Run ``python benchmarks/postprocess.py --help``.
+One physical batch, the noise, each chain of transforms and, with ``--ranks``, the collective and both ways of dealing
+out the orthogonalization take turns. The chains get fresh noise in the shapes of the model's gradients. Every rank is a
+process with an equal part of the threads (on GPUs, with a device of its own). A part's time runs from a barrier to the
+slowest rank's end; the figure is the median over rounds. Run ``python benchmarks/postprocess.py --help``.
 """
 
 import argparse
 import json
-import statistics
 import sys
+import tempfile
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-import step as step_benchmark
 import torch
+import torch.multiprocessing
 import training_steps
+from measuring import arguments, hardware, medians, positive, seconds_of, table, write_json
 
 from dp_lightning.postprocess import (
     Chain,
@@ -32,89 +35,142 @@ from dp_lightning.postprocess import (
     SpectralShrinkage,
     Transform,
 )
+from dp_lightning.privacy.secret_normals import secret_normals
+from dp_lightning.ranks import Ranks
 
 
-def _ema() -> Transform:
-    return Momentum(0.95, kind="ema_nesterov")
+def _ema(*transforms: Transform) -> Chain:
+    return Chain([Momentum(0.95, kind="ema_nesterov"), *transforms])
 
 
-CHAINS: dict[str, Callable[[], list[Transform]]] = {
-    "heavy-ball momentum": lambda: [Momentum(0.9)],
-    "Kalman filter": lambda: [Kalman(process_to_measurement_ratio=1.5)],
-    "low-pass filter": lambda: [LowPass()],
-    "normalized": lambda: [_ema(), Normalize()],
-    "noise-normalized": lambda: [_ema(), NoiseNormalize()],
-    "DP-Muon": lambda: [_ema(), Orthogonalize()],
-    "DP-Muon, bfloat16": lambda: [_ema(), Orthogonalize(precision="bfloat16")],
-    "DP-Muon, polar express, 6 steps": lambda: [_ema(), Orthogonalize(coefficients="polar_express", steps=6)],
-    "DP-Muon, exact": lambda: [_ema(), Orthogonalize(coefficients="exact")],
-    "DP-Muon-S": lambda: [Momentum(0.9), MagnitudeScale(Orthogonalize())],
-    "DP-Muon-S, power iteration": lambda: [Momentum(0.9), MagnitudeScale(Orthogonalize(), method="power")],
-    "gated": lambda: [_ema(), GatedOrthogonalize()],
-    "shrunk": lambda: [_ema(), SpectralShrinkage()],
-    "selective": lambda: [_ema(), SelectiveOrthogonalize()],
-}
+def chains() -> dict[str, Chain]:
+    """The chains that are measured."""
+    return {
+        "heavy-ball momentum": Chain([Momentum(0.9)]),
+        "Kalman filter": Chain([Kalman(process_to_measurement_ratio=1.5)]),
+        "low-pass filter": Chain([LowPass()]),
+        "normalized": _ema(Normalize()),
+        "noise-normalized": _ema(NoiseNormalize()),
+        "DP-Muon": _ema(Orthogonalize()),
+        "DP-Muon, bfloat16": _ema(Orthogonalize(precision="bfloat16")),
+        "DP-Muon, polar express, 6 steps": _ema(Orthogonalize(coefficients="polar_express", steps=6)),
+        "DP-Muon, exact": _ema(Orthogonalize(coefficients="exact")),
+        "DP-Muon-S": Chain([Momentum(0.9), MagnitudeScale(Orthogonalize())]),
+        "DP-Muon-S, power iteration": Chain([Momentum(0.9), MagnitudeScale(Orthogonalize(), method="power")]),
+        "gated": _ema(GatedOrthogonalize()),
+        "shrunk": _ema(SpectralShrinkage()),
+        "selective": _ema(SelectiveOrthogonalize()),
+    }
 
 
-def held(chain: Chain) -> int:
-    """Bytes of the state of a chain."""
-    state = chain.state_dict()
-    transforms = [slots for by_name in state["transforms"].values() for slots in by_name.values()]
-    noise = [slots for by_name in state["noise"] for slots in by_name.values()]
-    return sum(value.numel() * value.element_size() for slots in (*transforms, *noise) for value in slots.values())
+Part = Callable[[dict[str, torch.Tensor]], object]
+"""Part of a step; it gets fresh gradients by name."""
 
 
-def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+def parts_of_step(options: argparse.Namespace, rank: int, device: torch.device) -> dict[str, Part]:
+    """What is measured on each rank, by name."""
+    model, images, labels = training_steps.build(options.model, device, options.batch_size)
+    take_step = training_steps.WAYS["ours flat"](model, training_steps.autocast_to(device.type, "fp32"))
+    flat = torch.randn(sum(p.numel() for p in model.parameters()), device=device)
+    parts: dict[str, Part] = {"gradient": lambda _: take_step(images, labels)}
+    if options.ranks == 1:
+        parts["noise"] = lambda _: secret_normals(flat.shape, device)
+        parts["torch.randn of as many numbers"] = lambda _: torch.randn_like(flat)
+        return parts | {name: partial(chain, noise=1.0) for name, chain in chains().items()}
+    # Every matrix is dealt out, whatever it costs.
+    everyone = Ranks(rank, options.ranks, operations_per_byte=1e-9)
+    matrices = sum(p.numel() for p in model.parameters() if p.ndim > 1)
+    mine = torch.randn(-(-matrices // options.ranks), device=device)
+    return parts | {
+        "collective": lambda _: everyone.add_up(flat),
+        "noise, by rank 0": lambda _: secret_normals(flat.shape, device) if rank == 0 else None,
+        "orthogonalized, every rank all matrices": Chain([Orthogonalize()]),
+        "orthogonalized, each rank its share, gathered": Chain([Orthogonalize()], ranks=everyone),
+        "the same bytes gathered, without the work": lambda _: everyone.gather([mine], like=[[mine]] * options.ranks),
+    }
+
+
+def work(rank: int, options: argparse.Namespace, folder: str) -> None:
+    """Run every part in turn; rank 0 writes the times, and the number of images in a physical batch."""
+    device = torch.device("cuda", 0 if options.one_device else rank) if options.cuda else torch.device("cpu")
+    if options.ranks > 1:
+        torch.set_num_threads(max(options.threads // options.ranks, 1))
+        meeting = {"init_method": f"file://{folder}/meet", "rank": rank, "world_size": options.ranks}
+        backend = "nccl" if options.cuda and not options.one_device else "gloo"
+        torch.distributed.init_process_group(backend, **meeting)
+    torch.manual_seed(0)
+    with training_steps.quiet():
+        parts = parts_of_step(options, rank, device)
+        make, _, _ = training_steps.MODELS[options.model]
+        shapes = {name: p.shape for name, p in make().named_parameters()}
+        times: dict[str, list[float]] = {name: [] for name in parts}
+        for turn in range(options.warmup + options.rounds):
+            gradients = {name: torch.randn(shape, device=device) for name, shape in shapes.items()}
+            for name, part in parts.items():
+                if options.ranks > 1:
+                    torch.distributed.barrier()
+                seconds = torch.tensor(seconds_of(partial(part, gradients), device), device=device)
+                if options.ranks > 1:
+                    torch.distributed.all_reduce(seconds, op=torch.distributed.ReduceOp.MAX)
+                if turn >= options.warmup:
+                    times[name].append(float(seconds))
+    if rank == 0:
+        Path(folder, "times.json").write_text(json.dumps(times))
+    if options.ranks > 1:
+        torch.distributed.destroy_process_group()
+
+
+def rates(options: argparse.Namespace, median: dict[str, float]) -> str:
+    """Bytes and operations behind the times of several ranks."""
+    make, _, _ = training_steps.MODELS[options.model]
+    shapes = [p.shape for p in make().parameters()]
+    numbers = sum(shape.numel() for shape in shapes)
+    operations = sum(Orthogonalize().cost(shape) for shape in shapes)
+    collective, _, everywhere, _, gather = list(median.values())[1:]
+    gathered = 4 * sum(shape.numel() for shape in shapes if len(shape) > 1)
+    return (
+        f"{operations / 1e9:.3g} GFLOP of Newton-Schulz at {operations / everywhere / 1e9:.3g} GFLOP/s, "
+        f"collective {4 * numbers / collective / 1e9:.3g} GB/s, gather {gathered / gather / 1e9:.3g} GB/s, "
+        f"{operations / everywhere * gather / gathered:.0f} operations in the time of a gathered byte"
+    )
+
+
+def parse(given: Sequence[str] | None = None) -> argparse.Namespace:
     """The options of the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = arguments(__doc__, rounds=7)
     parser.add_argument("--model", choices=training_steps.MODELS, default="wrn16-4")
-    positive = step_benchmark.positive
     parser.add_argument("--expected-batch-size", type=positive, default=2048)
     parser.add_argument("--batch-size", type=positive, help="physical batch; default: by model and device")
-    parser.add_argument("--rounds", type=positive, default=7)
-    parser.add_argument("--json", type=Path, help="write every time here too")
-    return parser.parse_args(arguments)
+    parser.add_argument("--ranks", type=positive, default=1, help="processes (default 1)")
+    parser.add_argument("--one-device", action="store_true", help="let all ranks share the only GPU, by gloo")
+    parser.add_argument("--warmup", type=int, default=1, help="rounds before those that count (default 1)")
+    parser.add_argument("--threads", type=positive, default=torch.get_num_threads(), help="CPU threads of all ranks")
+    return parser.parse_args(given)
 
 
-def main() -> None:
+def main(given: Sequence[str] | None = None) -> None:
     """Measure and print."""
-    options = parse()
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    model, images, labels = training_steps.in_channels_last(options.model, device, options.batch_size)
-    count = len(images)
-    take_step = training_steps.WAYS["ours flat"](model, training_steps.autocast_to(device.type, "fp32"))
-    shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
-    chains = {name: Chain(make()) for name, make in CHAINS.items()}
-    times: dict[str, list[float]] = {"gradient": [], **{name: [] for name in chains}}
-
-    def timed(name: str, work: Callable[[], object]) -> None:
-        times[name].append(training_steps.seconds_of(work, device))
-
-    for turn in range(options.rounds + 1):
-        timed("gradient", lambda: take_step(images, labels))
-        gradients = {name: torch.randn(shape, device=device) for name, shape in shapes.items()}
-        for name, chain in chains.items():
-            timed(name, partial(chain, gradients, noise=1.0))
-        if turn == 0:
-            for values in times.values():
-                values.clear()
-    median = {name: statistics.median(values) for name, values in times.items()}
+    options = parse(given)
+    # NCCL takes no device twice.
+    options.cuda = torch.cuda.device_count() >= (1 if options.one_device else options.ranks)
+    machine = hardware("cuda" if options.cuda else "cpu", options.threads)
+    print(f"{machine}, {options.model}, {options.ranks} rank{'s' * (options.ranks > 1)}\n", flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        if options.ranks == 1:
+            work(0, options, folder)
+        else:
+            torch.multiprocessing.spawn(work, (options, folder), nprocs=options.ranks)
+        times: dict[str, list[float]] = json.loads(Path(folder, "times.json").read_text())
+    median = medians(times)
+    count = options.batch_size or training_steps.MODELS[options.model][2]["cuda" if options.cuda else "cpu"]
     step = median["gradient"] / count * options.expected_batch_size
-    bytes_of_parameters = sum(4 * shape.numel() for shape in shapes.values())
-    print(f"{step_benchmark.hardware(device.type, torch.get_num_threads())}\n")
-    print(
-        f"{options.model}: {step:.2f} s for the gradients of "
-        f"{options.expected_batch_size} examples ({1e3 * median['gradient'] / count:.2f} ms each)\n"
-    )
-    print("| chain | ms | of the logical step | state, in copies of the parameters |")
-    print("| --- | --- | --- | --- |")
-    for name, chain in chains.items():
-        print(
-            f"| {name} | {1e3 * median[name]:.1f} | {100 * median[name] / step:.2f} % | "
-            f"{held(chain) / bytes_of_parameters:.2f} |"
-        )
-    if options.json:
-        options.json.write_text(json.dumps({"times": times, "batch_size": count}, indent=1))
+    print(f"The gradients of {options.expected_batch_size:,} examples take {step:.2f} s on one rank.\n")
+    rows = [(name, f"{1e3 * seconds:.1f}", f"{100 * seconds / step:.2f} %") for name, seconds in median.items()]
+    rows[0] = (f"gradient of {count} examples", *rows[0][1:])
+    print(table(["part", "ms", "of those gradients"], rows))
+    if options.ranks > 1:
+        print(f"\n{rates(options, median)}")
+    write_json(options.json, {"machine": machine, "ranks": options.ranks, "batch_size": count, "times": times})
 
 
 if __name__ == "__main__":

@@ -11,13 +11,16 @@ Printed per shape and strength, as means over draws:
   (Gavish and Donoho 2017).
 """
 
-import argparse
-import json
 import math
+import sys
 from collections.abc import Sequence
+from itertools import product
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parent))
+
 import torch
+from measuring import arguments, table
 from torch import Tensor
 
 from dp_lightning.postprocess import (
@@ -57,11 +60,6 @@ def closed_form(rows: int, columns: int, strength: float) -> float:
     return 1 - left * right
 
 
-def cosine(first: Tensor, second: Tensor) -> float:
-    """The cosine between two matrices as vectors; 0 if one is zero."""
-    return float(torch.nn.functional.cosine_similarity(first.flatten(), second.flatten(), dim=0))
-
-
 def measure(rows: int, columns: int, rank: int, strength: float, draws: int) -> dict[str, float]:
     """Means over draws of the cosine of each update, and of the error of the shrunk matrix."""
     generator = torch.Generator().manual_seed(0)
@@ -72,41 +70,26 @@ def measure(rows: int, columns: int, rank: int, strength: float, draws: int) -> 
         clean = polar_factor(signal)
         for name, transforms in UPDATES.items():
             update = Chain(transforms)({"w": noisy.float()}, noise=1.0)["w"].double()
-            totals[name] += cosine(update, clean)
+            totals[name] += float(torch.nn.functional.cosine_similarity(update.flatten(), clean.flatten(), dim=0))
             if name == "shrunk":
                 totals["error"] += float((update - signal).square().sum() / signal.square().sum())
     return {name: total / draws for name, total in totals.items()}
 
 
-def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """The options of the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main(given: Sequence[str] | None = None) -> None:
+    """Measure and print."""
+    parser = arguments(__doc__)
     parser.add_argument("--draws", type=int, default=20)
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 5])
-    parser.add_argument("--json", type=Path, help="write every number here too")
-    return parser.parse_args(arguments)
-
-
-def main() -> None:
-    """Measure and print."""
-    options = parse()
-    rows = []
-    print("| shape | rank | x / threshold | " + " | ".join(UPDATES) + " | error | closed form |")
-    print("| --- " * (5 + len(UPDATES)) + "|")
+    options, rows = parser.parse_args(given), []
     for shape in SHAPES:
-        for rank in [*options.ranks, min(shape)]:
-            for strength in STRENGTHS:
-                found = measure(*shape, rank, strength, options.draws)
-                expected = closed_form(*shape, strength) if rank < min(shape) else math.nan
-                rows.append({"shape": shape, "rank": rank, "strength": strength, **found, "closed form": expected})
-                cosines = " | ".join(f"{found[name]:.2f}" for name in UPDATES)
-                print(
-                    f"| {shape[0]} x {shape[1]} | {rank} | {strength:g} | {cosines} | {found['error']:.3f} | "
-                    f"{expected:.3f} |",
-                    flush=True,
-                )
-    if options.json:
-        options.json.write_text(json.dumps({"rows": rows}, indent=1))
+        for rank, strength in product([*options.ranks, min(shape)], STRENGTHS):
+            found = measure(*shape, rank, strength, options.draws)
+            expected = closed_form(*shape, strength) if rank < min(shape) else math.nan
+            cosines = (f"{found[name]:.2f}" for name in UPDATES)
+            size = f"{shape[0]} x {shape[1]}"
+            rows.append((size, rank, f"{strength:g}", *cosines, f"{found['error']:.3f}", f"{expected:.3f}"))
+    print(table(["shape", "rank", "x / threshold", *UPDATES, "error", "closed form"], rows))
 
 
 if __name__ == "__main__":

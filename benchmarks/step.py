@@ -1,25 +1,25 @@
 """Time and peak memory of one training step, by model, number type and way, against the ordinary step.
 
-Every way and memory format has its own process, so that its peak memory can be measured. The processes take steps in
-turn, one at a time, so that a machine that becomes slower is slower for all of them. A way's figures are those of its
-faster memory format; its ratio is its median time over the median time of the ordinary step in that step's faster
-format. Run ``python benchmarks/step.py --help``.
+Every way, memory format and size has its own process, so that its peak memory can be measured. The processes take steps
+in turn, one at a time, so that a machine that becomes slower is slower for all of them. A way's figures are those of
+its faster memory format; its ratio is its median time over the median time of the ordinary step in that step's faster
+format. With several sizes, a linear cost shows as the same time for an image. Run ``python benchmarks/step.py --help``.
 """
 
 import argparse
-import json
 import multiprocessing
-import platform
 import statistics
 import sys
 import time
 from collections.abc import Sequence
-from datetime import date
+from itertools import product
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parent))
+
+from measuring import arguments, hardware, memory_mib, positive, table, write_json
 
 FORMATS = ("contiguous", "channels_last")
 # Their networks are in flax_steps.py.
@@ -28,7 +28,7 @@ JAX_MODELS = ("wrn16-4", "wrn28-10")
 
 
 class Job(NamedTuple):
-    """What one process measures."""
+    """What one process measures: ``pieces`` physical batches of ``batch_size`` images in a step of a Trainer."""
 
     model: str
     dtype: str
@@ -42,35 +42,26 @@ class Job(NamedTuple):
 
 
 class Answers:
-    """Between the steps of a process: what they took goes to the parent, which says when the next one begins."""
+    """Between the steps of a process: what a step took goes to the parent, which says when the next one begins."""
 
     def __init__(self, job: Job, parent: Connection) -> None:
         self._on_gpu, self._parent = job.device == "cuda", parent
-        self._before = resident_mib()
+        self._before = memory_mib("VmRSS")
         self._start: float | None = None
 
     def goes_on(self) -> bool:
         """Send seconds and peak memory in MiB of the step that has ended, if one has; wait to be asked for another."""
         if self._start is not None:
-            self._parent.send((self._seconds(), self._peak()))
+            peak = memory_mib("VmHWM") - self._before
+            if self._on_gpu:
+                import torch
+
+                torch.cuda.synchronize()
+                peak = torch.cuda.max_memory_allocated() / 2**20
+            self._parent.send((time.perf_counter() - self._start, peak))
         more: bool = self._parent.recv()
         self._start = time.perf_counter()
         return more
-
-    def _seconds(self) -> float:
-        assert self._start is not None
-        if self._on_gpu:
-            import torch
-
-            torch.cuda.synchronize()
-        return time.perf_counter() - self._start
-
-    def _peak(self) -> float:
-        if self._on_gpu:
-            import torch
-
-            return torch.cuda.max_memory_allocated() / 2**20
-        return peak_mib() - self._before
 
 
 def work(job: Job, parent: Connection) -> None:
@@ -91,24 +82,20 @@ def work(job: Job, parent: Connection) -> None:
 
 def _work_in_torch(job: Job, parent: Connection) -> None:
     import torch
-    import trainer_steps
     import training_steps
 
     torch.set_num_threads(job.threads)
     training_steps.use_tf32(job.dtype == "tf32")
-    build, shape, _ = training_steps.MODELS[job.model]
     torch.manual_seed(0)
     with training_steps.quiet():
         answers = Answers(job, parent)
-        memory_format = getattr(torch, f"{job.memory_format}_format", None) or getattr(torch, job.memory_format)
-        model = build().to(job.device).to(memory_format=memory_format).train()
+        memory_format = getattr(torch, {"contiguous": "contiguous_format"}.get(job.memory_format, job.memory_format))
         count = job.batch_size * job.pieces
-        images = torch.randn(count, *shape, device=job.device).to(memory_format=memory_format)
-        labels = torch.randint(10, (count,), device=job.device)
+        model, images, labels = training_steps.build(job.model, torch.device(job.device), count, memory_format)
         if job.through == "callback":
             answers.goes_on()  # the first step, in which the Trainer starts too
-            bf16, pieces = job.dtype == "bf16", job.pieces
-            trainer_steps.take_steps(job.way, model, images, labels, answers.goes_on, pieces=pieces, bf16=bf16)
+            options = {"pieces": job.pieces, "bf16": job.dtype == "bf16"}
+            training_steps.through_a_trainer(job.way, model, images, labels, answers.goes_on, **options)
             return
         make = {**training_steps.WAYS, **training_steps.FINE_TUNING}[job.way]
         step = make(model, training_steps.autocast_to(job.device, job.dtype))
@@ -116,63 +103,33 @@ def _work_in_torch(job: Job, parent: Connection) -> None:
             step(images, labels)
 
 
-def jobs_of(options: argparse.Namespace, model: str, dtype: str, size: int, device: str) -> list[Job]:
+def jobs_of(options: argparse.Namespace, model: str, dtype: str, sizes: Sequence[int], device: str) -> list[Job]:
     """What is measured side by side: each way that the model has, in each memory format that the way can take."""
-    ways = ["ordinary", *(way for way in options.ways if way != "ordinary")]
     jobs = []
-    for way in ways:
-        if way in JAX_WAYS:
-            formats = ["channels_last"] if model in JAX_MODELS and dtype == "fp32" else []  # Flax has this one alone
-        elif way.startswith("Opacus"):
-            # Its gradients of convolutions are wrong on other images: see docs/performance.md.
-            formats = ["contiguous"]
-        else:
-            formats = options.formats
-        jobs += [
-            Job(
-                model,
-                dtype,
-                way,
-                memory_format,
-                size,
-                device,
-                options.threads,
-                options.through,
-                options.pieces,
-            )
-            for memory_format in formats
-        ]
+    for size, pieces in product(sizes, options.pieces):
+        for way in ["ordinary", *(way for way in options.ways if way != "ordinary")]:
+            if way in JAX_WAYS:
+                formats = ["channels_last"] if model in JAX_MODELS and dtype == "fp32" else []  # Flax has no other
+            elif way.startswith("Opacus"):
+                # The gradients of convolutions that Opacus computes are wrong on other images: docs/performance.md.
+                formats = ["contiguous"]
+            else:
+                formats = options.formats
+            shared = size, device, options.threads, options.through, pieces
+            jobs += [Job(model, dtype, way, memory_format, *shared) for memory_format in formats]
     return jobs
-
-
-def resident_mib() -> float:
-    """Memory of this process now."""
-    return _status("VmRSS")
-
-
-def peak_mib() -> float:
-    """Peak memory of this process so far."""
-    return _status("VmHWM")
-
-
-def _status(key: str) -> float:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith(key)) / 1024
 
 
 def measure(jobs: list[Job], *, warmup: int, rounds: int) -> list[dict[str, Any]]:
     """Take steps in turn; a row per job with ``seconds`` (median), ``peak_mib``, or ``error``."""
     context = multiprocessing.get_context("spawn")
-    rows: list[dict[str, Any]] = []
     running = []
     for job in jobs:
         ours, theirs = context.Pipe()
         process = context.Process(target=work, args=(job, theirs), daemon=True)
         process.start()
         theirs.close()
-        row: dict[str, Any] = {**job._asdict(), "times": []}
-        rows.append(row)
-        running.append((row, ours, process))
+        running.append(({**job._asdict(), "times": []}, ours, process))
     for turn in range(warmup + rounds):
         for row, pipe, _ in running:
             if "error" in row:
@@ -193,109 +150,71 @@ def measure(jobs: list[Job], *, warmup: int, rounds: int) -> list[dict[str, Any]
             row["seconds"] = statistics.median(row["times"])
             pipe.send(False)
         process.join()
-    return rows
+    return [row for row, _, _ in running]
 
 
 def summarize(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The faster memory format of each way, with its ratios to the ordinary step's faster format."""
-    best: dict[str, dict[str, Any]] = {}
+    """The faster memory format of each way and size, with its ratios to the ordinary step's faster format."""
+    best: dict[tuple[int, int, str], dict[str, Any]] = {}
     for row in rows:
-        current = best.get(row["way"])
-        if current is None or row.get("seconds", float("inf")) < current.get("seconds", float("inf")):
-            best[row["way"]] = row
-    ordinary = best["ordinary"]
-    for row in best.values():
+        key = row["batch_size"], row["pieces"], row["way"]
+        if key not in best or row.get("seconds", float("inf")) < best[key].get("seconds", float("inf")):
+            best[key] = row
+    for (size, pieces, _), row in best.items():
+        ordinary = best[size, pieces, "ordinary"]
         if "error" not in row and "error" not in ordinary:
             row["time_ratio"] = row["seconds"] / ordinary["seconds"]
             row["memory_ratio"] = row["peak_mib"] / ordinary["peak_mib"]
     return list(best.values())
 
 
-def table(rows: list[dict[str, Any]]) -> str:
-    """Markdown."""
-    lines = [
-        "| model | type | batch | way | format | ms | time ratio | MiB | memory ratio |",
-        "| --- | --- | ---: | --- | --- | ---: | ---: | ---: | ---: |",
-    ]
+def shown(rows: list[dict[str, Any]]) -> str:
+    """The table of these rows; with several sizes it has the time for an image too."""
+    each = len({(row["batch_size"], row["pieces"]) for row in rows}) > 1
+    head = ["model", "type", "batch", "way", "format", "ms", "time ratio", "MiB", "memory ratio"]
+    lines = []
     for row in rows:
-        head = f"| {row['model']} | {row['dtype']} | {row['batch_size']} | {row['way']} | "
+        size = f"{row['pieces']} x {row['batch_size']}" if row["pieces"] > 1 else row["batch_size"]
+        line = [row["model"], row["dtype"], size, row["way"]]
         if "error" in row:
-            lines.append(head + f"| {row['error']} | | | |")
+            line += ["", row["error"], "", "", "", *[""] * each]
         else:
-            lines.append(
-                head + f"{row['memory_format'].replace('_', '-')} | {row['seconds'] * 1e3:.0f} | "
-                f"{row['time_ratio']:.2f} | {row['peak_mib']} | {row['memory_ratio']:.2f} |"
-            )
-    return "\n".join(lines)
+            line += [row["memory_format"].replace("_", "-"), f"{row['seconds'] * 1e3:.0f}"]
+            ratios = (f"{row[name]:.2f}" if name in row else "" for name in ("time_ratio", "memory_ratio"))
+            line += [next(ratios), row["peak_mib"], next(ratios)]
+            if each:
+                line.append(f"{row['seconds'] * 1e3 / row['batch_size'] / row['pieces']:.2f}")
+        lines.append(line)
+    return table([*head, *["ms for an image"] * each], lines)
 
 
-def hardware(device: str, threads: int) -> str:
-    """The machine in a line."""
-    import torch
-
-    if device == "cuda":
-        name = torch.cuda.get_device_name()
-    else:
-        cpu = [
-            line.split(":")[1].strip()
-            for line in Path("/proc/cpuinfo").read_text().splitlines()
-            if "model name" in line
-        ]
-        capability = torch.backends.cpu.get_cpu_capability()
-        name = f"{cpu[0] if cpu else platform.processor()}, {threads} thread{'s' * (threads > 1)}, {capability}"
-    return f"{name}, torch {torch.__version__}, {date.today()}"
-
-
-def positive(text: str) -> int:
-    """A count from the command line."""
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{text} is below 1")
-    return number
-
-
-def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+def parse(given: Sequence[str] | None = None) -> argparse.Namespace:
     """The options of the command line."""
     import torch
-    import trainer_steps
     import training_steps
 
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = arguments(__doc__, rounds=7)
     parser.add_argument(
         "--models", nargs="+", default=list(training_steps.DEFAULT_MODELS), choices=training_steps.MODELS
     )
-    parser.add_argument(
-        "--types",
-        nargs="+",
-        default=["fp32", "bf16"],
-        choices=training_steps.TYPES,
-        help="float32, float32 with products in TF32 on a GPU, bfloat16 by autocast",
-    )
+    types = "float32, float32 with products in TF32 on a GPU, bfloat16 by autocast"
+    parser.add_argument("--types", nargs="+", default=["fp32", "bf16"], choices=["fp32", "tf32", "bf16"], help=types)
     ways = [*training_steps.WAYS, *training_steps.FINE_TUNING, *JAX_WAYS]
     parser.add_argument("--ways", nargs="+", default=list(training_steps.WAYS), choices=ways)
     parser.add_argument("--formats", nargs="+", default=list(FORMATS), choices=FORMATS)
-    parser.add_argument("--batch-size", type=positive, help="physical batch size (default: by model and device)")
+    sizes = "sizes of physical batches (default: one, by model and device)"
+    parser.add_argument("--batch-size", nargs="+", type=positive, help=sizes)
     parser.add_argument("--warmup", type=int, default=2, help="steps before those that count (default 2)")
-    parser.add_argument("--rounds", type=positive, default=7, help="steps that count (default 7)")
     parser.add_argument("--threads", type=positive, default=torch.get_num_threads(), help="CPU threads")
-    parser.add_argument(
-        "--through",
-        default="step",
-        choices=["step", "callback"],
-        help="what takes the steps: this benchmark, or a Lightning Trainer, for our ways with PrivacyCallback "
-        "(default step)",
-    )
-    parser.add_argument(
-        "--pieces",
-        type=positive,
-        default=1,
-        help="physical batches of a logical step, with --through callback (default 1)",
-    )
-    parser.add_argument("--json", type=Path, help="also write all rows to this file")
-    options = parser.parse_args(arguments)
-    if options.through == "callback" and (others := sorted(set(options.ways) - set(trainer_steps.WAYS))):
-        parser.error(f"--through callback takes no {', '.join(others)}: set --ways to {', '.join(trainer_steps.WAYS)}")
-    if options.through == "step" and options.pieces > 1:
+    through = "what takes the steps: this benchmark, or a Lightning Trainer, for our ways with PrivacyCallback"
+    parser.add_argument("--through", default="step", choices=["step", "callback"], help=f"{through} (default step)")
+    pieces = "physical batches of a logical step, with --through callback (default 1)"
+    parser.add_argument("--pieces", nargs="+", type=positive, default=[1], help=pieces)
+    options = parser.parse_args(given)
+    known = ", ".join(training_steps.CLIPPING)
+    if options.through == "callback" and (others := sorted(set(options.ways) - set(training_steps.CLIPPING))):
+        parser.error(f"--through callback takes no {', '.join(others)}: set --ways to {known}")
+    if options.through == "step" and options.pieces != [1]:
         parser.error("--pieces is for --through callback: without it, a step is one physical batch")
     return options
 
@@ -307,19 +226,15 @@ def main() -> None:
 
     options = parse()
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    if options.json:
-        options.json.parent.mkdir(parents=True, exist_ok=True)
     machine = hardware(device, options.threads)
     print(machine, flush=True)
     every: list[dict[str, Any]] = []
-    for model in options.models:
-        for dtype in options.types:
-            size = options.batch_size or training_steps.MODELS[model][2][device]
-            rows = measure(jobs_of(options, model, dtype, size, device), warmup=options.warmup, rounds=options.rounds)
-            every += rows
-            print("\n" + table(summarize(rows)), flush=True)
-            if options.json:
-                options.json.write_text(json.dumps({"machine": machine, "rows": every}, indent=1))
+    for model, dtype in product(options.models, options.types):
+        sizes = options.batch_size or [training_steps.MODELS[model][2][device]]
+        rows = measure(jobs_of(options, model, dtype, sizes, device), warmup=options.warmup, rounds=options.rounds)
+        every += rows
+        print("\n" + shown(summarize(rows)), flush=True)
+        write_json(options.json, {"machine": machine, "rows": every})
 
 
 if __name__ == "__main__":

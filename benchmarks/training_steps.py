@@ -1,16 +1,20 @@
 """The ways to take a training step that ``step.py`` compares: from a model to a function that takes one step.
 
 A step is the forward pass, the backward pass and, if the way is private, the clipped sum of the per-example gradients.
-Noise and the optimizer's step cost the same in every way and are left out.
+Noise and the optimizer's step cost the same in every way and are left out. A step through a Lightning Trainer has them
+too: it is a logical one, and everything from the end of one to the end of the next.
 """
 
-import time
+import logging
+import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, redirect_stdout
 from functools import partial
+from tempfile import TemporaryDirectory
 from types import MethodType
-from typing import Any
+from typing import Any, Literal, cast
 
+import lightning.pytorch as pl
 import timm
 import torch
 from opacus.grad_sample import GradSampleModuleFastGradientClipping
@@ -19,8 +23,10 @@ from opacus.optimizers import DPOptimizer, DPOptimizerFastGradientClipping
 from opacus.utils.fast_gradient_clipping_utils import DPLossFastGradientClipping
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
 from torchvision.models.resnet import BasicBlock
 
+from dp_lightning.callbacks import PrivacyCallback
 from dp_lightning.models import ResNet, SmallCNN, WideResNet
 from dp_lightning.models.batch_norm import freeze_batch_norm
 from dp_lightning.models.trained import train_low_rank, train_only
@@ -31,15 +37,12 @@ from dp_lightning.privacy.gradients.recording import Recording
 
 Step = Callable[[Tensor, Tensor], None]
 
-TYPES = ("fp32", "tf32", "bf16")
-
 DEFAULT_MODELS = ("wrn16-4", "wrn28-10", "resnet18", "vit-s16")
 MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, int, int], dict[str, int]]] = {
     # builder, shape of an image, physical batch size by device
     "wrn16-4": (lambda: WideResNet(16, 4, 10), (3, 32, 32), {"cpu": 64, "cuda": 512}),
     "wrn28-10": (lambda: WideResNet(28, 10, 10), (3, 32, 32), {"cpu": 16, "cuda": 512}),
     "resnet18": (lambda: ResNet(18, 10, stem="cifar"), (3, 32, 32), {"cpu": 64, "cuda": 512}),
-    "resnet18-224": (lambda: ResNet(18, 1000, stem="imagenet"), (3, 224, 224), {"cpu": 16, "cuda": 128}),
     "small-cnn": (lambda: SmallCNN(10, in_channels=1), (1, 8, 8), {"cpu": 64, "cuda": 512}),
     "vit-s16": (
         lambda: timm.create_model("vit_small_patch16_224", num_classes=1000),
@@ -47,33 +50,20 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, int, int], dict[str,
         {"cpu": 8, "cuda": 128},
     ),
     "resnet50": (lambda: timm.create_model("resnet50"), (3, 224, 224), {"cpu": 8, "cuda": 128}),
-    # What surrounds the gradients of small networks.
-    "cnn-16-32": (lambda: _cnn(16, 32, stride=2, padding=0), (1, 28, 28), {"cpu": 64, "cuda": 512}),
-    "cnn-32-64": (lambda: _cnn(32, 64, stride=1, padding=1), (1, 28, 28), {"cpu": 64, "cuda": 512}),
-    "deep-500": (lambda: _deep(500), (8, 1, 1), {"cpu": 32, "cuda": 32}),
-    "deep-2000": (lambda: _deep(2000), (8, 1, 1), {"cpu": 32, "cuda": 32}),
 }
 
 
-def _cnn(first: int, second: int, *, stride: int, padding: int) -> nn.Module:
-    """Two convolutions on images of 28 x 28, the second with stride 2; pooled where the first has stride 1."""
-    pool = nn.MaxPool2d(2) if stride == 1 else nn.Identity()
-    convolutions = nn.Conv2d(1, first, 3, stride, padding), nn.ReLU(), nn.Conv2d(first, second, 3, 2), nn.ReLU()
-    return nn.Sequential(*convolutions, pool, nn.Flatten(), nn.Linear(second * 36, 10))
-
-
-def _deep(pairs: int) -> nn.Module:
-    """Pairs of a small linear layer and a Tanh, whose time goes to Python."""
-    layers = (layer for _ in range(pairs) for layer in (nn.Linear(8, 8), nn.Tanh()))
-    return nn.Sequential(nn.Flatten(), *layers, nn.Linear(8, 10))
-
-
-def in_channels_last(name: str, device: torch.device, batch_size: int | None) -> tuple[nn.Module, Tensor, Tensor]:
-    """A model with a physical batch of random images and labels, of the model's own size if none is given."""
-    build, shape, sizes = MODELS[name]
-    model = build().to(device).to(memory_format=torch.channels_last).train()
-    count = batch_size or sizes[device.type]
-    images = torch.randn(count, *shape, device=device).to(memory_format=torch.channels_last)
+def build(
+    name: str,
+    device: torch.device,
+    count: int | None = None,
+    memory_format: torch.memory_format = torch.channels_last,
+) -> tuple[nn.Module, Tensor, Tensor]:
+    """A model with random images and labels; ``count`` is the model's own physical batch size by default."""
+    make, shape, sizes = MODELS[name]
+    model = make().to(device).to(memory_format=memory_format).train()
+    count = count or sizes[device.type]
+    images = torch.randn(count, *shape, device=device).to(memory_format=memory_format)
     return model, images, torch.randint(10, (count,), device=device)
 
 
@@ -232,17 +222,6 @@ def autocast_to(device: str, dtype: str) -> Callable[[], Any]:
     return lambda: torch.autocast(device, torch.bfloat16)
 
 
-def seconds_of(work: Callable[[], object], device: torch.device) -> float:
-    """How long a call takes, until the device has done all of it."""
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    start = time.perf_counter()
-    work()
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    return time.perf_counter() - start
-
-
 def use_tf32(on: bool) -> None:
     """Whether a GPU may use TF32 in products of float32 numbers; torch's own default differs between operations."""
     # The older of torch's two ways: torch.compile asks for it, and raises where the other one was taken.
@@ -252,8 +231,75 @@ def use_tf32(on: bool) -> None:
 @contextmanager
 def quiet() -> Iterator[None]:
     """Hide Opacus' warnings about hooks and secure mode, which do not belong in the table."""
-    import warnings
-
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
+
+
+# Steps of a Lightning Trainer
+
+CLIPPING: dict[str, Literal["flat", "per_layer"] | None] = {
+    "ordinary": None,
+    "ours flat": "flat",
+    "ours per-layer": "per_layer",
+}
+
+
+class _Classifier(pl.LightningModule):
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        images, labels = batch
+        return F.cross_entropy(self.model(images), labels)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=1e-3, momentum=0.9)
+
+
+class _AfterEachStep(pl.Callback):
+    """Asks after each logical step whether to take another one."""
+
+    def __init__(self, goes_on: Callable[[], bool]) -> None:
+        self._goes_on, self._steps = goes_on, 0
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
+        if trainer.global_step > self._steps:
+            self._steps = trainer.global_step
+            trainer.should_stop = not self._goes_on()
+
+
+def through_a_trainer(
+    way: str,
+    model: nn.Module,
+    images: Tensor,
+    labels: Tensor,
+    goes_on: Callable[[], bool],
+    *,
+    pieces: int = 1,
+    bf16: bool = False,
+) -> None:
+    """Take steps on all of the images, in ``pieces`` physical batches, until ``goes_on`` returns False."""
+    clipping, count = CLIPPING[way], len(images)
+    callbacks: list[pl.Callback] = [_AfterEachStep(goes_on)]
+    if clipping is not None:
+        plan = {"expected_batch_size": count, "noise_multiplier": 1.0, "delta": 0.1 / count, "accountant": "rdp"}
+        callbacks.append(PrivacyCallback(**plan, clipping=clipping, max_physical_batch_size=count // pieces))
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    with TemporaryDirectory() as folder, redirect_stdout(None):
+        trainer = pl.Trainer(
+            max_steps=1000,
+            accumulate_grad_batches=pieces if clipping is None else 1,
+            callbacks=callbacks,
+            accelerator="gpu" if images.is_cuda else "cpu",
+            devices=1,
+            precision="bf16-mixed" if bf16 else "32-true",
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            default_root_dir=folder,
+        )
+        data = cast(Any, TensorDataset(images.cpu(), labels.cpu()))
+        trainer.fit(_Classifier(model), DataLoader(data, batch_size=count // pieces))

@@ -10,13 +10,17 @@ noise come from raw examples: the numbers must not be released where the images 
 
 import argparse
 import math
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parent))
+
 import torch
 import torch.nn.functional as F
 import yaml
+from measuring import arguments, table
 from torch import Tensor, nn
 
 from dp_lightning import postprocess
@@ -55,13 +59,8 @@ def run(method: str, batch_size: int, rate: float, data: Any, options: argparse.
     def loss(batch: Any) -> Tensor:
         return F.cross_entropy(model(batch[0]), batch[1])
 
-    private = PrivateStep(
-        model,
-        loss,
-        torch.utils.data.TensorDataset(images, labels),
-        plan=plan,
-        clip_plan=ClipPlan.flat(max_grad_norm=1.0),
-    )
+    examples = torch.utils.data.TensorDataset(images, labels)
+    private = PrivateStep(model, loss, examples, plan=plan, clip_plan=ClipPlan.flat(max_grad_norm=1.0))
     steps, optimizer = chain(method), torch.optim.SGD(model.parameters(), lr=rate)
     matrices = {name: p for name, p in model.named_parameters() if p.dim() > 1}
     moves = {name: torch.zeros(min(p.flatten(1).shape)) for name, p in matrices.items()}
@@ -109,34 +108,27 @@ def _tensors(data: NpzImages, dataset: Any) -> Any:
     return data.on_after_batch_transfer([torch.stack(images), torch.tensor(labels)], 0)
 
 
-def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+def parse(given: Sequence[str] | None = None) -> argparse.Namespace:
     """The options of the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = arguments(__doc__)
     parser.add_argument("--data", type=Path, required=True, help="images as NpzImages reads them")
     parser.add_argument("--runs", nargs="+", required=True, metavar="METHOD,B,LR", help="such as dp_muon,2048,3")
     parser.add_argument("--epsilon", type=float, default=4.0)
     parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument("--steps", type=int, help="steps of a run, whatever its batch size; default: those of --epochs")
     parser.add_argument("--seed", type=int, default=1)
-    return parser.parse_args(arguments)
+    return parser.parse_args(given)
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def main(given: Sequence[str] | None = None) -> None:
     """Measure and print."""
-    options = parse(arguments)
-    data = NpzImages(
-        path=options.data,
-        num_classes=10,
-        mean=[0.4914, 0.4822, 0.4465],
-        std=[0.2470, 0.2435, 0.2616],
-        val_fraction=0.1,
-        augment=False,
-    )
+    options = parse(given)
+    constants = {"mean": [0.4914, 0.4822, 0.4465], "std": [0.2470, 0.2435, 0.2616]}
+    data = NpzImages(path=options.data, num_classes=10, val_fraction=0.1, augment=False, **constants)
     data.setup("fit")
     data.setup("test")
     tensors = [_tensors(data, loader.dataset) for loader in (data.train_dataloader(), data.test_dataloader())]
-    head = ["B", "", "matrix", *(f"pairs {group}" for group in GROUPS), "length", "test accuracy"]
-    print("| " + " | ".join(head) + " |\n" + "| --- " * len(head) + "|", flush=True)
+    lines = []
     for text in options.runs:
         method, size, rate = text.split(",")
         found = run(method, int(size), float(rate), tensors, options)
@@ -148,8 +140,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         rows["all, mean"] = torch.tensor(list(rows.values())).nanmean(0).tolist()
         for name, values in rows.items():
             cells = ["-" if math.isnan(value) else f"{value:.3f}" for value in values]
-            shown = [size, f"{method}, {rate}", name, *cells, f"{100 * found['accuracy']:.1f}"]
-            print("| " + " | ".join(shown) + " |", flush=True)
+            lines.append([size, f"{method}, {rate}", name, *cells, f"{100 * found['accuracy']:.1f}"])
+    print(table(["B", "", "matrix", *(f"pairs {group}" for group in GROUPS), "length", "test accuracy"], lines))
 
 
 if __name__ == "__main__":

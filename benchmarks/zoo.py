@@ -1,21 +1,19 @@
 """Which models have right per-example gradients, compared with a loop over single examples and with Opacus' hooks.
 
-The smallest model of every family of timm and torchvision, and small configurations of transformers. Each runs in a
+The smallest model of every family of timm and torchvision, and small vision models of transformers. Each runs in a
 process of its own, in float64, on three examples; dropout is off, so that the loop sees the same function::
 
     python benchmarks/zoo.py --results zoo.json             # runs what the file does not hold yet
-    python benchmarks/zoo.py --results zoo.json --table     # prints the results as markdown
-    python benchmarks/zoo.py --only timm/vit                # runs one and prints what goes wrong
+    python benchmarks/zoo.py --results zoo.json --table     # prints the results as a table (CSV)
+    python benchmarks/zoo.py --only transformers/ViT        # runs one and prints what was found
 
 A model is right if all examples' gradients differ from the loop's by at most 1e-5 of their norm.
 """
 
-import argparse
+import csv
 import json
 import subprocess
 import sys
-import time
-from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -23,7 +21,10 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parent))
+
 import torch
+from measuring import arguments
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves, tree_map_only
@@ -140,183 +141,70 @@ def prepared(model: nn.Module, *, frozen: bool = False) -> nn.Module:
 
 # Configurations of transformers
 
-
-def transformers_cases() -> dict[str, Callable[[], Case]]:
-    import transformers as hf
-
-    size = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
-    quiet = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-    text = {**size, "vocab_size": 50, "max_position_embeddings": 32}
-    image = {**size, **quiet, "image_size": 32, "patch_size": 8, "num_labels": CLASSES}
-    grouped = {**text, "num_key_value_heads": 2}
-
-    def words(length: int = 8) -> dict[str, Tensor]:
-        mask = torch.ones(EXAMPLES, length, dtype=torch.long)
-        mask[1, 6:] = 0
-        return {"input_ids": torch.randint(2, 50, (EXAMPLES, length)), "attention_mask": mask}
-
-    def classify(model: str, config: Any) -> Case:
-        config.num_labels = CLASSES
-        return own_loss(getattr(hf, model)(config), {**words(), "labels": torch.arange(EXAMPLES)})
-
-    def language(model: str, config: Any) -> Case:
-        return own_loss(getattr(hf, model)(config), {**words(), "labels": torch.randint(2, 50, (EXAMPLES, 8))})
-
-    def images(model: str, config: Any, side: int = 32) -> Case:
-        config.num_labels = CLASSES
-        batch = {"pixel_values": torch.randn(EXAMPLES, 3, side, side), "labels": torch.arange(EXAMPLES)}
-        return own_loss(getattr(hf, model)(config), batch)
-
-    def segformer() -> Case:
-        config = hf.SegformerConfig(
-            depths=[1, 1, 1, 1], hidden_sizes=[16, 16, 32, 32], num_attention_heads=[1, 1, 2, 2],
-            decoder_hidden_size=32, drop_path_rate=0.0, classifier_dropout_prob=0.0, num_labels=CLASSES, **quiet,
-        )  # fmt: skip
-        batch = {
-            "pixel_values": torch.randn(EXAMPLES, 3, 64, 64),
-            "labels": torch.randint(CLASSES, (EXAMPLES, 64, 64)),
-        }
-        return own_loss(hf.SegformerForSemanticSegmentation(config), batch)
-
-    def masked_autoencoder() -> Case:
-        config = hf.ViTMAEConfig(
-            decoder_hidden_size=32, decoder_num_hidden_layers=1, decoder_num_attention_heads=4,
-            decoder_intermediate_size=48, **image,
-        )  # fmt: skip
-        batch = {"pixel_values": torch.randn(EXAMPLES, 3, 32, 32), "noise": torch.rand(EXAMPLES, 16)}
-        return own_loss(hf.ViTMAEForPreTraining(config), batch)
-
-    def clip() -> Case:
-        config = hf.CLIPConfig(
-            text_config={**text, "projection_dim": 16, "eos_token_id": 1},
-            vision_config={**image, "projection_dim": 16},
-            projection_dim=16,
-        )
-        batch = {**words(), "pixel_values": torch.randn(EXAMPLES, 3, 32, 32)}
-        batch["input_ids"][:, -1] = 1
-
-        def loss(model: nn.Module, batch: Any) -> Tensor:
-            output = model(**masked(model, batch))
-            return output_loss([output.text_embeds, output.image_embeds])
-
-        return prepared(hf.CLIPModel(config)), batch, loss
-
-    def siglip() -> Case:
-        config = hf.SiglipVisionConfig(**{**size, "image_size": 32, "patch_size": 8})
-
-        def loss(model: nn.Module, batch: Any) -> Tensor:
-            return output_loss(model(**batch).pooler_output)
-
-        return prepared(hf.SiglipVisionModel(config)), {"pixel_values": torch.randn(EXAMPLES, 3, 32, 32)}, loss
-
-    def speech() -> Case:
-        config = hf.Wav2Vec2Config(
-            conv_dim=(16, 16), conv_stride=(5, 2), conv_kernel=(10, 3), num_feat_extract_layers=2,
-            num_conv_pos_embeddings=16, num_conv_pos_embedding_groups=4, apply_spec_augment=False, layerdrop=0.0,
-            hidden_dropout=0.0, attention_dropout=0.0, feat_proj_dropout=0.0, final_dropout=0.0,
-            activation_dropout=0.0, num_labels=CLASSES, classifier_proj_size=16, **size,
-        )  # fmt: skip
-        batch = {"input_values": torch.randn(EXAMPLES, 400), "labels": torch.arange(EXAMPLES)}
-        return own_loss(hf.Wav2Vec2ForSequenceClassification(config), batch)
-
-    def whisper() -> Case:
-        config = hf.WhisperConfig(
-            vocab_size=50, d_model=32, encoder_layers=2, decoder_layers=2, encoder_attention_heads=4,
-            decoder_attention_heads=4, encoder_ffn_dim=48, decoder_ffn_dim=48, num_mel_bins=8,
-            max_source_positions=20, max_target_positions=20, dropout=0.0, pad_token_id=0, bos_token_id=1,
-            eos_token_id=2, decoder_start_token_id=3,
-        )  # fmt: skip
-        batch = {"input_features": torch.randn(EXAMPLES, 8, 40), "labels": torch.randint(4, 50, (EXAMPLES, 6))}
-        return own_loss(hf.WhisperForConditionalGeneration(config), batch)
-
-    def t5() -> Case:
-        config = hf.T5Config(
-            vocab_size=50, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4, dropout_rate=0.0,
-            decoder_start_token_id=0,
-        )  # fmt: skip
-        return language("T5ForConditionalGeneration", config)
-
-    def bart() -> Case:
-        config = hf.BartConfig(
-            vocab_size=50, d_model=32, encoder_layers=2, decoder_layers=2, encoder_attention_heads=4,
-            decoder_attention_heads=4, encoder_ffn_dim=48, decoder_ffn_dim=48, dropout=0.0, max_position_embeddings=32,
-        )  # fmt: skip
-        return language("BartForConditionalGeneration", config)
-
-    swin = {"embed_dim": 16, "depths": [2, 2], "num_heads": [2, 4], "window_size": 4, "drop_path_rate": 0.0}
-    return {
-        "transformers/BERT": lambda: classify(
-            "BertForSequenceClassification", hf.BertConfig(**text, **quiet)
-        ),
-        "transformers/GPT-2": lambda: language(
-            "GPT2LMHeadModel",
-            hf.GPT2Config(vocab_size=50, n_positions=32, n_embd=32, n_layer=2, n_head=4, resid_pdrop=0.0,
-                          embd_pdrop=0.0, attn_pdrop=0.0),
-        ),
-        "transformers/T5": t5,
-        "transformers/Swin": lambda: images(
-            "SwinForImageClassification", hf.SwinConfig(image_size=32, patch_size=4, **swin, **quiet)
-        ),
-        "transformers/SegFormer": segformer,
-        "transformers/Siglip": siglip,
-        "transformers/Mixtral": lambda: language(
-            "MixtralForCausalLM",  # the default product of experts does not support float64
-            hf.MixtralConfig(**grouped, num_local_experts=4, num_experts_per_tok=2,
-                             experts_implementation="batched_mm"),
-        ),
-        "transformers/Wav2Vec2": speech,
-        "transformers/ViT": lambda: images("ViTForImageClassification", hf.ViTConfig(**image)),
-        "transformers/DistilBERT": lambda: classify(
-            "DistilBertForSequenceClassification",
-            hf.DistilBertConfig(vocab_size=50, dim=32, n_layers=2, n_heads=4, hidden_dim=48, dropout=0.0,
-                                attention_dropout=0.0, seq_classif_dropout=0.0, max_position_embeddings=32),
-        ),
-        "transformers/RoBERTa": lambda: classify(
-            "RobertaForSequenceClassification", hf.RobertaConfig(**text, **quiet)
-        ),
-        "transformers/ALBERT": lambda: classify(
-            "AlbertForSequenceClassification",
-            hf.AlbertConfig(**text, embedding_size=16, classifier_dropout_prob=0.0, **quiet),
-        ),
-        "transformers/ELECTRA": lambda: classify(
-            "ElectraForSequenceClassification", hf.ElectraConfig(**text, embedding_size=16, **quiet)
-        ),
-        "transformers/BART": bart,
-        "transformers/Llama": lambda: language("LlamaForCausalLM", hf.LlamaConfig(**grouped)),
-        "transformers/DeiT": lambda: images("DeiTForImageClassification", hf.DeiTConfig(**image)),
-        "transformers/ConvNeXt": lambda: images(
-            "ConvNextForImageClassification",
-            hf.ConvNextConfig(depths=[1, 1, 1, 1], hidden_sizes=[8, 16, 24, 32], drop_path_rate=0.0), 64,
-        ),
-        "transformers/ViTMAE": masked_autoencoder,
-        "transformers/CLIP": clip,
-        "transformers/Whisper": whisper,
-        "transformers/Mistral": lambda: language("MistralForCausalLM", hf.MistralConfig(**grouped)),
-        "transformers/GPT-NeoX": lambda: language(
-            "GPTNeoXForCausalLM", hf.GPTNeoXConfig(**text, hidden_dropout=0.0, attention_dropout=0.0)
-        ),
-    }  # fmt: skip
+_SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
+_IMAGE = {**_SMALL, "image_size": 32, "patch_size": 8}
+_TEXT = {**_SMALL, "vocab_size": 50, "max_position_embeddings": 32, "eos_token_id": 1}
+_FOUR = {"depths": [1, 1, 1, 1], "image_size": 64}
+_DECODER = {"decoder_hidden_size": 32, "decoder_num_hidden_layers": 1, "decoder_num_attention_heads": 4}
+# By family: the class, its configuration, and what is in a batch beside images.
+TRANSFORMERS: dict[str, tuple[str, dict[str, Any], str]] = {
+    "CLIP": ("CLIPModel", {"text_config": _TEXT, "vision_config": _IMAGE, "projection_dim": 16}, "words"),
+    "ConvNeXt": ("ConvNextForImageClassification", {**_FOUR, "hidden_sizes": [8, 16, 24, 32]}, "class"),
+    "DeiT": ("DeiTForImageClassification", _IMAGE, "class"),
+    "SegFormer": (
+        "SegformerForSemanticSegmentation",
+        {**_FOUR, "hidden_sizes": [16, 16, 32, 32], "num_attention_heads": [1, 1, 2, 2], "decoder_hidden_size": 32},
+        "pixels",
+    ),
+    "Siglip": ("SiglipVisionModel", _IMAGE, "nothing"),
+    "Swin": (
+        "SwinForImageClassification",
+        {"image_size": 32, "embed_dim": 16, "depths": [2, 2], "num_heads": [2, 4], "window_size": 4},
+        "class",
+    ),
+    "ViT": ("ViTForImageClassification", _IMAGE, "class"),
+    "ViTMAE": ("ViTMAEForPreTraining", {**_IMAGE, **_DECODER, "decoder_intermediate_size": 48}, "noise"),
+}
 
 
-def own_loss(model: nn.Module, batch: dict[str, Tensor]) -> Case:
-    """The case of a model of transformers, which computes its loss itself."""
-    return prepared(model), batch, lambda model, batch: model(**masked(model, batch)).loss
+def transformers_case(family: str) -> Case:
+    """A small model of a family, with examples; the loss is the model's own if it has labels or noise."""
+    import transformers
+
+    name, sizes, content = TRANSFORMERS[family]
+    kind = getattr(transformers, name)
+    config = kind.config_class(num_labels=CLASSES, **sizes)
+    for option, value in vars(config).items():
+        if "drop" in option and isinstance(value, float):
+            setattr(config, option, 0.0)
+    side = sizes.get("image_size", 32)
+    words = torch.randint(2, 50, (EXAMPLES, 8))
+    words[:, -1] = 1  # the end of the text
+    # The mask is that of all words before, in four dimensions, which transformers applies without reading it.
+    mask = torch.ones(EXAMPLES, 1, 8, 8, dtype=torch.bool).tril()
+    beside: dict[str, dict[str, Tensor]] = {
+        "class": {"labels": torch.arange(EXAMPLES)},
+        "pixels": {"labels": torch.randint(CLASSES, (EXAMPLES, side, side))},
+        "noise": {"noise": torch.rand(EXAMPLES, (side // 8) ** 2)},
+        "words": {"input_ids": words, "attention_mask": mask},
+        "nothing": {},
+    }
+    batch = {"pixel_values": torch.randn(EXAMPLES, 3, side, side), **beside[content]}
+    losses = {"words": clip_loss, "nothing": lambda model, batch: output_loss(model(**batch).pooler_output)}
+    return prepared(kind(config)), batch, losses.get(content, lambda model, batch: model(**batch).loss)
 
 
-def masked(model: nn.Module, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The batch with its mask in four dimensions, (b, 1, 1 or L, L), which transformers applies without reading it."""
-    if (given := batch.get("attention_mask")) is None:
-        return batch
-    mask = given[:, None, None, :].bool()
-    if type(model).__name__.startswith(("CLIP", "GPT", "Llama", "Mistral", "Mixtral")):
-        mask = mask & mask.new_ones(mask.shape[-1], mask.shape[-1]).tril()
-    return {**batch, "attention_mask": mask}
+def clip_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    """CLIP's own loss compares the examples of a batch with each other; this one does not."""
+    output = model(**batch)
+    return output_loss([output.text_embeds, output.image_embeds])
 
 
 # One model
 
 
 def measure(case: Case) -> dict[str, Any]:
+    """The relative error of all examples' gradients with each library, or why it refuses the model."""
     model, batch, loss = case
     batch = tree_map_only(Tensor, lambda x: x.double() if x.is_floating_point() else x, batch)
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
@@ -324,28 +212,16 @@ def measure(case: Case) -> dict[str, Any]:
     with torch.no_grad():
         if not torch.equal(loss(model, batch), loss(model, batch)):
             raise RuntimeError("two runs of the model differ")
-    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
     expected = by_loop(model, batch, loss, trained)
-    changed = [name for name, buffer in model.named_buffers() if not torch.equal(before[name], buffer)]
-    result["changed"] = changed
+    norm = sum(g.square().sum() for g in expected.values()).sqrt()
     for way, gradients in (("together", by_recording), ("opacus", by_opacus)):
-        start = time.perf_counter()
         try:
-            result[way] = compared(gradients(model, batch, loss, trained), expected)
+            found = gradients(model, batch, loss, trained)
+            errors = [(found[name] - g).norm() if name in found else g.norm() for name, g in expected.items()]
+            result[way] = {"error": float(torch.stack(errors).norm() / norm)}
         except Exception as error:
             result[way] = {"refused": f"{type(error).__name__}: {' '.join(str(error).split())}"[:1500]}
-        result[way]["seconds"] = time.perf_counter() - start
     return result
-
-
-def compared(found: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, Any]:
-    """Errors relative to the whole gradient, and to that of each parameter if that is more than rounding."""
-    norm = sum(g.square().sum() for g in expected.values()).sqrt()
-    differences = {name: (found[name] - g).norm() if name in found else g.norm() for name, g in expected.items()}
-    error = float(torch.stack(list(differences.values())).norm() / norm)
-    each = {name: float(d / expected[name].norm().clamp_min(1e-8 * norm)) for name, d in differences.items()}
-    worst = max(each, key=lambda name: each[name])
-    return {"error": error, "worst": each[worst], "worst_parameter": worst}
 
 
 def by_loop(model: nn.Module, batch: Any, loss: Any, trained: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -382,11 +258,9 @@ def run_one(name: str, model: str, *, shallow: bool) -> dict[str, Any]:
     torch.set_num_threads(1)
     torch.set_default_dtype(torch.float64)
     if name.startswith("transformers/"):
-        case = transformers_cases()[name]()
-    else:
-        build = build_timm if name.startswith("timm/") else build_torchvision
-        case = image_case(model, partial(build, depth=2) if shallow else build)
-    return measure(case)
+        return measure(transformers_case(model))
+    build = build_timm if name.startswith("timm/") else build_torchvision
+    return measure(image_case(model, partial(build, depth=2) if shallow else build))
 
 
 # All of them
@@ -401,9 +275,9 @@ def chosen(results: dict[str, Any]) -> Iterator[tuple[str, str, int]]:
                 results[family] = {"model": found[0], "parameters": found[1]} if found else {"model": None}
             if results[family]["model"] is not None:
                 yield family, results[family]["model"], results[family]["parameters"]
-    for name in transformers_cases():
-        results.setdefault(name, {"model": name.partition("/")[2]})
-        yield name, results[name]["model"], 0
+    for family in TRANSFORMERS:
+        results.setdefault(f"transformers/{family}", {"model": family})
+        yield f"transformers/{family}", family, 0
 
 
 def run_all(path: Path, jobs: int, seconds: float) -> None:
@@ -413,9 +287,8 @@ def run_all(path: Path, jobs: int, seconds: float) -> None:
         name, model, parameters = case
         if "together" in results[name] or "failed" in results[name]:
             return
-        command = [sys.executable, __file__, "--only", name, "--model", model]
-        if parameters > MOST_PARAMETERS:
-            command.append("--shallow")
+        shallow = ["--shallow"] if parameters > MOST_PARAMETERS else []
+        command = [sys.executable, __file__, "--only", name, "--model", model, *shallow]
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=seconds)
             results[name].update(json.loads(done.stdout.splitlines()[-1]))
@@ -425,50 +298,47 @@ def run_all(path: Path, jobs: int, seconds: float) -> None:
             results[name]["failed"] = " ".join(done.stderr[-500:].split())
         path.write_text(json.dumps(results, indent=1))
 
-    cases = list(chosen(results))
-    path.write_text(json.dumps(results, indent=1))
+    cases = sorted(chosen(results), key=lambda case: case[2])
     with ThreadPoolExecutor(jobs) as pool:
-        list(pool.map(run, sorted(cases, key=lambda case: case[2])))
+        list(pool.map(run, cases))
 
 
 def verdict(result: dict[str, Any]) -> str:
     if "refused" in result:
         return "refuses"
-    return "right" if result["error"] <= TOLERANCE else f"wrong ({result['error']:.0e})"
+    return "right" if result["error"] <= TOLERANCE else "wrong"
 
 
-def table(results: dict[str, Any]) -> str:
-    lines, counts = [], Counter[str]()
+def write_table(results: dict[str, Any]) -> None:
+    """Print a line per family, as docs/evidence/zoo.csv has them."""
+    table = csv.writer(sys.stdout, lineterminator="\n")
+    table.writerow(["family", "model", "million_parameters", "together", "opacus_hooks", "opacus_relative_error"])
     for name, result in sorted(results.items()):
         if "together" not in result:
-            lines.append(f"| {name} | {result['model']} | | not run: {result.get('failed', 'does not build')} | |")
+            table.writerow([name, result["model"], "", f"not run: {result.get('failed', 'does not build')}", "", ""])
             continue
         ours, theirs = verdict(result["together"]), verdict(result["opacus"])
-        counts.update([f"together {ours.split()[0]}", f"Opacus {theirs.split()[0]}"])
-        if ours == "refuses":
-            ours = f"one_by_one: {result['together']['refused']}"
-        lines.append(f"| {name} | {result['model']} | {result['parameters'] / 1e6:.1f} | {ours} | {theirs} |")
-    summary = ", ".join(f"{what} {count}" for what, count in sorted(counts.items()))
-    head = ["| family | model | million parameters | together | Opacus' hooks |", "| --- | --- | ---: | --- | --- |"]
-    return "\n".join([f"{counts.total() // 2} models: {summary}", "", *head, *lines])
+        error = f"{result['opacus']['error']:.0e}" if theirs == "wrong" else ""
+        table.writerow([name, result["model"], f"{result['parameters'] / 1e6:.1f}", ours, theirs, error])
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = arguments(__doc__)
     parser.add_argument("--results", type=Path, default=Path("zoo.json"))
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--seconds", type=float, default=300, help="for one model")
-    parser.add_argument("--table", action="store_true")
-    parser.add_argument("--only")
-    parser.add_argument("--model")
+    parser.add_argument("--table", action="store_true", help="print the results as a table")
+    parser.add_argument("--only", help="run one family, such as timm/vit, and print what was found")
+    parser.add_argument("--model", help="with --only: the model; default: the last part of its name")
     parser.add_argument("--shallow", action="store_true", help="two blocks of it")
-    arguments = parser.parse_args()
-    if arguments.only:
-        print(json.dumps(run_one(arguments.only, arguments.model, shallow=arguments.shallow)))
-    elif arguments.table:
-        print(table(json.loads(arguments.results.read_text())))
+    options = parser.parse_args()
+    if options.only:
+        model = options.model or options.only.rpartition("/")[2]
+        print(json.dumps(run_one(options.only, model, shallow=options.shallow)))
+    elif options.table:
+        write_table(json.loads(options.results.read_text()))
     else:
-        run_all(arguments.results, arguments.jobs, arguments.seconds)
+        run_all(options.results, options.jobs, options.seconds)
 
 
 if __name__ == "__main__":

@@ -81,7 +81,7 @@ model: {class_path: SmallCNNModule}
 data: {class_path: NpzImages, init_args: {path: mine.npz}}
 privacy: {target_epsilon: 3.0, delta: 1.0e-4, expected_batch_size: 100}
 optimizer: {class_path: torch.optim.SGD, init_args: {lr: 0.5}}
-trainer: {max_epochs: 400, devices: 1, enable_progress_bar: false}
+trainer: {max_epochs: 150, devices: 1, enable_progress_bar: false}
 YAML
 stopped() { # what `docker stop` does: SIGTERM to the process, once it takes steps
   while ! ls "$work"/lightning_logs/version_1/checkpoints/*.ckpt > /dev/null 2>&1; do

@@ -1,7 +1,7 @@
 """Every private member of Lightning, torchmetrics and jsonargparse that this package uses.
 
-They may change with any release. Each has a public name here, and `tests/test_internals.py` uses each, so that a
-missing one is noticed, and can be replaced, in one place.
+Private members may change with any release. Each of them has a public name here, and `tests/test_internals.py` uses it,
+so that a missing member is noticed, and can be replaced, in one place.
 """
 
 from collections.abc import Iterable

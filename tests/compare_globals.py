@@ -1,9 +1,8 @@
-"""What importing the package and a private fit change in a process, for `test_globals`: takes a folder and a mode."""
+"""What importing the package and a private fit change in a process, for `test_globals`: takes a folder."""
 
 import importlib
 import json
 import pkgutil
-import random
 import signal
 import sys
 import threading
@@ -11,23 +10,20 @@ import types
 import warnings
 
 import lightning.pytorch as pl
-import numpy as np
 import torch
 import torch.distributed
 import torchmetrics
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Strategy
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics.classification import MulticlassAccuracy
 
 OPTIMIZERS = importlib.import_module("torch.optim.optimizer")
 OWNERS = [
-    *(torch, torch.nn, torch.nn.functional, torch.nn.init, torch.autograd, torch.func, torch.optim, OPTIMIZERS),
-    *(torch.utils.data, torch.random, torch.distributed, torch.overrides, torch.linalg, torch.compiler),
-    *(torch.backends, torchmetrics, pl, np.random, random, warnings, threading),
+    *(torch, torch.nn, torch.nn.functional, torch.autograd, torch.func, torch.optim, OPTIMIZERS, torch.utils.data),
+    *(torch.random, torch.distributed, torch.overrides, torch.backends, torchmetrics, pl, warnings, threading),
     *(torch.Tensor, torch.nn.Parameter, torch.nn.Module, torch.nn.Linear, torch.optim.Optimizer, torch.optim.SGD),
-    *(torch.Generator, torch.autograd.Function, threading.Thread, DataLoader, Dataset, TensorDataset),
+    *(torch.Generator, torch.autograd.Function, DataLoader, TensorDataset, torchmetrics.Metric),
     *(pl.Trainer, pl.LightningModule, pl.Callback, Strategy, DDPStrategy, SingleDeviceStrategy),
-    *(type(pl.Trainer(logger=False).fit_loop), torchmetrics.Metric, torchmetrics.MetricCollection),
 ]
 
 
@@ -45,16 +41,9 @@ def state():
         "hooks of sys": [id(hook) for hook in (sys.excepthook, sys.unraisablehook, sys.displayhook, sys.gettrace())],
         "filters of warnings": list(map(repr, warnings.filters)),
         "signals": [repr(signal.getsignal(number)) for number in sorted(signal.valid_signals())],
-        "flags of the compiler": (torch.compiler.is_compiling(), torch.compiler.is_exporting()),
-        "defaults": (torch.get_default_dtype(), torch.get_default_device()),
         "threads": (torch.get_num_threads(), torch.get_num_interop_threads(), threading.active_count()),
-        "deterministic": (
-            torch.get_deterministic_debug_mode(),
-            torch.utils.deterministic.fill_uninitialized_memory,
-            torch.backends.cudnn.deterministic,
-            torch.backends.cudnn.benchmark,
-        ),
-        "precision": (torch.get_float32_matmul_precision(), torch.is_autocast_enabled("cpu")),
+        "deterministic": (torch.get_deterministic_debug_mode(), torch.backends.cudnn.benchmark),
+        "defaults": (torch.get_default_dtype(), torch.get_default_device(), torch.get_float32_matmul_precision()),
         "gradients": (torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.is_anomaly_enabled()),
         "modes": len(torch.overrides._get_current_function_mode_stack()),
     }
@@ -72,9 +61,6 @@ class Module(pl.LightningModule):
         self.log_dict(self.scores(logits, batch[1]))
         return torch.nn.functional.cross_entropy(logits, batch[1])
 
-    def validation_step(self, batch, batch_idx):
-        self.log("val", self.net(batch[0]).mean())
-
     def on_before_batch_transfer(self, batch, dataloader_idx):
         return batch
 
@@ -82,15 +68,11 @@ class Module(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def attributes(trainer, module, loader):
-    """The names of the attributes of whatever takes part in a fit."""
-    owners = {"trainer": trainer, "strategy": trainer.strategy, "loop": trainer.fit_loop, "loader": loader}
-    owners |= {"epochs": trainer.fit_loop.epoch_loop, "precision": trainer.precision_plugin, "data": loader.dataset}
-    owners |= {type(callback).__name__: callback for callback in trainer.callbacks}
+def attributes(trainer, module):
+    """The names of the attributes of what takes part in a fit."""
+    owners = {"trainer": trainer, "strategy": trainer.strategy, "loop": trainer.fit_loop}
     owners |= {f"module {name}": part for name, part in module.named_modules()}
-    found = {f"{name}.{key}" for name, owner in owners.items() for key in vars(owner)}
-    given = {f"{type(callback).__name__}.{name}" for callback in trainer.callbacks for name in ("log", "log_dict")}
-    return found - given
+    return {f"{name}.{key}" for name, owner in owners.items() for key in vars(owner)}
 
 
 def fit(folder, *callbacks):
@@ -98,44 +80,37 @@ def fit(folder, *callbacks):
     quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
     settings = {"max_epochs": 2, "accelerator": "cpu", "devices": 1, "default_root_dir": folder}
     trainer, module = pl.Trainer(callbacks=list(callbacks), **settings, **quiet), Module()
-    loader = DataLoader(TensorDataset(torch.randn(24, 5), torch.arange(24) % 3), batch_size=4)
-    before = attributes(trainer, module, loader)
-    trainer.fit(module, loader, DataLoader(TensorDataset(torch.randn(4, 5)), batch_size=4))
-    return attributes(trainer, module, loader) - before
+    before = attributes(trainer, module)
+    trainer.fit(module, DataLoader(TensorDataset(torch.randn(24, 5), torch.arange(24) % 3), batch_size=4))
+    return attributes(trainer, module) - before
 
 
-def import_all():
+def private_callbacks(mode):
+    from dp_lightning import callbacks, postprocess
+
+    plan = {"expected_batch_size": 8, "noise_multiplier": 1.0, "delta": 1e-3, "accountant": "rdp"}
+    chain = callbacks.PostProcessCallback([postprocess.Momentum(0.9)])
+    others = [callbacks.AveragedWeights(0.9), callbacks.SignalToNoise(), callbacks.StopOnSignal()]
+    return [callbacks.PrivacyCallback(**plan, examples=mode), chain, *others]
+
+
+def main(folder):
+    ordinary = fit(folder)  # what Lightning and torch leave
+    before = state()
     for name in ("privacy", "private_run", "callbacks", "strategies", "postprocess"):
         package = importlib.import_module(f"dp_lightning.{name}")
         for part in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
             importlib.import_module(part.name)
+    found = [changed(before)]
+    for mode in ("together", "one_by_one"):
+        left = fit(folder, *private_callbacks(mode)) - ordinary
+        found += [changed(before), sorted(left)]
+    print(json.dumps(found))
 
 
-def callbacks(mode):
-    from dp_lightning import callbacks, postprocess
-
-    return [
-        callbacks.PrivacyCallback(
-            expected_batch_size=8, noise_multiplier=1.0, delta=1e-3, accountant="rdp", examples=mode
-        ),
-        callbacks.PostProcessCallback([postprocess.Momentum(0.9)]),
-        callbacks.AveragedWeights(0.9),
-        callbacks.SignalToNoise(),
-        callbacks.RunRecord(),
-        callbacks.StopOnSignal(),
-    ]
-
-
-def main(folder, mode):
-    ordinary = fit(folder)  # what Lightning and torch leave
-    states = [state()]
-    import_all()
-    states.append(state())
-    left = fit(folder, *callbacks(mode)) - ordinary
-    states.append(state())
-    first, *later = states
-    changes = [sorted(name for name in {*first, *now} if first.get(name) != now.get(name)) for now in later]
-    print(json.dumps([*changes, sorted(left)]))
+def changed(before):
+    now = state()
+    return sorted(name for name in {*before, *now} if before.get(name) != now.get(name))
 
 
 if __name__ == "__main__":

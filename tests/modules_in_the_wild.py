@@ -52,9 +52,12 @@ class Wild(pl.LightningModule):
     def forward(self, x):
         return self.net(x)
 
-    def training_step(self, batch, batch_idx):
+    def loss_of(self, batch):
         x, y = batch
-        loss = F.cross_entropy(self(x), y)
+        return F.cross_entropy(self(x), y)
+
+    def training_step(self, batch, batch_idx):
+        loss = self.loss_of(batch)
         self.log("train_loss", loss, prog_bar=True)
         return loss
 
@@ -63,6 +66,13 @@ class Wild(pl.LightningModule):
 
     def train_dataloader(self):
         return loader(*images())
+
+
+class Validated(Wild):
+    """Has images for a validation too."""
+
+    def val_dataloader(self):
+        return loader(*images(1))
 
 
 class OneCycle(Wild):
@@ -86,7 +96,7 @@ class StepsOfAnEpoch(Wild):
         return [optimizer], [{"scheduler": schedule, "interval": "step", "name": "rate"}]
 
 
-class Metrics(Wild):
+class Metrics(Validated):
     """Metrics of torchmetrics in training and validation, logged as objects."""
 
     def __init__(self):
@@ -110,9 +120,6 @@ class Metrics(Wild):
         self.val_accuracy(self(x), y)
         self.log("val_accuracy", self.val_accuracy, prog_bar=True)
 
-    def val_dataloader(self):
-        return loader(*images(1))
-
 
 class MultiLabel(Wild):
     """Several labels for each image, weighted."""
@@ -122,11 +129,9 @@ class MultiLabel(Wild):
         self.auroc = MultilabelAUROC(4)
         self.loss = nn.BCEWithLogitsLoss(pos_weight=torch.tensor([1.0, 2.0, 3.0, 4.0]))
 
-    def training_step(self, batch, batch_idx):
+    def loss_of(self, batch):
         x, y = batch
-        loss = self.loss(self(x), y.float())
-        self.log("train_loss", loss)
-        return loss
+        return self.loss(self(x), y.float())
 
     def validation_step(self, batch, batch_idx):
         x, y = batch
@@ -178,14 +183,12 @@ class Segmentation(Wild):
     def __init__(self):
         super().__init__(UNet())
 
-    def training_step(self, batch, batch_idx):
+    def loss_of(self, batch):
         x, mask = batch
         logits = self(x)
         p = logits.sigmoid()
         dice = 1 - (2 * (p * mask).sum((1, 2, 3)) + 1) / (p.sum((1, 2, 3)) + mask.sum((1, 2, 3)) + 1)
-        loss = F.binary_cross_entropy_with_logits(logits, mask) + dice.mean()
-        self.log("train_loss", loss)
-        return loss
+        return F.binary_cross_entropy_with_logits(logits, mask) + dice.mean()
 
     def train_dataloader(self):
         x, _ = images()
@@ -204,11 +207,9 @@ class HuggingFace(Wild):
         )  # fmt: skip
         super().__init__(ViTForImageClassification(config))
 
-    def training_step(self, batch, batch_idx):
+    def loss_of(self, batch):
         x, y = batch
-        output = self.net(pixel_values=x, labels=y)
-        self.log("train_loss", output.loss)
-        return output.loss
+        return self.net(pixel_values=x, labels=y).loss
 
     def configure_optimizers(self):
         from transformers import get_linear_schedule_with_warmup
@@ -227,17 +228,8 @@ class TimmSchedule(Wild):
     """A network of timm, and a schedule of timm, which needs lr_scheduler_step."""
 
     def __init__(self):
-        super().__init__(
-            timm.create_model(
-                "vit_tiny_patch16_224",
-                img_size=16,
-                patch_size=8,
-                embed_dim=24,
-                depth=1,
-                num_heads=2,
-                num_classes=CLASSES,
-            )
-        )
+        size = {"img_size": 16, "patch_size": 8, "embed_dim": 24, "depth": 1, "num_heads": 2}
+        super().__init__(timm.create_model("vit_tiny_patch16_224", num_classes=CLASSES, **size))
 
     def forward(self, x):
         return self.net(F.interpolate(x, size=16, mode="bilinear"))
@@ -268,7 +260,7 @@ class Autoencoder(Wild):
         return loss
 
 
-class Plateau(Wild):
+class Plateau(Validated):
     """A schedule that follows the validation loss."""
 
     def validation_step(self, batch, batch_idx):
@@ -279,9 +271,6 @@ class Plateau(Wild):
         optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
         schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "monitor": "val_loss"}}
-
-    def val_dataloader(self):
-        return loader(*images(1))
 
 
 class Augmented(Dataset):
@@ -307,12 +296,10 @@ class Frozen(Wild):
         self.head = nn.Sequential(nn.Dropout(0.2), nn.Linear(6, CLASSES))
         self.register_buffer("weights", torch.tensor([1.0, 2.0, 3.0]))
 
-    def training_step(self, batch, batch_idx):
+    def loss_of(self, batch):
         with torch.no_grad():
             features = self.net(batch["image"])
-        loss = F.cross_entropy(self.head(features), batch["label"], weight=self.weights, reduction="none").mean()
-        self.log("train_loss", loss)
-        return loss
+        return F.cross_entropy(self.head(features), batch["label"], weight=self.weights, reduction="none").mean()
 
     def configure_optimizers(self):
         weight, bias = self.head[1].weight, self.head[1].bias
@@ -385,7 +372,7 @@ class Teacher(Wild):
         super().__init__()
         self.teacher = copy.deepcopy(self.net).requires_grad_(False)
 
-    def training_step(self, batch, batch_idx):
+    def loss_of(self, batch):
         x, y = batch
         logits = self(x)
         return F.cross_entropy(logits, y) + F.mse_loss(logits, self.teacher(x.flip(-1)))
@@ -408,7 +395,7 @@ class Hyperparameters(Wild):
         self.save_hyperparameters({"task": task, "loss": loss, "make": make, "net": self.net, "weights": weights})
         self.loss = make(weight=weights)
 
-    def training_step(self, batch, batch_idx):
+    def loss_of(self, batch):
         x, y = batch
         return self.loss(self(x), y)
 

@@ -1,5 +1,9 @@
 """A small plain LightningModule on a plain Trainer, for the tests of the callback."""
 
+import copy
+import json
+import math
+
 import lightning.pytorch as pl
 import torch
 from torch import nn
@@ -88,7 +92,7 @@ def trainer(tmp_path, *callbacks, **kwargs):
         "enable_checkpointing": False,
         "enable_progress_bar": False,
         "enable_model_summary": False,
-        "default_root_dir": str(tmp_path),
+        "default_root_dir": tmp_path,
     }
     return pl.Trainer(callbacks=list(callbacks), **{**defaults, **kwargs})
 
@@ -103,8 +107,45 @@ def without_noise(**kwargs):
     return privacy(**{"noise_multiplier": 0.0, "not_private": True, "reproducible": True, **kwargs})
 
 
+def written(callback):
+    """The statement that a run has left in its folder."""
+    return json.loads((callback.private_run.folder / "privacy_statement.json").read_text())
+
+
+def flat(module):
+    """The trained parameters of a module as one vector."""
+    return torch.cat([p.detach().flatten() for p in module.parameters() if p.requires_grad])
+
+
+def by_loop(module, steps, *, bound):
+    """The parameters after noiseless steps, by ordinary autograd in float64, one example at a time.
+
+    A gradient that is not finite contributes nothing.
+
+    Args:
+        steps: of each step, the batch of each of the N examples.
+        bound: C.
+    """
+    module = copy.deepcopy(module).double()
+    parameters = [p for p in module.parameters() if p.requires_grad]
+    for batches in steps:
+        total = [torch.zeros_like(p) for p in parameters]
+        for batch in batches:
+            loss = module.training_step([t.double() if t.is_floating_point() else t for t in batch], 0)
+            gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
+            gradients = [torch.zeros_like(p) if g is None else g for g, p in zip(gradients, parameters, strict=True)]
+            norm = float(torch.cat([g.flatten() for g in gradients]).norm())
+            if math.isfinite(norm):
+                for t, g in zip(total, gradients, strict=True):
+                    t += g * min(1.0, bound / max(norm, 1e-30))
+        with torch.no_grad():
+            for p, t in zip(parameters, total, strict=True):
+                p -= module.lr * t / N
+    return flat(module)
+
+
 def parameters_after(tmp_path, callback, *others, module=None, dataset=None, **kwargs):
     torch.manual_seed(0)
     module = module or Plain()
     trainer(tmp_path, callback, *others, **kwargs).fit(module, loader(dataset))
-    return torch.cat([p.detach().flatten() for p in module.parameters()])
+    return flat(module)

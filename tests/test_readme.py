@@ -376,3 +376,11 @@ def test_names_in_the_notation_exist():
     named = [name for *_, names in notation.rows for name in names.code]
     assert len(named) > 30
     assert not [name for name in named if not set(name.split(".")) <= words]
+
+
+def test_the_changelog_shows_each_capability_by_a_file_or_a_command_that_exists():
+    (capabilities, _) = tables(PAGES["CHANGELOG.md"])
+    for _, shown in capabilities.rows:
+        assert shown.code
+        for name in shown.code:
+            assert name.split()[0] in ("dpl", "make") or (ROOT / name).is_file(), name

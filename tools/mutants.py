@@ -14,6 +14,7 @@ import argparse
 import ast
 import hashlib
 import json
+import multiprocessing
 import os
 import random
 import shutil
@@ -21,7 +22,8 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
@@ -30,6 +32,8 @@ import yaml
 
 ROOT = Path(__file__).resolve().parents[1]
 FAULTS = Path(__file__).with_name("faults.yaml")
+# The copy of the project in which a process of the pool runs its faults.
+COPY = Path()
 # What the tests read.
 _COPIED = ("dp_lightning", "tests", "benchmarks", "configs", "docs", "cli.py", "pyproject.toml", "README.md")
 _PRELOADED = ("torchvision", "lightning.pytorch", "opacus.accountants", "timm", "torchmetrics", "scipy.stats")
@@ -99,49 +103,46 @@ def digest_of(fault: Fault, root: Path) -> str:
     return found.hexdigest()[:16]
 
 
-def tried(fault: Fault, copy: Path) -> Iterator[dict[str, str] | None]:
-    """Run a fault's tests: None while they run, then the outcome. The copy is left as it was."""
-    path, text = copy / fault.file, (copy / fault.file).read_text()
+def tried(fault: Fault) -> dict[str, str]:
+    """The outcome of a fault's tests in the copy of this process, which is left as it was."""
+    path, text = COPY / fault.file, (COPY / fault.file).read_text()
     started = time.monotonic()
     try:
-        path.write_text(fault.applied(copy))
-        status = yield from _forked(fault.tests, copy)
+        path.write_text(fault.applied(COPY))
+        status = _forked(fault.tests)
     except FaultError as error:
-        yield {"outcome": "broken", "by": "", "said": str(error)}
-        return
+        return {"outcome": "broken", "by": "", "said": str(error)}
     finally:
         path.write_text(text)
-    by, said = _first_failure(copy)
+    by, said = _first_failure()
     if status is None:
         outcome, by, said = "killed", by or fault.tests[0], f"ran for more than {_LIMIT} s"
     elif status == 0:
         outcome = "survived"
     else:
         outcome = "killed" if status == 1 and by and not said.startswith(_BROKEN) else "broken"
-        said = said or (copy / "output.txt").read_text()[-300:]
-    if outcome == "killed":
-        without = yield from _forked((by,), copy)
-        if without != 0:
-            outcome, said = "broken", f"{by} does not pass without the fault either: {_first_failure(copy)[1]}"
-    yield {"outcome": outcome, "by": by, "said": said, "seconds": f"{time.monotonic() - started:.1f}"}
+        said = said or (COPY / "output.txt").read_text()[-300:]
+    if outcome == "killed" and _forked((by,)) != 0:
+        outcome, said = "broken", f"{by} does not pass without the fault either: {_first_failure()[1]}"
+    return {"outcome": outcome, "by": by, "said": said, "seconds": f"{time.monotonic() - started:.1f}"}
 
 
-def _first_failure(copy: Path) -> tuple[str, str]:
+def _first_failure() -> tuple[str, str]:
     """The test and its error; empty if none has failed."""
-    path = copy / "failure.json"
+    path = COPY / "failure.json"
     return tuple(json.loads(path.read_text())) if path.is_file() else ("", "")
 
 
-def _forked(tests: tuple[str, ...], copy: Path) -> Generator[None, None, int | None]:
+def _forked(tests: tuple[str, ...]) -> int | None:
     """Run tests in a fork, in the copy; returns pytest's status, None if they took too long."""
-    (copy / "failure.json").unlink(missing_ok=True)
+    (COPY / "failure.json").unlink(missing_ok=True)
     process = os.fork()
     if process == 0:
-        _run(tests, copy)
+        _run(tests)
     ends, ended = time.monotonic() + _LIMIT, (0, 0)
     try:
         while not ended[0] and time.monotonic() < ends:
-            yield None
+            time.sleep(0.05)
             ended = os.waitpid(process, os.WNOHANG)
     finally:
         if not ended[0]:  # the tests hang, or the run was stopped
@@ -150,7 +151,7 @@ def _forked(tests: tuple[str, ...], copy: Path) -> Generator[None, None, int | N
     return os.waitstatus_to_exitcode(ended[1]) if ended[0] else None
 
 
-def _run(tests: tuple[str, ...], copy: Path) -> None:
+def _run(tests: tuple[str, ...]) -> None:
     """In the fork: never returns."""
     os.setsid()  # so that what the tests start can be ended with them
     import numpy as np
@@ -161,17 +162,17 @@ def _run(tests: tuple[str, ...], copy: Path) -> None:
             if report.failed:
                 crash = getattr(report.longrepr, "reprcrash", None)
                 said = str(report.longrepr) if crash is None else crash.message
-                (copy / "failure.json").write_text(json.dumps([report.nodeid, said[:300]]))
+                (COPY / "failure.json").write_text(json.dumps([report.nodeid, said[:300]]))
 
-    with (copy / "output.txt").open("w") as output:
+    with (COPY / "output.txt").open("w") as output:
         os.dup2(output.fileno(), 1)
         os.dup2(output.fileno(), 2)
-    os.chdir(copy)
-    sys.path[0], sys.dont_write_bytecode = str(copy), True
-    os.environ |= {"PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1"}
+    os.chdir(COPY)
+    sys.path[0], sys.dont_write_bytecode = str(COPY), True
+    os.environ |= {"PYTHONPATH": str(COPY), "PYTHONDONTWRITEBYTECODE": "1"}
     random.seed()
     np.random.seed()
-    options = ["-x", "--tb=short", "-p", "no:cacheprovider", "-p", "no:xdist", f"--basetemp={copy / 'tmp'}"]
+    options = ["-x", "--tb=short", "-p", "no:cacheprovider", "-p", "no:xdist", f"--basetemp={COPY / 'tmp'}"]
     try:
         status = int(pytest.main([*options, *tests], plugins=[Failures()]))
     except BaseException:
@@ -186,80 +187,65 @@ def run(faults: list[Fault], out: Path, jobs: int) -> dict[str, dict[str, str]]:
     lines = out.read_text().splitlines() if out.is_file() else []
     found = {entry["name"]: entry for entry in map(json.loads, lines) if digests.get(entry["name"]) == entry["digest"]}
     waiting = [fault for fault in faults if fault.name not in found]
+    if not waiting:
+        return found
     os.environ["OMP_NUM_THREADS"] = str(max((os.cpu_count() or 1) // jobs, 1))
-    for name in _PRELOADED if waiting else ():
+    for name in _PRELOADED:
         import_module(name)
     out.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory() as folder, out.open("a") as file:
-        free = [_copied(Path(folder) / str(job)) for job in range(min(jobs, len(waiting)))]
-        running: dict[Path, tuple[Fault, Iterator[dict[str, str] | None]]] = {}
-        try:
-            while waiting or running:
-                while waiting and free:
-                    copy, fault = free.pop(), waiting.pop(0)
-                    running[copy] = fault, tried(fault, copy)
-                for copy, (fault, steps) in list(running.items()):
-                    if (outcome := next(steps)) is None:
-                        continue
-                    steps.close()
-                    free.append(copy)
-                    del running[copy]
-                    found[fault.name] = {"name": fault.name, "digest": digests[fault.name], **outcome}
-                    file.write(json.dumps(found[fault.name]) + "\n")
-                    file.flush()
-                    print(f"{outcome['outcome']:9} {fault.name}", flush=True)
-                time.sleep(0.05)
-        finally:
-            for _, steps in running.values():
-                steps.close()
+    processes = {"max_workers": min(jobs, len(waiting)), "mp_context": multiprocessing.get_context("fork")}
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        out.open("a") as file,
+        ProcessPoolExecutor(**processes, initializer=_copy, initargs=(Path(folder),)) as pool,
+    ):
+        futures = {pool.submit(tried, fault): fault.name for fault in waiting}
+        for future in as_completed(futures):
+            name, outcome = futures[future], future.result()
+            found[name] = {"name": name, "digest": digests[name], **outcome}
+            file.write(json.dumps(found[name]) + "\n")
+            file.flush()
+            print(f"{outcome['outcome']:9} {name}", flush=True)
     return found
 
 
-def _copied(copy: Path) -> Path:
-    copy.mkdir()
+def _copy(folder: Path) -> None:
+    """Give this process a copy of what the tests read."""
+    global COPY
+    COPY = folder / str(os.getpid())
+    COPY.mkdir()
     for name in _COPIED:
         source = ROOT / name
         if source.is_dir():
-            shutil.copytree(source, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
+            shutil.copytree(source, COPY / name, ignore=shutil.ignore_patterns("__pycache__"))
         else:
-            shutil.copy(source, copy / name)
-    return copy
+            shutil.copy(source, COPY / name)
 
 
 def table(faults: list[Fault], found: dict[str, dict[str, str]]) -> tuple[str, bool]:
     """What to print at the end, and whether nothing is left to explain."""
-    lines, counts, fine = [], dict.fromkeys(("killed", "survived", "broken"), 0), True
-    promises = dict.fromkeys(fault.promise for fault in faults)
-    for promise in promises:
+    lines, fine, outcomes = [], True, [found[fault.name]["outcome"] for fault in faults]
+    for promise in dict.fromkeys(fault.promise for fault in faults):
         mine = [found[fault.name]["outcome"] for fault in faults if fault.promise == promise]
         lines.append(f"{mine.count('killed'):3} of {len(mine):2}  {promise}")
-    for fault in faults:
-        outcome = found[fault.name]["outcome"]
-        counts[outcome] += 1
-        explained = fault.survives and outcome == "survived"
-        if outcome != "killed":
-            why = fault.survives if explained else found[fault.name]["said"].strip()
+    for fault, outcome in zip(faults, outcomes, strict=True):
+        expected = "survived" if fault.survives else "killed"
+        if outcome != "killed" or fault.survives:
+            why = fault.survives if outcome == expected else found[fault.name]["said"].strip()
+            why = f"It was expected to survive: {fault.survives}" if outcome == "killed" else why
             lines.append(f"\n{outcome}: {fault.name}\n    {why}")
-            fine = fine and bool(explained)
-        elif fault.survives:
-            lines.append(f"\nkilled: {fault.name}\n    It was expected to survive: {fault.survives}")
-            fine = False
-    total = ", ".join(f"{count} {outcome}" for outcome, count in counts.items())
+            fine = fine and outcome == expected
+    total = ", ".join(f"{outcomes.count(outcome)} {outcome}" for outcome in ("killed", "survived", "broken"))
     return "\n".join([*lines, f"\n{len(faults)} faults: {total}."]), fine
 
 
-def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """The options, from the command line if ``arguments`` is None."""
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run, print the table, and exit with 1 if something is left to explain."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", help="names of faults, or parts of them; default: all")
     parser.add_argument("--out", type=Path, default=ROOT / "runs" / "mutants.jsonl", help="where outcomes are kept")
     parser.add_argument("--jobs", type=int, default=2, help="faults at a time")
-    return parser.parse_args(arguments)
-
-
-def main() -> None:
-    """Run, print the table, and exit with 1 if something is left to explain."""
-    options = parse()
+    options = parser.parse_args(arguments)
     faults = [f for f in read_faults() if not options.names or any(name in f.name for name in options.names)]
     text, fine = table(faults, run(faults, options.out, options.jobs))
     print(f"\n{text}")

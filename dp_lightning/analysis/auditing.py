@@ -50,9 +50,9 @@ def mu_lower_bound(
     """The largest mu that the scores prove; it is above the true one with probability at most ``alpha``.
 
     Args:
-        included, excluded: scores of the canaries that took part, and of those that did not.
-        thresholds: fixed before the scores are known.
-        alpha: over all thresholds and both rates.
+        included, excluded: Scores of the canaries that took part, and of those that did not.
+        thresholds: Thresholds that are fixed before the scores are known.
+        alpha: Error probability over all thresholds and both rates.
     """
     each = alpha / (2 * len(thresholds))
     bounds = [-math.inf]
@@ -69,10 +69,10 @@ class NoiseTest:
     """One test of the noise. Numbers that are not finite have a p-value of zero.
 
     Attributes:
-        kind: "size", "shape", "steps" or "tensors".
-        subject: what was looked at.
-        observed: the standard deviation over the claimed one, or a correlation.
-        p_value: probability of something at least as far off, two-sided, if the claim is true.
+        kind: Kind of the test, "size", "shape", "steps" or "tensors".
+        subject: Tensor, step or pair of them that was tested.
+        observed: Standard deviation over the claimed one, or a correlation.
+        p_value: Probability of something at least as far off, two-sided, if the claim is true.
     """
 
     kind: str

@@ -19,13 +19,19 @@ G~ = G + N is m x n, N has independent entries of standard deviation sigma S / B
 
 import math
 
+import torch
+from torch import Tensor
+
+# Noise values that are drawn at once: 32 million.
+_ENTRIES = 2**25
+
 
 def recovery_gap(rows: int, columns: int, *, noise_level: float) -> float:
     """The gap s_1 - s_2 above which Wedin's bound is informative, (sqrt(m) + sqrt(n)) times the noise.
 
     Args:
-        rows, columns: of the matrix.
-        noise_level: standard deviation of the noise in each entry, sigma S / B.
+        rows, columns: Shape of the matrix.
+        noise_level: Standard deviation of the noise in each entry, sigma S / B.
     """
     return noise_level * (rows**0.5 + columns**0.5)
 
@@ -34,7 +40,7 @@ def detection_norm(rows: int, columns: int, *, noise_level: float) -> float:
     """The s_1 of the spiked-matrix threshold, (m n)^(1/4) times the noise.
 
     Args:
-        rows, columns, noise_level: see `recovery_gap`.
+        rows, columns, noise_level: As of `recovery_gap`.
     """
     return noise_level * (rows * columns) ** 0.25
 
@@ -45,10 +51,10 @@ def recovery_batch_size(
     """B* of Wedin's bound.
 
     Args:
-        gap: s_1 - s_2 of the gradient without noise; zero is never recovered.
-        rows, columns: of its matrix.
-        noise_multiplier: sigma.
-        sensitivity: S, the clipping norm C if clipping is flat.
+        gap: s_1 - s_2 of the gradient without noise; a gap of zero is never recovered.
+        rows, columns: Shape of the gradient's matrix.
+        noise_multiplier: Noise multiplier sigma.
+        sensitivity: Sensitivity S, the clipping norm C if clipping is flat.
     """
     return recovery_gap(rows, columns, noise_level=noise_multiplier * sensitivity) / gap if gap > 0 else math.inf
 
@@ -59,7 +65,38 @@ def detection_batch_size(
     """The batch size of the spiked-matrix threshold.
 
     Args:
-        top: s_1 of the gradient without noise; zero is never detected.
-        rows, columns, noise_multiplier, sensitivity: see `recovery_batch_size`.
+        top: s_1 of the gradient without noise; a value of zero is never detected.
+        rows, columns, noise_multiplier, sensitivity: As of `recovery_batch_size`.
     """
     return detection_norm(rows, columns, noise_level=noise_multiplier * sensitivity) / top if top > 0 else math.inf
+
+
+def direction_recovery(
+    values: Tensor, rows: int, columns: int, *, noise_level: float, trials: int = 100, seed: int = 0
+) -> Tensor:
+    """|<u_1(G~), u_1(G)>| for independent draws of the noise, with u_1 the singular vector of the shorter side.
+
+    Since the noise is invariant under rotations, only the singular values of G matter, and G is taken to be diagonal.
+
+    Args:
+        values: Singular values of G in any order, at most min(rows, columns) of them; the two largest must differ.
+        rows, columns: Shape of G.
+        noise_level: Standard deviation of the noise in each entry.
+        trials: Number of draws.
+        seed: Seed of the draws.
+
+    Returns:
+        (trials,), float32.
+    """
+    short, long = min(rows, columns), max(rows, columns)
+    signal = torch.zeros(short, long)
+    ordered = values.float().sort(descending=True).values
+    signal[range(len(ordered)), range(len(ordered))] = ordered
+    generator = torch.Generator().manual_seed(seed)
+    found = []
+    for start in range(0, trials, at_once := max(1, _ENTRIES // (short * long))):
+        noise = torch.randn(min(at_once, trials - start), short, long, generator=generator)
+        noised = signal + noise_level * noise
+        vectors = torch.linalg.eigh(noised @ noised.mT).eigenvectors
+        found.append(vectors[:, 0, -1].abs())
+    return torch.cat(found)

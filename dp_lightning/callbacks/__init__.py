@@ -6,7 +6,7 @@ from dp_lightning.callbacks.postprocess import PostProcessCallback
 from dp_lightning.callbacks.predictions import PredictionFile
 from dp_lightning.callbacks.privacy import PrivacyCallback
 from dp_lightning.callbacks.progress import PrivateProgressBar
-from dp_lightning.callbacks.run_record import RunRecord
+from dp_lightning.callbacks.result_file import ResultFile
 from dp_lightning.callbacks.signal_to_noise import SignalToNoise
 from dp_lightning.callbacks.stop_on_signal import StopOnSignal
 
@@ -17,7 +17,7 @@ __all__ = [
     "PredictionFile",
     "PrivacyCallback",
     "PrivateProgressBar",
-    "RunRecord",
+    "ResultFile",
     "SignalToNoise",
     "StopOnSignal",
 ]

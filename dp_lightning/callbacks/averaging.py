@@ -24,10 +24,10 @@ from dp_lightning.lightning_internals import Averaging
 class AveragedWeights(Averaging):
     """Lightning's ``WeightAveraging`` with the warm-up of De et al., in private runs.
 
-    The module has the average while it is validated and when training is over. A checkpoint has it as ``state_dict``,
-    and the weights from which a run resumes as ``current_model_state``. One that Lightning saves with
-    ``save_weights_only`` has no average, but the weights of its step. A run that resumes from a checkpoint without an
-    average starts it there; one that resumes without ``decay`` starts from the average.
+    The module has the average while it is validated and when training is over. A checkpoint has the average as
+    ``state_dict``, and the weights from which a run resumes as ``current_model_state``. A checkpoint that Lightning
+    saves with ``save_weights_only`` has no average, but the weights of its step. A run that resumes from a checkpoint
+    without an average starts an average there; a run that resumes without ``decay`` starts from the average.
 
     Args:
         decay: d in [0, 1); None keeps no average.
@@ -41,7 +41,7 @@ class AveragedWeights(Averaging):
             raise ConfigurationError(f"averaging.decay is {decay}; choose from 0 to below 1, such as 0.999.")
         super().__init__(use_buffers=False)
         self.decay = decay
-        self._exchanged = False  # the module has the average, and the averaged model has the weights
+        self._exchanged = False  # whether the module has the average, and the averaged model the weights
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         # Lightning copies the module here, before its own setup may have made layers and while it is on the CPU.
@@ -59,7 +59,7 @@ class AveragedWeights(Averaging):
             super().setup(trainer, pl_module, "fit")
         assert self.averaged is not None
         self.averaged.to(pl_module.device)
-        self.averaged.n_averaged = self.averaged.n_averaged.cpu()  # to read it waits for no device
+        self.averaged.n_averaged = self.averaged.n_averaged.cpu()  # so that reading the count waits for no device
         if (privacy := privacy_of(trainer)) is not None:
             copy, run = self.averaged.module, privacy.private_run
             run.postprocessing.append(f"moving average of the weights (decay {self.decay:g})")
@@ -85,7 +85,7 @@ class AveragedWeights(Averaging):
         self._exchanged = False
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        # Not copied, as Lightning does: the last checkpoints are still to come, and a run may resume from them.
+        # Lightning would copy the average, but the last checkpoints, from which a run may resume, are still to come.
         self.on_validation_epoch_start(trainer, pl_module)
 
     def on_save_checkpoint(self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: Any) -> None:

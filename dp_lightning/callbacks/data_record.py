@@ -8,14 +8,14 @@ from dp_lightning.errors import DataError
 
 
 class DataRecord(pl.Callback):
-    """What the data module says beside the numbers that the network is built from.
+    """Keeps what the data module says besides the numbers that the network is built from.
 
     A checkpoint that is loaded for other class names is refused: its outputs would be given the names of other classes.
 
     Attributes:
-        class_names: in the order of the outputs; None where the data has no names for them.
+        class_names: names of the classes in the order of the outputs; None where the data does not name its classes.
         resized_to: the shorter side of an image in pixels before the middle is cut out; None where nothing is resized.
-        features: the network whose features take the place of the images, and its images; None for images themselves.
+        features: settings of the network whose features take the place of images; None for images themselves.
     """
 
     def __init__(self) -> None:

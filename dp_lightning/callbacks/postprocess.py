@@ -1,8 +1,7 @@
 """The Lightning hook that applies a chain of transforms to the privatized gradients.
 
-It acts in `on_before_optimizer_step`, where each parameter's `.grad` holds the privatized gradient, provided
-that the callback that privatizes comes before it in `Trainer(callbacks=[...])`. It reads and writes `.grad`, and asks
-`PrivacyCallback` for the level of the noise in it, which is public.
+The hook is `on_before_optimizer_step`, where each parameter's `.grad` holds the privatized gradient. The callback reads
+and writes `.grad`, and asks `PrivacyCallback` for the level of the noise in the gradient, which is public.
 """
 
 from typing import Any
@@ -58,7 +57,7 @@ class PostProcessCallback(Callback):
             gradients[name].copy_(transformed)
 
     def _check_disk(self, privacy: PrivacyCallback) -> None:
-        """DiSK's gradients are made for its own filter; with another one the result is neither method."""
+        """DiSK's gradients are made for its own filter; with another filter the result is neither method."""
         disk = privacy.disk
         if disk is None:
             return

@@ -20,8 +20,8 @@ class PredictionFile(BasePredictionWriter):
     """``predictions.csv`` in ``trainer.default_root_dir``: position of an image, class, and probability of each class.
 
     Where the data module knows the files of its images (``ImageFiles``), their paths come first; where the run knows
-    the names of its classes, that of the found one follows its number. Files that could not be read have no row: they
-    are printed with the reasons. Predictions that exist are never overwritten.
+    the names of its classes, the name of the found class follows its number. Files that could not be read have no row:
+    their paths are printed with the reasons. Predictions that exist are never overwritten.
 
     Raises:
         ConfigurationError: before anything is predicted, if the file exists or cannot be written, or if several
@@ -71,7 +71,7 @@ class PredictionFile(BasePredictionWriter):
             columns["class_name"] = [names[place] for place in found]
 
         def rows() -> Iterator[list[Any]]:
-            """One at a time: as text, a thousand probabilities are twenty times as large."""
+            """The rows, made one at a time: as text, a thousand probabilities are twenty times as large."""
             yield [*columns, *(f"p{k}" for k in range(count))]
             for row, problem, *said in zip(probabilities, problems, *columns.values(), strict=True):
                 if problem is None:
@@ -81,7 +81,7 @@ class PredictionFile(BasePredictionWriter):
             # Names of files are bytes, and those that are not UTF-8 are written as they were.
             file = TextIOWrapper(raw, "utf-8", "surrogateescape", newline="")
             csv.writer(file).writerows(rows())
-            file.detach()  # which flushes it, and leaves the file open
+            file.detach()  # writes the rest of the text, and leaves the file open
         trainer.print(f"Predictions are in {self._path}.")
         if skipped:
             trainer.print(f"Files that could not be read have no prediction:\n{listed(skipped)}")

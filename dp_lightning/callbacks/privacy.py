@@ -30,13 +30,14 @@ class PrivacyCallback(PrivacySettings, pl.Callback):
     """Differentially private training on a plain Trainer.
 
     Its arguments are those of `PrivacySettings`. The number of logical steps T comes from the trainer: ``max_steps``,
-    or that of ``max_epochs`` epochs of max(1, round(N / B)) steps. The statement is written to the log directory.
+    or that of ``max_epochs`` epochs of max(1, round(N / B)) steps. Journal and statement go into the folder of the run
+    (`folder_of_run`), which the end of the run prints.
 
     Raises:
         ConfigurationError: naming the setting and the fix; from the constructor, and when ``fit`` starts.
         ModelError: naming what of the module's code cannot be taken example by example.
         BudgetError: when a step would spend more than was planned. A fit from a checkpoint of a run whose steps are
-            all taken is none: it writes the statement.
+            all taken raises nothing, and writes the statement.
     """
 
     def __post_init__(self) -> None:
@@ -70,7 +71,7 @@ class PrivacyCallback(PrivacySettings, pl.Callback):
         """The privacy statement of the steps taken so far.
 
         Args:
-            more: fields that are known better than here.
+            more: fields of the statement that the caller knows better.
 
         Raises:
             ConfigurationError: before the first fit.
@@ -133,7 +134,7 @@ class PrivacyCallback(PrivacySettings, pl.Callback):
 
     def on_save_checkpoint(self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: Any) -> None:
         if self._run is not None or self.history.saved is not None:
-            checkpoint[PRIVATE_RUN] = {}  # a checkpoint of weights alone has none
+            checkpoint[PRIVATE_RUN] = {}  # a checkpoint of weights alone has no such entry
 
     def _before_save(self, checkpoint: dict[str, Any], folder: Path) -> None:
         """Write the run into a checkpoint that is complete otherwise."""
@@ -141,7 +142,7 @@ class PrivacyCallback(PrivacySettings, pl.Callback):
             if self._run is not None:
                 self._run.complete(checkpoint)
             elif self.history.saved is not None:
-                self.history.saved.write(checkpoint)  # saved again as it was loaded
+                self.history.saved.write(checkpoint)  # the checkpoint is saved again as it was loaded
         self.history.keep_journal_in(folder)
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

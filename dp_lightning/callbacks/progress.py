@@ -1,7 +1,7 @@
 """The progress bar of `dpl`: Lightning's own, with what a private fit spends.
 
-Lightning's bar counts logical steps, since a batch of the training loader is one. It changes in place, so it is shown
-on a terminal alone; a file or a pipe gets one line for each epoch, without what is named unprotected.
+Lightning's bar counts logical steps, since a batch of the training loader is one step. Only a terminal shows the bar,
+which changes in place; a file or a pipe gets one line for each epoch, without the numbers that are named unprotected.
 """
 
 import sys
@@ -16,8 +16,8 @@ from dp_lightning.callbacks.privacy import privacy_of
 class PrivateProgressBar(TQDMProgressBar):
     """Adds to Lightning's bar a bound of epsilon and, within a long step, the physical batches that are done.
 
-    How many physical batches a step has is secret, since it tells how many examples were drawn: a terminal shows it,
-    and no file gets it. Evaluations, and fits without a `PrivacyCallback`, have Lightning's bar as it is.
+    The number of physical batches of a step is secret, since it tells how many examples were drawn: a terminal shows
+    it, and no file gets it. Evaluations, and fits without a `PrivacyCallback`, have Lightning's bar as it is.
     """
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -29,7 +29,7 @@ class PrivateProgressBar(TQDMProgressBar):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule
     ) -> dict[str, int | str | float | dict[str, float]]:
         metrics, privacy = super().get_metrics(trainer, pl_module), privacy_of(trainer)
-        metrics.pop("v_num", None)  # the folder of the run is said at its end
+        metrics.pop("v_num", None)  # the end of the run prints its folder
         bound = {} if privacy is None else {"epsilon": privacy.private_run.budget.bound}
         # A narrow terminal cuts off what comes last.
         return {**bound, **dict(sorted(metrics.items(), key=lambda item: "loss" in item[0]))}

@@ -22,28 +22,28 @@ class SignalToNoise(pl.Callback):
 
         {"steps": [per epoch], "snr": [per epoch], "by_parameter": {name: {"size": d, "snr": [per epoch]}}}
 
-    A parameter that was frozen at first has null in the epochs before its own. In the epoch in which parameters join,
-    the ratios are those of the steps since then.
+    A parameter that was frozen at first has null in the epochs before it was trained. In the epoch in which parameters
+    join, the ratios are those of the steps since then.
 
     This costs no privacy: the ratios are computed from the privatized gradient, which is released, its size, and the
     noise level, which is public. Any function of a release and of public values is post-processing (Dwork et al. 2006).
 
-    It reads the gradient before the transforms of ``PostProcessCallback``, so it comes after ``PrivacyCallback`` and
-    before those. A run without noise has no such ratio.
+    The callback reads the gradient before the transforms of ``PostProcessCallback``, so in ``Trainer(callbacks=[...])``
+    it comes after ``PrivacyCallback`` and before ``PostProcessCallback``. A run without noise has no such ratio.
 
     Attributes:
-        curve: of the whole gradient, per epoch.
-        curves: of each parameter, for the last epochs of ``curve``.
+        curve: ratio of the whole gradient in each epoch.
+        curves: ratios of each parameter in the last epochs of ``curve``.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.curve: list[float] = []
         self.curves: dict[str, list[float]] = {}
-        self._epochs: list[int] = []  # steps of each
+        self._epochs: list[int] = []  # number of steps of each epoch
         self._sizes: dict[str, int] = {}
-        self._totals: torch.Tensor | None = None  # of the epoch: ||G~||^2 / s^2 of each parameter
-        self._count = 0  # its steps
+        self._totals: torch.Tensor | None = None  # sum of ||G~||^2 / s^2 of each parameter over the epoch
+        self._count = 0  # number of steps in that sum
 
     def on_before_optimizer_step(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
@@ -55,7 +55,7 @@ class SignalToNoise(pl.Callback):
         if gradients.keys() != self._sizes.keys():  # at first, and where parameters are no longer frozen
             self._sizes = {name: gradient.numel() for name, gradient in gradients.items()}
             self._totals, self._count = None, 0
-        # Left on the device: reading it would wait for the step.
+        # The ratios stay on the device: reading them would wait for the step.
         squared = torch.stack([gradient.norm() for gradient in gradients.values()]).square()
         ratios = squared / level**2
         self._totals = ratios if self._totals is None else sent(self._totals, ratios.device) + ratios

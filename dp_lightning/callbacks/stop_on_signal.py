@@ -1,7 +1,7 @@
 """Stops a run on SIGTERM and SIGINT after a logical step, with a checkpoint.
 
-A signal is only noted. At the end of the step the ranks learn of it together, by the same collective that adds up their
-sums; then they save one checkpoint and exit. A second SIGINT stops at once, as Ctrl-C does everywhere.
+The handler only notes a signal. At the end of the step the ranks learn of the signal together, by the same collective
+that adds up their sums; then they save one checkpoint and exit. A second SIGINT stops the run at once.
 """
 
 import signal
@@ -21,7 +21,7 @@ class StopOnSignal(pl.Callback):
     """Ends ``fit`` with exit code 143 on SIGTERM and 130 on SIGINT, at the end of a step.
 
     The checkpoint ``interrupted-step=<n>.ckpt`` is saved beside those of the first ``ModelCheckpoint``. Under SLURM,
-    where Lightning saves a checkpoint and requeues the job on SIGUSR1, it does so at the end of the step too.
+    Lightning saves a checkpoint and requeues the job on SIGUSR1; that happens at the end of a step too.
     """
 
     def __init__(self) -> None:
@@ -30,16 +30,11 @@ class StopOnSignal(pl.Callback):
         self._folder = Path()
         self._before: dict[int, Any] = {}
 
-    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._signal = None
-        # Asked by every rank: they take collectives.
-        log = Path(trainer.log_dir or trainer.default_root_dir)
-        folders = [each.dirpath for each in trainer.checkpoint_callbacks if isinstance(each, ModelCheckpoint)]
-        self._folder = Path(next((str(folder) for folder in folders if folder), log / "checkpoints"))
-
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Take the place of Lightning's handlers: that for SIGTERM may start a collective at any moment."""
-        run = private_run_of(trainer)
+        self._signal, run = None, private_run_of(trainer)
+        folders = [each.dirpath for each in trainer.checkpoint_callbacks if isinstance(each, ModelCheckpoint)]
+        self._folder = Path(next((str(folder) for folder in folders if folder), run.folder / "checkpoints"))
 
         def note(number: int, frame: FrameType | None) -> None:
             if self._signal is not None and number == signal.SIGINT:

@@ -33,13 +33,16 @@ _BATCH_SIZES = (256, 512, 1024, 2048, 4096, 8192)
 
 @dataclass(eq=False)
 class Measured(pl.Callback):
-    """Gradients without noise, taken from the logical steps of a fit."""
+    """Gradients without noise, taken from the logical steps of a fit.
+
+    Attributes:
+        norms: Norm of the whole gradient in each draw.
+        matrices: The gradient of each matrix, (m, n), averaged over the draws, on the CPU.
+    """
 
     num_batches: int
     norms: list[float] = field(default_factory=list)
-    """Norm of the whole gradient in each draw."""
     matrices: dict[str, Tensor] = field(default_factory=dict)
-    """The gradient of each matrix, (m, n), averaged over the draws, on the CPU."""
     num_parameters: int = 0
 
     def on_before_optimizer_step(
@@ -59,10 +62,10 @@ class AnalysisRun:
     """A run as ``dpl fit`` would set it up, stopped before its first step.
 
     Args:
-        arguments: options of ``dpl fit``.
-        checkpoint: file to load weights from; None keeps the initial weights.
-        num_batches: draws to average over.
-        batch_sizes: expected batch sizes to compare; None for the paper's.
+        arguments: Options of ``dpl fit``.
+        checkpoint: File to load weights from; None keeps the initial weights.
+        num_batches: Number of Poisson draws to average over.
+        batch_sizes: Expected batch sizes to compare; None for the paper's.
 
     Raises:
         DpLightningError: if a setting is wrong; the message names it and the fix.
@@ -94,19 +97,9 @@ class AnalysisRun:
 
     @property
     def batch_sizes(self) -> list[int]:
-        """Expected batch sizes to compare: the requested ones, or the paper's and the run's own.
-
-        Raises:
-            ConfigurationError: if a requested one is below 1 or above the number of training examples.
-        """
-        given = (*_BATCH_SIZES, self.batch_size) if self.asked is None else self.asked
-        found = sorted({size for size in given if 1 <= size <= self.num_train})
-        if self.asked is not None and len(found) < len(set(self.asked)):
-            raise ConfigurationError(
-                f"--batch-sizes has {', '.join(map(str, sorted(set(self.asked) - set(found))))}; choose from 1 to the "
-                f"number of training examples, {self.num_train}."
-            )
-        return found
+        """Expected batch sizes to compare: the requested ones, or the paper's and the run's own."""
+        known = {size for size in (*_BATCH_SIZES, self.batch_size) if size <= self.num_train}
+        return sorted(known if self.asked is None else set(self.asked))
 
     def plan(self, batch_size: int) -> PrivacyPlan:
         """The plan of the run with another batch size."""
@@ -151,6 +144,6 @@ class AnalysisRun:
             self.module.load_state_dict(saved["state_dict"])
         except (KeyError, RuntimeError) as error:
             raise ConfigurationError(
-                f"--ckpt-path {checkpoint} does not fit the configuration's model, {type(self.module).__name__}: "
-                f"{' '.join(str(error).split())[:300]}. Give the checkpoint of a run with the same model."
+                f"--ckpt-path {checkpoint} does not fit the configuration's model: {error}. Give the checkpoint of a "
+                "run with the same model."
             ) from error

@@ -9,7 +9,6 @@ Each run is a fit of `synthetic_fit` with another loss:
   module's own times a large number, while the losses of the others are multiplied by zero.
 """
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -20,7 +19,7 @@ from torch import Tensor
 
 from dp_lightning.commands.composition import Composer, prepare
 from dp_lightning.commands.pricing import plan_of
-from dp_lightning.commands.synthetic_fit import Columns, NewLoss, Releases, fit_on_synthetic_images
+from dp_lightning.commands.synthetic_fit import Releases, fit_on_synthetic_images
 from dp_lightning.errors import ConfigurationError
 from dp_lightning.privacy.clipping import ClipPlan
 from dp_lightning.privacy.plan import PrivacyPlan
@@ -29,7 +28,7 @@ from dp_lightning.privacy.plan import PrivacyPlan
 EXAMPLES = 8
 # Noise values that the run of noise aims for.
 _DRAWS = 200_000
-# Canaries left out for each one that takes part: they cost nothing and make the false positive rate more precise.
+# Canaries left out for each canary that takes part; they cost nothing and sharpen the false positive rate.
 EXCLUDED = 4
 # Norm of a gradient before clipping, in units of C: far above C, and its square far below the largest float32.
 _LENGTH = 1e4
@@ -63,45 +62,34 @@ def place_canaries(
 ) -> tuple[Canaries, Canaries]:
     """Draw distinct random coordinates for the canaries that take part, and for those that do not.
 
-    Each canary has a coordinate in every group, as long as there are enough: four fifths of a group's coordinates
-    are kept for canaries that do not take part.
+    Each canary has a coordinate in every group, as long as there are enough: four fifths of a parameter's coordinates
+    are kept for canaries that do not take part. The parameters of a group share its canaries as evenly as their sizes
+    allow.
 
     Args:
-        sizes: number of elements of each parameter.
-        groups: names of the parameters that are clipped together.
-        count: number of canaries that take part, if the parameters have room for them.
+        sizes: Number of elements of each parameter.
+        groups: Names of the parameters that are clipped together.
+        count: Number of canaries that take part, if the parameters have room for them.
     """
-    index = {name: k for k, name in enumerate(sizes)}
-    drawn: tuple[list[list[tuple[int, int]]], list[list[tuple[int, int]]]] = ([], [])
+    names = list(sizes)
+    kept: tuple[list[list[tuple[int, int]]], ...] = ([], [])
     for group in groups:
-        room = [_room(sizes[name]) for name in group]
-        slots: tuple[list[tuple[int, int]], list[tuple[int, int]]] = ([], [])
-        for name, taken in zip(group, _spread(count, room), strict=True):
+        left, drawn = count, ([], [])  # type: ignore[var-annotated]
+        for place, name in enumerate(sorted(group, key=lambda name: sizes[name])):  # large ones take what is left
+            taken = min(_room(sizes[name]), -(-left // (len(group) - place)))
+            left -= taken
             order = torch.randperm(sizes[name], generator=generator)[: (1 + EXCLUDED) * taken].tolist()
-            slots[0].extend((index[name], place) for place in order[:taken])
-            slots[1].extend((index[name], place) for place in order[taken:])
-        for kept, mine in zip(drawn, slots, strict=True):
-            kept.append([mine[k] for k in torch.randperm(len(mine), generator=generator).tolist()])
-    first, second = (_canaries(kept, len(sizes)) for kept in drawn)
-    return first, second
+            for mine, coordinates in zip(drawn, (order[:taken], order[taken:]), strict=True):
+                mine.extend((names.index(name), coordinate) for coordinate in coordinates)
+        for every, mine in zip(kept, drawn, strict=True):
+            every.append([mine[k] for k in torch.randperm(len(mine), generator=generator).tolist()])
+    included, excluded = (_canaries(every, len(sizes)) for every in kept)
+    return included, excluded
 
 
 def _room(size: int) -> int:
     """The most canaries that can take part in a parameter of ``size`` elements."""
     return max(1, size // (1 + EXCLUDED))
-
-
-def _spread(count: int, room: Sequence[int]) -> list[int]:
-    """Split ``count`` as evenly as the room allows."""
-    taken = [0] * len(room)
-    left = min(count, sum(room))
-    while left:
-        open_ = [k for k in range(len(room)) if taken[k] < room[k]]
-        each = max(left // len(open_), 1)
-        for k in open_:
-            more = min(each, room[k] - taken[k], left)
-            taken[k], left = taken[k] + more, left - more
-    return taken
 
 
 def _canaries(groups: Sequence[Sequence[tuple[int, int]]], parameters: int) -> Canaries:
@@ -118,7 +106,7 @@ class AuditRuns:
     """Makes the runs of an audit.
 
     Args:
-        arguments: options of ``dpl fit``.
+        arguments: Options of ``dpl fit``.
 
     Raises:
         DpLightningError: if a setting is wrong; the message names it and the fix.
@@ -127,19 +115,17 @@ class AuditRuns:
     def __init__(self, arguments: Sequence[str]) -> None:
         self.settings = Composer()(arguments)
         cli = prepare(self.settings)
-        data: Any = cli.datamodule
         num_train = cast(int, cli.privacy.num_train)  # persons, if they are the unit
         self.plan: PrivacyPlan = plan_of(self.settings["privacy"], self.settings["trainer"], num_train=num_train)
         if self.plan.noise_multiplier == 0:
             raise ConfigurationError("privacy.noise_multiplier is 0: the run claims no privacy, so nothing is audited.")
         self.clip_plan: ClipPlan = cli.privacy.clip_plan
-        self.names = f"{type(cli.model).__name__}, {type(data).__name__}"
+        self.names = f"{type(cli.model).__name__}, {type(cli.datamodule).__name__}"
         self.sizes = {name: p.numel() for name, p in cli.model.named_parameters() if p.requires_grad}
         self.groups = list(self.clip_plan.groups(self.sizes).values())
-        self.num_ranks = cli.trainer.world_size
         self.is_first = cli.trainer.is_global_zero
-        devices = cli.trainer.strategy.root_device.type
-        self.machine = f"{self.num_ranks} processes on {devices}" if self.num_ranks > 1 else f"one {devices} device"
+        self.machine = f"{cli.trainer.world_size} processes on {cli.trainer.strategy.root_device.type}"
+        self._length = _LENGTH * max(self.clip_plan.max_grad_norm, 1.0)
 
     @property
     def noise_standard_deviation(self) -> float:
@@ -151,33 +137,28 @@ class AuditRuns:
         """Enough steps for ``_DRAWS`` noise values, but from 8 to 32."""
         return min(max(-(-_DRAWS // sum(self.sizes.values())), 8), 32)
 
-    @property
-    def _length(self) -> float:
-        return _LENGTH * max(self.clip_plan.max_grad_norm, 1.0)
-
     def noise(self, releases: Releases) -> None:
-        """``steps_of_noise`` steps of noise alone."""
+        """Take ``steps_of_noise`` steps of noise alone."""
 
         def step(module: pl.LightningModule, own: Callable[[Any], Any]) -> Callable[[Any], Tensor]:
             return lambda batch: own(batch[0]) * 0.0
 
-        self._fit(step, lambda generator: (torch.arange(EXAMPLES),), EXAMPLES, self.steps_of_noise, releases)
+        self._fit(step, _numbered, releases, examples=EXAMPLES, steps=self.steps_of_noise)
 
     def canaries(
         self,
         count: int,
         steps: int,
-        releases: Callable[[int, Canaries, Canaries, list[Tensor]], None],
+        releases: Callable[[Canaries, Canaries, list[Tensor]], None],
         *,
         private: bool = True,
     ) -> None:
-        """Steps in which ``count`` canaries take part.
+        """Take steps in which ``count`` canaries take part.
 
         Args:
-            releases: called with the step, the canaries that take part, those that do not, and the released sums.
-            private: False turns the noise off.
+            releases: Called for each step with the canaries that take part, those that do not, and the released sums.
+            private: Whether noise is added.
         """
-        length = self._length
         found: list[Canaries] = []
 
         def columns(generator: torch.Generator) -> tuple[Tensor, ...]:
@@ -190,50 +171,30 @@ class AuditRuns:
             def loss(batch: Any) -> Tensor:
                 _, places, chosen = (part[0] if isinstance(part, Tensor) else part for part in batch)  # of one view
                 values = [p.reshape(-1).gather(0, places[k : k + 1]) for k, p in enumerate(parameters)]
-                return length * (torch.cat(values) * chosen).sum()
+                return self._length * (torch.cat(values) * chosen).sum()
 
             return loss
 
         def look(number: int, sums: dict[str, Tensor]) -> None:
-            releases(number, found[0], found[1], list(sums.values()))
+            releases(found[0], found[1], list(sums.values()))
 
         rows = max(min(count, sum(_room(self.sizes[name]) for name in group)) for group in self.groups)
         largest = max(_MEMORY // (4 * sum(self.sizes.values())), 1)
-        self._fit(step, columns, rows, steps, look, private=private, largest=largest)
+        self._fit(step, columns, look, examples=rows, steps=steps, private=private, largest=largest)
 
     def contributions(self, releases: Releases) -> None:
-        """``EXAMPLES`` steps without noise, with a nonzero loss for one example in each."""
-        length = self._length
+        """Take ``EXAMPLES`` steps without noise, with a nonzero loss for one example in each step."""
 
         def step(module: pl.LightningModule, own: Callable[[Any], Any]) -> Callable[[Any], Tensor]:
-            return lambda batch: own(batch[0]) * ((batch[1][0] == module.trainer.global_step) * length)
+            return lambda batch: own(batch[0]) * ((batch[1][0] == module.trainer.global_step) * self._length)
 
-        self._fit(step, lambda generator: (torch.arange(EXAMPLES),), EXAMPLES, EXAMPLES, releases, private=False)
+        self._fit(step, _numbered, releases, examples=EXAMPLES, steps=EXAMPLES, private=False)
 
-    def _fit(
-        self,
-        loss: NewLoss,
-        columns: Columns,
-        examples: int,
-        steps: int,
-        releases: Releases,
-        *,
-        private: bool = True,
-        largest: int | None = None,
-    ) -> None:
+    def _fit(self, *functions: Any, private: bool = True, **numbers: Any) -> None:
         """`fit_on_synthetic_images` with the plan's noise, or without noise."""
-        fit_on_synthetic_images(
-            self.settings,
-            loss,
-            columns,
-            releases,
-            examples=examples,
-            steps=steps,
-            noise_multiplier=self.plan.noise_multiplier if private else 0.0,
-            largest=largest,
-        )
+        sigma = self.plan.noise_multiplier if private else 0.0
+        fit_on_synthetic_images(self.settings, *functions, noise_multiplier=sigma, **numbers)
 
 
-def steps_of_canaries(noise_multiplier: float) -> int:
-    """Enough steps for a doubled contribution to stand out, from 2 to 16."""
-    return min(max(math.ceil((0.7 * noise_multiplier) ** 2), 2), 16)
+def _numbered(generator: torch.Generator) -> tuple[Tensor, ...]:
+    return (torch.arange(EXAMPLES),)

@@ -67,7 +67,7 @@ def _copy(paths: list[Path], to: Path) -> None:
     grids = [Grid.load(path) for path in paths if GRIDS in path.parts]
     points = [point for grid in grids for points in grid.axes.values() for point in points]
     named = [path for each in (*(grid.base for grid in grids), *(point.configs for point in points)) for path in each]
-    sources = {path_of(path).resolve() for path in (*paths, *named)}
+    sources = {path.resolve() for path in (*paths, *map(path_of, named))}
     targets = {path: to / path.relative_to(FOLDER.resolve()) for path in sorted(sources)}
     for path, target in targets.items():
         if target.exists() and target.read_bytes() != path.read_bytes():

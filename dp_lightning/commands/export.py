@@ -3,10 +3,10 @@
 import argparse
 import hashlib
 import json
-import pydoc
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from dp_lightning.atomic_files import replacing, require_writable
-from dp_lightning.commands.onnx_contract import contract
 from dp_lightning.commands.verify import EXPORTED, verify
-from dp_lightning.errors import ConfigurationError, DataError, ModelError
+from dp_lightning.errors import ConfigurationError, DataError
 from dp_lightning.lightning_modules import ImageClassifier, TimmModule
 from dp_lightning.models.feature_network import FeatureNetwork
 from dp_lightning.models.pretrained import without_weights
@@ -25,15 +24,16 @@ from dp_lightning.models.pretrained_input import PretrainedInput
 from dp_lightning.models.trained import merge_low_rank
 from dp_lightning.privacy.exported import FACTS
 from dp_lightning.privacy.journal import journal_name, journal_of, read_journal, up_to
-from dp_lightning.privacy.statement import STATEMENT, PrivacyStatement
+from dp_lightning.privacy.statement import STATEMENT
 from dp_lightning.privacy.weights import digest_of
 from dp_lightning.private_run.resume import SavedRun
 from dp_lightning.private_run.saved_model import SavedModel
 from dp_lightning.strategies.checkpoint_io import PrivateCheckpointIO
 
-_FILES = (EXPORTED, "model.onnx", "model.json")
 # The package that writes each format.
 _PACKAGES = {"safetensors": "safetensors", "onnx": "onnxscript"}
+# ITU-R 601, as `ImageFiles` computes it.
+_GREY = "grey: (299 R + 587 G + 114 B + 500) // 1000 of the resized and cropped RGB image"
 
 
 def main(arguments: list[str]) -> None:
@@ -45,93 +45,49 @@ def main(arguments: list[str]) -> None:
 def export(options: argparse.Namespace) -> list[Path]:
     """Write ``model.safetensors``, ``model.onnx``, ``model.json`` and the privacy statement into ``out``.
 
-    The checkpoint is first verified as by `dpl verify`, which can check the folder too: the folder has the journal up
-    to the checkpoint's steps, and the statement has the digest of each file. The statement's ``weights`` is the digest
-    of the tensors in ``model.safetensors``, whose metadata has the same statement without ``files``. ``model.json`` has
-    the digest of the checkpoint's weights, the names of the classes, and the size to which the data module resizes an
-    image before the center crop. For a linear probe, ``model.onnx`` includes the network that computes its features,
-    and ``model.safetensors`` has only the probe. Low-rank additions are merged into the weights. The folder must not
-    hold another export, so that no statement lies beside a network that it does not describe.
+    The checkpoint is first verified as by `dpl verify`, which can check ``out`` too: the folder has the journal up to
+    the checkpoint's steps, and the statement has the digest of each file. The statement's ``weights`` is the digest of
+    the tensors in ``model.safetensors``, whose metadata has the same statement without ``files``.
 
     ``model.onnx`` takes images as the data module gives them, float32 (n, C, H, W) after the normalisation of the data,
-    and returns logits (n, classes). ``onnx`` in ``model.json`` has every step from an image file to that input.
-    ``model.safetensors`` has only the network's tensors: the resizing and the normalisation that a ``TimmModule`` with
-    pretrained weights applies to its images are part of ``model.onnx``, and ``input`` in ``model.json`` states them.
+    and returns logits (n, classes); it includes what the module does to images, and for a linear probe the network that
+    computes its features. ``onnx`` in ``model.json`` has every step from an image file to that input.
+    ``model.safetensors`` has only the network's tensors, with low-rank additions merged into them.
 
     Returns:
         The paths of the files.
 
     Raises:
         ConfigurationError: naming the option and the fix.
-        DataError: the checkpoint cannot be read.
+        DataError: if the checkpoint cannot be read, or does not belong to the journal beside it.
     """
     checkpoint, out = Path(options.ckpt_path), Path(options.out)
     formats = options.format or list(_PACKAGES)
-    _require_packages(formats)
-    weights, run, model = _read(checkpoint)
-    _require_empty(out)
-    module = _module(checkpoint, weights, model, options.module_class)
-    _require_whole(checkpoint)
-    if isinstance(module, TimmModule):
-        merge_low_rank(module.model)
-    tensors = _tensors(module)
-    statement = replace(run.statement, weights=digest_of(tensors))
-    facts = _facts(module, model, statement, checkpoint=run.statement.weights)
-    contents = _journal(checkpoint, run.statement)
-    if "onnx" in formats:
-        contents["model.onnx"], facts["onnx"] = _onnx_of(module, model, options)
-    if "safetensors" in formats:
-        contents[EXPORTED] = _safetensors(tensors, facts, statement)
-    contents["model.json"] = (json.dumps(facts, indent=2, default=str) + "\n").encode()
-    written = _written(contents, statement, out)
-    if statement.release != "ok":
-        print(f"The exported network is {statement.release}", file=sys.stderr)
-    return written
-
-
-def _require_packages(formats: list[str]) -> None:
     for name in formats:
-        if pydoc.safeimport(_PACKAGES[name]) is None:
+        if find_spec(_PACKAGES[name]) is None:
             raise ConfigurationError(f"--format {name} needs {_PACKAGES[name]}: pip install 'dp-lightning[export]'")
-
-
-def _read(checkpoint: Path) -> tuple[dict[str, Tensor], SavedRun, SavedModel]:
-    """The weights of a checkpoint, its run and its model."""
+    require_writable(out, "--out")
+    for name in (EXPORTED, "model.onnx", "model.json", "privacy_statement.json"):
+        if (out / name).exists():
+            raise ConfigurationError(
+                f"--out {out} holds {name} of an earlier export. Give another folder, or remove that export."
+            )
     saved = PrivateCheckpointIO().load_checkpoint(checkpoint)
-    try:
-        run = SavedRun.read(saved)
-    except DataError as error:
-        raise DataError(f"{checkpoint} cannot be exported: {error}.") from error
+    run, model = SavedRun.read(saved), SavedModel.read(saved)
     if run is None:
         raise ConfigurationError(
             f"{checkpoint} has no privacy statement: it is not from a private run, so it is unknown what its weights "
             "reveal."
         )
-    return saved["state_dict"], run, SavedModel.read(saved)
-
-
-def _require_empty(out: Path) -> None:
-    require_writable(out, "--out")
-    there = [name for name in (*_FILES, "privacy_statement.json") if (out / name).exists()]
-    if there:
-        raise ConfigurationError(
-            f"--out {out} holds {there[0]} of an earlier export. Give another folder, or remove that export."
-        )
-
-
-def _require_whole(checkpoint: Path) -> None:
-    if wrong := [f"{subject}: {finding}" for subject, finding in verify(checkpoint, []) if finding is not None]:
+    if wrong := [f"{subject}: {finding}" for subject, finding in verify(checkpoint) if finding is not None]:
         raise DataError(
             f"{checkpoint} and the journal beside it do not belong together, so it is not exported: "
             f"{'; '.join(wrong)}. Use the checkpoint as the run left it, with the journal of its folder."
         )
-
-
-def _facts(
-    module: pl.LightningModule, model: SavedModel, statement: PrivacyStatement, *, checkpoint: str
-) -> dict[str, Any]:
-    """The content of ``model.json``."""
-    return {
+    module = _module(checkpoint, saved["state_dict"], model, options.module_class)
+    tensors = _tensors(module)
+    statement = replace(run.statement, weights=digest_of(tensors))
+    facts: dict[str, Any] = {
         "class_path": model.class_path,
         "settings": dict(model.settings),
         "input": _input_of(module),
@@ -140,38 +96,34 @@ def _facts(
         "epsilon": statement.to_dict()["epsilon"],
         "delta": statement.plan.delta,
         "release": statement.release,
-        "checkpoint": checkpoint,
+        "checkpoint": run.statement.weights,
     }
+    journal = journal_name(statement.run)
+    steps = read_journal(checkpoint.parent / journal, statement.run)
+    contents = {journal: journal_of(up_to(statement.journal_head, steps))}
+    if "onnx" in formats:
+        contents["model.onnx"], facts["onnx"] = _onnx_of(module, model, options)
+    if "safetensors" in formats:
+        from safetensors.torch import save
 
-
-def _journal(checkpoint: Path, claims: PrivacyStatement) -> dict[str, bytes]:
-    """The journal up to the checkpoint's steps, by file name."""
-    name = journal_name(claims.run)
-    steps = read_journal(checkpoint.parent / name, claims.run)
-    return {name: journal_of(up_to(claims.journal_head, steps))}
-
-
-def _safetensors(tensors: dict[str, Tensor], facts: dict[str, Any], statement: PrivacyStatement) -> bytes:
-    from safetensors.torch import save
-
-    return save(tensors, {FACTS: json.dumps(facts, default=str), STATEMENT: json.dumps(statement.saved())})
-
-
-def _written(contents: dict[str, bytes], statement: PrivacyStatement, out: Path) -> list[Path]:
-    """Write the files, and the statement with their digests."""
+        said = {FACTS: json.dumps(facts, default=str), STATEMENT: json.dumps(statement.saved())}
+        contents[EXPORTED] = save(tensors, said)
+    contents["model.json"] = (json.dumps(facts, indent=2, default=str) + "\n").encode()
     digests = {name: hashlib.sha256(content).hexdigest() for name, content in contents.items()}
     written = list(replace(statement, files=digests).write(out))
     for name, content in contents.items():
         with replacing(out / name) as file:
             file.write(content)
         written.append(out / name)
+    if statement.release != "ok":
+        print(f"The exported network is {statement.release}", file=sys.stderr)
     return written
 
 
 def _module(
     checkpoint: Path, weights: dict[str, Tensor], saved: SavedModel, module_class: str | None
 ) -> pl.LightningModule:
-    """The module of the checkpoint, as it was trained."""
+    """The module of the checkpoint, as it was trained, with low-rank additions merged into the weights."""
     kind = saved.module_class(trusted=module_class)
     if kind is None:
         raise ConfigurationError(
@@ -184,6 +136,8 @@ def _module(
         module.load_state_dict(weights)
     except RuntimeError as error:
         raise DataError(f"{checkpoint} does not fit {kind.__name__}: {str(error).splitlines()[-1].strip()}") from error
+    if isinstance(module, TimmModule):
+        merge_low_rank(module.model)
     return module.eval()
 
 
@@ -192,11 +146,8 @@ def _input_of(module: pl.LightningModule) -> dict[str, Any] | None:
     prepare = getattr(module, "input", None)
     if not isinstance(prepare, PretrainedInput) or prepare.size is None:
         return None
-    return {
-        "size": list(prepare.size),
-        "scale": prepare.scale.flatten().tolist(),
-        "shift": prepare.shift.flatten().tolist(),
-    }
+    scale, shift = (values.flatten().tolist() for values in (prepare.scale, prepare.shift))
+    return {"size": list(prepare.size), "scale": scale, "shift": shift}
 
 
 def _tensors(module: pl.LightningModule) -> dict[str, Tensor]:
@@ -209,34 +160,26 @@ def _tensors(module: pl.LightningModule) -> dict[str, Tensor]:
 def _onnx_of(
     module: pl.LightningModule, model: SavedModel, options: argparse.Namespace
 ) -> tuple[bytes, dict[str, Any]]:
-    """The network as ONNX, and its contract; for a probe, including the network that computes its features."""
+    """The network as ONNX, and what it takes and returns; for a probe, with the network that computes its features."""
+    images: Mapping[str, Any]
     if (features := model.data.get("features")) is None:
         whole: nn.Module = module
-        images: Mapping[str, Any] = {"resized_to": model.data.get("resized_to"), **model.settings}
+        images = {"resized_to": model.data.get("resized_to"), **model.settings}
     else:
         weights, images = options.feature_weights, {**features["network"], **features}
         before = FeatureNetwork.again(features["network"], weights=weights, setting="--feature-weights")
         whole = nn.Sequential(before, module).eval()
-    program = _onnx(whole, images.get("in_channels"), options.image_size or images.get("image_size"))
-    return program, contract(
-        program,
-        images=images,
-        resized_to=images.get("resized_to"),
-        class_names=model.data.get("class_names"),
-        logits=isinstance(module, ImageClassifier),
-    )
-
-
-def _onnx(module: nn.Module, channels: int | None, size: int | None) -> bytes:
+    channels, size = images.get("in_channels"), options.image_size or images.get("image_size")
     if channels is None or size is None:
         raise ConfigurationError(
             "The checkpoint does not say how large its images are. Give --image-size, or --format safetensors."
         )
-    example = torch.zeros((2, channels) if size == 1 else (2, channels, size, size))
+    shape = (channels,) if size == 1 else (channels, size, size)
+    example = torch.zeros(2, *shape)
     with torch.no_grad():
-        module(example)  # what it makes once for images of this size is a constant of the program
-    program = torch.onnx.export(
-        module,
+        classes = whole(example).shape[1]  # what the network makes once for images of this size is a constant
+    program: Any = torch.onnx.export(
+        whole,
         (example,),
         dynamo=True,
         verbose=False,
@@ -244,12 +187,50 @@ def _onnx(module: nn.Module, channels: int | None, size: int | None) -> bytes:
         output_names=["logits"],
         dynamic_shapes=({0: torch.export.Dim("n")},),
     )
-    if program is None:
-        raise ModelError(
-            "torch.onnx.export returned no program for the model. Export only its weights: --format safetensors."
-        )
-    content: bytes = program.model_proto.SerializeToString()
-    return content
+    meaning = "logits: softmax over the last axis gives the probabilities of the classes"
+    contract = {
+        "input": {"name": "images", "dtype": "float32", "shape": ["n", *shape], **_preparation(shape, images)},
+        "output": {
+            "name": "logits",
+            "dtype": "float32",
+            "shape": ["n", classes],
+            "meaning": meaning if isinstance(module, ImageClassifier) else "what forward of the module returns",
+            "class_names": model.data.get("class_names"),
+        },
+    }
+    return program.model_proto.SerializeToString(), contract
+
+
+def _preparation(shape: tuple[int, ...], images: Mapping[str, Any]) -> dict[str, Any]:
+    """What `dpl predict` does to an image file before the call; the program does none of it.
+
+    Args:
+        shape: (C, H, W) of an input, or (D,) of a vector of features, which is not prepared.
+        images: ``mean`` and ``std`` of the data's normalisation, one number for each channel or one for all, which may
+            be missing; ``resized_to``, the length of the shorter side in pixels before the centre crop.
+    """
+    if len(shape) == 1:
+        return {"layout": "NC"}
+    channels, height, width = shape
+    given = {name: images.get(name) for name in ("mean", "std")}
+    each = {name: v if v is None else list(v) * (channels if len(v) == 1 else 1) for name, v in given.items()}
+    return {
+        "layout": "NCHW",
+        "channels": {1: _GREY, 3: "RGB"}.get(channels, "as in the training data"),
+        "resize": {
+            "shorter_side": images.get("resized_to") or height,
+            "longer_side": "shorter_side * longer side of the file / shorter side of the file, rounded down",
+            "interpolation": "bilinear, antialiased, on 8-bit pixels",
+        },
+        "center_crop": [height, width],
+        "crop_from": "left and top: (side - crop) / 2, rounded to the nearest integer and halves to the even one",
+        "exif_orientation": "ignored",
+        "transparency": "ignored",
+        "range": [0.0, 1.0],
+        "scale_to_range": "pixel / 255",
+        **each,
+        "normalize": "(scaled pixel - mean) / std for each channel, before the call: the program does not do it",
+    }
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -6,32 +6,26 @@ set is not read; only its image size, channels and normalisation are used.
 """
 
 import argparse
-import re
-import signal
-import sys
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
-from dp_lightning.atomic_files import replacing, require_writable, why_not_own
+import torch
+from safetensors.torch import save
+
+from dp_lightning.atomic_files import replacing, require_writable
+from dp_lightning.commands.composition import Composer, prepare
 from dp_lightning.commands.named_configs import with_paths
 from dp_lightning.errors import ConfigurationError, DataError
-
-if TYPE_CHECKING:
-    import torch
-
-    from dp_lightning.models.pretraining import Pretraining
-
-_PROCESSES = ("dead_leaves", "spectra", "random_networks")
-_SAY_EVERY, _SAVE_EVERY = 30.0, 300.0  # seconds
+from dp_lightning.lightning_modules.classifiers import OWN_NETWORKS
+from dp_lightning.models.pretraining import Pretraining, Recipe, random_images
+from dp_lightning.models.random_images import PROCESSES
+from dp_lightning.privacy.exported import RANDOM_IMAGES, RECIPE, SOURCE, TENSORS, recipe_of
+from dp_lightning.privacy.weights import digest_of
 
 
 def main(arguments: list[str]) -> None:
     """Pretrain, and print where the weights are and how a run starts from them."""
     options, of_fit = _parser().parse_known_args(with_paths(arguments)[1:])
-    if not any(argument == "--config" or argument.startswith("--config=") for argument in of_fit):
+    if not any(argument.startswith("--config") for argument in of_fit):
         raise ConfigurationError("dpl pretrain needs the --config of a run, such as configs/wrn16_cifar10.yaml.")
     if options.out.suffix != ".safetensors":
         raise ConfigurationError(f"--out is {options.out}; weights are written as .safetensors.")
@@ -40,21 +34,12 @@ def main(arguments: list[str]) -> None:
 
 
 def pretrain(options: argparse.Namespace, of_fit: list[str]) -> None:
-    """Train, or go on with a training of the same recipe that was stopped; a finished one is left as it is.
+    """Train, or resume a training of the same recipe that was stopped; a finished one is left as it is.
 
     Raises:
         ConfigurationError: for settings that cannot be used, or a file of another recipe.
+        DataError: if the file of the unfinished training is damaged.
     """
-    # Imported here to keep --help fast.
-    import torch
-    from safetensors.torch import save
-
-    from dp_lightning.commands.composition import Composer, prepare
-    from dp_lightning.lightning_modules.classifiers import OWN_NETWORKS
-    from dp_lightning.models.pretraining import Pretraining, Recipe, random_images
-    from dp_lightning.privacy.exported import RANDOM_IMAGES, RECIPE, SOURCE, TENSORS, recipe_of
-    from dp_lightning.privacy.weights import digest_of
-
     settings = Composer()(of_fit)
     if settings["model"].get("init_args", {}).get("weights") is not None:
         raise ConfigurationError("model.init_args.weights is set, but pretraining starts from nothing. Remove it.")
@@ -89,24 +74,18 @@ def pretrain(options: argparse.Namespace, of_fit: list[str]) -> None:
         return
     device = _device(options.device)
     unfinished = options.out.with_name(f"{options.out.name}.unfinished")
-    state = _read(unfinished) if unfinished.exists() else None
-    if state is not None and state.get("recipe") != recipe.to_json():
+    state = torch.load(unfinished, weights_only=True, map_location="cpu") if unfinished.exists() else None
+    if state is not None and state["recipe"] != recipe.to_json():
         raise ConfigurationError(f"{unfinished} is of another recipe. Remove it, or give another --out.")
-    say = _Said()
-    images = random_images(recipe, lambda count: say(f"{count:,} of {recipe.images:,} random images"))
+    images = random_images(recipe, lambda made: None if made % 10_000 else print(f"{made:,} random images", flush=True))
     training = Pretraining(cli.model.model.train(), recipe, images, device)
     if state is not None:
         try:
             training.load_state_dict(state)
         except DataError as error:
             raise DataError(f"{unfinished} is damaged ({error}). Remove it to begin again.") from error
-        print(f"Going on after step {training.steps:,}.", flush=True)
-
-    def keep() -> None:
-        with replacing(unfinished, private=True) as file:
-            torch.save(training.state_dict(), file)
-
-    _run(training, say, keep)
+        print(f"Resuming after step {training.steps:,}.", flush=True)
+    _run(training, unfinished)
     weights = training.weights()
     with replacing(options.out) as file:
         said = {RECIPE: recipe.to_json(), SOURCE: RANDOM_IMAGES, TENSORS: digest_of(weights)}
@@ -116,94 +95,33 @@ def pretrain(options: argparse.Namespace, of_fit: list[str]) -> None:
     print(f"A private run starts from it with --model.init_args.weights {options.out}.")
 
 
-def _device(asked: str | None) -> "torch.device":
-    import torch
-
+def _device(asked: str | None) -> torch.device:
     name = asked or ("cuda" if torch.cuda.is_available() else "cpu")
-    if re.fullmatch(r"cpu|cuda(:\d+)?", name) is None:
-        raise ConfigurationError(f"--device is {name}; choose cpu or cuda.")
-    if name != "cpu" and int(name.partition(":")[2] or 0) >= torch.cuda.device_count():
-        raise ConfigurationError(f"--device is {name}, and torch finds {torch.cuda.device_count()} GPUs. Set cpu.")
+    kind, _, number = name.partition(":")
+    if kind not in ("cpu", "cuda") or (kind == "cuda" and int(number or 0) >= torch.cuda.device_count()):
+        raise ConfigurationError(f"--device is {name}; choose cpu, or cuda where torch finds a GPU.")
     return torch.device(name)
 
 
-def _run(training: "Pretraining", say: "_Said", keep: Callable[[], None]) -> None:
-    """Take the steps that are left; what is done is kept every five minutes, and where a signal ends the command."""
-    first, start = training.steps, time.monotonic()
-    kept, total = start, training.recipe.steps
-    with _noted() as signals:
-        while training.steps < total and not signals:
-            loss = training.step()
-            now = time.monotonic()
-            if say.is_due(now) or training.steps == total:
-                left = (now - start) / (training.steps - first) * (total - training.steps)
-                _require_finite(loss, training)
-                say(f"step {training.steps:,} of {total:,}, loss {loss.item():.3f}, {left / 60:.0f} min left", now)
-            if now - kept > _SAVE_EVERY:
-                _require_finite(loss, training)
-                keep()
-                kept = now
-        if training.steps < total:
-            keep()
-            print(f"Stopped after step {training.steps:,}. The same command goes on from there.", flush=True)
-            sys.exit(128 + signals[0])
-
-
-def _require_finite(loss: "torch.Tensor", training: "Pretraining") -> None:
-    """Refuse weights that are lost.
+def _run(training: Pretraining, unfinished: Path) -> None:
+    """Take the steps that are left; after each hundredth of all steps they are kept in a file, to resume from.
 
     Raises:
-        ConfigurationError: the loss is no finite number.
+        ConfigurationError: if the loss is no finite number, so that the weights are lost.
     """
-    if not loss.isfinite():
-        raise ConfigurationError(
-            f"The loss is {loss.item()} at step {training.steps:,}: --learning-rate {training.recipe.learning_rate:g} "
-            "is too high. Lower it."
-        )
-
-
-@contextmanager
-def _noted() -> Iterator[list[int]]:
-    """Within this context, SIGTERM and Ctrl-C are only put into the list."""
-    noted: list[int] = []
-    before = {
-        number: signal.signal(number, lambda given, frame: noted.append(given))
-        for number in (signal.SIGTERM, signal.SIGINT)
-    }
-    try:
-        yield noted
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-class _Said:
-    """Prints a line when the last one is a while ago."""
-
-    def __init__(self) -> None:
-        self._last = float("-inf")
-
-    def is_due(self, now: float) -> bool:
-        return now - self._last >= _SAY_EVERY
-
-    def __call__(self, line: str, now: float | None = None) -> None:
-        if now is not None or self.is_due(time.monotonic()):
-            print(line, flush=True)
-            self._last = time.monotonic()
-
-
-def _read(path: Path) -> dict[str, Any]:
-    """The state in a file of the user's own; it decides what the weights come from."""
-    import torch
-
-    if (fault := why_not_own(path, others=0o022)) is not None:
-        raise DataError(f"{path} {fault}. Others may have changed the weights in it. Remove it to begin again.")
-    try:
-        found: dict[str, Any] = torch.load(path, weights_only=True, map_location="cpu")
-        found.keys()
-    except Exception as error:
-        raise DataError(f"{path} cannot be read ({type(error).__name__}). Remove it to begin again.") from error
-    return found
+    total = training.recipe.steps
+    while training.steps < total:
+        loss = training.step()
+        if training.steps % max(1, total // 100) and training.steps < total:
+            continue
+        if not loss.isfinite():
+            raise ConfigurationError(
+                f"The loss is {loss.item()} at step {training.steps:,}: --learning-rate "
+                f"{training.recipe.learning_rate:g} is too high. Lower it."
+            )
+        print(f"step {training.steps:,} of {total:,}, loss {loss.item():.3f}", flush=True)
+        with replacing(unfinished, private=True) as file:
+            torch.save(training.state_dict(), file)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -211,12 +129,12 @@ def _parser() -> argparse.ArgumentParser:
         prog="dpl pretrain",
         description=__doc__,
         epilog="Every other option is one of dpl fit, such as --config and --model.init_args.width. A training that is "
-        "stopped goes on when the same command is given again.",
+        "stopped resumes from its last hundredth when the same command is given again.",
         allow_abbrev=False,
     )
     add = parser.add_argument
     add("--out", type=Path, default=Path("random.safetensors"), help="file of the weights; default: random.safetensors")
-    add("--processes", nargs="+", choices=_PROCESSES, default=list(_PROCESSES), help="what makes the images")
+    add("--processes", nargs="+", choices=PROCESSES, default=list(PROCESSES), help="what makes the images")
     add("--images", type=int, default=50_000, help="how many images; default: 50,000")
     add("--steps", type=int, default=10_000, help="steps of the optimizer; default: 10,000")
     add("--batch-size", type=int, default=256, help="images of a step, each in two views; default: 256")

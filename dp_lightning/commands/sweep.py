@@ -12,7 +12,7 @@ import signal
 import statistics
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,14 +20,12 @@ from typing import Any, NamedTuple
 import yaml
 
 from dp_lightning.atomic_files import require_writable
-from dp_lightning.commands.named_configs import path_of
+from dp_lightning.commands.named_configs import path_of, with_paths
 from dp_lightning.errors import ConfigurationError, DpLightningError
 from dp_lightning.experiments.grid import SEED, Cell, Grid
 from dp_lightning.experiments.launchers import LAUNCHERS
-from dp_lightning.experiments.results import Outcome, shown_duration, shown_epsilon
+from dp_lightning.experiments.results import Outcome, chosen_points, needed, shown_duration, shown_epsilon
 from dp_lightning.experiments.runs import RunFolder, components, is_finished
-from dp_lightning.experiments.tuning import chosen_points, needed
-from dp_lightning.foreign_text import load_yaml
 
 
 class PlannedRun(NamedTuple):
@@ -54,16 +52,21 @@ def main(arguments: list[str]) -> None:
     require_writable(options.out, "--out")
     failed = _make(grid, _needed(grid, runs), options)
     if not failed and grid.tuned is not None and SEED in grid.axes:
-        _require_chosen(grid, runs)
+        missing = [place for place, label in chosen_points(grid, outcomes_of(runs)).items() if label is None]
+        if missing:
+            raise ConfigurationError(
+                f"{grid.path}: {grid.tuned} is chosen by validation accuracy, and the runs of {' '.join(missing[0])} "
+                "have none. Keep some training images for it: val_fraction of the data (or of its images) above 0."
+            )
         failed = _make(grid, _needed(grid, runs), options)
+    print(spent_together(outcomes_of(runs)))
     if failed:
+        names = "".join(f"\n  {run.cell.name}: {run.folder.log}" for run in failed)
         print(
             f"{len(failed)} runs failed; their logs say why. The same command resumes them. If a log says that a run "
-            "cannot resume, remove its folder first:",
+            f"cannot resume, remove its folder first:{names}",
             file=sys.stderr,
         )
-        for run in failed:
-            print(f"  {run.cell.name}: {run.folder.log}", file=sys.stderr)
         sys.exit(1)
     overrides = [option for text in options.override for option in ("--override", text)]
     again = shlex.join(["dpl", "report", str(options.grid), "--out", str(options.out), *overrides])
@@ -71,7 +74,7 @@ def main(arguments: list[str]) -> None:
 
 
 def _needed(grid: Grid, runs: Sequence[PlannedRun]) -> list[PlannedRun]:
-    """Those that the grid needs: where an axis is tuned, the other seeds wait for the choice by the first."""
+    """The runs that the grid needs: where an axis is tuned, the other seeds wait for the choice by the first seed."""
     folders = {outcome.folder.path for outcome in needed(grid, outcomes_of(runs))}
     return [run for run in runs if run.folder.path in folders]
 
@@ -81,17 +84,19 @@ def outcomes_of(runs: Sequence[PlannedRun]) -> list[Outcome]:
     return [Outcome.read(run.cell.labels, run.folder) for run in runs]
 
 
-def _require_chosen(grid: Grid, runs: Sequence[PlannedRun]) -> None:
-    missing = [place for place, label in chosen_points(grid, outcomes_of(runs)).items() if label is None]
-    if missing:
-        raise ConfigurationError(
-            f"{grid.path}: {grid.tuned} is chosen by validation accuracy, and the runs of {' '.join(missing[0])} have "
-            "none. Keep some training images for it: val_fraction of the data (or of its images) above 0."
-        )
+def spent_together(outcomes: Sequence[Outcome]) -> str:
+    """What all runs have spent on the same data, attempts that were set aside included; empty before the first step."""
+    from dp_lightning.commands.total import total_epsilon
+
+    folders = [outcome.folder.path for outcome in outcomes if any(outcome.folder.path.rglob("privacy_journal_*.jsonl"))]
+    try:
+        return f"{total_epsilon(folders).sentence}." if folders else ""
+    except DpLightningError as error:
+        return f"What all runs have spent together is unknown: {error}"
 
 
 def _make(grid: Grid, runs: Sequence[PlannedRun], options: argparse.Namespace) -> list[PlannedRun]:
-    """Make those that are not finished, and return those that failed."""
+    """Launch the runs that are not finished, and return the runs that failed."""
     waiting = [run for run in runs if not run.folder.finished]
     print(f"{grid.title}: {len(runs)} runs, {len(runs) - len(waiting)} finished, in {options.out}", flush=True)
     for run in waiting:
@@ -103,8 +108,7 @@ def planned_runs(grid: Grid, out: Path, override: Sequence[str]) -> list[Planned
     """The runs of a grid with their whole configurations, in folders in ``out``.
 
     Args:
-        grid, out: the grid, and the folder of its runs.
-        override: settings of every run, as ``name=value``.
+        override: Settings of every run, as ``name=value``.
 
     Raises:
         DpLightningError: for a setting that does not parse, or two runs with the same settings.
@@ -112,66 +116,40 @@ def planned_runs(grid: Grid, out: Path, override: Sequence[str]) -> list[Planned
     # Imported here, so that --help answers at once.
     from dp_lightning.commands.composition import Composer
 
-    _require_free(grid, override)
+    taken = {name for points in grid.axes.values() for point in points for name in point.settings}
+    for text in override:
+        name, equals, _ = text.partition("=")
+        if not equals:
+            raise ConfigurationError(f"--override {name}: give name=value, such as trainer.max_epochs=1.")
+        if name in taken:  # labels and tables would show the values of the axis for runs with another one
+            raise ConfigurationError(f"--override {name}: an axis of {grid.path} sets it. Change it in a copy.")
     extra = [f"--{text}" for text in override]
-    for argument in (*extra, *(argument for cell in grid.cells() for argument in cell.arguments)):
-        _require_setting(argument)
     compose = Composer()
     runs: list[PlannedRun] = []
     cells: dict[str, Cell] = {}
     for cell in grid.cells():
+        place = f"{grid.path}, run {cell.name}"
         try:
-            settings = compose(arguments := (*cell.arguments, *extra))
+            settings = compose(with_paths(["fit", *cell.arguments, *extra])[1:])
         except DpLightningError as error:
-            raise type(error)(f"{grid.path}, run {cell.name}: {error}") from error
+            raise type(error)(f"{place}: {error}") from error
         # Where a run writes does not change what it does.
         settings["trainer"].pop("default_root_dir", None)
-        _require_own_folder(grid, cell, settings["trainer"])
-        if settings.get("ckpt_path") is not None:
+        keepers = components(settings["trainer"], "callbacks")
+        shared = any(callback["init_args"].get("dirpath") is not None for callback in keepers)
+        if shared or settings.get("ckpt_path") is not None:
             raise ConfigurationError(
-                f"{grid.path}, run {cell.name}: ckpt_path is set. A run of a grid starts without a checkpoint, and "
-                "dpl sweep resumes it from its own checkpoints; remove ckpt_path."
+                f"{place}: {'dirpath of a callback' if shared else 'ckpt_path'} is set. Each run of a grid starts "
+                "without a checkpoint and keeps its own ones in its folder; remove it."
             )
-        folder = RunFolder.of(out, cell.name, settings)
-        runs.append(PlannedRun(cell, arguments, settings, folder))
+        runs.append(PlannedRun(cell, (*cell.arguments, *extra), settings, RunFolder.of(out, cell.name, settings)))
         if (other := cells.setdefault(json.dumps(settings, sort_keys=True, default=str), cell)) is not cell:
             raise ConfigurationError(f"{grid.path}: the runs {other.name} and {cell.name} have the same settings.")
     return runs
 
 
-def _require_free(grid: Grid, override: Sequence[str]) -> None:
-    """Refuse to override what an axis sets: labels and tables would show its values for runs with another one."""
-    names = {text.partition("=")[0] for text in override}
-    for axis, points in grid.axes.items():
-        taken = names & {name for point in points for name in point.settings}
-        if taken:
-            raise ConfigurationError(
-                f"--override {min(taken)}: the axis {axis} of {grid.path} sets it. Change the axis in a copy of the "
-                "file."
-            )
-
-
-def _require_own_folder(grid: Grid, cell: Cell, trainer: Mapping[str, Any]) -> None:
-    """Refuse a checkpoint folder that runs would share: a run could resume from another run's checkpoint."""
-    for callback in components(trainer, "callbacks"):
-        if callback["init_args"].get("dirpath") is not None:
-            raise ConfigurationError(
-                f"{grid.path}, run {cell.name}: dirpath of {callback['class_path']} is set. Each run of a grid keeps "
-                "its checkpoints in its own folder; remove dirpath."
-            )
-
-
-def _require_setting(argument: str) -> None:
-    """Refuse options of ``dpl fit`` that cannot be set for the runs of a grid."""
-    name, equals, _ = argument.removeprefix("--").partition("=")
-    if name in ("help", "print_config", "ckpt_path", "trainer.default_root_dir"):
-        raise ConfigurationError(f"{name} cannot be set for the runs of a grid; remove it.")
-    if argument.startswith("--") and name != "config" and not equals:
-        raise ConfigurationError(f"--override {name}: give name=value, such as trainer.max_epochs=1.")
-
-
 def _launch(runs: Sequence[PlannedRun], options: argparse.Namespace) -> list[PlannedRun]:
-    """Run them, print a line when one ends, and return those that failed."""
+    """Launch the runs, print a line when a run ends, and return the runs that failed."""
     by_folder = {str(run.folder.path): run for run in runs}
     launcher_options = dict(_option(text) for text in options.launcher_option)
     if options.jobs is not None:
@@ -198,8 +176,6 @@ def _ended_by_signals() -> Iterator[None]:
     before = {number: signal.signal(number, leave) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         yield
-    except KeyboardInterrupt:
-        raise SystemExit(130) from None
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
@@ -219,58 +195,47 @@ def _print_prices(grid: Grid, runs: Sequence[PlannedRun]) -> None:
     from dp_lightning.commands.pricing import Pricing
 
     print(f"{grid.title}: {len(runs)} runs")
-    price, total, untimed = Pricing(), 0.0, 0
-    times = []
+    price = Pricing()
+    times, left = [], []
     for run in runs:
-        print(f"\n{run.cell.name}" + (" (finished)" if run.folder.finished else ""))
+        finished = run.folder.finished
+        print(f"\n{run.cell.name}" + (" (finished)" if finished else ""))
         print(f"  {shlex.join(['dpl', 'fit', *run.arguments])}")
         try:
             plan, seconds = price(run.settings)
         except DpLightningError as error:
             print(f"  no price: {error}", flush=True)
-            untimed += 1
             continue
         if seconds is not None:
             times.append(seconds)
-        if not run.folder.finished:
-            total, untimed = total + (seconds or 0.0), untimed + (seconds is None)
-        time_ = "time unknown" if seconds is None else f"about {shown_duration(seconds)} here"
+            left.append(0.0 if finished else seconds)
         print(
             f"  epsilon {shown_epsilon(plan.epsilon())}, delta {plan.delta:g}, sigma {plan.noise_multiplier:.4g}, "
-            f"{plan.num_steps} steps, {time_}",
+            f"{plan.num_steps} steps, {'time unknown' if seconds is None else f'about {shown_duration(seconds)} here'}",
             flush=True,
         )
         if run.settings["privacy"].get("reproducible"):
             print("  not for release: privacy.reproducible is set", flush=True)
-    if later := _unknown(grid, len(runs)):
-        print(f"\nThen the other seeds at the best {grid.tuned} of each place: {later} runs more.")
-        total += later * statistics.fmean(times or [0.0])
-    if not times:
-        print("\nThe time of no run is known. Each epsilon covers one run alone.")
-        return
-    without = f", without {untimed} runs whose time is unknown" if untimed else ""
+    total = sum(left)
+    if grid.tuned is not None:
+        places = math.prod(len(points) for axis, points in grid.axes.items() if axis not in (grid.tuned, SEED))
+        later = places * (len(grid.axes[grid.tuned]) + len(grid.axes.get(SEED, (None,))) - 1) - len(runs)
+        if later:
+            print(f"\nThen the other seeds at the best {grid.tuned} of each place: {later} runs more.")
+            total += later * statistics.fmean(times or [0.0])
+    untimed = len(runs) - len(times)
     print(
-        f"\nIn total about {shown_duration(total)} on one device like this one{without}. "
-        "Each epsilon covers one run alone."
+        (f"\nIn total about {shown_duration(total)} on one device like this one" if times else "\nNo time is known")
+        + (f", without {untimed} runs whose time is unknown" if untimed else "")
+        + ". Each epsilon covers one run alone."
     )
-
-
-def _unknown(grid: Grid, known: int) -> int:
-    """How many runs wait for the choice of the tuned points."""
-    if grid.tuned is None:
-        return 0
-    places = math.prod(len(points) for axis, points in grid.axes.items() if axis not in (grid.tuned, SEED))
-    return places * (len(grid.axes[grid.tuned]) + len(grid.axes.get(SEED, (None,))) - 1) - known
 
 
 def _option(text: str) -> tuple[str, Any]:
     name, equals, value = text.partition("=")
     if not equals:
         raise ConfigurationError(f"--launcher-option {text}: give name=value, such as timeout_min=600.")
-    try:
-        return name, load_yaml(value, yaml.safe_load)
-    except yaml.YAMLError as error:
-        raise ConfigurationError(f"--launcher-option {text}: {value} is not YAML.") from error
+    return name, yaml.safe_load(value)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -33,7 +33,7 @@ from dp_lightning.callbacks import (
     PredictionFile,
     PrivacyCallback,
     PrivateProgressBar,
-    RunRecord,
+    ResultFile,
     SignalToNoise,
     StopOnSignal,
 )
@@ -218,7 +218,7 @@ class TrainingCLI(CommandLine):
                 config["strategy"] = PRIVATE_STRATEGY
         given = config.get("callbacks") or []
         callbacks: list[pl.Callback] = [self.privacy, SignalToNoise(), self.postprocess, self.averaging]
-        callbacks += [*(given if isinstance(given, list) else [given]), DataRecord(), RunRecord()]
+        callbacks += [*(given if isinstance(given, list) else [given]), DataRecord(), ResultFile()]
         if self.subcommand == "predict":
             callbacks.append(PredictionFile())
         has_bar = any(isinstance(callback, ProgressBar) for callback in callbacks)

@@ -9,27 +9,28 @@ copy of the name of the last step that is kept elsewhere (``--head``) reveals th
 import argparse
 import hashlib
 import sys
-from collections.abc import Generator, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from dp_lightning.errors import DataError, DpLightningError
-from dp_lightning.foreign_text import read_json, read_text
+from dp_lightning.foreign_text import read_json
 from dp_lightning.privacy.exported import statement_of
 from dp_lightning.privacy.journal import Steps, journal_name, read_journal, spent_in, up_to
 from dp_lightning.privacy.statement import PrivacyStatement
 from dp_lightning.privacy.weights import digest_of
-from dp_lightning.private_run.resume import SavedRun
+from dp_lightning.private_run.resume import RUNS, SavedRun
 from dp_lightning.strategies.checkpoint_io import PrivateCheckpointIO
 
-_FILE, _RESULT = "privacy_statement.json", "result.json"
-_ALSO_IN_RESULT = ("num_steps", "num_steps_planned", "epsilon", "accountant", "delta")
-_ABSENT = object()
+_FILE = "privacy_statement.json"
 #: The weights that `dpl export` writes.
 EXPORTED = "model.safetensors"
-# Fields in which the checkpoint of the same steps may say less, since it may be older, and those that follow from them.
-_NOTED_LATER, _FOLLOWING = ("unprotected", "faults"), ("release",)
+# Fields in which an earlier checkpoint of the same steps may say less, and those that follow or may differ.
+_NOTED_LATER, _FOLLOWING = ("unprotected", "faults"), ("release", "weights")
+
+Finding = tuple[str, str | None]
+"""What was checked, and what is wrong with it; None if nothing is."""
 
 
 def main(arguments: list[str]) -> None:
@@ -51,15 +52,9 @@ def main(arguments: list[str]) -> None:
     sys.exit(1 if failed else 0)
 
 
-def _as_written(name: str) -> str:
-    """A copied hash in the form that the files use."""
-    return name.strip().lower()
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="dpl verify",
-        allow_abbrev=False,
         description="Check the files of a run against each other: statement, journals, checkpoints. Exits with 1 if a "
         "check fails.",
     )
@@ -68,14 +63,36 @@ def _parser() -> argparse.ArgumentParser:
         "--head",
         action="append",
         default=[],
-        type=_as_written,
         help="the name of the last step, from a statement that was kept elsewhere; may be repeated",
     )
     return parser
 
 
-Finding = tuple[str, str | None]
-"""What was checked, and what is wrong with it; None if nothing is."""
+def verify(place: Path, heads: Iterable[str] = ()) -> Iterator[Finding]:
+    """Check a run's folder with everything below it, an export, or a checkpoint.
+
+    Args:
+        heads: Names of steps that must be in a journal.
+
+    Raises:
+        DataError: if there is nothing to check.
+    """
+    # The newest run of a plain Trainer's folder, or the folder itself.
+    runs = sorted(place.glob(f"{RUNS}/*/{_FILE}"), key=lambda path: path.stat().st_mtime)
+    statement = place / _FILE if (place / _FILE).exists() or not runs else runs[-1]
+    checkpoints = [place] if place.is_file() else sorted(place.rglob("*.ckpt"))
+    if not checkpoints and not statement.exists():
+        raise DataError(f"{place} has no {_FILE} and no checkpoint below it. Give the folder of a private run.")
+    found = _Found()
+    for path in checkpoints:
+        yield from _of_checkpoint(path, path.name if path == place else str(path.relative_to(place)), found)
+    if (place / EXPORTED).exists():
+        yield from _of_export(place / EXPORTED, found)
+    if statement.exists():
+        yield from _of_statement(statement, found)
+    for head in heads:
+        held = any(head.strip().lower() in steps for steps in found.journals.values() if not isinstance(steps, str))
+        yield f"a journal has the step {head}", _unless(held, "none has it: they are older, or of another run")
 
 
 @dataclass
@@ -83,10 +100,10 @@ class _Found:
     """The content of the files that were read so far.
 
     Attributes:
-        journals: the steps of each journal by its path, or what is wrong with it.
-        statements: of checkpoints, by name.
-        digests: of the weights in checkpoints and exports.
-        exported: the statement in the metadata of exported weights.
+        journals: The steps of each journal by its path, or what is wrong with it.
+        statements: The statements of checkpoints, by name.
+        digests: The digests of the weights in checkpoints and exports.
+        exported: The statement in the metadata of exported weights.
     """
 
     journals: dict[Path, Steps | str] = field(default_factory=dict)
@@ -95,46 +112,16 @@ class _Found:
     exported: PrivacyStatement | None = None
 
 
-def verify(place: Path, heads: Iterable[str] = ()) -> Iterator[Finding]:
-    """Check a run's folder with everything below it, an export, or a checkpoint.
-
-    Args:
-        heads: names of steps that must be in a journal.
-
-    Raises:
-        DataError: if there is nothing to check.
-    """
-    statement, result = place / _FILE, place / _RESULT
-    checkpoints = [place] if place.is_file() else sorted(place.rglob("*.ckpt"))
-    if not checkpoints and not statement.exists():
-        raise DataError(f"{place} has no {_FILE} and no checkpoint below it. Give the folder of a private run.")
-    found = _Found()
-    for path in checkpoints:
-        yield from _of_checkpoint(path, path.name if path == place else str(path.relative_to(place)), found)
-    claims = None
-    if (place / EXPORTED).exists():
-        yield from _of_weights(place / EXPORTED, found)
-    if statement.exists():
-        claims = yield from _of_statement(statement, found)
-    if result.exists():
-        yield f"{_RESULT} agrees with the statement", _of_result(result, claims)
-    for head in heads:
-        held = any(head in steps for steps in found.journals.values() if isinstance(steps, dict))
-        yield f"a journal has the step {head}", None if held else "none has it: they are older, or of another run"
-
-
 def _of_checkpoint(path: Path, name: str, found: _Found) -> Iterator[Finding]:
     try:
         saved = PrivateCheckpointIO().load_checkpoint(path)
         run = SavedRun.read(saved)
+        if run is None:
+            raise DataError("it is not a checkpoint of a private run")
     except DataError as error:
         yield f"{name} can be read", str(error)
         return
-    if run is None:
-        yield f"{name} has a privacy statement", "it is not a checkpoint of a private run"
-        return
-    claims, taken = run.statement, saved.get("global_step")
-    digest = digest_of(saved["state_dict"])
+    claims, taken, digest = run.statement, saved.get("global_step"), digest_of(saved["state_dict"])
     found.digests.add(digest)
     found.statements[name] = claims
     yield (
@@ -149,25 +136,30 @@ def _of_checkpoint(path: Path, name: str, found: _Found) -> Iterator[Finding]:
     yield from _against_journal(name, claims, path.parent, found.journals)
 
 
-def _of_statement(path: Path, found: _Found) -> Generator[Finding, None, PrivacyStatement | None]:
-    """Check the statement; returns it if it can be read."""
+def _of_export(path: Path, found: _Found) -> Iterator[Finding]:
+    try:
+        found.exported = statement_of(path)
+        finding = _unless(found.exported is not None, "it has none")
+    except DataError as error:
+        finding = str(error)
+    yield f"{path.name} has the statement of its tensors", finding
+    if found.exported is not None:
+        found.digests.add(found.exported.weights)
+
+
+def _of_statement(path: Path, found: _Found) -> Iterator[Finding]:
     try:
         facts = read_json(path)
         claims = PrivacyStatement.from_dict(facts)
         again, markdown = claims.to_dict(), claims.to_markdown()
     except Exception as error:  # an edited field may have any type
         yield f"{path.name} can be read", f"{type(error).__name__}: {error}"
-        return None
+        return
     differing = _differing(facts, again)
-    yield (
-        f"{path.name}: epsilon, and all else that follows from its numbers",
-        _unless(not differing, f"recomputed, it differs in {', '.join(differing)}"),
-    )
+    yield f"{path.name}: epsilon, and all else that follows from its numbers", _differs("recomputed, it", differing)
     page = path.with_suffix(".md")
-    yield (
-        f"{page.name} agrees with {path.name}",
-        _unless(_text_of(page) == markdown, "it is missing, or differs"),
-    )
+    same_text = page.is_file() and page.read_bytes() == markdown.encode()
+    yield f"{page.name} agrees with {path.name}", _unless(same_text, "it is missing, or differs")
     if found.digests:
         yield (
             f"{path.name}: a checkpoint or an export has its weights",
@@ -181,65 +173,15 @@ def _of_statement(path: Path, found: _Found) -> Generator[Finding, None, Privacy
     if same:
         # A run that lost steps may have left checkpoints with and without them.
         name, differing = min(same, key=lambda pair: len(pair[1]))
-        yield (
-            f"{path.name}: everything in it agrees with {name}, which has the same steps",
-            _unless(not differing, f"it differs in {', '.join(differing)}"),
-        )
+        yield f"{path.name}: everything in it agrees with {name}, which has the same steps", _differs("it", differing)
     if found.exported is not None:
         differing = _differing(replace(claims, files={}).saved(), found.exported.saved())
-        yield (
-            f"{EXPORTED} has the same statement",
-            _unless(not differing, f"it differs in {', '.join(differing)}"),
-        )
-    yield from _of_files(claims, path.parent)
+        yield f"{EXPORTED} has the same statement", _differs("it", differing)
+    for name, digest in claims.files.items():  # those that were written with the statement of an export
+        file = path.with_name(name)
+        unchanged = file.is_file() and hashlib.sha256(file.read_bytes()).hexdigest() == digest
+        yield f"{name} is unchanged", _unless(unchanged, "it is missing, or was edited")
     yield from _against_journal(path.name, claims, path.parent, found.journals)
-    return claims
-
-
-def _differing_at_the_same_steps(claims: PrivacyStatement, checkpoint: PrivacyStatement) -> list[str]:
-    now, then = claims.to_dict(), checkpoint.to_dict()
-    kept = {name: set(then[name]) <= set(now[name]) for name in _NOTED_LATER}
-    before = "" if checkpoint.postprocessing == "none" else f"{checkpoint.postprocessing}, then "
-    kept["postprocessing"] = claims.postprocessing.removeprefix(before).isidentifier()  # an average comes last
-    return [name for name in _differing(now, then) if not kept.get(name) and name not in (*_FOLLOWING, "weights")]
-
-
-def _of_result(path: Path, claims: PrivacyStatement | None) -> str | None:
-    """What is wrong with the numbers that ``result.json`` shares with the statement; only it has accuracies."""
-    try:
-        facts = read_json(path)
-        said = {name: facts[name] for name in _ALSO_IN_RESULT if name in facts}
-    except (OSError, DataError, TypeError) as error:
-        return str(error)
-    if not said or claims is None:
-        return "the statement of its run is missing or cannot be read" if "epsilon" in said else None
-    again = claims.to_dict()
-    again["epsilon"] = again["epsilon"][claims.plan.accountant]
-    differing = _differing(said, {name: again[name] for name in _ALSO_IN_RESULT})
-    return _unless(not differing, f"it differs in {', '.join(differing)}")
-
-
-def _of_weights(path: Path, found: _Found) -> Iterator[Finding]:
-    try:
-        claims = statement_of(path)
-        finding = None if claims is not None else "it has none"
-    except DataError as error:
-        claims, finding = None, str(error)
-    yield f"{path.name} has the statement of its tensors", finding
-    if claims is not None:
-        found.digests.add(claims.weights)
-        found.exported = claims
-
-
-def _of_files(claims: PrivacyStatement, folder: Path) -> Iterator[Finding]:
-    """Each file that was written with the statement of an export."""
-    for name, digest in claims.files.items():
-        try:
-            with (folder / name).open("rb") as file:
-                wrong = _unless(hashlib.file_digest(file, "sha256").hexdigest() == digest, "it was edited")
-        except OSError as error:
-            wrong = str(error)
-        yield f"{name} is unchanged", wrong
 
 
 def _against_journal(
@@ -247,7 +189,10 @@ def _against_journal(
 ) -> Iterator[Finding]:
     path = folder / journal_name(claims.run)
     if path not in journals:
-        journals[path] = _read(path, claims.run)
+        try:
+            journals[path] = read_journal(path, claims.run)
+        except (DpLightningError, OSError) as error:
+            journals[path] = str(error)
         steps = journals[path]
         yield f"{path.name} in {folder.name}", steps if isinstance(steps, str) else None
     steps = journals[path]
@@ -261,25 +206,18 @@ def _against_journal(
     )
 
 
-def _read(path: Path, run: str) -> Steps | str:
-    try:
-        return read_journal(path, run)
-    except FileNotFoundError:
-        return "it is missing"
-    except (DpLightningError, OSError) as error:
-        return str(error)
+def _differing_at_the_same_steps(claims: PrivacyStatement, checkpoint: PrivacyStatement) -> list[str]:
+    now, then = claims.to_dict(), checkpoint.to_dict()
+    kept = {name: set(then[name]) <= set(now[name]) for name in _NOTED_LATER}
+    before = "" if checkpoint.postprocessing == "none" else f"{checkpoint.postprocessing}, then "
+    kept["postprocessing"] = claims.postprocessing.removeprefix(before).isidentifier()  # an average comes last
+    return [name for name in _differing(now, then) if not kept.get(name) and name not in _FOLLOWING]
 
 
 def _differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
     """The names whose values differ between two mappings."""
-    return sorted(name for name in {*one, *other} if not _equal(one.get(name, _ABSENT), other.get(name, _ABSENT)))
-
-
-def _text_of(path: Path) -> str | None:
-    try:
-        return read_text(path)
-    except (OSError, DataError):
-        return None
+    absent = object()
+    return sorted(name for name in {*one, *other} if not _equal(one.get(name, absent), other.get(name, absent)))
 
 
 def _equal(one: Any, other: Any) -> bool:
@@ -291,6 +229,10 @@ def _equal(one: Any, other: Any) -> bool:
     if isinstance(one, float) and isinstance(other, float):
         return abs(one - other) <= 1e-6 * max(abs(one), abs(other))
     return type(one) is type(other) and bool(one == other)
+
+
+def _differs(what: str, names: list[str]) -> str | None:
+    return _unless(not names, f"{what} differs in {', '.join(names)}")
 
 
 def _unless(holds: bool, finding: str) -> str | None:

@@ -67,9 +67,8 @@ class ImageFiles(lightning.LightningDataModule):
         self.root = Path(root)
         if image_size is None or num_classes is None or in_channels is None or mean is None or std is None:
             raise ConfigurationError(
-                "The checkpoint does not say all of image_size, num_classes, in_channels, mean and std. Give the values "
-                f"that the network was trained with in data.init_args: {image_size=}, {num_classes=}, {in_channels=}, "
-                f"{mean=}, {std=}."
+                "The checkpoint does not say all of what is needed. Give the values that the network was trained with "
+                f"in data.init_args: {image_size=}, {num_classes=}, {in_channels=}, {mean=}, {std=}."
             )
         steps: list[Transform] = [v2.Resize(resized_to or image_size), v2.CenterCrop(image_size)]
         self._prepare = v2.Compose(steps if in_channels == 3 else [*steps, luma])

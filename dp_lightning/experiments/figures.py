@@ -1,7 +1,6 @@
-"""Figures as PNG and SVG, drawn with matplotlib."""
+"""Figures as SVG, drawn with matplotlib."""
 
 import io
-import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -12,6 +11,8 @@ from dp_lightning.experiments.document import Document
 # Okabe and Ito 2008: colour-blind people can tell them apart too.
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#999933")
 _MARKERS = "osD^vPX*"
+# Text stays text and has no formulas, and the same figure gives the same file.
+_STYLE: dict[Any, Any] = {"svg.fonttype": "none", "text.parse_math": False, "font.size": 10}
 
 
 def style(number: int) -> dict[str, Any]:
@@ -23,12 +24,12 @@ def style(number: int) -> dict[str, Any]:
 def figure(
     page: Document, name: str, caption: str, *, panels: int = 1, height: float = 3.6, warning: str | None = None
 ) -> Iterator[Sequence[Any]]:
-    """Axes to draw on; at the end the figure is added to the page.
+    """Axes to draw on; at the end the figure is added to the page, with a legend where lines have labels.
 
     Args:
-        panels: number of axes, two per row.
-        height: of each, in inches.
-        warning: above the axes; None is the page's own.
+        panels: Number of axes, two per row.
+        height: Height of each row of axes in inches.
+        warning: Text above the axes; None takes the page's own.
 
     Raises:
         ConfigurationError: if matplotlib is not installed.
@@ -38,10 +39,7 @@ def figure(
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ConfigurationError("Figures need matplotlib: pip install 'dp-lightning[report]'") from error
-    # Text stays text, the same figure gives the same file, and the page is seen through it.
-    with matplotlib.rc_context(
-        {"svg.fonttype": "none", "svg.hashsalt": name, "font.size": 10, "axes.facecolor": "none"}
-    ):
+    with matplotlib.rc_context({**_STYLE, "svg.hashsalt": name}):
         columns = min(panels, 2)
         rows = -(-panels // columns)
         drawn = Figure(figsize=(5.0 * columns + 0.5, height * rows + 0.2), layout="constrained")
@@ -49,47 +47,19 @@ def figure(
         axes = list(every[:panels])
         for ax in every[panels:]:
             ax.set_visible(False)
+        yield axes
         for ax in axes:
             ax.grid(alpha=0.3)
-            ax.spines[["top", "right"]].set_visible(False)
+            if ax.get_legend_handles_labels()[0]:
+                ax.legend(frameon=False, fontsize=8)
         if shown := warning or page.warning:
             drawn.suptitle(shown.split(". ")[0], color=_COLOURS[1], fontsize=8)
-        yield axes
-        svg, unnamed = io.StringIO(), dict.fromkeys(("Creator", "Date", "Format", "Type"))
-        drawn.savefig(svg, format="svg", facecolor="none", metadata=unnamed)
-
-    def png() -> bytes:
-        file = io.BytesIO()
-        drawn.savefig(file, format="png", dpi=150, facecolor="white", metadata={"Software": None})
-        return file.getvalue()
-
-    page.picture(name, caption, svg=svg.getvalue(), png=png)
+        svg = io.StringIO()
+        drawn.savefig(svg, format="svg", metadata={"Date": None})
+    page.picture(name, caption, svg.getvalue())
 
 
-def plain(label: str) -> str:
-    """Text that matplotlib shows as it is: it takes dollars for formulas, and omits labels like _a from the legend."""
-    text = label.encode(errors="replace").decode().replace("$", r"\$")
-    return f" {text}" if text.startswith("_") else text
-
-
-def place_on_axis(ax: Any, labels: Sequence[str]) -> list[float]:
-    """Positions on the x axis for the points of a grid's axis: their values, or 0, 1, ... if one is not a number.
-
-    Positive values that span a factor of eight or more get a logarithmic scale to base two.
-    """
-    values = [_number(label) for label in labels]
-    if not all(map(math.isfinite, values)):
-        ax.set_xticks(range(len(labels)), [plain(label) for label in labels])
-        return [float(k) for k in range(len(labels))]
-    if min(values) > 0 and max(values) / min(values) >= 8:
-        ax.set_xscale("log", base=2)
-    ax.set_xticks(values, labels)
-    ax.minorticks_off()
-    return values
-
-
-def _number(label: str) -> float:
-    try:
-        return float(label)
-    except ValueError:
-        return math.nan
+def place_on_axis(ax: Any, labels: Sequence[str]) -> range:
+    """Positions on the x axis for the points of a grid's axis, evenly spaced and marked with their labels."""
+    ax.set_xticks(range(len(labels)), labels)
+    return range(len(labels))

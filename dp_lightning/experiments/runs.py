@@ -1,4 +1,4 @@
-"""The folder of one run: its configuration, its results, and whether it is finished.
+"""One run of a grid: its folder, whether it is finished, and the process that runs it to its end.
 
     <out>/<labels>-<id>/run.yaml    the whole configuration of ``dpl fit``
                         run/        its default_root_dir
@@ -8,39 +8,36 @@ The id is a hash of the configuration, so that runs with different settings have
 """
 
 import copy
+import fcntl
 import hashlib
+import itertools
 import json
+import os
 import re
+import signal
+import subprocess
+import sys
+import time
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from types import NoneType
-from typing import Any
+from typing import IO, Any
 
 import yaml
 
 from dp_lightning.atomic_files import replacing
-from dp_lightning.errors import ConfigurationError, DataError
+from dp_lightning.errors import DataError
 from dp_lightning.foreign_text import read_json
 
-# What every run writes.
-_NEEDED: dict[str, tuple[type, ...]] = {
-    "completed": (bool,),
-    "num_steps": (int, float),
-    "num_steps_planned": (int, float),
-    "epsilon": (int, float, str),
-    "delta": (int, float),
-    "seconds": (int, float),
-    "test_accuracy_last": (int, float, NoneType),
-    "test_accuracy_best": (int, float, NoneType),
-}
-# What some runs also write: a number, and lists of numbers.
-_NUMBERS = ("snr_first_epoch", "val_accuracy_last")
-_LISTS = ("test_accuracy_curve", "val_accuracy_curve", "evaluated_after_steps")
+# What every run writes into result.json.
+_NEEDED = {"completed", "num_steps", "num_steps_planned", "epsilon", "delta", "seconds"}
+_NEEDED |= {"test_accuracy_last", "test_accuracy_best"}
 #: The page of `dpl report` and a run's folder.
 RUN_PAGE = "report.html"
 # Characters of the labels; file systems allow names of up to 255 bytes.
 _LONGEST = 60
+_POLL_SECONDS = 0.5
+_DPL = (sys.executable, "-m", "dp_lightning")
 
 
 def is_finished(result: Mapping[str, Any] | None) -> bool:
@@ -60,53 +57,45 @@ class RunFolder:
         """The folder of a run with these settings.
 
         Args:
-            name: readable; characters that are special to a file system or a shell are replaced.
-            settings: the whole configuration, without ``trainer.default_root_dir``.
+            name: Readable name; characters that are special to a file system or a shell are replaced.
+            settings: The whole configuration, without ``trainer.default_root_dir``.
         """
         text = json.dumps(settings, sort_keys=True, default=str)
         plain = re.sub(r"[^\w.+=-]", "-", name)[:_LONGEST]
         return cls(out.resolve() / f"{plain}-{hashlib.sha256(text.encode()).hexdigest()[:12]}")
 
     def prepare(self, settings: Mapping[str, Any]) -> None:
-        """Write its configuration.
+        """Write the configuration of the run, whose files all go into this folder."""
+        trainer = {**copy.deepcopy(settings["trainer"]), "default_root_dir": str(self.root)}
+        for logger in components(trainer, "logger"):
+            if "save_dir" in logger["init_args"]:
+                logger["init_args"]["save_dir"] = str(self.root)
+        with replacing(self.config) as file:
+            file.write(yaml.safe_dump({**settings, "trainer": trainer}, sort_keys=False).encode())
 
-        Raises:
-            ConfigurationError: if the folder cannot be written.
+    @property
+    def furthest(self) -> tuple[Path, dict[str, Any]] | None:
+        """The log folder of the finished attempt, or else of the longest one, and its result; None if there is none.
+
+        The result is that of ``result.json``, and under ``release`` what the statement says about a release.
         """
-        try:
-            self.path.mkdir(parents=True, exist_ok=True)
-            trainer = {**copy.deepcopy(settings["trainer"]), "default_root_dir": str(self.root)}
-            for logger in components(trainer, "logger"):
-                if "save_dir" in logger["init_args"]:
-                    logger["init_args"]["save_dir"] = str(self.root)
-            with replacing(self.config) as file:
-                file.write(yaml.safe_dump({**settings, "trainer": trainer}, sort_keys=False).encode())
-        except OSError as error:
-            raise ConfigurationError(f"--out: {self.path} cannot be written: {error.strerror}.") from error
+        found = []
+        for path in self.root.rglob("result.json"):
+            if (result := result_in(path.parent)) is not None:
+                said = read_facts(path.with_name("privacy_statement.json")).get("release")
+                release = said or "not for release: there is no privacy statement"
+                found.append((path.parent, {**result, "release": release}))
+        return max(found, key=lambda one: (one[1]["completed"] is True, one[1]["num_steps"]), default=None)
 
     @property
     def result(self) -> dict[str, Any] | None:
-        """The run's ``result.json``, and as ``release`` what its statement says about its release.
-
-        None if it is not written yet, or incomplete.
-        """
-        return None if (found := self._furthest) is None else found[1]
+        """The result of `furthest`."""
+        return None if (found := self.furthest) is None else found[1]
 
     @property
     def logs(self) -> Path | None:
-        """The log folder with that result; None if there is none."""
-        return None if (found := self._furthest) is None else found[0]
-
-    @property
-    def _furthest(self) -> tuple[Path, dict[str, Any]] | None:
-        found = []
-        for path in self.root.rglob("result.json"):
-            result = result_in(path.parent)
-            if result is not None:
-                release = read_facts(path.with_name("privacy_statement.json")).get("release")
-                said = str(release or "not for release: there is no privacy statement")
-                found.append((path.parent, {**result, "release": said}))
-        return max(found, key=lambda one: (one[1]["completed"] is True, one[1]["num_steps"]), default=None)
+        """The log folder of `furthest`."""
+        return None if (found := self.furthest) is None else found[0]
 
     @property
     def finished(self) -> bool:
@@ -116,32 +105,33 @@ class RunFolder:
     @property
     def checkpoint(self) -> Path | None:
         """The checkpoint to resume from; None if there is no intact one."""
-        files = sorted(self.root.rglob("*.ckpt"), key=lambda path: path.stat().st_mtime, reverse=True)
-        return next(filter(_is_intact, files), None)
+        return newest_intact(self.root.rglob("*.ckpt"))
 
     @property
     def abandoned(self) -> int:
-        """How many attempts were set aside; see `abandon`."""
-        return len(self._abandoned)
-
-    @property
-    def _abandoned(self) -> list[int]:
-        names = (path.name.removeprefix("abandoned_") for path in self.path.glob("abandoned_*"))
-        return [int(name) for name in names if name.isdigit()]
+        """Number of attempts that were set aside; see `abandon`."""
+        return len(list(self.path.glob("abandoned_*")))
 
     def abandon(self) -> None:
         """Set aside the files of an attempt that left no intact checkpoint, so that the run starts again.
 
-        Its steps used the data, but the run's epsilon does not count them, so none of these files may be released.
+        The attempt's steps used the data, but the run's epsilon does not count them, so none of these files may be
+        released.
         """
         if self.root.exists():
-            self.root.rename(self.path / f"abandoned_{max(self._abandoned, default=-1) + 1}")
+            free = (path for number in itertools.count() if not (path := self.path / f"abandoned_{number}").exists())
+            self.root.rename(next(free))
 
 
-def _is_intact(checkpoint: Path) -> bool:
-    """Whether its checksums match; torch is not imported for it."""
+def newest_intact(checkpoints: Iterable[Path]) -> Path | None:
+    """The newest of these checkpoints whose checksums match; older ones are not read."""
+    files = sorted(checkpoints, key=lambda path: path.stat().st_mtime, reverse=True)
+    return next(filter(_is_intact, files), None)
+
+
+def _is_intact(path: Path) -> bool:
     try:
-        with zipfile.ZipFile(checkpoint) as file:
+        with zipfile.ZipFile(path) as file:
             return file.testzip() is None
     except Exception:  # zipfile raises many kinds for a damaged file
         return False
@@ -150,17 +140,7 @@ def _is_intact(checkpoint: Path) -> bool:
 def result_in(folder: Path) -> dict[str, Any] | None:
     """The ``result.json`` of a run's log folder; None if it is missing or incomplete."""
     result = read_facts(folder / "result.json")
-    return result if _is_result(result) else None
-
-
-def _is_result(content: Mapping[str, Any]) -> bool:
-    """Whether each value has the type that a run writes: the file may hold anything."""
-    lists = [content.get(name) or [] for name in _LISTS]
-    return (
-        all(name in content and isinstance(content[name], kinds) for name, kinds in _NEEDED.items())
-        and all(isinstance(content.get(name, 0), int | float | NoneType) for name in _NUMBERS)
-        and all(isinstance(one, list) and all(isinstance(value, int | float) for value in one) for one in lists)
-    )
+    return result if result.keys() >= _NEEDED else None
 
 
 def components(trainer: Mapping[str, Any], kind: str) -> list[dict[str, Any]]:
@@ -177,3 +157,70 @@ def read_facts(path: Path) -> dict[str, Any]:
     except (OSError, DataError):
         return {}
     return content if isinstance(content, dict) else {}
+
+
+def run_to_its_end(
+    folder: str,
+    environment: Mapping[str, str] | None = None,
+    started: Callable[[subprocess.Popen[bytes]], None] | None = None,
+    stopping: Callable[[], bool] = lambda: False,
+) -> int:
+    """Start ``dpl fit``, or resume it from its last checkpoint; do nothing if it is finished.
+
+    The process of the run inherits the lock. If the process that started it dies, another one that wants to start the
+    same run waits for it instead of starting it twice.
+
+    Args:
+        folder: Folder of the run, with its configuration.
+        environment: Variables of the run, in addition to those of this process.
+        started: Called with the run's process.
+        stopping: Called repeatedly while another process runs the same run; true ends the wait.
+
+    Returns:
+        The exit status of the run; 0 if it was already finished.
+    """
+    run = RunFolder(Path(folder))
+    with (run.path / "lock").open("w") as lock, run.log.open("ab") as log:
+        if not _locked(lock, run, stopping):
+            return -signal.SIGTERM
+        if run.finished:
+            return 0
+        command = [*_DPL, "fit", "--config", str(run.config)]
+        if run.checkpoint is None:
+            run.abandon()
+        else:
+            command += ["--ckpt_path", "last"]
+        # SLURM sends submitit's warning to every process of the job; it would kill the run before its checkpoint.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR2})
+        try:
+            process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env={**os.environ, **(environment or {})},
+                pass_fds=[lock.fileno()],
+                # Ctrl-C reaches only the launcher, which stops its runs cleanly.
+                start_new_session=True,
+            )
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        if started is not None:
+            started(process)
+        return process.wait()
+
+
+def _locked(lock: IO[str], run: RunFolder, stopping: Callable[[], bool]) -> bool:
+    """Wait for the run's lock; false if the wait was ended."""
+    said = False
+    while True:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        except BlockingIOError:
+            if stopping():
+                return False
+            if not said:
+                print(f"{run.path.name}: another process is already running it; waiting for it to end", flush=True)
+                said = True
+            time.sleep(_POLL_SECONDS)

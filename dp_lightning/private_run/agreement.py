@@ -27,7 +27,7 @@ def require_same_settings(settings: dict[str, object], ranks: Ranks, device: tor
 def require_same_data(dataset: Any, ranks: Ranks, device: torch.device) -> None:
     """Require the same training set in the same order on every rank, or an example could enter a step twice.
 
-    Indices of subsets are compared, and what the data sets keep of one number for each element, such as labels.
+    Indices of subsets are compared, and attributes with one number for each element, such as labels.
 
     Raises:
         ConfigurationError: on every rank.
@@ -58,7 +58,7 @@ def require_equal_replicas(module: pl.LightningModule, ranks: Ranks) -> None:
 
 
 def numbers_of(dataset: Any) -> dict[str, list[Any]]:
-    """What a data set keeps of one number for each element, by names of attributes."""
+    """The attributes of a data set that hold one number for each element, by their names."""
     found = {}
     for name, value in sorted(contents(dataset).items()):
         if isinstance(value, np.ndarray | torch.Tensor) and value.ndim == 1:

@@ -12,16 +12,16 @@ from dp_lightning.strategies.checkpoint_io import PrivateCheckpointIO
 
 
 def latest_checkpoint(trainer: pl.Trainer, weights_only: bool | None = None) -> str | None:
-    """The newest checkpoint of a private run, of those that stand where runs of this configuration leave theirs.
+    """The newest checkpoint of a private run in the folders where runs of this configuration leave checkpoints.
 
-    One that cannot be loaded is skipped with a warning.
+    A checkpoint that cannot be loaded is skipped with a warning.
 
     Args:
-        trainer: before its run.
+        trainer: a trainer before its run.
         weights_only: as `PrivateCheckpointIO` takes it.
 
     Returns:
-        Its path; None, with a warning, where there is none.
+        The path of the checkpoint; None, with a warning, where there is no checkpoint.
 
     Raises:
         ConfigurationError: when there are checkpoints, and none of them can be loaded.

@@ -21,7 +21,7 @@ from dp_lightning.privacy.step import PrivateStep
 
 @dataclass
 class LogicalBatch:
-    """What Lightning and its hooks get of a step.
+    """What Lightning and its hooks get for a step.
 
     Attributes:
         step: number of the step in its epoch, a tensor (), from which Lightning takes a batch size of one.
@@ -40,13 +40,13 @@ class LogicalBatch:
 
 
 class LogicalLoader:
-    """Has one element for each logical step of an epoch.
+    """A loader with one element for each logical step of an epoch.
 
     Args:
-        loader: the user's.
-        num_steps: of an epoch.
-        position: returns how many steps of the epoch are taken. It is asked for with the first element: Lightning makes
-            the iterator before it restores its counts from a checkpoint.
+        loader: the user's training loader.
+        num_steps: number of steps of an epoch.
+        position: returns how many steps of the epoch are taken. The loader calls it when its first element is asked
+            for, since Lightning makes the iterator before it restores its counts from a checkpoint.
     """
 
     def __init__(self, loader: DataLoader[Any], num_steps: int, position: Callable[[], int]) -> None:
@@ -60,19 +60,19 @@ class LogicalLoader:
             yield LogicalBatch(torch.tensor(step))
 
     def state_dict(self) -> dict[str, Any]:
-        """Nothing; a loader without it is taken for one that cannot resume within an epoch."""
+        """An empty state: a loader without this method is taken for one that cannot resume within an epoch."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Nothing: `position` follows Lightning's own counts."""
+        """Restores nothing: `position` follows Lightning's own counts."""
 
 
 class PhysicalLoader:
     """Reads the physical batches of one step after the other, ahead over the steps of an epoch.
 
     Args:
-        loader: the user's, whose workers and settings are used.
-        private: draws and reads.
+        loader: the user's training loader, whose workers and settings are used.
+        private: the mechanism, which draws and reads the examples.
     """
 
     def __init__(self, loader: DataLoader[Any], private: PrivateStep) -> None:
@@ -95,7 +95,7 @@ class PhysicalLoader:
         """The physical batches of the next step.
 
         Args:
-            num_steps: that are left of the epoch, the next one included.
+            num_steps: number of steps that are left of the epoch, the next step included.
         """
         self._private.require_budget()
         batch, step = next(self._reads, None), self._private.record.ledger.num_steps

@@ -2,7 +2,7 @@
 
 Private training uses each example's own loss. Where the loss of a batch is not the mean of the losses of its examples,
 as with negatives from the batch, class weights of a mean, or thresholds on the batch, another function is trained than
-without privacy. That is not a leak, but the user has to know it.
+without privacy. Such a loss leaks nothing, but the user has to know of it.
 """
 
 import copy
@@ -17,10 +17,10 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch.utilities.seed import isolate_rng
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 
-#: Under which name the statement lists the warning, which tells something of raw examples.
+#: The name under which the statement lists the warning, since it tells something of raw examples.
 NAME = "warning before the first step: loss of a batch"
 _EXAMPLES = 8
-# Above the rounding of a loss, in bfloat16 too.
+# A relative difference that is above the rounding of a loss, in bfloat16 too.
 _TOLERANCE = 0.005
 
 

@@ -1,4 +1,4 @@
-"""How a run resumes: what a checkpoint holds of it, the steps that ran after it, and the plan of those that are left.
+"""How a run resumes: the run in a checkpoint, the steps that ran after it, and the plan of the steps that are left.
 
 Two objects hold the past of a run: its journal, and the entry ``private_run`` of a checkpoint, a `SavedRun`.
 """
@@ -20,8 +20,10 @@ from dp_lightning.privacy.statement import PrivacyStatement, installed
 from dp_lightning.private_run.settings import PrivacySettings
 from dp_lightning.private_run.unprotected import Unprotected
 
-#: Under which name a checkpoint holds a run.
+#: The name under which a checkpoint holds a run.
 PRIVATE_RUN = "private_run"
+#: In ``default_root_dir``: the folders of runs whose Trainer has no log folder.
+RUNS = "privacy_runs"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +31,7 @@ class SavedRun:
     """A run as a checkpoint holds it.
 
     Attributes:
-        statement: of the steps in the checkpoint's weights and of those that were lost.
+        statement: statement of the steps in the checkpoint's weights and of the steps that were lost.
         settings: ``PrivacySettings.values``.
         step: ``PrivateStep.state_dict``.
     """
@@ -39,7 +41,7 @@ class SavedRun:
     step: Mapping[str, Tensor]
 
     def write(self, checkpoint: dict[str, Any]) -> None:
-        """Write it into a checkpoint."""
+        """Write the run into a checkpoint."""
         settings, step = dict(self.settings), dict(self.step)
         checkpoint[PRIVATE_RUN] = {"statement": self.statement.saved(), "settings": settings, "step": step}
 
@@ -82,11 +84,12 @@ class RunHistory:
     """The past of a run when a fit begins: earlier fits in this process, or a checkpoint.
 
     Attributes:
-        record: its steps, which no fit and no checkpoint takes back; it has a journal on rank 0 once a fit has begun.
-        saved: what a checkpoint holds of it, until a fit begins, and the folder of that.
-        in_weights: steps of the ledger that the weights had when the last fit ended.
-        plan: of its last steps.
-        unprotected: what was logged of raw examples.
+        record: record of the run's steps, which no fit and no checkpoint takes back; on rank 0 it has a journal once a
+            fit has begun.
+        saved: the run as a checkpoint holds it, until a fit begins, and ``folder`` of that checkpoint.
+        in_weights: number of steps of the ledger that the weights had when the last fit ended.
+        plan: plan of the last steps.
+        unprotected: numbers that were logged of raw examples.
     """
 
     record: RunRecord = field(default_factory=RunRecord)
@@ -98,14 +101,14 @@ class RunHistory:
 
     @property
     def ledger(self) -> Ledger:
-        """The steps so far."""
+        """The steps that the run has taken so far."""
         return self.record.ledger
 
     def load(self, saved: SavedRun, folder: Path) -> None:
         """Let the next fit resume the run of a checkpoint in a folder.
 
         Raises:
-            BudgetError: where its ledger lacks steps that this one has.
+            BudgetError: where the checkpoint's ledger lacks steps that the run has taken.
         """
         said, record = saved.statement, self.record
         record.ledger.load_state_dict(said.ledger.state_dict())
@@ -119,14 +122,14 @@ class RunHistory:
         """Count the steps that ran after the checkpoint, on every rank, and record the coming ones.
 
         Args:
-            trainer: about to fit.
-            folder: where a journal is kept, besides those beside checkpoints.
+            trainer: trainer that is about to fit.
+            folder: folder of the run, where a journal is kept besides those beside checkpoints.
 
         Returns:
             Whether this fit resumes a run from a checkpoint.
 
         Raises:
-            DataError: when the checkpoint's journal is missing or older, or one cannot be read or written.
+            DataError: when the checkpoint's journal is missing or older, or a journal cannot be read or written.
         """
         record = self.record
         record.run = trainer.strategy.broadcast(record.run)
@@ -147,7 +150,7 @@ class RunHistory:
 
 
 def _read_beside(folder: Path, journal: Journal, statement: PrivacyStatement) -> None:
-    """Add the steps of the journal beside a checkpoint, whose own steps are among them."""
+    """Add the steps of the journal beside a checkpoint, which must have the steps of the checkpoint."""
     path = journal.path(folder)
     if not path.is_file():
         raise DataError(
@@ -165,16 +168,16 @@ def _read_beside(folder: Path, journal: Journal, statement: PrivacyStatement) ->
 def plan_of_fit(settings: PrivacySettings, shape: RunShape, history: RunHistory) -> tuple[PrivacyPlan, bool]:
     """The plan of a fit.
 
-    A run that resumes with the settings of its ``earlier`` plan keeps its noise. With other settings the noise of
-    the steps that are left is solved for, so that they and those in the ledger together meet the target.
+    A run that resumes with the settings of its earlier plan keeps its noise. With other settings the noise of the steps
+    that are left is solved for, so that these steps and those in the ledger together meet the target.
 
     Args:
-        settings: of the run now.
+        settings: settings of the run now.
         shape: N, B, T and delta now.
-        history: with the steps that count, and the plan of the fit or the checkpoint before.
+        history: the steps that count, and the plan of the fit or the checkpoint before.
 
     Returns:
-        The plan, and whether it is that of the steps in the ledger.
+        The plan, and whether the steps in the ledger have the same plan.
 
     Raises:
         ConfigurationError: when the numbers are impossible, or those of another data set.

@@ -6,16 +6,21 @@ it puts on the strategy. From then on everything that a fit needs, such as its p
 
 import math
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
 import lightning.pytorch as pl
+from lightning.pytorch.cli import SaveConfigCallback
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch.utils.data import DataLoader
 
 from dp_lightning.errors import BudgetError, ConfigurationError
+from dp_lightning.privacy.accounting import Ledger, compose
+from dp_lightning.privacy.journal import journal_name
 from dp_lightning.privacy.plan import PrivacyPlan
 from dp_lightning.privacy.reading import Reading
 from dp_lightning.privacy.record import note_earlier_training
@@ -27,36 +32,96 @@ from dp_lightning.private_run.agreement import (
     require_same_data,
     require_same_settings,
 )
-from dp_lightning.private_run.budget import Budget
-from dp_lightning.private_run.held_out import require_held_out
-from dp_lightning.private_run.hyperparameters import check_hyperparameters
+from dp_lightning.private_run.data_checks import check_hyperparameters, require_held_out
 from dp_lightning.private_run.logical_batches import LogicalBatch, PhysicalLoader
 from dp_lightning.private_run.loss_comparison import NAME, warn_of_changed_meaning
-from dp_lightning.private_run.resume import RunHistory, SavedRun, plan_of_fit
+from dp_lightning.private_run.resume import RUNS, RunHistory, SavedRun, plan_of_fit
 from dp_lightning.private_run.settings import PrivacySettings
 from dp_lightning.private_run.step_logging import StepLogging
 from dp_lightning.private_run.trainer_checks import check_optimizers
 from dp_lightning.strategies.private import trainer_ranks
+
+# Epsilon by PRV costs a tenth of a second to a second, so a run computes its epsilon this many times.
+_EPSILON_UPDATES = 20
+
+
+def folder_of_run(trainer: pl.Trainer, run: str) -> Path:
+    """The folder of a run's files; every rank has to call it.
+
+    It is Lightning's log folder where a logger of files, or Lightning's command line, gives each run its own. Otherwise
+    it is the folder ``privacy_runs/version_N`` under the trainer's ``default_root_dir`` that has the journal of the
+    run, or a new one with the first free N.
+
+    Args:
+        run: name of the run, on rank 0.
+    """
+    own = isinstance(trainer.logger, TensorBoardLogger | CSVLogger)
+    callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    if own or any(isinstance(callback, SaveConfigCallback) for callback in callbacks):
+        return Path(trainer.log_dir or trainer.default_root_dir)
+    runs = Path(trainer.default_root_dir) / RUNS
+    found = [path.parent for path in runs.glob(f"*/{journal_name(run)}")] if trainer.is_global_zero else [runs]
+    number = 0
+    while not found:
+        with suppress(FileExistsError):
+            (runs / f"version_{number}").mkdir(parents=True)
+            found = [runs / f"version_{number}"]
+        number += 1
+    return Path(trainer.strategy.broadcast(str(found[0])))
+
+
+class Budget:
+    """Epsilon of a ledger, now and later.
+
+    Args:
+        plan: plan of the fit.
+        ledger: ledger of the run, which grows with each step.
+
+    Attributes:
+        bound: epsilon that is not exceeded before the ledger has ``milestone`` steps.
+    """
+
+    def __init__(self, plan: PrivacyPlan, ledger: Ledger) -> None:
+        self.plan, self.ledger = plan, ledger
+        self.look_ahead()
+
+    def look_ahead(self) -> None:
+        """Raise ``bound`` to epsilon at the next milestone, so that the bound is never too small in between."""
+        interval = max(self.plan.num_steps // _EPSILON_UPDATES, 1)
+        self.milestone = min(self.ledger.num_steps + interval, self.plan.num_steps)
+        self.bound = self.at(self.milestone)
+
+    def spent(self) -> float:
+        """Epsilon of the steps in the ledger, by the plan's accountant."""
+        return self.at(self.ledger.num_steps)
+
+    def at(self, num_steps: int) -> float:
+        """Epsilon once the ledger holds ``num_steps``, or of the steps in the ledger where it holds more."""
+        more = num_steps - self.ledger.num_steps
+        further = [(self.plan.noise_multiplier, self.plan.sample_rate, more)] if more > 0 else []
+        runs = [*self.ledger.earlier_steps, *self.ledger.runs, *further]
+        return compose(runs, delta=self.plan.delta, accountant=self.plan.accountant)
 
 
 class PrivateRun:
     """One fit.
 
     Args:
-        trainer: about to fit; every rank makes its run.
-        module: to train.
-        settings: of the user.
-        history: what the run has behind it; its ledger and journal record the steps of this fit.
+        trainer: trainer that is about to fit; every rank makes a `PrivateRun`.
+        module: module to train.
+        settings: settings of the user.
+        history: the past of the run, whose ledger and journal record the steps of this fit.
         loader: the user's training loader.
 
     Attributes:
-        plan: the public numbers.
+        folder: folder of the run's files, such as its journal and its statement.
+        plan: the public numbers of the run.
         step: the private mechanism.
-        budget: what is spent, and will be.
-        postprocessing: what acts on the privatized gradient, in words; other callbacks add to it.
-        weights: returns those of which the statement speaks; of the module, unless a callback averages them.
-        on_physical_batch: functions to be called after each physical batch, with its number in the step, from 1, and
-            how many the step has.
+        budget: epsilon of the steps that are taken, and of those to come.
+        postprocessing: what acts on the privatized gradient, in words; other callbacks add to this list.
+        weights: returns the weights of which the statement speaks: those of the module, unless a callback averages.
+        on_physical_batch: functions to be called after each physical batch, with the number of the batch in its step,
+            from 1, and the number of batches of the step.
         stop_requested: set on one rank to ask all of them to stop after a step.
         stopping: whether some rank asked before the last step.
 
@@ -74,8 +139,6 @@ class PrivateRun:
         loader: DataLoader[Any],
     ) -> None:
         self.trainer, self.module, self.settings, self.history = trainer, module, settings, history
-        # Asked now and by every rank: Lightning asks rank 0 for it, which may be alone at the end.
-        self.folder = Path(trainer.log_dir or trainer.default_root_dir)
         self.postprocessing: list[str] = []
         self.weights: Callable[[], Mapping[str, Any]] = module.state_dict
         self.on_physical_batch: list[Callable[[int, int], None]] = []
@@ -85,6 +148,7 @@ class PrivateRun:
         shared |= {"trainer.max_epochs": trainer.max_epochs, "trainer.max_steps": trainer.max_steps}
         require_same_settings(shared, self._ranks, device)
         self._note_earlier_training()
+        self.folder = folder_of_run(trainer, history.record.run)
         resumes = history.open_journal(trainer, self.folder)
         num_train = settings.num_train_of(loader.dataset)
         require_same_settings({"number of training examples": num_train}, self._ranks, device)
@@ -92,13 +156,13 @@ class PrivateRun:
         self.plan, self._finishes = self._agree_on_plan(num_train, resumes=resumes)
         self._owners = [module, *filter(None, [getattr(trainer, "datamodule", None)])]
         self._logging = StepLogging(module)
-        self._index = 0  # of the step in its epoch
+        self._index = 0  # number of the step in its epoch
         self._takes_index = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
         self.step = self._private_step(loader)
         self._physical = PhysicalLoader(loader, self.step)
         self.budget = Budget(self.plan, history.ledger)
         self._first: int | None = None  # Lightning's count when training starts
-        # Steps before the fit, and at the last statement. That of a fit without a step is still to come.
+        # Steps in the ledger before the fit, and at the last statement; a fit without a step to take writes one too.
         self._before = history.ledger.num_steps
         self._stated = -1 if self._finishes else history.ledger.num_steps
 
@@ -120,9 +184,9 @@ class PrivateRun:
         )
 
     def _agree_on_plan(self, num_train: int, *, resumes: bool) -> tuple[PrivacyPlan, bool]:
-        """The plan of rank 0, and whether its steps are all taken.
+        """The plan of rank 0, and whether the steps of that plan are all taken.
 
-        A solver may round differently on another kind of processor.
+        A solver may round differently on another kind of processor, so the ranks take one plan.
         """
         history = self.history
         plan, kept = plan_of_fit(self.settings, self.settings.shape_for(self.trainer, num_train), history)
@@ -252,13 +316,13 @@ class PrivateRun:
                 logger.save()
 
     def epoch_ends(self) -> None:
-        """Ranks compare their models."""
+        """Report what was not finite, and require the same model on every rank."""
         self.history.unprotected.report_non_finite(self.trainer, self.module)
         self.history.unprotected.note_logged(self.trainer)
         require_equal_replicas(self.module, self._ranks)
 
     def evaluation_starts(self) -> None:
-        """A validation; those of a fit are about records that are held out."""
+        """Require that a validation within a fit is about records that are held out."""
         if self.trainer.state.fn == TrainerFn.FITTING:
             require_held_out(self.step.reader.dataset, self.trainer.val_dataloaders)
 
@@ -266,7 +330,7 @@ class PrivateRun:
 
     @property
     def _in_weights(self) -> int:
-        """Steps of the ledger that the weights have."""
+        """Number of steps of the ledger that the weights have."""
         return self.history.in_weights + (0 if self._first is None else self.trainer.global_step - self._first)
 
     def fails(self, error: BaseException) -> None:
@@ -276,7 +340,7 @@ class PrivateRun:
             self.history.record.faults.add(f"the run ended by an error ({type(error).__name__})")
 
     def close(self) -> None:
-        """Write the privacy statement to the log folder and show it, on rank 0, unless no step was taken."""
+        """Write the privacy statement to the run's folder and print it, on rank 0, unless no step was taken."""
         self._before = self.history.ledger.num_steps  # what a later fit is refused for is no fault of this one
         self.history.in_weights = self._in_weights
         self._first = None if self._first is None else self.trainer.global_step
@@ -290,7 +354,7 @@ class PrivateRun:
         """The privacy statement of the steps taken so far.
 
         Args:
-            more: fields that are known better than here.
+            more: fields of the statement that the caller knows better.
         """
         history = self.history
         # The module's own hook at the end of an epoch comes after that of PrivacyCallback.
@@ -308,7 +372,7 @@ class PrivateRun:
         """Write the run into a checkpoint that a fit can resume.
 
         Args:
-            checkpoint: about to be written, on rank 0.
+            checkpoint: a checkpoint that is about to be written, on rank 0.
         """
         statement = self.statement(weights=digest_of(checkpoint["state_dict"]))
         SavedRun(statement=statement, settings=self.settings.values, step=self.step.state_dict()).write(checkpoint)

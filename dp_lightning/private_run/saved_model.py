@@ -16,9 +16,9 @@ class SavedModel:
     """What a checkpoint says about its model; a part that it does not state is empty or None.
 
     Attributes:
-        class_path: of the LightningModule.
-        settings: its hyperparameters. Lightning saves what is linked from the data, such as image_size, with modules
-            that have no such argument too.
+        class_path: import path of the class of the LightningModule.
+        settings: hyperparameters of the module. Lightning also saves settings that are linked from the data, such as
+            image_size, with modules that have no such argument.
         data: the attributes of `DataRecord`.
     """
 
@@ -28,7 +28,7 @@ class SavedModel:
 
     @classmethod
     def read(cls, checkpoint: Mapping[str, Any]) -> "SavedModel":
-        """That of a checkpoint as `PrivateCheckpointIO` loads it."""
+        """Read the model of a checkpoint that `PrivateCheckpointIO` has loaded."""
         hyperparameters = dict(checkpoint.get("hyper_parameters", {}))
         path = hyperparameters.get(CLASS_PATH)
         return cls(

@@ -3,8 +3,7 @@
 While the step sees one example, the values that it logs or gives to a metric are set aside. After each physical batch
 every metric is updated with the rows of all of its examples; after the logical batch the mean of each number is logged.
 So a metric's result is not known inside of the step: it can be logged and nothing else. Examples that do not take part
-are left out. Where ranks log together (``sync_dist``), every one of them takes part with what it has, which may be
-nothing.
+in the step are left out. Where ranks log together (``sync_dist``), every rank takes part, also one without an example.
 """
 
 from collections.abc import Callable, Iterator
@@ -29,11 +28,11 @@ _LOG_ARGUMENTS = ("prog_bar", "logger", "on_step", "on_epoch")
 
 
 class Result:
-    """What a metric will have returned after the step.
+    """The result of a metric, which is known after the step.
 
     Args:
-        source: what tells it from the results of other metrics.
-        get: returns it then.
+        source: what tells this result from the results of other metrics.
+        get: returns the value, after the step.
     """
 
     def __init__(self, source: object, get: Callable[[], Any]) -> None:
@@ -57,26 +56,26 @@ class StepLogging:
     """Takes the place of a module's ``log`` and of its metrics' methods while a private step runs.
 
     Args:
-        module: whose training step is private.
+        module: the module whose training step is private.
     """
 
     def __init__(self, module: pl.LightningModule) -> None:
         self._module = module
         self._metrics: list[AnyMetric] = [part for part in module.modules() if isinstance(part, AnyMetric)]
-        self._copies: dict[int, AnyMetric] = {}  # by the ids of metrics: with the examples of one step
+        self._copies: dict[int, AnyMetric] = {}  # by the ids of metrics: copies that see one step alone
         self._mine: list[bool] = []  # whether each example of a call of the loss takes part
         self._clear()
 
     def _clear(self) -> None:
-        self._updates: list[Callable[[], None]] = []  # of the physical batch
-        self._at_end: dict[Any, Callable[[], None]] = {}  # of the logical batch
+        self._updates: list[Callable[[], None]] = []  # calls of metrics at the end of the physical batch
+        self._at_end: dict[Any, Callable[[], None]] = {}  # calls at the end of the logical batch
         self._numbers: dict[str, tuple[list[Tensor], list[int]]] = {}
-        self._resets: dict[Any, Callable[[], None]] = {}  # after all of that
-        self._size = 0  # examples of the step that take part
+        self._resets: dict[Any, Callable[[], None]] = {}  # calls after those
+        self._size = 0  # number of examples of the step that take part
 
     @contextmanager
     def logical_batch(self) -> Iterator[None]:
-        """Around a step; logs when it is over."""
+        """Runs a step, and logs its numbers when the step is over."""
         try:
             yield
             with torch.no_grad():
@@ -87,7 +86,7 @@ class StepLogging:
 
     @contextmanager
     def physical_batch(self, counted: Tensor) -> Iterator[None]:
-        """Around a physical batch of the step; metrics are updated when it is over.
+        """Runs a physical batch of the step, and updates the metrics when the batch is over.
 
         Args:
             counted: (b,) whether each example takes part.
@@ -114,7 +113,7 @@ class StepLogging:
                 update()
 
     def begin_example(self) -> None:
-        """The loss is called: for all examples together, or for the next one."""
+        """Note that the loss is called next, for all examples together or for the next example."""
         self._example += 1
         self._mine = self._counted if level() is not None else [self._counted[self._example]]
 
@@ -204,7 +203,7 @@ class StepLogging:
         return {"update": new_update, "forward": new_forward, "compute": new_compute, "reset": new_reset}
 
     def _copy_of(self, metric: AnyMetric) -> AnyMetric:
-        """A copy that sees the examples of one step alone; made between physical batches, it has its own methods."""
+        """A copy of a metric that sees the examples of one step alone; its methods are its own."""
         if id(metric) not in self._copies:
             copy = self._copies[id(metric)] = metric.clone()
             copy.reset()
@@ -213,7 +212,7 @@ class StepLogging:
         return self._copies[id(metric)]
 
     def _give_values(self, metric: AnyMetric) -> None:
-        """Let Lightning log the value of the step, where it is given the metric itself."""
+        """Let Lightning log the value of the step where `self.log` is given the metric itself."""
         for part, copy in zip(_parts(metric), _parts(self._copy_of(metric)), strict=True):
             if copy.update_called:
                 set_value_of_step(part, copy.compute())
@@ -230,7 +229,7 @@ def _require_single(name: str, number: Tensor) -> None:
 
 
 class _Rows:
-    """What the step said of each example by one tensor: (b, ...), or of one alone (1, ...)."""
+    """A tensor of the step with a row for each example: (b, ...), or (1, ...) where the step sees one example."""
 
     def __init__(self, tensor: Tensor, mine: list[bool]) -> None:
         self._tensor, self._mine, self._has_rows = detached(tensor, len(mine)), mine, tensor.dim() > 0

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 
 from dp_lightning.errors import ConfigurationError
 from dp_lightning.privacy.plan import steps_of_epoch
-from dp_lightning.private_run.loader_checks import checked_loader
+from dp_lightning.private_run.data_checks import checked_loader
 from dp_lightning.private_run.logical_batches import LogicalBatch, LogicalLoader
 
 _METHODS = ("process_dataloader", "batch_to_device", "training_step", "backward")
@@ -26,16 +26,16 @@ _BEFORE_TRANSFER = "on_before_batch_transfer"
 
 
 class StrategyMethods:
-    """Stands in the place of the methods from ``install`` to ``remove``; both may be called again.
+    """Takes the place of the strategy's methods from ``install`` to ``remove``; both may be called again.
 
     Args:
-        trainer: about to fit.
+        trainer: trainer that is about to fit.
         expected_batch_size: B.
-        num_train: from a training set to N.
+        num_train: returns N of a training set.
 
     Attributes:
         loader: the user's training loader; None until Lightning has asked for it.
-        take_step: called with a logical batch: adds up its examples.
+        take_step: is called with a logical batch, and adds up the gradients of its examples.
         release: puts the privatized gradient into ``.grad``.
     """
 
@@ -66,10 +66,10 @@ class StrategyMethods:
         self._owners = []
 
     def process_dataloader(self, loader: Any) -> Any:
-        """A loader of logical steps for the training loader; any other as the strategy makes it.
+        """A loader of logical steps for the training loader; any other loader as the strategy makes it.
 
         Raises:
-            ConfigurationError: where there are several training loaders, or theirs cannot be sampled.
+            ConfigurationError: where there are several training loaders, or the loader's order cannot be replaced.
         """
         trainer = self._trainer  # which has a train_dataloader once all training loaders have come here
         if trainer.state.fn != TrainerFn.FITTING or not trainer.training or trainer.train_dataloader is not None:
@@ -84,13 +84,13 @@ class StrategyMethods:
         )
 
     def batch_to_device(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
-        """A logical batch as it is."""
+        """Leave a logical batch as it is; the strategy moves any other batch."""
         if isinstance(batch, LogicalBatch):
             return batch
         return type(self._strategy).batch_to_device(self._strategy, batch, *args, **kwargs)
 
     def training_step(self, batch: LogicalBatch, *args: Any) -> Tensor:
-        """Add up the examples of a step. Lightning needs a loss: it gets a zero, from which nothing is computed."""
+        """Add up the examples of a step; the zero is the loss that Lightning needs, and nothing is computed from it."""
         with self._trainer.precision_plugin.train_step_context():
             self.take_step(batch)
         return torch.zeros((), device=self._strategy.root_device)
@@ -107,5 +107,5 @@ class StrategyMethods:
 
 
 def _passing_logical(hook: Callable[[Any, int], Any]) -> Callable[[Any, int], Any]:
-    """The user's hook, which stands aside for a logical batch: each example passes it by itself, when it is read."""
+    """The user's hook, which a logical batch passes by: each example goes through the hook when it is read."""
     return lambda batch, dataloader_idx: batch if isinstance(batch, LogicalBatch) else hook(batch, dataloader_idx)

@@ -33,7 +33,7 @@ _CALLBACKS: tuple[tuple[type[pl.Callback], str], ...] = (
 )
 
 _Row = tuple[bool, str]
-"""Whether a setting cannot be, and what to say of it."""
+"""Whether a setting is refused, and the message."""
 
 
 def check_settings(trainer: pl.Trainer, module: pl.LightningModule) -> None:
@@ -99,7 +99,7 @@ def _of_the_trainer(trainer: pl.Trainer) -> Iterator[_Row]:
 
 
 def _of_the_processes(trainer: pl.Trainer) -> Iterator[_Row]:
-    """Who trains, and who writes checkpoints."""
+    """Strategies, and what writes checkpoints."""
     strategy, writer = trainer.strategy, type(trainer.strategy.checkpoint_io)
     distributed = isinstance(strategy, DDPStrategy) and not isinstance(strategy, DeepSpeedStrategy)
     yield (
@@ -216,7 +216,7 @@ def _of_the_monitors(trainer: pl.Trainer, unprotected: set[str]) -> Iterator[_Ro
 
 
 def _monitors(trainer: pl.Trainer) -> list[tuple[str, str | None]]:
-    """What reads the name of a number: its class, and the name."""
+    """The class of each object that reads a number by its name, and that name."""
     callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
     readers = [each for each in callbacks if isinstance(each, standard.ModelCheckpoint | standard.EarlyStopping)]
     plateaus = [config for config in trainer.lr_scheduler_configs if config.reduce_on_plateau]

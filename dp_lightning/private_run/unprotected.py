@@ -8,15 +8,15 @@ from torch import Tensor
 from dp_lightning.lightning_internals import logged_in_training
 from dp_lightning.private_run.trainer_checks import check_monitors
 
-#: Logged by the callbacks of this package, from public numbers and what the mechanism has released.
+#: Numbers that the callbacks of this package log, from public numbers and what the mechanism has released.
 POST_PROCESSING = frozenset({"privacy/epsilon", "privacy/snr"})
 
 
 class Unprotected:
-    """Collects the names of such numbers, and counts the examples whose gradient is not finite.
+    """Collects the names of numbers of raw examples, and counts the examples whose gradient is not finite.
 
     Attributes:
-        names: tags that were logged while training.
+        names: names of the numbers that were logged while training.
     """
 
     def __init__(self) -> None:

@@ -21,7 +21,7 @@ class PrivateCheckpointIO(TorchCheckpointIO):
     """Writes and reads checkpoints on a local file system.
 
     Args:
-        before_save: called with a checkpoint and the folder in which it is about to be written.
+        before_save: is called with a checkpoint and the folder in which that is about to be written.
     """
 
     def __init__(self, before_save: Callable[[dict[str, Any], Path], None] | None = None) -> None:
@@ -32,7 +32,7 @@ class PrivateCheckpointIO(TorchCheckpointIO):
         """Write the whole checkpoint, or leave the file that was there.
 
         Raises:
-            DataError: when it cannot be written.
+            DataError: when the checkpoint cannot be written.
         """
         target = Path(path)
         if self._before_save is not None:
@@ -57,14 +57,14 @@ class PrivateCheckpointIO(TorchCheckpointIO):
                 and runs that code; None is True.
 
         Raises:
-            DataError: when it is missing, damaged or foreign.
+            DataError: when the checkpoint is missing, damaged or foreign.
         """
         source, weights_only = Path(path), weights_only is not False
         try:
             with torch.serialization.safe_globals(_DATA):
                 loaded: Any = torch.load(source, map_location=map_location, weights_only=weights_only)
-        except Exception as error:  # it may contain anything
-            text = str(error).rpartition("WeightsUnpickler error: ")[2]  # which names the class, behind advice of torch
+        except Exception as error:  # the file may contain anything
+            text = str(error).rpartition("WeightsUnpickler error: ")[2]  # torch names the class behind its advice
             runs_code = weights_only and isinstance(error, pickle.UnpicklingError)
             hint = "; if it is your own, pass weights_only=False with ckpt_path" if runs_code else ""
             reason = next(iter(text.splitlines()), type(error).__name__)

@@ -13,7 +13,7 @@ from dp_lightning.errors import ConfigurationError
 from dp_lightning.ranks import Ranks
 
 NAME = "dp_ddp"
-# Operations per gathered byte and per collective. CPU: measured by benchmarks/ranks.py over gloo on one machine. GPUs:
+# Operations per gathered byte and per collective. CPU: benchmarks/postprocess.py over gloo on one machine. GPUs:
 # 30 TFLOP/s in float32 over 300 GB/s within a node (NVLink) and 30 GB/s between nodes, and 40 and 80 microseconds.
 _CPU = (100.0, 5e7)
 _GPUS_OF_ONE_NODE = (100.0, 1.2e9)
@@ -36,11 +36,11 @@ class PrivateStrategy(DDPStrategy):
         """Copy the parameters and buffers of rank 0 to every rank, without wrapping the module.
 
         Raises:
-            ConfigurationError: on every rank, where they are not the same ones.
+            ConfigurationError: on every rank, where the ranks have other parameters or buffers.
         """
         assert self.model is not None
         every = {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}
-        tensors = {name: tensor for name, tensor in every.items() if not is_lazy(tensor)}  # a run refuses those
+        tensors = {name: tensor for name, tensor in every.items() if not is_lazy(tensor)}  # a run refuses lazy layers
         kinds = [(name, tuple(each.shape), each.dtype, each.requires_grad) for name, each in tensors.items()]
         if Ranks(self.global_rank, self.world_size).differing_facts({"tensors": kinds}, self.root_device):
             raise ConfigurationError(
@@ -49,7 +49,7 @@ class PrivateStrategy(DDPStrategy):
             )
         for tensor in tensors.values():
             same = tensor.detach().contiguous()
-            # As bytes: gloo and NCCL do not know all types.
+            # The tensor goes as bytes, since gloo and NCCL do not know all types.
             torch.distributed.broadcast(same.reshape(-1).view(torch.uint8), src=0)
             tensor.detach().copy_(same)
 

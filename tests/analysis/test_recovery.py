@@ -12,7 +12,7 @@ from dp_lightning.analysis import (
     participation_ratio,
     recovery_batch_size,
 )
-from dp_lightning.experiments.published import published
+from dp_lightning.experiments.results import published
 from dp_lightning.privacy.plan import RunShape
 
 CIFAR10 = published()["recovery_cifar10"]
@@ -109,7 +109,7 @@ def test_draws_differ_and_repeat_with_the_seed(monkeypatch):
     assert torch.equal(draw(0), draw(0))
     assert len(draw(0).unique()) == 8
     assert not torch.equal(draw(0), draw(1))
-    monkeypatch.setattr("dp_lightning.analysis.direction._ENTRIES", 3 * 16 * 40)
+    monkeypatch.setattr("dp_lightning.analysis.recovery._ENTRIES", 3 * 16 * 40)
     assert len(draw(0).unique()) == 8  # in portions
 
 

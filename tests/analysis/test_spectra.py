@@ -13,7 +13,7 @@ from dp_lightning.analysis import (
     participation_ratio,
     signal_to_noise,
 )
-from dp_lightning.experiments.published import published
+from dp_lightning.experiments.results import published
 from dp_lightning.privacy.plan import PrivacyPlan
 
 

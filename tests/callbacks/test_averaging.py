@@ -5,16 +5,16 @@ import logging
 import os
 import signal
 import warnings
+from contextlib import nullcontext
 
 import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
-from plain_run import CLASSES, Plain, Stop, examples, loader, privacy, trainer
+from plain_run import CLASSES, Plain, Stop, examples, held_out, loader, privacy, trainer
 from started_ranks import run_on_ranks
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader
 
 from dp_lightning.callbacks import AveragedWeights, StopOnSignal
 from dp_lightning.commands.verify import verify
@@ -47,10 +47,6 @@ class Watched(Plain):
         return self.net(batch[0])
 
 
-def held_out():
-    return DataLoader(examples(30, seed=4), batch_size=30)
-
-
 def run(folder, *callbacks, ckpt_path=None, decay=0.9, **kwargs):
     private = privacy(reproducible=True, max_physical_batch_size=3)
     used, module = trainer(folder, private, AveragedWeights(decay), *callbacks, **kwargs), Watched()
@@ -58,12 +54,15 @@ def run(folder, *callbacks, ckpt_path=None, decay=0.9, **kwargs):
     return used, module
 
 
-def by_recursion(steps, decay):
+def require_average(found, steps, decay=0.9):
+    """That these weights are the average of the recursion over the weights of each step."""
     first, *others = [{name: value.double() for name, value in weights.items()} for weights in steps]
     for t, weights in enumerate(others, start=1):
         d = min(decay, (1 + t) / (10 + t))
         first = {name: d * value + (1 - d) * weights[name] for name, value in first.items()}
-    return first
+    for name, value in first.items():
+        # Some rounding of float32 for each step.
+        torch.testing.assert_close(found[name].double(), value, rtol=1e-6, atol=1e-7)
 
 
 def every_step(folder):
@@ -80,45 +79,38 @@ def require_equal(one, other):
         assert torch.equal(value, other[name]), name
 
 
-@pytest.mark.parametrize("decay", [0.0, 0.25, 0.99])
+@pytest.mark.parametrize("decay", [0.0, 0.99])
 def test_the_average_follows_its_recursion_and_takes_the_place_of_the_weights(tmp_path, decay):
     used, module = run(tmp_path, every_step(tmp_path), decay=decay, enable_checkpointing=True)
     assert used.global_step == len(module.seen) == 9
     for step in range(1, 10):
         checkpoint = saved(tmp_path / "steps" / f"step={step}.ckpt")
-        for name, value in by_recursion(module.seen[:step], decay).items():
-            # Some rounding of float32 for each step.
-            torch.testing.assert_close(checkpoint["state_dict"][name].double(), value, rtol=1e-6, atol=1e-7)
-            assert torch.equal(checkpoint["current_model_state"][name], module.seen[step - 1][name])
+        require_average(checkpoint["state_dict"], module.seen[:step], decay)
+        require_equal({name: checkpoint["current_model_state"][name] for name in module.seen[0]}, module.seen[step - 1])
         # Buffers, and what is frozen, are the module's own.
         for name in ("net.0.bias", "places"):
             assert torch.equal(checkpoint["state_dict"][name], checkpoint["current_model_state"][name])
     require_equal(dict(module.named_parameters()), {name: checkpoint["state_dict"][name] for name in module.seen[0]})
-    x, y = examples(30, seed=4).tensors
+    x, y = examples(30, seed=1).tensors
     loss = float(F.cross_entropy(module.net(x), y).detach())
     assert float(used.callback_metrics["val/loss"]) == pytest.approx(loss, rel=1e-5)
     module.load_state_dict(checkpoint["current_model_state"])
     assert (loss == pytest.approx(float(F.cross_entropy(module.net(x), y).detach()), rel=1e-4)) == (decay == 0)
 
 
-def test_training_itself_does_not_change(tmp_path):
-    averaged, plain = run(tmp_path)[1], run(tmp_path, decay=None)[1]
-    for one, other in zip(averaged.seen, plain.seen, strict=True):
+def test_training_itself_does_not_change_and_a_run_that_resumes_continues_weights_and_average(tmp_path):
+    kept = {"enable_checkpointing": True}
+    _, averaged = run(tmp_path / "whole", every_step(tmp_path / "whole"), **kept)
+    for one, other in zip(averaged.seen, run(tmp_path, decay=None)[1].seen, strict=True):
         require_equal(one, other)
-    require_equal(plain.seen[-1], dict(plain.named_parameters()))
-
-
-def test_a_run_that_resumes_continues_weights_and_average_bit_for_bit(tmp_path):
-    keeps = {"enable_checkpointing": True}
-    run(tmp_path / "whole", every_step(tmp_path / "whole"), **keeps)
+    cut, end = tmp_path / "cut", tmp_path / "end.ckpt"
     with pytest.raises(RuntimeError, match="stopped"):
-        run(tmp_path / "cut", every_step(tmp_path / "cut"), Stop(5), **keeps)
-    within, end = tmp_path / "cut" / "steps" / "step=5.ckpt", tmp_path / "cut" / "end.ckpt"
-    used, _ = run(tmp_path / "cut", every_step(tmp_path / "cut"), ckpt_path=within, max_epochs=2, **keeps)
+        run(cut, every_step(cut), Stop(5), **kept)
+    used, _ = run(cut, every_step(cut), ckpt_path=cut / "steps" / "step=5.ckpt", max_epochs=2, **kept)
     used.save_checkpoint(end)  # with the weights too, though the module has the average
-    run(tmp_path / "cut", every_step(tmp_path / "cut"), ckpt_path=end, **keeps)
+    run(cut, every_step(cut), ckpt_path=end, **kept)
     for step in (6, 9):
-        one, other = (saved(tmp_path / name / "steps" / f"step={step}.ckpt") for name in ("whole", "cut"))
+        one, other = (saved(folder / "steps" / f"step={step}.ckpt") for folder in (tmp_path / "whole", cut))
         for part in ("state_dict", "current_model_state", "averaging_state"):
             require_equal(one[part], other[part])
 
@@ -128,8 +120,7 @@ def test_an_average_that_starts_late_starts_at_the_checkpoint(tmp_path):
     used.save_checkpoint(tmp_path / "two.ckpt")
     assert "current_model_state" not in saved(tmp_path / "two.ckpt")
     _, late = run(tmp_path, ckpt_path=tmp_path / "two.ckpt")
-    for name, value in by_recursion(late.seen, 0.9).items():
-        torch.testing.assert_close(dict(late.named_parameters())[name].double(), value, rtol=1e-6, atol=1e-7)
+    require_average(dict(late.named_parameters()), late.seen)
 
 
 @pytest.mark.parametrize("ends", ["by itself", "by a signal", "in a validation"])
@@ -144,37 +135,23 @@ def test_statements_are_of_the_average(tmp_path, ends):
                 raise KeyboardInterrupt
 
     checkpoint = ModelCheckpoint(tmp_path / "steps", save_on_exception=True, save_on_train_epoch_end=True)
-    callbacks = [checkpoint, End(), StopOnSignal()]
     settings = {"enable_checkpointing": True, "check_val_every_n_epoch": 2, "num_sanity_val_steps": 0}
-    if ends == "by itself":
-        run(tmp_path, *callbacks, **settings)
-    else:
-        with pytest.raises(SystemExit):
-            run(tmp_path, *callbacks, **settings)
+    with nullcontext() if ends == "by itself" else pytest.raises(SystemExit):
+        run(tmp_path, checkpoint, End(), StopOnSignal(), **settings)
     steps = {"by itself": 9, "by a signal": 5, "in a validation": 6}[ends]
     found = [saved(path) for path in (tmp_path / "steps").glob("*.ckpt")]
     newest = [one for one in found if one["global_step"] == steps]
     assert newest
     assert all(one["averaging_state"]["n_averaged"] == steps for one in newest)
     assert not [finding for finding in verify(tmp_path) if finding[1] is not None]
-    facts = json.loads((tmp_path / "privacy_statement.json").read_text())
-    assert facts["postprocessing"] == "moving average of the weights (decay 0.9)"
-    if ends != "by itself":
-        again, _ = run(tmp_path, every_step(tmp_path / "again"), ckpt_path=_path_of(tmp_path, steps), **settings)
-        assert again.global_step == 9
-        _, whole = run(tmp_path / "whole")
-        last = saved(tmp_path / "again" / "steps" / "step=9.ckpt")
-        require_equal({name: last["current_model_state"][name] for name in whole.seen[-1]}, whole.seen[-1])
-
-
-def _path_of(folder, steps):
-    return next(path for path in (folder / "steps").glob("*.ckpt") if saved(path)["global_step"] == steps)
+    (path,) = tmp_path.glob("privacy_runs/*/privacy_statement.json")
+    assert json.loads(path.read_text())["postprocessing"] == "moving average of the weights (decay 0.9)"
 
 
 @pytest.mark.parametrize("decay", [0.9, None])
 def test_a_checkpoint_is_evaluated_as_it_is_and_without_a_word(tmp_path, decay, caplog):
     used, module = run(tmp_path, decay=decay)
-    path, expected = tmp_path / "end.ckpt", module.net(examples(30, seed=4).tensors[0])
+    path, expected = tmp_path / "end.ckpt", module.net(examples(30, seed=1).tensors[0])
     used.save_checkpoint(path)
     how = {"ckpt_path": path, "weights_only": True}
     other = trainer(tmp_path, privacy(), AveragedWeights(decay))
@@ -198,36 +175,22 @@ def fit_one_rank(folder, strategy):
     torch.save({"seen": module.seen, "state": module.state_dict()}, f"{folder}/rank{used.global_rank}.pt")
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "dp_ddp"])
-def test_ranks_have_one_average(tmp_path, strategy):
-    ended = run_on_ranks(fit_one_rank, tmp_path, 2, str(tmp_path), strategy)
+def test_ranks_have_one_average(tmp_path):
+    ended = run_on_ranks(fit_one_rank, tmp_path, 2, str(tmp_path), "dp_ddp")
     assert not any(ended.codes), ended.stderr[-3000:]
     first, second = (saved(tmp_path / f"rank{rank}.pt") for rank in range(2))
     require_equal(first["state"], second["state"])
     require_equal(first["state"], saved(tmp_path / "end.ckpt")["state_dict"])
-    for name, value in by_recursion(first["seen"], 0.9).items():
-        torch.testing.assert_close(first["state"][name].double(), value, rtol=1e-6, atol=1e-7)
+    require_average(first["state"], first["seen"])
 
 
-@pytest.mark.parametrize("decay", [-0.1, 1.0, 2.0, float("nan")])
+@pytest.mark.parametrize("decay", [-0.1, 1.0, float("nan")])
 def test_a_decay_out_of_range_is_refused(decay):
     with pytest.raises(ConfigurationError, match=r"averaging\.decay is"):
         AveragedWeights(decay)
 
 
-def test_a_module_that_cannot_be_copied_takes_no_step(tmp_path):
-    class Locked(Plain):
-        def __deepcopy__(self, memo):
-            raise TypeError("holds a lock")
-
-    callback = privacy()
-    with pytest.raises(TypeError, match="holds a lock"):
-        trainer(tmp_path, callback, AveragedWeights(0.9)).fit(Locked(), loader())
-    assert callback.ledger.num_steps == 0
-
-
 def test_it_works_without_privacy_too(tmp_path):
     used, module = trainer(tmp_path, AveragedWeights(0.9), max_epochs=1), Watched()
     used.fit(module, loader(), held_out())
-    for name, value in by_recursion(module.seen, 0.9).items():
-        torch.testing.assert_close(dict(module.named_parameters())[name].double(), value, rtol=1e-6, atol=1e-7)
+    require_average(dict(module.named_parameters()), module.seen)

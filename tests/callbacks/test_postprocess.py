@@ -1,103 +1,69 @@
-"""The post-processing callback on a plain Trainer and through jsonargparse."""
+"""The post-processing callback on a plain Trainer, private or not, and through jsonargparse."""
 
+import pytest
 import torch
 from jsonargparse import ArgumentParser
-from lightning.pytorch import LightningModule, Trainer
-from torch.utils.data import DataLoader, TensorDataset
+from plain_run import Plain, examples, flat, trainer, without_noise
+from torch.utils.data import DataLoader
 
 from dp_lightning.callbacks.postprocess import PostProcessCallback
 from dp_lightning.postprocess import Kalman, Momentum, Orthogonalize
 
 
-class TinyModule(LightningModule):
-    def __init__(self, **optimizer_settings):
-        super().__init__()
-        torch.manual_seed(0)
-        self.layer = torch.nn.Linear(3, 2)
-        self.frozen = torch.nn.Linear(2, 2).requires_grad_(False)
-        self.optimizer_settings = {"lr": 0.1, **optimizer_settings}
+def fit(folder, *callbacks, momentum=0.0, max_epochs=1, ckpt_path=None):
+    """The trainer, and the trained parameters at its end."""
 
-    def training_step(self, batch, batch_idx):
-        return self.frozen(self.layer(batch[0])).square().mean()
+    class WithMomentum(Plain):
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=0.1, momentum=momentum)
 
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), **self.optimizer_settings)
-
-
-def fit(module, callback, *, tmp_path, max_epochs=1, ckpt_path=None):
-    data = TensorDataset(torch.randn(8, 3, generator=torch.Generator().manual_seed(0)))
-    trainer = Trainer(
-        accelerator="cpu",
-        max_epochs=max_epochs,
-        callbacks=[] if callback is None else [callback],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        default_root_dir=tmp_path,
-    )
-    trainer.fit(module, DataLoader(data, batch_size=2), ckpt_path=ckpt_path)
-    return trainer
+    torch.manual_seed(0)
+    module = WithMomentum()
+    module.net[0].bias.requires_grad_(False)
+    used = trainer(folder, *callbacks, max_epochs=max_epochs)
+    used.fit(module, DataLoader(examples(), batch_size=7), ckpt_path=ckpt_path)
+    return used, flat(module)
 
 
-def test_momentum_in_the_chain_trains_like_momentum_in_the_optimizer(tmp_path):
-    ours, theirs = TinyModule(), TinyModule(momentum=0.9)
-    fit(ours, PostProcessCallback([Momentum(0.9, applies_to="all")]), tmp_path=tmp_path)
-    fit(theirs, None, tmp_path=tmp_path)
-    assert not torch.equal(ours.layer.weight, TinyModule().layer.weight)
-    # The same operations in float32 over four steps; a fused multiply-add may round once less.
-    torch.testing.assert_close(ours.layer.weight, theirs.layer.weight, rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(ours.layer.bias, theirs.layer.bias, rtol=1e-5, atol=1e-6)
+@pytest.mark.parametrize("private", [True, False])
+@pytest.mark.parametrize(("transforms", "momentum"), [([Momentum(0.9, applies_to="all")], 0.0), (None, 0.9)])
+def test_a_chain_trains_like_the_optimizer_that_does_the_same(tmp_path, transforms, momentum, private):
+    def before():
+        return [without_noise()] if private else []
+
+    _, ours = fit(tmp_path, *before(), PostProcessCallback(transforms), momentum=momentum)
+    _, theirs = fit(tmp_path, *before(), momentum=0.9)
+    # The same operations in float32 over nine steps; a fused multiply-add may round once less.
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
 
 
 def test_a_resumed_run_continues_the_state_of_the_chain(tmp_path):
     def callback():
         return PostProcessCallback([Kalman(process_to_measurement_ratio=1.5), Momentum(0.9), Orthogonalize()])
 
-    whole, half, resumed = TinyModule(), TinyModule(), TinyModule()
-    fit(whole, callback(), tmp_path=tmp_path, max_epochs=2)
-    checkpoint = tmp_path / "half.ckpt"
-    fit(half, callback(), tmp_path=tmp_path).save_checkpoint(checkpoint)
-    fit(resumed, callback(), tmp_path=tmp_path, max_epochs=2, ckpt_path=checkpoint)
-    assert torch.equal(resumed.layer.weight, whole.layer.weight)
-    assert not torch.equal(resumed.layer.weight, half.layer.weight)
+    whole, checkpoint = fit(tmp_path, callback(), max_epochs=2)[1], tmp_path / "half.ckpt"
+    fit(tmp_path, callback())[0].save_checkpoint(checkpoint)
+    assert torch.equal(fit(tmp_path, callback(), max_epochs=2, ckpt_path=checkpoint)[1], whole)
     # The callback's state holds only what an untrusted-file load accepts.
     assert torch.load(checkpoint, weights_only=True)["callbacks"]
 
 
-def test_no_transforms_change_nothing(tmp_path):
-    ours, plain = TinyModule(momentum=0.9), TinyModule(momentum=0.9)
-    fit(ours, PostProcessCallback(), tmp_path=tmp_path)
-    fit(plain, None, tmp_path=tmp_path)
-    assert torch.equal(ours.layer.weight, plain.layer.weight)
+TWO = "postprocess: {transforms: [{class_path: Momentum, init_args: {beta: 0.95}}, {class_path: Orthogonalize}]}"
+SCALE = '--postprocess.transforms=[{"class_path": "Scale", "init_args": {"factor": 2.0}}]'
 
 
-def parser() -> ArgumentParser:
-    result = ArgumentParser(exit_on_error=False)
-    result.add_argument("--config", action="config")
-    result.add_class_arguments(PostProcessCallback, "postprocess")
-    return result
-
-
-def test_yaml_names_transforms_by_their_short_class_name(tmp_path):
-    config = tmp_path / "run.yaml"
-    config.write_text(
-        "postprocess: {transforms: ["
-        "{class_path: Momentum, init_args: {beta: 0.95, kind: ema_nesterov}},"
-        "{class_path: MagnitudeScale, init_args: {transform: {class_path: Orthogonalize, init_args:"
-        " {coefficients: [2.0, -1.5, 0.5]}}}}]}"
-    )
-    namespace = parser().parse_args([f"--config={config}"])
-    momentum, magnitude = parser().instantiate_classes(namespace).postprocess.chain.transforms
-    assert (momentum.beta, momentum.kind) == (0.95, "ema_nesterov")
-    assert magnitude.transform.coefficients == (2.0, -1.5, 0.5)
-
-
-def test_the_command_line_replaces_the_whole_list(tmp_path):
-    config = tmp_path / "run.yaml"
-    config.write_text("postprocess: {transforms: [{class_path: Momentum}, {class_path: Orthogonalize}]}")
-    override = '--postprocess.transforms=[{"class_path": "Scale", "init_args": {"factor": 2.0}}]'
-    namespace = parser().parse_args([f"--config={config}", override])
-    (scale,) = parser().instantiate_classes(namespace).postprocess.chain.transforms
-    assert scale.factor == 2.0
-    assert parser().instantiate_classes(parser().parse_args([])).postprocess.chain.transforms == ()
+@pytest.mark.parametrize(
+    ("options", "names"),
+    [(["--config=run.yaml"], ["Momentum", "Orthogonalize"]), (["--config=run.yaml", SCALE], ["Scale"]), ([], [])],
+)
+def test_transforms_are_named_in_yaml_and_replaced_as_a_whole_on_the_command_line(
+    tmp_path, monkeypatch, options, names
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run.yaml").write_text(TWO)
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_argument("--config", action="config")
+    parser.add_class_arguments(PostProcessCallback, "postprocess")
+    chain = parser.instantiate_classes(parser.parse_args(options)).postprocess.chain
+    assert [type(transform).__name__ for transform in chain.transforms] == names
+    assert [transform.beta for transform in chain.transforms if isinstance(transform, Momentum)] in ([0.95], [])

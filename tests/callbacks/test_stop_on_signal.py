@@ -1,14 +1,13 @@
 """Signals stop a run between two steps."""
 
 import gc
-import json
 import os
 import signal
 import weakref
 
 import pytest
 from lightning.pytorch.callbacks import Callback
-from plain_run import Plain, loader, privacy, trainer
+from plain_run import Plain, loader, privacy, trainer, written
 
 from dp_lightning.callbacks import StopOnSignal
 
@@ -28,13 +27,13 @@ class Signal(Callback):
 def test_a_signal_stops_after_the_next_step(tmp_path, number, code, capsys):
     before = signal.getsignal(number)
     with pytest.raises(SystemExit) as stop:
-        trainer(tmp_path, privacy(), Signal(number), StopOnSignal()).fit(Plain(), loader())
+        trainer(tmp_path, callback := privacy(), Signal(number), StopOnSignal()).fit(Plain(), loader())
     assert stop.value.code == code
     assert signal.getsignal(number) == before
-    (saved,) = (tmp_path / "checkpoints").glob("*.ckpt")
+    (saved,) = (callback.private_run.folder / "checkpoints").glob("*.ckpt")
     # The step was released already; the ranks learn of the signal at the next one.
     assert saved.name == "interrupted-step=3.ckpt"
-    assert json.loads((tmp_path / "privacy_statement.json").read_text())["num_steps"] == 3
+    assert written(callback)["num_steps"] == 3
     assert capsys.readouterr().out.splitlines()[-1] == f"Stopped after step 3. Resume with ckpt_path {saved}"
 
 
@@ -56,13 +55,13 @@ class Twice(Callback):
 
 def test_a_second_ctrl_c_ends_at_once_with_its_exit_code(tmp_path):
     before = signal.getsignal(signal.SIGINT)
-    run = trainer(tmp_path, privacy(), Twice(), StopOnSignal())
+    run = trainer(tmp_path, callback := privacy(), Twice(), StopOnSignal())
     with pytest.raises(SystemExit) as stop:
         run.fit(Plain(), loader())
     assert stop.value.code == 130
     assert signal.getsignal(signal.SIGINT) == before
-    assert json.loads((tmp_path / "privacy_statement.json").read_text())["num_steps"] == 1
-    assert not (tmp_path / "checkpoints").exists()
+    assert written(callback)["num_steps"] == 1
+    assert not list(tmp_path.rglob("*.ckpt"))
 
 
 def test_lightning_requeues_a_job_of_slurm_between_two_steps_and_resumes_it(tmp_path, monkeypatch):

@@ -179,7 +179,8 @@ def main(settings):
     codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in start(folder, settings)]
     assert codes == [0] * settings["ranks"], output(folder)
     steps = compare(folder)
-    statement = json.loads((folder / "privacy_statement.json").read_text())
+    (path,) = folder.glob("privacy_runs/*/privacy_statement.json")
+    statement = json.loads(path.read_text())
     assert statement["num_steps"] == steps == steps_of(settings), (statement["num_steps"], steps)
     assert statement["epsilon"]["rdp"] <= TARGET
     print(json.dumps({"at_the_last_kill": held, "lost": statement["lost_steps"], "most_lost": most_lost}))

@@ -3,7 +3,6 @@
 import json
 import shutil
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,7 +13,7 @@ from dp_lightning.cli import main
 from dp_lightning.commands import export as export_module
 from dp_lightning.commands.verify import verify
 from dp_lightning.datamodules import Digits
-from dp_lightning.errors import ConfigurationError, DataError, ModelError
+from dp_lightning.errors import DataError
 from dp_lightning.lightning_modules import LinearProbeModule, SmallCNNModule
 from dp_lightning.models.feature_network import FeatureNetwork
 from dp_lightning.privacy.exported import statement_of
@@ -24,14 +23,12 @@ from dp_lightning.strategies.checkpoint_io import PrivateCheckpointIO
 
 onnxruntime = pytest.importorskip("onnxruntime")
 safetensors_torch = pytest.importorskip("safetensors.torch")
-DIGITS = str(Path(__file__).parents[2] / "configs" / "digits.yaml")
-EMA = str(Path(__file__).parents[2] / "configs" / "fragments" / "averaging" / "ema.yaml")
 
 
 def fit(folder, *settings):
     main(
         [
-            *("fit", "--config", DIGITS, "--privacy.accountant", "rdp", "--trainer.accelerator", "cpu"),
+            *("fit", "digits", "--privacy.accountant", "rdp", "--trainer.accelerator", "cpu"),
             *("--trainer.enable_progress_bar", "false", "--trainer.logger", "false"),
             *("--trainer.default_root_dir", str(folder), *settings),
         ]
@@ -44,22 +41,27 @@ def checkpoint_of(folder):
     return found
 
 
-def beside(checkpoint, folder):
-    """The folder, which has the journal of the checkpoint."""
-    folder.mkdir(exist_ok=True)
-    for journal in checkpoint.parent.glob("privacy_journal_*.jsonl"):
-        shutil.copy(journal, folder)
-    return folder
-
-
-def save(checkpoint, path):
-    """Write an edited checkpoint."""
-    PrivateCheckpointIO().save_checkpoint(checkpoint, path)
-
-
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory):
-    return fit(tmp_path_factory.mktemp("run"), "--config", EMA, "--trainer.max_steps", "12")
+def averaged(tmp_path_factory):
+    """A checkpoint whose weights are an average."""
+    return checkpoint_of(fit(tmp_path_factory.mktemp("run"), "--config", "ema", "--trainer.max_steps", "12"))
+
+
+@pytest.fixture
+def edited(averaged, tmp_path):
+    """Writes a checkpoint with other content beside its journal."""
+
+    def write(**changes):
+        folder = tmp_path / "edited"
+        folder.mkdir(exist_ok=True)
+        for journal in averaged.parent.glob("privacy_journal_*.jsonl"):
+            shutil.copy(journal, folder)
+        saved = {**torch.load(averaged, weights_only=True), **changes}
+        saved = {name: value for name, value in saved.items() if value is not None}
+        PrivateCheckpointIO().save_checkpoint(saved, folder / "edited.ckpt")
+        return folder / "edited.ckpt"
+
+    return write
 
 
 def export(*arguments):
@@ -77,21 +79,22 @@ def digits():
     return torch.stack([image for image, _ in data.test_dataset])
 
 
-def test_both_files_hold_the_average_of_the_weights(trained, tmp_path):
-    assert export("--ckpt-path", checkpoint_of(trained), "--out", tmp_path) == 0
-    saved = torch.load(checkpoint_of(trained), weights_only=True)
+def logits_of(folder, images):
+    session = onnxruntime.InferenceSession(folder / "model.onnx")
+    return session.run(None, {"images": images.numpy()})[0]
+
+
+def test_both_files_hold_the_average_of_the_weights(averaged, tmp_path):
+    assert export("--ckpt-path", averaged, "--out", tmp_path) == 0
+    saved = torch.load(averaged, weights_only=True)
     module = SmallCNNModule(10, in_channels=1, channels=16)
     module.load_state_dict(saved["state_dict"])
     tensors = safetensors_torch.load_file(tmp_path / "model.safetensors")
-    expected = {name: p for name, p in module.model.state_dict().items()}
-    assert set(tensors) == set(expected)
-    for name, tensor in tensors.items():
-        assert torch.equal(tensor, expected[name])
+    torch.testing.assert_close(tensors, dict(module.model.state_dict()), rtol=0, atol=0)
     images = digits()
-    session = onnxruntime.InferenceSession(tmp_path / "model.onnx")
     for part in (images, images[:1]):  # of any number of images
-        (logits,) = session.run(None, {"images": part.numpy()})
-        np.testing.assert_allclose(logits, module.eval()(part).detach().numpy(), rtol=1e-4, atol=1e-5)
+        expected = module.eval()(part).detach().numpy()
+        np.testing.assert_allclose(logits_of(tmp_path, part), expected, rtol=1e-4, atol=1e-5)
     facts = json.loads((tmp_path / "model.json").read_text())
     assert facts["settings"]["mean"] == [0.305]
     assert any(
@@ -102,26 +105,18 @@ def test_both_files_hold_the_average_of_the_weights(trained, tmp_path):
 def test_a_layer_on_scattering_coefficients_is_exported_with_them(tmp_path, capsys):
     images = ["--data", "CachedFeatures", "--data.images", "Digits", "--data.backbone", "scattering"]
     images += ["--data.backbone_kwargs", "{angles: 2}", "--data.cache", str(tmp_path / "cache")]
-    run, short = tmp_path / "run", ["--trainer.max_steps", "2", "--privacy.reproducible", "true"]
-    fit(run, *images, "--model", "LinearProbeModule", "--model.normalize", "unit", *short)
-    assert export("--ckpt-path", checkpoint_of(run), "--out", tmp_path / "out") == 0
+    short = ["--trainer.max_steps", "2", "--privacy.reproducible", "true"]
+    fit(tmp_path / "run", *images, "--model", "LinearProbeModule", "--model.normalize", "unit", *short)
+    path = checkpoint_of(tmp_path / "run")
+    assert export("--ckpt-path", path, "--out", tmp_path / "out") == 0
     assert "The exported network is not for release: " in capsys.readouterr().err
     module = LinearProbeModule(10, in_channels=9, image_size=2, normalize="unit")
-    module.load_state_dict(torch.load(checkpoint_of(run), weights_only=True)["state_dict"])
-    assert module.model[1].weight.abs().max() > 0
-    pixels = digits()
+    module.load_state_dict(torch.load(path, weights_only=True)["state_dict"])
     settings = {"weights": None, "input_size": None, "backbone_kwargs": {"angles": 2}, "in_channels": 1}
     network = FeatureNetwork("scattering", **settings, mean=Digits().mean, std=Digits().std)
+    pixels = digits()
     expected = module.eval()(network(pixels)).detach()
-    session = onnxruntime.InferenceSession(tmp_path / "out" / "model.onnx")
-    for part in (pixels, pixels[:1]):
-        (logits,) = session.run(None, {"images": part.numpy()})
-        np.testing.assert_allclose(logits, expected[: len(part)], rtol=1e-3, atol=1e-4)
-
-
-def test_one_format_alone_can_be_asked_for(trained, tmp_path):
-    assert export("--ckpt-path", checkpoint_of(trained), "--out", tmp_path, "--format", "safetensors") == 0
-    assert not (tmp_path / "model.onnx").exists()
+    np.testing.assert_allclose(logits_of(tmp_path / "out", pixels), expected, rtol=1e-3, atol=1e-4)
 
 
 def test_the_statement_is_that_of_the_checkpoints_steps(tmp_path):
@@ -130,56 +125,46 @@ def test_the_statement_is_that_of_the_checkpoints_steps(tmp_path):
     fit(run, "--trainer.max_steps", "8", *every, "--trainer.callbacks.save_top_k", "-1")
     last = json.loads((run / "privacy_statement.json").read_text())
     by_steps = {torch.load(path, weights_only=True)["global_step"]: path for path in run.rglob("*.ckpt")}
+    found = {}
     for steps, path in by_steps.items():
-        assert export("--ckpt-path", path, "--out", tmp_path / str(steps), "--format", "safetensors") == 0
-        found = json.loads((tmp_path / str(steps) / "privacy_statement.json").read_text())
-        assert found["num_steps"] == steps
-        assert found["epsilon"]["rdp"] <= last["epsilon"]["rdp"]
-    assert sorted(by_steps) == [4, 8]
-    whole = json.loads((tmp_path / "8" / "privacy_statement.json").read_text())
+        out = tmp_path / str(steps)
+        assert export("--ckpt-path", path, "--out", out, "--format", "safetensors") == 0
+        assert not (out / "model.onnx").exists()
+        found[steps] = json.loads((out / "privacy_statement.json").read_text())
+        assert found[steps]["num_steps"] == steps
+    assert sorted(found) == [4, 8]
+    assert found[4]["epsilon"]["rdp"] < last["epsilon"]["rdp"]
     own = {"weights": "", "files": {}}
-    assert {**whole, **own} == {**last, **own}
-    # The digest is that of the tensors in the export, which anyone can check.
-    assert not any(finding for _, finding in verify(tmp_path / "8", []))
-    tensors = safetensors_torch.load_file(tmp_path / "8" / "model.safetensors")
-    next(iter(tensors.values())).mul_(1.01)
-    safetensors_torch.save_file(tensors, tmp_path / "8" / "model.safetensors")
-    assert "model.safetensors has the statement of its tensors" in [
-        what for what, wrong in verify(tmp_path / "8", []) if wrong
-    ]
-    first = json.loads((tmp_path / "4" / "privacy_statement.json").read_text())
-    assert first["epsilon"]["rdp"] < last["epsilon"]["rdp"]
-    assert "| num steps | 4 |" in (tmp_path / "4" / "privacy_statement.md").read_text()
+    assert {**found[8], **own} == {**last, **own}
 
 
-def test_an_edit_of_any_file_of_an_export_is_found(trained, tmp_path):
+def test_an_edit_of_any_file_of_an_export_is_found(finished_run, tmp_path):
     out = tmp_path / "out"
-    assert export("--ckpt-path", checkpoint_of(trained), "--out", out) == 0
-    assert not [wrong for _, wrong in verify(out, []) if wrong]
+    assert export("--ckpt-path", checkpoint_of(finished_run), "--out", out) == 0
+    assert not [wrong for _, wrong in verify(out) if wrong]
     files = sorted(out.iterdir())
     assert {"model.safetensors", "model.onnx", "model.json", "privacy_statement.md"} < {path.name for path in files}
     for path in files:
         whole = path.read_bytes()
         other = b"8" if whole[-30:-29] == b"9" else b"9"
-        for edited in (whole[:-30] + other + whole[-29:], b"some text", None):
+        for content in (whole[:-30] + other + whole[-29:], None):
             path.unlink()
-            if edited is not None:
-                path.write_bytes(edited)
-            if path.name == "privacy_statement.json" and edited is None:
+            if content is not None:
+                path.write_bytes(content)
+            if path.name == "privacy_statement.json" and content is None:
                 with pytest.raises(DataError):
-                    list(verify(out, []))
+                    list(verify(out))
             else:
-                assert any(wrong for _, wrong in verify(out, [])), path
+                assert any(wrong for _, wrong in verify(out)), path
             path.write_bytes(whole)
-    # Another statement of the same tensors, or none.
+    # Another statement of the same tensors, none, and other tensors under the same statement.
     weights = out / "model.safetensors"
-    tensors, whole = safetensors_torch.load_file(weights), weights.read_bytes()
-    claims = statement_of(weights)
-    for metadata in ({}, {STATEMENT: json.dumps(replace(claims, run="another").saved())}):
-        safetensors_torch.save_file(tensors, weights, metadata=metadata)
-        assert any(wrong for _, wrong in verify(out, []))
-    weights.write_bytes(whole)
-    assert not [wrong for _, wrong in verify(out, []) if wrong]
+    tensors, claims = safetensors_torch.load_file(weights), statement_of(weights)
+    moved = {name: tensor + 1 for name, tensor in tensors.items()}
+    for changed, said in ((tensors, None), (tensors, replace(claims, run="another")), (moved, claims)):
+        metadata = {} if said is None else {STATEMENT: json.dumps(said.saved())}
+        safetensors_torch.save_file(changed, weights, metadata=metadata)
+        assert any(wrong for _, wrong in verify(out))
 
 
 def test_pretrained_weights_are_not_loaded_again(tmp_path):
@@ -191,21 +176,13 @@ def test_pretrained_weights_are_not_loaded_again(tmp_path):
         *("--model.batch_norm", "frozen", "--model.trained", "head", "--model.input_size", "32"),
         *("--privacy.expected_batch_size", "16", "--trainer.max_steps", "1"),
     )
+    path = checkpoint_of(tmp_path / "run")
     weights.unlink()
-    assert export("--ckpt-path", checkpoint_of(tmp_path / "run"), "--out", tmp_path / "out") == 0
-    saved = torch.load(checkpoint_of(tmp_path / "run"), weights_only=True)["state_dict"]
+    assert export("--ckpt-path", path, "--out", tmp_path / "out") == 0
+    saved = torch.load(path, weights_only=True)["state_dict"]
     tensors = safetensors_torch.load_file(tmp_path / "out" / "model.safetensors")
     assert torch.equal(tensors["conv_stem.weight"], saved["model.conv_stem.weight"])
-    session = onnxruntime.InferenceSession(tmp_path / "out" / "model.onnx")
-    assert session.run(None, {"images": digits()[:3].numpy()})[0].shape == (3, 10)
-
-
-def test_a_head_on_features_takes_vectors():
-    module = LinearProbeModule(3, in_channels=16).eval()
-    content = export_module._onnx(module, 16, 1)
-    features = torch.randn(5, 16)
-    (logits,) = onnxruntime.InferenceSession(content).run(None, {"images": features.numpy()})
-    np.testing.assert_allclose(logits, module(features).detach().numpy(), atol=1e-5)
+    assert logits_of(tmp_path / "out", digits()[:3]).shape == (3, 10)
 
 
 def test_an_export_of_low_rank_additions_is_the_network_itself(tmp_path):
@@ -215,85 +192,60 @@ def test_an_export_of_low_rank_additions_is_the_network_itself(tmp_path):
         *("--model", "TimmModule", "--model.name", "test_efficientnet_gn", "--model.trained", "lora"),
         *("--privacy.expected_batch_size", "200", "--optimizer.lr", "1", "--trainer.max_steps", "3"),
     )
-    assert export("--ckpt-path", checkpoint_of(tmp_path / "run"), "--out", tmp_path / "out") == 0
+    path = checkpoint_of(tmp_path / "run")
+    assert export("--ckpt-path", path, "--out", tmp_path / "out") == 0
     whole = timm.create_model("test_efficientnet_gn", num_classes=10, in_chans=1).eval()
     whole.load_state_dict(safetensors_torch.load_file(tmp_path / "out" / "model.safetensors"))
-    session = onnxruntime.InferenceSession(tmp_path / "out" / "model.onnx")
     images = digits()[:5]
-    (logits,) = session.run(None, {"images": images.numpy()})
-    np.testing.assert_allclose(logits, whole(images).detach().numpy(), rtol=1e-4, atol=1e-4)
+    expected = whole(images).detach().numpy()
+    np.testing.assert_allclose(logits_of(tmp_path / "out", images), expected, rtol=1e-4, atol=1e-4)
 
 
-def test_a_statement_never_stands_beside_another_network(trained, tmp_path, capsys, monkeypatch):
-    path, out = checkpoint_of(trained), tmp_path / "out"
+def test_what_cannot_be_exported_is_refused_with_the_reason(averaged, edited, tmp_path, capsys, monkeypatch):
+    out = tmp_path / "out"
 
-    def broken(*arguments):
-        raise ConfigurationError("no ONNX of this network")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(export_module, "_onnx", broken)
-        assert export("--ckpt-path", path, "--out", out) == 2
-    assert list(out.iterdir()) == []
-    assert export("--ckpt-path", path, "--out", out) == 0
-    before = {file.name: file.read_bytes() for file in out.iterdir()}
-    capsys.readouterr()
-    assert export("--ckpt-path", path, "--out", out, "--format", "safetensors") == 2
-    assert "model.safetensors of an earlier export. Give another folder" in capsys.readouterr().err
-    assert {file.name: file.read_bytes() for file in out.iterdir()} == before
-
-
-def test_what_cannot_be_exported_is_refused_with_the_reason(trained, tmp_path, capsys, monkeypatch):
-    path = checkpoint_of(trained)
-
-    def refusal(*arguments):
-        assert export("--out", tmp_path / "out", *arguments) == 2
+    def refusal(path):
+        assert export("--out", out, "--ckpt-path", path) == 2
+        assert not list(out.iterdir())
         return capsys.readouterr().err
 
-    assert "missing.ckpt cannot be loaded" in refusal("--ckpt-path", tmp_path / "missing.ckpt")
-    saved = torch.load(path, weights_only=True)
-    beside(path, tmp_path / "plain")
-    torch.save({key: value for key, value in saved.items() if key != PRIVATE_RUN}, tmp_path / "plain" / "a.ckpt")
-    assert "has no privacy statement" in refusal("--ckpt-path", tmp_path / "plain" / "a.ckpt")
-    save({**saved, "hyper_parameters": {}}, tmp_path / "plain" / "b.ckpt")
-    assert "is of the class (not named)" in refusal("--ckpt-path", tmp_path / "plain" / "b.ckpt")
+    saved = torch.load(averaged, weights_only=True)
+    assert "missing.ckpt cannot be loaded" in refusal(tmp_path / "missing.ckpt")
+    assert "has no privacy statement" in refusal(edited(**{PRIVATE_RUN: None}))
+    assert "is of the class (not named)" in refusal(edited(hyper_parameters={}))
     sizeless = {key: value for key, value in saved["hyper_parameters"].items() if key != "image_size"}
-    save({**saved, "hyper_parameters": sizeless}, tmp_path / "plain" / "d.ckpt")
-    assert "Give --image-size" in refusal("--ckpt-path", tmp_path / "plain" / "d.ckpt")
+    assert "Give --image-size" in refusal(edited(hyper_parameters=sizeless))
     saved["state_dict"]["model.classifier.weight"][0] += 1
-    torch.save(saved, tmp_path / "plain" / "e.ckpt")
-    assert "do not belong together" in refusal("--ckpt-path", tmp_path / "plain" / "e.ckpt")
-    monkeypatch.setattr(export_module.pydoc, "safeimport", lambda package: None)
-    assert "pip install 'dp-lightning[export]'" in refusal("--ckpt-path", path)
-    assert not list((tmp_path / "out").glob("*.onnx"))
+    assert "do not belong together" in refusal(edited(state_dict=saved["state_dict"]))
+    monkeypatch.setattr(export_module, "find_spec", lambda package: None)
+    assert "pip install 'dp-lightning[export]'" in refusal(averaged)
+
+
+def test_a_statement_never_stands_beside_another_network(finished_run, tmp_path, capsys):
+    path, out = checkpoint_of(finished_run), tmp_path / "out"
+    for code in (0, 2):
+        assert export("--ckpt-path", path, "--out", out, "--format", "safetensors") == code
+    assert "model.safetensors of an earlier export. Give another folder" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("named", [False, True])
-def test_a_checkpoint_does_not_choose_which_code_runs(trained, tmp_path, capsys, named):
-    trap = beside(checkpoint_of(trained), tmp_path) / "sprung"
-    saved = torch.load(checkpoint_of(trained), weights_only=True)
-    saved["hyper_parameters"] = {"_class_path": "subprocess.Popen", "args": ["touch", str(trap)]}
-    save(saved, tmp_path / "trap.ckpt")
+def test_a_checkpoint_does_not_choose_which_code_runs(edited, tmp_path, capsys, named):
+    trap = tmp_path / "sprung"
+    path = edited(hyper_parameters={"_class_path": "subprocess.Popen", "args": ["touch", str(trap)]})
     trust = ["--module-class", "subprocess.Popen"] if named else []
-    assert export("--ckpt-path", tmp_path / "trap.ckpt", "--out", tmp_path / "out", *trust) == 2
+    assert export("--ckpt-path", path, "--out", tmp_path / "out", *trust) == 2
     assert "A file does not choose which code runs" in capsys.readouterr().err
     assert not trap.exists()
 
 
-def test_a_module_of_ones_own_is_exported_when_it_is_named(trained, tmp_path):
-    saved = torch.load(checkpoint_of(trained), weights_only=True)
-    path = f"{OwnModule.__module__}.OwnModule"
-    saved["hyper_parameters"]["_class_path"] = path
-    save(saved, beside(checkpoint_of(trained), tmp_path) / "own.ckpt")
-    arguments = ["--ckpt-path", tmp_path / "own.ckpt", "--out", tmp_path / "out", "--format", "safetensors"]
+def test_a_module_of_ones_own_is_exported_when_it_is_named(averaged, edited, tmp_path):
+    settings = torch.load(averaged, weights_only=True)["hyper_parameters"]
+    name = f"{OwnModule.__module__}.OwnModule"
+    path = edited(hyper_parameters={**settings, "_class_path": name})
+    arguments = ["--ckpt-path", path, "--out", tmp_path / "out", "--format", "safetensors"]
     assert export(*arguments) == 2
-    assert export(*arguments, "--module-class", path) == 0
+    assert export(*arguments, "--module-class", name) == 0
 
 
 class OwnModule(SmallCNNModule):
     """A class that is not the project's."""
-
-
-def test_a_model_of_which_torch_makes_no_program_is_refused(monkeypatch):
-    monkeypatch.setattr(torch.onnx, "export", lambda *args, **kwargs: None)
-    with pytest.raises(ModelError, match="--format safetensors"):
-        export_module._onnx(torch.nn.Linear(4, 2), 4, 1)

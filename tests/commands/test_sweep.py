@@ -11,24 +11,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 import yaml
-from browser import look_at
 
 from dp_lightning.cli import main
 from dp_lightning.commands import sweep
-from dp_lightning.commands.composition import Composer
-from dp_lightning.errors import ConfigurationError
-from dp_lightning.experiments import worker
+from dp_lightning.experiments import runs as runs_module
 from dp_lightning.experiments.grid import Grid
-from dp_lightning.experiments.tuning import is_first
-from dp_lightning.lightning_modules import ImageClassifier
+from dp_lightning.experiments.results import is_first
 from dp_lightning.privacy.plan import PrivacyPlan, RunShape
 
-ROOT = Path(__file__).parents[2]
-SWEEPS = sorted((ROOT / "configs" / "grids").glob("*.yaml"))
-DIGITS = ROOT / "configs" / "digits.yaml"
-MUON = ROOT / "configs" / "fragments" / "postprocess" / "dp_muon.yaml"
+SWEEPS = sorted((Path(__file__).parents[2] / "configs" / "grids").glob("*.yaml"))
 QUICK = {
     "privacy.accountant": "rdp",
     "trainer.accelerator": "cpu",
@@ -39,23 +31,28 @@ QUICK = {
 
 def grid_file(folder, seeds=(42, 43), sizes=(256, 512), methods=("DP-SGD", "DP-Muon"), **settings):
     path = folder / "small.yaml"
-    points = {"DP-SGD": {}, "DP-Muon": {"config": str(MUON)}, "wrong": {"settings": {"optimizer.init_args.lr": -1.0}}}
+    points = {"DP-SGD": {}, "DP-Muon": {"config": "dp_muon"}, "wrong": {"settings": {"optimizer.init_args.lr": -1.0}}}
     axes = {
         "method": {name: points[name] for name in methods},
         "batch_size": {"setting": "privacy.expected_batch_size", "values": list(sizes)},
         "seed": {"setting": "seed_everything", "values": list(seeds)},
     }
     report = {"figures": ["accuracy", "deviation", "curves", "snr"]}
-    grid = {"title": "Small", "base": [str(DIGITS)], "settings": {**QUICK, **settings}, "axes": axes, "report": report}
+    grid = {"title": "Small", "base": "digits", "settings": {**QUICK, **settings}, "axes": axes, "report": report}
     path.write_text(yaml.safe_dump(grid, sort_keys=False))
     return path
+
+
+def single(folder, **settings):
+    """A grid of one run."""
+    return grid_file(folder, seeds=[42], sizes=[256], methods=["DP-SGD"], **settings)
 
 
 @pytest.fixture
 def dpl(warm_python, monkeypatch):
     """Starts ``dpl`` in a process of its own, as the runs of the sweeps of this process are started too."""
     command = (str(warm_python), "-m", "dp_lightning")
-    monkeypatch.setattr(worker, "_DPL", command)
+    monkeypatch.setattr(runs_module, "_DPL", command)
     return lambda *arguments: subprocess.Popen(
         [*command, *map(str, arguments)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT
     )
@@ -69,11 +66,6 @@ def untimed(monkeypatch):
 
 def results(out):
     return {path.relative_to(out).parts[0]: path for path in out.rglob("result.json")}
-
-
-def starts(out):
-    """How often each run has started: each start has a log folder of its own."""
-    return {path.name: len(list(path.glob("run/lightning_logs/version_*"))) for path in out.glob("*-*")}
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
@@ -154,35 +146,38 @@ def test_a_choice_needs_validation_accuracy(tmp_path, monkeypatch, capsys):
     assert "the runs of DP-SGD 256 have none. Keep some training images" in capsys.readouterr().err
 
 
-@pytest.mark.slow  # six real runs
+@pytest.mark.slow  # four real runs
 def test_a_killed_grid_is_completed_without_repeating_a_finished_run_and_reported(tmp_path, capsys, dpl):
-    grid, out = grid_file(tmp_path, sizes=[256, 512, 700], methods=["DP-SGD"]), tmp_path / "out"
+    out = tmp_path / "out"
+    grid = grid_file(tmp_path, seeds=[42], sizes=[256, 512, 700], methods=["DP-SGD", "wrong"])
     process = dpl("sweep", grid, "--out", out, "--jobs", "2")
-    while len(results(out)) < 2:
+    while not results(out):
         assert process.poll() is None, process.stdout.read().decode()
         time.sleep(0.1)
     process.send_signal(signal.SIGKILL)
     process.wait()
     finished = {name: path.stat().st_mtime_ns for name, path in results(out).items()}
-    main(["sweep", str(grid), "--out", str(out), "--jobs", "2"])
-    said = capsys.readouterr().out
-    assert "6 runs, " in said
-    assert "All runs are finished" in said
+    with pytest.raises(SystemExit) as exit_:
+        main(["sweep", str(grid), "--out", str(out), "--jobs", "2"])
+    assert exit_.value.code == 1
+    said = capsys.readouterr()
+    assert "wrong_256_42 FAILED with status" in said.out
+    assert "3 runs failed; their logs say why. The same command resumes them" in said.err
+    (log,) = out.glob("wrong_256_42-*/log.txt")
+    assert str(log) in said.err
+    assert "Invalid learning rate: -1.0" in log.read_text()
     after = results(out)
-    assert len(after) == 6
+    assert len(after) == 3
     assert all(after[name].stat().st_mtime_ns == when for name, when in finished.items())
-    assert set(starts(out).values()) == {1}
+    # Each start has a log folder of its own.
+    assert {len(list(path.glob("run/lightning_logs/version_*"))) for path in out.glob("DP-SGD*")} == {1}
+    spent = re.search(r"3 runs on the same data together: \((\d+\.\d+), 0.0001\)-DP", said.out)
+    assert 3 < float(spent[1]) < 9  # not the sum
     main(["report", str(grid), "--out", str(out)])
-    said = capsys.readouterr().out
-    assert "6 of 6 runs are finished" in said
-    folder = out / "report" / "small"
-    assert len(list(folder.glob("*.png"))) == len(list(folder.glob("*.svg"))) == 4
-    assert (folder / "report.md").read_text() in said
-    (seen,) = look_at(folder / "report.html")
-    assert (seen.title, seen.console, seen.overflow) == ("Small", [], 0)
-    assert len(seen.figures) == 4
-    assert min(seen.figures) > 100
-    assert seen.rows > 12
+    page = (out / "report" / "small" / "report.md").read_text()
+    assert "3 of 6 runs are finished" in page
+    assert spent[0] in page
+    assert page in capsys.readouterr().out
 
 
 # Jobs of SLURM and actors of Ray are processes of the real Python; only the runs in them are not.
@@ -191,20 +186,19 @@ import sys
 dpl = (sys.executable, "-m", "dp_lightning")
 sys.executable = {python!r}
 from dp_lightning.cli import main
-from dp_lightning.experiments import worker
-from dp_lightning.experiments.launchers import ray_cluster, slurm
+from dp_lightning.experiments import launchers, runs
 
-class Job(slurm._Job):
-    def __call__(self, folder):
-        worker._DPL = dpl
-        return super().__call__(folder)
-
-class Run(ray_cluster._Run):
+class Job(launchers._SlurmJob):
     def to_its_end(self, folder):
-        worker._DPL = dpl
+        runs._DPL = dpl
         return super().to_its_end(folder)
 
-slurm._Job, ray_cluster._Run = Job, Run
+class Run(launchers._RemoteRun):
+    def to_its_end(self, folder):
+        runs._DPL = dpl
+        return super().to_its_end(folder)
+
+launchers._SlurmJob, launchers._RemoteRun = Job, Run
 for name, options in {launchers!r}.items():
     main(["sweep", {grid!r}, "--out", name, "--launcher", name, *options])
 """
@@ -212,8 +206,7 @@ for name, options in {launchers!r}.items():
 
 @pytest.mark.slow  # real runs through each launcher, and a Ray of its own
 def test_launchers_run_the_same_grid_to_the_same_results(tmp_path, warm_python):
-    fixed = {"privacy.reproducible": True}
-    grid = grid_file(tmp_path, seeds=[42], sizes=[256, 512], methods=["DP-SGD"], **fixed)
+    grid = single(tmp_path, **{"privacy.reproducible": True})
     launchers = {
         "local": [],
         "slurm": ["--launcher-option", "cluster=local", "--launcher-option", "timeout_min=10"],
@@ -231,32 +224,14 @@ def test_launchers_run_the_same_grid_to_the_same_results(tmp_path, warm_python):
     assert shown.stdout.count("All runs are finished") == 3
     found = {}
     for name in launchers:
-        loaded = {run: json.loads(path.read_text()) for run, path in results(tmp_path / name).items()}
-        found[name] = {run: {k: v for k, v in result.items() if k != "seconds"} for run, result in loaded.items()}
-        assert len(found[name]) == 2
+        (result,) = (json.loads(path.read_text()) for path in results(tmp_path / name).values())
+        found[name] = {key: value for key, value in result.items() if key != "seconds"}
     assert found["local"] == found["slurm"] == found["ray"]
 
 
-@pytest.mark.slow  # real runs
-@pytest.mark.usefixtures("dpl")
-def test_a_run_that_fails_is_named_and_the_others_finish(tmp_path, capsys):
-    grid, out = grid_file(tmp_path, seeds=[42], sizes=[256], methods=["wrong", "DP-SGD"]), tmp_path / "out"
-    with pytest.raises(SystemExit) as exit_:
-        main(["sweep", str(grid), "--out", str(out)])
-    assert exit_.value.code == 1
-    said = capsys.readouterr()
-    assert "wrong_256_42 FAILED with status" in said.out
-    assert "1 runs failed; their logs say why. The same command resumes them" in said.err
-    (log,) = out.glob("wrong_256_42-*/log.txt")
-    assert str(log) in said.err
-    assert "Invalid learning rate: -1.0" in log.read_text()
-    assert [name.split("-")[0] for name in results(out)] == ["DP"]
-
-
 @pytest.mark.slow  # a real run, stopped and started again
-def test_a_sweep_that_is_stopped_leaves_checkpoints_and_goes_on_from_them(tmp_path, dpl):
-    grid = grid_file(tmp_path, seeds=[42], sizes=[64], methods=["DP-SGD"], **{"trainer.max_epochs": 6})
-    out = tmp_path / "out"
+def test_a_sweep_that_is_stopped_leaves_checkpoints_and_resumes_from_them(tmp_path, dpl):
+    grid, out = single(tmp_path, **{"trainer.max_epochs": 12}), tmp_path / "out"
     process = dpl("sweep", grid, "--out", out)
     while not list(out.rglob("epoch=*.ckpt")):
         assert process.poll() is None, process.stdout.read().decode()
@@ -271,81 +246,11 @@ def test_a_sweep_that_is_stopped_leaves_checkpoints_and_goes_on_from_them(tmp_pa
     (log,) = out.rglob("log.txt")
     assert f"Restored all states from the checkpoint at {stopped}" in log.read_text()
     steps = [json.loads(path.read_text())["num_steps"] for path in out.rglob("result.json")]
-    assert max(steps) == 6 * 22 > taken
+    assert max(steps) == 12 * 6 > taken
 
 
-def test_whatever_interrupts_a_sweep_its_launcher_is_closed_at_once(tmp_path, monkeypatch):
-    closed = []
-
-    def launcher(folders, options):
-        try:
-            yield folders[0], 0
-        finally:
-            closed.append(folders[0])
-
-    def interrupted(*arguments):
-        raise KeyboardInterrupt
-
-    monkeypatch.setitem(sweep.LAUNCHERS, "local", launcher)
-    monkeypatch.setattr(sweep, "_outcome", interrupted)
-    with pytest.raises(SystemExit) as exit_:
-        main(["sweep", str(grid_file(tmp_path)), "--out", str(tmp_path / "out")])
-    assert exit_.value.code == 130
-    assert len(closed) == 1  # while the exception still holds on to the loop
-
-
-def test_composition_is_that_of_the_command_line(tmp_path):
-    compose = Composer()
-    arguments = ["--config", str(DIGITS), "--config", str(MUON), "--privacy.expected_batch_size", "256"]
-    settings = compose(arguments)
-    assert settings["optimizer"]["init_args"]["lr"] == 0.02
-    assert settings["privacy"]["expected_batch_size"] == 256
-    assert [t["class_path"].split(".")[-1] for t in settings["postprocess"]["transforms"]][:2] == [
-        "Momentum",
-        "Orthogonalize",
-    ]
-    # What came before leaves no trace, and the whole configuration composes to itself.
-    assert compose(["--config", str(DIGITS)]) == Composer()(["--config", str(DIGITS)])
-    (tmp_path / "whole.yaml").write_text(yaml.safe_dump(settings))
-    assert compose(["--config", str(tmp_path / "whole.yaml")]) == settings
-    assert Composer()(arguments) == settings
-    # Options that differ in the seed are read once; a file after it replaces it.
-    (tmp_path / "seed.yaml").write_text("seed_everything: 5")
-    of_a_file = ["--config", str(tmp_path / "seed.yaml")]
-    of_a_line = (("3", [], 3), ("4", [], 4), ("true", [], True))
-    for seed, after, found in (*of_a_line, ("3", of_a_file, 5), ("4", of_a_file, 5)):
-        composed = compose([*arguments, f"--seed_everything={seed}", *after])
-        assert composed.pop("seed_everything") is found
-        assert composed == {name: value for name, value in settings.items() if name != "seed_everything"}
-    with pytest.raises(ConfigurationError, match="seed_everything"):
-        compose([*arguments, "--seed_everything=1.5"])
-
-
-def test_a_setting_that_does_not_exist_is_named_with_its_run(tmp_path, capsys):
-    grid = grid_file(tmp_path, seeds=[42], sizes=[256], methods=["DP-SGD"], **{"privacy.target_epsilom": 3})
-    with pytest.raises(SystemExit) as exit_:
-        main(["sweep", str(grid), "--dry-run"])
-    assert exit_.value.code == 2
-    said = capsys.readouterr().err
-    assert "run DP-SGD_256_42" in said
-    assert "Did you mean privacy.target_epsilon?" in said
-
-
-def test_two_runs_that_are_one_are_refused(tmp_path, capsys):
-    grid = grid_file(tmp_path, seeds=[42], sizes=[256], methods=["DP-SGD"])
-    content = yaml.safe_load(grid.read_text())
-    content["axes"]["method"] |= {"the same": {}, "the-same": {}}
-    for label in ("the same", "the-same"):
-        grid.write_text(yaml.safe_dump(content, sort_keys=False))
-        with pytest.raises(SystemExit):
-            main(["sweep", str(grid), "--dry-run"])
-        said = capsys.readouterr().err
-        assert f"and {'the same' if label == 'the same' else 'the-same'}_256_42 have the same settings" in said
-        content["axes"]["method"].pop("DP-SGD", None)
-
-
-def test_the_same_grid_with_other_settings_has_a_page_of_its_own(tmp_path, capsys):
-    grid, out = grid_file(tmp_path, seeds=[42], sizes=[256], methods=["DP-SGD"]), tmp_path / "out"
+def test_the_same_grid_with_other_settings_has_a_page_of_its_own(tmp_path):
+    grid, out = single(tmp_path), tmp_path / "out"
     other = ["--override", "trainer.max_epochs=1"]
     for options in ([], other):
         main(["report", str(grid), "--out", str(out), *options])
@@ -355,142 +260,62 @@ def test_the_same_grid_with_other_settings_has_a_page_of_its_own(tmp_path, capsy
     assert "trainer.max_epochs=1" not in (plain / "report.html").read_text()
 
 
+def refusal(capsys, *arguments):
+    with pytest.raises(SystemExit, match="2"):
+        main(["sweep", *map(str, arguments)])
+    return capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("override", "message"),
     [
         ("trainer.max_epochs", "--override trainer.max_epochs: give name=value"),
-        ("help=", "help cannot be set for the runs of a grid"),
-        ("trainer.default_root_dir=/tmp", "trainer.default_root_dir cannot be set"),
-        ("ckpt_path=last", "ckpt_path cannot be set"),
-        ("privacy.expected_batch_size=64", "the axis batch_size of "),
-        ("config={folder}/shared.yaml", "dirpath of lightning.pytorch.callbacks.ModelCheckpoint is set"),
-        ("config={folder}/resumed.yaml", "ckpt_path is set. A run of a grid starts without a checkpoint"),
+        ("privacy.target_epsilom=3", "run DP-SGD_256_42"),
+        ("ckpt_path=last", "ckpt_path is set. Each run of a grid starts without a checkpoint"),
+        ("privacy.expected_batch_size=64", "--override privacy.expected_batch_size: an axis of "),
+        ("config={folder}/shared.yaml", "dirpath of a callback is set"),
     ],
 )
 def test_what_is_no_setting_of_a_run_is_refused(tmp_path, capsys, override, message):
-    grid = grid_file(tmp_path, seeds=[42], sizes=[256], methods=["DP-SGD"])
-    (tmp_path / "resumed.yaml").write_text("ckpt_path: last\n")
     checkpoints = {"class_path": "ModelCheckpoint", "init_args": {"dirpath": "/shared"}}
     (tmp_path / "shared.yaml").write_text(yaml.safe_dump({"trainer": {"callbacks": [checkpoints]}}))
-    with pytest.raises(SystemExit) as exit_:
-        main(["sweep", str(grid), "--dry-run", "--override", override.format(folder=tmp_path)])
-    assert exit_.value.code == 2
-    assert message in capsys.readouterr().err
+    arguments = ["--dry-run", "--override", override.format(folder=tmp_path)]
+    assert message in refusal(capsys, single(tmp_path), *arguments)
 
 
-@pytest.mark.parametrize(
-    "override",
-    [
-        "trainer.accumulate_grad_batches=4",
-        "trainer.gradient_clip_val=1.0",
-        "trainer.overfit_batches=1",
-        "privacy.frozen_until={'net.*': 0.5}",
-    ],
-)
-def test_what_fit_refuses_has_no_price(tmp_path, capsys, override):
-    grid = grid_file(tmp_path, seeds=[42, 43], methods=["DP-SGD"])
-    main(["sweep", str(grid), "--dry-run", "--override", override])
-    said = capsys.readouterr().out
-    assert said.count(f"no price: {override.partition('=')[0]}") == 4
-    assert "epsilon 3" not in said
-
-
-@pytest.mark.usefixtures("untimed")
-def test_data_sets_of_a_grid_have_plans_of_their_own(tmp_path, capsys):
-    grid = grid_file(tmp_path, seeds=[42], sizes=[256], methods=["DP-SGD"])
+def test_two_runs_that_are_one_and_a_name_that_nothing_has_are_refused(tmp_path, capsys):
+    grid = single(tmp_path)
     content = yaml.safe_load(grid.read_text())
-    content["axes"]["seed"] = {"setting": "data.init_args.val_fraction", "values": [0.0, 0.5]}
-    grid.write_text(yaml.safe_dump(content))
-    main(["sweep", str(grid), "--dry-run"])
-    assert re.findall(r", (\d+) steps", capsys.readouterr().out) == ["12", "6"]
-
-
-@pytest.mark.usefixtures("untimed")
-def test_shown_epsilons_are_rounded_up_and_say_what_must_not_be_released(tmp_path, capsys, monkeypatch):
-    grid = grid_file(tmp_path, seeds=[42], sizes=[256], methods=["DP-SGD"], **{"privacy.reproducible": True})
-    monkeypatch.setattr(PrivacyPlan, "epsilon", lambda plan, accountant=None: 2.99901)
-    main(["sweep", str(grid), "--dry-run"])
-    said = capsys.readouterr().out
-    assert "epsilon 3.000," in said
-    assert "not for release: privacy.reproducible is set" in said
-    (run,) = sweep.planned_runs(Grid.load(grid), tmp_path, [])
-    result = {
-        "completed": True,
-        "num_steps": 1,
-        "num_steps_planned": 1,
-        "epsilon": 2.00001,
-        "delta": 1e-5,
-        "seconds": 1,
-    }
-    run.folder.root.mkdir(parents=True)
-    (run.folder.root / "result.json").write_text(
-        json.dumps({**result, "test_accuracy_last": None, "test_accuracy_best": None})
-    )
-    assert "epsilon 2.001 (not for release: there is no privacy statement)" in sweep._outcome(run, 0)
-
-
-def test_a_launcher_option_that_is_not_yaml_is_named(tmp_path, capsys):
-    with pytest.raises(SystemExit):
-        main(["sweep", str(grid_file(tmp_path)), "--out", str(tmp_path / "out"), "--launcher-option", "a=["])
-    assert "--launcher-option a=[: [ is not YAML" in capsys.readouterr().err
-
-
-@pytest.mark.usefixtures("dpl")
-def test_a_run_that_ends_by_a_setting_of_its_own_is_finished(tmp_path, capsys):
-    limited = {"trainer.max_epochs": 500, "trainer.max_time": "00:00:00:02"}
-    grid, out = grid_file(tmp_path, seeds=[42], sizes=[256], methods=["DP-SGD"], **limited), tmp_path / "out"
-    main(["sweep", str(grid), "--out", str(out)])
-    assert "All runs are finished" in capsys.readouterr().out
-    (path,) = results(out).values()
-    result = json.loads(path.read_text())
-    assert result["completed"]
-    assert result["num_steps"] < result["num_steps_planned"]
-    main(["sweep", str(grid), "--out", str(out)])
-    assert "1 runs, 1 finished" in capsys.readouterr().out
-
-
-class OfMasks(ImageClassifier):
-    """Trains on images, labels and masks."""
-
-    def __init__(self, num_classes: int, in_channels: int, image_size: int, mean: list[float], std: list[float]):
-        super().__init__(torch.nn.Identity(), num_classes)
-        self.layer = torch.nn.Linear(in_channels * image_size**2, num_classes)
-
-    def training_step(self, batch, batch_idx):
-        images, labels, masks = batch
-        return torch.nn.functional.cross_entropy(self.layer((images * masks).flatten(1)), labels)
-
-
-def test_a_module_whose_step_cannot_be_timed_still_has_an_epsilon(tmp_path, capsys):
-    module = {"model": f"{__name__}.OfMasks"}
-    grid = grid_file(tmp_path, seeds=[42], sizes=[256], methods=["DP-SGD"], **module)
-    main(["sweep", str(grid), "--dry-run"])
-    said = capsys.readouterr().out
-    assert "epsilon 3.000, delta 0.0001" in said
-    assert "12 steps, time unknown" in said
-    assert "The time of no run is known." in said
+    for other, message in (
+        ({}, "DP-SGD_256_42 and other_256_42 have the same settings"),
+        ({"config": "dp_moun"}, "dp_muon"),
+    ):
+        content["axes"]["method"]["other"] = other
+        grid.write_text(yaml.safe_dump(content, sort_keys=False))
+        assert message in refusal(capsys, grid, "--dry-run")
 
 
 def test_a_dry_run_prints_commands_and_prices_and_writes_nothing(tmp_path, capsys, monkeypatch):
-    grid, out = grid_file(tmp_path, seeds=[42], methods=["DP-SGD"]), tmp_path / "out"
+    grid, out = grid_file(tmp_path, seeds=[42], methods=["DP-Muon"]), tmp_path / "out"
+    monkeypatch.setattr("dp_lightning.commands.pricing.seconds_per_example", lambda settings: 0.04)
     main(["sweep", str(grid), "--out", str(out), "--dry-run", "--override", "trainer.max_epochs=4"])
     said = capsys.readouterr().out
     assert not out.exists()
-    assert f"dpl fit --config {DIGITS} --privacy.accountant=rdp" in said
-    plan = RunShape(delta=1e-4, num_train=1437, expected_batch_size=256, num_steps=4 * 6).calibrate(
-        3.0, accountant="rdp"
-    )
+    assert said.count("dpl fit --config digits --config dp_muon --privacy.accountant=rdp") == 2
     assert said.count("--trainer.max_epochs=4") == 2
-    assert f"epsilon 3.000, delta 0.0001, sigma {plan.noise_multiplier:.4g}, 24 steps, about " in said
-    assert said.count("dpl fit") == 2
-
-    def seconds(settings):
-        return 0.01 * settings["privacy"]["augmult"]
-
-    monkeypatch.setattr("dp_lightning.commands.pricing.seconds_per_example", seconds)
-    main(["sweep", str(grid), "--dry-run", "--override", "privacy.augmult=4", "--override", "trainer.max_steps=10"])
-    assert f"10 steps, about {10 * 256 * 4 * 0.01 / 60:.0f} min here" in capsys.readouterr().out
+    shape = RunShape(delta=1e-4, num_train=1437, expected_batch_size=256, num_steps=4 * 6)
+    sigma = shape.calibrate(3.0, accountant="rdp").noise_multiplier
+    seconds = f"about {24 * 256 * 0.04 / 60:.0f} min here"
+    assert f"epsilon 3.000, delta 0.0001, sigma {sigma:.4g}, 24 steps, {seconds}" in said
     assert "Each epsilon covers one run alone." in said
+    # What fit refuses has no price, and a step that cannot be timed has an epsilon.
+    main(["sweep", str(grid), "--dry-run", "--override", "trainer.gradient_clip_val=1.0"])
+    assert capsys.readouterr().out.count("no price: trainer.gradient_clip_val") == 2
+    monkeypatch.setattr("dp_lightning.commands.pricing.seconds_per_example", lambda settings: None)
+    main(["sweep", str(grid), "--dry-run", "--override", "privacy.reproducible=true"])
+    said = capsys.readouterr().out
+    assert "12 steps, time unknown" in said
+    assert "not for release: privacy.reproducible is set" in said
 
 
 def at_the_ends(cells):
@@ -526,7 +351,6 @@ def test_every_grid_passes_a_dry_run(path, monkeypatch, capsys, tmp_path):
     main(["sweep", str(path), "--dry-run", *folder])
     said = capsys.readouterr().out
     count = sum(is_first(grid, cell.labels) or grid.tuned is None for cell in grid.cells())
-    assert f"{grid.title}: {count} runs" in said
     assert said.count("\n  dpl fit --config ") == count
     # Without its files nobody knows how many examples a folder has.
     unpriced = count if "imagenet" in path.stem else 0

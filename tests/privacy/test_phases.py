@@ -194,6 +194,6 @@ def test_signal_to_noise_is_that_of_the_parameters_that_are_trained(tmp_path):
         assert list(meter.curves) == ["net.2.weight", "net.2.bias", "net.0.weight", "net.0.bias"]
         lengths = [len(curve) for curve in meter.curves.values()]
         assert lengths[0] == lengths[1] == len(meter.curve) > lengths[2] == lengths[3]
-        saved = json.loads((tmp_path / "snr.json").read_text())["by_parameter"]
+        saved = json.loads((settings.private_run.folder / "snr.json").read_text())["by_parameter"]
         assert saved["net.0.weight"]["snr"][0] is None
         assert all(len(each["snr"]) == len(meter.curve) for each in saved.values())

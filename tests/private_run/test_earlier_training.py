@@ -8,11 +8,11 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
-from plain_run import Plain, examples, loader, privacy, trainer
+from plain_run import Plain, examples, loader, privacy, trainer, written
+from safetensors.torch import save_file
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
-from dp_lightning.callbacks import PrivacyCallback
 from dp_lightning.commands.verify import verify
 from dp_lightning.errors import BudgetError, ConfigurationError, DataError
 from dp_lightning.privacy import PrivacyPlan, PrivateStep, record
@@ -20,18 +20,26 @@ from dp_lightning.privacy.accounting import compose
 from dp_lightning.privacy.statement import STATEMENT
 from dp_lightning.privacy.weights import digest_of
 
-save_file = pytest.importorskip("safetensors.torch").save_file
-
 
 def fit(folder, module, callback=None, **kwargs):
     callback = callback or privacy()
-    run = trainer(folder, callback, **kwargs)
-    run.fit(module, loader())
+    trainer(folder, callback, **kwargs).fit(module, loader())
     return callback, callback.statement()
 
 
 def ordinarily(folder, module):
     trainer(folder, max_epochs=1).fit(module, loader())
+    return module
+
+
+def export(path, claims, weight=1.0):
+    """A module that starts from a file of weights, whose statement is about weights of one."""
+    of_claims, tensors = {"w": torch.ones(3)}, {"w": torch.full((3,), weight)}
+    if not isinstance(claims, str | None):
+        claims = json.dumps(replace(claims, weights=digest_of(of_claims)).saved())
+    save_file(tensors, str(path), metadata=None if claims is None else {STATEMENT: claims})
+    module = Plain()
+    module.weights_file = str(path)
     return module
 
 
@@ -45,76 +53,54 @@ SAME = {
 @pytest.mark.parametrize("way", SAME)
 def test_a_second_private_fit_counts_the_steps_of_the_first(tmp_path, way):
     module = Plain()
-    _, first = fit(tmp_path / "1", module, max_epochs=2)
-    again, second = fit(tmp_path / "2", SAME[way](module), privacy(noise_multiplier=2.0), max_epochs=1)
+    _, first = fit(tmp_path, module, max_epochs=2)
+    again, second = fit(tmp_path, SAME[way](module), privacy(noise_multiplier=2.0), max_epochs=1)
     together = compose([(1.0, 1 / 3, 6), (2.0, 1 / 3, 3)], delta=1e-3, accountant="rdp")
-    assert second.epsilon["rdp"] == pytest.approx(together)
-    assert again.private_run.budget.spent() == pytest.approx(together)
+    assert second.epsilon["rdp"] == again.private_run.budget.spent() == pytest.approx(together)
     assert again.ledger.num_steps == 3
     assert second.release == "ok"
-    assert f"| earlier runs | {first.run}: 6 steps with noise multiplier 1, " in second.to_markdown()
-    third = fit(tmp_path / "3", SAME[way](module), max_epochs=1)[1]
+    assert second.ledger.earlier == {first.run: first.ledger.runs}
+    assert first.run in second.to_markdown()
+    third = fit(tmp_path, SAME[way](module), max_epochs=1)[1]
     assert first.run in third.ledger.earlier
-
-
-def test_other_weights_count_nothing(tmp_path):
-    fit(tmp_path / "1", Plain())
-    assert fit(tmp_path / "2", Plain())[1].ledger.earlier == {}
-
-
-def test_the_target_holds_for_all_runs_together(tmp_path):
-    module = Plain()
-    spent = fit(tmp_path / "1", module)[0].private_run.budget.spent()
-    wanted = {"noise_multiplier": None, "target_epsilon": spent + 1.0}
-    callback, _ = fit(tmp_path / "2", module, privacy(**wanted), max_epochs=1)
-    assert spent < callback.private_run.budget.spent() <= spent + 1.0
-    with pytest.raises(BudgetError, match="Raise the target"):
-        fit(tmp_path / "3", module, privacy(**{**wanted, "target_epsilon": spent}), max_epochs=1)
+    assert fit(tmp_path, Plain(), max_epochs=1)[1].ledger.earlier == {}
 
 
 def test_a_target_that_is_spent_but_for_rounding_is_refused(tmp_path):
     """The noise of a run meets its target from below: by a ten-thousandth of it, which is nothing to train with."""
     module = Plain()
     wanted = {"noise_multiplier": None, "target_epsilon": 3.0}
-    spent = fit(tmp_path / "1", module, privacy(**wanted))[0].private_run.budget.spent()
+    spent = fit(tmp_path, module, privacy(**wanted))[0].private_run.budget.spent()
     assert 2.99 < spent < 3.0
     with pytest.raises(BudgetError, match="spent epsilon 3 by RDP, and target_epsilon is 3: too little is left"):
-        fit(tmp_path / "2", module, privacy(**wanted))
-    fit(tmp_path / "3", module, privacy(**{**wanted, "target_epsilon": 3.05}))
+        fit(tmp_path, module, privacy(**wanted))
+    callback, _ = fit(tmp_path, module, privacy(**{**wanted, "target_epsilon": 3.5}))
+    assert 3.4 < callback.private_run.budget.spent() <= 3.5  # of both runs together
 
 
-def test_a_run_that_goes_on_keeps_what_came_before_it(tmp_path):
+@pytest.mark.parametrize("privately", [True, False])
+def test_a_run_that_goes_on_keeps_what_came_before_it(tmp_path, privately):
     module = Plain()
-    _, first = fit(tmp_path / "1", module)
+    before = fit(tmp_path / "1", module)[1] if privately else ordinarily(tmp_path, module)
     saving = ModelCheckpoint(dirpath=tmp_path / "2", every_n_train_steps=3, save_top_k=-1, filename="{step}")
-    run = trainer(tmp_path / "2", privacy(), saving, enable_checkpointing=True, max_epochs=2)
-    run.fit(module, loader())
+    trainer(tmp_path / "2", privacy(), saving, enable_checkpointing=True, max_epochs=2).fit(module, loader())
     assert [finding for finding in verify(tmp_path / "2", []) if finding[1]] == []
     again = privacy()
     resumed = trainer(tmp_path / "2", again, max_epochs=4)
     resumed.fit(Plain(), loader(), ckpt_path=tmp_path / "2" / "step=6.ckpt", weights_only=True)
     said = again.statement()
-    assert said.ledger.earlier == {first.run: first.ledger.runs}
     assert said.ledger.num_steps == 12
-    assert first.run in said.to_markdown()
+    if privately:
+        assert said.ledger.earlier == {before.run: before.ledger.runs}
+    else:
+        assert "trained before by steps without privacy" in said.release
 
 
 @pytest.mark.parametrize("way", SAME)
 def test_training_without_privacy_before_is_not_for_release(tmp_path, way):
-    before = ordinarily(tmp_path, Plain())
-    _, said = fit(tmp_path, SAME[way](before))
+    callback, said = fit(tmp_path, SAME[way](ordinarily(tmp_path, Plain())))
     assert "not for release: the weights were trained before by steps without privacy on net.0." in said.release
-    assert json.loads((tmp_path / "privacy_statement.json").read_text())["release"] == said.release
-
-
-def test_it_stays_so_where_the_run_goes_on(tmp_path):
-    saving = ModelCheckpoint(dirpath=tmp_path, every_n_train_steps=3, save_top_k=-1, filename="{step}")
-    run = trainer(tmp_path, privacy(), saving, enable_checkpointing=True, max_epochs=1)
-    run.fit(ordinarily(tmp_path, Plain()), loader())
-    again = privacy()
-    resumed = trainer(tmp_path, again)
-    resumed.fit(Plain(), loader(), ckpt_path=tmp_path / "step=3.ckpt", weights_only=True)
-    assert "trained before by steps without privacy" in again.statement().release
+    assert written(callback)["release"] == said.release
 
 
 def test_training_on_other_data_may_be_declared_and_is_said(tmp_path):
@@ -124,14 +110,12 @@ def test_training_on_other_data_may_be_declared_and_is_said(tmp_path):
     assert said.release == "ok"
     assert said.ledger.earlier == {}
     assert said.to_markdown().count("on data that was declared to be other") == 2
-    with pytest.raises(ConfigurationError, match="earlier_training is 'none'"):
-        PrivacyCallback(10, noise_multiplier=1.0, earlier_training="none")
 
 
 def test_what_keeps_an_earlier_run_from_release_keeps_this_one(tmp_path):
     module = Plain()
-    _, first = fit(tmp_path / "1", module, privacy(reproducible=True))
-    _, second = fit(tmp_path / "2", module)
+    _, first = fit(tmp_path, module, privacy(reproducible=True))
+    _, second = fit(tmp_path, module)
     assert f"run {first.run}, which trained the weights before: it is reproducible" in second.release
 
     class Fails(Plain):
@@ -140,8 +124,8 @@ def test_what_keeps_an_earlier_run_from_release_keeps_this_one(tmp_path):
 
     failed = Fails()
     with pytest.raises(RuntimeError, match="stops"):
-        fit(tmp_path / "3", failed)
-    assert "before: the run ended by an error" in fit(tmp_path / "4", Plain(failed.net))[1].release
+        fit(tmp_path, failed)
+    assert "before: the run ended by an error" in fit(tmp_path, Plain(failed.net))[1].release
 
 
 class Grouped(TensorDataset):
@@ -150,115 +134,88 @@ class Grouped(TensorDataset):
 
 def test_runs_with_another_unit_of_privacy_cannot_be_added_up(tmp_path):
     module = Plain()
-    fit(tmp_path / "1", module)
+    fit(tmp_path, module)
     persons = {"unit_of_privacy": "group", "images_per_group": 2, "expected_batch_size": 10}
     data = loader(Grouped(*examples().tensors))
     with pytest.raises(ConfigurationError, match=r"protects one training example.*cannot be added up"):
-        trainer(tmp_path / "2", privacy(**persons)).fit(module, data)
-    trainer(tmp_path / "2", privacy(**persons, earlier_training="other_data"), max_epochs=1).fit(module, data)
+        trainer(tmp_path, privacy(**persons)).fit(module, data)
+    trainer(tmp_path, privacy(**persons, earlier_training="other_data"), max_epochs=1).fit(module, data)
 
 
 def test_weights_of_an_export_bring_their_steps(tmp_path):
-    module = Plain()
-    first = fit(tmp_path / "1", module)[1]
-    file = str(tmp_path / "model.safetensors")
-    tensors = {"w": torch.ones(3)}
-    claims = replace(first, weights=digest_of(tensors))
-    save_file(tensors, file, metadata={STATEMENT: json.dumps(claims.saved())})
-    fresh = Plain()
-    fresh.weights_file = file
-    said = fit(tmp_path / "2", fresh)[1]
-    assert said.ledger.earlier == {first.run: first.ledger.runs}
-    save_file({"w": torch.ones(3)}, file)
-    fresh = Plain()
-    fresh.weights_file = file
-    assert "it is unknown on what they were trained" in fit(tmp_path / "3", fresh)[1].to_markdown()
-    save_file({"w": torch.ones(3)}, file, metadata={STATEMENT: '{"ledger": 3}'})
-    fresh = Plain()
-    fresh.weights_file = file
-    with pytest.raises(DataError, match="cannot be read"):
-        fit(tmp_path / "4", fresh)
-    save_file({"w": torch.zeros(3)}, file, metadata={STATEMENT: json.dumps(claims.saved())})
-    with pytest.raises(DataError, match=r"other tensors.*Export it anew"):
-        fit(tmp_path / "5", fresh)
-
-
-def test_what_is_behind_weights_is_said_however_many_runs_lie_between(tmp_path):
-    module, file = Plain(), str(tmp_path / "model.safetensors")
-    module.weights_file = "foreign.pth"
-    first = fit(tmp_path / "1", module)[1]
-    unknown = "weights of foreign.pth: it is unknown on what they were trained"
-    assert first.earlier_training == (unknown,)
-    second = fit(tmp_path / "2", Plain(module.net))[1]
-    assert second.earlier_training == (unknown,)
-    assert second.ledger.earlier == {first.run: first.ledger.runs}
-    tensors = {"w": torch.ones(3)}
-    save_file(tensors, file, metadata={STATEMENT: json.dumps(replace(second, weights=digest_of(tensors)).saved())})
-    fresh = Plain()
-    fresh.weights_file = file
-    third = fit(tmp_path / "3", fresh)[1]
-    assert third.earlier_training == (unknown,)
-    assert third.ledger.earlier == {first.run: first.ledger.runs, second.run: second.ledger.runs}
-    declared = fit(tmp_path / "4", Plain(fresh.net), privacy(earlier_training="other_data"))[1]
-    runs = {f"run {run.run}: 9 private steps, on data that was declared to be other" for run in (first, second, third)}
-    assert set(declared.earlier_training) == {unknown, *runs}
-    assert declared.ledger.earlier == {}
-
-
-def test_features_of_a_network_that_was_trained_privately_bring_its_steps(tmp_path):
-    first = fit(tmp_path / "1", Plain())[1]
-    file, tensors = str(tmp_path / "model.safetensors"), {"w": torch.ones(3)}
-    claims = replace(first, weights=digest_of(tensors))
-    save_file(tensors, file, metadata={STATEMENT: json.dumps(claims.saved())})
+    first, file = fit(tmp_path, Plain())[1], tmp_path / "model.safetensors"
+    callback, module = privacy(), export(file, first)
+    trainer(tmp_path, callback, max_epochs=1).fit(module, loader())
+    assert callback.ledger.earlier == {first.run: first.ledger.runs}
 
     class Features(pl.LightningDataModule):
-        weights_file = file
+        """Of a network that was trained privately."""
+
+        weights_file = str(file)
 
         def train_dataloader(self):
             return loader()
 
     callback = privacy()
-    trainer(tmp_path / "2", callback).fit(Plain(), Features())
+    trainer(tmp_path, callback, max_epochs=1).fit(Plain(), Features())
     assert callback.ledger.earlier == {first.run: first.ledger.runs}
+    assert "it is unknown on what they were trained" in fit(tmp_path, export(file, None))[1].to_markdown()
+    with pytest.raises(DataError, match="cannot be read"):
+        fit(tmp_path, export(file, '{"ledger": 3}'))
+    with pytest.raises(DataError, match=r"other tensors.*Export it anew"):
+        fit(tmp_path, export(file, first, weight=0.0))
 
 
-class Steps:
-    """A plain loop."""
-
-    def __init__(self, net, **kwargs):
-        plan = PrivacyPlan(num_train=60, expected_batch_size=20, num_steps=9, noise_multiplier=1.0, delta=1e-3)
-        self.private = PrivateStep(net, lambda b: F.cross_entropy(net(b[0]), b[1]), examples(), plan=plan, **kwargs)
-        self.net, self.optimizer = net, torch.optim.SGD(net.parameters(), lr=0.1)
-
-    def release(self):
-        for batch in self.private.batches():
-            self.private.accumulate(batch)
-        self.private.release()
-
-    def take(self, num=1):
-        for _ in range(num):
-            self.release()
-            self.optimizer.step()
-        return self.private.statement()
+def test_what_is_behind_weights_is_said_however_many_runs_lie_between(tmp_path):
+    module = Plain()
+    module.weights_file = "foreign.pth"
+    first = fit(tmp_path, module)[1]
+    unknown = "weights of foreign.pth: it is unknown on what they were trained"
+    assert first.earlier_training == (unknown,)
+    second = fit(tmp_path, Plain(module.net))[1]
+    assert second.earlier_training == (unknown,)
+    fresh = export(tmp_path / "model.safetensors", second)
+    third = fit(tmp_path, fresh)[1]
+    assert third.earlier_training == (unknown,)
+    assert third.ledger.earlier == {first.run: first.ledger.runs, second.run: second.ledger.runs}
+    declared = fit(tmp_path, Plain(fresh.net), privacy(earlier_training="other_data"))[1]
+    runs = {f"run {run.run}: 9 private steps, on data that was declared to be other" for run in (first, second, third)}
+    assert set(declared.earlier_training) == {unknown, *runs}
+    assert declared.ledger.earlier == {}
 
 
-def test_a_plain_loop_counts_them_as_well(tmp_path):
+def take(net, num_steps=1):
+    """The statement after some steps of a plain loop."""
+    plan = PrivacyPlan(num_train=60, expected_batch_size=20, num_steps=9, noise_multiplier=1.0, delta=1e-3)
+    private = PrivateStep(net, lambda batch: F.cross_entropy(net(batch[0]), batch[1]), examples(), plan=plan)
+    for _ in range(num_steps):
+        for batch in private.batches():
+            private.accumulate(batch)
+        private.release()
+        step(net)
+    return private.statement()
+
+
+def step(net):
+    torch.optim.SGD(net.parameters(), lr=0.1).step()
+
+
+def test_a_plain_loop_counts_them_as_well():
     net = torch.nn.Linear(5, 3)
-    first = Steps(net).take(2)
+    first = take(net, 2)
     assert first.release == "ok"
-    again = Steps(net)
-    assert again.take(1).ledger.earlier == {first.run: first.ledger.runs}
-    again.optimizer.step()  # with the same release once more
-    assert Steps(net).take().release == "ok"
+    assert take(net).ledger.earlier == {first.run: first.ledger.runs}
+    step(net)  # with the same release once more
+    assert take(net).release == "ok"
 
 
 def test_an_ordinary_step_between_two_private_runs_is_seen():
-    steps = Steps(torch.nn.Linear(5, 3))
-    steps.take()
-    steps.optimizer.zero_grad()
-    steps.net(torch.randn(4, 5)).sum().backward()
-    steps.optimizer.step()
-    assert "trained before by steps without privacy on weight, bias" in Steps(steps.net).take().release
+    net = torch.nn.Linear(5, 3)
+    take(net)
+    net.zero_grad()
+    net(torch.randn(4, 5)).sum().backward()
+    step(net)
+    assert "trained before by steps without privacy on weight, bias" in take(net).release
 
 
 def test_a_gradient_that_was_cleared_or_is_not_trained_with_is_no_training():
@@ -266,12 +223,12 @@ def test_a_gradient_that_was_cleared_or_is_not_trained_with_is_no_training():
     net(torch.randn(4, 5)).sum().backward()
     net.weight.requires_grad_(False)
     net.bias.grad = None
-    assert Steps(net).take().release == "ok"
+    assert take(net).release == "ok"
 
 
 def test_what_hangs_on_weights_goes_with_them():
     net = torch.nn.Linear(5, 3)
-    Steps(net).take()
+    take(net)
     known = len(record._known)
     del net
     gc.collect()

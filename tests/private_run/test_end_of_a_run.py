@@ -1,23 +1,25 @@
 """Faults of a run, and what a run leaves behind when it ends badly or is refused."""
 
 import copy
-import json
 
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback, OnExceptionCheckpoint
-from plain_run import Plain, loader, privacy, trainer
+from plain_run import Plain, Stop, examples, loader, privacy, trainer, written
 
-from dp_lightning.errors import BudgetError, ModelError
+from dp_lightning.errors import BudgetError, ConfigurationError, ModelError
 from dp_lightning.privacy.statement import PrivacyStatement
 
 
-def test_a_second_fit_is_refused_when_the_budget_is_spent(tmp_path):
+def test_a_second_fit_is_refused_when_the_budget_is_spent_and_leaves_no_statement(tmp_path):
     callback = privacy()
     trainer(tmp_path, callback).fit(Plain(), loader())
+    statement = callback.private_run.folder / "privacy_statement.json"
+    statement.unlink()
     with pytest.raises(BudgetError, match="9"):
         trainer(tmp_path, callback).fit(Plain(), loader())
     assert callback.ledger.num_steps == 9
+    assert not statement.exists()
 
 
 @pytest.mark.parametrize("fault", ["refused", "error", "weights"])
@@ -36,7 +38,8 @@ def test_a_run_that_ends_badly_is_not_for_release(tmp_path, fault):
             if fault == "weights":
                 torch.nn.init.constant_(self.net[0].weight, torch.inf)
 
-    run = trainer(tmp_path, privacy(), OnExceptionCheckpoint(tmp_path), max_epochs=1, enable_checkpointing=True)
+    callback = privacy()
+    run = trainer(tmp_path, callback, OnExceptionCheckpoint(tmp_path), max_epochs=1, enable_checkpointing=True)
     said = {"refused": "a step ended by an error (ModelError)", "error": "the run ended by an error (RuntimeError)"}
     said["weights"] = "weights are not finite"
     if fault == "weights":
@@ -46,43 +49,31 @@ def test_a_run_that_ends_badly_is_not_for_release(tmp_path, fault):
             run.fit(EndsBadly(), loader())
         saved = torch.load(tmp_path / "on_exception.ckpt", weights_only=True)["private_run"]["statement"]
         assert said[fault] in PrivacyStatement.from_dict(saved).release
-    statement = json.loads((tmp_path / "privacy_statement.json").read_text())
-    assert statement["release"].startswith("not for release")
-    assert said[fault] in statement["release"]
+    assert written(callback)["release"].startswith("not for release")
+    assert said[fault] in written(callback)["release"]
 
 
-HOOKS = ("on_train_epoch_start", "on_train_batch_start", "on_before_zero_grad", "on_before_optimizer_step")
+HOOKS = ("on_train_batch_start", "on_before_zero_grad", "on_before_optimizer_step", "optimizer_step")
 
 
 @pytest.mark.parametrize("hook", HOOKS)
 @pytest.mark.parametrize("trained", [True, False])
 def test_a_parameter_frozen_or_unfrozen_during_the_run_is_refused(tmp_path, trained, hook):
-    class Changes(Callback):
+    class Changes(Plain):
         """In the second step."""
 
-    def change(self, trainer, pl_module, *args):
-        if trainer.global_step == 1:
-            pl_module.net[0].weight.requires_grad_(not trained)
+    def change(module, *args):
+        if module.global_step == 1:
+            module.net[0].weight.requires_grad_(not trained)
+        if hook == "optimizer_step":
+            Plain.optimizer_step(module, *args)
 
     setattr(Changes, hook, change)
-    module = Plain()
+    module = Changes()
     module.net[0].weight.requires_grad_(trained)
     what = "frozen" if trained else "unfrozen"
     with pytest.raises(ModelError, match=rf"^net\.0\.weight was {what} during the private run"):
-        trainer(tmp_path, privacy(expected_batch_size=60), Changes()).fit(module, loader())
-
-
-@pytest.mark.parametrize("trained", [True, False])
-def test_so_is_one_in_the_optimizers_step(tmp_path, trained):
-    class Changes(Plain):
-        def optimizer_step(self, epoch, batch_idx, optimizer, optimizer_closure):
-            super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
-            self.net[0].weight.requires_grad_(not trained)
-
-    module = Changes()
-    module.net[0].weight.requires_grad_(trained)
-    with pytest.raises(ModelError, match=r"^net\.0\.weight was (un)?frozen during the private run"):
-        trainer(tmp_path, privacy()).fit(module, loader())
+        trainer(tmp_path, privacy(expected_batch_size=60)).fit(module, loader())
 
 
 def test_what_joins_the_module_during_the_run_may_require_gradients(tmp_path):
@@ -100,10 +91,65 @@ def test_what_joins_the_module_during_the_run_may_require_gradients(tmp_path):
     assert run.global_step == 9
 
 
-def test_a_refused_fit_leaves_no_statement(tmp_path):
+# A second fit of one callback continues its run
+
+TARGET = {"noise_multiplier": None, "target_epsilon": 5.0, "accountant": "rdp"}
+
+
+def stopped(tmp_path, callback, **kwargs):
+    """The module after two steps of a fit that an error has ended."""
+    module = Plain()
+    with pytest.raises(RuntimeError, match="stopped"):
+        trainer(tmp_path, callback, Stop(2), **kwargs).fit(module, loader())
+    return module
+
+
+def test_a_longer_second_fit_is_planned_for_the_same_target(tmp_path):
+    callback = privacy(**TARGET)
+    module = stopped(tmp_path, callback, max_epochs=1)
+    first = callback.plan
+    trainer(tmp_path, callback, max_epochs=3).fit(module, loader())
+    assert callback.ledger.num_steps == 3 * first.num_steps
+    assert callback.plan.noise_multiplier > first.noise_multiplier
+    assert 4.9 < callback.private_run.budget.spent() <= 5.0
+    assert callback.ledger.totals == {
+        (first.noise_multiplier, first.sample_rate): 2,
+        (callback.plan.noise_multiplier, first.sample_rate): 3 * first.num_steps - 2,
+    }
+
+
+def test_steps_of_an_earlier_fit_are_not_lost_and_neither_is_its_fault(tmp_path):
+    """Lightning counts anew in each Trainer."""
     callback = privacy()
-    trainer(tmp_path, callback).fit(Plain(), loader())
-    (tmp_path / "privacy_statement.json").unlink()
-    with pytest.raises(BudgetError):
-        trainer(tmp_path, callback).fit(Plain(), loader())
-    assert not (tmp_path / "privacy_statement.json").exists()
+    trainer(tmp_path, callback).fit(stopped(tmp_path, callback), loader())
+    said = callback.statement()
+    assert (said.ledger.num_steps, said.lost_steps) == (9, 0)
+    assert "the run ended by an error (RuntimeError)" in said.release
+
+
+def test_a_fit_that_was_refused_binds_no_later_one(tmp_path):
+    callback, module = privacy(**TARGET), Plain()
+    module.configure_optimizers = lambda: []
+    with pytest.raises(ConfigurationError, match="optimizers"):
+        trainer(tmp_path, callback).fit(module, loader())
+    assert callback.ledger.num_steps == 0
+    trainer(tmp_path, callback).fit(Plain(), loader(examples(40)))
+    assert (callback.plan.num_train, callback.ledger.num_steps) == (40, callback.plan.num_steps)
+    assert callback.statement().release == "ok"
+
+
+def test_a_refused_setting_leaves_a_run_as_it_is(tmp_path):
+    callback, module = privacy(), Plain()
+    trainer(tmp_path, callback, max_epochs=1).fit(module, loader())
+    with pytest.raises(ConfigurationError, match="gradient_clip_val"):
+        trainer(tmp_path, callback, gradient_clip_val=1.0).fit(module, loader())
+    assert callback.statement().release == "ok"
+
+
+def test_a_run_does_not_go_on_beyond_its_target_after_steps_of_another(tmp_path):
+    callback = privacy(**TARGET)
+    module = stopped(tmp_path, callback)
+    trainer(tmp_path, privacy(**{**TARGET, "target_epsilon": 8.0}), max_epochs=2).fit(module, loader())
+    with pytest.raises(BudgetError, match=r"above privacy\.target_epsilon 5"):
+        trainer(tmp_path, callback).fit(module, loader())
+    assert callback.ledger.num_steps == 2

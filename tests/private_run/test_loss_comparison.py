@@ -1,11 +1,8 @@
 """The warning before the first step: a loss that means something else for one example than for a batch."""
 
-import json
-import warnings
-
 import pytest
 import torch
-from plain_run import Plain, loader, parameters_after, privacy, trainer, without_noise
+from plain_run import Plain, loader, parameters_after, privacy, trainer, without_noise, written
 from torch.nn import functional as F
 
 from dp_lightning.private_run import run
@@ -51,15 +48,10 @@ class OneAtATime(Plain):
     ("kind", "warned"),
     [(InBatchNegatives, True), (ClassWeights, True), (Halved, False), (Random, False), (OneAtATime, False)],
 )
-def test_a_loss_that_is_no_mean_over_examples_is_named_and_listed(tmp_path, kind, warned):
-    fit = trainer(tmp_path, privacy(), max_epochs=1)
-    with warnings.catch_warnings(record=True) as given:
-        warnings.simplefilter("always")
-        fit.fit(kind(), loader())
-    said = [str(warning.message) for warning in given if "the mean of their losses" in str(warning.message)]
-    (statement,) = tmp_path.rglob("privacy_statement*.json")
-    assert len(said) == warned
-    assert (NAME in json.loads(statement.read_text())["unprotected"]) == warned
+def test_a_loss_that_is_no_mean_over_examples_is_named_and_listed(tmp_path, recwarn, kind, warned):
+    trainer(tmp_path, callback := privacy(), max_epochs=1).fit(kind(), loader())
+    assert sum("the mean of their losses" in str(warning.message) for warning in recwarn) == warned
+    assert (NAME in written(callback)["unprotected"]) == warned
 
 
 def test_the_comparison_changes_no_step(tmp_path, monkeypatch):

@@ -137,9 +137,7 @@ def test_empty_draws_reach_no_log_and_no_metric(tmp_path, mode, monkeypatch):
 
 
 @MODES
-@pytest.mark.parametrize(
-    "use", [lambda r: r + 1, lambda r: 2.0 * r, float, bool, lambda r: r.item(), lambda r: f"{r}", lambda r: r > 0.5]
-)
+@pytest.mark.parametrize("use", [lambda r: 2.0 * r, float, lambda r: r.item(), lambda r: f"{r}", lambda r: r > 0.5])
 def test_what_a_metric_returns_can_be_logged_and_nothing_else(tmp_path, mode, use):
     class Uses(Measured):
         def training_step(self, batch, batch_idx):

@@ -1,4 +1,4 @@
-"""A private run of one rank, for the tests: ``main({"folder": ..., "devices": 2, ...})`` leaves ``rank0.pt`` or so."""
+"""What one rank does in the tests: a private run, which leaves ``rank0.pt`` or so, and a release of noise alone."""
 
 import hashlib
 import os
@@ -12,18 +12,20 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from dp_lightning.callbacks import PostProcessCallback, PrivacyCallback
 from dp_lightning.callbacks.privacy import privacy_of
+from dp_lightning.errors import DpLightningError
 from dp_lightning.postprocess import Momentum, Orthogonalize
+from dp_lightning.privacy import ClipPlan, PrivacyPlan, PrivateStep
+from dp_lightning.ranks import Ranks
 from dp_lightning.strategies import private
 
 
 class Net(pl.LightningModule):
-    def __init__(self, lr):
+    def __init__(self):
         super().__init__()
         net = nn.Sequential(nn.Conv2d(1, 4, 3), nn.GroupNorm(2, 4), nn.Conv2d(4, 4, 3), nn.Flatten(), nn.Linear(64, 10))
         self.register_buffer("scale", torch.ones(2))
         # A weight that is not contiguous has to reach the other ranks too.
         self.net = net.to(memory_format=torch.channels_last)
-        self.lr = lr
 
     def training_step(self, batch, batch_idx):
         loss = F.cross_entropy(self.net(batch[0]), batch[1])
@@ -32,22 +34,20 @@ class Net(pl.LightningModule):
         return loss
 
     def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=self.lr)
+        return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
 class Notes(pl.Callback):
-    """What this rank saw."""
+    """What this rank saw in each step: which examples, the loss, and the weights after it."""
 
     def __init__(self):
-        self.hashes, self.sizes, self.losses, self.size = [], [], [], 0
-        self.drawn, self.indices = [], []
+        self.drawn, self.losses, self.hashes, self.indices = [], [], [], []
 
     def on_train_start(self, trainer, module):
         step = privacy_of(trainer).private_run.step
         accumulate = step.accumulate
 
         def noted(batch):
-            self.size += int(batch.counted.sum())
             self.indices += batch.place.indices
             accumulate(batch)
 
@@ -56,10 +56,9 @@ class Notes(pl.Callback):
     def on_train_batch_end(self, trainer, module, *args):
         state = b"".join(p.detach().contiguous().numpy().tobytes() for p in module.parameters())
         self.hashes.append(hashlib.sha256(state).hexdigest())
-        self.sizes.append(self.size)
         self.losses.append(float(trainer.callback_metrics.get("loss", -1)))
         self.drawn.append(self.indices)
-        self.size, self.indices = 0, []
+        self.indices = []
 
 
 class Drift(pl.Callback):
@@ -86,69 +85,77 @@ class Owned(Orthogonalize):
         return super().update(gradients, state, noise)
 
 
-def examples(count):
-    generator = torch.Generator().manual_seed(0)
-    images = torch.randn(count, 1, 8, 8, generator=generator)
-    return TensorDataset(images, torch.randint(10, (count,), generator=generator))
-
-
 def main(settings):
-    folder = Path(settings["folder"])
-    # Another seed on each rank: only the broadcast at the start makes their parameters equal.
-    ranks = settings.get("devices", 1)
-    notes = Notes()
-    owned, others = Owned(), []
+    folder, place = Path(settings["folder"]), int(os.environ.get("LOCAL_RANK", 0))
+    notes, owned, others = Notes(), Owned(), []
     if settings.get("deal_out"):
         private._CPU = (1e-9, 0.0)
         others.append(PostProcessCallback([Momentum(0.9), owned]))
     if settings.get("drift"):
         others.append(Drift(settings["drift"]))
-    place = int(os.environ.get("LOCAL_RANK", 0))
 
     def of_rank(group):
         return {name: values[place] for name, values in settings.get(group, {}).items()}
 
     defaults = {"delta": 1e-3, "accountant": "rdp"}
     privacy = PrivacyCallback(**{**defaults, **settings["privacy"], **of_rank("privacy_by_rank")})
+    quiet = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
     trainer = pl.Trainer(
         accelerator="cpu",
-        devices=ranks,
-        strategy=settings.get("strategy", "dp_ddp") if ranks > 1 else "auto",
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+        devices=settings["devices"],
+        strategy=settings.get("strategy", "dp_ddp") if settings["devices"] > 1 else "auto",
         default_root_dir=folder,
         callbacks=[privacy, *others, notes],
-        **settings["trainer"],
-        **of_rank("trainer_by_rank"),
+        **dict.fromkeys(quiet, False),
+        **{"max_steps": settings["max_steps"], **of_rank("trainer_by_rank")},
     )
-    torch.manual_seed(settings.get("seed", 0) + place)
-    module = Net(settings.get("lr", 0.1))
+    # Another seed on each rank: only the broadcast at the start makes their parameters equal.
+    torch.manual_seed(place)
+    module = Net()
     if settings.get("strategy") != "ddp":  # which does not send types that gloo does not know
         module.register_buffer("phases", torch.randn(3, dtype=torch.complex128))
         module.register_buffer("counts", torch.randint(100, (2, 3), dtype=torch.int16))
     for name in settings.get("frozen_by_rank", {place: []})[place]:
         module.get_parameter(name).requires_grad_(False)
-    dataset = examples(settings.get("num_train", 60) - place * settings.get("fewer_by_rank", 0))
-    if settings.get("rolled"):
-        dataset = TensorDataset(*(tensor.roll(place, 0) for tensor in dataset.tensors))
-    if settings.get("own_split"):
-        dataset = torch.utils.data.random_split(dataset, [50, 10])[0]
+    generator = torch.Generator().manual_seed(0)
+    count = settings.get("num_train", 60)
+    images, labels = torch.randn(count, 1, 8, 8, generator=generator), torch.randint(10, (count,), generator=generator)
+    dataset = settings.get("data_by_rank", lambda dataset, place: dataset)(TensorDataset(images, labels), place)
     loader = DataLoader(dataset, batch_size=7, shuffle=True)
     trainer.fit(module, loader, ckpt_path=settings.get("ckpt_path"), weights_only=True)
     if "save" in settings:
         trainer.save_checkpoint(settings["save"])
-    torch.save(
-        {
-            "parameters": dict(module.state_dict()),
-            "hashes": notes.hashes,
-            "sizes": notes.sizes,
-            "drawn": notes.drawn,
-            "losses": notes.losses,
-            "owned": owned.names,
-            "steps": privacy.ledger.num_steps,
-            "global_step": trainer.global_step,
-        },
-        folder / f"rank{trainer.global_rank}.pt",
+    found = {name: vars(notes)[name] for name in ("hashes", "drawn", "losses")}
+    found |= {"parameters": dict(module.state_dict()), "owned": owned.names}
+    found |= {"steps": privacy.ledger.num_steps, "global_step": trainer.global_step}
+    torch.save(found, folder / f"rank{trainer.global_rank}.pt")
+
+
+PLAN = PrivacyPlan(num_train=1000, expected_batch_size=50, num_steps=100, noise_multiplier=0.7, delta=1e-4)
+
+
+def release(size, folder, claimed):
+    """A release of gradients that are zero: leaves the noise alone, times B, or the error, in ``rank<rank>.pt``."""
+    rank = int(os.environ.get("RANK", 0))
+    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=size)
+    module = nn.Linear(1, 500_000, bias=False)
+    step = PrivateStep(
+        module,
+        lambda batch: 0 * module(batch[0]).sum(),
+        TensorDataset(torch.ones(1000, 1)),
+        plan=PLAN,
+        clip_plan=ClipPlan.flat(max_grad_norm=3.0),
+        max_physical_batch_size=8,
+        ranks=Ranks(rank if claimed is None else claimed, size),
+        seed=0,
     )
+    for batch in step.batches():
+        step.accumulate(batch)
+    try:
+        stop = step.release(stop=rank == size - 1)
+    except DpLightningError as error:
+        result = str(error)
+    else:
+        result = {"noise": module.weight.grad * PLAN.expected_batch_size, "stop": stop}
+    torch.save(result, f"{folder}/rank{rank}.pt")
+    torch.distributed.destroy_process_group()

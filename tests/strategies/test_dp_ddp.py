@@ -1,19 +1,22 @@
 """Several processes take one private step: the same model as one process makes, with noise added once."""
 
+import json
+import os
+from contextlib import nullcontext
+
 import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
 from lightning.pytorch.strategies import ModelParallelStrategy
-from run_ranks import main
-from run_release import release
+from plain_run import Plain
+from run_ranks import main, release
 from started_ranks import run_on_ranks
-from torch import nn
-from torch.utils.data import TensorDataset
+from torch.utils.data import Subset, TensorDataset, random_split
 
 from dp_lightning.callbacks import PredictionFile, PrivacyCallback
-from dp_lightning.errors import ConfigurationError
-from dp_lightning.privacy.sampling import PoissonSampler, cut, sampling_key
+from dp_lightning.errors import ConfigurationError, DpLightningError
+from dp_lightning.privacy.sampling import cut
 from dp_lightning.private_run.agreement import numbers_of
 from dp_lightning.ranks import _checksums
 from dp_lightning.strategies.private import PrivateStrategy
@@ -21,28 +24,16 @@ from dp_lightning.strategies.private import PrivateStrategy
 STEPS = 20
 
 
-def start(folder, devices, *, privacy=None, **settings):
-    """One run."""
-    defaults = {
-        "expected_batch_size": 12,
-        "noise_multiplier": 0.0,
-        "not_private": True,
-        "reproducible": True,
-        "max_physical_batch_size": 4,
-    }
-    given = {
-        "folder": str(folder),
-        "devices": devices,
-        "privacy": {**defaults, **(privacy or {})},
-        "trainer": {"max_steps": STEPS},
-        **settings,
-    }
-    return run_on_ranks(main, folder, devices, given)
+def settings_of(folder, devices, *, privacy=None, max_steps=STEPS, **settings):
+    """Those of one run."""
+    private = {"expected_batch_size": 12, "noise_multiplier": 0.0, "not_private": True, "reproducible": True}
+    private |= {"max_physical_batch_size": 4, **(privacy or {})}
+    return {"folder": str(folder), "devices": devices, "privacy": private, "max_steps": max_steps, **settings}
 
 
 def fit(folder, devices, **settings):
     """Each rank's notes of one run."""
-    shown = start(folder, devices, **settings)
+    shown = run_on_ranks(main, folder, devices, settings_of(folder, devices, **settings))
     assert not any(shown.codes), shown.stderr[-3000:]
     return [torch.load(folder / f"rank{rank}.pt", weights_only=True) for rank in range(devices)]
 
@@ -52,16 +43,15 @@ def alone(tmp_path_factory):
     return fit(tmp_path_factory.mktemp("alone"), 1)[0]
 
 
-@pytest.mark.parametrize(
-    ("devices", "strategy"),
-    # Four processes take more than ten seconds where there are two cores.
-    [(2, "dp_ddp"), (2, "ddp"), pytest.param(4, "dp_ddp", marks=pytest.mark.slow)],
-)
+@pytest.mark.parametrize(("devices", "strategy"), [(3, "dp_ddp"), (2, "ddp")])
 def test_without_noise_ranks_end_where_one_process_ends(tmp_path, alone, devices, strategy):
     ranks = fit(tmp_path, devices, strategy=strategy)
     assert all(rank["steps"] == rank["global_step"] == STEPS for rank in ranks)
     # One draw in each step, dealt out.
-    assert [sum(sizes) for sizes in zip(*(rank["sizes"] for rank in ranks), strict=True)] == alone["sizes"]
+    together = [
+        sorted(i for share in shares for i in share) for shares in zip(*(rank["drawn"] for rank in ranks), strict=True)
+    ]
+    assert together == [sorted(drawn) for drawn in alone["drawn"]]
     assert all(rank["hashes"] == ranks[0]["hashes"] for rank in ranks)
     for name, value in ranks[0]["parameters"].items():
         # The sum over examples is rounded in another order; twenty steps carry that on.
@@ -96,7 +86,7 @@ def test_matrices_are_dealt_out_and_every_rank_steps_alike(tmp_path, dealt_out):
 
 def test_two_ranks_that_go_on_end_where_two_that_were_not_stopped_end(tmp_path, dealt_out):
     checkpoint = str(tmp_path / "eight.ckpt")
-    fit(tmp_path, 2, deal_out=True, trainer={"max_steps": 8}, save=checkpoint)
+    fit(tmp_path, 2, deal_out=True, max_steps=8, save=checkpoint)
     went_on = fit(tmp_path, 2, deal_out=True, ckpt_path=checkpoint)
     for rank in range(2):
         assert went_on[rank]["hashes"] == dealt_out[rank]["hashes"][8:]
@@ -104,7 +94,7 @@ def test_two_ranks_that_go_on_end_where_two_that_were_not_stopped_end(tmp_path, 
 
 @pytest.mark.parametrize(("where", "name"), [("parameter", "net.4.bias"), ("buffer", "scale")])
 def test_replicas_that_drift_apart_are_found_at_the_end_of_an_epoch(tmp_path, where, name):
-    shown = start(tmp_path, 2, drift=where)
+    shown = run_on_ranks(main, tmp_path, 2, settings_of(tmp_path, 2, drift=where))
     assert all(shown.codes)
     assert f"models are no longer the same: {name}." in shown.stderr
 
@@ -116,50 +106,62 @@ def test_an_exchange_of_two_numbers_is_a_difference():
     assert torch.equal(_checksums(tensor), _checksums(tensor.clone()))
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"privacy_by_rank": {"max_grad_norm": [1.0, 10.0]}}, "different settings: privacy.max_grad_norm (on"),
-        ({"privacy_by_rank": {"delta": [1e-3, 1e-4]}}, "different settings: privacy.delta (on"),
-        ({"trainer": {}, "trainer_by_rank": {"max_steps": [8, 3]}}, "different settings: trainer.max_steps (on"),
-        ({"fewer_by_rank": 2}, "different settings: number of training examples (on"),
-        ({"frozen_by_rank": [["net.1.weight"], ["net.1.bias"]]}, "which of them are trained"),
-        ({"own_split": True}, "different training sets"),
-        ({"rolled": True}, "different training sets"),
-    ],
-)
-def test_ranks_that_do_not_agree_are_refused(tmp_path, settings, message):
-    shown = start(tmp_path, 2, **settings)
-    assert all(shown.codes)
-    assert message in shown.stderr
-    assert not list(tmp_path.glob("rank*.pt"))
+def fewer(dataset, place):
+    return Subset(dataset, range(60 - place))
 
 
-@pytest.mark.parametrize("strategy", ["dp_ddp", "ddp_spawn", "ddp_fork"])
-def test_forked_processes_are_refused(strategy):
-    strategy = PrivateStrategy(start_method="fork") if strategy == "dp_ddp" else strategy
-    with pytest.raises(ConfigurationError, match="fork or spawn"):
-        checked(strategy)
+def own_split(dataset, place):
+    return random_split(dataset, [50, 10])[0]
+
+
+def rolled(dataset, place):
+    return TensorDataset(*(tensor.roll(place, 0) for tensor in dataset.tensors))
+
+
+DISAGREEING = {
+    "different settings: privacy.max_grad_norm (on": {"privacy_by_rank": {"max_grad_norm": [1.0, 10.0]}},
+    "different settings: privacy.delta (on": {"privacy_by_rank": {"delta": [1e-3, 1e-4]}},
+    "different settings: trainer.max_steps (on": {"trainer_by_rank": {"max_steps": [8, 3]}},
+    "different settings: number of training examples (on": {"data_by_rank": fewer},
+    "which of them are trained": {"frozen_by_rank": [["net.1.weight"], ["net.1.bias"]]},
+    "The ranks have different training sets": {"data_by_rank": own_split},
+    "or the same one in another order": {"data_by_rank": rolled},
+}
+
+
+def refused(folder, given):
+    """Leave what each of several fits is refused for."""
+    said = []
+    for settings in given:
+        try:
+            main(settings)
+        except DpLightningError as error:
+            said.append(str(error))
+        else:
+            said.append("nothing")
+    (folder / f"{os.environ['RANK']}.json").write_text(json.dumps(said))
+
+
+def test_ranks_that_do_not_agree_are_refused(tmp_path):
+    given = [settings_of(tmp_path, 2, max_steps=8, **different) for different in DISAGREEING.values()]
+    ended = run_on_ranks(refused, tmp_path, 2, tmp_path, given)
+    assert not any(ended.codes), ended.stderr
+    for rank in (0, 1):
+        for wanted, said in zip(DISAGREEING, json.loads((tmp_path / f"{rank}.json").read_text()), strict=True):
+            assert wanted in said
 
 
 def test_ranks_compare_numbers_alone_of_what_a_data_set_keeps_for_each_element():
     """Objects have addresses, and files other places on each node: no honest run is refused for them."""
-
-    class Kept(TensorDataset):
-        labels, weights, ids = [0, 1], (0.5, 2.0), np.array([7, 8])
-        objects, names, by_name, chosen = [object(), object()], ["/node/a", "/node/b"], {"a": 0, "b": 1}, {0, 1}
-
-        def __init__(self, *tensors):
-            super().__init__(*tensors)
-            vars(self).update({name: value for name, value in vars(Kept).items() if not name.startswith("_")})
-
-    found = numbers_of(Kept(torch.zeros(2, 3), torch.tensor([1, 0])))
-    assert found == {"1": [1, 0], "labels": [0, 1], "weights": [0.5, 2.0], "ids": [7, 8]}
+    dataset = TensorDataset(torch.zeros(2, 3), torch.tensor([1, 0]))
+    numbers = {"labels": [0, 1], "weights": (0.5, 2.0), "ids": np.array([7, 8])}
+    vars(dataset).update(numbers, objects=[object(), object()], names=["/node/a", "/node/b"], by_name={"a": 0, "b": 1})
+    assert numbers_of(dataset) == {"1": [1, 0], "labels": [0, 1], "weights": [0.5, 2.0], "ids": [7, 8]}
 
 
 def test_empty_shares_and_empty_draws_take_part(tmp_path):
-    ranks = fit(tmp_path, 2, privacy={"expected_batch_size": 1}, num_train=50, trainer={"max_steps": 60})
-    sizes = np.array([rank["sizes"] for rank in ranks])
+    ranks = fit(tmp_path, 2, privacy={"expected_batch_size": 1}, num_train=50, max_steps=60)
+    sizes = np.array([[len(drawn) for drawn in rank["drawn"]] for rank in ranks])
     assert sizes.shape == (2, 60)
     assert (sizes.sum(axis=0) == 0).any()
     assert ((sizes == 0).any(axis=0) & (sizes.sum(axis=0) > 0)).any()
@@ -170,30 +172,9 @@ def test_empty_shares_and_empty_draws_take_part(tmp_path):
     assert min(max(ranks[0]["losses"]), 10) > 1
 
 
-@pytest.mark.parametrize("seed", [None, 3])
-@pytest.mark.parametrize("num_ranks", [1, 2, 4, 8])
-def test_the_global_batch_size_is_that_of_poisson_sampling_for_any_number_of_ranks(num_ranks, seed):
-    # So many steps that both bounds are more than five standard errors: fresh keys pass all but once in 10^7 runs.
-    num_train, q, steps = 1000, 0.05, 6000
-    key = sampling_key(seed)  # broadcast by rank 0
-    samplers = [PoissonSampler(num_train=num_train, sample_rate=q, key=key) for _ in range(num_ranks)]
-    sizes = []
-    for step in range(steps):
-        shares = [
-            [i for batch in cut(sampler.draw(step), 8, rank=rank, num_ranks=num_ranks) for i in batch.indices]
-            for rank, sampler in enumerate(samplers)
-        ]
-        together = [i for share in shares for i in share]
-        assert len(set(together)) == len(together)
-        sizes.append(len(together))
-    mean, variance = num_train * q, num_train * q * (1 - q)
-    assert abs(np.mean(sizes) - mean) < 5.5 * (variance / steps) ** 0.5
-    assert 0.9 <= np.var(sizes) / variance <= 1.1
-
-
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 8])
-@pytest.mark.parametrize("count", [0, 1, 2, 7, 8, 9, 40, 41])
-@pytest.mark.parametrize("size", [1, 3, 5])
+@pytest.mark.parametrize("count", [0, 1, 7, 41])
+@pytest.mark.parametrize("size", [1, 2, 5])
 def test_every_rank_gets_as_many_physical_batches(num_ranks, count, size):
     shares = [list(cut(np.arange(count), size, rank=rank, num_ranks=num_ranks)) for rank in range(num_ranks)]
     assert len({len(share) for share in shares}) == 1
@@ -207,10 +188,10 @@ def test_every_rank_gets_as_many_physical_batches(num_ranks, count, size):
 def releases(folder, size, claimed=None):
     ended = run_on_ranks(release, folder, size, size, str(folder), claimed)
     assert not any(ended.codes), ended.stderr
-    return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(size)]
+    return [torch.load(folder / f"rank{rank}.pt", weights_only=True) for rank in range(size)]
 
 
-@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("size", [1, 2])
 def test_the_noise_on_the_sum_is_that_of_the_plan_for_any_number_of_ranks(tmp_path, size):
     results = releases(tmp_path, size)
     noise = results[0]["noise"]
@@ -227,29 +208,24 @@ def test_noise_that_is_added_twice_or_not_at_all_is_refused(tmp_path, claimed):
         assert "ranks added noise, but exactly one has to" in result
 
 
-class Tiny(pl.LightningModule):
-    def __init__(self):
-        super().__init__()
-        self.net = nn.Linear(2, 2)
-
-
-def checked(strategy):
+@pytest.mark.parametrize(
+    ("strategy", "message"),
+    [
+        *((name, None) for name in ("dp_ddp", "ddp", "ddp_find_unused_parameters_true")),
+        *((name, "fork or spawn") for name in ("ddp_spawn", "ddp_fork")),
+        (PrivateStrategy(start_method="fork"), "fork or spawn"),
+        (ModelParallelStrategy(), r"ModelParallelStrategy, which cuts the model.*dp_ddp, or ddp"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else type(value).__name__,
+)
+def test_strategies_need_a_whole_model_in_each_process_that_was_started_anew(strategy, message):
     callback = PrivacyCallback(expected_batch_size=2, noise_multiplier=1.0)
     trainer = pl.Trainer(accelerator="cpu", devices=2, strategy=strategy, logger=False, callbacks=[callback])
-    callback.check(trainer, Tiny())
-
-
-@pytest.mark.parametrize("strategy", ["dp_ddp", "ddp", "ddp_find_unused_parameters_true"])
-def test_strategies_with_a_whole_model_per_process_are_taken(strategy):
-    checked(strategy)
-
-
-def test_strategies_that_cut_the_model_are_refused_with_the_fix():
-    with pytest.raises(ConfigurationError, match=r"ModelParallelStrategy, which cuts the model.*dp_ddp, or ddp"):
-        checked(ModelParallelStrategy())
+    with nullcontext() if message is None else pytest.raises(ConfigurationError, match=message):
+        callback.check(trainer, Plain())
 
 
 def test_predictions_of_several_processes_are_refused():
     trainer = pl.Trainer(accelerator="cpu", devices=2, strategy="ddp", logger=False)
     with pytest.raises(ConfigurationError, match=r"trainer.devices: 1"):
-        PredictionFile().setup(trainer, Tiny(), "predict")
+        PredictionFile().setup(trainer, Plain(), "predict")

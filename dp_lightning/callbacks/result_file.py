@@ -1,4 +1,4 @@
-"""Writes ``result.json`` into the log directory: what a run reached, and what it cost."""
+"""Writes ``result.json`` into the folder of the run: what a run reached, and what it cost."""
 
 import json
 import math
@@ -15,7 +15,7 @@ from dp_lightning.callbacks.signal_to_noise import SignalToNoise
 _RECORDED = ("test/accuracy", "val/accuracy")
 
 
-class RunRecord(pl.Callback):
+class ResultFile(pl.Callback):
     """Follows ``test/accuracy`` and ``val/accuracy`` over the evaluations and writes ``result.json`` at the end.
 
     With `SignalToNoise`, the file also has the ratio in the first and the last epoch.
@@ -25,19 +25,21 @@ class RunRecord(pl.Callback):
 
     ``evaluated_after_steps`` has the steps taken at each evaluation, the last of which may come before the last step.
     ``test_accuracy_best`` is the best over evaluations. It is chosen on the test set, so it is not an estimate of
-    accuracy on new images; the file says so.
+    accuracy on new images, as the file says.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self._evaluations: dict[int, dict[str, float]] = {}  # by the steps taken before them
+        self._evaluations: dict[int, dict[str, float]] = {}  # by the number of steps taken before each evaluation
         self._started = self._seconds = 0.0
-        self._folder: Path | None = None  # of a fit that has not ended
+        self._folder: Path | None = None  # folder of a fit that has not ended
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._started = time.monotonic()
-        # Asked now and by every rank: Lightning asks rank 0 for it, which may be alone at the end.
-        self._folder = Path(trainer.log_dir or trainer.default_root_dir)
+        privacy = privacy_of(trainer)
+        # Every rank asks for it: Lightning takes its log folder from rank 0, which may be alone at the end.
+        log = Path(trainer.log_dir or trainer.default_root_dir)
+        self._folder = log if privacy is None else privacy.private_run.folder
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         found = {name: float(trainer.callback_metrics[name]) for name in _RECORDED if name in trainer.callback_metrics}
