@@ -214,7 +214,7 @@ def configuration(
     persons, (class_path, given) = survey.images_of_persons, data
     unit, units = ("images", len(survey.readable)) if persons is None else ("persons", len(persons))
     settings = dict(given)
-    held_out = round(_VAL_FRACTION * units) if set(survey.looks) == {"train"} else 0
+    held_out = round(_VAL_FRACTION * units) if survey.splits == ("train",) else 0
     if held_out:
         settings["val_fraction"] = _VAL_FRACTION
     if units - held_out < 2:

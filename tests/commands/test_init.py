@@ -162,7 +162,7 @@ def test_what_a_survey_counts(photos):
     assert survey.counts("test") == [5, 5]
     assert survey.median_side == 12
     assert not survey.is_grey
-    assert [Path(path).name for path, _ in survey.bad] == ["9.png"]
+    assert [Path(look.path).name for look in survey.bad] == ["9.png"]
 
 
 def test_equal_images_are_named_those_of_two_classes_first(photos, capsys):

@@ -68,14 +68,6 @@ def test_folders_of_persons_without_the_setting_name_it(tmp_path):
         ImageFolder(str(tmp_path)).check_files()
 
 
-def test_what_is_no_image_in_a_persons_folder_is_said(tmp_path):
-    write_persons(tmp_path)
-    (tmp_path / "train" / "benign" / "p1" / "scan.dcm").touch()
-    (tmp_path / "train" / "benign" / "notes.txt").touch()
-    with pytest.warns(UserWarning, match=r"not read as images: 1 x \.dcm, 1 x \.txt\."):
-        folder_of_persons(tmp_path).check_files()
-
-
 def test_data_without_persons_has_none(tmp_path):
     for data in (Digits(), write_npz(tmp_path, None)):
         assert groups_of(data.train_dataset) is None

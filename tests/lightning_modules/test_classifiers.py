@@ -92,15 +92,6 @@ def test_predictions_are_class_probabilities(tmp_path):
     assert probabilities.argmax(dim=1).tolist() == [0, 2]
 
 
-def test_the_training_step_returns_the_mean_loss():
-    module = ImageClassifier(Fixed(), 3)
-    images, labels = next(iter(loader([0, 1], [0, 2])))
-    module.log = lambda *args, **kwargs: None
-    loss = module.training_step((images, labels), 0)
-    alone = [F.cross_entropy(module(images[i : i + 1]), labels[i : i + 1]) for i in range(2)]
-    torch.testing.assert_close(loss, torch.stack(alone).mean())
-
-
 @pytest.mark.parametrize(
     "make",
     [
@@ -123,11 +114,6 @@ def test_a_checkpoint_restores_the_module_with_weights_only(tmp_path, make):
     restored = type(module).load_from_checkpoint(tmp_path / "a.ckpt", weights_only=True)
     images = torch.randn(2, 1, 16, 16)
     torch.testing.assert_close(restored.eval()(images), module.eval()(images))
-
-
-def test_metrics_add_nothing_to_the_state():
-    module = WideResNetModule(5, depth=10, width=1)
-    assert all(name.startswith("model.") for name in module.state_dict())
 
 
 def test_the_default_optimizer_leaves_frozen_parameters_alone():

@@ -64,14 +64,6 @@ def test_networks_of_timm_treat_examples_apart_then_and_keep_their_activations(n
         torch.testing.assert_close(model(x)[:1], model(x[:1]), rtol=1e-3, atol=1e-4)
 
 
-def test_a_kind_of_batch_norm_without_a_counterpart_is_named():
-    class Own(nn.BatchNorm2d):
-        pass
-
-    with pytest.raises(ModelError, match=r"'inner.0' \(Own\) is a kind of BatchNorm"):
-        batch_norm_to_group_norm(nn.ModuleDict({"inner": nn.Sequential(Own(3))}))
-
-
 def test_frozen_layers_are_allowed_and_counted_until_they_are_trained():
     model = small()
     with pytest.raises(ModelError, match=r"BatchNorm.*freeze_batch_norm"):

@@ -165,11 +165,6 @@ def test_an_unknown_timm_name_suggests_close_ones():
         timm_model("?????????", 10)
 
 
-def test_a_wrong_timm_argument_is_named():
-    with pytest.raises(ConfigurationError, match=r"could not build 'resnet10t'.*'hue'"):
-        timm_model("resnet10t", 10, hue=3)
-
-
 def test_standardised_weights_start_as_those_of_de_et_al():
     torch.manual_seed(0)
     network = WideResNet(16, 4, 100, weight_standardization=True)

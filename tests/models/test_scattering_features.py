@@ -99,19 +99,3 @@ def test_their_spectrum_falls_as_that_of_photographs(make):
     along = power.mean(dim=(0, 1))[0]  # horizontally
     slope = (along[8].log() - along[2].log()) / torch.log(torch.tensor(4.0))
     assert -3.5 < slope < -0.9
-
-
-def test_it_is_built_for_its_shapes_without_an_image(monkeypatch):
-    module = ScatteringFeatures(2, angles=2)
-
-    def none(*arguments, **named):
-        raise AssertionError("images are made")
-
-    for name in ("dead_leaves", "spectra"):
-        monkeypatch.setattr(f"dp_lightning.models.scattering_features.{name}", none)
-    with torch.device("meta"):
-        empty = ScatteringFeatures(2, angles=2)
-    assert {name: (value.shape, value.dtype) for name, value in empty.state_dict().items()} == {
-        name: (value.shape, value.dtype) for name, value in module.state_dict().items()
-    }
-    assert empty.whitening.is_meta
