@@ -48,7 +48,7 @@ def test_a_network_that_is_not_pretrained_is_the_same_with_it(name):
 def test_pretraining_whitens_what_the_last_layer_is_given(name):
     make, layer = NETWORKS[name]
     numbers = {"channels": 3, "size": 16, "mean": (0.5, 0.4, 0.3), "std": (0.2, 0.2, 0.3)}
-    recipe = Recipe(network={}, **numbers, images=120, steps=1, batch_size=4)
+    recipe = Recipe(network={}, **numbers, images=40, steps=1, batch_size=4)
     images = random_images(recipe)
     training = Pretraining(make(whitening=True), recipe, images, torch.device("cpu"))
     training.step()
