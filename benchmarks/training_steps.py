@@ -28,7 +28,7 @@ from torchvision.models.resnet import BasicBlock
 from dp_lightning.callbacks import PrivacyCallback
 from dp_lightning.models import ResNet, SmallCNN, WideResNet
 from dp_lightning.models.batch_norm import freeze_batch_norm
-from dp_lightning.models.trained import train_biases, train_head, train_low_rank
+from dp_lightning.models.trained import train_low_rank, train_only
 from dp_lightning.privacy.clipping import ClipPlan
 from dp_lightning.privacy.gradients.clipped_sum import ClippedSum
 from dp_lightning.privacy.gradients.contribution import PerExample
@@ -209,8 +209,8 @@ WAYS: dict[str, Callable[[nn.Module, Callable[[], Any]], Step]] = {
 FINE_TUNING: dict[str, Callable[[nn.Module, Callable[[], Any]], Step]] = {
     "ours, frozen BatchNorm": fine_tuned(lambda model, head: None),
     "ours, LoRA 8": fine_tuned(partial(train_low_rank, rank=8, layers=("*.attn.qkv", "*.attn.proj"))),
-    "ours, biases": fine_tuned(train_biases),
-    "ours, last layer": fine_tuned(train_head),
+    "ours, biases": fine_tuned(partial(train_only, patterns=["*.bias"])),
+    "ours, last layer": fine_tuned(train_only),
 }
 
 

@@ -130,7 +130,7 @@ WRONG = {
     "number": (["--trainer.max_epochs", "many"], "trainer.max_epochs.*Given value: many"),
     "twice": (["--config={trainer: {max_steps: 1}, trainer: {}}"], "'trainer' twice"),
     "gain": (transform("Kalman", gain=1.5), "^error: Kalman: gain must lie in .*process_to_measurement_ratio"),
-    "model_channels": (["--model.channels=3"], r"^error: channels must be a multiple of 4, not 3"),
+    "model_channels": (["--model.channels=3"], r"num_channels \(3\) must be divisible by num_groups \(4\)"),
     "rate": (["--optimizer.init_args.momentum=-1.0"], r"Invalid momentum value: -1\.0 \(ValueError in torch/optim/sgd"),
     # What the trainer and the privacy plan refuse.
     "clip": (["--trainer.gradient_clip_val", "1.0"], "trainer.gradient_clip_val.*privacy.max_grad_norm"),

@@ -126,39 +126,34 @@ def _has_folders_of_persons(train: Path) -> bool:
 
 def _found(survey: "Survey", seconds: float) -> Iterator[str]:
     """What is in the data."""
-    from dp_lightning.datamodules.survey import spread
-
-    total = sum(map(len, survey.looks.values()))
+    total = len(survey.looks)
     yield f"Read {total:,} images in {seconds:.1f} s ({total / max(seconds, 0.001):,.0f} per second).\n"
-    counts = {split: survey.counts(split) for split in survey.looks}
-    rows: list[tuple[Any, ...]] = [("class", *survey.looks)]
+    counts = {split: survey.counts(split) for split in survey.splits}
+    rows: list[tuple[Any, ...]] = [("class", *survey.splits)]
     rows += [(name, *each) for name, *each in zip(survey.class_names, *counts.values(), strict=True)][:_SHOWN]
     if len(survey.class_names) > _SHOWN:
         rows.append((f"smallest of all {len(survey.class_names)}", *map(min, counts.values())))
     rows.append(("all", *map(sum, counts.values())))
     width = max(len(name) for name, *_ in rows)
     yield from (f"{name:{width}}" + "".join(f"{each:>10}" for each in others) for name, *others in rows)
-    yield f"\nwidth   {spread([look.width for look in survey.readable])} pixels"
-    yield f"height  {spread([look.height for look in survey.readable])} pixels"
-    yield "kinds   " + ", ".join(f"{count:,} in {kind}" for kind, count in survey.kinds.items())
+    yield f"\nshorter side: {survey.median_side} pixels (median); {'grey' if survey.is_grey else 'in colour'}"
     if (persons := survey.images_of_persons) is not None:
-        yield f"persons {len(persons):,}, with {spread(list(persons.values()))} images each"
+        yield f"persons: {len(persons):,}, with up to {max(persons.values())} images each"
         yield "  Each folder inside a class folder, or each id of the table, is a person. If it is none, move the"
         yield "  images out of these folders, or give no table."
-    files, labels = survey.files, survey.labels["train"]
     # Those of different classes before others.
-    pairs = sorted(survey.repeats, key=lambda pair: labels[pair[0]] == labels[pair[1]])
-    differ = sum(labels[first] != labels[second] for first, second in pairs)
+    pairs = sorted(survey.repeats, key=lambda pair: pair[0].label == pair[1].label)
+    differ = sum(one.label != other.label for one, other in pairs)
     if pairs:
         among = f", {differ:,} of them in another class" if differ else ""
         yield f"repeats in the training set: {len(pairs):,}{among}; each counts as an example of its own"
-        yield from (f"  {files['train'][one]} = {files['train'][other]}" for one, other in pairs[:_NAMED] if files)
+        yield from (f"  {one.path} = {other.path}" for one, other in pairs[:_NAMED] if one.path)
     if shared := survey.shared:
         yield f"evaluation images that are also in the training set: {len(shared):,}"
-        yield from (f"  {files[split][place]}" for split, place in shared[:_NAMED] if files)
+        yield from (f"  {look.path}" for look in shared[:_NAMED] if look.path)
     if survey.bad:
         yield f"files that cannot be read, to be replaced or removed: {len(survey.bad):,}"
-        yield from (f"  {path}: {why}" for path, why in survey.bad)
+        yield from (f"  {look.path}: {look.problem}" for look in survey.bad)
 
 
 def _chosen(model: "Model", start: "Start", out: Path) -> Iterator[str]:

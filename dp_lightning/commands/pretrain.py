@@ -76,10 +76,7 @@ def pretrain(options: argparse.Namespace, of_fit: list[str]) -> None:
     unfinished = options.out.with_name(f"{options.out.name}.unfinished")
     state = torch.load(unfinished, weights_only=True, map_location="cpu") if unfinished.exists() else None
     if state is not None and state["recipe"] != recipe.to_json():
-        raise ConfigurationError(
-            f"{unfinished} is of another recipe: {recipe.differences(state['recipe'])}. Remove it, or give another "
-            "--out."
-        )
+        raise ConfigurationError(f"{unfinished} is of another recipe. Remove it, or give another --out.")
     images = random_images(recipe, lambda made: None if made % 10_000 else print(f"{made:,} random images", flush=True))
     training = Pretraining(cli.model.model.train(), recipe, images, device)
     if state is not None:
@@ -135,7 +132,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--batch-size", type=int, default=256, help="images of a step, each in two views; default: 256")
     add("--learning-rate", type=float, default=0.002, help="of AdamW; default: 0.002")
     add("--view-size", type=int, help="pixels of a view's side, fewer than the image's to save time; default: all")
-    add("--precision", default="32", help="32, or bf16 where the hardware computes it faster; default: 32")
+    precision = "32, or bf16 where the hardware computes it faster; default: 32"
+    add("--precision", choices=["32", "bf16"], default="32", help=precision)
     add("--seed", type=int, default=0, help="of everything random; the weights are public, and so is it; default: 0")
     add("--device", choices=("cpu", "cuda"), help="default: a GPU if there is one")
     return parser

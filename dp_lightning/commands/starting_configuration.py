@@ -210,10 +210,10 @@ def configuration(
     persons, (class_path, given) = survey.images_of_persons, data
     unit, units = ("images", len(survey.readable)) if persons is None else ("persons", len(persons))
     settings = dict(given)
-    held_out = round(_VAL_FRACTION * units) if set(survey.looks) == {"train"} else 0
+    held_out = round(_VAL_FRACTION * units) if survey.splits == ("train",) else 0
     if held_out:
         settings["val_fraction"] = _VAL_FRACTION
-    size, channels = survey.readable[0].height, survey.readable[0].channels
+    size, channels = survey.median_side, survey.readable[0].channels
     if class_path == "ImageFolder":
         side, most = survey.median_side, _FEATURE_SIDE if model.is_pretrained else _SCRATCH_SIDE
         if not model.is_pretrained:  # which resizes images itself

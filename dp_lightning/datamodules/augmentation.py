@@ -28,8 +28,6 @@ class CropAndFlip:
     def __call__(self, images: Tensor) -> Tensor:
         """Map (n, C, H, W) of any dtype and device to the same."""
         n, channels, height, width = images.shape
-        if self.padding == 0:
-            return _mirrored(images) if self.flip else images
         device, offsets = images.device, 2 * self.padding + 1
         down, across = torch.randint(offsets, (2, n, 1), device=device)
         columns = torch.arange(width, device=device).expand(n, width)
@@ -52,10 +50,3 @@ def _reflected(index: Tensor, size: int) -> Tensor:
     """Mirror positions outside of 0 to size - 1: -1 becomes 0, size becomes size - 1."""
     index = torch.where(index < 0, -1 - index, index)
     return torch.where(index >= size, 2 * size - 1 - index, index)
-
-
-def _mirrored(images: Tensor) -> Tensor:
-    """Mirror each image with probability 1/2, one at a time, since indexing is several times slower."""
-    chosen = torch.rand(len(images)) < 0.5
-    pairs = zip(images, chosen.tolist(), strict=True)
-    return torch.stack([image.flip(2) if flip else image for image, flip in pairs])

@@ -5,7 +5,6 @@ from public constants, file names or array headers, and the images read later mu
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from typing import Any, Literal
 
 import lightning
@@ -48,8 +47,7 @@ class ImageDataModule(lightning.LightningDataModule, ABC):
         test_every_epoch: Evaluate on the test set after every epoch too, not only on the validation set.
 
     Raises:
-        ConfigurationError: ``val_fraction``, ``split_seed``, ``std``, ``eval_batch_size`` or ``num_workers`` is out of
-            range, or ``mean`` or ``std`` is empty.
+        ConfigurationError: ``val_fraction`` or ``std`` is out of range, or ``mean`` or ``std`` is empty.
     """
 
     #: Where the settings stand in a configuration, for messages.
@@ -73,11 +71,8 @@ class ImageDataModule(lightning.LightningDataModule, ABC):
         test_every_epoch: bool = True,
     ) -> None:
         super().__init__()
-        if not isinstance(val_fraction, int | float) or not 0.0 <= val_fraction < 1.0:
+        if not 0.0 <= val_fraction < 1.0:
             raise ConfigurationError(f"data.init_args.val_fraction must lie in [0, 1), not {val_fraction!r}")
-        require_whole("split_seed", split_seed)
-        require_whole("eval_batch_size", eval_batch_size, at_least=1)
-        require_whole("num_workers", num_workers)
         if not mean or not std or min(std) <= 0.0:
             raise ConfigurationError(f"mean and std need a number per channel, std above 0: {mean=}, {std=}")
         self.mean, self.std = tuple(mean), tuple(std)
@@ -146,11 +141,6 @@ class ImageDataModule(lightning.LightningDataModule, ABC):
             DataError: An id is missing or invalid.
         """
         return None
-
-    @property
-    def num_val(self) -> int:
-        """Number of training images that ``val_fraction`` takes out for validation."""
-        return len(self._split_indices()[1])
 
     @property
     def num_train(self) -> int:
@@ -310,32 +300,3 @@ class ImageDataModule(lightning.LightningDataModule, ABC):
             persistent_workers=self.num_workers > 0,
             pin_memory=torch.cuda.is_available(),
         )
-
-
-def require_whole(name: str, value: Any, *, at_least: int = 0) -> None:
-    """Refuse a setting that is not a whole number, or is too small.
-
-    Raises:
-        ConfigurationError: naming the setting and its range.
-    """
-    if not isinstance(value, int) or value < at_least:
-        raise ConfigurationError(f"data.init_args.{name} must be a whole number of at least {at_least}, not {value!r}")
-
-
-def checked_labels(labels: Sequence[int] | Tensor, num_classes: int, where: str) -> Tensor:
-    """Labels as int64 (N,).
-
-    Raises:
-        DataError: There is no label, or one lies outside 0 to ``num_classes - 1``; the message starts with
-            ``where``.
-    """
-    result = torch.as_tensor(labels, dtype=torch.int64)
-    if len(result) == 0:
-        raise DataError(f"{where} holds no images")
-    low, high = int(result.min()), int(result.max())
-    if low < 0 or high >= num_classes:
-        raise DataError(
-            f"{where} has label {low if low < 0 else high}; with {num_classes} classes they must be "
-            f"0 to {num_classes - 1}"
-        )
-    return result

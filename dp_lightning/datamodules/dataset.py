@@ -63,9 +63,15 @@ class PixelNormalization:
 
     def __call__(self, images: Tensor) -> Tensor:
         """Map uint8 (n, C, H, W) to float32."""
-        # Without non_blocking these few numbers would wait for all that a GPU does before.
-        scale, shift = (each.to(images.device, non_blocking=True) for each in (self._scale, self._shift))
+        scale, shift = (_on(images.device, constants) for constants in (self._scale, self._shift))
         return images.to(torch.float32).mul_(scale).add_(shift)
+
+
+def _on(device: torch.device, constants: Tensor) -> Tensor:
+    """A few numbers on a device. A copy would wait for a GPU; numbers that a kernel is started with do not."""
+    if device == constants.device:
+        return constants
+    return torch.stack([torch.full((), c, device=device) for c in constants.flatten().tolist()]).view(constants.shape)
 
 
 class ImageDataset(Dataset[tuple[Tensor, int]]):

@@ -8,10 +8,10 @@ to a cache decides what is trained on.
 import fcntl
 import hashlib
 import json
-import os
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -21,19 +21,16 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from torch.utils.data import DataLoader, Subset, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 from tqdm import tqdm
 
 from dp_lightning.atomic_files import replacing, require_writable
-from dp_lightning.datamodules.base import ImageDataModule, Split, require_whole
+from dp_lightning.datamodules.base import ImageDataModule, Split
 from dp_lightning.datamodules.dataset import ImageDataset
 from dp_lightning.errors import DataError
 from dp_lightning.models.feature_network import FeatureNetwork
 from dp_lightning.models.pretrained import without_weights
 from dp_lightning.privacy.person_ids import Group
-
-# Images per file: an interruption loses the features of one file.
-_PER_FILE = 4096
 
 
 class _FeatureSet(TensorDataset):
@@ -56,9 +53,10 @@ class CachedFeatures(lightning.LightningDataModule):
 
     A batch is (features, labels (n,)). The pooled features of a pretrained timm network are vectors, float32 (n, D);
     scattering coefficients, which need no other data, are maps, float32 (n, D, h, w), kept in 16 bits. Images are not
-    augmented, since each has its features once. The first run computes them on its device and writes them to ``cache``;
-    later runs with the same images and the same network read them. Other images or labels get files of their own. On a
-    CPU, ``num_workers`` of the images is the number of processes that compute them.
+    augmented, since each has its features once. The first run computes them on its device and writes them to ``cache``,
+    a file for each split; later runs read them. They are computed again if the network, its weights or timm's version
+    changes, or a label, or an image: a file is the same while its name, its size and its modification time are, and an
+    image of an array while its pixels are.
 
     Args:
         images: Where the images come from.
@@ -71,8 +69,8 @@ class CachedFeatures(lightning.LightningDataModule):
         backbone_kwargs: Further arguments of the network; ``scales`` (2) and ``angles`` (8) of scattering.
 
     Raises:
-        ConfigurationError: ``batch_size`` is not a whole number of at least 1, or the network cannot be built.
-        DataError: A file of the cache is damaged.
+        ConfigurationError: The network cannot be built.
+        DataError: A file of the cache is damaged, or cannot be written.
     """
 
     #: Features need no normalisation.
@@ -90,7 +88,6 @@ class CachedFeatures(lightning.LightningDataModule):
         backbone_kwargs: dict[str, Any] | None = None,
     ) -> None:
         super().__init__()
-        require_whole("batch_size", batch_size, at_least=1)
         self.images = images
         self.images.augment = False
         self.images.settings = "data.init_args.images.init_args"
@@ -114,7 +111,8 @@ class CachedFeatures(lightning.LightningDataModule):
         else:
             self._network = self._build()
         facts = {**self._network.settings, "weights": None, "resized_to": images.resized_to, "size": images.image_size}
-        key = hashlib.sha256(json.dumps([type(images).__name__, facts], default=str).encode()).hexdigest()[:12]
+        made_by = [type(images).__name__, version("timm"), facts]
+        key = hashlib.sha256(json.dumps(made_by, default=str).encode()).hexdigest()[:12]
         #: The name of the folder changes with the network and the preparation of the images.
         self.folder = Path(cache) / f"{backbone}-{key}"
         self._sets: dict[Split, _FeatureSet] = {}
@@ -159,19 +157,19 @@ class CachedFeatures(lightning.LightningDataModule):
         self.images.trainer = self.trainer
         self.images.prepare_data()
         self.images.setup(stage)
-        with _only_this_run_in(self.folder):
+        require_writable(self.folder.parent, "data.init_args.cache")
+        self.folder.mkdir(exist_ok=True, mode=0o700)
+        with (self.folder / "lock").open("w") as lock:
+            with suppress(OSError):  # on a file system without locks, two runs compute the same features
+                fcntl.flock(lock, fcntl.LOCK_EX)
             for split, dataset in self._datasets(stage).items():
-                if missing := [(rows, path) for rows, path in self._files(split, dataset) if not path.exists()]:
-                    self._write(missing, dataset, f"Features of the {split} images")
+                if not (path := self._file(split, dataset)).exists():
+                    self._write(path, dataset, f"Features of the {split} images")
 
     def setup(self, stage: str | None = None) -> None:
         for split, dataset in self._datasets(stage).items():
             if split not in self._sets:
-                size = [self.image_size] * (0 if self.image_size == 1 else 2)
-                features = torch.empty(len(dataset), self.in_channels, *size, dtype=self._network.stored_as)
-                for rows, path in self._files(split, dataset):
-                    features[rows.start : rows.stop] = _read(path)
-                self._sets[split] = _FeatureSet(features, dataset.labels)
+                self._sets[split] = _FeatureSet(_read(self._file(split, dataset)), dataset.labels)
                 self._sets[split].groups = dataset.groups
 
     def train_dataloader(self) -> DataLoader:
@@ -201,54 +199,34 @@ class CachedFeatures(lightning.LightningDataModule):
             found["test"] = self.images.test_dataset
         return {split: dataset for split, dataset in found.items() if dataset is not None}
 
-    def _files(self, split: Split, dataset: ImageDataset) -> list[tuple[range, Path]]:
-        """Return the places of the images of each file, and its path, which changes if an image or a label does."""
+    def _file(self, split: Split, dataset: ImageDataset) -> Path:
+        """Return the path of the features of a split, which changes if an image or a label does."""
         digest = hashlib.sha256(dataset.labels.numpy().tobytes() + dataset.source.digest(dataset.indices)).hexdigest()
-        starts = range(0, len(dataset), _PER_FILE)
-        rows = [range(start, min(start + _PER_FILE, len(dataset))) for start in starts]
-        return [(each, self.folder / f"{split}-{digest[:16]}-{each.start:08d}.safetensors") for each in rows]
+        return self.folder / f"{split}-{digest[:16]}.safetensors"
 
-    def _write(self, files: list[tuple[range, Path]], dataset: ImageDataset, what: str) -> None:
+    def _write(self, path: Path, dataset: ImageDataset, what: str) -> None:
         """Compute the features of images and write them; a bar on a terminal says ``what`` is computed.
 
         Raises:
-            DataError: They cannot be written.
+            DataError: The file cannot be written.
         """
         if self._network.device.type == "meta":
             self._network = self._build()
         network = self._network.to(torch.device("cpu") if self.trainer is None else self.trainer.strategy.root_device)
-        compute, on_cpu = partial(_features, network), network.device.type == "cpu"
-        for rows, path in files:
-            # On a CPU the processes that read a batch compute its features as well.
-            loader = DataLoader(
-                Subset(dataset, rows),
-                self.batch_size,
-                num_workers=self.images.num_workers,
-                collate_fn=compute if on_cpu else _stacked,
-            )
-            batches = tqdm(loader, desc=what, unit="batch", disable=None)
-            features = torch.cat(list(batches if on_cpu else map(compute, batches)))
-            try:
-                with replacing(path, private=True) as file:
-                    save_file({"features": features}, file.name)
-            except (OSError, SafetensorError) as error:
-                raise DataError(
-                    f"{path} cannot be written ({error}). Make room, or set data.init_args.cache to another folder. "
-                    "What was written before is kept."
-                ) from error
-            rank_zero_info(f"{what}: {rows.stop} of {len(dataset)} are in {self.folder}.")
+        loader = DataLoader(dataset, self.batch_size, num_workers=self.images.num_workers)
+        features: list[Tensor] = []
+        with torch.inference_mode():
+            for images, _ in tqdm(loader, desc=what, unit="batch", disable=None):
+                features.append(network(images.to(network.device)).cpu().to(network.stored_as))
+        try:
+            with replacing(path, private=True) as file:
+                save_file({"features": torch.cat(features)}, file.name)
+        except (OSError, SafetensorError) as error:
+            raise DataError(
+                f"{path} cannot be written ({error}). Make room, or set data.init_args.cache to another folder."
+            ) from error
+        rank_zero_info(f"{what} are in {self.folder}.")
         self._network = network.cpu()
-
-
-def _stacked(items: Sequence[tuple[Tensor, int]]) -> Tensor:
-    return torch.stack([image for image, _ in items])
-
-
-@torch.inference_mode()
-def _features(network: FeatureNetwork, items: Tensor | Sequence[tuple[Tensor, int]]) -> Tensor:
-    """Return the features of images, or of elements of a data set of images, as they are kept."""
-    images = items if isinstance(items, Tensor) else _stacked(items)
-    return network(images.to(network.device)).cpu().to(network.stored_as)
 
 
 def _read(path: Path) -> Tensor:
@@ -261,29 +239,3 @@ def _read(path: Path) -> Tensor:
         return load_file(path)["features"]
     except (OSError, SafetensorError, KeyError) as error:
         raise DataError(f"{path} cannot be read ({error}). Remove it, and it will be computed again.") from error
-
-
-@contextmanager
-def _only_this_run_in(folder: Path) -> Iterator[None]:
-    """Within this context no other run writes into the folder, which is created if missing, for its owner alone.
-
-    A run that finds another one in it waits. On a file system without locks, it does not.
-
-    Raises:
-        ConfigurationError: The folder cannot be created.
-    """
-    require_writable(folder.parent, "data.init_args.cache")
-    folder.mkdir(exist_ok=True, mode=0o700)
-    place = os.open(folder, os.O_RDONLY)
-    try:
-        with suppress(OSError):
-            try:
-                fcntl.flock(place, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                rank_zero_info(f"Another run uses the features in {folder}. This one waits for it.")
-                fcntl.flock(place, fcntl.LOCK_EX)
-        yield
-    finally:
-        with suppress(OSError):  # closing is not enough: a process that was forked since then has the lock too
-            fcntl.flock(place, fcntl.LOCK_UN)
-        os.close(place)

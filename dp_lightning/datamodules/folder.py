@@ -5,6 +5,13 @@
     root/train/<class>/<person>/*, if each person has a folder
 
 Counts come from file names; an image is opened when a batch needs it.
+
+Tiny ImageNet has the layout of its archive:
+
+    root/wnids.txt                      one class per line
+    root/train/<wnid>/images/*.JPEG
+    root/val/images/*.JPEG
+    root/val/val_annotations.txt        file name, tab, wnid, tab, a box
 """
 
 from collections import Counter
@@ -16,8 +23,7 @@ import torch
 from lightning.pytorch.trainer.states import TrainerFn
 from torchvision.transforms import v2
 
-from dp_lightning.datamodules.augmentation import CropAndFlip
-from dp_lightning.datamodules.base import ImageDataModule, Split, require_whole
+from dp_lightning.datamodules.base import ImageDataModule, Split
 from dp_lightning.datamodules.dataset import Transform
 from dp_lightning.datamodules.file_source import READ_FIRST_BELOW, FileNames, FileSource, luma, require_readable
 from dp_lightning.datamodules.listing import (
@@ -59,7 +65,7 @@ class ImageFolder(ImageDataModule):
         file_column: The column of ``group_file`` with the image names.
 
     Raises:
-        ConfigurationError: The settings for persons contradict each other, or ``image_size`` is below 1.
+        ConfigurationError: The settings for persons contradict each other.
     """
 
     #: The names of the folders in ``root`` that are read.
@@ -82,7 +88,6 @@ class ImageFolder(ImageDataModule):
     ) -> None:
         super().__init__(**kwargs)
         self.in_channels = in_channels
-        require_whole("image_size", image_size, at_least=1)
         self.root, self.size = Path(root), image_size
         self.flip, self.read_first = flip, read_first
         if (group_file is None) != (group_column is None) or (group_folders and group_file is not None):
@@ -191,10 +196,9 @@ class ImageFolder(ImageDataModule):
         by_class = [listed_in(folder / name, left_out) if name in present else [] for name in self.class_names]
         empty = [str(folder / name) for name, paths in zip(self.class_names, by_class, strict=True) if not paths]
         if (split == "train" and empty) or not any(by_class):
-            hint = f"; if it contains folders of persons, set {self.settings}.group_folders: true"
             raise DataError(
-                f"no image files are in {', '.join(empty[:3])}; remove the folder or fill it"
-                f"{hint if left_out['folder'] else ''}"
+                f"no image files are in {', '.join(empty[:3])}; remove the folder or fill it. If the images are in "
+                f"folders of persons, set {self.settings}.group_folders: true."
             )
         pairs = [(path, label) for label, paths in enumerate(by_class) for path in paths]
         return [path for path, _ in pairs], [label for _, label in pairs]
@@ -228,11 +232,62 @@ class ImageNet(ImageFolder):
         super().__init__(root, image_size=image_size, mean=mean, std=std, **kwargs)
 
     def random_transform(self) -> Transform | None:
-        return v2.Compose([v2.RandomResizedCrop(self.image_size), *self._after_crop()]) if self.augment else None
+        flip = [v2.RandomHorizontalFlip()] if self.flip else []
+        steps = [v2.RandomResizedCrop(self.image_size), *flip, *self._after_crop()]
+        return v2.Compose(steps) if self.augment else None
 
-    def augmentation(self) -> Transform | None:
-        return CropAndFlip(padding=0, flip=True) if self.augment and self.flip else None
+    def augmentation(self) -> None:
+        """Nothing is left to do: each image was cropped and mirrored when it was read."""
 
     @property
     def resized_to(self) -> int:
         return round(self.image_size * 256 / 224)
+
+
+class TinyImageNet(ImageFolder):
+    """Tiny ImageNet (Le and Yang 2015): 200 classes of 500 training images, 64x64 pixels.
+
+    The 10,000 official validation images are the test set; the official test images have no labels and are not used.
+
+    Args:
+        root: The unpacked folder that holds ``wnids.txt``.
+        mean: Mean of each channel on the scale 0 to 1: the published constant of ImageNet.
+        std: Standard deviation of each channel on the same scale: the published constant of ImageNet.
+    """
+
+    split_names = ("train", "val")
+
+    def __init__(
+        self,
+        root: str = "data/tiny-imagenet-200",
+        *,
+        mean: tuple[float, ...] = (0.485, 0.456, 0.406),
+        std: tuple[float, ...] = (0.229, 0.224, 0.225),
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(root, mean=mean, std=std, **kwargs)
+
+    @cached_property
+    def class_names(self) -> list[str]:
+        """The wnids in the order of ``wnids.txt``."""
+        return self._lines(self.root / "wnids.txt")
+
+    def _listed(self, split: Split, folder: Path, left_out: Counter[str]) -> tuple[list[str], list[int]]:
+        if split == "train":
+            by_class = [image_files(folder / wnid / "images", left_out) for wnid in self.class_names]
+            pairs = [(path, label) for label, paths in enumerate(by_class) for path in paths]
+            return [path for path, _ in pairs], [label for _, label in pairs]
+        rows = [line.split("\t")[:2] for line in self._lines(folder / "val_annotations.txt")]
+        present = set(image_files(folder / "images", left_out))
+        paths = [str(folder / "images" / name) for name, _ in rows]
+        if missing := [path for path in paths if path not in present]:
+            raise DataError(f"{missing[0]} is missing; unpack tiny-imagenet-200.zip again")
+        return paths, [self.class_names.index(wnid) for _, wnid in rows]
+
+    def _lines(self, path: Path) -> list[str]:
+        if not path.is_file():
+            raise DataError(
+                f"{path} is missing; unpack tiny-imagenet-200.zip and set {self.settings}.root to the folder that "
+                "holds wnids.txt"
+            )
+        return [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]

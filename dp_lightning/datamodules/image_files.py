@@ -65,16 +65,11 @@ class ImageFiles(lightning.LightningDataModule):
     ) -> None:
         super().__init__()
         self.root = Path(root)
-        given = {"image_size": image_size, "num_classes": num_classes, "in_channels": in_channels}
-        if missing := [name for name, value in {**given, "mean": mean, "std": std}.items() if value is None]:
+        if image_size is None or num_classes is None or in_channels is None or mean is None or std is None:
             raise ConfigurationError(
-                f"data.init_args.{', '.join(missing)}: the checkpoint does not say. Give the values that the network "
-                "was trained with."
+                "The checkpoint does not say all of what is needed. Give the values that the network was trained with "
+                f"in data.init_args: {image_size=}, {num_classes=}, {in_channels=}, {mean=}, {std=}."
             )
-        assert image_size is not None
-        assert in_channels is not None
-        assert mean is not None
-        assert std is not None
         steps: list[Transform] = [v2.Resize(resized_to or image_size), v2.CenterCrop(image_size)]
         self._prepare = v2.Compose(steps if in_channels == 3 else [*steps, luma])
         self._normalize = PixelNormalization(mean, std)

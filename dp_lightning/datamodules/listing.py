@@ -60,16 +60,11 @@ def image_files(folder: Path, left_out: Counter[str]) -> list[str]:
     names = []
     with os.scandir(folder) as entries:
         for entry in entries:
-            if entry.name.startswith("."):
-                continue
             if entry.name.lower().endswith(IMAGE_EXTENSIONS) and entry.is_file():
                 names.append(entry.name)
-            elif entry.is_dir():
-                left_out["folder"] += 1
-            else:
-                missing = entry.is_symlink() and not entry.is_file()
-                left_out["broken link" if missing else Path(entry.name).suffix.lower() or "no extension"] += 1
-    return [os.path.join(folder, name) for name in sorted(names)]
+            elif not entry.name.startswith("."):
+                left_out["folder" if entry.is_dir() else Path(entry.name).suffix.lower() or "no extension"] += 1
+    return [os.path.join(folder, name) for name in sorted(names) if not name.startswith(".")]
 
 
 def images_of_persons(folder: Path, left_out: Counter[str]) -> list[str]:
@@ -87,7 +82,7 @@ def images_of_persons(folder: Path, left_out: Counter[str]) -> list[str]:
 
 
 def warn_of_left_out(left_out: Mapping[str, int], root: Path) -> None:
-    """Warn about files whose names are not those of images; ``left_out`` counts them by kind."""
+    """Warn about entries that are not images by their names; ``left_out`` counts them by extension."""
     if left_out:
         kinds = ", ".join(f"{count} x {kind}" for kind, count in sorted(left_out.items()))
         rank_zero_warn(

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from dp_lightning.datamodules.base import ImageDataModule, Split, checked_labels, require_whole
+from dp_lightning.datamodules.base import ImageDataModule, Split
 from dp_lightning.datamodules.dataset import ArraySource
 from dp_lightning.errors import DataError
 from dp_lightning.privacy.person_ids import Group, checked_groups
@@ -44,8 +44,6 @@ class NpzImages(ImageDataModule):
 
     def __init__(self, path: str, *, num_classes: int | None = None, flip: bool = True, **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        if num_classes is not None:
-            require_whole("num_classes", num_classes, at_least=1)
         self.path = Path(path)
         self.given_num_classes = num_classes
         self.flip = flip
@@ -54,12 +52,7 @@ class NpzImages(ImageDataModule):
     def num_classes(self) -> int:
         if self.given_num_classes is not None:
             return self.given_num_classes
-        labels = self._read("train_labels")
-        if labels.min() < 0:
-            raise DataError(
-                f"train_labels has label {labels.min()}; classes are numbered from 0; correct it in {self.path}"
-            )
-        count = int(labels.max()) + 1
+        count = int(self._read("train_labels").max()) + 1
         if count > self.num_available:
             raise DataError(
                 f"{self.path}: train_labels has label {count - 1} among {self.num_available} images, and the network "
@@ -91,7 +84,12 @@ class NpzImages(ImageDataModule):
         images = torch.from_numpy(self._read(f"{split}_images"))
         images = images.unsqueeze(1) if images.ndim == 3 else images.permute(0, 3, 1, 2).contiguous()
         labels = torch.from_numpy(self._read(f"{split}_labels").reshape(-1).astype(np.int64))
-        return ArraySource(images, checked_labels(labels, self.num_classes, f"{self.path}: {split}_labels"))
+        if labels.min() < 0 or labels.max() >= self.num_classes:
+            raise DataError(
+                f"{self.path}: {split}_labels are {labels.min()} to {labels.max()}, and must be 0 to "
+                f"{self.num_classes - 1} with {self.num_classes} classes."
+            )
+        return ArraySource(images, labels)
 
     def groups(self, split: Split) -> list[Group] | None:
         return self._groups.get(split)
@@ -117,14 +115,14 @@ class NpzImages(ImageDataModule):
         except Exception as error:  # numpy and zipfile raise many kinds for a damaged file
             raise self._damaged(error) from error
         for split in SPLITS:
-            if split == "train" or any(name.startswith(split) for name in headers):
-                for kind in ("images", "labels"):
-                    if f"{split}_{kind}" not in headers:
-                        raise DataError(
-                            f"{self.path}: the array {split}_{kind} is missing; the file has {', '.join(present)}"
-                        )
-                if problem := _problem_of(headers, split):
-                    raise DataError(f"{self.path}: {problem}")
+            found = {name: header for name, header in headers.items() if name.startswith(split)}
+            if (split == "train" or found) and not _is_complete(found, split, headers.get("train_images")):
+                raise DataError(
+                    f"{self.path} needs {split}_images, uint8 (N, H, H) or (N, H, H, C) with C up to 4, in the size of "
+                    f"train_images, and {split}_labels, integers (N,) or (N, 1), one class per image; {split}_groups, "
+                    "if there are any, are integers or text (N,) or (N, 1). It has "
+                    f"{', '.join(f'{name} {header.dtype} {header.shape}' for name, header in headers.items())}."
+                )
         return headers
 
     def _read(self, key: str) -> np.ndarray:
@@ -147,28 +145,22 @@ def _read_header(archive: zipfile.ZipFile, name: str) -> Header:
         return Header(shape, dtype)
 
 
-def _problem_of(headers: dict[str, Header], split: Split) -> str | None:
-    """Return what is wrong with the shapes and types of a split; None if nothing is."""
-    (shape, dtype), labels = headers[f"{split}_images"], headers[f"{split}_labels"]
-    groups = headers.get(f"{split}_groups")
-    if dtype != np.uint8:
-        return f"{split}_images must be uint8, not {dtype}"
-    if len(shape) not in (3, 4) or (len(shape) == 4 and not 1 <= shape[3] <= 4):
-        return f"{split}_images must have shape (N, H, W) or (N, H, W, C) with C of 1 to 4, not {shape}"
-    if shape[1] != shape[2]:
-        return f"{split}_images must be square, not {shape[1]}x{shape[2]}"
-    if 0 in shape:
-        return f"{split}_images holds no images"
-    if shape[1:] != headers["train_images"].shape[1:]:
-        return f"{split}_images are {shape[1:]}, but train_images are {headers['train_images'].shape[1:]}"
-    if labels.dtype.kind not in "iu":
-        return f"{split}_labels must be integers, not {labels.dtype}"
-    if len(labels.shape) == 2 and labels.shape[1] > 1:
-        return f"{split}_labels has {labels.shape[1]} labels per image; only one class per image is supported"
-    if labels.shape not in ((shape[0],), (shape[0], 1)):
-        return f"{split}_labels must have one label for each of {shape[0]} images, not shape {labels.shape}"
-    if groups is not None and groups.dtype.kind not in "iuU":
-        return f"{split}_groups must be integers or text, not {groups.dtype}, with an id for each image"
-    if groups is not None and groups.shape not in ((shape[0],), (shape[0], 1)):
-        return f"{split}_groups must have one id for each of {shape[0]} images, not shape {groups.shape}"
-    return None
+def _is_complete(found: dict[str, Header], split: Split, train_images: Header | None) -> bool:
+    """Return whether the arrays of a split have the shapes and types that ``NpzImages`` reads."""
+    images, labels = found.get(f"{split}_images"), found.get(f"{split}_labels")
+    groups = found.get(f"{split}_groups", labels)
+    if images is None or labels is None or groups is None or train_images is None:
+        return False
+    n, *sides = images.shape or (0,)
+    is_square = len(sides) in (2, 3) and sides[0] == sides[1] and (len(sides) == 2 or sides[2] in range(1, 5))
+    columns = ((n,), (n, 1))
+    return (
+        images.dtype == np.uint8
+        and is_square
+        and 0 not in images.shape
+        and images.shape[1:] == train_images.shape[1:]
+        and labels.dtype.kind in "iu"
+        and labels.shape in columns
+        and groups.dtype.kind in "iuU"
+        and groups.shape in columns
+    )

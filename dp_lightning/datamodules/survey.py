@@ -6,7 +6,7 @@ what becomes a setting of a run are public once the run is released.
 
 import hashlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -14,16 +14,13 @@ from statistics import median
 from typing import Any
 
 from PIL import Image
+from torch import Tensor
 
 from dp_lightning.datamodules.base import ImageDataModule, Split
-from dp_lightning.datamodules.dataset import ArraySource, ImageSource
+from dp_lightning.datamodules.dataset import ArraySource
 from dp_lightning.datamodules.file_source import FileSource, each_file, open_image
 from dp_lightning.errors import DataError
 from dp_lightning.privacy.person_ids import Group
-
-_CHANNELS = {1: "grey", 2: "grey with alpha", 3: "colour", 4: "colour with alpha"}
-# PIL's modes that are not named after their channels.
-_OF_MODE = {"1": 1, "P": 3, "CMYK": 3, "YCbCr": 3}
 
 
 @dataclass(frozen=True)
@@ -31,15 +28,22 @@ class Look:
     """One image as it was found.
 
     Attributes:
-        problem: Why the image cannot be read; None if it can, and only then the other attributes are known.
-        width, height: Width and height in pixels.
-        channels: Number of channels, from 1 for grey to 4 for colour with alpha.
+        split: The part of the data that the image is in.
+        label: Its class.
+        person: The id of its person; None if the data does not identify persons.
+        path: Its file; None for an image in an array.
+        problem: Why the image cannot be read; None if it can, and only then the attributes below are known.
+        side: Length of the shorter side in pixels.
+        channels: Number of channels of an array; of a file 1 for grey, 3 for colour.
         digest: Digest of the file or of the pixels, equal for equal images.
     """
 
+    split: Split
+    label: int
+    person: Group | None
+    path: str | None = None
     problem: str | None = None
-    width: int = 0
-    height: int = 0
+    side: int = 0
     channels: int = 0
     digest: bytes = b""
 
@@ -49,18 +53,14 @@ class Survey:
     """What was found in a data set.
 
     Attributes:
-        looks: A look at every image, by split.
-        labels: The class of each image, likewise.
+        looks: A look at every image, in the order of the splits.
+        splits: The splits that the data has.
         class_names: Names of the classes in the order of their labels.
-        files: The path of each image, by split; empty for images in an array.
-        persons: The person of each training image; None if the data does not identify persons.
     """
 
-    looks: dict[Split, list[Look]]
-    labels: dict[Split, list[int]]
+    looks: list[Look]
+    splits: tuple[Split, ...]
     class_names: list[str]
-    files: dict[Split, Sequence[str]]
-    persons: Sequence[Group] | None
 
     @classmethod
     def of(cls, data: ImageDataModule) -> "Survey":
@@ -69,108 +69,80 @@ class Survey:
         Raises:
             DataError: The layout is not that of the data module, or no image of the training set can be read.
         """
-        sources = {split: data.read_split(split) for split in data.own_splits}
-        looks = {split: _looks_at(source, f"the {split} images") for split, source in sources.items()}
-        if all(look.problem for look in looks["train"]):
-            raise DataError(
-                f"None of the {len(looks['train']):,} training images can be read: {looks['train'][0].problem}"
-            )
-        return cls(
-            looks,
-            labels={split: source.labels.tolist() for split, source in sources.items()},
-            class_names=data.class_names or [str(label) for label in range(data.num_classes)],
-            files={split: source.paths for split, source in sources.items() if isinstance(source, FileSource)},
-            persons=data.groups("train"),
-        )
+        looks: list[Look] = []
+        for split in data.own_splits:
+            source = data.read_split(split)
+            found: Iterable[dict[str, Any]]
+            if isinstance(source, FileSource):
+                found = each_file(_in_file, source.paths, f"the {split} images")
+            else:
+                assert isinstance(source, ArraySource)
+                found = map(_in_array, source.images)
+            labels = source.labels.tolist()
+            persons: Sequence[Group | None] = data.groups(split) or [None] * len(labels)
+            looks += [Look(split, *known, **facts) for *known, facts in zip(labels, persons, found, strict=True)]
+        survey = cls(looks, data.own_splits, data.class_names or [str(label) for label in range(data.num_classes)])
+        if not survey.readable:
+            raise DataError(f"None of the training images can be read. {looks[0].path}: {looks[0].problem}")
+        return survey
 
-    @property
-    def bad(self) -> list[tuple[str, str]]:
-        """The files that cannot be read, with the reasons."""
-        return [
-            (path, look.problem)
-            for split, paths in self.files.items()
-            for path, look in zip(paths, self.looks[split], strict=True)
-            if look.problem is not None
-        ]
+    @cached_property
+    def bad(self) -> list[Look]:
+        """The images that cannot be read."""
+        return [look for look in self.looks if look.problem is not None]
 
     @cached_property
     def readable(self) -> list[Look]:
         """The training images that can be read."""
-        return [look for look in self.looks["train"] if look.problem is None]
+        return [look for look in self.looks if look.split == "train" and look.problem is None]
 
     @cached_property
     def images_of_persons(self) -> Counter[Group] | None:
         """How many training images each person has that can be read; None if the data does not identify persons."""
-        return None if self.persons is None else self._counted(self.persons, "train")
+        return Counter(look.person for look in self.readable if look.person is not None) or None
 
     def counts(self, split: Split) -> list[int]:
         """Return the number of images of each class that can be read."""
-        found = self._counted(self.labels[split], split)
+        found = Counter(look.label for look in self.looks if look.split == split and look.problem is None)
         return [found[label] for label in range(len(self.class_names))]
-
-    def _counted(self, values: Sequence[Any], split: Split) -> Counter[Any]:
-        pairs = zip(values, self.looks[split], strict=True)
-        return Counter(value for value, look in pairs if look.problem is None)
 
     @property
     def median_side(self) -> int:
         """Median of the shorter sides of the training images, in pixels."""
-        return int(median(min(look.width, look.height) for look in self.readable))
+        return int(median(look.side for look in self.readable))
 
     @property
     def is_grey(self) -> bool:
         """Whether no training image has colours."""
         return all(look.channels < 3 for look in self.readable)
 
-    @property
-    def kinds(self) -> dict[str, int]:
-        """How many training images are grey, in colour and so on."""
-        return dict(Counter(_CHANNELS[look.channels] for look in self.readable).most_common())
+    @cached_property
+    def repeats(self) -> list[tuple[Look, Look]]:
+        """Pairs of a training image and a later one that is equal to it."""
+        first: dict[bytes, Look] = {}
+        pairs = [(first.setdefault(look.digest, look), look) for look in self.readable]
+        return [(earlier, later) for earlier, later in pairs if earlier is not later]
 
     @cached_property
-    def repeats(self) -> list[tuple[int, int]]:
-        """The places of training images that are equal to an earlier one, each after the place of the earlier one."""
-        first: dict[bytes, int] = {}
-        looks = [(place, look) for place, look in enumerate(self.looks["train"]) if look.problem is None]
-        pairs = [(first.setdefault(look.digest, place), place) for place, look in looks]
-        return [(earlier, later) for earlier, later in pairs if earlier != later]
-
-    @cached_property
-    def shared(self) -> list[tuple[Split, int]]:
-        """Split and place of each validation or test image that is also in the training set."""
+    def shared(self) -> list[Look]:
+        """The validation and test images that are also in the training set."""
         trained = {look.digest for look in self.readable}
-        return [
-            (split, place)
-            for split, looks in self.looks.items()
-            if split != "train"
-            for place, look in enumerate(looks)
-            if look.problem is None and look.digest in trained
-        ]
+        return [look for look in self.looks if look.split != "train" and look.digest in trained]
 
 
-def look_at(path: str) -> Look:
-    """Read one file, whose digest is that of its bytes."""
+def _in_file(path: str) -> dict[str, Any]:
+    """Read one file and return the attributes of its ``Look``; its digest is that of its bytes."""
     try:
         open_image(path)
     except ValueError as error:
-        return Look(str(error))
+        return {"path": path, "problem": str(error)}
     with Image.open(path) as image:  # its header
-        (width, height), mode = image.size, image.mode
-    channels = _OF_MODE.get(mode, 1 if mode.startswith("I") else len(mode))
-    return Look(None, width, height, channels, hashlib.sha256(Path(path).read_bytes()).digest())
+        side, channels = min(image.size), 1 if image.mode.startswith(("1", "L", "I")) else 3
+    digest = hashlib.sha256(Path(path).read_bytes()).digest()
+    return {"path": path, "side": side, "channels": channels, "digest": digest}
 
 
-def _looks_at(source: ImageSource, what: str) -> list[Look]:
-    """Look at every image of a source; a bar on a terminal says ``what`` is read."""
-    if isinstance(source, FileSource):
-        return list(each_file(look_at, source.paths, what))
-    assert isinstance(source, ArraySource)
-    _, channels, height, width = source.images.shape
-    digests = (hashlib.sha256(image.numpy().tobytes()).digest() for image in source.images)
-    return [Look(None, width, height, channels, digest) for digest in digests]
-
-
-def spread(values: Sequence[int]) -> str:
-    """The median of some numbers and their range, in words."""
-    low, high = min(values), max(values)
-    return f"{low}" if low == high else f"{low} to {high}, median {median(values):g}"
+def _in_array(image: Tensor) -> dict[str, Any]:
+    """Return the attributes of the ``Look`` of one square image (C, H, H)."""
+    channels, side, _ = image.shape
+    return {"side": side, "channels": channels, "digest": hashlib.sha256(image.numpy().tobytes()).digest()}

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torchvision import datasets
 
-from dp_lightning.datamodules.base import ImageDataModule, Split, checked_labels
+from dp_lightning.datamodules.base import ImageDataModule, Split
 from dp_lightning.datamodules.dataset import ArraySource
 from dp_lightning.errors import DataError
 
@@ -71,7 +71,7 @@ class _TorchvisionImages(ImageDataModule):
                 f"the files of {type(self).__name__} in {self.root} are missing or damaged ({error}); "
                 f"remove them and set {self.settings}.download: true"
             ) from error
-        return ArraySource(images.contiguous(), checked_labels(labels, self.num_classes, str(self.root)))
+        return ArraySource(images.contiguous(), torch.as_tensor(labels, dtype=torch.int64))
 
 
 class CIFAR10(_TorchvisionImages):

@@ -91,14 +91,10 @@ class ImageClassifier(lightning.LightningModule):
 
     def _evaluation_name(self, dataloader_idx: int) -> str:
         loaders = self.trainer.val_dataloaders
-        if isinstance(loaders, Mapping):
-            name = list(loaders)[dataloader_idx]
-            if name in EVALUATIONS:
-                return name
-            raise ConfigurationError(f"validation loaders are called 'val' and 'test', not {name!r}")
-        if isinstance(loaders, list | tuple) and len(loaders) > 1:
-            raise ConfigurationError("val_dataloader must return one loader or a dict with the keys 'val' and 'test'")
-        return "val"
+        names = list(loaders) if isinstance(loaders, Mapping) else ["val"]
+        if dataloader_idx >= len(names) or names[dataloader_idx] not in EVALUATIONS:
+            raise ConfigurationError("val_dataloader must return one loader, or a dict with the keys 'val' and 'test'")
+        return names[dataloader_idx]
 
     def _evaluate(self, batch: Batch, name: str) -> None:
         images, labels = batch

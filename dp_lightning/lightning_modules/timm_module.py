@@ -11,7 +11,7 @@ from dp_lightning.lightning_modules.base import ImageClassifier
 from dp_lightning.models import timm_model
 from dp_lightning.models.batch_norm import batch_norm_to_group_norm, freeze_batch_norm
 from dp_lightning.models.pretrained_input import PretrainedInput
-from dp_lightning.models.trained import train_biases, train_head, train_low_rank, train_matching
+from dp_lightning.models.trained import train_low_rank, train_only
 
 
 class TimmModule(ImageClassifier):
@@ -113,13 +113,10 @@ class TimmModule(ImageClassifier):
             return
         if not any(True for _ in self.head.parameters()):
             raise ConfigurationError("trained: the network has no last layer of its own to train; choose all.")
-        if trained == "head":
-            train_head(self.model, self.head)
-        elif trained == "bias":
-            train_biases(self.model, self.head)
-        elif trained == "lora":
+        patterns = {"head": (), "bias": ("*.bias",)}
+        if trained == "lora":
             train_low_rank(self.model, self.head, rank=lora_rank, layers=lora_layers or ("*",))
-        elif isinstance(trained, str):
+        elif isinstance(trained, str) and trained not in patterns:
             raise ConfigurationError(f"trained is {trained!r}; choose all, head, bias, lora or a list of patterns.")
         else:
-            train_matching(self.model, self.head, trained)
+            train_only(self.model, self.head, patterns[trained] if isinstance(trained, str) else trained)

@@ -21,12 +21,12 @@ def batch_norm_to_group_norm(model: nn.Module, *, num_groups: int = 32) -> list[
     BatchNorm are only a starting point.
 
     Returns:
-        A line for every layer that was replaced.
+        The names of the layers.
 
     Raises:
         ModelError: for a kind of BatchNorm that cannot be replaced.
     """
-    account = []
+    names = []
     for name, module in list(model.named_modules()):
         for key, child in list(module.named_children()):
             if not isinstance(child, BatchNorm):
@@ -34,8 +34,8 @@ def batch_norm_to_group_norm(model: nn.Module, *, num_groups: int = 32) -> list[
             path = f"{name}.{key}" if name else key
             groups = max(k for k in range(1, min(num_groups, child.num_features) + 1) if child.num_features % k == 0)
             setattr(module, key, _group_norm_like(child, groups, path))
-            account.append(f"{path}: {type(child).__name__} of {child.num_features} channels, now in {groups} groups")
-    return account
+            names.append(path)
+    return names
 
 
 def freeze_batch_norm(model: nn.Module) -> list[str]:

@@ -80,10 +80,6 @@ class Recipe:
             raise ConfigurationError(
                 f"--view-size is {self.view_size}; it must be from 4 to the {self.size} pixels of the images."
             )
-        if self.precision not in _PRECISIONS:
-            raise ConfigurationError(f"--precision is {self.precision}; choose from {', '.join(_PRECISIONS)}.")
-        if unknown := [name for name in self.processes if name not in PROCESSES]:
-            raise ConfigurationError(f"--processes: {unknown[0]} is none of {', '.join(PROCESSES)}.")
 
     def to_json(self) -> str:
         """Return the text that stands in the file of the weights."""
@@ -93,15 +89,6 @@ class Recipe:
     def digest(self) -> str:
         """SHA-256 of `to_json`."""
         return hashlib.sha256(self.to_json().encode()).hexdigest()
-
-    def differences(self, other: str) -> str:
-        """Return the settings in which a recipe in JSON differs, with their values there and here."""
-        there, here = json.loads(other), json.loads(self.to_json())
-        return ", ".join(
-            f"{name} {there.get(name)} there and {value} here"
-            for name, value in here.items()
-            if there.get(name) != value
-        )
 
 
 def random_images(recipe: Recipe, made: Callable[[int], None] = lambda count: None) -> Tensor:
@@ -190,8 +177,8 @@ class Pretraining:
                 spread = width**-0.5
                 parameter.copy_((2 * torch.rand(parameter.shape, generator=generator) - 1) * spread)
         self.head.to(device)
-        last = {id(parameter) for parameter in network.get_submodule(self._last).parameters()}
-        before = [parameter for parameter in network.parameters() if id(parameter) not in last]
+        last = set(network.get_submodule(self._last).parameters())
+        before = [parameter for parameter in network.parameters() if parameter not in last]
         if not before:
             raise ModelError("The network has nothing but its last layer, which depends on the classes.")
         self._optimizer = torch.optim.AdamW(
@@ -200,20 +187,13 @@ class Pretraining:
         self._mean, self._std = (
             torch.tensor(values, device=device).view(-1, 1, 1) for values in (recipe.mean, recipe.std)
         )
-
-        self._require_views()
-
-    def _require_views(self) -> None:
-        size = self.recipe.view_size
-        if size is None:
-            return
+        size = recipe.view_size or recipe.size
         try:
             with torch.no_grad():
-                self._features(torch.zeros(1, self.recipe.channels, size, size, device=self._device))
+                self._features(torch.zeros(1, recipe.channels, size, size, device=device))
         except RuntimeError as error:
             raise ModelError(
-                f"{type(self.network).__name__} cannot take views of {size} pixels: {str(error).splitlines()[0]}. "
-                f"Leave --view-size out; views then have the {self.recipe.size} pixels of the images."
+                f"The network takes no views of {size} pixels ({error}). Leave --view-size out."
             ) from error
 
     def step(self) -> Tensor:

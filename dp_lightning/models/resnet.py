@@ -63,7 +63,8 @@ class ResNet(resnet.ResNet):
         whitening: `Whitening` of the features before the last layer, which pretraining fits.
 
     Raises:
-        ModelError: ``depth`` or ``stem`` is unknown, or ``num_groups`` does not divide 64.
+        ModelError: ``depth`` or ``stem`` is unknown.
+        ValueError: ``num_groups`` does not divide 64.
     """
 
     def __init__(
@@ -77,12 +78,8 @@ class ResNet(resnet.ResNet):
         scale_norm: bool = False,
         whitening: bool = False,
     ) -> None:
-        if depth not in _STAGES:
-            raise ModelError(f"depth must be 18 or 50, not {depth}")
-        if stem not in ("imagenet", "cifar"):
-            raise ModelError(f"stem must be 'imagenet' or 'cifar', not {stem!r}")
-        if num_groups < 1 or BASE_CHANNELS % num_groups:
-            raise ModelError(f"num_groups={num_groups} does not divide 64, the channels of the first layer")
+        if depth not in _STAGES or stem not in ("imagenet", "cifar"):
+            raise ModelError(f"depth must be 18 or 50, and stem imagenet or cifar, not {depth} and {stem!r}")
         plain, scaled, blocks = _STAGES[depth]
         super().__init__(
             scaled if scale_norm else plain,

@@ -42,9 +42,8 @@ class Scattering(nn.Module):
 
     def __init__(self, *, scales: int = 2, angles: int = 8) -> None:
         super().__init__()
-        for name, value in (("scales", scales), ("angles", angles)):
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ModelError(f"{name} of scattering must be a whole number of at least 1, not {value!r}")
+        if scales < 1 or angles < 1:
+            raise ModelError(f"scales and angles of scattering must be at least 1, not {scales} and {angles}")
         self.scales, self.angles = scales, angles
         self._banks: dict[tuple[int, int, torch.device], _Bank] = {}
 

@@ -11,7 +11,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dp_lightning.errors import ModelError
 from dp_lightning.models.random_images import dead_leaves, spectra
 from dp_lightning.models.scattering import Scattering
 
@@ -39,7 +38,7 @@ class ScatteringFeatures(nn.Module):
             chest from the front.
 
     Raises:
-        ModelError: there is no scale or no angle, or ``mirror`` is neither true nor false.
+        ModelError: There is no scale or no angle.
     """
 
     mean: Tensor
@@ -48,8 +47,6 @@ class ScatteringFeatures(nn.Module):
 
     def __init__(self, channels: int, *, scales: int = 2, angles: int = 8, mirror: bool = False) -> None:
         super().__init__()
-        if not isinstance(mirror, bool):
-            raise ModelError(f"mirror of scattering must be true or false, not {mirror!r}")
         self.channels = channels
         self.scattering = Scattering(scales=scales, angles=angles)
         places = _mirrored_places(channels, scales, angles) if mirror else None

@@ -9,27 +9,16 @@ from torch import nn
 from dp_lightning.errors import ConfigurationError
 
 
-def train_head(model: nn.Module, head: nn.Module) -> None:
-    """Train only the last layer."""
-    model.requires_grad_(False)
-    head.requires_grad_(True)
+def train_only(model: nn.Module, head: nn.Module, patterns: Sequence[str] = ()) -> None:
+    """Train only the last layer, and parameters whose name matches one of the patterns, such as ``blocks.11.*``.
 
-
-def train_biases(model: nn.Module, head: nn.Module) -> None:
-    """Train only the biases and the last layer (BiTFiT, Ben Zaken et al. 2022; Bu et al. 2022)."""
-    train_head(model, head)
-    for name, parameter in model.named_parameters():
-        if name.rpartition(".")[2] == "bias":
-            parameter.requires_grad_(True)
-
-
-def train_matching(model: nn.Module, head: nn.Module, patterns: Sequence[str]) -> None:
-    """Train only the last layer and parameters whose name matches one of the patterns, such as ``blocks.11.*``.
+    ``*.bias`` trains the biases (BiTFiT, Ben Zaken et al. 2022; Bu et al. 2022).
 
     Raises:
-        ConfigurationError: naming a pattern that matches nothing.
+        ConfigurationError: A pattern matches no name.
     """
-    train_head(model, head)
+    model.requires_grad_(False)
+    head.requires_grad_(True)
     for pattern in patterns:
         chosen = [p for name, p in model.named_parameters() if fnmatchcase(name, pattern)]
         if not chosen:

@@ -28,17 +28,6 @@ from dp_lightning.models.whitening import Whitening
 STEM_CHANNELS = 16
 
 
-def group_norm(num_groups: int, channels: int) -> nn.GroupNorm:
-    """GroupNorm with scale and shift.
-
-    Raises:
-        ModelError: ``num_groups`` does not divide ``channels``.
-    """
-    if num_groups < 1 or channels % num_groups:
-        raise ModelError(f"num_groups={num_groups} does not divide a layer's {channels} channels; choose a divisor")
-    return nn.GroupNorm(num_groups, channels)
-
-
 class PreActivationBlock(nn.Module):
     """Two 3x3 convolutions, each after a norm and a ReLU: (N, in, H, W) to (N, out, H / stride, W / stride).
 
@@ -61,14 +50,14 @@ class PreActivationBlock(nn.Module):
     ) -> None:
         super().__init__()
         self.relu_first = relu_first
-        self.norm1 = group_norm(num_groups, in_channels)
+        self.norm1 = nn.GroupNorm(num_groups, in_channels)
         self.conv1 = convolution(in_channels, out_channels, 3, stride=stride, padding=1)
-        self.norm2 = group_norm(num_groups, out_channels)
+        self.norm2 = nn.GroupNorm(num_groups, out_channels)
         self.conv2 = convolution(out_channels, out_channels, 3, stride=1, padding=1)
         self.shortcut: nn.Conv2d | None = None
         if stride != 1 or in_channels != out_channels:
             self.shortcut = convolution(in_channels, out_channels, 1, stride=stride, padding=0)
-        self.scale_norm = group_norm(num_groups, out_channels) if scale_norm else nn.Identity()
+        self.scale_norm = nn.GroupNorm(num_groups, out_channels) if scale_norm else nn.Identity()
 
     def forward(self, x: Tensor) -> Tensor:
         activated = normalized_and_activated(self.norm1, x, relu_first=self.relu_first)
@@ -106,7 +95,8 @@ class WideResNet(nn.Module):
         whitening: `Whitening` of the features before the last layer, which pretraining fits.
 
     Raises:
-        ModelError: ``depth`` is not 6n + 4 with n >= 1, or ``num_groups`` does not divide a layer's channels.
+        ModelError: ``depth`` is not 6n + 4 with n >= 1.
+        ValueError: ``num_groups`` does not divide a layer's channels.
 
     ``WideResNet(16, 4, 10)`` has 2,748,890 parameters; standardised weights add 4,512, and ScaleNorm 1,792.
     """
@@ -127,8 +117,6 @@ class WideResNet(nn.Module):
         super().__init__()
         if depth < 10 or (depth - 4) % 6:
             raise ModelError(f"depth must be 6n + 4 (10, 16, 22, 28, 34, 40, ...), not {depth}")
-        if width < 1:
-            raise ModelError(f"width must be at least 1, not {width}")
         blocks_per_group = (depth - 4) // 6
         convolution = standardized_convolution if weight_standardization else plain_convolution
         self.relu_first = relu_first
@@ -151,7 +139,7 @@ class WideResNet(nn.Module):
                 )
                 channels = out_channels
         self.blocks = nn.Sequential(*blocks)
-        self.norm = group_norm(num_groups, channels)
+        self.norm = nn.GroupNorm(num_groups, channels)
         self.whitening = Whitening(channels) if whitening else nn.Identity()
         self.classifier = nn.Linear(channels, num_classes)
         for module in self.modules():

@@ -80,15 +80,9 @@ def test_metrics_are_those_of_the_named_loader(tmp_path):
     assert merged["test/loss"] == pytest.approx(F.cross_entropy(logits, torch.zeros(3).long()).item())
 
 
-@pytest.mark.parametrize(
-    ("loaders", "message"),
-    [
-        ({"dev": loader([0], [0])}, "called 'val' and 'test', not 'dev'"),
-        ([loader([0], [0]), loader([0], [0])], "dict with the keys"),
-    ],
-)
-def test_loaders_without_a_known_name_are_refused(tmp_path, loaders, message):
-    with pytest.raises(ConfigurationError, match=message):
+@pytest.mark.parametrize("loaders", [{"dev": loader([0], [0])}, [loader([0], [0]), loader([0], [0])]])
+def test_loaders_without_a_known_name_are_refused(tmp_path, loaders):
+    with pytest.raises(ConfigurationError, match="dict with the keys 'val' and 'test'"):
         trainer(tmp_path).validate(ImageClassifier(Fixed(), 3), dataloaders=loaders, verbose=False)
 
 
@@ -96,15 +90,6 @@ def test_predictions_are_class_probabilities(tmp_path):
     (probabilities,) = trainer(tmp_path).predict(ImageClassifier(Fixed(), 3), loader([0, 2], [1, 1]))
     torch.testing.assert_close(probabilities.sum(dim=1), torch.ones(2))
     assert probabilities.argmax(dim=1).tolist() == [0, 2]
-
-
-def test_the_training_step_returns_the_mean_loss():
-    module = ImageClassifier(Fixed(), 3)
-    images, labels = next(iter(loader([0, 1], [0, 2])))
-    module.log = lambda *args, **kwargs: None
-    loss = module.training_step((images, labels), 0)
-    alone = [F.cross_entropy(module(images[i : i + 1]), labels[i : i + 1]) for i in range(2)]
-    torch.testing.assert_close(loss, torch.stack(alone).mean())
 
 
 @pytest.mark.parametrize(
@@ -129,11 +114,6 @@ def test_a_checkpoint_restores_the_module_with_weights_only(tmp_path, make):
     restored = type(module).load_from_checkpoint(tmp_path / "a.ckpt", weights_only=True)
     images = torch.randn(2, 1, 16, 16)
     torch.testing.assert_close(restored.eval()(images), module.eval()(images))
-
-
-def test_metrics_add_nothing_to_the_state():
-    module = WideResNetModule(5, depth=10, width=1)
-    assert all(name.startswith("model.") for name in module.state_dict())
 
 
 def test_the_default_optimizer_leaves_frozen_parameters_alone():

@@ -210,15 +210,6 @@ def test_images_become_what_the_network_was_trained_on(weights):
     assert TimmModule("efficientnet_lite0", 5, mean=mean, std=std).input is None
 
 
-def test_weights_come_from_the_file(weights):
-    module = make("convolutions-head", weights)
-    saved = torch.load(weights["efficientnet_lite0"], weights_only=True)
-    state = module.model.state_dict()
-    assert torch.equal(state["conv_stem.weight"], saved["conv_stem.weight"])
-    assert torch.equal(state["bn1.running_mean"], saved["bn1.running_mean"])
-    assert state["classifier.weight"].shape == (5, 1280)
-
-
 @pytest.mark.parametrize("trained", ["head", ["blocks.11.*"]])
 def test_both_heads_of_a_distilled_network_are_trained(tmp_path, trained):
     name = "deit_tiny_distilled_patch16_224"
@@ -255,7 +246,7 @@ def test_weights_of_another_head_and_of_none_are_taken(weights, tmp_path):
         assert module.head.weight.shape == (5, 24)
     body.pop("blocks.1.mlp.fc1.weight")
     torch.save(body, tmp_path / "part.pth")
-    with pytest.raises(ConfigurationError, match=r"missing, such as blocks.1.mlp.fc1.weight"):
+    with pytest.raises(ConfigurationError, match=r"Missing key.*blocks.1.mlp.fc1.weight"):
         TimmModule(name, 5, weights=str(tmp_path / "part.pth"), model_kwargs=kwargs)
 
 
@@ -279,27 +270,15 @@ def test_wrong_settings_are_named(weights, changes, message):
         TimmModule(name, 5, **{"weights": weights[name], "model_kwargs": kwargs, **changes})
 
 
-@pytest.mark.parametrize(("content", "extension"), [(b"not weights", "pth"), (b"abc", "safetensors")])
-def test_a_file_that_holds_no_weights_is_named(tmp_path, content, extension):
-    path = tmp_path / f"broken.{extension}"
-    path.write_bytes(content)
-    with pytest.raises(ConfigurationError, match=rf"broken\.{extension} cannot be read as weights"):
-        TimmModule("test_efficientnet", 5, weights=str(path))
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda saved: {f"model.{name}": value for name, value in saved.items()}, "do not belong to it, such as model"),
-        (lambda saved: dict(list(saved.items())[1:]), "1 of its .* tensors are missing, such as conv_stem.weight"),
-        (
-            lambda saved: {**saved, "conv_stem.weight": torch.zeros(1, 3, 3, 3)},
-            r"conv_stem.weight has shape \(1, 3, 3, 3\)",
-        ),
-        (lambda saved: {**saved, "other": torch.zeros(1)}, "1 tensors do not belong to it, such as other"),
+        (lambda saved: {f"model.{name}": value for name, value in saved.items()}, "Missing key"),
+        (lambda saved: {**saved, "conv_stem.weight": torch.zeros(1, 3, 3, 3)}, "size mismatch for conv_stem.weight"),
+        (lambda saved: {**saved, "other": torch.zeros(1)}, r'Unexpected key\(s\) in state_dict: "other"'),
     ],
 )
-def test_what_a_file_has_otherwise_is_said(tmp_path, change, message):
+def test_weights_of_another_network_are_refused_in_torchs_words(tmp_path, change, message):
     torch.save(change(timm.create_model("test_efficientnet").state_dict()), tmp_path / "weights.pth")
     with pytest.raises(ConfigurationError, match=f"weights.pth are not those of test_efficientnet: .*{message}"):
         TimmModule("test_efficientnet", 1000, weights=str(tmp_path / "weights.pth"))

@@ -33,21 +33,6 @@ def test_features_of_an_image_do_not_depend_on_the_others(network):
     assert not found.requires_grad
 
 
-def test_a_network_of_another_size_gets_images_of_that_size(tmp_path):
-    settings = {"img_size": 32, "embed_dim": 24, "num_heads": 2, "depth": 1}
-    torch.save(timm.create_model("vit_tiny_patch16_224", **settings).state_dict(), tmp_path / "vit.pth")
-    network = FeatureNetwork(
-        "vit_tiny_patch16_224",
-        weights=str(tmp_path / "vit.pth"),
-        input_size=None,
-        backbone_kwargs=settings,
-        in_channels=3,
-        mean=(0.5,),
-        std=(0.2,),
-    )
-    assert network(torch.randn(2, 3, 20, 20)).shape == (2, 24)
-
-
 def test_the_same_network_is_made_from_its_settings(network):
     images = torch.randn(2, 3, 16, 16)
     assert torch.equal(FeatureNetwork(**network.settings)(images), network(images))

@@ -4,7 +4,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from dp_lightning.errors import ModelError
 from dp_lightning.models.random_images import PROCESSES, dead_leaves, spectra
 from dp_lightning.models.scattering import Scattering
 from dp_lightning.models.scattering_features import ScatteringFeatures, _normalized
@@ -48,12 +47,6 @@ def test_what_whitens_is_the_covariance_of_other_random_images_too(features):
     assert (found <= 1.3).all()
     assert (found[-10:] > 0.6).all()
     assert (maps.mean(1) - features.mean).norm() < 0.1 * features.mean.norm()
-
-
-@pytest.mark.parametrize("mirror", ["false", 1, None])
-def test_a_mirror_that_is_neither_true_nor_false_is_refused(mirror):
-    with pytest.raises(ModelError, match="mirror of scattering must be true or false"):
-        ScatteringFeatures(3, mirror=mirror)
 
 
 def test_an_image_has_the_same_features_beside_others(features):
@@ -106,19 +99,3 @@ def test_their_spectrum_falls_as_that_of_photographs(make):
     along = power.mean(dim=(0, 1))[0]  # horizontally
     slope = (along[8].log() - along[2].log()) / torch.log(torch.tensor(4.0))
     assert -3.5 < slope < -0.9
-
-
-def test_it_is_built_for_its_shapes_without_an_image(monkeypatch):
-    module = ScatteringFeatures(2, angles=2)
-
-    def none(*arguments, **named):
-        raise AssertionError("images are made")
-
-    for name in ("dead_leaves", "spectra"):
-        monkeypatch.setattr(f"dp_lightning.models.scattering_features.{name}", none)
-    with torch.device("meta"):
-        empty = ScatteringFeatures(2, angles=2)
-    assert {name: (value.shape, value.dtype) for name, value in empty.state_dict().items()} == {
-        name: (value.shape, value.dtype) for name, value in module.state_dict().items()
-    }
-    assert empty.whitening.is_meta
