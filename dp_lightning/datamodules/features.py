@@ -21,7 +21,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Subset, TensorDataset
 from tqdm import tqdm
 
 from dp_lightning.atomic_files import replacing, require_writable
@@ -31,6 +31,9 @@ from dp_lightning.errors import DataError
 from dp_lightning.models.feature_network import FeatureNetwork
 from dp_lightning.models.pretrained import without_weights
 from dp_lightning.privacy.person_ids import Group
+
+# Images of a file of features: what an interruption loses at most.
+_PIECE = 4096
 
 
 class _FeatureSet(TensorDataset):
@@ -53,10 +56,10 @@ class CachedFeatures(lightning.LightningDataModule):
 
     A batch is (features, labels (n,)). The pooled features of a pretrained timm network are vectors, float32 (n, D);
     scattering coefficients, which need no other data, are maps, float32 (n, D, h, w), kept in 16 bits. Images are not
-    augmented, since each has its features once. The first run computes them on its device and writes them to ``cache``,
-    a file for each split; later runs read them. They are computed again if the network, its weights or timm's version
-    changes, or a label, or an image: a file is the same while its name, its size and its modification time are, and an
-    image of an array while its pixels are.
+    augmented, since each has its features once. The first run computes them on its device and writes them to ``cache``;
+    later runs read them, and continue where an earlier one was interrupted. They are computed again if the network, its
+    weights or timm's version changes, or a label, or an image: a file is the same while its name, its size and its
+    modification time are, and an image of an array while its pixels are.
 
     Args:
         images: Where the images come from.
@@ -163,13 +166,15 @@ class CachedFeatures(lightning.LightningDataModule):
             with suppress(OSError):  # on a file system without locks, two runs compute the same features
                 fcntl.flock(lock, fcntl.LOCK_EX)
             for split, dataset in self._datasets(stage).items():
-                if not (path := self._file(split, dataset)).exists():
-                    self._write(path, dataset, f"Features of the {split} images")
+                for path, piece in self._files(split, dataset).items():
+                    if not path.exists():
+                        self._write(path, Subset(dataset, piece), f"Features of the {split} images")
 
     def setup(self, stage: str | None = None) -> None:
         for split, dataset in self._datasets(stage).items():
             if split not in self._sets:
-                self._sets[split] = _FeatureSet(_read(self._file(split, dataset)), dataset.labels)
+                features = torch.cat([_read(path) for path in self._files(split, dataset)])
+                self._sets[split] = _FeatureSet(features, dataset.labels)
                 self._sets[split].groups = dataset.groups
 
     def train_dataloader(self) -> DataLoader:
@@ -199,12 +204,13 @@ class CachedFeatures(lightning.LightningDataModule):
             found["test"] = self.images.test_dataset
         return {split: dataset for split, dataset in found.items() if dataset is not None}
 
-    def _file(self, split: Split, dataset: ImageDataset) -> Path:
-        """Return the path of the features of a split, which changes if an image or a label does."""
+    def _files(self, split: Split, dataset: ImageDataset) -> dict[Path, range]:
+        """Return the files of a split's features with their images; the names change if an image or a label does."""
         digest = hashlib.sha256(dataset.labels.numpy().tobytes() + dataset.source.digest(dataset.indices)).hexdigest()
-        return self.folder / f"{split}-{digest[:16]}.safetensors"
+        pieces = [range(k, min(k + _PIECE, len(dataset))) for k in range(0, len(dataset), _PIECE)]
+        return {self.folder / f"{split}-{digest[:16]}-{piece.start}.safetensors": piece for piece in pieces}
 
-    def _write(self, path: Path, dataset: ImageDataset, what: str) -> None:
+    def _write(self, path: Path, dataset: Subset[Any], what: str) -> None:
         """Compute the features of images and write them; a bar on a terminal says ``what`` is computed.
 
         Raises:
