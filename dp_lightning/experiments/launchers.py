@@ -100,11 +100,11 @@ class _SlurmJob(RunProcess):
         import submitit
 
         self.stop()
-        if self._process is not None:
+        if self.process is not None:
             try:
-                self._process.wait(_SECONDS_TO_STOP)
+                self.process.wait(_SECONDS_TO_STOP)
             except subprocess.TimeoutExpired:
-                self._process.kill()
+                self.process.kill()
         return submitit.helpers.DelayedSubmission(_SlurmJob(), folder)
 
 

@@ -131,7 +131,7 @@ class RunProcess:
     """The process of a run, which another thread can stop."""
 
     def __init__(self) -> None:
-        self._process: subprocess.Popen[bytes] | None = None
+        self.process: subprocess.Popen[bytes] | None = None
         self._stopped = False
 
     def to_its_end(self, folder: str, environment: Mapping[str, str] | None = None) -> int:
@@ -165,7 +165,7 @@ class RunProcess:
             # SLURM sends submitit's warning to every process of the job; it would kill the run before its checkpoint.
             before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR2})
             try:
-                self._process = subprocess.Popen(
+                self.process = subprocess.Popen(
                     command,
                     stdin=subprocess.DEVNULL,
                     stdout=log,
@@ -179,13 +179,13 @@ class RunProcess:
                 signal.pthread_sigmask(signal.SIG_SETMASK, before)
             if self._stopped:
                 self.stop()
-            return self._process.wait()
+            return self.process.wait()
 
     def stop(self) -> None:
         """Tell the run to save a checkpoint and end, or never to start."""
         self._stopped = True
-        if self._process is not None:
-            self._process.terminate()  # nothing where it has ended
+        if self.process is not None:
+            self.process.terminate()  # nothing where it has ended
 
 
 def _take(lock: IO[str]) -> bool:
