@@ -7,7 +7,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 COMPLETE := $(VENV)/.complete
-# Python compiles what is imported; to compile every module of every package takes longer than the quick start.
+# Python compiles what is imported, once: to compile every module of every package takes longer than the quick start.
+export PYTHONDONTWRITEBYTECODE :=
 INSTALL := $(BIN)/python -m pip install --no-compile -c constraints.txt
 RUNS := runs/quickstart
 
