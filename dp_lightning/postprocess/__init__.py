@@ -9,16 +9,14 @@ from dp_lightning.postprocess.matrix import (
     dimension_scale,
     map_singular_values,
     polar_factor,
-    power_iteration,
     singular_values,
     spectral_norm,
 )
 from dp_lightning.postprocess.momentum import Momentum
 from dp_lightning.postprocess.newton_schulz import newton_schulz
 from dp_lightning.postprocess.noise import NoiseTracker
-from dp_lightning.postprocess.normalize import NoiseNormalize, Normalize
 from dp_lightning.postprocess.orthogonalize import MagnitudeScale, Orthogonalize
-from dp_lightning.postprocess.scale import Scale
+from dp_lightning.postprocess.scale import NoiseNormalize, Normalize, Scale
 from dp_lightning.postprocess.spectrum import noise_edge, shrunk_values, signal_values
 from dp_lightning.postprocess.transform import Gradients, Noise, State, Transform, Where
 
@@ -50,7 +48,6 @@ __all__ = [
     "newton_schulz",
     "noise_edge",
     "polar_factor",
-    "power_iteration",
     "shrunk_values",
     "signal_values",
     "singular_values",
