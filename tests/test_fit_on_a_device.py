@@ -40,7 +40,7 @@ def waits_of(monkeypatch, fit):
 
 
 # Of the runs that ship, those whose steps take operations that the others do not take.
-DIFFERING = ("probe_cifar10", "random_wrn16_cifar10", "de_wrn16_cifar10_muon", "vit_small_cifar100")
+DIFFERING = ("random_wrn16_cifar10", "de_wrn16_cifar10_muon", "vit_small_cifar100")
 
 
 @pytest.mark.parametrize("stem", DIFFERING)
