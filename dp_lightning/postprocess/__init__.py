@@ -3,7 +3,7 @@
 from dp_lightning.postprocess.chain import Chain
 from dp_lightning.postprocess.denoise import GatedOrthogonalize, SelectiveOrthogonalize, SpectralShrinkage
 from dp_lightning.postprocess.entrywise_linear import Entry, EntrywiseLinear, Memory
-from dp_lightning.postprocess.filters import Kalman, LowPass
+from dp_lightning.postprocess.filters import Kalman, LowPass, Momentum
 from dp_lightning.postprocess.matrix import (
     as_matrix,
     dimension_scale,
@@ -12,7 +12,6 @@ from dp_lightning.postprocess.matrix import (
     singular_values,
     spectral_norm,
 )
-from dp_lightning.postprocess.momentum import Momentum
 from dp_lightning.postprocess.newton_schulz import newton_schulz
 from dp_lightning.postprocess.noise import NoiseTracker
 from dp_lightning.postprocess.orthogonalize import MagnitudeScale, Orthogonalize
