@@ -115,4 +115,5 @@ class TimmModule(ImageClassifier):
             train_low_rank(self.model, self.head, rank=lora_rank, layers=lora_layers or ("*",))
         else:
             patterns = {"head": (), "bias": ("*.bias",)}
-            train_only(self.model, self.head, patterns[trained] if isinstance(trained, str) else trained)
+            names = patterns.get(trained, (trained,)) if isinstance(trained, str) else trained
+            train_only(self.model, self.head, names)

@@ -220,6 +220,7 @@ def test_weights_of_another_head_and_of_none_are_taken(weights, tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
+        ({"trained": "heads"}, r"no parameter's name matches 'heads'"),
         ({"trained": ["blocks.9.*"]}, r"no parameter's name matches 'blocks.9.\*'"),
         ({"weights": "nowhere.pth"}, r"weights nowhere.pth is not a file"),
         ({"trained": "lora", "lora_rank": 0}, r"lora_rank is 0"),
