@@ -58,7 +58,6 @@ def chains() -> dict[str, Chain]:
         "DP-Muon, polar express, 6 steps": _ema(Orthogonalize(coefficients="polar_express", steps=6)),
         "DP-Muon, exact": _ema(Orthogonalize(coefficients="exact")),
         "DP-Muon-S": Chain([Momentum(0.9), MagnitudeScale(Orthogonalize())]),
-        "DP-Muon-S, power iteration": Chain([Momentum(0.9), MagnitudeScale(Orthogonalize(), method="power")]),
         "gated": _ema(GatedOrthogonalize()),
         "shrunk": _ema(SpectralShrinkage()),
         "selective": _ema(SelectiveOrthogonalize()),

@@ -1,14 +1,10 @@
 """Configurations take their steps on a device without memory: no device is mixed, and none is waited for."""
 
-import copy
-
-import numpy as np
 import pytest
 import torch
-import yaml
 from devices import OneDevice, stand_in_for_a_gpu, trainers_use_it
 from plain_run import Plain, privacy, trainer
-from test_configs import RUNS, SHAPES, content, fewer_layers, probe_of_small_network, put_images, without_download
+from test_configs import CONFIGS, small_run
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanMetric, MetricCollection
@@ -18,28 +14,6 @@ from dp_lightning.cli import main
 from dp_lightning.privacy.step import PrivateStep
 
 EXAMPLES, STEPS, PHYSICAL = 12, 2, 7
-
-
-def configuration(path, folder):
-    """The run on synthetic images, in two physical batches a step."""
-    classes, size = next((shape for name, shape in SHAPES.items() if name in path.stem), (10, 16))
-    images = np.random.default_rng(0).integers(
-        0, 255, (EXAMPLES, size, size, 1 if path.stem == "digits" else 3), np.uint8
-    )
-    labels = np.arange(EXAMPLES) % classes
-    np.savez(folder / "s.npz", train_images=images, train_labels=labels, test_images=images, test_labels=labels)
-    synthetic = {"path": str(folder / "s.npz"), "num_classes": classes, "eval_batch_size": 2}
-    config = copy.deepcopy(content(path))
-    put_images(config, synthetic)
-    if "probe" in path.stem:
-        config["data"]["init_args"]["cache"] = str(folder / "features")
-    config["trainer"] |= {"max_steps": STEPS, "max_epochs": -1, "limit_val_batches": 0, "accelerator": "cpu"}
-    config["trainer"] |= {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False}
-    config["trainer"] |= {"default_root_dir": str(folder)}
-    augmult = 2 if "augmult" in config["privacy"] else 1
-    config["privacy"] |= {"expected_batch_size": EXAMPLES, "delta": 1e-2, "accountant": "rdp"}
-    config["privacy"] |= {"max_physical_batch_size": PHYSICAL * augmult, "augmult": augmult}
-    return config
 
 
 def waits_of(monkeypatch, fit):
@@ -65,17 +39,15 @@ def waits_of(monkeypatch, fit):
     ]
 
 
-# Of the runs that ship, those that differ from the others in more than numbers and images, but for scattering: its
-# features are computed before a run, which is then one of digits or of a probe.
-DIFFERING = ("digits", "probe_cifar10", "random_wrn16_cifar10", "wrn16_cifar10", "de_wrn16_cifar10_muon")
-DIFFERING += ("resnet18_cifar10", "nf_resnet50_imagenet", "vit_small_cifar100", "vit_small_cifar100_lora")
+# Of the runs that ship, those whose steps take operations that the others do not take.
+DIFFERING = ("random_wrn16_cifar10", "de_wrn16_cifar10_muon", "vit_small_cifar100")
 
 
-@pytest.mark.parametrize("path", [path for path in RUNS if path.stem in DIFFERING], ids=lambda path: path.stem)
-def test_a_run_stays_on_its_device_and_waits_for_it_in_no_step(path, tmp_path, monkeypatch):
-    (tmp_path / "run.yaml").write_text(yaml.safe_dump(configuration(path, tmp_path)))
-    probe = probe_of_small_network(tmp_path) if "probe" in path.stem else []
-    line = ["fit", "--config", str(tmp_path / "run.yaml"), *without_download(path), *probe, *fewer_layers(path)]
+@pytest.mark.parametrize("stem", DIFFERING)
+def test_a_run_stays_on_its_device_and_waits_for_it_in_no_step(stem, tmp_path, monkeypatch):
+    quiet = {"max_steps": STEPS, "limit_val_batches": 0, "enable_checkpointing": False}
+    sizes = {"expected_batch_size": EXAMPLES, "max_physical_batch_size": PHYSICAL}  # two physical batches a step
+    line = small_run(CONFIGS / f"{stem}.yaml", tmp_path, trainer=quiet, privacy=sizes)
     assert waits_of(monkeypatch, lambda: main(line)) == []
 
 

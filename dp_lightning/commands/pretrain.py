@@ -14,7 +14,7 @@ from safetensors.torch import save
 from dp_lightning.atomic_files import replacing, require_writable
 from dp_lightning.commands.composition import Composer, prepare
 from dp_lightning.commands.named_configs import with_paths
-from dp_lightning.errors import ConfigurationError, DataError
+from dp_lightning.errors import ConfigurationError
 from dp_lightning.lightning_modules.classifiers import OWN_NETWORKS
 from dp_lightning.models.pretraining import Pretraining, Recipe, random_images
 from dp_lightning.models.random_images import PROCESSES
@@ -38,7 +38,6 @@ def pretrain(options: argparse.Namespace, of_fit: list[str]) -> None:
 
     Raises:
         ConfigurationError: for settings that cannot be used, or a file of another recipe.
-        DataError: if the file of the unfinished training is damaged.
     """
     settings = Composer()(of_fit)
     if settings["model"].get("init_args", {}).get("weights") is not None:
@@ -80,10 +79,7 @@ def pretrain(options: argparse.Namespace, of_fit: list[str]) -> None:
     images = random_images(recipe, lambda made: None if made % 10_000 else print(f"{made:,} random images", flush=True))
     training = Pretraining(cli.model.model.train(), recipe, images, device)
     if state is not None:
-        try:
-            training.load_state_dict(state)
-        except DataError as error:
-            raise DataError(f"{unfinished} is damaged ({error}). Remove it to begin again.") from error
+        training.load_state_dict(state)
         print(f"Resuming after step {training.steps:,}.", flush=True)
     _run(training, unfinished)
     weights = training.weights()

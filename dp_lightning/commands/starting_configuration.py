@@ -17,7 +17,7 @@ from torch import nn
 
 from dp_lightning.datamodules.survey import Survey
 from dp_lightning.models import SmallCNN, WideResNet
-from dp_lightning.models.feature_network import FeatureNetwork, has_weights
+from dp_lightning.models.feature_network import SCATTERING, FeatureNetwork
 from dp_lightning.models.pretrained import without_weights
 from dp_lightning.privacy.plan import PrivacyPlan, RunShape
 
@@ -89,7 +89,7 @@ class Model:
     @classmethod
     def on_features(cls, backbone: str = BACKBONE, weights: str | None = None) -> "Model":
         """One layer on features; those of scattering have the length 1."""
-        if has_weights(backbone):
+        if backbone != SCATTERING:
             return cls("LinearProbeModule", {}, _PRETRAINED, backbone, weights)
         return cls("LinearProbeModule", {"normalize": "unit"}, _SCATTERING, backbone)
 

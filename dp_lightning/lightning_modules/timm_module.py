@@ -10,7 +10,7 @@ from dp_lightning.errors import ConfigurationError
 from dp_lightning.lightning_modules.base import ImageClassifier
 from dp_lightning.models import timm_model
 from dp_lightning.models.batch_norm import batch_norm_to_group_norm, freeze_batch_norm
-from dp_lightning.models.pretrained_input import PretrainedInput
+from dp_lightning.models.pretrained import PretrainedInput
 from dp_lightning.models.trained import train_low_rank, train_only
 
 
@@ -111,12 +111,9 @@ class TimmModule(ImageClassifier):
     def _choose_trained(self, trained: str | Sequence[str], *, lora_rank: int, lora_layers: list[str] | None) -> None:
         if trained == "all":
             return
-        if not any(True for _ in self.head.parameters()):
-            raise ConfigurationError("trained: the network has no last layer of its own to train; choose all.")
-        patterns = {"head": (), "bias": ("*.bias",)}
         if trained == "lora":
             train_low_rank(self.model, self.head, rank=lora_rank, layers=lora_layers or ("*",))
-        elif isinstance(trained, str) and trained not in patterns:
-            raise ConfigurationError(f"trained is {trained!r}; choose all, head, bias, lora or a list of patterns.")
         else:
-            train_only(self.model, self.head, patterns[trained] if isinstance(trained, str) else trained)
+            patterns = {"head": (), "bias": ("*.bias",)}
+            names = patterns.get(trained, (trained,)) if isinstance(trained, str) else trained
+            train_only(self.model, self.head, names)

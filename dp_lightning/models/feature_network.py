@@ -9,9 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from dp_lightning.errors import ConfigurationError, ModelError
-from dp_lightning.models.pretrained import timm_model
-from dp_lightning.models.pretrained_input import PretrainedInput
-from dp_lightning.models.scattering_features import ScatteringFeatures
+from dp_lightning.models.pretrained import PretrainedInput, timm_model
+from dp_lightning.models.scattering import ScatteringFeatures
 
 #: The backbone that needs no weights: `ScatteringFeatures`.
 SCATTERING = "scattering"
@@ -128,8 +127,3 @@ class FeatureNetwork(nn.Module):
     def forward(self, images: Tensor) -> Tensor:
         features: Tensor = self.network(self.prepare(images))
         return features.to(torch.float32)
-
-
-def has_weights(backbone: str) -> bool:
-    """Return whether a backbone's weights come from a file or a download."""
-    return backbone != SCATTERING

@@ -1,18 +1,20 @@
-"""Any network of timm's registry, with a helpful error if the name or an argument is wrong.
+"""Any network of timm's registry, with its weights and the images that it expects.
 
 Many of timm's networks contain BatchNorm, which private training refuses; those with ``gn`` in their name,
 NFNets and vision transformers do not.
 """
 
-import difflib
 import pickle
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
+from textwrap import shorten
 from typing import Any, cast
 
-from torch import nn
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from dp_lightning.errors import ConfigurationError, ModelError
 
@@ -59,17 +61,25 @@ def timm_model(
     import timm  # slow to import, and only needed here
 
     if not timm.is_model(name):
-        close = difflib.get_close_matches(name, timm.list_models(), n=3)
-        hint = f"did you mean {', '.join(close)}?" if close else "timm.list_models() lists the names"
-        raise ConfigurationError(f"timm has no model {name!r}; {hint}")
+        raise ConfigurationError(f"timm has no model {name!r}; timm.list_models() lists the names")
     if not _LOADS.get():
         pretrained, weights = False, None
+    saved = None if weights is None else _read(weights)
+    kwargs["in_chans"] = in_channels
     try:
-        if weights is not None:
-            return _with_weights(name, num_classes, weights, in_chans=in_channels, **kwargs)
-        return timm.create_model(name, pretrained=pretrained, num_classes=num_classes, in_chans=in_channels, **kwargs)
-    except ConfigurationError:
-        raise
+        if saved is None:
+            return timm.create_model(name, pretrained=pretrained, num_classes=num_classes, **kwargs)
+        # timm is strict only if the head is the file's; for another number of classes it ignores what does not match.
+        head = getattr(timm.get_pretrained_cfg(name), "classifier", None)
+        weight = saved.get(f"{head[0] if isinstance(head, tuple) else head}.weight")  # distilled networks have two
+        classes = 0 if weight is None else len(weight)
+        overlay = {"file": weights, "num_classes": classes}
+        model: Any = timm.create_model(
+            name, pretrained=True, num_classes=classes, pretrained_cfg_overlay=overlay, **kwargs
+        )
+        if num_classes != classes:
+            model.reset_classifier(num_classes)
+        return cast(nn.Module, model)
     except (OSError, pickle.UnpicklingError) as error:
         raise ConfigurationError(
             f"the pretrained weights of {name!r} could not be loaded: {error} Without a network, download them "
@@ -77,7 +87,8 @@ def timm_model(
             "needs none."
         ) from error
     except (TypeError, RuntimeError, ValueError, AssertionError, KeyError) as error:
-        raise ConfigurationError(f"timm could not build {name!r}: {error}") from error
+        of = "" if weights is None else f" with the weights {weights}"
+        raise ConfigurationError(f"timm could not build {name!r}{of}: {shorten(str(error), 500)}") from error
 
 
 def load_weights(network: nn.Module, path: str | None) -> None:
@@ -100,7 +111,7 @@ def load_weights(network: nn.Module, path: str | None) -> None:
     try:
         network.load_state_dict(saved)
     except RuntimeError as error:
-        raise ConfigurationError(f"weights {path} are not those of the network: {_short(error)}") from error
+        raise ConfigurationError(f"weights {path} are not those of the network: {shorten(str(error), 500)}") from error
 
 
 def last_layer(network: nn.Module) -> str:
@@ -113,37 +124,6 @@ def last_layer(network: nn.Module) -> str:
     if not linear or linear[-1] == "":
         raise ModelError("The network has no linear layer at its end, before which features could be taken.")
     return linear[-1]
-
-
-def _short(error: RuntimeError) -> str:
-    """Return the beginning of torch's message, which may list hundreds of tensors."""
-    text = " ".join(str(error).split())
-    return text if len(text) < 500 else f"{text[:500]} ..."
-
-
-def _with_weights(name: str, num_classes: int, path: str, **kwargs: Any) -> nn.Module:
-    """The network with all weights of the file, and a new head if the number of classes differs.
-
-    timm is strict only if the head is the file's; for another number of classes it ignores what does not match.
-    """
-    import timm
-
-    saved = _read(path)
-    fresh: Any = timm.create_model(name, **kwargs)
-    head = fresh.pretrained_cfg.get("classifier")
-    # Distilled networks have two heads.
-    weight = saved.get(f"{head if isinstance(head, str) or head is None else head[0]}.weight")
-    classes = 0 if weight is None else len(weight)
-    overlay = {"file": path, "num_classes": classes}
-    try:
-        model: Any = timm.create_model(
-            name, pretrained=True, num_classes=classes, pretrained_cfg_overlay=overlay, **kwargs
-        )
-    except RuntimeError as error:
-        raise ConfigurationError(f"weights {path} are not those of {name}: {_short(error)}") from error
-    if num_classes != classes:
-        model.reset_classifier(num_classes)
-    return cast(nn.Module, model)
 
 
 def _read(path: str) -> dict[str, Any]:
@@ -159,3 +139,63 @@ def _read(path: str) -> dict[str, Any]:
             f"weights {path} cannot be read as weights ({reason}). Save them with torch.save(network.state_dict(), "
             "path), or as safetensors; a whole pickled network is not read, since that would run code."
         ) from error
+
+
+class PretrainedInput(nn.Module):
+    """Converts images of the data module to the images that the network was trained on; nothing in it is trained.
+
+    An image x that was normalised with the data's mean m and deviation s becomes (resize(x) s + m - m') / s' with the
+    network's m' and s'. Each image is converted separately.
+
+    Args:
+        size: height and width for the network; images of another size are resized (bicubic). None leaves them.
+        data_mean, data_std: mean and standard deviation of the data's normalisation, one per channel or one for all.
+        mean, std: those of the network's normalisation.
+    """
+
+    scale: Tensor
+    shift: Tensor
+
+    def __init__(
+        self,
+        *,
+        size: tuple[int, int] | None,
+        data_mean: Sequence[float],
+        data_std: Sequence[float],
+        mean: Sequence[float],
+        std: Sequence[float],
+    ) -> None:
+        super().__init__()
+        self.size = size
+        before_mean, before_std, after_mean, after_std = (
+            torch.tensor(values, dtype=torch.float32).view(-1, 1, 1) for values in (data_mean, data_std, mean, std)
+        )
+        # Constants of the configuration, not part of the weights.
+        self.register_buffer("scale", before_std / after_std, persistent=False)
+        self.register_buffer("shift", (before_mean - after_mean) / after_std, persistent=False)
+
+    @classmethod
+    def of(
+        cls,
+        model: nn.Module,
+        *,
+        in_channels: int,
+        data_mean: Sequence[float],
+        data_std: Sequence[float],
+        size: int | None = None,
+    ) -> "PretrainedInput":
+        """Build it from timm's data configuration of ``model``; ``size`` replaces its height and width."""
+        from timm.data import resolve_model_data_config  # timm is slow to import
+
+        own = resolve_model_data_config(model)
+        height, width = own["input_size"][1:] if size is None else (size, size)
+        mean, std = own["mean"], own["std"]
+        if in_channels != len(mean):
+            mean, std = ((sum(values) / len(values),) for values in (mean, std))
+        return cls(size=(height, width), data_mean=data_mean, data_std=data_std, mean=mean, std=std)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """(N, C, H, W) to (N, C, *size)."""
+        if self.size is not None and images.shape[2:] != self.size:
+            images = F.interpolate(images, self.size, mode="bicubic", antialias=True)
+        return images * self.scale + self.shift

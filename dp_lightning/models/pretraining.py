@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dp_lightning.errors import ConfigurationError, DataError, ModelError
+from dp_lightning.errors import ModelError
 from dp_lightning.models.pretrained import last_layer
 from dp_lightning.models.random_images import PROCESSES
 from dp_lightning.models.whitening import Whitening
@@ -67,19 +67,6 @@ class Recipe:
     view_size: int | None = None
     precision: str = "32"
     seed: int = 0
-
-    def __post_init__(self) -> None:
-        for name in ("images", "steps"):
-            if getattr(self, name) < 1:
-                raise ConfigurationError(f"--{name} is {getattr(self, name)}; it must be at least 1.")
-        if self.batch_size < 2:
-            raise ConfigurationError(f"--batch-size is {self.batch_size}; images of a step are compared, so 2 or more.")
-        if not 0 < self.learning_rate < math.inf:
-            raise ConfigurationError(f"--learning-rate is {self.learning_rate}; it must be a finite number above 0.")
-        if self.view_size is not None and not 4 <= self.view_size <= self.size:
-            raise ConfigurationError(
-                f"--view-size is {self.view_size}; it must be from 4 to the {self.size} pixels of the images."
-            )
 
     def to_json(self) -> str:
         """Return the text that stands in the file of the weights."""
@@ -161,14 +148,15 @@ class Pretraining:
         device: The device that the network is trained on.
 
     Raises:
-        ModelError: The network has no linear layer at its end, or nothing before it, or takes no views of this size.
+        ModelError: The network has no linear layer at its end, or takes no views of this size.
     """
 
     def __init__(self, network: nn.Module, recipe: Recipe, images: Tensor, device: torch.device) -> None:
         self.network, self.recipe, self._images, self._device = network.to(device), recipe, images, device
         self.steps = 0
         self._last = last_layer(network)
-        width = network.get_submodule(self._last).in_features
+        self._last_layer = network.get_submodule(self._last)
+        width = self._last_layer.in_features
         assert isinstance(width, int)
         generator = torch.Generator().manual_seed(_mixed(recipe.seed, "head", 0))
         self.head = nn.Sequential(nn.Linear(width, width), nn.ReLU(), nn.Linear(width, _EMBEDDING))
@@ -177,10 +165,8 @@ class Pretraining:
                 spread = width**-0.5
                 parameter.copy_((2 * torch.rand(parameter.shape, generator=generator) - 1) * spread)
         self.head.to(device)
-        last = set(network.get_submodule(self._last).parameters())
+        last = set(self._last_layer.parameters())
         before = [parameter for parameter in network.parameters() if parameter not in last]
-        if not before:
-            raise ModelError("The network has nothing but its last layer, which depends on the classes.")
         self._optimizer = torch.optim.AdamW(
             [*before, *self.head.parameters()], lr=recipe.learning_rate, weight_decay=_WEIGHT_DECAY
         )
@@ -190,7 +176,7 @@ class Pretraining:
         size = recipe.view_size or recipe.size
         try:
             with torch.no_grad():
-                self._features(torch.zeros(1, recipe.channels, size, size, device=device))
+                self._inputs(self._last_layer, torch.zeros(1, recipe.channels, size, size, device=device))
         except RuntimeError as error:
             raise ModelError(
                 f"The network takes no views of {size} pixels ({error}). Leave --view-size out."
@@ -210,7 +196,7 @@ class Pretraining:
         views = torch.cat([view(images, generator, recipe.view_size) for _ in range(2)])
         dtype = _PRECISIONS[recipe.precision]
         with torch.autocast(self._device.type, dtype, enabled=dtype != torch.float32):
-            features = self._features((views - self._mean) / self._std)
+            features = self._inputs(self._last_layer, views)
         points = F.normalize(self.head(features.float()), dim=1)
         first, second = points.chunk(2)
         loss = alignment(first, second) + (uniformity(first) + uniformity(second)) / 2
@@ -231,46 +217,30 @@ class Pretraining:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a ``state_dict``.
+        """Continue from a ``state_dict``."""
+        self.network.load_state_dict(state["network"])
+        self.head.load_state_dict(state["head"])
+        self._optimizer.load_state_dict(state["optimizer"])
+        self.steps = state["steps"]
 
-        Raises:
-            DataError: The state was not taken from a training of this recipe.
-        """
-        try:
-            steps = state["steps"]
-            self.network.load_state_dict(state["network"])
-            self.head.load_state_dict(state["head"])
-            self._optimizer.load_state_dict(state["optimizer"])
-        except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
-            raise DataError(f"{type(error).__name__}: {str(error).splitlines()[0]}") from error
-        if type(steps) is not int or not 0 <= steps <= self.recipe.steps:
-            raise DataError(f"it is after step {steps} of {self.recipe.steps:,}")
-        self.steps = steps
-
+    @torch.no_grad()
     def weights(self) -> dict[str, Tensor]:
         """Fit a `Whitening`, and return the weights of the network without its last layer, on the CPU."""
         for part in self.network.modules():
             if isinstance(part, Whitening):
-                part.fit(torch.cat([self._inputs(part, images) for images in self._images[:_WHITENED].split(250)]))
+                blocks = self._images[:_WHITENED].split(250)
+                part.fit(torch.cat([self._inputs(part, block.to(self._device).float() / 255) for block in blocks]))
         state = self.network.state_dict()
         return {
             name: value.cpu().contiguous() for name, value in state.items() if not name.startswith(f"{self._last}.")
         }
 
-    @torch.no_grad()
     def _inputs(self, layer: nn.Module, images: Tensor) -> Tensor:
-        """Return the inputs of a layer for images (n, C, H, W) in 8 bits."""
-        return self._given(layer, (images.to(self._device).float() / 255 - self._mean) / self._std)
-
-    def _features(self, images: Tensor) -> Tensor:
-        """Return the inputs of the last layer for normalised images."""
-        return self._given(self.network.get_submodule(self._last), images)
-
-    def _given(self, layer: nn.Module, images: Tensor) -> Tensor:
+        """Return the inputs of a layer for images (n, C, H, W) in [0, 1]."""
         found: list[Tensor] = []
         hook = layer.register_forward_pre_hook(lambda _, given: found.append(given[0]))
         try:
-            self.network(images)
+            self.network((images - self._mean) / self._std)
         finally:
             hook.remove()
         return found[0].flatten(1)

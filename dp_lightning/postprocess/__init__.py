@@ -3,22 +3,19 @@
 from dp_lightning.postprocess.chain import Chain
 from dp_lightning.postprocess.denoise import GatedOrthogonalize, SelectiveOrthogonalize, SpectralShrinkage
 from dp_lightning.postprocess.entrywise_linear import Entry, EntrywiseLinear, Memory
-from dp_lightning.postprocess.filters import Kalman, LowPass
+from dp_lightning.postprocess.filters import Kalman, LowPass, Momentum
 from dp_lightning.postprocess.matrix import (
     as_matrix,
     dimension_scale,
     map_singular_values,
     polar_factor,
-    power_iteration,
     singular_values,
     spectral_norm,
 )
-from dp_lightning.postprocess.momentum import Momentum
 from dp_lightning.postprocess.newton_schulz import newton_schulz
 from dp_lightning.postprocess.noise import NoiseTracker
-from dp_lightning.postprocess.normalize import NoiseNormalize, Normalize
 from dp_lightning.postprocess.orthogonalize import MagnitudeScale, Orthogonalize
-from dp_lightning.postprocess.scale import Scale
+from dp_lightning.postprocess.scale import NoiseNormalize, Normalize, Scale
 from dp_lightning.postprocess.spectrum import noise_edge, shrunk_values, signal_values
 from dp_lightning.postprocess.transform import Gradients, Noise, State, Transform, Where
 
@@ -50,7 +47,6 @@ __all__ = [
     "newton_schulz",
     "noise_edge",
     "polar_factor",
-    "power_iteration",
     "shrunk_values",
     "signal_values",
     "singular_values",

@@ -30,11 +30,6 @@ class Chain:
 
     def __init__(self, transforms: Sequence[Transform] = (), *, ranks: Ranks | None = None) -> None:
         self.transforms = tuple(transforms)
-        for transform in self.transforms:
-            if not isinstance(transform, Transform):
-                raise ConfigurationError(
-                    f"transforms: {transform!r} is not a transform; give instances, as in [Momentum(0.9)]"
-                )
         self.ranks = ranks or Ranks()
         self.noise: Noise = {}
         everywhere = [t for t in self.transforms if t.has_momentum and t.include is None and not t.exclude]
@@ -51,7 +46,7 @@ class Chain:
             ConfigurationError: a pattern matches no parameter, momentum is applied twice to one, a transform needs
                 the noise level and it is not known, or one that claims to be linear and entrywise is not.
         """
-        levels = self._levels(shapes, noise)
+        levels = NoiseTracker(self.transforms).step(shapes, noise)
         with_momentum: dict[str, int] = {}
         for place, (transform, level) in enumerate(zip(self.transforms, levels, strict=False)):
             title = type(transform).__name__
@@ -79,19 +74,6 @@ class Chain:
                         )
                     )
 
-    def _levels(self, shapes: Mapping[str, torch.Size], noise: float | None) -> list[Noise]:
-        """The noise of the input of each transform at the first step."""
-        trackers = NoiseTracker(self.transforms), NoiseTracker(self.transforms)
-        first, again = ([tracker.step(shapes, noise) for _ in range(3)] for tracker in trackers)
-        for place, transform in enumerate(self.transforms, start=1):
-            if any(one[place] != other[place] for one, other in zip(first, again, strict=True)):
-                raise ConfigurationError(
-                    f"{type(transform).__name__} gives another noise level when it starts again. The weights of a "
-                    "transform derived from EntrywiseLinear may depend on its settings and its memory alone: keep no "
-                    "counter in the transform, and draw nothing at random."
-                )
-        return first[0]
-
     @torch.no_grad()
     def __call__(self, gradients: Mapping[str, Tensor], *, noise: float | None = None) -> Gradients:
         """Transform the privatized gradients of one step and advance the state by it.
@@ -103,9 +85,6 @@ class Chain:
         Returns:
             The transformed gradients, with the same names, shapes, dtypes and devices. A gradient that no
             transform selects is the input tensor itself.
-
-        Raises:
-            ConfigurationError: the noise is negative, or known at some steps only.
         """
         result = dict(gradients)
         levels = self._tracker.step({name: gradient.shape for name, gradient in gradients.items()}, noise)

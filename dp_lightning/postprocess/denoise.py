@@ -7,7 +7,6 @@ All get a matrix Y = X + noise * Z, whose noise level the chain knows, and keep 
 - `SelectiveOrthogonalize` orthogonalizes a matrix whose signal shows, and applies another transform to the others.
 """
 
-import warnings
 from collections.abc import Callable, Mapping
 from typing import Literal, Unpack
 
@@ -16,8 +15,8 @@ from torch import Tensor
 
 from dp_lightning.errors import ConfigurationError
 from dp_lightning.postprocess.matrix import dimension_scale, map_same_shape, map_singular_values, singular_values
-from dp_lightning.postprocess.normalize import NoiseNormalize, Normalize
 from dp_lightning.postprocess.orthogonalize import Orthogonalize, sides
+from dp_lightning.postprocess.scale import NoiseNormalize, Normalize
 from dp_lightning.postprocess.spectrum import Loss, noise_edge, shrunk_values, signal_values
 from dp_lightning.postprocess.transform import Gradients, Noise, State, Transform, Where
 from dp_lightning.processors import read_at_once
@@ -31,7 +30,7 @@ class SpectralShrinkage(Transform):
 
     Applies to matrices. It is best among functions of the singular values, for large matrices of low rank. A matrix
     with no singular value above the noise becomes zero. A signal of many weak directions lies below the noise, and is
-    removed with it. Where no matrix moves at all, a CPU warns; a GPU would have to be waited for.
+    removed with it: where no matrix moves, use a larger batch or more momentum, or set ``fallback``.
 
     Args:
         loss: the norm in which the error is smallest.
@@ -70,13 +69,6 @@ class SpectralShrinkage(Transform):
         estimates = map_same_shape(shrunk, gradients, _levels("SpectralShrinkage", gradients, noise))
         if self.fallback is not None:
             return _where_zero(estimates, gradients, self.fallback, noise), {}
-        at_once = all(read_at_once(matrix.device) for matrix in estimates.values())
-        if estimates and at_once and not any(matrix.any() for matrix in estimates.values()):
-            warnings.warn(
-                "SpectralShrinkage: no matrix has a signal above the noise at this step, so none of them moves. Use a "
-                "larger batch or more momentum, or set fallback",
-                stacklevel=2,
-            )
         return _in_shape(estimates, gradients), {}
 
 
@@ -100,8 +92,6 @@ class GatedOrthogonalize(Transform):
 
     def __init__(self, *, scale_cap: float = 4.0, fallback: Transform | None = None, **where: Unpack[Where]) -> None:
         super().__init__(applies_to="matrices", **where)
-        if not scale_cap > 0:
-            raise ConfigurationError(f"GatedOrthogonalize: scale_cap must be positive, got {scale_cap}")
         self.scale_cap = scale_cap
         self.fallback = _without_memory("GatedOrthogonalize: fallback", fallback or Normalize(norm=1.0))
 
@@ -156,8 +146,6 @@ class SelectiveOrthogonalize(Transform):
         self.otherwise = _without_memory("SelectiveOrthogonalize: otherwise", otherwise or NoiseNormalize())
 
     def cost(self, shape: torch.Size) -> float:
-        if len(shape) < 2:
-            return 0.0
         short, long = sides(shape)
         return 2.0 * short**2 * long + 4 / 3 * short**3 + self.orthogonalize.cost(shape)
 
@@ -229,8 +217,6 @@ def _without_memory(title: str, transform: Transform) -> Transform:
 
 
 def _eigenvectors_cost(shape: torch.Size) -> float:
-    if len(shape) < 2:
-        return 0.0
     short, long = sides(shape)
     # A Gram matrix, its eigenvectors (Golub and Van Loan, 8.3: 9 n^3) and two products.
     return 6.0 * short**2 * long + 9.0 * short**3

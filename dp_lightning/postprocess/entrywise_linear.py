@@ -8,7 +8,7 @@ the noise in a way that is not known, and is refused.
 from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, NoReturn, final
+from typing import Any, final
 
 import torch
 from torch import Tensor
@@ -21,29 +21,7 @@ Slots = dict[str, Tensor]
 _NUMBER = "number/"
 
 
-class _NotEntrywiseError(Exception):
-    """What a step has done to an entry, in words."""
-
-
-class _Refusing:
-    """Refuses every use."""
-
-    def _refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
-        raise _NotEntrywiseError("does more with an entry than add it to another and scale it by a number")
-
-    __bool__ = __float__ = __array__ = _refuse
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        raise _NotEntrywiseError(f"uses .{name} of an entry")
-
-    @classmethod
-    def __torch_function__(cls, function: Any, *args: Any) -> NoReturn:
-        raise _NotEntrywiseError(f"calls {getattr(function, '__name__', function)} on an entry")
-
-
-class Entry(_Refusing):
+class Entry:
     """Each entry of a gradient, or of what a transform remembers of gradients.
 
     ``a + b``, ``a - b``, ``2.0 * a``, ``a * 2.0``, ``a / 2.0`` and ``a.zeros()`` are the only operations.
@@ -53,6 +31,9 @@ class Entry(_Refusing):
 
     def __init__(self, value: Tensor) -> None:
         self._value = value
+
+    def __bool__(self) -> bool:
+        raise TypeError("an entry is neither true nor false")
 
     def zeros(self) -> "Entry":
         """An entry of zero."""
@@ -75,13 +56,13 @@ class Entry(_Refusing):
 
 def _value_of(other: Any) -> Tensor:
     if not isinstance(other, Entry):
-        raise _NotEntrywiseError(f"adds {type(other).__name__} to an entry")
+        raise TypeError(f"{type(other).__name__} in the place of an entry")
     return other._value
 
 
 def _number(factor: Any) -> float:
     if not isinstance(factor, int | float):
-        raise _NotEntrywiseError(f"scales an entry by {type(factor).__name__} rather than int or float")
+        raise TypeError(f"an entry is scaled by {type(factor).__name__} rather than int or float")
     return factor
 
 
@@ -105,18 +86,8 @@ class EntrywiseLinear(Transform):
     noise that a chain reports is that of the code that computed its output.
 
     Raises:
-        ConfigurationError: `step` does something to an entry that is not linear or not entrywise, or a subclass has
-            an `update` of its own, so that the noise would not be known.
+        ConfigurationError: `step` does something to an entry that is not linear or not entrywise.
     """
-
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        for name in ("update", "advance", "apply"):
-            if getattr(cls, name) is not getattr(EntrywiseLinear, name):
-                raise ConfigurationError(
-                    f"{cls.__name__} derives from EntrywiseLinear and has its own {name}, which would change a "
-                    f"gradient but not its noise. Implement step, or derive from Transform."
-                )
 
     @abstractmethod
     def step(self, value: Entry, memory: Memory, *, noise: float | None, shape: torch.Size) -> tuple[Entry, Memory]:
@@ -155,12 +126,11 @@ class EntrywiseLinear(Transform):
             found = {name: _value_of(entry) for name, entry in memory.entries.items()}
             numbers = {f"{_NUMBER}{name}": _number(number) for name, number in memory.numbers.items()}
             result = _value_of(output)
-        except (_NotEntrywiseError, TypeError) as error:  # operators that an entry does not have
-            what = error if isinstance(error, _NotEntrywiseError) else f"fails on an entry ({error})"
+        except (TypeError, AttributeError) as error:  # operations that an entry does not have
             raise ConfigurationError(
-                f"{type(self).__name__} derives from EntrywiseLinear, and its step {what}. It may only add entries "
-                "and scale them by public numbers, so that the noise after it is known. Derive from Transform if the "
-                "noise after it need not be known."
+                f"{type(self).__name__} derives from EntrywiseLinear, and its step fails on an entry ({error}). It may "
+                "only add entries and scale them by public numbers, so that the noise after it is known. Derive from "
+                "Transform if the noise after it need not be known."
             ) from error
         taken = {id(value)}
         for name, slot in found.items():

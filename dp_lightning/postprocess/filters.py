@@ -1,6 +1,17 @@
-"""Temporal filters: estimates of the gradient from the noisy gradients of several steps.
+"""Momentum and temporal filters: estimates of the gradient from the noisy gradients of several steps.
 
-Low pass (DOPPLER, Zhang et al. 2024), with g_t the privatized gradient and m_t the output:
+Momentum, for optimizers whose update is not linear in it. Heavy-ball (Polyak 1964), as in torch.optim.SGD, with g_t the
+privatized gradient:
+
+    m_t = beta m_{t-1} + g_t,                  output m_t.
+
+Exponential average with Nesterov's look-ahead, as in Muon (Jordan et al. 2024):
+
+    m_t = beta m_{t-1} + (1 - beta) g_t,       output (1 - beta) g_t + beta m_t.
+
+Both start from m_0 = 0.
+
+Low pass (DOPPLER, Zhang et al. 2024), with m_t the output:
 
     m_t = - sum_{tau=1..n_a} a_tau m_{t-tau} + sum_{tau=0..n_b} b_tau g_{t-tau},
 
@@ -17,7 +28,7 @@ K = P / (P + R), then P <- (1 - K) P + Q.
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeVar, Unpack
+from typing import Any, Literal, TypeVar, Unpack
 
 import torch
 
@@ -26,6 +37,44 @@ from dp_lightning.postprocess.entrywise_linear import Entry, EntrywiseLinear, Me
 from dp_lightning.postprocess.transform import AppliesTo, Where
 
 T = TypeVar("T")  # an entry, or a public number
+
+
+class Momentum(EntrywiseLinear):
+    """Momentum on the privatized gradient.
+
+    Args:
+        beta: decay in [0, 1).
+        kind: "heavy_ball" (Polyak 1964) or "ema_nesterov" (Jordan et al. 2024).
+
+    Raises:
+        ConfigurationError: `beta` outside [0, 1), or an unknown `kind`.
+    """
+
+    has_momentum = has_memory = True
+
+    def __init__(
+        self,
+        beta: float = 0.9,
+        *,
+        kind: Literal["heavy_ball", "ema_nesterov"] = "heavy_ball",
+        applies_to: AppliesTo = "matrices",
+        **where: Unpack[Where],
+    ) -> None:
+        super().__init__(applies_to=applies_to, **where)
+        if not 0 <= beta < 1:
+            raise ConfigurationError(f"Momentum: beta must lie in [0, 1), got {beta}")
+        if kind not in ("heavy_ball", "ema_nesterov"):
+            raise ConfigurationError(f"Momentum: kind must be 'heavy_ball' or 'ema_nesterov', got {kind!r}")
+        self.beta = beta
+        self.kind = kind
+
+    def step(self, value: Entry, memory: Memory, *, noise: float | None, shape: torch.Size) -> tuple[Entry, Memory]:
+        previous = memory.entries["momentum"] if memory.entries else value.zeros()
+        if self.kind == "heavy_ball":
+            momentum = self.beta * previous + value
+            return momentum, Memory({"momentum": momentum})
+        momentum = self.beta * previous + (1 - self.beta) * value
+        return (1 - self.beta) * value + self.beta * momentum, Memory({"momentum": momentum})
 
 
 class LowPass(EntrywiseLinear):

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dp_lightning.errors import ConfigurationError
+
 
 def as_matrix(tensor: Tensor) -> Tensor:
     """View a parameter of two or more dimensions as (out, everything else).
@@ -32,7 +34,13 @@ def is_matrix(shape: Sequence[int]) -> bool:
 
 
 def dimension_scale(shape: Sequence[int], *, cap: float = 4.0) -> float:
-    """min(cap, sqrt(max(1, m/n))) for a parameter of this shape viewed as m x n (Shanmugam et al. 2026)."""
+    """min(cap, sqrt(max(1, m/n))) for a parameter of this shape viewed as m x n (Shanmugam et al. 2026).
+
+    Raises:
+        ConfigurationError: the cap is not positive.
+    """
+    if not cap > 0:
+        raise ConfigurationError(f"scale_cap must be positive, got {cap}")
     m, n = shape[0], math.prod(shape[1:])
     return min(cap, math.sqrt(max(1.0, m / max(1, n))))
 
@@ -61,41 +69,6 @@ def singular_values(matrix: Tensor) -> Tensor:
 def spectral_norm(matrix: Tensor) -> Tensor:
     """The largest singular value of each matrix: (..., m, n) to (...). See `singular_values`."""
     return singular_values(matrix)[..., -1]
-
-
-def power_iteration(matrix: Tensor, vector: Tensor | None = None, *, steps: int = 2) -> tuple[Tensor, Tensor, Tensor]:
-    """The largest singular value of each matrix from below, by power iteration on M^T M (Golub and Van Loan, 8.2).
-
-    Warm-started with the vector of a matrix that was close to this one, two steps are usually enough. The value is
-    ||M v|| for a unit vector v, so it is never above sigma_1, and some singular value s of M satisfies
-    |s^2 - value^2| <= residual. It is **not** guaranteed that s is sigma_1; it is if v is not almost orthogonal to the
-    first singular vector and there are many steps.
-
-    Args:
-        matrix: (..., m, n).
-        vector: (..., n), from an earlier call; None starts from a fixed pseudo-random vector.
-        steps: products with M^T M, at least 1.
-
-    Returns:
-        The value (...), the vector (..., n) to start from the next time, and the residual (...) in the units of the
-        value squared.
-    """
-    x = at_least_float32(matrix)
-    largest = nonzero(x.abs().amax((-2, -1)))
-    x = x / largest[..., None, None]
-    if vector is None:
-        start = torch.randn(x.shape[-1], generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-        vector = start.to(x).expand(*x.shape[:-2], -1)
-    v = vector.to(x.dtype).unsqueeze(-1)
-    v = v / nonzero(torch.linalg.vector_norm(v, dim=-2, keepdim=True))
-    for _ in range(steps):
-        image = x.mT @ (x @ v)
-        v = image / nonzero(torch.linalg.vector_norm(image, dim=-2, keepdim=True))
-    forward = x @ v
-    squared = forward.square().sum((-2, -1))
-    residual = torch.linalg.vector_norm(x.mT @ forward - squared[..., None, None] * v, dim=(-2, -1))
-    value = largest * squared.sqrt()
-    return value.to(matrix.dtype), v.squeeze(-1), (largest.square() * residual).to(matrix.dtype)
 
 
 def map_singular_values(matrix: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:

@@ -12,7 +12,6 @@ which maps each singular value s of X to a s + b s^3 + c s^5 and leaves the sing
   the singular values then lie closest to 1. It converges to the polar factor.
 """
 
-import functools
 import math
 from collections.abc import Sequence
 
@@ -25,13 +24,20 @@ from dp_lightning.postprocess.matrix import at_least_float32, nonzero, unit_rang
 Coefficients = tuple[float, float, float]
 
 MUON: Coefficients = (3.4445, -4.7750, 2.0315)
-PRESETS = ("muon", "polar_express")
 
-# Amsel et al. 2025, section 4.4: singular values from 0.001 on, polynomials for intervals no wider than 1 : 0.0241, and
-# a margin of one per cent for rounding.
-_SMALLEST = 1e-3
-_NARROWEST = 0.02407327424182761
-_ROOM = 1.01
+#: The polynomials of Amsel et al. 2025, section 4.4, for singular values from 0.001 on; the last one is repeated.
+POLAR_EXPRESS: tuple[Coefficients, ...] = (
+    (8.287212018145626, -23.595886519098826, 17.300387312530923),
+    (4.107059111542196, -2.947849916737906, 0.5448431082926596),
+    (3.9486908534822933, -2.908902115962946, 0.5518191394370128),
+    (3.318419657370606, -2.4884880243148784, 0.5100489401237209),
+    (2.3006520199548173, -1.66890398457475, 0.41880731195256743),
+    (1.8913014077873989, -1.2679958271945893, 0.37680408948524974),
+    (1.8750014808625086, -1.2500016454181375, 0.37500016455655294),
+    (1.8749999980503387, -1.2499999961006776, 0.37499999805033873),
+    (15 / 8, -10 / 8, 3 / 8),
+)
+_ROOM = 1.01  # a margin of one per cent for rounding, as in the paper
 
 
 def newton_schulz(
@@ -83,56 +89,18 @@ def check_newton_schulz(steps: int, coefficients: str | Coefficients) -> Sequenc
     """(a, b, c) of each step; raises `ConfigurationError` for settings Newton-Schulz cannot use."""
     if not isinstance(steps, int) or steps < 1:
         raise ConfigurationError(f"steps must be a whole number of at least 1, got {steps}")
-    if isinstance(coefficients, str):
-        if coefficients not in PRESETS:
-            raise ConfigurationError(
-                f"coefficients must be one of {', '.join(PRESETS)} or (a, b, c), got {coefficients!r}"
-            )
-        return polar_express(steps) if coefficients == "polar_express" else (MUON,) * steps
-    if len(coefficients) != 3 or not all(math.isfinite(value) for value in coefficients):
-        raise ConfigurationError(f"coefficients must be three finite numbers (a, b, c), got {coefficients}")
-    a, b, c = coefficients
+    if coefficients == "polar_express":
+        return polar_express(steps)
+    polynomial = MUON if coefficients == "muon" else coefficients
+    if isinstance(polynomial, str) or len(polynomial) != 3 or not all(math.isfinite(value) for value in polynomial):
+        raise ConfigurationError(
+            f"coefficients must be muon, polar_express or three finite numbers (a, b, c), got {coefficients!r}"
+        )
+    a, b, c = polynomial
     return ((a, b, c),) * steps
 
 
-@functools.cache
 def polar_express(steps: int) -> tuple[Coefficients, ...]:
-    """(a, b, c) of each step: the polynomial closest to 1 where the singular values then lie (Amsel et al. 2025)."""
-    low, found = _SMALLEST, []
-    high = 1.0
-    for step in range(steps):
-        polynomial = _closest_to_one(max(low, _NARROWEST * high), high)
-        # Centre the image of the whole interval at 1.
-        centre = (_value(polynomial, low) + _value(polynomial, high)) / 2
-        a, b, c = (value / centre for value in polynomial)
-        low = _value((a, b, c), low)
-        high = 2 - low
-        room = _ROOM if step < steps - 1 else 1.0
-        found.append((a / room, b / room**3, c / room**5))
-    return tuple(found)
-
-
-def _closest_to_one(low: float, high: float) -> Coefficients:
-    """The odd quintic with the smallest maximum distance to 1 on [low, high], by the Remez exchange algorithm."""
-    if high - low < 1e-5 * high:
-        # The limit of a narrow interval: 15/8, -10/8, 3/8 at 1 (the quintic Newton-Schulz iteration).
-        return 15 / 8 / high, -10 / 8 / high**3, 3 / 8 / high**5
-    inner = [(3 * low + high) / 4, (low + 3 * high) / 4]
-    solution = (0.0, 0.0, 0.0)
-    for _ in range(100):
-        points = [low, *inner, high]
-        # p(x_i) + (-1)^i e = 1: the error e alternates.
-        system = torch.tensor([[x, x**3, x**5, (-1) ** i] for i, x in enumerate(points)], dtype=torch.float64)
-        a, b, c, _ = torch.linalg.solve(system, torch.ones(4, dtype=torch.float64)).tolist()
-        before, solution = solution, (a, b, c)
-        if math.dist(before, solution) < 1e-12 * math.hypot(*solution):
-            break
-        # Roots of the derivative a + 3 b x^2 + 5 c x^4.
-        root = math.sqrt(9 * b * b - 20 * a * c)
-        inner = [math.sqrt((-3 * b - root) / (10 * c)), math.sqrt((-3 * b + root) / (10 * c))]
-    return solution
-
-
-def _value(polynomial: Coefficients, x: float) -> float:
-    a, b, c = polynomial
-    return a * x + b * x**3 + c * x**5
+    """(a, b, c) of each step of `POLAR_EXPRESS`, with one per cent of room in all but the last."""
+    chosen = [POLAR_EXPRESS[min(step, len(POLAR_EXPRESS) - 1)] for step in range(steps)]
+    return (*((a / _ROOM, b / _ROOM**3, c / _ROOM**5) for a, b, c in chosen[:-1]), chosen[-1])

@@ -8,14 +8,12 @@ transform's own `step`. Only their lengths and the angles between them matter, s
 into one that has no more dimensions than there are vectors (a QR decomposition): the cost of a step does not grow.
 """
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from dp_lightning.errors import ConfigurationError
 from dp_lightning.postprocess.entrywise_linear import EntrywiseLinear, Slots
 from dp_lightning.postprocess.transform import Noise, State, Transform
 
@@ -31,27 +29,18 @@ class NoiseTracker:
     def __init__(self, transforms: Sequence[Transform]) -> None:
         self._transforms = tuple(transforms)
         self._states: list[State] = [{} for _ in self._transforms]
-        self._known: bool | None = None
 
     def step(self, shapes: Mapping[str, torch.Size], noise: float | None) -> list[Noise]:
         """Advance by one step of the chain.
 
         Args:
             shapes: of the parameters that have a gradient at this step.
-            noise: standard deviation in each entry of their privatized gradients; None where it is not known.
+            noise: standard deviation in each entry of their privatized gradients; None where it is not known, which
+                then holds for every step: a filter remembers the noise of the others.
 
         Returns:
             The noise of the input of each transform, and of the output of the last.
-
-        Raises:
-            ConfigurationError: the noise is negative, or known at some steps only: what a filter remembers of the
-                others would have an unknown noise.
         """
-        if noise is not None and not 0 <= noise < math.inf:
-            raise ConfigurationError(f"noise must be a finite number of at least 0, got {noise}")
-        if self._known not in (None, noise is not None):
-            raise ConfigurationError("noise must be given at every step or at none")
-        self._known = noise is not None
         levels: list[dict[str, float | None]] = [{} for _ in range(len(self._transforms) + 1)]
         alike: dict[tuple[Any, ...], tuple[list[float | None], list[Slots]]] = {}
         for name, shape in shapes.items():

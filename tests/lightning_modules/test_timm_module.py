@@ -5,21 +5,20 @@ import copy
 import pytest
 import timm
 import torch
+from plain_run import privacy, trainer
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 from torchvision.transforms.v2 import functional as images_of
 
-from dp_lightning.callbacks import PrivacyCallback
 from dp_lightning.errors import ConfigurationError, ModelError
 from dp_lightning.lightning_modules import TimmModule
 from dp_lightning.models.trained import merge_low_rank
 from dp_lightning.privacy import ClipPlan, clipped_gradient_sum
 
 VIT = ("vit_tiny_patch16_224", {"img_size": 16, "patch_size": 8, "depth": 2, "embed_dim": 24, "num_heads": 2})
-CONVOLUTIONS = ("efficientnet_lite0", {"drop_path_rate": 0.0})
+CONVOLUTIONS = ("test_efficientnet", {"drop_path_rate": 0.0})
 TRAINED = {
     "vit-head": (VIT, {"trained": "head"}),
-    "vit-bias": (VIT, {"trained": "bias"}),
     "vit-lora": (VIT, {"trained": "lora", "lora_rank": 3}),
     "vit-lora-some": (VIT, {"trained": "lora", "lora_rank": 2, "lora_layers": ["*.qkv"]}),
     "vit-block": (VIT, {"trained": ["blocks.1.*"]}),
@@ -61,30 +60,19 @@ def data(case, n=3):
     return torch.randn(n, 3, size, size, generator=generator), torch.arange(n) % 5
 
 
-def names_of_trained(case):
-    """What has to be trained, by name, from the lists of timm's own network."""
-    (name, kwargs), settings = TRAINED[case]
-    model = timm.create_model(name, num_classes=5, **kwargs)
-    head = {f"{model.pretrained_cfg['classifier']}.{own}" for own in ("weight", "bias")}
-    everything = list(dict(model.named_parameters()))
-    trained = settings["trained"]
-    if trained == "bias":
-        frozen_norms = (
-            {name for name in everything if ".bn" in name or name.startswith("bn")}
-            if name == CONVOLUTIONS[0]
-            else set()
-        )
-        return head | {name for name in everything if name.endswith("bias")} - frozen_norms
-    return head | (
-        {name for name in everything if name.startswith("blocks.1.")} if trained == ["blocks.1.*"] else set()
-    )
-
-
 @pytest.mark.parametrize("case", [case for case in TRAINED if "lora" not in case])
 def test_what_is_trained_is_what_was_asked(weights, case):
     module = make(case, weights)
     trained = {name.removeprefix("model.") for name, p in module.named_parameters() if p.requires_grad}
-    assert trained == names_of_trained(case)
+    (name, kwargs), settings = TRAINED[case]
+    model = timm.create_model(name, num_classes=5, **kwargs)  # the lists of timm's own network
+    expected = {f"{model.pretrained_cfg['classifier']}.{own}" for own in ("weight", "bias")}
+    for parameter in dict(model.named_parameters()):
+        chosen = parameter.startswith("blocks.1.") if settings["trained"] == ["blocks.1.*"] else False
+        if settings["trained"] == "bias":  # but for those of the norms, which are frozen
+            chosen = parameter.endswith("bias") and ".bn" not in parameter and not parameter.startswith("bn")
+        expected |= {parameter} if chosen else set()
+    assert trained == expected
 
 
 @pytest.mark.parametrize(("case", "layers"), [("vit-lora", 2 * 4 + 1), ("vit-lora-some", 2)])
@@ -123,7 +111,7 @@ def gradients_one_by_one(module, x, y, plan):
     return sums
 
 
-@pytest.mark.parametrize("case", ["vit-bias", "vit-lora", "vit-block", "convolutions-bias", "convolutions-lora"])
+@pytest.mark.parametrize("case", ["vit-lora", "convolutions-bias", "convolutions-lora"])
 def test_gradients_are_those_of_single_examples(weights, case):
     if "lora" in case:
         pytest.importorskip("peft")
@@ -132,92 +120,71 @@ def test_gradients_are_those_of_single_examples(weights, case):
         for name, p in module.named_parameters():
             if "lora_B" in name:
                 torch.nn.init.normal_(p, std=0.02)
-    for child in module.modules():
-        if isinstance(child, torch.nn.Dropout):
-            child.p = 0.0
     x, y = data(case)
     plan = ClipPlan.flat(max_grad_norm=0.5)
     sums, _ = clipped_gradient_sum(module, mean_loss, x, y, clip_plan=plan)
     expected = gradients_one_by_one(module, x, y, plan)
     assert set(sums) == set(expected)
     distance = sum((sums[name].double() - value).square().sum() for name, value in expected.items()).sqrt()
-    # ReLU6 in float32 may take the other side of a kink than in float64.
     assert float(distance) < 2e-3 * 0.5 * len(x)
 
 
-@pytest.mark.parametrize("case", ["vit-lora", "vit-block", "convolutions-bias"])
-def test_a_private_run_leaves_what_is_frozen_bit_for_bit(weights, case, tmp_path, trainer_of):
+def private(folder, max_steps=2):
+    """The trainer of a private run."""
+    callback = privacy(expected_batch_size=6, delta=1e-2, max_physical_batch_size=4)
+    return trainer(folder, callback, max_steps=max_steps, max_epochs=-1)
+
+
+def twelve(case):
+    return DataLoader(TensorDataset(*data(case, 12)), batch_size=4)
+
+
+@pytest.mark.parametrize("case", ["vit-lora", "convolutions-bias"])
+def test_a_private_run_leaves_what_is_frozen_bit_for_bit(weights, case, tmp_path):
     if "lora" in case:
         pytest.importorskip("peft")
     module = make(case, weights, input_size=None if case.startswith("vit") else 32)
     before = copy.deepcopy(module.state_dict())
     trained = {name for name, p in module.named_parameters() if p.requires_grad}
-    x, y = data(case, 12)
-    trainer_of(tmp_path).fit(module, DataLoader(TensorDataset(x, y), batch_size=4))
+    private(tmp_path).fit(module, twelve(case))
     after = module.state_dict()
     for name, value in before.items():
         assert torch.equal(after[name], value) == (name not in trained), name
     assert len(trained) > 1
 
 
-@pytest.fixture
-def trainer_of():
-    import lightning.pytorch as pl
-
-    def make_trainer(folder, max_steps=2):
-        privacy = PrivacyCallback(
-            expected_batch_size=6, noise_multiplier=1.0, delta=1e-2, accountant="rdp", max_physical_batch_size=4
-        )
-        return pl.Trainer(
-            max_steps=max_steps,
-            max_epochs=-1,
-            accelerator="cpu",
-            devices=1,
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            default_root_dir=str(folder),
-            callbacks=[privacy],
-        )
-
-    return make_trainer
-
-
-def test_frozen_statistics_are_said_and_survive_train(weights, tmp_path, trainer_of, capsys):
+def test_frozen_statistics_are_said_and_survive_train(weights, tmp_path, capsys):
     module = make("convolutions-head", weights, input_size=32)
     norms = [m for m in module.modules() if isinstance(m, torch.nn.modules.batchnorm._BatchNorm)]
     assert not any(norm.training for norm in module.train().model.modules() if norm in norms)
-    trainer_of(tmp_path).fit(module, DataLoader(TensorDataset(*data("convolutions-head", 12)), batch_size=4))
+    private(tmp_path).fit(module, twelve("convolutions-head"))
     assert f"{len(norms)} BatchNorm layers stay in evaluation mode" in capsys.readouterr().out
     fresh = make("convolutions-head", weights, batch_norm="refuse", input_size=32)
     with pytest.raises(ModelError, match=r"BatchNorm.*(freeze_batch_norm|batch_norm: frozen)"):
-        trainer_of(tmp_path).fit(fresh, DataLoader(TensorDataset(*data("convolutions-head", 12))))
+        private(tmp_path).fit(fresh, twelve("convolutions-head"))
 
 
 def test_images_become_what_the_network_was_trained_on(weights):
     mean, std = (0.4, 0.5, 0.6), (0.2, 0.25, 0.3)
-    module = TimmModule("efficientnet_lite0", 5, weights=weights["efficientnet_lite0"], mean=mean, std=std)
+    module = TimmModule("test_efficientnet", 5, weights=weights["test_efficientnet"], mean=mean, std=std)
     pixels = torch.rand(2, 3, 40, 40)
     given = images_of.normalize(pixels, mean, std)
     seen = []
     module.model.register_forward_pre_hook(lambda model, args: seen.append(args[0]))
     module.eval()(given)
-    resized = torch.nn.functional.interpolate(pixels, (224, 224), mode="bicubic", antialias=True)
+    resized = torch.nn.functional.interpolate(pixels, (160, 160), mode="bicubic", antialias=True)
     expected = images_of.normalize(resized, (0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
     torch.testing.assert_close(seen[0], expected, rtol=1e-4, atol=1e-4)
     # A network from scratch gets the images as they are.
-    assert TimmModule("efficientnet_lite0", 5, mean=mean, std=std).input is None
+    assert TimmModule("test_efficientnet", 5, mean=mean, std=std).input is None
 
 
-@pytest.mark.parametrize("trained", ["head", ["blocks.11.*"]])
-def test_both_heads_of_a_distilled_network_are_trained(tmp_path, trained):
-    name = "deit_tiny_distilled_patch16_224"
-    torch.save(timm.create_model(name, img_size=32).state_dict(), tmp_path / "network.pth")
-    module = TimmModule(name, 5, weights=str(tmp_path / "network.pth"), trained=trained, model_kwargs={"img_size": 32})
+def test_both_heads_of_a_distilled_network_are_trained(tmp_path):
+    name, kwargs = "deit_tiny_distilled_patch16_224", {"img_size": 32, "depth": 1}
+    torch.save(timm.create_model(name, **kwargs).state_dict(), tmp_path / "network.pth")
+    module = TimmModule(name, 5, weights=str(tmp_path / "network.pth"), trained="head", model_kwargs=kwargs)
     names = {name for name, p in module.model.named_parameters() if p.requires_grad}
-    assert {"head.weight", "head_dist.weight"} <= names
-    assert "blocks.0.mlp.fc1.weight" not in names
+    assert names == {f"{head}.{own}" for head in ("head", "head_dist") for own in ("weight", "bias")}
     assert module(torch.zeros(2, 3, 32, 32)).shape == (2, 5)
 
 
@@ -253,7 +220,7 @@ def test_weights_of_another_head_and_of_none_are_taken(weights, tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"trained": "heads"}, r"trained is 'heads'; choose all, head"),
+        ({"trained": "heads"}, r"no parameter's name matches 'heads'"),
         ({"trained": ["blocks.9.*"]}, r"no parameter's name matches 'blocks.9.\*'"),
         ({"weights": "nowhere.pth"}, r"weights nowhere.pth is not a file"),
         ({"trained": "lora", "lora_rank": 0}, r"lora_rank is 0"),
@@ -273,14 +240,16 @@ def test_wrong_settings_are_named(weights, changes, message):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda saved: {f"model.{name}": value for name, value in saved.items()}, "Missing key"),
+        (lambda saved: {f"model.{name}": value for name, value in saved.items()}, r"Missing key.* \[\.\.\.\]$"),
         (lambda saved: {**saved, "conv_stem.weight": torch.zeros(1, 3, 3, 3)}, "size mismatch for conv_stem.weight"),
         (lambda saved: {**saved, "other": torch.zeros(1)}, r'Unexpected key\(s\) in state_dict: "other"'),
     ],
 )
 def test_weights_of_another_network_are_refused_in_torchs_words(tmp_path, change, message):
     torch.save(change(timm.create_model("test_efficientnet").state_dict()), tmp_path / "weights.pth")
-    with pytest.raises(ConfigurationError, match=f"weights.pth are not those of test_efficientnet: .*{message}"):
+    with pytest.raises(
+        ConfigurationError, match=f"could not build 'test_efficientnet' with the weights .*weights.pth: .*{message}"
+    ):
         TimmModule("test_efficientnet", 1000, weights=str(tmp_path / "weights.pth"))
 
 
@@ -291,36 +260,21 @@ def test_a_whole_pickled_network_is_not_read(tmp_path):
 
 
 class Thaws(TimmModule):
-    """Takes its norms out of evaluation mode in the second step, or exchanges their statistics."""
-
-    def __init__(self, how, weights):
-        super().__init__("test_efficientnet", 5, weights=weights, batch_norm="frozen", trained="head", input_size=32)
-        self.how = how
-        # A tensor that was never changed in place, as the one that takes its place.
-        self.model.bn1.running_mean = self.model.bn1.running_mean.clone()
-
-    def on_train_batch_start(self, batch, batch_idx):
-        if self.trainer.global_step >= 2 and self.how == "plain":
-            torch.nn.Module.train(self.model.bn1, True)
+    """Exchanges the statistics of a norm in the third step."""
 
     def training_step(self, batch, batch_idx):
-        if self.how == "in the step" and self.trainer.global_step >= 2:
+        if self.trainer.global_step >= 2:
             self.model.bn1.running_mean = self.model.bn1.running_mean + batch[0].mean()
         return super().training_step(batch, batch_idx)
 
 
-@pytest.mark.parametrize(
-    ("how", "words"),
-    [
-        ("plain", "BatchNorm"),
-        ("in the step", "keeps a tensor of an example in the buffer"),
-    ],
-)
-def test_statistics_that_thaw_during_the_run_are_refused(tmp_path, trainer_of, how, words):
-    torch.save(timm.create_model("test_efficientnet").state_dict(), tmp_path / "weights.pth")
-    module = Thaws(how, str(tmp_path / "weights.pth"))
-    run = trainer_of(tmp_path, max_steps=6)
-    with pytest.raises(ModelError, match=words):
-        run.fit(module, DataLoader(TensorDataset(*data("convolutions-head", 12)), batch_size=4))
+def test_statistics_that_thaw_during_the_run_are_refused(weights, tmp_path):
+    name, settings = CONVOLUTIONS[0], TRAINED["convolutions-head"][1]
+    module = Thaws(name, 5, weights=weights[name], input_size=32, **settings)
+    # A tensor that was never changed in place, as the one that takes its place.
+    module.model.bn1.running_mean = module.model.bn1.running_mean.clone()
+    run = private(tmp_path, max_steps=6)
+    with pytest.raises(ModelError, match="keeps a tensor of an example in the buffer"):
+        run.fit(module, twelve("convolutions-head"))
     # Nothing that this batch has shown is released.
     assert run.callbacks[0].ledger.num_steps == run.global_step == 2

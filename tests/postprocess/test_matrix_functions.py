@@ -6,7 +6,7 @@ import pytest
 import torch
 import written_out
 
-from dp_lightning.postprocess import Scale, as_matrix, dimension_scale, newton_schulz, polar_factor, spectral_norm
+from dp_lightning.postprocess import Scale, as_matrix, dimension_scale, newton_schulz, polar_factor
 from dp_lightning.postprocess.matrix import is_matrix
 from dp_lightning.postprocess.newton_schulz import polar_express
 
@@ -127,19 +127,6 @@ def test_the_polar_factor_leaves_null_directions_at_zero():
     values = torch.linalg.svdvals(polar_factor(matrix))
     # float32 rounding.
     torch.testing.assert_close(values, torch.tensor([1.0, 0, 0, 0, 0]), atol=1e-6, rtol=0)
-
-
-@pytest.mark.parametrize("shape", [(3, 64, 144), (3, 144, 64), (2, 2, 5, 5)])
-@pytest.mark.parametrize(
-    # The accuracy that the docstring states, times ten.
-    ("dtype", "rtol"),
-    [(torch.float32, 1e-5), (torch.float64, 1e-14)],
-)
-@pytest.mark.parametrize("scale", [1e-25, 1.0])
-def test_the_spectral_norm_is_the_largest_singular_value(shape, dtype, rtol, scale):
-    matrix = scale * gaussian(*shape).to(dtype)
-    expected = torch.linalg.svdvals(matrix.double())[..., 0]
-    torch.testing.assert_close(spectral_norm(matrix).double(), expected, rtol=rtol, atol=0)
 
 
 def test_a_convolution_kernel_is_viewed_as_out_by_everything_else():

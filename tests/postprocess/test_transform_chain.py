@@ -15,11 +15,6 @@ def test_transforms_act_in_the_given_order():
     torch.testing.assert_close(scaled_last, 10 * scaled_first, rtol=1e-5, atol=1e-5)
 
 
-def test_an_empty_chain_returns_its_input():
-    gradient = torch.ones(2, 2)
-    assert Chain()({"w": gradient})["w"] is gradient
-
-
 @pytest.mark.parametrize(
     ("transforms", "kind"),
     [
@@ -31,11 +26,6 @@ def test_an_empty_chain_returns_its_input():
 def test_momentum_twice_on_one_kind_of_parameter_is_refused(transforms, kind):
     with pytest.raises(ConfigurationError, match=f"momentum is applied twice to the {kind}"):
         Chain(transforms)
-
-
-def test_momentum_once_on_each_kind_of_parameter_is_accepted():
-    chain = Chain([Kalman(gain=0.7), Momentum(), Momentum(applies_to="vectors")])
-    assert [transform.has_momentum for transform in chain.transforms] == [False, True, True]
 
 
 def test_a_state_dict_is_a_snapshot():
@@ -69,9 +59,3 @@ def test_settings_of_a_transform_without_memory_may_change():
     saved = Chain([Momentum(0.9), Scale(2.0)])
     saved({"w": torch.ones(2, 2)})
     Chain([Momentum(0.9), Scale(3.0)]).load_state_dict(saved.state_dict())
-
-
-@pytest.mark.parametrize("wrong", [Momentum, "Momentum", None])
-def test_what_is_not_a_transform_is_refused(wrong):
-    with pytest.raises(ConfigurationError, match="is not a transform; give instances"):
-        Chain([wrong])

@@ -13,6 +13,7 @@ import torch
 import written_out
 
 from dp_lightning import postprocess
+from dp_lightning.errors import ConfigurationError
 from dp_lightning.postprocess import (
     Chain,
     GatedOrthogonalize,
@@ -28,6 +29,7 @@ from dp_lightning.postprocess import (
     SpectralShrinkage,
     Transform,
     denoise,
+    newton_schulz,
 )
 from dp_lightning.ranks import Ranks
 
@@ -47,7 +49,6 @@ TRANSFORMS = {
         lambda: MagnitudeScale(Orthogonalize()),
         written_out.magnitude(written_out.quintic(written_out.MUON)),
     ),
-    "magnitude_scale_power": (lambda: MagnitudeScale(Orthogonalize(), method="power"), None),
     "magnitude_scale_of_momentum": (
         lambda: MagnitudeScale(Momentum()),
         written_out.magnitude(written_out.heavy_ball(0.9)),
@@ -123,8 +124,6 @@ def draw(seed: int, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tenso
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_a_transform_is_what_the_reference_says(name, dtype):
     make, expected = TRANSFORMS[name]
-    if expected is None:
-        pytest.skip("an approximation, with a test of its own")
     transform = make()
     chain = Chain([transform])
     history = []
@@ -212,18 +211,6 @@ def test_each_parameter_keeps_its_history_when_another_is_absent(transform):
     assert torch.isfinite(actual["tall"]).all()
 
 
-def test_the_order_of_the_parameters_does_not_matter(transform):
-    forward, backward = Chain([transform]), Chain([transform])
-    for seed in range(3):
-        gradients = draw(seed)
-        expected = forward(gradients, noise=NOISE)
-        actual = backward(dict(reversed(gradients.items())), noise=NOISE)
-        assert list(actual) == list(reversed(SHAPES))
-        for name in SHAPES:
-            # Matrices of one shape stand at other places of a batch: float32 rounding.
-            torch.testing.assert_close(actual[name], expected[name], rtol=1e-4, atol=1e-5)
-
-
 @dataclass(frozen=True)
 class Threads(Ranks):
     """Ranks that are threads of one process."""
@@ -259,25 +246,6 @@ def test_every_rank_has_the_same_result_where_work_is_dealt_out(transform):
             torch.testing.assert_close(results[0][name], expected[name], rtol=1e-4, atol=1e-5)
 
 
-def test_what_ranks_may_deal_out_keeps_no_state(transform):
-    chain = Chain([transform])
-    chain(draw(0), noise=NOISE)
-    (state,) = chain.state_dict()["transforms"].values()
-    assert not [name for name in state if transform.cost(torch.Size(SHAPES[name])) > 0]
-
-
-@pytest.mark.parametrize(
-    "name", ["orthogonalize", "magnitude_scale", "shrinkage_frobenius", "gated", "selective_recovery"]
-)
-def test_what_ranks_may_deal_out_depends_on_its_own_gradient_alone(name):
-    transform, gradients = TRANSFORMS[name][0](), draw(0)
-    together = Chain([transform])(gradients, noise=NOISE)
-    for parameter, shape in SHAPES.items():
-        assert (transform.cost(torch.Size(shape)) > 0) == (len(shape) > 1)
-        alone = Chain([transform])({parameter: gradients[parameter]}, noise=NOISE)
-        torch.testing.assert_close(alone[parameter], together[parameter], atol=1e-5, rtol=1e-5)
-
-
 def test_no_transform_reads_the_device(transform):
     """Tensors without memory raise where a number is read."""
     chain = Chain([transform])
@@ -286,14 +254,12 @@ def test_no_transform_reads_the_device(transform):
     assert all(value.device.type == "meta" for value in found.values())
 
 
-@pytest.mark.parametrize("fallback", [None, lambda: Normalize(norm=1.0)])
-@pytest.mark.parametrize("kind", [SelectiveOrthogonalize, GatedOrthogonalize, SpectralShrinkage])
-def test_a_device_decides_as_a_cpu_does(monkeypatch, kind, fallback):
-    name = "otherwise" if kind is SelectiveOrthogonalize else "fallback"
-    settings = {} if fallback is None else {name: fallback()}
-    here = Chain([kind(**settings)])(draw(0), noise=NOISE)
+@pytest.mark.parametrize("name", ["selective_detection", "gated", "shrinkage_frobenius"])
+def test_a_device_decides_as_a_cpu_does(monkeypatch, name):
+    make, _ = TRANSFORMS[name]
+    here = Chain([make()])(draw(0), noise=NOISE)
     monkeypatch.setattr(denoise, "read_at_once", lambda device: False)
-    torch.testing.assert_close(Chain([kind(**settings)])(draw(0), noise=NOISE), here)
+    torch.testing.assert_close(Chain([make()])(draw(0), noise=NOISE), here)
 
 
 @pytest.mark.gpu
@@ -308,3 +274,85 @@ def test_a_state_loaded_on_the_cpu_follows_the_gradients_to_their_device(transfo
         assert result[name].is_cuda
         # The GPU adds in another order: float32 rounding.
         torch.testing.assert_close(result[name].cpu(), expected[name], atol=1e-4, rtol=1e-4)
+
+
+def sequence_of(steps, *shape, dtype=torch.float64):
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(*shape, dtype=dtype, generator=generator) for _ in range(steps)]
+
+
+def descend(optimizer_class, sequence, transforms, **settings):
+    """The iterates from zero of an optimizer that is fed a fixed sequence of gradients through a chain."""
+    weight = torch.nn.Parameter(torch.zeros_like(sequence[0]))
+    optimizer = optimizer_class([weight], **settings)
+    chain = Chain(transforms)
+    iterates = []
+    for gradient in sequence:
+        weight.grad = chain({"weight": gradient})["weight"].clone()
+        optimizer.step()
+        iterates.append(weight.detach().clone())
+    return iterates
+
+
+@pytest.mark.parametrize("shape", [(24, 16), (64, 144)])
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_dp_muon_with_sgd_is_torch_muon(shape, precision):
+    sequence = sequence_of(5, *shape, dtype=torch.float32)
+    transforms = [Momentum(0.95, kind="ema_nesterov"), Orthogonalize(precision=precision)]
+    ours = descend(torch.optim.SGD, sequence, transforms, lr=0.02)
+    settings = {"weight_decay": 0.0, "momentum": 0.95, "nesterov": True, "adjust_lr_fn": "original"}
+    theirs = descend(torch.optim.Muon, sequence, [], lr=0.02, **settings)
+    for step, (a, b) in enumerate(zip(ours, theirs, strict=True), start=1):
+        # torch.optim.Muon iterates in bfloat16 (eps 0.0078) and adds in another order: 0.9 to 1.8 % seen.
+        assert (a - b).norm() < 0.03 * a.norm(), step
+
+
+def test_doppler_sgd_at_ten_times_the_rate_is_dp_sgd_with_momentum():
+    sequence = sequence_of(50, 6, 7)
+    doppler = descend(torch.optim.SGD, sequence, [LowPass()], lr=3.0)
+    dp_sgd = descend(torch.optim.SGD, sequence, [], lr=0.3, momentum=0.9)
+    # Equal in exact arithmetic; float64 rounding over 50 steps of size one is below 1e-13.
+    torch.testing.assert_close(doppler, dp_sgd, atol=1e-12, rtol=0)
+
+
+def test_the_kalman_gain_starts_at_one_and_settles_at_0_686_for_a_noise_ratio_of_1_5():
+    chain, gains = Chain([Kalman(process_to_measurement_ratio=1.5, applies_to="all")]), []
+    estimate = torch.zeros(1, dtype=torch.float64)
+    for gradient in sequence_of(20, 1):
+        before, estimate = estimate, chain({"w": gradient})["w"]
+        gains.append(((estimate - before) / (gradient - before)).item())  # how far it moves to each measurement
+    # The second gain by hand: P = 1 + 1.5, K = 2.5 / 3.5. float64 rounding, magnified by the quotient above.
+    assert gains[:2] == pytest.approx([1.0, 2.5 / 3.5], abs=1e-9)
+    assert gains[-1] == pytest.approx(0.686, abs=5e-4)  # the three digits given
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (lambda: Momentum(1.0), "beta"),
+        (lambda: Momentum(kind="nesterov"), "kind"),
+        (lambda: Momentum(applies_to="biases"), "applies_to"),
+        (lambda: Orthogonalize(include="w"), "include must be a list"),
+        (lambda: Orthogonalize(precision="float16"), "precision"),
+        (lambda: Orthogonalize(steps=0), "steps"),
+        (lambda: Orthogonalize(coefficients="polar"), "coefficients"),
+        (lambda: MagnitudeScale(Scale(2.0, applies_to="all")), "matrices"),
+        (lambda: LowPass(a=(0.9, 0.5, 2.0)), "unstable"),
+        (lambda: LowPass(a=(float("nan"),)), "finite"),
+        (lambda: LowPass(b=(0.5, -0.5)), "b must"),
+        (lambda: Kalman(), "exactly one"),
+        (lambda: Kalman(gain=0.0), "gain"),
+        (lambda: Kalman(process_to_measurement_ratio=0.0), "process_to_measurement_ratio"),
+        (lambda: Kalman(gain=1.5), r"amplifies the noise.*process_to_measurement_ratio.*0\.686"),
+        (lambda: Scale(0.0), "factor"),
+        (lambda: SpectralShrinkage(loss="huber"), "loss"),
+        (lambda: SelectiveOrthogonalize(threshold="bbp"), "threshold"),
+        (lambda: Normalize(norm=0.0), "norm"),
+        (lambda: Normalize(scale_cap=0.0).norm_of((2, 3)), "scale_cap"),
+        (lambda: NoiseNormalize(norm=float("inf")), "norm"),
+        (lambda: newton_schulz(torch.ones(2, 3), coefficients=(1.0, 2.0)), "coefficients"),
+    ],
+)
+def test_a_setting_out_of_range_is_refused_by_name(build, message):
+    with pytest.raises(ConfigurationError, match=message):
+        build()
