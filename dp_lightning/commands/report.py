@@ -5,7 +5,6 @@ dpl report digits                       writes <out>/report/<grid>/report.html, 
 """
 
 import argparse
-import hashlib
 from pathlib import Path
 
 from dp_lightning.atomic_files import require_writable
@@ -38,9 +37,7 @@ def main(arguments: list[str]) -> None:
     out = Path("sweeps") if options.out is None else options.out
     grid = Grid.load(path_of(target, grid=True))
     outcomes = outcomes_of(planned_runs(grid, out, options.override))
-    # With overrides, a grid has a separate page.
-    other = f"-{hashlib.sha256(repr(options.override).encode()).hexdigest()[:8]}" if options.override else ""
-    folder = out / "report" / f"{grid.path.stem}{other}"
+    folder = out / "report" / grid.path.stem
     require_writable(folder, "--out")
     page = grid_report(grid, outcomes, folder, override=options.override, spent=spent_together(outcomes))
     page.publish("report")

@@ -6,8 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from dp_lightning.errors import ConfigurationError
-from dp_lightning.experiments.document import Document
-from dp_lightning.experiments.figures import figure, place_on_axis, style
+from dp_lightning.experiments.document import Document, figure, place_on_axis, style
 from dp_lightning.experiments.grid import SEED, Grid
 from dp_lightning.experiments.results import (
     BESIDE,
@@ -57,8 +56,9 @@ def grid_report(
     found = places(grid, outcomes)
     if any(outcome.finished for place in found for outcome in place.outcomes):
         _means(page, grid, found, paper)
-        for kind in grid.report.figures:
-            _FIGURES[kind](page, grid, found, paper)
+        _draw_accuracy(page, grid, found, paper)
+        _draw_curves(page, grid, found)
+        _draw_snr(page, grid, found)
     else:
         page.say("No run is finished" + (f", or no {grid.tuned} is chosen yet." if grid.tuned else "."))
     _runs(page, grid, outcomes, asked)
@@ -66,21 +66,20 @@ def grid_report(
 
 
 def _paper(grid: Grid) -> Paper:
-    name = grid.report.published
-    if name is None:
+    if grid.published is None:
         return {}
     tables = published()["accuracy"]
-    if name not in tables:
-        raise ConfigurationError(f"{grid.path}: report.published is {name!r}; choose from {', '.join(tables)}.")
+    if grid.published not in tables:
+        raise ConfigurationError(f"{grid.path}: published is {grid.published!r}; choose from {', '.join(tables)}.")
     return {
         str(row): {str(column): value for column, value in values.items()}
-        for row, values in tables[name]["values"].items()
+        for row, values in tables[grid.published]["values"].items()
     }
 
 
 def _in_paper(paper: Paper, grid: Grid, place: Place) -> list[float]:
     """The paper's accuracy at a place, and its deviation where the paper has one; empty if it has neither."""
-    row, column = (place.labels.get(str(axis), "") for axis in (grid.report.rows, grid.report.columns))
+    row, column = (place.labels.get(str(axis), "") for axis in grid.rows_and_columns)
     return paper.get(row, {}).get(column, [])
 
 
@@ -120,7 +119,7 @@ def _cell(place: Place, quantity: Quantity) -> str:
 
 def _panels(grid: Grid, found: Sequence[Place], *further: str | None) -> dict[str, list[Place]]:
     """The places by their labels on the axes that are neither rows nor columns, and on further ones, in words."""
-    shown = (grid.report.rows, grid.report.columns)
+    shown = grid.rows_and_columns
     axes = [*(axis for axis in found[0].labels if axis not in shown), *(axis for axis in further if axis is not None)]
     return {
         ", ".join(f"{axis} {label}" for axis, label in zip(axes, labels, strict=True)): here
@@ -130,27 +129,27 @@ def _panels(grid: Grid, found: Sequence[Place], *further: str | None) -> dict[st
 
 def _lines(grid: Grid, here: Sequence[Place]) -> dict[str, list[Place]]:
     """The places of each row, in the order of the columns."""
-    rows = [] if grid.report.rows is None else [grid.report.rows]
-    return {"".join(labels) or "all runs": line for labels, line in grouped(here, rows).items()}
+    row, _ = grid.rows_and_columns
+    return {"".join(labels) or "all runs": line for labels, line in grouped(here, [row] if row else []).items()}
 
 
 def _draw_accuracy(page: Document, grid: Grid, found: Sequence[Place], paper: Paper) -> None:
     """Draw a line for each row over the columns, with deviations over seeds, and the paper's beside it."""
-    y, panels = "Test accuracy after the last step (%)", _panels(grid, found)
+    y, panels, (_, column) = "Test accuracy after the last step (%)", _panels(grid, found), grid.rows_and_columns
     caption = f"{y}{', and the best of the paper (dashed)' if paper else ''}"
     with figure(page, f"{grid.path.stem}_accuracy", caption, panels=len(panels)) as axes:
         for ax, (title, here) in zip(axes, panels.items(), strict=True):
             for number, (row, line) in enumerate(_lines(grid, here).items()):
-                x = place_on_axis(ax, [place.labels.get(str(grid.report.columns), "") for place in line])
+                x = place_on_axis(ax, [place.labels.get(str(column), "") for place in line])
                 bars = [place.deviation(LAST) for place in line]
                 ax.errorbar(x, [place.mean(LAST) for place in line], bars, label=row, capsize=3, **style(number))
                 theirs = [(_in_paper(paper, grid, place) or [math.nan])[0] for place in line]
                 ax.plot(x, theirs, linestyle="--", alpha=0.6, **style(number))
-            ax.set(title=title, xlabel=grid.report.columns or "", ylabel=y)
+            ax.set(title=title, xlabel=column or "", ylabel=y)
 
 
-def _draw_curves(page: Document, grid: Grid, found: Sequence[Place], paper: Paper) -> None:
-    panels = _panels(grid, found, grid.report.columns)
+def _draw_curves(page: Document, grid: Grid, found: Sequence[Place]) -> None:
+    panels = _panels(grid, found, grid.rows_and_columns[1])
     name, caption = f"{grid.path.stem}_curves", "Test accuracy by steps taken, mean over seeds"
     with figure(page, name, caption, panels=len(panels)) as axes:
         for ax, (title, here) in zip(axes, panels.items(), strict=True):
@@ -165,34 +164,17 @@ def _draw_curves(page: Document, grid: Grid, found: Sequence[Place], paper: Pape
             ax.set(title=title, xlabel="steps", ylabel="test accuracy (%)")
 
 
-def _draw_snr(page: Document, grid: Grid, found: Sequence[Place], paper: Paper) -> None:
-    """Draw accuracy over steps and over the signal-to-noise ratio, and say how it correlates with them."""
+def _draw_snr(page: Document, grid: Grid, found: Sequence[Place]) -> None:
+    """Draw the mean accuracy over the steps, and over the signal-to-noise ratio."""
     panels = [(title, here, label) for title, here in _panels(grid, found).items() for label in BESIDE]
-    correlations: dict[str, list[str]] = {}
     name, caption = f"{grid.path.stem}_snr", f"Accuracy beside {' and '.join(BESIDE)}"
     with figure(page, name, caption, panels=len(panels)) as axes:
         for ax, (title, here, label) in zip(axes, panels, strict=True):
             for number, (row, line) in enumerate(_lines(grid, here).items()):
                 means = [(place.mean(BESIDE[label]), place.mean(LAST)) for place in line]
-                pairs = sorted(pair for pair in means if not any(map(math.isnan, pair)))
-                if pairs:
+                if pairs := sorted(pair for pair in means if not any(map(math.isnan, pair))):
                     ax.plot(*zip(*pairs, strict=True), label=row, **style(number))
-                correlations.setdefault(" ".join(filter(None, (title, row))), []).append(_correlation(pairs))
             ax.set(title=title, xlabel=label, ylabel="test accuracy (%)")
-    if any(value != "-" for values in correlations.values() for value in values):
-        page.say(f"Pearson's r of the mean accuracy with each of these, over {grid.report.columns}:")
-        page.table([[grid.report.rows or "", *BESIDE], *([row, *values] for row, values in correlations.items())])
-
-
-def _correlation(pairs: Sequence[tuple[float, float]]) -> str:
-    try:
-        return f"{statistics.correlation(*zip(*pairs, strict=True)):+.2f}" if len(pairs) > 2 else "-"
-    except statistics.StatisticsError:  # one of them does not vary
-        return "-"
-
-
-# The figures by their names in a grid's file.
-_FIGURES = {"accuracy": _draw_accuracy, "curves": _draw_curves, "snr": _draw_snr}
 
 
 def _runs(page: Document, grid: Grid, outcomes: Sequence[Outcome], asked: Sequence[Outcome]) -> None:

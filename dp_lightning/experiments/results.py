@@ -5,7 +5,6 @@ of its points with the first seed; the point that is best at a place, by validat
 there with every seed.
 """
 
-import functools
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
@@ -16,16 +15,14 @@ from typing import Any, TypeVar
 import yaml
 
 from dp_lightning.experiments.grid import SEED, Grid
-from dp_lightning.experiments.runs import RunFolder, is_finished
+from dp_lightning.experiments.runs import RunFolder
 
 Quantity = Callable[[Mapping[str, Any]], float | None]
 
 
-@functools.cache
 def published() -> dict[str, Any]:
     """The tables of Shanmugam et al. 2026 as ``published.yaml`` holds them."""
-    text = files("dp_lightning.experiments").joinpath("published.yaml").read_text(encoding="utf-8")
-    tables: dict[str, Any] = yaml.safe_load(text)
+    tables: dict[str, Any] = yaml.safe_load(files("dp_lightning.experiments").joinpath("published.yaml").read_text())
     return tables
 
 
@@ -37,19 +34,14 @@ class Outcome:
     folder: RunFolder
     result: Mapping[str, Any] | None
 
-    @classmethod
-    def read(cls, labels: Mapping[str, str], folder: RunFolder) -> "Outcome":
-        """Read the folder of a run."""
-        return cls(labels, folder, folder.result)
-
     @property
     def finished(self) -> bool:
         """Whether the run is finished."""
-        return is_finished(self.result)
+        return self.result is not None and self.result["completed"]
 
     def value(self, quantity: Quantity) -> float | None:
         """A quantity of the run; None if the run is not finished or lacks it."""
-        return quantity(self.result) if self.finished and self.result is not None else None
+        return quantity(self.result) if self.result is not None and self.finished else None
 
 
 @dataclass(frozen=True)

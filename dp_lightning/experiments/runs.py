@@ -10,7 +10,6 @@ The id is a hash of the configuration, so that runs with different settings have
 import copy
 import fcntl
 import hashlib
-import itertools
 import json
 import os
 import re
@@ -25,21 +24,12 @@ from typing import IO, Any
 import yaml
 
 from dp_lightning.atomic_files import replacing
-from dp_lightning.errors import DataError
 from dp_lightning.foreign_text import read_json
 
-# What every run writes into result.json.
-_NEEDED = {"completed", "num_steps", "num_steps_planned", "epsilon", "delta", "seconds"}
-_NEEDED |= {"test_accuracy_last", "test_accuracy_best"}
 # Characters of the labels; file systems allow names of up to 255 bytes.
 _LONGEST = 60
 _POLL_SECONDS = 0.5
 _DPL = (sys.executable, "-m", "dp_lightning")
-
-
-def is_finished(result: Mapping[str, Any] | None) -> bool:
-    """Whether a run with this result is finished: all steps are taken, or a setting has ended it early."""
-    return result is not None and result["completed"] is True
 
 
 class RunFolder:
@@ -78,16 +68,15 @@ class RunFolder:
         """
         found = []
         for path in self.root.rglob("result.json"):
-            if (result := result_in(path.parent)) is not None:
-                said = read_facts(path.with_name("privacy_statement.json")).get("release")
-                release = said or "not for release: there is no privacy statement"
-                found.append({**result, "release": release})
-        return max(found, key=lambda one: (one["completed"] is True, one["num_steps"]), default=None)
+            facts = facts_in(path.with_name("privacy_statement.json"))
+            release = facts.get("release", "not for release: there is no privacy statement")
+            found.append({**facts_in(path), "release": release})
+        return max(found, key=lambda one: (one["completed"], one["num_steps"]), default=None)
 
     @property
     def finished(self) -> bool:
-        """Whether the run is finished."""
-        return is_finished(self.result)
+        """Whether the run is finished: all steps are taken, or a setting has ended it early."""
+        return (result := self.result) is not None and result["completed"]
 
     @property
     def abandoned(self) -> int:
@@ -101,14 +90,7 @@ class RunFolder:
         released.
         """
         if self.root.exists():
-            free = (path for number in itertools.count() if not (path := self.path / f"abandoned_{number}").exists())
-            self.root.rename(next(free))
-
-
-def result_in(folder: Path) -> dict[str, Any] | None:
-    """The ``result.json`` of a run's log folder; None if it is missing or incomplete."""
-    result = read_facts(folder / "result.json")
-    return result if result.keys() >= _NEEDED else None
+            self.root.rename(self.path / f"abandoned_{self.abandoned}")
 
 
 def components(trainer: Mapping[str, Any], kind: str) -> list[dict[str, Any]]:
@@ -118,13 +100,9 @@ def components(trainer: Mapping[str, Any], kind: str) -> list[dict[str, Any]]:
     return [one for one in every if isinstance(one, dict) and isinstance(one.get("init_args"), dict)]
 
 
-def read_facts(path: Path) -> dict[str, Any]:
-    """The mapping in a file; empty if the file is missing, cut off, or holds something else."""
-    try:
-        content = read_json(path)
-    except (OSError, DataError):
-        return {}
-    return content if isinstance(content, dict) else {}
+def facts_in(path: Path) -> dict[str, Any]:
+    """The content of a JSON file of a run; empty if the run has not written it."""
+    return read_json(path) if path.is_file() else {}
 
 
 class RunProcess:
