@@ -9,7 +9,7 @@ from pathlib import Path
 
 from dp_lightning.atomic_files import require_writable
 from dp_lightning.commands.named_configs import path_of
-from dp_lightning.commands.sweep import add_grid_options, outcomes_of, planned_runs, spent_together
+from dp_lightning.commands.sweep import add_grid_options, planned_runs, spent_together
 from dp_lightning.errors import ConfigurationError
 from dp_lightning.experiments.grid import Grid
 from dp_lightning.experiments.report import grid_report
@@ -36,10 +36,10 @@ def main(arguments: list[str]) -> None:
         return
     out = Path("sweeps") if options.out is None else options.out
     grid = Grid.load(path_of(target, grid=True))
-    outcomes = outcomes_of(planned_runs(grid, out, options.override))
+    runs = planned_runs(grid, out, options.override)
     folder = out / "report" / grid.path.stem
     require_writable(folder, "--out")
-    page = grid_report(grid, outcomes, folder, override=options.override, spent=spent_together(outcomes))
+    page = grid_report(grid, runs, folder, override=options.override, spent=spent_together(runs))
     page.publish("report")
 
 

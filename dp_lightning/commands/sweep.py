@@ -12,7 +12,7 @@ import time
 from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import yaml
 
@@ -21,17 +21,8 @@ from dp_lightning.commands.named_configs import path_of
 from dp_lightning.errors import ConfigurationError, DpLightningError
 from dp_lightning.experiments.grid import SEED, Cell, Grid
 from dp_lightning.experiments.launchers import LAUNCHERS
-from dp_lightning.experiments.results import Outcome, needed, places, shown_duration, shown_epsilon
-from dp_lightning.experiments.runs import RunFolder, components
-
-
-class PlannedRun(NamedTuple):
-    """A run of a grid: its options of ``dpl fit`` with the overrides, all its settings, and its folder."""
-
-    cell: Cell
-    arguments: tuple[str, ...]
-    settings: dict[str, Any]
-    folder: RunFolder
+from dp_lightning.experiments.results import Run, needed, places, shown_duration, shown_epsilon
+from dp_lightning.experiments.runs import RunFolder
 
 
 def main(arguments: list[str]) -> None:
@@ -44,18 +35,19 @@ def main(arguments: list[str]) -> None:
     grid = Grid.load(path_of(options.grid, grid=True))
     runs = planned_runs(grid, options.out, options.override)
     if options.dry_run:
-        _print_prices(grid, _needed(grid, runs))
+        _print_prices(grid, needed(grid, runs))
         return
     require_writable(options.out, "--out")
-    failed = _launch(grid, _needed(grid, runs), options)
+    failed = _launch(grid, needed(grid, runs), options)
+    runs = [run.read() for run in runs]
     if not failed and grid.tuned is not None and SEED in grid.axes:
-        if any(place.chosen is None for place in places(grid, outcomes_of(runs))):
+        if any(place.chosen is None for place in places(grid, runs)):
             raise ConfigurationError(
                 f"{grid.path}: {grid.tuned} is chosen by validation accuracy, and some runs have none. Keep some "
                 "training images for it: val_fraction of the data (or of its images) above 0."
             )
-        failed = _launch(grid, _needed(grid, runs), options)
-    print(spent_together(outcomes_of(runs)))
+        failed = _launch(grid, needed(grid, runs), options)
+    print(spent_together(runs))
     if failed:
         names = "".join(f"\n  {run.cell.name}: {run.folder.log}" for run in failed)
         print(f"{len(failed)} runs failed; their logs say why. The same command resumes them:{names}", file=sys.stderr)
@@ -63,30 +55,19 @@ def main(arguments: list[str]) -> None:
     print("All runs are finished. dpl report, with the same grid, --out and --override, writes tables and figures.")
 
 
-def _needed(grid: Grid, runs: Sequence[PlannedRun]) -> list[PlannedRun]:
-    """The runs that the grid needs: where an axis is tuned, the other seeds wait for the choice by the first seed."""
-    folders = {outcome.folder.path for outcome in needed(grid, outcomes_of(runs))}
-    return [run for run in runs if run.folder.path in folders]
-
-
-def outcomes_of(runs: Sequence[PlannedRun]) -> list[Outcome]:
-    """What is in the folders of the runs."""
-    return [Outcome(run.cell.labels, run.folder, run.folder.result) for run in runs]
-
-
-def spent_together(outcomes: Sequence[Outcome]) -> str:
+def spent_together(runs: Sequence[Run]) -> str:
     """What all runs have spent on the same data, attempts that were set aside included; empty before the first step."""
     from dp_lightning.commands.total import total_epsilon
     from dp_lightning.privacy.journal import journals_in
 
-    folders = [outcome.folder.path for outcome in outcomes if journals_in(outcome.folder.path)]
+    folders = [run.folder.path for run in runs if journals_in(run.folder.path)]
     try:
         return f"{total_epsilon(folders).sentence}." if folders else ""
     except DpLightningError as error:
         return f"What all runs have spent together is unknown: {error}"
 
 
-def planned_runs(grid: Grid, out: Path, override: Sequence[str]) -> list[PlannedRun]:
+def planned_runs(grid: Grid, out: Path, override: Sequence[str]) -> list[Run]:
     """The runs of a grid with their whole configurations, in folders in ``out``.
 
     Args:
@@ -98,33 +79,26 @@ def planned_runs(grid: Grid, out: Path, override: Sequence[str]) -> list[Planned
     # Imported here, so that --help answers at once.
     from dp_lightning.commands.composition import Composer
 
-    extra = [f"--{text}" for text in override]
     compose = Composer()
-    runs: list[PlannedRun] = []
+    runs: list[Run] = []
     cells: dict[str, Cell] = {}
-    for cell in grid.cells():
-        place = f"{grid.path}, run {cell.name}"
+    for cell in grid.cells([f"--{text}" for text in override]):
         try:
-            settings = compose([*cell.arguments, *extra])
+            settings = compose(cell.arguments)
         except DpLightningError as error:
-            raise type(error)(f"{place}: {error}") from error
+            raise type(error)(f"{grid.path}, run {cell.name}: {error}") from error
         # Where a run writes does not change what it does.
         settings["trainer"].pop("default_root_dir", None)
-        keepers = components(settings["trainer"], "callbacks")
-        if any(callback["init_args"].get("dirpath") is not None for callback in keepers):
-            raise ConfigurationError(
-                f"{place}: dirpath of a callback is set. Each run of a grid keeps its checkpoints in its own folder; "
-                "remove it."
-            )
-        runs.append(PlannedRun(cell, (*cell.arguments, *extra), settings, RunFolder.of(out, cell.name, settings)))
+        folder = RunFolder.of(out, cell.name, settings)
+        runs.append(Run(cell, settings, folder, folder.result))
         if (other := cells.setdefault(json.dumps(settings, sort_keys=True, default=str), cell)) is not cell:
             raise ConfigurationError(f"{grid.path}: the runs {other.name} and {cell.name} have the same settings.")
     return runs
 
 
-def _launch(grid: Grid, runs: Sequence[PlannedRun], options: argparse.Namespace) -> list[PlannedRun]:
+def _launch(grid: Grid, runs: Sequence[Run], options: argparse.Namespace) -> list[Run]:
     """Launch the runs that are not finished, print a line when one ends, and return the runs that failed."""
-    waiting = {str(run.folder.path): run for run in runs if not run.folder.finished}
+    waiting = {str(run.folder.path): run for run in runs if not run.finished}
     print(f"{grid.title}: {len(runs)} runs, {len(runs) - len(waiting)} finished, in {options.out}", flush=True)
     for run in waiting.values():
         run.folder.prepare(run.settings)
@@ -135,17 +109,17 @@ def _launch(grid: Grid, runs: Sequence[PlannedRun], options: argparse.Namespace)
     # Closing the results stops the runs, so they are closed whatever interrupts the loop, a signal too.
     with closing(LAUNCHERS[options.launcher](list(waiting), launcher_options)) as results:
         for number, (folder, status) in enumerate(results if waiting else (), start=1):
-            run = waiting[folder]
+            run = waiting[folder].read()
             left = (time.monotonic() - started) / number * (len(waiting) - number)
             print(f"[{number}/{len(waiting)}] {_outcome(run, status)}; about {shown_duration(left)} left", flush=True)
-            if not run.folder.finished:
+            if not run.finished:
                 failed.append(run)
     return failed
 
 
-def _outcome(run: PlannedRun, status: int) -> str:
-    result = run.folder.result
-    if result is None or not result["completed"]:
+def _outcome(run: Run, status: int) -> str:
+    result = run.result
+    if result is None or not run.finished:
         return f"{run.cell.name} FAILED with status {status}, see {run.folder.log}"
     accuracy = result["test_accuracy_last"]
     shown = "no test set" if accuracy is None else f"test accuracy {100 * accuracy:.1f} %"
@@ -153,23 +127,22 @@ def _outcome(run: PlannedRun, status: int) -> str:
     return f"{run.cell.name}: {shown}, epsilon {epsilon}, {shown_duration(result['seconds'])}"
 
 
-def _print_prices(grid: Grid, runs: Sequence[PlannedRun]) -> None:
+def _print_prices(grid: Grid, runs: Sequence[Run]) -> None:
     from dp_lightning.commands.pricing import Pricing
 
     print(f"{grid.title}: {len(runs)} runs")
     price = Pricing()
     left = []
     for run in runs:
-        finished = run.folder.finished
-        print(f"\n{run.cell.name}" + (" (finished)" if finished else ""))
-        print(f"  {shlex.join(['dpl', 'fit', *run.arguments])}")
+        print(f"\n{run.cell.name}" + (" (finished)" if run.finished else ""))
+        print(f"  {shlex.join(['dpl', 'fit', *run.cell.arguments])}")
         try:
             plan, seconds = price(run.settings)
         except DpLightningError as error:
             print(f"  no price: {error}", flush=True)
             continue
         if seconds is not None:
-            left.append(0.0 if finished else seconds)
+            left.append(0.0 if run.finished else seconds)
         print(
             f"  epsilon {shown_epsilon(plan.epsilon())}, delta {plan.delta:g}, sigma {plan.noise_multiplier:.4g}, "
             f"{plan.num_steps} steps, {'time unknown' if seconds is None else f'about {shown_duration(seconds)} here'}",

@@ -16,7 +16,7 @@ a configuration of the package.
 
 import itertools
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -114,8 +114,8 @@ class Grid:
         first, second, *_ = *(axis for axis in self.axes if axis not in (self.tuned, SEED)), None, None
         return (None, first) if second is None else (first, second)
 
-    def cells(self) -> Iterator[Cell]:
-        """The runs of the grid; the last axis varies fastest."""
+    def cells(self, further: Iterable[str] = ()) -> Iterator[Cell]:
+        """The runs of the grid, with further options of ``dpl fit``; the last axis varies fastest."""
         for points in itertools.product(*self.axes.values()):
             configs = [*self.base, *(config for point in points for config in point.configs)]
             settings = dict(self.settings)
@@ -124,7 +124,7 @@ class Grid:
             arguments = [option for config in configs for option in ("--config", config)]
             arguments += [f"--{name}={_text(value)}" for name, value in settings.items()]
             labels = {axis: point.label for axis, point in zip(self.axes, points, strict=True)}
-            yield Cell(labels, tuple(arguments))
+            yield Cell(labels, (*arguments, *further))
 
 
 def _points(path: Path, place: str, content: Any) -> tuple[Point, ...]:

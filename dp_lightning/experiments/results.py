@@ -8,13 +8,13 @@ there with every seed.
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.resources import files
 from typing import Any, TypeVar
 
 import yaml
 
-from dp_lightning.experiments.grid import SEED, Grid
+from dp_lightning.experiments.grid import SEED, Cell, Grid
 from dp_lightning.experiments.runs import RunFolder
 
 Quantity = Callable[[Mapping[str, Any]], float | None]
@@ -27,12 +27,29 @@ def published() -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """A run of a grid, its folder and its result."""
+class Run:
+    """A run of a grid.
 
-    labels: Mapping[str, str]
+    Attributes:
+        cell: Labels of the run, and its options of ``dpl fit``.
+        settings: Its whole configuration.
+        folder: Folder of the run.
+        result: The result in the folder when it was read; None if there was none.
+    """
+
+    cell: Cell
+    settings: Mapping[str, Any]
     folder: RunFolder
     result: Mapping[str, Any] | None
+
+    def read(self) -> "Run":
+        """The run with the result that its folder has now."""
+        return replace(self, result=self.folder.result)
+
+    @property
+    def labels(self) -> Mapping[str, str]:
+        """Label of the run's point on each axis."""
+        return self.cell.labels
 
     @property
     def finished(self) -> bool:
@@ -50,17 +67,17 @@ class Place:
 
     Attributes:
         labels: The labels of the place's points.
-        outcomes: The runs; none as long as the point on the tuned axis is not chosen.
+        runs: The runs; none as long as the point on the tuned axis is not chosen.
         chosen: The label of that point; None if it is not chosen, or no axis is tuned.
     """
 
     labels: Mapping[str, str]
-    outcomes: tuple[Outcome, ...]
+    runs: tuple[Run, ...]
     chosen: str | None
 
     def values(self, quantity: Quantity) -> list[float]:
         """A quantity of the finished runs that have it."""
-        return [value for outcome in self.outcomes if (value := outcome.value(quantity)) is not None]
+        return [value for run in self.runs if (value := run.value(quantity)) is not None]
 
     def mean(self, quantity: Quantity) -> float:
         """The mean of a quantity over the seeds; NaN if no finished run has it."""
@@ -71,16 +88,16 @@ class Place:
         return statistics.stdev(values) if len(values := self.values(quantity)) > 1 else math.nan
 
 
-_Labelled = TypeVar("_Labelled", Outcome, Place)
+_Labelled = TypeVar("_Labelled", Run, Place)
 
 
-def places(grid: Grid, outcomes: Sequence[Outcome]) -> list[Place]:
+def places(grid: Grid, runs: Sequence[Run]) -> list[Place]:
     """The places of a grid, in its order."""
     axes = [axis for axis in grid.axes if axis not in (grid.tuned, SEED)]
     found = []
-    for labels, here in grouped(outcomes, axes).items():
+    for labels, here in grouped(runs, axes).items():
         chosen = None if grid.tuned is None else _best(grid, grid.tuned, here)
-        shown = here if grid.tuned is None else [o for o in here if o.labels[grid.tuned] == chosen]
+        shown = here if grid.tuned is None else [run for run in here if run.labels[grid.tuned] == chosen]
         found.append(Place(dict(zip(axes, labels, strict=True)), tuple(shown), chosen))
     return found
 
@@ -93,25 +110,25 @@ def grouped(every: Sequence[_Labelled], axes: Sequence[str]) -> dict[tuple[str, 
     return groups
 
 
-def is_first(grid: Grid, labels: Mapping[str, str]) -> bool:
+def _is_first(grid: Grid, labels: Mapping[str, str]) -> bool:
     """Whether a run has the first seed."""
     return SEED not in grid.axes or labels[SEED] == grid.axes[SEED][0].label
 
 
-def _best(grid: Grid, tuned: str, outcomes: Sequence[Outcome]) -> str | None:
+def _best(grid: Grid, tuned: str, runs: Sequence[Run]) -> str | None:
     """The best label of the tuned axis at a place.
 
     None where a run with the first seed is not finished, or has no validation accuracy.
     """
-    tried = {o.labels[tuned]: o.value(VALIDATION) for o in outcomes if is_first(grid, o.labels)}
+    tried = {run.labels[tuned]: run.value(VALIDATION) for run in runs if _is_first(grid, run.labels)}
     known = {label: value for label, value in tried.items() if value is not None}
     return max(known, key=lambda label: known[label]) if len(known) == len(tried) else None
 
 
-def needed(grid: Grid, outcomes: Sequence[Outcome]) -> list[Outcome]:
+def needed(grid: Grid, runs: Sequence[Run]) -> list[Run]:
     """The runs that the grid needs, as far as that is known, in their order: all of them without a tuned axis."""
-    shown = {id(outcome) for place in places(grid, outcomes) for outcome in place.outcomes}
-    return [o for o in outcomes if id(o) in shown or (grid.tuned is not None and is_first(grid, o.labels))]
+    shown = {run.folder.path for place in places(grid, runs) for run in place.runs}
+    return [r for r in runs if r.folder.path in shown or (grid.tuned is not None and _is_first(grid, r.labels))]
 
 
 def per_cent(key: str) -> Quantity:

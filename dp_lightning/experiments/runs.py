@@ -54,9 +54,13 @@ class RunFolder:
     def prepare(self, settings: Mapping[str, Any]) -> None:
         """Write the configuration of the run, whose files all go into this folder."""
         trainer = {**copy.deepcopy(settings["trainer"]), "default_root_dir": str(self.root)}
-        for logger in components(trainer, "logger"):
-            if "save_dir" in logger["init_args"]:
-                logger["init_args"]["save_dir"] = str(self.root)
+        for kind in ("logger", "callbacks"):
+            given = trainer.get(kind)
+            for one in given if isinstance(given, list) else [given]:
+                options = one.get("init_args", {}) if isinstance(one, dict) else {}
+                options.pop("dirpath", None)  # of checkpoints: without it they are in the log folder
+                if "save_dir" in options:
+                    options["save_dir"] = str(self.root)
         with replacing(self.config) as file:
             file.write(yaml.safe_dump({**settings, "trainer": trainer}, sort_keys=False).encode())
 
@@ -91,13 +95,6 @@ class RunFolder:
         """
         if self.root.exists():
             self.root.rename(self.path / f"abandoned_{self.abandoned}")
-
-
-def components(trainer: Mapping[str, Any], kind: str) -> list[dict[str, Any]]:
-    """The settings of a trainer's ``logger`` or ``callbacks`` that have arguments."""
-    given = trainer.get(kind)
-    every = given if isinstance(given, list) else [given]
-    return [one for one in every if isinstance(one, dict) and isinstance(one.get("init_args"), dict)]
 
 
 def facts_in(path: Path) -> dict[str, Any]:

@@ -55,10 +55,11 @@ def test_the_folder_is_named_by_labels_and_settings_for_every_file_system(tmp_pa
     assert RunFolder.of(tmp_path, "name", {**settings, "seed_everything": 43}).path != first
 
 
-def test_loggers_write_in_the_folder_of_the_run(tmp_path):
+def test_loggers_and_checkpoints_write_in_the_folder_of_the_run(tmp_path):
     logger = {"class_path": "CSVLogger", "init_args": {"save_dir": "/elsewhere", "name": "n"}}
+    keeper = {"class_path": "ModelCheckpoint", "init_args": {"dirpath": "/elsewhere"}}
     for given in (logger, [True, logger], None, True):
-        settings = {"trainer": {"logger": given}}
+        settings = {"trainer": {"logger": given, "callbacks": [keeper]}}
         folder = RunFolder.of(tmp_path, "name", settings)
         folder.prepare(settings)
         assert "/elsewhere" not in folder.config.read_text()

@@ -13,7 +13,7 @@ from dp_lightning.errors import ConfigurationError
 from dp_lightning.experiments import report
 from dp_lightning.experiments.grid import Grid
 from dp_lightning.experiments.report import grid_report
-from dp_lightning.experiments.results import Outcome, published, shown_epsilon
+from dp_lightning.experiments.results import Run, published, shown_epsilon
 from dp_lightning.experiments.runs import RunFolder
 
 AXES = {
@@ -25,7 +25,7 @@ EPSILONS = {**AXES, "epsilon": {"setting": "e", "values": [2, 8]}}
 TUNED = {"method": AXES["method"], "lr": {"setting": "l", "values": [1, 3, 9]}, "seed": AXES["seed"]}
 
 
-FIGURES = ("accuracy", "curves", "snr")
+FIGURES = ("accuracy", "curves")
 
 
 def grid_of(tmp_path, axes=AXES, **more):
@@ -60,7 +60,7 @@ def outcomes(tmp_path, grid, skip=(), release="ok", **more):
         (folder.root / "version_0").mkdir(parents=True)
         (folder.root / "version_0" / "result.json").write_text(json.dumps(result))
         (folder.root / "version_0" / "privacy_statement.json").write_text(json.dumps({"release": release}))
-        found.append(Outcome(cell.labels, folder, folder.result))
+        found.append(Run(cell, {}, folder, folder.result))
     return found
 
 
@@ -107,14 +107,14 @@ def test_a_tuned_axis_is_chosen_by_the_validation_accuracy_of_the_first_seed(tmp
     assert "8 of 8 runs are finished" in text
     assert "of 1, 3, 9 with the first seed" in text
     assert row(text, "DP-SGD", "3", "44.0 ± 1.4", "51.0 ± 1.4")
-    assert row(text, "DP-Muon", "1 (edge)", "42.0 ± 1.4", "51.0 ± 1.4")
+    assert row(text, "DP-Muon", "1", "42.0 ± 1.4", "51.0 ± 1.4")
 
 
 def test_nothing_is_chosen_before_the_first_seed_is_finished_everywhere(tmp_path):
     text = tuned(tmp_path, by_seed, [("DP-SGD", "1", "42")])
     assert "6 of 7 runs are finished" in text  # the second seed of DP-SGD is not known yet
     assert row(text, "DP-SGD", "-", "-", "-")
-    assert row(text, "DP-Muon", "1 (edge)", "42.0 ± 1.4", "51.0 ± 1.4")
+    assert row(text, "DP-Muon", "1", "42.0 ± 1.4", "51.0 ± 1.4")
     assert "| DP-SGD | 1 | 42 | - | - | - | - | - | - | not started |" in text
 
 
@@ -147,7 +147,7 @@ def test_what_is_missing_or_of_note_is_said(tmp_path):
 
 def test_a_grid_of_which_nothing_has_run_has_a_page_too(tmp_path):
     grid = grid_of(tmp_path, published="cifar10_batch")
-    empty = [Outcome(cell.labels, RunFolder(tmp_path / cell.name), None) for cell in grid.cells()]
+    empty = [Run(cell, {}, RunFolder(tmp_path / cell.name), None) for cell in grid.cells()]
     text = grid_report(grid, empty, tmp_path).markdown()
     assert "0 of 12 runs are finished" in text
     assert "No run is finished." in text
@@ -160,7 +160,7 @@ def test_other_axes_have_panels_of_their_own(tmp_path):
     page = grid_report(grid, outcomes(tmp_path, grid), tmp_path)
     assert row(page.markdown(), "DP-Muon", "512", "8", "46.0 ± 1.4", "56.0 ± 1.4")
     page.publish("report")
-    for kind, count in (("accuracy", 2), ("curves", 6), ("snr", 4)):
+    for kind, count in (("accuracy", 6), ("curves", 6)):
         assert len(re.findall(">epsilon [28]", (tmp_path / f"small_{kind}.svg").read_text())) == count
 
 
@@ -191,31 +191,27 @@ def test_a_grid_without_rows_or_columns_has_a_single_one(tmp_path, missing, cell
 
 
 def test_figures_draw_means_and_deviations_over_seeds_beside_the_papers(tmp_path, monkeypatch):
-    lines, bars = {}, []
+    made = {}
 
     @contextmanager
     def drawn(page, name, caption, *, panels=1):
-        made = Figure().subplots(1, panels, squeeze=False).flatten()
-        yield made
-        for ax in made:
-            for line in ax.get_lines():
-                points = [float(y) for y in line.get_ydata()]
-                lines.setdefault((name, str(line.get_label()).partition("_child")[0]), []).append(points)
-            for container in ax.containers:
-                lines[name, container.get_label()] = [[float(y) for y in container.lines[0].get_ydata()]]
-                if container.get_label() == "DP-Muon":
-                    bars.extend(float(top - bottom) for (_, bottom), (_, top) in container.lines[2][0].get_segments())
+        made[name] = Figure().subplots(1, panels, squeeze=False).flatten()
+        yield made[name]
 
     monkeypatch.setattr(report, "figure", drawn)
     grid = grid_of(tmp_path, published="cifar10_batch")
     grid_report(grid, outcomes(tmp_path, grid), tmp_path)
-    assert lines["small_accuracy", "DP-Muon"] == [pytest.approx([41.0, 46.0, 51.0])]
-    assert bars == pytest.approx([2 * 2**0.5] * 3)
+    for ax, xs in zip(made["small_accuracy"], ([0, 1, 2], [100, 50, 6], [0.256, 0.512, 4.096]), strict=True):
+        ((points, _, (bars,)),) = (drawn for drawn in ax.containers if drawn.get_label() == "DP-Muon")
+        assert list(points.get_xdata()) == pytest.approx(xs)
+        assert list(points.get_ydata()) == pytest.approx([41.0, 46.0, 51.0])
+        assert [top - bottom for (_, bottom), (_, top) in bars.get_segments()] == pytest.approx([2 * 2**0.5] * 3)
     table = published()["accuracy"]["cifar10_batch"]["values"]["DP-Muon"]
-    assert [table[size][0] for size in (256, 512, 4096)] in lines["small_accuracy", ""]
-    assert lines["small_curves", "DP-Muon"] == [pytest.approx([10.0, 51.0 + up, 41.0 + up]) for up in (0, 5, 10)]
-    # Over the steps, fewest first, and over the ratio.
-    assert lines["small_snr", "DP-Muon"] == [pytest.approx([51.0, 46.0, 41.0]), pytest.approx([41.0, 46.0, 51.0])]
+    dashed = [list(line.get_ydata()) for line in made["small_accuracy"][0].get_lines() if line.get_linestyle() == "--"]
+    assert [table[size][0] for size in (256, 512, 4096)] in dashed
+    for ax, rise in zip(made["small_curves"], (0, 5, 10), strict=True):
+        (curve,) = (line.get_ydata() for line in ax.get_lines() if line.get_label() == "DP-Muon")
+        assert list(curve) == pytest.approx([10.0, 51.0 + rise, 41.0 + rise])
 
 
 def test_the_page_needs_no_other_file_and_shows_labels_as_they_are(tmp_path):
@@ -230,7 +226,7 @@ def test_the_page_needs_no_other_file_and_shows_labels_as_they_are(tmp_path):
         result |= {"completed": True, "test_accuracy_last": 0.5, "test_accuracy_best": 0.5}
         result |= {"test_accuracy_curve": [0.1, 0.5], "evaluated_after_steps": [1, 2]}
         (folder.root / "result.json").write_text(json.dumps(result))
-        found.append(Outcome(cell.labels, folder, folder.result))
+        found.append(Run(cell, {}, folder, folder.result))
     page = grid_report(grid, found, tmp_path)
     page.publish("report")
     text = page.markdown()
@@ -240,7 +236,7 @@ def test_the_page_needs_no_other_file_and_shows_labels_as_they_are(tmp_path):
     assert "<title>Small &lt;grid&gt;</title>" in html
     assert "<td>a*b|c_</td>" in html
     sources = re.findall(r'(?:src|href)="([^"]{0,20})', html)
-    assert sum(source.startswith("data:image/svg") for source in sources) == 3
+    assert sum(source.startswith("data:image/svg") for source in sources) == 2
     for kind in FIGURES:
         drawn = (tmp_path / f"small_{kind}.svg").read_text()
         assert "a*b|c_" in drawn
