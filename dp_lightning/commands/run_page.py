@@ -95,12 +95,7 @@ def _evaluations(page: Document, curves: Mapping[str, Curve]) -> None:
     if not curves:
         page.say("Nothing was evaluated during the run, or nothing was logged for TensorBoard.")
         return
-    page.say(
-        "On validation and test images. No noise protects those, so these numbers are outside the guarantee, and the "
-        "best of them is chosen on these images."
-    )
-    rows = [[tag, f"{curve[max(curve)]:.4g}", f"{max(curve.values()):.4g}"] for tag, curve in curves.items()]
-    page.table([["", "last", "highest"], *rows])
+    page.say("On validation and test images. No noise protects those: these numbers are outside the guarantee.")
     names = sorted({tag.rpartition("/")[2] for tag in curves}, key=lambda name: (name != "accuracy", name))
     with figure(page, "evaluations", "Evaluations by steps taken", panels=len(names)) as axes:
         for ax, name in zip(axes, names, strict=True):

@@ -5,7 +5,6 @@ import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from dp_lightning.errors import ConfigurationError
 from dp_lightning.experiments.document import Document, figure, place_on_axis, style
 from dp_lightning.experiments.grid import SEED, Grid
 from dp_lightning.experiments.results import (
@@ -13,7 +12,6 @@ from dp_lightning.experiments.results import (
     BEST,
     LAST,
     Place,
-    Quantity,
     Run,
     grouped,
     needed,
@@ -36,7 +34,7 @@ def grid_report(
         spent: Sentence on the epsilon that all runs have spent together.
 
     Raises:
-        ConfigurationError: if matplotlib is not installed, or the grid names a table that the paper does not have.
+        ConfigurationError: if matplotlib is not installed.
     """
     paper = _paper(grid)
     page = Document(grid.title, folder)
@@ -65,15 +63,8 @@ def grid_report(
 
 
 def _paper(grid: Grid) -> Paper:
-    if grid.published is None:
-        return {}
-    tables = published()["accuracy"]
-    if grid.published not in tables:
-        raise ConfigurationError(f"{grid.path}: published is {grid.published!r}; choose from {', '.join(tables)}.")
-    return {
-        str(row): {str(column): value for column, value in values.items()}
-        for row, values in tables[grid.published]["values"].items()
-    }
+    values = published()["accuracy"][grid.published]["values"] if grid.published else {}
+    return {str(row): {str(column): value for column, value in columns.items()} for row, columns in values.items()}
 
 
 def _in_paper(paper: Paper, grid: Grid, place: Place) -> list[float]:
@@ -106,10 +97,10 @@ def _means(page: Document, grid: Grid, found: Sequence[Place], paper: Paper) -> 
     page.table(rows)
 
 
-def _cell(place: Place, quantity: Quantity) -> str:
-    if not (values := place.values(quantity)):
+def _cell(place: Place, key: str) -> str:
+    if not (values := place.values(key)):
         return "-"
-    text = f"{place.mean(quantity):.1f}" + (f" ± {place.deviation(quantity):.1f}" if len(values) > 1 else "")
+    text = f"{place.mean(key):.1f}" + (f" ± {place.deviation(key):.1f}" if len(values) > 1 else "")
     planned = len(place.runs)
     return text if len(values) == planned else f"{text} ({len(values)} of {planned})"
 
@@ -140,13 +131,13 @@ def _draw_accuracy(page: Document, grid: Grid, found: Sequence[Place], paper: Pa
             for number, (row, line) in enumerate(_lines(grid, here).items()):
                 means, bars = ([value(place, LAST) for place in line] for value in (Place.mean, Place.deviation))
                 if label in BESIDE:
-                    ax.errorbar([place.mean(BESIDE[label]) for place in line], means, bars, label=row, **style(number))
+                    ax.errorbar([place.mean(label) for place in line], means, bars, label=row, **style(number))
                 else:
                     x = place_on_axis(ax, [place.labels.get(label, "") for place in line])
                     ax.errorbar(x, means, bars, label=row, **style(number))
                     theirs = [(_in_paper(paper, grid, place) or [math.nan])[0] for place in line]
                     ax.plot(x, theirs, linestyle="--", alpha=0.6, **style(number))
-            ax.set(title=title, xlabel=label, ylabel=y)
+            ax.set(title=title, xlabel=BESIDE.get(label, label), ylabel=y)
 
 
 def _draw_curves(page: Document, grid: Grid, found: Sequence[Place]) -> None:
@@ -177,7 +168,7 @@ def _runs(page: Document, grid: Grid, runs: Sequence[Run], asked: Sequence[Run])
         numbers = ["-"] * 6
         if result is not None:
             taken, planned = result["num_steps"], result["num_steps_planned"]
-            numbers = ["-" if value is None else f"{value:.1f}" for value in (LAST(result), BEST(result))]
+            numbers = ["-" if result[key] is None else f"{100 * result[key]:.1f}" for key in (LAST, BEST)]
             numbers += [shown_epsilon(result["epsilon"]), f"{result['delta']:g}"]
             numbers += [str(taken) if taken == planned else f"{taken} of {planned}", f"{result['seconds']:.0f}"]
             if (evaluated := (result.get("evaluated_after_steps") or [taken])[-1]) < taken:

@@ -7,7 +7,7 @@ there with every seed.
 
 import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.resources import files
 from typing import Any, TypeVar
@@ -17,7 +17,10 @@ import yaml
 from dp_lightning.experiments.grid import SEED, Cell, Grid
 from dp_lightning.experiments.runs import RunFolder
 
-Quantity = Callable[[Mapping[str, Any]], float | None]
+#: Accuracy after the last step on test images, the best one over evaluations, and the last one on validation images.
+LAST, BEST, VALIDATION = "test_accuracy_last", "test_accuracy_best", "val_accuracy_last"
+#: Numbers that accuracy is compared with, in words.
+BESIDE = {"num_steps": "steps", "snr_first_epoch": "signal-to-noise ratio, first epoch"}
 
 
 def published() -> dict[str, Any]:
@@ -56,9 +59,10 @@ class Run:
         """Whether the run is finished."""
         return self.result is not None and self.result["completed"]
 
-    def value(self, quantity: Quantity) -> float | None:
-        """A quantity of the run; None if the run is not finished or lacks it."""
-        return quantity(self.result) if self.result is not None and self.finished else None
+    def value(self, key: str) -> float | None:
+        """A number of the result, an accuracy in per cent; None if the run is not finished or lacks it."""
+        value = self.result.get(key) if self.result is not None and self.finished else None
+        return value if value is None or "accuracy" not in key else 100 * value
 
 
 @dataclass(frozen=True)
@@ -75,17 +79,17 @@ class Place:
     runs: tuple[Run, ...]
     chosen: str | None
 
-    def values(self, quantity: Quantity) -> list[float]:
-        """A quantity of the finished runs that have it."""
-        return [value for run in self.runs if (value := run.value(quantity)) is not None]
+    def values(self, key: str) -> list[float]:
+        """A number of the results of the finished runs that have it."""
+        return [value for run in self.runs if (value := run.value(key)) is not None]
 
-    def mean(self, quantity: Quantity) -> float:
-        """The mean of a quantity over the seeds; NaN if no finished run has it."""
-        return statistics.fmean(values) if (values := self.values(quantity)) else math.nan
+    def mean(self, key: str) -> float:
+        """The mean of a number over the seeds; NaN if no finished run has it."""
+        return statistics.fmean(values) if (values := self.values(key)) else math.nan
 
-    def deviation(self, quantity: Quantity) -> float:
-        """The standard deviation of a sample, n - 1, of a quantity over the seeds; NaN for fewer than two runs."""
-        return statistics.stdev(values) if len(values := self.values(quantity)) > 1 else math.nan
+    def deviation(self, key: str) -> float:
+        """The standard deviation of a sample, n - 1, of a number over the seeds; NaN for fewer than two runs."""
+        return statistics.stdev(values) if len(values := self.values(key)) > 1 else math.nan
 
 
 _Labelled = TypeVar("_Labelled", Run, Place)
@@ -129,20 +133,6 @@ def needed(grid: Grid, runs: Sequence[Run]) -> list[Run]:
     """The runs that the grid needs, as far as that is known, in their order: all of them without a tuned axis."""
     shown = {run.folder.path for place in places(grid, runs) for run in place.runs}
     return [r for r in runs if r.folder.path in shown or (grid.tuned is not None and _is_first(grid, r.labels))]
-
-
-def per_cent(key: str) -> Quantity:
-    """The accuracy that ``result.json`` has under a key, in per cent."""
-    return lambda result: None if result.get(key) is None else 100 * result[key]
-
-
-#: Accuracy after the last step on test images, the best one over evaluations, and the last one on validation images.
-LAST, BEST, VALIDATION = map(per_cent, ("test_accuracy_last", "test_accuracy_best", "val_accuracy_last"))
-#: Quantities that accuracy is compared with, by name.
-BESIDE: Mapping[str, Quantity] = {
-    "steps": lambda result: float(result["num_steps"]),
-    "signal-to-noise ratio, first epoch": lambda result: result.get("snr_first_epoch"),
-}
 
 
 def shown_epsilon(epsilon: float | str) -> str:
