@@ -12,7 +12,6 @@ import time
 from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
-from typing import Any
 
 import yaml
 
@@ -102,7 +101,8 @@ def _launch(grid: Grid, runs: Sequence[Run], options: argparse.Namespace) -> lis
     print(f"{grid.title}: {len(runs)} runs, {len(runs) - len(waiting)} finished, in {options.out}", flush=True)
     for run in waiting.values():
         run.folder.prepare(run.settings)
-    launcher_options = dict(_option(text) for text in options.launcher_option)
+    pairs = (text.partition("=") for text in options.launcher_option)
+    launcher_options = {name: yaml.safe_load(value) for name, _, value in pairs}
     if options.jobs is not None:
         launcher_options["jobs"] = options.jobs
     failed, started = [], time.monotonic()
@@ -157,18 +157,10 @@ def _print_prices(grid: Grid, runs: Sequence[Run]) -> None:
     )
 
 
-def _option(text: str) -> tuple[str, Any]:
-    name, equals, value = text.partition("=")
-    if not equals:
-        raise ConfigurationError(f"--launcher-option {text}: give name=value, such as timeout_min=600.")
-    return name, yaml.safe_load(value)
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="dpl sweep", description=__doc__, allow_abbrev=False)
     parser.add_argument("grid", type=Path, metavar="GRID", help="a file, or a name that `dpl configs` lists, as digits")
     add_grid_options(parser)
-    parser.set_defaults(out=Path("sweeps"))
     parser.add_argument("--dry-run", action="store_true", help="print the commands and what each run costs")
     parser.add_argument("--launcher", choices=sorted(LAUNCHERS), default="local", help="default: local")
     parser.add_argument("--jobs", type=int, help="runs at a time, for local (default: one per GPU) and slurm")
@@ -184,7 +176,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def add_grid_options(parser: argparse.ArgumentParser) -> None:
     """Add the options that `dpl sweep` and `dpl report` share: they determine the folders of the runs."""
-    parser.add_argument("--out", type=Path, help="folder of the runs of a grid; default: sweeps")
+    parser.add_argument("--out", type=Path, default=Path("sweeps"), help="folder of the runs of a grid")
     parser.add_argument(
         "--override",
         action="append",

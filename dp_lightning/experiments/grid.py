@@ -17,7 +17,7 @@ a configuration of the package.
 import itertools
 import json
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -36,8 +36,8 @@ class Point:
     """One value of an axis: files and settings that it adds to a run."""
 
     label: str
-    configs: tuple[str, ...] = ()
-    settings: Mapping[str, Any] = field(default_factory=dict)
+    configs: tuple[str, ...]
+    settings: Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -130,15 +130,14 @@ class Grid:
 def _points(path: Path, place: str, content: Any) -> tuple[Point, ...]:
     content = _mapping(path, place, content)
     if content.keys() == {"setting", "values"} and isinstance(content["values"], list):
-        points = [Point(str(value), settings={content["setting"]: value}) for value in content["values"]]
-    else:
-        points = []
-        for label, point in content.items():
-            point = _mapping(path, f"{place}.{label}", point or {}, {"config", "settings"})
-            settings = _mapping(path, f"{place}.{label}.settings", point.get("settings") or {})
-            points.append(Point(str(label), _configs(path, point.get("config")), settings))
-    if not points or len({point.label for point in points}) < len(points):
-        raise ConfigurationError(f"{path}: {place} has {'a value twice' if points else 'no points'}.")
+        content = {str(value): {"settings": {content["setting"]: value}} for value in content["values"]}
+    if not content:
+        raise ConfigurationError(f"{path}: {place} has no points.")
+    points = []
+    for label, point in content.items():
+        point = _mapping(path, f"{place}.{label}", point or {}, {"config", "settings"})
+        settings = _mapping(path, f"{place}.{label}.settings", point.get("settings") or {})
+        points.append(Point(str(label), _configs(path, point.get("config")), settings))
     return tuple(points)
 
 

@@ -83,7 +83,7 @@ def test_the_first_two_axes_but_the_seed_and_the_tuned_one_are_rows_and_columns(
         ("base: []", "axes is empty"),
         ("axis: {}\naxes: {a: {A: {}}}", "The grid has no key axis; its keys are axes, base"),
         ("axes: {a: {}}", "axes.a has no points"),
-        ("axes: {a: {setting: s, values: [1, 1]}}", "axes.a has a value twice"),
+        ("axes: {a: {setting: s, values: 3}}", "axes.a.setting must be a mapping, but it is 's'"),
         ("axes: {a: {A: {configs: x}}}", "axes.a.A has no key configs; its keys are config, settings"),
         ("axes: {a: {A: {}}, seed: {B: {}}}\ntuned: seed", "tuned is 'seed'; choose one of the axes but seed"),
     ],
