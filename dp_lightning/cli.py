@@ -64,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         argv: what follows ``dpl``; None takes ``sys.argv``, and ends the process with 143 on SIGTERM and 130 on Ctrl-C.
     """
     if argv is None:
-        # Nothing is lost: files are complete or absent, and a fit and a sweep handle the signals themselves.
+        # Nothing is lost: files are complete or absent, a fit handles the signals itself, a sweep stops its runs.
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda number, frame: sys.exit(128 + number))
     arguments = list(sys.argv[1:] if argv is None else argv)

@@ -28,8 +28,7 @@ from dp_lightning.atomic_files import replacing, require_writable
 from dp_lightning.commands.analysis_run import AnalysisRun
 from dp_lightning.commands.named_configs import with_paths
 from dp_lightning.errors import ConfigurationError
-from dp_lightning.experiments.document import Document
-from dp_lightning.experiments.figures import figure, place_on_axis, style
+from dp_lightning.experiments.document import Document, figure, place_on_axis, style
 
 _WARNING = (
     "UNPROTECTED: these numbers are computed from raw gradients of the training data. No noise protects them. Do not "

@@ -8,15 +8,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from dp_lightning.errors import DataError
-from dp_lightning.experiments.document import Document
-from dp_lightning.experiments.figures import figure, style
+from dp_lightning.experiments.document import Document, figure, style
 from dp_lightning.experiments.results import shown_epsilon
-from dp_lightning.experiments.runs import read_facts, result_in
+from dp_lightning.experiments.runs import facts_in
 from dp_lightning.foreign_text import read_json
-from dp_lightning.privacy.journal import journals_in
 from dp_lightning.privacy.statement import PrivacyStatement
 
 _STATEMENT = "privacy_statement.json"
@@ -37,25 +33,18 @@ def run_page(folder: Path) -> tuple[Document, str]:
         DataError: if this is not the folder of a private run, or the run has no statement.
     """
     if not (folder / _STATEMENT).is_file():
-        if journals_in(folder):
-            raise DataError(
-                f"{folder} has no {_STATEMENT}: its run has not ended, or it was killed. Release nothing of it. `dpl "
-                f"account {folder}` prints what it has spent, and its command with --ckpt_path last resumes it."
-            )
         raise DataError(
-            f"{folder} is not the folder of a private run: it has no {_STATEMENT} and no journal. Give one such as "
-            "lightning_logs/version_0."
+            f"{folder} has no {_STATEMENT}. Either its run has not ended or was killed: release nothing of it; `dpl "
+            f"account {folder}` prints what it has spent, and its command with --ckpt_path last resumes it. Or it is "
+            "not the folder of a private run: give one such as lightning_logs/version_0."
         )
     facts: dict[str, Any] = read_json(folder / _STATEMENT)
     statement = PrivacyStatement.from_dict(facts)
     verdict = facts["release"].removeprefix("not for release: ")
-    config_text = text.read_text() if (text := folder / "config.yaml").is_file() else ""
-    config: dict[str, Any] = yaml.safe_load(config_text) or {}
-    result = result_in(folder) or {}
+    result = facts_in(folder / "result.json")
     accuracy, epsilon = result.get("test_accuracy_last"), facts["epsilon"][facts["accountant"]]
 
-    kinds = [str((config.get(part) or {}).get("class_path", "")).rpartition(".")[2] for part in ("model", "data")]
-    page = Document(f"{' on '.join(filter(None, kinds)) or 'Run'} ({folder.resolve().name})", folder)
+    page = Document(f"Run {folder.resolve().name}", folder)
     reached = "No test accuracy" if accuracy is None else f"{100 * accuracy:.1f} % test accuracy"
     paid = "infinite: NOT PRIVATE" if epsilon == "inf" else f"{shown_epsilon(epsilon)} at delta {facts['delta']:g}"
     released = "Fit for release" if verdict == "ok" else f"NOT FIT for release: {verdict}"
@@ -63,7 +52,7 @@ def run_page(folder: Path) -> tuple[Document, str]:
     page.say(headline)
     page.say(
         "The run is finished."
-        if result.get("completed") is True
+        if result.get("completed")
         else f"The run was interrupted or ended by an error after {statement.ledger.num_steps} of "
         f"{statement.plan.num_steps} steps. To resume it, start it again with --ckpt_path last."
     )
@@ -75,14 +64,14 @@ def run_page(folder: Path) -> tuple[Document, str]:
     curves = {tag: curve for tag, curve in curves_in(folder).items() if tag.startswith(_EVALUATIONS)}
     _evaluations(page, {tag: curve for tag, curve in curves.items() if tag not in statement.unprotected})
     page.heading("Signal and noise of the gradient")
-    _snr(page, read_facts(folder / "snr.json"))
+    _snr(page, facts_in(folder / "snr.json"))
     if (text := (folder / _STATEMENT).with_suffix(".md")).is_file():
         page.quoted(text.read_text())
         page.say(
             "dpl verify and this folder check that the statement, the journal and the checkpoints belong together."
         )
-    page.heading("Configuration")
-    page.fold("config.yaml", config_text or "There is none: the run was not started by dpl fit.")
+    if (text := folder / "config.yaml").is_file():
+        page.fold("Configuration: config.yaml", text.read_text())
     return page, headline
 
 
@@ -106,12 +95,7 @@ def _evaluations(page: Document, curves: Mapping[str, Curve]) -> None:
     if not curves:
         page.say("Nothing was evaluated during the run, or nothing was logged for TensorBoard.")
         return
-    page.say(
-        "On validation and test images. No noise protects those, so these numbers are outside the guarantee, and the "
-        "best of them is chosen on these images."
-    )
-    rows = [[tag, f"{curve[max(curve)]:.4g}", f"{max(curve.values()):.4g}"] for tag, curve in curves.items()]
-    page.table([["", "last", "highest"], *rows])
+    page.say("On validation and test images. No noise protects those: these numbers are outside the guarantee.")
     names = sorted({tag.rpartition("/")[2] for tag in curves}, key=lambda name: (name != "accuracy", name))
     with figure(page, "evaluations", "Evaluations by steps taken", panels=len(names)) as axes:
         for ax, name in zip(axes, names, strict=True):

@@ -16,8 +16,7 @@ from typing import Any
 from dp_lightning.errors import ConfigurationError, DataError
 from dp_lightning.foreign_text import read_json
 from dp_lightning.privacy.accounting import Run, compose, compose_all
-from dp_lightning.privacy.journal import Steps, journal_name, read_journal, run_of, spent_in
-from dp_lightning.privacy.ranges import check_delta
+from dp_lightning.privacy.journal import Steps, journal_name, journals_in, read_journal, run_of, spent_in
 from dp_lightning.privacy.statement import PrivacyStatement
 
 Kinds = Counter[tuple[float, float]]
@@ -50,18 +49,18 @@ class Total:
     @property
     def epsilon(self) -> float:
         """Epsilon of all runs together, by ``accountant``."""
-        return self._spent(sum(self.steps.values(), Counter()))
+        return self.epsilon_of(*self.steps)
+
+    def epsilon_of(self, *runs: str) -> float:
+        """Epsilon of the steps of some runs together, at the same delta."""
+        return compose(self._composed(runs), delta=self.delta, accountant=self.accountant)
 
     def epsilons(self) -> dict[str, float | None]:
-        """The same by every accountant; "pld" is None where dp-accounting is not installed."""
-        return compose_all(_as_runs(sum(self.steps.values(), Counter())), delta=self.delta)
+        """Epsilon of all runs by every accountant; "pld" is None where dp-accounting is not installed."""
+        return compose_all(self._composed(self.steps), delta=self.delta)
 
-    def epsilon_of(self, run: str) -> float:
-        """Epsilon of the steps of one run alone, at the same delta."""
-        return self._spent(self.steps[run])
-
-    def _spent(self, kinds: Kinds) -> float:
-        return compose(_as_runs(kinds), delta=self.delta, accountant=self.accountant)
+    def _composed(self, runs: Iterable[str]) -> list[Run]:
+        return [(*kind, count) for run in runs for kind, count in self.steps[run].items()]
 
     @property
     def sentence(self) -> str:
@@ -120,8 +119,7 @@ def total_epsilon(folders: Iterable[str | Path], delta: float | None = None) -> 
     claims: list[PrivacyStatement] = []
     notes: list[str] = []
     for folder in map(Path, folders):
-        paths = sorted(folder.rglob(journal_name("*")))
-        if not paths:
+        if not (paths := journals_in(folder)):
             raise DataError(f"{folder} has no journal of a private run. Give folders such as lightning_logs/version_0.")
         for path in paths:
             journals.setdefault(run_of(path), {}).update(read_journal(path, run_of(path)))
@@ -152,10 +150,5 @@ def total_epsilon(folders: Iterable[str | Path], delta: float | None = None) -> 
         raise ConfigurationError("None of the runs has a statement, which would name its delta: give --delta.")
     accountants = {claim.plan.accountant for claim in claims}
     delta = min(claim.plan.delta for claim in claims) if delta is None else delta
-    check_delta(delta)
     accountant = accountants.pop() if len(accountants) == 1 else "prv"
     return Total(steps, delta, accountant, unit=next(iter(units), ""), notes=tuple(dict.fromkeys(notes)))
-
-
-def _as_runs(kinds: Kinds) -> list[Run]:
-    return [(*kind, count) for kind, count in kinds.items()]

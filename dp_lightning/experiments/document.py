@@ -1,10 +1,13 @@
-"""A page of headings, sentences, tables and pictures: Markdown, and one HTML file that needs no other."""
+"""A page of headings, sentences, tables and figures: Markdown, and one HTML file that needs no other."""
 
 import base64
 import html
+import io
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 from urllib.parse import quote
 
 from dp_lightning.atomic_files import replacing
@@ -31,6 +34,12 @@ pre {{ white-space: pre-wrap; border: 1px solid #d5d5d5; padding: .5rem; font-si
 </body>
 </html>
 """
+
+# Okabe and Ito 2008: colour-blind people can tell them apart too.
+_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#999933")
+_MARKERS = "osD^vPX*"
+# Text stays text and has no formulas, and the same figure gives the same file.
+_STYLE: dict[Any, Any] = {"svg.fonttype": "none", "text.parse_math": False, "font.size": 10}
 
 
 class Document:
@@ -70,7 +79,7 @@ class Document:
         self._parts.append(re.sub("^#", "##", html.escape(markdown, quote=False), flags=re.MULTILINE).strip())
 
     def picture(self, name: str, caption: str, svg: str) -> None:
-        """Add a figure: linked in Markdown as ``<name>.svg``, part of the HTML."""
+        """Add a picture: linked in Markdown as ``<name>.svg``, part of the HTML."""
         self._pictures[f"{name}.svg"] = svg
         self._parts.append(f"![{_escaped(caption)}]({quote(name)}.svg)")
 
@@ -112,6 +121,52 @@ class Document:
                 file.write(content.encode())
         print(self.markdown())
         print(f"Written to {path}")
+
+
+def style(number: int) -> dict[str, Any]:
+    """Colour and marker of a line."""
+    return {"color": _COLOURS[number % len(_COLOURS)], "marker": _MARKERS[number % len(_MARKERS)]}
+
+
+@contextmanager
+def figure(page: Document, name: str, caption: str, *, panels: int = 1) -> Iterator[Sequence[Any]]:
+    """Axes to draw on; at the end the figure is added to the page, with a legend where lines have labels.
+
+    Args:
+        panels: Number of axes, two per row.
+
+    Raises:
+        ConfigurationError: if matplotlib is not installed.
+    """
+    try:
+        import matplotlib
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ConfigurationError("Figures need matplotlib: pip install 'dp-lightning[report]'") from error
+    with matplotlib.rc_context({**_STYLE, "svg.hashsalt": name}):
+        columns = min(panels, 2)
+        rows = -(-panels // columns)
+        drawn = Figure(figsize=(5.0 * columns + 0.5, 3.6 * rows + 0.2), layout="constrained")
+        every = drawn.subplots(rows, columns, squeeze=False).flatten()
+        axes = list(every[:panels])
+        for ax in every[panels:]:
+            ax.set_visible(False)
+        yield axes
+        for ax in axes:
+            ax.grid(alpha=0.3)
+            if ax.get_legend_handles_labels()[0]:
+                ax.legend(frameon=False, fontsize=8)
+        if page.warning:
+            drawn.suptitle(page.warning.split(". ")[0], color=_COLOURS[1], fontsize=8)
+        svg = io.StringIO()
+        drawn.savefig(svg, format="svg", metadata={"Date": None})
+    page.picture(name, caption, svg.getvalue())
+
+
+def place_on_axis(ax: Any, labels: Sequence[str]) -> range:
+    """Positions on the x axis for the points of a grid's axis, evenly spaced and marked with their labels."""
+    ax.set_xticks(range(len(labels)), labels)
+    return range(len(labels))
 
 
 def _escaped(text: str) -> str:

@@ -16,8 +16,8 @@ a configuration of the package.
 
 import itertools
 import json
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +26,7 @@ import yaml
 from dp_lightning.errors import ConfigurationError
 from dp_lightning.foreign_text import load_yaml
 
-_KEYS = {"title", "base", "settings", "axes", "tuned", "report"}
-_REPORT = {"rows", "columns", "published", "figures"}
-FIGURES = ("accuracy", "curves", "snr")
+_KEYS = {"title", "base", "settings", "axes", "tuned", "published"}
 #: The axis that is averaged over.
 SEED = "seed"
 
@@ -38,8 +36,8 @@ class Point:
     """One value of an axis: files and settings that it adds to a run."""
 
     label: str
-    configs: tuple[str, ...] = ()
-    settings: Mapping[str, Any] = field(default_factory=dict)
+    configs: tuple[str, ...]
+    settings: Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -61,29 +59,13 @@ class Cell:
 
 
 @dataclass(frozen=True)
-class Report:
-    """How the runs of a grid are shown.
-
-    Attributes:
-        rows: Axis of the table's rows and of the figure's lines; None for a single row.
-        columns: Axis of the table's columns and of the figure's x axis; None for a single column.
-        published: Name of the paper's table of accuracies that is shown beside the runs.
-        figures: Names of ``FIGURES``.
-    """
-
-    rows: str | None
-    columns: str | None
-    published: str | None
-    figures: tuple[str, ...]
-
-
-@dataclass(frozen=True)
 class Grid:
     """The content of a grid's file, described at the top of this module.
 
     Attributes:
         tuned: Axis whose points are tried with the first seed; the other seeds run at the point that is best on
             validation images.
+        published: Name of the paper's table of accuracies that is shown beside the runs.
     """
 
     path: Path
@@ -92,7 +74,7 @@ class Grid:
     settings: Mapping[str, Any]
     axes: Mapping[str, tuple[Point, ...]]
     tuned: str | None
-    report: Report
+    published: str | None
 
     @classmethod
     def load(cls, path: Path) -> "Grid":
@@ -110,8 +92,9 @@ class Grid:
         if not axes:
             raise ConfigurationError(f"{path}: axes is empty. Name at least one axis with its points.")
         found = {str(name): _points(path, f"axes.{name}", points) for name, points in axes.items()}
-        choices = [axis for axis in found if axis != SEED]
-        tuned = _chosen(path, "tuned", content.get("tuned"), choices)
+        tuned = content.get("tuned")
+        if tuned is not None and (tuned not in found or tuned == SEED):
+            raise ConfigurationError(f"{path}: tuned is {tuned!r}; choose one of the axes but {SEED}.")
         return cls(
             path,
             str(content.get("title", path.stem)),
@@ -119,11 +102,20 @@ class Grid:
             _mapping(path, "settings", content.get("settings", {})),
             found,
             tuned,
-            _report(path, [axis for axis in choices if axis != tuned], content.get("report", {})),
+            content.get("published"),
         )
 
-    def cells(self) -> Iterator[Cell]:
-        """The runs of the grid; the last axis varies fastest."""
+    @property
+    def rows_and_columns(self) -> tuple[str | None, str | None]:
+        """The axis of a figure's lines, and that of its x axis: the first two but the tuned one and the seed.
+
+        Such an axis that is the only one is the x axis, and the lines have none.
+        """
+        first, second, *_ = *(axis for axis in self.axes if axis not in (self.tuned, SEED)), None, None
+        return (None, first) if second is None else (first, second)
+
+    def cells(self, further: Iterable[str] = ()) -> Iterator[Cell]:
+        """The runs of the grid, with further options of ``dpl fit``; the last axis varies fastest."""
         for points in itertools.product(*self.axes.values()):
             configs = [*self.base, *(config for point in points for config in point.configs)]
             settings = dict(self.settings)
@@ -132,50 +124,21 @@ class Grid:
             arguments = [option for config in configs for option in ("--config", config)]
             arguments += [f"--{name}={_text(value)}" for name, value in settings.items()]
             labels = {axis: point.label for axis, point in zip(self.axes, points, strict=True)}
-            yield Cell(labels, tuple(arguments))
+            yield Cell(labels, (*arguments, *further))
 
 
 def _points(path: Path, place: str, content: Any) -> tuple[Point, ...]:
     content = _mapping(path, place, content)
-    if "setting" in content or "values" in content:
-        short = _mapping(path, place, content, {"setting", "values"})
-        if not isinstance(short.get("setting"), str) or not isinstance(short.get("values"), list):
-            raise ConfigurationError(
-                f"{path}: {place} needs both setting, the name of a setting, and values, a list of its values."
-            )
-        points = [Point(str(value), settings={short["setting"]: value}) for value in short["values"]]
-    else:
-        points = []
-        for label, point in content.items():
-            point = _mapping(path, f"{place}.{label}", point or {}, {"config", "settings"})
-            settings = _mapping(path, f"{place}.{label}.settings", point.get("settings") or {})
-            points.append(Point(str(label), _configs(path, point.get("config")), settings))
-    if not points or len({point.label for point in points}) < len(points):
-        raise ConfigurationError(f"{path}: {place} has {'a value twice' if points else 'no points'}.")
+    if content.keys() == {"setting", "values"} and isinstance(content["values"], list):
+        content = {str(value): {"settings": {content["setting"]: value}} for value in content["values"]}
+    if not content:
+        raise ConfigurationError(f"{path}: {place} has no points.")
+    points = []
+    for label, point in content.items():
+        point = _mapping(path, f"{place}.{label}", point or {}, {"config", "settings"})
+        settings = _mapping(path, f"{place}.{label}.settings", point.get("settings") or {})
+        points.append(Point(str(label), _configs(path, point.get("config")), settings))
     return tuple(points)
-
-
-def _report(path: Path, axes: list[str], content: Any) -> Report:
-    content = _mapping(path, "report", content, _REPORT)
-    rows, columns = (_chosen(path, f"report.{key}", content.get(key), axes) for key in ("rows", "columns"))
-    left = [axis for axis in axes if axis not in (rows, columns)]
-    if rows is None and (len(left) > 1 or columns is not None):  # a single axis is drawn along the x axis
-        rows = left.pop(0) if left else None
-    if columns is None:
-        columns = left.pop(0) if left else None
-    if rows is not None and rows == columns:
-        raise ConfigurationError(f"{path}: report.rows and report.columns are both {rows!r}.")
-    figures = content.get("figures", ["accuracy"])
-    if not isinstance(figures, list) or not all(figure in FIGURES for figure in figures):
-        raise ConfigurationError(f"{path}: report.figures is {figures!r}; choose from {', '.join(FIGURES)}.")
-    table = content.get("published")
-    return Report(rows, columns, None if table is None else str(table), tuple(figures))
-
-
-def _chosen(path: Path, key: str, axis: Any, axes: list[str]) -> str | None:
-    if axis is not None and str(axis) not in axes:
-        raise ConfigurationError(f"{path}: {key} is {axis!r}; choose one of the axes {', '.join(axes)}.")
-    return None if axis is None else str(axis)
 
 
 def _mapping(path: Path, place: str, content: Any, known: set[str] | None = None) -> dict[str, Any]:

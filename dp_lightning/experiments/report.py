@@ -5,17 +5,14 @@ import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from dp_lightning.errors import ConfigurationError
-from dp_lightning.experiments.document import Document
-from dp_lightning.experiments.figures import figure, place_on_axis, style
+from dp_lightning.experiments.document import Document, figure, place_on_axis, style
 from dp_lightning.experiments.grid import SEED, Grid
 from dp_lightning.experiments.results import (
     BESIDE,
     BEST,
     LAST,
-    Outcome,
     Place,
-    Quantity,
+    Run,
     grouped,
     needed,
     places,
@@ -28,7 +25,7 @@ Paper = Mapping[str, Mapping[str, list[float]]]
 
 
 def grid_report(
-    grid: Grid, outcomes: Sequence[Outcome], folder: Path, *, override: Sequence[str] = (), spent: str = ""
+    grid: Grid, runs: Sequence[Run], folder: Path, *, override: Sequence[str] = (), spent: str = ""
 ) -> Document:
     """The page of a grid, in a folder.
 
@@ -37,13 +34,13 @@ def grid_report(
         spent: Sentence on the epsilon that all runs have spent together.
 
     Raises:
-        ConfigurationError: if matplotlib is not installed, or the grid names a table that the paper does not have.
+        ConfigurationError: if matplotlib is not installed.
     """
     paper = _paper(grid)
     page = Document(grid.title, folder)
-    asked = needed(grid, outcomes)
+    asked = needed(grid, runs)
     page.say(
-        f"{sum(outcome.finished for outcome in asked)} of {len(asked)} runs are finished. Accuracies are in per cent "
+        f"{sum(run.finished for run in asked)} of {len(asked)} runs are finished. Accuracies are in per cent "
         "on the test set."
     )
     page.say(
@@ -54,33 +51,25 @@ def grid_report(
         left_out = " The paper's numbers are left out: they belong to the grid's own settings." if paper else ""
         page.say(f"With these settings instead of the grid's: {', '.join(override)}.{left_out}")
         paper = {}
-    found = places(grid, outcomes)
-    if any(outcome.finished for place in found for outcome in place.outcomes):
+    found = places(grid, runs)
+    if any(run.finished for place in found for run in place.runs):
         _means(page, grid, found, paper)
-        for kind in grid.report.figures:
-            _FIGURES[kind](page, grid, found, paper)
+        _draw_accuracy(page, grid, found, paper)
+        _draw_curves(page, grid, found)
     else:
         page.say("No run is finished" + (f", or no {grid.tuned} is chosen yet." if grid.tuned else "."))
-    _runs(page, grid, outcomes, asked)
+    _runs(page, grid, runs, asked)
     return page
 
 
 def _paper(grid: Grid) -> Paper:
-    name = grid.report.published
-    if name is None:
-        return {}
-    tables = published()["accuracy"]
-    if name not in tables:
-        raise ConfigurationError(f"{grid.path}: report.published is {name!r}; choose from {', '.join(tables)}.")
-    return {
-        str(row): {str(column): value for column, value in values.items()}
-        for row, values in tables[name]["values"].items()
-    }
+    values = published()["accuracy"][grid.published]["values"] if grid.published else {}
+    return {str(row): {str(column): value for column, value in columns.items()} for row, columns in values.items()}
 
 
 def _in_paper(paper: Paper, grid: Grid, place: Place) -> list[float]:
     """The paper's accuracy at a place, and its deviation where the paper has one; empty if it has neither."""
-    row, column = (place.labels.get(str(axis), "") for axis in (grid.report.rows, grid.report.columns))
+    row, column = (place.labels.get(str(axis), "") for axis in grid.rows_and_columns)
     return paper.get(row, {}).get(column, [])
 
 
@@ -92,35 +81,33 @@ def _means(page: Document, grid: Grid, found: Sequence[Place], paper: Paper) -> 
         "step, and the best over evaluations, which is chosen on the test set, so it is not an estimate for new images."
         + (" The paper's numbers are best accuracies over epochs." if paper else "")
     )
-    edges: set[str] = set()
     if grid.tuned is not None:
         labels = [point.label for point in grid.axes[grid.tuned]]
         page.say(
             f"The {grid.tuned} is that with the highest validation accuracy after the last step, of "
-            f"{', '.join(labels)} with the first seed. The first and the last of these are marked, since a better one "
-            "may lie beyond; a dash is a place whose runs are not all finished, or have no validation accuracy."
+            f"{', '.join(labels)} with the first seed. A dash is a place whose runs are not all finished, or have no "
+            "validation accuracy."
         )
-        edges = {labels[0], labels[-1]} if len(labels) > 1 else set()
     tuned = [] if grid.tuned is None else [grid.tuned]
     rows = [[*found[0].labels, *tuned, "last", "best", *(["paper"] if paper else [])]]
     for place in found:
-        chosen = [(place.chosen or "-") + (" (edge)" if place.chosen in edges else "") for _ in tuned]
+        chosen = [place.chosen or "-" for _ in tuned]
         theirs = [" ± ".join(f"{number:.1f}" for number in _in_paper(paper, grid, place)) or "-"] if paper else []
         rows.append([*place.labels.values(), *chosen, _cell(place, LAST), _cell(place, BEST), *theirs])
     page.table(rows)
 
 
-def _cell(place: Place, quantity: Quantity) -> str:
-    if not (values := place.values(quantity)):
+def _cell(place: Place, key: str) -> str:
+    if not (values := place.values(key)):
         return "-"
-    text = f"{place.mean(quantity):.1f}" + (f" ± {place.deviation(quantity):.1f}" if len(values) > 1 else "")
-    planned = len(place.outcomes)
+    text = f"{place.mean(key):.1f}" + (f" ± {place.deviation(key):.1f}" if len(values) > 1 else "")
+    planned = len(place.runs)
     return text if len(values) == planned else f"{text} ({len(values)} of {planned})"
 
 
 def _panels(grid: Grid, found: Sequence[Place], *further: str | None) -> dict[str, list[Place]]:
     """The places by their labels on the axes that are neither rows nor columns, and on further ones, in words."""
-    shown = (grid.report.rows, grid.report.columns)
+    shown = grid.rows_and_columns
     axes = [*(axis for axis in found[0].labels if axis not in shown), *(axis for axis in further if axis is not None)]
     return {
         ", ".join(f"{axis} {label}" for axis, label in zip(axes, labels, strict=True)): here
@@ -130,32 +117,36 @@ def _panels(grid: Grid, found: Sequence[Place], *further: str | None) -> dict[st
 
 def _lines(grid: Grid, here: Sequence[Place]) -> dict[str, list[Place]]:
     """The places of each row, in the order of the columns."""
-    rows = [] if grid.report.rows is None else [grid.report.rows]
-    return {"".join(labels) or "all runs": line for labels, line in grouped(here, rows).items()}
+    row, _ = grid.rows_and_columns
+    return {"".join(labels) or "all runs": line for labels, line in grouped(here, [row] if row else []).items()}
 
 
 def _draw_accuracy(page: Document, grid: Grid, found: Sequence[Place], paper: Paper) -> None:
-    """Draw a line for each row over the columns, with deviations over seeds, and the paper's beside it."""
-    y, panels = "Test accuracy after the last step (%)", _panels(grid, found)
-    caption = f"{y}{', and the best of the paper (dashed)' if paper else ''}"
+    """Draw a line for each row over the columns, with the paper's beside it, and over what accuracy may depend on."""
+    y, (_, column) = "test accuracy after the last step (%)", grid.rows_and_columns
+    panels = [(title, here, x) for title, here in _panels(grid, found).items() for x in (column or "", *BESIDE)]
+    caption = f"Accuracy, mean and deviation over seeds{'; the best of the paper is dashed' if paper else ''}"
     with figure(page, f"{grid.path.stem}_accuracy", caption, panels=len(panels)) as axes:
-        for ax, (title, here) in zip(axes, panels.items(), strict=True):
+        for ax, (title, here, label) in zip(axes, panels, strict=True):
             for number, (row, line) in enumerate(_lines(grid, here).items()):
-                x = place_on_axis(ax, [place.labels.get(str(grid.report.columns), "") for place in line])
-                bars = [place.deviation(LAST) for place in line]
-                ax.errorbar(x, [place.mean(LAST) for place in line], bars, label=row, capsize=3, **style(number))
-                theirs = [(_in_paper(paper, grid, place) or [math.nan])[0] for place in line]
-                ax.plot(x, theirs, linestyle="--", alpha=0.6, **style(number))
-            ax.set(title=title, xlabel=grid.report.columns or "", ylabel=y)
+                means, bars = ([value(place, LAST) for place in line] for value in (Place.mean, Place.deviation))
+                if label in BESIDE:
+                    ax.errorbar([place.mean(label) for place in line], means, bars, label=row, **style(number))
+                else:
+                    x = place_on_axis(ax, [place.labels.get(label, "") for place in line])
+                    ax.errorbar(x, means, bars, label=row, **style(number))
+                    theirs = [(_in_paper(paper, grid, place) or [math.nan])[0] for place in line]
+                    ax.plot(x, theirs, linestyle="--", alpha=0.6, **style(number))
+            ax.set(title=title, xlabel=BESIDE.get(label, label), ylabel=y)
 
 
-def _draw_curves(page: Document, grid: Grid, found: Sequence[Place], paper: Paper) -> None:
-    panels = _panels(grid, found, grid.report.columns)
+def _draw_curves(page: Document, grid: Grid, found: Sequence[Place]) -> None:
+    panels = _panels(grid, found, grid.rows_and_columns[1])
     name, caption = f"{grid.path.stem}_curves", "Test accuracy by steps taken, mean over seeds"
     with figure(page, name, caption, panels=len(panels)) as axes:
         for ax, (title, here) in zip(axes, panels.items(), strict=True):
             for number, (row, (place,)) in enumerate(_lines(grid, here).items()):
-                results = [outcome.result or {} for outcome in place.outcomes if outcome.finished]
+                results = [run.result or {} for run in place.runs if run.finished]
                 known = [result for result in results if result.get("test_accuracy_curve")]
                 if known:
                     of_each = zip(*(result["test_accuracy_curve"] for result in known), strict=False)
@@ -165,57 +156,27 @@ def _draw_curves(page: Document, grid: Grid, found: Sequence[Place], paper: Pape
             ax.set(title=title, xlabel="steps", ylabel="test accuracy (%)")
 
 
-def _draw_snr(page: Document, grid: Grid, found: Sequence[Place], paper: Paper) -> None:
-    """Draw accuracy over steps and over the signal-to-noise ratio, and say how it correlates with them."""
-    panels = [(title, here, label) for title, here in _panels(grid, found).items() for label in BESIDE]
-    correlations: dict[str, list[str]] = {}
-    name, caption = f"{grid.path.stem}_snr", f"Accuracy beside {' and '.join(BESIDE)}"
-    with figure(page, name, caption, panels=len(panels)) as axes:
-        for ax, (title, here, label) in zip(axes, panels, strict=True):
-            for number, (row, line) in enumerate(_lines(grid, here).items()):
-                means = [(place.mean(BESIDE[label]), place.mean(LAST)) for place in line]
-                pairs = sorted(pair for pair in means if not any(map(math.isnan, pair)))
-                if pairs:
-                    ax.plot(*zip(*pairs, strict=True), label=row, **style(number))
-                correlations.setdefault(" ".join(filter(None, (title, row))), []).append(_correlation(pairs))
-            ax.set(title=title, xlabel=label, ylabel="test accuracy (%)")
-    if any(value != "-" for values in correlations.values() for value in values):
-        page.say(f"Pearson's r of the mean accuracy with each of these, over {grid.report.columns}:")
-        page.table([[grid.report.rows or "", *BESIDE], *([row, *values] for row, values in correlations.items())])
-
-
-def _correlation(pairs: Sequence[tuple[float, float]]) -> str:
-    try:
-        return f"{statistics.correlation(*zip(*pairs, strict=True)):+.2f}" if len(pairs) > 2 else "-"
-    except statistics.StatisticsError:  # one of them does not vary
-        return "-"
-
-
-# The figures by their names in a grid's file.
-_FIGURES = {"accuracy": _draw_accuracy, "curves": _draw_curves, "snr": _draw_snr}
-
-
-def _runs(page: Document, grid: Grid, outcomes: Sequence[Outcome], asked: Sequence[Outcome]) -> None:
+def _runs(page: Document, grid: Grid, runs: Sequence[Run], asked: Sequence[Run]) -> None:
     """A row for each run that is finished or needed, with what a reader has to know of it."""
     page.heading("Runs")
     rows = [[*grid.axes, "last", "best", "epsilon", "delta", "steps", "seconds", "note"]]
-    for outcome in outcomes:
-        result, folder = outcome.result, outcome.folder
-        if not outcome.finished and outcome not in asked:
+    for run in runs:
+        result, folder = run.result, run.folder
+        if not run.finished and run not in asked:
             continue
-        notes = [] if outcome.finished else [f"not finished: {folder.log}" if folder.log.is_file() else "not started"]
+        notes = [] if run.finished else [f"not finished: {folder.log}" if folder.log.is_file() else "not started"]
         numbers = ["-"] * 6
         if result is not None:
             taken, planned = result["num_steps"], result["num_steps_planned"]
-            numbers = ["-" if value is None else f"{value:.1f}" for value in (LAST(result), BEST(result))]
+            numbers = ["-" if result[key] is None else f"{100 * result[key]:.1f}" for key in (LAST, BEST)]
             numbers += [shown_epsilon(result["epsilon"]), f"{result['delta']:g}"]
             numbers += [str(taken) if taken == planned else f"{taken} of {planned}", f"{result['seconds']:.0f}"]
             if (evaluated := (result.get("evaluated_after_steps") or [taken])[-1]) < taken:
                 notes.append(f"last evaluated after step {evaluated}")
-            if outcome.finished and result["release"] != "ok":
+            if run.finished and result["release"] != "ok":
                 notes.append(result["release"])
         if folder.abandoned:
             notes.append(f"{folder.abandoned} attempts set aside, whose steps are in no epsilon here: release nothing")
-        rows.append([*outcome.labels.values(), *numbers, "; ".join(notes) or "-"])
+        rows.append([*run.labels.values(), *numbers, "; ".join(notes) or "-"])
     page.table(rows)
     page.say("The folder of a run begins with its labels; dpl report with its log folder writes its page.")

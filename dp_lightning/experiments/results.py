@@ -5,51 +5,64 @@ of its points with the first seed; the point that is best at a place, by validat
 there with every seed.
 """
 
-import functools
 import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from importlib.resources import files
 from typing import Any, TypeVar
 
 import yaml
 
-from dp_lightning.experiments.grid import SEED, Grid
-from dp_lightning.experiments.runs import RunFolder, is_finished
+from dp_lightning.experiments.grid import SEED, Cell, Grid
+from dp_lightning.experiments.runs import RunFolder
 
-Quantity = Callable[[Mapping[str, Any]], float | None]
+#: Accuracy after the last step on test images, the best one over evaluations, and the last one on validation images.
+LAST, BEST, VALIDATION = "test_accuracy_last", "test_accuracy_best", "val_accuracy_last"
+#: Numbers that accuracy is compared with, in words.
+BESIDE = {"num_steps": "steps", "snr_first_epoch": "signal-to-noise ratio, first epoch"}
 
 
-@functools.cache
 def published() -> dict[str, Any]:
     """The tables of Shanmugam et al. 2026 as ``published.yaml`` holds them."""
-    text = files("dp_lightning.experiments").joinpath("published.yaml").read_text(encoding="utf-8")
-    tables: dict[str, Any] = yaml.safe_load(text)
+    tables: dict[str, Any] = yaml.safe_load(files("dp_lightning.experiments").joinpath("published.yaml").read_text())
     return tables
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """A run of a grid, its folder and its result."""
+class Run:
+    """A run of a grid.
 
-    labels: Mapping[str, str]
+    Attributes:
+        cell: Labels of the run, and its options of ``dpl fit``.
+        settings: Its whole configuration.
+        folder: Folder of the run.
+        result: The result in the folder when it was read; None if there was none.
+    """
+
+    cell: Cell
+    settings: Mapping[str, Any]
     folder: RunFolder
     result: Mapping[str, Any] | None
 
-    @classmethod
-    def read(cls, labels: Mapping[str, str], folder: RunFolder) -> "Outcome":
-        """Read the folder of a run."""
-        return cls(labels, folder, folder.result)
+    def read(self) -> "Run":
+        """The run with the result that its folder has now."""
+        return replace(self, result=self.folder.result)
+
+    @property
+    def labels(self) -> Mapping[str, str]:
+        """Label of the run's point on each axis."""
+        return self.cell.labels
 
     @property
     def finished(self) -> bool:
         """Whether the run is finished."""
-        return is_finished(self.result)
+        return self.result is not None and self.result["completed"]
 
-    def value(self, quantity: Quantity) -> float | None:
-        """A quantity of the run; None if the run is not finished or lacks it."""
-        return quantity(self.result) if self.finished and self.result is not None else None
+    def value(self, key: str) -> float | None:
+        """A number of the result, an accuracy in per cent; None if the run is not finished or lacks it."""
+        value = self.result.get(key) if self.result is not None and self.finished else None
+        return value if value is None or "accuracy" not in key else 100 * value
 
 
 @dataclass(frozen=True)
@@ -58,37 +71,37 @@ class Place:
 
     Attributes:
         labels: The labels of the place's points.
-        outcomes: The runs; none as long as the point on the tuned axis is not chosen.
+        runs: The runs; none as long as the point on the tuned axis is not chosen.
         chosen: The label of that point; None if it is not chosen, or no axis is tuned.
     """
 
     labels: Mapping[str, str]
-    outcomes: tuple[Outcome, ...]
+    runs: tuple[Run, ...]
     chosen: str | None
 
-    def values(self, quantity: Quantity) -> list[float]:
-        """A quantity of the finished runs that have it."""
-        return [value for outcome in self.outcomes if (value := outcome.value(quantity)) is not None]
+    def values(self, key: str) -> list[float]:
+        """A number of the results of the finished runs that have it."""
+        return [value for run in self.runs if (value := run.value(key)) is not None]
 
-    def mean(self, quantity: Quantity) -> float:
-        """The mean of a quantity over the seeds; NaN if no finished run has it."""
-        return statistics.fmean(values) if (values := self.values(quantity)) else math.nan
+    def mean(self, key: str) -> float:
+        """The mean of a number over the seeds; NaN if no finished run has it."""
+        return statistics.fmean(values) if (values := self.values(key)) else math.nan
 
-    def deviation(self, quantity: Quantity) -> float:
-        """The standard deviation of a sample, n - 1, of a quantity over the seeds; NaN for fewer than two runs."""
-        return statistics.stdev(values) if len(values := self.values(quantity)) > 1 else math.nan
-
-
-_Labelled = TypeVar("_Labelled", Outcome, Place)
+    def deviation(self, key: str) -> float:
+        """The standard deviation of a sample, n - 1, of a number over the seeds; NaN for fewer than two runs."""
+        return statistics.stdev(values) if len(values := self.values(key)) > 1 else math.nan
 
 
-def places(grid: Grid, outcomes: Sequence[Outcome]) -> list[Place]:
+_Labelled = TypeVar("_Labelled", Run, Place)
+
+
+def places(grid: Grid, runs: Sequence[Run]) -> list[Place]:
     """The places of a grid, in its order."""
     axes = [axis for axis in grid.axes if axis not in (grid.tuned, SEED)]
     found = []
-    for labels, here in grouped(outcomes, axes).items():
+    for labels, here in grouped(runs, axes).items():
         chosen = None if grid.tuned is None else _best(grid, grid.tuned, here)
-        shown = here if grid.tuned is None else [o for o in here if o.labels[grid.tuned] == chosen]
+        shown = here if grid.tuned is None else [run for run in here if run.labels[grid.tuned] == chosen]
         found.append(Place(dict(zip(axes, labels, strict=True)), tuple(shown), chosen))
     return found
 
@@ -101,39 +114,25 @@ def grouped(every: Sequence[_Labelled], axes: Sequence[str]) -> dict[tuple[str, 
     return groups
 
 
-def is_first(grid: Grid, labels: Mapping[str, str]) -> bool:
+def _is_first(grid: Grid, labels: Mapping[str, str]) -> bool:
     """Whether a run has the first seed."""
     return SEED not in grid.axes or labels[SEED] == grid.axes[SEED][0].label
 
 
-def _best(grid: Grid, tuned: str, outcomes: Sequence[Outcome]) -> str | None:
+def _best(grid: Grid, tuned: str, runs: Sequence[Run]) -> str | None:
     """The best label of the tuned axis at a place.
 
     None where a run with the first seed is not finished, or has no validation accuracy.
     """
-    tried = {o.labels[tuned]: o.value(VALIDATION) for o in outcomes if is_first(grid, o.labels)}
+    tried = {run.labels[tuned]: run.value(VALIDATION) for run in runs if _is_first(grid, run.labels)}
     known = {label: value for label, value in tried.items() if value is not None}
     return max(known, key=lambda label: known[label]) if len(known) == len(tried) else None
 
 
-def needed(grid: Grid, outcomes: Sequence[Outcome]) -> list[Outcome]:
+def needed(grid: Grid, runs: Sequence[Run]) -> list[Run]:
     """The runs that the grid needs, as far as that is known, in their order: all of them without a tuned axis."""
-    shown = {id(outcome) for place in places(grid, outcomes) for outcome in place.outcomes}
-    return [o for o in outcomes if id(o) in shown or (grid.tuned is not None and is_first(grid, o.labels))]
-
-
-def per_cent(key: str) -> Quantity:
-    """The accuracy that ``result.json`` has under a key, in per cent."""
-    return lambda result: None if result.get(key) is None else 100 * result[key]
-
-
-#: Accuracy after the last step on test images, the best one over evaluations, and the last one on validation images.
-LAST, BEST, VALIDATION = map(per_cent, ("test_accuracy_last", "test_accuracy_best", "val_accuracy_last"))
-#: Quantities that accuracy is compared with, by name.
-BESIDE: Mapping[str, Quantity] = {
-    "steps": lambda result: float(result["num_steps"]),
-    "signal-to-noise ratio, first epoch": lambda result: result.get("snr_first_epoch"),
-}
+    shown = {run.folder.path for place in places(grid, runs) for run in place.runs}
+    return [r for r in runs if r.folder.path in shown or (grid.tuned is not None and _is_first(grid, r.labels))]
 
 
 def shown_epsilon(epsilon: float | str) -> str:

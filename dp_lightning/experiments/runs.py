@@ -10,7 +10,6 @@ The id is a hash of the configuration, so that runs with different settings have
 import copy
 import fcntl
 import hashlib
-import itertools
 import json
 import os
 import re
@@ -25,21 +24,12 @@ from typing import IO, Any
 import yaml
 
 from dp_lightning.atomic_files import replacing
-from dp_lightning.errors import DataError
 from dp_lightning.foreign_text import read_json
 
-# What every run writes into result.json.
-_NEEDED = {"completed", "num_steps", "num_steps_planned", "epsilon", "delta", "seconds"}
-_NEEDED |= {"test_accuracy_last", "test_accuracy_best"}
 # Characters of the labels; file systems allow names of up to 255 bytes.
 _LONGEST = 60
 _POLL_SECONDS = 0.5
 _DPL = (sys.executable, "-m", "dp_lightning")
-
-
-def is_finished(result: Mapping[str, Any] | None) -> bool:
-    """Whether a run with this result is finished: all steps are taken, or a setting has ended it early."""
-    return result is not None and result["completed"] is True
 
 
 class RunFolder:
@@ -64,9 +54,13 @@ class RunFolder:
     def prepare(self, settings: Mapping[str, Any]) -> None:
         """Write the configuration of the run, whose files all go into this folder."""
         trainer = {**copy.deepcopy(settings["trainer"]), "default_root_dir": str(self.root)}
-        for logger in components(trainer, "logger"):
-            if "save_dir" in logger["init_args"]:
-                logger["init_args"]["save_dir"] = str(self.root)
+        for kind in ("logger", "callbacks"):
+            given = trainer.get(kind)
+            for one in given if isinstance(given, list) else [given]:
+                options = one.get("init_args", {}) if isinstance(one, dict) else {}
+                options.pop("dirpath", None)  # of checkpoints: without it they are in the log folder
+                if "save_dir" in options:
+                    options["save_dir"] = str(self.root)
         with replacing(self.config) as file:
             file.write(yaml.safe_dump({**settings, "trainer": trainer}, sort_keys=False).encode())
 
@@ -78,16 +72,15 @@ class RunFolder:
         """
         found = []
         for path in self.root.rglob("result.json"):
-            if (result := result_in(path.parent)) is not None:
-                said = read_facts(path.with_name("privacy_statement.json")).get("release")
-                release = said or "not for release: there is no privacy statement"
-                found.append({**result, "release": release})
-        return max(found, key=lambda one: (one["completed"] is True, one["num_steps"]), default=None)
+            facts = facts_in(path.with_name("privacy_statement.json"))
+            release = facts.get("release", "not for release: there is no privacy statement")
+            found.append({**facts_in(path), "release": release})
+        return max(found, key=lambda one: (one["completed"], one["num_steps"]), default=None)
 
     @property
     def finished(self) -> bool:
-        """Whether the run is finished."""
-        return is_finished(self.result)
+        """Whether the run is finished: all steps are taken, or a setting has ended it early."""
+        return (result := self.result) is not None and result["completed"]
 
     @property
     def abandoned(self) -> int:
@@ -101,30 +94,12 @@ class RunFolder:
         released.
         """
         if self.root.exists():
-            free = (path for number in itertools.count() if not (path := self.path / f"abandoned_{number}").exists())
-            self.root.rename(next(free))
+            self.root.rename(self.path / f"abandoned_{self.abandoned}")
 
 
-def result_in(folder: Path) -> dict[str, Any] | None:
-    """The ``result.json`` of a run's log folder; None if it is missing or incomplete."""
-    result = read_facts(folder / "result.json")
-    return result if result.keys() >= _NEEDED else None
-
-
-def components(trainer: Mapping[str, Any], kind: str) -> list[dict[str, Any]]:
-    """The settings of a trainer's ``logger`` or ``callbacks`` that have arguments."""
-    given = trainer.get(kind)
-    every = given if isinstance(given, list) else [given]
-    return [one for one in every if isinstance(one, dict) and isinstance(one.get("init_args"), dict)]
-
-
-def read_facts(path: Path) -> dict[str, Any]:
-    """The mapping in a file; empty if the file is missing, cut off, or holds something else."""
-    try:
-        content = read_json(path)
-    except (OSError, DataError):
-        return {}
-    return content if isinstance(content, dict) else {}
+def facts_in(path: Path) -> dict[str, Any]:
+    """The content of a JSON file of a run; empty if the run has not written it."""
+    return read_json(path) if path.is_file() else {}
 
 
 class RunProcess:

@@ -38,8 +38,8 @@ def journal_name(run: str) -> str:
 
 
 def journals_in(folder: Path) -> list[Path]:
-    """The journals in a folder, of any run."""
-    return sorted(folder.glob(f"{_PREFIX}*{_SUFFIX}"))
+    """The journals at or below a folder, of any run."""
+    return sorted(folder.rglob(journal_name("*")))
 
 
 def run_of(journal: Path) -> str:

@@ -1,4 +1,4 @@
-"""Runs that torchrun and srun start: they train on two nodes, stop in order, and come back."""
+"""Runs that torchrun and srun start: they train on two nodes, stop in order, and resume."""
 
 import os
 import signal
@@ -11,7 +11,7 @@ from started_runs import Nodes, statement, steps_in_journals
 
 ROOT = Path(__file__).parents[2]
 # Long enough that a signal comes before the end.
-EPOCHS = 10
+EPOCHS = 7
 STEPS = EPOCHS * 3  # round(1437 / 512) in each
 FIT = [
     *("--config", str(ROOT / "configs" / "digits.yaml"), "--trainer.accelerator", "cpu"),
@@ -59,35 +59,22 @@ exec "$program" "${arguments[@]}"
 """
 
 
-def on_two_nodes(folder, *arguments):
-    tool(folder, "docker", DOCKER)
+@pytest.mark.slow  # a run of two processes
+def test_torchrun_trains_on_two_nodes_that_stop_together(place):
+    tool(place, "docker", DOCKER)
     script = [str(ROOT / "docker" / "node.sh")]
-    environment = {**with_tools(folder), "PORT": str(free_port())}
-    return Nodes(
-        folder,
-        [[*script, str(node), "2", "127.0.0.1", *FIT, *arguments] for node in range(2)],
-        [environment, environment],
-    )
-
-
-@pytest.mark.slow  # two runs of two processes
-def test_torchrun_trains_on_two_nodes_and_resumes(place):
-    nodes = on_two_nodes(place)
-    nodes.wait_for_steps(7)
-    # One node is told to stop; the others learn of it.
+    environment = {**with_tools(place), "PORT": str(free_port())}
+    nodes = Nodes(place, [[*script, str(node), "2", "127.0.0.1", *FIT] for node in range(2)], [environment] * 2)
+    nodes.wait_for_steps(4)
+    # One node is told to stop; the other learns of it.
     nodes.processes[1].send_signal(signal.SIGTERM)
-    codes = nodes.end()
-    assert all(code != 0 for code in codes), nodes.said()
+    assert all(code != 0 for code in nodes.end()), nodes.said()
     (checkpoint,) = place.glob("lightning_logs/version_0/checkpoints/interrupted-step=*.ckpt")
     taken = steps_in_journals(place)
     assert checkpoint.name == f"interrupted-step={taken}.ckpt"
-    assert taken < STEPS
-    nodes = on_two_nodes(place, "--ckpt_path", "last")
-    assert nodes.end() == [0, 0], nodes.said()
     found = statement(place)
-    assert found["num_steps"] == found["num_steps_planned"] == STEPS
-    assert (found["lost_steps"], found["num_ranks"]) == (0, 2)
-    assert found["epsilon"]["rdp"] <= 3.0
+    assert (found["num_steps"], found["lost_steps"], found["num_ranks"]) == (taken, 0, 2)
+    assert taken < STEPS
 
 
 # Starts the tasks with what the real one gives them, passes signals on, and kills the others when one fails.
@@ -107,13 +94,13 @@ sys.exit(max(task.returncode % 256 for task in tasks))
 """
 
 
-def slurm(folder, job, *arguments):
+def slurm(folder):
     """A job as sbatch starts it, with a slow scontrol that notes what it is asked."""
     tool(folder, "srun", SRUN.format(python=sys.executable))
-    tool(folder, "scontrol", f'#!/bin/sh\nsleep 1\necho "$@" >> {folder}/scontrol.txt\n')
+    tool(folder, "scontrol", f'#!/bin/sh\nsleep 0.5\necho "$@" >> {folder}/scontrol.txt\n')
     environment = {
         **with_tools(folder),
-        "SLURM_JOB_ID": job,
+        "SLURM_JOB_ID": "77",
         "SLURM_JOB_NAME": "dpl",
         "SLURM_NTASKS_PER_NODE": "1",
         "SLURM_NNODES": "2",
@@ -122,20 +109,20 @@ def slurm(folder, job, *arguments):
         "MASTER_PORT": str(free_port()),
     }
     script = ["bash", str(ROOT / "docker" / "slurm.sbatch"), *FIT, "--trainer.default_root_dir", str(folder)]
-    return Nodes(folder, [[*script, *arguments]], [environment])
+    return Nodes(folder, [script], [environment])
 
 
-@pytest.mark.slow  # four runs of two processes
+@pytest.mark.slow  # two runs of two processes
 def test_a_slurm_job_is_requeued_and_goes_on_by_itself(place):
-    nodes = slurm(place, "77")
-    nodes.wait_for_steps(7)
+    nodes = slurm(place)
+    nodes.wait_for_steps(4)
     nodes.processes[0].send_signal(signal.SIGUSR1)
     # The first task that leaves has the other one killed: by then everything must have been done.
     assert nodes.end() in ([143], [247]), nodes.said()
     assert (place / "scontrol.txt").read_text() == "requeue 77\n"
     taken = steps_in_journals(place)
     assert statement(place)["num_steps"] == taken < STEPS
-    nodes = slurm(place, "77")
+    nodes = slurm(place)
     assert nodes.end() == [0], nodes.said()
     found = statement(place)
     assert (found["num_steps"], found["lost_steps"], found["num_ranks"]) == (STEPS, 0, 2)

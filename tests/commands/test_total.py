@@ -122,6 +122,3 @@ def test_folders_and_options_of_a_plan_exclude_each_other(run, capsys):
     with pytest.raises(SystemExit, match="2"):
         main(["account", str(run("a")), "--epsilon", "3"])
     assert "--epsilon: runs have their own" in capsys.readouterr().err
-    with pytest.raises(SystemExit, match="2"):
-        main(["account", "--epsilon", "3"])
-    assert "--num-train is missing; or give folders of runs" in capsys.readouterr().err

@@ -55,10 +55,11 @@ def test_the_folder_is_named_by_labels_and_settings_for_every_file_system(tmp_pa
     assert RunFolder.of(tmp_path, "name", {**settings, "seed_everything": 43}).path != first
 
 
-def test_loggers_write_in_the_folder_of_the_run(tmp_path):
+def test_loggers_and_checkpoints_write_in_the_folder_of_the_run(tmp_path):
     logger = {"class_path": "CSVLogger", "init_args": {"save_dir": "/elsewhere", "name": "n"}}
+    keeper = {"class_path": "ModelCheckpoint", "init_args": {"dirpath": "/elsewhere"}}
     for given in (logger, [True, logger], None, True):
-        settings = {"trainer": {"logger": given}}
+        settings = {"trainer": {"logger": given, "callbacks": [keeper]}}
         folder = RunFolder.of(tmp_path, "name", settings)
         folder.prepare(settings)
         assert "/elsewhere" not in folder.config.read_text()
@@ -83,69 +84,46 @@ def test_a_result_that_an_interruption_has_left_is_not_the_end(tmp_path):
     for number, taken in enumerate((5, 3)):
         path = folder.root / f"version_{number}" / "result.json"
         path.parent.mkdir(parents=True)
-        whole = dict.fromkeys(["epsilon", "delta", "seconds", "test_accuracy_last", "test_accuracy_best"], 1.0)
-        whole |= {"completed": False, "num_steps": taken, "num_steps_planned": 6}
-        path.write_text(json.dumps(whole))
-    for number, text in enumerate(("{}", "[]", '{"completed": true, "num_steps": 6}', '{"num_steps": 6, "num')):
-        (folder.root / f"odd_{number}").mkdir()
-        (folder.root / f"odd_{number}" / "result.json").write_text(text)
+        path.write_text(json.dumps({"completed": False, "num_steps": taken}))
     assert not folder.finished
     assert folder.result["num_steps"] == 5
     # A setting has ended it before its last step.
-    path.write_text(json.dumps({**whole, "completed": True}))
+    path.write_text(json.dumps({"completed": True, "num_steps": 3}))
     assert folder.finished
     assert folder.result["num_steps"] == 3
 
 
-def test_a_run_that_died_resumes_from_its_checkpoint(tmp_path):
-    folder = prepared(tmp_path, then="die")
+@pytest.mark.parametrize(("saves", "resumed_from"), [(True, 1), (False, 0)])
+def test_a_run_that_died_resumes_from_its_checkpoint_or_is_set_aside_without_one(tmp_path, saves, resumed_from):
+    folder = prepared(tmp_path, then="die", saves=saves)
     assert RunProcess().to_its_end(str(folder.path)) == -signal.SIGKILL
+    (folder.root / "journal").write_text("one step")
     assert not folder.finished
     assert RunProcess().to_its_end(str(folder.path)) == 0
-    assert [start["from"] for start in starts(folder)] == [0, 1]
+    assert [start["from"] for start in starts(folder)] == [0, resumed_from]
+    assert folder.abandoned == (0 if saves else 1)
+    assert ((folder.root if saves else folder.path / "abandoned_0") / "journal").read_text() == "one step"
 
 
-def test_what_died_without_a_checkpoint_is_set_aside_and_starts_anew(tmp_path):
-    folder = prepared(tmp_path, then="die", saves=False)
-    RunProcess().to_its_end(str(folder.path))
-    (folder.root / "journal").write_text("one step")
-    assert RunProcess().to_its_end(str(folder.path)) == 0
-    assert [start["from"] for start in starts(folder)] == [0, 0]
-    assert folder.abandoned == 1
-    assert (folder.path / "abandoned_0" / "journal").read_text() == "one step"
-
-
-@pytest.fixture
-def slurm_job(tmp_path):
-    """A job that has saved a checkpoint, and its folder; the test ends the job."""
+def test_a_slurm_job_whose_time_is_up_leaves_a_checkpoint_and_is_queued_again(tmp_path):
     folder = prepared(tmp_path, steps=1000, seconds=0.05)
     job, status = launchers._SlurmJob(), []
     thread = Thread(target=lambda: status.append(job(str(folder.path))))
     thread.start()
     while not (folder.root / "last.ckpt").exists():
         time.sleep(0.01)
-    yield job, folder
+    os.kill(starts(folder)[0]["pid"], signal.SIGUSR2)  # SLURM's warning goes to every process and ends none
+    time.sleep(0.1)
+    again = job.checkpoint(str(folder.path))
+    assert isinstance(again.function, launchers._SlurmJob)
+    assert again.args == (str(folder.path),)
     thread.join()
     assert status == [143]  # it has saved a checkpoint, and has not died of a signal
 
 
-def test_slurms_warning_to_every_process_does_not_end_the_run(slurm_job):
-    job, folder = slurm_job
-    os.kill(starts(folder)[0]["pid"], signal.SIGUSR2)
-    time.sleep(0.2)
-    job.stop()
-
-
-def test_a_slurm_job_whose_time_is_up_leaves_a_checkpoint_and_is_queued_again(slurm_job):
-    job, folder = slurm_job
-    again = job.checkpoint(str(folder.path))
-    assert isinstance(again.function, launchers._SlurmJob)
-    assert again.args == (str(folder.path),)
-
-
 def test_whoever_comes_to_a_running_run_waits_for_it(tmp_path):
     """Also where the process that has started it is gone: the run itself holds the lock."""
-    folder = prepared(tmp_path, seconds=0.5)
+    folder = prepared(tmp_path, seconds=0.2)
     code = (
         "import sys; from dp_lightning.experiments import runs; "
         f"runs._DPL = (sys.executable, {str(STAND_IN)!r}); runs.RunProcess().to_its_end({str(folder.path)!r})"
@@ -176,8 +154,6 @@ def test_one_run_that_fails_does_not_take_the_others_along(tmp_path, capsys):
     [
         ("local", {"jobs": 0}, "--jobs is 0; give how many"),
         ("local", {"partition": "gpu"}, "--launcher local has no option partition; it has"),
-        ("ray", {"partition": "gpu"}, "--launcher ray has no option partition; it has"),
-        ("ray", {"num_cpus": "abc"}, "--launcher-option num_cpus=abc: give a number"),
         ("slurm", {"jobs": 2}, r"there is no SLURM on this machine.* cluster=local"),
         ("slurm", {"cluster": "local", "partitions": "gpu"}, "--launcher slurm"),
     ],
@@ -188,26 +164,38 @@ def test_what_a_launcher_cannot_take_is_named(tmp_path, monkeypatch, launcher, o
         list(LAUNCHERS[launcher]([str(prepared(tmp_path).path)], options))
 
 
-@pytest.mark.parametrize(("launcher", "package"), [("slurm", "submitit"), ("ray", "ray")])
-def test_a_missing_extra_is_named(tmp_path, monkeypatch, launcher, package):
-    monkeypatch.setitem(sys.modules, package, None)
-    with pytest.raises(ConfigurationError, match=rf"needs {package}: pip install 'dp-lightning\[{launcher}\]'"):
-        list(LAUNCHERS[launcher]([str(prepared(tmp_path).path)], {}))
-
-
-@pytest.mark.slow  # starts a Ray of its own
-def test_a_ray_that_is_broken_off_stops_its_runs_with_checkpoints(tmp_path):
-    # In a process of its own: Ray redirects what it finds open. The first run takes long enough for the second one to
-    # begin beside it, and the last one has no place.
-    folders = [prepared(tmp_path, str(k), steps=100 if k == 0 else 2000, seconds=0.05) for k in range(3)]
-    code = f"""
+# Jobs and actors are processes of their own, which have no stand-in but by this.
+WITH_THE_STAND_IN = f"""
 from dp_lightning.experiments import launchers, runs
 
 class WithTheStandIn(runs.RunProcess):
     def to_its_end(self, folder):
         runs._DPL = ({sys.executable!r}, {str(STAND_IN)!r})
         return super().to_its_end(folder)
+"""
 
+
+def test_a_slurm_array_runs_every_folder(tmp_path):
+    folders = [prepared(tmp_path, str(k), then="fail" if k else "finish") for k in range(2)]
+    code = f"""{WITH_THE_STAND_IN}
+class Job(WithTheStandIn, launchers._SlurmJob):
+    pass
+
+launchers._SlurmJob = Job
+results = launchers.launch_slurm({[str(folder.path) for folder in folders]!r}, {{"cluster": "local"}})
+print(sorted(status for _, status in results))
+"""
+    shown = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert shown.stdout == "[0, 2]\n"
+    assert [folder.finished for folder in folders] == [True, False]
+
+
+@pytest.mark.slow  # starts a Ray of its own
+def test_a_ray_that_is_broken_off_stops_its_runs_with_checkpoints(tmp_path):
+    # In a process of its own: Ray redirects what it finds open. The first run takes long enough for the second one to
+    # begin beside it, and the last one has no place.
+    folders = [prepared(tmp_path, str(k), steps=60 if k == 0 else 2000, seconds=0.05) for k in range(3)]
+    code = f"""{WITH_THE_STAND_IN}
 launchers.RunProcess = WithTheStandIn
 results = launchers.launch_ray({[str(folder.path) for folder in folders]!r}, {{"num_cpus": 0.1}})
 assert next(results)[1] == 0
@@ -229,7 +217,6 @@ results.close()
         ("3,5", {}, "CUDA_VISIBLE_DEVICES", {"3", "5"}),
         ("3,5", {"jobs": 1}, "CUDA_VISIBLE_DEVICES", {"3,5"}),
         ("", {"jobs": 2}, "OMP_NUM_THREADS", {"3"}),
-        ("", {}, "OMP_NUM_THREADS", {None}),
     ],
 )
 def test_runs_at_once_share_gpus_or_cores_and_a_single_one_has_all(tmp_path, monkeypatch, gpus, jobs, name, seen):
