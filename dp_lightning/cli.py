@@ -105,6 +105,7 @@ def _imported(name: str) -> Any:
     Raises:
         DpLightningError: naming a package that the module needs and that is not installed.
     """
+    frozen = gc.get_freeze_count()
     gc.disable()
     try:
         return import_module(name)
@@ -118,5 +119,6 @@ def _imported(name: str) -> Any:
     finally:
         # All that was imported becomes part of the oldest generation, without a pass over it.
         gc.freeze()
-        gc.unfreeze()
+        if not frozen:  # by the program that calls ``main``
+            gc.unfreeze()
         gc.enable()
