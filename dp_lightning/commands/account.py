@@ -26,16 +26,11 @@ def main(arguments: list[str]) -> None:
     if options.runs:
         from dp_lightning.commands.total import total_epsilon
 
-        for name in ("epsilon", "noise_multiplier", "steps", "epochs", "batch_size", "num_train", "accountant"):
-            if getattr(options, name) is not None:
-                raise ConfigurationError(f"{_option(name)}: runs have their own; remove it, or remove the folders.")
         total = total_epsilon(options.runs, options.delta)
         print(json.dumps(total.to_dict()) if options.json else total.text())
         return
-    for name in ("num_train", "delta"):
-        if getattr(options, name) is None:
-            raise ConfigurationError(f"{_option(name)} is missing; or give folders of runs, to add them up.")
-    options.accountant = options.accountant or "prv"
+    if None in (options.num_train, options.delta):
+        raise ConfigurationError("Give --num-train and --delta, or folders of runs to add up.")
     plan = _solve(options)
     epsilons = plan.epsilons()
     if options.json:
@@ -74,19 +69,13 @@ def _parser() -> argparse.ArgumentParser:
     counted = "number of training examples, or of persons (unit_of_privacy: group)"
     add("--num-train", "--num_train", type=int, help=counted)
     add("--delta", type=float, help="below 1/num_train; of runs, default: the smallest delta of theirs")
-    add("--accountant", choices=("prv", "rdp", "pld"), help="accountant to solve with (default: prv)")
+    add("--accountant", choices=("prv", "rdp", "pld"), default="prv", help="accountant to solve with (default: prv)")
     add("--json", action="store_true", help="print one JSON object")
     return parser
 
 
-def _option(name: str) -> str:
-    return "--" + name.replace("_", "-")
-
-
 def _solve(options: argparse.Namespace) -> "PrivacyPlan":
     """The plan whose missing quantity is solved for."""
-    from dp_lightning.privacy.ranges import check_count
-
     given = {
         "--epsilon": options.epsilon,
         "--noise-multiplier": options.noise_multiplier,
@@ -99,9 +88,6 @@ def _solve(options: argparse.Namespace) -> "PrivacyPlan":
         raise ConfigurationError(
             f"give exactly three of {', '.join(given)}; the fourth is solved for. Given: {present}."
         )
-    for name in ("num_train", "steps", "epochs", "batch_size"):
-        if getattr(options, name) is not None:
-            check_count(name, getattr(options, name))
     numbers = {"batch_size": options.batch_size, "steps": options.steps}
 
     def fits(**changed: int) -> bool:
@@ -112,9 +98,7 @@ def _solve(options: argparse.Namespace) -> "PrivacyPlan":
     if missing == ["--batch-size"]:
         numbers["batch_size"] = _largest(lambda size: fits(batch_size=size), options.num_train)
         if numbers["batch_size"] is None:
-            raise ConfigurationError(
-                f"no batch size stays within epsilon = {options.epsilon:g}: raise --noise-multiplier."
-            )
+            raise ConfigurationError(f"no batch size spends at most {options.epsilon:g}: raise --noise-multiplier.")
     elif missing == ["--steps or --epochs"]:
         numbers["steps"] = _largest(lambda steps: fits(steps=steps), _MOST_STEPS)
         if numbers["steps"] is None:

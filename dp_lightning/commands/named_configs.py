@@ -7,8 +7,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from dp_lightning.commands.near_names import did_you_mean
-from dp_lightning.errors import ConfigurationError
+from dp_lightning.errors import ConfigurationError, did_you_mean
 
 FOLDER = Path(__file__).parents[1] / "configs"
 #: Folder of the grids within it. A grid describes several runs, so `dpl fit` takes none.

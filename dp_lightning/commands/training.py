@@ -37,9 +37,8 @@ from dp_lightning.callbacks import (
     StopOnSignal,
 )
 from dp_lightning.commands.named_configs import with_paths
-from dp_lightning.commands.near_names import did_you_mean
 from dp_lightning.commands.quiet import quiet
-from dp_lightning.errors import ConfigurationError, DataError, DpLightningError
+from dp_lightning.errors import ConfigurationError, DpLightningError, did_you_mean
 from dp_lightning.foreign_text import load_yaml
 from dp_lightning.lightning_internals import CommandLine, flags_of
 from dp_lightning.lightning_modules import schedules
@@ -246,26 +245,24 @@ class TrainingCLI(CommandLine):
         """Run the command.
 
         Raises:
-            ConfigurationError: for settings that Lightning refuses when it starts.
-            DataError: for a checkpoint whose state is not that of this model or its optimizer.
+            ConfigurationError: for settings that Lightning refuses when it starts, and for a checkpoint whose state is
+                not that of this model or its optimizer.
         """
         try:
             super().run_command(command)
         except DpLightningError:
             raise
-        except MisconfigurationException as error:
-            raise ConfigurationError(str(error)) from error
-        except (RuntimeError, ValueError) as error:
+        except (MisconfigurationException, RuntimeError, ValueError) as error:
             if "to NOT exist" in str(error):  # the file of the configuration, without a logger or with its version set
-                raise ConfigurationError(
-                    f"{error} Give another trainer.default_root_dir, or resume that run with --ckpt_path."
-                ) from error
-            if not re.search("state_dict|state dict", str(error)):
+                fix = "Give another trainer.default_root_dir, or resume that run with --ckpt_path."
+            elif re.search("state_dict|state dict", str(error)):
+                path = self.setting(self.config_init, "ckpt_path")
+                fix = f"ckpt_path {path} does not fit this configuration. Take the one that its run saved."
+            elif isinstance(error, MisconfigurationException):
+                fix = ""
+            else:
                 raise
-            path = self.setting(self.config_init, "ckpt_path")
-            raise DataError(
-                f"ckpt_path {path} does not fit this configuration. Take the one that its run saved. {error}"
-            ) from error
+            raise ConfigurationError(f"{error} {fix}") from error
 
     def before_fit(self) -> None:
         """Refuse wrong settings before any data is touched."""
@@ -278,9 +275,8 @@ class TrainingCLI(CommandLine):
             if isinstance(callback, SaveConfigCallback) and (asked is not None or SLURMEnvironment.detect()):
                 # A resumed run may use its earlier log folder again.
                 callback.overwrite = True
-        check_files = getattr(self.datamodule, "check_files", None)
-        if check_files is not None:
-            check_files()
+        if hasattr(self.datamodule, "check_files"):
+            self.datamodule.check_files()
 
     def after_fit(self) -> None:
         """Print what can be done with the best or last checkpoint of the run."""

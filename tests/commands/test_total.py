@@ -118,10 +118,7 @@ def test_what_cannot_be_added_up_is_refused(run, tmp_path):
         total_epsilon([folder])
 
 
-def test_folders_and_options_of_a_plan_exclude_each_other(run, capsys):
-    with pytest.raises(SystemExit, match="2"):
-        main(["account", str(run("a")), "--epsilon", "3"])
-    assert "--epsilon: runs have their own" in capsys.readouterr().err
+def test_without_a_folder_the_numbers_of_a_plan_are_asked_for(capsys):
     with pytest.raises(SystemExit, match="2"):
         main(["account", "--epsilon", "3"])
-    assert "--num-train is missing; or give folders of runs" in capsys.readouterr().err
+    assert "Give --num-train and --delta, or folders of runs" in capsys.readouterr().err
