@@ -88,8 +88,8 @@ def test_no_noise_is_written_as_inf(capsys: pytest.CaptureFixture) -> None:
         ("--noise-multiplier 1 --steps 0 --batch-size 20", "steps"),
         ("--noise-multiplier 1 --steps 5 --batch-size 2000", "expected_batch_size"),
         ("--noise-multiplier 1 --steps 5 --batch-size 20 --delta 0.5", "delta must be below 1/num_train"),
-        ("--epsilon 0.1 --noise-multiplier 0.1 --batch-size 500", "one step already spends more"),
-        ("--epsilon 0.1 --noise-multiplier 0.1 --steps 500 --accountant rdp", "no batch size spends at most 0.1"),
+        ("--epsilon 0.1 --noise-multiplier 0.1 --batch-size 500", "--steps or --epochs: 1 already spends more"),
+        ("--epsilon 0.1 --noise-multiplier 0.1 --steps 500 --accountant rdp", "--batch-size: 1 already spends more"),
     ],
 )
 def test_errors_go_to_stderr_with_status_2(capsys: pytest.CaptureFixture, options: str, named: str) -> None:
