@@ -111,7 +111,7 @@ WRONG = {
     "misspelt": (["--privacy.target_epsilonn", "3"], r"target_epsilonn.*Did you mean privacy.target_epsilon\?"),
     "abbreviated": (["--privacy.target_eps=3"], r"unrecognized.*target_eps.*Did you mean privacy.target_epsilon\?"),
     "in_a_file": (["--config={privcy: {target_epsilon: 3}}"], r"privcy.*Did you mean privacy.target_epsilon\?"),
-    "of_a_class": (["--model.init_args.chanels", "4"], r"chanels.*Did you mean channels\? The settings of the class"),
+    "of_a_class": (["--model.init_args.chanels", "4"], r"chanels.*Did you mean channels\?"),
     "class": (["--model", "SmalCNNModule"], r"SmalCNNModule.*Did you mean SmallCNNModule\?"),
     "module": (["--model", "my.module.Class"], "No module named 'my'"),
     # Values.

@@ -11,7 +11,7 @@ from dp_lightning.atomic_files import replacing, require_writable
 from dp_lightning.errors import ConfigurationError, DataError
 
 if TYPE_CHECKING:
-    from dp_lightning.datamodules.survey import Survey
+    from dp_lightning.datamodules.survey import Look, Survey
 
 # Classes that have a line each; images, or pairs of equal ones, that are named.
 _SHOWN, _NAMED = 20, 3
@@ -131,16 +131,17 @@ def _found(survey: "Survey") -> Iterator[str]:
         yield f"persons: {len(persons):,}, with up to {max(persons.values())} images each"
         yield "  Each folder inside a class folder, or each id of the table, is a person. If it is none, move the"
         yield "  images out of these folders, or give no table."
-    # Those of different classes before others.
-    pairs = sorted(survey.repeats, key=lambda pair: pair[0].label == pair[1].label)
-    differ = sum(one.label != other.label for one, other in pairs)
+    first: dict[bytes, Look] = {}
+    pairs = [(first.setdefault(look.digest, look), look) for look in survey.readable]
+    # Pairs in different classes come before others.
+    pairs = sorted((pair for pair in pairs if pair[0] is not pair[1]), key=lambda pair: pair[0].label == pair[1].label)
     if pairs:
-        among = f", {differ:,} of them in another class" if differ else ""
-        yield f"repeats in the training set: {len(pairs):,}{among}; each counts as an example of its own"
+        differ = sum(one.label != other.label for one, other in pairs)
+        yield f"repeats in the training set: {len(pairs):,}, {differ:,} of them in another class; each is an example"
         yield from (f"  {one.path} = {other.path}" for one, other in pairs[:_NAMED] if one.path)
-    if shared := survey.shared:
+    if shared := [look for look in survey.looks if look.split != "train" and look.digest in first]:
         yield f"evaluation images that are also in the training set: {len(shared):,}"
         yield from (f"  {look.path}" for look in shared[:_NAMED] if look.path)
-    if survey.bad:
-        yield f"files that cannot be read, to be replaced or removed: {len(survey.bad):,}"
-        yield from (f"  {look.path}: {look.problem}" for look in survey.bad)
+    if bad := [look for look in survey.looks if look.problem is not None]:
+        yield f"files that cannot be read, to be replaced or removed: {len(bad):,}"
+        yield from (f"  {look.path}: {look.problem}" for look in bad)

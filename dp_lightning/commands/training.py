@@ -50,8 +50,6 @@ from dp_lightning.private_run.settings import PrivacySettings
 from dp_lightning.strategies.checkpoint_io import PrivateCheckpointIO
 from dp_lightning.strategies.private import NAME as PRIVATE_STRATEGY
 
-#: Settings of the model that are properties of the data, from which the command line takes them.
-LINKED = ("num_classes", "in_channels", "image_size", "mean", "std")
 # Modules whose classes a configuration gives by short names, since they are imported here.
 _MODULES = (
     datamodules,
@@ -63,6 +61,8 @@ _MODULES = (
     callbacks,
     loggers,
 )
+# How the parser quotes a name that it does not know.
+_UNKNOWN = re.compile(r"(?:unrecognized arguments: --?|accept option '|Option '|import path string: )([\w.]+)")
 # Groups of which nothing is set where all lines below them are comments.
 _MAY_BE_EMPTY = {"init_args", "dict_kwargs", "trainer", "privacy", "postprocess", "averaging"}
 
@@ -100,16 +100,9 @@ def _hint(message: str, flags: set[str]) -> str:
         message: of a parser, which repeats what the parser of a class within has said.
         flags: the options that the parser takes.
     """
-    if "Did you mean" in message:
-        return ""
-    if found := re.search(r"unrecognized arguments: --?([\w.]+)|does not accept option '([\w.]+)'", message):
-        return did_you_mean(found[1] or found[2], flags)
-    if found := re.match(r"Option '([\w.]+)' is not accepted", message):
-        settings = sorted(flag for flag in flags if not flag.startswith("-") and not flag.endswith("help"))
-        return f"{did_you_mean(found[1], settings)} The settings of the class are {', '.join(settings)}."
-    if found := re.search(r"Expected a dot import path string: (\w+)\n", message):
+    if (found := _UNKNOWN.search(message)) and "Did you mean" not in message:
         names = {name for module in _MODULES for name in getattr(module, "__all__", dir(module))}
-        return did_you_mean(found[1], (name for name in names if name[0].isupper()))
+        return did_you_mean(found[1], {*flags, *(name for name in names if name[0].isupper())})
     if "arguments are required" in message:
         return " `dpl configs` lists configurations, and `dpl init FOLDER` writes one for your images."
     return ""
@@ -136,7 +129,8 @@ class TrainingCLI(CommandLine):
         parser.add_lightning_class_args(PostProcessCallback, "postprocess")
         parser.add_lightning_class_args(AveragedWeights, "averaging")
         parser.callback_keys.clear()  # instantiate_trainer gives them their places among the callbacks
-        for name in LINKED:
+        # Properties of the data, which nobody has to repeat for the model.
+        for name in ("num_classes", "in_channels", "image_size", "mean", "std"):
             parser.link_arguments(f"data.{name}", f"model.init_args.{name}", apply_on="instantiate")
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:

@@ -80,6 +80,12 @@ def test_no_noise_is_written_as_inf(capsys: pytest.CaptureFixture) -> None:
     assert answer(capsys, "--noise-multiplier 0 --steps 5 --batch-size 20")["epsilon"]["prv"] == "inf"
 
 
+def test_without_a_folder_the_numbers_of_a_plan_are_asked_for(capsys: pytest.CaptureFixture) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["account", "--epsilon", "3"])
+    assert "Give --num-train and --delta, or folders of runs" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("options", "named"),
     [

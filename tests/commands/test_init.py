@@ -15,7 +15,6 @@ from PIL import Image
 from dp_lightning.cli import main
 from dp_lightning.commands.starting_configuration import Model, delta_for, start_of
 from dp_lightning.datamodules import ImageFolder, NpzImages
-from dp_lightning.datamodules.survey import Survey
 
 NOISE = np.random.default_rng(0)
 NAMES = ("dark", "light")
@@ -123,23 +122,12 @@ def test_bad_files_are_listed_with_their_reasons_and_do_not_count(photos, capsys
     main(["init", "photos", "--from-scratch"])
     shown = capsys.readouterr().out
     assert "files that cannot be read, to be replaced or removed: 12" in shown
+    assert ["dark", "24", "5"] in [line.split() for line in shown.splitlines()]
     listed = dict(line.strip().split(": ", 1) for line in shown.splitlines() if line.startswith("  photos/train"))
     assert list(listed) == list(map(str, bad))
     assert all(("truncated" if number % 2 else "it is empty") in listed[str(path)] for number, path in enumerate(bad))
     # N is that of the file once they are removed.
     assert written()["privacy"]["expected_batch_size"] == 48 // 4
-
-
-def test_what_a_survey_counts(photos):
-    write_image(photos / "train" / "dark" / "wide.png", size=(40, 20))
-    Image.new("L", (12, 12)).save(photos / "train" / "light" / "grey.png")
-    (photos / "train" / "light" / "9.png").write_bytes(b"")
-    survey = Survey.of(ImageFolder("photos"))
-    assert survey.counts("train") == [31, 30]
-    assert survey.counts("test") == [5, 5]
-    assert survey.median_side == 12
-    assert not survey.is_grey
-    assert [Path(look.path).name for look in survey.bad] == ["9.png"]
 
 
 def test_equal_images_are_named_those_of_two_classes_first(photos, capsys):
@@ -149,7 +137,7 @@ def test_equal_images_are_named_those_of_two_classes_first(photos, capsys):
     shutil.copy(photos / "train" / "dark" / "7.png", photos / "test" / "dark" / "trained.png")
     main(["init", "photos", "--from-scratch"])
     shown = capsys.readouterr().out
-    assert "repeats in the training set: 5, 1 of them in another class; each counts" in shown
+    assert "repeats in the training set: 5, 1 of them in another class; each is an example" in shown
     assert "photos/train/dark/5.png = photos/train/light/copy.png\n  photos/train/dark/0.png = photos/" in shown
     assert shown.count(".png = ") == 3
     assert "evaluation images that are also in the training set: 1\n  photos/test/dark/trained.png\n" in shown

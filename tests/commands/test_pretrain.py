@@ -87,18 +87,6 @@ def test_a_training_that_is_stopped_resumes_to_the_same_weights(made, unfinished
     assert not unfinished.exists()
 
 
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        (lambda state: {**state, "steps": 99}, "is damaged (it is after step 99 of 6). Remove it"),
-        (lambda state: {**state, "network": {}}, "is damaged (RuntimeError: Error(s) in loading"),
-    ],
-)
-def test_a_state_that_is_none_of_the_recipe_is_refused(unfinished, capsys, change, words):
-    torch.save(change(torch.load(unfinished, weights_only=True)), unfinished)
-    assert words in refusal(capsys, "pretrain", *SMALL, "--steps", 6, "--out", unfinished.with_suffix(""))
-
-
 def test_another_recipe_does_not_resume_from_a_file(copy, unfinished, capsys):
     command = ("pretrain", *SMALL, "--steps", 6, "--seed", 1, "--out")
     assert f"{copy} is of another recipe. Give another --out" in refusal(capsys, *command, copy)
@@ -109,12 +97,8 @@ def test_another_recipe_does_not_resume_from_a_file(copy, unfinished, capsys):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (["--steps", "0"], "--steps is 0"),
-        (["--batch-size", "1"], "--batch-size is 1"),
         (["--learning-rate", "1e30", "--steps", "4"], r"The loss is nan at step \d: --learning-rate 1e.30 is too high"),
-        (["--view-size", "9"], "--view-size is 9; it must be from 4 to the 8 pixels of the images"),
         (["--view-size", "4"], "The network takes no views of 4 pixels .* Leave --view-size out"),
-        (["--precision", "fp8"], "argument --precision: invalid choice: 'fp8'"),
         (["--out", "weights.pt"], "written as .safetensors"),
         (["--model.init_args.weights", "private.pt"], "pretraining starts from nothing"),
     ],
@@ -132,13 +116,12 @@ class Mine(SmallCNNModule):
 """
 
 
-@pytest.mark.parametrize("module", ["mine_of_random.Mine", "TimmModule", "LinearProbeModule"])
+@pytest.mark.parametrize("module", ["mine_of_random.Mine", "LinearProbeModule"])
 def test_a_module_that_may_start_from_something_is_refused(tmp_path, monkeypatch, capsys, module):
     """The file would say that it comes from nothing."""
     (tmp_path / "mine_of_random.py").write_text(OWN)
     monkeypatch.syspath_prepend(str(tmp_path))
-    more = ["--model.init_args.name", "vit_tiny_patch16_224"] if module == "TimmModule" else []
-    said = refusal(capsys, "pretrain", *SMALL, "--out", tmp_path / "w.safetensors", "--model", module, *more)
+    said = refusal(capsys, "pretrain", *SMALL, "--out", tmp_path / "w.safetensors", "--model", module)
     assert "dpl pretrain trains ResNetModule, SmallCNNModule, WideResNetModule on images; " in said
 
 

@@ -116,9 +116,3 @@ def test_what_cannot_be_added_up_is_refused(run, tmp_path):
     (folder / "privacy_journal_a.jsonl").write_text(edited)
     with pytest.raises(DataError, match="not as it was written"):
         total_epsilon([folder])
-
-
-def test_without_a_folder_the_numbers_of_a_plan_are_asked_for(capsys):
-    with pytest.raises(SystemExit, match="2"):
-        main(["account", "--epsilon", "3"])
-    assert "Give --num-train and --delta, or folders of runs" in capsys.readouterr().err
