@@ -17,7 +17,6 @@ from dp_lightning.commands.named_configs import with_paths
 from dp_lightning.errors import ConfigurationError
 from dp_lightning.lightning_modules.classifiers import OWN_NETWORKS
 from dp_lightning.models.pretraining import Pretraining, Recipe, random_images
-from dp_lightning.models.random_images import PROCESSES
 from dp_lightning.privacy.exported import RANDOM_IMAGES, RECIPE, SOURCE, TENSORS, recipe_of
 from dp_lightning.privacy.weights import digest_of
 
@@ -50,7 +49,6 @@ def main(arguments: list[str]) -> None:
         size=data.image_size,
         mean=tuple(data.mean),
         std=tuple(data.std),
-        processes=tuple(options.processes),
         images=options.images,
         steps=options.steps,
         batch_size=options.batch_size,
@@ -106,7 +104,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("--out", type=Path, default=Path("random.safetensors"), help="file of the weights; default: random.safetensors")
-    add("--processes", nargs="+", choices=PROCESSES, default=list(PROCESSES), help="what makes the images")
     add("--images", type=int, default=50_000, help="how many images; default: 50,000")
     add("--steps", type=int, default=10_000, help="steps of the optimizer; default: 10,000")
     add("--batch-size", type=int, default=256, help="images of a step, each in two views; default: 256")

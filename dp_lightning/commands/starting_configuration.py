@@ -26,7 +26,6 @@ FEW_IMAGES, BACKBONE = 10_000, "vit_small_patch16_224.augreg_in21k"
 #: The most that N delta may be: the number of persons that a mechanism which publishes each with probability delta, and
 #: which the guarantee allows, would be expected to publish.
 MOST_PUBLISHED = 0.1
-_MAX_GRAD_NORM, _MOMENTUM = 1.0, 0.9
 # Sides of an image in pixels: the least, and the most that a pretrained network and one from scratch see.
 _SMALLEST_SIDE, _FEATURE_SIDE, _SCRATCH_SIDE = 8, 224, 32
 # Images of a person in one step, at most: each is a row that goes through the network.
@@ -130,14 +129,7 @@ class Start(NamedTuple):
 def start_of(
     num_train: int, num_parameters: int, model: Model, *, epsilon: float = 3.0, delta: float | None = None
 ) -> Start:
-    """The numbers for a model with d parameters.
-
-    Args:
-        num_train: N, images or persons.
-        num_parameters: d.
-        model: what is trained.
-        epsilon: the budget of the run.
-        delta: default: `delta_for`.
+    """The numbers for N images or persons and a model with d parameters; ``delta`` None takes that of `delta_for`.
 
     Raises:
         ConfigurationError: epsilon cannot be reached, or a number is out of its range.
@@ -176,8 +168,6 @@ def configuration(
     Args:
         survey: of the data; files that cannot be read do not count, since the run needs them removed.
         data: the data module, and its settings that say where the images are and whose they are.
-        model: what is trained.
-        epsilon, delta: the budget; delta None takes that of `delta_for`.
         name: of the file, as it is given to ``dpl fit``.
 
     Raises:
@@ -205,7 +195,7 @@ def configuration(
         "target_epsilon": float(epsilon),
         "delta": plan.delta,
         "expected_batch_size": plan.expected_batch_size,
-        "max_grad_norm": _MAX_GRAD_NORM,
+        "max_grad_norm": 1.0,
     }
     if persons is not None:
         rows = min(_IMAGES_PER_PERSON, round(median(persons.values())))
@@ -218,8 +208,7 @@ def configuration(
         features = {"images": images, "backbone": model.backbone, **network, "cache": "features"}
         images = {"class_path": "CachedFeatures", "init_args": features}
     trained = {"class_path": model.class_path, **({"init_args": dict(model.settings)} if model.settings else {})}
-    rate = {"lr": start.learning_rate, "momentum": _MOMENTUM}
-    optimizer = {"class_path": "torch.optim.SGD", "init_args": rate}
+    optimizer = {"class_path": "torch.optim.SGD", "init_args": {"lr": start.learning_rate, "momentum": 0.9}}
     text = f"""\
 # Written by `dpl init`. Train with: dpl fit --config {name}
 # What is released of the run makes public N, the number of training {unit} ({plan.num_train:,}), the names of the
@@ -255,9 +244,7 @@ trainer:
         )
     if start.noise_norm > _HOPELESS:
         fewer = ", or leave out --from-scratch" if model.backbone is None else ""
-        warnings.append(
-            f"So much noise probably leaves nothing to learn: collect more images, or raise epsilon{fewer}."
-        )
+        warnings.append(f"So much noise probably leaves nothing to learn. Collect more images or raise epsilon{fewer}.")
     if model.is_pretrained and model.weights is None:
         warnings.append("The first run downloads the weights. Offline, give --weights, or --backbone scattering.")
     return text, warnings
