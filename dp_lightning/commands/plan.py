@@ -15,7 +15,7 @@ from torch import nn
 
 from dp_lightning.analysis import detection_norm, recovery_gap
 from dp_lightning.commands.composition import Composer, prepare_to_train
-from dp_lightning.commands.named_configs import with_paths
+from dp_lightning.commands.configs import with_paths
 from dp_lightning.commands.pricing import plan_of, seconds_per_example
 from dp_lightning.errors import ConfigurationError
 from dp_lightning.experiments.results import shown_duration

@@ -13,7 +13,7 @@ from safetensors.torch import save
 
 from dp_lightning.atomic_files import replacing, require_writable
 from dp_lightning.commands.composition import Composer, prepare
-from dp_lightning.commands.named_configs import with_paths
+from dp_lightning.commands.configs import with_paths
 from dp_lightning.errors import ConfigurationError
 from dp_lightning.lightning_modules.classifiers import OWN_NETWORKS
 from dp_lightning.models.pretraining import Pretraining, Recipe, random_images

@@ -9,7 +9,7 @@ import hashlib
 from pathlib import Path
 
 from dp_lightning.atomic_files import require_writable
-from dp_lightning.commands.named_configs import path_of
+from dp_lightning.commands.configs import path_of
 from dp_lightning.commands.sweep import add_grid_options, outcomes_of, planned_runs, spent_together
 from dp_lightning.errors import ConfigurationError
 from dp_lightning.experiments.grid import Grid

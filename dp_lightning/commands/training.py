@@ -36,7 +36,7 @@ from dp_lightning.callbacks import (
     SignalToNoise,
     StopOnSignal,
 )
-from dp_lightning.commands.named_configs import with_paths
+from dp_lightning.commands.configs import with_paths
 from dp_lightning.commands.quiet import quiet
 from dp_lightning.errors import ConfigurationError, DpLightningError, did_you_mean
 from dp_lightning.foreign_text import load_yaml
